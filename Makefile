@@ -1,0 +1,41 @@
+# Every target makes its own .venv first; python3 (with venv), make and g++ are all it needs.
+
+PYTHON ?= python3
+PIP     = .venv/bin/python -m pip -qq --disable-pip-version-check --no-input
+STAMP   = .venv/installed
+
+export PYTHONUNBUFFERED = 1
+
+.PHONY: demo test slow lint clean check
+
+demo: $(STAMP)
+	.venv/bin/python examples/demo.py
+
+test: lint
+	.venv/bin/python -m pytest -q
+
+slow: $(STAMP)
+	.venv/bin/python -m pytest -q -m slow
+
+lint: $(STAMP)
+	.venv/bin/python -m ruff check .
+	.venv/bin/python -m mypy
+
+# torch is pinned here and not in pyproject.toml: tests run on one known version, users may have any since 2.9.
+$(STAMP): pyproject.toml Makefile | check
+	$(PYTHON) -m venv .venv
+	$(PIP) install torch==2.13.0
+	$(PIP) install -e '.[dev,demo]'
+	@touch $@
+
+check:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
+	  { echo "intaglio needs Python 3.10 or later as $(PYTHON); install one, then: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "$(PYTHON) has no venv module; install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@command -v g++ >/dev/null || \
+	  { echo "intaglio compiles kernels with g++ and there is none; install it (Debian, Ubuntu: apt install g++)" >&2; exit 1; }
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,112 @@
+"""How a call of the model becomes tensors, and tensors its result. The one home of argument checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from intaglio.errors import InputError
+from intaglio.ir import DType, Expression, Signature, evaluate
+
+DTYPES = {
+    torch.uint8: DType.U8,
+    torch.int8: DType.S8,
+    torch.int16: DType.I16,
+    torch.int32: DType.I32,
+    torch.int64: DType.I64,
+    torch.float16: DType.F16,
+    torch.bfloat16: DType.BF16,
+    torch.float32: DType.F32,
+    torch.float64: DType.F64,
+    torch.bool: DType.BOOL,
+}
+TORCH_DTYPES = {kind: dtype for dtype, kind in DTYPES.items()}
+
+
+def bind(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensor leaves of a call, checked against the captured structure."""
+    leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
+    if tree != signature.in_tree:
+        leaves = _rearranged(signature, args, kwargs)
+    for leaf, value in signature.fixed.items():
+        same = leaves[leaf] is value or (type(leaves[leaf]) is type(value) and leaves[leaf] == value)
+        if not same:
+            raise InputError(
+                f"argument leaf {leaf}", None, f"{leaves[leaf]!r}; the model was captured with {value!r}",
+                remedy="quantize again with this value in the example inputs",
+            )  # fmt: skip
+    tensors = [leaves[entry.leaf] for entry in signature.inputs]
+    return tensors
+
+
+def _rearranged(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Leaves of a call that spells positional arguments by keyword, or the other way round."""
+    example_args, example_kwargs = pytree.tree_unflatten([None] * signature.in_tree.num_leaves, signature.in_tree)
+    names, given = signature.names, dict(kwargs)
+    if len(args) <= len(names):
+        given.update(zip(names, args, strict=False))
+        positional = names[: len(example_args)]
+        if set(given) == {*positional, *example_kwargs}:
+            call = tuple(given[name] for name in positional), {name: given[name] for name in example_kwargs}
+            leaves, tree = pytree.tree_flatten(call)
+            if tree == signature.in_tree:
+                return leaves
+    raise InputError(
+        "call", None,
+        f"{len(args)} positional and {sorted(kwargs)} keyword arguments; "
+        f"captured with {len(example_args)} positional and {sorted(example_kwargs)} keyword arguments"
+        + (f" of forward({', '.join(names)})" if names else "")
+        + ", with the same nesting",
+        remedy="call the model as in the example inputs",
+    )  # fmt: skip
+
+
+def dims_of(signature: Signature, leaves: list[Any]) -> dict[str, int]:
+    """Values of the free dimensions in a call; `InputError` when a tensor does not fit its captured type."""
+    symbols: dict[str, int] = {}
+    for entry, value in zip(signature.inputs, leaves, strict=True):
+        where = f"input '{entry.name}'"
+        if not isinstance(value, torch.Tensor):
+            raise InputError(where, None, f"{type(value).__name__}; the model takes a tensor here")
+        if DTYPES.get(value.dtype) is not entry.type.dtype:
+            expected = str(entry.type.dtype)
+            raise InputError(
+                where, None, f"element type {value.dtype}; the model takes {expected}", remedy="convert it first"
+            )
+        if value.device.type != "cpu":
+            raise InputError(where, None, f"device {value.device}; the model runs on the CPU", remedy="call .cpu()")
+        shape = entry.type.shape
+        if value.dim() != len(shape) or not all(_fits(d, s, symbols) for d, s in zip(shape, value.shape, strict=True)):
+            expected = "[" + ", ".join(map(str, shape)) + "]"
+            raise InputError(where, None, f"shape {list(value.shape)}; the model takes {expected}")
+    return symbols
+
+
+def _fits(dim: Any, size: int, symbols: dict[str, int]) -> bool:
+    if not isinstance(dim, Expression):
+        return dim == size
+    if len(dim.terms) == 1 and len(dim.terms[0][0]) == 1 and isinstance(dim.terms[0][0][0], str):
+        (((name,), factor),) = dim.terms
+        if name not in symbols and size % factor == 0:
+            symbols[name] = size // factor
+    try:
+        return evaluate(dim, symbols) == size
+    except KeyError:
+        return False
+
+
+def rebuild(signature: Signature, results: tuple[Any, ...], symbols: Mapping[str, int]) -> Any:
+    """The model's result from the graph's tensor results, structure and constants restored."""
+    values = iter(results)
+    leaves = []
+    for output in signature.outputs:
+        if output.value is not None:
+            leaves.append(next(values))
+        elif isinstance(output.constant, Expression):
+            leaves.append(evaluate(output.constant, symbols))
+        else:
+            leaves.append(output.constant)
+    return pytree.tree_unflatten(leaves, signature.out_tree)

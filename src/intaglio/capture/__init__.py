@@ -1,0 +1,72 @@
+"""nn.Module -> canonical functional ATen graph with free dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from intaglio.capture.canonical import CAPTURE_PASSES, run
+from intaglio.capture.captured import Captured, fx_text
+from intaglio.capture.check import disagreement, free_symbols, resized
+from intaglio.capture.export import export, free_batch, frozen_copy, to_captured
+from intaglio.errors import CaptureError
+
+__all__ = ["CAPTURE_PASSES", "Captured", "capture", "disagreement", "fx_text", "resized", "run"]
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    train: bool = False,
+) -> Captured:
+    """The model as a functional ATen graph; its batch is free where the model's own code allows.
+
+    ``example_inputs``: a tuple of positional arguments (or one tensor). torch specialises an example of batch 1, so it
+    is repeated to 2. The graph is checked against the model at batch 1 and 3; where they differ the shapes of the
+    example stay fixed and ``notes`` says why. The model is copied and never changed. Raises `CaptureError`.
+    """
+    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    kwargs = dict(example_kwargs or {})
+    args, kwargs = pytree.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, (args, kwargs))
+    own = frozen_copy(model, train)
+    if dynamic_shapes is not None:
+        return _checked(to_captured(export(own, args, kwargs, dynamic_shapes), own, (), train), own, args, kwargs)
+    try:
+        wide_args, wide_kwargs = _widened(args, kwargs)
+        shapes = free_batch(own, wide_args, wide_kwargs)
+        captured = to_captured(export(own, wide_args, wide_kwargs, shapes), own, (), train)
+        reason = disagreement(captured, own, args, kwargs) if free_symbols(captured) else "the model fixes it"
+    except CaptureError as error:
+        reason = error.problem
+    if reason is None:
+        return captured
+    note = f"batch is fixed as in the example: {reason}"
+    return _checked(to_captured(export(own, args, kwargs, None), own, (note,), train), own, args, kwargs)
+
+
+def _checked(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Captured:
+    if not captured.training and (reason := disagreement(captured, model, args, kwargs)) is not None:
+        raise CaptureError(
+            type(model).__name__, None, f"the captured graph is not the model: {reason}",
+            remedy="the model depends on data or on random numbers; capture a part of it that does not",
+        )  # fmt: skip
+    return captured
+
+
+def _widened(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Examples of batch 1 repeated to batch 2, if every tensor has batch 1."""
+    tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor) and v.dim()]
+    if not tensors or any(tensor.shape[0] != 1 for tensor in tensors):
+        return args, kwargs
+
+    def widen(leaf: Any) -> Any:
+        return torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+
+    return pytree.tree_map(widen, (args, kwargs))

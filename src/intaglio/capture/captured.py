@@ -1,0 +1,72 @@
+"""`Captured`: the canonical graph of a float model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from intaglio.calls import bind, dims_of, rebuild
+from intaglio.capture.nodes import operator, origin, tensor_type
+from intaglio.ir import Signature
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A functional ATen graph with free dimensions; runs like the model it was captured from.
+
+    ``module`` takes the tensor leaves of a call in order and gives the tensor leaves of the result; its nodes carry
+    ``meta["type"]`` (`TensorType`), ``meta["origin"]`` (`Origin`). ``notes`` says what capture decided: which
+    dimensions stayed fixed and why.
+    """
+
+    module: fx.GraphModule
+    signature: Signature
+    classes: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    training: bool = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = bind(self.signature, args, kwargs)
+        with torch.no_grad():
+            results = self.module(*leaves)
+        return rebuild(self.signature, results, dims_of(self.signature, leaves))
+
+    def text(self) -> str:
+        """One line a node: name, operator, operands, type, module path."""
+        return fx_text(self.module.graph)
+
+
+def fx_text(graph: fx.Graph) -> str:
+    """A captured, prepared or reference graph as text; the same text for the same graph."""
+    lines = []
+    for node in graph.nodes:
+        if node.op == "output":
+            lines.append(f"return {_plain(node.args[0])}")
+            continue
+        kind = tensor_type(node)
+        suffix = f": {kind.dtype}[{', '.join(map(str, kind.shape))}]" if kind else ""
+        if node.op in ("placeholder", "get_attr"):
+            lines.append(f"{'input' if node.op == 'placeholder' else 'const'} %{node.name}{suffix}")
+            continue
+        call = operator(node) or f"{node.op} {node.target}"
+        arguments = [_plain(a) for a in node.args] + [f"{k}={_plain(v)}" for k, v in node.kwargs.items()]
+        path = origin(node).path
+        lines.append(f"%{node.name} = {call}({', '.join(arguments)}){suffix}" + (f"  # {path}" if path else ""))
+    return "\n".join(lines) + "\n"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_plain, value)) + "]"
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+
+def module_classes(model: nn.Module) -> dict[str, str]:
+    """Module path -> class name, for selectors by type."""
+    return {name: type(module).__name__ for name, module in model.named_modules()}

@@ -1,0 +1,212 @@
+"""nn.Module -> `Captured`: torch.export, decompositions, our own canonical graph."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim as TorchDim
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from intaglio.calls import DTYPES
+from intaglio.capture.canonical import CAPTURE_PASSES, run
+from intaglio.capture.captured import Captured, module_classes
+from intaglio.capture.nodes import dim_of
+from intaglio.errors import CaptureError
+from intaglio.ir import DType, Expression, Input, Origin, Output, Signature, TensorType
+
+CONSTANTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+def export(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], shapes: Any) -> ExportedProgram:
+    """torch.export and the default decompositions, its chatter kept quiet; `CaptureError` carries torch's reason."""
+    try:
+        with warnings.catch_warnings(), _quiet(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes)
+            return program.run_decompositions({})
+    except Exception as error:
+        raise CaptureError(
+            type(model).__name__, None, f"torch.export cannot trace it: {_first_lines(error)}",
+            remedy="skip the part that depends on data, or quantize its submodules one by one",
+        ) from error  # fmt: skip
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _first_lines(error: BaseException, lines: int = 6) -> str:
+    return "\n    ".join([line for line in str(error).strip().splitlines() if line.strip()][:lines])
+
+
+def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str], training: bool) -> Captured:
+    """Exported program -> graph whose parameters are attributes and whose nodes carry our types and origins."""
+    graph, root = fx.Graph(), nn.Module()
+    names = _symbol_names(program)
+    copies: dict[fx.Node, fx.Node] = {}
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    inputs: list[Input] = []
+    fixed: dict[int, Any] = {}
+    leaf = 0
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            spec = specs[node.name]
+            if spec.kind in CONSTANTS:
+                if node.users:
+                    copies[node] = _constant(graph, root, program, node, spec.target)
+            elif spec.kind is InputKind.USER_INPUT:
+                if isinstance(spec.arg, ConstantArgument):
+                    fixed[leaf] = spec.arg.value
+                else:
+                    copies[node] = graph.placeholder(node.name)
+                    _annotate(copies[node], node, names, program)
+                    inputs.append(Input(node.name, leaf, copies[node].meta["type"]))
+                leaf += 1
+            else:
+                raise CaptureError(node.name, None, f"an input of kind {spec.kind.name}")
+        elif node.op == "call_function":
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+            copies[node].meta = {}
+            _annotate(copies[node], node, names, program)
+        elif node.op == "output":
+            signature = _outputs(program, node, copies, graph, inputs, fixed, names)
+        else:
+            raise CaptureError(node.name, str(node.target), f"a node of kind {node.op} (control flow is not captured)")
+    module = fx.GraphModule(root, graph)
+    run(module, CAPTURE_PASSES)
+    signature = _with_names(signature, model)
+    return Captured(module, signature, module_classes(model), tuple(notes), training)
+
+
+def _constant(graph: fx.Graph, root: nn.Module, program: ExportedProgram, node: fx.Node, target: str) -> fx.Node:
+    tensor = program.state_dict[target] if target in program.state_dict else program.constants[target]
+    name = target.replace(".", "_")
+    while hasattr(root, name):
+        name += "_"
+    root.register_buffer(name, tensor.detach())
+    copy_ = graph.get_attr(name)
+    copy_.meta = {"type": _type_of(tensor, {}), "path": target}
+    return copy_
+
+
+def _type_of(value: torch.Tensor, names: Mapping[Any, str]) -> TensorType:
+    return TensorType(tuple(dim_of(size, names) for size in value.shape), DTYPES.get(value.dtype, DType.OTHER))
+
+
+def _annotate(copied: fx.Node, node: fx.Node, names: Mapping[Any, str], program: ExportedProgram) -> None:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        copied.meta["type"] = _type_of(value, names)
+    elif isinstance(value, torch.SymInt):
+        copied.meta["dim"] = dim_of(value, names)
+    if copied.op == "call_function":
+        copied.meta["origin"] = Origin(_path(node, program), str(node.target), _source(node))
+
+
+def _path(node: fx.Node, program: ExportedProgram) -> str:
+    """Module path; ``@1`` marks the second call of a module. A parameter's owner wins over a bare root."""
+    stack = [entry for entry in node.meta.get("nn_module_stack", {}).items() if isinstance(entry[1], tuple)]
+    key, (path, _) = stack[-1] if stack else ("", ("", ""))
+    if not path or path.startswith("_empty"):
+        owners = [program.graph_signature.inputs_to_parameters.get(n.name, "") for n in node.all_input_nodes]
+        path = next((owner.rpartition(".")[0] for owner in owners if owner), "")
+    return f"{path}@{key.rpartition('@')[2]}" if "@" in key and path else path
+
+
+def _source(node: fx.Node) -> str:
+    """``file:line, in function`` of the innermost line that is not torch's own."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if 'File "' in line]
+    own = [line for line in lines if "/torch/" not in line] or lines
+    if not own:
+        return ""
+    file, _, rest = own[-1].removeprefix('File "').partition('", line ')
+    return f"{file}:{rest}"
+
+
+def _symbol_names(program: ExportedProgram) -> dict[Any, str]:
+    """Free symbols in order of appearance: ``n``, ``n1``, ``n2`` ..."""
+    names: dict[Any, str] = {}
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        sizes = [value] if isinstance(value, torch.SymInt) else getattr(value, "shape", ())
+        for size in sizes:
+            if isinstance(size, torch.SymInt):
+                for free in sorted(size.node.expr.free_symbols, key=str):
+                    names.setdefault(free, f"n{len(names) or ''}")
+    return names
+
+
+def _outputs(program, node, copies, graph, inputs, fixed, names) -> Signature:
+    results, outputs, written = [], [], {}
+    leaf_of = {entry.name: entry.leaf for entry in inputs}
+    for spec, value in zip(program.graph_signature.output_specs, node.args[0], strict=True):
+        if spec.kind is OutputKind.USER_INPUT_MUTATION:
+            written[leaf_of[spec.target]] = copies[value]
+        elif spec.kind is not OutputKind.USER_OUTPUT:
+            raise CaptureError(
+                str(spec.target), None, "the model changes this buffer while it runs; int8 models have no state",
+                remedy="capture a part of the model that does not, or switch the counter off",
+            )  # fmt: skip
+        elif isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.SymInt):
+            outputs.append(Output(None, dim_of(value.meta["val"], names)))
+        elif isinstance(value, fx.Node):
+            results.append(copies[value])
+            outputs.append(Output(copies[value].name))
+        else:
+            outputs.append(Output(None, value))
+    graph.output((*results, *written.values()))
+    return Signature(
+        tuple(inputs), tuple(outputs), program.call_spec.in_spec, program.call_spec.out_spec, fixed,
+        {leaf: value.name for leaf, value in written.items()},
+    )  # fmt: skip
+
+
+def _with_names(signature: Signature, model: nn.Module) -> Signature:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = tuple(n for n, p in inspect.signature(model.forward).parameters.items() if p.kind in kinds)
+    return dataclasses.replace(signature, names=names)
+
+
+def frozen_copy(model: nn.Module, training: bool) -> nn.Module:
+    """A deep copy in the wanted mode, so that nothing that follows can reach the caller's model."""
+    try:
+        return copy.deepcopy(model).train(training)
+    except Exception as error:
+        raise CaptureError(type(model).__name__, None, f"it cannot be copied: {error}") from error
+
+
+def free_batch(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """dynamic_shapes that leave the first axis of every tensor free where the model's own code allows."""
+
+    def spec(leaf: Any) -> Any:
+        return {0: TorchDim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.dim() else None
+
+    if not kwargs:
+        return pytree.tree_map(spec, args)
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise CaptureError(type(model).__name__, None, f"the example inputs do not fit forward(): {error}") from error
+    return {name: pytree.tree_map(spec, value) for name, value in bound.items()}
+
+
+def is_free(dim: Any) -> bool:
+    return isinstance(dim, Expression)

@@ -1,0 +1,133 @@
+"""How intaglio reads a torch.fx node: operator name, operands, types, where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from intaglio.ir import Dim, DType, Origin, TensorType, symbol
+from intaglio.ops import BY_TARGET, Call, OpDef
+
+def dim_of(size: int | torch.SymInt, names: Mapping[sympy.Symbol, str]) -> Dim:
+    """A dimension of a traced tensor in our own terms."""
+    return size if isinstance(size, int) else _dim(sympy.expand(size.node.expr), names)
+
+
+def _dim(expression: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> Dim:
+    if expression.is_Integer:
+        return int(expression)
+    if expression.is_Symbol:
+        return symbol(names[expression])
+    parts = [_dim(part, names) for part in expression.args]
+    kind = type(expression).__name__
+    if kind == "Add":
+        return sum(parts[1:], parts[0])
+    if kind == "Mul" and all(isinstance(part, int) or part.terms for part in parts):
+        total: Dim = 1
+        for part in parts:
+            total = total * part
+        return total
+    if kind == "FloorDiv" and isinstance(parts[1], int):
+        return parts[0] // parts[1]
+    if kind == "Pow" and isinstance(parts[1], int) and parts[1] > 0:
+        total = 1
+        for _ in range(parts[1]):
+            total = total * parts[0]
+        return total
+    raise KeyError(f"a dimension of the form {expression}")
+
+
+def operator(node: fx.Node) -> str:
+    """``aten.conv2d.default``; "" for what calls no operator."""
+    return str(node.target) if node.op == "call_function" else ""
+
+
+def record_of(node: fx.Node) -> OpDef | None:
+    """The operator's record, if it has one."""
+    return BY_TARGET.get(operator(node))
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Every argument given or defaulted, by its schema name."""
+    schema = node.target._schema.arguments
+    named = {a.name: a.default_value for a in schema if a.has_default_value()}
+    named.update({a.name: value for a, value in zip(schema, node.args, strict=False)})
+    named.update(node.kwargs)
+    return named
+
+
+def operands(node: fx.Node, record: OpDef | None = None) -> tuple[fx.Node | None, ...]:
+    """The record's tensor operands; a number or ``None`` in an operand's place gives ``None``."""
+    record = record or record_of(node)
+    if record is None:
+        return tuple(node.all_input_nodes)
+    given = arguments(node)
+    values = (given.get(name) for name in record.operands)
+    return tuple(value if isinstance(value, fx.Node) and tensor_type(value) else None for value in values)
+
+
+def tensor_type(node: fx.Node) -> TensorType | None:
+    """Shape and element type of a node's value; ``None`` for numbers and tuples."""
+    return node.meta.get("type")
+
+
+def origin(node: fx.Node) -> Origin:
+    return node.meta.get("origin", Origin())
+
+
+def is_constant(node: fx.Node) -> bool:
+    return node.op == "get_attr"
+
+
+def resolve(value: Any) -> Any:
+    """Arguments with nodes of symbolic numbers replaced by the dimension they stand for."""
+    return pytree.tree_map(lambda v: v.meta.get("dim", v) if isinstance(v, fx.Node) else v, value)
+
+
+def call_of(node: fx.Node, record: OpDef) -> Call:
+    """The node as the record's functions take it."""
+    found = operands(node, record)
+    types = [tensor_type(value) if value is not None else None for value in found]
+    return Call(
+        target=operator(node),
+        arguments={k: resolve(v) for k, v in arguments(node).items() if k not in record.operands},
+        shapes=tuple(kind.shape if kind else None for kind in types),
+        floating=tuple(kind.dtype is DType.F32 if kind else None for kind in types),
+        constant=tuple(is_constant(value) if value is not None else None for value in found),
+        result=tensor_type(node).shape,
+    )
+
+
+def tensor_nodes(value: Any) -> Iterator[fx.Node]:
+    """Every node in nested arguments, in order, repeats included."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, fx.Node):
+            yield leaf
+
+
+class FxView:
+    """A torch.fx graph as patterns see it (`intaglio.ir.rewrite.View`)."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._position = {node: index for index, node in enumerate(graph.nodes)}
+
+    def kind(self, node: fx.Node) -> str | None:
+        record = record_of(node)
+        return record.name if record else None
+
+    def operands(self, node: fx.Node) -> tuple[fx.Node | None, ...]:
+        return operands(node)
+
+    def readers(self, node: fx.Node) -> int:
+        return sum(sum(1 for leaf in tensor_nodes((user.args, user.kwargs)) if leaf is node) for user in node.users)
+
+    def constant(self, node: fx.Node) -> bool:
+        return is_constant(node)
+
+    def position(self, node: fx.Node) -> int:
+        return self._position[node]

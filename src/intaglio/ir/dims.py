@@ -1,0 +1,140 @@
+"""Dimensions: integers, or polynomials over named symbols and floor divisions of them.
+
+A shape is a tuple of `Dim`; ``N*49`` and ``(H + 1)//2`` are values that print, compare, evaluate and turn into C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Union
+
+
+@dataclass(frozen=True)
+class FloorDiv:
+    """``numerator // divisor`` with a positive integer divisor."""
+
+    numerator: Expression
+    divisor: int
+
+    def __str__(self) -> str:
+        return f"({self.numerator})//{self.divisor}"
+
+
+Atom = Union[str, FloorDiv]
+Monomial = tuple[Atom, ...]
+
+
+@dataclass(frozen=True)
+class Expression:
+    """Sum of integer coefficients times products of atoms; terms sorted, no zero coefficient."""
+
+    terms: tuple[tuple[Monomial, int], ...]
+
+    def __str__(self) -> str:
+        parts = []
+        for monomial, coefficient in self.terms:
+            factors = [str(atom) for atom in monomial]
+            if coefficient != 1 or not factors:
+                factors.append(str(coefficient))
+            parts.append("*".join(factors))
+        return " + ".join(parts).replace("+ -", "- ")
+
+    __repr__ = __str__
+
+    def __add__(self, other: Dim) -> Dim:
+        return _collect([*self.terms, *_terms(other)])
+
+    def __mul__(self, other: Dim) -> Dim:
+        return _collect([(_join(a, b), p * q) for a, p in self.terms for b, q in _terms(other)])
+
+    def __sub__(self, other: Dim) -> Dim:
+        return self + other * -1
+
+    def __rsub__(self, other: int) -> Dim:
+        return self * -1 + other
+
+    def __floordiv__(self, divisor: int) -> Dim:
+        """Exact where every coefficient divides; else an opaque `FloorDiv` atom."""
+        if divisor == 1:
+            return self
+        if all(coefficient % divisor == 0 for _, coefficient in self.terms):
+            return _collect([(monomial, coefficient // divisor) for monomial, coefficient in self.terms])
+        return Expression((((FloorDiv(self, divisor),), 1),))
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+
+Dim = Union[int, Expression]
+Shape = tuple[Dim, ...]
+
+
+def symbol(name: str) -> Expression:
+    """A free dimension."""
+    return Expression((((name,), 1),))
+
+
+def _terms(dim: Dim) -> Iterable[tuple[Monomial, int]]:
+    return dim.terms if isinstance(dim, Expression) else [((), dim)]
+
+
+def _join(a: Monomial, b: Monomial) -> Monomial:
+    return tuple(sorted((*a, *b), key=str))
+
+
+def _collect(terms: Iterable[tuple[Monomial, int]]) -> Dim:
+    total: dict[Monomial, int] = {}
+    for monomial, coefficient in terms:
+        total[monomial] = total.get(monomial, 0) + coefficient
+    kept = {monomial: coefficient for monomial, coefficient in total.items() if coefficient}
+    if not kept:
+        return 0
+    if list(kept) == [()]:
+        return kept[()]
+    return Expression(tuple(sorted(kept.items(), key=lambda term: (not term[0], -len(term[0]), str(term[0])))))
+
+
+def evaluate(dim: Dim, symbols: Mapping[str, int]) -> int:
+    """The integer a dimension stands for; KeyError names a symbol without a value."""
+    if isinstance(dim, int):
+        return dim
+    return sum(c * prod(_atom(atom, symbols) for atom in monomial) for monomial, c in dim.terms)
+
+
+def _atom(atom: Atom, symbols: Mapping[str, int]) -> int:
+    if isinstance(atom, str):
+        return symbols[atom]
+    return evaluate(atom.numerator, symbols) // atom.divisor
+
+
+def symbols_of(dim: Dim) -> frozenset[str]:
+    """Names of the free symbols in a dimension."""
+    if isinstance(dim, int):
+        return frozenset()
+    atoms = [atom for monomial, _ in dim.terms for atom in monomial]
+    inner = [symbols_of(atom.numerator) if isinstance(atom, FloorDiv) else frozenset({atom}) for atom in atoms]
+    return frozenset().union(*inner)
+
+
+def numel(shape: Shape) -> Dim:
+    """Number of elements."""
+    total: Dim = 1
+    for dim in shape:
+        total = total * dim
+    return total
+
+
+def c_expression(dim: Dim, name: str = "{}") -> str:
+    """C text over int64 variables; ``name`` formats a symbol. Floor division is exact for dimensions (>= 0)."""
+    if isinstance(dim, int):
+        return str(dim)
+
+    def atom(value: Atom) -> str:
+        if isinstance(value, str):
+            return name.format(value)
+        return f"(({c_expression(value.numerator, name)}) / {value.divisor})"
+
+    parts = [" * ".join([*map(atom, m), *([str(c)] if c != 1 or not m else [])]) for m, c in dim.terms]
+    return " + ".join(parts) if len(parts) == 1 else "(" + " + ".join(parts) + ")"

@@ -1,0 +1,159 @@
+"""The integer graph: immutable, typed, in single-assignment form. No torch.
+
+Values are names; a graph holds their types, the constants among them and the operators in execution order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from intaglio.ir.dims import Dim
+from intaglio.ir.types import DType, TensorType
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an operator comes from: module path (``layer1.0.conv1``), ATen operator, line of the user's model."""
+
+    path: str = ""
+    operator: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.path, self.operator and f"({self.operator})") if part)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator: ``outputs = kind(inputs, attrs)``.
+
+    Kinds with a meaning of their own: ``island`` (opaque float part, attr ``key``; run by a callback), ``host`` (NumPy
+    meaning, no kernel) and ``loop`` (``body`` is a graph of pointwise operators and reductions).
+    """
+
+    kind: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    body: Graph | None = None
+    origin: Origin = Origin()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "attrs", MappingProxyType(dict(self.attrs)))
+
+    @property
+    def output(self) -> str:
+        """The only result."""
+        (name,) = self.outputs
+        return name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Op, (self.kind, self.inputs, self.outputs, dict(self.attrs), self.body, self.origin)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Inputs and outputs are value names; ``constants`` are arrays of values that never change."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    types: Mapping[str, TensorType]
+    ops: tuple[Op, ...]
+    constants: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "types", MappingProxyType(dict(self.types)))
+        object.__setattr__(self, "constants", MappingProxyType(dict(self.constants)))
+
+    def producers(self) -> dict[str, Op]:
+        """Value name -> operator that makes it; inputs and constants have none."""
+        return {output: op for op in self.ops for output in op.outputs}
+
+    def users(self) -> dict[str, tuple[Op, ...]]:
+        """Value name -> operators that read it, in order, once per operator. Graph outputs are not operators."""
+        readers: dict[str, list[Op]] = {name: [] for name in self.types}
+        for op in self.ops:
+            for name in dict.fromkeys(op.inputs):
+                readers[name].append(op)
+        return {name: tuple(ops) for name, ops in readers.items()}
+
+    def symbols(self) -> tuple[str, ...]:
+        """Free dimensions of the inputs, sorted."""
+        from intaglio.ir.dims import symbols_of
+
+        names = [symbols_of(dim) for name in self.inputs for dim in self.types[name].shape]
+        return tuple(sorted(frozenset().union(*names)))
+
+    def replace(self, **changes: Any) -> Graph:
+        """A copy with some fields changed and values nobody mentions dropped."""
+        return prune(replace(self, **changes))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Graph, (self.inputs, self.outputs, dict(self.types), self.ops, dict(self.constants))
+
+
+def prune(graph: Graph) -> Graph:
+    """The graph without operators, constants and types that no output needs."""
+    needed, ops = set(graph.outputs), []
+    for op in reversed(graph.ops):
+        if needed.intersection(op.outputs):
+            ops.append(op)
+            needed.update(op.inputs)
+            needed.update(op.outputs)
+    needed.update(graph.inputs)
+    types = {name: kind for name, kind in graph.types.items() if name in needed}
+    constants = {name: array for name, array in graph.constants.items() if name in needed}
+    return Graph(graph.inputs, graph.outputs, types, tuple(reversed(ops)), constants)
+
+
+@dataclass(frozen=True)
+class Input:
+    """One tensor leaf of the model's arguments: its place in the flattened call, name, type."""
+
+    name: str
+    leaf: int
+    type: TensorType
+
+
+@dataclass(frozen=True)
+class Output:
+    """One leaf of the model's result: a graph value, or a constant of the call (``None``, a number, a string)."""
+
+    value: str | None
+    constant: Any = None
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How a call becomes graph inputs and how graph outputs become the model's result.
+
+    ``in_tree`` and ``out_tree`` describe nested structures (torch pytree specs; opaque here). ``fixed`` maps leaves
+    that are not tensors to the value they were captured with. ``written`` names inputs the model changes in place:
+    leaf -> graph value copied back. ``names`` are the parameters of ``forward``.
+    """
+
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    in_tree: Any = None
+    out_tree: Any = None
+    fixed: Mapping[int, Any] = field(default_factory=dict)
+    written: Mapping[int, str] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+
+
+def fresh(taken: Mapping[str, Any], stem: str) -> str:
+    """``stem``, or ``stem_2``, ``stem_3`` ... if it is taken."""
+    if stem not in taken:
+        return stem
+    number = 2
+    while f"{stem}_{number}" in taken:
+        number += 1
+    return f"{stem}_{number}"
+
+
+__all__ = ["DType", "Dim", "Graph", "Input", "Op", "Origin", "Output", "Signature", "fresh", "prune"]

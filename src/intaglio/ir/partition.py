@@ -1,0 +1,163 @@
+"""What lowering hands to code generation: partitions, placement, schedules, the finished program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from intaglio.ir.dims import Dim, Shape
+from intaglio.ir.graph import Graph, Op
+from intaglio.ir.types import DType
+
+
+@dataclass(frozen=True)
+class Partition:
+    """An anchor and the tail that runs in its kernel: every int32 accumulator lives and dies in here."""
+
+    name: str
+    ops: tuple[Op, ...]
+
+    @property
+    def anchor(self) -> Op:
+        return self.ops[0]
+
+    @property
+    def tail(self) -> tuple[Op, ...]:
+        return self.ops[1:]
+
+    @property
+    def output(self) -> str:
+        return self.ops[-1].output
+
+    def reads(self) -> tuple[str, ...]:
+        """Values from outside, constants among them, in order of first use."""
+        made = {name for op in self.ops for name in op.outputs}
+        return tuple(dict.fromkeys(name for op in self.ops for name in op.inputs if name not in made))
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory of one internal tensor: NHWC when it has four axes (``halo`` rows and columns around each image,
+    filled with the zero point), else row-major.
+
+    ``alias`` names the buffer whose bytes it shares (a reshape that moves nothing).
+    """
+
+    value: str
+    shape: Shape
+    dtype: DType
+    halo: int = 0
+    zero_point: int = 0
+    alias: str | None = None
+
+    @property
+    def spatial(self) -> bool:
+        return len(self.shape) == 4
+
+    def pixels(self) -> Dim:
+        """Pixels with their halo (rows when there are no four axes)."""
+        if self.spatial:
+            n, _, h, w = self.shape
+            return n * (h + 2 * self.halo) * (w + 2 * self.halo)
+        total: Dim = 1
+        for dim in self.shape[:-1]:
+            total = total * dim
+        return total
+
+    def channels(self) -> int:
+        dim = self.shape[1] if self.spatial else (self.shape[-1] if self.shape else 1)
+        if not isinstance(dim, int):
+            raise ValueError(f"%{self.value}: the channel axis {dim} is not fixed")
+        return dim
+
+    def size(self) -> Dim:
+        """Bytes, without slack."""
+        return self.pixels() * (self.channels() * self.dtype.bytes)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One entry of a program: a partition, or an island. Steps of one phase do not depend on each other."""
+
+    partition: Partition
+    phase: int
+    segment: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Life of a buffer in phases, both ends included; ``order`` is the turn in which it gets its place."""
+
+    value: str
+    first: int
+    last: int
+    order: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything code generation needs besides the graph: steps in order, buffers, their lives.
+
+    ``external`` values live in tensors of the caller (graph inputs and outputs, what islands read and write).
+    """
+
+    graph: Graph
+    steps: tuple[Step, ...]
+    buffers: Mapping[str, Buffer]
+    placements: tuple[Placement, ...]
+    external: tuple[str, ...]
+
+    def segments(self) -> int:
+        return self.steps[-1].segment + 1 if self.steps else 0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a partition is computed; bits never depend on it.
+
+    ``tile_rows`` output pixels by ``tile_columns`` blocks of 16 channels a microkernel; ``split`` over threads by
+    "pixels" or "channels"; ``chunk_bytes`` of input activations stay in cache while all panels pass over them.
+    """
+
+    tile_rows: int = 1
+    tile_columns: int = 1
+    split: str = "pixels"
+    chunk_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class External:
+    """One entry of the table of caller's tensors: value, logical shape, element type, whether the program writes it."""
+
+    value: str
+    shape: Shape
+    dtype: DType
+    written: bool
+
+
+@dataclass(frozen=True)
+class IslandCall:
+    """An island between two segments: which externals it reads and writes."""
+
+    key: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    after_segment: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """Generated C++ text, the constants it reads, and what the runtime must know to call it."""
+
+    name: str
+    source: str
+    isa: str
+    constants: np.ndarray
+    symbols: tuple[str, ...]
+    externals: tuple[External, ...]
+    calls: tuple[IslandCall, ...]
+    segments: int
+    notes: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,58 @@
+"""The printer: one line a value, the same text for the same graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from intaglio.ir.graph import Graph, Op
+from intaglio.ir.partition import Partition
+
+
+def graph_text(graph: Graph) -> str:
+    """The whole graph: inputs, constants, operators in order, outputs."""
+    lines = [f"input %{name}: {graph.types[name]}" for name in graph.inputs]
+    lines += [f"const %{name}: {graph.types[name]}{_few(array)}" for name, array in graph.constants.items()]
+    lines += [line for op in graph.ops for line in op_lines(op, graph)]
+    lines.append("return " + ", ".join(f"%{name}" for name in graph.outputs))
+    return "\n".join(lines) + "\n"
+
+
+def op_lines(op: Op, graph: Graph) -> list[str]:
+    """``%y = kind(%x, ...) {attrs}: type  # origin``; a body follows, indented."""
+    left = ", ".join(f"%{name}" for name in op.outputs)
+    right = ", ".join(f"%{name}" for name in op.inputs)
+    types = ", ".join(str(graph.types[name]) for name in op.outputs)
+    origin = f"  # {op.origin}" if str(op.origin) else ""
+    lines = [f"{left} = {op.kind}({right}){_attrs(op.attrs)}: {types}{origin}"]
+    if op.body is not None:
+        lines += ["  " + line for line in graph_text(op.body).splitlines()]
+    return lines
+
+
+def partitions_text(partitions: tuple[Partition, ...], graph: Graph) -> str:
+    """Every partition's name, operators and result."""
+    lines = []
+    for index, partition in enumerate(partitions):
+        kinds = " + ".join(op.kind for op in partition.ops)
+        result = ", ".join(f"%{name}: {graph.types[name]}" for name in partition.ops[-1].outputs)
+        lines.append(f"p{index:02d} {partition.name}: {kinds} -> {result}")
+    return "\n".join(lines) + "\n"
+
+
+def _attrs(attrs: Mapping[str, Any]) -> str:
+    if not attrs:
+        return ""
+    return " {" + ", ".join(f"{key}={_value(attrs[key])}" for key in sorted(attrs)) + "}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(_value, value)) + ")"
+    return str(value)
+
+
+def _few(array: np.ndarray) -> str:
+    return " = " + ", ".join(f"{v:.7g}" for v in array.ravel()) if array.size <= 4 else ""

@@ -1,0 +1,109 @@
+"""What a value is: element type, shape, quantization parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Union
+
+from intaglio.ir.dims import Shape
+
+
+class DType(Enum):
+    """Element types. Kernels take u8, s8, i32 and f32; the rest only crosses islands."""
+
+    U8 = "u8"
+    S8 = "s8"
+    I16 = "i16"
+    I32 = "i32"
+    I64 = "i64"
+    F16 = "f16"
+    BF16 = "bf16"
+    F32 = "f32"
+    F64 = "f64"
+    BOOL = "bool"
+    OTHER = "other"
+
+    @property
+    def bytes(self) -> int:
+        return {"u8": 1, "s8": 1, "bool": 1, "i16": 2, "f16": 2, "bf16": 2, "i64": 8, "f64": 8}.get(self.value, 4)
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Parameters per row of the last axis (per token), made at run time."""
+
+    def __str__(self) -> str:
+        return "rows"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Parameters per group of ``size`` neighbours along the input axis of a weight."""
+
+    size: int
+
+    def __str__(self) -> str:
+        return f"groups({self.size})"
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Parameters held by another value of the graph (made at run time)."""
+
+    value: str
+
+    def __str__(self) -> str:
+        return f"%{self.value}"
+
+
+Axis = Union[None, int, Rows, Groups]
+
+
+@dataclass(frozen=True)
+class QParams:
+    """``real = (q - zero_point) * scale``, q in [qmin, qmax]; one entry, or one per channel, row or group.
+
+    Scales of stored integers are float32 values held exactly as Python floats; the scale of an accumulator is the
+    float64 product of two of them.
+    """
+
+    scale: tuple[float, ...] | Ref
+    zero_point: tuple[int, ...] | Ref
+    qmin: int
+    qmax: int
+    axis: Axis = None
+
+    def __post_init__(self) -> None:
+        if self.qmin >= self.qmax:
+            raise ValueError(f"qmin {self.qmin} must be below qmax {self.qmax}")
+        if isinstance(self.scale, Ref) or isinstance(self.zero_point, Ref):
+            return
+        if len(self.scale) != len(self.zero_point) or (self.axis is None and len(self.scale) != 1):
+            raise ValueError(f"{len(self.scale)} scales, {len(self.zero_point)} zero points, axis {self.axis}")
+        if not all(0 < scale < float("inf") for scale in self.scale):
+            raise ValueError("scales must be positive and finite")
+
+    def __str__(self) -> str:
+        if isinstance(self.scale, Ref) or isinstance(self.zero_point, Ref):
+            return f"q(scale={self.scale}, zp={self.zero_point}, axis={self.axis})"
+        if self.axis is None:
+            return f"q(scale={self.scale[0]:.6g}, zp={self.zero_point[0]})"
+        span = f"{min(self.scale):.6g}..{max(self.scale):.6g}"
+        return f"q(scale={span}, axis={self.axis})"
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """Logical shape (channels second), element type, quantization parameters if it holds levels."""
+
+    shape: Shape
+    dtype: DType
+    q: QParams | None = None
+
+    def __str__(self) -> str:
+        dims = ", ".join(map(str, self.shape))
+        return f"{self.dtype}[{dims}]" + (f" {self.q}" if self.q else "")

@@ -1,0 +1,86 @@
+"""The verifier: structure of a graph and the types each operator takes. Runs after every pass."""
+
+from __future__ import annotations
+
+from intaglio.ir.graph import Graph, Op
+from intaglio.ir.types import DType
+
+U8, S8, I32, F32 = DType.U8, DType.S8, DType.I32, DType.F32
+LEVELS = (U8, S8)
+
+RULES: dict[str, tuple[tuple[tuple[DType, ...], ...], tuple[DType, ...]]] = {
+    "quantize": (((F32,),), LEVELS),
+    "dequantize": (((*LEVELS, I32),), (F32,)),
+    "conv2d": (((U8,), (S8,), (I32,)), (I32,)),
+    "linear": (((U8,), (S8,), (I32,)), (I32,)),
+    "requantize": (((I32,), (F32,)), (U8,)),
+    "add": (((U8, I32), (U8,), (F32,), (F32,)), (U8,)),
+    "clamp": (((U8,),), (U8,)),
+    "max_pool2d": (((U8,),), (U8,)),
+    "avg_pool2d": (((U8,), (F32,)), (U8,)),
+    "adaptive_avg_pool2d": (((U8,), (F32,)), (U8,)),
+    "pad": (((U8,),), (U8,)),
+    "slice": (((U8,),), (U8,)),
+    "reshape": (((U8,),), (U8,)),
+    "table": (((U8,), (U8,)), (U8,)),
+}
+"""Kind -> element types each operand may have, and the result's. Kinds not listed carry any types."""
+
+
+class VerifyError(AssertionError):
+    """A graph that our own passes broke: a bug of intaglio, never of its user."""
+
+
+def verify(graph: Graph, after: str = "") -> Graph:
+    """The graph itself when it is sound, else `VerifyError` naming the pass, the operator and the rule."""
+    place = f" after {after}" if after else ""
+    defined = {*graph.inputs, *graph.constants}
+    _require(len(defined) == len(graph.inputs) + len(graph.constants), f"an input is also a constant{place}")
+    for name in defined:
+        _require(name in graph.types, f"%{name} has no type{place}")
+    for op in graph.ops:
+        _check_op(op, graph, defined, place)
+        defined.update(op.outputs)
+    for name in graph.outputs:
+        _require(name in defined, f"output %{name} is never made{place}")
+        _require(graph.types[name].dtype is not I32 or graph.types[name].q is None, f"output %{name} is an accumulator")
+    _check_accumulators(graph, place)
+    for name, array in graph.constants.items():
+        _require(tuple(array.shape) == graph.types[name].shape, f"constant %{name} is not {graph.types[name]}{place}")
+    return graph
+
+
+def _check_op(op: Op, graph: Graph, defined: set[str], place: str) -> None:
+    label = f"{op.kind} -> %{', %'.join(op.outputs)}{place}"
+    for name in op.inputs:
+        _require(name in defined, f"{label}: %{name} is read before it is made")
+    for name in op.outputs:
+        _require(name not in defined, f"{label}: %{name} is made twice")
+        _require(name in graph.types, f"{label}: %{name} has no type")
+    if op.body is not None:
+        verify(op.body, f"{op.kind}{place}")
+    if op.kind not in RULES:
+        return
+    operands, results = RULES[op.kind]
+    _require(len(op.inputs) == len(operands), f"{label}: takes {len(operands)} operands, has {len(op.inputs)}")
+    for name, allowed in zip(op.inputs, operands, strict=True):
+        _require(graph.types[name].dtype in allowed, f"{label}: %{name} is {graph.types[name].dtype}")
+    result = graph.types[op.output]
+    _require(result.dtype in results, f"{label}: gives {result.dtype}")
+    if result.dtype in (U8, I32):
+        _require(result.q is not None, f"{label}: levels without parameters")
+
+
+def _check_accumulators(graph: Graph, place: str) -> None:
+    """An accumulator has one reader and stays inside its partition."""
+    users = graph.users()
+    for op in graph.ops:
+        for name in op.outputs:
+            kind = graph.types[name]
+            if kind.dtype is I32 and kind.q is not None:
+                _require(len(users[name]) == 1, f"accumulator %{name} has {len(users[name])} readers{place}")
+
+
+def _require(condition: bool, text: str) -> None:
+    if not condition:
+        raise VerifyError(text)

@@ -1,0 +1,268 @@
+"""Reference (torch.fx, Q/DQ) -> `Lowered` (integer graph). The one place where the two kinds of graph meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from torch import fx
+
+from intaglio import numerics
+from intaglio.capture.nodes import call_of, operands, operator, origin, record_of, tensor_nodes, tensor_type
+from intaglio.ir import DType, Graph, Op, Origin, QParams, TensorType, fresh, verify
+from intaglio.ir.rewrite import run_passes
+from intaglio.lower.islands import Unit, island_of
+from intaglio.lower.lowered import Island, Lowered
+from intaglio.lower.passes import LOWER_PASSES
+from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, quantized_to
+from intaglio.ops import ANCHORS
+from intaglio.ops.pool import counts
+from intaglio.quant.annotate import macs
+from intaglio.quant.convert import Reference
+
+
+def requantize(reference: Reference) -> Lowered:
+    """The integer graph of a Q/DQ model: every region between dequantize and quantize on int32 accumulators, one
+    requantize at its end; everything else in as few float islands as the order allows."""
+    builder = _Builder(reference.module)
+    builder.run()
+    graph, _ = run_passes(verify(builder.graph(), "requantize"), LOWER_PASSES)
+    integer = sum(macs(node) for region in builder.regions for node in region.nodes)
+    total = sum(macs(node) for node in reference.module.graph.nodes)
+    sizes = {"int8": sum(array.nbytes for array in graph.constants.values())}
+    return Lowered(graph, builder.islands, reference.signature, reference.annotations.skipped, (integer, total),
+                   (*reference.notes, *reference.remarks), sizes)  # fmt: skip
+
+
+class _Builder:
+    """Grows an `ir.Graph` node by node of a reference graph."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.regions = find_regions(module.graph)
+        self.types: dict[str, TensorType] = {}
+        self.constants: dict[str, np.ndarray] = {}
+        self.ops: list[Op] = []
+        self.inputs: list[str] = []
+        self.outputs: list[str] = []
+        self.islands: dict[str, Island] = {}
+        self.values: dict[fx.Node, str] = {}  # node -> value that holds it: levels behind Q and DQ, else float
+        self.floats: dict[str, str] = {}  # value of levels -> its dequantized value
+
+    # -- order ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """All integer work that is ready, then one island of all float work that is ready, and again."""
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder":
+                self.inputs.append(self._value(node.name, tensor_type(node), node))
+        pending = list(self._units())
+        while pending:
+            ready = next((unit for unit in pending if unit.native and self._ready(unit)), None)
+            if ready is not None:
+                pending.remove(ready)
+                self._emit(ready)
+                continue
+            batch: list[fx.Node] = []
+            for unit in pending:
+                if not unit.native and all(n in self.values or n in batch for n in unit.needs):
+                    batch.append(unit.nodes[0])
+            pending = [unit for unit in pending if unit.nodes[0] not in batch]
+            self._island(batch)
+        results = next(node for node in self.module.graph.nodes if node.op == "output").args[0]
+        self.outputs = [self._float(node) for node in results]
+
+    def _units(self) -> Iterable[Unit]:
+        inner = {node for region in self.regions for node in region.nodes}
+        regions = {region.root: region for region in self.regions}
+        returned = {leaf for node in self.module.graph.nodes if node.op == "output" for leaf in tensor_nodes(node.args)}
+        for node in self.module.graph.nodes:
+            if node in regions:
+                region = regions[node]
+                needs = [v for n in region.nodes for v in operands(n) if v is not None and v not in region.nodes]
+                yield Unit(region.nodes, tuple(n for n in needs if levels_of(n)), True, region)
+            elif node in inner or "dim" in node.meta or node.op in ("placeholder", "output"):
+                continue
+            elif node.op == "get_attr":
+                if node in returned:
+                    yield Unit((node,), (), False)
+            elif quantized_to(node) or levels_of(node):
+                yield Unit((node,), (node.args[0],), True)
+            elif constant_of(node, DType.S8) or constant_of(node, DType.I32):
+                continue
+            else:
+                needs = [n for n in tensor_nodes((node.args, node.kwargs)) if n.op != "get_attr" and "dim" not in n.meta]
+                yield Unit((node,), tuple(dict.fromkeys(needs)), False)
+
+    def _ready(self, unit: Unit) -> bool:
+        return all(node in self.values for node in unit.needs)
+
+    def _emit(self, unit: Unit) -> None:
+        node = unit.nodes[0]
+        if unit.region is not None:
+            self._region(unit.region)
+        elif levels_of(node):
+            self.values[node] = self.values[node.args[0]]
+        else:
+            self._quantize(node, quantized_to(node))
+
+    # -- values --------------------------------------------------------------------------------------------------
+
+    def _value(self, stem: str, kind: TensorType, node: fx.Node | None = None) -> str:
+        name = fresh({**self.types, **self.constants}, "".join(c if c.isalnum() else "_" for c in stem).strip("_") or "v")
+        self.types[name] = kind
+        if node is not None:
+            self.values[node] = name
+        return name
+
+    def _constant(self, stem: str, array: np.ndarray, dtype: DType, q: QParams | None = None, reuse: bool = False) -> str:
+        """A constant; ``reuse``: the one of that name made before."""
+        name = "".join(c if c.isalnum() else "_" for c in stem)
+        if not (reuse and name in self.constants):
+            name = self._value(stem, TensorType(array.shape, dtype, q))
+            self.constants[name] = np.ascontiguousarray(array)
+        return name
+
+    def _op(self, kind: str, inputs: Iterable[str], stem: str, result: TensorType, where: Origin, **attrs) -> str:
+        output = self._value(stem, result)
+        self.ops.append(Op(kind, tuple(inputs), (output,), attrs, origin=where))
+        return output
+
+    def _float(self, node: fx.Node) -> str:
+        """The float value of a node, dequantized once for all who need it."""
+        name = self.values[node]
+        kind = self.types[name]
+        if kind.dtype is not DType.U8 or kind.q is None:
+            return name
+        if name not in self.floats:
+            where = origin(node)
+            self.floats[name] = self._op("dequantize", [name], f"{name}_f32", TensorType(kind.shape, DType.F32), where)
+        return self.floats[name]
+
+    # -- operators -----------------------------------------------------------------------------------------------
+
+    def _quantize(self, node: fx.Node, q: QParams) -> None:
+        """Float -> levels; levels of other parameters -> a table; equal parameters -> nothing."""
+        source = self.values[node.args[0]]
+        kind = self.types[source]
+        result = TensorType(kind.shape, DType.U8, q)
+        if kind.q is None:
+            self.values[node] = self._op("quantize", [source], f"{source}_u8", result, origin(node))
+        elif kind.q == q:
+            self.values[node] = source
+        else:
+            table = numerics.requantize_table(
+                kind.q.scale[0], kind.q.zero_point[0], q.scale[0], q.zero_point[0], q.qmin, q.qmax
+            )
+            levels = self._constant(f"{source}_table", table, DType.U8)
+            self.values[node] = self._op("table", [source, levels], f"{source}_again", result, origin(node))
+
+    def _region(self, region: IntegerRegion) -> None:
+        where, kind = _origin(region), tensor_type(region.root)
+        stem = where.path.replace("@", "_call") or region.record.name
+        if region.record.name in ANCHORS:
+            current = self._anchor(region, stem)
+        else:
+            current = self.values[operands(region.anchor)[0]]
+        if region.result is None:
+            self.values[region.root] = self._op(
+                "dequantize", [current], f"{stem}_f32", TensorType(kind.shape, DType.F32), where
+            )
+            return
+        result = TensorType(kind.shape, DType.U8, region.result)
+        tail = {record_of(node).name: node for node in region.nodes}
+        low, high = self._bounds(tail.get("clamp"), region.result)
+        if "add" in tail:
+            name = self._add(tail["add"], region, current, stem, result, low, high)
+        elif region.record.name in ANCHORS:
+            acc = self.types[current].q
+            factor = self._constant(f"{stem}_multiplier", _each(numerics.multiplier(acc.scale, result.q.scale[0])), DType.F32)
+            name = self._op("requantize", [current, factor], stem, result, where, low=low, high=high)
+        elif region.record.name == "clamp":
+            name = self._op("clamp", [current], f"{stem}_clamp", result, where, low=low, high=high)
+        else:
+            name = self._single(region, current, stem, result)
+        self.values[region.root] = name
+
+    def _bounds(self, node: fx.Node | None, q: QParams) -> tuple[int, int]:
+        if node is None:
+            return q.qmin, q.qmax
+        attrs = record_of(node).bind(call_of(node, record_of(node)))
+        return numerics.clamp_levels(attrs["low"], attrs["high"], q.scale[0], q.zero_point[0], q.qmin, q.qmax)
+
+    def _anchor(self, region: IntegerRegion, stem: str) -> str:
+        """conv2d or linear into an int32 accumulator."""
+        node, record = region.anchor, region.record
+        values = operands(node)
+        x, weight = self.values[values[0]], constant_of(values[record.roles.weight], DType.S8)
+        levels = getattr(self.module, weight.target).numpy()
+        scales = self._scales(values[record.roles.weight])
+        w_q = QParams(scales, (0,) * len(scales), -128, 127, 0 if len(scales) > 1 else None)
+        unit = tuple(map(float, numerics.accumulator_scale(self.types[x].q.scale, scales)))
+        axis = None if len(unit) == 1 else 1 if record.name == "conv2d" else len(tensor_type(node).shape) - 1
+        acc_q = QParams(unit, (0,) * len(unit), -(2**31), 2**31 - 1, axis)
+        bias = constant_of(values[record.roles.bias], DType.I32)
+        steps = np.zeros(levels.shape[0], np.int32) if bias is None else getattr(self.module, bias.target).numpy()
+        operand_names = [
+            x,
+            self._constant(weight.target, levels, DType.S8, w_q, reuse=True),
+            self._constant(f"{stem}_bias", steps, DType.I32),
+        ]
+        attrs = record.bind(call_of(node, record))
+        result = TensorType(tensor_type(node).shape, DType.I32, acc_q)
+        return self._op(record.name, operand_names, f"{stem}_acc", result, origin(node), **attrs)
+
+    def _scales(self, dequantize: fx.Node) -> tuple[float, ...]:
+        scale = dequantize.args[1]
+        return tuple(getattr(self.module, scale.target).tolist()) if isinstance(scale, fx.Node) else (float(scale),)
+
+    def _add(self, node: fx.Node, region: IntegerRegion, current: str, stem: str, result: TensorType, low: int, high: int) -> str:
+        """The accumulator (or the first operand) first; alpha goes with the second operand as written."""
+        alpha = record_of(node).bind(call_of(node, record_of(node)))["alpha"]
+        left, right = operands(node)
+        if left in region.nodes or region.record.name == "add":
+            a, b = (current if left in region.nodes else self.values[left]), self.values[right]
+            alphas = 1.0, alpha
+        else:
+            a, b, alphas = current, self.values[left], (alpha, 1.0)
+        scale_y, names = result.q.scale[0], []
+        for value, weight, label in zip((a, b), alphas, "ab", strict=True):
+            unit = np.array(self.types[value].q.scale, np.float64) * weight
+            names.append(self._constant(f"{stem}_factor_{label}", _each(numerics.multiplier(unit, scale_y)), DType.F32))
+        return self._op("add", [a, b, *names], f"{stem}_add", result, origin(node), low=low, high=high)
+
+    def _single(self, region: IntegerRegion, x: str, stem: str, result: TensorType) -> str:
+        """Pools and moves: one operator, attributes as its record binds them."""
+        node, record = region.anchor, region.record
+        attrs, inputs = record.bind(call_of(node, record)), [x]
+        if not record.shares:
+            q, shape = self.types[x].q, self.types[x].shape
+            table = numerics.pool_multipliers(q.scale[0], result.q.scale[0], counts(record.name, attrs, shape))
+            inputs.append(self._constant(f"{stem}_factors", table, DType.F32))
+        return self._op(record.name, inputs, f"{stem}_{record.name}", result, origin(node), **attrs)
+
+    # -- islands -------------------------------------------------------------------------------------------------
+
+    def _island(self, nodes: list[fx.Node]) -> None:
+        key = f"island{len(self.islands)}"
+        part = island_of(self.module, nodes)
+        inputs = [self._float(node) for node in part.inputs]
+        outputs = [self._value(node.name, tensor_type(node), node) for node in part.outputs]
+        self.islands[key] = Island(part.module, part.dims, tuple(operator(node) for node in nodes))
+        self.ops.append(Op("island", tuple(inputs), tuple(outputs), {"key": key}, origin=origin(nodes[0])))
+        for node in nodes:
+            self.values.setdefault(node, "")
+
+    def graph(self) -> Graph:
+        return Graph(tuple(self.inputs), tuple(self.outputs), self.types, tuple(self.ops), self.constants)
+
+
+def _each(values: np.ndarray) -> np.ndarray:
+    return np.asarray(values, np.float32).reshape(-1)
+
+
+def _origin(region: IntegerRegion) -> Origin:
+    """Where the kernel's work is written: the anchor's module, the whole chain of operators."""
+    anchor = origin(region.anchor)
+    return Origin(anchor.path, " + ".join(operator(node).split(".")[1] for node in region.nodes), anchor.source)
+

@@ -1,0 +1,63 @@
+"""`Lowered`: the integer graph and the float islands it calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from intaglio.calls import bind, dims_of, rebuild
+from intaglio.ir import Dim, Graph, Op, Signature, evaluate, graph_text
+from intaglio.ops import OPS, interpret
+from intaglio.quant.sites import Skip
+
+
+@dataclass(frozen=True)
+class Island:
+    """A float part of the model: a torch.fx module of tensors, then of the free dimensions it needs."""
+
+    module: fx.GraphModule
+    dims: tuple[Dim, ...]
+    operators: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What `requantize` makes: printable, and runnable in NumPy through `__call__`.
+
+    ``macs``: multiply-accumulates at batch 1, (in int8, in all).
+    """
+
+    graph: Graph
+    islands: Mapping[str, Island]
+    signature: Signature
+    skipped: tuple[Skip, ...] = ()
+    macs: tuple[int, int] = (0, 0)
+    notes: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    def text(self) -> str:
+        return graph_text(self.graph)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's result by the integer interpreter: exact, slow, kernels must equal it bit for bit."""
+        leaves = bind(self.signature, args, kwargs)
+        symbols = dims_of(self.signature, leaves)
+        arrays = interpret(self.graph, [leaf.detach().numpy() for leaf in leaves], OPS, self.runner(symbols))
+        return rebuild(self.signature, tuple(torch.from_numpy(np.ascontiguousarray(a)) for a in arrays), symbols)
+
+    def runner(self, symbols: Mapping[str, int]) -> Any:
+        """Callback of the interpreter for islands, for one set of free dimensions."""
+
+        def run(op: Op, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+            island = self.islands[op.attrs["key"]]
+            tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+            with torch.no_grad():
+                results = island.module(*tensors, *[evaluate(dim, symbols) for dim in island.dims])
+            return [result.numpy() for result in results]
+
+        return run

@@ -1,0 +1,183 @@
+"""The law of numbers, once, in NumPy. `native/numerics.h` is its one twin in C++.
+
+Everything that runs is IEEE float32 ``+ - *``, comparison and conversion in the written order, ties to even:
+no fused multiply-add, no reciprocal estimates. Parameters (scales, multipliers, biases) are made here in
+float64 and stored in float32 or int32. Integers of kernels wrap as unsigned 32-bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
+
+SMALLEST_SCALE = 2.0**-126
+"""Below this a float32 scale is denormal and its reciprocal may be infinite."""
+BIAS_LIMIT = 2**30
+ZERO_WEIGHT_STEPS = 2**20
+CONVERTIBLE = 2.0**30
+"""Products below this survive conversion to int32 with any zero point added; above, kernels clamp in float first."""
+
+
+class Affine(NamedTuple):
+    """A scale (a float32 value held as a Python float) and a zero point."""
+
+    scale: float
+    zero_point: int
+
+
+def reciprocal(scale: ArrayLike) -> F32:
+    """``float32(1) / scale``: what `quantize` multiplies by. Exact twin of torch's ``1.0 / scale``."""
+    return np.float32(1) / np.asarray(scale, np.float32)
+
+
+def quantize(x: ArrayLike, scale: ArrayLike, zero_point: ArrayLike, low: int, high: int) -> I32:
+    """f32[...] -> i32[...] in steps of ``scale``: ``clamp(rne(x * (1/scale)) + zero_point, low, high)``.
+
+    Bit-equal to ``quantized_decomposed.quantize_per_tensor.default`` for finite and infinite x; NaN gives the
+    zero point (torch: 0). Parameters broadcast against x.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        steps = np.rint(np.asarray(x, np.float32) * reciprocal(scale))
+        shifted = np.where(np.isnan(steps), np.float32(0), steps) + np.asarray(zero_point, np.float32)
+    return np.clip(shifted, np.float32(low), np.float32(high)).astype(np.int32)
+
+
+def dequantize(q: ArrayLike, scale: ArrayLike, zero_point: ArrayLike) -> F32:
+    """i[...] -> f32[...]: ``float32(q - zero_point) * scale``."""
+    return (np.asarray(q, np.int32) - np.asarray(zero_point, np.int32)).astype(np.float32) * np.asarray(
+        scale, np.float32
+    )
+
+
+def affine(low: float, high: float, qmin: int, qmax: int) -> Affine:
+    """Scale and zero point for the range [low, high], widened to hold 0; computed in float64, stored float32.
+
+    The zero point is rounded, so zero is exact and the range may shift by half a step. All-zero gives (1, qmin
+    clamped towards 0).
+    """
+    low, high = min(float(low), 0.0), max(float(high), 0.0)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise ValueError(f"range [{low}, {high}] is not finite")
+    if low == high:
+        return Affine(1.0, min(max(0, qmin), qmax))
+    scale = float(np.float32(max((high - low) / (qmax - qmin), SMALLEST_SCALE)))
+    if not math.isfinite(scale):
+        raise ValueError(f"range [{low}, {high}] needs a scale that float32 cannot hold")
+    zero_point = int(np.clip(np.rint(qmin - low / scale), qmin, qmax))
+    return Affine(scale, zero_point)
+
+
+def symmetric(absmax: ArrayLike, qmax: int) -> F32:
+    """Scales ``absmax / qmax`` (float64, stored float32); an all-zero channel gets 1."""
+    wide = np.asarray(absmax, np.float64)
+    scale = np.maximum(wide / qmax, SMALLEST_SCALE).astype(np.float32)
+    return np.where(wide == 0, np.float32(1), scale)
+
+
+def accumulator_scale(scale_x: ArrayLike, scale_w: ArrayLike) -> NDArray[np.float64]:
+    """float64 product of two stored float32 scales: the unit of an int32 accumulator."""
+    return np.asarray(scale_x, np.float32).astype(np.float64) * np.asarray(scale_w, np.float32).astype(np.float64)
+
+
+def bias_steps(bias: ArrayLike, scale_x: ArrayLike, scale_w: ArrayLike) -> I32:
+    """f32[C] -> i32[C]: ``rne(float64(bias) / (float64(scale_x) * float64(scale_w)))``; raises when one overflows."""
+    steps = np.rint(np.asarray(bias, np.float32).astype(np.float64) / accumulator_scale(scale_x, scale_w))
+    if steps.size and np.abs(steps).max() > BIAS_LIMIT:
+        raise OverflowError("a bias exceeds 2^30 accumulator steps")
+    return steps.astype(np.int32)
+
+
+def fit_weight_scale(scale_w: ArrayLike, absmax: ArrayLike, bias: ArrayLike | None, scale_x: float) -> F32:
+    """f32[C] weight scales made fit for an int32 bias, per channel.
+
+    An all-zero channel takes the scale that puts its bias at 2^20 steps; a bias of 2^30 steps or more enlarges the
+    scale by the least factor that avoids it.
+    """
+    scale = np.array(scale_w, np.float32)
+    if bias is None:
+        return scale
+    wide_bias = np.abs(np.asarray(bias, np.float32).astype(np.float64))
+    wide_x = np.float64(np.float32(scale_x))
+    zero = np.asarray(absmax) == 0
+    carried = np.maximum(wide_bias / (wide_x * ZERO_WEIGHT_STEPS), SMALLEST_SCALE).astype(np.float32)
+    scale = np.where(zero & (wide_bias > 0), carried, scale)
+    least = (wide_bias / (wide_x * (BIAS_LIMIT - 1))).astype(np.float32)
+    least = np.where(least.astype(np.float64) * wide_x * (BIAS_LIMIT - 1) < wide_bias, np.nextafter(least, np.inf), least)
+    return np.where(wide_bias >= scale.astype(np.float64) * wide_x * BIAS_LIMIT, least, scale).astype(np.float32)
+
+
+def multiplier(accumulator: ArrayLike, scale_y: ArrayLike) -> F32:
+    """``float32(accumulator / float64(scale_y))``, the factor of `requantize`; Jacob et al. 2018, eq. 4, in float."""
+    return (np.asarray(accumulator, np.float64) / np.asarray(scale_y, np.float32).astype(np.float64)).astype(np.float32)
+
+
+def _finish(steps: F32, zero_point: int, low: int, high: int) -> I32:
+    shifted = np.rint(np.clip(steps, -CONVERTIBLE, CONVERTIBLE)).astype(np.int64) + zero_point
+    return np.clip(shifted, low, high).astype(np.int32)
+
+
+def requantize(acc: ArrayLike, factor: ArrayLike, zero_point: int, low: int, high: int) -> I32:
+    """i32 accumulators -> i32 levels: ``clamp(rne(float32(acc) * factor) + zero_point, low, high)``; factor broadcasts.
+
+    Products beyond +-2^30 are clamped in float first, which cannot change the result.
+    """
+    return _finish(np.asarray(acc, np.int32).astype(np.float32) * np.asarray(factor, np.float32), zero_point, low, high)
+
+
+def add_requantize(
+    a: ArrayLike, factor_a: ArrayLike, b: ArrayLike, factor_b: ArrayLike, zero_point: int, low: int, high: int
+) -> I32:
+    """``clamp(rne(float32(a) * factor_a + float32(b) * factor_b) + zero_point, low, high)``, no fused multiply-add.
+
+    ``a`` is an accumulator or ``q_a - zp_a``; ``b`` is ``q_b - zp_b``.
+    """
+    left = np.asarray(a, np.int32).astype(np.float32) * np.asarray(factor_a, np.float32)
+    right = np.asarray(b, np.int32).astype(np.float32) * np.asarray(factor_b, np.float32)
+    return _finish(left + right, zero_point, low, high)
+
+
+def clamp_levels(
+    low: float | None, high: float | None, scale: float, zero_point: int, qmin: int, qmax: int
+) -> tuple[int, int]:
+    """Integer bounds of a float clamp: each bound is quantized (rounded, not truncated), so fused equals unfused."""
+
+    def level(bound: float | None, fallback: int) -> int:
+        return fallback if bound is None else int(quantize(np.float32(bound), scale, zero_point, qmin, qmax))
+
+    bottom, top = level(low, qmin), level(high, qmax)
+    return min(bottom, top), top
+
+
+def pool_multipliers(scale_x: float, scale_y: float, counts: Sequence[int]) -> F32:
+    """Factor of `requantize` for a mean over n values, for every n in ``counts``: ``float32(s_x / (n * s_y))``."""
+    ratio = np.float64(np.float32(scale_x)) / np.float64(np.float32(scale_y))
+    return (ratio / np.asarray(counts, np.float64)).astype(np.float32)
+
+
+def requantize_table(
+    scale_x: float, zero_x: int, scale_y: float, zero_y: int, low: int, high: int
+) -> NDArray[np.uint8]:
+    """u8[256]: level of x -> level of y for a plain change of parameters: `quantize` of `dequantize`."""
+    levels = np.arange(256, dtype=np.int32)
+    return quantize(dequantize(levels, scale_x, zero_x), scale_y, zero_y, low, high).astype(np.uint8)
+
+
+def accumulator_bound(weight: ArrayLike, bias: ArrayLike, qmin: int, qmax: int, zero_point: int) -> NDArray[np.int64]:
+    """i64[C]: the largest |accumulator| a channel can reach, zero-point term folded into the bias or not.
+
+    ``|bias - zp * sum(w)| + max|q| * sum|w|`` bounds the folded form that kernels use, ``|bias| + max|q - zp| *
+    sum|w|`` the plain one. Below 2^31 the result is exact, though partial sums may wrap.
+    """
+    w = np.asarray(weight, np.int64).reshape(np.shape(weight)[0], -1)
+    b = np.asarray(bias, np.int64)
+    total = np.abs(w).sum(1)
+    folded = np.abs(b - zero_point * w.sum(1)) + max(abs(qmin), abs(qmax)) * total
+    plain = np.abs(b) + max(abs(qmin - zero_point), abs(qmax - zero_point)) * total
+    return np.maximum(folded, plain)

@@ -1,0 +1,28 @@
+"""The vocabulary: one record per operator, the fusion rows, the interpreter. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from intaglio.ops import conv, pointwise, pool, shape
+from intaglio.ops.fusions import ANCHORS, FUSIONS, Fusion
+from intaglio.ops.interpret import interpret
+from intaglio.ops.opdef import Call, OpDef, Roles
+
+
+def index(*groups: Iterable[OpDef]) -> tuple[Mapping[str, OpDef], Mapping[str, OpDef]]:
+    """Records by name and by ATen overload; two records that claim one name are an error."""
+    by_name: dict[str, OpDef] = {}
+    by_target: dict[str, OpDef] = {}
+    for record in (record for group in groups for record in group):
+        for key, table in [(record.name, by_name), *((target, by_target) for target in record.targets)]:
+            if key in table:
+                raise ValueError(f"{key} is claimed by {table[key].name} and {record.name}")
+            table[key] = record
+    return MappingProxyType(by_name), MappingProxyType(by_target)
+
+
+OPS, BY_TARGET = index(conv.OPS, pointwise.OPS, pool.OPS, shape.OPS)
+
+__all__ = ["ANCHORS", "BY_TARGET", "FUSIONS", "OPS", "Call", "Fusion", "OpDef", "Roles", "index", "interpret"]

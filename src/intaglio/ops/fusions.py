@@ -1,0 +1,35 @@
+"""Fusion rows: what becomes one kernel. Annotation and lowering both read them, so they cannot disagree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from intaglio.ir.rewrite import Pattern, any, op, seq
+
+ANCHORS = ("conv2d", "linear")
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A named pattern over operator names; its root is the value that may become a site, inner values never do."""
+
+    name: str
+    pattern: Pattern
+
+
+FUSIONS = (
+    Fusion("anchor_add_clamp", op("clamp", op("add", op(ANCHORS, any("x")), any("other"), commutative=True))),
+    Fusion("anchor_add", op("add", op(ANCHORS, any("x")), any("other"), commutative=True)),
+    Fusion("anchor_clamp", seq(ANCHORS, "clamp")),
+    Fusion("add_clamp", op("clamp", op("add", any("a"), any("b")))),
+)
+
+
+def check_longest_first(rows: tuple[Fusion, ...]) -> None:
+    """Rows are tried in order, so a longer one behind a shorter one would never win."""
+    sizes = [row.pattern.size() for row in rows]
+    if sizes != sorted(sizes, reverse=True):
+        raise ValueError(f"fusion rows must stand longest first; sizes are {sizes}")
+
+
+check_longest_first(FUSIONS)

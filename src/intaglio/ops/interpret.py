@@ -1,0 +1,40 @@
+"""The integer interpreter: the NumPy meaning of a graph, which every kernel must equal bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from intaglio.ir import Graph, Op
+from intaglio.ops.opdef import OpDef
+
+Island = Callable[[Op, Sequence[np.ndarray]], Sequence[np.ndarray]]
+
+
+def interpret(
+    graph: Graph,
+    inputs: Sequence[np.ndarray],
+    ops: Mapping[str, OpDef],
+    island: Island | None = None,
+    watch: Callable[[str, np.ndarray], None] | None = None,
+) -> list[np.ndarray]:
+    """Outputs for these inputs, in logical (channels second) order.
+
+    ``island(op, arrays)`` runs the float parts. ``watch(name, array)`` sees every value as it is made.
+    """
+    values: dict[str, np.ndarray] = {**graph.constants, **dict(zip(graph.inputs, inputs, strict=True))}
+    for op in graph.ops:
+        args = [values[name] for name in op.inputs]
+        if op.kind == "island":
+            if island is None:
+                raise ValueError(f"island {op.attrs['key']} needs a callback")
+            results = island(op, args)
+        else:
+            meaning = ops[op.kind].meaning
+            results = [meaning(op, args, [graph.types[name] for name in op.inputs], graph.types[op.output])]
+        for name, array in zip(op.outputs, results, strict=True):
+            values[name] = array
+            if watch is not None:
+                watch(name, array)
+    return [values[name] for name in graph.outputs]

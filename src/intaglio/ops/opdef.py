@@ -1,0 +1,105 @@
+"""One operator, one record: all that is true of it stands here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from intaglio.ir import Op, Shape, TensorType
+
+Attrs = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which operands are activations, weight and bias, by position among ``OpDef.operands``."""
+
+    x: tuple[int, ...] = (0,)
+    weight: int | None = None
+    bias: int | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator in a captured graph, without the graph.
+
+    ``arguments`` holds every argument by its schema name, tensors left out; ``shapes``, ``floating`` and ``constant``
+    speak of ``OpDef.operands`` in order (``None`` for one left out); ``result`` is the shape of the result.
+    """
+
+    target: str
+    arguments: Attrs
+    shapes: tuple[Shape | None, ...]
+    floating: tuple[bool | None, ...]
+    constant: tuple[bool | None, ...]
+    result: Shape
+
+
+@dataclass(frozen=True)
+class OpDef:
+    """``name`` is the kind in the integer graph.
+
+    targets: ATen overloads it answers to. operands: their tensor arguments, by schema name. roles: see `Roles`.
+    shares: the result has its input's parameters (it selects or clamps values); else it owns its range.
+    anchor: quantized for its own sake; other operators only beside a quantized neighbour.
+    bind: arguments -> attributes of the integer operator. check: why a call stays in float, or ``None``.
+    infer: shape rule over symbolic dims. meaning: the integer result in NumPy, in logical order.
+    levels: how far the integer result may be from the Q/DQ reference. kernel: family, ``None`` for a host operator.
+    macs: multiply-accumulates of one call (shapes of operands, shape of result) -> count, for operators that have any.
+    """
+
+    name: str
+    targets: tuple[str, ...] = ()
+    operands: tuple[str, ...] = ("self",)
+    roles: Roles = Roles()
+    shares: bool = False
+    anchor: bool = False
+    commutative: bool = False
+    bind: Callable[[Call], Attrs] = lambda call: {}
+    check: Callable[[Call], str | None] = lambda call: None
+    infer: Callable[[Attrs, Sequence[Shape]], Shape] = lambda attrs, shapes: shapes[0]
+    meaning: Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], np.ndarray] | None = None
+    levels: int = 1
+    kernel: str | None = None
+
+
+def first_reason(*checks: Callable[[Call], str | None]) -> Callable[[Call], str | None]:
+    """The first reason any check gives."""
+
+    def check(call: Call) -> str | None:
+        return next((reason for one in checks if (reason := one(call))), None)
+
+    return check
+
+
+def rank(*allowed: int) -> Callable[[Call], str | None]:
+    """The first operand has one of these ranks."""
+
+    def check(call: Call) -> str | None:
+        shape = call.shapes[0]
+        if shape is None or len(shape) in allowed:
+            return None
+        return f"input of rank {len(shape)}; the kernel takes {' or '.join(map(str, allowed))}"
+
+    return check
+
+
+def fixed_channels(call: Call) -> str | None:
+    """Every axis but the batch of the first operand is a number."""
+    shape = call.shapes[0]
+    free = [dim for dim in (shape or ())[1:] if not isinstance(dim, int)]
+    return f"free dimension {free[0]}; the kernel takes a free batch only" if free else None
+
+
+def float_activations(call: Call) -> str | None:
+    """Integer and boolean tensors are left alone."""
+    return "an operand that is not floating point" if False in call.floating else None
+
+
+def pair(value: Any) -> tuple[int, int]:
+    """``3`` or ``[3]`` -> (3, 3); ``[3, 2]`` -> (3, 2)."""
+    values = (value,) if isinstance(value, int) else tuple(int(v) for v in value)
+    return (values[0], values[0]) if len(values) == 1 else (values[0], values[1])

@@ -1,0 +1,120 @@
+"""add, clamp, and what lies between sites: requantize, table, quantize, dequantize."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from intaglio import numerics
+from intaglio.ir import DType, Op, TensorType
+from intaglio.ops.opdef import Attrs, Call, OpDef, Roles, first_reason, fixed_channels, float_activations
+
+
+def same_shapes(call: Call) -> str | None:
+    if call.shapes[1] is None:
+        return "one operand is a number"
+    if call.shapes[0] != call.shapes[1]:
+        return f"operands of shapes {_text(call.shapes[0])} and {_text(call.shapes[1])}; the kernel does not broadcast"
+    return "an operand is a constant" if True in call.constant else None
+
+
+def _text(shape: object) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def bind_add(call: Call) -> Attrs:
+    return {"alpha": float(call.arguments.get("alpha", 1))}
+
+
+def add_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """`numerics.add_requantize`; a u8 first operand is taken less its zero point, an accumulator as it is."""
+    a, b, factor_a, factor_b = args
+    if types[0].dtype is DType.U8:
+        a = a.astype(np.int32) - types[0].q.zero_point[0]
+    b = b.astype(np.int32) - types[1].q.zero_point[0]
+    axis = types[0].q.axis if types[0].dtype is DType.I32 else 1
+    factors = (along(factor_a, a.ndim, axis), along(factor_b, b.ndim, axis))
+    levels = numerics.add_requantize(a, factors[0], b, factors[1], out.q.zero_point[0], op.attrs["low"], op.attrs["high"])
+    return levels.astype(np.uint8)
+
+
+def along(values: np.ndarray, rank: int, axis: int | None) -> np.ndarray:
+    """Per-channel values shaped to broadcast along ``axis`` of a tensor of this rank; one value as it is."""
+    if values.size == 1:
+        return values.reshape(())
+    shape = [1] * rank
+    shape[axis] = values.size
+    return values.reshape(shape)
+
+
+CLAMPS = {"aten.relu.default": (0.0, None), "aten.relu6.default": (0.0, 6.0)}
+
+
+def bind_clamp(call: Call) -> Attrs:
+    given = call.arguments
+    if call.target in CLAMPS:
+        low, high = CLAMPS[call.target]
+    elif call.target == "aten.hardtanh.default":
+        low, high = given.get("min_val", -1.0), given.get("max_val", 1.0)
+    else:
+        low, high = given.get("min"), given.get("max")
+    return {"low": None if low is None else float(low), "high": None if high is None else float(high)}
+
+
+def plain_bounds(call: Call) -> str | None:
+    bounds = bind_clamp(call)
+    return "a bound that is NaN" if any(b is not None and b != b for b in bounds.values()) else None
+
+
+def clamp_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    return np.clip(args[0], np.uint8(op.attrs["low"]), np.uint8(op.attrs["high"]))
+
+
+def requantize_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    acc, factor = args
+    factor = along(factor, acc.ndim, types[0].q.axis)
+    return numerics.requantize(acc, factor, out.q.zero_point[0], op.attrs["low"], op.attrs["high"]).astype(np.uint8)
+
+
+def table_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    return args[1][args[0]]
+
+
+def quantize_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    q = out.q
+    scale, zero = along(np.array(q.scale), args[0].ndim, q.axis), along(np.array(q.zero_point), args[0].ndim, q.axis)
+    return numerics.quantize(args[0], scale, zero, q.qmin, q.qmax).astype(np.uint8)
+
+
+def dequantize_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Levels, or an accumulator: ``float32(acc) * float32(s_x * s_w)``."""
+    q, rank = types[0].q, args[0].ndim
+    return numerics.dequantize(args[0], along(np.array(q.scale), rank, q.axis), along(np.array(q.zero_point), rank, q.axis))
+
+
+ADD = OpDef(
+    name="add",
+    targets=("aten.add.Tensor",),
+    operands=("self", "other"),
+    roles=Roles(x=(0, 1)),
+    commutative=True,
+    bind=bind_add,
+    check=first_reason(float_activations, same_shapes, fixed_channels),
+    meaning=add_meaning,
+    kernel="pointwise",
+)
+CLAMP = OpDef(
+    name="clamp",
+    targets=("aten.relu.default", "aten.relu6.default", "aten.hardtanh.default", "aten.clamp.default"),
+    shares=True,
+    bind=bind_clamp,
+    check=first_reason(float_activations, plain_bounds, fixed_channels),
+    meaning=clamp_meaning,
+    kernel="pointwise",
+)
+REQUANTIZE = OpDef(name="requantize", operands=("acc", "multiplier"), meaning=requantize_meaning, kernel="matmul")
+TABLE = OpDef(name="table", operands=("self", "levels"), meaning=table_meaning, kernel="pointwise")
+QUANTIZE = OpDef(name="quantize", meaning=quantize_meaning, kernel="border")
+DEQUANTIZE = OpDef(name="dequantize", meaning=dequantize_meaning, kernel="border")
+OPS = (ADD, CLAMP, REQUANTIZE, TABLE, QUANTIZE, DEQUANTIZE)

@@ -1,0 +1,255 @@
+"""Which values become integers: fusion rows over the prepared graph, sites on values, reasons for the rest."""
+
+from __future__ import annotations
+
+import operator as python_operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from torch import fx
+
+from intaglio.capture.nodes import FxView, call_of, is_constant, operands, operator, origin, record_of, tensor_type
+from intaglio.ir import DType, evaluate, numel, symbols_of
+from intaglio.ir.rewrite import match
+from intaglio.ops import FUSIONS, OpDef
+from intaglio.quant.passes import BATCH_NORM
+from intaglio.quant.recipe import Quantizer, Setting
+from intaglio.quant.sites import Derived, Observed, Shared, Site, Skip, groups
+
+
+@dataclass(frozen=True)
+class Region:
+    """Operators that run as one kernel: anchor first, the value that leaves last."""
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+    setting: Setting
+
+    @property
+    def anchor(self) -> fx.Node:
+        return self.nodes[0]
+
+    @property
+    def root(self) -> fx.Node:
+        return self.nodes[-1]
+
+    @property
+    def record(self) -> OpDef:
+        return record_of(self.anchor)
+
+    @property
+    def shares(self) -> bool:
+        """Whether the result keeps its input's parameters."""
+        return len(self.nodes) == 1 and self.record.shares
+
+    def activations(self) -> list[fx.Node]:
+        """Values from outside that the region reads as levels, in order, once each."""
+        found = []
+        for node in self.nodes:
+            record = record_of(node)
+            values = operands(node)
+            found += [values[i] for i in record.roles.x if values[i] is not None and values[i] not in self.nodes]
+        return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """What `annotate` decided. ``leaders``: site -> the site of its group that has the parameters."""
+
+    module: fx.GraphModule
+    sites: tuple[Site, ...]
+    regions: tuple[Region, ...]
+    skipped: tuple[Skip, ...]
+    leaders: Mapping[str, str]
+
+    def site_of(self, value: str, role: str = "activation") -> Site | None:
+        """The site on a node's value."""
+        return self.by_value.get((value, role))
+
+    @property
+    def by_value(self) -> dict[tuple[str, str], Site]:
+        return {(site.value, site.role): site for site in self.sites}
+
+    def text(self) -> str:
+        """Sites, then what was skipped, one line each."""
+        lines = [str(site) for site in self.sites]
+        return "\n".join(lines + [f"skipped {skip}" for skip in self.skipped]) + "\n"
+
+
+def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mapping[str, str]) -> Annotations:
+    """Sites and skips of a graph that the PTQ passes have been over."""
+    recipe = quantizer.recipe
+    computing = [node for node in module.graph.nodes if node.op == "call_function"]
+    recipe.check((origin(node) for node in computing), classes)
+    settings = {node: recipe.setting(origin(node), classes) for node in computing}
+    reasons = {node: _refusal(node, settings[node]) for node in computing}
+    found = _regions(module.graph, settings, reasons)
+    active = _spread(found)
+    regions = tuple(region for region in found if region in active)
+    sites = _sites(module.graph, regions)
+    taken = {node for region in regions for node in region.nodes}
+    skipped = [_skip(node, reasons[node]) for node in computing if node not in taken and _counts(node)]
+    return Annotations(module, sites, regions, tuple(skipped), groups(sites))
+
+
+def _refusal(node: fx.Node, setting: Setting) -> str | None:
+    record = record_of(node)
+    if operator(node) == BATCH_NORM:
+        return "a batch norm that nothing absorbs: no convolution beside it, or one that pads or has other readers"
+    if record is None:
+        return "no int8 kernel for this operator"
+    if tensor_type(node) is None or tensor_type(node).dtype is not DType.F32:
+        return "not a float32 tensor"
+    if not setting.quantize:
+        return "the recipe leaves it in float"
+    values = operands(node)
+    if any(values[i] is not None and is_constant(values[i]) for i in record.roles.x):
+        return "an operand is a constant"
+    if values[record.roles.x[0]] is None:
+        return "its operand is not a tensor"
+    return record.check(call_of(node, record))
+
+
+def _regions(graph: fx.Graph, settings: Mapping[fx.Node, Setting], reasons: Mapping[fx.Node, str | None]) -> list[Region]:
+    """Every fusion row where it fits, longest first, then single operators; in execution order."""
+    view, taken, found = FxView(graph), set(), []
+    nodes = [node for node in settings if reasons[node] is None]
+    for row in FUSIONS:
+        for node in nodes:
+            hit = match(row.pattern, node, view) if node not in taken else None
+            if hit is None or taken.intersection(hit.nodes) or any(reasons[n] is not None for n in hit.nodes):
+                continue
+            if len({settings[n] for n in hit.nodes}) == 1:
+                chain = tuple(sorted(hit.nodes, key=view.position))
+                found.append(Region(row.name, chain, settings[node]))
+                taken.update(chain)
+    found += [Region(record_of(node).name, (node,), settings[node]) for node in nodes if node not in taken]
+    return sorted(found, key=lambda region: view.position(region.root))
+
+
+def _spread(regions: Iterable[Region]) -> set[Region]:
+    """Anchors are quantized. Another region follows when all it reads is, or, if it only selects or clamps values,
+    when all that read it are."""
+    regions = list(regions)
+    reader = {node: region for region in regions for node in region.nodes}
+    active = {region for region in regions if region.record.anchor}
+    roots = {region.root for region in active}
+    changed = True
+    while changed:
+        before = len(active)
+        for region in regions:
+            if region not in active and all(value in roots for value in region.activations()):
+                active.add(region)
+                roots.add(region.root)
+        for region in reversed(regions):
+            users = list(region.root.users)
+            if region not in active and region.shares and users and all(reader.get(u) in active for u in users):
+                active.add(region)
+                roots.add(region.root)
+        changed = len(active) != before
+    return active
+
+
+def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:
+    names = _Names()
+    produced = {region.root: region for region in regions}
+    wanted = {value: region for region in reversed(regions) for value in region.activations()}
+    sites: dict[tuple[str, str], Site] = {}
+    for node in graph.nodes:
+        if node in produced and (node in wanted or not produced[node].record.anchor or len(produced[node].nodes) > 1):
+            _put(sites, _output_site(produced[node], names))
+        elif node in wanted and node not in produced:
+            _put(sites, _activation(names.of(node), node, wanted[node].setting))
+    order = {node.name: index for index, node in enumerate(graph.nodes)}
+    for region in regions:
+        _parameters(region, sites, names)
+    rank = {"activation": 0, "weight": 1, "bias": 2}
+    shared = [_share(site, produced, sites) for site in sites.values()]
+    return tuple(sorted(shared, key=lambda site: (order[site.value], rank[site.role])))
+
+
+def _put(sites: dict[tuple[str, str], Site], site: Site) -> None:
+    sites.setdefault((site.value, site.role), site)
+
+
+def _output_site(region: Region, names: _Names) -> Site:
+    return _activation(names.of(region.root), region.root, region.setting)
+
+
+def _activation(name: str, node: fx.Node, setting: Setting) -> Site:
+    high = 2**setting.bits - 1
+    return Site(name, node.name, "activation", Observed(setting.method), DType.U8, 0, high, origin=origin(node))
+
+
+def _share(site: Site, produced: Mapping[fx.Node, Region], sites: Mapping[tuple[str, str], Site]) -> Site:
+    region = next((r for node, r in produced.items() if node.name == site.value), None)
+    if site.role != "activation" or region is None or not region.shares:
+        return site
+    partner = sites[region.activations()[0].name, "activation"]
+    return Site(site.name, site.value, site.role, Shared(partner.name), partner.dtype, partner.qmin, partner.qmax,
+                partner.axis, site.origin)  # fmt: skip
+
+
+def _parameters(region: Region, sites: dict[tuple[str, str], Site], names: _Names) -> None:
+    """Weight and bias sites of an anchor: one per weight tensor, one bias per call."""
+    record = region.record
+    if record.roles.weight is None:
+        return
+    values = operands(region.anchor)
+    x, weight, bias = (values[i] for i in (record.roles.x[0], record.roles.weight, record.roles.bias))
+    axis = 0 if region.setting.weights == "channel" else None
+    weight_name = weight.meta.get("path") or str(weight.target)
+    weight_site = Site(weight_name, weight.name, "weight", Observed("absmax", True), DType.S8, -127, 127, axis,
+                       origin(region.anchor))  # fmt: skip
+    _put(sites, weight_site)
+    if bias is not None:
+        sources = (sites[x.name, "activation"].name, sites[weight.name, "weight"].name)
+        _put(sites, Site(f"{names.of(region.anchor)}:bias", region.anchor.name, "bias", Derived(sources), DType.I32,
+                         -(2**31), 2**31 - 1, axis, origin(region.anchor)))  # fmt: skip
+
+
+class _Names:
+    """``module.path#call/operator.number``: number counts equal operators of one module call."""
+
+    def __init__(self) -> None:
+        self._count: dict[str, int] = {}
+        self._known: dict[fx.Node, str] = {}
+
+    def of(self, node: fx.Node) -> str:
+        if node not in self._known:
+            self._known[node] = self._new(node)
+        return self._known[node]
+
+    def _new(self, node: fx.Node) -> str:
+        if node.op == "placeholder":
+            return f"#0/input.{node.name}"
+        path, _, call = origin(node).path.partition("@")
+        kind = origin(node).operator.split(".")[1] if "." in origin(node).operator else str(node.target)
+        stem = f"{path}#{call or 0}/{kind}"
+        number = self._count[stem] = self._count.get(stem, -1) + 1
+        return f"{stem}.{number}"
+
+
+def macs(node: fx.Node) -> int:
+    """Multiply-accumulates of a conv or linear at batch 1; 0 for the rest."""
+    record = record_of(node)
+    if record is None or record.roles.weight is None:
+        return 0
+    weight, result = tensor_type(operands(node)[record.roles.weight]), tensor_type(node).shape
+    if weight is None:
+        return 0
+    total = numel(result) * prod(weight.shape[1:])
+    return evaluate(total, dict.fromkeys(symbols_of(total), 1))
+
+
+def _counts(node: fx.Node) -> bool:
+    """Operators worth a line in the report: they compute floating-point tensors."""
+    kind = tensor_type(node)
+    if node.target is python_operator.getitem or "dim" in node.meta:
+        return False
+    return kind is None or kind.dtype in (DType.F32, DType.F64, DType.F16, DType.BF16)
+
+
+def _skip(node: fx.Node, reason: str | None) -> Skip:
+    return Skip(node.name, reason or "no quantized operator beside it", origin(node), macs(node))

@@ -1,0 +1,269 @@
+"""Prepared graph and ranges -> `Reference`: the runnable Q/DQ model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch.ao.quantization.fx import _decomposed  # noqa: F401  (registers the operators)
+
+from intaglio import numerics
+from intaglio.calls import TORCH_DTYPES, bind, dims_of, rebuild
+from intaglio.capture.canonical import drop_unused_constants
+from intaglio.capture.captured import fx_text
+from intaglio.capture.nodes import operands, origin, record_of
+from intaglio.errors import CalibrationError, UnsupportedError
+from intaglio.ir import DType, QParams, Signature, TensorType
+from intaglio.quant.annotate import Annotations, Region
+from intaglio.quant.methods import METHODS
+from intaglio.quant.prepare import Prepared, copy_graph
+from intaglio.quant.ranges import Ranges
+from intaglio.quant.sites import Fixed, Site
+
+DECOMPOSED = torch.ops.quantized_decomposed  # registered by torch.ao.quantization.fx._decomposed
+INT32 = (-(2**31), 2**31 - 1)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The quantized model in float: every quantize and dequantize explicit, weights as integers. Slow; for judging.
+
+    ``qparams``: site name -> parameters. ``remarks``: what was adjusted on the way, one line each.
+    """
+
+    module: fx.GraphModule
+    signature: Signature
+    qparams: Mapping[str, QParams]
+    annotations: Annotations
+    remarks: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = bind(self.signature, args, kwargs)
+        symbols = dims_of(self.signature, leaves)
+        with torch.no_grad():
+            results = self.module(*leaves)
+        return rebuild(self.signature, results, symbols)
+
+    def text(self) -> str:
+        return fx_text(self.module.graph)
+
+    def __repr__(self) -> str:
+        return f"Reference({len(self.qparams)} sites; a simulation in float, slower than the float model)"
+
+
+def convert(prepared: Prepared, ranges: Ranges | None = None) -> Reference:
+    """Ranges (default: what the prepared model has seen) become parameters, weights and biases integers.
+
+    Raises `CalibrationError` when a site has seen no data, `UnsupportedError` when an accumulator could overflow.
+    """
+    annotations = prepared.annotations
+    qparams = activation_qparams(prepared, ranges)
+    remarks: list[str] = []
+    qparams.update(_weight_qparams(annotations, qparams, remarks))
+    module = copy_graph(annotations.module)
+    _Rewriter(module, annotations, qparams).run()
+    return Reference(module, prepared.signature, qparams, annotations, tuple(remarks), prepared.notes)
+
+
+def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, QParams]:
+    """Parameters of every activation site, shared ones included."""
+    found = ranges.statistics if ranges else {name: o.statistics for name, o in prepared.observers.items()}
+    if set(found) != set(prepared.observers):
+        odd = sorted(set(found) ^ set(prepared.observers))
+        raise CalibrationError("ranges", None, f"they belong to another model: {', '.join(odd[:5])} on one side only")
+    unseen = [name for name in prepared.observers if not found[name].count]
+    if unseen:
+        raise CalibrationError(
+            ", ".join(unseen[:5]), None, f"{len(unseen)} of {len(found)} sites have seen no data",
+            remedy="calibrate first: calibrate(prepared, data), or run prepared(batch)",
+        )  # fmt: skip
+    by_name = {site.name: site for site in prepared.annotations.sites}
+    result = {}
+    for site in by_name.values():
+        if site.role == "activation":
+            leader = by_name[prepared.annotations.leaders[site.name]]
+            if leader.name not in result:
+                result[leader.name] = _activation(leader, found)
+            result[site.name] = result[leader.name]
+    return {site.name: result[site.name] for site in by_name.values() if site.role == "activation"}
+
+
+def _activation(site: Site, found: Mapping[str, Any]) -> QParams:
+    if isinstance(site.spec, Fixed):
+        scale, zero_point = site.spec.scale, site.spec.zero_point
+    else:
+        low, high = METHODS[site.spec.method](found[site.name], site.qmin, site.qmax)
+        try:
+            scale, zero_point = numerics.affine(low, high, site.qmin, site.qmax)
+        except ValueError as error:
+            raise CalibrationError(site.name, site.origin.operator, str(error)) from error
+    return QParams((scale,), (zero_point,), site.qmin, site.qmax)
+
+
+def _weight_qparams(annotations: Annotations, qparams: Mapping[str, QParams], remarks: list[str]) -> dict[str, QParams]:
+    """Scales of every weight, made fit for the biases of all its call sites; then the biases' own."""
+    result: dict[str, QParams] = {}
+    for region in annotations.regions:
+        if region.record.roles.weight is None:
+            continue
+        x_site, w_site, _ = anchor_sites(annotations, region)
+        weight, bias = _parameters(annotations.module, region)
+        absmax = np.abs(weight.reshape(weight.shape[0], -1)).max(1)
+        plain = numerics.symmetric(absmax if w_site.axis == 0 else absmax.max(keepdims=True), w_site.qmax)
+        plain = np.broadcast_to(plain, absmax.shape)
+        fitted = numerics.fit_weight_scale(plain, absmax, bias, qparams[x_site.name].scale[0])
+        if w_site.axis is None:
+            fitted = np.broadcast_to(fitted.max(), fitted.shape)
+        if (fitted > plain)[absmax > 0].any():
+            remarks.append(f"{w_site.name}: scales of {int((fitted > plain).sum())} channels enlarged to fit the bias")
+        if w_site.name in result:
+            fitted = np.maximum(fitted, np.array(result[w_site.name].scale, np.float32))
+        if not np.isfinite(fitted).all():
+            raise UnsupportedError(w_site.name, region.anchor.name, "weights or biases that are not finite",
+                                   remedy=f"skip=[{region.anchor.meta['origin'].path!r}]")  # fmt: skip
+        scales = tuple(map(float, fitted)) if w_site.axis == 0 else (float(fitted.max()),)
+        result[w_site.name] = QParams(scales, (0,) * len(scales), w_site.qmin, w_site.qmax, w_site.axis)
+    for region in annotations.regions:
+        if region.record.roles.weight is not None:
+            x_site, w_site, b_site = anchor_sites(annotations, region)
+            if b_site is not None:
+                result[b_site.name] = _bias_qparams(qparams[x_site.name], result[w_site.name])
+    return result
+
+
+def _bias_qparams(x: QParams, w: QParams) -> QParams:
+    scales = tuple(map(float, numerics.accumulator_scale(x.scale, w.scale)))
+    return QParams(scales, (0,) * len(scales), *INT32, 0 if w.axis == 0 else None)
+
+
+def anchor_sites(annotations: Annotations, region: Region) -> tuple[Site, Site, Site | None]:
+    """Sites of an anchor's activation, weight and bias."""
+    record, values = region.record, operands(region.anchor)
+    x, weight = values[record.roles.x[0]], values[record.roles.weight]
+    by_value = annotations.by_value
+    return by_value[x.name, "activation"], by_value[weight.name, "weight"], by_value.get((region.anchor.name, "bias"))
+
+
+def _parameters(module: fx.GraphModule, region: Region) -> tuple[np.ndarray, np.ndarray | None]:
+    roles, values = region.record.roles, operands(region.anchor)
+    weight, bias = values[roles.weight], values[roles.bias]
+    arrays = [None if node is None else getattr(module, node.target).detach().numpy() for node in (weight, bias)]
+    return arrays[0], arrays[1]
+
+
+class _Rewriter:
+    """Puts quantize and dequantize around the regions of a graph: one quantize a value, one dequantize a reader."""
+
+    def __init__(self, module: fx.GraphModule, annotations: Annotations, qparams: Mapping[str, QParams]) -> None:
+        self.module, self.graph, self.annotations, self.qparams = module, module.graph, annotations, qparams
+        self.nodes = {node.name: node for node in self.graph.nodes}
+        self.inside = {node.name for region in annotations.regions for node in region.nodes}
+        self.integers: dict[str, fx.Node] = {}
+
+    def run(self) -> None:
+        readers = self._readers()
+        produced = {region.root.name for region in self.annotations.regions}
+        for site in self.annotations.sites:
+            if site.role == "activation":
+                self._activation(site, readers, site.value in produced)
+        for region in self.annotations.regions:
+            if region.record.roles.weight is not None:
+                self._anchor(region)
+        self.graph.eliminate_dead_code()
+        drop_unused_constants(self.module)
+        self.graph.lint()
+        self.module.recompile()
+
+    def _readers(self) -> dict[str, list[fx.Node]]:
+        """Value name -> nodes inside regions that read it as levels."""
+        readers: dict[str, list[fx.Node]] = {}
+        for region in self.annotations.regions:
+            own = {node.name for node in region.nodes}
+            for node in region.nodes:
+                values = operands(node)
+                for value in dict.fromkeys(values[i] for i in record_of(node).roles.x):
+                    if value is not None and value.name not in own:
+                        readers.setdefault(value.name, []).append(self.nodes[node.name])
+        return readers
+
+    def _activation(self, site: Site, readers: Mapping[str, list[fx.Node]], produced: bool) -> None:
+        """Readers inside regions get a dequantize each; the rest one together, or the float value if there is one."""
+        node, q = self.nodes[site.value], self.qparams[site.name]
+        parameters = (q.scale[0], q.zero_point[0], q.qmin, q.qmax, TORCH_DTYPES[site.dtype])
+        own = readers.get(site.value, [])
+        others = [user for user in node.users if user not in own]
+        with self.graph.inserting_after(node):
+            levels = self.graph.call_function(DECOMPOSED.quantize_per_tensor.default, (node, *parameters))
+        levels.meta = self._meta(node, site.dtype, q)
+        for group in [[user] for user in own] + ([others] if others and produced else []):
+            with self.graph.inserting_before(group[0] if len(group) == 1 else levels.next):
+                real = self.graph.call_function(DECOMPOSED.dequantize_per_tensor.default, (levels, *parameters))
+            real.meta = {"type": node.meta["type"], "origin": origin(group[0] if len(group) == 1 else node)}
+            for user in group:
+                user.replace_input_with(node, real)
+
+    def _meta(self, node: fx.Node, dtype: DType, q: QParams) -> dict[str, Any]:
+        return {"type": TensorType(node.meta["type"].shape, dtype, q), "origin": origin(node)}
+
+    def _anchor(self, region: Region) -> None:
+        """Integer weight and bias, each behind a dequantize of this call's own."""
+        anchor, roles = self.nodes[region.anchor.name], region.record.roles
+        x_site, w_site, b_site = anchor_sites(self.annotations, region)
+        weight, bias = _parameters(self.annotations.module, region)
+        w, x = self.qparams[w_site.name], self.qparams[x_site.name]
+        scales = np.broadcast_to(np.array(w.scale, np.float32), weight.shape[:1])
+        spread = scales.reshape(-1, *[1] * (weight.ndim - 1))
+        levels = numerics.quantize(weight, spread, 0, w.qmin, w.qmax)
+        steps = np.zeros(weight.shape[0], np.int32)
+        if bias is not None:
+            steps = numerics.bias_steps(bias, x.scale[0], scales)
+        self._prove(region, levels, steps, x)
+        names = [operands(anchor)[i] for i in (roles.weight, roles.bias)]
+        self._constant(anchor, names[0], w_site.name, levels.astype(np.int8), w, DType.S8)
+        if b_site is not None:
+            self._constant(anchor, names[1], b_site.name, steps, self.qparams[b_site.name], DType.I32)
+
+    def _prove(self, region: Region, levels: np.ndarray, steps: np.ndarray, x: QParams) -> None:
+        bound = numerics.accumulator_bound(levels, steps, x.qmin, x.qmax, x.zero_point[0]).max(initial=0)
+        if bound >= 2**31:
+            where = origin(region.anchor)
+            raise UnsupportedError(
+                where.path, where.operator, f"an int32 accumulator could reach {bound}",
+                remedy=f"leave it in float: skip=[{where.path!r}]", source=where.source or None,
+            )  # fmt: skip
+
+    def _constant(self, anchor: fx.Node, old: fx.Node, site: str, array: np.ndarray, q: QParams, dtype: DType) -> None:
+        kind = TensorType(array.shape, dtype, q)
+        source = self._get(site, array, kind, old)
+        torch_dtype = TORCH_DTYPES[dtype]
+        with self.graph.inserting_before(anchor):
+            if q.axis is None:
+                real = self.graph.call_function(
+                    DECOMPOSED.dequantize_per_tensor.default, (source, q.scale[0], 0, q.qmin, q.qmax, torch_dtype)
+                )
+            else:
+                single = TensorType((len(q.scale),), DType.F32)
+                scales = self._get(f"{site}:scale", np.array(q.scale, np.float32), single, old)
+                zeros = self._get(f"{site}:zero_point", np.zeros(len(q.scale), np.int64), single, old)
+                call = (source, scales, zeros, q.axis, q.qmin, q.qmax, torch_dtype)
+                real = self.graph.call_function(DECOMPOSED.dequantize_per_channel.default, call)
+        real.meta = {"type": TensorType(array.shape, DType.F32), "origin": origin(anchor)}
+        anchor.replace_input_with(old, real)
+
+    def _get(self, key: str, array: np.ndarray, kind: TensorType, beside: fx.Node) -> fx.Node:
+        """One constant per key: a weight of several calls is stored once."""
+        if key not in self.integers:
+            name = "".join(c if c.isalnum() else "_" for c in key)
+            while hasattr(self.module, name):
+                name += "_"
+            self.module.register_buffer(name, torch.from_numpy(np.ascontiguousarray(array)))
+            with self.graph.inserting_before(next(iter(self.graph.nodes))):
+                self.integers[key] = self.graph.get_attr(name)
+            self.integers[key].meta = {"type": kind, "path": key}
+        return self.integers[key]
+

@@ -1,0 +1,108 @@
+"""Batches of any shape -> calls of the model. What was decided is said once."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from intaglio.errors import CalibrationError
+from intaglio.ir import Signature
+
+logger = logging.getLogger("intaglio")
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Data = Iterable[Any] | Callable[[Any], Any] | torch.Tensor
+
+
+def batches(data: Any) -> Iterator[Any]:
+    """An iterator over batches; one tensor is one batch."""
+    if isinstance(data, torch.Tensor):
+        return iter([data])
+    try:
+        return iter(data)
+    except TypeError as error:
+        raise CalibrationError(
+            "data", None, f"expected an iterable of batches, got {type(data).__name__}",
+            remedy="pass a list of input tuples, a DataLoader, or a function that runs the model",
+        ) from error  # fmt: skip
+
+
+def peek(data: Any) -> tuple[Any, Iterator[Any]]:
+    """The first batch, and an iterator that still starts with it. `CalibrationError` when there is none."""
+    found = batches(data)
+    first = next(found, _NOTHING)
+    if first is _NOTHING:
+        raise CalibrationError(
+            "data", None, "no batch: the iterable is empty or was used up before",
+            remedy="pass a list or a DataLoader; a generator can be read only once",
+        )  # fmt: skip
+    return first, itertools.chain([first], found)
+
+
+_NOTHING = object()
+
+
+class Binder:
+    """Turns items into calls, by the signature of forward and the structure of the example call."""
+
+    def __init__(self, names: tuple[str, ...], required: int, keywords: tuple[str, ...] = ()) -> None:
+        self.names, self.required, self.keywords = names, required, keywords
+        self._said = False
+
+    @staticmethod
+    def of(signature: Signature) -> Binder:
+        args, kwargs = pytree.tree_unflatten([None] * signature.in_tree.num_leaves, signature.in_tree)
+        return Binder(signature.names, len(args), tuple(kwargs))
+
+    def __call__(self, item: Any) -> Call:
+        if isinstance(item, torch.Tensor):
+            return (item,), {}
+        if isinstance(item, Mapping):
+            return self._mapping(item)
+        if isinstance(item, (tuple, list)):
+            return self._sequence(tuple(item))
+        raise CalibrationError(
+            "data", None, f"a batch is a {type(item).__name__}",
+            remedy="batches are tensors, tuples of tensors, dictionaries, or (inputs, label) pairs",
+        )  # fmt: skip
+
+    def _mapping(self, item: Mapping[str, Any]) -> Call:
+        known = {*self.names, *self.keywords}
+        used = {key: value for key, value in item.items() if key in known}
+        if not used:
+            raise CalibrationError("data", None, f"a batch has keys {sorted(item)}; forward takes {sorted(known)}")
+        self._say(f"batches are dictionaries: {sorted(used)} go to forward", sorted(set(item) - set(used)))
+        args = tuple(used.pop(name) for name in self.names[: self.required] if name in used)
+        return args, used
+
+    def _sequence(self, item: tuple[Any, ...]) -> Call:
+        if len(item) == 2 and isinstance(item[0], (tuple, list, Mapping)) and self.required != 2:
+            self._say("batches are pairs: the first part goes to forward", ["the second part"])
+            return self(item[0])
+        if len(item) > self.required + len(self.keywords):
+            rest = [f"element {index}" for index in range(self.required, len(item))]
+            self._say(f"the first {self.required} of {len(item)} elements of a batch go to forward", rest)
+            return item[: self.required], {}
+        positional, rest = item[: self.required], item[self.required :]
+        return positional, dict(zip(self.keywords, rest, strict=False))
+
+    def _say(self, decision: str, left_out: list[str]) -> None:
+        if not self._said and left_out:
+            logger.info("%s; left out: %s", decision, ", ".join(left_out))
+            self._said = True
+
+
+def binder_for(model: torch.nn.Module) -> Binder:
+    """Before anything is captured: the parameters of forward that have no default."""
+    import inspect
+
+    parameters = inspect.signature(model.forward).parameters.values()
+    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = sum(p.default is p.empty for p in plain)
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(model.forward).parameters.values())
+    return Binder(tuple(p.name for p in plain), max(required, 1) if not variadic else 10**6)

@@ -1,0 +1,127 @@
+"""`Prepared`: the captured graph with an observer on every site that owns its parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from intaglio.calls import bind, dims_of, rebuild
+from intaglio.capture.canonical import run
+from intaglio.capture.captured import Captured, fx_text
+from intaglio.errors import CalibrationError, UnsupportedError
+from intaglio.ir import Signature
+from intaglio.quant.annotate import Annotations, annotate_graph
+from intaglio.quant.passes import PTQ_PASSES
+from intaglio.quant.recipe import Quantizer
+from intaglio.quant.sites import Observed, Site
+from intaglio.quant.statistics import Statistics
+
+
+class Observer(nn.Module):
+    """Passes its input through and counts it into ``statistics``."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        self.site = site
+        self.statistics = Statistics()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch = Statistics()
+        batch.update(x.detach().contiguous().numpy(), threads=torch.get_num_threads())
+        if batch.nans or batch.infinities:
+            raise CalibrationError(
+                self.site.name, self.site.origin.operator or None,
+                f"{batch.nans} NaN and {batch.infinities} infinite values among {x.numel()}",
+                source=self.site.origin.source or None,
+                remedy="remove them from the data, or skip the part of the model that makes them",
+            )  # fmt: skip
+        self.statistics = self.statistics.merge(batch)
+        return x
+
+    def extra_repr(self) -> str:
+        return f"{self.site.name}, count={self.statistics.count}"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Runs like the float model and counts what it sees. ``observers``: site name -> observer."""
+
+    module: fx.GraphModule
+    signature: Signature
+    annotations: Annotations
+    observers: Mapping[str, Observer]
+    notes: tuple[str, ...] = ()
+    rewrites: Mapping[str, int] = field(default_factory=dict)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = bind(self.signature, args, kwargs)
+        symbols = dims_of(self.signature, leaves)
+        with torch.no_grad():
+            results = self.module(*leaves)
+        return rebuild(self.signature, results, symbols)
+
+    def text(self) -> str:
+        return fx_text(self.module.graph)
+
+
+def annotate(captured: Captured, quantizer: Quantizer | None = None) -> Annotations:
+    """Sites, and why the rest is skipped, for a captured model after the passes of post-training quantization."""
+    module = copy_graph(captured.module)
+    run(module, PTQ_PASSES)
+    return annotate_graph(module, quantizer or Quantizer(), captured.classes)
+
+
+def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
+    """Fold what can be folded, find the sites, put an observer on each. `UnsupportedError` when there is none."""
+    module = copy_graph(captured.module)
+    rewrites = run(module, PTQ_PASSES)
+    annotations = annotate_graph(module, quantizer or Quantizer(), captured.classes)
+    if not annotations.regions:
+        reasons = "; ".join(dict.fromkeys(str(skip) for skip in annotations.skipped[:3]))
+        raise UnsupportedError(
+            "model", None, "nothing in it can be quantized" + (f": {reasons}" if reasons else ""),
+            remedy="check the recipe, and that the model has convolutions or linear layers with constant weights",
+        )  # fmt: skip
+    observed = copy_graph(module)
+    observers = {
+        site.name: Observer(site)
+        for site in annotations.sites
+        if site.role == "activation" and isinstance(site.spec, Observed)
+    }
+    nodes = {node.name: node for node in observed.graph.nodes}
+    for index, observer in enumerate(observers.values()):
+        _insert(observed, nodes[observer.site.value], f"observer_{index}", observer)
+    observed.recompile()
+    return Prepared(observed, captured.signature, annotations, observers, captured.notes, rewrites)
+
+
+def _insert(module: fx.GraphModule, node: fx.Node, name: str, observer: Observer) -> None:
+    module.add_submodule(name, observer)
+    users = list(node.users)
+    with module.graph.inserting_after(node):
+        call = module.graph.call_module(name, (node,))
+    call.meta = {"type": node.meta["type"], "origin": observer.site.origin}
+    for user in users:
+        user.replace_input_with(node, call)
+
+
+def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph that can be rewritten freely; tensors are shared with the original, never written."""
+    root = nn.Module()
+    for name, tensor in module._buffers.items():
+        root.register_buffer(name, tensor)
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(module.graph, mapping)
+    if output is not None:
+        graph.output(output)
+    for old, new in mapping.items():
+        new.meta = dict(old.meta)
+    copied = fx.GraphModule(root, graph)
+    copied.meta = copy.deepcopy(module.meta)
+    return copied

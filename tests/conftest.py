@@ -1,0 +1,73 @@
+"""Fixtures and options all tests share: golden texts, fixed seeds, a private cache, Hypothesis profiles."""
+
+import difflib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+GOLDEN = Path(__file__).parent / "golden"
+DIFF_LINES = 40
+
+settings.register_profile("default", deadline=None, max_examples=30, print_blob=True)
+settings.register_profile("thorough", deadline=None, max_examples=1000, print_blob=True)
+settings.load_profile(os.environ.get("INTAGLIO_HYPOTHESIS", "default"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden from what the tests produce")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder that is intaglio's cache during the test."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    monkeypatch.setenv("INTAGLIO_CACHE_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """`golden(text)` compares with tests/golden/<module>/<test>.txt, `golden(text, name)` with <name>.txt beside it."""
+    folder = GOLDEN / request.path.stem
+    update = request.config.getoption("--update-golden")
+    used = set()
+
+    def compare(text: str, name: str | None = None) -> None:
+        path = folder / (re.sub(r"[^\w.-]+", "_", name or request.node.name).strip("_") + ".txt")
+        assert path not in used, f"two texts of one test for {path.name}: give each a name"
+        used.add(path)
+        text = text.rstrip("\n") + "\n"
+        if update:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8", newline="\n")
+        else:
+            check_golden(text, path)
+
+    return compare
+
+
+def check_golden(text: str, path: Path) -> None:
+    """Fail with a short diff, and how to accept it, when `path` does not hold `text`."""
+    remedy = "to accept it: pytest --update-golden"
+    shown = path.relative_to(GOLDEN.parents[1])
+    if not path.exists():
+        pytest.fail(f"{shown} does not exist; {remedy}", pytrace=False)
+    expected = path.read_text(encoding="utf-8")
+    if text == expected:
+        return
+    before, after = expected.splitlines(), text.splitlines()
+    diff = list(difflib.unified_diff(before, after, str(shown), "this run", lineterm="", n=2))
+    if len(diff) > DIFF_LINES:
+        diff[DIFF_LINES:] = [f"… {len(diff) - DIFF_LINES} more lines"]
+    pytest.fail("\n".join([*diff, remedy]), pytrace=False)
