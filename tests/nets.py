@@ -4,7 +4,9 @@
 """
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +29,22 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
             if isinstance(norm, _BatchNorm):
                 norm.running_mean.normal_(0, 0.5, generator=draw)
                 norm.running_var.uniform_(0.5, 2, generator=draw)
-                norm.weight.uniform_(0.5, 1.5, generator=draw)
+                if norm.affine:
+                    norm.weight.uniform_(0.5, 1.5, generator=draw)
     return model.eval()
+
+
+class Body(nn.Module):
+    """``forward(*args)`` is ``body(self, *args)``: a model in one line of a test."""
+
+    def __init__(self, body: Callable[..., Any], **modules: Any):
+        super().__init__()
+        self.body = body
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.body(self, *args, **kwargs)
 
 
 def conv_bn(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:

@@ -118,13 +118,17 @@ def test_the_twin_adds_bit_for_bit_without_fusing(twin, zero_point, levels):
     np.testing.assert_array_equal(twin("add_requantize", np.int32, a, f, b, g, zero_point, *levels), expected)
 
 
-def test_these_inputs_would_show_a_fused_multiply_add():
+def test_the_twin_does_not_contract_a_product_and_a_sum(twin):
+    """Levels above 2^24 show the last bit of the sum, which a fused multiply-add changes for some of these."""
     rng = np.random.default_rng(5)
-    a, b = rng.integers(-(2**20), 2**20, (2, 200_000))
-    f, g = rng.random((2, 200_000)).astype(np.float32) * np.float32(1e-4)
-    rounded = a.astype(np.float32) * f + b.astype(np.float32) * g
-    fused = (a.astype(np.float64) * f + (b.astype(np.float32) * g).astype(np.float64)).astype(np.float32)
-    assert (rounded != fused).any()
+    a, b = rng.integers(-(2**28), 2**28, (2, 10_000)).astype(np.int32)
+    f, g = (0.5 + rng.random((2, 10_000))).astype(np.float32)
+    levels = (-(2**30), 2**30)
+    product = b.astype(np.float32) * g
+    fused = (a.astype(np.float32).astype(np.float64) * f + product).astype(np.float32)
+    expected = nm.add_requantize(a, f, b, g, 0, *levels)
+    assert (fused.astype(np.int64) != expected).any()
+    np.testing.assert_array_equal(twin("add_requantize", np.int32, a, f, b, g, 0, *levels), expected)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def _rearranged(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str
     """Leaves of a call that spells positional arguments by keyword, or the other way round."""
     example_args, example_kwargs = pytree.tree_unflatten([None] * signature.in_tree.num_leaves, signature.in_tree)
     names, given = signature.names, dict(kwargs)
-    if len(args) <= len(names):
+    if len(args) <= len(names) and not given.keys() & set(names[: len(args)]):
         given.update(zip(names, args, strict=False))
         positional = names[: len(example_args)]
         if set(given) == {*positional, *example_kwargs}:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,18 +35,24 @@ def capture(
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     kwargs = dict(example_kwargs or {})
     args, kwargs = pytree.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, (args, kwargs))
-    own = frozen_copy(model, train)
+    with torch.random.fork_rng(devices=[]):
+        return _capture(frozen_copy(model, train), args, kwargs, dynamic_shapes, train)
+
+
+def _capture(own: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic_shapes: Any, train: bool) -> Captured:
     if dynamic_shapes is not None:
         return _checked(to_captured(export(own, args, kwargs, dynamic_shapes), own, (), train), own, args, kwargs)
-    try:
-        wide_args, wide_kwargs = _widened(args, kwargs)
-        shapes = free_batch(own, wide_args, wide_kwargs)
-        captured = to_captured(export(own, wide_args, wide_kwargs, shapes), own, (), train)
-        reason = disagreement(captured, own, args, kwargs) if free_symbols(captured) else "the model fixes it"
-    except CaptureError as error:
-        reason = error.problem
-    if reason is None:
-        return captured
+    reason = None
+    for wide_args, wide_kwargs in _examples(args, kwargs):
+        try:
+            shapes = free_batch(own, wide_args, wide_kwargs)
+            captured = to_captured(export(own, wide_args, wide_kwargs, shapes), own, (), train)
+            found = disagreement(captured, own, args, kwargs) if free_symbols(captured) else "the model fixes it"
+        except CaptureError as error:
+            found = error.problem
+        if found is None:
+            return captured
+        reason = reason or found
     note = f"batch is fixed as in the example: {reason}"
     return _checked(to_captured(export(own, args, kwargs, None), own, (note,), train), own, args, kwargs)
 
@@ -60,13 +66,14 @@ def _checked(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[
     return captured
 
 
-def _widened(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Examples of batch 1 repeated to batch 2, if every tensor has batch 1."""
-    tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor) and v.dim()]
-    if not tensors or any(tensor.shape[0] != 1 for tensor in tensors):
-        return args, kwargs
+def _examples(args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[tuple, dict[str, Any]]]:
+    """Every tensor of batch 1 repeated to batch 2; then, where others have another batch, the example as it is."""
+    sizes = {v.shape[0] for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor) and v.dim()}
 
     def widen(leaf: Any) -> Any:
-        return torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+        return torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == 1 else leaf
 
-    return pytree.tree_map(widen, (args, kwargs))
+    if 1 in sizes:
+        yield pytree.tree_map(widen, (args, kwargs))
+    if sizes != {1}:
+        yield args, kwargs

@@ -19,6 +19,7 @@ COPIES = (
     "aten.lift_fresh_copy.default",
     "aten.contiguous.default",
 )
+CHECKS = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default")
 SAME_IF_EQUAL = ("aten._to_copy.default", "aten.expand.default", "aten.view.default", "aten.to.dtype")
 
 
@@ -72,4 +73,13 @@ def drop_unused_constants(module: fx.GraphModule) -> int:
     return len(unused)
 
 
-CAPTURE_PASSES = (drop_identity,)
+def drop_checks(module: fx.GraphModule) -> int:
+    """Assertions on types and sizes that tracing left behind (``x.float()`` makes one): types are ours to check, and
+    each would count as a reader of the value it looks at."""
+    hits = [node for node in module.graph.nodes if operator(node) in CHECKS and not node.users]
+    for node in hits:
+        module.graph.erase_node(node)
+    return len(hits)
+
+
+CAPTURE_PASSES = (drop_checks, drop_identity)

@@ -9,24 +9,29 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from intaglio.calls import bind, dims_of
 from intaglio.capture.captured import Captured
-from intaglio.ir import Expression, evaluate
+from intaglio.errors import InputError
+from intaglio.ir import Expression, evaluate, symbol, symbols_of
 
 BATCHES = (1, 3)
 
 
 def free_symbols(captured: Captured) -> set[str]:
     """Names of the free dimensions."""
-    from intaglio.ir import symbols_of
-
     dims = [dim for entry in captured.signature.inputs for dim in entry.type.shape]
     return set().union(*[symbols_of(dim) for dim in dims]) if dims else set()
 
 
 def disagreement(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
     """Where graph and model differ, or ``None``. Tried at every batch in `BATCHES` if the batch is free."""
+    try:
+        dims_of(captured.signature, bind(captured.signature, args, kwargs))
+    except InputError as error:
+        return f"it does not take the example inputs: {error.problem}"
     free = free_symbols(captured)
-    calls = [(f"batch {size}", resized(captured, args, kwargs, dict.fromkeys(free, size))) for size in BATCHES]
+    sizes = {f"batch {size}": _sizes(captured, args, kwargs, size) for size in BATCHES}
+    calls = [(label, resized(captured, args, kwargs, found)) for label, found in sizes.items()]
     for label, (some_args, some_kwargs) in calls if free else [("the example inputs", (args, kwargs))]:
         try:
             with torch.no_grad():
@@ -40,6 +45,19 @@ def disagreement(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapp
         if (difference := _difference(got, expected)) is not None:
             return f"at {label} {difference}"
     return None
+
+
+def _sizes(captured: Captured, args: tuple, kwargs: Mapping[str, Any], batch: int) -> dict[str, int]:
+    """Free dimensions as in the example, those on the first axis of an input at another size."""
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    sizes: dict[str, int] = {}
+    for entry in captured.signature.inputs:
+        for axis, dim in enumerate(entry.type.shape):
+            names = symbols_of(dim)
+            if len(names) == 1 and dim == symbol(*names):
+                (name,) = names
+                sizes[name] = batch if axis == 0 else sizes.get(name, leaves[entry.leaf].shape[axis])
+    return {name: sizes.get(name, batch) for name in free_symbols(captured)}
 
 
 def resized(captured: Captured, args: tuple, kwargs: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[tuple, dict]:

@@ -187,6 +187,9 @@ def _with_names(signature: Signature, model: nn.Module) -> Signature:
 
 def frozen_copy(model: nn.Module, training: bool) -> nn.Module:
     """A deep copy in the wanted mode, so that nothing that follows can reach the caller's model."""
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        kind = type(model).__name__
+        raise CaptureError(kind, None, "not an nn.Module written in Python", remedy="pass the module it is made of")
     try:
         return copy.deepcopy(model).train(training)
     except Exception as error:
@@ -199,8 +202,6 @@ def free_batch(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     def spec(leaf: Any) -> Any:
         return {0: TorchDim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.dim() else None
 
-    if not kwargs:
-        return pytree.tree_map(spec, args)
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except TypeError as error:

@@ -10,8 +10,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from intaglio.errors import CaptureError
 from intaglio.ir import Dim, DType, Origin, TensorType, symbol
 from intaglio.ops import BY_TARGET, Call, OpDef
+
 
 def dim_of(size: int | torch.SymInt, names: Mapping[sympy.Symbol, str]) -> Dim:
     """A dimension of a traced tensor in our own terms."""
@@ -39,7 +41,7 @@ def _dim(expression: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> Dim:
         for _ in range(parts[1]):
             total = total * parts[0]
         return total
-    raise KeyError(f"a dimension of the form {expression}")
+    raise CaptureError("model", None, f"a dimension of the form {expression}; known are sums, products, // by a number")
 
 
 def operator(node: fx.Node) -> str:

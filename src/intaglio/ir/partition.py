@@ -118,13 +118,14 @@ class Plan:
 class Schedule:
     """How a partition is computed; bits never depend on it.
 
-    ``tile_rows`` output pixels by ``tile_columns`` blocks of 16 channels a microkernel; ``split`` over threads by
-    "pixels" or "channels"; ``chunk_bytes`` of input activations stay in cache while all panels pass over them.
+    ``tile_rows`` output pixels by ``tile_columns`` blocks of 16 channels a microkernel. Threads share pixels; below
+    ``split_channels_below`` output pixels they share panels of channels. ``chunk_bytes`` of input activations stay in
+    cache while all panels pass over them.
     """
 
     tile_rows: int = 1
     tile_columns: int = 1
-    split: str = "pixels"
+    split_channels_below: int = 0
     chunk_bytes: int = 0
 
 
@@ -160,4 +161,5 @@ class Program:
     externals: tuple[External, ...]
     calls: tuple[IslandCall, ...]
     segments: int
+    buffers: int
     notes: Mapping[str, Any] = field(default_factory=dict)

@@ -29,9 +29,9 @@ def requantize(reference: Reference) -> Lowered:
     graph, _ = run_passes(verify(builder.graph(), "requantize"), LOWER_PASSES)
     integer = sum(macs(node) for region in builder.regions for node in region.nodes)
     total = sum(macs(node) for node in reference.module.graph.nodes)
-    sizes = {"int8": sum(array.nbytes for array in graph.constants.values())}
+    operators = sum(len(region.nodes) for region in builder.regions)
     return Lowered(graph, builder.islands, reference.signature, reference.annotations.skipped, (integer, total),
-                   (*reference.notes, *reference.remarks), sizes)  # fmt: skip
+                   operators, (*reference.notes, *reference.remarks))  # fmt: skip
 
 
 class _Builder:
@@ -109,7 +109,7 @@ class _Builder:
     # -- values --------------------------------------------------------------------------------------------------
 
     def _value(self, stem: str, kind: TensorType, node: fx.Node | None = None) -> str:
-        name = fresh({**self.types, **self.constants}, "".join(c if c.isalnum() else "_" for c in stem).strip("_") or "v")
+        name = fresh({**self.types, **self.constants}, _plain(stem))
         self.types[name] = kind
         if node is not None:
             self.values[node] = name
@@ -117,7 +117,7 @@ class _Builder:
 
     def _constant(self, stem: str, array: np.ndarray, dtype: DType, q: QParams | None = None, reuse: bool = False) -> str:
         """A constant; ``reuse``: the one of that name made before."""
-        name = "".join(c if c.isalnum() else "_" for c in stem)
+        name = _plain(stem)
         if not (reuse and name in self.constants):
             name = self._value(stem, TensorType(array.shape, dtype, q))
             self.constants[name] = np.ascontiguousarray(array)
@@ -255,6 +255,10 @@ class _Builder:
 
     def graph(self) -> Graph:
         return Graph(tuple(self.inputs), tuple(self.outputs), self.types, tuple(self.ops), self.constants)
+
+
+def _plain(stem: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in stem).strip("_") or "v"
 
 
 def _each(values: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ class Island:
 class Lowered:
     """What `requantize` makes: printable, and runnable in NumPy through `__call__`.
 
-    ``macs``: multiply-accumulates at batch 1, (in int8, in all).
+    ``macs``: multiply-accumulates at batch 1, (in int8, in all). ``operators``: operators of the model in int8.
     """
 
     graph: Graph
@@ -37,8 +37,8 @@ class Lowered:
     signature: Signature
     skipped: tuple[Skip, ...] = ()
     macs: tuple[int, int] = (0, 0)
+    operators: int = 0
     notes: tuple[str, ...] = ()
-    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def text(self) -> str:
         return graph_text(self.graph)
@@ -48,16 +48,20 @@ class Lowered:
         leaves = bind(self.signature, args, kwargs)
         symbols = dims_of(self.signature, leaves)
         arrays = interpret(self.graph, [leaf.detach().numpy() for leaf in leaves], OPS, self.runner(symbols))
-        return rebuild(self.signature, tuple(torch.from_numpy(np.ascontiguousarray(a)) for a in arrays), symbols)
+        return rebuild(self.signature, tuple(_tensor(array) for array in arrays), symbols)
 
     def runner(self, symbols: Mapping[str, int]) -> Any:
         """Callback of the interpreter for islands, for one set of free dimensions."""
 
         def run(op: Op, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
             island = self.islands[op.attrs["key"]]
-            tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+            tensors = [_tensor(array) for array in arrays]
             with torch.no_grad():
                 results = island.module(*tensors, *[evaluate(dim, symbols) for dim in island.dims])
             return [result.numpy() for result in results]
 
         return run
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(array, order="C"))  # ascontiguousarray would give a scalar an axis

@@ -86,8 +86,8 @@ def _region(nodes: tuple[fx.Node, ...]) -> IntegerRegion | None:
         return None
     record = record_of(nodes[0])
     results = {quantized_to(user) for user in nodes[-1].users}
-    if len(nodes) == 1 and record.shares:
-        return IntegerRegion(nodes, levels_of(operands(nodes[0])[0]))
+    if len(nodes) == 1 and record.shares and results != {levels_of(operands(nodes[0])[0])}:
+        return None
     if len(results) == 1 and None not in results:
         return IntegerRegion(nodes, results.pop())
     return IntegerRegion(nodes, None) if len(nodes) == 1 and record.name in ANCHORS else None

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -30,7 +31,7 @@ HEADER_FOLDER = Path(__file__).parent
 SEAL = b"\nintaglio sha256 "
 SEAL_BYTES = len(SEAL) + 64
 GRACE_SECONDS = 60
-"""Entries used this recently are not evicted: their `load` may still be under way in another thread or process."""
+"""Entries built or used this recently are not evicted: their `load` may not have happened yet, here or elsewhere."""
 ABANDONED_SECONDS = 3600
 ERROR_LINES = 20
 
@@ -63,7 +64,7 @@ def build(source: str, *, name: str, isa: str, headers: tuple[str, ...] = (), fo
             if force or not is_intact(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _compile(source, command, name, path)
-                _evict(path.parent, keep=path)
+                _evict(path.parent)
             _touch(path)
         except OSError as error:
             raise BuildError(
@@ -154,23 +155,43 @@ def _compile(source: str, command: tuple[str, ...], name: str, path: Path) -> No
 
 def _run(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
     """Exit status and output; whatever interrupts the wait also ends the compiler and its children."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-        env=environment,
-        start_new_session=True,
-    )
+    process = None
     try:
+        with _deferred_interrupt():
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                encoding="utf-8",
+                errors="replace",
+                env=environment,
+                start_new_session=True,
+            )
         output, _ = process.communicate()
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if process is not None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         raise
     return process.returncode, output
+
+
+@contextlib.contextmanager
+def _deferred_interrupt() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block: a process that has started is then known to who must end it."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if held:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _seal(content: bytes) -> bytes:
@@ -182,7 +203,7 @@ def _touch(path: Path) -> None:
         os.utime(path)
 
 
-def _evict(folder: Path, keep: Path) -> None:
+def _evict(folder: Path) -> None:
     """Remove the least recently used entries until the folder is within the limit; and what crashes left behind."""
     now = time.time()
     sizes: dict[str, int] = defaultdict(int)
@@ -203,7 +224,6 @@ def _evict(folder: Path, keep: Path) -> None:
     for stem in sorted(used, key=lambda stem: used[stem]):
         if excess <= 0 or now - used[stem] < GRACE_SECONDS:
             return
-        if stem != keep.stem:
-            (folder / f"{stem}.so").unlink(missing_ok=True)
-            (folder / f"{stem}.cpp").unlink(missing_ok=True)
-            excess -= sizes[stem]
+        (folder / f"{stem}.so").unlink(missing_ok=True)
+        (folder / f"{stem}.cpp").unlink(missing_ok=True)
+        excess -= sizes[stem]

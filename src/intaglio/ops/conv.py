@@ -74,8 +74,8 @@ def conv_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType]
         for kx in range(kw):
             y0, x0 = ky * dy, kx * dx
             tap = centred[:, :, y0 : y0 + sy * (rows - 1) + 1 : sy, x0 : x0 + sx * (columns - 1) + 1 : sx]
-            acc += grouped[None, :, :, :, ky, kx] @ tap.reshape(n, groups, channels // groups, -1)
-    return acc.reshape(n, -1, rows, columns).astype(np.int64).astype(np.int32) + bias.reshape(1, -1, 1, 1)
+            acc += grouped[None, :, :, :, ky, kx] @ tap.reshape(n, groups, channels // groups, rows * columns)
+    return acc.reshape(n, len(weight), rows, columns).astype(np.int64).astype(np.int32) + bias.reshape(1, -1, 1, 1)
 
 
 def linear_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:

@@ -199,8 +199,7 @@ def _parameters(region: Region, sites: dict[tuple[str, str], Site], names: _Name
     values = operands(region.anchor)
     x, weight, bias = (values[i] for i in (record.roles.x[0], record.roles.weight, record.roles.bias))
     axis = 0 if region.setting.weights == "channel" else None
-    weight_name = weight.meta.get("path") or str(weight.target)
-    weight_site = Site(weight_name, weight.name, "weight", Observed("absmax", True), DType.S8, -127, 127, axis,
+    weight_site = Site(names.weight(weight), weight.name, "weight", Observed("absmax", True), DType.S8, -127, 127, axis,
                        origin(region.anchor))  # fmt: skip
     _put(sites, weight_site)
     if bias is not None:
@@ -215,11 +214,21 @@ class _Names:
     def __init__(self) -> None:
         self._count: dict[str, int] = {}
         self._known: dict[fx.Node, str] = {}
+        self._weights: dict[str, fx.Node] = {}
 
     def of(self, node: fx.Node) -> str:
         if node not in self._known:
             self._known[node] = self._new(node)
         return self._known[node]
+
+    def weight(self, node: fx.Node) -> str:
+        """The parameter's name; ``@1`` marks another tensor made from it (calls that fold different batch norms)."""
+        path = node.meta.get("path") or str(node.target)
+        name, number = path, 0
+        while self._weights.setdefault(name, node) is not node:
+            number += 1
+            name = f"{path}@{number}"
+        return name
 
     def _new(self, node: fx.Node) -> str:
         if node.op == "placeholder":

@@ -50,14 +50,18 @@ _NOTHING = object()
 class Binder:
     """Turns items into calls, by the signature of forward and the structure of the example call."""
 
-    def __init__(self, names: tuple[str, ...], required: int, keywords: tuple[str, ...] = ()) -> None:
-        self.names, self.required, self.keywords = names, required, keywords
+    def __init__(
+        self, names: tuple[str, ...], required: int, keywords: tuple[str, ...] = (), nested: type | None = None
+    ) -> None:
+        """``nested``: the container that the model's first argument is, if it is one."""
+        self.names, self.required, self.keywords, self.nested = names, required, keywords, nested
         self._said = False
 
     @staticmethod
     def of(signature: Signature) -> Binder:
         args, kwargs = pytree.tree_unflatten([None] * signature.in_tree.num_leaves, signature.in_tree)
-        return Binder(signature.names, len(args), tuple(kwargs))
+        nested = type(args[0]) if args and isinstance(args[0], (tuple, list, Mapping)) else None
+        return Binder(signature.names, len(args), tuple(kwargs), nested)
 
     def __call__(self, item: Any) -> Call:
         if isinstance(item, torch.Tensor):
@@ -74,6 +78,8 @@ class Binder:
     def _mapping(self, item: Mapping[str, Any]) -> Call:
         known = {*self.names, *self.keywords}
         used = {key: value for key, value in item.items() if key in known}
+        if not used and self.nested is not None and isinstance(item, self.nested):
+            return (item,), {}
         if not used:
             raise CalibrationError("data", None, f"a batch has keys {sorted(item)}; forward takes {sorted(known)}")
         self._say(f"batches are dictionaries: {sorted(used)} go to forward", sorted(set(item) - set(used)))
@@ -81,7 +87,7 @@ class Binder:
         return args, used
 
     def _sequence(self, item: tuple[Any, ...]) -> Call:
-        if len(item) == 2 and isinstance(item[0], (tuple, list, Mapping)) and self.required != 2:
+        if self.nested is None and len(item) == 2 and isinstance(item[0], (tuple, list, Mapping)):
             self._say("batches are pairs: the first part goes to forward", ["the second part"])
             return self(item[0])
         if len(item) > self.required + len(self.keywords):

@@ -122,7 +122,7 @@ def _fold_after(module: fx.GraphModule, norm: fx.Node, anchor: fx.Node) -> None:
     weight, bias = _tensor(module, anchor.args[1]), _tensor(module, arguments(anchor)["bias"])
     folded = weight * scale.reshape(-1, *[1] * (weight.dim() - 1))
     moved = shift if bias is None else bias * scale + shift
-    _replace(module, anchor, norm, folded, moved)
+    _replace(module, anchor, norm, folded, moved, "after")
     (value,) = norm.users
     value.replace_all_uses_with(anchor)
     module.graph.erase_node(value)
@@ -137,14 +137,16 @@ def _fold_before(module: fx.GraphModule, norm: fx.Node, user: fx.Node) -> None:
     per_output = [t.reshape(groups, inputs).repeat_interleave(outputs, 0) for t in (scale, shift)]
     spread = [t.reshape(weight.shape[0], inputs, *[1] * (weight.dim() - 2)) for t in per_output]
     moved = (weight * spread[1]).flatten(1).sum(1)
-    _replace(module, user, norm, weight * spread[0], moved if bias is None else bias + moved)
+    _replace(module, user, norm, weight * spread[0], moved if bias is None else bias + moved, "before")
     user.replace_input_with(user.args[0], norm.args[0])
 
 
-def _replace(module: fx.GraphModule, anchor: fx.Node, norm: fx.Node, weight: torch.Tensor, bias: torch.Tensor) -> None:
-    """Point the anchor at folded constants; the same weight and norm give the same constants."""
+def _replace(
+    module: fx.GraphModule, anchor: fx.Node, norm: fx.Node, weight: torch.Tensor, bias: torch.Tensor, side: str
+) -> None:
+    """Point the anchor at folded constants; the same weight and norm on the same side give the same constants."""
     parts = [value.target if isinstance(value, fx.Node) else "" for value in (*anchor.args[1:3], *norm.args[1:5])]
-    key = "|".join([*parts, str(norm.args[6])])
+    key = "|".join([*parts, str(norm.args[6]), side])
     known = module.meta.setdefault("folded", {})
     if key not in known:
         stem = f"{anchor.args[1].target}_folded{len(known)}"

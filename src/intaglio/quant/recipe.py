@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
+import json
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -107,8 +108,10 @@ class Recipe:
 
     def to_toml(self) -> str:
         """TOML text that `from_toml` reads back to an equal recipe."""
-        tables = [("default", self.default), *self.entries]
-        return "\n".join(_table(name if name == "default" else f'"{name}"', setting) for name, setting in tables)
+        merged: dict[str, Setting] = {}
+        for selector, setting in self.entries:  # a table may stand once: the later entry wins, at the later place
+            merged[selector] = setting.over(merged.pop(selector, Setting()))
+        return "\n".join([_table("default", self.default), *(_table(json.dumps(s), v) for s, v in merged.items())])
 
     @staticmethod
     def from_toml(text: str) -> Recipe:

@@ -1,0 +1,62 @@
+"""The same kernels in plain C++: the second instruction set, and a reading aid for the first."""
+
+from __future__ import annotations
+
+from intaglio.codegen.tile import Isa, TileSpec
+
+SUPPORT = """
+// acc[row][channel] += four activations times four weights, over every tap.
+static inline void portable_products(const struct Tile* t, int rows, int32_t (*acc)[16]) {
+    const int8_t* b = t->b;
+    for (int i = 0; i < rows; ++i) memcpy(acc[i], t->bias, sizeof acc[i]);
+    for (int64_t ky = 0; ky < t->tap_rows; ++ky)
+        for (int64_t kx = 0; kx < t->taps; ++kx)
+            for (int64_t k = 0; k < t->run; ++k, b += 64)
+                for (int i = 0; i < rows; ++i) {
+                    const uint8_t* a = t->a + i * t->a_pixel + ky * t->a_row + kx * t->a_tap + 4 * k;
+                    for (int c = 0; c < 16; ++c)
+                        acc[i][c] = (int32_t)((uint32_t)acc[i][c] + (uint32_t)(a[0] * b[4 * c] + a[1] * b[4 * c + 1] +
+                                                                             a[2] * b[4 * c + 2] + a[3] * b[4 * c + 3]));
+                }
+}
+
+static inline void portable_u8(const struct Tile* t, int rows) {
+    int32_t acc[16][16];
+    const struct Limits* q = t->limits;
+    portable_products(t, rows, acc);
+    for (int i = 0; i < rows; ++i)
+        for (int c = 0; c < 16; ++c)
+            if (t->mask >> c & 1)
+                t->out[i * t->out_pixel + c] = (uint8_t)requantize(acc[i][c], t->factor[c], q->zero_point, q->low, q->high);
+}
+
+static inline void portable_add(const struct Tile* t, int rows) {
+    int32_t acc[16][16];
+    const struct Limits* q = t->limits;
+    portable_products(t, rows, acc);
+    for (int i = 0; i < rows; ++i)
+        for (int c = 0; c < 16; ++c)
+            if (t->mask >> c & 1)
+                t->out[i * t->out_pixel + c] =
+                    (uint8_t)add_requantize(acc[i][c], t->factor[c], t->other[i * t->other_pixel + c] - q->other_zero_point,
+                                            t->other_factor[c], q->zero_point, q->low, q->high);
+}
+
+static inline void portable_f32(const struct Tile* t, int rows) {
+    int32_t acc[16][16];
+    portable_products(t, rows, acc);
+    for (int i = 0; i < rows; ++i)
+        for (int c = 0; c < 16; ++c)
+            if (t->mask >> c & 1) ((float*)(t->out + i * t->out_pixel))[c] = (float)acc[i][c] * t->factor[c];
+}
+"""
+
+
+def emit(spec: TileSpec) -> str:
+    """A wrapper that fixes the height."""
+    return (
+        f"static void {spec.name}(const struct Tile* t) {{ portable_{spec.result}(t, {spec.rows}); }}\n"
+    )
+
+
+PORTABLE = Isa("portable", {1: 4}, False, emit)

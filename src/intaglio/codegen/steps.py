@@ -1,0 +1,113 @@
+"""Steps of one operator: pools, pointwise levels, moves, borders."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from intaglio import numerics
+from intaglio.codegen.context import Context, finish
+from intaglio.codegen.writer import Code
+from intaglio.ir import Op, Partition
+
+
+def emit_pool(code: Code, partition: Partition, context: Context) -> None:
+    op = partition.anchor
+    code("struct Pool p = {};")
+    code(f"p.in = {context.image(op.inputs[0])};")
+    code(f"p.out = {context.image(op.output)};")
+    limits = context.limits(op)
+    if op.kind != "adaptive_avg_pool2d":
+        (ky, kx), (sy, sx), (py, px) = (op.attrs[key] for key in ("kernel", "stride", "padding"))
+        code(f"p.kernel_y = {ky}, p.kernel_x = {kx}, p.stride_y = {sy}, p.stride_x = {sx}, p.top = {py}, p.left = {px};")
+    if op.kind == "max_pool2d":
+        dy, dx = op.attrs["dilation"]
+        code(f"p.dilation_y = {dy}, p.dilation_x = {dx};")
+        code("max_pool(&p, thread, threads);")
+    else:
+        flags = [int(op.attrs.get("include_pad", 0)), int(bool(op.attrs.get("divisor"))), int("size" in op.attrs)]
+        code("p.include_pad = {}, p.fixed_divisor = {}, p.adaptive = {};".format(*flags))
+        zero = context.graph.types[op.inputs[0]].q.zero_point[0]
+        code(f"p.zero_in = *{context.constant(np.array([zero], np.int32), 'int32_t')};")
+        code(f"p.factors = {context.constant(context.graph.constants[op.inputs[1]], 'float')};")
+        code(f"p.limits = {limits};")
+        code("avg_pool(&p, thread, threads);")
+    finish(code, context, op.output, limits)
+
+
+def emit_add(code: Code, partition: Partition, context: Context) -> None:
+    op = partition.anchor
+    zero = context.graph.types[op.inputs[0]].q.zero_point[0]
+    factors = [context.constant(context.graph.constants[name], "float") for name in op.inputs[2:]]
+    _images(code, op, context, ("a", "b"))
+    code(f"const int32_t zero = *{context.constant(np.array([zero], np.int32), 'int32_t')};")
+    code(f"add_levels(&a, &b, &out, zero, {factors[0]}, {factors[1]}, {context.limits(op)}, thread, threads);")
+    finish(code, context, op.output, context.limits(op))
+
+
+def emit_clamp(code: Code, partition: Partition, context: Context) -> None:
+    op = partition.anchor
+    _images(code, op, context, ("in",))
+    code(f"clamp_levels(&in, &out, {context.limits(op)}, thread, threads);")
+    finish(code, context, op.output, context.limits(op))
+
+
+def emit_table(code: Code, partition: Partition, context: Context) -> None:
+    op = partition.anchor
+    _images(code, op, context, ("in",))
+    code(f"look_up(&in, &out, {context.constant(context.graph.constants[op.inputs[1]], 'uint8_t')}, thread, threads);")
+    finish(code, context, op.output, context.limits(op))
+
+
+def emit_move(code: Code, partition: Partition, context: Context) -> None:
+    """slice: steps through the input; pad: starts before it."""
+    op = partition.anchor
+    start, step = [0, 0, 0, 0], [1, 1, 1, 1]
+    if op.kind == "slice":
+        start[op.attrs["axis"]], step[op.attrs["axis"]] = op.attrs["start"], op.attrs["step"]
+    else:
+        start = [-before for before in op.attrs["before"]]
+    limits = context.limits(op)
+    code("struct Move m = {};")
+    code(f"m.in = {context.image(op.inputs[0])};")
+    code(f"m.out = {context.image(op.output)};")
+    code(f"m.c0 = {start[1]}, m.y0 = {start[2]}, m.x0 = {start[3]}, m.sc = {step[1]}, m.sy = {step[2]}, m.sx = {step[3]};")
+    code(f"m.level = (uint8_t)({limits})->zero_point;")
+    code("move_levels(&m, thread, threads);")
+    finish(code, context, op.output, limits)
+
+
+def emit_reshape(code: Code, partition: Partition, context: Context) -> None:
+    op = partition.anchor
+    _images(code, op, context, ("in",))
+    code("reshape_levels(&in, &out, thread, threads);")
+    finish(code, context, op.output, context.limits(op))
+
+
+def emit_quantize(code: Code, partition: Partition, context: Context) -> None:
+    op = partition.anchor
+    q = _affine(context, op.output)
+    code(f"const struct Image out = {context.image(op.output)};")
+    code(f"const struct Affine* q = {q};")
+    source = context.external(op.inputs[0])
+    code(f"quantize_image((const float*){source}, {context.strides(op.inputs[0])}, &out, q, thread, threads);")
+    if context.halo(op.output):
+        code("fill_halo(&out, (uint8_t)q->zero_point, thread, threads);")
+
+
+def emit_dequantize(code: Code, partition: Partition, context: Context) -> None:
+    op = partition.anchor
+    code(f"const struct Image in = {context.image(op.inputs[0])};")
+    code(f"dequantize_image(&in, (float*){context.external(op.output)}, {_affine(context, op.inputs[0])}, thread, threads);")
+
+
+def _images(code: Code, op: Op, context: Context, names: tuple[str, ...]) -> None:
+    for name, value in zip((*names, "out"), (*op.inputs[: len(names)], op.output), strict=True):
+        code(f"const struct Image {name} = {context.image(value)};")
+
+
+def _affine(context: Context, value: str) -> str:
+    """``struct Affine`` of a value's levels."""
+    q = context.graph.types[value].q
+    floats = np.array([numerics.reciprocal(q.scale[0]), q.scale[0]], np.float32)
+    integers = np.array([q.zero_point[0], q.qmin, q.qmax], np.int32)
+    return context.constant(np.frombuffer(floats.tobytes() + integers.tobytes(), np.uint8), "struct Affine")

@@ -1,0 +1,99 @@
+"""Microkernels: a tile of output pixels by blocks of 16 channels, all taps, then the epilogue.
+
+One `TileSpec` is one kernel. The list `specs` feeds choice, tests, benchmarks and documentation; an instruction set
+is a row of `ISAS` and the function that prints its kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+RESULTS = ("u8", "add", "f32")
+"""Requantize to levels; add a residual operand and requantize; dequantize to float."""
+
+TILE_FIELDS = (
+    "a", "a_pixel", "b", "tap_rows", "a_row", "taps", "a_tap", "run", "bias", "factor", "out", "out_pixel", "other",
+    "other_pixel", "other_factor", "limits", "mask",
+)  # fmt: skip
+"""Fields of ``struct Tile`` in native/program.h, 8 bytes each, in order."""
+
+LIMITS_FIELDS = {
+    "zero_point16": 0,
+    "low8": 64,
+    "high8": 128,
+    "zero_point": 192,
+    "low": 196,
+    "high": 200,
+    "other_zero_point": 204,
+    "convertible_low": 208,
+    "convertible_high": 212,
+}
+"""Byte offsets in ``struct Limits``."""
+
+
+@dataclass(frozen=True)
+class TileSpec:
+    """``rows`` output pixels by ``blocks`` of 16 channels.
+
+    packed: 64 full channels whose columns were permuted so that two packing steps give them in order. guard: products
+    may exceed the range of the conversion to int32 and are clamped in float first.
+    """
+
+    rows: int
+    blocks: int
+    result: str = "u8"
+    packed: bool = False
+    guard: bool = False
+
+    @property
+    def name(self) -> str:
+        """C symbol, less the instruction set."""
+        return f"tile_{self.rows}x{self.blocks}_{self.result}" + "_packed" * self.packed + "_guard" * self.guard
+
+
+@dataclass(frozen=True)
+class Isa:
+    """An instruction set as the generator sees it: tallest tile by blocks, whether it packs, the printer."""
+
+    name: str
+    tallest: Mapping[int, int]
+    packs: bool
+    emit: Callable[[TileSpec], str]
+
+    @property
+    def blocks(self) -> int:
+        """Widest tile in blocks of 16 channels."""
+        return max(self.tallest)
+
+    def specs(self) -> Iterator[TileSpec]:
+        """Every kernel of this instruction set."""
+        for blocks, tallest in self.tallest.items():
+            for rows in range(1, tallest + 1):
+                for guard in (False, True):
+                    for result in RESULTS:
+                        for packed in {False, self.packs and blocks == 4 and result != "f32"}:
+                            if not (guard and result == "f32"):
+                                yield TileSpec(rows, blocks, result, packed, guard)
+
+
+def permutation(packed: bool, blocks: int) -> list[int]:
+    """Channel (within a panel) that each accumulator column holds.
+
+    Packing saturates pairs of registers lane by lane: dword ``4L + t`` of register j ends up as byte ``16L + 4j + t``.
+    """
+    if not packed:
+        return list(range(16 * blocks))
+    return [16 * (p // 4) + 4 * j + p % 4 for j in range(blocks) for p in range(16)]
+
+
+def tile_offset(field: str) -> int:
+    """Byte offset of a field of ``struct Tile``."""
+    return 8 * TILE_FIELDS.index(field)
+
+
+def layout_checks() -> str:
+    """C++ that fails to compile when the structs and the tables above disagree."""
+    lines = [f"static_assert(offsetof(struct Tile, {f}) == {tile_offset(f)}, \"Tile\");" for f in TILE_FIELDS]
+    lines += [f"static_assert(offsetof(struct Limits, {f}) == {at}, \"Limits\");" for f, at in LIMITS_FIELDS.items()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,30 @@
+"""A builder for nested C++ text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from textwrap import dedent
+
+
+class Code:
+    """``code("x += 1;")`` adds lines; ``with code.block("for (...)"):`` nests them."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._depth = 0
+
+    def __call__(self, text: str = "") -> None:
+        for line in dedent(text).strip("\n").split("\n"):
+            self._lines.append("    " * self._depth + line if line else "")
+
+    @contextmanager
+    def block(self, head: str, end: str = "}") -> Iterator[None]:
+        self(head + " {")
+        self._depth += 1
+        yield
+        self._depth -= 1
+        self(end)
+
+    def text(self) -> str:
+        return "\n".join(self._lines) + "\n"

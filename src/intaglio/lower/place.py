@@ -1,0 +1,71 @@
+"""Steps, phases, and the life of every buffer: the plan table that the program turns into offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from intaglio.ir import Buffer, Graph, Partition, Placement, Plan, Step, evaluate, symbols_of
+from intaglio.lower.fuse import fuse
+from intaglio.lower.layout import lay_out
+
+
+def plan(graph: Graph) -> Plan:
+    """Partitions in order, grouped into phases (steps of one phase do not depend on each other) and segments (native
+    stretches between islands), with buffers and the order in which they get their place."""
+    buffers = lay_out(graph)
+    partitions = [p for p in fuse(graph) if not (len(p.ops) == 1 and _is_alias(p, buffers))]
+    steps = _steps(partitions, buffers)
+    return Plan(graph, tuple(steps), buffers, _placements(steps, buffers), _external(graph, buffers))
+
+
+def _is_alias(partition: Partition, buffers: Mapping[str, Buffer]) -> bool:
+    buffer = buffers.get(partition.ops[0].outputs[0])
+    return buffer is not None and buffer.alias is not None
+
+
+def _root(name: str, buffers: Mapping[str, Buffer]) -> str:
+    buffer = buffers.get(name)
+    return buffer.alias if buffer is not None and buffer.alias else name
+
+
+def _steps(partitions: list[Partition], buffers: Mapping[str, Buffer]) -> list[Step]:
+    steps: list[Step] = []
+    phase, segment, made = 0, 0, set()
+    previous_island = False
+    for partition in partitions:
+        island = partition.anchor.kind == "island"
+        depends = any(_root(name, buffers) in made for name in partition.reads())
+        if steps and (island or previous_island or depends):
+            phase, made = phase + 1, set()
+            segment += island != previous_island
+        steps.append(Step(partition, phase, segment))
+        made.update(_root(name, buffers) for name in partition.ops[-1].outputs)
+        previous_island = island
+    return steps
+
+
+def _placements(steps: list[Step], buffers: Mapping[str, Buffer]) -> tuple[Placement, ...]:
+    """Largest first: a big buffer placed late finds only gaps too small for it (Pisarchyk and Lee 2020)."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for step in steps:
+        for name in (*step.partition.ops[-1].outputs, *step.partition.reads()):
+            root = _root(name, buffers)
+            if root in buffers:
+                first.setdefault(root, step.phase)
+                last[root] = step.phase
+    ordered = sorted(first, key=lambda name: (-_typical(buffers[name]), first[name], name))
+    return tuple(Placement(name, first[name], last[name], order) for order, name in enumerate(ordered))
+
+
+def _typical(buffer: Buffer) -> int:
+    size = buffer.size()
+    return evaluate(size, dict.fromkeys(symbols_of(size), 1))
+
+
+def _external(graph: Graph, buffers: Mapping[str, Buffer]) -> tuple[str, ...]:
+    """Values in tensors of the caller, in order of appearance: everything that is no buffer and no constant."""
+    inside = {output for op in graph.ops for output in op.outputs if graph.types[output].q is not None}
+    names = [*graph.inputs, *(output for op in graph.ops for output in op.outputs), *graph.outputs]
+    skipped = inside.union(buffers, graph.constants)
+    return tuple(dict.fromkeys(name for name in names if name not in skipped))

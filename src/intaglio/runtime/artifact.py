@@ -1,0 +1,80 @@
+"""`Artifact`: a compiled program and its constants, ready to be called. No torch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from intaglio.ir import Program
+from intaglio.native.compile import build, load
+from intaglio.native.library import parallel_address
+
+I64 = ctypes.c_int64
+
+
+class Run(ctypes.Structure):
+    """Twin of ``struct Run`` in native/program.h."""
+
+    _fields_ = (
+        ("dims", ctypes.POINTER(I64)),
+        ("offsets", ctypes.POINTER(I64)),
+        ("arena", ctypes.c_void_p),
+        ("constants", ctypes.c_void_p),
+        ("external", ctypes.POINTER(ctypes.c_void_p)),
+        ("strides", ctypes.POINTER(I64)),
+        ("barrier", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A program, the shared object made of it, and its entry points."""
+
+    program: Program
+    path: Path
+    constants: np.ndarray
+    library: ctypes.CDLL = field(repr=False)
+    parallel: int = 0
+
+    def plan(self, symbols: Mapping[str, int]) -> Layout:
+        """Where every buffer lies for these free dimensions."""
+        dims = (I64 * max(len(self.program.symbols), 1))(*[symbols[name] for name in self.program.symbols])
+        offsets = (I64 * max(self.program.buffers, 1))()
+        return Layout(dims, offsets, self.library.intaglio_plan(dims, offsets))
+
+    def run(self, frame: Run, segment: int, threads: int) -> None:
+        """One native stretch; returns when it is done. Releases the interpreter lock."""
+        self.library.intaglio_run(ctypes.byref(frame), segment, threads, self.parallel)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Free dimensions, buffer offsets, and the bytes of the arena they need."""
+
+    dims: ctypes.Array[I64]
+    offsets: ctypes.Array[I64]
+    bytes: int
+
+
+def build_artifact(program: Program) -> Artifact:
+    """Compile (or take from the cache) and load. Raises `BuildError`."""
+    path = build(program.source, name=program.name, isa=program.isa)
+    library = load(path)
+    library.intaglio_plan.restype = I64
+    library.intaglio_plan.argtypes = (ctypes.POINTER(I64), ctypes.POINTER(I64))
+    library.intaglio_run.restype = None
+    library.intaglio_run.argtypes = (ctypes.POINTER(Run), ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
+    return Artifact(program, path, aligned(program.constants), library, parallel_address())
+
+
+def aligned(array: np.ndarray, boundary: int = 64) -> np.ndarray:
+    """A copy that starts at a multiple of ``boundary`` bytes."""
+    memory = np.empty(array.nbytes + boundary, np.uint8)
+    start = -memory.ctypes.data % boundary
+    result = memory[start : start + array.nbytes]
+    result[:] = array.view(np.uint8).ravel()
+    return result

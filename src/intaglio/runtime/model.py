@@ -1,0 +1,201 @@
+"""`QuantizedModel`: the int8 program as an nn.Module with the float model's signature."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from intaglio.calls import TORCH_DTYPES, bind, dims_of, rebuild
+from intaglio.errors import InputError
+from intaglio.ir import Dim, External, Signature, evaluate
+from intaglio.runtime.artifact import Artifact, Layout, Run
+from intaglio.runtime.coverage import Coverage
+
+PLANS = 16
+"""Sets of shapes whose plans and arenas are kept, least recently used out first."""
+
+
+class _Frame:
+    """Memory of one call in flight: arena and the tables the program reads. Reused, never shared by two calls."""
+
+    def __init__(self, artifact: Artifact, layout: Layout) -> None:
+        count = max(len(artifact.program.externals), 1)
+        self.arena = torch.empty(layout.bytes + 64, dtype=torch.uint8)
+        self.external = (ctypes.c_void_p * count)()
+        self.strides = (ctypes.c_int64 * (4 * count))()
+        start = self.arena.data_ptr()
+        self.run = Run(
+            layout.dims, layout.offsets, start + -start % 64, artifact.constants.ctypes.data, self.external, self.strides
+        )
+
+    def point(self, index: int, tensor: torch.Tensor) -> None:
+        """Let entry ``index`` of the table of the caller's tensors be this one."""
+        self.external[index] = tensor.data_ptr()
+        if tensor.dim() == 4:
+            self.strides[4 * index : 4 * index + 4] = tensor.stride()
+        else:
+            self.strides[4 * index : 4 * index + 4] = (tensor.shape[-1] if tensor.dim() else 1, 1, 0, 0)
+
+
+class _Shapes:
+    """Everything that follows from the shapes of a call."""
+
+    def __init__(self, artifact: Artifact, symbols: dict[str, int]) -> None:
+        self.symbols = symbols
+        self.layout = artifact.plan(symbols)
+        self.frames: list[_Frame] = []
+        self.outputs = {e.value: _sizes(e, symbols) for e in artifact.program.externals if e.written}
+
+
+def _sizes(external: External, symbols: Mapping[str, int]) -> tuple[int, ...]:
+    """Shape to allocate: memory order, so images have channels last."""
+    sizes = tuple(evaluate(dim, symbols) for dim in external.shape)
+    return (sizes[0], sizes[2], sizes[3], sizes[1]) if len(sizes) == 4 else sizes
+
+
+class QuantizedModel(nn.Module):
+    """Runs an int8 program; takes and returns what the float model did. Threads follow ``torch.set_num_threads``.
+
+    Any number of Python threads may call it at once. It has no gradients and no training mode.
+    """
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        signature: Signature,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        islands: Mapping[str, tuple[nn.Module, tuple[Dim, ...]]],
+        coverage: Coverage,
+        texts: Mapping[str, str],
+        name: str = "model",
+    ) -> None:
+        super().__init__()
+        self.artifact, self.signature, self.coverage, self.name = artifact, signature, coverage, name
+        self.islands = nn.ModuleDict({key: module for key, (module, _) in islands.items()})
+        self._island_dims = {key: dims for key, (_, dims) in islands.items()}
+        self._inputs, self._outputs, self._texts = tuple(inputs), tuple(outputs), dict(texts)
+        program = artifact.program
+        self._index = {external.value: i for i, external in enumerate(program.externals)}
+        self._written = {e.value: TORCH_DTYPES[e.dtype] for e in program.externals if e.written}
+        self._read = [e.value for e in program.externals if not e.written]
+        self._calls = {s: [call for call in program.calls if call.after_segment == s] for s in range(program.segments)}
+        self._shapes: OrderedDict[Any, _Shapes] = OrderedDict()
+        self._lock = threading.Lock()
+        self._plain = _plain_tensors(signature)
+        super().train(False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
+        shapes = self._shapes_of(leaves)
+        with torch.no_grad():
+            values = self._run(leaves, shapes, torch.get_num_threads())
+            results = [self._returned(values[name], leaves) for name in self._outputs]
+            count = sum(output.value is not None for output in self.signature.outputs)
+            for (leaf, _), result in zip(self.signature.written.items(), results[count:], strict=True):
+                position = next(i for i, entry in enumerate(self.signature.inputs) if entry.leaf == leaf)
+                leaves[position].copy_(result)
+        if self._plain and len(results) == 1 and self.signature.out_tree.is_leaf():
+            return results[0]
+        return rebuild(self.signature, tuple(results[:count]), shapes.symbols)
+
+    def _is_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        return len(args) == self._plain and not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
+
+    def _shapes_of(self, leaves: Sequence[torch.Tensor]) -> _Shapes:
+        """Plan for these shapes; checks the tensors when it has not seen them before."""
+        key = tuple([(leaf.shape, leaf.dtype, leaf.device, leaf.layout) for leaf in leaves if hasattr(leaf, "layout")])
+        found = self._shapes.get(key)
+        if found is None:
+            symbols = dims_of(self.signature, list(leaves))
+            for entry, leaf in zip(self.signature.inputs, leaves, strict=True):
+                if leaf.layout is not torch.strided:
+                    raise InputError(f"input '{entry.name}'", None, f"layout {leaf.layout}; the model takes dense tensors")
+            found = _Shapes(self.artifact, symbols)
+            with self._lock:
+                self._shapes[key] = found
+                while len(self._shapes) > PLANS:
+                    self._shapes.popitem(last=False)
+        return found
+
+    def _run(self, leaves: Sequence[torch.Tensor], shapes: _Shapes, threads: int) -> dict[str, torch.Tensor]:
+        values = dict(zip(self._inputs, leaves, strict=True))
+        try:
+            frame = shapes.frames.pop()
+        except IndexError:
+            frame = _Frame(self.artifact, shapes.layout)
+        kept = []
+        for segment, calls in self._calls.items():
+            if calls:
+                for call in calls:
+                    dims = [evaluate(dim, shapes.symbols) for dim in self._island_dims[call.key]]
+                    results = self.islands[call.key](*[values[name] for name in call.inputs], *dims)
+                    values.update(zip(call.outputs, results, strict=True))
+                continue
+            for name, sizes in shapes.outputs.items():
+                if name not in values:
+                    memory = torch.empty(sizes, dtype=self._written[name])
+                    frame.point(self._index[name], memory)
+                    values[name] = memory.permute(0, 3, 1, 2) if len(sizes) == 4 else memory
+            for name in self._read:
+                if name in values:
+                    tensor = values[name] if values[name].dim() == 4 else values[name].contiguous()
+                    frame.point(self._index[name], tensor)
+                    kept.append(tensor)
+            self.artifact.run(frame.run, segment, threads)
+        if len(shapes.frames) < PLANS:
+            shapes.frames.append(frame)
+        return values
+
+    def _returned(self, value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Contiguous, unless an input came with channels last."""
+        if value.dim() == 4 and not value.is_contiguous():
+            last = torch.channels_last
+            if not any(x.dim() == 4 and x.is_contiguous(memory_format=last) and not x.is_contiguous() for x in leaves):
+                return value.contiguous()
+        return value
+
+    # -- what a user asks ----------------------------------------------------------------------------------------
+
+    def text(self, stage: str) -> str:
+        """What a stage made: captured, sites, reference, integer, partitions or program."""
+        if stage not in self._texts:
+            raise ValueError(f"no stage {stage!r}; there are {', '.join(self._texts)}")
+        return self._texts[stage]
+
+    def assert_int8(self, macs: float = 1.0) -> None:
+        """AssertionError, with the reasons, when a smaller share of the multiply-accumulates runs in int8."""
+        if self.coverage.macs < macs:
+            raise AssertionError(f"{100 * self.coverage.macs:.2f} % of MACs in int8, asked for {100 * macs:.2f} %\n{self.coverage}")
+
+    def train(self, mode: bool = True) -> QuantizedModel:
+        """An int8 program cannot be trained; asking for it warns and changes nothing."""
+        if mode:
+            warnings.warn("an int8 model has no training mode; it stays as it is", stacklevel=2)
+        return self
+
+    def __repr__(self) -> str:
+        share, count = self.coverage, self.coverage.islands
+        return (
+            f"QuantizedModel({self.name}: {100 * share.macs:.1f} % of MACs in int8, "
+            f"{count} float island{'s' * (count != 1)}, {share.bytes_before / 1e6:.2f} MB -> "
+            f"{share.bytes_after / 1e6:.2f} MB, {self.artifact.program.isa})"
+        )
+
+
+def _plain_tensors(signature: Signature) -> int:
+    """How many positional tensors make a call, if that is all a call is; else 0."""
+    tree, count = signature.in_tree, len(signature.inputs)
+    if tree is None or signature.fixed or tree.num_leaves != count:
+        return 0
+    from torch.utils import _pytree as pytree
+
+    args = tuple(range(count))
+    return count if pytree.tree_structure((args, {})) == tree else 0

@@ -1,0 +1,213 @@
+"""Dimensions, the verifier, the printer, the matcher."""
+
+import operator
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from intaglio.ir import (
+    DType, Graph, Op, Origin, QParams, TensorType, c_expression, evaluate, fresh, graph_text, numel, prune, symbol,
+    symbols_of,
+)  # fmt: skip
+from intaglio.ir.rewrite import any as anything
+from intaglio.ir.rewrite import const, match, op, run_passes, seq
+from intaglio.ir.verify import VerifyError, verify
+
+N, H = symbol("n"), symbol("h")
+SIZES = st.fixed_dictionaries({"n": st.integers(0, 9), "h": st.integers(1, 99)})
+
+
+@st.composite
+def formulas(draw, depth=4):
+    """A function of integers or dimensions alike, built from + - * and // by a number."""
+    if depth == 0 or draw(st.booleans()):
+        leaf = draw(st.one_of(st.sampled_from(["n", "h"]), st.integers(-5, 5)))
+        return (lambda env: env[leaf]) if isinstance(leaf, str) else (lambda env: leaf)
+    left, right = draw(formulas(depth - 1)), draw(formulas(depth - 1))
+    divisor = draw(st.integers(1, 6))
+    act = draw(st.sampled_from([operator.add, operator.sub, operator.mul, None]))
+    return (lambda env: left(env) // divisor) if act is None else (lambda env: act(left(env), right(env)))
+
+
+@given(formulas(), SIZES)
+def test_dimensions_evaluate_to_what_integers_give(formula, sizes):
+    dim = formula({"n": N, "h": H})
+    assert evaluate(dim, sizes) == formula(sizes)
+    assert symbols_of(dim) <= {"n", "h"}
+
+
+@given(formulas(), SIZES)
+def test_c_text_of_a_dimension_that_is_not_negative_says_the_same(formula, sizes):
+    dim = formula({"n": N, "h": H})
+    text = c_expression(dim)
+    assert eval(text.replace("/", "//"), dict(sizes)) == formula(sizes)
+
+
+def test_equal_dimensions_are_one_value():
+    assert N + H == H + N and N * (H + 1) == N + N * H and (N * 4) // 2 == N * 2 and N - N == 0
+    assert str((H + 1) // 2 * N) == "(h + 1)//2*n" and str(N * 2 - 1) == "n*2 - 1"
+    assert numel((N, 3, 4)) == N * 12 and numel(()) == 1
+
+
+def test_a_symbol_without_a_value_is_named():
+    with pytest.raises(KeyError, match="h"):
+        evaluate(N * H, {"n": 2})
+
+
+Q = QParams((0.5,), (3,), 0, 255)
+U8 = TensorType((N, 4), DType.U8, Q)
+ACC = TensorType((N, 2), DType.I32, QParams((0.25,), (0,), -(2**31), 2**31 - 1))
+OUT = TensorType((N, 2), DType.U8, Q)
+F32 = TensorType((N, 2), DType.F32)
+
+
+def small(**changes) -> Graph:
+    """x -> quantize -> linear -> requantize -> dequantize, one thing changed."""
+    types = {
+        "x": TensorType((N, 4), DType.F32), "w": TensorType((2, 4), DType.S8), "b": TensorType((2,), DType.I32),
+        "m": TensorType((1,), DType.F32), "q": U8, "acc": ACC, "y": OUT, "f": F32,
+    }  # fmt: skip
+    ops = {
+        "q": Op("quantize", ("x",), ("q",)),
+        "acc": Op("linear", ("q", "w", "b"), ("acc",), origin=Origin("fc", "aten.linear.default")),
+        "y": Op("requantize", ("acc", "m"), ("y",), {"low": 0, "high": 255}),
+        "f": Op("dequantize", ("y",), ("f",)),
+    }
+    constants = {"w": np.ones((2, 4), np.int8), "b": np.zeros(2, np.int32), "m": np.ones(1, np.float32)}
+    types.update(changes.get("types", {}))
+    ops.update(changes.get("ops", {}))
+    constants.update(changes.get("constants", {}))
+    for name in changes.get("untyped", ()):
+        del types[name]
+    return Graph(changes.get("inputs", ("x",)), changes.get("outputs", ("f",)), types, tuple(ops.values()), constants)
+
+
+def test_the_verifier_accepts_a_sound_graph():
+    graph = small()
+    assert verify(graph) is graph
+
+
+BROKEN = {
+    "read before it is made": {"ops": {"q": Op("quantize", ("y",), ("q",))}},
+    "made twice": {"ops": {"again": Op("dequantize", ("y",), ("f",))}},
+    "an input is also a constant": {"inputs": ("x", "w")},
+    "%w has no type": {"untyped": ("w",)},
+    "%y has no type": {"untyped": ("y",)},
+    "is never made": {"outputs": ("nowhere",)},
+    "is an accumulator": {"outputs": ("f", "acc")},
+    "has 2 readers": {"ops": {"z": Op("dequantize", ("acc",), ("z",))}, "types": {"z": F32}, "outputs": ("f", "z")},
+    "constant %w is not": {"constants": {"w": np.ones((4, 2), np.int8)}},
+    "takes 3 operands, has 2": {"ops": {"acc": Op("linear", ("q", "w"), ("acc",))}},
+    "%w is f32": {"types": {"w": TensorType((2, 4), DType.F32)}},
+    "gives f32": {"types": {"acc": F32}},
+    "levels without parameters": {"types": {"y": TensorType((N, 2), DType.U8)}},
+}
+
+
+@pytest.mark.parametrize("reason", BROKEN)
+def test_the_verifier_rejects(reason):
+    with pytest.raises(VerifyError, match=reason):
+        verify(small(**BROKEN[reason]), after="some_pass")
+
+
+def test_a_pass_that_breaks_the_graph_is_named():
+    def careless(graph):
+        return graph.replace(ops=graph.ops[:-2]), 1
+
+    with pytest.raises(VerifyError, match="output %f is never made after careless"):
+        run_passes(small(), [careless])
+
+
+def test_the_printer_shows_types_parameters_and_origins(golden):
+    golden(graph_text(small()))
+
+
+def test_pruning_keeps_inputs_and_drops_what_no_output_needs():
+    graph = prune(small(outputs=("q",)))
+    assert graph.inputs == ("x",) and [o.kind for o in graph.ops] == ["quantize"]
+    assert not graph.constants and set(graph.types) == {"x", "q"}
+
+
+def test_a_graph_pickles_and_compares_by_text():
+    assert graph_text(pickle.loads(pickle.dumps(small()))) == graph_text(small())
+    assert fresh({"a": 1, "a_2": 1}, "a") == "a_3" and fresh({}, "a") == "a"
+
+
+@pytest.mark.parametrize("bad", [
+    lambda: QParams((0.0,), (0,), 0, 255), lambda: QParams((1.0,), (0,), 5, 5),
+    lambda: QParams((1.0, 2.0), (0, 0), 0, 255), lambda: QParams((1.0,), (0, 0), 0, 255, 0),
+    lambda: QParams((float("inf"),), (0,), 0, 255),
+])  # fmt: skip
+def test_parameters_that_make_no_sense_are_refused(bad):
+    with pytest.raises(ValueError, match="scale|qmin"):
+        bad()
+
+
+class View:
+    """name -> (kind, operands); what has no entry is a leaf, capital leaves are constants."""
+
+    def __init__(self, outputs=(), **nodes):
+        self.nodes, self.outputs = nodes, outputs
+
+    def kind(self, node):
+        return self.nodes[node][0] if node in self.nodes else None
+
+    def operands(self, node):
+        return tuple(self.nodes[node][1:]) if node in self.nodes else ()
+
+    def readers(self, node):
+        return sum(n[1:].count(node) for n in self.nodes.values()) + list(self.outputs).count(node)
+
+    def constant(self, node):
+        return node.isupper()
+
+    def position(self, node):
+        return list(self.nodes).index(node) if node in self.nodes else -1
+
+
+RESIDUAL = op("add", op("conv", anything("x")), anything("other"), commutative=True)
+
+
+def test_a_chain_matches_from_its_root():
+    view = View(c=("conv", "x"), r=("relu", "c"))
+    found = match(seq("conv", "relu"), "r", view)
+    assert found.nodes == ("r", "c") and found.anchor == "c" and found["x"] == "x"
+    assert match(seq("conv", "relu"), "c", view) is None
+
+
+@pytest.mark.parametrize("operands", [("c", "y"), ("y", "c")])
+def test_commutative_operands_match_in_either_order(operands):
+    found = match(RESIDUAL, "a", View(c=("conv", "x"), a=("add", *operands)))
+    assert found.nodes == ("a", "c") and found["other"] == "y"
+
+
+def test_of_two_candidates_the_later_one_is_taken():
+    assert match(RESIDUAL, "a", View(c=("conv", "x"), d=("conv", "x"), a=("add", "c", "d"))).anchor == "d"
+
+
+def test_an_inner_value_with_a_second_reader_is_not_matched():
+    assert match(RESIDUAL, "a", View(c=("conv", "x"), a=("add", "c", "y"), s=("sin", "c"))) is None
+    assert match(RESIDUAL, "a", View(c=("conv", "x"), a=("add", "c", "y"), outputs=("c",))) is None
+    assert match(RESIDUAL, "a", View(c=("conv", "x"), a=("add", "c", "c"))) is None
+
+
+def test_the_earlier_candidate_is_taken_when_the_later_one_has_another_reader():
+    view = View(c=("conv", "x"), d=("conv", "x"), a=("add", "c", "d"), outputs=("d",))
+    assert match(RESIDUAL, "a", view).anchor == "c"
+
+
+def test_a_shared_name_makes_a_diamond():
+    swish = op("mul", anything("x"), op("sigmoid", anything("x")), commutative=True)
+    assert match(swish, "m", View(s=("sigmoid", "v"), m=("mul", "s", "v")))["x"] == "v"
+    assert match(swish, "m", View(s=("sigmoid", "v"), m=("mul", "s", "w"))) is None
+
+
+def test_constants_missing_operands_and_conditions():
+    scaled = op("mul", anything("x"), const("k"))
+    assert match(scaled, "m", View(m=("mul", "x", "K")))["k"] == "K"
+    assert match(scaled, "m", View(m=("mul", "x", "k"))) is None
+    assert match(RESIDUAL, "a", View(c=("conv", "x"), a=("add", "c", None))) is None
+    assert match(op("conv", anything(), where=lambda node: node == "d"), "c", View(c=("conv", "x"))) is None
