@@ -9,7 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from intaglio.ir import (
-    DType, Graph, Op, Origin, QParams, TensorType, c_expression, evaluate, fresh, graph_text, numel, prune, symbol,
+    DType,
+    Graph,
+    Op,
+    Origin,
+    QParams,
+    TensorType,
+    c_expression,
+    evaluate,
+    fresh,
+    graph_text,
+    numel,
+    prune,
+    symbol,
     symbols_of,
 )  # fmt: skip
 from intaglio.ir.rewrite import any as anything
@@ -47,9 +59,14 @@ def test_c_text_of_a_dimension_that_is_not_negative_says_the_same(formula, sizes
 
 
 def test_equal_dimensions_are_one_value():
-    assert N + H == H + N and N * (H + 1) == N + N * H and (N * 4) // 2 == N * 2 and N - N == 0
-    assert str((H + 1) // 2 * N) == "(h + 1)//2*n" and str(N * 2 - 1) == "n*2 - 1"
-    assert numel((N, 3, 4)) == N * 12 and numel(()) == 1
+    assert N + H == H + N
+    assert N * (H + 1) == N + N * H
+    assert (N * 4) // 2 == N * 2
+    assert N - N == 0
+    assert str((H + 1) // 2 * N) == "(h + 1)//2*n"
+    assert str(N * 2 - 1) == "n*2 - 1"
+    assert numel((N, 3, 4)) == N * 12
+    assert numel(()) == 1
 
 
 def test_a_symbol_without_a_value_is_named():
@@ -127,13 +144,16 @@ def test_the_printer_shows_types_parameters_and_origins(golden):
 
 def test_pruning_keeps_inputs_and_drops_what_no_output_needs():
     graph = prune(small(outputs=("q",)))
-    assert graph.inputs == ("x",) and [o.kind for o in graph.ops] == ["quantize"]
-    assert not graph.constants and set(graph.types) == {"x", "q"}
+    assert graph.inputs == ("x",)
+    assert [o.kind for o in graph.ops] == ["quantize"]
+    assert not graph.constants
+    assert set(graph.types) == {"x", "q"}
 
 
 def test_a_graph_pickles_and_compares_by_text():
     assert graph_text(pickle.loads(pickle.dumps(small()))) == graph_text(small())
-    assert fresh({"a": 1, "a_2": 1}, "a") == "a_3" and fresh({}, "a") == "a"
+    assert fresh({"a": 1, "a_2": 1}, "a") == "a_3"
+    assert fresh({}, "a") == "a"
 
 
 @pytest.mark.parametrize("bad", [
@@ -174,14 +194,17 @@ RESIDUAL = op("add", op("conv", anything("x")), anything("other"), commutative=T
 def test_a_chain_matches_from_its_root():
     view = View(c=("conv", "x"), r=("relu", "c"))
     found = match(seq("conv", "relu"), "r", view)
-    assert found.nodes == ("r", "c") and found.anchor == "c" and found["x"] == "x"
+    assert found.nodes == ("r", "c")
+    assert found.anchor == "c"
+    assert found["x"] == "x"
     assert match(seq("conv", "relu"), "c", view) is None
 
 
 @pytest.mark.parametrize("operands", [("c", "y"), ("y", "c")])
 def test_commutative_operands_match_in_either_order(operands):
     found = match(RESIDUAL, "a", View(c=("conv", "x"), a=("add", *operands)))
-    assert found.nodes == ("a", "c") and found["other"] == "y"
+    assert found.nodes == ("a", "c")
+    assert found["other"] == "y"
 
 
 def test_of_two_candidates_the_later_one_is_taken():

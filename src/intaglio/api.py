@@ -49,7 +49,7 @@ def quantize(
     batch). ``skip`` and ``only`` are selectors (`Recipe`). ``samples`` stops calibration after that many. The model
     is never changed. Raises an `IntaglioError` that says what to do.
     """
-    args, kwargs = (), {}
+    kwargs: dict[str, Any] = {}
     if example_inputs is None:
         first, data = peek(data)
         args, kwargs = binder_for(model)(first)
@@ -78,10 +78,9 @@ def _compile(
     stage: Reference | Lowered, isa: str | None, model: nn.Module | None = None, captured: Captured | None = None
 ) -> QuantizedModel:
     texts: dict[str, str] = {"captured": captured.text()} if captured else {}
-    lowered = stage
     if isinstance(stage, Reference):
         texts |= {"sites": stage.annotations.text(), "reference": stage.text()}
-        lowered = requantize(stage)
+    lowered = requantize(stage) if isinstance(stage, Reference) else stage
     name = type(model).__name__ if model is not None else "model"
     return build.compile(lowered, isa=isa, texts=texts, name=name, bytes_before=float_bytes(model) if model else 0)
 

@@ -88,9 +88,9 @@ def dims_of(signature: Signature, leaves: list[Any]) -> dict[str, int]:
 def _fits(dim: Any, size: int, symbols: dict[str, int]) -> bool:
     if not isinstance(dim, Expression):
         return dim == size
-    if len(dim.terms) == 1 and len(dim.terms[0][0]) == 1 and isinstance(dim.terms[0][0][0], str):
-        (((name,), factor),) = dim.terms
-        if name not in symbols and size % factor == 0:
+    if len(dim.terms) == 1 and len(dim.terms[0][0]) == 1:
+        ((name,), factor) = dim.terms[0]
+        if isinstance(name, str) and name not in symbols and size % factor == 0:
             symbols[name] = size // factor
     try:
         return evaluate(dim, symbols) == size

@@ -34,7 +34,9 @@ class IntaglioError(Exception):
         return _rebuild, (type(self), self.where, self.operator, self.problem, fields)
 
 
-def _rebuild(kind: type[IntaglioError], where: str, operator: str | None, problem: str, fields: dict[str, str | None]):
+def _rebuild(
+    kind: type[IntaglioError], where: str, operator: str | None, problem: str, fields: dict[str, str | None]
+) -> IntaglioError:
     return kind(where, operator, problem, **fields)
 
 

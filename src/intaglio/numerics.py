@@ -46,7 +46,8 @@ def quantize(x: ArrayLike, scale: ArrayLike, zero_point: ArrayLike, low: int, hi
     with np.errstate(over="ignore", invalid="ignore"):
         steps = np.rint(np.asarray(x, np.float32) * reciprocal(scale))
         shifted = np.where(np.isnan(steps), np.float32(0), steps) + np.asarray(zero_point, np.float32)
-    return np.clip(shifted, np.float32(low), np.float32(high)).astype(np.int32)
+    levels: I32 = np.clip(shifted, np.float32(low), np.float32(high)).astype(np.int32)
+    return levels
 
 
 def dequantize(q: ArrayLike, scale: ArrayLike, zero_point: ArrayLike) -> F32:
@@ -109,7 +110,8 @@ def fit_weight_scale(scale_w: ArrayLike, absmax: ArrayLike, bias: ArrayLike | No
     carried = np.maximum(wide_bias / (wide_x * ZERO_WEIGHT_STEPS), SMALLEST_SCALE).astype(np.float32)
     scale = np.where(zero & (wide_bias > 0), carried, scale)
     least = (wide_bias / (wide_x * (BIAS_LIMIT - 1))).astype(np.float32)
-    least = np.where(least.astype(np.float64) * wide_x * (BIAS_LIMIT - 1) < wide_bias, np.nextafter(least, np.inf), least)
+    short = least.astype(np.float64) * wide_x * (BIAS_LIMIT - 1) < wide_bias
+    least = np.where(short, np.nextafter(least, np.inf), least)
     return np.where(wide_bias >= scale.astype(np.float64) * wide_x * BIAS_LIMIT, least, scale).astype(np.float32)
 
 
@@ -128,7 +130,9 @@ def requantize(acc: ArrayLike, factor: ArrayLike, zero_point: int, low: int, hig
 
     Products beyond +-2^30 are clamped in float first, which cannot change the result.
     """
-    return _finish(np.asarray(acc, np.int32).astype(np.float32) * np.asarray(factor, np.float32), zero_point, low, high)
+    with np.errstate(over="ignore"):
+        steps = np.asarray(acc, np.int32).astype(np.float32) * np.asarray(factor, np.float32)
+    return _finish(steps, zero_point, low, high)
 
 
 def add_requantize(
@@ -138,9 +142,10 @@ def add_requantize(
 
     ``a`` is an accumulator or ``q_a - zp_a``; ``b`` is ``q_b - zp_b``.
     """
-    left = np.asarray(a, np.int32).astype(np.float32) * np.asarray(factor_a, np.float32)
-    right = np.asarray(b, np.int32).astype(np.float32) * np.asarray(factor_b, np.float32)
-    return _finish(left + right, zero_point, low, high)
+    with np.errstate(over="ignore"):
+        left = np.asarray(a, np.int32).astype(np.float32) * np.asarray(factor_a, np.float32)
+        right = np.asarray(b, np.int32).astype(np.float32) * np.asarray(factor_b, np.float32)
+        return _finish(left + right, zero_point, low, high)
 
 
 def clamp_levels(
@@ -180,4 +185,5 @@ def accumulator_bound(weight: ArrayLike, bias: ArrayLike, qmin: int, qmax: int, 
     total = np.abs(w).sum(1)
     folded = np.abs(b - zero_point * w.sum(1)) + max(abs(qmin), abs(qmax)) * total
     plain = np.abs(b) + max(abs(qmin - zero_point), abs(qmax - zero_point)) * total
-    return np.maximum(folded, plain)
+    bound: NDArray[np.int64] = np.maximum(folded, plain)
+    return bound

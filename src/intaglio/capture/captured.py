@@ -31,9 +31,10 @@ class Captured:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves = bind(self.signature, args, kwargs)
+        symbols = dims_of(self.signature, leaves)
         with torch.no_grad():
             results = self.module(*leaves)
-        return rebuild(self.signature, results, dims_of(self.signature, leaves))
+        return rebuild(self.signature, results, symbols)
 
     def text(self) -> str:
         """One line a node: name, operator, operands, type, module path."""

@@ -78,10 +78,10 @@ class Context:
 
     def limits(self, op: Op) -> str:
         """``struct Limits`` of the levels an operator gives."""
-        q = self.graph.types[op.output].q
+        q = self.graph.types[op.output].levels
         low, high = op.attrs.get("low", q.qmin), op.attrs.get("high", q.qmax)
-        other = self.graph.types[op.inputs[1]].q.zero_point[0] if op.kind == "add" else 0
-        return self.constant(limits(q.zero_point[0], low, high, other), "struct Limits")
+        other = self.graph.types[op.inputs[1]].levels.zero if op.kind == "add" else 0
+        return self.constant(limits(q.zero, low, high, other), "struct Limits")
 
     def use(self, specs: Iterable[TileSpec]) -> None:
         """Microkernels this program calls."""

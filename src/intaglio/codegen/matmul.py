@@ -50,7 +50,8 @@ def packed_weight(partition: Partition, context: Context, schedule: Schedule) ->
     packs = context.isa.packs and blocks == 4 and RESULT[partition.ops[-1].kind] != "f32"
     packed = packs and weight.shape[0] >= 64
     dilation_x = anchor.attrs.get("dilation", (1, 1))[1]
-    return weight, packing(weight.shape[0], weight.shape[1] * groups, groups, weight.shape[3], dilation_x, blocks, packed)
+    outputs, per_group, _, taps_x = weight.shape
+    return weight, packing(outputs, per_group * groups, groups, taps_x, dilation_x, blocks, packed)
 
 
 def _panel_bytes(plan: Packing, weight: np.ndarray) -> int:
@@ -77,8 +78,8 @@ def needs_guard(partition: Partition, context: Context) -> bool:
         return False
     graph = context.graph
     weight, bias = (graph.constants[name] for name in anchor.inputs[1:])
-    x = graph.types[anchor.inputs[0]].q
-    bound = numerics.accumulator_bound(weight, bias, x.qmin, x.qmax, x.zero_point[0])
+    x = graph.types[anchor.inputs[0]].levels
+    bound = numerics.accumulator_bound(weight, bias, x.qmin, x.qmax, x.zero)
     factors = [graph.constants[name].astype(np.float64) for name in tail.inputs if name in graph.constants]
     total = bound * np.abs(factors[0]) + (255 * np.abs(factors[1]) if len(factors) > 1 else 0)
     return bool(total.max(initial=0) >= numerics.CONVERTIBLE / 2)
@@ -101,14 +102,14 @@ def _geometry(code: Code, anchor: Op, context: Context, plan: Packing, weight: n
 
 def _operands(code: Code, partition: Partition, context: Context, plan: Packing, weight: np.ndarray) -> None:
     anchor, tail, graph = partition.anchor, partition.ops[-1], context.graph
-    zero_point = graph.types[anchor.inputs[0]].q.zero_point[0]
+    zero_point = graph.types[anchor.inputs[0]].levels.zero
     bias = graph.constants[anchor.inputs[2]].astype(np.int64)
     folded = bias - zero_point * weight.astype(np.int64).reshape(len(weight), -1).sum(1)
     packed = pack_weights(weight, plan, anchor.attrs.get("groups", 1))
     code(f"m.tile.b = {context.constant(packed, 'int8_t')};")
     code(f"m.tile.bias = {context.constant(pack_columns(folded.astype(np.int32), plan), 'int32_t')};")
     if tail.kind == "dequantize":
-        factor = np.array(graph.types[anchor.output].q.scale, np.float64).astype(np.float32)
+        factor = np.array(graph.types[anchor.output].levels.scales, np.float64).astype(np.float32)
         code(f"m.tile.factor = {context.constant(pack_columns(factor, plan), 'float')};")
         code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 4;")
         return

@@ -5,6 +5,10 @@ from __future__ import annotations
 from intaglio.codegen.tile import Isa, TileSpec
 
 SUPPORT = """
+static inline int32_t dot4(const uint8_t* a, const int8_t* b) {
+    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3];
+}
+
 // acc[row][channel] += four activations times four weights, over every tap.
 static inline void portable_products(const struct Tile* t, int rows, int32_t (*acc)[16]) {
     const int8_t* b = t->b;
@@ -15,8 +19,7 @@ static inline void portable_products(const struct Tile* t, int rows, int32_t (*a
                 for (int i = 0; i < rows; ++i) {
                     const uint8_t* a = t->a + i * t->a_pixel + ky * t->a_row + kx * t->a_tap + 4 * k;
                     for (int c = 0; c < 16; ++c)
-                        acc[i][c] = (int32_t)((uint32_t)acc[i][c] + (uint32_t)(a[0] * b[4 * c] + a[1] * b[4 * c + 1] +
-                                                                             a[2] * b[4 * c + 2] + a[3] * b[4 * c + 3]));
+                        acc[i][c] = (int32_t)((uint32_t)acc[i][c] + (uint32_t)dot4(a, b + 4 * c));
                 }
 }
 
@@ -27,7 +30,8 @@ static inline void portable_u8(const struct Tile* t, int rows) {
     for (int i = 0; i < rows; ++i)
         for (int c = 0; c < 16; ++c)
             if (t->mask >> c & 1)
-                t->out[i * t->out_pixel + c] = (uint8_t)requantize(acc[i][c], t->factor[c], q->zero_point, q->low, q->high);
+                t->out[i * t->out_pixel + c] =
+                    (uint8_t)requantize(acc[i][c], t->factor[c], q->zero_point, q->low, q->high);
 }
 
 static inline void portable_add(const struct Tile* t, int rows) {
@@ -38,7 +42,8 @@ static inline void portable_add(const struct Tile* t, int rows) {
         for (int c = 0; c < 16; ++c)
             if (t->mask >> c & 1)
                 t->out[i * t->out_pixel + c] =
-                    (uint8_t)add_requantize(acc[i][c], t->factor[c], t->other[i * t->other_pixel + c] - q->other_zero_point,
+                    (uint8_t)add_requantize(acc[i][c], t->factor[c],
+                                            t->other[i * t->other_pixel + c] - q->other_zero_point,
                                             t->other_factor[c], q->zero_point, q->low, q->high);
 }
 

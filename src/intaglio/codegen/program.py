@@ -42,6 +42,9 @@ EMITTERS: Mapping[str, Callable[[Code, Partition, Context], None]] = {
 """Anchor kind -> what prints its step; tests/test_kernels.py checks it against the operators' kernel families."""
 
 
+EXPORT = 'extern "C" __attribute__((visibility("default")))'
+
+
 def emit(plan: Plan, isa: str, caches: CacheSizes, name: str, chosen: Mapping[str, Schedule] | None = None) -> Program:
     """The program of a plan for one instruction set. ``chosen`` overrides analytic schedules, by output value."""
     table = ISAS[isa]
@@ -105,10 +108,7 @@ def _segments(code: Code, plan: Plan) -> None:
                 following = steps[position + 1 : position + 2]
                 if following and following[0][1].phase != step.phase:
                     code("intaglio_barrier_wait(r->barrier, threads);")
-    with code.block(
-        'extern "C" __attribute__((visibility("default"))) void intaglio_run'
-        "(struct Run* r, int segment, int threads, IntaglioParallel parallel)"
-    ):
+    with code.block(f"{EXPORT} void intaglio_run(struct Run* r, int segment, int threads, IntaglioParallel parallel)"):
         entries = ", ".join(f"segment{s}" if s in native else "0" for s in range(plan.segments()))
         code(f"static const IntaglioBody segments[] = {{{entries or 0}}};")
         code("struct IntaglioBarrier barrier = {};")
@@ -124,8 +124,7 @@ def _plan_table(code: Code, plan: Plan, context: Context) -> None:
     lives = ", ".join(f"{{{p.first}, {p.last}}}" for p in plan.placements)
     body(f"static const struct Life lives[] = {{{lives or '{0, 0}'}}};")
     body(f"return place(lives, sizes, {len(sizes)}, offsets);")
-    head = 'extern "C" __attribute__((visibility("default"))) int64_t intaglio_plan(const int64_t* dims, int64_t* offsets)'
-    with code.block(head):
+    with code.block(f"{EXPORT} int64_t intaglio_plan(const int64_t* dims, int64_t* offsets)"):
         text = body.text()
         for line in context.dims_used(text):
             code(line.replace("r->dims", "dims"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from math import prod
 from dataclasses import dataclass
+from math import prod
 
 from intaglio.codegen.tile import Isa
 from intaglio.ir import Partition, Plan, Schedule, evaluate, symbols_of

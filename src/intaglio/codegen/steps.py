@@ -18,7 +18,8 @@ def emit_pool(code: Code, partition: Partition, context: Context) -> None:
     limits = context.limits(op)
     if op.kind != "adaptive_avg_pool2d":
         (ky, kx), (sy, sx), (py, px) = (op.attrs[key] for key in ("kernel", "stride", "padding"))
-        code(f"p.kernel_y = {ky}, p.kernel_x = {kx}, p.stride_y = {sy}, p.stride_x = {sx}, p.top = {py}, p.left = {px};")
+        code(f"p.kernel_y = {ky}, p.kernel_x = {kx}, p.stride_y = {sy}, p.stride_x = {sx};")
+        code(f"p.top = {py}, p.left = {px};")
     if op.kind == "max_pool2d":
         dy, dx = op.attrs["dilation"]
         code(f"p.dilation_y = {dy}, p.dilation_x = {dx};")
@@ -26,7 +27,7 @@ def emit_pool(code: Code, partition: Partition, context: Context) -> None:
     else:
         flags = [int(op.attrs.get("include_pad", 0)), int(bool(op.attrs.get("divisor"))), int("size" in op.attrs)]
         code("p.include_pad = {}, p.fixed_divisor = {}, p.adaptive = {};".format(*flags))
-        zero = context.graph.types[op.inputs[0]].q.zero_point[0]
+        zero = context.graph.types[op.inputs[0]].levels.zero
         code(f"p.zero_in = *{context.constant(np.array([zero], np.int32), 'int32_t')};")
         code(f"p.factors = {context.constant(context.graph.constants[op.inputs[1]], 'float')};")
         code(f"p.limits = {limits};")
@@ -36,7 +37,7 @@ def emit_pool(code: Code, partition: Partition, context: Context) -> None:
 
 def emit_add(code: Code, partition: Partition, context: Context) -> None:
     op = partition.anchor
-    zero = context.graph.types[op.inputs[0]].q.zero_point[0]
+    zero = context.graph.types[op.inputs[0]].levels.zero
     factors = [context.constant(context.graph.constants[name], "float") for name in op.inputs[2:]]
     _images(code, op, context, ("a", "b"))
     code(f"const int32_t zero = *{context.constant(np.array([zero], np.int32), 'int32_t')};")
@@ -70,7 +71,8 @@ def emit_move(code: Code, partition: Partition, context: Context) -> None:
     code("struct Move m = {};")
     code(f"m.in = {context.image(op.inputs[0])};")
     code(f"m.out = {context.image(op.output)};")
-    code(f"m.c0 = {start[1]}, m.y0 = {start[2]}, m.x0 = {start[3]}, m.sc = {step[1]}, m.sy = {step[2]}, m.sx = {step[3]};")
+    for axis, index in (("c", 1), ("y", 2), ("x", 3)):
+        code(f"m.{axis}0 = {start[index]}, m.s{axis} = {step[index]};")
     code(f"m.level = (uint8_t)({limits})->zero_point;")
     code("move_levels(&m, thread, threads);")
     finish(code, context, op.output, limits)
@@ -97,7 +99,8 @@ def emit_quantize(code: Code, partition: Partition, context: Context) -> None:
 def emit_dequantize(code: Code, partition: Partition, context: Context) -> None:
     op = partition.anchor
     code(f"const struct Image in = {context.image(op.inputs[0])};")
-    code(f"dequantize_image(&in, (float*){context.external(op.output)}, {_affine(context, op.inputs[0])}, thread, threads);")
+    to = context.external(op.output)
+    code(f"dequantize_image(&in, (float*){to}, {_affine(context, op.inputs[0])}, thread, threads);")
 
 
 def _images(code: Code, op: Op, context: Context, names: tuple[str, ...]) -> None:
@@ -107,7 +110,7 @@ def _images(code: Code, op: Op, context: Context, names: tuple[str, ...]) -> Non
 
 def _affine(context: Context, value: str) -> str:
     """``struct Affine`` of a value's levels."""
-    q = context.graph.types[value].q
-    floats = np.array([numerics.reciprocal(q.scale[0]), q.scale[0]], np.float32)
-    integers = np.array([q.zero_point[0], q.qmin, q.qmax], np.int32)
+    q = context.graph.types[value].levels
+    floats = np.array([numerics.reciprocal(q.step), q.step], np.float32)
+    integers = np.array([q.zero, q.qmin, q.qmax], np.int32)
     return context.constant(np.frombuffer(floats.tobytes() + integers.tobytes(), np.uint8), "struct Affine")

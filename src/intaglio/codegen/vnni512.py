@@ -134,12 +134,14 @@ class _Kernel:
             acc, last = self.acc(i, j), j == self.spec.blocks - 1
             mask, zeroed = ("{%k1}", "{%k1}{z}") if last else ("", "")
             if self.spec.result == "f32":
-                lines += [f"vcvtdq2ps {acc},{acc}", f"vmulps %zmm{j},{acc},{acc}", f"vmovups {acc},{64 * j}(%rdx){mask}"]
+                lines += [f"vcvtdq2ps {acc},{acc}", f"vmulps %zmm{j},{acc},{acc}"]
+                lines += [f"vmovups {acc},{64 * j}(%rdx){mask}"]
                 continue
             load = f"vpmovzxbd {16 * j}(%rcx),{temporary}{zeroed}"
             lines += self.scaled(i, j, self.residual(i, j, load, temporary) if self.spec.result == "add" else [])
-            lines += [f"vpaddd {limit('zero_point')}{{1to16}},{acc},{acc}", f"vpmaxsd {limit('low')}{{1to16}},{acc},{acc}",
-                      f"vpminsd {limit('high')}{{1to16}},{acc},{acc}", f"vpmovdb {acc},{16 * j}(%rdx){mask}"]  # fmt: skip
+            for operation, name in (("vpaddd", "zero_point"), ("vpmaxsd", "low"), ("vpminsd", "high")):
+                lines.append(f"{operation} {limit(name)}{{1to16}},{acc},{acc}")
+            lines.append(f"vpmovdb {acc},{16 * j}(%rdx){mask}")
         return lines
 
     def leave(self) -> list[str]:

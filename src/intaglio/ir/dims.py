@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Union
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class FloorDiv:
         return f"({self.numerator})//{self.divisor}"
 
 
-Atom = Union[str, FloorDiv]
+Atom = str | FloorDiv
 Monomial = tuple[Atom, ...]
 
 
@@ -67,7 +66,7 @@ class Expression:
     __rmul__ = __mul__
 
 
-Dim = Union[int, Expression]
+Dim = int | Expression
 Shape = tuple[Dim, ...]
 
 

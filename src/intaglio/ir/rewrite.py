@@ -60,7 +60,13 @@ def const(name: str = "") -> Pattern:
     return Pattern(name=name, is_constant=True)
 
 
-def op(kinds: str | Iterable[str], *operands: Pattern, name: str = "", where=None, commutative: bool = False) -> Pattern:
+def op(
+    kinds: str | Iterable[str],
+    *operands: Pattern,
+    name: str = "",
+    where: Callable[[object], bool] | None = None,
+    commutative: bool = False,
+) -> Pattern:
     """An operator of one of these kinds. Operands beyond those given may be anything."""
     names = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     return Pattern(names, operands, name or names[0], where=where, commutative=commutative)

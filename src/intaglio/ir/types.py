@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Union
 
 from intaglio.ir.dims import Shape
 
@@ -60,7 +59,7 @@ class Ref:
         return f"%{self.value}"
 
 
-Axis = Union[None, int, Rows, Groups]
+Axis = int | Rows | Groups | None
 
 
 @dataclass(frozen=True)
@@ -87,11 +86,32 @@ class QParams:
         if not all(0 < scale < float("inf") for scale in self.scale):
             raise ValueError("scales must be positive and finite")
 
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """Constant scales; parameters made at run time have none."""
+        if isinstance(self.scale, Ref):
+            raise TypeError(f"the scale is held by {self.scale}")
+        return self.scale
+
+    @property
+    def step(self) -> float:
+        """The only scale."""
+        (scale,) = self.scales
+        return scale
+
+    @property
+    def zero(self) -> int:
+        """The only zero point."""
+        if isinstance(self.zero_point, Ref):
+            raise TypeError(f"the zero point is held by {self.zero_point}")
+        (zero_point,) = self.zero_point
+        return zero_point
+
     def __str__(self) -> str:
         if isinstance(self.scale, Ref) or isinstance(self.zero_point, Ref):
             return f"q(scale={self.scale}, zp={self.zero_point}, axis={self.axis})"
         if self.axis is None:
-            return f"q(scale={self.scale[0]:.6g}, zp={self.zero_point[0]})"
+            return f"q(scale={self.step:.6g}, zp={self.zero})"
         span = f"{min(self.scale):.6g}..{max(self.scale):.6g}"
         return f"q(scale={span}, axis={self.axis})"
 
@@ -103,6 +123,13 @@ class TensorType:
     shape: Shape
     dtype: DType
     q: QParams | None = None
+
+    @property
+    def levels(self) -> QParams:
+        """Parameters of a value that must have them."""
+        if self.q is None:
+            raise TypeError(f"{self} holds no levels")
+        return self.q
 
     def __str__(self) -> str:
         dims = ", ".join(map(str, self.shape))

@@ -9,7 +9,8 @@ def fuse(graph: Graph) -> tuple[Partition, ...]:
     """Every operator in one partition, in execution order. A chain is as long as int32 accumulators link it; it stands
     where its last operator stood, so that what its tail reads is made before."""
     users = graph.users()
-    partitions, taken = [], set()
+    partitions: list[Partition] = []
+    taken: set[tuple[str, ...]] = set()
     for op in graph.ops:
         if op.outputs in taken:
             continue

@@ -91,7 +91,8 @@ class _Builder:
             elif constant_of(node, DType.S8) or constant_of(node, DType.I32):
                 continue
             else:
-                needs = [n for n in tensor_nodes((node.args, node.kwargs)) if n.op != "get_attr" and "dim" not in n.meta]
+                read = tensor_nodes((node.args, node.kwargs))
+                needs = [n for n in read if n.op != "get_attr" and "dim" not in n.meta]
                 yield Unit((node,), tuple(dict.fromkeys(needs)), False)
 
     def _ready(self, unit: Unit) -> bool:
@@ -115,7 +116,9 @@ class _Builder:
             self.values[node] = name
         return name
 
-    def _constant(self, stem: str, array: np.ndarray, dtype: DType, q: QParams | None = None, reuse: bool = False) -> str:
+    def _constant(
+        self, stem: str, array: np.ndarray, dtype: DType, q: QParams | None = None, reuse: bool = False
+    ) -> str:
         """A constant; ``reuse``: the one of that name made before."""
         name = _plain(stem)
         if not (reuse and name in self.constants):
@@ -152,7 +155,7 @@ class _Builder:
             self.values[node] = source
         else:
             table = numerics.requantize_table(
-                kind.q.scale[0], kind.q.zero_point[0], q.scale[0], q.zero_point[0], q.qmin, q.qmax
+                kind.levels.step, kind.levels.zero, q.step, q.zero, q.qmin, q.qmax
             )
             levels = self._constant(f"{source}_table", table, DType.U8)
             self.values[node] = self._op("table", [source, levels], f"{source}_again", result, origin(node))
@@ -176,7 +179,8 @@ class _Builder:
             name = self._add(tail["add"], region, current, stem, result, low, high)
         elif region.record.name in ANCHORS:
             acc = self.types[current].q
-            factor = self._constant(f"{stem}_multiplier", _each(numerics.multiplier(acc.scale, result.q.scale[0])), DType.F32)
+            factors = _each(numerics.multiplier(acc.scales, result.levels.step))
+            factor = self._constant(f"{stem}_multiplier", factors, DType.F32)
             name = self._op("requantize", [current, factor], stem, result, where, low=low, high=high)
         elif region.record.name == "clamp":
             name = self._op("clamp", [current], f"{stem}_clamp", result, where, low=low, high=high)
@@ -188,7 +192,7 @@ class _Builder:
         if node is None:
             return q.qmin, q.qmax
         attrs = record_of(node).bind(call_of(node, record_of(node)))
-        return numerics.clamp_levels(attrs["low"], attrs["high"], q.scale[0], q.zero_point[0], q.qmin, q.qmax)
+        return numerics.clamp_levels(attrs["low"], attrs["high"], q.step, q.zero, q.qmin, q.qmax)
 
     def _anchor(self, region: IntegerRegion, stem: str) -> str:
         """conv2d or linear into an int32 accumulator."""
@@ -198,7 +202,7 @@ class _Builder:
         levels = getattr(self.module, weight.target).numpy()
         scales = self._scales(values[record.roles.weight])
         w_q = QParams(scales, (0,) * len(scales), -128, 127, 0 if len(scales) > 1 else None)
-        unit = tuple(map(float, numerics.accumulator_scale(self.types[x].q.scale, scales)))
+        unit = tuple(map(float, numerics.accumulator_scale(self.types[x].levels.scales, scales)))
         axis = None if len(unit) == 1 else 1 if record.name == "conv2d" else len(tensor_type(node).shape) - 1
         acc_q = QParams(unit, (0,) * len(unit), -(2**31), 2**31 - 1, axis)
         bias = constant_of(values[record.roles.bias], DType.I32)
@@ -216,7 +220,9 @@ class _Builder:
         scale = dequantize.args[1]
         return tuple(getattr(self.module, scale.target).tolist()) if isinstance(scale, fx.Node) else (float(scale),)
 
-    def _add(self, node: fx.Node, region: IntegerRegion, current: str, stem: str, result: TensorType, low: int, high: int) -> str:
+    def _add(
+        self, node: fx.Node, region: IntegerRegion, current: str, stem: str, result: TensorType, low: int, high: int
+    ) -> str:
         """The accumulator (or the first operand) first; alpha goes with the second operand as written."""
         alpha = record_of(node).bind(call_of(node, record_of(node)))["alpha"]
         left, right = operands(node)
@@ -225,9 +231,9 @@ class _Builder:
             alphas = 1.0, alpha
         else:
             a, b, alphas = current, self.values[left], (alpha, 1.0)
-        scale_y, names = result.q.scale[0], []
+        scale_y, names = result.levels.step, []
         for value, weight, label in zip((a, b), alphas, "ab", strict=True):
-            unit = np.array(self.types[value].q.scale, np.float64) * weight
+            unit = np.array(self.types[value].levels.scales, np.float64) * weight
             names.append(self._constant(f"{stem}_factor_{label}", _each(numerics.multiplier(unit, scale_y)), DType.F32))
         return self._op("add", [a, b, *names], f"{stem}_add", result, origin(node), low=low, high=high)
 
@@ -237,7 +243,7 @@ class _Builder:
         attrs, inputs = record.bind(call_of(node, record)), [x]
         if not record.shares:
             q, shape = self.types[x].q, self.types[x].shape
-            table = numerics.pool_multipliers(q.scale[0], result.q.scale[0], counts(record.name, attrs, shape))
+            table = numerics.pool_multipliers(q.step, result.levels.step, counts(record.name, attrs, shape))
             inputs.append(self._constant(f"{stem}_factors", table, DType.F32))
         return self._op(record.name, inputs, f"{stem}_{record.name}", result, origin(node), **attrs)
 

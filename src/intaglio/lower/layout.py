@@ -20,7 +20,7 @@ def lay_out(graph: Graph) -> dict[str, Buffer]:
     for name in [*graph.inputs, *(output for op in graph.ops for output in op.outputs)]:
         kind = graph.types[name]
         if kind.dtype is DType.U8 and kind.q is not None:
-            buffers[name] = Buffer(name, kind.shape, kind.dtype, halos.get(name, 0), kind.q.zero_point[0])
+            buffers[name] = Buffer(name, kind.shape, kind.dtype, halos.get(name, 0), kind.levels.zero)
     for op in graph.ops:
         if op.kind == "reshape" and moves_nothing(op, buffers):
             source, result = buffers[op.inputs[0]], buffers[op.output]

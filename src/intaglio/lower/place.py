@@ -30,7 +30,8 @@ def _root(name: str, buffers: Mapping[str, Buffer]) -> str:
 
 def _steps(partitions: list[Partition], buffers: Mapping[str, Buffer]) -> list[Step]:
     steps: list[Step] = []
-    phase, segment, made = 0, 0, set()
+    phase, segment = 0, 0
+    made: set[str] = set()
     previous_island = False
     for partition in partitions:
         island = partition.anchor.kind == "island"

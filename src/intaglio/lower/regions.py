@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -67,7 +67,8 @@ def constant_of(node: fx.Node | None, dtype: DType) -> fx.Node | None:
 
 def find_regions(graph: fx.Graph) -> list[IntegerRegion]:
     """Fusion rows first, longest first, then single operators; only what can run on integers."""
-    view, taken, found = FxView(graph), set(), []
+    view, found = FxView(graph), []
+    taken: set[fx.Node] = set()
     nodes = [node for node in graph.nodes if record_of(node) is not None]
     for row in FUSIONS:
         for node in nodes:
@@ -105,6 +106,6 @@ def _runs_on_integers(node: fx.Node, region: tuple[fx.Node, ...]) -> bool:
             return False
     call = call_of(node, record)
     if record.roles.weight is not None:  # weights are behind a dequantize here, and constant all the same
-        call = type(call)(call.target, call.arguments, call.shapes, call.floating,
-                          (call.constant[0], True, None if call.constant[2] is None else True), call.result)  # fmt: skip
+        constant = (call.constant[0], True, None if call.constant[2] is None else True)
+        call = replace(call, constant=constant)
     return record.check(call) is None

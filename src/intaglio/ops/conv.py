@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 
@@ -21,7 +22,7 @@ def constant_weight(call: Call) -> str | None:
 
 def short_reduction(call: Call) -> str | None:
     """The accumulator proof must have a chance before the data is known."""
-    products = int(np.prod(call.shapes[1][1:]))
+    products = prod(call.sizes(1)[1:])
     if products <= MOST_PRODUCTS:
         return None
     return f"{products} products per output; {MOST_PRODUCTS} fit an int32 accumulator"
@@ -39,7 +40,7 @@ def sides(padding: object, kernel: Sequence[int], dilation: Sequence[int]) -> tu
 
 
 def bind_conv(call: Call) -> Attrs:
-    given, kernel = call.arguments, call.shapes[1][2:]
+    given, kernel = call.arguments, call.sizes(1)[2:]
     dilation = pair(given.get("dilation", 1))
     return {
         "stride": pair(given.get("stride", 1)),
@@ -63,7 +64,7 @@ def conv_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType]
     x, weight, bias = args
     (sy, sx), (dy, dx), groups = op.attrs["stride"], op.attrs["dilation"], op.attrs["groups"]
     top, bottom, left, right = op.attrs["padding"]
-    centred = x.astype(np.float64) - types[0].q.zero_point[0]
+    centred = x.astype(np.float64) - types[0].levels.zero
     centred = np.pad(centred, ((0, 0), (0, 0), (top, bottom), (left, right)))
     n, channels, height, width = centred.shape
     kh, kw = weight.shape[2:]
@@ -84,12 +85,12 @@ def linear_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 def linear_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     x, weight, bias = args
-    centred = x.astype(np.float64) - types[0].q.zero_point[0]
+    centred = x.astype(np.float64) - types[0].levels.zero
     return (centred @ weight.astype(np.float64).T).astype(np.int64).astype(np.int32) + bias
 
 
 def last_axis_fixed(call: Call) -> str | None:
-    dim = call.shapes[0][-1]
+    dim = call.shape()[-1]
     return None if isinstance(dim, int) else f"free dimension {dim} is the one reduced"
 
 

@@ -32,6 +32,8 @@ def interpret(
             results = island(op, args)
         else:
             meaning = ops[op.kind].meaning
+            if meaning is None:
+                raise ValueError(f"{op.kind} has no meaning in NumPy")
             results = [meaning(op, args, [graph.types[name] for name in op.inputs], graph.types[op.output])]
         for name, array in zip(op.outputs, results, strict=True):
             values[name] = array

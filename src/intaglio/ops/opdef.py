@@ -37,6 +37,17 @@ class Call:
     constant: tuple[bool | None, ...]
     result: Shape
 
+    def shape(self, operand: int = 0) -> Shape:
+        """Shape of an operand that must be there."""
+        found = self.shapes[operand]
+        if found is None:
+            raise ValueError(f"{self.target}: operand {operand} is left out")
+        return found
+
+    def sizes(self, operand: int) -> tuple[int, ...]:
+        """Shape of a constant operand, all of it numbers."""
+        return tuple(int(size) for size in self.shape(operand) if isinstance(size, int))
+
 
 @dataclass(frozen=True)
 class OpDef:

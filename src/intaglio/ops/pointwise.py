@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import DType, Op, TensorType
+from intaglio.ir import Axis, DType, Op, Shape, TensorType
 from intaglio.ops.opdef import Attrs, Call, OpDef, Roles, first_reason, fixed_channels, float_activations
 
 
@@ -15,11 +15,11 @@ def same_shapes(call: Call) -> str | None:
     if call.shapes[1] is None:
         return "one operand is a number"
     if call.shapes[0] != call.shapes[1]:
-        return f"operands of shapes {_text(call.shapes[0])} and {_text(call.shapes[1])}; the kernel does not broadcast"
+        return f"operands of shapes {_text(call.shape(0))} and {_text(call.shape(1))}; the kernel does not broadcast"
     return "an operand is a constant" if True in call.constant else None
 
 
-def _text(shape: object) -> str:
+def _text(shape: Shape) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
@@ -31,24 +31,29 @@ def add_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType],
     """`numerics.add_requantize`; a u8 first operand is taken less its zero point, an accumulator as it is."""
     a, b, factor_a, factor_b = args
     if types[0].dtype is DType.U8:
-        a = a.astype(np.int32) - types[0].q.zero_point[0]
-    b = b.astype(np.int32) - types[1].q.zero_point[0]
-    axis = types[0].q.axis if types[0].dtype is DType.I32 else 1
+        a = a.astype(np.int32) - types[0].levels.zero
+    b = b.astype(np.int32) - types[1].levels.zero
+    axis = types[0].levels.axis if types[0].dtype is DType.I32 else 1
     factors = (along(factor_a, a.ndim, axis), along(factor_b, b.ndim, axis))
-    levels = numerics.add_requantize(a, factors[0], b, factors[1], out.q.zero_point[0], op.attrs["low"], op.attrs["high"])
+    levels = numerics.add_requantize(a, factors[0], b, factors[1], out.levels.zero, op.attrs["low"], op.attrs["high"])
     return levels.astype(np.uint8)
 
 
-def along(values: np.ndarray, rank: int, axis: int | None) -> np.ndarray:
+def along(values: np.ndarray, rank: int, axis: Axis) -> np.ndarray:
     """Per-channel values shaped to broadcast along ``axis`` of a tensor of this rank; one value as it is."""
     if values.size == 1:
         return values.reshape(())
+    if not isinstance(axis, int):
+        raise ValueError(f"{values.size} values along axis {axis}")
     shape = [1] * rank
     shape[axis] = values.size
     return values.reshape(shape)
 
 
-CLAMPS = {"aten.relu.default": (0.0, None), "aten.relu6.default": (0.0, 6.0)}
+CLAMPS: dict[str, tuple[float | None, float | None]] = {
+    "aten.relu.default": (0.0, None),
+    "aten.relu6.default": (0.0, 6.0),
+}
 
 
 def bind_clamp(call: Call) -> Attrs:
@@ -73,8 +78,8 @@ def clamp_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType
 
 def requantize_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     acc, factor = args
-    factor = along(factor, acc.ndim, types[0].q.axis)
-    return numerics.requantize(acc, factor, out.q.zero_point[0], op.attrs["low"], op.attrs["high"]).astype(np.uint8)
+    factor = along(factor, acc.ndim, types[0].levels.axis)
+    return numerics.requantize(acc, factor, out.levels.zero, op.attrs["low"], op.attrs["high"]).astype(np.uint8)
 
 
 def table_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
@@ -82,15 +87,16 @@ def table_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType
 
 
 def quantize_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    q = out.q
+    q = out.levels
     scale, zero = along(np.array(q.scale), args[0].ndim, q.axis), along(np.array(q.zero_point), args[0].ndim, q.axis)
     return numerics.quantize(args[0], scale, zero, q.qmin, q.qmax).astype(np.uint8)
 
 
 def dequantize_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Levels, or an accumulator: ``float32(acc) * float32(s_x * s_w)``."""
-    q, rank = types[0].q, args[0].ndim
-    return numerics.dequantize(args[0], along(np.array(q.scale), rank, q.axis), along(np.array(q.zero_point), rank, q.axis))
+    q, rank = types[0].levels, args[0].ndim
+    scale, zero = (along(np.array(values), rank, q.axis) for values in (q.scale, q.zero_point))
+    return numerics.dequantize(args[0], scale, zero)
 
 
 ADD = OpDef(

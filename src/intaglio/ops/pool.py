@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Dim, Op, Shape, TensorType
+from intaglio.ir import Dim, Op, QParams, Shape, TensorType, evaluate
 from intaglio.ops.opdef import Attrs, Call, OpDef, first_reason, fixed_channels, float_activations, pair, rank
 
 
-class Window(NamedTuple):
+@dataclass(frozen=True)
+class Window:
     """Rows (or columns) start..stop of the input that one output reads, and how many the mean divides by."""
 
     start: int
@@ -84,7 +85,7 @@ def max_pool_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorT
     """Padding never wins: it holds level 0, the least there is."""
     (kh, kw), (sy, sx), (py, px), (dy, dx) = (op.attrs[k] for k in ("kernel", "stride", "padding", "dilation"))
     n, c, h, w = args[0].shape
-    rows, columns = pool_shape(op.attrs, [args[0].shape])[2:]
+    rows, columns = (evaluate(dim, {}) for dim in pool_shape(op.attrs, [args[0].shape])[2:])
     below, right = (rows - 1) * sy + dy * (kh - 1) + 1, (columns - 1) * sx + dx * (kw - 1) + 1
     padded = np.zeros((n, c, max(below, h + py), max(right, w + px)), np.uint8)
     padded[:, :, py : py + h, px : px + w] = args[0]
@@ -96,30 +97,37 @@ def max_pool_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorT
     return result
 
 
-def mean_over(x: np.ndarray, factors: np.ndarray, q_in, out: TensorType, rows: list[Window], columns: list[Window],
-              divisor: int | None = None) -> np.ndarray:  # fmt: skip
-    """``clamp(rne(float32(sum(q) - n*zp) * factors[count - 1]) + zp)``; n real values in a window, count its divisor."""
-    centred = x.astype(np.int64) - q_in.zero_point[0]
+def mean_over(
+    x: np.ndarray,
+    factors: np.ndarray,
+    q_in: QParams,
+    out: TensorType,
+    rows: list[Window],
+    columns: list[Window],
+    divisor: int | None = None,
+) -> np.ndarray:
+    """``clamp(rne(float32(sum(q) - n*zp) * factors[count - 1]) + zp)``; n values, count the divisor."""
+    centred = x.astype(np.int64) - q_in.zero
     result = np.empty((*x.shape[:2], len(rows), len(columns)), np.uint8)
     for i, row in enumerate(rows):
         for j, column in enumerate(columns):
             acc = centred[:, :, row.start : row.stop, column.start : column.stop].sum((2, 3))
             factor = factors[0 if divisor else row.count * column.count - 1]
-            q = out.q
-            result[:, :, i, j] = numerics.requantize(acc, factor, q.zero_point[0], q.qmin, q.qmax)
+            q = out.levels
+            result[:, :, i, j] = numerics.requantize(acc, factor, q.zero, q.qmin, q.qmax)
     return result
 
 
 def avg_pool_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     h, w = args[0].shape[2:]
-    oh, ow = pool_shape(op.attrs, [args[0].shape])[2:]
+    oh, ow = (evaluate(dim, {}) for dim in pool_shape(op.attrs, [args[0].shape])[2:])
     rows, columns = windows(op.attrs, 0, h, oh), windows(op.attrs, 1, w, ow)
-    return mean_over(args[0], args[1], types[0].q, out, rows, columns, op.attrs["divisor"])
+    return mean_over(args[0], args[1], types[0].levels, out, rows, columns, op.attrs["divisor"])
 
 
 def adaptive_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     (h, w), (oh, ow) = args[0].shape[2:], op.attrs["size"]
-    return mean_over(args[0], args[1], types[0].q, out, adaptive_windows(h, oh), adaptive_windows(w, ow))
+    return mean_over(args[0], args[1], types[0].levels, out, adaptive_windows(h, oh), adaptive_windows(w, ow))
 
 
 def bind_adaptive(call: Call) -> Attrs:
@@ -130,7 +138,8 @@ def counts(op_name: str, attrs: Attrs, shape: Shape) -> list[int]:
     """Every divisor a mean may need, in the order its table of factors has them."""
     if op_name == "avg_pool2d":
         return [attrs["divisor"]] if attrs["divisor"] else list(range(1, attrs["kernel"][0] * attrs["kernel"][1] + 1))
-    rows, columns = (adaptive_windows(size, out) for size, out in zip(shape[2:], attrs["size"], strict=True))
+    sizes = [evaluate(size, {}) for size in shape[2:]]
+    rows, columns = (adaptive_windows(size, out) for size, out in zip(sizes, attrs["size"], strict=True))
     return list(range(1, max(w.count for w in rows) * max(w.count for w in columns) + 1))
 
 

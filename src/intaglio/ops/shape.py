@@ -19,7 +19,7 @@ def bind_reshape(call: Call) -> Attrs:
 
 def fixed_rows(call: Call) -> str | None:
     """Both shapes are free in the batch axis only."""
-    free = [dim for shape in (call.shapes[0], call.result) for dim in shape[1:] if not isinstance(dim, int)]
+    free = [dim for shape in (call.shape(), call.result) for dim in shape[1:] if not isinstance(dim, int)]
     return f"free dimension {free[0]} inside a reshape" if free else None
 
 
@@ -30,7 +30,7 @@ def reshape_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTy
 
 def bind_slice(call: Call) -> Attrs:
     """(axis, start, stop, step) with every default and negative index resolved."""
-    given, shape = call.arguments, call.shapes[0]
+    given, shape = call.arguments, call.shape()
     axis = int(given.get("dim", 0)) % len(shape)
     size = shape[axis]
     start, stop = given.get("start"), given.get("end")
@@ -42,7 +42,7 @@ def bind_slice(call: Call) -> Attrs:
 
 def fixed_slice(call: Call) -> str | None:
     bounds = bind_slice(call)
-    if isinstance(call.shapes[0][bounds["axis"]], int) and all(isinstance(b, int) for b in bounds.values()):
+    if isinstance(call.shape()[bounds["axis"]], int) and all(isinstance(b, int) for b in bounds.values()):
         return "an empty result" if call.result[bounds["axis"]] == 0 else None
     return "a slice of the free batch"
 
@@ -61,7 +61,7 @@ def slice_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType
 
 def bind_pad(call: Call) -> Attrs:
     """``before`` and ``after`` of every axis, in axis order; torch counts from the last axis."""
-    given, axes = list(call.arguments["pad"]), len(call.shapes[0])
+    given, axes = list(call.arguments["pad"]), len(call.shape())
     pairs = [(0, 0)] * (axes - len(given) // 2) + [(given[i], given[i + 1]) for i in range(len(given) - 2, -1, -2)]
     return {"before": tuple(p[0] for p in pairs), "after": tuple(p[1] for p in pairs)}
 
@@ -87,7 +87,7 @@ def pad_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 def pad_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     widths = list(zip(op.attrs["before"], op.attrs["after"], strict=True))
-    return np.pad(args[0], widths, constant_values=types[0].q.zero_point[0])
+    return np.pad(args[0], widths, constant_values=types[0].levels.zero)
 
 
 def same_elements(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:

@@ -111,9 +111,12 @@ def _refusal(node: fx.Node, setting: Setting) -> str | None:
     return record.check(call_of(node, record))
 
 
-def _regions(graph: fx.Graph, settings: Mapping[fx.Node, Setting], reasons: Mapping[fx.Node, str | None]) -> list[Region]:
+def _regions(
+    graph: fx.Graph, settings: Mapping[fx.Node, Setting], reasons: Mapping[fx.Node, str | None]
+) -> list[Region]:
     """Every fusion row where it fits, longest first, then single operators; in execution order."""
-    view, taken, found = FxView(graph), set(), []
+    view, found = FxView(graph), []
+    taken: set[fx.Node] = set()
     nodes = [node for node in settings if reasons[node] is None]
     for row in FUSIONS:
         for node in nodes:

@@ -22,7 +22,7 @@ from intaglio.quant.annotate import Annotations, Region
 from intaglio.quant.methods import METHODS
 from intaglio.quant.prepare import Prepared, copy_graph
 from intaglio.quant.ranges import Ranges
-from intaglio.quant.sites import Fixed, Site
+from intaglio.quant.sites import Fixed, Observed, Site
 
 DECOMPOSED = torch.ops.quantized_decomposed  # registered by torch.ao.quantization.fx._decomposed
 INT32 = (-(2**31), 2**31 - 1)
@@ -96,12 +96,14 @@ def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, Q
 def _activation(site: Site, found: Mapping[str, Any]) -> QParams:
     if isinstance(site.spec, Fixed):
         scale, zero_point = site.spec.scale, site.spec.zero_point
-    else:
+    elif isinstance(site.spec, Observed):
         low, high = METHODS[site.spec.method](found[site.name], site.qmin, site.qmax)
         try:
             scale, zero_point = numerics.affine(low, high, site.qmin, site.qmax)
         except ValueError as error:
             raise CalibrationError(site.name, site.origin.operator, str(error)) from error
+    else:
+        raise UnsupportedError(site.name, site.origin.operator, f"an activation cannot be {site.spec}")
     return QParams((scale,), (zero_point,), site.qmin, site.qmax)
 
 
@@ -116,13 +118,13 @@ def _weight_qparams(annotations: Annotations, qparams: Mapping[str, QParams], re
         absmax = np.abs(weight.reshape(weight.shape[0], -1)).max(1)
         plain = numerics.symmetric(absmax if w_site.axis == 0 else absmax.max(keepdims=True), w_site.qmax)
         plain = np.broadcast_to(plain, absmax.shape)
-        fitted = numerics.fit_weight_scale(plain, absmax, bias, qparams[x_site.name].scale[0])
+        fitted = numerics.fit_weight_scale(plain, absmax, bias, qparams[x_site.name].step)
         if w_site.axis is None:
             fitted = np.broadcast_to(fitted.max(), fitted.shape)
         if (fitted > plain)[absmax > 0].any():
             remarks.append(f"{w_site.name}: scales of {int((fitted > plain).sum())} channels enlarged to fit the bias")
         if w_site.name in result:
-            fitted = np.maximum(fitted, np.array(result[w_site.name].scale, np.float32))
+            fitted = np.maximum(fitted, np.array(result[w_site.name].scales, np.float32))
         if not np.isfinite(fitted).all():
             raise UnsupportedError(w_site.name, region.anchor.name, "weights or biases that are not finite",
                                    remedy=f"skip=[{region.anchor.meta['origin'].path!r}]")  # fmt: skip
@@ -137,7 +139,7 @@ def _weight_qparams(annotations: Annotations, qparams: Mapping[str, QParams], re
 
 
 def _bias_qparams(x: QParams, w: QParams) -> QParams:
-    scales = tuple(map(float, numerics.accumulator_scale(x.scale, w.scale)))
+    scales = tuple(map(float, numerics.accumulator_scale(x.scales, w.scales)))
     return QParams(scales, (0,) * len(scales), *INT32, 0 if w.axis == 0 else None)
 
 
@@ -194,7 +196,7 @@ class _Rewriter:
     def _activation(self, site: Site, readers: Mapping[str, list[fx.Node]], produced: bool) -> None:
         """Readers inside regions get a dequantize each; the rest one together, or the float value if there is one."""
         node, q = self.nodes[site.value], self.qparams[site.name]
-        parameters = (q.scale[0], q.zero_point[0], q.qmin, q.qmax, TORCH_DTYPES[site.dtype])
+        parameters = (q.step, q.zero, q.qmin, q.qmax, TORCH_DTYPES[site.dtype])
         own = readers.get(site.value, [])
         others = [user for user in node.users if user not in own]
         with self.graph.inserting_after(node):
@@ -216,12 +218,12 @@ class _Rewriter:
         x_site, w_site, b_site = anchor_sites(self.annotations, region)
         weight, bias = _parameters(self.annotations.module, region)
         w, x = self.qparams[w_site.name], self.qparams[x_site.name]
-        scales = np.broadcast_to(np.array(w.scale, np.float32), weight.shape[:1])
+        scales = np.broadcast_to(np.array(w.scales, np.float32), weight.shape[:1])
         spread = scales.reshape(-1, *[1] * (weight.ndim - 1))
         levels = numerics.quantize(weight, spread, 0, w.qmin, w.qmax)
         steps = np.zeros(weight.shape[0], np.int32)
         if bias is not None:
-            steps = numerics.bias_steps(bias, x.scale[0], scales)
+            steps = numerics.bias_steps(bias, x.step, scales)
         self._prove(region, levels, steps, x)
         names = [operands(anchor)[i] for i in (roles.weight, roles.bias)]
         self._constant(anchor, names[0], w_site.name, levels.astype(np.int8), w, DType.S8)
@@ -229,7 +231,7 @@ class _Rewriter:
             self._constant(anchor, names[1], b_site.name, steps, self.qparams[b_site.name], DType.I32)
 
     def _prove(self, region: Region, levels: np.ndarray, steps: np.ndarray, x: QParams) -> None:
-        bound = numerics.accumulator_bound(levels, steps, x.qmin, x.qmax, x.zero_point[0]).max(initial=0)
+        bound = numerics.accumulator_bound(levels, steps, x.qmin, x.qmax, x.zero).max(initial=0)
         if bound >= 2**31:
             where = origin(region.anchor)
             raise UnsupportedError(
@@ -244,12 +246,12 @@ class _Rewriter:
         with self.graph.inserting_before(anchor):
             if q.axis is None:
                 real = self.graph.call_function(
-                    DECOMPOSED.dequantize_per_tensor.default, (source, q.scale[0], 0, q.qmin, q.qmax, torch_dtype)
+                    DECOMPOSED.dequantize_per_tensor.default, (source, q.step, 0, q.qmin, q.qmax, torch_dtype)
                 )
             else:
-                single = TensorType((len(q.scale),), DType.F32)
-                scales = self._get(f"{site}:scale", np.array(q.scale, np.float32), single, old)
-                zeros = self._get(f"{site}:zero_point", np.zeros(len(q.scale), np.int64), single, old)
+                single = TensorType((len(q.scales),), DType.F32)
+                scales = self._get(f"{site}:scale", np.array(q.scales, np.float32), single, old)
+                zeros = self._get(f"{site}:zero_point", np.zeros(len(q.scales), np.int64), single, old)
                 call = (source, scales, zeros, q.axis, q.qmin, q.qmax, torch_dtype)
                 real = self.graph.call_function(DECOMPOSED.dequantize_per_channel.default, call)
         real.meta = {"type": TensorType(array.shape, DType.F32), "origin": origin(anchor)}

@@ -91,8 +91,8 @@ class Binder:
             self._say("batches are pairs: the first part goes to forward", ["the second part"])
             return self(item[0])
         if len(item) > self.required + len(self.keywords):
-            rest = [f"element {index}" for index in range(self.required, len(item))]
-            self._say(f"the first {self.required} of {len(item)} elements of a batch go to forward", rest)
+            others = [f"element {index}" for index in range(self.required, len(item))]
+            self._say(f"the first {self.required} of {len(item)} elements of a batch go to forward", others)
             return item[: self.required], {}
         positional, rest = item[: self.required], item[self.required :]
         return positional, dict(zip(self.keywords, rest, strict=False))

@@ -99,8 +99,8 @@ def _absorbs(user: fx.Node, value: fx.Node) -> bool:
     return record.name == "conv2d" and (padding == "valid" or not any(padding if padding != "same" else _same(user)))
 
 
-def _same(user: fx.Node) -> list[int]:
-    return [size - 1 for size in tensor_type(user.args[1]).shape[2:]]
+def _same(user: fx.Node) -> list[bool]:
+    return [size != 1 for size in tensor_type(user.args[1]).shape[2:]]
 
 
 def _affine(module: fx.GraphModule, norm: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:

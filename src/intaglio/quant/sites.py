@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Union
 
 from intaglio.errors import UnsupportedError
 from intaglio.ir import Axis, DType, Origin
@@ -40,7 +39,10 @@ class Derived:
     sources: tuple[str, ...]
 
 
-Spec = Union[Observed, Fixed, Shared, Derived]
+Spec = Observed | Fixed | Shared | Derived
+
+
+NOWHERE = Origin()
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Site:
     qmin: int
     qmax: int
     axis: Axis = None
-    origin: Origin = Origin()
+    origin: Origin = NOWHERE
 
     def __str__(self) -> str:
         span = f"[{self.qmin}, {self.qmax}]" + ("" if self.axis is None else f" axis {self.axis}")

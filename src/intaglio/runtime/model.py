@@ -31,17 +31,16 @@ class _Frame:
         self.external = (ctypes.c_void_p * count)()
         self.strides = (ctypes.c_int64 * (4 * count))()
         start = self.arena.data_ptr()
-        self.run = Run(
-            layout.dims, layout.offsets, start + -start % 64, artifact.constants.ctypes.data, self.external, self.strides
-        )
+        memory = start + -start % 64, artifact.constants.ctypes.data
+        self.run = Run(layout.dims, layout.offsets, *memory, self.external, self.strides)
 
     def point(self, index: int, tensor: torch.Tensor) -> None:
         """Let entry ``index`` of the table of the caller's tensors be this one."""
         self.external[index] = tensor.data_ptr()
         if tensor.dim() == 4:
-            self.strides[4 * index : 4 * index + 4] = tensor.stride()
+            self.strides[4 * index : 4 * index + 4] = list(tensor.stride())
         else:
-            self.strides[4 * index : 4 * index + 4] = (tensor.shape[-1] if tensor.dim() else 1, 1, 0, 0)
+            self.strides[4 * index : 4 * index + 4] = [tensor.shape[-1] if tensor.dim() else 1, 1, 0, 0]
 
 
 class _Shapes:
@@ -117,7 +116,8 @@ class QuantizedModel(nn.Module):
             symbols = dims_of(self.signature, list(leaves))
             for entry, leaf in zip(self.signature.inputs, leaves, strict=True):
                 if leaf.layout is not torch.strided:
-                    raise InputError(f"input '{entry.name}'", None, f"layout {leaf.layout}; the model takes dense tensors")
+                    problem = f"layout {leaf.layout}; the model takes dense tensors"
+                    raise InputError(f"input '{entry.name}'", None, problem)
             found = _Shapes(self.artifact, symbols)
             with self._lock:
                 self._shapes[key] = found
@@ -173,7 +173,8 @@ class QuantizedModel(nn.Module):
     def assert_int8(self, macs: float = 1.0) -> None:
         """AssertionError, with the reasons, when a smaller share of the multiply-accumulates runs in int8."""
         if self.coverage.macs < macs:
-            raise AssertionError(f"{100 * self.coverage.macs:.2f} % of MACs in int8, asked for {100 * macs:.2f} %\n{self.coverage}")
+            shares = f"{100 * self.coverage.macs:.2f} % of MACs in int8, asked for {100 * macs:.2f} %"
+            raise AssertionError(f"{shares}\n{self.coverage}")
 
     def train(self, mode: bool = True) -> QuantizedModel:
         """An int8 program cannot be trained; asking for it warns and changes nothing."""
