@@ -1,5 +1,6 @@
 """The integer graph against the Q/DQ reference, region by region on the same integers."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+import nets
 from intaglio.calls import bind, dims_of
-from intaglio.capture import capture
+from intaglio.capture import Captured, capture
 from intaglio.ir import DType
 from intaglio.lower.integer import _Builder, requantize
 from intaglio.lower.lowered import Lowered
@@ -94,10 +96,22 @@ def _array(tensor: Tensor) -> np.ndarray:
     return tensor.detach().numpy()
 
 
+@functools.cache
+def captured_net(net: type[nn.Module]) -> tuple[nn.Module, Captured]:
+    """One of `nets.ALL` with random weights, captured once for all tests from an example of batch 1."""
+    model = nets.randomize(net())
+    return model, capture(model, nets.example(model, 1))
+
+
 def quantized(model: nn.Module, *example: Any, recipe=None, **kwargs: Any) -> tuple[Reference, Lowered]:
     """The whole way for one model, calibrated on its example."""
-    prepared = prepare(capture(model.eval(), example, example_kwargs=kwargs), Quantizer(recipe) if recipe else None)
-    reference = convert(prepared, calibrate(prepared, lambda run: run(*example, **kwargs)))
+    return lowered(capture(model.eval(), example, example_kwargs=kwargs), *example, recipe=recipe, **kwargs)
+
+
+def lowered(captured: Captured, *batch: Any, recipe=None, **kwargs: Any) -> tuple[Reference, Lowered]:
+    """From a captured model on, calibrated on one batch."""
+    prepared = prepare(captured, Quantizer(recipe) if recipe else None)
+    reference = convert(prepared, calibrate(prepared, lambda run: run(*batch, **kwargs)))
     return reference, requantize(reference)
 
 

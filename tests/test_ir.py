@@ -162,7 +162,7 @@ def test_a_graph_pickles_and_compares_by_text():
     lambda: QParams((float("inf"),), (0,), 0, 255),
 ])  # fmt: skip
 def test_parameters_that_make_no_sense_are_refused(bad):
-    with pytest.raises(ValueError, match="scale|qmin"):
+    with pytest.raises(ValueError, match=r"scale|qmin"):
         bad()
 
 

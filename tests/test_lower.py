@@ -116,7 +116,8 @@ def test_backend_8_frontend_b15_one_tensor_for_three_linears_and_a_float_reader(
         lambda m, x: (lambda y: (m.q(y), m.k(y), m.v(y), torch.erf(y)))(m.a(x)), X,
         a=nn.Linear(8, 6), q=nn.Linear(6, 5), k=nn.Linear(6, 5), v=nn.Linear(6, 5),
     )  # fmt: skip
-    (levels,) = [n for n in reference.module.graph.nodes if "quantize_per_tensor" in n.name and n.args[0].name == "linear"]
+    nodes = reference.module.graph.nodes
+    (levels,) = [n for n in nodes if "quantize_per_tensor" in n.name and n.args[0].name == "linear"]
     assert len(levels.users) == 4
     assert all(len(user.users) == 1 for user in levels.users)
     assert kinds(lowered).count("requantize") == 1

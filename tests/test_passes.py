@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import nets
+from compare import captured_net
 from intaglio.capture import capture, run
 from intaglio.capture.nodes import operator
 from intaglio.quant import annotate
@@ -21,8 +22,12 @@ def conv(outputs: int = 6, kernel: int = 3, padding=1, **rest) -> nn.Conv2d:
 
 
 def passed(model: nn.Module, x: torch.Tensor):
-    """The graph after the passes, their counts; checked to compute what the model does, and to be done."""
-    captured = capture(nets.randomize(model), x)
+    """The graph after the passes and their counts."""
+    return passed_graph(capture(nets.randomize(model), x), x)
+
+
+def passed_graph(captured, x: torch.Tensor):
+    """Checked to compute what the captured graph does, and to be done after one run."""
     module = copy_graph(captured.module)
     counts = run(module, PTQ_PASSES)
     torch.testing.assert_close(module(x)[0], captured.module(x)[0], rtol=1e-4, atol=1e-4)
@@ -44,7 +49,7 @@ def before(m, x):
 
 @pytest.mark.parametrize("net", nets.ALL, ids=lambda net: net.__name__)
 def test_values_are_kept_and_a_second_run_finds_nothing(net):
-    passed(net(), nets.example(net()))
+    passed_graph(captured_net(net)[1], nets.example(net()))
 
 
 FOLDED = {
@@ -107,7 +112,7 @@ def weights(module) -> set[str]:
 
 
 def test_frontend_b22_one_conv_and_one_norm_called_twice_fold_once():
-    module, counts = passed(nets.SharedConvBn(), nets.example(nets.SharedConvBn()))
+    module, counts = passed_graph(captured_net(nets.SharedConvBn)[1], nets.example(nets.SharedConvBn()))
     assert counts["fold_batch_norm_after"] == 2
     assert len(weights(module)) == 1
 

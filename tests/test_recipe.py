@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import nets
-from compare import kinds, quantized
+from compare import captured_net, kinds, lowered
 from intaglio.capture import capture
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.ir import Origin
@@ -56,7 +56,7 @@ def test_only_and_skip():
     assert not recipe.setting(Origin("fc", "aten.linear.default"), CLASSES).quantize
 
 
-MODEL = nets.randomize(nets.Residual())
+MODEL, CAPTURED = captured_net(nets.Residual)
 
 
 @pytest.mark.parametrize(("selector", "nearest"), [
@@ -65,7 +65,7 @@ MODEL = nets.randomize(nets.Residual())
 ])  # fmt: skip
 def test_a_selector_that_matches_nothing_names_the_nearest(selector, nearest):
     with pytest.raises(SelectorError, match="matches no operator") as error:
-        annotate(capture(MODEL, nets.example(MODEL)), Quantizer(Recipe().with_selection(skip=selector)))
+        annotate(CAPTURED, Quantizer(Recipe().with_selection(skip=selector)))
     assert nearest in error.value.remedy
 
 
@@ -109,14 +109,14 @@ def test_a_selector_given_twice_survives_toml(tmp_path):
 
 def test_frontend_a17_only_one_operator_type_is_quantized():
     recipe = Recipe.of({"type:Linear": ON}, OFF)
-    _, lowered = quantized(MODEL, nets.example(MODEL), recipe=recipe)
-    assert [kind for kind in kinds(lowered) if kind not in ("quantize", "dequantize", "island")] == ["linear"]
-    assert all("the recipe leaves it in float" in str(skip) for skip in lowered.skipped)
+    _, graph = lowered(CAPTURED, nets.example(MODEL), recipe=recipe)
+    assert [kind for kind in kinds(graph) if kind not in ("quantize", "dequantize", "island")] == ["linear"]
+    assert all("the recipe leaves it in float" in str(skip) for skip in graph.skipped)
 
 
 def test_frontend_b19_a_fusion_does_not_cross_a_border_between_settings():
     recipe = Recipe.of({"blocks.0.conv1.0": {"method": "minmax"}})
-    prepared = prepare(capture(MODEL, nets.example(MODEL)), Quantizer(recipe))
+    prepared = prepare(CAPTURED, Quantizer(recipe))
     assert "blocks.0.conv1.0#0/conv2d.0" in prepared.observers
     assert "blocks.0.conv2.0#0/conv2d.0" not in prepared.observers
 

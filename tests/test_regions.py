@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+import compare
 import nets
-from compare import assert_equal_levels, kinds, quantized, sqnr, tensors, worst_levels
+from compare import assert_equal_levels, captured_net, kinds, quantized, sqnr, tensors, worst_levels
 from nets import Body
 
 
@@ -25,8 +26,8 @@ QUANTIZED = [net for net in nets.ALL if net is not nets.CrossNet]
 
 @pytest.mark.parametrize("net", QUANTIZED, ids=lambda net: net.__name__)
 def test_every_net_is_within_a_level_region_by_region_and_as_a_whole(net):
-    model = nets.randomize(net())
-    reference, lowered = quantized(model, nets.example(model, 16))
+    model, captured = captured_net(net)
+    reference, lowered = compare.lowered(captured, nets.example(model, 16))
     x = nets.example(model, 8, seed=3)
     levels = assert_equal_levels(reference, lowered, x)
     assert levels.rate <= 1e-4
@@ -77,7 +78,8 @@ ODD = {
         {"c": conv(), "d": conv(8)},
     ),
     "avg_pool ceil, windows of many sizes": (
-        (2, 3, 10, 11), lambda m, x: m.d(F.avg_pool2d(m.c(x), (3, 4), (2, 3), (1, 2), True)), {"c": conv(), "d": conv(8)},
+        (2, 3, 10, 11), lambda m, x: m.d(F.avg_pool2d(m.c(x), (3, 4), (2, 3), (1, 2), True)),
+        {"c": conv(), "d": conv(8)},
     ),
     "adaptive pool 7x5 to 3x2": ((4, 3, 7, 5), lambda m, x: F.adaptive_avg_pool2d(m.c(x), (3, 2)), {"c": conv()}),
     "adaptive pool that enlarges": ((4, 3, 3, 3), lambda m, x: F.adaptive_avg_pool2d(m.c(x), (5, None)), {"c": conv()}),
@@ -105,7 +107,8 @@ ODD = {
         (4, 20), lambda m, x: m.c(m.a(x).view(-1, 3, 5, 4)), {"a": nn.Linear(20, 60), "c": conv()},
     ),
     "squeezes": (
-        X, lambda m, x: m.a(F.adaptive_avg_pool2d(m.c(x), 1).squeeze(-1).squeeze(-1)), {"c": conv(), "a": nn.Linear(8, 5)},
+        X, lambda m, x: m.a(F.adaptive_avg_pool2d(m.c(x), 1).squeeze(-1).squeeze(-1)),
+        {"c": conv(), "a": nn.Linear(8, 5)},
     ),
 }  # fmt: skip
 
@@ -154,8 +157,9 @@ def test_case_41_an_empty_batch_gives_an_empty_result():
     assert shapes == [t.shape for t in tensors(reference(torch.zeros(0, *model.shape)))]
 
 
+@pytest.mark.slow
 @given(st.data())
-@settings(max_examples=6)
+@settings(max_examples=20)
 def test_convolutions_of_any_geometry(data):
     draw = data.draw
     groups = draw(st.sampled_from([1, 1, 2, 3]))
@@ -172,13 +176,15 @@ def test_convolutions_of_any_geometry(data):
     assert lowered(x).shape == model(x).shape
 
 
+@pytest.mark.slow
 @given(st.data())
-@settings(max_examples=6)
+@settings(max_examples=20)
 def test_pools_of_any_geometry(data):
     draw = data.draw
     kernel, stride = draw(st.tuples(st.integers(1, 4), st.integers(1, 4))), draw(st.integers(1, 3))
     padding = tuple(draw(st.integers(0, k // 2)) for k in kernel)
-    ceil, counted, size = draw(st.booleans()), draw(st.booleans()), draw(st.tuples(st.integers(4, 11), st.integers(4, 11)))
+    ceil, counted = draw(st.booleans()), draw(st.booleans())
+    size = draw(st.tuples(st.integers(4, 11), st.integers(4, 11)))
     pool = draw(st.sampled_from([
         nn.MaxPool2d(kernel, stride, padding, ceil_mode=ceil), nn.AvgPool2d(kernel, stride, padding, ceil, counted),
         nn.AdaptiveAvgPool2d(kernel),
@@ -191,8 +197,9 @@ def test_pools_of_any_geometry(data):
     assert lowered(x).shape == model(x).shape
 
 
+@pytest.mark.slow
 @given(st.data())
-@settings(max_examples=6)
+@settings(max_examples=20)
 def test_sums_of_any_scales(data):
     """Case 32: operands of very different scales; the small one may vanish, the sum stays within a level."""
     draw = data.draw

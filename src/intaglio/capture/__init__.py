@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from intaglio.capture.canonical import CAPTURE_PASSES, run
 from intaglio.capture.captured import Captured, fx_text
-from intaglio.capture.check import disagreement, free_symbols, resized
-from intaglio.capture.export import export, free_batch, frozen_copy, to_captured
-from intaglio.errors import CaptureError
+from intaglio.capture.check import disagreement, resized
 
 __all__ = ["CAPTURE_PASSES", "Captured", "capture", "disagreement", "fx_text", "resized", "run"]
 
@@ -32,48 +28,6 @@ def capture(
     is repeated to 2. The graph is checked against the model at batch 1 and 3; where they differ the shapes of the
     example stay fixed and ``notes`` says why. The model is copied and never changed. Raises `CaptureError`.
     """
-    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    kwargs = dict(example_kwargs or {})
-    args, kwargs = pytree.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, (args, kwargs))
-    with torch.random.fork_rng(devices=[]):
-        return _capture(frozen_copy(model, train), args, kwargs, dynamic_shapes, train)
+    from intaglio.capture.trace import trace  # torch.export takes a third of a second to import
 
-
-def _capture(own: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic_shapes: Any, train: bool) -> Captured:
-    if dynamic_shapes is not None:
-        return _checked(to_captured(export(own, args, kwargs, dynamic_shapes), own, (), train), own, args, kwargs)
-    reason = None
-    for wide_args, wide_kwargs in _examples(args, kwargs):
-        try:
-            shapes = free_batch(own, wide_args, wide_kwargs)
-            captured = to_captured(export(own, wide_args, wide_kwargs, shapes), own, (), train)
-            found = disagreement(captured, own, args, kwargs) if free_symbols(captured) else "the model fixes it"
-        except CaptureError as error:
-            found = error.problem
-        if found is None:
-            return captured
-        reason = reason or found
-    note = f"batch is fixed as in the example: {reason}"
-    return _checked(to_captured(export(own, args, kwargs, None), own, (note,), train), own, args, kwargs)
-
-
-def _checked(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Captured:
-    if not captured.training and (reason := disagreement(captured, model, args, kwargs)) is not None:
-        raise CaptureError(
-            type(model).__name__, None, f"the captured graph is not the model: {reason}",
-            remedy="the model depends on data or on random numbers; capture a part of it that does not",
-        )  # fmt: skip
-    return captured
-
-
-def _examples(args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[tuple, dict[str, Any]]]:
-    """Every tensor of batch 1 repeated to batch 2; then, where others have another batch, the example as it is."""
-    sizes = {v.shape[0] for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor) and v.dim()}
-
-    def widen(leaf: Any) -> Any:
-        return torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == 1 else leaf
-
-    if 1 in sizes:
-        yield pytree.tree_map(widen, (args, kwargs))
-    if sizes != {1}:
-        yield args, kwargs
+    return trace(model, example_inputs, example_kwargs, dynamic_shapes, train)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -14,10 +13,13 @@ from intaglio.errors import CaptureError
 from intaglio.ir import Dim, DType, Origin, TensorType, symbol
 from intaglio.ops import BY_TARGET, Call, OpDef
 
+if TYPE_CHECKING:
+    import sympy  # a third of a second to import
+
 
 def dim_of(size: int | torch.SymInt, names: Mapping[sympy.Symbol, str]) -> Dim:
     """A dimension of a traced tensor in our own terms."""
-    return size if isinstance(size, int) else _dim(sympy.expand(size.node.expr), names)
+    return size if isinstance(size, int) else _dim(size.node.expr.expand(), names)
 
 
 def _dim(expression: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> Dim:

@@ -62,10 +62,11 @@ class Context:
         if buffer is None:
             kind = self.graph.types[value]
             n, h, w, c = nhwc(kind.shape)
-            return f"image({self.external(value)}, {self.dim(n)}, {h}, {w}, {c} * {kind.dtype.bytes}, 0)"
-        n, h, w, c = nhwc(buffer.shape)
+            sizes = f"{self.dim(n)}, {self.dim(h)}, {self.dim(w)}, {c} * {kind.dtype.bytes}"
+            return f"image({self.external(value)}, {sizes}, 0)"
+        sizes = ", ".join(map(self.dim, nhwc(buffer.shape)))
         start = f"r->arena + r->offsets[{self.index[buffer.alias or value]}]"
-        return f"image({start}, {self.dim(n)}, {self.dim(h)}, {self.dim(w)}, {self.dim(c)}, {buffer.halo})"
+        return f"image({start}, {sizes}, {buffer.halo})"
 
     def external(self, value: str) -> str:
         return f"r->external[{self.plan.external.index(value)}]"

@@ -39,7 +39,7 @@ EMITTERS: Mapping[str, Callable[[Code, Partition, Context], None]] = {
     "quantize": emit_quantize,
     "dequantize": emit_dequantize,
 }
-"""Anchor kind -> what prints its step; tests/test_kernels.py checks it against the operators' kernel families."""
+"""Anchor kind -> what prints its step; tests/test_program.py checks it against the operators' kernel families."""
 
 
 EXPORT = 'extern "C" __attribute__((visibility("default")))'

@@ -71,7 +71,7 @@ def emit_move(code: Code, partition: Partition, context: Context) -> None:
     code("struct Move m = {};")
     code(f"m.in = {context.image(op.inputs[0])};")
     code(f"m.out = {context.image(op.output)};")
-    for axis, index in (("c", 1), ("y", 2), ("x", 3)):
+    for index, axis in enumerate("ncyx"):
         code(f"m.{axis}0 = {start[index]}, m.s{axis} = {step[index]};")
     code(f"m.level = (uint8_t)({limits})->zero_point;")
     code("move_levels(&m, thread, threads);")

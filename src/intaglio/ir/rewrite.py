@@ -69,7 +69,7 @@ def op(
 ) -> Pattern:
     """An operator of one of these kinds. Operands beyond those given may be anything."""
     names = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-    return Pattern(names, operands, name or names[0], where=where, commutative=commutative)
+    return Pattern(names, operands, name, where=where, commutative=commutative)
 
 
 def seq(*kinds: str | Iterable[str]) -> Pattern:

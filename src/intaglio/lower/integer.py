@@ -29,9 +29,10 @@ def requantize(reference: Reference) -> Lowered:
     graph, _ = run_passes(verify(builder.graph(), "requantize"), LOWER_PASSES)
     integer = sum(macs(node) for region in builder.regions for node in region.nodes)
     total = sum(macs(node) for node in reference.module.graph.nodes)
-    operators = sum(len(region.nodes) for region in builder.regions)
-    return Lowered(graph, builder.islands, reference.signature, reference.annotations.skipped, (integer, total),
-                   operators, (*reference.notes, *reference.remarks))  # fmt: skip
+    inside = {node.name for region in builder.regions for node in region.nodes}
+    floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in inside)
+    notes = (*reference.notes, *reference.remarks)
+    return Lowered(graph, builder.islands, reference.signature, floats, (integer, total), len(inside), notes)
 
 
 class _Builder:

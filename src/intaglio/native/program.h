@@ -283,24 +283,25 @@ static inline void look_up(const struct Image* in, const struct Image* out, cons
     }
 }
 
-// out[n, y, x, c] = in[n, y0 + sy*y, x0 + sx*x, c0 + sc*c] where that lies inside, else `level`: slice and pad.
+// out[n, y, x, c] = in[n0 + sn*n, y0 + sy*y, x0 + sx*x, c0 + sc*c] where that lies inside, else `level`: slice and pad.
 struct Move {
     struct Image in, out;
-    int64_t y0, x0, c0, sy, sx, sc;
+    int64_t n0, y0, x0, c0, sn, sy, sx, sc;
     uint8_t level;
 };
 
 static inline void move_levels(const struct Move* m, int thread, int threads) {
     FOR_EACH_ROW(&m->out) {
-        const int64_t from_y = m->y0 + m->sy * y;
+        const int64_t from_n = m->n0 + m->sn * n, from_y = m->y0 + m->sy * y;
+        const int outside = from_n < 0 || from_n >= m->in.images || from_y < 0 || from_y >= m->in.height;
         for (int64_t x = 0; x < m->out.width; ++x) {
             const int64_t from_x = m->x0 + m->sx * x;
             uint8_t* to = at(&m->out, n, y, x);
-            if (from_y < 0 || from_y >= m->in.height || from_x < 0 || from_x >= m->in.width) {
+            if (outside || from_x < 0 || from_x >= m->in.width) {
                 memset(to, m->level, (size_t)m->out.pixel);
                 continue;
             }
-            const uint8_t* from = at(&m->in, n, from_y, from_x);
+            const uint8_t* from = at(&m->in, from_n, from_y, from_x);
             if (m->sc == 1 && m->c0 >= 0 && m->c0 + m->out.pixel <= m->in.pixel) {
                 memcpy(to, from + m->c0, (size_t)m->out.pixel);
                 continue;

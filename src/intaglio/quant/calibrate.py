@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from intaglio import config
 from intaglio.errors import CalibrationError, InputError
@@ -82,6 +80,9 @@ def _bar(items: Iterator[Any], total: int | None, show: bool) -> Iterator[Any]:
     if not show:
         yield from items
         return
+    from rich.console import Console  # only where a bar is drawn: it takes a tenth of a second to import
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("calibrating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         yield from bar.track(items, total=total)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
-from torch.ao.quantization.fx import _decomposed  # noqa: F401  (registers the operators)
 
 from intaglio import numerics
 from intaglio.calls import TORCH_DTYPES, bind, dims_of, rebuild
@@ -24,8 +23,14 @@ from intaglio.quant.prepare import Prepared, copy_graph
 from intaglio.quant.ranges import Ranges
 from intaglio.quant.sites import Fixed, Observed, Site
 
-DECOMPOSED = torch.ops.quantized_decomposed  # registered by torch.ao.quantization.fx._decomposed
 INT32 = (-(2**31), 2**31 - 1)
+
+
+def decomposed() -> Any:
+    """torch's own quantize and dequantize operators; the import that registers them waits until they are needed."""
+    from torch.ao.quantization.fx import _decomposed  # noqa: F401
+
+    return torch.ops.quantized_decomposed
 
 
 @dataclass(frozen=True)
@@ -200,11 +205,11 @@ class _Rewriter:
         own = readers.get(site.value, [])
         others = [user for user in node.users if user not in own]
         with self.graph.inserting_after(node):
-            levels = self.graph.call_function(DECOMPOSED.quantize_per_tensor.default, (node, *parameters))
+            levels = self.graph.call_function(decomposed().quantize_per_tensor.default, (node, *parameters))
         levels.meta = self._meta(node, site.dtype, q)
         for group in [[user] for user in own] + ([others] if others and produced else []):
             with self.graph.inserting_before(group[0] if len(group) == 1 else levels.next):
-                real = self.graph.call_function(DECOMPOSED.dequantize_per_tensor.default, (levels, *parameters))
+                real = self.graph.call_function(decomposed().dequantize_per_tensor.default, (levels, *parameters))
             real.meta = {"type": node.meta["type"], "origin": origin(group[0] if len(group) == 1 else node)}
             for user in group:
                 user.replace_input_with(node, real)
@@ -246,14 +251,14 @@ class _Rewriter:
         with self.graph.inserting_before(anchor):
             if q.axis is None:
                 real = self.graph.call_function(
-                    DECOMPOSED.dequantize_per_tensor.default, (source, q.step, 0, q.qmin, q.qmax, torch_dtype)
+                    decomposed().dequantize_per_tensor.default, (source, q.step, 0, q.qmin, q.qmax, torch_dtype)
                 )
             else:
                 single = TensorType((len(q.scales),), DType.F32)
                 scales = self._get(f"{site}:scale", np.array(q.scales, np.float32), single, old)
                 zeros = self._get(f"{site}:zero_point", np.zeros(len(q.scales), np.int64), single, old)
                 call = (source, scales, zeros, q.axis, q.qmin, q.qmax, torch_dtype)
-                real = self.graph.call_function(DECOMPOSED.dequantize_per_channel.default, call)
+                real = self.graph.call_function(decomposed().dequantize_per_channel.default, call)
         real.meta = {"type": TensorType(array.shape, DType.F32), "origin": origin(anchor)}
         anchor.replace_input_with(old, real)
 

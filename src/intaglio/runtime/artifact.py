@@ -50,6 +50,14 @@ class Artifact:
         """One native stretch; returns when it is done. Releases the interpreter lock."""
         self.library.intaglio_run(ctypes.byref(frame), segment, threads, self.parallel)
 
+    def __deepcopy__(self, memo: object) -> Artifact:
+        """Itself: nothing in it ever changes."""
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A pickle holds the program; the library is found in the cache or built where it is read."""
+        return build_artifact, (self.program,)
+
 
 @dataclass(frozen=True)
 class Layout:

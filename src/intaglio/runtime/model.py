@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class _Frame:
 
     def __init__(self, artifact: Artifact, layout: Layout) -> None:
         count = max(len(artifact.program.externals), 1)
-        self.arena = torch.empty(layout.bytes + 64, dtype=torch.uint8)
+        self.arena = torch.empty(layout.bytes + 64, dtype=torch.uint8, device="cpu")
         self.external = (ctypes.c_void_p * count)()
         self.strides = (ctypes.c_int64 * (4 * count))()
         start = self.arena.data_ptr()
@@ -59,6 +59,15 @@ def _sizes(external: External, symbols: Mapping[str, int]) -> tuple[int, ...]:
     return (sizes[0], sizes[2], sizes[3], sizes[1]) if len(sizes) == 4 else sizes
 
 
+def _readable(tensor: torch.Tensor, external: External) -> torch.Tensor:
+    """The tensor with its values in memory: images of any strides, all else dense."""
+    if tensor.dtype is not TORCH_DTYPES.get(external.dtype, tensor.dtype):
+        problem = f"element type {tensor.dtype}; the program reads {external.dtype}"
+        raise InputError(f"%{external.value}", None, problem, remedy="leave the types of its float parts as they are")
+    tensor = tensor.resolve_neg()
+    return tensor if tensor.dim() == 4 else tensor.contiguous()
+
+
 class QuantizedModel(nn.Module):
     """Runs an int8 program; takes and returns what the float model did. Threads follow ``torch.set_num_threads``.
 
@@ -84,10 +93,9 @@ class QuantizedModel(nn.Module):
         program = artifact.program
         self._index = {external.value: i for i, external in enumerate(program.externals)}
         self._written = {e.value: TORCH_DTYPES[e.dtype] for e in program.externals if e.written}
-        self._read = [e.value for e in program.externals if not e.written]
+        self._read = [e for e in program.externals if not e.written]
         self._calls = {s: [call for call in program.calls if call.after_segment == s] for s in range(program.segments)}
         self._shapes: OrderedDict[Any, _Shapes] = OrderedDict()
-        self._lock = threading.Lock()
         self._plain = _plain_tensors(signature)
         super().train(False)
 
@@ -101,12 +109,12 @@ class QuantizedModel(nn.Module):
             for (leaf, _), result in zip(self.signature.written.items(), results[count:], strict=True):
                 position = next(i for i, entry in enumerate(self.signature.inputs) if entry.leaf == leaf)
                 leaves[position].copy_(result)
-        if self._plain and len(results) == 1 and self.signature.out_tree.is_leaf():
+        if self._plain and count == 1 and self.signature.out_tree.is_leaf():
             return results[0]
         return rebuild(self.signature, tuple(results[:count]), shapes.symbols)
 
     def _is_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        return len(args) == self._plain and not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
+        return 0 < len(args) == self._plain and not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
 
     def _shapes_of(self, leaves: Sequence[torch.Tensor]) -> _Shapes:
         """Plan for these shapes; checks the tensors when it has not seen them before."""
@@ -119,10 +127,12 @@ class QuantizedModel(nn.Module):
                     problem = f"layout {leaf.layout}; the model takes dense tensors"
                     raise InputError(f"input '{entry.name}'", None, problem)
             found = _Shapes(self.artifact, symbols)
-            with self._lock:
-                self._shapes[key] = found
-                while len(self._shapes) > PLANS:
-                    self._shapes.popitem(last=False)
+        # Without a lock, which a forked child could inherit held: each of these steps is atomic.
+        self._shapes[key] = found
+        with contextlib.suppress(KeyError):
+            self._shapes.move_to_end(key)
+            while len(self._shapes) > PLANS:
+                self._shapes.popitem(last=False)
         return found
 
     def _run(self, leaves: Sequence[torch.Tensor], shapes: _Shapes, threads: int) -> dict[str, torch.Tensor]:
@@ -136,18 +146,19 @@ class QuantizedModel(nn.Module):
             if calls:
                 for call in calls:
                     dims = [evaluate(dim, shapes.symbols) for dim in self._island_dims[call.key]]
-                    results = self.islands[call.key](*[values[name] for name in call.inputs], *dims)
+                    with torch.autocast("cpu", enabled=False):  # what follows reads float32
+                        results = self.islands[call.key](*[values[name] for name in call.inputs], *dims)
                     values.update(zip(call.outputs, results, strict=True))
                 continue
             for name, sizes in shapes.outputs.items():
                 if name not in values:
-                    memory = torch.empty(sizes, dtype=self._written[name])
+                    memory = torch.empty(sizes, dtype=self._written[name], device="cpu")
                     frame.point(self._index[name], memory)
                     values[name] = memory.permute(0, 3, 1, 2) if len(sizes) == 4 else memory
-            for name in self._read:
-                if name in values:
-                    tensor = values[name] if values[name].dim() == 4 else values[name].contiguous()
-                    frame.point(self._index[name], tensor)
+            for external in self._read:
+                if external.value in values:
+                    tensor = _readable(values[external.value], external)
+                    frame.point(self._index[external.value], tensor)
                     kept.append(tensor)
             self.artifact.run(frame.run, segment, threads)
         if len(shapes.frames) < PLANS:
@@ -181,6 +192,10 @@ class QuantizedModel(nn.Module):
         if mode:
             warnings.warn("an int8 model has no training mode; it stays as it is", stacklevel=2)
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles start without plans and arenas."""
+        return {**self.__dict__, "_shapes": OrderedDict()}
 
     def __repr__(self) -> str:
         share, count = self.coverage, self.coverage.islands

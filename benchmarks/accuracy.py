@@ -1,0 +1,90 @@
+"""What int8 costs in accuracy, engine by engine, on trained networks and real images.
+
+    python benchmarks/accuracy.py --data FOLDER
+    python benchmarks/accuracy.py --data FOLDER --engines eager,intaglio --limit 256
+
+Every engine is calibrated on the same training images and scored on test images. Per split of the data: top-1; the
+share of images that get the class the float model gives them; and the signal-to-noise ratio of the logits,
+10 log10(sum y^2 / sum (y - y_int8)^2), which sees differences that no class changes by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import fresh
+import networks
+import record
+import torch
+from engines import ENGINES
+from rich.console import Console
+from rich.table import Table
+
+SPLITS = ("lossless", "jpeg")
+INT8 = "eager,torchao,onnxruntime_int8,openvino_int8,intaglio"
+
+
+def score(engine: str, network: str, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Split -> figures."""
+    torch.set_num_threads(arguments.threads)
+    model, _ = networks.build(network, arguments.data)
+    images, _, _ = networks.cifar10(arguments.data, "lossless")
+    calibration = [(batch,) for batch in images[: arguments.images].split(arguments.batch)]
+    results = {}
+    with torch.no_grad():
+        run = ENGINES[engine](model, calibration[0], calibration, arguments.threads)
+        for split in [split for split in SPLITS if (arguments.data / f"cifar10_{split}.npz").exists()]:
+            _, images, labels = networks.cifar10(arguments.data, split)
+            images, labels = images[: arguments.limit], labels[: arguments.limit]
+            expected = in_batches(model, images, arguments.batch)
+            got = in_batches(run, images, arguments.batch)
+            noise = (got - expected).double().square().sum() / expected.double().square().sum()
+            results[split] = {
+                "images": len(labels),
+                "top1": 100 * (got.argmax(1) == labels).double().mean().item(),
+                "agreement": 100 * (got.argmax(1) == expected.argmax(1)).double().mean().item(),
+                "sqnr_db": -10 * torch.log10(noise + 1e-14).item(),
+            }
+    return results
+
+
+def in_batches(run, images: torch.Tensor, size: int) -> torch.Tensor:
+    """Results for all images. Every call has ``size`` of them, as engines with fixed shapes want."""
+    missing = -len(images) % size
+    padded = torch.cat([images, images[:1].expand(missing, -1, -1, -1)])
+    return torch.cat([run(batch).clone() for batch in padded.split(size)])[: len(images)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder of weights and images; see README.md")
+    parser.add_argument("--networks", default="cifar_resnet20,cifar_resnet56")
+    parser.add_argument("--engines", default=INT8)
+    parser.add_argument("--images", type=int, default=256, help="to calibrate on")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--limit", type=int, help="score only so many images")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    arguments = parser.parse_args()
+    if arguments.images % arguments.batch:
+        parser.error("--images must be a multiple of --batch: some engines take one batch size only")
+    console, table, results = Console(highlight=False), Table(), {}
+    for column in ("network", "images", "engine", "top-1 %", "agreement %", "SQNR dB"):
+        table.add_column(column, justify="left" if column in ("network", "engine") else "right")
+    for network in arguments.networks.split(","):
+        for engine in arguments.engines.split(","):
+            try:
+                found = results[f"{network}/{engine}"] = fresh.call(score, engine, network, arguments)
+            except fresh.FailedError as error:
+                console.print(f"{engine} on {network} failed: {error}", markup=False)
+                continue
+            for split, figures in found.items():
+                shares = [f"{figures[key]:.2f}" for key in ("top1", "agreement")]
+                table.add_row(network, f"{figures['images']} {split}", engine, *shares, f"{figures['sqnr_db']:.1f}")
+    console.print(table)
+    record.append("accuracy", arguments, results)
+
+
+if __name__ == "__main__":
+    main()

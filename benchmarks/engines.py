@@ -1,0 +1,144 @@
+"""What is raced: ``engine(model, example, calibration, threads)`` gives a callable.
+
+``example`` is a tuple of inputs whose shapes are those of every later call; ``calibration`` a list of such tuples.
+Each engine is set up the way its own documentation tells a user to, with its defaults.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+Inputs = tuple[torch.Tensor, ...]
+Run = Callable[..., torch.Tensor]
+
+
+def eager(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
+    """PyTorch as it is, float32."""
+    return model
+
+
+def inductor(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
+    """torch.compile with weights frozen, float32."""
+    import torch._inductor.config
+
+    torch._inductor.config.freezing = True
+    return torch.compile(model)
+
+
+def torchao(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
+    """PT2E quantization for x86, lowered by torch.compile, int8."""
+    import torch._inductor.config
+    from torchao.quantization.pt2e import move_exported_model_to_eval
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+
+    torch._inductor.config.freezing = True
+    chosen = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+    last = tuple(channels_last(tensor) for tensor in example)
+    observed = prepare_pt2e(torch.export.export(model, last).module(), chosen)
+    for inputs in calibration:
+        observed(*(channels_last(tensor) for tensor in inputs))
+    converted = convert_pt2e(observed)
+    move_exported_model_to_eval(converted)
+    return torch.compile(converted)
+
+
+def onnxruntime(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
+    """ONNX Runtime, float32."""
+    with tempfile.TemporaryDirectory() as folder:
+        return session(onnx_file(model, example, Path(folder)), threads)
+
+
+def onnxruntime_int8(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
+    """ONNX Runtime, static quantization to u8 activations and per-channel s8 weights in QDQ form."""
+    from onnxruntime import quantization
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    class Batches(quantization.CalibrationDataReader):
+        def __init__(self) -> None:
+            self.left = iter(calibration)
+
+        def get_next(self) -> dict | None:
+            inputs = next(self.left, None)
+            return None if inputs is None else named(inputs)
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = onnx_file(model, example, Path(folder))
+        clean, target = source.with_name("clean.onnx"), source.with_name("int8.onnx")
+        quant_pre_process(source, clean)
+        quantization.quantize_static(
+            clean, target, Batches(), quant_format=quantization.QuantFormat.QDQ, per_channel=True,
+            activation_type=quantization.QuantType.QUInt8, weight_type=quantization.QuantType.QInt8,
+        )  # fmt: skip
+        return session(target, threads)
+
+
+def openvino(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
+    """OpenVINO, float32."""
+    import openvino as ov
+
+    with tempfile.TemporaryDirectory() as folder:
+        return request(ov.Core().read_model(onnx_file(model, example, Path(folder))), threads)
+
+
+def openvino_int8(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
+    """OpenVINO after NNCF's post-training quantization."""
+    import nncf
+    import openvino as ov
+
+    nncf.set_log_level(logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        source = ov.Core().read_model(onnx_file(model, example, Path(folder)))
+        data = nncf.Dataset([named(inputs) for inputs in calibration])
+        return request(nncf.quantize(source, data, subset_size=len(calibration)), threads)
+
+
+def intaglio(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
+    """intaglio.quantize."""
+    import intaglio
+
+    return intaglio.quantize(model, calibration, example_inputs=example)
+
+
+ENGINES: dict[str, Callable[..., Run]] = {
+    engine.__name__: engine
+    for engine in (eager, inductor, torchao, onnxruntime, onnxruntime_int8, openvino, openvino_int8, intaglio)
+}
+
+
+def channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+def named(inputs: Inputs) -> dict:
+    return {f"input{index}": tensor.numpy() for index, tensor in enumerate(inputs)}
+
+
+def onnx_file(model: nn.Module, example: Inputs, folder: Path) -> Path:
+    path = folder / "model.onnx"
+    names = list(named(example))
+    torch.onnx.export(model, example, path, input_names=names, dynamo=True, external_data=False, verbose=False)
+    return path
+
+
+def session(path: Path, threads: int) -> Run:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    built = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return lambda *inputs: torch.from_numpy(built.run(None, named(inputs))[0])
+
+
+def request(model: object, threads: int) -> Run:
+    import openvino as ov
+
+    settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+    asked = ov.Core().compile_model(model, "CPU", settings).create_infer_request()
+    return lambda *inputs: torch.from_numpy(asked.infer(named(inputs))[0])

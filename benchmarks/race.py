@@ -1,0 +1,137 @@
+"""Engines against each other on one network: time of a call, and its share of what the arithmetic units allow.
+
+    python benchmarks/race.py resnet50 --batch 1
+    python benchmarks/race.py mobilenet_v2 --engines onnxruntime_int8,openvino_int8,intaglio --threads 1
+
+Every engine lives in a process of its own and is built and checked against the float model first. Then they take
+turns, in blocks of --seconds, for --rounds rounds; a block counts by its median call. "best" is an engine's best
+block, "median" the median of its blocks. On a machine that others use there is no order: see --anyway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import fresh
+import limits
+import networks
+import record
+import torch
+from engines import ENGINES
+from rich.console import Console
+from rich.table import Table
+
+PAUSE = 0.3
+"""Seconds between blocks: threads of the last engine that wait by spinning go to sleep."""
+
+
+def serve(channel: Connection, engine: str, arguments: argparse.Namespace) -> None:
+    """The process of one engine: build, check, then one block per request."""
+    torch.set_num_threads(arguments.threads)
+    model, shape = networks.build(arguments.network, arguments.data, arguments.image)
+    torch.manual_seed(1)
+    calibration = [(torch.randn(arguments.batch, *shape),) for _ in range(arguments.calibration)]
+    example = (torch.randn(arguments.batch, *shape),)
+    with torch.no_grad():
+        expected = model(*example)
+        begin = time.perf_counter()
+        run = ENGINES[engine](model, example, calibration, arguments.threads)
+        got = run(*example)
+        built = time.perf_counter() - begin
+        error = (got - expected).square().sum() / expected.square().sum()
+        channel.send((True, {"build_s": built, "sqnr_db": -10 * torch.log10(error + 1e-14).item()}))
+        while True:
+            seconds = channel.recv()
+            run(*example)
+            channel.send((True, block(lambda: run(*example), seconds)))
+
+
+def block(call, seconds: float) -> float:
+    """Median milliseconds of the calls that fit into ``seconds``."""
+    times, end = [], time.perf_counter() + seconds
+    while not times or time.perf_counter() < end:
+        begin = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("network", help="resnet18, resnet50, cifar_resnet20, cifar_resnet56 or a torchvision model")
+    parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--image", type=int, default=224)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=1.5)
+    parser.add_argument("--calibration", type=int, default=4, help="batches of random images")
+    parser.add_argument("--data", type=Path, help="folder of trained weights, for cifar_resnet20 and -56")
+    parser.add_argument("--anyway", action="store_true", help="rank although others use the machine")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.engines.split(",")) - set(ENGINES):
+        parser.error(f"no engine {', '.join(sorted(unknown))}; there are {', '.join(ENGINES)}")
+    quiet = record.idle()
+    results = race(arguments)
+    quiet = record.busy() <= record.IDLE and quiet
+    macs = networks.count_macs(*networks.build(arguments.network, arguments.data, arguments.image))
+    rates = limits.int8_rates(arguments.threads)
+    limit = limits.limit_ms(macs, arguments.batch, rates) if rates else None
+    record.append("race", arguments, {"idle": quiet, "limit_ms": limit, "rates_gmacs": rates, "engines": results})
+    report(arguments, results, limit, ranked=quiet or arguments.anyway)
+
+
+def race(arguments: argparse.Namespace) -> dict[str, dict]:
+    """Engine -> what was measured, or why there is nothing."""
+    results: dict[str, dict] = {}
+    with contextlib.ExitStack() as stack:
+        channels: dict[str, Connection] = {}
+        for engine in arguments.engines.split(","):
+            channel = stack.enter_context(fresh.opened(serve, engine, arguments))
+            try:
+                results[engine] = {**fresh.receive(channel), "blocks_ms": []}
+                channels[engine] = channel
+            except fresh.FailedError as error:
+                results[engine] = {"failed": str(error)}
+        for _ in range(arguments.rounds):
+            for engine, channel in list(channels.items()):
+                time.sleep(PAUSE)
+                channel.send(arguments.seconds)
+                try:
+                    results[engine]["blocks_ms"].append(fresh.receive(channel))
+                except fresh.FailedError as error:
+                    results[engine] = {"failed": str(error)}
+                    del channels[engine]
+    return results
+
+
+def report(arguments: argparse.Namespace, results: dict[str, dict], limit: float | None, ranked: bool) -> None:
+    console = Console(highlight=False)
+    title = f"{arguments.network}, batch {arguments.batch}, {arguments.threads} threads"
+    table = Table(title=title + (f"; limit {limit:.3f} ms" if limit else ""))
+    for column in ("engine", "best ms", "median ms", "of the limit", "SQNR dB", "built in s"):
+        table.add_column(column, justify="left" if column == "engine" else "right")
+    timed = {engine: found for engine, found in results.items() if "failed" not in found}
+    order = sorted(timed, key=lambda engine: min(timed[engine]["blocks_ms"])) if ranked else list(timed)
+    for engine in order:
+        found = timed[engine]
+        best, median = min(found["blocks_ms"]), statistics.median(found["blocks_ms"])
+        share = f"{100 * limit / best:.0f} %" if limit else ""
+        table.add_row(
+            engine, f"{best:.3f}", f"{median:.3f}", share, f"{found['sqnr_db']:.1f}", f"{found['build_s']:.1f}"
+        )
+    console.print(table)
+    for engine in results.keys() - timed.keys():
+        console.print(f"{engine} failed: {results[engine]['failed']}", markup=False)
+    if not ranked:
+        console.print("Others used this machine: no ranking, and figures that are not worth quoting.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Integer graphs written by hand: shapes from the operators' records, scales that spread the levels of a sample."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from intaglio import numerics
+from intaglio.ir import (
+    Dim,
+    DType,
+    Graph,
+    Input,
+    Op,
+    Origin,
+    Output,
+    QParams,
+    Signature,
+    TensorType,
+    evaluate,
+    symbol,
+    verify,
+)  # fmt: skip
+from intaglio.lower import Lowered
+from intaglio.ops import OPS
+from intaglio.ops.pool import counts
+
+N, H, W = symbol("n"), symbol("h"), symbol("w")
+
+
+def sizes(batch: int) -> dict[str, int]:
+    """Free dimensions for a batch; images grow with it."""
+    return {"n": batch, "h": 6 + batch, "w": 11}
+
+
+class Net:
+    """Adds one operator per call and returns the name of its value. ``net.value`` holds each value for a sample."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.draw = np.random.default_rng(seed)
+        self.types: dict[str, TensorType] = {}
+        self.constants: dict[str, np.ndarray] = {}
+        self.value: dict[str, np.ndarray] = {}
+        self.ops: list[Op] = []
+        self.inputs: list[str] = []
+
+    # -- values
+
+    def input(self, *shape: Dim) -> str:
+        name = f"x{len(self.inputs)}"
+        self.inputs.append(name)
+        self.types[name] = TensorType(shape, DType.F32)
+        self.value[name] = self.draw.normal(size=[evaluate(d, sizes(2)) for d in shape]).astype(np.float32)
+        return name
+
+    def _constant(self, array: np.ndarray, dtype: DType) -> str:
+        name = f"c{len(self.constants)}"
+        self.constants[name] = self.value[name] = array
+        self.types[name] = TensorType(array.shape, dtype)
+        return name
+
+    def _op(self, kind: str, inputs: Sequence[str], dtype: DType, q: QParams | None, **attrs: Any) -> str:
+        name = f"{kind}{len(self.ops)}"
+        shape = OPS[kind].infer(attrs, [self.types[value].shape for value in inputs])
+        self.types[name] = TensorType(shape, dtype, q)
+        self.ops.append(Op(kind, tuple(inputs), (name,), attrs, origin=Origin(name)))
+        types = [self.types[value] for value in inputs]
+        self.value[name] = OPS[kind].meaning(self.ops[-1], [self.value[v] for v in inputs], types, self.types[name])
+        return name
+
+    def _q(self, spread: float, zero_point: int | None) -> QParams:
+        """Parameters of about 60 levels for ``spread``."""
+        zero = int(self.draw.integers(0, 256)) if zero_point is None else zero_point
+        return QParams((float(np.float32(max(spread, 1e-6) / 60)),), (zero,), 0, 255)
+
+    def _real(self, name: str) -> np.ndarray:
+        q = self.types[name].levels
+        return (self.value[name].astype(np.float64) - q.zero) * q.step
+
+    # -- operators
+
+    def quantize(self, x: str, zero_point: int | None = None) -> str:
+        return self._op("quantize", [x], DType.U8, self._q(self.value[x].std(), zero_point))
+
+    def dequantize(self, x: str) -> str:
+        return self._op("dequantize", [x], DType.F32, None)
+
+    def conv(self, x: str, outputs: int, kernel: int | tuple[int, int], stride: int = 1, padding: Any = 0,
+             dilation: int = 1, groups: int = 1, **tail: Any) -> str:  # fmt: skip
+        """conv2d and its tail, see `_tail`."""
+        kernel, sides = (kernel, kernel) if isinstance(kernel, int) else kernel, (padding,) * 4
+        attrs = {"stride": (stride, stride), "padding": sides if isinstance(padding, int) else padding,
+                 "dilation": (dilation, dilation), "groups": groups}  # fmt: skip
+        return self._matmul("conv2d", x, (outputs, self.types[x].shape[1] // groups, *kernel), 1, attrs, tail)
+
+    def linear(self, x: str, outputs: int, **tail: Any) -> str:
+        shape = self.types[x].shape
+        return self._matmul("linear", x, (outputs, shape[-1]), len(shape) - 1, {}, tail)
+
+    def _matmul(self, kind: str, x: str, shape: tuple[int, ...], axis: int, attrs: dict, tail: dict) -> str:
+        weight = self._constant(self.draw.integers(-127, 128, shape).astype(np.int8), DType.S8)
+        bias = self._constant(self.draw.integers(-3000, 3000, shape[0]).astype(np.int32), DType.I32)
+        scales = self.draw.uniform(0.001, 0.003, shape[0]).astype(np.float32)
+        unit = tuple(map(float, numerics.accumulator_scale(self.types[x].levels.step, scales)))
+        q = QParams(unit, (0,) * shape[0], -(2**31), 2**31 - 1, axis)
+        return self._tail(self._op(kind, [x, weight, bias], DType.I32, q, **attrs), np.array(unit), axis, **tail)
+
+    def _tail(self, acc: str, unit: np.ndarray, axis: int, add: str | None = None, low: int = 0, high: int = 255,
+              zero_point: int | None = None, f32: bool = False) -> str:  # fmt: skip
+        """requantize, add a residual operand, or dequantize."""
+        if f32:
+            return self._op("dequantize", [acc], DType.F32, None)
+        shape = [1] * self.value[acc].ndim
+        shape[axis] = -1
+        q = self._q((self.value[acc] * unit.reshape(shape)).std(), zero_point)
+        factor = self._constant(numerics.multiplier(unit, q.step), DType.F32)
+        bounds = {"low": low, "high": high}
+        if add is None:
+            return self._op("requantize", [acc, factor], DType.U8, q, **bounds)
+        other = self._constant(np.float32([self.types[add].levels.step / q.step]), DType.F32)
+        return self._op("add", [acc, add, factor, other], DType.U8, q, **bounds)
+
+    def add(self, a: str, b: str, low: int = 0, high: int = 255) -> str:
+        q = self._q((self._real(a) + self._real(b)).std(), None)
+        factors = [self._constant(np.float32([self.types[v].levels.step / q.step]), DType.F32) for v in (a, b)]
+        return self._op("add", [a, b, *factors], DType.U8, q, low=low, high=high)
+
+    def same(self, kind: str, x: str, **attrs: Any) -> str:
+        """An operator that keeps its input's parameters: clamp, slice, pad, reshape, max_pool2d."""
+        return self._op(kind, [x], DType.U8, self.types[x].q, **attrs)
+
+    def table(self, x: str) -> str:
+        levels = self._constant(self.draw.permutation(256).astype(np.uint8), DType.U8)
+        return self._op("table", [x, levels], DType.U8, self._q(1.0, None))
+
+    def mean(self, kind: str, x: str, **attrs: Any) -> str:
+        """avg_pool2d or adaptive_avg_pool2d."""
+        q, shape = self._q(self._real(x).std() / 2, None), self.types[x].shape
+        table = numerics.pool_multipliers(self.types[x].levels.step, q.step, counts(kind, attrs, shape))
+        return self._op(kind, [x, self._constant(table, DType.F32)], DType.U8, q, **attrs)
+
+    # -- the whole
+
+    def graph(self, *outputs: str) -> Graph:
+        return verify(Graph(tuple(self.inputs), outputs, self.types, tuple(self.ops), self.constants))
+
+    def lowered(self, *outputs: str) -> Lowered:
+        """A model that takes every input and gives a tuple of outputs."""
+        graph = self.graph(*outputs)
+        inputs = tuple(Input(name, leaf, graph.types[name]) for leaf, name in enumerate(graph.inputs))
+        trees = pytree.tree_structure((tuple(graph.inputs), {})), pytree.tree_structure(outputs)
+        return Lowered(graph, {}, Signature(inputs, tuple(map(Output, outputs)), *trees))
+
+    def batch(self, size: int, seed: int = 0) -> list[torch.Tensor]:
+        """Random inputs, infinities and NaN among them."""
+        draw = np.random.default_rng(seed)
+        found = []
+        for name in self.inputs:
+            x = draw.normal(size=[evaluate(d, sizes(size)) for d in self.types[name].shape]).astype(np.float32)
+            strange = draw.random(x.shape) < 0.02
+            x[strange] = draw.choice([np.nan, np.inf, -np.inf, 1e30, -1e30, -0.0, 1e-40], int(strange.sum()))
+            found.append(torch.from_numpy(x))
+        return found

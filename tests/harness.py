@@ -1,0 +1,145 @@
+"""Native code under test, compiled once per instruction set and called directly, on memory that ends at a guard page.
+
+`kernels(isa)` holds every microkernel of an instruction set behind `matmul`, and the planner's `place`.
+"""
+
+import ctypes
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from functools import cache
+
+import numpy as np
+
+from intaglio.codegen import ISAS, TileSpec, portable, vnni512
+from intaglio.codegen.tile import layout_checks
+from intaglio.native import machine
+from intaglio.native.compile import build, load
+from intaglio.native.library import parallel_address
+
+HERE = [name for name in machine.isas() if name in ISAS]
+"""Instruction sets this machine runs and the generator has kernels for."""
+
+IMAGES = ("in", "out", "other")
+NUMBERS = (
+    "stride_y", "stride_x", "top", "left", "panels", "blocks", "panel_bytes", "out_bytes", "first_channel", "flat",
+    "rows", "last_mask", "kernels", "last_kernels", "split_channels_below", "chunk_bytes", "tile.a_pixel", "tile.b",
+    "tile.tap_rows", "tile.a_row", "tile.taps", "tile.a_tap", "tile.run", "tile.bias", "tile.factor", "tile.out_pixel",
+    "tile.other_pixel", "tile.other_factor", "tile.limits", "tile.mask",
+)  # fmt: skip
+"""Fields of ``struct Matmul``: its images, then numbers and addresses."""
+PROT_NONE = 0
+SLACK = 64
+"""Bytes the planner leaves behind every buffer; kernels may read them."""
+EXPORT = 'extern "C" __attribute__((visibility("default")))'
+
+
+class Memory:
+    """Bytes whose last one is followed by a page that cannot be touched."""
+
+    def __init__(self, size: int = 4 << 20) -> None:
+        page = mmap.PAGESIZE
+        self.size = -(-size // page) * page
+        self._map = mmap.mmap(-1, self.size + page)
+        self.bytes = np.frombuffer(self._map, np.uint8)[: self.size]
+        mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+        mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        assert mprotect(self.bytes.ctypes.data + self.size, page, PROT_NONE) == 0
+
+    def end(self, size: int, slack: int = 0) -> np.ndarray:
+        """``size`` bytes that end ``slack`` bytes before the guard page."""
+        assert size + slack <= self.size
+        return self.bytes[self.size - size - slack : self.size - slack]
+
+    def hold(self, array: np.ndarray, slack: int = 0) -> int:
+        """Address of a copy of ``array``."""
+        view = self.end(array.nbytes, slack)
+        view[:] = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
+        return view.ctypes.data
+
+
+@dataclass(frozen=True)
+class Image:
+    """Arguments of ``image`` in native/program.h."""
+
+    start: int = 0
+    images: int = 0
+    height: int = 0
+    width: int = 0
+    pixel: int = 0
+    halo: int = 0
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """A loaded library of microkernels; ``addresses`` by name."""
+
+    library: ctypes.CDLL
+    addresses: Mapping[str, int]
+
+    def heights(self, specs: Sequence[TileSpec]) -> ctypes.Array:
+        """A table of kernels by tile height."""
+        return (ctypes.c_void_p * (len(specs) + 1))(None, *[self.addresses[spec.name] for spec in specs])
+
+    def matmul(self, images: Mapping[str, Image], numbers: Mapping[str, int], threads: int) -> None:
+        """Run ``matmul`` on a ``struct Matmul`` of these fields, in the pool."""
+        self._call(images, numbers, -1, threads)
+
+    def fill_halo(self, image: Image, level: int, threads: int) -> None:
+        self._call({"out": image}, {}, level, threads)
+
+    def _call(self, images: Mapping[str, Image], numbers: Mapping[str, int], halo: int, threads: int) -> None:
+        given = [value for name in IMAGES for value in astuple(images.get(name, Image()))]
+        given += [numbers.get(name, 0) for name in NUMBERS]
+        values = (ctypes.c_int64 * len(given))(*given)
+        self.library.harness_run(values, halo, threads, ctypes.c_void_p(parallel_address()))
+
+    def place(self, lives: Sequence[tuple[int, int]], sizes: Sequence[int]) -> tuple[list[int], int]:
+        """Offsets of the planner and the bytes it needs."""
+        flat = (ctypes.c_int32 * (2 * len(lives)))(*[phase for life in lives for phase in life])
+        offsets = (ctypes.c_int64 * len(sizes))()
+        total = self.library.harness_place(flat, (ctypes.c_int64 * len(sizes))(*sizes), len(sizes), offsets)
+        return list(offsets), total
+
+
+@cache
+def kernels(isa: str) -> Kernels:
+    """Every kernel of an instruction set in one library."""
+    specs = list(ISAS[isa].specs())
+    library = load(build(_text(isa, specs), name=f"kernels_{isa}", isa=isa))
+    library.harness_place.restype = ctypes.c_int64
+    library.harness_kernel.restype = ctypes.c_void_p
+    return Kernels(library, {spec.name: library.harness_kernel(i) for i, spec in enumerate(specs)})
+
+
+def _text(isa: str, specs: Sequence[TileSpec]) -> str:
+    images = [
+        f"call.m.{name} = image((uint8_t*)v[{6 * i}], {', '.join(f'v[{6 * i + j}]' for j in range(1, 6))});"
+        for i, name in enumerate(IMAGES)
+    ]
+    numbers = [
+        f"call.m.{name} = (decltype(call.m.{name}))v[{i}];" for i, name in enumerate(NUMBERS, start=6 * len(IMAGES))
+    ]
+    return "\n".join([
+        '#include "program.h"',
+        layout_checks(),
+        vnni512.spread_table() if isa == "avx512vnni" else portable.SUPPORT,
+        *[ISAS[isa].emit(spec) for spec in specs],
+        f"static const TileKernel table[] = {{{', '.join(spec.name for spec in specs)}}};",
+        f"{EXPORT} TileKernel harness_kernel(int index) {{ return table[index]; }}",
+        "struct Call { struct Matmul m; int halo; };",
+        "static void body(void* context, int thread, int threads) {",
+        "    const struct Call* call = (const struct Call*)context;",
+        "    if (call->halo < 0) matmul(&call->m, thread, threads);",
+        "    else fill_halo(&call->m.out, (uint8_t)call->halo, thread, threads);",
+        "}",
+        f"{EXPORT} void harness_run(const int64_t* v, int halo, int threads, IntaglioParallel parallel) {{",
+        "    struct Call call = {};",
+        "    call.halo = halo;",
+        *["    " + line for line in (*images, *numbers)],
+        "    parallel(body, &call, threads);",
+        "}",
+        f"{EXPORT} int64_t harness_place(const struct Life* l, const int64_t* sizes, int count, int64_t* offsets) {{",
+        "    return place(l, sizes, count, offsets);",
+        "}",
+    ])  # fmt: skip

@@ -1,0 +1,157 @@
+"""Every microkernel, through the loops that call it, against the meaning of the operators. Compiled once."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from harness import HERE, kernels
+from intaglio.codegen import ISAS, TileSpec
+from intaglio.codegen.tile import RESULTS, permutation
+from tiles import Case, numbers, run
+
+SIZE_LIMIT = 1 << 21
+EVERY = [(isa, spec) for isa in HERE for spec in ISAS[isa].specs()]
+
+
+def check(isa: str, case: Case) -> None:
+    drawn = numbers(case)
+    result = run(isa, case, drawn)
+    assert np.array_equal(result.values, drawn.expected)
+    assert not result.stray, "bytes outside the result changed"
+    assert (result.halo == case.zero_points[1]).all()
+
+
+@st.composite
+def cases(draw, isa: str, results: tuple[str, ...] = RESULTS) -> Case:
+    """A convolution, small but with no size a multiple of anything, and any way to compute it."""
+    few = st.integers(0, 3)
+    taps, dilation = draw(st.tuples(st.integers(1, 7), st.integers(1, 7))), draw(st.tuples(*[st.integers(1, 3)] * 2))
+    if draw(st.booleans()):
+        taps, dilation = (1, 1), (1, 1)
+    padding = draw(st.sampled_from([(0, 0, 0, 0), draw(st.tuples(few, few, few, few))]))
+    spans = [dilation[i] * (taps[i] - 1) + 1 - padding[2 * i] - padding[2 * i + 1] for i in (0, 1)]
+    height, width = (max(span, 0) + draw(st.integers(1, extra)) for span, extra in zip(spans, (5, 40), strict=True))
+    groups = draw(st.sampled_from([1, 1, 2, 3, 7, 40]))
+    per_group, per_group_out = draw(st.integers(1, 40 // groups)), draw(st.integers(1, 150 // groups))
+    if groups > 1 and draw(st.booleans()):
+        per_group, per_group_out = 1, 1
+    blocks = draw(st.sampled_from(sorted(ISAS[isa].tallest)))
+    result = draw(st.sampled_from(results))
+    packs = ISAS[isa].packs and blocks == 4 and result != "f32" and groups * per_group_out >= 64
+    level = st.sampled_from([0, 255, *range(1, 255)])
+    bounds = draw(st.sampled_from([(0, 255), tuple(sorted(draw(st.tuples(level, level))))]))
+    return Case(
+        images=draw(st.sampled_from([1, 2, 5, 0, 3, 4])), height=height, width=width, per_group=per_group,
+        per_group_out=per_group_out, groups=groups, taps=taps, dilation=dilation, padding=padding, bounds=bounds,
+        stride=draw(st.sampled_from([(1, 1), draw(st.tuples(*[st.integers(1, 3)] * 2))])),
+        halos=draw(st.sampled_from([(0, 0, 0), draw(st.tuples(few, few, few))])),
+        zero_points=draw(st.tuples(level, level, level)), exponent=draw(st.none() | st.integers(-20, 20)),
+        extreme=draw(st.booleans()), result=result, blocks=blocks, packed=packs and draw(st.booleans()),
+        rows=draw(st.integers(1, ISAS[isa].tallest[blocks])), guard=draw(st.booleans()),
+        threads=draw(st.integers(1, 3)), split_channels_below=draw(st.sampled_from([0, 1 << 40])),
+        chunk_bytes=draw(st.sampled_from([1, 300, 5000, 1 << 20])), seed=draw(st.integers(0, 1 << 30)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("isa", HERE)
+@settings(max_examples=20 * settings.default.max_examples)
+@given(st.data())
+def test_any_convolution_on_any_schedule_gives_the_levels_of_its_meaning(isa, data):
+    case = data.draw(cases(isa))
+    taps = case.taps[0] * case.taps[1]
+    work = case.images * case.height * case.width * case.per_group * case.per_group_out * case.groups * taps
+    assume(work < 30 * SIZE_LIMIT)
+    check(isa, case)
+
+
+@pytest.mark.parametrize(("isa", "spec"), EVERY, ids=lambda value: getattr(value, "name", value))
+def test_every_kernel_gives_the_levels_of_its_meaning(isa, spec):
+    """A line as wide as the tile is high is one call. Whole panels and parts of one: every column, every mask."""
+    for seed, (panels, missing) in enumerate([(2, 5), (1, 11), (2, 0), (1, 0)]):
+        draw = np.random.default_rng(seed)
+        zero_points, bounds = draw.choice([0, 1, 128, 254, 255], 3), np.sort(draw.integers(0, 256, 2))
+        case = Case(
+            images=2, height=3, width=spec.rows + 2, taps=(1, 3), per_group=int(draw.integers(1, 70)),
+            per_group_out=16 * spec.blocks * panels - missing, zero_points=tuple(map(int, zero_points)),
+            bounds=(0, 255) if seed % 2 else tuple(map(int, bounds)), extreme=spec.guard and seed == 3,
+            exponent=int(draw.integers(-20, 21)) if spec.guard else None, result=spec.result, blocks=spec.blocks,
+            rows=spec.rows, packed=spec.packed, guard=spec.guard, seed=seed,
+        )  # fmt: skip
+        check(isa, case)
+
+
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("result", RESULTS)
+def test_accumulators_at_their_extremes_do_not_saturate(isa, result):
+    """255 times +-127 in every product, where 16-bit sums of pairs would overflow."""
+    case = Case(height=3, width=9, per_group=64, per_group_out=70, taps=(3, 3), extreme=True, result=result)
+    for zero_x in (0, 255):
+        for blocks, tallest in ISAS[isa].tallest.items():
+            check(isa, replace(case, zero_points=(zero_x, 3, 250), exponent=-22, blocks=blocks, rows=tallest))
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_threads_and_blocking_do_not_change_a_bit(isa):
+    blocks, tallest = max(ISAS[isa].tallest.items())
+    case = Case(images=2, height=7, width=23, per_group=9, per_group_out=150, taps=(3, 3), padding=(1, 1, 1, 1),
+                zero_points=(7, 9, 0), blocks=blocks, rows=tallest)  # fmt: skip
+    drawn = numbers(case)
+    for threads in (1, 2, 3, 8):
+        for split in (0, 1 << 40):
+            for chunk in (1, 1000, 1 << 30):
+                schedule = {"threads": threads, "split_channels_below": split, "chunk_bytes": chunk}
+                assert np.array_equal(run(isa, replace(case, **schedule), drawn).values, drawn.expected), schedule
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_the_oracle_sees_one_flipped_bit_of_a_weight(isa):
+    case = Case(width=5, per_group=5, per_group_out=20, result="f32", blocks=min(2, ISAS[isa].blocks), rows=4)
+    drawn = numbers(case)
+    assert np.array_equal(run(isa, case, drawn).values, drawn.expected)
+    flipped = drawn.weight.copy()
+    flipped[17, 4] ^= 1
+    wrong = run(isa, case, replace(drawn, weight=flipped)).values != drawn.expected
+    assert wrong[:, 17].any()
+    assert not np.delete(wrong, 17, axis=1).any()
+
+
+def test_packed_columns_are_a_permutation_of_the_panel():
+    assert sorted(permutation(True, 4)) == permutation(False, 4) == list(range(64))
+
+
+def test_kernel_names_are_unique():
+    for isa in ISAS.values():
+        names = [spec.name for spec in isa.specs()]
+        assert len(names) == len(set(names))
+
+
+# ---- the planner
+
+
+@pytest.mark.parametrize("isa", HERE)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 1 << 33)), max_size=30))
+def test_no_two_buffers_alive_together_overlap(isa, drawn):
+    lives, sizes = [(min(a, b), max(a, b)) for a, b, _ in drawn], [size for _, _, size in drawn]
+    offsets, total = kernels(isa).place(lives, sizes)
+    ends = [offset + size + 64 for offset, size in zip(offsets, sizes, strict=True)]
+    assert all(offset % 64 == 0 for offset in offsets)
+    assert max(ends, default=0) <= total
+    for i, (first, last) in enumerate(lives):
+        for j in range(i):
+            alive = first <= lives[j][1] and lives[j][0] <= last
+            assert not alive or ends[i] <= offsets[j] or ends[j] <= offsets[i]
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_buffers_that_never_meet_share_their_bytes(isa):
+    assert kernels(isa).place([(0, 1), (2, 3), (1, 2)], [1000, 1000, 500]) == ([0, 0, 1088], 1088 + 576)
+
+
+def test_a_tile_has_a_kernel_for_every_height_up_to_the_tallest():
+    for isa in ISAS.values():
+        for blocks, tallest in isa.tallest.items():
+            assert {spec.rows for spec in isa.specs() if spec.blocks == blocks} == set(range(1, tallest + 1))
+            assert TileSpec(tallest, blocks) in set(isa.specs())

@@ -1,0 +1,204 @@
+"""One convolution as the kernels see it: numbers drawn from a seed, packed by `codegen.pack`, run by `harness`."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from harness import SLACK, Image, Memory, kernels
+from intaglio import numerics
+from intaglio.codegen import TileSpec
+from intaglio.codegen.context import limits
+from intaglio.codegen.pack import Packing, pack_columns, pack_weights, packing
+from intaglio.ir import DType, Op, QParams, TensorType
+from intaglio.ops import OPS
+
+CANARY = 0xA5
+MARGIN = 256
+
+
+@dataclass(frozen=True)
+class Case:
+    """A convolution, how it is computed, and a seed for its numbers.
+
+    ``halos``: of input, result, residual operand, beyond what padding needs. ``exponent``: factors are about
+    2^exponent; ``None`` spreads the levels. ``extreme``: activations 0 or 255, weights +-127, biases up to 2^30.
+    """
+
+    images: int = 1
+    height: int = 1
+    width: int = 1
+    per_group: int = 4
+    per_group_out: int = 16
+    groups: int = 1
+    taps: tuple[int, int] = (1, 1)
+    stride: tuple[int, int] = (1, 1)
+    dilation: tuple[int, int] = (1, 1)
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
+    halos: tuple[int, int, int] = (0, 0, 0)
+    zero_points: tuple[int, int, int] = (0, 0, 0)
+    bounds: tuple[int, int] = (0, 255)
+    exponent: int | None = None
+    extreme: bool = False
+    result: str = "u8"
+    blocks: int = 1
+    rows: int = 1
+    packed: bool = False
+    guard: bool = False
+    threads: int = 1
+    split_channels_below: int = 0
+    chunk_bytes: int = 1 << 20
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Operands in logical order, whether products may leave int32, and what the kernels must give."""
+
+    x: np.ndarray
+    weight: np.ndarray
+    bias: np.ndarray
+    factor: np.ndarray
+    other: np.ndarray | None
+    other_factor: np.ndarray | None
+    needs_guard: bool
+    expected: np.ndarray
+
+
+def numbers(case: Case) -> Numbers:
+    """Draw the operands and let the operators' meanings say what the result is."""
+    draw = np.random.default_rng(case.seed)
+    outputs = case.groups * case.per_group_out
+    x = draw.integers(0, 256, (case.images, case.groups * case.per_group, case.height, case.width)).astype(np.uint8)
+    weight = draw.integers(-127, 128, (outputs, case.per_group, *case.taps)).astype(np.int8)
+    bias = draw.integers(-4000, 4001, outputs).astype(np.int32)
+    if case.extreme:
+        x, weight = np.where(x < 250, 255, 0).astype(np.uint8), np.where(weight < 0, -127, 127).astype(np.int8)
+        weight[::2] = np.abs(weight[::2])
+        bias = draw.integers(-(2**30), 2**30, outputs).astype(np.int32)
+    zero_x, zero_y, zero_other = case.zero_points
+    attrs = {"stride": case.stride, "padding": case.padding, "dilation": case.dilation, "groups": case.groups}
+    acc = OPS["conv2d"].meaning(Op("conv2d", (), ("acc",), attrs), [x, weight, bias], [_levels(zero_x)], _acc([1.0]))
+    unit = 60 / max(float(acc.std()) if acc.size else 1.0, 1.0) if case.exponent is None else 2.0**case.exponent
+    factor = (unit * draw.uniform(0.5, 1.5, outputs)).astype(np.float32)
+    reach = numerics.accumulator_bound(weight, bias, 0, 255, zero_x)
+    assert reach.max() < 2**31
+    if case.result == "f32":
+        expected = OPS["dequantize"].meaning(Op("dequantize", (), ("y",)), [acc], [_acc(factor)], _levels(0))
+        return Numbers(x, weight, bias, factor, None, None, False, expected)
+    bounds = {"low": case.bounds[0], "high": case.bounds[1]}
+    if case.result == "u8":
+        tail = Op("requantize", (), ("y",), bounds)
+        expected = OPS["requantize"].meaning(tail, [acc, factor], [_acc(factor)], _levels(zero_y))
+        return Numbers(x, weight, bias, factor, None, None, bool((reach * factor).max() >= 2**29), expected)
+    other = draw.integers(0, 256, acc.shape).astype(np.uint8)
+    factor, other_sign = factor * np.float32(draw.choice([-1, 1])), draw.choice([-1, 1])
+    other_factor = (other_sign * 2.0 ** (case.exponent or 0) * draw.uniform(0.5, 1.5, 1)).astype(np.float32)
+    types = [_acc(abs(factor)), _levels(zero_other)]
+    operands = [acc, other, factor, other_factor]
+    expected = OPS["add"].meaning(Op("add", (), ("y",), bounds), operands, types, _levels(zero_y))
+    needs_guard = bool((reach * abs(factor) + 255 * abs(other_factor)).max() >= 2**29)
+    return Numbers(x, weight, bias, factor, other, other_factor, needs_guard, expected)
+
+
+def _levels(zero_point: int) -> TensorType:
+    return TensorType((), DType.U8, QParams((1.0,), (zero_point,), 0, 255))
+
+
+def _acc(scales) -> TensorType:
+    scales = tuple(float(scale) for scale in scales)
+    return TensorType((), DType.I32, QParams(scales, (0,) * len(scales), -(2**31), 2**31 - 1, 1))
+
+
+@cache
+def memory(role: str) -> Memory:
+    return Memory()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the kernels wrote: result in NCHW, levels of its halo, whether anything else changed."""
+
+    values: np.ndarray
+    halo: np.ndarray
+    stray: bool
+
+
+def run(isa: str, case: Case, given: Numbers) -> Result:
+    """The convolution, then the halo of its result, on memory full of canaries."""
+    inputs, outputs = given.x.shape[1], len(given.weight)
+    plan = packing(outputs, inputs, case.groups, case.taps[1], case.dilation[1], case.blocks, case.packed)
+    n, c, h, w = given.expected.shape
+    item, halo = given.expected.itemsize, case.halos[1]
+    shape = (n, h + 2 * halo, w + 2 * halo, c * item)
+    arena = memory("out").end(int(np.prod(shape)) + 2 * MARGIN)
+    arena[:] = CANARY
+    framed = arena[MARGIN : arena.size - MARGIN].reshape(shape)
+    inside = (slice(None), slice(halo, halo + h), slice(halo, halo + w))
+    images = {"out": Image(framed.ctypes.data, n, h, w, c * item, halo)}
+    images["in"] = _stored("in", given.x, case.halos[0] + max(case.padding), case.zero_points[0])
+    if given.other is not None:
+        images["other"] = _stored("other", given.other, case.halos[2], case.zero_points[2])
+    guard = case.result != "f32" and (case.guard or given.needs_guard)
+    heights = range(1, case.rows + 1)
+    full = [TileSpec(rows, plan.blocks, case.result, plan.packed, guard) for rows in heights]
+    last = [TileSpec(rows, plan.last_blocks, case.result, plan.last_packed, guard) for rows in heights]
+    library = kernels(isa)
+    tables = library.heights(full if plan.panels > 1 else last), library.heights(last)
+    first = np.array(plan.first, np.int32)
+    fields = _fields(case, given, plan, images["in"]) | _operands(case, given, plan)
+    fields |= {"kernels": _address(tables[0]), "last_kernels": _address(tables[1])}
+    fields["first_channel"] = first.ctypes.data if first.any() else 0
+    library.matmul(images, fields, case.threads)
+    values = framed[inside].copy().view(given.expected.dtype).transpose(0, 3, 1, 2)
+    framed[inside] = CANARY
+    stray = bool((arena != CANARY).any())
+    library.fill_halo(images["out"], case.zero_points[1], case.threads)
+    stray |= any(bool((part != CANARY).any()) for part in (framed[inside], arena[:MARGIN], arena[-MARGIN:]))
+    frame = np.ones(shape[:3], bool)
+    frame[inside] = False
+    return Result(values, framed[frame], stray)
+
+
+def _stored(role: str, array: np.ndarray, halo: int, zero_point: int) -> Image:
+    """An NCHW array as an NHWC image, zero points around it, the planner's slack and then a guard page behind it."""
+    n, c, h, w = array.shape
+    widths = ((0, 0), (halo, halo), (halo, halo), (0, 0))
+    padded = np.pad(array.transpose(0, 2, 3, 1), widths, constant_values=zero_point)
+    return Image(memory(role).hold(padded, SLACK), n, h, w, c, halo)
+
+
+def _address(table) -> int:
+    return np.frombuffer(table, np.uint8).ctypes.data
+
+
+def _fields(case: Case, given: Numbers, plan: Packing, image: Image) -> dict[str, int]:
+    """Geometry and schedule, as `codegen.matmul` prints them."""
+    taps = 1 if plan.joined else case.taps[1]
+    flat = case.taps == case.stride == (1, 1) and not any(case.padding) and not any(case.halos)
+    return {
+        "stride_y": case.stride[0], "stride_x": case.stride[1], "top": case.padding[0], "left": case.padding[2],
+        "panels": plan.panels, "blocks": plan.blocks, "panel_bytes": case.taps[0] * taps * plan.run * 64 * plan.blocks,
+        "last_mask": (1 << (plan.outputs - 1) % 16 + 1) - 1, "flat": int(flat), "rows": case.rows,
+        "split_channels_below": case.split_channels_below, "chunk_bytes": case.chunk_bytes,
+        "tile.mask": 0xFFFF, "tile.a_pixel": case.stride[1] * image.pixel, "tile.tap_rows": case.taps[0],
+        "tile.a_row": case.dilation[0] * (image.width + 2 * image.halo) * image.pixel, "tile.taps": taps,
+        "tile.a_tap": case.dilation[1] * image.pixel, "tile.run": plan.run,
+    }  # fmt: skip
+
+
+def _operands(case: Case, given: Numbers, plan: Packing) -> dict[str, int]:
+    """Packed constants, each up to a guard page."""
+    zero_x, zero_y, zero_other = case.zero_points
+    folded = given.bias.astype(np.int64) - zero_x * given.weight.astype(np.int64).reshape(len(given.weight), -1).sum(1)
+    found = {
+        "tile.b": memory("weight").hold(pack_weights(given.weight, plan, case.groups)),
+        "tile.bias": memory("bias").hold(pack_columns(folded.astype(np.int32), plan)),
+        "tile.factor": memory("factor").hold(pack_columns(given.factor, plan)),
+        "tile.limits": memory("limits").hold(limits(zero_y, *case.bounds, zero_other)),
+        "tile.out_pixel": given.expected.shape[1] * given.expected.itemsize, "out_bytes": given.expected.itemsize,
+    }  # fmt: skip
+    if given.other is not None:
+        found["tile.other_pixel"] = given.other.shape[1]
+        found["tile.other_factor"] = memory("other factor").hold(pack_columns(given.other_factor, plan))
+    return found
