@@ -6,10 +6,14 @@ STAMP   = .venv/installed
 
 export PYTHONUNBUFFERED = 1
 
-.PHONY: demo test slow lint clean check
+.PHONY: demo bench test slow lint clean check
 
 demo: $(STAMP)
 	.venv/bin/python examples/demo.py
+
+# What quantizing costs. The race against other engines needs their packages: benchmarks/README.md.
+bench: $(STAMP)
+	.venv/bin/python benchmarks/costs.py
 
 test: lint
 	.venv/bin/python -m pytest -q

@@ -69,10 +69,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.images % arguments.batch:
         parser.error("--images must be a multiple of --batch: some engines take one batch size only")
-    console, table, results = Console(highlight=False), Table(), {}
-    for column in ("network", "images", "engine", "top-1 %", "agreement %", "SQNR dB"):
-        table.add_column(column, justify="left" if column in ("network", "engine") else "right")
+    console, results = Console(highlight=False), {}
     for network in arguments.networks.split(","):
+        table = Table(title=network)
+        for column in ("images", "engine", "top-1 %", "agreement %", "SQNR dB"):
+            table.add_column(column, justify="left" if column == "engine" else "right")
         for engine in arguments.engines.split(","):
             try:
                 found = results[f"{network}/{engine}"] = fresh.call(score, engine, network, arguments)
@@ -81,8 +82,8 @@ def main() -> None:
                 continue
             for split, figures in found.items():
                 shares = [f"{figures[key]:.2f}" for key in ("top1", "agreement")]
-                table.add_row(network, f"{figures['images']} {split}", engine, *shares, f"{figures['sqnr_db']:.1f}")
-    console.print(table)
+                table.add_row(f"{figures['images']} {split}", engine, *shares, f"{figures['sqnr_db']:.1f}")
+        console.print(table)
     record.append("accuracy", arguments, results)
 
 

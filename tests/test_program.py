@@ -102,9 +102,10 @@ def sized(net: Net) -> tuple[str, ...]:
 
 
 def fixed(net: Net) -> tuple[str, ...]:
-    """No free dimension: images are selected, too."""
+    """No free dimension: images are selected and added, too."""
     x = net.conv(net.quantize(net.input(5, 3, 6, 6)), 8, 3)
-    return (net.conv(net.same("slice", x, axis=0, start=1, stop=5, step=2), 4, 3, padding=1, f32=True),)
+    x = net.same("slice", x, axis=0, start=1, stop=5, step=2)
+    return (net.conv(net.same("pad", x, before=(1, 0, 0, 0), after=(2, 0, 0, 0)), 4, 3, padding=1, f32=True),)
 
 
 PROGRAMS = (residual, halos, pools, moves, tokens, borders, sized, fixed)

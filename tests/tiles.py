@@ -93,7 +93,8 @@ def numbers(case: Case) -> Numbers:
         return Numbers(x, weight, bias, factor, None, None, bool((reach * factor).max() >= 2**29), expected)
     other = draw.integers(0, 256, acc.shape).astype(np.uint8)
     factor, other_sign = factor * np.float32(draw.choice([-1, 1])), draw.choice([-1, 1])
-    other_factor = (other_sign * 2.0 ** (case.exponent or 0) * draw.uniform(0.5, 1.5, 1)).astype(np.float32)
+    spread = draw.uniform(0.5, 1.5, outputs if case.seed % 2 else 1)
+    other_factor = (other_sign * 2.0 ** (case.exponent or 0) * spread).astype(np.float32)
     types = [_acc(abs(factor)), _levels(zero_other)]
     operands = [acc, other, factor, other_factor]
     expected = OPS["add"].meaning(Op("add", (), ("y",), bounds), operands, types, _levels(zero_y))
