@@ -52,7 +52,7 @@ def torchao(model: nn.Module, example: Inputs, calibration: list[Inputs], thread
 def onnxruntime(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
     """ONNX Runtime, float32."""
     with tempfile.TemporaryDirectory() as folder:
-        return session(onnx_file(model, example, Path(folder)), threads)
+        return onnxruntime_call(onnx_file(model, example, Path(folder)), threads)
 
 
 def onnxruntime_int8(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
@@ -76,7 +76,7 @@ def onnxruntime_int8(model: nn.Module, example: Inputs, calibration: list[Inputs
             clean, target, Batches(), quant_format=quantization.QuantFormat.QDQ, per_channel=True,
             activation_type=quantization.QuantType.QUInt8, weight_type=quantization.QuantType.QInt8,
         )  # fmt: skip
-        return session(target, threads)
+        return onnxruntime_call(target, threads)
 
 
 def openvino(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
@@ -84,7 +84,7 @@ def openvino(model: nn.Module, example: Inputs, calibration: list[Inputs], threa
     import openvino as ov
 
     with tempfile.TemporaryDirectory() as folder:
-        return request(ov.Core().read_model(onnx_file(model, example, Path(folder))), threads)
+        return openvino_call(ov.Core().read_model(onnx_file(model, example, Path(folder))), threads)
 
 
 def openvino_int8(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
@@ -96,7 +96,7 @@ def openvino_int8(model: nn.Module, example: Inputs, calibration: list[Inputs], 
     with tempfile.TemporaryDirectory() as folder:
         source = ov.Core().read_model(onnx_file(model, example, Path(folder)))
         data = nncf.Dataset([named(inputs) for inputs in calibration])
-        return request(nncf.quantize(source, data, subset_size=len(calibration)), threads)
+        return openvino_call(nncf.quantize(source, data, subset_size=len(calibration)), threads)
 
 
 def intaglio(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
@@ -127,7 +127,7 @@ def onnx_file(model: nn.Module, example: Inputs, folder: Path) -> Path:
     return path
 
 
-def session(path: Path, threads: int) -> Run:
+def onnxruntime_call(path: Path, threads: int) -> Run:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -136,7 +136,7 @@ def session(path: Path, threads: int) -> Run:
     return lambda *inputs: torch.from_numpy(built.run(None, named(inputs))[0])
 
 
-def request(model: object, threads: int) -> Run:
+def openvino_call(model: object, threads: int) -> Run:
     import openvino as ov
 
     settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}

@@ -8,7 +8,9 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import intaglio
 from graphs import H, N, Net, W, sizes
 from harness import HERE, SLACK, Memory
 from intaglio import build
@@ -18,6 +20,7 @@ from intaglio.lower import Lowered, plan
 from intaglio.ops import OPS
 from intaglio.runtime import QuantizedModel
 from intaglio.runtime.artifact import Run
+from nets import Body, randomize
 
 CACHES = CacheSizes()
 
@@ -182,13 +185,28 @@ def test_results_do_not_depend_on_the_schedule(isa):
             assert_same_bits(model(*net.batch(2)), expected)
 
 
-@pytest.mark.xfail(strict=True, reason="values of four axes are laid out with channels last, whatever reads them")
 @pytest.mark.parametrize("isa", HERE)
 def test_a_linear_layer_on_four_axes_reads_the_last_one(isa):
     net = Net()
     x = net.quantize(net.input(N, 3, 4, 8))
     lowered = net.lowered(net.linear(x, 5, f32=True), net.dequantize(net.linear(x, 6)))
     assert_same_bits(build.compile(lowered, isa=isa)(*net.batch(2)), lowered(*net.batch(2)))
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_linear_layers_of_four_axes_meet_image_operators(isa):
+    """conv2d -> linear over columns -> clamp -> conv2d, an add across both, a slice: copies between the layouts."""
+    model = randomize(Body(_mixed, conv=nn.Conv2d(3, 8, 3, padding=1), mix=nn.Linear(6, 6), out=nn.Conv2d(8, 4, 3)))
+    prepared = intaglio.prepare(intaglio.capture(model, torch.randn(2, 3, 5, 6)))
+    lowered = intaglio.requantize(intaglio.convert(prepared, intaglio.calibrate(prepared, [torch.randn(8, 3, 5, 6)])))
+    assert [op.kind for op in lowered.graph.ops].count("reshape") == 2
+    x = torch.randn(3, 3, 5, 6)
+    assert_same_bits(build.compile(lowered, isa=isa)(x), lowered(x))
+
+
+def _mixed(net, x):
+    y = net.conv(x)
+    return net.out((y + net.mix(y)).relu())[:, :, 1:]
 
 
 # ---- memory

@@ -61,10 +61,10 @@ class Context:
         buffer = self.plan.buffers.get(value)
         if buffer is None:
             kind = self.graph.types[value]
-            n, h, w, c = nhwc(kind.shape)
+            n, h, w, c = nhwc(kind.shape, value in self.plan.rows)
             sizes = f"{self.dim(n)}, {self.dim(h)}, {self.dim(w)}, {c} * {kind.dtype.bytes}"
             return f"image({self.external(value)}, {sizes}, 0)"
-        sizes = ", ".join(map(self.dim, nhwc(buffer.shape)))
+        sizes = ", ".join(map(self.dim, nhwc(buffer.shape, buffer.rows)))
         start = f"r->arena + r->offsets[{self.index[buffer.alias or value]}]"
         return f"image({start}, {sizes}, {buffer.halo})"
 
@@ -96,8 +96,11 @@ class Context:
         return [f"const int64_t {name} = r->dims[{i}];" for i, name in enumerate(self.symbols) if name in words]
 
 
-def nhwc(shape: Shape) -> tuple[Dim, Dim, Dim, Dim]:
-    """Images, rows, columns, channels; a tensor of another rank is rows of one pixel."""
+def nhwc(shape: Shape, row_major: bool = False) -> tuple[Dim, Dim, Dim, Dim]:
+    """Images, rows, columns, channels as they lie; ``row_major``: four axes in their own order. A tensor of another rank is
+    rows of one pixel."""
+    if len(shape) == 4 and row_major:
+        return shape[0], shape[1], shape[2], shape[3]
     if len(shape) == 4:
         n, c, h, w = shape
         return n, h, w, c

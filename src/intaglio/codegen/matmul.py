@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from intaglio import numerics
-from intaglio.codegen.context import Context, nhwc
+from intaglio.codegen.context import Context
 from intaglio.codegen.pack import Packing, pack_columns, pack_weights, packing
 from intaglio.codegen.schedule import is_flat
 from intaglio.codegen.tile import TileSpec
@@ -87,7 +87,7 @@ def needs_guard(partition: Partition, context: Context) -> bool:
 
 def _geometry(code: Code, anchor: Op, context: Context, plan: Packing, weight: np.ndarray) -> None:
     """Strides between output pixels, rows of taps and taps, in bytes."""
-    _, _, _, channels = nhwc(context.graph.types[anchor.inputs[0]].shape)
+    channels = weight.shape[1] * anchor.attrs.get("groups", 1)
     (sy, sx), (dy, dx) = anchor.attrs.get("stride", (1, 1)), anchor.attrs.get("dilation", (1, 1))
     top, _, left, _ = anchor.attrs.get("padding", (0, 0, 0, 0))
     taps = 1 if plan.joined else weight.shape[3]

@@ -135,7 +135,7 @@ def _plan_table(code: Code, plan: Plan, context: Context) -> None:
 def _externals(plan: Plan) -> tuple[External, ...]:
     made = {name for step in plan.steps if not _is_island(step) for name in step.partition.ops[-1].outputs}
     types = plan.graph.types
-    return tuple(External(name, types[name].shape, types[name].dtype, name in made) for name in plan.external)
+    return tuple(External(n, types[n].shape, types[n].dtype, n in made, n in plan.rows) for n in plan.external)
 
 
 def _calls(plan: Plan) -> tuple[IslandCall, ...]:

@@ -79,8 +79,12 @@ def emit_move(code: Code, partition: Partition, context: Context) -> None:
 
 
 def emit_reshape(code: Code, partition: Partition, context: Context) -> None:
+    """Four axes that lie in their own order are shown as rows of one pixel: there, logical order is memory order."""
     op = partition.anchor
-    _images(code, op, context, ("in",))
+    for name, value in (("in", op.inputs[0]), ("out", op.output)):
+        code(f"struct Image {name} = {context.image(value)};")
+        if context.plan.buffers[value].rows:
+            code(f"{name} = image({name}.base, {name}.images * {name}.height * {name}.width, 1, 1, {name}.pixel, 0);")
     code("reshape_levels(&in, &out, thread, threads);")
     finish(code, context, op.output, context.limits(op))
 
@@ -91,7 +95,12 @@ def emit_quantize(code: Code, partition: Partition, context: Context) -> None:
     code(f"const struct Image out = {context.image(op.output)};")
     code(f"const struct Affine* q = {q};")
     source = context.external(op.inputs[0])
-    code(f"quantize_image((const float*){source}, {context.strides(op.inputs[0])}, &out, q, thread, threads);")
+    strides = context.strides(op.inputs[0])
+    if context.plan.buffers[op.output].rows:
+        code(f"const int64_t* s = {strides};")
+        code("const int64_t strides[] = {s[0], s[3], s[1], s[2]};")
+        strides = "strides"
+    code(f"quantize_image((const float*){source}, {strides}, &out, q, thread, threads);")
     if context.halo(op.output):
         code("fill_halo(&out, (uint8_t)q->zero_point, thread, threads);")
 

@@ -41,7 +41,7 @@ class Partition:
 @dataclass(frozen=True)
 class Buffer:
     """Memory of one internal tensor: NHWC when it has four axes (``halo`` rows and columns around each image,
-    filled with the zero point), else row-major.
+    filled with the zero point), else, or with ``rows``, row-major.
 
     ``alias`` names the buffer whose bytes it shares (a reshape that moves nothing).
     """
@@ -52,10 +52,11 @@ class Buffer:
     halo: int = 0
     zero_point: int = 0
     alias: str | None = None
+    rows: bool = False
 
     @property
     def spatial(self) -> bool:
-        return len(self.shape) == 4
+        return len(self.shape) == 4 and not self.rows
 
     def pixels(self) -> Dim:
         """Pixels with their halo (rows when there are no four axes)."""
@@ -101,7 +102,8 @@ class Placement:
 class Plan:
     """Everything code generation needs besides the graph: steps in order, buffers, their lives.
 
-    ``external`` values live in tensors of the caller (graph inputs and outputs, what islands read and write).
+    ``external`` values live in tensors of the caller (graph inputs and outputs, what islands read and write). ``rows``:
+    values of four axes that lie row-major.
     """
 
     graph: Graph
@@ -109,6 +111,7 @@ class Plan:
     buffers: Mapping[str, Buffer]
     placements: tuple[Placement, ...]
     external: tuple[str, ...]
+    rows: frozenset[str] = frozenset()
 
     def segments(self) -> int:
         return self.steps[-1].segment + 1 if self.steps else 0
@@ -131,12 +134,14 @@ class Schedule:
 
 @dataclass(frozen=True)
 class External:
-    """One entry of the table of caller's tensors: value, logical shape, element type, whether the program writes it."""
+    """One entry of the table of caller's tensors: value, logical shape, element type, whether the program writes it,
+    whether it writes four axes row-major instead of channels last."""
 
     value: str
     shape: Shape
     dtype: DType
     written: bool
+    rows: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from intaglio.ir import Graph, Op
+from intaglio.lower.layout import separate_layouts
 
 
 def drop_identity(graph: Graph) -> tuple[Graph, int]:
@@ -23,7 +24,9 @@ def _changes_nothing(op: Op, graph: Graph) -> bool:
     if op.kind == "clamp":
         q = graph.types[op.output].q
         return op.attrs["low"] <= q.qmin and op.attrs["high"] >= q.qmax
+    if op.attrs.get("relayout"):
+        return False
     return op.kind in ("reshape", "pad", "slice") and graph.types[op.output] == graph.types[op.inputs[0]]
 
 
-LOWER_PASSES = (drop_identity,)
+LOWER_PASSES = (drop_identity, separate_layouts)

@@ -12,10 +12,10 @@ from intaglio.lower.layout import lay_out
 def plan(graph: Graph) -> Plan:
     """Partitions in order, grouped into phases (steps of one phase do not depend on each other) and segments (native
     stretches between islands), with buffers and the order in which they get their place."""
-    buffers = lay_out(graph)
+    buffers, rows = lay_out(graph)
     partitions = [p for p in fuse(graph) if not (len(p.ops) == 1 and _is_alias(p, buffers))]
     steps = _steps(partitions, buffers)
-    return Plan(graph, tuple(steps), buffers, _placements(steps, buffers), _external(graph, buffers))
+    return Plan(graph, tuple(steps), buffers, _placements(steps, buffers), _external(graph, buffers), rows)
 
 
 def _is_alias(partition: Partition, buffers: Mapping[str, Buffer]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator as python_operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
 
 from torch import fx
 
@@ -244,15 +243,25 @@ class _Names:
 
 
 def macs(node: fx.Node) -> int:
-    """Multiply-accumulates of a conv or linear at batch 1; 0 for the rest."""
-    record = record_of(node)
-    if record is None or record.roles.weight is None:
+    """Multiply-accumulates at batch 1 of a convolution, linear layer or matrix product; 0 for the rest."""
+    name = operator(node).split(".")[1] if operator(node).startswith("aten.") else ""
+    kinds = [tensor_type(value) for value in node.all_input_nodes]
+    if not name.startswith(PRODUCTS) or tensor_type(node) is None or len(kinds) < 2 or None in kinds[:2]:
         return 0
-    weight, result = tensor_type(operands(node)[record.roles.weight]), tensor_type(node).shape
-    if weight is None:
-        return 0
-    total = numel(result) * prod(weight.shape[1:])
+    a, b, result = kinds[0].shape, kinds[1].shape, tensor_type(node).shape
+    if name.startswith("conv_transpose"):
+        total = numel(a) * numel(b[1:])
+    elif name.startswith(("conv", "linear")):
+        total = numel(result) * numel(b[1:])
+    elif name.startswith("scaled_dot_product"):
+        total = numel(a) * b[-2] * 2
+    else:
+        total = numel(result) * (b[-1] if name == "addmm" else a[-1])
     return evaluate(total, dict.fromkeys(symbols_of(total), 1))
+
+
+PRODUCTS = ("conv", "linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product")
+"""ATen operators (beginnings of their names) whose work is counted in multiply-accumulates."""
 
 
 def _counts(node: fx.Node) -> bool:

@@ -56,7 +56,7 @@ class _Shapes:
 def _sizes(external: External, symbols: Mapping[str, int]) -> tuple[int, ...]:
     """Shape to allocate: memory order, so images have channels last."""
     sizes = tuple(evaluate(dim, symbols) for dim in external.shape)
-    return (sizes[0], sizes[2], sizes[3], sizes[1]) if len(sizes) == 4 else sizes
+    return (sizes[0], sizes[2], sizes[3], sizes[1]) if len(sizes) == 4 and not external.rows else sizes
 
 
 def _readable(tensor: torch.Tensor, external: External) -> torch.Tensor:
@@ -93,6 +93,7 @@ class QuantizedModel(nn.Module):
         program = artifact.program
         self._index = {external.value: i for i, external in enumerate(program.externals)}
         self._written = {e.value: TORCH_DTYPES[e.dtype] for e in program.externals if e.written}
+        self._images = {e.value for e in program.externals if len(e.shape) == 4 and not e.rows}
         self._read = [e for e in program.externals if not e.written]
         self._calls = {s: [call for call in program.calls if call.after_segment == s] for s in range(program.segments)}
         self._shapes: OrderedDict[Any, _Shapes] = OrderedDict()
@@ -154,7 +155,7 @@ class QuantizedModel(nn.Module):
                 if name not in values:
                     memory = torch.empty(sizes, dtype=self._written[name], device="cpu")
                     frame.point(self._index[name], memory)
-                    values[name] = memory.permute(0, 3, 1, 2) if len(sizes) == 4 else memory
+                    values[name] = memory.permute(0, 3, 1, 2) if name in self._images else memory
             for external in self._read:
                 if external.value in values:
                     tensor = _readable(values[external.value], external)
