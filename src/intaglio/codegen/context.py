@@ -97,8 +97,10 @@ class Context:
 
 
 def nhwc(shape: Shape, row_major: bool = False) -> tuple[Dim, Dim, Dim, Dim]:
-    """Images, rows, columns, channels as they lie; ``row_major``: four axes in their own order. A tensor of another rank is
-    rows of one pixel."""
+    """Images, rows, columns, channels as they lie; ``row_major``: four axes in their own order.
+
+    A tensor of another rank is rows of one pixel.
+    """
     if len(shape) == 4 and row_major:
         return shape[0], shape[1], shape[2], shape[3]
     if len(shape) == 4:
