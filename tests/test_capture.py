@@ -177,7 +177,7 @@ REFUSED = {
     "not an nn.Module written": lambda: (torch.jit.trace(nn.Linear(4, 3), torch.zeros(1, 4)), torch.zeros(1, 4)),
     "only one of me": lambda: (Dies(), X),
     "to have 3 channels, but got 5": lambda: (body(lambda m, x: m.c(x), c=conv()), torch.zeros(2, 5, 8, 8)),
-    "too many positional arguments": lambda: (nets.randomize(nets.Linears()), (torch.zeros(2, 16), X, X, X)),
+    "positional arguments but 5 were given": lambda: (nets.randomize(nets.Linears()), (torch.zeros(2, 16), X, X, X)),
 }
 
 

@@ -97,7 +97,7 @@ def test_case_35_biases_of_any_size(bias):
             module.bias.fill_(bias)
     reference, lowered = one(module, X)
     assert sqnr(lowered(X), module(X)) > (30 if bias != 1e9 else 100)
-    assert any("enlarged to fit the bias" in line for line in reference.remarks) is (bias == 1e9)
+    assert any("enlarged to fit the bias" in line for line in reference.notes) is (bias == 1e9)
 
 
 def test_frontend_b17_bias_scales_are_products_and_zero_points_zero():

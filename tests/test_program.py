@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -15,7 +16,7 @@ from graphs import H, N, Net, W, sizes
 from harness import HERE, SLACK, Memory
 from intaglio import build
 from intaglio.codegen import EMITTERS, CacheSizes, emit
-from intaglio.ir import Schedule, evaluate
+from intaglio.ir import About, Schedule, evaluate
 from intaglio.lower import Lowered, plan
 from intaglio.ops import OPS
 from intaglio.runtime import QuantizedModel
@@ -123,7 +124,7 @@ def built(program: Callable[[Net], tuple[str, ...]]) -> tuple[Net, Lowered]:
 
 @cache
 def compiled(program: Callable[[Net], tuple[str, ...]], isa: str) -> QuantizedModel:
-    return build.compile(built(program)[1], isa=isa, name=program.__name__)
+    return build.compile(replace(built(program)[1], about=About(program.__name__)), isa=isa)
 
 
 @contextmanager
@@ -180,7 +181,7 @@ def test_results_do_not_depend_on_the_schedule(isa):
     expected = lowered(*net.batch(2))
     tails = [op.output for op in lowered.graph.ops if op.kind in ("requantize", "add")]
     for schedule in (Schedule(1, 1, 0, 1), Schedule(3, 1, 1 << 40, 100)):
-        model = build.compile(lowered, isa=isa, schedules=dict.fromkeys(tails, schedule), name="scheduled")
+        model = build.compile(lowered, isa=isa, schedules=dict.fromkeys(tails, schedule))
         with threads(2):
             assert_same_bits(model(*net.batch(2)), expected)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from intaglio import build
-from intaglio.capture import Captured, capture
+from intaglio.capture import capture
 from intaglio.lower import Lowered, requantize
 from intaglio.quant import (
     Quantizer,
@@ -27,6 +28,7 @@ from intaglio.runtime import QuantizedModel
 __all__ = ["annotate", "calibrate", "capture", "compile", "convert", "prepare", "quantize", "requantize"]
 
 Selectors = str | Iterable[str]
+logger = logging.getLogger("intaglio")
 
 
 def quantize(
@@ -34,7 +36,7 @@ def quantize(
     data: Any,
     *,
     example_inputs: Any = None,
-    recipe: Recipe | Mapping[str, Any] | None = None,
+    recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
     skip: Selectors = (),
     only: Selectors = (),
     samples: int | None = None,
@@ -46,8 +48,9 @@ def quantize(
 
     ``data``: any iterable of batches (tensors, tuples, dictionaries, (inputs, label) pairs), a `DataLoader`, or a
     function that is called with the model to calibrate. ``example_inputs``: a tuple of arguments (default: the first
-    batch). ``skip`` and ``only`` are selectors (`Recipe`). ``samples`` stops calibration after that many. The model
-    is never changed. Raises an `IntaglioError` that says what to do.
+    batch). ``recipe``: a `Recipe`, its entries as a mapping, or the path of its TOML file. ``skip`` and ``only`` are
+    selectors (`Recipe`). ``samples`` stops calibration after that many. ``dynamic_shapes`` as torch.export takes them
+    (default: the batch is free). The model is never changed. Raises an `IntaglioError` that says what to do.
     """
     kwargs: dict[str, Any] = {}
     if example_inputs is None:
@@ -59,34 +62,19 @@ def quantize(
     quantizer = Quantizer(_recipe(recipe).with_selection(skip, only))
     prepared = prepare(captured, quantizer)
     ranges = calibrate(prepared, data, samples=samples, progress=progress)
-    reference = convert(prepared, ranges)
-    return _compile(reference, isa, model, captured)
+    quantized = compile(convert(prepared, ranges), isa=isa)
+    logger.info("%r\n%s", quantized, quantized.coverage)
+    return quantized
 
 
-def _recipe(recipe: Recipe | Mapping[str, Any] | None) -> Recipe:
+def _recipe(recipe: Recipe | Mapping[str, Any] | str | Path | None) -> Recipe:
     if recipe is None:
         return Recipe()
+    if isinstance(recipe, (str, Path)):
+        return Recipe.load(recipe)
     return recipe if isinstance(recipe, Recipe) else Recipe.of(recipe)
 
 
 def compile(stage: Reference | Lowered, *, isa: str | None = None) -> QuantizedModel:
     """The native program of a reference model or an integer graph; ``isa`` default: the best of this machine."""
-    return _compile(stage, isa)
-
-
-def _compile(
-    stage: Reference | Lowered, isa: str | None, model: nn.Module | None = None, captured: Captured | None = None
-) -> QuantizedModel:
-    texts: dict[str, str] = {"captured": captured.text()} if captured else {}
-    if isinstance(stage, Reference):
-        texts |= {"sites": stage.annotations.text(), "reference": stage.text()}
-    lowered = requantize(stage) if isinstance(stage, Reference) else stage
-    name = type(model).__name__ if model is not None else "model"
-    return build.compile(lowered, isa=isa, texts=texts, name=name, bytes_before=float_bytes(model) if model else 0)
-
-
-def float_bytes(model: nn.Module) -> int:
-    """Bytes of parameters and buffers, shared ones once."""
-    tensors: dict[int, torch.Tensor] = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
-
+    return build.compile(requantize(stage) if isinstance(stage, Reference) else stage, isa=isa)

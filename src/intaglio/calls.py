@@ -70,7 +70,8 @@ def dims_of(signature: Signature, leaves: list[Any]) -> dict[str, int]:
     for entry, value in zip(signature.inputs, leaves, strict=True):
         where = f"input '{entry.name}'"
         if not isinstance(value, torch.Tensor):
-            raise InputError(where, None, f"{type(value).__name__}; the model takes a tensor here")
+            remedy = "torch.from_numpy makes one of an array" if hasattr(value, "__array__") else None
+            raise InputError(where, None, f"{type(value).__name__}; the model takes a tensor here", remedy=remedy)
         if DTYPES.get(value.dtype) is not entry.type.dtype:
             expected = str(entry.type.dtype)
             raise InputError(

@@ -13,28 +13,18 @@ from intaglio.runtime import Coverage, FloatPart, QuantizedModel, build_artifact
 
 
 def compile(
-    lowered: Lowered,
-    *,
-    isa: str | None = None,
-    schedules: Mapping[str, Schedule] | None = None,
-    texts: Mapping[str, str] | None = None,
-    name: str = "model",
-    bytes_before: int = 0,
+    lowered: Lowered, *, isa: str | None = None, schedules: Mapping[str, Schedule] | None = None
 ) -> QuantizedModel:
-    """Native program for one instruction set (default: the best this machine has). Raises `BuildError`."""
-    planned = plan(lowered.graph)
-    sizes = caches()
-    program = emit(planned, choose(isa), CacheSizes(sizes.l1, sizes.l2), _identifier(name), schedules)
+    """Native program for one instruction set (default: the best this machine has). ``schedules`` replace analytic
+    ones, by output value. Raises `BuildError`."""
+    planned, sizes, about = plan(lowered.graph), caches(), lowered.about
+    program = emit(planned, choose(isa), CacheSizes(sizes.l1, sizes.l2), _identifier(about.name), schedules)
     artifact = build_artifact(program)
-    stages = {
-        **(texts or {}),
-        "integer": lowered.text(),
-        "partitions": partitions_text(tuple(step.partition for step in planned.steps), lowered.graph),
-        "program": program.source,
-    }
+    parts = partitions_text(tuple(step.partition for step in planned.steps), lowered.graph)
+    about = about.after(integer=lowered.text(), partitions=parts, program=program.source)
     islands = {key: (island.module, island.dims) for key, island in lowered.islands.items()}
-    graph, coverage = lowered.graph, _coverage(lowered, artifact.constants.nbytes, bytes_before)
-    return QuantizedModel(artifact, lowered.signature, graph.inputs, graph.outputs, islands, coverage, stages, name)
+    graph, coverage = lowered.graph, _coverage(lowered, artifact.constants.nbytes)
+    return QuantizedModel(artifact, lowered.signature, graph.inputs, graph.outputs, islands, coverage, about)
 
 
 def choose(isa: str | None) -> str:
@@ -51,14 +41,16 @@ def _identifier(name: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in name) or "model"
 
 
-def _coverage(lowered: Lowered, constant_bytes: int, bytes_before: int) -> Coverage:
+def _coverage(lowered: Lowered, constant_bytes: int) -> Coverage:
     floats = tuple(
-        FloatPart(skip.origin.path, skip.origin.operator, skip.reason, skip.macs) for skip in lowered.skipped
+        FloatPart(skip.origin.path, skip.origin.operator, skip.reason, skip.macs, skip.origin.source)
+        for skip in lowered.skipped
     )
     integer, total = lowered.macs
     operators = lowered.operators
     islands = [buffer.nbytes for island in lowered.islands.values() for buffer in island.module.buffers()]
+    size = constant_bytes + sum(islands)
     return Coverage(
-        integer, total, operators, operators + len(floats), len(lowered.islands), floats, bytes_before,
-        constant_bytes + sum(islands),
+        integer, total, operators, operators + len(floats), len(lowered.islands), floats, lowered.about.bytes, size,
+        lowered.about.notes,
     )  # fmt: skip

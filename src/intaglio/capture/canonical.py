@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import fx
 
 from intaglio.capture.nodes import arguments, operator, tensor_type
@@ -20,7 +21,8 @@ COPIES = (
     "aten.contiguous.default",
 )
 CHECKS = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default")
-SAME_IF_EQUAL = ("aten._to_copy.default", "aten.expand.default", "aten.view.default", "aten.to.dtype")
+VIEWS = ("aten.view.default", "aten._unsafe_view.default")
+SAME_IF_EQUAL = ("aten._to_copy.default", "aten.expand.default", "aten.reshape.default", "aten.to.dtype")
 
 
 def run(module: fx.GraphModule, passes: Iterable[Pass]) -> dict[str, int]:
@@ -33,6 +35,14 @@ def run(module: fx.GraphModule, passes: Iterable[Pass]) -> dict[str, int]:
     module.recompile()
     drop_unused_constants(module)
     return counts
+
+
+def free_views(module: fx.GraphModule) -> int:
+    """view -> reshape: once copies are dropped, a view may stand on a tensor that is not contiguous."""
+    hits = [node for node in module.graph.nodes if operator(node) in VIEWS]
+    for node in hits:
+        node.target = torch.ops.aten.reshape.default
+    return len(hits)
 
 
 def drop_identity(module: fx.GraphModule) -> int:
@@ -82,4 +92,4 @@ def drop_checks(module: fx.GraphModule) -> int:
     return len(hits)
 
 
-CAPTURE_PASSES = (drop_checks, drop_identity)
+CAPTURE_PASSES = (drop_checks, free_views, drop_identity)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from intaglio.calls import bind, dims_of, rebuild
 from intaglio.capture.nodes import operator, origin, tensor_type
-from intaglio.ir import Signature
+from intaglio.ir import About, Signature
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,13 @@ class Captured:
     module: fx.GraphModule
     signature: Signature
     classes: Mapping[str, str]
-    notes: tuple[str, ...] = ()
+    about: About = field(default_factory=About)
     training: bool = False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What capture decided."""
+        return self.about.notes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves = bind(self.signature, args, kwargs)

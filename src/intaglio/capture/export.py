@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +24,12 @@ from intaglio.capture.canonical import CAPTURE_PASSES, run
 from intaglio.capture.captured import Captured, module_classes
 from intaglio.capture.nodes import dim_of
 from intaglio.errors import CaptureError
-from intaglio.ir import DType, Expression, Input, Origin, Output, Signature, TensorType
+from intaglio.ir import About, DType, Expression, Input, Origin, Output, Signature, TensorType, symbols_of
 
 CONSTANTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+ADVICE = ("For more", "For extended", "For C++", "If you suspect", "The error above", "Caused by", "consider using")
 
 
 def export(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], shapes: Any) -> ExportedProgram:
@@ -38,23 +42,28 @@ def export(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], shapes: Any
     except Exception as error:
         raise CaptureError(
             type(model).__name__, None, f"torch.export cannot trace it: {_first_lines(error)}",
-            remedy="skip the part that depends on data, or quantize its submodules one by one",
+            remedy="give dynamic_shapes that fit the model" if shapes is not None and "dynamic_shapes" in str(error)
+            else "quantize the submodules that do not depend on data one by one",
         ) from error  # fmt: skip
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
+    """torch logs, and prints graphs it gives up on, to standard error; its exception says the same."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         logger.setLevel(level)
 
 
-def _first_lines(error: BaseException, lines: int = 6) -> str:
-    return "\n    ".join([line for line in str(error).strip().splitlines() if line.strip()][:lines])
+def _first_lines(error: BaseException, lines: int = 10) -> str:
+    """The message without torch's advice to its own developers."""
+    said = [line for line in str(error).strip().splitlines() if line.strip()]
+    return "\n    ".join([line for line in said if not line.strip().startswith(ADVICE)][:lines])
 
 
 def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str], training: bool) -> Captured:
@@ -91,9 +100,12 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
         else:
             raise CaptureError(node.name, str(node.target), f"a node of kind {node.op} (control flow is not captured)")
     module = fx.GraphModule(root, graph)
+    module.meta["sizes"] = _example_sizes(program, names, inputs)
     run(module, CAPTURE_PASSES)
     signature = _with_names(signature, model)
-    return Captured(module, signature, module_classes(model), tuple(notes), training)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in module.buffers())
+    about = About(type(model).__name__, size, tuple(notes))
+    return Captured(module, signature, module_classes(model), about, training)
 
 
 def _constant(graph: fx.Graph, root: nn.Module, program: ExportedProgram, node: fx.Node, target: str) -> fx.Node:
@@ -152,6 +164,17 @@ def _symbol_names(program: ExportedProgram) -> dict[Any, str]:
                 for free in sorted(size.node.expr.free_symbols, key=str):
                     names.setdefault(free, f"n{len(names) or ''}")
     return names
+
+
+def _example_sizes(program: ExportedProgram, names: Mapping[Any, str], inputs: Sequence[Input]) -> dict[str, int]:
+    """Free dimension -> its size in the example; the batch counts as 1. What work is counted with."""
+    batch = set().union(*[symbols_of(entry.type.shape[0]) for entry in inputs if entry.type.shape])
+    hints = {}
+    for node in program.graph.nodes:
+        for size in getattr(node.meta.get("val"), "shape", ()):
+            if isinstance(size, torch.SymInt) and size.node.expr in names:
+                hints[names[size.node.expr]] = size.node.hint
+    return {name: 1 if name in batch else hint or 1 for name, hint in hints.items()}
 
 
 def _outputs(program, node, copies, graph, inputs, fixed, names) -> Signature:

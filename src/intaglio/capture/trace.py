@@ -23,7 +23,27 @@ def trace(
     kwargs = dict(example_kwargs or {})
     args, kwargs = pytree.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, (args, kwargs))
     with torch.random.fork_rng(devices=[]):
-        return _capture(frozen_copy(model, train), args, kwargs, dynamic_shapes, train)
+        own = frozen_copy(model, train)
+        if not train:
+            _try(own, args, kwargs)
+        return _capture(own, args, kwargs, dynamic_shapes, train)
+
+
+def _try(own: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """The float model on its own example, before torch.export words a plain mistake in its own way."""
+    try:
+        with torch.no_grad():
+            own(*pytree.tree_map(_clone, args), **pytree.tree_map(_clone, dict(kwargs)))
+    except Exception as error:
+        kinds = [f"{type(v).__name__}{list(v.shape) if isinstance(v, torch.Tensor) else ''}" for v in args]
+        raise CaptureError(
+            type(own).__name__, None, f"the float model fails on the example inputs ({', '.join(kinds)}): {error}",
+            remedy="pass example_inputs as the tuple of arguments that forward takes, or batches that hold them",
+        ) from error  # fmt: skip
+
+
+def _clone(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _capture(own: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic_shapes: Any, train: bool) -> Captured:

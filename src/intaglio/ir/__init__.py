@@ -1,7 +1,7 @@
 """The integer graph and what is made of it: types, operators, partitions, plans, programs. No torch."""
 
 from intaglio.ir.dims import Dim, Expression, Shape, c_expression, evaluate, numel, symbol, symbols_of
-from intaglio.ir.graph import Graph, Input, Op, Origin, Output, Signature, fresh, prune
+from intaglio.ir.graph import About, Graph, Input, Op, Origin, Output, Signature, fresh, prune
 from intaglio.ir.partition import (
     Buffer,
     External,
@@ -18,6 +18,7 @@ from intaglio.ir.types import Axis, DType, Groups, QParams, Ref, Rows, TensorTyp
 from intaglio.ir.verify import VerifyError, verify
 
 __all__ = [
+    "About",
     "Axis",
     "Buffer",
     "DType",

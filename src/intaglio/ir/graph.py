@@ -146,6 +146,21 @@ class Signature:
     names: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class About:
+    """What travels with a model from stage to stage: its class, the bytes of its float tensors, what was decided on
+    the way (``notes``, one line each), and the text of the stages behind it."""
+
+    name: str = "model"
+    bytes: int = 0
+    notes: tuple[str, ...] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+    def after(self, notes: tuple[str, ...] = (), **texts: str) -> About:
+        """With the notes and texts of one more stage."""
+        return About(self.name, self.bytes, (*self.notes, *notes), {**self.texts, **texts})
+
+
 def fresh(taken: Mapping[str, Any], stem: str) -> str:
     """``stem``, or ``stem_2``, ``stem_3`` ... if it is taken."""
     if stem not in taken:
@@ -156,4 +171,4 @@ def fresh(taken: Mapping[str, Any], stem: str) -> str:
     return f"{stem}_{number}"
 
 
-__all__ = ["DType", "Dim", "Graph", "Input", "Op", "Origin", "Output", "Signature", "fresh", "prune"]
+__all__ = ["About", "DType", "Dim", "Graph", "Input", "Op", "Origin", "Output", "Signature", "fresh", "prune"]

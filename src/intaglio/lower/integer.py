@@ -9,7 +9,7 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.capture.nodes import call_of, operands, operator, origin, record_of, tensor_nodes, tensor_type
-from intaglio.ir import DType, Graph, Op, Origin, QParams, TensorType, fresh, verify
+from intaglio.ir import DType, Graph, Op, Origin, QParams, TensorType, fresh, graph_text, verify
 from intaglio.ir.rewrite import run_passes
 from intaglio.lower.islands import Unit, island_of
 from intaglio.lower.lowered import Island, Lowered
@@ -31,8 +31,8 @@ def requantize(reference: Reference) -> Lowered:
     total = sum(macs(node) for node in reference.module.graph.nodes)
     inside = {node.name for region in builder.regions for node in region.nodes}
     floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in inside)
-    notes = (*reference.notes, *reference.remarks)
-    return Lowered(graph, builder.islands, reference.signature, floats, (integer, total), len(inside), notes)
+    about = reference.about.after(integer=graph_text(graph))
+    return Lowered(graph, builder.islands, reference.signature, floats, (integer, total), len(inside), about)
 
 
 class _Builder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from intaglio.calls import bind, dims_of, rebuild
-from intaglio.ir import Dim, Graph, Op, Signature, evaluate, graph_text
+from intaglio.ir import About, Dim, Graph, Op, Signature, evaluate, graph_text
 from intaglio.ops import OPS, interpret
 from intaglio.quant.sites import Skip
 
@@ -38,7 +38,7 @@ class Lowered:
     skipped: tuple[Skip, ...] = ()
     macs: tuple[int, int] = (0, 0)
     operators: int = 0
-    notes: tuple[str, ...] = ()
+    about: About = field(default_factory=About)
 
     def text(self) -> str:
         return graph_text(self.graph)

@@ -243,7 +243,10 @@ class _Names:
 
 
 def macs(node: fx.Node) -> int:
-    """Multiply-accumulates at batch 1 of a convolution, linear layer or matrix product; 0 for the rest."""
+    """Multiply-accumulates of a convolution, linear layer or matrix product; 0 for the rest.
+
+    Counted at batch 1 and, where other dimensions are free, at their size in the example.
+    """
     name = operator(node).split(".")[1] if operator(node).startswith("aten.") else ""
     kinds = [tensor_type(value) for value in node.all_input_nodes]
     if not name.startswith(PRODUCTS) or tensor_type(node) is None or len(kinds) < 2 or None in kinds[:2]:
@@ -257,7 +260,8 @@ def macs(node: fx.Node) -> int:
         total = numel(a) * b[-2] * 2
     else:
         total = numel(result) * (b[-1] if name == "addmm" else a[-1])
-    return evaluate(total, dict.fromkeys(symbols_of(total), 1))
+    sizes = node.graph.owning_module.meta.get("sizes", {})
+    return evaluate(total, {name: sizes.get(name, 1) for name in symbols_of(total)})
 
 
 PRODUCTS = ("conv", "linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from intaglio.capture.canonical import drop_unused_constants
 from intaglio.capture.captured import fx_text
 from intaglio.capture.nodes import operands, origin, record_of
 from intaglio.errors import CalibrationError, UnsupportedError
-from intaglio.ir import DType, QParams, Signature, TensorType
+from intaglio.ir import About, DType, QParams, Signature, TensorType
 from intaglio.quant.annotate import Annotations, Region
 from intaglio.quant.methods import METHODS
 from intaglio.quant.prepare import Prepared, copy_graph
@@ -37,15 +37,19 @@ def decomposed() -> Any:
 class Reference:
     """The quantized model in float: every quantize and dequantize explicit, weights as integers. Slow; for judging.
 
-    ``qparams``: site name -> parameters. ``remarks``: what was adjusted on the way, one line each.
+    ``qparams``: site name -> parameters. ``about.notes``: what was adjusted on the way.
     """
 
     module: fx.GraphModule
     signature: Signature
     qparams: Mapping[str, QParams]
     annotations: Annotations
-    remarks: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    about: About = field(default_factory=About)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was decided and adjusted on the way, one line each."""
+        return self.about.notes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves = bind(self.signature, args, kwargs)
@@ -72,7 +76,8 @@ def convert(prepared: Prepared, ranges: Ranges | None = None) -> Reference:
     qparams.update(_weight_qparams(annotations, qparams, remarks))
     module = copy_graph(annotations.module)
     _Rewriter(module, annotations, qparams).run()
-    return Reference(module, prepared.signature, qparams, annotations, tuple(remarks), prepared.notes)
+    about = prepared.about.after(tuple(remarks), reference=fx_text(module.graph))
+    return Reference(module, prepared.signature, qparams, annotations, about)
 
 
 def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, QParams]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ def batches(data: Any) -> Iterator[Any]:
     except TypeError as error:
         raise CalibrationError(
             "data", None, f"expected an iterable of batches, got {type(data).__name__}",
-            remedy="pass a list of input tuples, a DataLoader, or a function that runs the model",
+            remedy="pass a list of input tuples or a DataLoader; with a function, example_inputs too",
         ) from error  # fmt: skip
 
 
@@ -45,6 +46,8 @@ def peek(data: Any) -> tuple[Any, Iterator[Any]]:
 
 
 _NOTHING = object()
+LABELS = frozenset({"label", "labels"})
+"""Keys of a batch that go to forward only where it has no default for them."""
 
 
 class Binder:
@@ -77,7 +80,8 @@ class Binder:
 
     def _mapping(self, item: Mapping[str, Any]) -> Call:
         known = {*self.names, *self.keywords}
-        used = {key: value for key, value in item.items() if key in known}
+        labels = LABELS.difference(self.names[: self.required])
+        used = {key: value for key, value in item.items() if key in known and key not in labels}
         if not used and self.nested is not None and isinstance(item, self.nested):
             return (item,), {}
         if not used:
@@ -92,6 +96,13 @@ class Binder:
             return self(item[0])
         if len(item) > self.required + len(self.keywords):
             others = [f"element {index}" for index in range(self.required, len(item))]
+            optional = self.names[self.required : len(item)]
+            if optional and not self._said:
+                warnings.warn(
+                    f"the first {self.required} of {len(item)} elements of a batch go to forward, the rest is taken "
+                    f"for labels; if it is {', '.join(optional)}, pass dictionaries or example_inputs",
+                    stacklevel=2,
+                )
             self._say(f"the first {self.required} of {len(item)} elements of a batch go to forward", others)
             return item[: self.required], {}
         positional, rest = item[: self.required], item[self.required :]
@@ -109,6 +120,7 @@ def binder_for(model: torch.nn.Module) -> Binder:
 
     parameters = inspect.signature(model.forward).parameters.values()
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    keywords = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
     required = sum(p.default is p.empty for p in plain)
-    variadic = any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(model.forward).parameters.values())
-    return Binder(tuple(p.name for p in plain), max(required, 1) if not variadic else 10**6)
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return Binder(tuple(p.name for p in plain), max(required, 1) if not variadic else 10**6, keywords)

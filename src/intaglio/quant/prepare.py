@@ -14,7 +14,7 @@ from intaglio.calls import bind, dims_of, rebuild
 from intaglio.capture.canonical import run
 from intaglio.capture.captured import Captured, fx_text
 from intaglio.errors import CalibrationError, UnsupportedError
-from intaglio.ir import Signature
+from intaglio.ir import About, Signature
 from intaglio.quant.annotate import Annotations, annotate_graph
 from intaglio.quant.passes import PTQ_PASSES
 from intaglio.quant.recipe import Quantizer
@@ -32,7 +32,7 @@ class Observer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch = Statistics()
-        batch.update(x.detach().contiguous().numpy(), threads=torch.get_num_threads())
+        batch.update(_in_memory_order(x.detach()).numpy(), threads=torch.get_num_threads())
         if batch.nans or batch.infinities:
             raise CalibrationError(
                 self.site.name, self.site.origin.operator or None,
@@ -47,6 +47,13 @@ class Observer(nn.Module):
         return f"{self.site.name}, count={self.statistics.count}"
 
 
+def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
+    """The values without a copy where channels lie last; statistics do not care for order."""
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return x.permute(0, 2, 3, 1)
+    return x.contiguous()
+
+
 @dataclass(frozen=True)
 class Prepared:
     """Runs like the float model and counts what it sees. ``observers``: site name -> observer."""
@@ -55,7 +62,7 @@ class Prepared:
     signature: Signature
     annotations: Annotations
     observers: Mapping[str, Observer]
-    notes: tuple[str, ...] = ()
+    about: About = field(default_factory=About)
     rewrites: Mapping[str, int] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +89,8 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
     rewrites = run(module, PTQ_PASSES)
     annotations = annotate_graph(module, quantizer or Quantizer(), captured.classes)
     if not annotations.regions:
-        reasons = "; ".join(dict.fromkeys(str(skip) for skip in annotations.skipped[:3]))
+        worst = sorted(annotations.skipped, key=lambda skip: -skip.macs)[:3]
+        reasons = "; ".join(dict.fromkeys(map(str, worst)))
         raise UnsupportedError(
             "model", None, "nothing in it can be quantized" + (f": {reasons}" if reasons else ""),
             remedy="check the recipe, and that the model has convolutions or linear layers with constant weights",
@@ -97,7 +105,8 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
     for index, observer in enumerate(observers.values()):
         _insert(observed, nodes[observer.site.value], f"observer_{index}", observer)
     observed.recompile()
-    return Prepared(observed, captured.signature, annotations, observers, captured.notes, rewrites)
+    about = captured.about.after(captured=captured.text(), sites=annotations.text())
+    return Prepared(observed, captured.signature, annotations, observers, about, rewrites)
 
 
 def _insert(module: fx.GraphModule, node: fx.Node, name: str, observer: Observer) -> None:

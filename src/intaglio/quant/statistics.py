@@ -29,6 +29,8 @@ def exponent_of(magnitude: float) -> int:
 
 def widen(bins: NDArray[np.int64], steps: int) -> NDArray[np.int64]:
     """Bins of width w -> bins of width ``2^steps * w``: index ``floor(index / 2)`` from zero, ``steps`` times."""
+    if not bins.any():
+        return bins
     for _ in range(min(steps, HALF.bit_length())):
         wider = np.zeros_like(bins)
         wider[HALF // 2 : HALF + HALF // 2] = bins.reshape(-1, 2).sum(axis=1)

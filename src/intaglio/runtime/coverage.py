@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SHOWN = 3
+"""Places named per reason."""
+
 
 @dataclass(frozen=True)
 class FloatPart:
-    """An operator that stays in float: where, which, why, its multiply-accumulates at batch 1."""
+    """An operator that stays in float: module path, operator, why, its multiply-accumulates at batch 1, line of the
+    model's source."""
 
     path: str
     operator: str
     reason: str
     macs: int = 0
+    source: str = ""
+
+    @property
+    def place(self) -> str:
+        """The module, or, outside any submodule, the line."""
+        return self.path or self.source or "model"
 
     def __str__(self) -> str:
-        work = f" [{self.macs / 1e6:.1f} M MACs]" if self.macs else ""
-        return f"{self.path or 'model'} ({self.operator}): {self.reason}{work}"
+        return f"{self.place} ({self.operator}): {self.reason}"
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Shares of a model that run in int8. ``islands`` counts the float parts the program stops for."""
+    """Shares of a model that run in int8. ``islands`` counts the float parts the program stops for; ``notes`` says what
+    was decided on the way."""
 
     macs_int8: int
     macs_total: int
@@ -31,10 +41,11 @@ class Coverage:
     floats: tuple[FloatPart, ...]
     bytes_before: int
     bytes_after: int
+    notes: tuple[str, ...] = ()
 
     @property
     def macs(self) -> float:
-        """Share of multiply-accumulates of convolutions and linear layers, 0..1."""
+        """Share of multiply-accumulates of convolutions, linear layers and matrix products, 0..1."""
         return self.macs_int8 / self.macs_total if self.macs_total else 0.0
 
     @property
@@ -43,10 +54,25 @@ class Coverage:
         return self.operators_int8 / self.operators_total if self.operators_total else 0.0
 
     def __str__(self) -> str:
+        """The shares, then the float operators by reason, the most work first."""
         lines = [
             f"{100 * self.macs:.1f} % of {self.macs_total / 1e6:.1f} M MACs and {self.operators_int8} of "
             f"{self.operators_total} operators in int8",
             f"{self.bytes_before / 1e6:.2f} MB -> {self.bytes_after / 1e6:.2f} MB",
             f"{self.islands} float island{'s' * (self.islands != 1)}" + (":" if self.floats else ""),
         ]
-        return "\n".join(lines + [f"  {part}" for part in self.floats])
+        return "\n".join([*lines, *self._reasons(), *[f"note: {note}" for note in self.notes]])
+
+    def _reasons(self) -> list[str]:
+        groups: dict[tuple[str, str], list[FloatPart]] = {}
+        for part in self.floats:
+            groups.setdefault((part.operator, part.reason), []).append(part)
+        ordered = sorted(groups.items(), key=lambda group: -sum(part.macs for part in group[1]))
+        lines = []
+        for (operator, reason), parts in ordered:
+            places = ", ".join(dict.fromkeys(part.place for part in parts[:SHOWN])) + ", ..." * (len(parts) > SHOWN)
+            work = sum(part.macs for part in parts)
+            count = f" x {len(parts)}" if len(parts) > 1 else ""
+            share = f" [{work / 1e6:.1f} M MACs]" if work else ""
+            lines.append(f"  {operator}{count}: {reason}{share} ({places})")
+        return lines

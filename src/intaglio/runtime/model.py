@@ -14,7 +14,7 @@ from torch import nn
 
 from intaglio.calls import TORCH_DTYPES, bind, dims_of, rebuild
 from intaglio.errors import InputError
-from intaglio.ir import Dim, External, Signature, evaluate
+from intaglio.ir import About, Dim, External, Signature, evaluate
 from intaglio.runtime.artifact import Artifact, Layout, Run
 from intaglio.runtime.coverage import Coverage
 
@@ -82,14 +82,13 @@ class QuantizedModel(nn.Module):
         outputs: Sequence[str],
         islands: Mapping[str, tuple[nn.Module, tuple[Dim, ...]]],
         coverage: Coverage,
-        texts: Mapping[str, str],
-        name: str = "model",
+        about: About,
     ) -> None:
         super().__init__()
-        self.artifact, self.signature, self.coverage, self.name = artifact, signature, coverage, name
+        self.artifact, self.signature, self.coverage, self.about = artifact, signature, coverage, about
         self.islands = nn.ModuleDict({key: module for key, (module, _) in islands.items()})
         self._island_dims = {key: dims for key, (_, dims) in islands.items()}
-        self._inputs, self._outputs, self._texts = tuple(inputs), tuple(outputs), dict(texts)
+        self._inputs, self._outputs = tuple(inputs), tuple(outputs)
         program = artifact.program
         self._index = {external.value: i for i, external in enumerate(program.externals)}
         self._written = {e.value: TORCH_DTYPES[e.dtype] for e in program.externals if e.written}
@@ -178,9 +177,10 @@ class QuantizedModel(nn.Module):
 
     def text(self, stage: str) -> str:
         """What a stage made: captured, sites, reference, integer, partitions or program."""
-        if stage not in self._texts:
-            raise ValueError(f"no stage {stage!r}; there are {', '.join(self._texts)}")
-        return self._texts[stage]
+        texts = self.about.texts
+        if stage not in texts:
+            raise InputError("text", None, f"no stage {stage!r}; there are {', '.join(texts)}")
+        return texts[stage]
 
     def assert_int8(self, macs: float = 1.0) -> None:
         """AssertionError, with the reasons, when a smaller share of the multiply-accumulates runs in int8."""
@@ -201,7 +201,7 @@ class QuantizedModel(nn.Module):
     def __repr__(self) -> str:
         share, count = self.coverage, self.coverage.islands
         return (
-            f"QuantizedModel({self.name}: {100 * share.macs:.1f} % of MACs in int8, "
+            f"QuantizedModel({self.about.name}: {100 * share.macs:.1f} % of MACs in int8, "
             f"{count} float island{'s' * (count != 1)}, {share.bytes_before / 1e6:.2f} MB -> "
             f"{share.bytes_after / 1e6:.2f} MB, {self.artifact.program.isa})"
         )
