@@ -71,8 +71,14 @@ def operands(node: fx.Node, record: OpDef | None = None) -> tuple[fx.Node | None
     if record is None:
         return tuple(node.all_input_nodes)
     given = arguments(node)
-    values = (given.get(name) for name in record.operands)
+    values = given[record.operands[0]] if record.variadic else (given.get(name) for name in record.operands)
     return tuple(value if isinstance(value, fx.Node) and tensor_type(value) else None for value in values)
+
+
+def activations(node: fx.Node) -> list[fx.Node | None]:
+    """The operands that are activations."""
+    record, values = record_of(node), operands(node)
+    return list(values) if record.variadic else [values[i] for i in record.roles.x]
 
 
 def tensor_type(node: fx.Node) -> TensorType | None:

@@ -155,11 +155,7 @@ class _Builder:
         elif kind.q == q:
             self.values[node] = source
         else:
-            table = numerics.requantize_table(
-                kind.levels.step, kind.levels.zero, q.step, q.zero, q.qmin, q.qmax
-            )
-            levels = self._constant(f"{source}_table", table, DType.U8)
-            self.values[node] = self._op("table", [source, levels], f"{source}_again", result, origin(node))
+            self.values[node] = self._again(source, q, origin(node))
 
     def _region(self, region: IntegerRegion) -> None:
         where, kind = _origin(region), tensor_type(region.root)
@@ -183,6 +179,12 @@ class _Builder:
             factors = _each(numerics.multiplier(acc.scales, result.levels.step))
             factor = self._constant(f"{stem}_multiplier", factors, DType.F32)
             name = self._op("requantize", [current, factor], stem, result, where, low=low, high=high)
+        elif region.record.name == "mul":
+            name = self._mul(region, stem, result, low, high)
+        elif region.record.name == "affine":
+            name = self._affine(region, stem, result, low, high)
+        elif region.record.variadic:
+            name = self._cat(region, stem, result)
         elif region.record.name == "clamp":
             name = self._op("clamp", [current], f"{stem}_clamp", result, where, low=low, high=high)
         else:
@@ -238,14 +240,56 @@ class _Builder:
             names.append(self._constant(f"{stem}_factor_{label}", _each(numerics.multiplier(unit, scale_y)), DType.F32))
         return self._op("add", [a, b, *names], f"{stem}_add", result, origin(node), low=low, high=high)
 
+    def _mul(self, region: IntegerRegion, stem: str, result: TensorType, low: int, high: int) -> str:
+        names = [self.values[value] for value in operands(region.anchor)]
+        unit = numerics.accumulator_scale(*[self.types[name].levels.step for name in names])
+        factor = self._constant(f"{stem}_factor", _each(numerics.multiplier(unit, result.levels.step)), DType.F32)
+        return self._op("mul", [*names, factor], f"{stem}_mul", result, origin(region.anchor), low=low, high=high)
+
+    def _affine(self, region: IntegerRegion, stem: str, result: TensorType, low: int, high: int) -> str:
+        """Scale and shift per channel, in steps of the result."""
+        x, scale, shift = operands(region.anchor)
+        values = [getattr(self.module, node.target).numpy().astype(np.float64).ravel() for node in (scale, shift)]
+        step_x, step_y = self.types[self.values[x]].levels.step, result.levels.step
+        factors = ((values[0] * step_x / step_y).astype(np.float32), (values[1] / step_y).astype(np.float32))
+        names = [
+            self._constant(f"{stem}_{label}", factor, DType.F32)
+            for label, factor in zip(("factor", "offset"), factors, strict=True)
+        ]
+        inputs = [self.values[x], *names]
+        return self._op("affine", inputs, f"{stem}_affine", result, origin(region.anchor), low=low, high=high)
+
+    def _cat(self, region: IntegerRegion, stem: str, result: TensorType) -> str:
+        """Operands of other parameters go through a table first; annotation lets them share, so ours never do."""
+        node, names = region.anchor, []
+        for value in operands(node):
+            kind = self.types[self.values[value]]
+            names.append(self.values[value])
+            if kind.levels != result.levels:
+                names[-1] = self._again(names[-1], result.levels, origin(node))
+        attrs = region.record.bind(call_of(node, region.record))
+        return self._op("cat", names, f"{stem}_cat", result, origin(node), **attrs)
+
+    def _again(self, source: str, q: QParams, where: Origin) -> str:
+        """Levels under other parameters."""
+        old, shape = self.types[source].levels, self.types[source].shape
+        table = numerics.requantize_table(old.step, old.zero, q.step, q.zero, q.qmin, q.qmax)
+        levels = self._constant(f"{source}_table", table, DType.U8)
+        return self._op("table", [source, levels], f"{source}_again", TensorType(shape, DType.U8, q), where)
+
     def _single(self, region: IntegerRegion, x: str, stem: str, result: TensorType) -> str:
-        """Pools and moves: one operator, attributes as its record binds them."""
+        """Functions, pools and moves: one operator, attributes as its record binds them."""
         node, record = region.anchor, region.record
         attrs, inputs = record.bind(call_of(node, record)), [x]
+        if record.function is not None:
+            ends = self.types[x].levels, result.levels
+            table = numerics.function_table(lambda real: record.function(real, attrs), *ends)
+            levels = self._constant(f"{stem}_{record.name}_levels", table, DType.U8)
+            return self._op("table", [x, levels], f"{stem}_{record.name}", result, origin(node))
         if not record.shares:
             q, shape = self.types[x].q, self.types[x].shape
-            table = numerics.pool_multipliers(q.step, result.levels.step, counts(record.name, attrs, shape))
-            inputs.append(self._constant(f"{stem}_factors", table, DType.F32))
+            factors = numerics.pool_multipliers(q.step, result.levels.step, counts(record.name, attrs, shape))
+            inputs.append(self._constant(f"{stem}_factors", factors, DType.F32))
         return self._op(record.name, inputs, f"{stem}_{record.name}", result, origin(node), **attrs)
 
     # -- islands -------------------------------------------------------------------------------------------------

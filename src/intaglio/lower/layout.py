@@ -13,9 +13,9 @@ from intaglio.quant.sites import Sharing
 
 IMAGE_READERS = ("conv2d",)
 """Operators that read zero-point padding around an image."""
-IMAGES = ("conv2d", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "pad", "slice")
+IMAGES = ("conv2d", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "pad", "slice", "cat", "shuffle", "affine")
 """Operators that want images NHWC."""
-POINTWISE = ("clamp", "table", "add", "requantize", "quantize", "dequantize")
+POINTWISE = ("clamp", "table", "add", "mul", "requantize", "quantize", "dequantize")
 """Operators whose operands and result lie alike. A quantize reads any strides, so its float operand is free."""
 
 

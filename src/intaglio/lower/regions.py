@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from intaglio.calls import DTYPES
-from intaglio.capture.nodes import FxView, call_of, is_constant, operands, operator, record_of
+from intaglio.capture.nodes import FxView, activations, call_of, is_constant, operands, operator, record_of
 from intaglio.ir import DType, QParams
 from intaglio.ir.rewrite import match
 from intaglio.ops import ANCHORS, FUSIONS, OpDef
+from intaglio.quant.annotate import fusable
 
 QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
 DEQUANTIZE = "quantized_decomposed.dequantize_per_tensor.default"
@@ -83,11 +84,11 @@ def find_regions(graph: fx.Graph) -> list[IntegerRegion]:
 
 
 def _region(nodes: tuple[fx.Node, ...]) -> IntegerRegion | None:
-    if not all(_runs_on_integers(node, nodes) for node in nodes):
+    if not fusable(nodes) or not all(_runs_on_integers(node, nodes) for node in nodes):
         return None
     record = record_of(nodes[0])
     results = {quantized_to(user) for user in nodes[-1].users}
-    if len(nodes) == 1 and record.shares and results != {levels_of(operands(nodes[0])[0])}:
+    if len(nodes) == 1 and record.shares and not record.variadic and results != {levels_of(operands(nodes[0])[0])}:
         return None
     if len(results) == 1 and None not in results:
         return IntegerRegion(nodes, results.pop())
@@ -96,7 +97,7 @@ def _region(nodes: tuple[fx.Node, ...]) -> IntegerRegion | None:
 
 def _runs_on_integers(node: fx.Node, region: tuple[fx.Node, ...]) -> bool:
     record, values = record_of(node), operands(node)
-    if any(levels_of(values[i]) is None and values[i] not in region for i in record.roles.x):
+    if any(levels_of(value) is None and value not in region for value in activations(node)):
         return False
     if record.roles.weight is not None:
         if constant_of(values[record.roles.weight], DType.S8) is None:

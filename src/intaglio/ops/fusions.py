@@ -22,6 +22,7 @@ FUSIONS = (
     Fusion("anchor_add", op("add", op(ANCHORS, any("x")), any("other"), commutative=True)),
     Fusion("anchor_clamp", seq(ANCHORS, "clamp")),
     Fusion("add_clamp", op("clamp", op("add", any("a"), any("b")))),
+    Fusion("affine_clamp", seq("affine", "clamp")),
 )
 
 

@@ -58,6 +58,8 @@ class OpDef:
     anchor: quantized for its own sake; other operators only beside a quantized neighbour.
     bind: arguments -> attributes of the integer operator. check: why a call stays in float, or ``None``.
     infer: shape rule over symbolic dims. meaning: the integer result in NumPy, in logical order.
+    function: for a function of one value, its meaning on float64; lowering makes a table of it. variadic: the only
+    operand is a list of tensors, all of them activations.
     levels: how far the integer result may be from the Q/DQ reference. kernel: family, ``None`` for a host operator.
     macs: multiply-accumulates of one call (shapes of operands, shape of result) -> count, for operators that have any.
     """
@@ -73,6 +75,8 @@ class OpDef:
     check: Callable[[Call], str | None] = lambda call: None
     infer: Callable[[Attrs, Sequence[Shape]], Shape] = lambda attrs, shapes: shapes[0]
     meaning: Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], np.ndarray] | None = None
+    function: Callable[[np.ndarray, Attrs], np.ndarray] | None = None
+    variadic: bool = False
     levels: int = 1
     kernel: str | None = None
 

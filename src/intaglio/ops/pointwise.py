@@ -8,14 +8,17 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.ir import Axis, DType, Op, Shape, TensorType
-from intaglio.ops.opdef import Attrs, Call, OpDef, Roles, first_reason, fixed_channels, float_activations
+from intaglio.ops.opdef import Attrs, Call, OpDef, Roles, first_reason, fixed_channels, float_activations, rank
 
 
-def same_shapes(call: Call) -> str | None:
+def matching_shapes(call: Call) -> str | None:
+    """Equal, or one of them one pixel per image and channel."""
     if call.shapes[1] is None:
         return "one operand is a number"
-    if call.shapes[0] != call.shapes[1]:
-        return f"operands of shapes {_text(call.shape(0))} and {_text(call.shape(1))}; the kernel does not broadcast"
+    a, b = call.shape(0), call.shape(1)
+    pixel = len(a) == len(b) == 4 and a[:2] == b[:2] and (1, 1) in (a[2:], b[2:])
+    if a != b and not pixel:
+        return f"operands of shapes {_text(a)} and {_text(b)}; the kernel broadcasts one pixel over an image only"
     return "an operand is a constant" if True in call.constant else None
 
 
@@ -37,6 +40,14 @@ def add_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType],
     factors = (along(factor_a, a.ndim, axis), along(factor_b, b.ndim, axis))
     levels = numerics.add_requantize(a, factors[0], b, factors[1], out.levels.zero, op.attrs["low"], op.attrs["high"])
     return levels.astype(np.uint8)
+
+
+def mul_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """`numerics.requantize` of the product of both levels less their zero points, exact in int32."""
+    a, b, factor = args
+    product = (a.astype(np.int32) - types[0].levels.zero) * (b.astype(np.int32) - types[1].levels.zero)
+    q = out.levels
+    return numerics.requantize(product, factor.reshape(()), q.zero, op.attrs["low"], op.attrs["high"]).astype(np.uint8)
 
 
 def along(values: np.ndarray, rank: int, axis: Axis) -> np.ndarray:
@@ -106,8 +117,48 @@ ADD = OpDef(
     roles=Roles(x=(0, 1)),
     commutative=True,
     bind=bind_add,
-    check=first_reason(float_activations, same_shapes, fixed_channels),
+    check=first_reason(float_activations, matching_shapes, fixed_channels),
     meaning=add_meaning,
+    kernel="pointwise",
+)
+MUL = OpDef(
+    name="mul",
+    targets=("aten.mul.Tensor",),
+    operands=("self", "other"),
+    roles=Roles(x=(0, 1)),
+    commutative=True,
+    check=first_reason(float_activations, matching_shapes, fixed_channels),
+    meaning=mul_meaning,
+    kernel="pointwise",
+)
+def affine_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """`numerics.affine_requantize`, a factor and an offset per channel."""
+    x, factor, offset = args
+    q, spread = out.levels, [1, -1] + [1] * (args[0].ndim - 2)
+    centred = x.astype(np.int32) - types[0].levels.zero
+    levels = numerics.affine_requantize(
+        centred, factor.reshape(spread), offset.reshape(spread), q.zero, op.attrs["low"], op.attrs["high"]
+    )
+    return levels.astype(np.uint8)
+
+
+def constant_channels(call: Call) -> str | None:
+    """Factor and offset are constants, one per channel."""
+    if not all(call.constant[1:]):
+        return "a factor or an offset that is not a constant"
+    if call.arguments.get("value", 1) != 1:
+        return f"value {call.arguments['value']}"
+    x = call.shape()
+    wanted = (1, x[1], *[1] * (len(x) - 2)) if len(x) > 1 else ()
+    return None if call.shape(1) == call.shape(2) == wanted else "factors that are not one per channel"
+
+
+AFFINE = OpDef(
+    name="affine",
+    targets=("aten.addcmul.default",),
+    operands=("tensor1", "tensor2", "self"),
+    check=first_reason(float_activations, rank(2, 4), fixed_channels, constant_channels),
+    meaning=affine_meaning,
     kernel="pointwise",
 )
 CLAMP = OpDef(
@@ -123,4 +174,4 @@ REQUANTIZE = OpDef(name="requantize", operands=("acc", "multiplier"), meaning=re
 TABLE = OpDef(name="table", operands=("self", "levels"), meaning=table_meaning, kernel="pointwise")
 QUANTIZE = OpDef(name="quantize", meaning=quantize_meaning, kernel="border")
 DEQUANTIZE = OpDef(name="dequantize", meaning=dequantize_meaning, kernel="border")
-OPS = (ADD, CLAMP, REQUANTIZE, TABLE, QUANTIZE, DEQUANTIZE)
+OPS = (ADD, MUL, AFFINE, CLAMP, REQUANTIZE, TABLE, QUANTIZE, DEQUANTIZE)

@@ -96,6 +96,64 @@ def same_elements(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return attrs["shape"]
 
 
+def bind_cat(call: Call) -> Attrs:
+    return {"axis": int(call.arguments.get("dim", 0)) % len(call.result)}
+
+
+def along_channels(call: Call) -> str | None:
+    if None in call.shapes:
+        return "an operand is not a tensor"
+    last = len(call.result) - 1
+    wanted = 1 if last == 3 else last
+    if last == 0 or bind_cat(call)["axis"] != wanted:
+        return f"concatenation along axis {bind_cat(call)['axis']}; the kernel joins channels"
+    return "an empty operand" if any(0 in call.shape(i) for i in range(len(call.shapes))) else None
+
+
+def cat_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    axis = attrs["axis"]
+    total = shapes[0][axis]
+    for shape in shapes[1:]:
+        total = total + shape[axis]
+    return (*shapes[0][:axis], total, *shapes[0][axis + 1 :])
+
+
+def cat_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    return np.concatenate(args, op.attrs["axis"])
+
+
+CAT = OpDef(
+    name="cat",
+    targets=("aten.cat.default",),
+    operands=("tensors",),
+    variadic=True,
+    shares=True,
+    bind=bind_cat,
+    check=first_reason(float_activations, rank(2, 3, 4), fixed_channels, along_channels),
+    infer=cat_shape,
+    meaning=cat_meaning,
+    kernel="move",
+)
+def whole_groups(call: Call) -> str | None:
+    groups = call.arguments["groups"]
+    return None if isinstance(groups, int) else f"groups {groups}"
+
+
+def shuffle_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    n, c, h, w = args[0].shape
+    groups = op.attrs["groups"]
+    return args[0].reshape(n, groups, c // groups, h, w).swapaxes(1, 2).reshape(n, c, h, w)
+
+
+SHUFFLE = OpDef(
+    name="shuffle",
+    targets=("aten.channel_shuffle.default",),
+    shares=True,
+    bind=lambda call: {"groups": call.arguments["groups"]},
+    check=first_reason(float_activations, rank(4), fixed_channels, whole_groups),
+    meaning=shuffle_meaning,
+    kernel="move",
+)
 RESHAPE = OpDef(
     name="reshape",
     targets=(
@@ -134,4 +192,4 @@ PAD = OpDef(
     meaning=pad_meaning,
     kernel="move",
 )
-OPS = (RESHAPE, SLICE, PAD)
+OPS = (CAT, SHUFFLE, RESHAPE, SLICE, PAD)

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import operator as python_operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
-from intaglio.capture.nodes import FxView, call_of, is_constant, operands, operator, origin, record_of, tensor_type
+from intaglio.capture.nodes import (
+    FxView,
+    activations,
+    call_of,
+    is_constant,
+    operands,
+    operator,
+    origin,
+    record_of,
+    tensor_type,
+)
 from intaglio.ir import DType, evaluate, numel, symbols_of
 from intaglio.ir.rewrite import match
 from intaglio.ops import FUSIONS, OpDef
@@ -46,9 +56,7 @@ class Region:
         """Values from outside that the region reads as levels, in order, once each."""
         found = []
         for node in self.nodes:
-            record = record_of(node)
-            values = operands(node)
-            found += [values[i] for i in record.roles.x if values[i] is not None and values[i] not in self.nodes]
+            found += [value for value in activations(node) if value is not None and value not in self.nodes]
         return list(dict.fromkeys(found))
 
 
@@ -95,17 +103,17 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
 def _refusal(node: fx.Node, setting: Setting) -> str | None:
     record = record_of(node)
     if operator(node) == BATCH_NORM:
-        return "a batch norm that nothing absorbs: no convolution beside it, or one that pads or has other readers"
+        return f"{LOOSE_NORM}, and whose parameters are computed"
     if record is None:
         return "no int8 kernel for this operator"
     if tensor_type(node) is None or tensor_type(node).dtype is not DType.F32:
         return "not a float32 tensor"
     if not setting.quantize:
         return "the recipe leaves it in float"
-    values = operands(node)
-    if any(values[i] is not None and is_constant(values[i]) for i in record.roles.x):
+    values = activations(node)
+    if any(value is not None and is_constant(value) for value in values):
         return "an operand is a constant"
-    if values[record.roles.x[0]] is None:
+    if not values or values[0] is None:
         return "its operand is not a tensor"
     return record.check(call_of(node, record))
 
@@ -120,7 +128,9 @@ def _regions(
     for row in FUSIONS:
         for node in nodes:
             hit = match(row.pattern, node, view) if node not in taken else None
-            if hit is None or taken.intersection(hit.nodes) or any(reasons[n] is not None for n in hit.nodes):
+            if hit is None or taken.intersection(hit.nodes) or not fusable(hit.nodes):
+                continue
+            if any(reasons[n] is not None for n in hit.nodes):
                 continue
             if len({settings[n] for n in hit.nodes}) == 1:
                 chain = tuple(sorted(hit.nodes, key=view.position))
@@ -128,6 +138,14 @@ def _regions(
                 taken.update(chain)
     found += [Region(record_of(node).name, (node,), settings[node]) for node in nodes if node not in taken]
     return sorted(found, key=lambda region: view.position(region.root))
+
+
+def fusable(nodes: Iterable[fx.Node]) -> bool:
+    """Whether the kernel of a chain takes its operands: a sum that joins an accumulator does not broadcast."""
+    nodes = list(nodes)
+    anchored = any(record_of(node).anchor for node in nodes)
+    sums = [node for node in nodes if record_of(node).name == "add"]
+    return not anchored or all(tensor_type(v).shape == tensor_type(node).shape for node in sums for v in operands(node))
 
 
 def _spread(regions: Iterable[Region]) -> set[Region]:
@@ -167,8 +185,24 @@ def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:
     for region in regions:
         _parameters(region, sites, names)
     rank = {"activation": 0, "weight": 1, "bias": 2}
-    shared = [_share(site, produced, sites) for site in sites.values()]
-    return tuple(sorted(shared, key=lambda site: (order[site.value], rank[site.role])))
+    shared = {site.name: _share(site, produced, sites) for site in sites.values()}
+    for region in regions:
+        if region.record.variadic and region.shares:
+            _join([sites[value.name, "activation"].name for value in region.activations()], shared)
+    return tuple(sorted(shared.values(), key=lambda site: (order[site.value], rank[site.role])))
+
+
+def _join(names: list[str], sites: dict[str, Site]) -> None:
+    """The operands of a concatenation share parameters: the owners behind all of them follow the first."""
+
+    def owner(name: str) -> str:
+        while isinstance(spec := sites[name].spec, Shared):
+            name = spec.site
+        return name
+
+    for name in names[1:]:
+        if owner(name) != owner(names[0]):
+            sites[owner(name)] = replace(sites[owner(name)], spec=Shared(owner(names[0]), observed=True))
 
 
 def _put(sites: dict[tuple[str, str], Site], site: Site) -> None:
@@ -277,4 +311,8 @@ def _counts(node: fx.Node) -> bool:
 
 
 def _skip(node: fx.Node, reason: str | None) -> Skip:
-    return Skip(node.name, reason or "no quantized operator beside it", origin(node), macs(node))
+    default = LOOSE_NORM if "batch_norm" in origin(node).operator else "no quantized operator beside it"
+    return Skip(node.name, reason or default, origin(node), macs(node))
+
+
+LOOSE_NORM = "a batch norm that nothing absorbs: no convolution beside it, or one that pads or has other readers"

@@ -14,7 +14,7 @@ from intaglio import numerics
 from intaglio.calls import TORCH_DTYPES, bind, dims_of, rebuild
 from intaglio.capture.canonical import drop_unused_constants
 from intaglio.capture.captured import fx_text
-from intaglio.capture.nodes import operands, origin, record_of
+from intaglio.capture.nodes import activations, operands, origin
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, DType, QParams, Signature, TensorType
 from intaglio.quant.annotate import Annotations, Region
@@ -197,8 +197,7 @@ class _Rewriter:
         for region in self.annotations.regions:
             own = {node.name for node in region.nodes}
             for node in region.nodes:
-                values = operands(node)
-                for value in dict.fromkeys(values[i] for i in record_of(node).roles.x):
+                for value in dict.fromkeys(activations(node)):
                     if value is not None and value.name not in own:
                         readers.setdefault(value.name, []).append(self.nodes[node.name])
         return readers

@@ -64,10 +64,112 @@ def mean_as_pool(module: fx.GraphModule) -> int:
     return len(hits)
 
 
+def norm_as_affine(module: fx.GraphModule) -> int:
+    """A batch norm that nothing absorbed -> ``shift + x * scale`` per channel, one operator."""
+    hits = [norm for norm in _batch_norms(module) if _constants(norm)]
+    for index, norm in enumerate(hits):
+        (value,) = norm.users
+        shape = (1, -1) + (1,) * (len(tensor_type(value).shape) - 2)
+        names = []
+        for label, tensor in zip(("scale", "shift"), _affine(module, norm), strict=True):
+            names.append(f"norm{index}_{label}")
+            module.register_buffer(names[-1], tensor.float().reshape(shape))
+        with module.graph.inserting_before(norm):
+            scale, shift = (_constant(module, name, f"{origin(norm).path}.{name}") for name in names)
+            node = module.graph.call_function(torch.ops.aten.addcmul.default, (shift, norm.args[0], scale))
+        node.meta = {"type": tensor_type(value), "origin": origin(norm)}
+        value.replace_all_uses_with(node)
+        module.graph.erase_node(value)
+        module.graph.erase_node(norm)
+    return len(hits)
+
+
+def splits_as_slices(module: fx.GraphModule) -> int:
+    """Parts of split, taken one by one -> slices."""
+    hits = [n for n in module.graph.nodes if n.target is python_operator.getitem and _split_sizes(n.args[0])]
+    for node in hits:
+        source, index = node.args
+        axis, sizes = arguments(source)["dim"] % len(tensor_type(source.args[0]).shape), _split_sizes(source)
+        start = sum(sizes[:index])
+        with module.graph.inserting_before(node):
+            call = (source.args[0], axis, start, start + sizes[index])
+            part = module.graph.call_function(torch.ops.aten.slice.Tensor, call)
+        part.meta = {"type": tensor_type(node), "origin": origin(source)}
+        node.replace_all_uses_with(part)
+        module.graph.erase_node(node)
+    return len(hits)
+
+
+def _split_sizes(node: fx.Node) -> list[int]:
+    """Sizes of the parts; nothing for another operator, or along a free dimension."""
+    if operator(node) not in ("aten.split.Tensor", "aten.split_with_sizes.default"):
+        return []
+    given = arguments(node)
+    total, step = tensor_type(node.args[0]).shape[given["dim"]], given.get("split_size", given.get("split_sizes"))
+    if not isinstance(total, int):
+        return []
+    return list(step) if isinstance(step, (list, tuple)) else [min(step, total - at) for at in range(0, total, step)]
+
+
+def shuffles(module: fx.GraphModule) -> int:
+    """View as [n, groups, c / groups, h, w], swap the two, view back -> channel_shuffle."""
+    count = 0
+    for last in list(module.graph.nodes):
+        swap = last.args[0] if operator(last) == "aten.reshape.default" else None
+        if not isinstance(swap, fx.Node) or operator(swap) != "aten.transpose.int" or len(swap.users) != 1:
+            continue
+        first = swap.args[0]
+        if operator(first) != "aten.reshape.default" or len(first.users) != 1 or sorted(swap.args[1:]) != [1, 2]:
+            continue
+        source, split = first.args[0], tensor_type(first).shape
+        if len(split) == 5 and tensor_type(source) == tensor_type(last) and split[3:] == tensor_type(source).shape[2:]:
+            with module.graph.inserting_before(last):
+                node = module.graph.call_function(torch.ops.aten.channel_shuffle.default, (source, split[1]))
+            node.meta = dict(last.meta)
+            last.replace_all_uses_with(node)
+            count += 1
+    return count
+
+
+def numbers_as_functions(module: fx.GraphModule) -> int:
+    """``x + 3``, ``2 * x``, ``1 - x``: the overload that says a number is meant, so that it is a function of one value.
+
+    ``x + 0`` and ``x * 1`` vanish.
+    """
+    hits = [node for node in module.graph.nodes if operator(node) in WITH_NUMBER and _number(node) is not None]
+    for node in hits:
+        number = _number(node)
+        idle = (number == 0 and "add" in operator(node)) or (number == 1 and "mul" in operator(node))
+        if idle and tensor_type(node) == tensor_type(node.args[0]):
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+            continue
+        node.target = WITH_NUMBER[operator(node)]
+    return len(hits)
+
+
+def _number(node: fx.Node) -> int | float | None:
+    """The second operand, if it is a number; division with a rounding mode is another operator."""
+    other = node.args[1] if len(node.args) > 1 else None
+    return other if isinstance(other, (int, float)) and not isinstance(other, bool) else None
+
+
+WITH_NUMBER = {
+    "aten.add.Tensor": torch.ops.aten.add.Scalar,
+    "aten.sub.Tensor": torch.ops.aten.sub.Scalar,
+    "aten.mul.Tensor": torch.ops.aten.mul.Scalar,
+    "aten.div.Tensor": torch.ops.aten.div.Scalar,
+}
+
+
 PTQ_PASSES: tuple[Callable[[fx.GraphModule], int], ...] = (
     fold_batch_norm_after,
     fold_batch_norm_before,
+    norm_as_affine,
+    splits_as_slices,
+    shuffles,
     mean_as_pool,
+    numbers_as_functions,
 )
 
 

@@ -18,7 +18,7 @@ from intaglio.ir import About, Signature
 from intaglio.quant.annotate import Annotations, annotate_graph
 from intaglio.quant.passes import PTQ_PASSES
 from intaglio.quant.recipe import Quantizer
-from intaglio.quant.sites import Observed, Site
+from intaglio.quant.sites import Observed, Shared, Site
 from intaglio.quant.statistics import Statistics
 
 
@@ -102,8 +102,11 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
         if site.role == "activation" and isinstance(site.spec, Observed)
     }
     nodes = {node.name: node for node in observed.graph.nodes}
-    for index, observer in enumerate(observers.values()):
-        _insert(observed, nodes[observer.site.value], f"observer_{index}", observer)
+    places = {name: f"observer_{index}" for index, name in enumerate(observers)}
+    for site in annotations.sites:
+        leader = annotations.leaders[site.name]
+        if site.name in observers or (isinstance(site.spec, Shared) and site.spec.observed):
+            _insert(observed, nodes[site.value], places[leader], observers[leader])
     observed.recompile()
     about = captured.about.after(captured=captured.text(), sites=annotations.text())
     return Prepared(observed, captured.signature, annotations, observers, about, rewrites)

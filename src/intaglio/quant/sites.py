@@ -27,9 +27,11 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Shared:
-    """The parameters of another site."""
+    """The parameters of another site. ``observed``: the values here count in its statistics too, as those of the
+    second operand of a concatenation do; a value selected from the other site's adds nothing."""
 
     site: str
+    observed: bool = False
 
 
 @dataclass(frozen=True)
