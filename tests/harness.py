@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from intaglio.codegen import ISAS, TileSpec, portable, vnni512
+from intaglio.codegen import ISAS, TileSpec
 from intaglio.codegen.tile import layout_checks
 from intaglio.native import machine
 from intaglio.native.compile import build, load
@@ -123,7 +123,7 @@ def _text(isa: str, specs: Sequence[TileSpec]) -> str:
     return "\n".join([
         '#include "program.h"',
         layout_checks(),
-        vnni512.spread_table() if isa == "avx512vnni" else portable.SUPPORT,
+        ISAS[isa].support,
         *[ISAS[isa].emit(spec) for spec in specs],
         f"static const TileKernel table[] = {{{', '.join(spec.name for spec in specs)}}};",
         f"{EXPORT} TileKernel harness_kernel(int index) {{ return table[index]; }}",

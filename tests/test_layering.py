@@ -72,7 +72,7 @@ def violations(source: str, file: str, rules: dict[str, Rule]) -> list[str]:
     for line, name in imports(source, file):
         top, *rest = name.split(".")
         if top == "intaglio":
-            # A name that is no package comes from intaglio/__init__.py, the last row.
+            # A name that is no package comes from intaglio/__init__.py, the row `intaglio`.
             target = rest[0] if rest and rest[0] in rules else "intaglio"
             if target != package and target not in rule.allowed:
                 found.append(f"src/{file}:{line}: {package} may not import {target} ({name})")

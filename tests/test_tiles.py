@@ -1,5 +1,8 @@
 """Every microkernel, through the loops that call it, against the meaning of the operators. Compiled once."""
 
+import os
+import shutil
+import subprocess
 from dataclasses import replace
 
 import numpy as np
@@ -53,6 +56,7 @@ def cases(draw, isa: str, results: tuple[str, ...] = RESULTS) -> Case:
         rows=draw(st.integers(1, ISAS[isa].tallest[blocks])), guard=draw(st.booleans()),
         threads=draw(st.integers(1, 3)), split_channels_below=draw(st.sampled_from([0, 1 << 40])),
         chunk_bytes=draw(st.sampled_from([1, 300, 5000, 1 << 20])), seed=draw(st.integers(0, 1 << 30)),
+        behind=draw(st.sampled_from([0, 256])),
     )  # fmt: skip
 
 
@@ -107,6 +111,16 @@ def test_threads_and_blocking_do_not_change_a_bit(isa):
 
 
 @pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("result", RESULTS)
+def test_the_last_channels_of_a_result_may_end_a_page(isa, result):
+    """Every part of a block, after whole blocks and alone: a store that covers more than its channels would fault."""
+    for blocks, tallest in ISAS[isa].tallest.items():
+        for outputs in range(1, 16 * blocks + 17):
+            case = Case(width=tallest, per_group=3, per_group_out=outputs, result=result, blocks=blocks, rows=tallest)
+            check(isa, replace(case, behind=0, seed=outputs))
+
+
+@pytest.mark.parametrize("isa", HERE)
 def test_the_oracle_sees_one_flipped_bit_of_a_weight(isa):
     case = Case(width=5, per_group=5, per_group_out=20, result="f32", blocks=min(2, ISAS[isa].blocks), rows=4)
     drawn = numbers(case)
@@ -126,6 +140,22 @@ def test_kernel_names_are_unique():
     for isa in ISAS.values():
         names = [spec.name for spec in isa.specs()]
         assert len(names) == len(set(names))
+
+
+ASSEMBLER = {"avx2": "avx2+popcnt", "avx512vnni": "avx512f+avx512bw+avx512dq+avx512vl+avx512_vnni"}
+"""What g++ also takes for granted when it builds for the set."""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the assembler's option is that of g++")
+@pytest.mark.parametrize("kernels_of", ASSEMBLER)
+@pytest.mark.parametrize("allowed", ASSEMBLER)
+def test_kernels_use_no_instruction_of_a_later_set(kernels_of, allowed):
+    """The compiler does not look into assembly, and a better machine would run it."""
+    isa = ISAS[kernels_of]
+    text = "\n".join(["struct Tile;", isa.support, *map(isa.emit, isa.specs())])
+    command = ["g++", "-x", "c++", "-c", "-", "-o", os.devnull, f"-Wa,-march=generic64+{ASSEMBLER[allowed]}"]
+    status = subprocess.run(command, input=text, text=True, capture_output=True).returncode
+    assert (status == 0) == (kernels_of == allowed or allowed == "avx512vnni")
 
 
 # ---- the planner

@@ -21,8 +21,9 @@ MARGIN = 256
 class Case:
     """A convolution, how it is computed, and a seed for its numbers.
 
-    ``halos``: of input, result, residual operand, beyond what padding needs. ``exponent``: factors are about
-    2^exponent; ``None`` spreads the levels. ``extreme``: activations 0 or 255, weights +-127, biases up to 2^30.
+    ``halos``: of input, result, residual operand, beyond what padding needs. ``behind``: bytes of canaries after the
+    result; after those a page that cannot be touched. ``exponent``: factors are about 2^exponent; ``None`` spreads the
+    levels. ``extreme``: activations 0 or 255, weights +-127, biases up to 2^30.
     """
 
     images: int = 1
@@ -48,6 +49,7 @@ class Case:
     threads: int = 1
     split_channels_below: int = 0
     chunk_bytes: int = 1 << 20
+    behind: int = MARGIN
     seed: int = 0
 
 
@@ -132,9 +134,9 @@ def run(isa: str, case: Case, given: Numbers) -> Result:
     n, c, h, w = given.expected.shape
     item, halo = given.expected.itemsize, case.halos[1]
     shape = (n, h + 2 * halo, w + 2 * halo, c * item)
-    arena = memory("out").end(int(np.prod(shape)) + 2 * MARGIN)
+    arena = memory("out").end(MARGIN + int(np.prod(shape)) + case.behind)
     arena[:] = CANARY
-    framed = arena[MARGIN : arena.size - MARGIN].reshape(shape)
+    framed = arena[MARGIN : arena.size - case.behind].reshape(shape)
     inside = (slice(None), slice(halo, halo + h), slice(halo, halo + w))
     images = {"out": Image(framed.ctypes.data, n, h, w, c * item, halo)}
     images["in"] = _stored("in", given.x, case.halos[0] + max(case.padding), case.zero_points[0])
@@ -155,7 +157,8 @@ def run(isa: str, case: Case, given: Numbers) -> Result:
     framed[inside] = CANARY
     stray = bool((arena != CANARY).any())
     library.fill_halo(images["out"], case.zero_points[1], case.threads)
-    stray |= any(bool((part != CANARY).any()) for part in (framed[inside], arena[:MARGIN], arena[-MARGIN:]))
+    untouched = framed[inside], arena[:MARGIN], arena[arena.size - case.behind :]
+    stray |= any(bool((part != CANARY).any()) for part in untouched)
     frame = np.ones(shape[:3], bool)
     frame[inside] = False
     return Result(values, framed[frame], stray)

@@ -1,11 +1,12 @@
 """intaglio: a float PyTorch model and a few batches of data in, a fast int8 model for the CPU out."""
 
-from intaglio import errors
-from intaglio.api import annotate, calibrate, capture, compile, convert, prepare, quantize, requantize
-from intaglio.quant import Quantizer, Ranges, Recipe, Setting
-from intaglio.runtime import Coverage, QuantizedModel
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from intaglio import config, errors
+
+__version__ = config.VERSION
 
 __all__ = [
     "Coverage",
@@ -20,7 +21,37 @@ __all__ = [
     "compile",
     "convert",
     "errors",
+    "load",
     "prepare",
     "quantize",
     "requantize",
 ]
+
+if TYPE_CHECKING:
+    from intaglio.api import annotate, calibrate, capture, compile, convert, load, prepare, quantize, requantize
+    from intaglio.quant import Quantizer, Ranges, Recipe, Setting
+    from intaglio.runtime import Coverage, QuantizedModel
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Public names at their first use: PyTorch takes seconds to import, and `intaglio --help` needs none of it."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from intaglio.api import __dict__ as verbs
+        from intaglio.quant import __dict__ as quant
+        from intaglio.runtime import __dict__ as runtime
+
+        found = next(home[name] for home in (verbs, quant, runtime) if name in home)
+        globals()[name] = found
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+    class _Package(ModuleType):
+        def __setattr__(self, name: str, value: object) -> None:
+            """`intaglio.capture` is the function; Python would make it the package of that name on importing it."""
+            if not (name == "capture" and isinstance(value, ModuleType)):
+                super().__setattr__(name, value)
+
+    sys.modules[__name__].__class__ = _Package

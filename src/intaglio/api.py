@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from intaglio import build
+from intaglio.build import load
 from intaglio.capture import capture
 from intaglio.lower import Lowered, requantize
 from intaglio.quant import (
@@ -25,7 +26,7 @@ from intaglio.quant import (
 )
 from intaglio.runtime import QuantizedModel
 
-__all__ = ["annotate", "calibrate", "capture", "compile", "convert", "prepare", "quantize", "requantize"]
+__all__ = ["annotate", "calibrate", "capture", "compile", "convert", "load", "prepare", "quantize", "requantize"]
 
 Selectors = str | Iterable[str]
 logger = logging.getLogger("intaglio")

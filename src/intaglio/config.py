@@ -7,6 +7,9 @@ import shutil
 import sys
 from pathlib import Path
 
+VERSION = "0.1.0"
+"""Of this package; saved models name it."""
+
 
 def cache_dir() -> Path:
     """Folder of compiled kernels: ``INTAGLIO_CACHE_DIR``, else ``intaglio`` below the user's cache folder."""

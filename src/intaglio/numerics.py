@@ -8,8 +8,8 @@ float64 and stored in float32 or int32. Integers of kernels wrap as unsigned 32-
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -148,6 +148,15 @@ def add_requantize(
         return _finish(left + right, zero_point, low, high)
 
 
+def affine_requantize(
+    x: ArrayLike, factor: ArrayLike, offset: ArrayLike, zero_point: int, low: int, high: int
+) -> I32:
+    """``clamp(rne(float32(x) * factor + offset) + zero_point, low, high)``, no fused multiply-add; x is ``q - zp``."""
+    with np.errstate(over="ignore"):
+        steps = np.asarray(x, np.int32).astype(np.float32) * np.asarray(factor, np.float32)
+        return _finish(steps + np.asarray(offset, np.float32), zero_point, low, high)
+
+
 def clamp_levels(
     low: float | None, high: float | None, scale: float, zero_point: int, qmin: int, qmax: int
 ) -> tuple[int, int]:
@@ -172,6 +181,30 @@ def requantize_table(
     """u8[256]: level of x -> level of y for a plain change of parameters: `quantize` of `dequantize`."""
     levels = np.arange(256, dtype=np.int32)
     return quantize(dequantize(levels, scale_x, zero_x), scale_y, zero_y, low, high).astype(np.uint8)
+
+
+class Levels(Protocol):
+    """What a table needs of quantization parameters: `intaglio.ir.QParams` has it."""
+
+    @property
+    def step(self) -> float: ...
+
+    @property
+    def zero(self) -> int: ...
+
+    @property
+    def qmin(self) -> int: ...
+
+    @property
+    def qmax(self) -> int: ...
+
+
+def function_table(function: Callable[[NDArray[np.float64]], ArrayLike], x: Levels, y: Levels) -> NDArray[np.uint8]:
+    """u8[256]: level of x -> level of ``function(x)``; the function is taken in float64 of the float32 value."""
+    levels = np.arange(256, dtype=np.int32)
+    with np.errstate(all="ignore"):
+        result = np.asarray(function(dequantize(levels, x.step, x.zero).astype(np.float64))).astype(np.float32)
+    return quantize(result, y.step, y.zero, y.qmin, y.qmax).astype(np.uint8)
 
 
 def accumulator_bound(weight: ArrayLike, bias: ArrayLike, qmin: int, qmax: int, zero_point: int) -> NDArray[np.int64]:

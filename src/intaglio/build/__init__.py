@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
+from intaglio.build.check import check_graph
 from intaglio.codegen import ISAS, CacheSizes, emit
-from intaglio.errors import BuildError
-from intaglio.ir import Schedule, partitions_text
+from intaglio.errors import ArtifactError, BuildError
+from intaglio.ir import Plan, Program, Schedule, graph_text, partitions_text
 from intaglio.lower import Lowered, plan
+from intaglio.native.compile import install, text_key
 from intaglio.native.machine import caches, isas
-from intaglio.runtime import Coverage, FloatPart, QuantizedModel, build_artifact
+from intaglio.runtime import (
+    Artifact,
+    Coverage,
+    FloatPart,
+    QuantizedModel,
+    Saved,
+    build_artifact,
+    load_saved,
+    open_artifact,
+)
+
+logger = logging.getLogger("intaglio")
 
 
 def compile(
@@ -17,14 +33,54 @@ def compile(
 ) -> QuantizedModel:
     """Native program for one instruction set (default: the best this machine has). ``schedules`` replace analytic
     ones, by output value. Raises `BuildError`."""
-    planned, sizes, about = plan(lowered.graph), caches(), lowered.about
-    program = emit(planned, choose(isa), CacheSizes(sizes.l1, sizes.l2), _identifier(about.name), schedules)
-    artifact = build_artifact(program)
-    parts = partitions_text(tuple(step.partition for step in planned.steps), lowered.graph)
-    about = about.after(integer=lowered.text(), partitions=parts, program=program.source)
+    planned = plan(lowered.graph)
+    program = _emit(planned, choose(isa), lowered.about.name, schedules)
     islands = {key: (island.module, island.dims) for key, island in lowered.islands.items()}
-    graph, coverage = lowered.graph, _coverage(lowered, artifact.constants.nbytes)
-    return QuantizedModel(artifact, lowered.signature, graph.inputs, graph.outputs, islands, coverage, about)
+    saved = Saved(lowered.graph, lowered.signature, islands, _coverage(lowered), lowered.about)
+    return _model(saved, planned, build_artifact(program))
+
+
+def load(path: str | Path, *, trust: bool = False, isa: str | None = None) -> QuantizedModel:
+    """The model in the file at ``path``, as `QuantizedModel.save` wrote it, for one instruction set (default: the best
+    this machine has). Nothing is unpickled and nothing imported.
+
+    The program is built from the integer graph, unless the cache has it. ``trust=True`` uses the compiled library in
+    the file instead, where there is one for this instruction set and of this version's text: native code, so only for
+    files whose origin you know. Raises `ArtifactError` and `BuildError`.
+    """
+    saved, chosen = load_saved(path), choose(isa)
+    library = saved.libraries.get(chosen) if trust else None
+    try:
+        check_graph(saved.graph)
+        planned = plan(saved.graph)
+        program = _emit(planned, chosen, saved.about.name, library.schedules if library else None)
+    except Exception as error:  # whatever our own steps trip over in a graph they did not make
+        raise ArtifactError(
+            str(path), None, f"its graph cannot be compiled: {type(error).__name__}: {error}",
+            remedy="save the model again with the installed version",
+        ) from error  # fmt: skip
+    if library is not None and library.key == text_key(program.source, chosen):
+        artifact = open_artifact(program, install(library.content, name=program.name))
+    else:
+        if trust:
+            logger.info("%s: no library for %s of this version's text; built from the graph", path, chosen)
+        artifact = build_artifact(program)
+    return _model(saved, planned, artifact)
+
+
+def _emit(planned: Plan, isa: str, name: str, schedules: Mapping[str, Schedule] | None) -> Program:
+    sizes = caches()
+    return emit(planned, isa, CacheSizes(sizes.l1, sizes.l2), _identifier(name), schedules)
+
+
+def _model(saved: Saved, planned: Plan, artifact: Artifact) -> QuantizedModel:
+    """What a user holds; the texts of the last stages and the size follow from the program."""
+    graph, islands = saved.graph, saved.islands
+    parts = partitions_text(tuple(step.partition for step in planned.steps), graph)
+    about = saved.about.after(integer=graph_text(graph), partitions=parts, program=artifact.program.source)
+    size = artifact.constants.nbytes + sum(b.nbytes for module, _ in islands.values() for b in module.buffers())
+    coverage = replace(saved.coverage, bytes_after=size)
+    return QuantizedModel(artifact, saved.signature, graph, islands, coverage, about, saved.example)
 
 
 def choose(isa: str | None) -> str:
@@ -41,16 +97,15 @@ def _identifier(name: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in name) or "model"
 
 
-def _coverage(lowered: Lowered, constant_bytes: int) -> Coverage:
+def _coverage(lowered: Lowered) -> Coverage:
+    """All but the bytes after, which the program decides."""
     floats = tuple(
         FloatPart(skip.origin.path, skip.origin.operator, skip.reason, skip.macs, skip.origin.source)
         for skip in lowered.skipped
     )
     integer, total = lowered.macs
     operators = lowered.operators
-    islands = [buffer.nbytes for island in lowered.islands.values() for buffer in island.module.buffers()]
-    size = constant_bytes + sum(islands)
     return Coverage(
-        integer, total, operators, operators + len(floats), len(lowered.islands), floats, lowered.about.bytes, size,
+        integer, total, operators, operators + len(floats), len(lowered.islands), floats, lowered.about.bytes, 0,
         lowered.about.notes,
     )  # fmt: skip

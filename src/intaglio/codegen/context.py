@@ -81,7 +81,7 @@ class Context:
         """``struct Limits`` of the levels an operator gives."""
         q = self.graph.types[op.output].levels
         low, high = op.attrs.get("low", q.qmin), op.attrs.get("high", q.qmax)
-        other = self.graph.types[op.inputs[1]].levels.zero if op.kind == "add" else 0
+        other = self.graph.types[op.inputs[1]].levels.zero if op.kind in ("add", "mul") else 0
         return self.constant(limits(q.zero, low, high, other), "struct Limits")
 
     def use(self, specs: Iterable[TileSpec]) -> None:

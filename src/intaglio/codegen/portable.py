@@ -59,9 +59,7 @@ static inline void portable_f32(const struct Tile* t, int rows) {
 
 def emit(spec: TileSpec) -> str:
     """A wrapper that fixes the height."""
-    return (
-        f"static void {spec.name}(const struct Tile* t) {{ portable_{spec.result}(t, {spec.rows}); }}\n"
-    )
+    return f"static void {spec.name}(const struct Tile* t) {{ portable_{spec.result}(t, {spec.rows}); }}\n"
 
 
-PORTABLE = Isa("portable", {1: 4}, False, emit)
+PORTABLE = Isa("portable", {1: 4}, False, emit, SUPPORT)

@@ -84,4 +84,3 @@ def analytic(layer: Problem, isa: Isa, caches: CacheSizes) -> Schedule:
         split_channels_below=layer.outputs,
         chunk_bytes=caches.l2 // 2,
     )
-

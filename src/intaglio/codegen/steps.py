@@ -7,7 +7,7 @@ import numpy as np
 from intaglio import numerics
 from intaglio.codegen.context import Context, finish
 from intaglio.codegen.writer import Code
-from intaglio.ir import Op, Partition
+from intaglio.ir import Dim, Op, Partition
 
 
 def emit_pool(code: Code, partition: Partition, context: Context) -> None:
@@ -35,13 +35,47 @@ def emit_pool(code: Code, partition: Partition, context: Context) -> None:
     finish(code, context, op.output, limits)
 
 
-def emit_add(code: Code, partition: Partition, context: Context) -> None:
+def emit_pair(code: Code, partition: Partition, context: Context) -> None:
+    """add and mul of two values of levels."""
     op = partition.anchor
     zero = context.graph.types[op.inputs[0]].levels.zero
     factors = [context.constant(context.graph.constants[name], "float") for name in op.inputs[2:]]
-    _images(code, op, context, ("a", "b"))
+    code("struct Pair p = {};")
+    for name, value in zip(("a", "b", "out"), (*op.inputs[:2], op.output), strict=True):
+        code(f"p.{name} = {context.image(value)};")
+    code(f"p.zero_a = *{context.constant(np.array([zero], np.int32), 'int32_t')};")
+    for name, factor in zip(("factor_a", "factor_b"), factors, strict=False):
+        code(f"p.{name} = {factor};")
+    code(f"p.limits = {context.limits(op)};")
+    code(f"pair_levels(&p, {op.kind}_line, thread, threads);")
+    finish(code, context, op.output, context.limits(op))
+
+
+def emit_affine(code: Code, partition: Partition, context: Context) -> None:
+    op = partition.anchor
+    _images(code, op, context, ("in",))
+    zero = context.graph.types[op.inputs[0]].levels.zero
     code(f"const int32_t zero = *{context.constant(np.array([zero], np.int32), 'int32_t')};")
-    code(f"add_levels(&a, &b, &out, zero, {factors[0]}, {factors[1]}, {context.limits(op)}, thread, threads);")
+    factor, offset = (context.constant(context.graph.constants[name], "float") for name in op.inputs[1:])
+    code(f"affine_levels(&in, &out, zero, {factor}, {offset}, {context.limits(op)}, thread, threads);")
+    finish(code, context, op.output, context.limits(op))
+
+
+def emit_shuffle(code: Code, partition: Partition, context: Context) -> None:
+    op = partition.anchor
+    _images(code, op, context, ("in",))
+    code(f"shuffle_levels(&in, &out, {op.attrs['groups']}, thread, threads);")
+    finish(code, context, op.output, context.limits(op))
+
+
+def emit_cat(code: Code, partition: Partition, context: Context) -> None:
+    op = partition.anchor
+    code(f"const struct Image out = {context.image(op.output)};")
+    channel: Dim = 0
+    for index, name in enumerate(op.inputs):
+        code(f"const struct Image in{index} = {context.image(name)};")
+        code(f"join_levels(&in{index}, &out, {context.dim(channel)}, thread, threads);")
+        channel = channel + context.graph.types[name].shape[op.attrs["axis"]]
     finish(code, context, op.output, context.limits(op))
 
 

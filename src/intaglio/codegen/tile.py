@@ -54,12 +54,16 @@ class TileSpec:
 
 @dataclass(frozen=True)
 class Isa:
-    """An instruction set as the generator sees it: tallest tile by blocks, whether it packs, the printer."""
+    """An instruction set as the generator sees it: tallest tile by blocks, whether it packs, the printer.
+
+    ``support``: text that stands before the kernels of a program.
+    """
 
     name: str
     tallest: Mapping[int, int]
     packs: bool
     emit: Callable[[TileSpec], str]
+    support: str = ""
 
     @property
     def blocks(self) -> int:
@@ -94,6 +98,6 @@ def tile_offset(field: str) -> int:
 
 def layout_checks() -> str:
     """C++ that fails to compile when the structs and the tables above disagree."""
-    lines = [f"static_assert(offsetof(struct Tile, {f}) == {tile_offset(f)}, \"Tile\");" for f in TILE_FIELDS]
-    lines += [f"static_assert(offsetof(struct Limits, {f}) == {at}, \"Limits\");" for f, at in LIMITS_FIELDS.items()]
+    lines = [f'static_assert(offsetof(struct Tile, {f}) == {tile_offset(f)}, "Tile");' for f in TILE_FIELDS]
+    lines += [f'static_assert(offsetof(struct Limits, {f}) == {at}, "Limits");' for f, at in LIMITS_FIELDS.items()]
     return "\n".join(lines) + "\n"

@@ -1,16 +1,16 @@
 """AVX512-VNNI microkernels as assembly: accumulators in fixed registers, which g++ would spill.
 
 One k step is ``blocks`` loads of weights, ``rows`` broadcasts of 4 activations, ``rows * blocks`` vpdpbusd.
-Registers: zmm0.. weights, then broadcasts; the last ``rows * blocks`` are accumulators. rdi holds the `Tile`.
+Registers: zmm0.. weights, then broadcasts; the last ``rows * blocks`` are accumulators.
 """
 
 from __future__ import annotations
 
-from intaglio.codegen.tile import LIMITS_FIELDS, Isa, TileSpec, tile_offset
+from intaglio.codegen.assembly import LEAVE, SAVE, field, function, limit, tap_loops
+from intaglio.codegen.tile import Isa, TileSpec
 
 POINTERS = ("rax", "r8", "r9", "r10", "r11")
-"""One per three rows; rbx is the distance between rows, r15 three times that."""
-SAVED = ("rbx", "r12", "r13", "r14", "r15")
+"""One per three rows."""
 ADDRESSES = ("(%{})", "(%{},%rbx)", "(%{},%rbx,2)")
 
 TALLEST = {1: 14, 2: 12, 3: 8, 4: 6}
@@ -19,24 +19,7 @@ TALLEST = {1: 14, 2: 12, 3: 8, 4: 6}
 def emit(spec: TileSpec) -> str:
     """The kernel as a top-level assembly statement and its declaration."""
     kernel = _Kernel(spec)
-    lines = [*kernel.prologue(), *kernel.products(), *kernel.epilogue(), *kernel.leave()]
-    body = "\n".join(f'    "{line}\\n"' for line in lines)
-    name = spec.name
-    head = f'    ".text\\n.p2align 6\\n.globl {name}\\n.hidden {name}\\n.type {name},@function\\n{name}:\\n"'
-    return (
-        f"// {spec.rows} pixels x {16 * spec.blocks} channels -> {spec.result}\n"
-        f'extern "C" void {name}(const struct Tile*);\n__asm__(\n{head}\n{body}\n    ".size {name},.-{name}\\n");\n'
-    )
-
-
-def field(name: str) -> str:
-    """Memory operand of a field of the tile."""
-    return f"{tile_offset(name)}(%rdi)"
-
-
-def limit(name: str) -> str:
-    """Memory operand of a field of the limits, whose address is in rax."""
-    return f"{LIMITS_FIELDS[name]}(%rax)"
+    return function(spec, [*SAVE, *kernel.biases(), *kernel.products(), *kernel.epilogue(), *LEAVE])
 
 
 class _Kernel:
@@ -52,26 +35,18 @@ class _Kernel:
     def cells(self):
         return [(i, j) for i in range(self.spec.rows) for j in range(self.spec.blocks)]
 
-    def prologue(self) -> list[str]:
-        """Save registers, start every accumulator at the bias."""
-        lines = [f"push %{register}" for register in SAVED]
-        lines += [f"mov {field('bias')},%rax"]
+    def biases(self) -> list[str]:
+        """Where every accumulator starts."""
+        lines = [f"mov {field('bias')},%rax"]
         lines += [f"vmovdqu64 {64 * j}(%rax),{self.acc(0, j)}" for j in range(self.spec.blocks)]
-        lines += [f"vmovdqa64 {self.acc(0, j)},{self.acc(i, j)}" for i, j in self.cells() if i]
-        return [*lines, f"mov {field('a_pixel')},%rbx", "lea (%rbx,%rbx,2),%r15", f"mov {field('b')},%rsi",
-                f"mov {field('a')},%r14", f"mov {field('tap_rows')},%r12"]  # fmt: skip
+        return lines + [f"vmovdqa64 {self.acc(0, j)},{self.acc(i, j)}" for i, j in self.cells() if i]
 
     def products(self) -> list[str]:
-        """Rows of taps, taps of a row, steps of 4 channels."""
         first, *others = self.pointers
-        lines = ["1:", "mov %r14,%rdx", f"mov {field('taps')},%r13", "2:", f"mov %rdx,%{first}"]
-        lines += [f"lea (%{low},%r15),%{high}" for low, high in zip(self.pointers, others, strict=False)]
-        lines += [f"mov {field('run')},%rcx", ".p2align 4", "3:"]
-        lines += self.step()
-        lines += [f"add $4,%{pointer}" for pointer in self.pointers]
-        lines += [f"add ${64 * self.spec.blocks},%rsi", "dec %rcx", "jnz 3b"]
-        lines += [f"add {field('a_tap')},%rdx", "dec %r13", "jnz 2b"]
-        return [*lines, f"add {field('a_row')},%r14", "dec %r12", "jnz 1b"]
+        start = [f"mov %rdx,%{first}"]
+        start += [f"lea (%{low},%r15),%{high}" for low, high in zip(self.pointers, others, strict=False)]
+        moves = [*(f"add $4,%{pointer}" for pointer in self.pointers), f"add ${64 * self.spec.blocks},%rsi"]
+        return tap_loops(start, [*self.step(), *moves])
 
     def step(self) -> list[str]:
         blocks = self.spec.blocks
@@ -144,9 +119,6 @@ class _Kernel:
             lines.append(f"vpmovdb {acc},{16 * j}(%rdx){mask}")
         return lines
 
-    def leave(self) -> list[str]:
-        return ["vzeroupper", *[f"pop %{register}" for register in reversed(SAVED)], "ret"]
-
 
 def spread_table() -> str:
     """Shuffle controls that spread byte ``4j + t`` of each 128-bit lane into dword t, for j = 0..3."""
@@ -160,4 +132,4 @@ def spread_table() -> str:
     )  # fmt: skip
 
 
-AVX512VNNI = Isa("avx512vnni", TALLEST, True, emit)
+AVX512VNNI = Isa("avx512vnni", TALLEST, True, emit, spread_table())

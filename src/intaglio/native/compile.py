@@ -73,6 +73,35 @@ def build(source: str, *, name: str, isa: str, headers: tuple[str, ...] = (), fo
     return path
 
 
+def text_key(source: str, isa: str) -> str:
+    """Digest of what a library is compiled from: text, headers, instruction set. The compiler is no part of it."""
+    parts = [CACHE_FORMAT, isa, source]
+    parts += [part for item in sorted(_included(source, ()).items()) for part in item]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def install(content: bytes, *, name: str) -> Path:
+    """A library somebody else built -> its path in the cache, under the digest of its bytes.
+
+    `build` never looks there. Raises `BuildError` when the cache folder cannot be written.
+    """
+    folder = config.cache_dir() / "kernels"
+    path = folder / f"trusted-{hashlib.sha256(content).hexdigest()}.so"
+    try:
+        if not path.is_file() or path.read_bytes() != content:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as scratch:
+                draft = Path(scratch, "library.so")
+                draft.write_bytes(content)
+                os.replace(draft, path)
+            _evict(folder)
+        _touch(path)
+    except OSError as error:
+        problem = f"the kernel cache {folder} cannot be used: {error}"
+        raise BuildError(name, None, problem, remedy=_MOVE_CACHE) from error
+    return path
+
+
 def load(path: Path) -> ctypes.CDLL:
     """The library at ``path``, one per path and process."""
     if path not in _loaded:

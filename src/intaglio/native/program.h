@@ -2,6 +2,10 @@
 // Geometry is data here; channels, taps and tiles arrive as constants from the generated text, which the compiler sees.
 #pragma once
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include "numerics.h"
 #include "pool.h"
 
@@ -252,14 +256,115 @@ static inline void avg_pool(const struct Pool* p, int thread, int threads) {
                  n = 0, y = 0;                                                                            \
          r_ < end_ && (n = r_ / (out_image)->height, y = r_ % (out_image)->height, 1); ++r_)
 
-static inline void add_levels(const struct Image* a, const struct Image* b, const struct Image* out, int32_t zero_a,
-                              const float* factor_a, const float* factor_b, const struct Limits* q, int thread, int threads) {
+// clamp(rne(steps) + zero_point) of 16 products in float, stored as 16 levels.
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+static inline __m512 centred16(const uint8_t* from, int32_t zero) {
+    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+    return _mm512_cvtepi32_ps(_mm512_sub_epi32(wide, _mm512_set1_epi32(zero)));
+}
+
+static inline void finish16(__m512 steps, const struct Limits* q, uint8_t* to) {
+    steps = _mm512_max_ps(steps, _mm512_set1_ps(q->convertible_low));
+    steps = _mm512_min_ps(steps, _mm512_set1_ps(q->convertible_high));
+    __m512i level = _mm512_add_epi32(_mm512_cvtps_epi32(steps), _mm512_set1_epi32(q->zero_point));
+    level = _mm512_min_epi32(_mm512_max_epi32(level, _mm512_set1_epi32(q->low)), _mm512_set1_epi32(q->high));
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(level));
+}
+#endif
+
+// Two operands with their zero points and factors; a product has one factor, the first.
+struct Pair {
+    struct Image a, b, out;
+    int32_t zero_a;
+    const float *factor_a, *factor_b;
+    const struct Limits* limits;
+};
+
+static inline void add_line(const struct Pair* p, const uint8_t* a, const uint8_t* b, uint8_t* to, int64_t count) {
+    const struct Limits* q = p->limits;
+    int64_t i = 0;
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    const __m512 factor_a = _mm512_set1_ps(p->factor_a[0]), factor_b = _mm512_set1_ps(p->factor_b[0]);
+    for (; i + 16 <= count; i += 16)
+        finish16(_mm512_add_ps(_mm512_mul_ps(centred16(a + i, p->zero_a), factor_a),
+                               _mm512_mul_ps(centred16(b + i, q->other_zero_point), factor_b)), q, to + i);
+#endif
+    for (; i < count; ++i)
+        to[i] = (uint8_t)add_requantize(a[i] - p->zero_a, p->factor_a[0], b[i] - q->other_zero_point, p->factor_b[0],
+                                        q->zero_point, q->low, q->high);
+}
+
+static inline void mul_line(const struct Pair* p, const uint8_t* a, const uint8_t* b, uint8_t* to, int64_t count) {
+    const struct Limits* q = p->limits;
+    int64_t i = 0;
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    // A product of two differences of levels is below 2^17, so float32 holds it exactly.
+    const __m512 factor = _mm512_set1_ps(p->factor_a[0]);
+    for (; i + 16 <= count; i += 16) {
+        const __m512 product = _mm512_mul_ps(centred16(a + i, p->zero_a), centred16(b + i, q->other_zero_point));
+        finish16(_mm512_mul_ps(product, factor), q, to + i);
+    }
+#endif
+    for (; i < count; ++i)
+        to[i] = (uint8_t)requantize((a[i] - p->zero_a) * (b[i] - q->other_zero_point), p->factor_a[0], q->zero_point, q->low,
+                                    q->high);
+}
+
+// Whole rows at once; pixel by pixel where an operand has one pixel for an image.
+static inline void pair_levels(const struct Pair* p, void (*line)(const struct Pair*, const uint8_t*, const uint8_t*, uint8_t*, int64_t),
+                               int thread, int threads) {
+    const int one_a = p->a.height * p->a.width == 1, one_b = p->b.height * p->b.width == 1;
+    const int64_t pixel = p->out.pixel;
+    FOR_EACH_ROW(&p->out) {
+        const uint8_t* a = at(&p->a, n, one_a ? 0 : y, 0);
+        const uint8_t* b = at(&p->b, n, one_b ? 0 : y, 0);
+        uint8_t* to = at(&p->out, n, y, 0);
+        if (!one_a && !one_b)
+            line(p, a, b, to, p->out.width * pixel);
+        else
+            for (int64_t x = 0; x < p->out.width; ++x)
+                line(p, a + (one_a ? 0 : x * pixel), b + (one_b ? 0 : x * pixel), to + x * pixel, pixel);
+    }
+}
+
+// A factor and an offset per channel: batch norm on its own.
+static inline void affine_levels(const struct Image* in, const struct Image* out, int32_t zero, const float* factor,
+                                 const float* offset, const struct Limits* q, int thread, int threads) {
     FOR_EACH_ROW(out) {
-        const uint8_t *left = at(a, n, y, 0), *right = at(b, n, y, 0);
-        uint8_t* to = at(out, n, y, 0);
-        for (int64_t i = 0; i < out->width * out->pixel; ++i)
-            to[i] = (uint8_t)add_requantize(left[i] - zero_a, factor_a[0], right[i] - q->other_zero_point, factor_b[0],
-                                            q->zero_point, q->low, q->high);
+        for (int64_t x = 0; x < out->width; ++x) {
+            const uint8_t* from = at(in, n, y, x);
+            uint8_t* to = at(out, n, y, x);
+            int64_t c = 0;
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+            for (; c + 16 <= out->pixel; c += 16)
+                finish16(_mm512_add_ps(_mm512_mul_ps(centred16(from + c, zero), _mm512_loadu_ps(factor + c)),
+                                       _mm512_loadu_ps(offset + c)), q, to + c);
+#endif
+            for (; c < out->pixel; ++c)
+                to[c] = (uint8_t)finish((float)(from[c] - zero) * factor[c] + offset[c], q->zero_point, q->low, q->high);
+        }
+    }
+}
+
+// Channel c of the result is channel (c % groups) * (channels / groups) + c / groups of the input.
+static inline void shuffle_levels(const struct Image* in, const struct Image* out, int64_t groups, int thread, int threads) {
+    const int64_t each = in->pixel / groups;
+    FOR_EACH_ROW(out) {
+        for (int64_t x = 0; x < out->width; ++x) {
+            const uint8_t* from = at(in, n, y, x);
+            uint8_t* to = at(out, n, y, x);
+            for (int64_t g = 0; g < groups; ++g)
+                for (int64_t i = 0; i < each; ++i) to[i * groups + g] = from[g * each + i];
+        }
+    }
+}
+
+// The channels of one operand of a concatenation.
+static inline void join_levels(const struct Image* in, const struct Image* out, int64_t channel, int thread, int threads) {
+    FOR_EACH_ROW(in) {
+        const uint8_t* from = at(in, n, y, 0);
+        uint8_t* to = at(out, n, y, 0) + channel;
+        for (int64_t x = 0; x < in->width; ++x) memcpy(to + x * out->pixel, from + x * in->pixel, (size_t)in->pixel);
     }
 }
 
@@ -336,9 +441,12 @@ struct Affine {
     int32_t zero_point, low, high;
 };
 
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-#include <immintrin.h>
+#if defined(__AVX2__)
+// By channels: the bytes of four pixels that came as dwords, moved together.
+static const uint8_t pixel_order[4][16] = {{0, 4, 8, 12}, {0, 1, 4, 5, 8, 9, 12, 13}, {0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14}, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
+#endif
 
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
 // 16 floats -> 16 levels in dwords; NaN gives the zero point. The clamp in float keeps the conversion defined.
 static inline __m512i quantize16(__m512 x, const struct Affine* q) {
     const __m512 steps = _mm512_mul_ps(x, _mm512_set1_ps(q->inverse));
@@ -352,8 +460,7 @@ static inline __m512i quantize16(__m512 x, const struct Affine* q) {
 // 16-byte stores reach into the pixels after those it makes.
 static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
                                       const struct Affine* q) {
-    static const uint8_t order[4][16] = {{0, 4, 8, 12}, {0, 1, 4, 5, 8, 9, 12, 13}, {0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14}, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
-    const __m512i shuffle = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)order[channels - 1]));
+    const __m512i shuffle = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)pixel_order[channels - 1]));
     int64_t x = 0;
     for (; x + 32 <= width; x += 16) {
         __m512i all = quantize16(_mm512_loadu_ps(from + x), q);
@@ -373,6 +480,42 @@ static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* t
     int64_t i = 0;
     for (; i + 16 <= count; i += 16)
         _mm_storeu_si128((__m128i*)(to + i), _mm512_cvtepi32_epi8(quantize16(_mm512_loadu_ps(from + i), q)));
+    return i;
+}
+#elif defined(__AVX2__)
+// 8 floats -> 8 levels in dwords; NaN gives the zero point. The clamp in float keeps the conversion defined.
+static inline __m256i quantize8(__m256 x, const struct Affine* q) {
+    const __m256 steps = _mm256_mul_ps(x, _mm256_set1_ps(q->inverse));
+    const __m256 number = _mm256_cmp_ps(steps, steps, _CMP_ORD_Q);
+    const __m256 bounded = _mm256_min_ps(_mm256_max_ps(steps, _mm256_set1_ps(-1024.0f)), _mm256_set1_ps(1024.0f));
+    const __m256i level = _mm256_add_epi32(_mm256_cvtps_epi32(_mm256_and_ps(number, bounded)), _mm256_set1_epi32(q->zero_point));
+    return _mm256_min_epi32(_mm256_max_epi32(level, _mm256_set1_epi32(q->low)), _mm256_set1_epi32(q->high));
+}
+
+// As above, 8 pixels at a time; it leaves the last 16 or fewer, too.
+static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
+                                      const struct Affine* q) {
+    const __m256i shuffle = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)pixel_order[channels - 1]));
+    int64_t x = 0;
+    for (; x + 24 <= width; x += 8) {
+        __m256i all = quantize8(_mm256_loadu_ps(from + x), q);
+        for (int64_t c = 1; c < channels; ++c)
+            all = _mm256_or_si256(all, _mm256_slli_epi32(quantize8(_mm256_loadu_ps(from + c * plane + x), q), (int)(8 * c)));
+        all = _mm256_shuffle_epi8(all, shuffle);
+        uint8_t* out = to + x * channels;
+        _mm_storeu_si128((__m128i*)out, _mm256_castsi256_si128(all));
+        _mm_storeu_si128((__m128i*)(out + 4 * channels), _mm256_extracti128_si256(all, 1));
+    }
+    return x;
+}
+
+static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* to, const struct Affine* q) {
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+        const __m256i words = _mm256_packs_epi32(quantize8(_mm256_loadu_ps(from + i), q), quantize8(_mm256_loadu_ps(from + i + 8), q));
+        const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
+        _mm_storeu_si128((__m128i*)(to + i), _mm_packus_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1)));
+    }
     return i;
 }
 #else

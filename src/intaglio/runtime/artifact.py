@@ -50,6 +50,13 @@ class Artifact:
         """One native stretch; returns when it is done. Releases the interpreter lock."""
         self.library.intaglio_run(ctypes.byref(frame), segment, threads, self.parallel)
 
+    def library_bytes(self) -> bytes:
+        """The shared object itself; built again if the cache has lost it."""
+        try:
+            return self.path.read_bytes()
+        except FileNotFoundError:
+            return build(self.program.source, name=self.program.name, isa=self.program.isa).read_bytes()
+
     def __deepcopy__(self, memo: object) -> Artifact:
         """Itself: nothing in it ever changes."""
         return self
@@ -70,7 +77,11 @@ class Layout:
 
 def build_artifact(program: Program) -> Artifact:
     """Compile (or take from the cache) and load. Raises `BuildError`."""
-    path = build(program.source, name=program.name, isa=program.isa)
+    return open_artifact(program, build(program.source, name=program.name, isa=program.isa))
+
+
+def open_artifact(program: Program, path: Path) -> Artifact:
+    """The program with the library at ``path``, which was compiled from its text."""
     library = load(path)
     library.intaglio_plan.restype = I64
     library.intaglio_plan.argtypes = (ctypes.POINTER(I64), ctypes.POINTER(I64))

@@ -7,16 +7,20 @@ import ctypes
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from intaglio import config
 from intaglio.calls import TORCH_DTYPES, bind, dims_of, rebuild
-from intaglio.errors import InputError
-from intaglio.ir import About, Dim, External, Signature, evaluate
+from intaglio.errors import ArtifactError, InputError
+from intaglio.ir import About, Dim, External, Graph, Signature, evaluate
+from intaglio.native.compile import text_key
 from intaglio.runtime.artifact import Artifact, Layout, Run
 from intaglio.runtime.coverage import Coverage
+from intaglio.runtime.files import Example, Library, Saved, digest_of, exact_values, example_of, save
 
 PLANS = 16
 """Sets of shapes whose plans and arenas are kept, least recently used out first."""
@@ -51,12 +55,17 @@ class _Shapes:
         self.layout = artifact.plan(symbols)
         self.frames: list[_Frame] = []
         self.outputs = {e.value: _sizes(e, symbols) for e in artifact.program.externals if e.written}
+        self.read = {e.value: _logical(e, symbols) for e in artifact.program.externals if not e.written}
 
 
 def _sizes(external: External, symbols: Mapping[str, int]) -> tuple[int, ...]:
     """Shape to allocate: memory order, so images have channels last."""
-    sizes = tuple(evaluate(dim, symbols) for dim in external.shape)
+    sizes = _logical(external, symbols)
     return (sizes[0], sizes[2], sizes[3], sizes[1]) if len(sizes) == 4 and not external.rows else sizes
+
+
+def _logical(external: External, symbols: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(evaluate(dim, symbols) for dim in external.shape)
 
 
 def _readable(tensor: torch.Tensor, external: External) -> torch.Tensor:
@@ -78,17 +87,19 @@ class QuantizedModel(nn.Module):
         self,
         artifact: Artifact,
         signature: Signature,
-        inputs: Sequence[str],
-        outputs: Sequence[str],
+        graph: Graph,
         islands: Mapping[str, tuple[nn.Module, tuple[Dim, ...]]],
         coverage: Coverage,
         about: About,
+        example: Example | None = None,
     ) -> None:
+        """``graph`` is what the program was made of: files hold it."""
         super().__init__()
+        self.graph, self.example = graph, example
         self.artifact, self.signature, self.coverage, self.about = artifact, signature, coverage, about
         self.islands = nn.ModuleDict({key: module for key, (module, _) in islands.items()})
         self._island_dims = {key: dims for key, (_, dims) in islands.items()}
-        self._inputs, self._outputs = tuple(inputs), tuple(outputs)
+        self._inputs, self._outputs = graph.inputs, graph.outputs
         program = artifact.program
         self._index = {external.value: i for i, external in enumerate(program.externals)}
         self._written = {e.value: TORCH_DTYPES[e.dtype] for e in program.externals if e.written}
@@ -148,6 +159,10 @@ class QuantizedModel(nn.Module):
                     dims = [evaluate(dim, shapes.symbols) for dim in self._island_dims[call.key]]
                     with torch.autocast("cpu", enabled=False):  # what follows reads float32
                         results = self.islands[call.key](*[values[name] for name in call.inputs], *dims)
+                    for name, result in zip(call.outputs, results, strict=True):
+                        if name in shapes.read and (result.shape != shapes.read[name] or result.device.type != "cpu"):
+                            problem = f"{result.device} {list(result.shape)}; the program reads {shapes.read[name]}"
+                            raise InputError(f"%{name}", None, problem, remedy="leave its float parts as they are")
                     values.update(zip(call.outputs, results, strict=True))
                 continue
             for name, sizes in shapes.outputs.items():
@@ -187,6 +202,51 @@ class QuantizedModel(nn.Module):
         if self.coverage.macs < macs:
             shares = f"{100 * self.coverage.macs:.2f} % of MACs in int8, asked for {100 * macs:.2f} %"
             raise AssertionError(f"{shares}\n{self.coverage}")
+
+    def save(self, path: str | Path, *, example: Any = None, library: bool = True) -> None:
+        """Write the model to one file, for `intaglio.load`; a file of that name is replaced once the new one is whole.
+
+        ``example``: arguments of a call (a tuple, a dictionary by name, or the only one); they and the digest of what
+        comes of them go into the file, for `verify`. ``library``: put the compiled program in too, for those who
+        load with ``trust=True``. Raises `ArtifactError`, and leaves an existing file as it is.
+        """
+        program = self.artifact.program
+        stored = self.example
+        if example is not None:
+            tensors = example_of(self.signature, example)
+            stored = Example(tensors, self._exact_digest(tensors))
+        libraries = {}
+        if library:
+            key, schedules = text_key(program.source, program.isa), program.notes.get("schedules", {})
+            libraries[program.isa] = Library(self.artifact.library_bytes(), key, schedules)
+        islands = {key: (module, self._island_dims[key]) for key, module in self.islands.items()}
+        saved = Saved(self.graph, self.signature, islands, self.coverage, self.about, libraries, stored)
+        save(saved, path, config.VERSION)
+
+    def verify(self) -> None:
+        """Run the example stored with the model and compare every integer result, bit for bit.
+
+        Results behind a float part are left out: PyTorch's float operators differ from CPU to CPU. Raises
+        `ArtifactError` when a bit differs, `InputError` when the model has no example.
+        """
+        if self.example is None:
+            remedy = "model.save(path, example=x) stores one; intaglio.load(path).verify() runs it"
+            raise InputError("verify", None, "this model has no stored example", remedy=remedy)
+        found = self._exact_digest(self.example.tensors)
+        if found != self.example.digest:
+            raise ArtifactError(
+                "verify", None, f"the stored example gives other bits: {found[:16]}, saved with "
+                f"{self.example.digest[:16]} ({self.artifact.program.isa})",
+                remedy="do not use this model here; results must not depend on the machine, please report it",
+            )  # fmt: skip
+
+    def _exact_digest(self, tensors: Sequence[torch.Tensor]) -> str:
+        leaves = [tensor.clone() for tensor in tensors]
+        with torch.no_grad():
+            values = self._run(leaves, self._shapes_of(leaves), torch.get_num_threads())
+        exact = exact_values(self.graph)
+        names = [*self._written, *self._outputs]
+        return digest_of(values, [name for name in dict.fromkeys(names) if name in exact])
 
     def train(self, mode: bool = True) -> QuantizedModel:
         """An int8 program cannot be trained; asking for it warns and changes nothing."""

@@ -1,0 +1,158 @@
+"""The commands and their options. What a command does is in the module of its name."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="int8 models for the CPU: quantize, look inside, measure.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead, and nothing else on stdout.")]
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="A saved file, or MODULE:NAME of a float model.")]
+Data = Annotated[str | None, typer.Option(metavar="MODULE:NAME", help="Batches, or a function that gives them.")]
+Skip = Annotated[list[str] | None, typer.Option(metavar="SELECTOR", help="Leave this in float; may be repeated.")]
+Only = Annotated[list[str] | None, typer.Option(metavar="SELECTOR", help="Quantize nothing else; may be repeated.")]
+RecipeFile = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Settings by selector, TOML.")]
+Samples = Annotated[int | None, typer.Option(min=1, help="Stop calibration after this many samples.")]
+Isa = Annotated[str | None, typer.Option(help="Instruction set. Default: the best of this machine.")]
+Shape = Annotated[
+    list[str] | None,
+    typer.Option(metavar="1,3,224,224", help="Random numbers of this shape as an input; once per input."),
+]
+
+
+class Stage(str, Enum):
+    captured = "captured"
+    sites = "sites"
+    reference = "reference"
+    integer = "integer"
+    partitions = "partitions"
+    program = "program"
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        import intaglio
+
+        print(f"intaglio {intaglio.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def common(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(json: Json = False) -> None:
+    """Quantize a small built-in network on generated data, and compare it with the float one. Takes seconds."""
+    import intaglio.cli.demo as command
+    from intaglio.cli.show import show
+
+    with _stdout_kept_for_json(json):
+        result = command.run()
+    show(result, json, command.render)
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """What this machine can do for int8, measured; and what is wrong with it."""
+    import intaglio.cli.doctor as command
+    from intaglio.cli.show import show
+
+    with _stdout_kept_for_json(json):
+        result = command.run()
+    show(result, json, command.render)
+
+
+@app.command()
+def quantize(
+    target: Annotated[str, typer.Argument(metavar="MODULE:NAME", help="A float model, or a function that gives it.")],
+    data: Annotated[str, typer.Option(metavar="MODULE:NAME", help="Batches, or a function that gives them.")],
+    out: Annotated[Path, typer.Option(dir_okay=False, help="File to write.")],
+    skip: Skip = None,
+    only: Only = None,
+    recipe: RecipeFile = None,
+    samples: Samples = None,
+    isa: Isa = None,
+    example: Annotated[
+        str | None, typer.Option(metavar="MODULE:NAME", help="Arguments of one call. Default: the first batch.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Turn a float model into an int8 file."""
+    import intaglio.cli.quantize as command
+    from intaglio.cli.show import show
+
+    with _stdout_kept_for_json(json):
+        result = command.run(target, data, out, skip or (), only or (), recipe, samples, isa, example)
+    show(result, json, command.render)
+
+
+@app.command()
+def inspect(
+    target: Target,
+    stage: Annotated[Stage | None, typer.Option(help="Print the text of this stage.")] = None,
+    match: Annotated[list[str] | None, typer.Option(metavar="SELECTOR", help="List what it selects.")] = None,
+    data: Data = None,
+    example_shape: Shape = None,
+    skip: Skip = None,
+    only: Only = None,
+    recipe: RecipeFile = None,
+    json: Json = False,
+) -> None:
+    """What becomes int8, what stays float and why, and what a selector matches."""
+    import intaglio.cli.inspect as command
+    from intaglio.cli.show import show
+
+    with _stdout_kept_for_json(json):
+        name = stage.value if stage else None
+        result = command.run(target, name, match or (), data, example_shape or (), skip or (), only or (), recipe)
+    show(result, json, command.render)
+
+
+@app.command()
+def bench(
+    target: Target,
+    batch: Annotated[int | None, typer.Option(min=1, help="Batch size. Default: that of the data.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: as many as PyTorch takes.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Time to measure, for each engine.")] = 4.0,
+    against: Annotated[
+        str, typer.Option(metavar="LIST", help="Of eager, compile, onnxruntime, openvino; all of them in float32.")
+    ] = "eager",
+    data: Data = None,
+    example_shape: Shape = None,
+    float_model: Annotated[
+        str | None, typer.Option("--float", metavar="MODULE:NAME", help="The float model of a saved file.")
+    ] = None,
+    isa: Isa = None,
+    json: Json = False,
+) -> None:
+    """Time the int8 model and float engines by turns."""
+    import intaglio.cli.bench as command
+    from intaglio.cli.show import show
+
+    with _stdout_kept_for_json(json):
+        names = tuple(name.strip() for name in against.split(",") if name.strip())
+        result = command.run(target, batch, threads, seconds, names, data, example_shape or (), float_model, isa)
+    show(result, json, command.render)
+
+
+@contextlib.contextmanager
+def _stdout_kept_for_json(json: bool) -> Iterator[None]:
+    """What models and libraries print while we work goes to stderr."""
+    with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
+        yield

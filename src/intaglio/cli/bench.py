@@ -1,0 +1,290 @@
+"""`intaglio bench`: the int8 model and float engines by turns. A ratio is printed only if noise cannot have made it."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import RenderableType
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import intaglio
+from intaglio.cli import targets
+from intaglio.cli.show import Result, facts, table
+from intaglio.cli.targets import Call
+from intaglio.errors import InputError
+from intaglio.ir import DType, evaluate, symbols_of
+from intaglio.runtime import QuantizedModel
+
+BLOCKS = 8
+PAUSE = 0.1
+"""Seconds between blocks: threads of the last engine that wait by spinning go to sleep."""
+DEFAULT_BATCH = 1
+STRANGERS_DB = 3.0
+"""Below this, the two models compute different things."""
+
+Run = Callable[[Call], Any]
+
+
+def run(
+    target: str,
+    batch: int | None,
+    threads: int | None,
+    seconds: float,
+    against: Sequence[str],
+    data: str | None,
+    shapes: Sequence[str],
+    float_name: str | None,
+    isa: str | None,
+) -> dict[str, Any]:
+    if unknown := [name for name in against if name not in ENGINES]:
+        problem = f"no engine {', '.join(unknown)}; there are {', '.join(ENGINES)}"
+        raise typer.BadParameter(problem, param_hint="--against")
+    quantized = targets.saved(target)
+    if quantized is not None:
+        model = targets.float_model(float_name, "--float") if float_name else None
+        known = data is not None or shapes
+        call = targets.call_and_batches(model or quantized, data, shapes)[0] if known else _example_of(quantized, batch)
+    else:
+        if float_name:
+            raise typer.BadParameter("only a saved file needs it; TARGET is a float model", param_hint="--float")
+        model = targets.float_model(target)
+        call, batches = targets.call_and_batches(model, data, shapes)
+        quantized = intaglio.quantize(model, batches, example_inputs=call[0] if not call[1] else None, isa=isa)
+    if batch is not None:
+        call = resized(call, batch)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        return _measured(quantized, model, call, seconds, against)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measured(
+    quantized: QuantizedModel, model: nn.Module | None, call: Call, seconds: float, against: Sequence[str]
+) -> dict[str, Any]:
+    threads = torch.get_num_threads()
+    runs, out, error = {"int8": calls(quantized)}, {}, None
+    if model is not None:
+        model = model.eval()
+        expected = calls(model)(call)
+        error = decibels(_first(expected), _first(quantized(*call[0], **call[1])))
+        for name in against:
+            missing = [package for package in PACKAGES[name] if importlib.util.find_spec(package) is None]
+            if missing:
+                out[name] = {"absent": f"{', '.join(missing)} not installed"}
+                continue
+            try:
+                runs[name] = ENGINES[name](model, call, threads)
+                runs[name](call)
+            except Exception as problem:  # of another engine, with a model of the user: its failure is the result
+                out[name] = {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0]}
+                runs.pop(name, None)
+    result = race(runs, call, seconds, threads)
+    result["engines"].update(out)
+    tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+    shapes = [list(tensor.shape) for tensor in tensors]
+    return {"model": repr(quantized), "inputs": shapes, "sqnr_db": error, "compared": model is not None, **result}
+
+
+def calls(model: nn.Module) -> Run:
+    """A module as an engine, without gradients."""
+
+    def go(call: Call) -> Any:
+        with torch.no_grad():
+            return model(*call[0], **call[1])
+
+    return go
+
+
+def compiled(model: nn.Module, call: Call, threads: int) -> Run:
+    """torch.compile with frozen weights."""
+    import torch._inductor.config
+
+    with torch._inductor.config.patch(freezing=True):
+        run = calls(torch.compile(model))  # type: ignore[arg-type]
+        run(call)  # compiles
+    return run
+
+
+def onnxruntime(model: nn.Module, call: Call, threads: int) -> Run:
+    """ONNX Runtime on what torch.onnx exports."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    with tempfile.TemporaryDirectory() as folder:
+        session = ort.InferenceSession(_onnx(model, call, Path(folder)), options, providers=["CPUExecutionProvider"])
+    return lambda call: session.run(None, _named(call))
+
+
+def openvino(model: nn.Module, call: Call, threads: int) -> Run:
+    """OpenVINO on what torch.onnx exports, held to float32."""
+    import openvino as ov
+
+    settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+    with tempfile.TemporaryDirectory() as folder:
+        read = ov.Core().read_model(_onnx(model, call, Path(folder)))
+        request = ov.Core().compile_model(read, "CPU", settings).create_infer_request()
+    return lambda call: request.infer(_named(call))
+
+
+ENGINES: Mapping[str, Callable[[nn.Module, Call, int], Run]] = {
+    "eager": lambda model, call, threads: calls(model),
+    "compile": compiled,
+    "onnxruntime": onnxruntime,
+    "openvino": openvino,
+}
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "eager": (),
+    "compile": (),
+    "onnxruntime": ("onnxruntime", "onnx", "onnxscript"),
+    "openvino": ("openvino", "onnx", "onnxscript"),
+}
+
+
+def _onnx(model: nn.Module, call: Call, folder: Path) -> Path:
+    if call[1]:
+        raise InputError("call", None, "keyword arguments cannot be exported to ONNX")
+    path = folder / "model.onnx"
+    names = list(_named(call))
+    torch.onnx.export(model, call[0], path, input_names=names, dynamo=True, external_data=False, verbose=False)
+    return path
+
+
+def _named(call: Call) -> dict[str, Any]:
+    return {f"input{index}": tensor.numpy() for index, tensor in enumerate(call[0])}
+
+
+def race(runs: Mapping[str, Run], call: Call, seconds: float, threads: int) -> dict[str, Any]:
+    """Blocks of calls by turns; a block counts by its median call. The first engine is compared with the others."""
+    blocks: dict[str, list[float]] = {name: [] for name in runs}
+    for go in runs.values():
+        go(call)
+    for _ in range(BLOCKS):
+        for name, go in runs.items():
+            time.sleep(PAUSE)
+            go(call)
+            blocks[name].append(_block(go, call, seconds / BLOCKS))
+    engines = {
+        name: {"best_ms": min(times), "median_ms": statistics.median(times), "blocks_ms": times}
+        for name, times in blocks.items()
+    }
+    first, *others = runs
+    return {
+        "threads": threads,
+        "engines": engines,
+        "ratios": {name: compared(blocks[name], blocks[first]) for name in others},
+    }
+
+
+def _block(go: Run, call: Call, seconds: float) -> float:
+    """Median milliseconds of the calls that fit into ``seconds``."""
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while not times or time.perf_counter() < end:
+        begin = time.perf_counter()
+        go(call)
+        times.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(times)
+
+
+def compared(other: Sequence[float], mine: Sequence[float]) -> dict[str, Any]:
+    """How many times as fast mine is, by medians; no ratio when the blocks of one engine differ among themselves as
+    much as the medians do."""
+    difference = abs(statistics.median(other) - statistics.median(mine))
+    spread = max(max(other) - min(other), max(mine) - min(mine))
+    shown = spread < difference
+    ratio = statistics.median(other) / statistics.median(mine) if shown else None
+    return {"ratio": ratio, "difference_ms": difference, "spread_ms": spread}
+
+
+def decibels(expected: torch.Tensor, got: torch.Tensor) -> float | None:
+    """Signal to quantization noise; ``None`` where there is no noise, or no number."""
+    error = (got.double() - expected.double()).square().sum() / expected.double().square().sum()
+    found = -10 * math.log10(error.item()) if error > 0 else math.inf
+    return found if math.isfinite(found) else None
+
+
+def _first(output: Any) -> torch.Tensor:
+    """The first tensor of floating-point numbers of a result."""
+    leaves = [
+        leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    ]
+    return leaves[0] if leaves else torch.ones(())
+
+
+def resized(call: Call, batch: int) -> Call:
+    """The call with ``batch`` rows in every tensor that has as many as the first one; repeated if too few."""
+    tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if not tensors:
+        return call
+    rows = tensors[0].shape[0]
+    index = torch.arange(batch) % rows
+
+    def change(leaf: Any) -> Any:
+        fits = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
+        return leaf[index] if fits else leaf
+
+    changed: Call = pytree.tree_map(change, call)
+    return changed
+
+
+def _example_of(model: QuantizedModel, batch: int | None) -> Call:
+    """Random inputs of the types a saved model takes."""
+    kinds = [entry.type for entry in model.signature.inputs]
+    if any(kind.dtype is not DType.F32 for kind in kinds):
+        problem = "the model takes more than float32 numbers, which cannot be made up; give --data"
+        raise typer.BadParameter(problem, param_hint="TARGET")
+    sizes = {name: batch or DEFAULT_BATCH for kind in kinds for dim in kind.shape for name in symbols_of(dim)}
+    shapes = [",".join(str(evaluate(dim, sizes)) for dim in kind.shape) for kind in kinds]
+    return targets.random_inputs(shapes), {}
+
+
+def render(result: Result) -> Iterator[RenderableType]:
+    error = result["sqnr_db"]
+    yield facts(
+        (
+            ("model", result["model"]),
+            ("inputs", ", ".join("x".join(map(str, shape)) for shape in result["inputs"])),
+            *((("int8 against float", f"{error:.1f} dB"),) if error is not None else ()),
+        )
+    )
+    if error is not None and error < STRANGERS_DB:
+        yield "The results have little in common: is this the float model, with the same weights, that was quantized?"
+    yield from race_parts(result, "")
+    if not result["compared"]:
+        yield "Nothing to compare with: a file holds no float model. --float MODULE:NAME names it."
+
+
+def race_parts(result: Result, what: str) -> Iterator[RenderableType]:
+    timed = {name: found for name, found in result["engines"].items() if "best_ms" in found}
+    threads = f"{result['threads']} thread{'s' * (result['threads'] != 1)}"
+    rows = [(name, f"{found['best_ms']:.3f}", f"{found['median_ms']:.3f}") for name, found in timed.items()]
+    yield table(("engine", "best ms", "median ms"), rows, ", ".join(part for part in (what, threads) if part))
+    for name, found in result["engines"].items():
+        for why in ("absent", "failed"):
+            if why in found:
+                yield f"{name} {why}: {found[why]}"
+    for name, found in result["ratios"].items():
+        if found["ratio"] is not None:
+            yield (
+                f"int8 takes 1/{found['ratio']:.2f} of the time of {name}"
+                if found["ratio"] >= 1
+                else (f"int8 is slower than {name}: {1 / found['ratio']:.2f} times its time")
+            )
+        else:
+            yield (
+                f"no ratio to {name}: the medians differ by {found['difference_ms']:.3f} ms, blocks of one engine by "
+                f"{found['spread_ms']:.3f} ms, so that noise could have made it; try an idle machine or more --seconds"
+            )

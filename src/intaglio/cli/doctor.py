@@ -1,0 +1,180 @@
+"""`intaglio doctor`: what this machine can do for int8, measured, and what stands in the way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from intaglio import config
+from intaglio.cli import limits
+from intaglio.cli.show import Result, facts, table
+from intaglio.codegen import ISAS
+from intaglio.errors import BuildError
+from intaglio.native import machine
+
+BUSY = 0.15
+"""Share of the processors that others may use before figures mean little."""
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def run() -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "cpu": _cpu(),
+        "cores": os.cpu_count() or 1,
+        "cores_allowed": len(os.sched_getaffinity(0)),
+        "cgroup_cores": cgroup_cores(CGROUP),
+        "load_average": list(os.getloadavg()),
+        "busy": busy(),
+        "caches": machine.caches()._asdict(),
+        "isas": [{"name": isa, "has": isa in machine.isas(), "kernels": isa in ISAS} for isa in machine.CPU_FLAGS],
+        "compiler": _compiler(),
+        "cache": _cache(),
+        **_torch(),
+    }
+    try:
+        found["measured"] = limits.measure(found["cores_allowed"]) if found["compiler"] else None
+    except BuildError as error:
+        found["measured"], found["build_error"] = None, str(error)
+    return {**found, "expect": expectation(found), "traps": traps(found)}
+
+
+def _cpu() -> str:
+    try:
+        lines = machine.CPUINFO.read_text().splitlines()
+    except OSError:
+        return "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def cgroup_cores(root: Path) -> float | None:
+    """Processors a container's quota allows; ``None`` without one. Reads version 2, then version 1."""
+    try:
+        quota, period = (root / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (root / "cpu" / "cpu.cfs_quota_us").read_text().strip()
+            period = (root / "cpu" / "cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return None
+    return None if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
+
+
+def busy(seconds: float = 0.5) -> float | None:
+    """Share of the machine's processor time that is in use while this process sleeps."""
+
+    def ticks() -> tuple[int, int]:
+        values = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        return sum(values), values[3] + values[4]
+
+    try:
+        total, idle = ticks()
+        time.sleep(seconds)
+        total_after, idle_after = ticks()
+    except (OSError, ValueError, IndexError):
+        return None
+    return 1 - (idle_after - idle) / max(total_after - total, 1)
+
+
+def _compiler() -> dict[str, str] | None:
+    path = config.compiler()
+    if path is None:
+        return None
+    try:
+        text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return {"path": path, "version": text.splitlines()[0] if text else ""}
+
+
+def _cache() -> dict[str, Any]:
+    folder = config.cache_dir()
+    sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()] if folder.is_dir() else []
+    return {"folder": str(folder), "bytes": sum(sizes), "limit_bytes": config.cache_limit_bytes()}
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+
+    return {"torch": str(torch.__version__), "torch_threads": torch.get_num_threads()}
+
+
+def expectation(found: Mapping[str, Any]) -> str:
+    """One sentence."""
+    measured = found["measured"]
+    if not measured or not measured["int8"] or not measured["fp32"]:
+        return "Nothing was measured, so nothing can be said about the speed of int8 here."
+    ratio = measured["int8"]["one_core"] / measured["fp32"]["one_core"]
+    best = next(isa["name"] for isa in found["isas"] if isa["has"] and isa["kernels"])
+    if best == "portable":
+        return (
+            f"int8 units would do {ratio:.1f} times the work of float32 units here, but only portable kernels exist "
+            "for this CPU: right, and not fast."
+        )
+    return (
+        f"int8 units do {ratio:.1f} times the work of float32 units: at most that for layers bound by arithmetic, at "
+        "most 4 times for layers bound by memory, less for small layers."
+    )
+
+
+def traps(found: Mapping[str, Any]) -> list[str]:
+    """What makes int8 models slow, or impossible, on this machine."""
+    allowed, quota = found["cores_allowed"], found["cgroup_cores"]
+    usable = min(allowed, quota or allowed)
+    result = []
+    if found["compiler"] is None:
+        result.append("no C++ compiler, so no program can be built: install g++, or set CXX")
+    if "build_error" in found:
+        result.append(f"the measuring program could not be built: {found['build_error']}")
+    if allowed < found["cores"]:
+        result.append(f"this process may use {allowed} of {found['cores']} cores (taskset, a scheduler or a container)")
+    if quota is not None and quota < allowed:
+        result.append(f"the container's quota is {quota:g} cores, of {allowed} it can see: threads will be stopped")
+    if found["torch_threads"] > usable:
+        remedy = f"torch.set_num_threads({int(usable) or 1})"
+        result.append(f"PyTorch takes {found['torch_threads']} threads for {usable:g} cores: {remedy}")
+    if found["busy"] is not None and found["busy"] > BUSY:
+        result.append(f"others use {100 * found['busy']:.0f} % of the processors: measured times mean little now")
+    if not any(isa["has"] and isa["kernels"] and isa["name"] != "portable" for isa in found["isas"]):
+        result.append("there are only portable kernels for this CPU, which are right but not fast")
+    if found["cache"]["bytes"] > 0.9 * found["cache"]["limit_bytes"]:
+        result.append("the kernel cache is nearly full: old programs are compiled again (INTAGLIO_CACHE_MB)")
+    return result
+
+
+def render(result: Result) -> Iterator[RenderableType]:
+    quota, compiler, cache = result["cgroup_cores"], result["compiler"], result["cache"]
+    level = [f"{result['caches'][name] >> 10} K" for name in ("l1", "l2", "l3")]
+    yield facts(
+        (
+            ("CPU", result["cpu"]),
+            ("cores", f"{result['cores']}, {result['cores_allowed']} allowed; quota {quota or 'none'}"),
+            ("caches", ", ".join(f"L{index} {size}" for index, size in enumerate(level, 1))),
+            ("load", ", ".join(f"{value:.2f}" for value in result["load_average"])),
+            ("compiler", f"{compiler['path']}: {compiler['version']}" if compiler else "none"),
+            ("kernel cache", f"{cache['folder']}: {cache['bytes'] / 1e6:.1f} of {cache['limit_bytes'] / 1e6:.0f} MB"),
+            ("PyTorch", f"{result['torch']}, {result['torch_threads']} threads"),
+        )
+    )
+    yes = {True: "yes", False: "no"}
+    rows = [(isa["name"], yes[isa["has"]], yes[isa["kernels"]]) for isa in result["isas"]]
+    yield table(("instruction set", "this CPU", "kernels"), rows, text=3)
+    if measured := result["measured"]:
+        yield table(("measured", "with", "one core", "each of all at once", "unit"), _rates(measured), text=2)
+    yield result["expect"]
+    for trap in result["traps"]:
+        yield f"trap: {trap}"
+    if not result["traps"]:
+        yield "no traps found"
+
+
+def _rates(measured: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
+    units = {"int8": "G MAC/s", "fp32": "G MAC/s", "memory": "GB/s read"}
+    for name, unit in units.items():
+        if rate := measured[name]:
+            yield name, rate["with"], f"{rate['one_core']:.1f}", f"{rate['each_of_all']:.1f}", unit

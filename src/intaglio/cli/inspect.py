@@ -1,0 +1,179 @@
+"""`intaglio inspect`: operators, fusions, sites, what stays float and why, what a selector matches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import RenderableType
+from torch import nn
+
+import intaglio
+from intaglio.capture.nodes import origin
+from intaglio.cli import targets
+from intaglio.cli.show import Result, coverage_parts, coverage_result, facts, floats_parts, millions, places, table
+from intaglio.quant import Annotations, Quantizer, Recipe, macs
+from intaglio.quant.recipe import matches
+
+
+def run(
+    target: str,
+    stage: str | None,
+    selectors: Sequence[str],
+    data: str | None,
+    shapes: Sequence[str],
+    skip: Sequence[str],
+    only: Sequence[str],
+    recipe: Path | None,
+) -> dict[str, Any]:
+    model = targets.saved(target)
+    if model is None:
+        chosen = (Recipe.load(recipe) if recipe else Recipe()).with_selection(skip, only)
+        return _of_module(targets.float_model(target), stage, selectors, data, shapes, chosen)
+    for option, given in (("--match", selectors), ("--skip", skip), ("--only", only), ("--recipe", recipe)):
+        if given:
+            problem = "a saved file is decided already; selectors need the float model, MODULE:NAME"
+            raise typer.BadParameter(problem, param_hint=option)
+    if stage is not None:
+        return {"model": model.about.name, "stage": stage, "text": model.text(stage)}
+    return {"model": repr(model), "coverage": coverage_result(model.coverage), "stages": list(model.about.texts)}
+
+
+def _of_module(
+    model: nn.Module,
+    stage: str | None,
+    selectors: Sequence[str],
+    data: str | None,
+    shapes: Sequence[str],
+    recipe: Recipe,
+) -> dict[str, Any]:
+    (args, kwargs), batches = targets.call_and_batches(model, data, shapes)
+    captured = intaglio.capture(model, args, example_kwargs=kwargs)
+    name = captured.about.name
+    if stage == "captured":
+        return {"model": name, "stage": stage, "text": captured.text()}
+    annotations = intaglio.annotate(captured, Quantizer(recipe))
+    if stage == "sites":
+        return {"model": name, "stage": stage, "text": annotations.text()}
+    if stage is not None:
+        prepared = intaglio.prepare(captured, Quantizer(recipe))
+        quantized = intaglio.compile(intaglio.convert(prepared, intaglio.calibrate(prepared, batches)))
+        return {"model": name, "stage": stage, "text": quantized.text(stage)}
+    operators = _operators(annotations)
+    return {
+        "model": name,
+        "macs": sum(op["macs"] for op in operators),
+        "macs_int8": sum(op["macs"] for op in operators if op["int8"]),
+        "operators": operators,
+        "fusions": _fusions(annotations),
+        "sites": dict(Counter(site.role for site in annotations.sites)),
+        "notes": list(captured.notes),
+        "matches": {selector: _matches(selector, annotations, captured.classes) for selector in selectors},
+    }
+
+
+def _operators(annotations: Annotations) -> list[dict[str, Any]]:
+    """Every operator on floating-point tensors, in execution order."""
+    position = {node.name: index for index, node in enumerate(annotations.module.graph.nodes)}
+    found = {}
+    for region in annotations.regions:
+        for node in region.nodes:
+            found[node.name] = _operator(origin(node), macs(node), fusion=region.name)
+    for skip in annotations.skipped:
+        found[skip.node] = _operator(skip.origin, skip.macs, reason=skip.reason)
+    return [found[name] for name in sorted(found, key=position.__getitem__)]
+
+
+def _operator(where: Any, work: int, fusion: str | None = None, reason: str | None = None) -> dict[str, Any]:
+    return {
+        "path": where.path, "operator": where.operator, "source": where.source, "macs": work,
+        "int8": reason is None, "fusion": fusion, "reason": reason,
+    }  # fmt: skip
+
+
+def _fusions(annotations: Annotations) -> list[dict[str, Any]]:
+    """Operators of each kernel, anchor first."""
+    return [
+        {
+            "fusion": region.name,
+            "operators": [origin(node).operator for node in region.nodes],
+            "path": origin(region.anchor).path,
+            "source": origin(region.anchor).source,
+            "macs": sum(macs(node) for node in region.nodes),
+        }
+        for region in annotations.regions
+    ]
+
+
+def _matches(selector: str, annotations: Annotations, classes: Mapping[str, str]) -> list[dict[str, Any]]:
+    """`SelectorError`, with the nearest names, when there are none."""
+    operators = _operators(annotations)
+    whole = {(op["path"], op["operator"], op["source"]): op for op in operators}
+    nodes = [node for node in annotations.module.graph.nodes if node.op == "call_function"]
+    Recipe.of({selector: None}).check((origin(node) for node in nodes), classes)
+    places = [origin(node) for node in nodes]
+    chosen = {(o.path, o.operator, o.source) for o in places if matches(selector, o, classes) is not None}
+    return [op for key, op in whole.items() if key in chosen]
+
+
+def render(result: Result) -> Iterator[RenderableType]:
+    if "text" in result:
+        yield result["text"].rstrip("\n")
+        return
+    if "coverage" in result:
+        yield result["model"]
+        yield from coverage_parts(result["coverage"])
+        yield f"--stage prints one of {', '.join(result['stages'])}"
+        return
+    operators = result["operators"]
+    share = 100 * result["macs_int8"] / result["macs"] if result["macs"] else 0.0
+    sites = ", ".join(f"{count} {role}" for role, count in result["sites"].items())
+    yield facts(
+        (
+            ("model", result["model"]),
+            ("in int8", f"{share:.1f} % of {result['macs'] / 1e6:.1f} M MACs, "
+                        f"{sum(op['int8'] for op in operators)} of {len(operators)} operators"),
+            ("sites", sites or "none"),
+        )
+    )  # fmt: skip
+    if result["matches"]:
+        for selector, found in result["matches"].items():
+            yield _match_table(selector, found)
+        return
+    yield table(("operator", "int8", "float", "M MACs"), _by_operator(operators), "Operators")
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for kernel in result["fusions"]:
+        groups.setdefault((kernel["fusion"], " + ".join(map(_short, kernel["operators"]))), []).append(kernel)
+    rows = [
+        (*key, places(kernels), len(kernels), millions(sum(k["macs"] for k in kernels)))
+        for key, kernels in groups.items()
+    ]
+    if rows:
+        yield table(("fusion row", "operators of one kernel", "where", "count", "M MACs"), rows, "Kernels", text=3)
+    yield from floats_parts([op for op in operators if not op["int8"]])
+    for note in result["notes"]:
+        yield f"note: {note}"
+
+
+def _by_operator(operators: Sequence[Result]) -> Iterator[tuple[object, ...]]:
+    for name in dict.fromkeys(op["operator"] for op in operators):
+        some = [op for op in operators if op["operator"] == name]
+        integer = sum(op["int8"] for op in some)
+        yield name, integer or "", len(some) - integer or "", millions(sum(op["macs"] for op in some))
+
+
+def _match_table(selector: str, found: Sequence[Result]) -> RenderableType:
+    total = sum(op["macs"] for op in found)
+    title = f"{selector}: {len(found)} operator{'s' * (len(found) != 1)}, {total / 1e6:.2f} M MACs"
+    rows = [
+        (op["path"] or op["source"] or "model", op["operator"], op["reason"] or "int8", millions(op["macs"]))
+        for op in found
+    ]
+    return table(("module", "operator", "runs in int8, or why not", "M MACs"), rows, title, text=3)
+
+
+def _short(operator: str) -> str:
+    return operator.removeprefix("aten.").rpartition(".")[0]

@@ -1,0 +1,99 @@
+"""How results are printed: rich tables for people, one JSON value for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+PLAIN_WIDTH = 120
+"""Columns where there is no terminal."""
+
+Result = Mapping[str, Any]
+
+
+def show(result: Result, as_json: bool, render: Callable[[Result], Iterable[RenderableType]]) -> None:
+    if as_json:
+        print(json.dumps(result, indent=2, allow_nan=False))
+        return
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = max(console.width, PLAIN_WIDTH)
+    for part in render(result):
+        console.print(part, soft_wrap=isinstance(part, str))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None, text: int = 1) -> Table:
+    """The first ``text`` columns hold words, the others numbers."""
+    made = Table(title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        made.add_column(column, justify="left" if index < text else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*[Text(str(cell)) for cell in row])
+    return made
+
+
+def facts(rows: Iterable[tuple[str, object]], title: str | None = None) -> Table:
+    """Names and values, without a frame."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
+    made.add_column(style="bold", no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, value in rows:
+        made.add_row(Text(name), Text(str(value)))
+    return made
+
+
+def coverage_result(coverage: Any) -> dict[str, Any]:
+    """A `Coverage` as JSON."""
+    fields = ("macs_int8", "macs_total", "operators_int8", "operators_total", "islands", "bytes_before", "bytes_after")
+    parts = ("path", "operator", "reason", "macs", "source")
+    return {
+        "macs": coverage.macs,
+        "operators": coverage.operators,
+        **{name: getattr(coverage, name) for name in fields},
+        "floats": [{name: getattr(part, name) for name in parts} for part in coverage.floats],
+        "notes": list(coverage.notes),
+    }
+
+
+def coverage_parts(coverage: Result) -> Iterator[RenderableType]:
+    """A `coverage_result` for people."""
+    before, after = coverage["bytes_before"] / 1e6, coverage["bytes_after"] / 1e6
+    yield facts(
+        (
+            ("in int8", f"{100 * coverage['macs']:.1f} % of {coverage['macs_total'] / 1e6:.1f} M MACs"),
+            ("operators", f"{coverage['operators_int8']} of {coverage['operators_total']} in int8"),
+            ("parameters", f"{before:.2f} MB -> {after:.2f} MB"),
+            ("float islands", coverage["islands"]),
+        )
+    )
+    yield from floats_parts(coverage["floats"])
+    for note in coverage["notes"]:
+        yield f"note: {note}"
+
+
+def floats_parts(floats: Sequence[Result]) -> Iterator[RenderableType]:
+    """What stays in float, by operator and reason, the most work first."""
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for part in floats:
+        groups.setdefault((part["operator"], part["reason"]), []).append(part)
+    rows = [
+        (operator, reason, places(parts), len(parts), millions(sum(part["macs"] for part in parts)))
+        for (operator, reason), parts in groups.items()
+    ]
+    if rows:
+        rows.sort(key=lambda row: -sum(part["macs"] for part in groups[row[0], row[1]]))
+        yield table(("operator", "why it stays in float", "where", "count", "M MACs"), rows, "Float", text=3)
+
+
+def places(parts: Sequence[Result], shown: int = 3) -> str:
+    names = list(dict.fromkeys(part["path"] or part["source"] or "model" for part in parts))
+    return ", ".join(names[:shown]) + ", ..." * (len(names) > shown)
+
+
+def millions(macs: int) -> str:
+    return f"{macs / 1e6:.2f}" if macs else ""

@@ -1,0 +1,137 @@
+"""MODULE:NAME and file arguments -> models, batches, examples."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from torch import nn
+
+import intaglio
+from intaglio.errors import ArtifactError
+from intaglio.quant import binder_for, peek
+from intaglio.runtime import QuantizedModel
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def located(text: str, option: str) -> Any:
+    """The object that MODULE:NAME names; modules of the current folder are found too."""
+    module, _, name = text.partition(":")
+    if not module or not name:
+        raise typer.BadParameter(
+            f"{text!r} is not MODULE:NAME, as in nets:build or package.nets:Net", param_hint=option
+        )
+    if module.endswith(".py"):
+        raise typer.BadParameter(f"{module!r} is a file; a module is written {module[:-3]!r}", param_hint=option)
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        problem = f"no module {error.name!r} in this folder or among the installed ones"
+        raise typer.BadParameter(problem, param_hint=option) from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            close = difflib.get_close_matches(part, dir(found), n=3)
+            nearest = f"; nearest: {', '.join(close)}" if close else ""
+            raise typer.BadParameter(f"{module!r} has no {name!r}{nearest}", param_hint=option)
+        found = getattr(found, part)
+    return found
+
+
+def float_model(text: str, option: str = "MODULE:NAME") -> nn.Module:
+    """A module, or what a function or class gives when it is called without arguments."""
+    found = located(text, option)
+    if not isinstance(found, nn.Module):
+        found = _called(found, text, option)
+    if not isinstance(found, nn.Module):
+        raise typer.BadParameter(f"{text} gives a {type(found).__name__}, not an nn.Module", param_hint=option)
+    return found
+
+
+def batches(text: str) -> Any:
+    """Batches as `intaglio.quantize` takes them: an iterable, or a function of one argument, the model to run."""
+    found = located(text, "--data")
+    if isinstance(found, (torch.Tensor, Iterable)) and not isinstance(found, type):
+        return found
+    return found if callable(found) and _needed(found) == 1 else _called(found, text, "--data")
+
+
+def example(text: str) -> Any:
+    """Arguments of one call: a tuple, a tensor, or a function that gives them."""
+    found = located(text, "--example")
+    return found if isinstance(found, (tuple, torch.Tensor)) else _called(found, text, "--example")
+
+
+def _called(found: Any, text: str, option: str) -> Any:
+    if not callable(found):
+        raise typer.BadParameter(f"{text} is a {type(found).__name__} and cannot be called", param_hint=option)
+    if _needed(found):
+        raise typer.BadParameter(f"{text} is called without arguments, and needs some", param_hint=option)
+    return found()
+
+
+def _needed(function: Callable[..., Any]) -> int:
+    """Arguments without a default."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return 0
+    return sum(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+
+
+def random_inputs(shapes: Sequence[str]) -> tuple[torch.Tensor, ...]:
+    """Normally distributed numbers, the same on every run; one tensor per shape."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(_shape(text), generator=generator) for text in shapes)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        sizes = (0,)
+    if min(sizes) < 1:
+        problem = f"{text!r} is not a shape, as in 1,3,224,224"
+        raise typer.BadParameter(problem, param_hint="--example-shape")
+    return sizes
+
+
+def saved(text: str) -> QuantizedModel | None:
+    """The model in a file; ``None`` where ``text`` is MODULE:NAME."""
+    if not Path(text).exists():
+        if ":" in text:
+            return None
+        problem = f"{text!r} is neither a file nor MODULE:NAME"
+        raise typer.BadParameter(problem, param_hint="TARGET")
+    load = getattr(intaglio, "load", None)
+    if load is None:
+        raise ArtifactError(text, None, "this version of intaglio reads no files", remedy="use a newer one")
+    model = load(text)
+    assert isinstance(model, QuantizedModel)
+    return model
+
+
+def call_and_batches(model: nn.Module, data: str | None, shapes: Sequence[str]) -> tuple[Call, Any]:
+    """One call of the model, and batches that start with it: data, or random numbers."""
+    if data is not None:
+        found = batches(data)
+        if callable(found) and not isinstance(found, Iterable):
+            problem = "a function that runs the model has no first batch; give batches"
+            raise typer.BadParameter(problem, param_hint="--data")
+        first, rest = peek(found)
+        return binder_for(model)(first), rest
+    if not shapes:
+        raise typer.BadParameter("a float model needs --data or --example-shape", param_hint="TARGET")
+    inputs = random_inputs(shapes)
+    return (inputs, {}), [inputs]

@@ -1,0 +1,50 @@
+"""What the assembly printers share: a function around the lines, operands of the structs, the loops over taps.
+
+x86-64, System V. rdi holds the `Tile` throughout. While products are summed: rsi weights, rbx the distance between
+pixels, r15 three times that, rdx a tap, r14 a row of taps; rcx, r13, r12 count steps, taps and rows of taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from intaglio.codegen.tile import LIMITS_FIELDS, TileSpec, tile_offset
+
+SAVED = ("rbx", "r12", "r13", "r14", "r15")
+SAVE = tuple(f"push %{register}" for register in SAVED)
+LEAVE = ("vzeroupper", *(f"pop %{register}" for register in reversed(SAVED)), "ret")
+
+
+def function(spec: TileSpec, lines: Sequence[str]) -> str:
+    """The kernel as a top-level assembly statement and its declaration."""
+    body = "\n".join(f'    "{line}\\n"' for line in lines)
+    name = spec.name
+    head = f'    ".text\\n.p2align 6\\n.globl {name}\\n.hidden {name}\\n.type {name},@function\\n{name}:\\n"'
+    return (
+        f"// {spec.rows} pixels x {16 * spec.blocks} channels -> {spec.result}\n"
+        f'extern "C" void {name}(const struct Tile*);\n__asm__(\n{head}\n{body}\n    ".size {name},.-{name}\\n");\n'
+    )
+
+
+def field(name: str) -> str:
+    """Memory operand of a field of the tile."""
+    return f"{tile_offset(name)}(%rdi)"
+
+
+def limit(name: str) -> str:
+    """Memory operand of a field of the limits, whose address is in rax."""
+    return f"{LIMITS_FIELDS[name]}(%rax)"
+
+
+def tap_loops(start: Sequence[str], step: Sequence[str]) -> list[str]:
+    """Rows of taps, taps of a row, steps of 4 channels.
+
+    ``start`` sets up a tap whose first pixel is at rdx; ``step`` does one step and moves the pointers on.
+    """
+    lines = [f"mov {field('a_pixel')},%rbx", "lea (%rbx,%rbx,2),%r15", f"mov {field('b')},%rsi"]
+    lines += [f"mov {field('a')},%r14", f"mov {field('tap_rows')},%r12"]
+    lines += ["1:", "mov %r14,%rdx", f"mov {field('taps')},%r13"]
+    lines += ["2:", *start, f"mov {field('run')},%rcx", ".p2align 4"]
+    lines += ["3:", *step, "dec %rcx", "jnz 3b"]
+    lines += [f"add {field('a_tap')},%rdx", "dec %r13", "jnz 2b"]
+    return [*lines, f"add {field('a_row')},%r14", "dec %r12", "jnz 1b"]

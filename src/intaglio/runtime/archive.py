@@ -1,0 +1,136 @@
+"""A file on disk: named members in one zip, whole or not at all. Nothing here knows what the members mean."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import secrets
+import shutil
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from intaglio.errors import ArtifactError
+
+FORMAT = "intaglio model"
+VERSION = 1
+"""Of the format. A reader knows its own version only."""
+
+MANIFEST = "manifest.json"
+EPOCH = (1980, 1, 1, 0, 0, 0)
+SAVE_AGAIN = "save the model again, or copy the file again from where it came"
+
+
+def write(path: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes]) -> None:
+    """One stored zip, the same bytes for the same members; an existing file is replaced only by a finished one."""
+    digests = {name: digest(members[name]) for name in sorted(members)}
+    first = to_json({"format": FORMAT, "version": VERSION, **manifest, "digests": digests})
+    target = Path(os.path.realpath(path))
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        try:
+            with draft.open("xb") as file:
+                with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+                    for name, content in sorted({MANIFEST: first, **members}.items()):
+                        entry = zipfile.ZipInfo(name, EPOCH)
+                        entry.create_system, entry.external_attr = 3, 0o644 << 16
+                        archive.writestr(entry, content)
+                file.flush()
+                os.fsync(file.fileno())
+            if target.exists():
+                shutil.copymode(target, draft)
+            os.replace(draft, target)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                draft.unlink()
+    except OSError as error:
+        raise ArtifactError(
+            str(path), None, f"cannot be written: {error.strerror or error}",
+            remedy="choose a file in a folder that exists, can be written and has room",
+        ) from error  # fmt: skip
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The manifest and every other member, all of them complete and as they were written. Else `ArtifactError`."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ArtifactError(
+            str(path), None, f"cannot be read: {error.strerror or error}", remedy="check the path"
+        ) from error
+    members = _unzip(path, content)
+    manifest = _manifest(path, members)
+    digests = manifest["digests"]
+    for name in sorted({*members, *digests}):
+        if name not in digests:
+            raise ArtifactError(str(path), None, f"holds '{name}', which its manifest does not name", remedy=SAVE_AGAIN)
+        if name not in members:
+            raise ArtifactError(str(path), None, f"'{name}' is missing", remedy=SAVE_AGAIN)
+        if digest(members[name]) != digests[name]:
+            raise ArtifactError(
+                str(path), None, f"'{name}' is damaged: not the bytes the manifest has the digest of", remedy=SAVE_AGAIN
+            )
+    return manifest, members
+
+
+def _unzip(path: Path, content: bytes) -> dict[str, bytes]:
+    if not content.startswith(b"PK\x03\x04"):
+        raise ArtifactError(
+            str(path), None, "not a file of intaglio", remedy="load takes what model.save wrote; torch.load the others"
+        )
+    members: dict[str, bytes] = {}
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            for entry in archive.infolist():
+                if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+                    raise ArtifactError(str(path), None, f"'{entry.filename}' is packed or encrypted",
+                                        remedy="load takes what model.save wrote")  # fmt: skip
+                if entry.filename in members:
+                    raise ArtifactError(str(path), None, f"'{entry.filename}' stands in it twice", remedy=SAVE_AGAIN)
+                members[entry.filename] = archive.read(entry)
+    except ArtifactError:
+        raise
+    except Exception as error:  # zipfile raises half a dozen kinds on damaged headers
+        raise ArtifactError(str(path), None, f"damaged or cut off: {error}", remedy=SAVE_AGAIN) from error
+    return members
+
+
+def _manifest(path: Path, members: dict[str, bytes]) -> dict[str, Any]:
+    """The manifest, taken out of the members, of a file that this version can read."""
+    found = None
+    with contextlib.suppress(ValueError):
+        found = from_json(members.pop(MANIFEST, b""))
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ArtifactError(
+            str(path), None, "not a file of intaglio", remedy="load takes what model.save wrote; torch.load the others"
+        )
+    if found.get("version") != VERSION:
+        raise ArtifactError(
+            str(path), None, f"format {found.get('version')!r}; this version reads format {VERSION}",
+            remedy="save the model again with the installed version, or install the one that saved it "
+            f"(intaglio {found.get('intaglio', '?')})",
+        )  # fmt: skip
+    if not isinstance(found.get("digests"), dict):
+        raise ArtifactError(str(path), None, "its manifest names no members", remedy=SAVE_AGAIN)
+    return found
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def to_json(value: Any) -> bytes:
+    """The same text for the same value; no infinities or NaN, which JSON does not have."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def from_json(content: bytes) -> Any:
+    """`ValueError` where there is none."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("JSON nested too deeply") from None

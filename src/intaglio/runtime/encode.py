@@ -1,0 +1,376 @@
+"""Values, dimensions, types, graphs and signatures <-> JSON. Decoding makes only what is listed here.
+
+What is decoded ends up in names and comments of C++ text, so identifiers are identifiers and texts are one line.
+A malformed entry raises `ValueError`, `TypeError`, `KeyError` or `IndexError`; callers turn them into `ArtifactError`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from intaglio.ir import (
+    Dim,
+    DType,
+    Expression,
+    Graph,
+    Groups,
+    Input,
+    Op,
+    Origin,
+    Output,
+    QParams,
+    Ref,
+    Rows,
+    Signature,
+    TensorType,
+)
+from intaglio.ir.dims import FloorDiv
+
+IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+FEW = 4
+"""Parameters per channel that stand in the text; more are in a tensor."""
+
+ARRAYS: Mapping[DType, Any] = {
+    DType.U8: np.uint8, DType.S8: np.int8, DType.I16: np.int16, DType.I32: np.int32, DType.I64: np.int64,
+    DType.F16: np.float16, DType.F32: np.float32, DType.F64: np.float64, DType.BOOL: np.bool_,
+}  # fmt: skip
+BOUNDS = {DType.U8: (0, 255), DType.S8: (-128, 127)}
+TORCH_KINDS: Mapping[str, Any] = {
+    "dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout
+}  # fmt: skip
+NUMPY_KINDS = ("bool", "int8", "uint8", "int16", "int32", "int64", "float32", "float64")
+
+
+class NotStorableError(ValueError):
+    """A value that a file has no form for."""
+
+
+# ---- values -------------------------------------------------------------------------------------------------------
+
+
+def encode(value: Any) -> Any:
+    """None, numbers, texts, lists and tuples of them, dimensions, torch's dtypes, layouts, memory formats, the CPU."""
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if isinstance(value, tuple) and type(value) in (tuple, torch.Size):
+        return {"tuple": [encode(item) for item in value]}
+    if isinstance(value, list):  # torch.fx has an immutable one
+        return [encode(item) for item in value]
+    if isinstance(value, Expression):
+        return {"dim": encode_dim(value)}
+    if isinstance(value, np.generic) and value.dtype.name in NUMPY_KINDS:
+        return {"numpy": [value.dtype.name, encode(value.item())]}
+    for name, kind in TORCH_KINDS.items():
+        if type(value) is kind:
+            return {name: str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device) and value.type == "cpu":
+        return {"device": "cpu"}
+    raise NotStorableError(f"{type(value).__name__} {str(value)[:60]!r}")
+
+
+def decode(value: Any) -> Any:
+    """Inverse of `encode`."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((tag, held),) = value.items()
+    match tag:
+        case "float":
+            return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[held]
+        case "tuple":
+            return tuple(decode(item) for item in held)
+        case "dim":
+            return decode_dim(held)
+        case "numpy":
+            name, number = held
+            return np.dtype(NUMPY_KINDS[NUMPY_KINDS.index(name)]).type(decode(number))
+        case "device":
+            return torch.device({"cpu": "cpu"}[held])
+        case "dtype" | "memory_format" | "layout":
+            found = getattr(torch, identifier(held))
+            if type(found) is TORCH_KINDS[tag]:
+                return found
+    raise ValueError(f"no value is a {tag!r}")
+
+
+def identifier(text: Any) -> str:
+    """``text`` if it can be a name in C and Python."""
+    if not isinstance(text, str) or not IDENTIFIER.fullmatch(text):
+        raise ValueError(f"not a name: {text!r:.60}")
+    return text
+
+
+def value_name(text: Any) -> str:
+    """Names of values: letters and digits of any script, and ``_``."""
+    if not isinstance(text, str) or not text or not all(c.isalnum() or c == "_" for c in text):
+        raise ValueError(f"not the name of a value: {text!r:.60}")
+    return text
+
+
+def one_line(text: Any) -> str:
+    """Text that cannot end a comment of C++: no line break, no backslash."""
+    if not isinstance(text, str) or not text.isprintable() or "\\" in text:
+        raise ValueError(f"not a line of text: {text!r:.60}")
+    return text
+
+
+def whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"not an integer: {value!r:.60}")
+    return value
+
+
+# ---- dimensions and types -----------------------------------------------------------------------------------------
+
+
+def encode_dim(dim: Dim) -> Any:
+    """Integer, or list of [atoms, coefficient]; an atom is a symbol or [numerator, divisor]."""
+    if isinstance(dim, int):
+        return dim
+    return [[[_encode_atom(atom) for atom in monomial], coefficient] for monomial, coefficient in dim.terms]
+
+
+def _encode_atom(atom: str | FloorDiv) -> Any:
+    return atom if isinstance(atom, str) else [encode_dim(atom.numerator), atom.divisor]
+
+
+def decode_dim(value: Any) -> Dim:
+    if type(value) is int:
+        return value
+    return Expression(tuple((tuple(map(_decode_atom, atoms)), whole(factor)) for atoms, factor in value))
+
+
+def _decode_atom(value: Any) -> str | FloorDiv:
+    if isinstance(value, str):
+        return identifier(value)
+    numerator, divisor = decode_dim(value[0]), whole(value[1])
+    if isinstance(numerator, int) or divisor < 1:
+        raise ValueError(f"not a floor division: {value!r:.60}")
+    return FloorDiv(numerator, divisor)
+
+
+class Numbers:
+    """Parameters per channel, one after the other in one float64 tensor; equal runs are kept once."""
+
+    def __init__(self, values: np.ndarray | None = None) -> None:
+        self.values = np.zeros(0) if values is None else values
+        self.parts: list[np.ndarray] = []
+        self._start: dict[tuple[float, ...], int] = {}
+        self._count = 0
+
+    def put(self, values: tuple[float, ...]) -> Any:
+        if len(values) <= FEW:
+            return list(values)
+        if values not in self._start:
+            self._start[values] = self._count
+            self._count += len(values)
+            self.parts.append(np.array(values, np.float64))
+        return {"at": self._start[values], "count": len(values)}
+
+    def get(self, entry: Any) -> tuple[float, ...]:
+        if isinstance(entry, list):
+            return tuple(float(value) for value in entry)
+        start, count = whole(entry["at"]), whole(entry["count"])
+        found = self.values[start : start + count]
+        if start < 0 or len(found) != count:
+            raise ValueError(f"no {count} numbers at {start}")
+        return tuple(found.tolist())
+
+    def array(self) -> np.ndarray:
+        return np.concatenate(self.parts) if self.parts else np.zeros(0)
+
+
+def encode_type(kind: TensorType, numbers: Numbers) -> Any:
+    entry: dict[str, Any] = {"shape": [encode_dim(dim) for dim in kind.shape], "dtype": kind.dtype.value}
+    if kind.q is not None:
+        entry["q"] = _encode_q(kind.q, numbers)
+    return entry
+
+
+def decode_type(entry: Any, numbers: Numbers) -> TensorType:
+    shape = tuple(decode_dim(dim) for dim in entry["shape"])
+    if any(isinstance(dim, int) and dim < 0 for dim in shape):
+        raise ValueError(f"a negative size in {shape}")
+    dtype = DType(entry["dtype"])
+    q = _decode_q(entry["q"], numbers) if "q" in entry else None
+    if q is not None and dtype in BOUNDS:
+        low, high = BOUNDS[dtype]
+        if not low <= q.qmin < q.qmax <= high:
+            raise ValueError(f"levels {q.qmin}..{q.qmax} of {dtype}")
+    return TensorType(shape, dtype, q)
+
+
+def _encode_q(q: QParams, numbers: Numbers) -> Any:
+    scale = {"value": q.scale.value} if isinstance(q.scale, Ref) else numbers.put(q.scale)
+    zeros: Any
+    if isinstance(q.zero_point, Ref):
+        zeros = {"value": q.zero_point.value}
+    else:
+        same = len(q.zero_point) > FEW and len(set(q.zero_point)) == 1
+        zeros = {"all": q.zero_point[0]} if same else list(q.zero_point)
+    axis = {"groups": q.axis.size} if isinstance(q.axis, Groups) else "rows" if isinstance(q.axis, Rows) else q.axis
+    return {"scale": scale, "zero_point": zeros, "qmin": q.qmin, "qmax": q.qmax, "axis": axis}
+
+
+def _decode_q(entry: Any, numbers: Numbers) -> QParams:
+    scale, zeros, axis = entry["scale"], entry["zero_point"], entry["axis"]
+    scales = Ref(value_name(scale["value"])) if "value" in scale else numbers.get(scale)
+    points: Ref | tuple[int, ...]
+    if isinstance(zeros, dict):
+        points = Ref(value_name(zeros["value"])) if "value" in zeros else (whole(zeros["all"]),) * _count(scales)
+    else:
+        points = tuple(map(whole, zeros))
+    if isinstance(axis, dict):
+        axis = Groups(whole(axis["groups"]))
+    elif axis is not None:
+        axis = Rows() if axis == "rows" else whole(axis)
+    return QParams(scales, points, whole(entry["qmin"]), whole(entry["qmax"]), axis)
+
+
+def _count(scales: Ref | tuple[float, ...]) -> int:
+    return 1 if isinstance(scales, Ref) else len(scales)
+
+
+# ---- graphs -------------------------------------------------------------------------------------------------------
+
+
+def encode_graph(graph: Graph, numbers: Numbers, arrays: dict[str, np.ndarray], prefix: str = "") -> Any:
+    """The graph as JSON; its constants go to ``arrays``, those of bodies under the number of their operator."""
+    arrays.update({prefix + name: np.ascontiguousarray(array) for name, array in graph.constants.items()})
+    return {
+        "inputs": list(graph.inputs),
+        "outputs": list(graph.outputs),
+        "constants": list(graph.constants),
+        "types": {name: encode_type(kind, numbers) for name, kind in graph.types.items()},
+        "ops": [_encode_op(op, numbers, arrays, f"{prefix}{index}/") for index, op in enumerate(graph.ops)],
+    }
+
+
+def _encode_op(op: Op, numbers: Numbers, arrays: dict[str, np.ndarray], prefix: str) -> Any:
+    entry: dict[str, Any] = {"kind": op.kind, "inputs": list(op.inputs), "outputs": list(op.outputs)}
+    if op.attrs:
+        entry["attrs"] = {key: encode(value) for key, value in op.attrs.items()}
+    if op.body is not None:
+        entry["body"] = encode_graph(op.body, numbers, arrays, prefix)
+    if op.origin != Origin():
+        entry["origin"] = [op.origin.path, op.origin.operator, op.origin.source]
+    return entry
+
+
+def decode_graph(entry: Any, numbers: Numbers, arrays: Mapping[str, np.ndarray], prefix: str = "") -> Graph:
+    types = {value_name(name): decode_type(kind, numbers) for name, kind in entry["types"].items()}
+    constants = {value_name(name): arrays[prefix + name] for name in entry["constants"]}
+    for name, array in constants.items():
+        if array.dtype != ARRAYS.get(types[name].dtype):
+            raise ValueError(f"constant %{name} holds {array.dtype}, not {types[name].dtype}")
+    ops = [_decode_op(op, numbers, arrays, f"{prefix}{index}/") for index, op in enumerate(entry["ops"])]
+    return Graph(_names(entry["inputs"]), _names(entry["outputs"]), types, tuple(ops), constants)
+
+
+def _decode_op(entry: Any, numbers: Numbers, arrays: Mapping[str, np.ndarray], prefix: str) -> Op:
+    attrs = {identifier(key): _plain_attr(decode(value)) for key, value in entry.get("attrs", {}).items()}
+    body = decode_graph(entry["body"], numbers, arrays, prefix) if "body" in entry else None
+    path, operator, source = map(one_line, entry.get("origin", ("", "", "")))
+    kind = identifier(entry["kind"])
+    return Op(kind, _names(entry["inputs"]), _names(entry["outputs"]), attrs, body, Origin(path, operator, source))
+
+
+def _plain_attr(value: Any) -> Any:
+    """Attributes are printed into comments of C++ text."""
+    one_line(str(value))
+    return value
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return tuple(map(value_name, entry))
+
+
+# ---- signatures ---------------------------------------------------------------------------------------------------
+
+
+def encode_signature(signature: Signature, numbers: Numbers) -> Any:
+    """Raises `NotStorableError` that names the leaf or container."""
+    return {
+        "inputs": [[entry.name, entry.leaf, encode_type(entry.type, numbers)] for entry in signature.inputs],
+        "outputs": [
+            {"value": output.value} if output.value is not None
+            else {"constant": _leaf(f"leaf {index} of the result", output.constant)}
+            for index, output in enumerate(signature.outputs)
+        ],
+        "in_tree": encode_tree(signature.in_tree, "the arguments"),
+        "out_tree": encode_tree(signature.out_tree, "the result"),
+        "fixed": [[leaf, _leaf(f"argument leaf {leaf}", value)] for leaf, value in signature.fixed.items()],
+        "written": [[leaf, name] for leaf, name in signature.written.items()],
+        "names": list(signature.names),
+    }  # fmt: skip
+
+
+def decode_signature(entry: Any, numbers: Numbers) -> Signature:
+    inputs = [Input(str(name), whole(leaf), decode_type(kind, numbers)) for name, leaf, kind in entry["inputs"]]
+    outputs = [
+        Output(value_name(o["value"])) if "value" in o else Output(None, decode(o["constant"]))
+        for o in entry["outputs"]
+    ]  # fmt: skip
+    fixed = {whole(leaf): decode(value) for leaf, value in entry["fixed"]}
+    written = {whole(leaf): value_name(name) for leaf, name in entry["written"]}
+    in_tree, out_tree = decode_tree(entry["in_tree"]), decode_tree(entry["out_tree"])
+    return Signature(tuple(inputs), tuple(outputs), in_tree, out_tree, fixed, written, tuple(map(str, entry["names"])))
+
+
+def _leaf(where: str, value: Any) -> Any:
+    try:
+        return encode(value)
+    except NotStorableError as error:
+        raise NotStorableError(f"{where} is a {error}") from None
+
+
+def encode_tree(tree: pytree.TreeSpec | None, where: str) -> Any:
+    """Structure of nested tuples, lists and dictionaries, ``0`` where a leaf is."""
+    if tree is None:
+        return None
+    numbered = pytree.tree_unflatten([0] * tree.num_leaves, tree)
+    return _encode_structure(numbered, where)
+
+
+def _encode_structure(value: Any, where: str) -> Any:
+    kind = type(value)
+    if kind is int:
+        return 0
+    if kind in (tuple, list):
+        return [kind.__name__, [_encode_structure(item, where) for item in value]]
+    if kind in (dict, OrderedDict):
+        odd = [key for key in value if type(key) not in (str, int, bool)]
+        if not odd:
+            return [kind.__name__, list(value), [_encode_structure(item, where) for item in value.values()]]
+        raise NotStorableError(f"{where} hold a dictionary with the key {odd[0]!r}")
+    raise NotStorableError(f"{where} hold a {kind.__module__}.{kind.__qualname__}")
+
+
+def decode_tree(entry: Any) -> pytree.TreeSpec | None:
+    return None if entry is None else pytree.tree_structure(_decode_structure(entry))
+
+
+def _decode_structure(entry: Any) -> Any:
+    match entry:
+        case 0:
+            return 0
+        case ["tuple", items]:
+            return tuple(map(_decode_structure, items))
+        case ["list", items]:
+            return list(map(_decode_structure, items))
+        case ["dict", keys, items]:
+            return dict(zip(keys, map(_decode_structure, items), strict=True))
+        case ["OrderedDict", keys, items]:
+            return OrderedDict(zip(keys, map(_decode_structure, items), strict=True))
+    raise ValueError(f"no structure is {entry!r:.60}")

@@ -1,0 +1,281 @@
+"""`QuantizedModel` <-> the members of a file. What a file holds is said in docs/guide.md, "Saving and loading"."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import safetensors.numpy
+import safetensors.torch
+import torch
+from torch import nn
+
+from intaglio.calls import bind, dims_of
+from intaglio.errors import ArtifactError
+from intaglio.ir import About, Dim, Graph, Schedule, Signature, VerifyError, verify
+from intaglio.runtime.archive import SAVE_AGAIN, from_json, read, to_json, write
+from intaglio.runtime.coverage import Coverage, FloatPart
+from intaglio.runtime.encode import (
+    NotStorableError,
+    Numbers,
+    decode_dim,
+    decode_graph,
+    decode_signature,
+    encode_dim,
+    encode_graph,
+    encode_signature,
+    identifier,
+    whole,
+)
+from intaglio.runtime.islands import Calls, FloatCalls, calls_of
+
+REBUILT = ("integer", "partitions", "program")
+"""Stages whose text follows from the graph."""
+
+NUMBERS = "scales of channels"
+"""Key of the tensor beside the constants; a space keeps it out of the names of values."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call's tensors, in the order of the signature's inputs, and the digest of what must come of it."""
+
+    tensors: tuple[torch.Tensor, ...]
+    digest: str
+
+
+@dataclass(frozen=True)
+class Library:
+    """A shared object for one instruction set. ``key``: digest of the text it was compiled from; ``schedules``: those
+    the text was printed with, by output value."""
+
+    content: bytes = field(repr=False)
+    key: str
+    schedules: Mapping[str, Schedule]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """All that a file holds. ``coverage`` lacks the bytes after, which depend on the instruction set."""
+
+    graph: Graph
+    signature: Signature
+    islands: Mapping[str, tuple[nn.Module, tuple[Dim, ...]]]
+    coverage: Coverage
+    about: About
+    libraries: Mapping[str, Library] = field(default_factory=dict)
+    example: Example | None = None
+
+
+# ---- writing ------------------------------------------------------------------------------------------------------
+
+
+def save(saved: Saved, path: str | Path, version: str) -> None:
+    """Write all of it or, with an `ArtifactError`, nothing."""
+    numbers, arrays = Numbers(), dict[str, np.ndarray]()
+    calls = {key: calls_of(module) for key, (module, _) in saved.islands.items()}
+    try:
+        graph = encode_graph(saved.graph, numbers, arrays)
+        signature = encode_signature(saved.signature, numbers)
+    except NotStorableError as error:
+        raise ArtifactError(
+            str(path), None, f"this model cannot be saved: {error}; a file holds numbers, texts, None, and tuples, "
+            "lists and dictionaries of them",
+            remedy="quantize a module that takes and returns those, and convert outside of it",
+        ) from error  # fmt: skip
+    arrays[NUMBERS] = numbers.array()
+    tensors, islands = _island_members(saved.islands, calls)
+    members = {
+        "graph.json": to_json(graph),
+        "weights.safetensors": _safetensors(path, safetensors.numpy.save, arrays),
+        "islands.json": to_json(islands),
+        "islands.safetensors": _safetensors(path, safetensors.torch.save, tensors),
+        "texts.json": to_json({stage: text for stage, text in saved.about.texts.items() if stage not in REBUILT}),
+    }
+    if saved.example is not None:
+        inputs = {f"input{i}": _stored(tensor) for i, tensor in enumerate(saved.example.tensors)}
+        members["example.safetensors"] = _safetensors(path, safetensors.torch.save, inputs)
+    members.update({f"program-{isa}.so": library.content for isa, library in saved.libraries.items()})
+    coverage = {key: value for key, value in asdict(saved.coverage).items() if key not in ("bytes_after", "notes")}
+    manifest = {
+        "intaglio": version,
+        "torch": str(torch.__version__),
+        "name": saved.about.name,
+        "bytes": saved.about.bytes,
+        "notes": list(saved.about.notes),
+        "isa": list(saved.libraries),
+        "libraries": {isa: _library_entry(library) for isa, library in saved.libraries.items()},
+        "coverage": coverage,
+        "signature": signature,
+        "example": saved.example and saved.example.digest,
+    }
+    write(Path(path), manifest, members)
+
+
+def _island_members(
+    islands: Mapping[str, tuple[nn.Module, tuple[Dim, ...]]], calls: Mapping[str, Calls]
+) -> tuple[dict[str, torch.Tensor], Any]:
+    """Tensors by key, each memory once; and the lists of calls, which name tensors by key."""
+    tensors: dict[str, torch.Tensor] = {}
+    keys: dict[Any, str] = {}
+    entries = {}
+    for key, (module, dims) in islands.items():
+        own = {}
+        for name, tensor in module.named_buffers():
+            same = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+            if same not in keys or not tensor.numel():
+                keys[same] = f"{key}/{name}"
+                tensors[f"{key}/{name}"] = _stored(tensor)
+            own[name] = keys[same]
+        entries[key] = {"dims": [encode_dim(dim) for dim in dims], "tensors": own, **calls[key].to_json()}
+    return tensors, entries
+
+
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().clone()
+
+
+def _safetensors(path: str | Path, writer: Callable[[Any], bytes], tensors: Mapping[str, Any]) -> bytes:
+    try:
+        return writer(dict(sorted(tensors.items())))
+    except Exception as error:  # safetensors names no kind of its own for what it refuses
+        raise ArtifactError(str(path), None, f"a tensor of this model cannot be saved: {error}") from error
+
+
+def _library_entry(library: Library) -> Any:
+    return {"key": library.key, "schedules": {name: asdict(s) for name, s in library.schedules.items()}}
+
+
+# ---- reading ------------------------------------------------------------------------------------------------------
+
+
+def load(path: str | Path) -> Saved:
+    """What the file at ``path`` holds. `ArtifactError` when it is damaged, foreign, from another version, or wrong."""
+    manifest, members = read(Path(path))
+    try:
+        return _decoded(manifest, dict(members))
+    except ArtifactError as error:
+        raise ArtifactError(
+            f"{path}: {error.where}", error.operator, error.problem, remedy=error.remedy or SAVE_AGAIN
+        ) from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, VerifyError, RecursionError,
+            safetensors.SafetensorError) as error:  # fmt: skip
+        raise ArtifactError(
+            str(path), None, f"it holds no model: {type(error).__name__}: {error}", remedy=SAVE_AGAIN
+        ) from error
+
+
+def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> Saved:
+    arrays = safetensors.numpy.load(_take(members, "weights.safetensors"))
+    numbers = Numbers(arrays.pop(NUMBERS))
+    graph = verify(decode_graph(from_json(_take(members, "graph.json")), numbers, arrays), "load")
+    signature = decode_signature(manifest["signature"], numbers)
+    islands = _islands(
+        from_json(_take(members, "islands.json")), safetensors.torch.load(_take(members, "islands.safetensors"))
+    )
+    texts = {_text(stage): _text(text) for stage, text in from_json(_take(members, "texts.json")).items()}
+    about = About(_text(manifest["name"]), whole(manifest["bytes"]), tuple(map(_text, manifest["notes"])), texts)
+    example = None
+    if manifest["example"] is not None:
+        inputs = safetensors.torch.load(_take(members, "example.safetensors"))
+        tensors = tuple(inputs[f"input{i}"] for i in range(len(signature.inputs)))
+        example = Example(tensors, _text(manifest["example"]))
+    libraries = {isa: _library(_take(members, f"program-{isa}.so"), e) for isa, e in manifest["libraries"].items()}
+    if members:
+        raise ValueError(f"nothing says what {', '.join(sorted(members))} is")
+    _check_references(graph, signature, islands)
+    return Saved(graph, signature, islands, _coverage(manifest["coverage"], about.notes), about, libraries, example)
+
+
+def _take(members: dict[str, bytes], name: str) -> bytes:
+    if name not in members:
+        raise ValueError(f"'{name}' is missing")
+    return members.pop(name)
+
+
+def _islands(entries: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[nn.Module, tuple[Dim, ...]]]:
+    islands: dict[str, tuple[nn.Module, tuple[Dim, ...]]] = {}
+    for key, entry in entries.items():
+        calls = Calls.of_json(entry)
+        own = {identifier(name): tensors[stored] for name, stored in entry["tensors"].items()}
+        if missing := {target for _, target in calls.constants} - set(own):
+            raise ValueError(f"{key} has no tensor {', '.join(sorted(missing))}")
+        islands[identifier(key)] = FloatCalls(calls, own), tuple(decode_dim(dim) for dim in entry["dims"])
+    return islands
+
+
+def _check_references(graph: Graph, signature: Signature, islands: Mapping[str, Any]) -> None:
+    """Signature, graph and islands speak of the same values."""
+    types = tuple(graph.types[name] for name in graph.inputs)
+    if types != tuple(entry.type for entry in signature.inputs):
+        raise ValueError("the signature's inputs are not the graph's")
+    results = sum(output.value is not None for output in signature.outputs) + len(signature.written)
+    if results != len(graph.outputs):
+        raise ValueError(f"{results} results in the signature, {len(graph.outputs)} in the graph")
+    keys = [op.attrs["key"] for op in graph.ops if op.kind == "island"]
+    if missing := set(keys) - set(islands):
+        raise ValueError(f"no float part {', '.join(sorted(missing))}")
+
+
+def _library(content: bytes, entry: Any) -> Library:
+    schedules = {
+        _text(name): Schedule(**{identifier(key): whole(value) for key, value in numbers.items()})
+        for name, numbers in entry["schedules"].items()
+    }
+    return Library(content, _text(entry["key"]), schedules)
+
+
+def _coverage(entry: Any, notes: tuple[str, ...]) -> Coverage:
+    floats = tuple(FloatPart(**_checked_part(part)) for part in entry["floats"])
+    numbers = {key: whole(value) for key, value in entry.items() if key != "floats"}
+    return Coverage(**numbers, floats=floats, bytes_after=0, notes=notes)
+
+
+def _checked_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: whole(value) if key == "macs" else _text(value) for key, value in part.items()}
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"not a text: {value!r:.60}")
+    return value
+
+
+# ---- examples -----------------------------------------------------------------------------------------------------
+
+
+def example_of(signature: Signature, example: Any) -> tuple[torch.Tensor, ...]:
+    """Tensors of a call: a tuple of arguments, a dictionary of keyword arguments, or the only argument."""
+    args, kwargs = (), {}
+    if isinstance(example, Mapping) and set(example) <= set(signature.names):
+        kwargs = dict(example)
+    else:
+        args = example if isinstance(example, tuple) else (example,)
+    leaves = bind(signature, args, kwargs)
+    dims_of(signature, leaves)
+    return tuple(leaf.detach().clone() for leaf in leaves)
+
+
+def exact_values(graph: Graph) -> frozenset[str]:
+    """Values no float part has touched: they have the same bits on every CPU."""
+    exact = {*graph.inputs, *graph.constants}
+    for op in graph.ops:
+        if op.kind != "island" and exact.issuperset(op.inputs):
+            exact.update(op.outputs)
+    return frozenset(exact)
+
+
+def digest_of(values: Mapping[str, torch.Tensor], names: Sequence[str]) -> str:
+    """Of element types, shapes and bytes."""
+    total = hashlib.sha256()
+    for name in names:
+        tensor = values[name].contiguous()
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        total.update(tensor.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return total.hexdigest()

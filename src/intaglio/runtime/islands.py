@@ -1,0 +1,229 @@
+"""Float parts as lists of calls: what a file holds of them, and the module that runs them. No Python code in either."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from intaglio.errors import ArtifactError
+from intaglio.runtime.encode import NotStorableError, decode, encode, identifier
+
+PYTHON_CALLS: Mapping[str, Callable[..., Any]] = {
+    f"operator.{f.__name__}": f
+    for f in (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv)
+}
+"""Functions on sizes, and the one that takes a result of several apart, that are no ATen operators."""
+
+REFUSED = frozenset({"from_file", "set_data", "record_stream"})
+"""ATen operators that reach beyond their arguments, or past the checks on them."""
+
+_NAME = re.compile(r"aten\.([A-Za-z_][A-Za-z0-9_]*)\.([A-Za-z_][A-Za-z0-9_]*)")
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """``aten.<operator>.<overload>`` -> the operator, if it is one that gives tensors or numbers and writes none.
+
+    `ArtifactError` for every other name; nothing is imported to find it.
+    """
+    if name in PYTHON_CALLS:
+        return PYTHON_CALLS[name]
+    parts = _NAME.fullmatch(name)
+    if parts is None:
+        raise ArtifactError(name, None, "not an operator of ATen; float parts of a file are lists of those")
+    packet_name, overload = parts.groups()
+    packet = getattr(torch.ops.aten, packet_name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket) or overload not in packet.overloads():
+        raise ArtifactError(
+            name, None, f"PyTorch {torch.__version__} has no such operator", remedy="install the version that saved it"
+        )
+    found = getattr(packet, overload)
+    schema = found._schema
+    writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
+    in_place = packet_name.endswith("_") and not packet_name.endswith("__")  # __and__ is the operator &
+    if packet_name in REFUSED or in_place or writes or not schema.returns:
+        raise ArtifactError(name, None, "an operator that changes its arguments or reaches beyond them")
+    return found
+
+
+@dataclass(frozen=True)
+class Call:
+    """``name = function(*arguments, **keywords)``."""
+
+    name: str
+    function: str
+    arguments: Any
+    keywords: Any
+
+
+@dataclass(frozen=True)
+class Calls:
+    """A float part: tensors, then free dimensions, in; a tuple out. ``constants`` are names of the module's tensors.
+
+    Arguments are JSON, as `encode` makes it; a value is ``{"name": its name}``.
+    """
+
+    inputs: tuple[str, ...]
+    constants: tuple[tuple[str, str], ...]
+    calls: tuple[Call, ...]
+    outputs: tuple[str, ...]
+
+    def to_json(self) -> Any:
+        calls = [[call.name, call.function, call.arguments, call.keywords] for call in self.calls]
+        return {
+            "inputs": list(self.inputs),
+            "constants": [list(constant) for constant in self.constants],
+            "calls": calls,
+            "outputs": list(self.outputs),
+        }
+
+    @staticmethod
+    def of_json(entry: Any) -> Calls:
+        names = {identifier(name) for name in entry["inputs"]}
+        constants = tuple((identifier(name), identifier(target)) for name, target in entry["constants"])
+        names.update(name for name, _ in constants)
+        calls = []
+        for name, function, arguments, keywords in entry["calls"]:
+            missing = _values([arguments, list(keywords.values())]) - names
+            if missing:
+                raise ValueError(f"{function} reads {', '.join(sorted(missing))} before it is made")
+            calls.append(
+                Call(identifier(name), str(function), arguments, {identifier(k): keywords[k] for k in keywords})
+            )
+            names.add(name)
+        if missing := set(entry["outputs"]) - names:
+            raise ValueError(f"nothing makes {', '.join(sorted(missing))}")
+        return Calls(tuple(entry["inputs"]), constants, tuple(calls), tuple(entry["outputs"]))
+
+
+class FloatCalls(nn.Module):
+    """Runs `Calls`. Tensors are buffers under the names they had in the float model's graph."""
+
+    def __init__(self, calls: Calls, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.calls = calls
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+        self._steps = _steps(calls)
+
+    def forward(self, *values: Any) -> tuple[Any, ...]:
+        held = dict(zip(self.calls.inputs, values, strict=True))
+        held.update({name: getattr(self, target) for name, target in self.calls.constants})
+        for name, function, arguments, keywords, last in self._steps:
+            result = function(*_filled(arguments, held), **{key: _filled(keywords[key], held) for key in keywords})
+            for past in last:
+                del held[past]
+            held[name] = result
+        return tuple(held[name] for name in self.calls.outputs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_steps"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._steps = _steps(self.calls)
+
+
+@dataclass(frozen=True)
+class _Value:
+    name: str
+
+
+def _steps(calls: Calls) -> list[tuple[str, Callable[..., Any], Any, dict[str, Any], list[str]]]:
+    """Calls ready to run, each with the values nobody reads after it."""
+    steps, later = [], set(calls.outputs)
+    for call in reversed(calls.calls):
+        read = _values([call.arguments, list(call.keywords.values())])
+        arguments = _decoded(call.arguments)
+        keywords = {key: _decoded(value) for key, value in call.keywords.items()}
+        steps.append((call.name, function_of(call.function), arguments, keywords, sorted(read - later)))
+        later |= read
+    return steps[::-1]
+
+
+def _values(entry: Any) -> set[str]:
+    if isinstance(entry, list):
+        return set().union(*map(_values, entry))
+    if isinstance(entry, dict):
+        return {entry["name"]} if "name" in entry else _values(list(entry.values()))
+    return set()
+
+
+def _decoded(entry: Any) -> Any:
+    """`decode`, with places for values."""
+    if isinstance(entry, list):
+        return [_decoded(item) for item in entry]
+    if isinstance(entry, dict) and "name" in entry:
+        return _Value(entry["name"])
+    if isinstance(entry, dict) and "tuple" in entry:
+        return tuple(map(_decoded, entry["tuple"]))
+    return decode(entry)
+
+
+def _filled(value: Any, held: Mapping[str, Any]) -> Any:
+    if isinstance(value, _Value):
+        return held[value.name]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_filled(item, held) for item in value)
+    return value
+
+
+# ---- torch.fx -> calls --------------------------------------------------------------------------------------------
+
+
+def calls_of(module: nn.Module) -> Calls:
+    """What a float part does, from the torch.fx module that lowering cut out (or from a loaded one).
+
+    `ArtifactError` for an operator that is none of ATen's, or an argument that has no text.
+    """
+    if isinstance(module, FloatCalls):
+        return module.calls
+    if not isinstance(module, fx.GraphModule):
+        raise ArtifactError(type(module).__name__, None, "a float part that was replaced by hand cannot be saved")
+    inputs, constants, calls, outputs = [], [], [], ()
+    for node in module.graph.nodes:
+        match node.op:
+            case "placeholder":
+                inputs.append(node.name)
+            case "get_attr":
+                constants.append((node.name, str(node.target)))
+            case "call_function":
+                calls.append(_call(node))
+            case "output":
+                outputs = tuple(value.name for value in node.args[0])
+            case _:
+                raise ArtifactError(node.name, str(node.target), f"a {node.op} in a float part cannot be saved")
+    return Calls(tuple(inputs), tuple(constants), tuple(calls), outputs)
+
+
+def _call(node: fx.Node) -> Call:
+    python = next((name for name, function in PYTHON_CALLS.items() if function is node.target), None)
+    name = python or str(node.target)
+    where = node.name
+    try:
+        function_of(name)
+        arguments = [_encoded(value) for value in node.args]
+        keywords = {key: _encoded(value) for key, value in node.kwargs.items()}
+    except (ArtifactError, NotStorableError) as error:
+        problem = error.problem if isinstance(error, ArtifactError) else f"its argument {error} has no form in a file"
+        raise ArtifactError(
+            where, name, f"this float part cannot be saved: {problem}",
+            remedy="quantize the part of the model without it",
+        ) from error  # fmt: skip
+    return Call(node.name, name, arguments, keywords)
+
+
+def _encoded(value: Any) -> Any:
+    """`encode`, with values by name."""
+    if isinstance(value, fx.Node):
+        return {"name": value.name}
+    if isinstance(value, tuple):
+        return {"tuple": [_encoded(item) for item in value]}
+    if isinstance(value, list):
+        return [_encoded(item) for item in value]
+    return encode(value)
