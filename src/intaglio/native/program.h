@@ -155,6 +155,24 @@ static __attribute__((noinline)) void matmul(const struct Matmul* m, int thread,
     }
 }
 
+// -- 16 levels at a time --------------------------------------------------------------------------------------------
+
+// clamp(rne(steps) + zero_point) of 16 products in float, stored as 16 levels.
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+static inline __m512 centred16(const uint8_t* from, int32_t zero) {
+    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+    return _mm512_cvtepi32_ps(_mm512_sub_epi32(wide, _mm512_set1_epi32(zero)));
+}
+
+static inline void finish16(__m512 steps, const struct Limits* q, uint8_t* to) {
+    steps = _mm512_max_ps(steps, _mm512_set1_ps(q->convertible_low));
+    steps = _mm512_min_ps(steps, _mm512_set1_ps(q->convertible_high));
+    __m512i level = _mm512_add_epi32(_mm512_cvtps_epi32(steps), _mm512_set1_epi32(q->zero_point));
+    level = _mm512_min_epi32(_mm512_max_epi32(level, _mm512_set1_epi32(q->low)), _mm512_set1_epi32(q->high));
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(level));
+}
+#endif
+
 // -- pooling ----------------------------------------------------------------------------------------------------------
 
 struct Pool {
@@ -241,7 +259,14 @@ static inline void avg_pool(const struct Pool* p, int thread, int threads) {
             const int32_t real = (int32_t)((rows.stop - rows.start) * (columns.stop - columns.start)) * p->zero_in;
             const float factor = p->factors[p->fixed_divisor ? 0 : rows.count * columns.count - 1];
             uint8_t* out = at(&p->out, n, y, x) + c;
-            for (int64_t l = 0; l < lanes; ++l)
+            int64_t l = 0;
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+            for (; l + 16 <= lanes; l += 16) {
+                const __m512i centred = _mm512_sub_epi32(_mm512_loadu_si512(sum + l), _mm512_set1_epi32(real));
+                finish16(_mm512_mul_ps(_mm512_cvtepi32_ps(centred), _mm512_set1_ps(factor)), q, out + l);
+            }
+#endif
+            for (; l < lanes; ++l)
                 out[l] = (uint8_t)requantize(sum[l] - real, factor, q->zero_point, q->low, q->high);
         }
     }
@@ -255,22 +280,6 @@ static inline void avg_pool(const struct Pool* p, int thread, int threads) {
                  end_ = share((out_image)->images * (out_image)->height, thread + 1, threads),            \
                  n = 0, y = 0;                                                                            \
          r_ < end_ && (n = r_ / (out_image)->height, y = r_ % (out_image)->height, 1); ++r_)
-
-// clamp(rne(steps) + zero_point) of 16 products in float, stored as 16 levels.
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-static inline __m512 centred16(const uint8_t* from, int32_t zero) {
-    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
-    return _mm512_cvtepi32_ps(_mm512_sub_epi32(wide, _mm512_set1_epi32(zero)));
-}
-
-static inline void finish16(__m512 steps, const struct Limits* q, uint8_t* to) {
-    steps = _mm512_max_ps(steps, _mm512_set1_ps(q->convertible_low));
-    steps = _mm512_min_ps(steps, _mm512_set1_ps(q->convertible_high));
-    __m512i level = _mm512_add_epi32(_mm512_cvtps_epi32(steps), _mm512_set1_epi32(q->zero_point));
-    level = _mm512_min_epi32(_mm512_max_epi32(level, _mm512_set1_epi32(q->low)), _mm512_set1_epi32(q->high));
-    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(level));
-}
-#endif
 
 // Two operands with their zero points and factors; a product has one factor, the first.
 struct Pair {
