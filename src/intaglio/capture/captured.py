@@ -14,8 +14,32 @@ from intaglio.capture.nodes import operator, origin, tensor_type
 from intaglio.ir import About, Signature
 
 
+class GraphStage:
+    """A stage of the way that is a torch.fx graph: it can be called like the model, and printed."""
+
+    module: fx.GraphModule
+    signature: Signature
+    about: About
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = bind(self.signature, args, kwargs)
+        symbols = dims_of(self.signature, leaves)
+        with torch.no_grad():
+            results = self.module(*leaves)
+        return rebuild(self.signature, results, symbols)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was decided and adjusted up to here, one line each."""
+        return self.about.notes
+
+    def text(self) -> str:
+        """One line a node: name, operator, operands, type, module path."""
+        return fx_text(self.module.graph)
+
+
 @dataclass(frozen=True)
-class Captured:
+class Captured(GraphStage):
     """A functional ATen graph with free dimensions; runs like the model it was captured from.
 
     ``module`` takes the tensor leaves of a call in order and gives the tensor leaves of the result; its nodes carry
@@ -28,22 +52,6 @@ class Captured:
     classes: Mapping[str, str]
     about: About = field(default_factory=About)
     training: bool = False
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What capture decided."""
-        return self.about.notes
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = bind(self.signature, args, kwargs)
-        symbols = dims_of(self.signature, leaves)
-        with torch.no_grad():
-            results = self.module(*leaves)
-        return rebuild(self.signature, results, symbols)
-
-    def text(self) -> str:
-        """One line a node: name, operator, operands, type, module path."""
-        return fx_text(self.module.graph)
 
 
 def fx_text(graph: fx.Graph) -> str:

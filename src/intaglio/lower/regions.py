@@ -10,8 +10,8 @@ from intaglio.calls import DTYPES
 from intaglio.capture.nodes import FxView, activations, call_of, is_constant, operands, operator, record_of
 from intaglio.ir import DType, QParams
 from intaglio.ir.rewrite import match
-from intaglio.ops import ANCHORS, FUSIONS, OpDef
-from intaglio.quant.annotate import fusable
+from intaglio.ops import ANCHORS, FUSIONS
+from intaglio.quant.annotate import Chain, fusable
 
 QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
 DEQUANTIZE = "quantized_decomposed.dequantize_per_tensor.default"
@@ -19,24 +19,11 @@ DEQUANTIZE_CHANNEL = "quantized_decomposed.dequantize_per_channel.default"
 
 
 @dataclass(frozen=True)
-class IntegerRegion:
-    """Operators of one kernel in execution order. ``result`` holds the parameters of the levels it gives; ``None``
-    when it gives float."""
+class IntegerRegion(Chain):
+    """A chain between dequantize and quantize. ``result`` holds the parameters of the levels it gives; ``None`` when it
+    gives float."""
 
-    nodes: tuple[fx.Node, ...]
     result: QParams | None
-
-    @property
-    def anchor(self) -> fx.Node:
-        return self.nodes[0]
-
-    @property
-    def root(self) -> fx.Node:
-        return self.nodes[-1]
-
-    @property
-    def record(self) -> OpDef:
-        return record_of(self.anchor)
 
 
 def levels_of(node: fx.Node | None) -> QParams | None:

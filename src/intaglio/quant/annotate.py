@@ -28,12 +28,10 @@ from intaglio.quant.sites import Derived, Observed, Shared, Site, Skip, groups
 
 
 @dataclass(frozen=True)
-class Region:
-    """Operators that run as one kernel: anchor first, the value that leaves last."""
+class Chain:
+    """Operators that run as one kernel, in execution order: anchor first, the value that leaves last."""
 
-    name: str
     nodes: tuple[fx.Node, ...]
-    setting: Setting
 
     @property
     def anchor(self) -> fx.Node:
@@ -46,6 +44,14 @@ class Region:
     @property
     def record(self) -> OpDef:
         return record_of(self.anchor)
+
+
+@dataclass(frozen=True)
+class Region(Chain):
+    """A chain that annotation found: the fusion row or operator it is called after, and what the recipe says of it."""
+
+    name: str
+    setting: Setting
 
     @property
     def shares(self) -> bool:
@@ -134,9 +140,9 @@ def _regions(
                 continue
             if len({settings[n] for n in hit.nodes}) == 1:
                 chain = tuple(sorted(hit.nodes, key=view.position))
-                found.append(Region(row.name, chain, settings[node]))
+                found.append(Region(chain, row.name, settings[node]))
                 taken.update(chain)
-    found += [Region(record_of(node).name, (node,), settings[node]) for node in nodes if node not in taken]
+    found += [Region((node,), record_of(node).name, settings[node]) for node in nodes if node not in taken]
     return sorted(found, key=lambda region: view.position(region.root))
 
 

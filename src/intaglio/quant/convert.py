@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.calls import TORCH_DTYPES, bind, dims_of, rebuild
+from intaglio.calls import TORCH_DTYPES
 from intaglio.capture.canonical import drop_unused_constants
-from intaglio.capture.captured import fx_text
+from intaglio.capture.captured import GraphStage, fx_text
 from intaglio.capture.nodes import activations, operands, origin
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, DType, QParams, Signature, TensorType
@@ -34,7 +34,7 @@ def decomposed() -> Any:
 
 
 @dataclass(frozen=True)
-class Reference:
+class Reference(GraphStage):
     """The quantized model in float: every quantize and dequantize explicit, weights as integers. Slow; for judging.
 
     ``qparams``: site name -> parameters. ``about.notes``: what was adjusted on the way.
@@ -45,21 +45,6 @@ class Reference:
     qparams: Mapping[str, QParams]
     annotations: Annotations
     about: About = field(default_factory=About)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What was decided and adjusted on the way, one line each."""
-        return self.about.notes
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = bind(self.signature, args, kwargs)
-        symbols = dims_of(self.signature, leaves)
-        with torch.no_grad():
-            results = self.module(*leaves)
-        return rebuild(self.signature, results, symbols)
-
-    def text(self) -> str:
-        return fx_text(self.module.graph)
 
     def __repr__(self) -> str:
         return f"Reference({len(self.qparams)} sites; a simulation in float, slower than the float model)"

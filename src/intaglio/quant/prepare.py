@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx, nn
 
-from intaglio.calls import bind, dims_of, rebuild
 from intaglio.capture.canonical import run
-from intaglio.capture.captured import Captured, fx_text
+from intaglio.capture.captured import Captured, GraphStage
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, Signature
 from intaglio.quant.annotate import Annotations, annotate_graph
@@ -55,7 +53,7 @@ def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Prepared(GraphStage):
     """Runs like the float model and counts what it sees. ``observers``: site name -> observer."""
 
     module: fx.GraphModule
@@ -64,16 +62,6 @@ class Prepared:
     observers: Mapping[str, Observer]
     about: About = field(default_factory=About)
     rewrites: Mapping[str, int] = field(default_factory=dict)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = bind(self.signature, args, kwargs)
-        symbols = dims_of(self.signature, leaves)
-        with torch.no_grad():
-            results = self.module(*leaves)
-        return rebuild(self.signature, results, symbols)
-
-    def text(self) -> str:
-        return fx_text(self.module.graph)
 
 
 def annotate(captured: Captured, quantizer: Quantizer | None = None) -> Annotations:
