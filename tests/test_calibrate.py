@@ -11,7 +11,7 @@ import nets
 from compare import captured_net
 from intaglio.capture import capture
 from intaglio.errors import ArtifactError, CalibrationError, InputError
-from intaglio.quant import Binder, Ranges, calibrate, convert, peek, prepare
+from intaglio.quant import Binder, Quantizer, Ranges, Recipe, calibrate, convert, peek, prepare
 from intaglio.quant.data import binder_for
 from nets import Body
 
@@ -241,3 +241,21 @@ def test_a_call_that_does_not_fit_is_an_input_error_and_counts_nothing():
     with pytest.raises(InputError, match=r"input 'x': shape"):
         prepared(X[:, :2])
     assert all(observer.statistics.count == 0 for observer in prepared.observers.values())
+
+
+def test_case_3_an_expert_that_never_sees_a_value():
+    """Fed zeros: finite parameters. Fed nothing: an error that names it; skipped, it stays in float."""
+    parts = {"c": nn.Conv2d(3, 4, 3), "expert": nn.Conv2d(4, 4, 1), "last": nn.Conv2d(4, 2, 1)}
+    x = torch.randn(4, 3, 8, 8)
+    zeros = nets.randomize(nets.Body(lambda m, x: m.last(m.c(x)) + m.last(m.expert(m.c(x) * 0)), **parts))
+    prepared = prepare(capture(zeros, x))
+    reference = convert(prepared, calibrate(prepared, [x]))
+    assert all(0 < scale < float("inf") for q in reference.qparams.values() for scale in q.scales)
+    assert torch.isfinite(reference(x)).all()
+    empty = nets.randomize(nets.Body(lambda m, x: (m.last(m.c(x)), m.expert(m.c(x)[:0])), **parts))
+    prepared = prepare(capture(empty, x))
+    with pytest.raises(CalibrationError, match=r"slice|expert"):
+        convert(prepared, calibrate(prepared, [x]))
+    skipping = Quantizer(Recipe().with_selection(skip=["expert"]))
+    prepared = prepare(capture(empty, x), skipping)
+    assert torch.isfinite(convert(prepared, calibrate(prepared, [x]))(x)[0]).all()

@@ -175,3 +175,13 @@ def test_training_mode_is_refused_with_a_warning():
         warnings.simplefilter("error")
         assert model.eval() is model
     assert not model.training
+
+
+def test_frontend_b23_one_program_for_every_batch():
+    """Quantized from batches of 2; at 1, 7 and 64 each image has the result it has alone."""
+    model = intaglio.quantize(nets.randomize(nets.OptionA()), [nets.example(nets.OptionA(), 2)], progress=False)
+    images = nets.example(nets.OptionA(), 64, seed=5)
+    alone = torch.cat([model(image[None]) for image in images])
+    assert model.artifact.path.exists()
+    for batch in (1, 7, 64):
+        assert torch.equal(model(images[:batch]), alone[:batch])

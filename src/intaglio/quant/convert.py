@@ -75,7 +75,7 @@ def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, Q
     if unseen:
         raise CalibrationError(
             ", ".join(unseen[:5]), None, f"{len(unseen)} of {len(found)} sites have seen no data",
-            remedy="calibrate first: calibrate(prepared, data), or run prepared(batch)",
+            remedy="calibrate first: calibrate(prepared, data), or run prepared(batch); skip what no data reaches",
         )  # fmt: skip
     by_name = {site.name: site for site in prepared.annotations.sites}
     result = {}
