@@ -24,7 +24,7 @@ from intaglio.capture.canonical import CAPTURE_PASSES, run
 from intaglio.capture.captured import Captured, module_classes
 from intaglio.capture.nodes import dim_of
 from intaglio.errors import CaptureError
-from intaglio.ir import About, DType, Expression, Input, Origin, Output, Signature, TensorType, symbols_of
+from intaglio.ir import About, DType, Input, Origin, Output, Signature, TensorType, symbols_of
 
 CONSTANTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -230,7 +230,3 @@ def free_batch(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     except TypeError as error:
         raise CaptureError(type(model).__name__, None, f"the example inputs do not fit forward(): {error}") from error
     return {name: pytree.tree_map(spec, value) for name, value in bound.items()}
-
-
-def is_free(dim: Any) -> bool:
-    return isinstance(dim, Expression)

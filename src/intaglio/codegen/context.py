@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import numpy as np
@@ -90,8 +91,6 @@ class Context:
 
     def dims_used(self, text: str) -> list[str]:
         """Declarations of the free dimensions that a body mentions."""
-        import re
-
         words = set(re.findall(r"\b[a-z]\w*\b", text))
         return [f"const int64_t {name} = r->dims[{i}];" for i, name in enumerate(self.symbols) if name in words]
 

@@ -11,11 +11,10 @@ from intaglio.ir import Partition, Plan, Schedule, evaluate, symbols_of
 
 @dataclass(frozen=True)
 class Problem:
-    """A matrix product as a schedule sees it: outputs, products per output, output pixels at batch 1."""
+    """A matrix product as a schedule sees it: outputs, and output pixels at batch 1."""
 
     outputs: int
     outputs_per_group: int
-    reduction: int
     pixels: int
     width: int
     flat: bool
@@ -49,7 +48,6 @@ def problem(partition: Partition, plan: Plan) -> Problem:
     return Problem(
         outputs=weight.shape[0],
         outputs_per_group=weight.shape[0] // groups,
-        reduction=prod(weight.shape[1:]),
         pixels=pixels,
         width=width,
         flat=is_flat(partition, plan),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from intaglio import numerics
@@ -51,23 +53,6 @@ def emit_pair(code: Code, partition: Partition, context: Context) -> None:
     finish(code, context, op.output, context.limits(op))
 
 
-def emit_affine(code: Code, partition: Partition, context: Context) -> None:
-    op = partition.anchor
-    _images(code, op, context, ("in",))
-    zero = context.graph.types[op.inputs[0]].levels.zero
-    code(f"const int32_t zero = *{context.constant(np.array([zero], np.int32), 'int32_t')};")
-    factor, offset = (context.constant(context.graph.constants[name], "float") for name in op.inputs[1:])
-    code(f"affine_levels(&in, &out, zero, {factor}, {offset}, {context.limits(op)}, thread, threads);")
-    finish(code, context, op.output, context.limits(op))
-
-
-def emit_shuffle(code: Code, partition: Partition, context: Context) -> None:
-    op = partition.anchor
-    _images(code, op, context, ("in",))
-    code(f"shuffle_levels(&in, &out, {op.attrs['groups']}, thread, threads);")
-    finish(code, context, op.output, context.limits(op))
-
-
 def emit_cat(code: Code, partition: Partition, context: Context) -> None:
     op = partition.anchor
     code(f"const struct Image out = {context.image(op.output)};")
@@ -79,18 +64,41 @@ def emit_cat(code: Code, partition: Partition, context: Context) -> None:
     finish(code, context, op.output, context.limits(op))
 
 
-def emit_clamp(code: Code, partition: Partition, context: Context) -> None:
-    op = partition.anchor
-    _images(code, op, context, ("in",))
-    code(f"clamp_levels(&in, &out, {context.limits(op)}, thread, threads);")
-    finish(code, context, op.output, context.limits(op))
+def one_input(call: Callable[[Op, Context], str]) -> Callable[[Code, Partition, Context], None]:
+    """Prints a step of one image and its result: ``call`` gives the statement over ``in`` and ``out``."""
+
+    def emit(code: Code, partition: Partition, context: Context) -> None:
+        op = partition.anchor
+        for name, value in (("in", op.inputs[0]), ("out", op.output)):
+            code(f"const struct Image {name} = {context.image(value)};")
+        code(call(op, context))
+        finish(code, context, op.output, context.limits(op))
+
+    return emit
 
 
-def emit_table(code: Code, partition: Partition, context: Context) -> None:
-    op = partition.anchor
-    _images(code, op, context, ("in",))
-    code(f"look_up(&in, &out, {context.constant(context.graph.constants[op.inputs[1]], 'uint8_t')}, thread, threads);")
-    finish(code, context, op.output, context.limits(op))
+def _affine_call(op: Op, context: Context) -> str:
+    zero = context.graph.types[op.inputs[0]].levels.zero
+    factor, offset = (context.constant(context.graph.constants[name], "float") for name in op.inputs[1:])
+    first = f"*{context.constant(np.array([zero], np.int32), 'int32_t')}, {factor}, {offset}"
+    return f"affine_levels(&in, &out, {first}, {context.limits(op)}, thread, threads);"
+
+
+def _clamp_call(op: Op, context: Context) -> str:
+    return f"clamp_levels(&in, &out, {context.limits(op)}, thread, threads);"
+
+
+def _shuffle_call(op: Op, context: Context) -> str:
+    return f"shuffle_levels(&in, &out, {op.attrs['groups']}, thread, threads);"
+
+
+def _table_call(op: Op, context: Context) -> str:
+    table = context.constant(context.graph.constants[op.inputs[1]], "uint8_t")
+    return f"look_up(&in, &out, {table}, thread, threads);"
+
+
+emit_affine, emit_clamp = one_input(_affine_call), one_input(_clamp_call)
+emit_shuffle, emit_table = one_input(_shuffle_call), one_input(_table_call)
 
 
 def emit_move(code: Code, partition: Partition, context: Context) -> None:
@@ -144,11 +152,6 @@ def emit_dequantize(code: Code, partition: Partition, context: Context) -> None:
     code(f"const struct Image in = {context.image(op.inputs[0])};")
     to = context.external(op.output)
     code(f"dequantize_image(&in, (float*){to}, {_affine(context, op.inputs[0])}, thread, threads);")
-
-
-def _images(code: Code, op: Op, context: Context, names: tuple[str, ...]) -> None:
-    for name, value in zip((*names, "out"), (*op.inputs[: len(names)], op.output), strict=True):
-        code(f"const struct Image {name} = {context.image(value)};")
 
 
 def _affine(context: Context, value: str) -> str:

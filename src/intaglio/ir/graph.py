@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.ir.dims import Dim
+from intaglio.ir.dims import Dim, symbols_of
 from intaglio.ir.types import DType, TensorType
 
 
@@ -70,10 +70,6 @@ class Graph:
         object.__setattr__(self, "types", MappingProxyType(dict(self.types)))
         object.__setattr__(self, "constants", MappingProxyType(dict(self.constants)))
 
-    def producers(self) -> dict[str, Op]:
-        """Value name -> operator that makes it; inputs and constants have none."""
-        return {output: op for op in self.ops for output in op.outputs}
-
     def users(self) -> dict[str, tuple[Op, ...]]:
         """Value name -> operators that read it, in order, once per operator. Graph outputs are not operators."""
         readers: dict[str, list[Op]] = {name: [] for name in self.types}
@@ -84,8 +80,6 @@ class Graph:
 
     def symbols(self) -> tuple[str, ...]:
         """Free dimensions of the inputs, sorted."""
-        from intaglio.ir.dims import symbols_of
-
         names = [symbols_of(dim) for name in self.inputs for dim in self.types[name].shape]
         return tuple(sorted(frozenset().union(*names)))
 

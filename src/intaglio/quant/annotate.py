@@ -76,10 +76,6 @@ class Annotations:
     skipped: tuple[Skip, ...]
     leaders: Mapping[str, str]
 
-    def site_of(self, value: str, role: str = "activation") -> Site | None:
-        """The site on a node's value."""
-        return self.by_value.get((value, role))
-
     @property
     def by_value(self) -> dict[tuple[str, str], Site]:
         return {(site.value, site.role): site for site in self.sites}

@@ -235,7 +235,7 @@ class _Rewriter:
 
     def _constant(self, anchor: fx.Node, old: fx.Node, site: str, array: np.ndarray, q: QParams, dtype: DType) -> None:
         kind = TensorType(array.shape, dtype, q)
-        source = self._get(site, array, kind, old)
+        source = self._get(site, array, kind)
         torch_dtype = TORCH_DTYPES[dtype]
         with self.graph.inserting_before(anchor):
             if q.axis is None:
@@ -244,14 +244,14 @@ class _Rewriter:
                 )
             else:
                 single = TensorType((len(q.scales),), DType.F32)
-                scales = self._get(f"{site}:scale", np.array(q.scales, np.float32), single, old)
-                zeros = self._get(f"{site}:zero_point", np.zeros(len(q.scales), np.int64), single, old)
+                scales = self._get(f"{site}:scale", np.array(q.scales, np.float32), single)
+                zeros = self._get(f"{site}:zero_point", np.zeros(len(q.scales), np.int64), single)
                 call = (source, scales, zeros, q.axis, q.qmin, q.qmax, torch_dtype)
                 real = self.graph.call_function(decomposed().dequantize_per_channel.default, call)
         real.meta = {"type": TensorType(array.shape, DType.F32), "origin": origin(anchor)}
         anchor.replace_input_with(old, real)
 
-    def _get(self, key: str, array: np.ndarray, kind: TensorType, beside: fx.Node) -> fx.Node:
+    def _get(self, key: str, array: np.ndarray, kind: TensorType) -> fx.Node:
         """One constant per key: a weight of several calls is stored once."""
         if key not in self.integers:
             name = "".join(c if c.isalnum() else "_" for c in key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import warnings
@@ -116,8 +117,6 @@ class Binder:
 
 def binder_for(model: torch.nn.Module) -> Binder:
     """Before anything is captured: the parameters of forward that have no default."""
-    import inspect
-
     parameters = inspect.signature(model.forward).parameters.values()
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     keywords = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
