@@ -6,7 +6,7 @@ STAMP   = .venv/installed
 
 export PYTHONUNBUFFERED = 1
 
-.PHONY: demo bench test slow lint clean check
+.PHONY: demo bench test slow lint docs clean check
 
 demo: $(STAMP)
 	.venv/bin/python examples/demo.py
@@ -25,11 +25,21 @@ lint: $(STAMP)
 	.venv/bin/python -m ruff check .
 	.venv/bin/python -m mypy
 
+# The documentation, as pages in build/site.
+docs: .venv/installed-docs
+	.venv/bin/python -m mkdocs build --strict
+
+.venv/installed-docs: $(STAMP)
+	$(PIP) install -e '.[docs]'
+	@touch $@
+
 # torch is pinned here and not in pyproject.toml: tests run on one known version, users may have any since 2.9.
+# torchvision is for examples/newcomer.py; with its dependencies it would bring another build of torch.
 $(STAMP): pyproject.toml Makefile | check
 	$(PYTHON) -m venv .venv
 	$(PIP) install torch==2.13.0
 	$(PIP) install -e '.[dev,demo]'
+	$(PIP) install --no-deps torchvision==0.28.0 pillow
 	@touch $@
 
 check:

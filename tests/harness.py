@@ -60,7 +60,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Image:
-    """Arguments of ``image`` in native/program.h."""
+    """Arguments of ``image`` in native/program.h; the halo is as wide on all sides."""
 
     start: int = 0
     images: int = 0
@@ -114,7 +114,7 @@ def kernels(isa: str) -> Kernels:
 
 def _text(isa: str, specs: Sequence[TileSpec]) -> str:
     images = [
-        f"call.m.{name} = image((uint8_t*)v[{6 * i}], {', '.join(f'v[{6 * i + j}]' for j in range(1, 6))});"
+        f"call.m.{name} = image((uint8_t*)v[{6 * i}], {', '.join(f'v[{6 * i + j}]' for j in (1, 2, 3, 4, 5, 5))});"
         for i, name in enumerate(IMAGES)
     ]
     numbers = [

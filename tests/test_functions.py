@@ -25,6 +25,10 @@ CALLS = {
     "elu": lambda x: F.elu(x, 0.7),
     "selu": F.selu,
     "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
+    "celu": lambda x: F.celu(x, 0.6),
+    "softplus": lambda x: F.softplus(x, 2.0, 3.0),
+    "log_sigmoid": F.logsigmoid,
+    "threshold": lambda x: F.threshold(x, 0.3, -0.5),
     "abs": torch.abs,
     "neg": lambda x: -x,
     "square": torch.square,
@@ -42,6 +46,10 @@ MORE = {
     "elu": F.elu,
     "leaky_relu": F.leaky_relu,
     "silu": lambda x: F.silu(x, inplace=True),
+    "softplus": F.softplus,
+    "constants of one element": lambda x: (torch.tensor([2.5]) - x * torch.tensor(0.5)) / torch.tensor([[3.0]]) + 1,
+    "clamp_min": lambda x: x.clamp_min(-0.5),
+    "clamp_max": lambda x: torch.clamp_max(x, 0.5),
 }
 
 
@@ -61,7 +69,9 @@ def test_the_table_holds_what_torch_computes(name):
     real = torch.from_numpy(numerics.dequantize(np.arange(256), x_q.step, x_q.zero))
     wanted = numerics.quantize(CALLS[name](real).numpy(), y_q.step, y_q.zero, 0, 255)
     attrs = {"alpha": 1}
-    attrs |= {"elu": {"alpha": 0.7}, "leaky_relu": {"negative_slope": 0.2}, "pow_number": {"exponent": 3}}.get(name, {})
+    attrs |= {"elu": {"alpha": 0.7}, "leaky_relu": {"negative_slope": 0.2}, "pow_number": {"exponent": 3},
+              "celu": {"alpha": 0.6}, "softplus": {"beta": 2, "threshold": 3},
+              "threshold": {"threshold": 0.3, "value": -0.5}}.get(name, {})  # fmt: skip
     numbers = {"add_number": 0.75, "sub_number": 0.3, "rsub_number": 2, "mul_number": 3, "div_number": 0.4}
     attrs["other"] = numbers.get(name, 0)
     table = numerics.function_table(lambda v: OPS[name].function(v, attrs), x_q, y_q)

@@ -61,6 +61,12 @@ FOLDED = {
     "frontend B21, padding same": (after, {"c": conv(kernel=4, padding="same"), "b": nn.BatchNorm2d(6)}, X),
     "groups": (after, {"c": conv(groups=2), "b": nn.BatchNorm2d(6)}, X),
     "frontend B21, linear": (after, {"c": nn.Linear(9, 6), "b": nn.BatchNorm1d(6)}, X[0, 0]),
+    "frontend B21, transposed conv": (after, {"c": nn.ConvTranspose2d(8, 6, 3), "b": nn.BatchNorm2d(6)}, X),
+    "frontend B21, conv3d": (after, {"c": nn.Conv3d(4, 6, 3), "b": nn.BatchNorm3d(6)}, X.reshape(2, 4, 4, 9, 9)),
+    "frontend B21, conv1d": (after, {"c": nn.Conv1d(8, 6, 3), "b": nn.BatchNorm1d(6)}, X[:, :, 0]),
+    "transposed, groups": (
+        after, {"c": nn.ConvTranspose2d(8, 6, 3, 2, groups=2, bias=False), "b": nn.BatchNorm2d(6)}, X,
+    ),
     "before a conv without padding": (before, {"c": conv(padding=0), "b": nn.BatchNorm2d(8)}, X),
     "before a grouped conv": (before, {"c": conv(padding=0, groups=2, bias=False), "b": nn.BatchNorm2d(8)}, X),
     "before a linear": (before, {"c": nn.Linear(9, 6), "b": nn.BatchNorm1d(9)}, X[0, 0]),
@@ -85,9 +91,6 @@ KEPT = {
     "the conv has another reader": (
         lambda m, x: (lambda y: m.b(y) + y)(m.c(x)), {"c": conv(), "b": nn.BatchNorm2d(6)}, X,
     ),
-    "frontend B21, transposed conv": (after, {"c": nn.ConvTranspose2d(8, 6, 3), "b": nn.BatchNorm2d(6)}, X),
-    "frontend B21, conv3d": (after, {"c": nn.Conv3d(4, 6, 3), "b": nn.BatchNorm3d(6)}, X.reshape(2, 4, 4, 9, 9)),
-    "frontend B21, conv1d": (after, {"c": nn.Conv1d(8, 6, 3), "b": nn.BatchNorm1d(6)}, X[:, :, 0]),
     "alone": (lambda m, x: torch.sin(m.b(torch.sin(x))), {"b": nn.BatchNorm2d(8)}, X),
 }  # fmt: skip
 
@@ -158,3 +161,37 @@ def test_means_over_rows_and_columns_are_pools(axes, keep, count):
 def test_a_mean_in_another_type_is_left():
     module = copy_graph(capture(Body(lambda m, x: x.mean((2, 3), dtype=torch.float64)).eval(), X).module)
     assert mean_as_pool(module) == 0
+
+
+SPELLED = {
+    "select": (lambda m, x: m.c(x)[:, 1] + m.c(x)[:, -2], "selects_as_slices", 2),
+    "select a row": (lambda m, x: m.c(x).select(2, 3), "selects_as_slices", 1),
+    "select an item of the batch": (lambda m, x: m.c(x)[0], "selects_as_slices", 0),
+    "unbind": (lambda m, x: m.c(x).unbind(1)[2] * m.c(x).unbind(1)[0], "selects_as_slices", 2),
+    "stack": (lambda m, x: torch.stack([m.c(x), x[:, :6]], -1), "stacks_as_concatenations", 1),
+    "repeat": (lambda m, x: m.c(x).repeat(1, 1, 3, 1), "repeats_as_concatenations", 1),
+    "repeat one element": (lambda m, x: m.c(x)[:, :, :1].repeat(1, 1, 3, 1), "repeats_as_concatenations", 1),
+    "repeat two axes": (lambda m, x: m.c(x).repeat(1, 1, 3, 2), "repeats_as_concatenations", 0),
+    "repeat with an axis more": (lambda m, x: m.c(x).repeat(2, 1, 1, 1, 1), "repeats_as_concatenations", 0),
+    "roll": (lambda m, x: m.c(x).roll((2, -3), (2, 3)), "rolls_as_concatenations", 1),
+    "roll by all and by nothing": (lambda m, x: m.c(x).roll((9, 1), (2, 3)), "rolls_as_concatenations", 1),
+    "roll flattened": (lambda m, x: m.c(x).roll(5), "rolls_as_concatenations", 0),
+    "roll the batch": (lambda m, x: m.c(x).roll(1, 0), "rolls_as_concatenations", 0),
+    "constant": (lambda m, x: m.c(x) * torch.tensor(3.0) - torch.tensor([[[2.0]]]), "constants_as_numbers", 2),
+    "constant first": (lambda m, x: torch.tensor(3.0) - torch.tensor(2.0) * m.c(x), "constants_as_numbers", 2),
+    "constant divided": (lambda m, x: torch.tensor(3.0) / m.c(x), "constants_as_numbers", 0),
+    "constant of more axes": (lambda m, x: m.c(x) + torch.ones(1, 1, 1, 1, 1), "constants_as_numbers", 0),
+    "channels": (lambda m, x: m.c(x) * m.channels, "constants_as_affine", 1),
+    "channels scaled": (lambda m, x: torch.add(m.channels, m.c(x), alpha=-2), "constants_as_affine", 1),
+    "columns": (lambda m, x: torch.sub(m.c(x), m.columns, alpha=2), "constants_as_affine", 1),
+    "rows": (lambda m, x: m.c(x) + m.columns[:, None], "constants_as_affine", 0),
+    "wider": (lambda m, x: m.c(x)[:, :1] + m.channels, "constants_as_affine", 0),
+}
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_spelled_by_others(name):
+    body, step, count = SPELLED[name]
+    constants = {"channels": nn.Parameter(torch.ones(6, 1, 1)), "columns": nn.Parameter(torch.ones(9))}
+    _, counts = passed(Body(body, c=conv(), **constants), X)
+    assert counts[step] == count

@@ -112,7 +112,24 @@ def fixed(net: Net) -> tuple[str, ...]:
     return (net.conv(net.same("pad", x, before=(1, 0, 0, 0), after=(2, 0, 0, 0)), 4, 3, padding=1, f32=True),)
 
 
-PROGRAMS = (residual, halos, pools, moves, tokens, borders, sized, fixed)
+def depthwise(net: Net) -> tuple[str, ...]:
+    """Each channel for itself: every part of a vector, taps and strides that make other tiles, one row or column."""
+    found = []
+    for channels, kernel, stride, padding in (
+        (16, 3, 1, 1), (24, 5, 1, 2), (40, 3, 2, 1), (70, 7, 1, 3), (96, 5, 2, 2), (130, 2, 1, 0), (64, (9, 1), 1, 0),
+        (64, (1, 5), 2, 0),
+    ):  # fmt: skip
+        x = net.quantize(net.input(N, channels, 11, 9))
+        found.append(net.conv(x, channels, kernel, stride=stride, padding=padding, groups=channels, low=3))
+    small = net.quantize(net.input(N, 72, 1, 1))
+    found.append(net.conv(small, 72, 3, padding=1, groups=72))
+    tall = net.quantize(net.input(N, 20, 13, 7))
+    found.append(net.conv(tall, 20, 3, padding=2, dilation=2, groups=20))
+    down = net.conv(net.conv(tall, 20, 3, padding=(2, 0, 1, 1), groups=20), 20, 3, padding=1, groups=20, f32=True)
+    return (*map(net.dequantize, found), down)
+
+
+PROGRAMS = (residual, depthwise, halos, pools, moves, tokens, borders, sized, fixed)
 FREE = [program for program in PROGRAMS if program is not fixed]
 
 
@@ -226,8 +243,7 @@ def test_nothing_outside_the_arena_the_constants_and_the_tensors_is_touched(prog
     known = dict(zip(lowered.graph.inputs + lowered.graph.outputs, (*inputs, *expected), strict=True))
     held = {external: (known[external.value], Memory(1 << 20)) for external in artifact.program.externals}
     table = (ctypes.c_void_p * len(held))(*[memory.hold(tensor.numpy()) for tensor, memory in held.values()])
-    strides = [stride for tensor, _ in held.values() for stride in (tensor.stride() if tensor.dim() == 4 else
-               (tensor.shape[-1] if tensor.dim() else 1, 1, 0, 0))]  # fmt: skip
+    strides = [n for tensor, _ in held.values() for n in (*tensor.stride(), 0, 0, 0, 0, 0)[:5]]
     for external, (_, memory) in held.items():
         memory.bytes[:] = 0 if external.written else memory.bytes
     start, data = arena.end(layout.bytes).ctypes.data, constants.hold(artifact.constants)

@@ -10,6 +10,7 @@ __version__ = config.VERSION
 
 __all__ = [
     "Coverage",
+    "Image",
     "QuantizedModel",
     "Quantizer",
     "Ranges",
@@ -18,6 +19,7 @@ __all__ = [
     "annotate",
     "calibrate",
     "capture",
+    "compare",
     "compile",
     "convert",
     "errors",
@@ -28,8 +30,19 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from intaglio.api import annotate, calibrate, capture, compile, convert, load, prepare, quantize, requantize
-    from intaglio.quant import Quantizer, Ranges, Recipe, Setting
+    from intaglio.api import (
+        annotate,
+        calibrate,
+        capture,
+        compare,
+        compile,
+        convert,
+        load,
+        prepare,
+        quantize,
+        requantize,
+    )
+    from intaglio.quant import Image, Quantizer, Ranges, Recipe, Setting
     from intaglio.runtime import Coverage, QuantizedModel
 else:
 

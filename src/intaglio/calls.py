@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -64,26 +64,45 @@ def _rearranged(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str
     )  # fmt: skip
 
 
-def dims_of(signature: Signature, leaves: list[Any]) -> dict[str, int]:
-    """Values of the free dimensions in a call; `InputError` when a tensor does not fit its captured type."""
+def dims_of(signature: Signature, leaves: list[Any], byte_inputs: Collection[int] = ()) -> dict[str, int]:
+    """Values of the free dimensions in a call; `InputError` when a tensor does not fit its captured type.
+
+    ``byte_inputs``: positions of inputs that may be uint8 instead.
+    """
     symbols: dict[str, int] = {}
-    for entry, value in zip(signature.inputs, leaves, strict=True):
+    for index, (entry, value) in enumerate(zip(signature.inputs, leaves, strict=True)):
         where = f"input '{entry.name}'"
         if not isinstance(value, torch.Tensor):
             remedy = "torch.from_numpy makes one of an array" if hasattr(value, "__array__") else None
             raise InputError(where, None, f"{type(value).__name__}; the model takes a tensor here", remedy=remedy)
-        if DTYPES.get(value.dtype) is not entry.type.dtype:
-            expected = str(entry.type.dtype)
-            raise InputError(
-                where, None, f"element type {value.dtype}; the model takes {expected}", remedy="convert it first"
-            )
-        if value.device.type != "cpu":
-            raise InputError(where, None, f"device {value.device}; the model runs on the CPU", remedy="call .cpu()")
+        allowed = (entry.type.dtype, DType.U8) if index in byte_inputs else (entry.type.dtype,)
+        if DTYPES.get(value.dtype) not in allowed:
+            remedy = "convert it first"
+            if value.dtype is torch.uint8:
+                remedy += "; a model quantized with input=intaglio.Image(mean, std) takes images as bytes"
+            expected = " or ".join(map(str, allowed))
+            raise InputError(where, None, f"element type {value.dtype}; the model takes {expected}", remedy=remedy)
+        if (problem := unfit(value)) is not None:
+            raise InputError(where, None, problem, remedy=TO_DENSE_ON_CPU)
         shape = entry.type.shape
         if value.dim() != len(shape) or not all(_fits(d, s, symbols) for d, s in zip(shape, value.shape, strict=True)):
             expected = "[" + ", ".join(map(str, shape)) + "]"
             raise InputError(where, None, f"shape {list(value.shape)}; the model takes {expected}")
     return symbols
+
+
+def unfit(tensor: torch.Tensor) -> str | None:
+    """Why no model of ours reads this tensor, whatever its shape and element type."""
+    if tensor.is_nested:
+        return "a nested tensor; the model takes dense tensors"
+    if tensor.layout is not torch.strided:
+        return f"layout {tensor.layout}; the model takes dense tensors"
+    if tensor.device.type != "cpu":
+        return f"device {tensor.device}; the model runs on the CPU"
+    return None
+
+
+TO_DENSE_ON_CPU = "call .cpu(), .to_dense() or torch.nested.to_padded_tensor"
 
 
 def _fits(dim: Any, size: int, symbols: dict[str, int]) -> bool:

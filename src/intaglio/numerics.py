@@ -120,7 +120,8 @@ def multiplier(accumulator: ArrayLike, scale_y: ArrayLike) -> F32:
     return (np.asarray(accumulator, np.float64) / np.asarray(scale_y, np.float32).astype(np.float64)).astype(np.float32)
 
 
-def _finish(steps: F32, zero_point: int, low: int, high: int) -> I32:
+def finish(steps: F32, zero_point: int, low: int, high: int) -> I32:
+    """Steps in float32 -> levels: ``clamp(rne(steps) + zero_point, low, high)``; steps beyond +-2^30 count as those."""
     shifted = np.rint(np.clip(steps, -CONVERTIBLE, CONVERTIBLE)).astype(np.int64) + zero_point
     return np.clip(shifted, low, high).astype(np.int32)
 
@@ -132,7 +133,7 @@ def requantize(acc: ArrayLike, factor: ArrayLike, zero_point: int, low: int, hig
     """
     with np.errstate(over="ignore"):
         steps = np.asarray(acc, np.int32).astype(np.float32) * np.asarray(factor, np.float32)
-    return _finish(steps, zero_point, low, high)
+    return finish(steps, zero_point, low, high)
 
 
 def add_requantize(
@@ -145,7 +146,7 @@ def add_requantize(
     with np.errstate(over="ignore"):
         left = np.asarray(a, np.int32).astype(np.float32) * np.asarray(factor_a, np.float32)
         right = np.asarray(b, np.int32).astype(np.float32) * np.asarray(factor_b, np.float32)
-        return _finish(left + right, zero_point, low, high)
+        return finish(left + right, zero_point, low, high)
 
 
 def affine_requantize(
@@ -154,7 +155,7 @@ def affine_requantize(
     """``clamp(rne(float32(x) * factor + offset) + zero_point, low, high)``, no fused multiply-add; x is ``q - zp``."""
     with np.errstate(over="ignore"):
         steps = np.asarray(x, np.int32).astype(np.float32) * np.asarray(factor, np.float32)
-        return _finish(steps + np.asarray(offset, np.float32), zero_point, low, high)
+        return finish(steps + np.asarray(offset, np.float32), zero_point, low, high)
 
 
 def clamp_levels(
@@ -207,16 +208,79 @@ def function_table(function: Callable[[NDArray[np.float64]], ArrayLike], x: Leve
     return quantize(result, y.step, y.zero, y.qmin, y.qmax).astype(np.uint8)
 
 
-def accumulator_bound(weight: ArrayLike, bias: ArrayLike, qmin: int, qmax: int, zero_point: int) -> NDArray[np.int64]:
+LOWEST_EXPONENT = np.float32(-87)
+"""Below this `exp_negative` is 0; float32 would soon be denormal."""
+LOG2_E = np.float32(1.44269502162933349609375)
+LN2_HIGH = np.float32(0.693359375)
+LN2_LOW = np.float32(-2.12194441701285541057586669921875e-4)
+"""ln 2 in two parts: products of the high one with whole numbers up to 2^15 are exact."""
+EXP_TERMS = tuple(
+    np.float32(float.fromhex(term))
+    for term in ("0x1.6a23cep-10", "0x1.123a2p-7", "0x1.5558f2p-5", "0x1.555492p-3", "0x1.fffffcp-2")
+)
+"""Coefficients of r^6 ... r^2 in exp(r), least relative error on |r| <= ln(2)/2."""
+LANES = 16
+
+
+def exp_negative(x: ArrayLike) -> F32:
+    """f32 -> f32: exp(x) for finite x <= 0, within 1e-7 of it; 0 below -87.
+
+    ``2^n * exp(x - n * ln 2)`` with ``n = rne(x / ln 2)`` and a polynomial in float32, no fused multiply-add.
+    """
+    x = np.asarray(x, np.float32)
+    bounded = np.maximum(x, LOWEST_EXPONENT)
+    n = np.rint(bounded * LOG2_E)
+    r = (bounded - n * LN2_HIGH) - n * LN2_LOW
+    total = EXP_TERMS[0]
+    for term in EXP_TERMS[1:]:
+        total = total * r + term
+    total = (total * (r * r) + r) + np.float32(1)
+    power = ((n.astype(np.int32) + 127) << 23).view(np.float32)
+    return np.where(x < LOWEST_EXPONENT, np.float32(0), total * power)
+
+
+def softmax(x: ArrayLike) -> F32:
+    """f32[..., C] -> f32[..., C]: ``exp_negative(x - max(x))`` over its sum, which goes in 16 lanes, then as a tree."""
+    x = np.asarray(x, np.float32)
+    powers = exp_negative(x - x.max(-1, keepdims=True))
+    lanes: F32 = np.zeros((*x.shape[:-1], LANES), np.float32)
+    for start in range(0, x.shape[-1], LANES):
+        part = powers[..., start : start + LANES]
+        lanes[..., : part.shape[-1]] += part
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    result: F32 = powers / lanes
+    return result
+
+
+def zero_point_term(weight: ArrayLike, zero_points: int | Sequence[int], groups: int = 1) -> NDArray[np.int64]:
+    """i64[C]: ``sum(zero_point * w)`` of each output channel, for one zero point or one per input channel.
+
+    The weight is [outputs, inputs of a group, taps...].
+    """
+    w, different = np.asarray(weight), np.unique(zero_points)
+    if len(different) == 1:  # one pass over the weight, which is most of the time it takes to load a model
+        once: NDArray[np.int64] = int(different[0]) * w.reshape(len(w), -1).sum(1, np.int64)
+        return once
+    sums = w.reshape(*w.shape[:2], -1).sum(2, np.int64)
+    zeros = np.broadcast_to(np.asarray(zero_points, np.int64), groups * sums.shape[1])
+    total: NDArray[np.int64] = (sums.reshape(groups, -1, sums.shape[1]) * zeros.reshape(groups, 1, -1)).sum(2).ravel()
+    return total
+
+
+def accumulator_bound(
+    weight: ArrayLike, bias: ArrayLike, qmin: int, qmax: int, zero_points: int | Sequence[int], groups: int = 1
+) -> NDArray[np.int64]:
     """i64[C]: the largest |accumulator| a channel can reach, zero-point term folded into the bias or not.
 
     ``|bias - zp * sum(w)| + max|q| * sum|w|`` bounds the folded form that kernels use, ``|bias| + max|q - zp| *
     sum|w|`` the plain one. Below 2^31 the result is exact, though partial sums may wrap.
     """
-    w = np.asarray(weight, np.int64).reshape(np.shape(weight)[0], -1)
-    b = np.asarray(bias, np.int64)
-    total = np.abs(w).sum(1)
-    folded = np.abs(b - zero_point * w.sum(1)) + max(abs(qmin), abs(qmax)) * total
-    plain = np.abs(b) + max(abs(qmin - zero_point), abs(qmax - zero_point)) * total
+    w, b = np.asarray(weight).reshape(np.shape(weight)[0], -1), np.asarray(bias, np.int64)
+    above, below = np.maximum(w, 0).sum(1, np.int64), np.minimum(w, 0).sum(1, np.int64)
+    total = above - below
+    folded = np.abs(b - zero_point_term(weight, zero_points, groups)) + max(abs(qmin), abs(qmax)) * total
+    plain = np.abs(b) + max(abs(qmin - np.max(zero_points)), abs(qmax - np.min(zero_points))) * total
     bound: NDArray[np.int64] = np.maximum(folded, plain)
     return bound

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from intaglio.build.check import check_graph
 from intaglio.codegen import ISAS, CacheSizes, emit
 from intaglio.errors import ArtifactError, BuildError
-from intaglio.ir import Plan, Program, Schedule, graph_text, partitions_text
+from intaglio.ir import Graph, Plan, Program, Schedule, graph_text, partitions_text
 from intaglio.lower import Lowered, plan
+from intaglio.native import machine
 from intaglio.native.compile import install, text_key
-from intaglio.native.machine import caches, isas
 from intaglio.runtime import (
     Artifact,
     Coverage,
@@ -21,6 +23,7 @@ from intaglio.runtime import (
     QuantizedModel,
     Saved,
     build_artifact,
+    build_library,
     load_saved,
     open_artifact,
 )
@@ -29,15 +32,21 @@ logger = logging.getLogger("intaglio")
 
 
 def compile(
-    lowered: Lowered, *, isa: str | None = None, schedules: Mapping[str, Schedule] | None = None
+    lowered: Lowered, *, isa: str | Iterable[str] | None = None, schedules: Mapping[str, Schedule] | None = None
 ) -> QuantizedModel:
-    """Native program for one instruction set (default: the best this machine has). ``schedules`` replace analytic
-    ones, by output value. Raises `BuildError`."""
-    planned = plan(lowered.graph)
-    program = _emit(planned, choose(isa), lowered.about.name, schedules)
+    """Native program for these instruction sets (default: the best this machine has).
+
+    The model runs the best of them that this machine runs; libraries for the others are only built, and go into the
+    files it is saved to. ``schedules`` replace analytic ones of the program that runs here, by output value. Raises
+    `BuildError`.
+    """
+    here, *others = choose(isa)
+    planned, name = plan(lowered.graph), lowered.about.name
+    artifact = build_artifact(_emit(planned, here, name, schedules))
+    libraries = {other: build_library(_emit(planned, other, name, None)) for other in others}
     islands = {key: (island.module, island.dims) for key, island in lowered.islands.items()}
-    saved = Saved(lowered.graph, lowered.signature, islands, _coverage(lowered), lowered.about)
-    return _model(saved, planned, build_artifact(program))
+    saved = Saved(lowered.graph, lowered.signature, islands, _coverage(lowered), lowered.about, libraries)
+    return _model(saved, planned, artifact)
 
 
 def load(path: str | Path, *, trust: bool = False, isa: str | None = None) -> QuantizedModel:
@@ -45,52 +54,100 @@ def load(path: str | Path, *, trust: bool = False, isa: str | None = None) -> Qu
     this machine has). Nothing is unpickled and nothing imported.
 
     The program is built from the integer graph, unless the cache has it. ``trust=True`` uses the compiled library in
-    the file instead, where there is one for this instruction set and of this version's text: native code, so only for
-    files whose origin you know. Raises `ArtifactError` and `BuildError`.
+    the file instead, by default the best there that this machine runs, if it is of this version's text: native code,
+    so only for files whose origin you know. Raises `ArtifactError` and `BuildError`.
     """
-    saved, chosen = load_saved(path), choose(isa)
-    library = saved.libraries.get(chosen) if trust else None
-    try:
-        check_graph(saved.graph)
-        planned = plan(saved.graph)
-        program = _emit(planned, chosen, saved.about.name, library.schedules if library else None)
-    except Exception as error:  # whatever our own steps trip over in a graph they did not make
-        raise ArtifactError(
-            str(path), None, f"its graph cannot be compiled: {type(error).__name__}: {error}",
-            remedy="save the model again with the installed version",
-        ) from error  # fmt: skip
-    if library is not None and library.key == text_key(program.source, chosen):
-        artifact = open_artifact(program, install(library.content, name=program.name))
-    else:
+    chosen = choose(isa)[0]
+    with _without_collector():
+        saved = load_saved(path)
+        present = [one for one in runnable() if one in saved.libraries and isa in (None, one)] if trust else []
+        library = saved.libraries[present[0]] if present else None
+        try:
+            check_graph(saved.graph)
+            planned, name = plan(saved.graph), saved.about.name
+            program = _emit(planned, present[0] if library else chosen, name, library.schedules if library else None)
+            if library is not None and library.key != text_key(program.source, program.isa):
+                library, program = None, _emit(planned, chosen, name, None)
+        except Exception as error:  # whatever our own steps trip over in a graph they did not make
+            raise ArtifactError(
+                str(path), None, f"its graph cannot be compiled: {type(error).__name__}: {error}",
+                remedy="save the model again with the installed version",
+            ) from error  # fmt: skip
+    if library is None:
         if trust:
             logger.info("%s: no library for %s of this version's text; built from the graph", path, chosen)
-        artifact = build_artifact(program)
-    return _model(saved, planned, artifact)
+        return _model(replace(saved, libraries={}), planned, build_artifact(program))
+    if program.isa != chosen:
+        logger.info("%s: has a library for %s, none for %s, which this machine runs", path, program.isa, chosen)
+    return _model(saved, planned, open_artifact(program, install(library.content, name=program.name)))
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Reading a graph makes many small values and no cycles; a collection meanwhile walks all that PyTorch has made,
+    which takes a fifth of the time `load` does."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _emit(planned: Plan, isa: str, name: str, schedules: Mapping[str, Schedule] | None) -> Program:
-    sizes = caches()
+    sizes = machine.caches()
     return emit(planned, isa, CacheSizes(sizes.l1, sizes.l2), _identifier(name), schedules)
 
 
 def _model(saved: Saved, planned: Plan, artifact: Artifact) -> QuantizedModel:
-    """What a user holds; the texts of the last stages and the size follow from the program."""
+    """What a user holds; the texts of the last stages and the size follow from the program.
+
+    Of the file's libraries only those go into the model that were built here or that a user trusts: it saves them.
+    """
     graph, islands = saved.graph, saved.islands
     parts = partitions_text(tuple(step.partition for step in planned.steps), graph)
     about = saved.about.after(integer=graph_text(graph), partitions=parts, program=artifact.program.source)
     size = artifact.constants.nbytes + sum(b.nbytes for module, _ in islands.values() for b in module.buffers())
     coverage = replace(saved.coverage, bytes_after=size)
-    return QuantizedModel(artifact, saved.signature, graph, islands, coverage, about, saved.example)
+    others = {isa: library for isa, library in saved.libraries.items() if isa != artifact.program.isa}
+    return QuantizedModel(artifact, saved.signature, graph, islands, coverage, about, saved.example, others, remake)
 
 
-def choose(isa: str | None) -> str:
-    """The best instruction set of this machine that there are kernels for, or the one asked for."""
-    able = [candidate for candidate in isas() if candidate in ISAS]
+def remake(model: QuantizedModel, graph: Graph) -> QuantizedModel:
+    """The model around a graph with other numbers, for the same instruction sets, without the texts and the example
+    that go with the old ones."""
+    check_graph(graph)
+    planned, name = plan(graph), model.about.name
+    artifact = build_artifact(_emit(planned, model.artifact.program.isa, name, None))
+    libraries = {isa: build_library(_emit(planned, isa, name, None)) for isa in model.libraries}
+    texts = {stage: text for stage, text in model.about.texts.items() if stage != "reference"}
+    islands = {key: (module, model.island_dims[key]) for key, module in model.islands.items()}
+    about = replace(model.about, texts=texts)
+    return _model(Saved(graph, model.signature, islands, model.coverage, about, libraries), planned, artifact)
+
+
+def runnable() -> list[str]:
+    """Instruction sets this machine runs and there are kernels for, best first."""
+    return [isa for isa in machine.isas() if isa in ISAS]
+
+
+def choose(isa: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Instruction sets to build for: the best one that runs here, then the others, best first."""
+    able = runnable()
     if isa is None:
-        return able[0]
-    if isa not in able:
-        raise BuildError(f"isa={isa!r}", None, f"not among what this machine runs: {', '.join(able)}")
-    return isa
+        return (able[0],)
+    asked = (isa,) if isinstance(isa, str) else tuple(isa)
+    where = f"isa={isa!r}" if isinstance(isa, str) else f"isa={asked}"
+    here = [one for one in able if one in asked]
+    if not here:
+        raise BuildError(
+            where, None, f"not among what this machine runs: {', '.join(able)}",
+            remedy="name one of those as well; the file of a model holds libraries for several",
+        )  # fmt: skip
+    if unknown := [one for one in asked if one not in ISAS]:
+        raise BuildError(where, None, f"no kernels for {', '.join(unknown)}; there are {', '.join(ISAS)}")
+    return (here[0], *[one for one in ISAS if one in asked and one != here[0]])
 
 
 def _identifier(name: str) -> str:

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from intaglio.ir import Graph, Op
+from intaglio.ir import Buffer, DType, Graph, Op, evaluate
+from intaglio.ir.moves import MOVES, boxes
+from intaglio.ir.verify import PRODUCTS
 from intaglio.ops import OPS
 from intaglio.ops.pool import counts
 
-AT_LEAST_ONE = ("stride", "kernel", "dilation", "groups", "step")
-WINDOWS = ("conv2d", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "pad", "slice")
+AT_LEAST_ONE = ("stride", "kernel", "dilation", "groups", "step", "factor", "taps")
+WINDOWS = (*PRODUCTS, *MOVES, *(kind for kind in OPS if "_pool" in kind))
 """Kinds whose attributes are sizes and places, none of them negative."""
 
 
 def check_graph(graph: Graph) -> None:
     """ValueError for an operator whose result does not have the shape its record gives, whose window is none, or whose
-    table is too short."""
+    tables are too short or lead outside a tensor."""
     for op in graph.ops:
         if op.kind == "island":
             continue
@@ -24,15 +26,19 @@ def check_graph(graph: Graph) -> None:
             raise ValueError(f"there is no operator {op.kind}")
         if op.kind in WINDOWS:
             _check_window(op)
+        if op.kind in MOVES and op.kind != "reshape":
+            _check_places(op, graph)
+        if op.kind.startswith("upsample"):
+            _check_tables(op, graph)
+        if op.kind in ("affine", "prelu"):
+            _check_channels(op, graph)
         shapes = [graph.types[name].shape for name in op.inputs]
         shape = tuple(OPS[op.kind].infer(op.attrs, shapes))
         if shape != graph.types[op.output].shape:
             raise ValueError(f"%{op.output} is {graph.types[op.output]}; {op.kind} gives {shape}")
         if op.kind == "table" and shapes[1] != (256,):
             raise ValueError(f"%{op.inputs[1]} is {graph.types[op.inputs[1]]}; a table has 256 entries")
-        if op.kind in ("avg_pool2d", "adaptive_avg_pool2d") and shapes[1] != (
-            len(counts(op.kind, op.attrs, shapes[0])),
-        ):
+        if "avg_pool" in op.kind and shapes[1] != (len(counts(op.kind, op.attrs, shapes[0])),):
             raise ValueError(f"%{op.inputs[1]} is {graph.types[op.inputs[1]]}; {op.kind} reads others")
 
 
@@ -41,6 +47,45 @@ def _check_window(op: Op) -> None:
         least = 1 if key in AT_LEAST_ONE else 0
         if any(number < least for number in _integers(value)):
             raise ValueError(f"{op.kind} with {key} {value}")
+
+
+def _check_places(op: Op, graph: Graph) -> None:
+    """Every copy of a move stays inside its tensors. Row-major ones show it: some copy spans all their other axes."""
+    sizes = dict.fromkeys(graph.symbols(), 2)
+    buffers = {name: Buffer(name, graph.types[name].shape, DType.U8, rows=True) for name in (*op.inputs, op.output)}
+    for box in boxes(op, [buffers[name] for name in op.inputs], buffers[op.output]):
+        ends = [(op.output, box.result, [run.result for run in box.runs])]
+        if not box.fill:
+            ends.append((op.inputs[box.operand], box.source, [run.source for run in box.runs]))
+        for name, start, steps in ends:
+            reach = [(run.size - 1) * step for run, step in zip(box.runs, steps, strict=True)]
+            far = [evaluate(one, sizes) for one in (start, buffers[name].size(), *reach)]
+            first, size, spans = far[0], far[1], far[2:]
+            if first + sum(min(span, 0) for span in spans) < 0 or first + sum(max(span, 0) for span in spans) >= size:
+                raise ValueError(f"{op.kind} with {dict(op.attrs)} leaves %{name}, {graph.types[name]}")
+
+
+def _check_tables(op: Op, graph: Graph) -> None:
+    """Indices lie inside the axis they are for; each has its weights."""
+    tables = [graph.constants[name] for name in op.inputs[1:]]
+    indices = tables if "nearest" in op.kind else tables[:-1:2]
+    for size, index in zip(graph.types[op.inputs[0]].shape[2:], indices, strict=True):
+        if index.ndim != (1 if "nearest" in op.kind else 2) or not ((index >= 0) & (index < size)).all():
+            raise ValueError(f"{op.kind} reads outside {graph.types[op.inputs[0]]}")
+    if "nearest" not in op.kind:
+        pairs = zip(indices, tables[1:-1:2], strict=True)
+        if tables[-1].shape != (1,) or any(i.shape != w.shape or i.shape[1] != 2 for i, w in pairs):
+            raise ValueError(f"%{op.output}: weights that do not go with their indices")
+
+
+def _check_channels(op: Op, graph: Graph) -> None:
+    """As many constants as channels."""
+    shape, axis = graph.types[op.inputs[0]].shape, op.attrs.get("axis", 1)
+    first, second = (graph.types[name].shape for name in op.inputs[1:])
+    allowed = ((1,), (shape[axis],)) if op.kind == "prelu" else ((shape[axis],),)
+    fits = second in allowed and first == (allowed[0] if op.kind == "prelu" else second)
+    if axis not in (1, len(shape) - 1) or not fits:
+        raise ValueError(f"{op.kind} of {graph.types[op.inputs[0]]} with constants of {first} and {second}")
 
 
 def _integers(value: Any) -> Iterable[int]:

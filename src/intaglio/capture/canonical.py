@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import fx
 
-from intaglio.capture.nodes import arguments, operator, tensor_type
+from intaglio.capture.nodes import arguments, is_constant, operator, tensor_type
 from intaglio.ops.shape import END
 
 Pass = Callable[[fx.GraphModule], int]
@@ -72,6 +74,46 @@ def _to_end(given: dict) -> bool:
 
 def _returned_input(node: fx.Node) -> bool:
     return node.args[0].op == "placeholder" and any(user.op == "output" for user in node.users)
+
+
+def fold_constants(module: fx.GraphModule) -> int:
+    """What reads constants only (weight norm, a weight that is standardized or cast) -> the constant it computes.
+
+    Not a pass of capture: while a model is trained its weights are no constants.
+    """
+    values: dict[fx.Node, Any] = {}
+    paths: dict[fx.Node, str] = {}
+    for node in module.graph.nodes:
+        if is_constant(node):
+            values[node], paths[node] = getattr(module, str(node.target)), node.meta.get("path", "")
+        elif _folds(node) and all(source in values for source in node.all_input_nodes):
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+            with torch.no_grad():
+                values[node], paths[node] = node.target(*args, **kwargs), paths[node.all_input_nodes[0]]
+    hits = [n for n, value in values.items() if not is_constant(n) and isinstance(value, torch.Tensor)]
+    hits = [node for node in hits if any(user not in values for user in node.users)]
+    for index, node in enumerate(hits):
+        name = f"constant{index}"
+        while hasattr(module, name):
+            name += "_"
+        module.register_buffer(name, values[node])
+        with module.graph.inserting_before(node):
+            constant = module.graph.get_attr(name)
+        constant.meta = {"type": tensor_type(node), "path": PARAMETRIZED.sub(r".\1", paths[node])}
+        node.replace_all_uses_with(constant)
+        module.graph.erase_node(node)
+    return len(hits)
+
+
+PARAMETRIZED = re.compile(r"\.parametrizations\.(\w+)\..*")
+"""``conv.parametrizations.weight.original0`` is what ``conv.weight`` is made of."""
+
+
+def _folds(node: fx.Node) -> bool:
+    """Whether a node with constant operands has one value: it has operands, and draws no random numbers."""
+    if node.op != "call_function" or not node.all_input_nodes or "dim" in node.meta:
+        return False
+    return torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
 
 
 def drop_unused_constants(module: fx.GraphModule) -> int:

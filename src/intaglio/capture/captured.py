@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from torch import fx, nn
 
 from intaglio.calls import bind, dims_of, rebuild
 from intaglio.capture.nodes import operator, origin, tensor_type
+from intaglio.errors import ArtifactError, InputError
 from intaglio.ir import About, Signature
 
 
@@ -24,7 +26,7 @@ class GraphStage:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves = bind(self.signature, args, kwargs)
         symbols = dims_of(self.signature, leaves)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):  # the graph says every element type itself
             results = self.module(*leaves)
         return rebuild(self.signature, results, symbols)
 
@@ -36,6 +38,16 @@ class GraphStage:
     def text(self) -> str:
         """One line a node: name, operator, operands, type, module path."""
         return fx_text(self.module.graph)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return type(self)(**{name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+
+    def __reduce__(self) -> Any:
+        """torch.fx pickles a graph as Python code and traces that anew, which loses types, origins and sites."""
+        raise ArtifactError(
+            type(self).__name__, None, "a stage between the models cannot be pickled",
+            remedy="save what it follows from: the recipe and ranges.save(path); the int8 model can be pickled",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,23 @@ class Captured(GraphStage):
     classes: Mapping[str, str]
     about: About = field(default_factory=About)
     training: bool = False
+
+
+MADE_BY = {
+    "Captured": "capture(model, example_inputs)",
+    "Prepared": "prepare(captured)",
+    "Reference": "convert(prepared, ranges)",
+    "Lowered": "requantize(reference)",
+}
+"""Stage -> the call that makes one."""
+
+
+def expect(stage: Any, wanted: type, verb: str) -> None:
+    """`InputError` when a step is given another stage than the one it starts from."""
+    if not isinstance(stage, wanted):
+        name = wanted.__name__
+        remedy = f"{MADE_BY[name]} makes one"
+        raise InputError(verb, None, f"takes a {name}, got a {type(stage).__name__}", remedy=remedy)
 
 
 def fx_text(graph: fx.Graph) -> str:

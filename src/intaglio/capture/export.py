@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import io
 import logging
@@ -42,9 +43,18 @@ def export(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], shapes: Any
     except Exception as error:
         raise CaptureError(
             type(model).__name__, None, f"torch.export cannot trace it: {_first_lines(error)}",
-            remedy="give dynamic_shapes that fit the model" if shapes is not None and "dynamic_shapes" in str(error)
-            else "quantize the submodules that do not depend on data one by one",
+            remedy=_remedy(str(error), shapes),
         ) from error  # fmt: skip
+
+
+def _remedy(said: str, shapes: Any) -> str:
+    if "register" in said:
+        return "torch.export.register_dataclass(YourClass), once, says what is in it"
+    if "quantized already" in said:
+        return "quantize the float model, or put the int8 part in afterwards"
+    if shapes is not None and ("dynamic_shapes" in said or "Constraints violated" in said):
+        return "give dynamic_shapes that fit the model"
+    return "quantize the submodules that do not depend on data one by one"
 
 
 @contextlib.contextmanager
@@ -213,20 +223,57 @@ def frozen_copy(model: nn.Module, training: bool) -> nn.Module:
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         kind = type(model).__name__
         raise CaptureError(kind, None, "not an nn.Module written in Python", remedy="pass the module it is made of")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != "cpu":
+            raise CaptureError(
+                name, None, f"on device {tensor.device}; models are quantized on the CPU",
+                remedy="load its weights first" if tensor.is_meta else "pass model.cpu(), and batches on the CPU",
+            )  # fmt: skip
     try:
         return copy.deepcopy(model).train(training)
     except Exception as error:
-        raise CaptureError(type(model).__name__, None, f"it cannot be copied: {error}") from error
+        raise CaptureError(
+            type(model).__name__, None, f"it cannot be copied: {error}", remedy="copy.deepcopy(model) must work"
+        ) from error
+
+
+def with_named_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> nn.Module:
+    """The model, its forward said to take these keywords by name: torch.export loses free sizes behind ``**kwargs``."""
+    forward, kinds = model.forward, inspect.Parameter
+    signature = inspect.signature(forward)
+    own = [p for p in signature.parameters.values() if p.kind is not kinds.VAR_KEYWORD]
+    extra = [kinds(name, kinds.KEYWORD_ONLY) for name in kwargs if name not in signature.parameters]
+    if len(own) == len(signature.parameters) or not extra:
+        return model
+
+    @functools.wraps(forward)
+    def call(*args: Any, **given: Any) -> Any:
+        return forward(*args, **given)
+
+    call.__signature__ = signature.replace(parameters=[*own, *extra])  # type: ignore[attr-defined]
+    model.forward = call
+    return model
 
 
 def free_batch(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """dynamic_shapes that leave the first axis of every tensor free where the model's own code allows."""
 
     def spec(leaf: Any) -> Any:
+        if _is_record(leaf):  # torch.export wants a list of what is in it
+            return [pytree.tree_map(spec, child, is_leaf=_is_record) for child in _fields(leaf)]
         return {0: TorchDim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.dim() else None
 
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except TypeError as error:
         raise CaptureError(type(model).__name__, None, f"the example inputs do not fit forward(): {error}") from error
-    return {name: pytree.tree_map(spec, value) for name, value in bound.items()}
+    return {name: pytree.tree_map(spec, value, is_leaf=_is_record) for name, value in bound.items()}
+
+
+def _is_record(value: Any) -> bool:
+    """A dataclass or other class that torch knows as a container."""
+    return type(value) in pytree.SUPPORTED_NODES and not isinstance(value, (tuple, list, dict))
+
+
+def _fields(record: Any) -> list[Any]:
+    return pytree.SUPPORTED_NODES[type(record)].flatten_fn(record)[0]

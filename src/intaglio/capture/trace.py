@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from intaglio.calls import TO_DENSE_ON_CPU, unfit
 from intaglio.capture.captured import Captured
 from intaglio.capture.check import disagreement, free_symbols
-from intaglio.capture.export import export, free_batch, frozen_copy, to_captured
+from intaglio.capture.export import export, free_batch, frozen_copy, to_captured, with_named_keywords
 from intaglio.errors import CaptureError
 
 
@@ -22,11 +23,18 @@ def trace(
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     kwargs = dict(example_kwargs or {})
     args, kwargs = pytree.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, (args, kwargs))
-    with torch.random.fork_rng(devices=[]):
-        own = frozen_copy(model, train)
+    _check_example(args, kwargs)
+    with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+        own = with_named_keywords(frozen_copy(model, train), kwargs)
         if not train:
             _try(own, args, kwargs)
         return _capture(own, args, kwargs, dynamic_shapes, train)
+
+
+def _check_example(args: tuple, kwargs: Mapping[str, Any]) -> None:
+    for index, leaf in enumerate(pytree.tree_leaves((args, dict(kwargs)))):
+        if isinstance(leaf, torch.Tensor) and (problem := unfit(leaf)) is not None:
+            raise CaptureError(f"example input {index}", None, problem, remedy=TO_DENSE_ON_CPU)
 
 
 def _try(own: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:

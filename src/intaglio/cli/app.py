@@ -26,6 +26,10 @@ Only = Annotated[list[str] | None, typer.Option(metavar="SELECTOR", help="Quanti
 RecipeFile = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Settings by selector, TOML.")]
 Samples = Annotated[int | None, typer.Option(min=1, help="Stop calibration after this many samples.")]
 Isa = Annotated[str | None, typer.Option(help="Instruction set. Default: the best of this machine.")]
+IsaList = Annotated[
+    str | None,
+    typer.Option(metavar="LIST", help="Instruction sets to build for: avx512vnni,avx2. Default: this machine's best."),
+]
 Shape = Annotated[
     list[str] | None,
     typer.Option(metavar="1,3,224,224", help="Random numbers of this shape as an input; once per input."),
@@ -87,7 +91,7 @@ def quantize(
     only: Only = None,
     recipe: RecipeFile = None,
     samples: Samples = None,
-    isa: Isa = None,
+    isa: IsaList = None,
     example: Annotated[
         str | None, typer.Option(metavar="MODULE:NAME", help="Arguments of one call. Default: the first batch.")
     ] = None,
@@ -98,7 +102,8 @@ def quantize(
     from intaglio.cli.show import show
 
     with _stdout_kept_for_json(json):
-        result = command.run(target, data, out, skip or (), only or (), recipe, samples, isa, example)
+        isas = tuple(name.strip() for name in isa.split(",")) if isa else None
+        result = command.run(target, data, out, skip or (), only or (), recipe, samples, isas, example)
     show(result, json, command.render)
 
 

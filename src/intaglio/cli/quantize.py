@@ -24,7 +24,7 @@ def run(
     only: Sequence[str],
     recipe: Path | None,
     samples: int | None,
-    isa: str | None,
+    isa: Sequence[str] | None,
     example: str | None,
 ) -> dict[str, Any]:
     if not hasattr(intaglio.QuantizedModel, "save"):  # before the work, not after it

@@ -17,12 +17,16 @@ LEAVE = ("vzeroupper", *(f"pop %{register}" for register in reversed(SAVED)), "r
 
 def function(spec: TileSpec, lines: Sequence[str]) -> str:
     """The kernel as a top-level assembly statement and its declaration."""
+    return kernel_text(spec.name, "Tile", f"{spec.rows} pixels x {16 * spec.blocks} channels -> {spec.result}", lines)
+
+
+def kernel_text(name: str, argument: str, note: str, lines: Sequence[str]) -> str:
+    """A function of one pointer to a struct, as it stands in a program."""
     body = "\n".join(f'    "{line}\\n"' for line in lines)
-    name = spec.name
     head = f'    ".text\\n.p2align 6\\n.globl {name}\\n.hidden {name}\\n.type {name},@function\\n{name}:\\n"'
     return (
-        f"// {spec.rows} pixels x {16 * spec.blocks} channels -> {spec.result}\n"
-        f'extern "C" void {name}(const struct Tile*);\n__asm__(\n{head}\n{body}\n    ".size {name},.-{name}\\n");\n'
+        f'// {note}\nextern "C" void {name}(const struct {argument}*);\n'
+        f'__asm__(\n{head}\n{body}\n    ".size {name},.-{name}\\n");\n'
     )
 
 

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 
-from intaglio.codegen.tile import Isa, TileSpec
+from intaglio.codegen.tile import Isa
 from intaglio.codegen.writer import Code
-from intaglio.ir import Dim, Graph, Op, Partition, Plan, Schedule, Shape, c_expression
+from intaglio.ir import Buffer, Dim, Graph, Op, Partition, Plan, Schedule, c_expression, lies
+from intaglio.ir.moves import Strides, strides
 
 ALIGNMENT = 64
+
+
+class Kernel(Protocol):
+    """A row of parameters that stands for a microkernel: a tile, a depthwise tile."""
+
+    @property
+    def name(self) -> str: ...
 
 
 class Blob:
@@ -42,7 +51,7 @@ class Context:
     def __init__(self, plan: Plan, isa: Isa, schedules: dict[str, Schedule]) -> None:
         self.plan, self.isa, self.schedules = plan, isa, schedules
         self.blob = Blob()
-        self.tiles: dict[str, TileSpec] = {}
+        self.kernels: dict[str, Kernel] = {}
         self.index = {placement.value: placement.order for placement in plan.placements}
         self.symbols = plan.graph.symbols()
 
@@ -62,21 +71,32 @@ class Context:
         buffer = self.plan.buffers.get(value)
         if buffer is None:
             kind = self.graph.types[value]
-            n, h, w, c = nhwc(kind.shape, value in self.plan.rows)
+            n, h, w, c = lies(kind.shape, value in self.plan.rows)
             sizes = f"{self.dim(n)}, {self.dim(h)}, {self.dim(w)}, {c} * {kind.dtype.bytes}"
-            return f"image({self.external(value)}, {sizes}, 0)"
-        sizes = ", ".join(map(self.dim, nhwc(buffer.shape, buffer.rows)))
+            return f"image({self.external(value)}, {sizes}, 0, 0)"
+        sizes = ", ".join(map(self.dim, buffer.lies()))
         start = f"r->arena + r->offsets[{self.index[buffer.alias or value]}]"
-        return f"image({start}, {sizes}, {buffer.halo})"
+        return f"image({start}, {sizes}, {buffer.halo[0]}, {buffer.halo[1]})"
 
     def external(self, value: str) -> str:
         return f"r->external[{self.plan.external.index(value)}]"
 
     def strides(self, value: str) -> str:
-        return f"r->strides + {4 * self.plan.external.index(value)}"
+        return f"r->strides + {5 * self.plan.external.index(value)}"
 
-    def halo(self, value: str) -> int:
-        return self.plan.buffers[value].halo if value in self.plan.buffers else 0
+    def given(self, value: str) -> bool:
+        """Whether a tensor of the caller is read only: an input of the graph, or what an island made."""
+        makers = [op for op in self.graph.ops if value in op.outputs]
+        return not makers or makers[0].kind == "island"
+
+    def dense_strides(self, value: str) -> Strides:
+        """Strides along the logical axes of a float tensor that the program writes, in elements."""
+        kind = self.graph.types[value]
+        return strides(Buffer(value, kind.shape, kind.dtype, rows=value in self.plan.rows))
+
+    def halo(self, value: str) -> bool:
+        """Whether there is one to fill."""
+        return value in self.plan.buffers and any(self.plan.buffers[value].halo)
 
     def limits(self, op: Op) -> str:
         """``struct Limits`` of the levels an operator gives."""
@@ -85,30 +105,14 @@ class Context:
         other = self.graph.types[op.inputs[1]].levels.zero if op.kind in ("add", "mul") else 0
         return self.constant(limits(q.zero, low, high, other), "struct Limits")
 
-    def use(self, specs: Iterable[TileSpec]) -> None:
+    def use(self, specs: Iterable[Kernel]) -> None:
         """Microkernels this program calls."""
-        self.tiles.update({spec.name: spec for spec in specs})
+        self.kernels.update({spec.name: spec for spec in specs})
 
     def dims_used(self, text: str) -> list[str]:
         """Declarations of the free dimensions that a body mentions."""
         words = set(re.findall(r"\b[a-z]\w*\b", text))
         return [f"const int64_t {name} = r->dims[{i}];" for i, name in enumerate(self.symbols) if name in words]
-
-
-def nhwc(shape: Shape, row_major: bool = False) -> tuple[Dim, Dim, Dim, Dim]:
-    """Images, rows, columns, channels as they lie; ``row_major``: four axes in their own order.
-
-    A tensor of another rank is rows of one pixel.
-    """
-    if len(shape) == 4 and row_major:
-        return shape[0], shape[1], shape[2], shape[3]
-    if len(shape) == 4:
-        n, c, h, w = shape
-        return n, h, w, c
-    rows: Dim = 1
-    for dim in shape[:-1]:
-        rows = rows * dim
-    return rows, 1, 1, shape[-1] if shape else 1
 
 
 def limits(zero_point: int, low: int, high: int, other_zero_point: int) -> np.ndarray:
@@ -126,10 +130,13 @@ def limits(zero_point: int, low: int, high: int, other_zero_point: int) -> np.nd
 
 def describe(partition: Partition, graph: Graph) -> str:
     """``u8[n, 64, 56, 56] -> u8[n, 64, 56, 56]`` of a partition's activations."""
-    read = [graph.types[name] for name in partition.reads() if name not in graph.constants]
-    kinds = " , ".join(f"{kind.dtype}[{', '.join(map(str, kind.shape))}]" for kind in read)
-    result = graph.types[partition.output]
-    return f"{kinds} -> {result.dtype}[{', '.join(map(str, result.shape))}]"
+
+    def kinds(names: Iterable[str]) -> str:
+        types = [graph.types[name] for name in names]
+        return ", ".join(f"{kind.dtype}[{', '.join(map(str, kind.shape))}]" for kind in types)
+
+    read = [name for name in partition.reads() if name not in graph.constants]
+    return f"{kinds(read)} -> {kinds(partition.ops[-1].outputs)}"
 
 
 def finish(code: Code, context: Context, value: str, limits: str) -> None:

@@ -2,56 +2,134 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 
 from intaglio import numerics
+from intaglio.codegen import depthwise
 from intaglio.codegen.context import Context
 from intaglio.codegen.pack import Packing, pack_columns, pack_weights, packing
 from intaglio.codegen.schedule import is_flat
 from intaglio.codegen.tile import TileSpec
 from intaglio.codegen.writer import Code
 from intaglio.ir import Op, Partition, Schedule
+from intaglio.ir.phases import Phase, axis_phases
 
 RESULT = {"requantize": "u8", "add": "add", "dequantize": "f32"}
 
 
+@dataclass(frozen=True)
+class Piece:
+    """One plain convolution over images: a whole layer, or one phase of a transposed one.
+
+    ``weight`` is [outputs, inputs per group, taps y, taps x]; ``start`` the row and column of the input at which the
+    first output's taps begin. ``phases``: the outputs it makes, along rows and columns; ``None`` for all of them.
+    """
+
+    weight: np.ndarray
+    stride: tuple[int, int]
+    dilation: tuple[int, int]
+    start: tuple[int, int]
+    phases: tuple[Phase, Phase] | None = None
+    strides_out: tuple[int, int] = (1, 1)
+
+
+def pieces(anchor: Op, weight: np.ndarray) -> list[Piece]:
+    """What a convolution or linear layer is made of; lines are images of one row, depth is one image each."""
+    missing = 4 - min(weight.ndim, 4)
+    flat = weight.reshape(*weight.shape[:2], *[1] * missing, *weight.shape[2:][-2:])
+    if anchor.kind == "linear":
+        return [Piece(flat, (1, 1), (1, 1), (0, 0))]
+    if not anchor.kind.startswith("conv_transpose"):
+        begins = anchor.attrs["padding"][::2]
+        return [Piece(flat, _rows_columns(anchor.attrs["stride"], 1), _rows_columns(anchor.attrs["dilation"], 1),
+                      _rows_columns([-begin for begin in begins], 0))]  # fmt: skip
+    along = _rows_columns(axis_phases(anchor, weight.shape[2:]), (Phase(0, (0,), 0, 1, 0),))
+    steps = _rows_columns(anchor.attrs["stride"], 1)
+    return [_phase(flat, y, x, steps) for y in along[0] for x in along[1]]
+
+
+def _rows_columns(values: Sequence[Any], lacking: Any) -> tuple[Any, Any]:
+    """The last two of a number per axis; a line has no rows."""
+    return (values[-2] if len(values) > 1 else lacking), values[-1]
+
+
+def _phase(weight: np.ndarray, y: Phase, x: Phase, steps: tuple[int, int]) -> Piece:
+    """The taps of one phase; outputs that no tap reaches get one of zeros."""
+    taken = weight[:, :, list(y.taps)][:, :, :, list(x.taps)]
+    if not taken.size:
+        taken = np.zeros((*weight.shape[:2], 1, 1), np.int8)
+    return Piece(np.ascontiguousarray(taken), (1, 1), (y.apart, x.apart), (y.start, x.start), (y, x), steps)
+
+
 def emit_matmul(code: Code, partition: Partition, context: Context) -> None:
-    """Fill a ``struct Matmul`` and run it; the result's halo after it."""
+    """Fill a ``struct Matmul`` for every piece and run it; the result's halo after them."""
     anchor, tail = partition.anchor, partition.ops[-1]
+    parts = pieces(anchor, context.graph.constants[anchor.inputs[1]])
+    for piece in parts:
+        with code.block("") if len(parts) > 1 else nullcontext():
+            _emit_piece(code, partition, context, piece)
+    if context.halo(tail.output):
+        code(f"const struct Image frame = {context.image(tail.output)};")
+        zero_point = context.graph.types[tail.output].levels.zero
+        code(f"fill_halo(&frame, {zero_point}, thread, threads);")
+
+
+def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece) -> None:
+    anchor, tail = partition.anchor, partition.ops[-1]
+    if depthwise.refusal(piece.weight, anchor.attrs.get("groups", 1), piece.dilation, RESULT[tail.kind]) is None:
+        layer = depthwise.Layer(
+            piece.weight, _folded_bias(partition, context, piece), context.graph.constants[tail.inputs[1]],
+            piece.stride, piece.dilation[0], piece.start, needs_guard(partition, context),
+        )  # fmt: skip
+        source = context.image(anchor.inputs[0])
+        code(f"const struct Image in = {source};")
+        results = _results(tail.output, context, piece, "in")
+        depthwise.emit_layer(code, layer, "in", results, context.limits(tail), context)
+        return
     schedule = context.schedules[tail.output]
-    weight, plan = packed_weight(partition, context, schedule)
+    plan = piece_packing(partition, context, schedule, piece)
     kernels = _kernels(partition, context, plan, schedule)
     for name, symbols in zip(("kernels", "last_kernels"), kernels, strict=True):
         code(f"static const TileKernel {name}[] = {{0, {', '.join(symbols)}}};")
     code("struct Matmul m = {};")
     code(f"m.in = {context.image(anchor.inputs[0])};")
-    code(f"m.out = {context.image(tail.output)};")
-    _geometry(code, anchor, context, plan, weight)
-    _operands(code, partition, context, plan, weight)
+    code(f"m.out = {_results(tail.output, context, piece)};")
+    _geometry(code, context, plan, piece, anchor.attrs.get("groups", 1))
+    _operands(code, partition, context, plan, piece)
     last_mask = (1 << (plan.outputs - 1) % 16 + 1) - 1
     code(f"""
-        m.panels = {plan.panels}, m.blocks = {plan.blocks}, m.panel_bytes = {_panel_bytes(plan, weight)};
+        m.panels = {plan.panels}, m.blocks = {plan.blocks}, m.panel_bytes = {_panel_bytes(plan, piece.weight)};
         m.flat = {int(is_flat(partition, context.plan))}, m.rows = {schedule.tile_rows}, m.last_mask = {last_mask};
         m.kernels = kernels, m.last_kernels = last_kernels, m.tile.mask = 0xffff;
         m.split_channels_below = {schedule.split_channels_below}, m.chunk_bytes = {schedule.chunk_bytes};
         matmul(&m, thread, threads);
     """)
-    if context.halo(tail.output):
-        code("fill_halo(&m.out, (uint8_t)m.tile.limits->zero_point, thread, threads);")
 
 
-def packed_weight(partition: Partition, context: Context, schedule: Schedule) -> tuple[np.ndarray, Packing]:
-    """The weight with four axes, and the panels it is cut into."""
-    anchor = partition.anchor
-    weight = context.graph.constants[anchor.inputs[1]]
-    weight = weight.reshape(*weight.shape[:2], *(weight.shape[2:] or (1, 1)))
-    groups = anchor.attrs.get("groups", 1)
+def _results(value: str, context: Context, piece: Piece, source: str = "m.in") -> str:
+    """The images a piece writes, or reads a residual operand from: all pixels, or those of its phases, as many as the
+    image ``source`` has and a few more or less."""
+    if piece.phases is None:
+        return context.image(value)
+    rows, columns = (
+        f"{phase.first}, {step}, {source}.{size} + {phase.extra}"
+        for phase, step, size in zip(piece.phases, piece.strides_out, ("height", "width"), strict=True)
+    )
+    return f"every({context.image(value)}, {rows}, {columns})"
+
+
+def piece_packing(partition: Partition, context: Context, schedule: Schedule, piece: Piece) -> Packing:
+    """The panels the weight of a piece is cut into."""
+    outputs, per_group, _, taps_x = piece.weight.shape
+    groups = partition.anchor.attrs.get("groups", 1)
     blocks = schedule.tile_columns
     packs = context.isa.packs and blocks == 4 and RESULT[partition.ops[-1].kind] != "f32"
-    packed = packs and weight.shape[0] >= 64
-    dilation_x = anchor.attrs.get("dilation", (1, 1))[1]
-    outputs, per_group, _, taps_x = weight.shape
-    return weight, packing(outputs, per_group * groups, groups, taps_x, dilation_x, blocks, packed)
+    return packing(outputs, per_group * groups, groups, taps_x, piece.dilation[1], blocks, packs and outputs >= 64)
 
 
 def _panel_bytes(plan: Packing, weight: np.ndarray) -> int:
@@ -79,20 +157,23 @@ def needs_guard(partition: Partition, context: Context) -> bool:
     graph = context.graph
     weight, bias = (graph.constants[name] for name in anchor.inputs[1:])
     x = graph.types[anchor.inputs[0]].levels
-    bound = numerics.accumulator_bound(weight, bias, x.qmin, x.qmax, x.zero)
-    factors = [graph.constants[name].astype(np.float64) for name in tail.inputs if name in graph.constants]
-    total = bound * np.abs(factors[0]) + (255 * np.abs(factors[1]) if len(factors) > 1 else 0)
+    factors = [np.abs(graph.constants[name].astype(np.float64)) for name in tail.inputs if name in graph.constants]
+    other = 255 * factors[1].max(initial=0) if len(factors) > 1 else 0
+    most = np.abs(bias.astype(np.int64)).max(initial=0) + weight[:1].size * 128 * 2 * 255
+    if most * factors[0].max(initial=0) + other < numerics.CONVERTIBLE / 2:  # whatever the weights: no pass over them
+        return False
+    bound = numerics.accumulator_bound(weight, bias, x.qmin, x.qmax, x.zeros, anchor.attrs.get("groups", 1))
+    total = bound * factors[0] + (255 * factors[1] if len(factors) > 1 else 0)
     return bool(total.max(initial=0) >= numerics.CONVERTIBLE / 2)
 
 
-def _geometry(code: Code, anchor: Op, context: Context, plan: Packing, weight: np.ndarray) -> None:
+def _geometry(code: Code, context: Context, plan: Packing, piece: Piece, groups: int) -> None:
     """Strides between output pixels, rows of taps and taps, in bytes."""
-    channels = weight.shape[1] * anchor.attrs.get("groups", 1)
-    (sy, sx), (dy, dx) = anchor.attrs.get("stride", (1, 1)), anchor.attrs.get("dilation", (1, 1))
-    top, _, left, _ = anchor.attrs.get("padding", (0, 0, 0, 0))
+    weight, (sy, sx), (dy, dx) = piece.weight, piece.stride, piece.dilation
+    channels = weight.shape[1] * groups
     taps = 1 if plan.joined else weight.shape[3]
     code(f"""
-        m.stride_y = {sy}, m.stride_x = {sx}, m.top = {top}, m.left = {left};
+        m.stride_y = {sy}, m.stride_x = {sx}, m.top = {-piece.start[0]}, m.left = {-piece.start[1]};
         m.tile.a_pixel = {sx * channels}, m.tile.tap_rows = {weight.shape[2]}, m.tile.a_row = {dy} * m.in.line;
         m.tile.taps = {taps}, m.tile.a_tap = {dx * channels}, m.tile.run = {plan.run};
     """)
@@ -100,12 +181,18 @@ def _geometry(code: Code, anchor: Op, context: Context, plan: Packing, weight: n
         code(f"m.first_channel = {context.constant(np.array(plan.first, np.int32), 'int32_t')};")
 
 
-def _operands(code: Code, partition: Partition, context: Context, plan: Packing, weight: np.ndarray) -> None:
-    anchor, tail, graph = partition.anchor, partition.ops[-1], context.graph
-    zero_point = graph.types[anchor.inputs[0]].levels.zero
+def _folded_bias(partition: Partition, context: Context, piece: Piece) -> np.ndarray:
+    """Bias less zero point times the weights of the piece, i64 per output."""
+    anchor, graph = partition.anchor, context.graph
+    zeros, groups = graph.types[anchor.inputs[0]].levels.zeros, anchor.attrs.get("groups", 1)
     bias = graph.constants[anchor.inputs[2]].astype(np.int64)
-    folded = bias - zero_point * weight.astype(np.int64).reshape(len(weight), -1).sum(1)
-    packed = pack_weights(weight, plan, anchor.attrs.get("groups", 1))
+    return bias - numerics.zero_point_term(piece.weight, zeros, groups)
+
+
+def _operands(code: Code, partition: Partition, context: Context, plan: Packing, piece: Piece) -> None:
+    anchor, tail, graph = partition.anchor, partition.ops[-1], context.graph
+    folded = _folded_bias(partition, context, piece)
+    packed = pack_weights(piece.weight, plan, anchor.attrs.get("groups", 1))
     code(f"m.tile.b = {context.constant(packed, 'int8_t')};")
     code(f"m.tile.bias = {context.constant(pack_columns(folded.astype(np.int32), plan), 'int32_t')};")
     if tail.kind == "dequantize":
@@ -118,6 +205,6 @@ def _operands(code: Code, partition: Partition, context: Context, plan: Packing,
     code(f"m.tile.limits = {context.limits(tail)};")
     code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 1;")
     if tail.kind == "add":
-        code(f"m.other = {context.image(tail.inputs[1])};")
+        code(f"m.other = {_results(tail.inputs[1], context, piece)};")
         code("m.tile.other_pixel = m.other.pixel;")
         code(f"m.tile.other_factor = {context.constant(pack_columns(factors[1], plan), 'float')};")

@@ -7,6 +7,7 @@ from math import prod
 
 from intaglio.codegen.tile import Isa
 from intaglio.ir import Partition, Plan, Schedule, evaluate, symbols_of
+from intaglio.ir.verify import PRODUCTS
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def schedules(plan: Plan, isa: Isa, caches: CacheSizes) -> dict[str, Schedule]:
     """Output value -> schedule, for every partition with a matrix product."""
     found = {}
     for step in plan.steps:
-        if step.partition.anchor.kind in ("conv2d", "linear"):
+        if step.partition.anchor.kind in PRODUCTS:
             found[step.partition.ops[-1].output] = analytic(problem(step.partition, plan), isa, caches)
     return found
 
@@ -43,8 +44,8 @@ def problem(partition: Partition, plan: Plan) -> Problem:
     weight, out = graph.constants[anchor.inputs[1]], graph.types[anchor.output].shape
     groups = anchor.attrs.get("groups", 1)
     sizes = [evaluate(d, dict.fromkeys(symbols_of(d), 1)) for d in out]
-    pixels = sizes[0] * sizes[2] * sizes[3] if anchor.kind == "conv2d" else prod(sizes[:-1])
-    width = sizes[3] if anchor.kind == "conv2d" else pixels
+    pixels = prod(sizes[:-1]) if anchor.kind == "linear" else sizes[0] * prod(sizes[2:])
+    width = pixels if anchor.kind == "linear" else sizes[-1]
     return Problem(
         outputs=weight.shape[0],
         outputs_per_group=weight.shape[0] // groups,
@@ -59,11 +60,13 @@ def is_flat(partition: Partition, plan: Plan) -> bool:
     anchor, buffers = partition.anchor, plan.buffers
     if anchor.kind == "linear":
         return True
+    if anchor.kind.startswith("conv_transpose"):
+        return False
     taps = plan.graph.constants[anchor.inputs[1]].shape[2:]
     images = [anchor.inputs[0], partition.ops[-1].output]
     images += [partition.ops[-1].inputs[1]] if partition.ops[-1].kind == "add" else []
-    plain = all(buffers[name].halo == 0 for name in images if name in buffers)
-    return plain and taps == (1, 1) and anchor.attrs["stride"] == (1, 1) and not any(anchor.attrs["padding"])
+    plain = not any(any(buffers[name].halo) for name in images if name in buffers)
+    return plain and {*taps, *anchor.attrs["stride"]} == {1} and not any(anchor.attrs["padding"])
 
 
 def analytic(layer: Problem, isa: Isa, caches: CacheSizes) -> Schedule:

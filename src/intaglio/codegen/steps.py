@@ -1,30 +1,39 @@
-"""Steps of one operator: pools, pointwise levels, moves, borders."""
+"""Steps of one operator: pools, pointwise levels, borders."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from intaglio import numerics
 from intaglio.codegen.context import Context, finish
 from intaglio.codegen.writer import Code
-from intaglio.ir import Dim, Op, Partition
+from intaglio.ir import Op, Partition, numel
+
+AXIS_NAMES = "zyx"
 
 
 def emit_pool(code: Code, partition: Partition, context: Context) -> None:
+    """Lines have one row, and all but volumes one depth."""
     op = partition.anchor
+    shapes = [context.graph.types[name].shape for name in (op.inputs[0], op.output)]
+    axes, limits = AXIS_NAMES[5 - len(shapes[0]) :], context.limits(op)
     code("struct Pool p = {};")
     code(f"p.in = {context.image(op.inputs[0])};")
     code(f"p.out = {context.image(op.output)};")
-    limits = context.limits(op)
-    if op.kind != "adaptive_avg_pool2d":
-        (ky, kx), (sy, sx), (py, px) = (op.attrs[key] for key in ("kernel", "stride", "padding"))
-        code(f"p.kernel_y = {ky}, p.kernel_x = {kx}, p.stride_y = {sy}, p.stride_x = {sx};")
-        code(f"p.top = {py}, p.left = {px};")
-    if op.kind == "max_pool2d":
-        dy, dx = op.attrs["dilation"]
-        code(f"p.dilation_y = {dy}, p.dilation_x = {dx};")
+    if "z" in axes:
+        code(f"p.depth_in = {context.dim(shapes[0][2])}, p.depth_out = {context.dim(shapes[1][2])};")
+    else:
+        code("p.depth_in = p.depth_out = 1;")
+    for axis, letter in enumerate("zyx"):
+        kernel, stride, padding, dilation = (
+            op.attrs[key][axis - len("zyx")] if letter in axes and key in op.attrs else default
+            for key, default in (("kernel", 1), ("stride", 1), ("padding", 0), ("dilation", 1))
+        )
+        code(f"p.{letter} = (struct PoolAxis){{{kernel}, {stride}, {padding}, {dilation}}};")
+    if op.kind.startswith("max_pool"):
         code("max_pool(&p, thread, threads);")
     else:
         flags = [int(op.attrs.get("include_pad", 0)), int(bool(op.attrs.get("divisor"))), int("size" in op.attrs)]
@@ -53,17 +62,6 @@ def emit_pair(code: Code, partition: Partition, context: Context) -> None:
     finish(code, context, op.output, context.limits(op))
 
 
-def emit_cat(code: Code, partition: Partition, context: Context) -> None:
-    op = partition.anchor
-    code(f"const struct Image out = {context.image(op.output)};")
-    channel: Dim = 0
-    for index, name in enumerate(op.inputs):
-        code(f"const struct Image in{index} = {context.image(name)};")
-        code(f"join_levels(&in{index}, &out, {context.dim(channel)}, thread, threads);")
-        channel = channel + context.graph.types[name].shape[op.attrs["axis"]]
-    finish(code, context, op.output, context.limits(op))
-
-
 def one_input(call: Callable[[Op, Context], str]) -> Callable[[Code, Partition, Context], None]:
     """Prints a step of one image and its result: ``call`` gives the statement over ``in`` and ``out``."""
 
@@ -88,63 +86,87 @@ def _clamp_call(op: Op, context: Context) -> str:
     return f"clamp_levels(&in, &out, {context.limits(op)}, thread, threads);"
 
 
-def _shuffle_call(op: Op, context: Context) -> str:
-    return f"shuffle_levels(&in, &out, {op.attrs['groups']}, thread, threads);"
-
-
 def _table_call(op: Op, context: Context) -> str:
     table = context.constant(context.graph.constants[op.inputs[1]], "uint8_t")
     return f"look_up(&in, &out, {table}, thread, threads);"
 
 
-emit_affine, emit_clamp = one_input(_affine_call), one_input(_clamp_call)
-emit_shuffle, emit_table = one_input(_shuffle_call), one_input(_table_call)
+def _prelu_call(op: Op, context: Context) -> str:
+    zero = context.graph.types[op.inputs[0]].levels.zero
+    rise, fall = (context.graph.constants[name] for name in op.inputs[1:])
+    each = context.constant(np.broadcast_to(fall, context.plan.buffers[op.inputs[0]].channels()), "float")
+    first = f"*{context.constant(np.array([zero], np.int32), 'int32_t')}, {context.constant(rise, 'float')}"
+    return f"prelu_levels(&in, &out, {first}, {each}, {context.limits(op)}, thread, threads);"
 
 
-def emit_move(code: Code, partition: Partition, context: Context) -> None:
-    """slice: steps through the input; pad: starts before it."""
+emit_affine, emit_clamp, emit_table = one_input(_affine_call), one_input(_clamp_call), one_input(_table_call)
+emit_prelu = one_input(_prelu_call)
+
+
+def emit_softmax(code: Code, partition: Partition, context: Context) -> None:
+    """Both tensors are dense and lie alike, so what is faster than the axis is as long as the axis is apart."""
     op = partition.anchor
-    start, step = [0, 0, 0, 0], [1, 1, 1, 1]
-    if op.kind == "slice":
-        start[op.attrs["axis"]], step[op.attrs["axis"]] = op.attrs["start"], op.attrs["step"]
-    else:
-        start = [-before for before in op.attrs["before"]]
-    limits = context.limits(op)
-    code("struct Move m = {};")
-    code(f"m.in = {context.image(op.inputs[0])};")
-    code(f"m.out = {context.image(op.output)};")
-    for index, axis in enumerate("ncyx"):
-        code(f"m.{axis}0 = {start[index]}, m.s{axis} = {step[index]};")
-    code(f"m.level = (uint8_t)({limits})->zero_point;")
-    code("move_levels(&m, thread, threads);")
-    finish(code, context, op.output, limits)
-
-
-def emit_reshape(code: Code, partition: Partition, context: Context) -> None:
-    """Four axes that lie in their own order are shown as rows of one pixel: there, logical order is memory order."""
-    op = partition.anchor
-    for name, value in (("in", op.inputs[0]), ("out", op.output)):
-        code(f"struct Image {name} = {context.image(value)};")
-        if context.plan.buffers[value].rows:
-            code(f"{name} = image({name}.base, {name}.images * {name}.height * {name}.width, 1, 1, {name}.pixel, 0);")
-    code("reshape_levels(&in, &out, thread, threads);")
-    finish(code, context, op.output, context.limits(op))
+    shape, axis = context.graph.types[op.output].shape, op.attrs["axis"]
+    apart = context.dim(context.dense_strides(op.output)[axis])
+    ends = f"(const float*){context.external(op.inputs[0])}, (float*){context.external(op.output)}"
+    code(f"softmax({ends}, {context.dim(numel(shape))}, {context.dim(shape[axis])}, {apart}, thread, threads);")
 
 
 def emit_quantize(code: Code, partition: Partition, context: Context) -> None:
+    """A float tensor of any strides; of volumes, the depths of one after the other."""
     op = partition.anchor
-    q = _affine(context, op.output)
+    buffer = context.plan.buffers[op.output]
     code(f"const struct Image out = {context.image(op.output)};")
-    code(f"const struct Affine* q = {q};")
-    source = context.external(op.inputs[0])
-    strides = context.strides(op.inputs[0])
-    if context.plan.buffers[op.output].rows:
-        code(f"const int64_t* s = {strides};")
-        code("const int64_t strides[] = {s[0], s[3], s[1], s[2]};")
-        strides = "strides"
-    code(f"quantize_image((const float*){source}, {strides}, &out, q, thread, threads);")
+    code(f"const struct Affine* q = {_affine(context, op.output)};")
+    code(f"const int64_t* s = {_source_strides(code, op.inputs[0], context)};")
+    code(f"const int64_t strides[] = {{{', '.join(_strides_read(len(buffer.shape), buffer.rows))}}};")
+    source = f"(const float*){context.external(op.inputs[0])}"
+    if buffer.spatial and len(buffer.shape) == 5:
+        depth = context.dim(buffer.shape[2])
+        with code.block(f"for (int64_t b = 0; b < {context.dim(buffer.shape[0])}; ++b)"):
+            code(f"struct Image one = out; one.images = {depth}, one.base += b * {depth} * out.image;")
+            code(f"quantize_image({source} + b * s[0], strides, &one, q, 0, thread, threads);")
+    else:
+        code(f"quantize_image({source}, strides, &out, q, 0, thread, threads);")
     if context.halo(op.output):
         code("fill_halo(&out, (uint8_t)q->zero_point, thread, threads);")
+
+
+def _source_strides(code: Code, value: str, context: Context) -> str:
+    """Of a tensor that came from outside, as it came; what the program itself wrote is dense."""
+    if context.given(value):
+        return context.strides(value)
+    steps = ", ".join(map(context.dim, context.dense_strides(value)[-5:]))
+    code(f"const int64_t dense[] = {{{steps}}};")
+    return "dense"
+
+
+def _strides_read(rank: int, rows: bool) -> list[str]:
+    """Strides along images, channels, rows and columns of what is read, from those of its last five axes."""
+    if rows or rank not in (3, 4, 5):
+        axes = [rank - 4 if rank > 3 else 0, rank - 1, rank - 3 if rank > 3 else 1, rank - 2 if rank > 3 else -1]
+        axes = [0, axes[1], -1, -1] if rank == 2 else [-1, rank - 1, -1, -1] if rank < 2 else axes
+    else:
+        axes = {3: [0, 1, -1, 2], 4: [0, 1, 2, 3], 5: [2, 1, 3, 4]}[rank]
+    return ["0" if axis < 0 else f"s[{axis - max(0, rank - 5)}]" for axis in axes]
+
+
+def emit_pixels(code: Code, partition: Partition, context: Context) -> None:
+    """An image of floats, or of the bytes that are its levels."""
+    op = partition.anchor
+    source, strides = context.external(op.inputs[0]), context.strides(op.inputs[0])
+    gain, shift = (context.graph.constants[name] for name in op.inputs[1:])
+    zeros = np.broadcast_to(np.array(context.graph.types[op.output].levels.zeros), gain.shape)
+    parts = [_affine_bytes(*each, 0, 255) for each in zip(gain, shift, np.ones_like(gain), zeros, strict=True)]
+    code(f"const struct Image out = {context.image(op.output)};")
+    code(f"const struct Affine* q = {context.constant(np.concatenate(parts), 'struct Affine')};")
+    code(f"if (r->bytes[{context.plan.external.index(op.inputs[0])}])")
+    code(f"    copy_image({source}, {strides}, &out, thread, threads);")
+    code("else")
+    code(f"    quantize_image((const float*){source}, {strides}, &out, q, 1, thread, threads);")
+    if context.halo(op.output):
+        pixel = context.constant(zeros.astype(np.uint8), "uint8_t")
+        code(f"fill_halo_pixels(&out, {pixel}, thread, threads);")
 
 
 def emit_dequantize(code: Code, partition: Partition, context: Context) -> None:
@@ -157,6 +179,11 @@ def emit_dequantize(code: Code, partition: Partition, context: Context) -> None:
 def _affine(context: Context, value: str) -> str:
     """``struct Affine`` of a value's levels."""
     q = context.graph.types[value].levels
-    floats = np.array([numerics.reciprocal(q.step), q.step], np.float32)
-    integers = np.array([q.zero, q.qmin, q.qmax], np.int32)
-    return context.constant(np.frombuffer(floats.tobytes() + integers.tobytes(), np.uint8), "struct Affine")
+    return context.constant(
+        _affine_bytes(numerics.reciprocal(q.step), 0, q.step, q.zero, q.qmin, q.qmax), "struct Affine"
+    )
+
+
+def _affine_bytes(inverse: Any, offset: Any, scale: float, zero_point: int, low: int, high: int) -> np.ndarray:
+    floats, integers = np.array([inverse, offset, scale], np.float32), np.array([zero_point, low, high], np.int32)
+    return np.frombuffer(floats.tobytes() + integers.tobytes(), np.uint8)

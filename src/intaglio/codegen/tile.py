@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 RESULTS = ("u8", "add", "f32")
 """Requantize to levels; add a residual operand and requantize; dequantize to float."""
@@ -56,7 +57,8 @@ class TileSpec:
 class Isa:
     """An instruction set as the generator sees it: tallest tile by blocks, whether it packs, the printer.
 
-    ``support``: text that stands before the kernels of a program.
+    ``support``: text that stands before the kernels of a program. ``depthwise``: the printer of depthwise kernels
+    (`codegen.depthwise.DepthwiseSpec`); without one, loops that the compiler vectorises.
     """
 
     name: str
@@ -64,6 +66,11 @@ class Isa:
     packs: bool
     emit: Callable[[TileSpec], str]
     support: str = ""
+    depthwise: Callable[[Any], str] | None = None
+
+    def print(self, spec: Any) -> str:
+        """The text of a tile's kernel, or of a depthwise one's."""
+        return self.emit(spec) if isinstance(spec, TileSpec) or self.depthwise is None else self.depthwise(spec)
 
     @property
     def blocks(self) -> int:

@@ -6,6 +6,7 @@ Registers: zmm0.. weights, then broadcasts; the last ``rows * blocks`` are accum
 
 from __future__ import annotations
 
+from intaglio.codegen import depthwise512
 from intaglio.codegen.assembly import LEAVE, SAVE, field, function, limit, tap_loops
 from intaglio.codegen.tile import Isa, TileSpec
 
@@ -132,4 +133,4 @@ def spread_table() -> str:
     )  # fmt: skip
 
 
-AVX512VNNI = Isa("avx512vnni", TALLEST, True, emit, spread_table())
+AVX512VNNI = Isa("avx512vnni", TALLEST, True, emit, spread_table(), depthwise512.emit)

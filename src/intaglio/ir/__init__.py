@@ -12,6 +12,8 @@ from intaglio.ir.partition import (
     Program,
     Schedule,
     Step,
+    StepNote,
+    lies,
 )
 from intaglio.ir.text import graph_text, partitions_text
 from intaglio.ir.types import Axis, DType, Groups, QParams, Ref, Rows, TensorType
@@ -43,12 +45,14 @@ __all__ = [
     "Shape",
     "Signature",
     "Step",
+    "StepNote",
     "TensorType",
     "VerifyError",
     "c_expression",
     "evaluate",
     "fresh",
     "graph_text",
+    "lies",
     "numel",
     "partitions_text",
     "prune",

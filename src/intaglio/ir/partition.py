@@ -38,38 +38,52 @@ class Partition:
         return tuple(dict.fromkeys(name for op in self.ops for name in op.inputs if name not in made))
 
 
+def lies(shape: Shape, rows: bool) -> tuple[Dim, Dim, Dim, Dim]:
+    """Images, rows, columns and bytes (or elements) of a pixel, as a tensor lies in memory.
+
+    With channels last: [n, c, w] is one row an image, [n, c, d, h, w] is d images each. Row-major, or of another rank:
+    the last axis is the pixel, the axes before it columns, rows and images, as far as they go.
+    """
+    if not rows and len(shape) in (3, 4, 5):
+        n, c, *image = shape
+        return (n if len(image) < 3 else n * image[0]), (1 if len(image) < 2 else image[-2]), image[-1], c
+    *outer, pixel = shape or (1,)
+    sizes = [*outer[-3:], *[1] * (3 - len(outer))]
+    for dim in outer[:-3]:
+        sizes[0] = sizes[0] * dim
+    return sizes[0], sizes[1], sizes[2], pixel
+
+
 @dataclass(frozen=True)
 class Buffer:
-    """Memory of one internal tensor: NHWC when it has four axes (``halo`` rows and columns around each image,
-    filled with the zero point), else, or with ``rows``, row-major.
+    """Memory of one internal tensor, channels last or, with ``rows`` and for other than three to five axes, row-major.
 
-    ``alias`` names the buffer whose bytes it shares (a reshape that moves nothing).
+    ``halo``: rows and columns around each image, filled with the zero point. ``alias`` names the buffer whose bytes it
+    shares (a reshape that moves nothing).
     """
 
     value: str
     shape: Shape
     dtype: DType
-    halo: int = 0
-    zero_point: int = 0
+    halo: tuple[int, int] = (0, 0)
     alias: str | None = None
     rows: bool = False
 
     @property
     def spatial(self) -> bool:
-        return len(self.shape) == 4 and not self.rows
+        return len(self.shape) in (3, 4, 5) and not self.rows
+
+    def lies(self) -> tuple[Dim, Dim, Dim, Dim]:
+        """Images, rows, columns, channels, without halo."""
+        return lies(self.shape, self.rows)
 
     def pixels(self) -> Dim:
-        """Pixels with their halo (rows when there are no four axes)."""
-        if self.spatial:
-            n, _, h, w = self.shape
-            return n * (h + 2 * self.halo) * (w + 2 * self.halo)
-        total: Dim = 1
-        for dim in self.shape[:-1]:
-            total = total * dim
-        return total
+        """Pixels with their halo."""
+        n, h, w, _ = self.lies()
+        return n * ((h + 2 * self.halo[0]) * (w + 2 * self.halo[1]))
 
     def channels(self) -> int:
-        dim = self.shape[1] if self.spatial else (self.shape[-1] if self.shape else 1)
+        dim = self.lies()[3]
         if not isinstance(dim, int):
             raise ValueError(f"%{self.value}: the channel axis {dim} is not fixed")
         return dim
@@ -103,7 +117,7 @@ class Plan:
     """Everything code generation needs besides the graph: steps in order, buffers, their lives.
 
     ``external`` values live in tensors of the caller (graph inputs and outputs, what islands read and write). ``rows``:
-    values of four axes that lie row-major.
+    values of three to five axes that lie row-major.
     """
 
     graph: Graph
@@ -135,7 +149,7 @@ class Schedule:
 @dataclass(frozen=True)
 class External:
     """One entry of the table of caller's tensors: value, logical shape, element type, whether the program writes it,
-    whether it writes four axes row-major instead of channels last."""
+    whether three to five axes lie row-major instead of channels last."""
 
     value: str
     shape: Shape
@@ -155,6 +169,18 @@ class IslandCall:
 
 
 @dataclass(frozen=True)
+class StepNote:
+    """A step for readers: partition, kinds of its operators, types, multiply-accumulates of one image; the key of an
+    island."""
+
+    name: str
+    kinds: str
+    types: str
+    macs: int
+    island: str = ""
+
+
+@dataclass(frozen=True)
 class Program:
     """Generated C++ text, the constants it reads, and what the runtime must know to call it."""
 
@@ -168,3 +194,4 @@ class Program:
     segments: int
     buffers: int
     notes: Mapping[str, Any] = field(default_factory=dict)
+    steps: tuple[StepNote, ...] = ()

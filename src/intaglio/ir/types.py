@@ -95,17 +95,22 @@ class QParams:
 
     @property
     def step(self) -> float:
-        """The only scale."""
-        (scale,) = self.scales
+        """The only scale, of all channels."""
+        (scale,) = set(self.scales)
         return scale
 
     @property
     def zero(self) -> int:
         """The only zero point."""
+        (zero_point,) = self.zeros
+        return zero_point
+
+    @property
+    def zeros(self) -> tuple[int, ...]:
+        """Constant zero points; parameters made at run time have none."""
         if isinstance(self.zero_point, Ref):
             raise TypeError(f"the zero point is held by {self.zero_point}")
-        (zero_point,) = self.zero_point
-        return zero_point
+        return self.zero_point
 
     def __str__(self) -> str:
         if isinstance(self.scale, Ref) or isinstance(self.zero_point, Ref):

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 from intaglio.ir.graph import Graph, Op
+from intaglio.ir.moves import MOVES
 from intaglio.ir.types import DType
 
 U8, S8, I32, F32 = DType.U8, DType.S8, DType.I32, DType.F32
 LEVELS = (U8, S8)
+PRODUCTS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
 
 RULES: dict[str, tuple[tuple[tuple[DType, ...], ...], tuple[DType, ...]]] = {
     "quantize": (((F32,),), LEVELS),
+    "pixels": (((F32,), (F32,), (F32,)), (U8,)),
     "dequantize": (((*LEVELS, I32),), (F32,)),
-    "conv2d": (((U8,), (S8,), (I32,)), (I32,)),
-    "linear": (((U8,), (S8,), (I32,)), (I32,)),
+    **dict.fromkeys(PRODUCTS, (((U8,), (S8,), (I32,)), (I32,))),
     "requantize": (((I32,), (F32,)), (U8,)),
     "add": (((U8, I32), (U8,), (F32,), (F32,)), (U8,)),
     "mul": (((U8,), (U8,), (F32,)), (U8,)),
     "affine": (((U8,), (F32,), (F32,)), (U8,)),
-    "shuffle": (((U8,),), (U8,)),
+    "prelu": (((U8,), (F32,), (F32,)), (U8,)),
     "clamp": (((U8,),), (U8,)),
-    "max_pool2d": (((U8,),), (U8,)),
-    "avg_pool2d": (((U8,), (F32,)), (U8,)),
-    "adaptive_avg_pool2d": (((U8,), (F32,)), (U8,)),
-    "pad": (((U8,),), (U8,)),
-    "slice": (((U8,),), (U8,)),
-    "reshape": (((U8,),), (U8,)),
+    **{kind: (((U8,),), (U8,)) for kind in MOVES if kind != "cat"},
+    **{f"max_pool{axes}d": (((U8,),), (U8,)) for axes in (1, 2, 3)},
+    **{f"{kind}{axes}d": (((U8,), (F32,)), (U8,)) for kind in ("avg_pool", "adaptive_avg_pool") for axes in (1, 2, 3)},
+    **{f"upsample_nearest{axes}d": (((U8,), *[(I32,)] * axes), (U8,)) for axes in (1, 2, 3)},
+    "upsample_linear1d": (((U8,), (I32,), (F32,), (F32,)), (U8,)),
+    "upsample_bilinear2d": (((U8,), (I32,), (F32,), (I32,), (F32,), (F32,)), (U8,)),
     "table": (((U8,), (U8,)), (U8,)),
+    "softmax": (((F32,),), (F32,)),
 }
 """Kind -> element types each operand may have, and the result's. Kinds not listed carry any types."""
 

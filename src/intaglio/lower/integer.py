@@ -2,37 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from torch import fx
 
 from intaglio import numerics
+from intaglio.capture.captured import expect
 from intaglio.capture.nodes import call_of, operands, operator, origin, record_of, tensor_nodes, tensor_type
 from intaglio.ir import DType, Graph, Op, Origin, QParams, TensorType, fresh, graph_text, verify
 from intaglio.ir.rewrite import run_passes
 from intaglio.lower.islands import Unit, island_of
 from intaglio.lower.lowered import Island, Lowered
 from intaglio.lower.passes import LOWER_PASSES
-from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, quantized_to
+from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
 from intaglio.ops import ANCHORS
 from intaglio.ops.pool import counts
+from intaglio.ops.resize import tables
 from intaglio.quant.annotate import macs
-from intaglio.quant.convert import Reference
+from intaglio.quant.convert import Reference, each_output, per_output
+from intaglio.quant.sites import Skip
 
 
 def requantize(reference: Reference) -> Lowered:
     """The integer graph of a Q/DQ model: every region between dequantize and quantize on int32 accumulators, one
     requantize at its end; everything else in as few float islands as the order allows."""
+    expect(reference, Reference, "requantize")
     builder = _Builder(reference.module)
     builder.run()
     graph, _ = run_passes(verify(builder.graph(), "requantize"), LOWER_PASSES)
     integer = sum(macs(node) for region in builder.regions for node in region.nodes)
     total = sum(macs(node) for node in reference.module.graph.nodes)
     inside = {node.name for region in builder.regions for node in region.nodes}
-    floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in inside)
+    native = inside.union(node.name for node in builder.real)
+    floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in native)
+    floats += _without_reason(builder.cut, {skip.node for skip in floats})
     about = reference.about.after(integer=graph_text(graph))
     return Lowered(graph, builder.islands, reference.signature, floats, (integer, total), len(inside), about)
+
+
+def _without_reason(cut: Iterable[list[fx.Node]], named: set[str]) -> tuple[Skip, ...]:
+    """Islands that no float operator explains: the program stops for them all the same."""
+    computing = [[node for node in nodes if operator(node)] for nodes in cut]
+    silent = [nodes[0] for nodes in computing if nodes and not named.intersection(node.name for node in nodes)]
+    reason = "it makes integers or booleans, which stay in PyTorch"
+    return tuple(Skip(node.name, reason, origin(node)) for node in silent)
 
 
 class _Builder:
@@ -43,11 +57,14 @@ class _Builder:
         self.regions = find_regions(module.graph)
         self.types: dict[str, TensorType] = {}
         self.constants: dict[str, np.ndarray] = {}
+        self.reused: dict[str, str] = {}
         self.ops: list[Op] = []
         self.inputs: list[str] = []
         self.outputs: list[str] = []
         self.islands: dict[str, Island] = {}
+        self.cut: list[list[fx.Node]] = []  # nodes of each island
         self.values: dict[fx.Node, str] = {}  # node -> value that holds it: levels behind Q and DQ, else float
+        self.real: list[fx.Node] = []  # float operators that the program runs
         self.floats: dict[str, str] = {}  # value of levels -> its dequantized value
 
     # -- order ---------------------------------------------------------------------------------------------------
@@ -87,7 +104,14 @@ class _Builder:
             elif node.op == "get_attr":
                 if node in returned:
                     yield Unit((node,), (), False)
+            elif any(pixels_of(user) for user in node.users):
+                continue
+            elif image := pixels_of(node):
+                yield Unit((node,), image[:1], True)
             elif quantized_to(node) or levels_of(node):
+                yield Unit((node,), (node.args[0],), True)
+            elif self._is_real(node, regions):
+                self.real.append(node)
                 yield Unit((node,), (node.args[0],), True)
             elif constant_of(node, DType.S8) or constant_of(node, DType.I32):
                 continue
@@ -95,6 +119,13 @@ class _Builder:
                 read = tensor_nodes((node.args, node.kwargs))
                 needs = [n for n in read if n.op != "get_attr" and "dim" not in n.meta]
                 yield Unit((node,), tuple(dict.fromkeys(needs)), False)
+
+    def _is_real(self, node: fx.Node, regions: Mapping[fx.Node, IntegerRegion]) -> bool:
+        """Whether the program has a float kernel for it, and makes what it reads."""
+        record, source = record_of(node), node.args[0] if node.args else None
+        if record is None or not record.real or record.check(call_of(node, record)) is not None:
+            return False
+        return bool(levels_of(source)) or source in self.real or source in regions
 
     def _ready(self, unit: Unit) -> bool:
         return all(node in self.values for node in unit.needs)
@@ -105,6 +136,10 @@ class _Builder:
             self._region(unit.region)
         elif levels_of(node):
             self.values[node] = self.values[node.args[0]]
+        elif node in self.real:
+            record, source = record_of(node), self._float(node.args[0])
+            attrs = record.bind(call_of(node, record))
+            self.values[node] = self._op(record.name, [source], node.name, tensor_type(node), origin(node), **attrs)
         else:
             self._quantize(node, quantized_to(node))
 
@@ -120,11 +155,13 @@ class _Builder:
     def _constant(
         self, stem: str, array: np.ndarray, dtype: DType, q: QParams | None = None, reuse: bool = False
     ) -> str:
-        """A constant; ``reuse``: the one of that name made before."""
-        name = _plain(stem)
-        if not (reuse and name in self.constants):
-            name = self._value(stem, TensorType(array.shape, dtype, q))
-            self.constants[name] = np.ascontiguousarray(array)
+        """A constant; ``reuse``: the one made under this stem before."""
+        if reuse and stem in self.reused:
+            return self.reused[stem]
+        name = self._value(stem, TensorType(array.shape, dtype, q))
+        self.constants[name] = np.ascontiguousarray(array)
+        if reuse:
+            self.reused[stem] = name
         return name
 
     def _op(self, kind: str, inputs: Iterable[str], stem: str, result: TensorType, where: Origin, **attrs) -> str:
@@ -147,6 +184,9 @@ class _Builder:
 
     def _quantize(self, node: fx.Node, q: QParams) -> None:
         """Float -> levels; levels of other parameters -> a table; equal parameters -> nothing."""
+        if image := pixels_of(node):
+            self._pixels(node, image, q)
+            return
         source = self.values[node.args[0]]
         kind = self.types[source]
         result = TensorType(kind.shape, DType.U8, q)
@@ -156,6 +196,14 @@ class _Builder:
             self.values[node] = source
         else:
             self.values[node] = self._again(source, q, origin(node))
+
+    def _pixels(self, node: fx.Node, image: tuple[fx.Node, fx.Node, fx.Node], q: QParams) -> None:
+        source, names = self.values[image[0]], []
+        for constant, label in zip(image[1:], ("gain", "shift"), strict=True):
+            values = getattr(self.module, constant.target).numpy().reshape(-1)
+            names.append(self._constant(f"{source}_{label}", values, DType.F32))
+        result = TensorType(self.types[source].shape, DType.U8, q)
+        self.values[node] = self._op("pixels", [source, *names], f"{source}_u8", result, origin(node))
 
     def _region(self, region: IntegerRegion) -> None:
         where, kind = _origin(region), tensor_type(region.root)
@@ -198,15 +246,16 @@ class _Builder:
         return numerics.clamp_levels(attrs["low"], attrs["high"], q.step, q.zero, q.qmin, q.qmax)
 
     def _anchor(self, region: IntegerRegion, stem: str) -> str:
-        """conv2d or linear into an int32 accumulator."""
+        """A convolution or linear layer into an int32 accumulator; its weight with all outputs first."""
         node, record = region.anchor, region.record
         values = operands(node)
         x, weight = self.values[values[0]], constant_of(values[record.roles.weight], DType.S8)
-        levels = getattr(self.module, weight.target).numpy()
+        levels = per_output(region, getattr(self.module, weight.target).numpy())
         scales = self._scales(values[record.roles.weight])
+        scales = scales if len(scales) == 1 else tuple(map(float, each_output(scales, len(levels))))
         w_q = QParams(scales, (0,) * len(scales), -128, 127, 0 if len(scales) > 1 else None)
-        unit = tuple(map(float, numerics.accumulator_scale(self.types[x].levels.scales, scales)))
-        axis = None if len(unit) == 1 else 1 if record.name == "conv2d" else len(tensor_type(node).shape) - 1
+        unit = tuple(map(float, numerics.accumulator_scale(self.types[x].levels.step, scales)))
+        axis = None if len(unit) == 1 else len(tensor_type(node).shape) - 1 if record.name == "linear" else 1
         acc_q = QParams(unit, (0,) * len(unit), -(2**31), 2**31 - 1, axis)
         bias = constant_of(values[record.roles.bias], DType.I32)
         steps = np.zeros(levels.shape[0], np.int32) if bias is None else getattr(self.module, bias.target).numpy()
@@ -256,8 +305,8 @@ class _Builder:
             self._constant(f"{stem}_{label}", factor, DType.F32)
             for label, factor in zip(("factor", "offset"), factors, strict=True)
         ]
-        inputs = [self.values[x], *names]
-        return self._op("affine", inputs, f"{stem}_affine", result, origin(region.anchor), low=low, high=high)
+        inputs, attrs = [self.values[x], *names], region.record.bind(call_of(region.anchor, region.record))
+        return self._op("affine", inputs, f"{stem}_affine", result, origin(region.anchor), **attrs, low=low, high=high)
 
     def _cat(self, region: IntegerRegion, stem: str, result: TensorType) -> str:
         """Operands of other parameters go through a table first; annotation lets them share, so ours never do."""
@@ -286,10 +335,24 @@ class _Builder:
             table = numerics.function_table(lambda real: record.function(real, attrs), *ends)
             levels = self._constant(f"{stem}_{record.name}_levels", table, DType.U8)
             return self._op("table", [x, levels], f"{stem}_{record.name}", result, origin(node))
-        if not record.shares:
-            q, shape = self.types[x].q, self.types[x].shape
-            factors = numerics.pool_multipliers(q.step, result.levels.step, counts(record.name, attrs, shape))
-            inputs.append(self._constant(f"{stem}_factors", factors, DType.F32))
+        q, step_y = self.types[x].levels, result.levels.step
+        ratio = _each(numerics.multiplier(q.step, step_y))
+        if record.kernel == "resize":
+            found = tables(record.name, attrs)
+            arrays = {f"table{index}": table for index, table in enumerate(found)}
+            arrays |= {} if record.shares else {"factor": ratio}
+            attrs = {}
+        elif record.name == "prelu":
+            slopes = getattr(self.module, operands(node)[1].target).numpy().astype(np.float64).ravel()
+            arrays = {"rise": ratio, "fall": numerics.multiplier(slopes * q.step, step_y)}
+        elif not record.shares:
+            divisors = counts(record.name, attrs, self.types[x].shape)
+            arrays = {"factors": numerics.pool_multipliers(q.step, step_y, divisors)}
+        else:
+            arrays = {}
+        for label, array in arrays.items():
+            kind = DType.F32 if array.dtype == np.float32 else DType.I32
+            inputs.append(self._constant(f"{stem}_{label}", array, kind))
         return self._op(record.name, inputs, f"{stem}_{record.name}", result, origin(node), **attrs)
 
     # -- islands -------------------------------------------------------------------------------------------------
@@ -301,6 +364,7 @@ class _Builder:
         outputs = [self._value(node.name, tensor_type(node), node) for node in part.outputs]
         self.islands[key] = Island(part.module, part.dims, tuple(operator(node) for node in nodes))
         self.ops.append(Op("island", tuple(inputs), tuple(outputs), {"key": key}, origin=origin(nodes[0])))
+        self.cut.append(nodes)
         for node in nodes:
             self.values.setdefault(node, "")
 

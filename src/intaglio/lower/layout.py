@@ -1,67 +1,104 @@
 """Physical layout of every internal tensor.
 
-Four axes lie NHWC, with a halo as wide as the widest zero-padding reader; what a linear layer reads or makes lies
-row-major, and so does all that is connected to it by pointwise operators.
+What image operators touch lies with its channels last, with a halo as wide as the widest zero-padding reader; what a
+linear layer reads or makes lies row-major, and so does all that is connected to it by pointwise operators.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from intaglio.ir import Buffer, DType, Graph, Op, TensorType, fresh
+from intaglio.ir import Buffer, DType, Graph, Op, TensorType, evaluate, fresh
+from intaglio.ir.moves import MOVES, moves_nothing
+from intaglio.ir.phases import axis_phases
 from intaglio.quant.sites import Sharing
 
-IMAGE_READERS = ("conv2d",)
-"""Operators that read zero-point padding around an image."""
-IMAGES = ("conv2d", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "pad", "slice", "cat", "shuffle", "affine")
-"""Operators that want images NHWC."""
-POINTWISE = ("clamp", "table", "add", "mul", "requantize", "quantize", "dequantize")
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+IMAGES = (
+    *CONVOLUTIONS, *TRANSPOSED, "unfold_depth", "pixels", "upsample_linear1d", "upsample_bilinear2d",
+    *(f"{kind}{axes}d" for kind in ("max_pool", "avg_pool", "adaptive_avg_pool", "upsample_nearest")
+      for axes in (1, 2, 3)),
+)  # fmt: skip
+"""Operators that want their channels last."""
+POINTWISE = ("clamp", "table", "add", "mul", "requantize", "quantize", "dequantize", "softmax")
 """Operators whose operands and result lie alike. A quantize reads any strides, so its float operand is free."""
+MOVED_ALIKE = ("slice", "pad", "cat", "expand", "shuffle", "pixel_shuffle", "pixel_unshuffle")
+"""Moves between any layouts; left alone, the result lies as what it is made of."""
 
 
 def lay_out(graph: Graph) -> tuple[dict[str, Buffer], frozenset[str]]:
-    """A buffer for every u8 value, and the values of four axes that are row-major. A halo exists only where a
-    convolution pads; reshapes that move no byte alias."""
-    halos: dict[str, int] = {}
+    """A buffer for every u8 value, and the values of three to five axes that are row-major. A halo exists only where a
+    convolution pads; moves that move no byte alias."""
+    halos: dict[str, tuple[int, int]] = {}
     for op in graph.ops:
-        if op.kind in IMAGE_READERS:
-            halos[op.inputs[0]] = max(halos.get(op.inputs[0], 0), *op.attrs["padding"])
+        if op.kind in (*CONVOLUTIONS, *TRANSPOSED):
+            (y, x), (wide_y, wide_x) = _halo(op, graph), halos.get(op.inputs[0], (0, 0))
+            halos[op.inputs[0]] = max(y, wide_y), max(x, wide_x)
     rows = row_major(graph)
     buffers: dict[str, Buffer] = {}
     for name in [*graph.inputs, *(output for op in graph.ops for output in op.outputs)]:
         kind = graph.types[name]
         if kind.dtype is DType.U8 and kind.q is not None:
-            buffers[name] = Buffer(name, kind.shape, kind.dtype, halos.get(name, 0), kind.q.zero, None, name in rows)
+            halo = halos.get(name, (0, 0))
+            buffers[name] = Buffer(name, kind.shape, kind.dtype, halo, None, name in rows)
     for op in graph.ops:
-        if op.kind == "reshape" and moves_nothing(op, buffers):
-            source, result = buffers[op.inputs[0]], buffers[op.output]
-            root = source.alias or source.value
-            buffers[op.output] = Buffer(
-                result.value, result.shape, result.dtype, 0, result.zero_point, root, result.rows
-            )
+        if op.kind in MOVES and moves_nothing(op, buffers[op.inputs[0]], buffers[op.output]):
+            source = buffers[op.inputs[0]]
+            buffers[op.output] = replace(buffers[op.output], alias=source.alias or source.value)
     return buffers, rows
 
 
-def moves_nothing(op: Op, buffers: Mapping[str, Buffer]) -> bool:
-    """Whether the bytes of a reshape's result lie as its input's: no halos, and images of one pixel."""
-    ends = buffers[op.inputs[0]], buffers[op.output]
-    if any(buffer.halo for buffer in ends):
-        return False
-    return all(not buffer.spatial or buffer.shape[2:] == (1, 1) for buffer in ends)
+def _halo(op: Op, graph: Graph) -> tuple[int, int]:
+    """Rows and columns of padding that a convolution reads; one row of lines has none above."""
+    kernel = tuple(evaluate(size, {}) for size in graph.types[op.inputs[1]].shape[2:])
+    if op.kind in TRANSPOSED:
+        reach = [max(max(p.before, p.after) for p in axis) for axis in axis_phases(op, kernel)]
+    else:
+        padding = op.attrs["padding"]
+        reach = [max(padding[2 * axis : 2 * axis + 2]) for axis in range(len(kernel))]
+    return (reach[-2] if len(reach) > 1 else 0), reach[-1]
 
 
 def row_major(graph: Graph) -> frozenset[str]:
-    """Values of four axes that lie row-major."""
-    alike, _, linear = _components(graph)
-    return frozenset(name for name, kind in graph.types.items() if _axes(kind) == 4 and alike.find(name) in linear)
+    """Values of three to five axes that lie row-major: all that linear layers touch, of the rest those of other than
+    four axes that no image operator touches."""
+    alike, image, linear = _components(graph)
+    hinted = _beside_rows(graph, alike, image | linear)
+
+    def lies_in_rows(name: str, kind: TensorType) -> bool:
+        group = alike.find(name)
+        return group in linear or group in hinted or (len(kind.shape) != 4 and group not in image)
+
+    return frozenset(name for name, kind in graph.types.items() if _laid(kind) and lies_in_rows(name, kind))
+
+
+def _beside_rows(graph: Graph, alike: Sharing, decided: set[str]) -> set[str]:
+    """Groups nobody wants anything of that a permutation makes of images, or images of: row-major, channels moved last
+    move no byte."""
+    hinted = set()
+    for op in graph.ops:
+        if op.kind == "permute" and (ends := _rows_end(op)) is not None:
+            hinted.add(alike.find(ends))
+    return hinted - decided
+
+
+def _rows_end(op: Op) -> str | None:
+    """The end of a permutation that has its channels last, if the other has them second."""
+    order = op.attrs["order"]
+    axes = len(order)
+    if order == (0, *range(2, axes), 1):
+        return op.output
+    return op.inputs[0] if order == (0, axes - 1, *range(1, axes - 1)) else None
 
 
 def separate_layouts(graph: Graph) -> tuple[Graph, int]:
-    """Where a linear layer of four axes and an image operator meet, a reshape that copies between their layouts."""
+    """Where a linear layer and an image operator meet, a reshape that copies between their layouts."""
     alike, image, linear = _components(graph)
     both = image & linear
     users, types, renamed = graph.users(), dict(graph.types), dict[str, str]()
-    chains = [_chain(op, users) for op in graph.ops if op.kind == "linear"]
+    chains = [_chain(op, users) for op in graph.ops if _wants(op, graph) == "linear"]
     cut = {
         link.outputs: link
         for chain in chains
@@ -82,7 +119,7 @@ def separate_layouts(graph: Graph) -> tuple[Graph, int]:
         inputs = tuple(renamed.get(name, name) for name in op.inputs)
         if op.outputs in cut:
             for name in inputs:
-                if types[name].dtype is DType.U8 and _axes(types[name]) == 4 and name not in {*moved, *graph.constants}:
+                if types[name].dtype is DType.U8 and _laid(types[name]) and name not in {*moved, *graph.constants}:
                     moved[name] = copy(name, f"{name}_rows", op)
             inputs = tuple(moved.get(name, name) for name in inputs)
         ops.append(Op(op.kind, inputs, op.outputs, op.attrs, op.body, op.origin))
@@ -97,23 +134,37 @@ def _components(graph: Graph) -> tuple[Sharing, set[str], set[str]]:
     alike = Sharing()
     touched: dict[str, list[str]] = {"image": [], "linear": []}
     for op in graph.ops:
-        read = [name for name in op.inputs if name not in graph.constants and _axes(graph.types[name]) == 4]
-        made = [name for name in op.outputs if _axes(graph.types[name]) == 4]
-        if op.kind in POINTWISE:
+        read = [name for name in op.inputs if name not in graph.constants and _laid(graph.types[name])]
+        made = [name for name in op.outputs if _laid(graph.types[name])]
+        wanted = _wants(op, graph)
+        if wanted == "alike":
             ends = made if op.kind == "quantize" else [*read, *made]
             for name in ends[1:]:
                 alike.join(name, ends[0])
-        elif op.kind in IMAGES:
-            touched["image"] += [*read, *made]
-        elif op.kind == "linear":
-            touched["linear"] += [*read, *made]
+        elif wanted is not None:
+            touched[wanted] += [*read, *made]
     return alike, {alike.find(n) for n in touched["image"]}, {alike.find(n) for n in touched["linear"]}
 
 
+def _wants(op: Op, graph: Graph) -> str | None:
+    """Channels last (``image``), row-major (``linear``), operands and result ``alike``; ``None``: it does not matter.
+
+    Constants per channel are read along a pixel, which the last axis is in rows; one slope goes with any channel.
+    """
+    if op.kind == "affine":
+        return "image" if op.attrs["axis"] == 1 else "linear"
+    if op.kind == "prelu":
+        return "alike" if graph.types[op.inputs[2]].shape == (1,) else "image"
+    if op.kind in IMAGES or op.kind == "linear":
+        return "image" if op.kind in IMAGES else "linear"
+    return "alike" if op.kind in (*POINTWISE, *MOVED_ALIKE) else None
+
+
 def _chain(op: Op, users: Mapping[str, tuple[Op, ...]]) -> list[Op]:
-    """A linear layer and the operator that takes its accumulator."""
-    return [op, *users[op.output]]
+    """A linear layer and the operator that takes its accumulator; another operator alone."""
+    return [op, *users[op.output]] if op.kind == "linear" else [op]
 
 
-def _axes(kind: TensorType) -> int:
-    return len(kind.shape)
+def _laid(kind: TensorType) -> bool:
+    """Whether there is a choice."""
+    return len(kind.shape) in (3, 4, 5)

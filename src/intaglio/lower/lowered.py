@@ -46,7 +46,7 @@ class Lowered:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result by the integer interpreter: exact, slow, kernels must equal it bit for bit."""
         leaves = bind(self.signature, args, kwargs)
-        symbols = dims_of(self.signature, leaves)
+        symbols = dims_of(self.signature, leaves, self.graph.byte_inputs())
         arrays = interpret(self.graph, [leaf.detach().numpy() for leaf in leaves], OPS, self.runner(symbols))
         return rebuild(self.signature, tuple(_tensor(array) for array in arrays), symbols)
 
@@ -56,7 +56,7 @@ class Lowered:
         def run(op: Op, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
             island = self.islands[op.attrs["key"]]
             tensors = [_tensor(array) for array in arrays]
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 results = island.module(*tensors, *[evaluate(dim, symbols) for dim in island.dims])
             return [result.numpy() for result in results]
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from intaglio.ir import Graph, Op
+from typing import Any
+
+import numpy as np
+
+from intaglio.ir import Graph, Op, TensorType, fresh
 from intaglio.lower.layout import separate_layouts
+from intaglio.ops.shape import pad_shape, unfold_depth_shape
 
 
 def drop_identity(graph: Graph) -> tuple[Graph, int]:
-    """Reshapes, pads and clamps that change nothing -> their input."""
+    """Moves and clamps that change nothing -> their input."""
     same: dict[str, str] = {}
     ops: list[Op] = []
     for op in graph.ops:
@@ -26,7 +31,70 @@ def _changes_nothing(op: Op, graph: Graph) -> bool:
         return op.attrs["low"] <= q.qmin and op.attrs["high"] >= q.qmax
     if op.attrs.get("relayout"):
         return False
-    return op.kind in ("reshape", "pad", "slice") and graph.types[op.output] == graph.types[op.inputs[0]]
+    if op.kind == "permute" and op.attrs["order"] != tuple(sorted(op.attrs["order"])):
+        return False
+    if op.kind not in ("reshape", "pad", "slice", "permute", "expand", "cat"):
+        return False
+    return graph.types[op.output] == graph.types[op.inputs[0]]
 
 
-LOWER_PASSES = (drop_identity, separate_layouts)
+def depth_as_channels(graph: Graph) -> tuple[Graph, int]:
+    """A convolution over depth -> its depth taps unfolded into channels, then a convolution of single depth taps.
+
+    Kernels see images, one for each depth; what is padded in depth, or put between for a stride of a transposed
+    convolution, is the zero point, as anywhere.
+    """
+    types, constants, ops = dict(graph.types), dict(graph.constants), list[Op]()
+    count = 0
+    for op in graph.ops:
+        if op.kind not in ("conv3d", "conv_transpose3d") or not _has_depth(op, graph):
+            ops.append(op)
+            continue
+        count += 1
+        x, weight, bias = op.inputs
+        moves, attrs, levels = _unfolded(op, graph.constants[weight])
+        for kind, settings in moves:
+            result = fresh(types, f"{x}_depth")
+            shape = MOVED[kind](settings, [types[x].shape])
+            types[result] = TensorType(shape, types[x].dtype, types[x].q)
+            ops.append(Op(kind, (x,), (result,), settings, origin=op.origin))
+            x = result
+        flat = fresh(types, f"{weight}_flat")
+        constants[flat] = levels
+        types[flat] = TensorType(levels.shape, types[weight].dtype, types[weight].q)
+        ops.append(Op(op.kind, (x, flat, bias), op.outputs, attrs, origin=op.origin))
+    return graph.replace(ops=tuple(ops), types=types, constants=constants), count
+
+
+MOVED = {"pad": pad_shape, "unfold_depth": unfold_depth_shape}
+
+
+def _has_depth(op: Op, graph: Graph) -> bool:
+    """Whether anything but single depth taps, one for each depth of the result."""
+    transposed = op.kind == "conv_transpose3d"
+    outer = op.attrs["output_padding"][:1] if transposed else ()
+    padding = op.attrs["padding"][: 1 if transposed else 2]
+    return any((*padding, *outer)) or op.attrs["stride"][0] != 1 or graph.types[op.inputs[1]].shape[2] != 1
+
+
+def _unfolded(op: Op, weight: np.ndarray) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Any], np.ndarray]:
+    """Moves in front, attributes without depth, weight [outputs, taps * inputs per group, 1, taps y, taps x]."""
+    attrs, taps = op.attrs, weight.shape[2]
+    stride, dilation = attrs["stride"][0], attrs["dilation"][0]
+    unfold = {"groups": attrs["groups"], "taps": taps, "stride": stride, "dilation": dilation}
+    if op.kind == "conv3d":
+        before, after, between = attrs["padding"][0], attrs["padding"][1], 0
+        flat = {**attrs, "padding": (0, 0, *attrs["padding"][2:])}
+    else:
+        before = dilation * (taps - 1) - attrs["padding"][0]
+        after, between = before + attrs["output_padding"][0], stride - 1
+        unfold["stride"], weight = 1, weight[:, :, ::-1]
+        flat = {**attrs, "padding": (0, *attrs["padding"][1:]), "output_padding": (0, *attrs["output_padding"][1:])}
+    flat |= {"stride": (1, *attrs["stride"][1:]), "dilation": (1, *attrs["dilation"][1:])}
+    frame = {"before": (0, 0, before, 0, 0), "after": (0, 0, after, 0, 0), "between": (0, 0, between, 0, 0)}
+    moves = [("pad", frame)] if before or after or between else []
+    joined = weight.swapaxes(1, 2).reshape(weight.shape[0], -1, 1, *weight.shape[3:])
+    return [*moves, ("unfold_depth", unfold)], flat, np.ascontiguousarray(joined)
+
+
+LOWER_PASSES = (drop_identity, depth_as_channels, separate_layouts)

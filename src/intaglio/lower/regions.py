@@ -14,6 +14,7 @@ from intaglio.ops import ANCHORS, FUSIONS
 from intaglio.quant.annotate import Chain, fusable
 
 QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
+QUANTIZE_CHANNEL = "quantized_decomposed.quantize_per_channel.default"
 DEQUANTIZE = "quantized_decomposed.dequantize_per_tensor.default"
 DEQUANTIZE_CHANNEL = "quantized_decomposed.dequantize_per_channel.default"
 
@@ -28,21 +29,32 @@ class IntegerRegion(Chain):
 
 def levels_of(node: fx.Node | None) -> QParams | None:
     """Parameters of the u8 levels behind a dequantize of an activation; ``None`` for any other node."""
-    if node is None or operator(node) != DEQUANTIZE or is_constant(node.args[0]):
-        return None
-    return _qparams(node) if DTYPES.get(node.args[5]) is DType.U8 else None
-
-
-def quantized_to(node: fx.Node) -> QParams | None:
-    """Parameters of a quantize to u8; ``None`` for any other node."""
-    if operator(node) != QUANTIZE or DTYPES.get(node.args[5]) is not DType.U8:
+    if node is None or operator(node) not in (DEQUANTIZE, DEQUANTIZE_CHANNEL) or is_constant(node.args[0]):
         return None
     return _qparams(node)
 
 
-def _qparams(node: fx.Node) -> QParams:
-    _, scale, zero_point, low, high = node.args[:5]
-    return QParams((float(scale),), (int(zero_point),), int(low), int(high))
+def quantized_to(node: fx.Node) -> QParams | None:
+    """Parameters of a quantize to u8; ``None`` for any other node."""
+    return _qparams(node) if operator(node) in (QUANTIZE, QUANTIZE_CHANNEL) else None
+
+
+def pixels_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """The image, its gain and its shift behind a quantize per channel; ``None`` for any other node."""
+    if operator(node) != QUANTIZE_CHANNEL or operator(node.args[0]) != "aten.addcmul.default":
+        return None
+    shift, image, gain = node.args[0].args
+    return (image, gain, shift) if is_constant(gain) and is_constant(shift) else None
+
+
+def _qparams(node: fx.Node) -> QParams | None:
+    *axis, low, high, dtype = node.args[3:]
+    if DTYPES.get(dtype) is not DType.U8:
+        return None
+    if not axis:
+        return QParams((float(node.args[1]),), (int(node.args[2]),), int(low), int(high))
+    scale, zero_point = (getattr(node.graph.owning_module, constant.target).tolist() for constant in node.args[1:3])
+    return QParams(tuple(scale), tuple(zero_point), int(low), int(high), *axis)
 
 
 def constant_of(node: fx.Node | None, dtype: DType) -> fx.Node | None:
@@ -57,7 +69,7 @@ def find_regions(graph: fx.Graph) -> list[IntegerRegion]:
     """Fusion rows first, longest first, then single operators; only what can run on integers."""
     view, found = FxView(graph), []
     taken: set[fx.Node] = set()
-    nodes = [node for node in graph.nodes if record_of(node) is not None]
+    nodes = [node for node in graph.nodes if (record := record_of(node)) is not None and not record.real]
     for row in FUSIONS:
         for node in nodes:
             hit = match(row.pattern, node, view) if node not in taken else None

@@ -6,6 +6,8 @@
 #include <immintrin.h>
 #endif
 
+#include <time.h>
+
 #include "numerics.h"
 #include "pool.h"
 
@@ -19,18 +21,42 @@ struct Run {
     uint8_t* const* external;
     const int64_t* strides;
     struct IntaglioBarrier* barrier;
+    const uint8_t* bytes;      // which of them hold levels, where the program takes floats too
+    int64_t* times;            // nanoseconds by step, then the last reading of the clock; null when nobody asks
 };
+
+// After a step, when times are asked for: all threads meet, the first reads the clock. Step -1 starts it.
+static inline void time_step(const struct Run* r, int64_t step, int64_t steps, int thread, int threads) {
+    struct timespec now;
+    if (!r->times) return;
+    intaglio_barrier_wait(r->barrier, threads);
+    if (thread) return;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    const int64_t nanoseconds = now.tv_sec * 1000000000 + now.tv_nsec;
+    if (step >= 0) r->times[step] += nanoseconds - r->times[steps];
+    r->times[steps] = nanoseconds;
+}
 
 // An NHWC tensor; `base` is the first pixel inside the halo, `pixel` the bytes of one pixel.
 struct Image {
     uint8_t* base;
-    int64_t images, height, width, pixel, halo, line, image;
+    int64_t images, height, width, pixel, halo_y, halo_x, line, image;
 };
 
-static inline struct Image image(uint8_t* start, int64_t images, int64_t height, int64_t width, int64_t pixel, int64_t halo) {
-    struct Image i = {start, images, height, width, pixel, halo, (width + 2 * halo) * pixel, 0};
-    i.image = (height + 2 * halo) * i.line;
-    i.base += halo * i.line + halo * pixel;
+static inline struct Image image(uint8_t* start, int64_t images, int64_t height, int64_t width, int64_t pixel, int64_t halo_y,
+                                 int64_t halo_x) {
+    struct Image i = {start, images, height, width, pixel, halo_y, halo_x, (width + 2 * halo_x) * pixel, 0};
+    i.image = (height + 2 * halo_y) * i.line;
+    i.base += halo_y * i.line + halo_x * pixel;
+    return i;
+}
+
+// Some rows and columns of an image as an image of its own: from the first, one in `step`.
+static inline struct Image every(struct Image i, int64_t first_y, int64_t step_y, int64_t height, int64_t first_x, int64_t step_x,
+                                 int64_t width) {
+    i.base += first_y * i.line + first_x * i.pixel;
+    i.line *= step_y, i.pixel *= step_x;
+    i.height = height, i.width = width;
     return i;
 }
 
@@ -40,12 +66,34 @@ static inline uint8_t* at(const struct Image* i, int64_t n, int64_t y, int64_t x
 
 static inline int64_t share(int64_t total, int thread, int threads) { return total * thread / threads; }
 
+// Pixels that are all alike; `bytes` are a whole number of them.
+static inline void fill_pixels(uint8_t* to, const uint8_t* pixel, int64_t channels, int64_t bytes) {
+    if (bytes) memcpy(to, pixel, (size_t)channels);
+    for (int64_t done = channels; done < bytes; done *= 2)
+        memcpy(to + done, to, (size_t)(done < bytes - done ? done : bytes - done));
+}
+
+// This thread's part of the frame around each image gets the zero point of every channel.
+static inline void fill_halo_pixels(const struct Image* i, const uint8_t* pixel, int thread, int threads) {
+    const int64_t rows = i->height + 2 * i->halo_y, side = i->halo_x * i->pixel;
+    for (int64_t r = share(i->images * rows, thread, threads); r < share(i->images * rows, thread + 1, threads); ++r) {
+        const int64_t y = r % rows - i->halo_y;
+        uint8_t* line = at(i, r / rows, y, -i->halo_x);
+        if (y < 0 || y >= i->height) {
+            fill_pixels(line, pixel, i->pixel, i->line);
+        } else {
+            fill_pixels(line, pixel, i->pixel, side);
+            fill_pixels(line + i->line - side, pixel, i->pixel, side);
+        }
+    }
+}
+
 // This thread's part of the frame around each image gets the zero point.
 static inline void fill_halo(const struct Image* i, uint8_t level, int thread, int threads) {
-    const int64_t rows = i->height + 2 * i->halo, side = i->halo * i->pixel;
+    const int64_t rows = i->height + 2 * i->halo_y, side = i->halo_x * i->pixel;
     for (int64_t r = share(i->images * rows, thread, threads); r < share(i->images * rows, thread + 1, threads); ++r) {
-        const int64_t y = r % rows - i->halo;
-        uint8_t* line = at(i, r / rows, y, -i->halo);
+        const int64_t y = r % rows - i->halo_y;
+        uint8_t* line = at(i, r / rows, y, -i->halo_x);
         if (y < 0 || y >= i->height) {
             memset(line, level, (size_t)i->line);
         } else {
@@ -155,6 +203,100 @@ static __attribute__((noinline)) void matmul(const struct Matmul* m, int thread,
     }
 }
 
+// -- depthwise ----------------------------------------------------------------------------------------------------------
+
+// One call of a depthwise microkernel: a few rows by a few columns of output pixels, the channels of a vector.
+struct DepthwiseTile {
+    const uint8_t* rows[16];   // of input, at the first column the tile reads
+    int64_t pixel;             // bytes between input columns
+    const int8_t* weights;
+    const int32_t* bias;       // zero-point term folded in
+    const float* factor;
+    uint8_t* out;
+    int64_t out_pixel, out_line;
+    const struct Limits* limits;
+    uint64_t mask;             // channels to write
+};
+
+typedef void (*DepthwiseKernel)(const struct DepthwiseTile*);
+
+struct Depthwise {
+    struct Image in, out;
+    int64_t stride_y, stride_x, dilation_y, top, left, taps_y;
+    int64_t rows, columns;     // of the tallest tile
+    int64_t blocks, block_bytes;
+    uint64_t last_mask;
+    const DepthwiseKernel *kernels, *last_kernels;   // by rows, then columns, from 1; full blocks, and the last one
+    struct DepthwiseTile tile;
+};
+
+static inline void depthwise(const struct Depthwise* d, int thread, int threads) {
+    enum { CHANNELS = 64 };
+    const int64_t groups = (d->out.height + d->rows - 1) / d->rows, tiles = (d->out.width + d->columns - 1) / d->columns;
+    const int64_t units = d->out.images * groups * d->blocks;
+    if (!tiles) return;
+    for (int64_t u = share(units, thread, threads); u < share(units, thread + 1, threads); ++u) {
+        const int64_t block = u % d->blocks, group = u / d->blocks % groups, n = u / d->blocks / groups;
+        const int64_t y = group * d->out.height / groups, rows = (group + 1) * d->out.height / groups - y;
+        const int last = block == d->blocks - 1;
+        const DepthwiseKernel* kernels = (last ? d->last_kernels : d->kernels) + (rows - 1) * d->columns - 1;
+        struct DepthwiseTile t = d->tile;
+        t.weights += block * d->block_bytes;
+        t.bias += block * CHANNELS;
+        t.factor += block * CHANNELS;
+        t.pixel = d->in.pixel, t.out_pixel = d->out.pixel, t.out_line = d->out.line;
+        if (last) t.mask = d->last_mask;
+        const int64_t needed = (rows - 1) * d->stride_y + d->taps_y;
+        const uint8_t* lines[16];
+        for (int64_t i = 0; i < 16; ++i)  // rows past the last one have weights of zero
+            lines[i] = at(&d->in, n, y * d->stride_y - d->top + (i < needed ? i : needed - 1) * d->dilation_y, -d->left) + block * CHANNELS;
+        uint8_t* out = at(&d->out, n, y, 0) + block * CHANNELS;
+        for (int64_t i = 0; i < tiles; ++i) {
+            const int64_t x = i * d->out.width / tiles, columns = (i + 1) * d->out.width / tiles - x;
+            for (int64_t k = 0; k < 16; ++k) t.rows[k] = lines[k] + x * d->stride_x * t.pixel;
+            t.out = out + x * t.out_pixel;
+            kernels[columns](&t);
+        }
+    }
+}
+
+// The same in plain loops, 64 channels at a time. A product of u8 and s8 fits 16 bits.
+struct DepthwisePlain {
+    struct Image in, out;
+    int64_t stride_y, stride_x, dilation_y, top, left, taps_y, taps_x;
+    const int8_t* weights;     // [tap y][tap x][channel]
+    const int32_t* bias;
+    const float* factor;
+    const struct Limits* limits;
+};
+
+static inline void depthwise_plain(const struct DepthwisePlain* d, int thread, int threads) {
+    enum { CHANNELS = 64 };
+    const int64_t channels = d->in.pixel, lines = d->out.images * d->out.height;
+    const struct Limits* q = d->limits;
+    for (int64_t r = share(lines, thread, threads); r < share(lines, thread + 1, threads); ++r) {
+        const int64_t n = r / d->out.height, y = r % d->out.height;
+        for (int64_t x = 0; x < d->out.width; ++x)
+            for (int64_t c = 0; c < channels; c += CHANNELS) {
+                const int64_t lanes = channels - c < CHANNELS ? channels - c : CHANNELS;
+                int32_t sum[CHANNELS];
+                for (int64_t l = 0; l < lanes; ++l) sum[l] = d->bias[c + l];
+                for (int64_t ky = 0; ky < d->taps_y; ++ky)
+                    for (int64_t kx = 0; kx < d->taps_x; ++kx) {
+                        const uint8_t* in = at(&d->in, n, y * d->stride_y - d->top + ky * d->dilation_y, x * d->stride_x - d->left + kx) + c;
+                        const int8_t* w = d->weights + (ky * d->taps_x + kx) * channels + c;
+                        if (lanes == CHANNELS)
+                            for (int l = 0; l < CHANNELS; ++l) sum[l] += (int16_t)(in[l] * w[l]);
+                        else
+                            for (int64_t l = 0; l < lanes; ++l) sum[l] += in[l] * w[l];
+                    }
+                uint8_t* out = at(&d->out, n, y, x) + c;
+                for (int64_t l = 0; l < lanes; ++l)
+                    out[l] = (uint8_t)requantize(sum[l], d->factor[c + l], q->zero_point, q->low, q->high);
+            }
+    }
+}
+
 // -- 16 levels at a time --------------------------------------------------------------------------------------------
 
 // clamp(rne(steps) + zero_point) of 16 products in float, stored as 16 levels.
@@ -175,9 +317,13 @@ static inline void finish16(__m512 steps, const struct Limits* q, uint8_t* to) {
 
 // -- pooling ----------------------------------------------------------------------------------------------------------
 
+struct PoolAxis { int64_t kernel, stride, before, dilation; };
+
+// Images of volumes are their depths; an image or a line has one depth.
 struct Pool {
     struct Image in, out;
-    int64_t kernel_y, kernel_x, stride_y, stride_x, top, left, dilation_y, dilation_x;
+    int64_t depth_in, depth_out;
+    struct PoolAxis z, y, x;
     int64_t include_pad, fixed_divisor, adaptive;
     int32_t zero_in;
     const float* factors;      // by divisor, from 1; only one when the divisor is fixed
@@ -192,25 +338,23 @@ static inline int64_t most_of(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline void max_pool(const struct Pool* p, int thread, int threads) {
     const int64_t rows = p->out.images * p->out.height, channels = p->in.pixel;
     for (int64_t r = share(rows, thread, threads); r < share(rows, thread + 1, threads); ++r) {
-        const int64_t n = r / p->out.height, y0 = r % p->out.height * p->stride_y - p->top;
+        const int64_t i = r / p->out.height, y0 = r % p->out.height * p->y.stride - p->y.before;
+        const int64_t n = i / p->depth_out, z0 = i % p->depth_out * p->z.stride - p->z.before;
         for (int64_t x = 0; x < p->out.width; ++x) {
-            const int64_t x0 = x * p->stride_x - p->left;
-            uint8_t* out = at(&p->out, n, r % p->out.height, x);
+            const int64_t x0 = x * p->x.stride - p->x.before;
+            uint8_t* out = at(&p->out, i, r % p->out.height, x);
             for (int64_t c = 0; c < channels; c += LANES) {
                 const int64_t lanes = least_of(LANES, channels - c);
                 uint8_t best[LANES] = {0};
-                for (int64_t ky = 0; ky < p->kernel_y; ++ky) {
-                    const int64_t y = y0 + ky * p->dilation_y;
-                    if (y < 0 || y >= p->in.height) continue;
-                    for (int64_t kx = 0; kx < p->kernel_x; ++kx) {
-                        const int64_t column = x0 + kx * p->dilation_x;
-                        if (column < 0 || column >= p->in.width) continue;
-                        const uint8_t* in = at(&p->in, n, y, column) + c;
-                        if (lanes == LANES)
-                            for (int l = 0; l < LANES; ++l) best[l] = in[l] > best[l] ? in[l] : best[l];
-                        else
-                            for (int64_t l = 0; l < lanes; ++l) best[l] = in[l] > best[l] ? in[l] : best[l];
-                    }
+                for (int64_t k = 0; k < p->z.kernel * p->y.kernel * p->x.kernel; ++k) {
+                    const int64_t z = z0 + k / (p->y.kernel * p->x.kernel) * p->z.dilation;
+                    const int64_t y = y0 + k / p->x.kernel % p->y.kernel * p->y.dilation, column = x0 + k % p->x.kernel * p->x.dilation;
+                    if (z < 0 || z >= p->depth_in || y < 0 || y >= p->in.height || column < 0 || column >= p->in.width) continue;
+                    const uint8_t* in = at(&p->in, n * p->depth_in + z, y, column) + c;
+                    if (lanes == LANES)
+                        for (int l = 0; l < LANES; ++l) best[l] = in[l] > best[l] ? in[l] : best[l];
+                    else
+                        for (int64_t l = 0; l < lanes; ++l) best[l] = in[l] > best[l] ? in[l] : best[l];
                 }
                 memcpy(out + c, best, (size_t)lanes);
             }
@@ -221,8 +365,7 @@ static inline void max_pool(const struct Pool* p, int thread, int threads) {
 // Window of one output along one axis: what it reads, and what it divides by.
 struct Window { int64_t start, stop, count; };
 
-static inline struct Window window(const struct Pool* p, int64_t index, int64_t outputs, int64_t size, int64_t kernel,
-                                   int64_t stride, int64_t pad) {
+static inline struct Window window(const struct Pool* p, const struct PoolAxis* axis, int64_t index, int64_t outputs, int64_t size) {
     struct Window w;
     if (p->adaptive) {
         w.start = index * size / outputs;
@@ -230,7 +373,7 @@ static inline struct Window window(const struct Pool* p, int64_t index, int64_t 
         w.count = w.stop - w.start;
         return w;
     }
-    const int64_t start = index * stride - pad, stop = least_of(start + kernel, size + pad);
+    const int64_t start = index * axis->stride - axis->before, stop = least_of(start + axis->kernel, size + axis->before);
     w.start = most_of(start, 0);
     w.stop = most_of(w.start, least_of(stop, size));
     w.count = p->include_pad ? stop - start : w.stop - w.start;
@@ -242,23 +385,26 @@ static inline void avg_pool(const struct Pool* p, int thread, int threads) {
     const int64_t units = p->out.images * p->out.height * parts;
     const struct Limits* q = p->limits;
     for (int64_t u = share(units, thread, threads); u < share(units, thread + 1, threads); ++u) {
-        const int64_t c = u % parts * LANES, r = u / parts, n = r / p->out.height, y = r % p->out.height;
-        const int64_t lanes = least_of(LANES, channels - c);
-        const struct Window rows = window(p, y, p->out.height, p->in.height, p->kernel_y, p->stride_y, p->top);
+        const int64_t c = u % parts * LANES, r = u / parts, i = r / p->out.height, y = r % p->out.height;
+        const int64_t n = i / p->depth_out, lanes = least_of(LANES, channels - c);
+        const struct Window depths = window(p, &p->z, i % p->depth_out, p->depth_out, p->depth_in);
+        const struct Window rows = window(p, &p->y, y, p->out.height, p->in.height);
         for (int64_t x = 0; x < p->out.width; ++x) {
-            const struct Window columns = window(p, x, p->out.width, p->in.width, p->kernel_x, p->stride_x, p->left);
+            const struct Window columns = window(p, &p->x, x, p->out.width, p->in.width);
             int32_t sum[LANES] = {0};
-            for (int64_t iy = rows.start; iy < rows.stop; ++iy)
-                for (int64_t ix = columns.start; ix < columns.stop; ++ix) {
-                    const uint8_t* in = at(&p->in, n, iy, ix) + c;
-                    if (lanes == LANES)
-                        for (int l = 0; l < LANES; ++l) sum[l] += in[l];
-                    else
-                        for (int64_t l = 0; l < lanes; ++l) sum[l] += in[l];
-                }
-            const int32_t real = (int32_t)((rows.stop - rows.start) * (columns.stop - columns.start)) * p->zero_in;
-            const float factor = p->factors[p->fixed_divisor ? 0 : rows.count * columns.count - 1];
-            uint8_t* out = at(&p->out, n, y, x) + c;
+            for (int64_t iz = depths.start; iz < depths.stop; ++iz)
+                for (int64_t iy = rows.start; iy < rows.stop; ++iy)
+                    for (int64_t ix = columns.start; ix < columns.stop; ++ix) {
+                        const uint8_t* in = at(&p->in, n * p->depth_in + iz, iy, ix) + c;
+                        if (lanes == LANES)
+                            for (int l = 0; l < LANES; ++l) sum[l] += in[l];
+                        else
+                            for (int64_t l = 0; l < lanes; ++l) sum[l] += in[l];
+                    }
+            const int64_t inside = (depths.stop - depths.start) * (rows.stop - rows.start) * (columns.stop - columns.start);
+            const int32_t real = (int32_t)inside * p->zero_in;
+            const float factor = p->factors[p->fixed_divisor ? 0 : depths.count * rows.count * columns.count - 1];
+            uint8_t* out = at(&p->out, i, y, x) + c;
             int64_t l = 0;
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
             for (; l + 16 <= lanes; l += 16) {
@@ -355,25 +501,25 @@ static inline void affine_levels(const struct Image* in, const struct Image* out
     }
 }
 
-// Channel c of the result is channel (c % groups) * (channels / groups) + c / groups of the input.
-static inline void shuffle_levels(const struct Image* in, const struct Image* out, int64_t groups, int thread, int threads) {
-    const int64_t each = in->pixel / groups;
+// A value that is not negative times `rise`, another times its channel's `fall`.
+static inline void prelu_levels(const struct Image* in, const struct Image* out, int32_t zero, const float* rise,
+                                const float* fall, const struct Limits* q, int thread, int threads) {
     FOR_EACH_ROW(out) {
         for (int64_t x = 0; x < out->width; ++x) {
             const uint8_t* from = at(in, n, y, x);
             uint8_t* to = at(out, n, y, x);
-            for (int64_t g = 0; g < groups; ++g)
-                for (int64_t i = 0; i < each; ++i) to[i * groups + g] = from[g * each + i];
+            int64_t c = 0;
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+            for (; c + 16 <= out->pixel; c += 16) {
+                const __m512 centred = centred16(from + c, zero);
+                const __mmask16 rises = _mm512_cmp_ps_mask(centred, _mm512_setzero_ps(), _CMP_GE_OQ);
+                const __m512 factor = _mm512_mask_blend_ps(rises, _mm512_loadu_ps(fall + c), _mm512_set1_ps(*rise));
+                finish16(_mm512_mul_ps(centred, factor), q, to + c);
+            }
+#endif
+            for (; c < out->pixel; ++c)
+                to[c] = (uint8_t)requantize(from[c] - zero, from[c] >= zero ? *rise : fall[c], q->zero_point, q->low, q->high);
         }
-    }
-}
-
-// The channels of one operand of a concatenation.
-static inline void join_levels(const struct Image* in, const struct Image* out, int64_t channel, int thread, int threads) {
-    FOR_EACH_ROW(in) {
-        const uint8_t* from = at(in, n, y, 0);
-        uint8_t* to = at(out, n, y, 0) + channel;
-        for (int64_t x = 0; x < in->width; ++x) memcpy(to + x * out->pixel, from + x * in->pixel, (size_t)in->pixel);
     }
 }
 
@@ -389,66 +535,230 @@ static inline void clamp_levels(const struct Image* in, const struct Image* out,
     }
 }
 
+#if defined(__AVX512BW__)
+// Processors with AVX512-VBMI look up 64 levels at a time in two registers of each half of the table.
+__attribute__((target("avx512bw,avx512vbmi"))) static void look_up_line(const uint8_t* from, uint8_t* to, int64_t count, const uint8_t* table) {
+    const __m512i a = _mm512_loadu_si512(table), b = _mm512_loadu_si512(table + 64);
+    const __m512i c = _mm512_loadu_si512(table + 128), d = _mm512_loadu_si512(table + 192);
+    for (int64_t i = 0; i < count; i += 64) {
+        const __mmask64 some = count - i < 64 ? ((__mmask64)1 << (count - i)) - 1 : ~(__mmask64)0;
+        const __m512i level = _mm512_maskz_loadu_epi8(some, from + i);
+        const __m512i low = _mm512_permutex2var_epi8(a, level, b), high = _mm512_permutex2var_epi8(c, level, d);
+        _mm512_mask_storeu_epi8(to + i, some, _mm512_mask_blend_epi8(_mm512_movepi8_mask(level), low, high));
+    }
+}
+#endif
+
 static inline void look_up(const struct Image* in, const struct Image* out, const uint8_t* table, int thread, int threads) {
     FOR_EACH_ROW(out) {
         const uint8_t* from = at(in, n, y, 0);
         uint8_t* to = at(out, n, y, 0);
+#if defined(__AVX512BW__)
+        if (__builtin_cpu_supports("avx512vbmi")) {
+            look_up_line(from, to, out->width * out->pixel, table);
+            continue;
+        }
+#endif
         for (int64_t i = 0; i < out->width * out->pixel; ++i) to[i] = table[from[i]];
     }
 }
 
-// out[n, y, x, c] = in[n0 + sn*n, y0 + sy*y, x0 + sx*x, c0 + sc*c] where that lies inside, else `level`: slice and pad.
-struct Move {
-    struct Image in, out;
-    int64_t n0, y0, x0, c0, sn, sy, sx, sc;
-    uint8_t level;
+// -- moves --------------------------------------------------------------------------------------------------------------
+
+enum { RUNS = 8, AXES = 6 };
+
+// A strided copy; the last run is the innermost.
+struct Copy {
+    const uint8_t* in;
+    uint8_t* out;
+    int64_t size[RUNS], from[RUNS], to[RUNS];
 };
 
-static inline void move_levels(const struct Move* m, int thread, int threads) {
-    FOR_EACH_ROW(&m->out) {
-        const int64_t from_n = m->n0 + m->sn * n, from_y = m->y0 + m->sy * y;
-        const int outside = from_n < 0 || from_n >= m->in.images || from_y < 0 || from_y >= m->in.height;
-        for (int64_t x = 0; x < m->out.width; ++x) {
-            const int64_t from_x = m->x0 + m->sx * x;
-            uint8_t* to = at(&m->out, n, y, x);
-            if (outside || from_x < 0 || from_x >= m->in.width) {
-                memset(to, m->level, (size_t)m->out.pixel);
-                continue;
+static inline void copy_run(const uint8_t* in, uint8_t* out, int64_t size, int64_t from, int64_t to) {
+    if (to == 1 && from == 1)
+        memcpy(out, in, (size_t)size);
+    else if (to == 1 && from == 0)
+        memset(out, *in, (size_t)size);
+    else
+        for (int64_t i = 0; i < size; ++i) out[i * to] = in[i * from];
+}
+
+static inline void copy_levels(const struct Copy* c, int thread, int threads) {
+    const int64_t size = c->size[RUNS - 1], from = c->from[RUNS - 1], to = c->to[RUNS - 1];
+    int64_t total = 1, digit[RUNS - 1];
+    for (int k = 0; k < RUNS - 1; ++k) total *= c->size[k];
+    if (total == 1) {
+        const int64_t first = share(size, thread, threads);
+        copy_run(c->in + first * from, c->out + first * to, share(size, thread + 1, threads) - first, from, to);
+        return;
+    }
+    int64_t u = share(total, thread, threads);
+    const int64_t end = share(total, thread + 1, threads);
+    if (u >= end) return;
+    const uint8_t* in = c->in;
+    uint8_t* out = c->out;
+    for (int64_t k = RUNS - 2, rest = u; k >= 0; --k) {
+        digit[k] = rest % c->size[k], rest /= c->size[k];
+        in += digit[k] * c->from[k], out += digit[k] * c->to[k];
+    }
+    for (; u < end; ++u) {
+        copy_run(in, out, size, from, to);
+        for (int k = RUNS - 2; k >= 0; --k) {
+            in += c->from[k], out += c->to[k];
+            if (++digit[k] < c->size[k]) break;
+            in -= c->size[k] * c->from[k], out -= c->size[k] * c->to[k];
+            digit[k] = 0;
+        }
+    }
+}
+
+// A tensor by its logical axes, of any layout; missing axes of one element in front.
+struct Side {
+    uint8_t* base;
+    int64_t size[AXES], stride[AXES];
+};
+
+static inline uint8_t* enter(const struct Side* s, int64_t index, int64_t* digit) {
+    uint8_t* at = s->base;
+    for (int k = AXES - 1; k >= 0; --k) {
+        digit[k] = index % s->size[k], index /= s->size[k];
+        at += digit[k] * s->stride[k];
+    }
+    return at;
+}
+
+static inline uint8_t* advance(const struct Side* s, uint8_t* at, int64_t* digit) {
+    for (int k = AXES - 1; k >= 0; --k) {
+        at += s->stride[k];
+        if (++digit[k] < s->size[k]) break;
+        at -= s->size[k] * s->stride[k];
+        digit[k] = 0;
+    }
+    return at;
+}
+
+// Logical order of both is the same; memory order is each one's own.
+static inline void reshape_levels(const struct Side* in, const struct Side* out, int thread, int threads) {
+    int64_t total = 1, digit_in[AXES], digit_out[AXES];
+    for (int k = 0; k < AXES; ++k) total *= out->size[k];
+    int64_t u = share(total, thread, threads);
+    const int64_t end = share(total, thread + 1, threads);
+    if (u >= end) return;
+    const uint8_t* from = enter(in, u, digit_in);
+    uint8_t* to = enter(out, u, digit_out);
+    for (; u < end; ++u) {
+        *to = *from;
+        from = advance(in, (uint8_t*)from, digit_in);
+        to = advance(out, to, digit_out);
+    }
+}
+
+// -- upsampling -----------------------------------------------------------------------------------------------------
+
+// Every output is a copy of the pixel its tables name. Rows that read the row before them copy its result.
+static inline void upsample_nearest(const struct Image* in, const struct Image* out, int64_t depth_in, int64_t depth_out,
+                                    const int32_t* depth, const int32_t* row, const int32_t* column, int thread, int threads) {
+    int64_t done_n = -1, done_y = -1;
+    const uint8_t* done = 0;
+    FOR_EACH_ROW(out) {
+        const int64_t source = n / depth_out * depth_in + depth[n % depth_out];
+        uint8_t* to = at(out, n, y, 0);
+        if (done && source == done_n && row[y] == done_y) {
+            memcpy(to, done, (size_t)(out->width * out->pixel));
+        } else {
+            const uint8_t* from = at(in, source, row[y], 0);
+            for (int64_t x = 0; x < out->width; ++x) memcpy(to + x * out->pixel, from + column[x] * out->pixel, (size_t)out->pixel);
+        }
+        done = to, done_n = source, done_y = row[y];
+    }
+}
+
+// Means of two rows by two columns; tables hold a pair for every output row and column.
+struct Blend {
+    struct Image in, out;
+    const int32_t *row, *column;
+    const float *row_weight, *column_weight, *factor;
+    int32_t zero_in;
+    const struct Limits* limits;
+};
+
+static inline float blend(const uint8_t* a, const uint8_t* b, int64_t c, const float* weight, int32_t zero) {
+    return (float)(a[c] - zero) * weight[0] + (float)(b[c] - zero) * weight[1];
+}
+
+static inline void upsample_linear(const struct Blend* b, int thread, int threads) {
+    const struct Limits* q = b->limits;
+    const int64_t channels = b->out.pixel;
+    FOR_EACH_ROW(&b->out) {
+        const float *v = b->row_weight + 2 * y, factor = b->factor[0];
+        const uint8_t *above = at(&b->in, n, b->row[2 * y], 0), *below = at(&b->in, n, b->row[2 * y + 1], 0);
+        uint8_t* to = at(&b->out, n, y, 0);
+        for (int64_t x = 0; x < b->out.width; ++x, to += channels) {
+            const int64_t left = b->column[2 * x] * channels, right = b->column[2 * x + 1] * channels;
+            const float* w = b->column_weight + 2 * x;
+            int64_t c = 0;
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+            const __m512 w0 = _mm512_set1_ps(w[0]), w1 = _mm512_set1_ps(w[1]), v0 = _mm512_set1_ps(v[0]), v1 = _mm512_set1_ps(v[1]);
+            for (; c + 16 <= channels; c += 16) {
+                const __m512 top = _mm512_add_ps(_mm512_mul_ps(centred16(above + left + c, b->zero_in), w0),
+                                                 _mm512_mul_ps(centred16(above + right + c, b->zero_in), w1));
+                const __m512 bottom = _mm512_add_ps(_mm512_mul_ps(centred16(below + left + c, b->zero_in), w0),
+                                                    _mm512_mul_ps(centred16(below + right + c, b->zero_in), w1));
+                const __m512 mean = _mm512_add_ps(_mm512_mul_ps(top, v0), _mm512_mul_ps(bottom, v1));
+                finish16(_mm512_mul_ps(mean, _mm512_set1_ps(factor)), q, to + c);
             }
-            const uint8_t* from = at(&m->in, from_n, from_y, from_x);
-            if (m->sc == 1 && m->c0 >= 0 && m->c0 + m->out.pixel <= m->in.pixel) {
-                memcpy(to, from + m->c0, (size_t)m->out.pixel);
-                continue;
-            }
-            for (int64_t c = 0; c < m->out.pixel; ++c) {
-                const int64_t from_c = m->c0 + m->sc * c;
-                to[c] = from_c < 0 || from_c >= m->in.pixel ? m->level : from[from_c];
+#endif
+            for (; c < channels; ++c) {
+                const float top = blend(above + left, above + right, c, w, b->zero_in);
+                const float bottom = blend(below + left, below + right, c, w, b->zero_in);
+                to[c] = (uint8_t)finish((top * v[0] + bottom * v[1]) * factor, q->zero_point, q->low, q->high);
             }
         }
     }
 }
 
-// Logical (channels second) order of both is the same; memory order is each one's own.
-static inline void reshape_levels(const struct Image* in, const struct Image* out, int thread, int threads) {
-    const int64_t in_pixels = in->height * in->width, out_pixels = out->height * out->width;
-    const int64_t in_size = in->pixel * in_pixels, total = out->images * out->pixel;
-    for (int64_t u = share(total, thread, threads); u < share(total, thread + 1, threads); ++u) {
-        const int64_t n = u / out->pixel, c = u % out->pixel;
-        for (int64_t p = 0; p < out_pixels; ++p) {
-            const int64_t logical = (n * out->pixel + c) * out_pixels + p, rest = logical % in_size;
-            const int64_t pixel = rest % in_pixels;
-            at(out, n, p / out->width, p % out->width)[c] =
-                at(in, logical / in_size, pixel / in->width, pixel % in->width)[rest / in_pixels];
-        }
+// -- float ------------------------------------------------------------------------------------------------------------
+
+enum { SUMS = 16 };            // lanes of a sum in float
+
+// softmax of `size` values `apart` elements from each other; the order of the sum is numerics.softmax's.
+static inline void softmax_line(const float* in, float* out, int64_t size, int64_t apart) {
+    float most = in[0], sum[SUMS] = {0};
+    for (int64_t i = 1; i < size; ++i) most = in[i * apart] > most ? in[i * apart] : most;
+    int64_t i = 0;
+    for (; i + SUMS <= size; i += SUMS) {
+        float power[SUMS];
+        for (int l = 0; l < SUMS; ++l) power[l] = exp_negative(in[(i + l) * apart] - most);
+        for (int l = 0; l < SUMS; ++l) out[(i + l) * apart] = power[l], sum[l] += power[l];
+    }
+    for (int l = 0; i < size; ++i, ++l) sum[l] += out[i * apart] = exp_negative(in[i * apart] - most);
+    for (int half = SUMS / 2; half; half /= 2)
+        for (int l = 0; l < half; ++l) sum[l] += sum[l + half];
+    for (i = 0; i < size; ++i) out[i * apart] /= sum[0];
+}
+
+static inline void softmax(const float* in, float* out, int64_t total, int64_t size, int64_t apart, int thread, int threads) {
+    const int64_t lines = total / size;
+    for (int64_t u = share(lines, thread, threads); u < share(lines, thread + 1, threads); ++u) {
+        const int64_t first = u / apart * size * apart + u % apart;
+        if (apart == 1)
+            softmax_line(in + first, out + first, size, 1);
+        else
+            softmax_line(in + first, out + first, size, apart);
     }
 }
 
 // -- borders ----------------------------------------------------------------------------------------------------------
 
+// level = clamp(rne(x * inverse + offset) + zero_point, low, high)
 struct Affine {
-    float inverse, scale;
+    float inverse, offset, scale;
     int32_t zero_point, low, high;
 };
+
+static inline uint8_t level_of(float x, const struct Affine* q) {
+    return (uint8_t)quantize(x * q->inverse + q->offset, 1.0f, q->zero_point, q->low, q->high);
+}
 
 #if defined(__AVX2__)
 // By channels: the bytes of four pixels that came as dwords, moved together.
@@ -458,23 +768,29 @@ static const uint8_t pixel_order[4][16] = {{0, 4, 8, 12}, {0, 1, 4, 5, 8, 9, 12,
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
 // 16 floats -> 16 levels in dwords; NaN gives the zero point. The clamp in float keeps the conversion defined.
 static inline __m512i quantize16(__m512 x, const struct Affine* q) {
-    const __m512 steps = _mm512_mul_ps(x, _mm512_set1_ps(q->inverse));
+    const __m512 steps = _mm512_add_ps(_mm512_mul_ps(x, _mm512_set1_ps(q->inverse)), _mm512_set1_ps(q->offset));
     const __mmask16 number = _mm512_cmp_ps_mask(steps, steps, _CMP_ORD_Q);
     const __m512 bounded = _mm512_min_ps(_mm512_max_ps(steps, _mm512_set1_ps(-1024.0f)), _mm512_set1_ps(1024.0f));
     const __m512i level = _mm512_add_epi32(_mm512_maskz_cvtps_epi32(number, bounded), _mm512_set1_epi32(q->zero_point));
     return _mm512_min_epi32(_mm512_max_epi32(level, _mm512_set1_epi32(q->low)), _mm512_set1_epi32(q->high));
 }
 
-// Up to 4 planes of floats -> interleaved levels; returns how many pixels it did, leaving the last 16 or fewer: its
-// 16-byte stores reach into the pixels after those it makes.
-static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
-                                      const struct Affine* q) {
+static inline __m512i levels16(const void* from, int64_t index, const struct Affine* q) {
+    if (q) return quantize16(_mm512_loadu_ps((const float*)from + index), q);
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)((const uint8_t*)from + index)));
+}
+
+// Up to 4 planes of floats -> interleaved levels, each plane by the next `apart` of q; without q, of bytes that are
+// levels. Returns how many pixels it did, leaving the last 16 or fewer: its 16-byte stores reach into the pixels after
+// those it makes.
+static inline int64_t quantize_planes(const void* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
+                                      const struct Affine* q, int64_t apart) {
     const __m512i shuffle = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)pixel_order[channels - 1]));
     int64_t x = 0;
     for (; x + 32 <= width; x += 16) {
-        __m512i all = quantize16(_mm512_loadu_ps(from + x), q);
+        __m512i all = levels16(from, x, q);
         for (int64_t c = 1; c < channels; ++c)
-            all = _mm512_or_si512(all, _mm512_slli_epi32(quantize16(_mm512_loadu_ps(from + c * plane + x), q), (unsigned)(8 * c)));
+            all = _mm512_or_si512(all, _mm512_slli_epi32(levels16(from, c * plane + x, q ? q + c * apart : q), (unsigned)(8 * c)));
         all = _mm512_shuffle_epi8(all, shuffle);
         uint8_t* out = to + x * channels;
         _mm_storeu_si128((__m128i*)out, _mm512_castsi512_si128(all));
@@ -494,22 +810,27 @@ static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* t
 #elif defined(__AVX2__)
 // 8 floats -> 8 levels in dwords; NaN gives the zero point. The clamp in float keeps the conversion defined.
 static inline __m256i quantize8(__m256 x, const struct Affine* q) {
-    const __m256 steps = _mm256_mul_ps(x, _mm256_set1_ps(q->inverse));
+    const __m256 steps = _mm256_add_ps(_mm256_mul_ps(x, _mm256_set1_ps(q->inverse)), _mm256_set1_ps(q->offset));
     const __m256 number = _mm256_cmp_ps(steps, steps, _CMP_ORD_Q);
     const __m256 bounded = _mm256_min_ps(_mm256_max_ps(steps, _mm256_set1_ps(-1024.0f)), _mm256_set1_ps(1024.0f));
     const __m256i level = _mm256_add_epi32(_mm256_cvtps_epi32(_mm256_and_ps(number, bounded)), _mm256_set1_epi32(q->zero_point));
     return _mm256_min_epi32(_mm256_max_epi32(level, _mm256_set1_epi32(q->low)), _mm256_set1_epi32(q->high));
 }
 
+static inline __m256i levels8(const void* from, int64_t index, const struct Affine* q) {
+    if (q) return quantize8(_mm256_loadu_ps((const float*)from + index), q);
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)((const uint8_t*)from + index)));
+}
+
 // As above, 8 pixels at a time; it leaves the last 16 or fewer, too.
-static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
-                                      const struct Affine* q) {
+static inline int64_t quantize_planes(const void* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
+                                      const struct Affine* q, int64_t apart) {
     const __m256i shuffle = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)pixel_order[channels - 1]));
     int64_t x = 0;
     for (; x + 24 <= width; x += 8) {
-        __m256i all = quantize8(_mm256_loadu_ps(from + x), q);
+        __m256i all = levels8(from, x, q);
         for (int64_t c = 1; c < channels; ++c)
-            all = _mm256_or_si256(all, _mm256_slli_epi32(quantize8(_mm256_loadu_ps(from + c * plane + x), q), (int)(8 * c)));
+            all = _mm256_or_si256(all, _mm256_slli_epi32(levels8(from, c * plane + x, q ? q + c * apart : q), (int)(8 * c)));
         all = _mm256_shuffle_epi8(all, shuffle);
         uint8_t* out = to + x * channels;
         _mm_storeu_si128((__m128i*)out, _mm256_castsi256_si128(all));
@@ -528,9 +849,9 @@ static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* t
     return i;
 }
 #else
-static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
-                                      const struct Affine* q) {
-    (void)from, (void)plane, (void)width, (void)channels, (void)to, (void)q;
+static inline int64_t quantize_planes(const void* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
+                                      const struct Affine* q, int64_t apart) {
+    (void)from, (void)plane, (void)width, (void)channels, (void)to, (void)q, (void)apart;
     return 0;
 }
 static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* to, const struct Affine* q) {
@@ -539,9 +860,9 @@ static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* t
 }
 #endif
 
-// float, any strides (elements; batch, channel, row, column) -> levels.
+// float, any strides (elements; batch, channel, row, column) -> levels. Channels are `apart` in q: 1, or 0 for all alike.
 static inline void quantize_image(const float* from, const int64_t* strides, const struct Image* out, const struct Affine* q,
-                                  int thread, int threads) {
+                                  int64_t apart, int thread, int threads) {
     const int64_t channels = out->pixel;
     FOR_EACH_ROW(out) {
         const float* line = from + n * strides[0] + y * strides[2];
@@ -549,18 +870,35 @@ static inline void quantize_image(const float* from, const int64_t* strides, con
         if (strides[1] == 1 || channels == 1) {
             for (int64_t x = 0; x < out->width; ++x) {
                 const float* pixel = line + x * strides[3];
-                for (int64_t c = quantize_line(pixel, channels, to, q); c < channels; ++c)
-                    to[c] = (uint8_t)quantize(pixel[c * strides[1]], q->inverse, q->zero_point, q->low, q->high);
+                for (int64_t c = apart ? 0 : quantize_line(pixel, channels, to, q); c < channels; ++c)
+                    to[c] = level_of(pixel[c * strides[1]], q + c * apart);
                 to += channels;
             }
             continue;
         }
         int64_t done = 0;
-        if (strides[3] == 1 && channels <= 4) done = quantize_planes(line, strides[1], out->width, channels, to, q);
+        if (strides[3] == 1 && channels <= 4)
+            done = quantize_planes(line, strides[1], out->width, channels, to, q, apart);
         for (int64_t c = 0; c < channels; ++c)
             for (int64_t x = done; x < out->width; ++x)
-                to[x * channels + c] =
-                    (uint8_t)quantize(line[c * strides[1] + x * strides[3]], q->inverse, q->zero_point, q->low, q->high);
+                to[x * channels + c] = level_of(line[c * strides[1] + x * strides[3]], q + c * apart);
+    }
+}
+
+// Levels in any strides -> the same levels, channels last.
+static inline void copy_image(const uint8_t* from, const int64_t* strides, const struct Image* out, int thread, int threads) {
+    const int64_t channels = out->pixel;
+    FOR_EACH_ROW(out) {
+        const uint8_t* line = from + n * strides[0] + y * strides[2];
+        uint8_t* to = at(out, n, y, 0);
+        if (strides[1] == 1 && strides[3] == channels) {
+            memcpy(to, line, (size_t)(out->width * channels));
+            continue;
+        }
+        int64_t done = 0;
+        if (strides[3] == 1 && channels <= 4) done = quantize_planes(line, strides[1], out->width, channels, to, 0, 0);
+        for (int64_t c = 0; c < channels; ++c)
+            for (int64_t x = done; x < out->width; ++x) to[x * channels + c] = line[c * strides[1] + x * strides[3]];
     }
 }
 

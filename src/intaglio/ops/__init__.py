@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from intaglio.ops import conv, pointwise, pool, shape, unary
+from intaglio.ops import channels, conv, pointwise, pool, resize, shape, softmax, unary
 from intaglio.ops.fusions import ANCHORS, FUSIONS, Fusion
 from intaglio.ops.interpret import interpret
 from intaglio.ops.opdef import Call, OpDef, Roles
@@ -23,6 +23,8 @@ def index(*groups: Iterable[OpDef]) -> tuple[Mapping[str, OpDef], Mapping[str, O
     return MappingProxyType(by_name), MappingProxyType(by_target)
 
 
-OPS, BY_TARGET = index(conv.OPS, pointwise.OPS, pool.OPS, shape.OPS, unary.OPS)
+OPS, BY_TARGET = index(
+    conv.OPS, pointwise.OPS, channels.OPS, pool.OPS, resize.OPS, shape.OPS, unary.OPS, softmax.OPS
+)
 
 __all__ = ["ANCHORS", "BY_TARGET", "FUSIONS", "OPS", "Call", "Fusion", "OpDef", "Roles", "index", "interpret"]

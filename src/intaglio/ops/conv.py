@@ -1,14 +1,15 @@
-"""conv2d and linear: u8 activations times s8 weights into int32 accumulators."""
+"""Convolutions of one to three axes, plain and transposed, and linear: u8 activations times s8 weights into int32."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from math import prod
 
 import numpy as np
 
-from intaglio.ir import Op, Shape, TensorType
-from intaglio.ops.opdef import Attrs, Call, OpDef, Roles, first_reason, float_activations, pair, rank
+from intaglio.ir import Dim, Op, Shape, TensorType
+from intaglio.ops.opdef import Attrs, Call, OpDef, Roles, first_reason, fixed_channels, float_activations, numbers, rank
 
 MOST_PRODUCTS = (2**31 - 2**30) // (255 * 127)
 """Products per output that fit an int32 accumulator beside a bias of 2^30, whatever the data."""
@@ -28,22 +29,20 @@ def short_reduction(call: Call) -> str | None:
     return f"{products} products per output; {MOST_PRODUCTS} fit an int32 accumulator"
 
 
-def sides(padding: object, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, int, int, int]:
-    """Padding as (top, bottom, left, right); ``"same"`` puts the odd one at the end, as torch does."""
+def sides(padding: object, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
+    """Padding before and after each axis, in turn; ``"same"`` puts the odd one at the end, as torch does."""
     if padding == "same":
         total = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-        return total[0] // 2, total[0] - total[0] // 2, total[1] // 2, total[1] - total[1] // 2
-    if padding == "valid":
-        return 0, 0, 0, 0
-    y, x = pair(padding)
-    return y, y, x, x
+        return tuple(amount for t in total for amount in (t // 2, t - t // 2))
+    each = (0,) * len(kernel) if padding == "valid" else numbers(padding, len(kernel))
+    return tuple(amount for one in each for amount in (one, one))
 
 
 def bind_conv(call: Call) -> Attrs:
     given, kernel = call.arguments, call.sizes(1)[2:]
-    dilation = pair(given.get("dilation", 1))
+    dilation = numbers(given.get("dilation", 1), len(kernel))
     return {
-        "stride": pair(given.get("stride", 1)),
+        "stride": numbers(given.get("stride", 1), len(kernel)),
         "padding": sides(given.get("padding", 0), kernel, dilation),
         "dilation": dilation,
         "groups": int(given.get("groups", 1)),
@@ -51,32 +50,86 @@ def bind_conv(call: Call) -> Attrs:
 
 
 def conv_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
-    (n, _, h, w), (channels, _, kh, kw) = shapes[0], shapes[1]
-    top, bottom, left, right = attrs["padding"]
-    (sy, sx), (dy, dx) = attrs["stride"], attrs["dilation"]
-    rows = (h + (top + bottom - dy * (kh - 1) - 1)) // sy + 1
-    columns = (w + (left + right - dx * (kw - 1) - 1)) // sx + 1
-    return n, channels, rows, columns
+    (n, _, *image), (channels, _, *kernel) = shapes[0], shapes[1]
+    padding = attrs["padding"]
+    sizes: list[Dim] = []
+    for axis, (size, taps, step, apart) in enumerate(
+        zip(image, kernel, attrs["stride"], attrs["dilation"], strict=True)
+    ):
+        sizes.append((size + (padding[2 * axis] + padding[2 * axis + 1] - apart * (taps - 1) - 1)) // step + 1)
+    return n, channels, *sizes
 
 
 def conv_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Sum over taps of exact float64 matrix products of ``x - zero_point``, zero padded, plus the int32 bias."""
     x, weight, bias = args
-    (sy, sx), (dy, dx), groups = op.attrs["stride"], op.attrs["dilation"], op.attrs["groups"]
-    top, bottom, left, right = op.attrs["padding"]
+    stride, dilation, groups, padding = (op.attrs[name] for name in ("stride", "dilation", "groups", "padding"))
+    centred = x.astype(np.float64) - np.array(types[0].levels.zeros).reshape(-1, *[1] * (x.ndim - 2))
+    centred = np.pad(centred, [(0, 0), (0, 0), *zip(padding[::2], padding[1::2], strict=True)])
+    kernel, (n, channels, *image) = weight.shape[2:], centred.shape
+    sizes = [(i - d * (k - 1) - 1) // s + 1 for i, k, s, d in zip(image, kernel, stride, dilation, strict=True)]
+    grouped = weight.astype(np.float64).reshape(groups, -1, channels // groups, *kernel)
+    acc = np.zeros((n, groups, grouped.shape[1], prod(sizes)))
+    for tap in product(*map(range, kernel)):
+        starts = [t * d for t, d in zip(tap, dilation, strict=True)]
+        window = tuple(slice(a, a + s * (o - 1) + 1, s) for a, s, o in zip(starts, stride, sizes, strict=True))
+        seen = centred[(slice(None), slice(None), *window)]
+        acc += grouped[(None, ..., *tap)] @ seen.reshape(n, groups, channels // groups, prod(sizes))
+    whole = acc.reshape(n, len(weight), *sizes).astype(np.int64).astype(np.int32)
+    return whole + bias.reshape(1, -1, *[1] * len(kernel))
+
+
+def bind_transposed(call: Call) -> Attrs:
+    given, axes = call.arguments, len(call.shape()) - 2
+    names = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
+    found = {name: numbers(given.get(name, default), axes) for name, default in names.items()}
+    return {**found, "groups": int(given.get("groups", 1))}
+
+
+def transposed_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """The weight of the integer operator lies [outputs, inputs per group, taps], as a plain convolution's."""
+    (n, _, *image), (channels, _, *kernel) = shapes[0], shapes[1]
+    names = ("stride", "padding", "dilation", "output_padding")
+    sizes = [
+        (size - 1) * step + (apart * (taps - 1) + extra + 1 - 2 * pad)
+        for size, taps, step, pad, apart, extra in zip(image, kernel, *(attrs[name] for name in names), strict=True)
+    ]
+    return n, channels, *sizes
+
+
+def transposed_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Every input spreads its products over the outputs its taps reach; then the int32 bias."""
+    x, weight, bias = args
+    stride, dilation, groups, padding = (op.attrs[name] for name in ("stride", "dilation", "groups", "padding"))
     centred = x.astype(np.float64) - types[0].levels.zero
-    centred = np.pad(centred, ((0, 0), (0, 0), (top, bottom), (left, right)))
-    n, channels, height, width = centred.shape
-    kh, kw = weight.shape[2:]
-    rows, columns = (height - dy * (kh - 1) - 1) // sy + 1, (width - dx * (kw - 1) - 1) // sx + 1
-    grouped = weight.astype(np.float64).reshape(groups, -1, channels // groups, kh, kw)
-    acc = np.zeros((n, groups, grouped.shape[1], rows * columns))
-    for ky in range(kh):
-        for kx in range(kw):
-            y0, x0 = ky * dy, kx * dx
-            tap = centred[:, :, y0 : y0 + sy * (rows - 1) + 1 : sy, x0 : x0 + sx * (columns - 1) + 1 : sx]
-            acc += grouped[None, :, :, :, ky, kx] @ tap.reshape(n, groups, channels // groups, rows * columns)
-    return acc.reshape(n, len(weight), rows, columns).astype(np.int64).astype(np.int32) + bias.reshape(1, -1, 1, 1)
+    kernel, (n, channels, *image) = weight.shape[2:], centred.shape
+    sizes = transposed_shape(op.attrs, [x.shape, weight.shape])[2:]
+    extent = [(i - 1) * s + d * (k - 1) + 1 for i, k, s, d in zip(image, kernel, stride, dilation, strict=True)]
+    extent = [max(e, p + o) for e, p, o in zip(extent, padding, sizes, strict=True)]
+    grouped = weight.astype(np.float64).reshape(groups, -1, channels // groups, *kernel)
+    acc = np.zeros((n, len(weight), *extent))
+    seen = centred.reshape(n, groups, channels // groups, prod(image))
+    for tap in product(*map(range, kernel)):
+        starts = [t * d for t, d in zip(tap, dilation, strict=True)]
+        window = tuple(slice(a, a + s * (i - 1) + 1, s) for a, s, i in zip(starts, stride, image, strict=True))
+        acc[(slice(None), slice(None), *window)] += (grouped[(None, ..., *tap)] @ seen).reshape(n, -1, *image)
+    kept = acc[(slice(None), slice(None), *(slice(p, p + o) for p, o in zip(padding, sizes, strict=True)))]
+    return kept.astype(np.int64).astype(np.int32) + bias.reshape(1, -1, *[1] * len(kernel))
+
+
+def outputs_first(weight: np.ndarray, groups: int) -> np.ndarray:
+    """[inputs, outputs per group, taps...] of a transposed convolution -> [outputs, inputs per group, taps...]."""
+    split = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:]).swapaxes(1, 2)
+    return split.reshape(-1, *split.shape[2:])
+
+
+def short_transposed(call: Call) -> str | None:
+    """As `short_reduction`, for a weight whose first axis holds the inputs."""
+    sizes = call.sizes(1)
+    products = sizes[0] // int(call.arguments.get("groups", 1)) * prod(sizes[2:])
+    if products <= MOST_PRODUCTS:
+        return None
+    return f"{products} products per output; {MOST_PRODUCTS} fit an int32 accumulator"
 
 
 def linear_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
@@ -94,27 +147,67 @@ def last_axis_fixed(call: Call) -> str | None:
     return None if isinstance(dim, int) else f"free dimension {dim} is the one reduced"
 
 
-CONV2D = OpDef(
-    name="conv2d",
-    targets=("aten.conv2d.default", "aten.conv2d.padding"),
-    operands=("input", "weight", "bias"),
-    roles=Roles(x=(0,), weight=1, bias=2),
-    anchor=True,
-    bind=bind_conv,
-    check=first_reason(float_activations, rank(4), constant_weight, short_reduction),
-    infer=conv_shape,
-    meaning=conv_meaning,
-    kernel="matmul",
-)
+def fixed_depth(call: Call) -> str | None:
+    """Taps along depth become channels, a fixed number of them."""
+    shape = call.shape()
+    return f"free depth {shape[2]}" if len(shape) == 5 and not isinstance(shape[2], int) else None
+
+
+def padding_within_taps(call: Call) -> str | None:
+    """Depth of a transposed convolution is padded by what its taps reach over, which must not be negative."""
+    attrs, taps = bind_transposed(call), call.sizes(1)[2:]
+    if len(taps) < 3 or attrs["padding"][0] <= attrs["dilation"][0] * (taps[0] - 1):
+        return None
+    return f"depth padding {attrs['padding'][0]} beyond the taps"
+
+
+PLAIN = Roles(x=(0,), weight=1, bias=2)
+TRANSPOSED = Roles(x=(0,), weight=1, bias=2, outputs=1)
+
+
+def _conv(axes: int) -> OpDef:
+    return OpDef(
+        name=f"conv{axes}d",
+        targets=(f"aten.conv{axes}d.default", f"aten.conv{axes}d.padding"),
+        operands=("input", "weight", "bias"),
+        roles=PLAIN,
+        anchor=True,
+        bind=bind_conv,
+        check=first_reason(float_activations, rank(axes + 2), fixed_depth, constant_weight, short_reduction),
+        infer=conv_shape,
+        meaning=conv_meaning,
+        kernel="matmul",
+    )
+
+
+def _conv_transpose(axes: int) -> OpDef:
+    overload = "default" if axes == 1 else "input"
+    return OpDef(
+        name=f"conv_transpose{axes}d",
+        targets=(f"aten.conv_transpose{axes}d.{overload}",),
+        operands=("input", "weight", "bias"),
+        roles=TRANSPOSED,
+        anchor=True,
+        bind=bind_transposed,
+        check=first_reason(
+            float_activations, rank(axes + 2), fixed_channels, constant_weight, short_transposed, padding_within_taps
+        ),
+        infer=transposed_shape,
+        meaning=transposed_meaning,
+        kernel="matmul",
+    )
+
+
 LINEAR = OpDef(
     name="linear",
     targets=("aten.linear.default",),
     operands=("input", "weight", "bias"),
-    roles=Roles(x=(0,), weight=1, bias=2),
+    roles=PLAIN,
     anchor=True,
     check=first_reason(float_activations, rank(*range(1, 9)), constant_weight, last_axis_fixed, short_reduction),
     infer=linear_shape,
     meaning=linear_meaning,
     kernel="matmul",
 )
-OPS = (CONV2D, LINEAR)
+OPS = (*map(_conv, (1, 2, 3)), *map(_conv_transpose, (1, 2, 3)), LINEAR)
+CONVOLUTIONS = tuple(record.name for record in OPS if record is not LINEAR)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from intaglio.ir.rewrite import Pattern, any, op, seq
 
-ANCHORS = ("conv2d", "linear")
+ANCHORS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
 
 
 @dataclass(frozen=True)

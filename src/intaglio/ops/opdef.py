@@ -15,11 +15,13 @@ Attrs = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Roles:
-    """Which operands are activations, weight and bias, by position among ``OpDef.operands``."""
+    """Which operands are activations, weight and bias, by position among ``OpDef.operands``; ``outputs`` is the axis
+    of the weight that holds output channels (of one group)."""
 
     x: tuple[int, ...] = (0,)
     weight: int | None = None
     bias: int | None = None
+    outputs: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class OpDef:
     bind: arguments -> attributes of the integer operator. check: why a call stays in float, or ``None``.
     infer: shape rule over symbolic dims. meaning: the integer result in NumPy, in logical order.
     function: for a function of one value, its meaning on float64; lowering makes a table of it. variadic: the only
-    operand is a list of tensors, all of them activations.
+    operand is a list of tensors, all of them activations. real: computes in float32, on dequantized values.
     levels: how far the integer result may be from the Q/DQ reference. kernel: family, ``None`` for a host operator.
     macs: multiply-accumulates of one call (shapes of operands, shape of result) -> count, for operators that have any.
     """
@@ -77,6 +79,7 @@ class OpDef:
     meaning: Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], np.ndarray] | None = None
     function: Callable[[np.ndarray, Attrs], np.ndarray] | None = None
     variadic: bool = False
+    real: bool = False
     levels: int = 1
     kernel: str | None = None
 
@@ -114,7 +117,7 @@ def float_activations(call: Call) -> str | None:
     return "an operand that is not floating point" if False in call.floating else None
 
 
-def pair(value: Any) -> tuple[int, int]:
-    """``3`` or ``[3]`` -> (3, 3); ``[3, 2]`` -> (3, 2)."""
+def numbers(value: Any, axes: int) -> tuple[int, ...]:
+    """One number per axis: ``3`` or ``[3]`` -> (3, 3); ``[3, 2]`` -> (3, 2)."""
     values = (value,) if isinstance(value, int) else tuple(int(v) for v in value)
-    return (values[0], values[0]) if len(values) == 1 else (values[0], values[1])
+    return values * axes if len(values) == 1 else values

@@ -8,7 +8,7 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.ir import Axis, DType, Op, Shape, TensorType
-from intaglio.ops.opdef import Attrs, Call, OpDef, Roles, first_reason, fixed_channels, float_activations, rank
+from intaglio.ops.opdef import Attrs, Call, OpDef, Roles, first_reason, fixed_channels, float_activations
 
 
 def matching_shapes(call: Call) -> str | None:
@@ -27,7 +27,9 @@ def _text(shape: Shape) -> str:
 
 
 def bind_add(call: Call) -> Attrs:
-    return {"alpha": float(call.arguments.get("alpha", 1))}
+    """A difference is a sum whose second operand counts ``-alpha`` times."""
+    alpha = float(call.arguments.get("alpha", 1))
+    return {"alpha": -alpha if call.target == "aten.sub.Tensor" else alpha}
 
 
 def add_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
@@ -103,6 +105,23 @@ def quantize_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorT
     return numerics.quantize(args[0], scale, zero, q.qmin, q.qmax).astype(np.uint8)
 
 
+def pixels_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    if len(shapes[0]) != 4 or shapes[1] != shapes[2] or shapes[1] != shapes[0][1:2]:
+        raise ValueError(f"pixels of {shapes[0]} with {shapes[1]} gains and {shapes[2]} shifts")
+    return shapes[0]
+
+
+def pixels_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """`numerics.quantize` of ``x * gain + shift`` in steps of 1; bytes are what they are."""
+    x, gain, shift = args
+    if x.dtype == np.uint8:
+        return x
+    q, spread = out.levels, (1, -1, 1, 1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        steps = x * gain.reshape(spread) + shift.reshape(spread)
+    return numerics.quantize(steps, 1, along(np.array(q.zeros), 4, 1), q.qmin, q.qmax).astype(np.uint8)
+
+
 def dequantize_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Levels, or an accumulator: ``float32(acc) * float32(s_x * s_w)``."""
     q, rank = types[0].levels, args[0].ndim
@@ -112,7 +131,7 @@ def dequantize_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[Tenso
 
 ADD = OpDef(
     name="add",
-    targets=("aten.add.Tensor",),
+    targets=("aten.add.Tensor", "aten.sub.Tensor"),
     operands=("self", "other"),
     roles=Roles(x=(0, 1)),
     commutative=True,
@@ -131,39 +150,16 @@ MUL = OpDef(
     meaning=mul_meaning,
     kernel="pointwise",
 )
-def affine_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """`numerics.affine_requantize`, a factor and an offset per channel."""
-    x, factor, offset = args
-    q, spread = out.levels, [1, -1] + [1] * (args[0].ndim - 2)
-    centred = x.astype(np.int32) - types[0].levels.zero
-    levels = numerics.affine_requantize(
-        centred, factor.reshape(spread), offset.reshape(spread), q.zero, op.attrs["low"], op.attrs["high"]
-    )
-    return levels.astype(np.uint8)
-
-
-def constant_channels(call: Call) -> str | None:
-    """Factor and offset are constants, one per channel."""
-    if not all(call.constant[1:]):
-        return "a factor or an offset that is not a constant"
-    if call.arguments.get("value", 1) != 1:
-        return f"value {call.arguments['value']}"
-    x = call.shape()
-    wanted = (1, x[1], *[1] * (len(x) - 2)) if len(x) > 1 else ()
-    return None if call.shape(1) == call.shape(2) == wanted else "factors that are not one per channel"
-
-
-AFFINE = OpDef(
-    name="affine",
-    targets=("aten.addcmul.default",),
-    operands=("tensor1", "tensor2", "self"),
-    check=first_reason(float_activations, rank(2, 4), fixed_channels, constant_channels),
-    meaning=affine_meaning,
-    kernel="pointwise",
-)
 CLAMP = OpDef(
     name="clamp",
-    targets=("aten.relu.default", "aten.relu6.default", "aten.hardtanh.default", "aten.clamp.default"),
+    targets=(
+        "aten.relu.default",
+        "aten.relu6.default",
+        "aten.hardtanh.default",
+        "aten.clamp.default",
+        "aten.clamp_min.default",
+        "aten.clamp_max.default",
+    ),
     shares=True,
     bind=bind_clamp,
     check=first_reason(float_activations, plain_bounds, fixed_channels),
@@ -173,5 +169,7 @@ CLAMP = OpDef(
 REQUANTIZE = OpDef(name="requantize", operands=("acc", "multiplier"), meaning=requantize_meaning, kernel="matmul")
 TABLE = OpDef(name="table", operands=("self", "levels"), meaning=table_meaning, kernel="pointwise")
 QUANTIZE = OpDef(name="quantize", meaning=quantize_meaning, kernel="border")
+PIXELS = OpDef(name="pixels", operands=("self", "gain", "shift"), infer=pixels_shape, meaning=pixels_meaning,
+               kernel="border")  # fmt: skip
 DEQUANTIZE = OpDef(name="dequantize", meaning=dequantize_meaning, kernel="border")
-OPS = (ADD, MUL, AFFINE, CLAMP, REQUANTIZE, TABLE, QUANTIZE, DEQUANTIZE)
+OPS = (ADD, MUL, CLAMP, REQUANTIZE, TABLE, QUANTIZE, PIXELS, DEQUANTIZE)

@@ -1,20 +1,22 @@
-"""max, average and adaptive average pooling over rows and columns."""
+"""max, average and adaptive average pooling over one to three axes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 
 import numpy as np
 
 from intaglio import numerics
 from intaglio.ir import Dim, Op, QParams, Shape, TensorType, evaluate
-from intaglio.ops.opdef import Attrs, Call, OpDef, first_reason, fixed_channels, float_activations, pair, rank
+from intaglio.ops.opdef import Attrs, Call, OpDef, first_reason, fixed_channels, float_activations, numbers, rank
 
 
 @dataclass(frozen=True)
 class Window:
-    """Rows (or columns) start..stop of the input that one output reads, and how many the mean divides by."""
+    """Indices start..stop along an axis that one output reads, and how many the mean counts there."""
 
     start: int
     stop: int
@@ -22,16 +24,16 @@ class Window:
 
 
 def bind_pool(call: Call) -> Attrs:
-    given = call.arguments
-    kernel = pair(given["kernel_size"])
+    given, axes = call.arguments, len(call.shape()) - 2
+    kernel = numbers(given["kernel_size"], axes)
     attrs = {
         "kernel": kernel,
-        "stride": pair(given["stride"]) if given.get("stride") else kernel,
-        "padding": pair(given.get("padding", 0)),
+        "stride": numbers(given["stride"], axes) if given.get("stride") else kernel,
+        "padding": numbers(given.get("padding", 0), axes),
         "ceil": bool(given.get("ceil_mode", False)),
     }
     if "max_pool" in call.target:
-        return {**attrs, "dilation": pair(given.get("dilation", 1))}
+        return {**attrs, "dilation": numbers(given.get("dilation", 1), axes)}
     divisor = given.get("divisor_override")
     return {**attrs, "include_pad": bool(given.get("count_include_pad", True)), "divisor": divisor}
 
@@ -54,12 +56,9 @@ def pooled(size: Dim, kernel: int, stride: int, padding: int, dilation: int, cei
 
 def pool_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     n, c, *image = shapes[0]
-    dilation = attrs.get("dilation", (1, 1))
-    sizes = [
-        pooled(image[i], attrs["kernel"][i], attrs["stride"][i], attrs["padding"][i], dilation[i], attrs["ceil"])
-        for i in (0, 1)
-    ]
-    return n, c, *sizes
+    dilation = attrs.get("dilation", (1,) * len(image))
+    given = zip(image, attrs["kernel"], attrs["stride"], attrs["padding"], dilation, strict=True)
+    return n, c, *(pooled(*one, attrs["ceil"]) for one in given)
 
 
 def windows(attrs: Attrs, axis: int, size: int, outputs: int) -> list[Window]:
@@ -83,17 +82,17 @@ def adaptive_windows(size: int, outputs: int) -> list[Window]:
 
 def max_pool_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Padding never wins: it holds level 0, the least there is."""
-    (kh, kw), (sy, sx), (py, px), (dy, dx) = (op.attrs[k] for k in ("kernel", "stride", "padding", "dilation"))
-    n, c, h, w = args[0].shape
-    rows, columns = (evaluate(dim, {}) for dim in pool_shape(op.attrs, [args[0].shape])[2:])
-    below, right = (rows - 1) * sy + dy * (kh - 1) + 1, (columns - 1) * sx + dx * (kw - 1) + 1
-    padded = np.zeros((n, c, max(below, h + py), max(right, w + px)), np.uint8)
-    padded[:, :, py : py + h, px : px + w] = args[0]
-    result = np.zeros((n, c, rows, columns), np.uint8)
-    for ky in range(kh):
-        for kx in range(kw):
-            tap = padded[:, :, ky * dy :: sy, kx * dx :: sx][:, :, :rows, :columns]
-            np.maximum(result, tap, out=result)
+    kernel, stride, padding, dilation = (op.attrs[k] for k in ("kernel", "stride", "padding", "dilation"))
+    image = args[0].shape[2:]
+    sizes = [evaluate(dim, {}) for dim in pool_shape(op.attrs, [args[0].shape])[2:]]
+    reach = [(o - 1) * s + d * (k - 1) + 1 for o, s, d, k in zip(sizes, stride, dilation, kernel, strict=True)]
+    behind = [max(0, r - i - p) for r, i, p in zip(reach, image, padding, strict=True)]
+    padded = np.pad(args[0], [(0, 0), (0, 0), *zip(padding, behind, strict=True)])
+    result = np.zeros((*args[0].shape[:2], *sizes), np.uint8)
+    for tap in product(*map(range, kernel)):
+        starts = [t * d for t, d in zip(tap, dilation, strict=True)]
+        window = tuple(slice(a, a + s * (o - 1) + 1, s) for a, s, o in zip(starts, stride, sizes, strict=True))
+        np.maximum(result, padded[(slice(None), slice(None), *window)], out=result)
     return result
 
 
@@ -102,78 +101,89 @@ def mean_over(
     factors: np.ndarray,
     q_in: QParams,
     out: TensorType,
-    rows: list[Window],
-    columns: list[Window],
+    axes: Sequence[list[Window]],
     divisor: int | None = None,
 ) -> np.ndarray:
     """``clamp(rne(float32(sum(q) - n*zp) * factors[count - 1]) + zp)``; n values, count the divisor."""
     centred = x.astype(np.int64) - q_in.zero
-    result = np.empty((*x.shape[:2], len(rows), len(columns)), np.uint8)
-    for i, row in enumerate(rows):
-        for j, column in enumerate(columns):
-            acc = centred[:, :, row.start : row.stop, column.start : column.stop].sum((2, 3))
-            factor = factors[0 if divisor else row.count * column.count - 1]
-            q = out.levels
-            result[:, :, i, j] = numerics.requantize(acc, factor, q.zero, q.qmin, q.qmax)
+    result = np.empty((*x.shape[:2], *map(len, axes)), np.uint8)
+    q, summed = out.levels, tuple(range(2, x.ndim))
+    whole = (slice(None), slice(None))
+    for place in np.ndindex(*map(len, axes)):
+        chosen = [found[index] for found, index in zip(axes, place, strict=True)]
+        acc = centred[whole + tuple(slice(one.start, one.stop) for one in chosen)].sum(summed)
+        factor = factors[0 if divisor else prod(one.count for one in chosen) - 1]
+        result[whole + place] = numerics.requantize(acc, factor, q.zero, q.qmin, q.qmax)
     return result
 
 
 def avg_pool_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    h, w = args[0].shape[2:]
-    oh, ow = (evaluate(dim, {}) for dim in pool_shape(op.attrs, [args[0].shape])[2:])
-    rows, columns = windows(op.attrs, 0, h, oh), windows(op.attrs, 1, w, ow)
-    return mean_over(args[0], args[1], types[0].levels, out, rows, columns, op.attrs["divisor"])
+    sizes = [evaluate(dim, {}) for dim in pool_shape(op.attrs, [args[0].shape])[2:]]
+    axes = [windows(op.attrs, i, args[0].shape[2 + i], size) for i, size in enumerate(sizes)]
+    return mean_over(args[0], args[1], types[0].levels, out, axes, op.attrs["divisor"])
 
 
 def adaptive_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    (h, w), (oh, ow) = args[0].shape[2:], op.attrs["size"]
-    return mean_over(args[0], args[1], types[0].levels, out, adaptive_windows(h, oh), adaptive_windows(w, ow))
+    axes = [adaptive_windows(*one) for one in zip(args[0].shape[2:], op.attrs["size"], strict=True)]
+    return mean_over(args[0], args[1], types[0].levels, out, axes)
 
 
 def bind_adaptive(call: Call) -> Attrs:
     return {"size": tuple(call.result[2:])}
 
 
-def counts(op_name: str, attrs: Attrs, shape: Shape) -> list[int]:
+def counts(op: str, attrs: Attrs, shape: Shape) -> list[int]:
     """Every divisor a mean may need, in the order its table of factors has them."""
-    if op_name == "avg_pool2d":
-        return [attrs["divisor"]] if attrs["divisor"] else list(range(1, attrs["kernel"][0] * attrs["kernel"][1] + 1))
+    if op.startswith("avg_pool"):
+        return [attrs["divisor"]] if attrs["divisor"] else list(range(1, prod(attrs["kernel"]) + 1))
     sizes = [evaluate(size, {}) for size in shape[2:]]
-    rows, columns = (adaptive_windows(size, out) for size, out in zip(sizes, attrs["size"], strict=True))
-    return list(range(1, max(w.count for w in rows) * max(w.count for w in columns) + 1))
+    most = [max(w.count for w in adaptive_windows(*one)) for one in zip(sizes, attrs["size"], strict=True)]
+    return list(range(1, prod(most) + 1))
 
 
 def adaptive_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return (*shapes[0][:2], *attrs["size"])
 
 
-POOLABLE = first_reason(float_activations, rank(4), fixed_channels)
-MAX_POOL2D = OpDef(
-    name="max_pool2d",
-    targets=("aten.max_pool2d.default",),
-    shares=True,
-    bind=bind_pool,
-    check=POOLABLE,
-    infer=pool_shape,
-    meaning=max_pool_meaning,
-    kernel="pool",
-)
-AVG_POOL2D = OpDef(
-    name="avg_pool2d",
-    targets=("aten.avg_pool2d.default",),
-    bind=bind_pool,
-    check=first_reason(POOLABLE, positive_divisor),
-    infer=pool_shape,
-    meaning=avg_pool_meaning,
-    kernel="pool",
-)
-ADAPTIVE_AVG_POOL2D = OpDef(
-    name="adaptive_avg_pool2d",
-    targets=("aten.adaptive_avg_pool2d.default",),
-    bind=bind_adaptive,
-    check=POOLABLE,
-    infer=adaptive_shape,
-    meaning=adaptive_meaning,
-    kernel="pool",
-)
-OPS = (MAX_POOL2D, AVG_POOL2D, ADAPTIVE_AVG_POOL2D)
+def _max_pool(axes: int) -> OpDef:
+    return OpDef(
+        name=f"max_pool{axes}d",
+        targets=(f"aten.max_pool{axes}d.default",),
+        shares=True,
+        bind=bind_pool,
+        check=_poolable(axes),
+        infer=pool_shape,
+        meaning=max_pool_meaning,
+        kernel="pool",
+    )
+
+
+def _avg_pool(axes: int) -> OpDef:
+    return OpDef(
+        name=f"avg_pool{axes}d",
+        targets=(f"aten.avg_pool{axes}d.default",),
+        bind=bind_pool,
+        check=first_reason(_poolable(axes), positive_divisor),
+        infer=pool_shape,
+        meaning=avg_pool_meaning,
+        kernel="pool",
+    )
+
+
+def _adaptive_avg_pool(axes: int) -> OpDef:
+    return OpDef(
+        name=f"adaptive_avg_pool{axes}d",
+        targets=(f"aten.adaptive_avg_pool{axes}d.default",),
+        bind=bind_adaptive,
+        check=_poolable(axes),
+        infer=adaptive_shape,
+        meaning=adaptive_meaning,
+        kernel="pool",
+    )
+
+
+def _poolable(axes: int) -> Callable[[Call], str | None]:
+    return first_reason(float_activations, rank(axes + 2), fixed_channels)
+
+
+OPS = tuple(make(axes) for axes in (1, 2, 3) for make in (_max_pool, _avg_pool, _adaptive_avg_pool))

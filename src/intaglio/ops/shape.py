@@ -1,16 +1,22 @@
-"""reshape, slice, pad: levels move, they do not change."""
+"""Operators that move levels and do not change them: each is a few strided copies (`intaglio.ir.moves`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from intaglio.ir import Op, Shape, TensorType, numel
+from intaglio.ir import Dim, Op, Shape, TensorType, evaluate, numel
+from intaglio.ir.moves import slice_length
 from intaglio.ops.opdef import Attrs, Call, OpDef, first_reason, fixed_channels, float_activations, rank
 
 END = 2**62
 """Slices without an end carry the largest int64; anything this large means "to the end"."""
+MOST_AXES = 6
+
+
+# -- reshape ----------------------------------------------------------------------------------------------------------
 
 
 def bind_reshape(call: Call) -> Attrs:
@@ -20,12 +26,23 @@ def bind_reshape(call: Call) -> Attrs:
 def fixed_rows(call: Call) -> str | None:
     """Both shapes are free in the batch axis only."""
     free = [dim for shape in (call.shape(), call.result) for dim in shape[1:] if not isinstance(dim, int)]
+    if len(call.result) > MOST_AXES:
+        return f"result of rank {len(call.result)}; the kernel takes up to {MOST_AXES}"
     return f"free dimension {free[0]} inside a reshape" if free else None
 
 
 def reshape_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     fixed = [dim if isinstance(dim, int) else -1 for dim in op.attrs["shape"]]
     return args[0].reshape(fixed)
+
+
+def same_elements(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    if numel(attrs["shape"]) != numel(shapes[0]):
+        raise ValueError(f"reshape of {shapes[0]} to {attrs['shape']}")
+    return attrs["shape"]
+
+
+# -- slice ------------------------------------------------------------------------------------------------------------
 
 
 def bind_slice(call: Call) -> Attrs:
@@ -49,7 +66,7 @@ def fixed_slice(call: Call) -> str | None:
 
 def slice_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     shape = list(shapes[0])
-    shape[attrs["axis"]] = -(-(attrs["stop"] - attrs["start"]) // attrs["step"])
+    shape[attrs["axis"]] = slice_length(attrs["start"], attrs["stop"], attrs["step"])
     return tuple(shape)
 
 
@@ -59,20 +76,25 @@ def slice_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType
     return args[0][tuple(index)]
 
 
+# -- pad --------------------------------------------------------------------------------------------------------------
+
+NUMPY_MODES: Mapping[str, Any] = {"constant": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}
+
+
 def bind_pad(call: Call) -> Attrs:
     """``before`` and ``after`` of every axis, in axis order; torch counts from the last axis."""
     given, axes = list(call.arguments["pad"]), len(call.shape())
     pairs = [(0, 0)] * (axes - len(given) // 2) + [(given[i], given[i + 1]) for i in range(len(given) - 2, -1, -2)]
-    return {"before": tuple(p[0] for p in pairs), "after": tuple(p[1] for p in pairs)}
+    mode = call.arguments.get("mode", "constant")
+    return {"before": tuple(p[0] for p in pairs), "after": tuple(p[1] for p in pairs), "mode": mode}
 
 
-def zero_pad(call: Call) -> str | None:
-    given = call.arguments
-    if given.get("mode", "constant") != "constant":
-        return f"padding mode {given['mode']!r}; the kernel pads with a constant"
-    if given.get("value") not in (None, 0, 0.0):
+def plain_pad(call: Call) -> str | None:
+    given, bounds = call.arguments, bind_pad(call)
+    if bounds["mode"] not in NUMPY_MODES:
+        return f"padding mode {bounds['mode']!r}"
+    if bounds["mode"] == "constant" and given.get("value") not in (None, 0, 0.0):
         return f"padding with {given['value']}; only 0 is exact at any scale"
-    bounds = bind_pad(call)
     amounts = [*bounds["before"], *bounds["after"]]
     if not all(isinstance(amount, int) for amount in amounts):
         return "padding by a free amount"
@@ -82,38 +104,43 @@ def zero_pad(call: Call) -> str | None:
 
 
 def pad_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
-    return tuple(d + (b + a) for d, b, a in zip(shapes[0], attrs["before"], attrs["after"], strict=True))
+    """``between``: zeros after every element but the last, in front of what is padded."""
+    between = attrs.get("between", (0,) * len(shapes[0]))
+    sides = zip(shapes[0], attrs["before"], attrs["after"], between, strict=True)
+    return tuple(d * (z + 1) + (b + a - z) for d, b, a, z in sides)
 
 
 def pad_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    x, zero, between = args[0], types[0].levels.zero, op.attrs.get("between")
+    if between:
+        wide = [size * (z + 1) - z for size, z in zip(x.shape, between, strict=True)]
+        spread = np.full(wide, zero, np.uint8)
+        spread[tuple(slice(None, None, z + 1) for z in between)] = x
+        x = spread
     widths = list(zip(op.attrs["before"], op.attrs["after"], strict=True))
-    return np.pad(args[0], widths, constant_values=types[0].levels.zero)
+    mode = NUMPY_MODES[op.attrs.get("mode", "constant")]
+    return np.pad(x, widths, constant_values=zero) if mode == "constant" else np.pad(x, widths, mode=mode)
 
 
-def same_elements(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
-    if numel(attrs["shape"]) != numel(shapes[0]):
-        raise ValueError(f"reshape of {shapes[0]} to {attrs['shape']}")
-    return attrs["shape"]
+# -- cat --------------------------------------------------------------------------------------------------------------
 
 
 def bind_cat(call: Call) -> Attrs:
     return {"axis": int(call.arguments.get("dim", 0)) % len(call.result)}
 
 
-def along_channels(call: Call) -> str | None:
+def joinable(call: Call) -> str | None:
     if None in call.shapes:
         return "an operand is not a tensor"
-    last = len(call.result) - 1
-    wanted = 1 if last == 3 else last
-    if last == 0 or bind_cat(call)["axis"] != wanted:
-        return f"concatenation along axis {bind_cat(call)['axis']}; the kernel joins channels"
-    return "an empty operand" if any(0 in call.shape(i) for i in range(len(call.shapes))) else None
+    if any(0 in call.shape(i) for i in range(len(call.shapes))):
+        return "an empty operand"
+    return "concatenation along the free batch" if not isinstance(call.result[bind_cat(call)["axis"]], int) else None
 
 
 def cat_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     axis = attrs["axis"]
-    total = shapes[0][axis]
-    for shape in shapes[1:]:
+    total: Dim = 0
+    for shape in shapes:
         total = total + shape[axis]
     return (*shapes[0][:axis], total, *shapes[0][axis + 1 :])
 
@@ -122,6 +149,106 @@ def cat_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType],
     return np.concatenate(args, op.attrs["axis"])
 
 
+# -- permute, expand, shuffles ----------------------------------------------------------------------------------------
+
+
+def bind_permute(call: Call) -> Attrs:
+    """``order``: result axis -> axis of the input."""
+    given, axes = call.arguments, len(call.shape())
+    if "dims" in given:
+        return {"order": tuple(dim % axes for dim in given["dims"])}
+    order = list(range(axes))
+    if "t.default" not in call.target:
+        a, b = given["dim0"] % axes, given["dim1"] % axes
+        order[a], order[b] = order[b], order[a]
+    else:
+        order.reverse()
+    return {"order": tuple(order)}
+
+
+def batch_stays(call: Call) -> str | None:
+    moved = bind_permute(call)["order"][:1] != (0,) and not isinstance(call.shape()[0], int)
+    return "a permutation that moves the free batch" if moved else None
+
+
+def permute_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    return tuple(shapes[0][axis] for axis in attrs["order"])
+
+
+def permute_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    return args[0].transpose(op.attrs["order"])
+
+
+def bind_expand(call: Call) -> Attrs:
+    return {"shape": call.result}
+
+
+def same_rank(call: Call) -> str | None:
+    if len(call.shape()) != len(call.result):
+        return "an axis more"
+    same = call.shape()[0] == call.result[0] or isinstance(call.result[0], int)
+    return None if same else "an expansion to the free batch"
+
+
+def expand_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    return attrs["shape"]
+
+
+def expand_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    shape = [n if isinstance(n, int) else m for n, m in zip(op.attrs["shape"], args[0].shape, strict=True)]
+    return np.broadcast_to(args[0], shape)
+
+
+def whole_groups(call: Call) -> str | None:
+    groups = call.arguments["groups"]
+    return None if isinstance(groups, int) else f"groups {groups}"
+
+
+def shuffle_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    n, c, *image = args[0].shape
+    groups = op.attrs["groups"]
+    return args[0].reshape(n, groups, c // groups, *image).swapaxes(1, 2).reshape(n, c, *image)
+
+
+def pixel_shuffle_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    (n, c, h, w), r = shapes[0], attrs["factor"]
+    return n, c // (r * r), h * r, w * r
+
+
+def pixel_shuffle_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType):
+    (n, c, h, w), r = args[0].shape, op.attrs["factor"]
+    split = args[0].reshape(n, c // (r * r), r, r, h, w)
+    return split.transpose(0, 1, 4, 2, 5, 3).reshape(n, c // (r * r), h * r, w * r)
+
+
+def pixel_unshuffle_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    (n, c, h, w), r = shapes[0], attrs["factor"]
+    return n, c * (r * r), h // r, w // r
+
+
+def pixel_unshuffle_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType):
+    (n, c, h, w), r = args[0].shape, op.attrs["factor"]
+    split = args[0].reshape(n, c, h // r, r, w // r, r)
+    return split.transpose(0, 1, 3, 5, 2, 4).reshape(n, c * r * r, h // r, w // r)
+
+
+def unfold_depth_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    n, c, d, h, w = shapes[0]
+    taps = attrs["taps"]
+    return n, c * taps, (d - attrs["dilation"] * (taps - 1) - 1) // attrs["stride"] + 1, h, w
+
+
+def unfold_depth_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType):
+    """Depth windows as channels, tap by tap within each group: [n, (g, k, c), outputs, h, w]."""
+    (n, c, d, h, w), attrs = args[0].shape, op.attrs
+    outputs = evaluate(unfold_depth_shape(attrs, [args[0].shape])[2], {})
+    grouped = args[0].reshape(n, attrs["groups"], 1, c // attrs["groups"], d, h, w)
+    starts = [k * attrs["dilation"] for k in range(attrs["taps"])]
+    taps = [grouped[..., a : a + attrs["stride"] * (outputs - 1) + 1 : attrs["stride"], :, :] for a in starts]
+    return np.concatenate(taps, 2).reshape(n, c * attrs["taps"], outputs, h, w)
+
+
+ANY_RANK = rank(*range(MOST_AXES + 1))
 CAT = OpDef(
     name="cat",
     targets=("aten.cat.default",),
@@ -129,28 +256,17 @@ CAT = OpDef(
     variadic=True,
     shares=True,
     bind=bind_cat,
-    check=first_reason(float_activations, rank(2, 3, 4), fixed_channels, along_channels),
+    check=first_reason(float_activations, ANY_RANK, fixed_channels, joinable),
     infer=cat_shape,
     meaning=cat_meaning,
     kernel="move",
 )
-def whole_groups(call: Call) -> str | None:
-    groups = call.arguments["groups"]
-    return None if isinstance(groups, int) else f"groups {groups}"
-
-
-def shuffle_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    n, c, h, w = args[0].shape
-    groups = op.attrs["groups"]
-    return args[0].reshape(n, groups, c // groups, h, w).swapaxes(1, 2).reshape(n, c, h, w)
-
-
 SHUFFLE = OpDef(
     name="shuffle",
     targets=("aten.channel_shuffle.default",),
     shares=True,
     bind=lambda call: {"groups": call.arguments["groups"]},
-    check=first_reason(float_activations, rank(4), fixed_channels, whole_groups),
+    check=first_reason(float_activations, rank(3, 4, 5), fixed_channels, whole_groups),
     meaning=shuffle_meaning,
     kernel="move",
 )
@@ -161,13 +277,14 @@ RESHAPE = OpDef(
         "aten._unsafe_view.default",
         "aten.reshape.default",
         "aten.flatten.using_ints",
+        "aten.squeeze.default",
         "aten.squeeze.dim",
         "aten.squeeze.dims",
         "aten.unsqueeze.default",
     ),
     shares=True,
     bind=bind_reshape,
-    check=first_reason(float_activations, fixed_rows),
+    check=first_reason(float_activations, ANY_RANK, fixed_rows),
     infer=same_elements,
     meaning=reshape_meaning,
     kernel="move",
@@ -177,7 +294,7 @@ SLICE = OpDef(
     targets=("aten.slice.Tensor",),
     shares=True,
     bind=bind_slice,
-    check=first_reason(float_activations, rank(4), fixed_channels, fixed_slice),
+    check=first_reason(float_activations, ANY_RANK, fixed_channels, fixed_slice),
     infer=slice_shape,
     meaning=slice_meaning,
     kernel="move",
@@ -187,9 +304,50 @@ PAD = OpDef(
     targets=("aten.pad.default", "aten.constant_pad_nd.default"),
     shares=True,
     bind=bind_pad,
-    check=first_reason(float_activations, rank(4), fixed_channels, zero_pad),
+    check=first_reason(float_activations, ANY_RANK, fixed_channels, plain_pad),
     infer=pad_shape,
     meaning=pad_meaning,
     kernel="move",
 )
-OPS = (CAT, SHUFFLE, RESHAPE, SLICE, PAD)
+PERMUTE = OpDef(
+    name="permute",
+    targets=("aten.permute.default", "aten.transpose.int", "aten.t.default"),
+    shares=True,
+    bind=bind_permute,
+    check=first_reason(float_activations, ANY_RANK, fixed_channels, batch_stays),
+    infer=permute_shape,
+    meaning=permute_meaning,
+    kernel="move",
+)
+EXPAND = OpDef(
+    name="expand",
+    targets=("aten.expand.default",),
+    shares=True,
+    bind=bind_expand,
+    check=first_reason(float_activations, ANY_RANK, fixed_channels, same_rank),
+    infer=expand_shape,
+    meaning=expand_meaning,
+    kernel="move",
+)
+PIXEL_SHUFFLE = OpDef(
+    name="pixel_shuffle",
+    targets=("aten.pixel_shuffle.default",),
+    shares=True,
+    bind=lambda call: {"factor": int(call.arguments["upscale_factor"])},
+    check=first_reason(float_activations, rank(4), fixed_channels),
+    infer=pixel_shuffle_shape,
+    meaning=pixel_shuffle_meaning,
+    kernel="move",
+)
+PIXEL_UNSHUFFLE = OpDef(
+    name="pixel_unshuffle",
+    targets=("aten.pixel_unshuffle.default",),
+    shares=True,
+    bind=lambda call: {"factor": int(call.arguments["downscale_factor"])},
+    check=first_reason(float_activations, rank(4), fixed_channels),
+    infer=pixel_unshuffle_shape,
+    meaning=pixel_unshuffle_meaning,
+    kernel="move",
+)
+UNFOLD_DEPTH = OpDef(name="unfold_depth", infer=unfold_depth_shape, meaning=unfold_depth_meaning, kernel="move")
+OPS = (CAT, SHUFFLE, RESHAPE, SLICE, PAD, PERMUTE, EXPAND, PIXEL_SHUFFLE, PIXEL_UNSHUFFLE, UNFOLD_DEPTH)

@@ -38,6 +38,17 @@ def _softplus(x: np.ndarray) -> np.ndarray:
     return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
 
 
+def _softplus_of(x: np.ndarray, attrs: Attrs) -> np.ndarray:
+    """The identity above the threshold, as torch has it."""
+    beta, threshold = float(attrs.get("beta", 1)), float(attrs.get("threshold", 20))
+    return np.where(x * beta > threshold, x, _softplus(x * beta) / beta)
+
+
+def _celu(x: np.ndarray, attrs: Attrs) -> np.ndarray:
+    alpha = float(attrs.get("alpha", 1))
+    return np.where(x > 0, x, alpha * np.expm1(np.minimum(x / alpha, 0)))
+
+
 SELU = {"alpha": 1.6732632423543772848170429916717, "scale": 1.0507009873554804934193349852946}
 """Klambauer et al. 2017."""
 
@@ -58,6 +69,13 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], Function]] = {
     "abs": (("aten.abs.default",), lambda x, a: np.abs(x)),
     "neg": (("aten.neg.default",), lambda x, a: -x),
     "square": (("aten.square.default",), lambda x, a: x * x),
+    "celu": (("aten.celu.default",), _celu),
+    "softplus": (("aten.softplus.default",), _softplus_of),
+    "log_sigmoid": (("aten.log_sigmoid.default",), lambda x, a: -_softplus(-x)),
+    "threshold": (
+        ("aten.threshold.default",),
+        lambda x, a: np.where(x > float(a["threshold"]), x, float(a["value"])),
+    ),
     "exp": (("aten.exp.default",), lambda x, a: np.exp(x)),
     "round": (("aten.round.default",), lambda x, a: np.rint(x)),
     "add_number": (("aten.add.Scalar",), lambda x, a: x + float(a["other"]) * float(a.get("alpha", 1))),
@@ -79,6 +97,8 @@ def plain_numbers(call: Call) -> str | None:
     for name, value in bind(call).items():
         if not isinstance(value, (int, float, str)) or (isinstance(value, float) and not math.isfinite(value)):
             return f"{name} = {value}"
+    if call.arguments.get("beta") == 0 or (call.target == "aten.celu.default" and call.arguments.get("alpha") == 0):
+        return "a division by zero"
     exponent: Any = call.arguments.get("exponent", 1)
     if exponent < 1 or int(exponent) != exponent:
         return f"a power of {exponent}"

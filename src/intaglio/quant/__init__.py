@@ -4,6 +4,7 @@ from intaglio.quant.annotate import Annotations, Region, annotate_graph, macs
 from intaglio.quant.calibrate import calibrate
 from intaglio.quant.convert import Reference, convert
 from intaglio.quant.data import Binder, binder_for, peek
+from intaglio.quant.image import Image
 from intaglio.quant.methods import METHODS
 from intaglio.quant.prepare import Observer, Prepared, annotate, prepare
 from intaglio.quant.ranges import Ranges
@@ -17,6 +18,7 @@ __all__ = [
     "Binder",
     "Derived",
     "Fixed",
+    "Image",
     "Observed",
     "Observer",
     "Prepared",

@@ -24,7 +24,7 @@ from intaglio.ir.rewrite import match
 from intaglio.ops import FUSIONS, OpDef
 from intaglio.quant.passes import BATCH_NORM
 from intaglio.quant.recipe import Quantizer, Setting
-from intaglio.quant.sites import Derived, Observed, Shared, Site, Skip, groups
+from intaglio.quant.sites import Derived, Fixed, Observed, Shared, Site, Skip, groups
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class Annotations:
 def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mapping[str, str]) -> Annotations:
     """Sites and skips of a graph that the PTQ passes have been over."""
     recipe = quantizer.recipe
-    computing = [node for node in module.graph.nodes if node.op == "call_function"]
+    computing = [node for node in module.graph.nodes if node.op == "call_function" and "zero_points" not in node.meta]
     recipe.check((origin(node) for node in computing), classes)
     settings = {node: recipe.setting(origin(node), classes) for node in computing}
-    reasons = {node: _refusal(node, settings[node]) for node in computing}
+    reasons = {node: refusal(node, settings[node]) for node in computing}
     found = _regions(module.graph, settings, reasons)
     active = _spread(found)
     regions = tuple(region for region in found if region in active)
@@ -102,16 +102,20 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
     return Annotations(module, sites, regions, tuple(skipped), groups(sites))
 
 
-def _refusal(node: fx.Node, setting: Setting) -> str | None:
+def refusal(node: fx.Node, setting: Setting) -> str | None:
+    """Why an operator stays in float under a setting; ``None`` when it need not."""
     record = record_of(node)
     if operator(node) == BATCH_NORM:
         return f"{LOOSE_NORM}, and whose parameters are computed"
     if record is None:
         return "no int8 kernel for this operator"
     if tensor_type(node) is None or tensor_type(node).dtype is not DType.F32:
-        return "not a float32 tensor"
+        kind = tensor_type(node)
+        return "not a float32 tensor" + ("" if kind is None else f" but {kind.dtype}")
     if not setting.quantize:
         return "the recipe leaves it in float"
+    if record.real:
+        return record.check(call_of(node, record)) or "computed in float32, here on values that are no dequantized ones"
     values = activations(node)
     if any(value is not None and is_constant(value) for value in values):
         return "an operand is a constant"
@@ -216,6 +220,9 @@ def _output_site(region: Region, names: _Names) -> Site:
 
 
 def _activation(name: str, node: fx.Node, setting: Setting) -> Site:
+    if "zero_points" in node.meta:  # pixels less their zero points: the levels are bytes
+        spec = Fixed(1.0, node.meta["zero_points"])
+        return Site(name, node.name, "activation", spec, DType.U8, 0, 255, 1, origin(node))
     high = 2**setting.bits - 1
     return Site(name, node.name, "activation", Observed(setting.method), DType.U8, 0, high, origin=origin(node))
 
@@ -236,14 +243,14 @@ def _parameters(region: Region, sites: dict[tuple[str, str], Site], names: _Name
         return
     values = operands(region.anchor)
     x, weight, bias = (values[i] for i in (record.roles.x[0], record.roles.weight, record.roles.bias))
-    axis = 0 if region.setting.weights == "channel" else None
-    weight_site = Site(names.weight(weight), weight.name, "weight", Observed("absmax", True), DType.S8, -127, 127, axis,
-                       origin(region.anchor))  # fmt: skip
+    per_channel = region.setting.weights == "channel"
+    weight_site = Site(names.weight(weight), weight.name, "weight", Observed("absmax", True), DType.S8, -127, 127,
+                       record.roles.outputs if per_channel else None, origin(region.anchor))  # fmt: skip
     _put(sites, weight_site)
     if bias is not None:
         sources = (sites[x.name, "activation"].name, sites[weight.name, "weight"].name)
         _put(sites, Site(f"{names.of(region.anchor)}:bias", region.anchor.name, "bias", Derived(sources), DType.I32,
-                         -(2**31), 2**31 - 1, axis, origin(region.anchor)))  # fmt: skip
+                         -(2**31), 2**31 - 1, 0 if per_channel else None, origin(region.anchor)))  # fmt: skip
 
 
 class _Names:
@@ -269,6 +276,8 @@ class _Names:
         return name
 
     def _new(self, node: fx.Node) -> str:
+        if "zero_points" in node.meta:
+            node = node.args[1]
         if node.op == "placeholder":
             return f"#0/input.{node.name}"
         path, _, call = origin(node).path.partition("@")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from intaglio import config
+from intaglio.capture.captured import expect
 from intaglio.errors import CalibrationError, InputError
 from intaglio.quant.data import Binder, peek
 from intaglio.quant.prepare import Prepared
@@ -22,6 +24,7 @@ def calibrate(prepared: Prepared, data: Any, *, samples: int | None = None, prog
     is called with the prepared model. ``samples`` stops after that many. Memory does not grow with the data. On an
     error the statistics are as they were before. Returns what was counted in this call.
     """
+    expect(prepared, Prepared, "calibrate")
     before = {name: observer.statistics for name, observer in prepared.observers.items()}
     _reset(prepared, {name: Statistics() for name in before})
     try:
@@ -61,6 +64,8 @@ def _loop(prepared: Prepared, data: Any, samples: int | None, progress: bool) ->
             break
     if not seen:
         raise CalibrationError("data", None, f"{count} batches without a single sample")
+    if samples is not None and seen < samples:
+        warnings.warn(f"calibrated on {seen} samples in {count} batches; {samples} were asked for", stacklevel=3)
     return count, seen
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,12 @@ from torch import fx
 from intaglio import numerics
 from intaglio.calls import TORCH_DTYPES
 from intaglio.capture.canonical import drop_unused_constants
-from intaglio.capture.captured import GraphStage, fx_text
-from intaglio.capture.nodes import activations, operands, origin
+from intaglio.capture.captured import GraphStage, expect, fx_text
+from intaglio.capture.nodes import activations, arguments, call_of, operands, origin
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, DType, QParams, Signature, TensorType
-from intaglio.quant.annotate import Annotations, Region
+from intaglio.ops.conv import outputs_first
+from intaglio.quant.annotate import Annotations, Chain, Region
 from intaglio.quant.methods import METHODS
 from intaglio.quant.prepare import Prepared, copy_graph
 from intaglio.quant.ranges import Ranges
@@ -55,6 +56,7 @@ def convert(prepared: Prepared, ranges: Ranges | None = None) -> Reference:
 
     Raises `CalibrationError` when a site has seen no data, `UnsupportedError` when an accumulator could overflow.
     """
+    expect(prepared, Prepared, "convert")
     annotations = prepared.annotations
     qparams = activation_qparams(prepared, ranges)
     remarks: list[str] = []
@@ -90,8 +92,9 @@ def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, Q
 
 def _activation(site: Site, found: Mapping[str, Any]) -> QParams:
     if isinstance(site.spec, Fixed):
-        scale, zero_point = site.spec.scale, site.spec.zero_point
-    elif isinstance(site.spec, Observed):
+        zeros = site.spec.zero_point if isinstance(site.spec.zero_point, tuple) else (site.spec.zero_point,)
+        return QParams((site.spec.scale,) * len(zeros), zeros, site.qmin, site.qmax, site.axis)
+    if isinstance(site.spec, Observed):
         low, high = METHODS[site.spec.method](found[site.name], site.qmin, site.qmax)
         try:
             scale, zero_point = numerics.affine(low, high, site.qmin, site.qmax)
@@ -110,32 +113,60 @@ def _weight_qparams(annotations: Annotations, qparams: Mapping[str, QParams], re
             continue
         x_site, w_site, _ = anchor_sites(annotations, region)
         weight, bias = _parameters(annotations.module, region)
-        absmax = np.abs(weight.reshape(weight.shape[0], -1)).max(1)
-        plain = numerics.symmetric(absmax if w_site.axis == 0 else absmax.max(keepdims=True), w_site.qmax)
-        plain = np.broadcast_to(plain, absmax.shape)
-        fitted = numerics.fit_weight_scale(plain, absmax, bias, qparams[x_site.name].step)
-        if w_site.axis is None:
-            fitted = np.broadcast_to(fitted.max(), fitted.shape)
-        if (fitted > plain)[absmax > 0].any():
-            remarks.append(f"{w_site.name}: scales of {int((fitted > plain).sum())} channels enlarged to fit the bias")
+        plain, fitted = _fitted_scales(region, weight, bias, w_site, qparams[x_site.name].step)
+        if (enlarged := fitted > plain).any():
+            remarks.append(f"{w_site.name}: scales of {int(enlarged.sum())} channels enlarged to fit the bias")
         if w_site.name in result:
             fitted = np.maximum(fitted, np.array(result[w_site.name].scales, np.float32))
         if not np.isfinite(fitted).all():
             raise UnsupportedError(w_site.name, region.anchor.name, "weights or biases that are not finite",
                                    remedy=f"skip=[{region.anchor.meta['origin'].path!r}]")  # fmt: skip
-        scales = tuple(map(float, fitted)) if w_site.axis == 0 else (float(fitted.max()),)
+        scales = tuple(map(float, fitted))
         result[w_site.name] = QParams(scales, (0,) * len(scales), w_site.qmin, w_site.qmax, w_site.axis)
     for region in annotations.regions:
         if region.record.roles.weight is not None:
             x_site, w_site, b_site = anchor_sites(annotations, region)
             if b_site is not None:
-                result[b_site.name] = _bias_qparams(qparams[x_site.name], result[w_site.name])
+                outputs = len(_parameters(annotations.module, region)[1])
+                result[b_site.name] = _bias_qparams(qparams[x_site.name], result[w_site.name], outputs)
     return result
 
 
-def _bias_qparams(x: QParams, w: QParams) -> QParams:
-    scales = tuple(map(float, numerics.accumulator_scale(x.scales, w.scales)))
-    return QParams(scales, (0,) * len(scales), *INT32, 0 if w.axis == 0 else None)
+def _fitted_scales(
+    region: Region, weight: np.ndarray, bias: np.ndarray | None, site: Site, scale_x: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Scales of a weight as its values ask for them, and as the bias does: one, or one per channel of its own axis.
+
+    A transposed convolution's axis holds the outputs of one group, so its groups share scales. Channels of zeros do
+    not count as enlarged.
+    """
+    rows = per_output(region, weight)
+    absmax = np.abs(rows.reshape(len(rows), -1)).max(1)
+    count = weight.shape[site.axis] if isinstance(site.axis, int) else 1
+    plain = numerics.symmetric(absmax if count > 1 else absmax.max(keepdims=True), site.qmax)
+    fitted = numerics.fit_weight_scale(np.broadcast_to(plain, absmax.shape), absmax, bias, scale_x)
+    fitted = fitted.reshape(-1, count).max(0)
+    zero = absmax.reshape(-1, count).max(0) == 0
+    return np.where(zero, fitted, plain.reshape(-1, count).max(0)), fitted
+
+
+def per_output(region: Chain, weight: np.ndarray) -> np.ndarray:
+    """A weight with all its output channels first, group after group."""
+    if not region.record.roles.outputs:
+        return weight
+    return outputs_first(weight, int(call_of(region.anchor, region.record).arguments.get("groups", 1)))
+
+
+def each_output(scales: Sequence[float] | np.ndarray, outputs: int) -> np.ndarray:
+    """One scale per output channel: of one for all, or of those every group shares."""
+    return np.tile(np.asarray(scales, np.float32), outputs // len(scales))
+
+
+def _bias_qparams(x: QParams, w: QParams, outputs: int) -> QParams:
+    """One for all, or one per output."""
+    units = w.scales if w.axis is None else each_output(w.scales, outputs)
+    scales = tuple(map(float, numerics.accumulator_scale(x.step, units)))
+    return QParams(scales, (0,) * len(scales), *INT32, None if w.axis is None else 0)
 
 
 def anchor_sites(annotations: Annotations, region: Region) -> tuple[Site, Site, Site | None]:
@@ -151,6 +182,14 @@ def _parameters(module: fx.GraphModule, region: Region) -> tuple[np.ndarray, np.
     weight, bias = values[roles.weight], values[roles.bias]
     arrays = [None if node is None else getattr(module, node.target).detach().numpy() for node in (weight, bias)]
     return arrays[0], arrays[1]
+
+
+def _calls(q: QParams) -> tuple[Any, Any]:
+    """Quantize and dequantize, per tensor or per channel."""
+    ops = decomposed()
+    if q.axis is None:
+        return ops.quantize_per_tensor.default, ops.dequantize_per_tensor.default
+    return ops.quantize_per_channel.default, ops.dequantize_per_channel.default
 
 
 class _Rewriter:
@@ -190,15 +229,16 @@ class _Rewriter:
     def _activation(self, site: Site, readers: Mapping[str, list[fx.Node]], produced: bool) -> None:
         """Readers inside regions get a dequantize each; the rest one together, or the float value if there is one."""
         node, q = self.nodes[site.value], self.qparams[site.name]
-        parameters = (q.step, q.zero, q.qmin, q.qmax, TORCH_DTYPES[site.dtype])
+        quantize, dequantize = _calls(q)
+        parameters = self._parameters(site.name, q, site.dtype)
         own = readers.get(site.value, [])
         others = [user for user in node.users if user not in own]
         with self.graph.inserting_after(node):
-            levels = self.graph.call_function(decomposed().quantize_per_tensor.default, (node, *parameters))
+            levels = self.graph.call_function(quantize, (node, *parameters))
         levels.meta = self._meta(node, site.dtype, q)
         for group in [[user] for user in own] + ([others] if others and produced else []):
             with self.graph.inserting_before(group[0] if len(group) == 1 else levels.next):
-                real = self.graph.call_function(decomposed().dequantize_per_tensor.default, (levels, *parameters))
+                real = self.graph.call_function(dequantize, (levels, *parameters))
             real.meta = {"type": node.meta["type"], "origin": origin(group[0] if len(group) == 1 else node)}
             for user in group:
                 user.replace_input_with(node, real)
@@ -212,20 +252,22 @@ class _Rewriter:
         x_site, w_site, b_site = anchor_sites(self.annotations, region)
         weight, bias = _parameters(self.annotations.module, region)
         w, x = self.qparams[w_site.name], self.qparams[x_site.name]
-        scales = np.broadcast_to(np.array(w.scales, np.float32), weight.shape[:1])
-        spread = scales.reshape(-1, *[1] * (weight.ndim - 1))
-        levels = numerics.quantize(weight, spread, 0, w.qmin, w.qmax)
-        steps = np.zeros(weight.shape[0], np.int32)
+        spread = [1] * weight.ndim
+        spread[roles.outputs] = len(w.scales)
+        levels = numerics.quantize(weight, np.array(w.scales, np.float32).reshape(spread), 0, w.qmin, w.qmax)
+        rows = per_output(region, levels)
+        steps = np.zeros(len(rows), np.int32)
         if bias is not None:
-            steps = numerics.bias_steps(bias, x.step, scales)
-        self._prove(region, levels, steps, x)
+            steps = numerics.bias_steps(bias, x.step, each_output(w.scales, len(rows)))
+        self._prove(region, rows, steps, x)
         names = [operands(anchor)[i] for i in (roles.weight, roles.bias)]
         self._constant(anchor, names[0], w_site.name, levels.astype(np.int8), w, DType.S8)
         if b_site is not None:
             self._constant(anchor, names[1], b_site.name, steps, self.qparams[b_site.name], DType.I32)
 
     def _prove(self, region: Region, levels: np.ndarray, steps: np.ndarray, x: QParams) -> None:
-        bound = numerics.accumulator_bound(levels, steps, x.qmin, x.qmax, x.zero).max(initial=0)
+        groups = arguments(region.anchor).get("groups", 1)
+        bound = numerics.accumulator_bound(levels, steps, x.qmin, x.qmax, x.zeros, groups).max(initial=0)
         if bound >= 2**31:
             where = origin(region.anchor)
             raise UnsupportedError(
@@ -236,20 +278,19 @@ class _Rewriter:
     def _constant(self, anchor: fx.Node, old: fx.Node, site: str, array: np.ndarray, q: QParams, dtype: DType) -> None:
         kind = TensorType(array.shape, dtype, q)
         source = self._get(site, array, kind)
-        torch_dtype = TORCH_DTYPES[dtype]
         with self.graph.inserting_before(anchor):
-            if q.axis is None:
-                real = self.graph.call_function(
-                    decomposed().dequantize_per_tensor.default, (source, q.step, 0, q.qmin, q.qmax, torch_dtype)
-                )
-            else:
-                single = TensorType((len(q.scales),), DType.F32)
-                scales = self._get(f"{site}:scale", np.array(q.scales, np.float32), single)
-                zeros = self._get(f"{site}:zero_point", np.zeros(len(q.scales), np.int64), single)
-                call = (source, scales, zeros, q.axis, q.qmin, q.qmax, torch_dtype)
-                real = self.graph.call_function(decomposed().dequantize_per_channel.default, call)
+            real = self.graph.call_function(_calls(q)[1], (source, *self._parameters(site, q, dtype)))
         real.meta = {"type": TensorType(array.shape, DType.F32), "origin": origin(anchor)}
         anchor.replace_input_with(old, real)
+
+    def _parameters(self, site: str, q: QParams, dtype: DType) -> tuple[Any, ...]:
+        """What quantize and dequantize take behind the value."""
+        if q.axis is None:
+            return q.step, q.zero, q.qmin, q.qmax, TORCH_DTYPES[dtype]
+        single = TensorType((len(q.scales),), DType.F32)
+        scales = self._get(f"{site}:scale", np.array(q.scales, np.float32), single)
+        zeros = self._get(f"{site}:zero_point", np.array(q.zeros, np.int64), single)
+        return scales, zeros, q.axis, q.qmin, q.qmax, TORCH_DTYPES[dtype]
 
     def _get(self, key: str, array: np.ndarray, kind: TensorType) -> fx.Node:
         """One constant per key: a weight of several calls is stored once."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from intaglio.errors import CalibrationError
+from intaglio.errors import CalibrationError, CaptureError
 from intaglio.ir import Signature
 
 logger = logging.getLogger("intaglio")
@@ -55,10 +55,18 @@ class Binder:
     """Turns items into calls, by the signature of forward and the structure of the example call."""
 
     def __init__(
-        self, names: tuple[str, ...], required: int, keywords: tuple[str, ...] = (), nested: type | None = None
+        self,
+        names: tuple[str, ...],
+        required: int,
+        keywords: tuple[str, ...] = (),
+        nested: type | None = None,
+        open_ended: bool = False,
     ) -> None:
-        """``nested``: the container that the model's first argument is, if it is one."""
+        """``names``: what forward can take by name, positional parameters first. ``keywords``: what a sequence fills
+        behind its ``required`` positions. ``nested``: the container that the first argument is, if it is one.
+        ``open_ended``: forward has ``**kwargs``."""
         self.names, self.required, self.keywords, self.nested = names, required, keywords, nested
+        self.open_ended = open_ended
         self._said = False
 
     @staticmethod
@@ -87,7 +95,14 @@ class Binder:
             return (item,), {}
         if not used:
             raise CalibrationError("data", None, f"a batch has keys {sorted(item)}; forward takes {sorted(known)}")
-        self._say(f"batches are dictionaries: {sorted(used)} go to forward", sorted(set(item) - set(used)))
+        left_out = sorted(set(item) - set(used))
+        if self.open_ended and not self._said and not LABELS.issuperset(left_out):
+            warnings.warn(
+                f"forward takes **kwargs, but {', '.join(left_out)} are no parameters it names and stay out; "
+                "capture(..., example_kwargs=...) passes them",
+                stacklevel=3,
+            )
+        self._say(f"batches are dictionaries: {sorted(used)} go to forward", left_out)
         args = tuple(used.pop(name) for name in self.names[: self.required] if name in used)
         return args, used
 
@@ -117,9 +132,16 @@ class Binder:
 
 def binder_for(model: torch.nn.Module) -> Binder:
     """Before anything is captured: the parameters of forward that have no default."""
+    if not isinstance(model, torch.nn.Module):
+        raise CaptureError(type(model).__name__, None, "not an nn.Module", remedy="pass the float model")
     parameters = inspect.signature(model.forward).parameters.values()
+    kinds = {p.kind for p in parameters}
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    keywords = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    by_name = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     required = sum(p.default is p.empty for p in plain)
-    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    return Binder(tuple(p.name for p in plain), max(required, 1) if not variadic else 10**6, keywords)
+    return Binder(
+        (*[p.name for p in plain], *[p.name for p in by_name if p.default is not p.empty]),
+        max(required, 1) if inspect.Parameter.VAR_POSITIONAL not in kinds else 10**6,
+        tuple(p.name for p in by_name if p.default is p.empty),
+        open_ended=inspect.Parameter.VAR_KEYWORD in kinds,
+    )

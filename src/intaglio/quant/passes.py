@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import operator as python_operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx
 
 from intaglio.calls import DTYPES
+from intaglio.capture.canonical import fold_constants
 from intaglio.capture.nodes import arguments, is_constant, operator, origin, tensor_type
 from intaglio.ir import TensorType
-from intaglio.ops import BY_TARGET
+from intaglio.ops import ANCHORS, BY_TARGET, OPS
+from intaglio.ops.channels import channel_axis
+from intaglio.quant.spellings import (
+    numbers_as_functions,
+    repeats_as_concatenations,
+    rolls_as_concatenations,
+    selects_as_slices,
+    shuffles,
+    splits_as_slices,
+    stacks_as_concatenations,
+)
 
 BATCH_NORM = "aten._native_batch_norm_legit_no_training.default"
-FOLDABLE = ("aten.conv2d.default", "aten.conv2d.padding", "aten.linear.default")
+FOLDABLE = tuple(target for name in ANCHORS for target in OPS[name].targets)
 
 
 def fold_batch_norm_after(module: fx.GraphModule) -> int:
-    """conv2d or linear, then batch norm -> one conv2d or linear. Calls that share weight and norm share the result."""
+    """A convolution or linear, then batch norm -> one of them. Calls that share weight and norm share the result."""
     folds = 0
     for norm in _batch_norms(module):
         anchor = norm.args[0]
@@ -31,7 +42,7 @@ def fold_batch_norm_after(module: fx.GraphModule) -> int:
 
 
 def fold_batch_norm_before(module: fx.GraphModule) -> int:
-    """Batch norm, then conv2d without padding, or linear -> one conv2d or linear.
+    """Batch norm, then a plain convolution without padding, or linear -> one of them.
 
     With padding the border sees 0 where the folded form would need -shift/scale, so such a norm stays.
     """
@@ -84,91 +95,93 @@ def norm_as_affine(module: fx.GraphModule) -> int:
     return len(hits)
 
 
-def splits_as_slices(module: fx.GraphModule) -> int:
-    """Parts of split, taken one by one -> slices."""
-    hits = [n for n in module.graph.nodes if n.target is python_operator.getitem and _split_sizes(n.args[0])]
-    for node in hits:
-        source, index = node.args
-        axis, sizes = arguments(source)["dim"] % len(tensor_type(source.args[0]).shape), _split_sizes(source)
-        start = sum(sizes[:index])
+def constants_as_affine(module: fx.GraphModule) -> int:
+    """Sums, differences, products and quotients with a constant for every channel -> ``shift + x * scale``."""
+    hits = [node for node in module.graph.nodes if operator(node) in ARITHMETIC and _with_channels(module, node)]
+    for index, node in enumerate(hits):
+        x, scale, shift = _as_affine(module, node)
+        names = []
+        for label, tensor in (("scale", scale), ("shift", shift)):
+            names.append(f"channels{index}_{label}")
+            while hasattr(module, names[-1]):
+                names[-1] += "_"
+            module.register_buffer(names[-1], tensor.float())
         with module.graph.inserting_before(node):
-            call = (source.args[0], axis, start, start + sizes[index])
-            part = module.graph.call_function(torch.ops.aten.slice.Tensor, call)
-        part.meta = {"type": tensor_type(node), "origin": origin(source)}
-        node.replace_all_uses_with(part)
+            factor, offset = (_constant(module, name, f"{origin(node).path}.{name}") for name in names)
+            result = module.graph.call_function(torch.ops.aten.addcmul.default, (offset, x, factor))
+        result.meta = {"type": tensor_type(node), "origin": origin(node)}
+        node.replace_all_uses_with(result)
         module.graph.erase_node(node)
     return len(hits)
 
 
-def _split_sizes(node: fx.Node) -> list[int]:
-    """Sizes of the parts; nothing for another operator, or along a free dimension."""
-    if operator(node) not in ("aten.split.Tensor", "aten.split_with_sizes.default"):
-        return []
-    given = arguments(node)
-    total, step = tensor_type(node.args[0]).shape[given["dim"]], given.get("split_size", given.get("split_sizes"))
-    if not isinstance(total, int):
-        return []
-    return list(step) if isinstance(step, (list, tuple)) else [min(step, total - at) for at in range(0, total, step)]
+ARITHMETIC = ("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor")
 
 
-def shuffles(module: fx.GraphModule) -> int:
-    """View as [n, groups, c / groups, h, w], swap the two, view back -> channel_shuffle."""
-    count = 0
-    for last in list(module.graph.nodes):
-        swap = last.args[0] if operator(last) == "aten.reshape.default" else None
-        if not isinstance(swap, fx.Node) or operator(swap) != "aten.transpose.int" or len(swap.users) != 1:
-            continue
-        first = swap.args[0]
-        if operator(first) != "aten.reshape.default" or len(first.users) != 1 or sorted(swap.args[1:]) != [1, 2]:
-            continue
-        source, split = first.args[0], tensor_type(first).shape
-        if len(split) == 5 and tensor_type(source) == tensor_type(last) and split[3:] == tensor_type(source).shape[2:]:
-            with module.graph.inserting_before(last):
-                node = module.graph.call_function(torch.ops.aten.channel_shuffle.default, (source, split[1]))
-            node.meta = dict(last.meta)
-            last.replace_all_uses_with(node)
-            count += 1
-    return count
+def _with_channels(module: fx.GraphModule, node: fx.Node) -> bool:
+    """One operand is a constant that differs along the channels of the other; none divides by zero."""
+    x, c = _value_and_constant(node)
+    if x is None or tensor_type(x) != tensor_type(node) or tensor_type(x).dtype is not tensor_type(c).dtype:
+        return False
+    shape, tensor = tensor_type(x).shape, getattr(module, c.target)
+    if len(shape) < 2 or tensor.numel() == 1 or channel_axis(tuple(tensor.shape), shape) is None:
+        return False
+    divides = operator(node) == "aten.div.Tensor"
+    return bool(tensor.isfinite().all()) and not (divides and (node.args[0] is c or (tensor == 0).any()))
 
 
-def numbers_as_functions(module: fx.GraphModule) -> int:
-    """``x + 3``, ``2 * x``, ``1 - x``: the overload that says a number is meant, so that it is a function of one value.
+def _value_and_constant(node: fx.Node) -> tuple[fx.Node, fx.Node] | tuple[None, None]:
+    a, b = node.args[:2]
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or is_constant(a) == is_constant(b):
+        return None, None
+    return (b, a) if is_constant(a) else (a, b)
 
-    ``x + 0`` and ``x * 1`` vanish.
-    """
-    hits = [node for node in module.graph.nodes if operator(node) in WITH_NUMBER and _number(node) is not None]
+
+def _as_affine(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, torch.Tensor, torch.Tensor]:
+    """What is scaled, scale and shift, both of the rank of the result."""
+    x, c = _value_and_constant(node)
+    constant = getattr(module, c.target).double()
+    constant = constant.reshape(*[1] * (len(tensor_type(x).shape) - constant.dim()), *constant.shape)
+    one, zero, name = torch.ones_like(constant), torch.zeros_like(constant), operator(node)
+    if name in ("aten.mul.Tensor", "aten.div.Tensor"):
+        return x, constant if "mul" in name else 1 / constant, zero
+    alpha = arguments(node)["alpha"] * (-1 if "sub" in name else 1)
+    return (x, alpha * one, constant) if node.args[0] is c else (x, one, alpha * constant)
+
+
+def constants_as_numbers(module: fx.GraphModule) -> int:
+    """Sums, differences, products and quotients with a constant of one element -> with a number."""
+    hits = [node for node in module.graph.nodes if operator(node) in ARITHMETIC and _with_number(module, node)]
     for node in hits:
-        number = _number(node)
-        idle = (number == 0 and "add" in operator(node)) or (number == 1 and "mul" in operator(node))
-        if idle and tensor_type(node) == tensor_type(node.args[0]):
-            node.replace_all_uses_with(node.args[0])
-            module.graph.erase_node(node)
-            continue
-        node.target = WITH_NUMBER[operator(node)]
+        x, c = _value_and_constant(node)
+        number = getattr(module, c.target).item()
+        if operator(node) == "aten.sub.Tensor" and node.args[0] is c:
+            node.target = torch.ops.aten.rsub.Scalar
+        node.args = (x, number)
     return len(hits)
 
 
-def _number(node: fx.Node) -> int | float | None:
-    """The second operand, if it is a number; division with a rounding mode is another operator."""
-    other = node.args[1] if len(node.args) > 1 else None
-    return other if isinstance(other, (int, float)) and not isinstance(other, bool) else None
-
-
-WITH_NUMBER = {
-    "aten.add.Tensor": torch.ops.aten.add.Scalar,
-    "aten.sub.Tensor": torch.ops.aten.sub.Scalar,
-    "aten.mul.Tensor": torch.ops.aten.mul.Scalar,
-    "aten.div.Tensor": torch.ops.aten.div.Scalar,
-}
+def _with_number(module: fx.GraphModule, node: fx.Node) -> bool:
+    x, c = _value_and_constant(node)
+    if x is None or tensor_type(x) != tensor_type(node) or getattr(module, c.target).numel() != 1:
+        return False
+    return node.args[0] is x or (operator(node) != "aten.div.Tensor" and arguments(node).get("alpha", 1) == 1)
 
 
 PTQ_PASSES: tuple[Callable[[fx.GraphModule], int], ...] = (
+    fold_constants,
     fold_batch_norm_after,
     fold_batch_norm_before,
     norm_as_affine,
+    constants_as_affine,
     splits_as_slices,
+    selects_as_slices,
+    stacks_as_concatenations,
+    repeats_as_concatenations,
+    rolls_as_concatenations,
     shuffles,
     mean_as_pool,
+    constants_as_numbers,
     numbers_as_functions,
 )
 
@@ -196,9 +209,10 @@ def _absorbs(user: fx.Node, value: fx.Node) -> bool:
         return False
     if operator(user) == "aten.linear.default":
         return len(tensor_type(value).shape) == 2
-    record, given = BY_TARGET[operator(user)], arguments(user)
-    padding = given["padding"]
-    return record.name == "conv2d" and (padding == "valid" or not any(padding if padding != "same" else _same(user)))
+    padding = arguments(user)["padding"]
+    if BY_TARGET[operator(user)].roles.outputs:
+        return False
+    return padding == "valid" or not any(padding if padding != "same" else _same(user))
 
 
 def _same(user: fx.Node) -> list[bool]:
@@ -222,33 +236,77 @@ def _tensor(module: fx.GraphModule, value: fx.Node | None) -> torch.Tensor | Non
 def _fold_after(module: fx.GraphModule, norm: fx.Node, anchor: fx.Node) -> None:
     scale, shift = _affine(module, norm)
     weight, bias = _tensor(module, anchor.args[1]), _tensor(module, arguments(anchor)["bias"])
-    folded = weight * scale.reshape(-1, *[1] * (weight.dim() - 1))
+    folded = weight * _along_outputs(anchor, scale, weight)
     moved = shift if bias is None else bias * scale + shift
-    _replace(module, anchor, norm, folded, moved, "after")
+    _replace(module, anchor, folded, moved, _label(norm, "after"))
     (value,) = norm.users
     value.replace_all_uses_with(anchor)
     module.graph.erase_node(value)
     module.graph.erase_node(norm)
 
 
+def _along_outputs(anchor: fx.Node, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """One factor per output channel, shaped to multiply the weight."""
+    ones = [1] * (weight.dim() - 2)
+    if not BY_TARGET[operator(anchor)].roles.outputs:
+        return scale.reshape(-1, 1, *ones)
+    groups = arguments(anchor)["groups"]
+    return scale.reshape(groups, -1).repeat_interleave(weight.shape[0] // groups, 0).reshape(*weight.shape[:2], *ones)
+
+
+def read_affine(module: fx.GraphModule, node: fx.Node, gain: torch.Tensor, shift: torch.Tensor) -> fx.Node:
+    """Convolutions that read ``node`` read ``shift + node * gain`` per channel instead, which is returned.
+
+    Their weights and biases undo it; a convolution that pads still pads with zeros, which then stand for
+    ``-shift / gain``. Every reader of ``node`` is a conv2d of constant weights, or asks for its shape.
+    """
+    first = next(user for user in module.graph.nodes if user in node.users and "dim" not in user.meta)
+    constants = []
+    for label, tensor in (("gain", gain), ("shift", shift)):
+        name = f"{node.name}_{label}"
+        while hasattr(module, name):
+            name += "_"
+        module.register_buffer(name, tensor.float().reshape(1, -1, 1, 1))
+        constants.append(_constant(module, name, name))
+    factor, offset = constants
+    with module.graph.inserting_before(first):
+        value = module.graph.call_function(torch.ops.aten.addcmul.default, (offset, node, factor))
+    value.meta = {"type": tensor_type(node), "origin": origin(node)}
+    for user in [user for user in node.users if user is not value and "dim" not in user.meta]:
+        _absorb(module, user, 1 / gain.double(), -shift.double() / gain.double(), f"{node.name}|image")
+        user.replace_input_with(node, value)
+    return value
+
+
 def _fold_before(module: fx.GraphModule, norm: fx.Node, user: fx.Node) -> None:
-    scale, shift = _affine(module, norm)
+    _absorb(module, user, *_affine(module, norm), _label(norm, "before"))
+    user.replace_input_with(user.args[0], norm.args[0])
+
+
+def _absorb(module: fx.GraphModule, user: fx.Node, scale: torch.Tensor, shift: torch.Tensor, label: str) -> None:
+    """A convolution or linear layer of ``x * scale + shift`` per channel -> one of x, padding aside."""
     weight, bias = _tensor(module, user.args[1]), _tensor(module, arguments(user)["bias"])
     groups = arguments(user).get("groups", 1)
     outputs, inputs = weight.shape[0] // groups, weight.shape[1]
     per_output = [t.reshape(groups, inputs).repeat_interleave(outputs, 0) for t in (scale, shift)]
     spread = [t.reshape(weight.shape[0], inputs, *[1] * (weight.dim() - 2)) for t in per_output]
     moved = (weight * spread[1]).flatten(1).sum(1)
-    _replace(module, user, norm, weight * spread[0], moved if bias is None else bias + moved, "before")
-    user.replace_input_with(user.args[0], norm.args[0])
+    _replace(module, user, weight * spread[0], moved if bias is None else bias + moved, label)
+
+
+def _label(norm: fx.Node, side: str) -> str:
+    return "|".join([*_targets(norm.args[1:5]), str(norm.args[6]), side])
+
+
+def _targets(values: Iterable[fx.Node | None]) -> list[str]:
+    return [value.target if isinstance(value, fx.Node) else "" for value in values]
 
 
 def _replace(
-    module: fx.GraphModule, anchor: fx.Node, norm: fx.Node, weight: torch.Tensor, bias: torch.Tensor, side: str
+    module: fx.GraphModule, anchor: fx.Node, weight: torch.Tensor, bias: torch.Tensor, label: str
 ) -> None:
-    """Point the anchor at folded constants; the same weight and norm on the same side give the same constants."""
-    parts = [value.target if isinstance(value, fx.Node) else "" for value in (*anchor.args[1:3], *norm.args[1:5])]
-    key = "|".join([*parts, str(norm.args[6]), side])
+    """Point the anchor at folded constants; the same weight under the same label gives the same constants."""
+    key = "|".join([*_targets(anchor.args[1:3]), label])
     known = module.meta.setdefault("folded", {})
     if key not in known:
         stem = f"{anchor.args[1].target}_folded{len(known)}"

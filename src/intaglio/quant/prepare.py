@@ -10,10 +10,11 @@ import torch
 from torch import fx, nn
 
 from intaglio.capture.canonical import run
-from intaglio.capture.captured import Captured, GraphStage
+from intaglio.capture.captured import Captured, GraphStage, expect
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, Signature
 from intaglio.quant.annotate import Annotations, annotate_graph
+from intaglio.quant.declare import declare_images
 from intaglio.quant.passes import PTQ_PASSES
 from intaglio.quant.recipe import Quantizer
 from intaglio.quant.sites import Observed, Shared, Site
@@ -66,22 +67,28 @@ class Prepared(GraphStage):
 
 def annotate(captured: Captured, quantizer: Quantizer | None = None) -> Annotations:
     """Sites, and why the rest is skipped, for a captured model after the passes of post-training quantization."""
+    expect(captured, Captured, "annotate")
+    quantizer = quantizer or Quantizer()
     module = copy_graph(captured.module)
     run(module, PTQ_PASSES)
-    return annotate_graph(module, quantizer or Quantizer(), captured.classes)
+    declare_images(module, captured.signature, quantizer, captured.classes)
+    return annotate_graph(module, quantizer, captured.classes)
 
 
 def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
     """Fold what can be folded, find the sites, put an observer on each. `UnsupportedError` when there is none."""
+    expect(captured, Captured, "prepare")
+    quantizer = quantizer or Quantizer()
     module = copy_graph(captured.module)
     rewrites = run(module, PTQ_PASSES)
-    annotations = annotate_graph(module, quantizer or Quantizer(), captured.classes)
+    notes = declare_images(module, captured.signature, quantizer, captured.classes)
+    annotations = annotate_graph(module, quantizer, captured.classes)
     if not annotations.regions:
         worst = sorted(annotations.skipped, key=lambda skip: -skip.macs)[:3]
         reasons = "; ".join(dict.fromkeys(map(str, worst)))
         raise UnsupportedError(
             "model", None, "nothing in it can be quantized" + (f": {reasons}" if reasons else ""),
-            remedy="check the recipe, and that the model has convolutions or linear layers with constant weights",
+            remedy="check the recipe, and that the model has convolutions or linear layers with float32 constants",
         )  # fmt: skip
     observed = copy_graph(module)
     observers = {
@@ -96,7 +103,7 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
         if site.name in observers or (isinstance(site.spec, Shared) and site.spec.observed):
             _insert(observed, nodes[site.value], places[leader], observers[leader])
     observed.recompile()
-    about = captured.about.after(captured=captured.text(), sites=annotations.text())
+    about = captured.about.after(notes, captured=captured.text(), sites=annotations.text())
     return Prepared(observed, captured.signature, annotations, observers, about, rewrites)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from intaglio.errors import SelectorError
 from intaglio.ir import Origin
+from intaglio.quant.image import Image
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -133,9 +134,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Quantizer:
-    """Decides what is quantized and how: a recipe over the fusion rows and operator records."""
+    """Decides what is quantized and how: a recipe over the fusion rows and operator records.
+
+    ``input``: what the bytes of the only input stand for, or of several by name.
+    """
 
     recipe: Recipe = Recipe()
+    input: Image | Mapping[str, Image] | None = None
 
 
 def matches(selector: str, origin: Origin, classes: Mapping[str, str]) -> int | None:
@@ -179,8 +184,17 @@ def _nearest(selector: str, origins: list[Origin], classes: Mapping[str, str]) -
         names = {f"type:{name}" for name in classes.values()}
     else:
         names = {name for name in classes if name}
+        if any(sign in selector for sign in "*?["):
+            names |= {NUMBER.sub("*", name) for name in names}
     close = difflib.get_close_matches(selector, sorted(names), n=3, cutoff=0.3) or sorted(names)[:3]
+    anywhere = f"*.{selector}"
+    if prefix == "" and any(matches(anywhere, origin, classes) is not None for origin in origins):
+        close = [anywhere, *close][:3]
     return "nearest: " + ", ".join(close)
+
+
+NUMBER = re.compile(r"\b\d+\b")
+"""The index of a layer in a module path."""
 
 
 def _setting(selector: str, value: Setting | Mapping[str, Any] | None) -> Setting:

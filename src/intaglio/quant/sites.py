@@ -19,10 +19,10 @@ class Observed:
 
 @dataclass(frozen=True)
 class Fixed:
-    """Parameters known beforehand."""
+    """Parameters known beforehand; zero points may be one per channel."""
 
     scale: float
-    zero_point: int
+    zero_point: int | tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from intaglio.runtime.artifact import Artifact, build_artifact, open_artifact
 from intaglio.runtime.coverage import Coverage, FloatPart
-from intaglio.runtime.files import Saved
+from intaglio.runtime.files import Library, Saved, build_library
 from intaglio.runtime.files import load as load_saved
 from intaglio.runtime.model import QuantizedModel
 
@@ -10,9 +10,11 @@ __all__ = [
     "Artifact",
     "Coverage",
     "FloatPart",
+    "Library",
     "QuantizedModel",
     "Saved",
     "build_artifact",
+    "build_library",
     "load_saved",
     "open_artifact",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 import secrets
@@ -12,7 +11,7 @@ import shutil
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from intaglio.errors import ArtifactError
 
@@ -57,12 +56,12 @@ def write(path: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes])
 def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The manifest and every other member, all of them complete and as they were written. Else `ArtifactError`."""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            members = _unzip(path, file)
     except OSError as error:
         raise ArtifactError(
             str(path), None, f"cannot be read: {error.strerror or error}", remedy="check the path"
         ) from error
-    members = _unzip(path, content)
     manifest = _manifest(path, members)
     digests = manifest["digests"]
     for name in sorted({*members, *digests}):
@@ -77,14 +76,14 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     return manifest, members
 
 
-def _unzip(path: Path, content: bytes) -> dict[str, bytes]:
-    if not content.startswith(b"PK\x03\x04"):
+def _unzip(path: Path, file: BinaryIO) -> dict[str, bytes]:
+    if file.read(4) != b"PK\x03\x04":
         raise ArtifactError(
             str(path), None, "not a file of intaglio", remedy="load takes what model.save wrote; torch.load the others"
         )
     members: dict[str, bytes] = {}
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        with zipfile.ZipFile(file) as archive:
             for entry in archive.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
                     raise ArtifactError(str(path), None, f"'{entry.filename}' is packed or encrypted",

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from intaglio.errors import BuildError
 from intaglio.ir import Program
+from intaglio.native import machine
 from intaglio.native.compile import build, load
 from intaglio.native.library import parallel_address
 
@@ -27,6 +29,8 @@ class Run(ctypes.Structure):
         ("external", ctypes.POINTER(ctypes.c_void_p)),
         ("strides", ctypes.POINTER(I64)),
         ("barrier", ctypes.c_void_p),
+        ("bytes", ctypes.POINTER(ctypes.c_uint8)),
+        ("times", ctypes.POINTER(I64)),
     )
 
 
@@ -82,7 +86,14 @@ def build_artifact(program: Program) -> Artifact:
 
 def open_artifact(program: Program, path: Path) -> Artifact:
     """The program with the library at ``path``, which was compiled from its text."""
+    if program.isa not in machine.isas():  # a pickle brings the program of the machine it was made on
+        raise BuildError(
+            program.name, None, f"a program for {program.isa}; this machine runs {', '.join(machine.isas())}",
+            remedy="model.save writes files that intaglio.load opens on every machine",
+        )  # fmt: skip
     library = load(path)
+    if not (hasattr(library, "intaglio_plan") and hasattr(library, "intaglio_run")):
+        raise BuildError(str(path), None, "the library holds no program", remedy="load the file without trust=True")
     library.intaglio_plan.restype = I64
     library.intaglio_plan.argtypes = (ctypes.POINTER(I64), ctypes.POINTER(I64))
     library.intaglio_run.restype = None

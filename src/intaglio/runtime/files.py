@@ -1,9 +1,9 @@
-"""`QuantizedModel` <-> the members of a file. What a file holds is said in docs/guide.md, "Saving and loading"."""
+"""`QuantizedModel` <-> the members of a file. What a file holds is said in docs/deploying.md, "Saving and loading"."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,8 @@ from torch import nn
 
 from intaglio.calls import bind, dims_of
 from intaglio.errors import ArtifactError
-from intaglio.ir import About, Dim, Graph, Schedule, Signature, VerifyError, verify
+from intaglio.ir import About, Dim, Graph, Program, Schedule, Signature, VerifyError, verify
+from intaglio.native.compile import build, text_key
 from intaglio.runtime.archive import SAVE_AGAIN, from_json, read, to_json, write
 from intaglio.runtime.coverage import Coverage, FloatPart
 from intaglio.runtime.encode import (
@@ -58,6 +59,17 @@ class Library:
     content: bytes = field(repr=False)
     key: str
     schedules: Mapping[str, Schedule]
+
+
+def library_of(program: Program, content: bytes) -> Library:
+    """What a file holds of a program whose shared object these bytes are."""
+    return Library(content, text_key(program.source, program.isa), program.notes.get("schedules", {}))
+
+
+def build_library(program: Program) -> Library:
+    """Compiled (or taken from the cache), and never loaded: this machine need not run the instruction set."""
+    path = build(program.source, name=program.name, isa=program.isa)
+    return library_of(program, path.read_bytes())
 
 
 @dataclass(frozen=True)
@@ -250,7 +262,7 @@ def _text(value: Any) -> str:
 # ---- examples -----------------------------------------------------------------------------------------------------
 
 
-def example_of(signature: Signature, example: Any) -> tuple[torch.Tensor, ...]:
+def example_of(signature: Signature, example: Any, byte_inputs: Collection[int]) -> tuple[torch.Tensor, ...]:
     """Tensors of a call: a tuple of arguments, a dictionary of keyword arguments, or the only argument."""
     args, kwargs = (), {}
     if isinstance(example, Mapping) and set(example) <= set(signature.names):
@@ -258,7 +270,7 @@ def example_of(signature: Signature, example: Any) -> tuple[torch.Tensor, ...]:
     else:
         args = example if isinstance(example, tuple) else (example,)
     leaves = bind(signature, args, kwargs)
-    dims_of(signature, leaves)
+    dims_of(signature, leaves, byte_inputs)
     return tuple(leaf.detach().clone() for leaf in leaves)
 
 

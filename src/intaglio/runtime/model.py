@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,17 @@ from intaglio import config
 from intaglio.calls import TORCH_DTYPES, bind, dims_of, rebuild
 from intaglio.errors import ArtifactError, InputError
 from intaglio.ir import About, Dim, External, Graph, Signature, evaluate
-from intaglio.native.compile import text_key
+from intaglio.native.machine import ISA_FLAGS
+from intaglio.runtime import state
 from intaglio.runtime.artifact import Artifact, Layout, Run
 from intaglio.runtime.coverage import Coverage
-from intaglio.runtime.files import Example, Library, Saved, digest_of, exact_values, example_of, save
+from intaglio.runtime.files import Example, Library, Saved, digest_of, exact_values, example_of, library_of, save
+from intaglio.runtime.profile import Clock, Profile, profile_of
 
 PLANS = 16
 """Sets of shapes whose plans and arenas are kept, least recently used out first."""
+
+STAYS = "leave the int8 model as it is, and convert what goes in and what comes out"
 
 
 class _Frame:
@@ -33,25 +38,25 @@ class _Frame:
         count = max(len(artifact.program.externals), 1)
         self.arena = torch.empty(layout.bytes + 64, dtype=torch.uint8, device="cpu")
         self.external = (ctypes.c_void_p * count)()
-        self.strides = (ctypes.c_int64 * (4 * count))()
+        self.strides = (ctypes.c_int64 * (5 * count))()
+        self.bytes = (ctypes.c_uint8 * count)()
         start = self.arena.data_ptr()
         memory = start + -start % 64, artifact.constants.ctypes.data
-        self.run = Run(layout.dims, layout.offsets, *memory, self.external, self.strides)
+        self.run = Run(layout.dims, layout.offsets, *memory, self.external, self.strides, None, self.bytes)
 
     def point(self, index: int, tensor: torch.Tensor) -> None:
         """Let entry ``index`` of the table of the caller's tensors be this one."""
         self.external[index] = tensor.data_ptr()
-        if tensor.dim() == 4:
-            self.strides[4 * index : 4 * index + 4] = list(tensor.stride())
-        else:
-            self.strides[4 * index : 4 * index + 4] = [tensor.shape[-1] if tensor.dim() else 1, 1, 0, 0]
+        self.bytes[index] = tensor.dtype is torch.uint8
+        for axis, stride in enumerate(tensor.stride()[-5:], start=5 * index):
+            self.strides[axis] = stride
 
 
 class _Shapes:
     """Everything that follows from the shapes of a call."""
 
     def __init__(self, artifact: Artifact, symbols: dict[str, int]) -> None:
-        self.symbols = symbols
+        self.artifact, self.symbols = artifact, symbols
         self.layout = artifact.plan(symbols)
         self.frames: list[_Frame] = []
         self.outputs = {e.value: _sizes(e, symbols) for e in artifact.program.externals if e.written}
@@ -61,20 +66,25 @@ class _Shapes:
 def _sizes(external: External, symbols: Mapping[str, int]) -> tuple[int, ...]:
     """Shape to allocate: memory order, so images have channels last."""
     sizes = _logical(external, symbols)
-    return (sizes[0], sizes[2], sizes[3], sizes[1]) if len(sizes) == 4 and not external.rows else sizes
+    return (sizes[0], *sizes[2:], sizes[1]) if _is_image(external) else sizes
+
+
+def _is_image(external: External) -> bool:
+    return len(external.shape) in (3, 4, 5) and not external.rows
 
 
 def _logical(external: External, symbols: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(evaluate(dim, symbols) for dim in external.shape)
 
 
-def _readable(tensor: torch.Tensor, external: External) -> torch.Tensor:
-    """The tensor with its values in memory: images of any strides, all else dense."""
-    if tensor.dtype is not TORCH_DTYPES.get(external.dtype, tensor.dtype):
+def _readable(tensor: torch.Tensor, external: External, bytes_too: bool) -> torch.Tensor:
+    """The tensor with its values in memory: of any strides where each axis is read by its own, else dense."""
+    known = TORCH_DTYPES.get(external.dtype, tensor.dtype)
+    if tensor.dtype is not known and not (bytes_too and tensor.dtype is torch.uint8):
         problem = f"element type {tensor.dtype}; the program reads {external.dtype}"
         raise InputError(f"%{external.value}", None, problem, remedy="leave the types of its float parts as they are")
     tensor = tensor.resolve_neg()
-    return tensor if tensor.dim() == 4 else tensor.contiguous()
+    return tensor if tensor.dim() < 5 or _is_image(external) else tensor.contiguous()
 
 
 class QuantizedModel(nn.Module):
@@ -92,18 +102,24 @@ class QuantizedModel(nn.Module):
         coverage: Coverage,
         about: About,
         example: Example | None = None,
+        libraries: Mapping[str, Library] | None = None,
+        remake: Callable[[QuantizedModel, Graph], QuantizedModel] | None = None,
     ) -> None:
-        """``graph`` is what the program was made of: files hold it."""
+        """``graph`` is what the program was made of: files hold it. ``libraries``: for other instruction sets.
+        ``remake``: makes a model like this one around a graph with other numbers."""
         super().__init__()
-        self.graph, self.example = graph, example
+        self._remake = remake
+        self.graph, self.example, self.libraries = graph, example, dict(libraries or {})
         self.artifact, self.signature, self.coverage, self.about = artifact, signature, coverage, about
         self.islands = nn.ModuleDict({key: module for key, (module, _) in islands.items()})
-        self._island_dims = {key: dims for key, (_, dims) in islands.items()}
+        self.island_dims = {key: dims for key, (_, dims) in islands.items()}
         self._inputs, self._outputs = graph.inputs, graph.outputs
+        self._byte_inputs = graph.byte_inputs()
+        self._bytes = {graph.inputs[index] for index in self._byte_inputs}
         program = artifact.program
         self._index = {external.value: i for i, external in enumerate(program.externals)}
         self._written = {e.value: TORCH_DTYPES[e.dtype] for e in program.externals if e.written}
-        self._images = {e.value for e in program.externals if len(e.shape) == 4 and not e.rows}
+        self._images = {e.value for e in program.externals if _is_image(e)}
         self._read = [e for e in program.externals if not e.written]
         self._calls = {s: [call for call in program.calls if call.after_segment == s] for s in range(program.segments)}
         self._shapes: OrderedDict[Any, _Shapes] = OrderedDict()
@@ -111,6 +127,8 @@ class QuantizedModel(nn.Module):
         super().train(False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():
+            raise InputError("call", None, "this part is quantized already; native code cannot be traced")
         leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
         shapes = self._shapes_of(leaves)
         with torch.no_grad():
@@ -132,12 +150,7 @@ class QuantizedModel(nn.Module):
         key = tuple([(leaf.shape, leaf.dtype, leaf.device, leaf.layout) for leaf in leaves if hasattr(leaf, "layout")])
         found = self._shapes.get(key)
         if found is None:
-            symbols = dims_of(self.signature, list(leaves))
-            for entry, leaf in zip(self.signature.inputs, leaves, strict=True):
-                if leaf.layout is not torch.strided:
-                    problem = f"layout {leaf.layout}; the model takes dense tensors"
-                    raise InputError(f"input '{entry.name}'", None, problem)
-            found = _Shapes(self.artifact, symbols)
+            found = _Shapes(self.artifact, dims_of(self.signature, list(leaves), self._byte_inputs))
         # Without a lock, which a forked child could inherit held: each of these steps is atomic.
         self._shapes[key] = found
         with contextlib.suppress(KeyError):
@@ -146,19 +159,25 @@ class QuantizedModel(nn.Module):
                 self._shapes.popitem(last=False)
         return found
 
-    def _run(self, leaves: Sequence[torch.Tensor], shapes: _Shapes, threads: int) -> dict[str, torch.Tensor]:
+    def _run(
+        self, leaves: Sequence[torch.Tensor], shapes: _Shapes, threads: int, clock: Clock | None = None
+    ) -> dict[str, torch.Tensor]:
         values = dict(zip(self._inputs, leaves, strict=True))
         try:
             frame = shapes.frames.pop()
         except IndexError:
-            frame = _Frame(self.artifact, shapes.layout)
+            frame = _Frame(shapes.artifact, shapes.layout)
+        frame.run.times = clock.steps if clock else None
         kept = []
         for segment, calls in self._calls.items():
             if calls:
                 for call in calls:
-                    dims = [evaluate(dim, shapes.symbols) for dim in self._island_dims[call.key]]
+                    dims = [evaluate(dim, shapes.symbols) for dim in self.island_dims[call.key]]
                     with torch.autocast("cpu", enabled=False):  # what follows reads float32
+                        begin = time.perf_counter_ns()
                         results = self.islands[call.key](*[values[name] for name in call.inputs], *dims)
+                        if clock:
+                            clock.islands[call.key] += time.perf_counter_ns() - begin
                     for name, result in zip(call.outputs, results, strict=True):
                         if name in shapes.read and (result.shape != shapes.read[name] or result.device.type != "cpu"):
                             problem = f"{result.device} {list(result.shape)}; the program reads {shapes.read[name]}"
@@ -169,13 +188,13 @@ class QuantizedModel(nn.Module):
                 if name not in values:
                     memory = torch.empty(sizes, dtype=self._written[name], device="cpu")
                     frame.point(self._index[name], memory)
-                    values[name] = memory.permute(0, 3, 1, 2) if name in self._images else memory
+                    values[name] = memory.movedim(-1, 1) if name in self._images else memory
             for external in self._read:
                 if external.value in values:
-                    tensor = _readable(values[external.value], external)
+                    tensor = _readable(values[external.value], external, external.value in self._bytes)
                     frame.point(self._index[external.value], tensor)
                     kept.append(tensor)
-            self.artifact.run(frame.run, segment, threads)
+            shapes.artifact.run(frame.run, segment, threads)
         if len(shapes.frames) < PLANS:
             shapes.frames.append(frame)
         return values
@@ -197,6 +216,21 @@ class QuantizedModel(nn.Module):
             raise InputError("text", None, f"no stage {stage!r}; there are {', '.join(texts)}")
         return texts[stage]
 
+    def profile(self, *args: Any, calls: int = 20, **kwargs: Any) -> Profile:
+        """Where the time of a call goes: every step of the program and every float part, the slowest first.
+
+        The mean of ``calls`` calls after a first one. Between steps all threads wait for each other, so the sum is a
+        little more than an ordinary call takes.
+        """
+        leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
+        shapes, threads = self._shapes_of(leaves), torch.get_num_threads()
+        with torch.no_grad():
+            self._run(leaves, shapes, threads)
+            clock = Clock(len(self.artifact.program.steps), self.islands)
+            for _ in range(calls):
+                self._run(leaves, shapes, threads, clock)
+        return profile_of(self.artifact.program, clock, calls, threads)
+
     def assert_int8(self, macs: float = 1.0) -> None:
         """AssertionError, with the reasons, when a smaller share of the multiply-accumulates runs in int8."""
         if self.coverage.macs < macs:
@@ -207,19 +241,20 @@ class QuantizedModel(nn.Module):
         """Write the model to one file, for `intaglio.load`; a file of that name is replaced once the new one is whole.
 
         ``example``: arguments of a call (a tuple, a dictionary by name, or the only one); they and the digest of what
-        comes of them go into the file, for `verify`. ``library``: put the compiled program in too, for those who
-        load with ``trust=True``. Raises `ArtifactError`, and leaves an existing file as it is.
+        comes of them go into the file, for `verify`. ``library``: put the compiled programs in too, one for every
+        instruction set, for those who load with ``trust=True``. Raises `ArtifactError`, and leaves an existing file
+        as it is.
         """
         program = self.artifact.program
         stored = self.example
         if example is not None:
-            tensors = example_of(self.signature, example)
+            tensors = example_of(self.signature, example, self._byte_inputs)
             stored = Example(tensors, self._exact_digest(tensors))
         libraries = {}
         if library:
-            key, schedules = text_key(program.source, program.isa), program.notes.get("schedules", {})
-            libraries[program.isa] = Library(self.artifact.library_bytes(), key, schedules)
-        islands = {key: (module, self._island_dims[key]) for key, module in self.islands.items()}
+            built = {**self.libraries, program.isa: library_of(program, self.artifact.library_bytes())}
+            libraries = {isa: built[isa] for isa in ISA_FLAGS if isa in built}
+        islands = {key: (module, self.island_dims[key]) for key, module in self.islands.items()}
         saved = Saved(self.graph, self.signature, islands, self.coverage, self.about, libraries, stored)
         save(saved, path, config.VERSION)
 
@@ -248,6 +283,54 @@ class QuantizedModel(nn.Module):
         names = [*self._written, *self._outputs]
         return digest_of(values, [name for name in dict.fromkeys(names) if name in exact])
 
+    # -- what every nn.Module has --------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """The integer graph with its weights and scales, whatever instruction set they are packed for."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update({prefix + key: tensor for key, tensor in state.tensors_of(self.graph).items()})
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """Weights and scales of a model of the same operators; its program is built, unless the cache has it.
+
+        Raises `ArtifactError`, before anything is changed, when they are another model's. No other thread may be
+        calling the model.
+        """
+        start = prefix + state.GRAPH
+        own = {key.removeprefix(prefix): state_dict[key] for key in state_dict if f"{key}.".startswith(f"{start}.")}
+        rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in own}
+        if own:
+            self._take_numbers(own)
+        else:
+            missing_keys.append(start)
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+    def _take_numbers(self, tensors: Mapping[str, Any]) -> None:
+        graph = state.graph_of(tensors, self.graph)
+        here, there = state.tensors_of(self.graph), state.tensors_of(graph)
+        if all(torch.equal(here[key], there[key]) for key in here):
+            return
+        assert self._remake is not None
+        made = self._remake(self, graph)
+        self.graph, self.artifact, self.libraries = graph, made.artifact, made.libraries
+        self.about, self.coverage, self.example, self._shapes = made.about, made.coverage, None, OrderedDict()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedModel:
+        """`to`, `cuda`, `half` and their like; `InputError` if tensors would leave the CPU or float32."""
+        try:
+            moved = fn(torch.zeros(1, device="cpu"))
+        except (RuntimeError, AssertionError) as error:
+            raise InputError("to", None, str(error), remedy=STAYS) from error
+        if moved.device.type != "cpu":
+            raise InputError("to", None, f"device {moved.device}; an int8 model runs on the CPU", remedy=STAYS)
+        if moved.dtype is not torch.float32:
+            raise InputError("to", None, f"element type {moved.dtype}; its float parts are float32", remedy=STAYS)
+        super()._apply(fn, recurse)
+        return self
+
     def train(self, mode: bool = True) -> QuantizedModel:
         """An int8 program cannot be trained; asking for it warns and changes nothing."""
         if mode:
@@ -260,10 +343,11 @@ class QuantizedModel(nn.Module):
 
     def __repr__(self) -> str:
         share, count = self.coverage, self.coverage.islands
+        others = f" (compiled for {', '.join(self.libraries)} too)" if self.libraries else ""
         return (
             f"QuantizedModel({self.about.name}: {100 * share.macs:.1f} % of MACs in int8, "
             f"{count} float island{'s' * (count != 1)}, {share.bytes_before / 1e6:.2f} MB -> "
-            f"{share.bytes_after / 1e6:.2f} MB, {self.artifact.program.isa})"
+            f"{share.bytes_after / 1e6:.2f} MB, {self.artifact.program.isa}{others})"
         )
 
 

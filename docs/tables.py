@@ -1,0 +1,141 @@
+"""Tables of the site, printed from the code while it is built; `mkdocs.yml` names this file as a hook.
+
+A line ``{{ operators }}`` of a page becomes that table. ``python docs/tables.py operators`` prints it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from intaglio import errors
+from intaglio.codegen import ISAS, Isa
+from intaglio.ir.rewrite import Pattern
+from intaglio.native.machine import CPU_FLAGS
+from intaglio.ops import FUSIONS, OPS, OpDef
+
+MARK = re.compile(r"^\{\{ (\w+) \}\}$", re.MULTILINE)
+MEASURED = Path(__file__).parents[1] / "benchmarks" / "README.md"
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(head), ["---"] * len(list(head)), *map(list, rows)]
+    return "\n".join("| " + " | ".join(cell or " " for cell in line) + " |" for line in lines)
+
+
+def operators() -> str:
+    """Operators of a model that have an int8 form: one row a record."""
+    found = [record for record in OPS.values() if record.targets]
+    head = ("operator", "ATen overloads", "range of the result", "kernel", "fused in", "notes")
+    return table(head, map(_operator, found))
+
+
+def _operator(record: OpDef) -> tuple[str, ...]:
+    overloads = "<br>".join(f"`{target}`" for target in record.targets)
+    rows = ", ".join(f"`{row.name}`" for row in FUSIONS if record.name in kinds(row.pattern))
+    owner = "its input's" if record.shares else "its own"
+    return f"`{record.name}`", overloads, owner, record.kernel or "host", rows, "; ".join(_notes(record))
+
+
+def _notes(record: OpDef) -> Iterator[str]:
+    if record.anchor:
+        yield "quantized for its own sake"
+    if record.roles.weight is not None:
+        yield "constant weight"
+    if record.function is not None:
+        yield "a table of 256 levels"
+    if record.real:
+        yield "float32 in and out, without an island behind an int8 operator"
+    if record.variadic:
+        yield "any number of operands, which share one range"
+    elif len(record.roles.x) > 1:
+        yield "both operands in int8"
+    if record.levels != 1:
+        yield f"up to {record.levels} levels from the reference"
+
+
+def internal() -> str:
+    """Operators that only the integer graph has."""
+    found = [record for record in OPS.values() if not record.targets]
+    return table(("operator", "kernel"), ((f"`{record.name}`", record.kernel or "host") for record in found))
+
+
+def fusions() -> str:
+    """Fusion rows in the order they are tried."""
+    found = ((f"`{row.name}`", f"`{text(row.pattern)}`") for row in FUSIONS)
+    return table(("row", "operators that become one kernel"), found)
+
+
+def text(pattern: Pattern) -> str:
+    """``add(conv2d / linear(x), other)``: operators as calls, alternatives between slashes."""
+    if not pattern.kinds:
+        return ("constant " if pattern.is_constant else "") + (pattern.name or "any")
+    return f"{' / '.join(pattern.kinds)}({', '.join(map(text, pattern.operands)) or '…'})"
+
+
+def kinds(pattern: Pattern) -> set[str]:
+    """Every operator a pattern names."""
+    return set(pattern.kinds).union(*map(kinds, pattern.operands))
+
+
+def error_classes() -> str:
+    """Everything intaglio raises on purpose, the base class first."""
+    found = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.IntaglioError)]
+    ordered = sorted(found, key=lambda c: (len(c.__mro__), inspect.getsourcelines(c)[1]))
+    return table(("error", "raised for"), ((f"`{c.__name__}`", first_line(c)) for c in ordered))
+
+
+def first_line(thing: type) -> str:
+    return (inspect.getdoc(thing) or "").partition("\n")[0]
+
+
+def kernels() -> str:
+    """Microkernels of every instruction set, best first."""
+    head = ("instruction set", "flags of the processor", "microkernels", "largest tiles, pixels × channels", "results")
+    return table(head, map(_kernels, ISAS.values()))
+
+
+def _kernels(isa: Isa) -> tuple[str, ...]:
+    specs = list(isa.specs())
+    tallest = {blocks: max(s.rows for s in specs if s.blocks == blocks) for blocks in sorted({s.blocks for s in specs})}
+    tiles = ", ".join(f"{rows} × {16 * blocks}" for blocks, rows in tallest.items())
+    flags = ", ".join(f"`{flag}`" for flag in sorted(CPU_FLAGS[isa.name])) or "none"
+    results = ", ".join(f"`{result}`" for result in dict.fromkeys(spec.result for spec in specs))
+    return f"`{isa.name}`", flags, str(len(specs)), tiles, results
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "operators": operators,
+    "internal": internal,
+    "fusions": fusions,
+    "errors": error_classes,
+    "kernels": kernels,
+}
+
+
+def fill(markdown: str) -> str:
+    """The page with its tables; KeyError for a mark that names none."""
+    return MARK.sub(lambda mark: TABLES[mark[1]](), markdown)
+
+
+# -- what mkdocs calls ------------------------------------------------------------------------------------------------
+
+
+def on_files(files: Any, config: Any, **_: Any) -> Any:
+    """The page "Measured" is the text beside the benchmarks, so that every figure stands once."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, "measured.md", content=MEASURED.read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    return fill(markdown)
+
+
+if __name__ == "__main__":
+    print("\n\n".join(TABLES[name]() for name in sys.argv[1:] or TABLES))

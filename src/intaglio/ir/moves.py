@@ -1,0 +1,243 @@
+"""Operators that only move levels, as strided copies between buffers of any layout.
+
+A move is a few `Box`es: sizes, and for each side an offset and a stride per axis, all in elements. Every padding mode,
+slice, permutation and concatenation is made of them, and one kernel runs them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from intaglio.ir.dims import Dim, Shape, evaluate, symbols_of
+from intaglio.ir.graph import Op
+from intaglio.ir.partition import Buffer
+
+Strides = tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """``size`` elements along an axis, so far apart in source and result."""
+
+    size: Dim
+    source: Dim
+    result: Dim
+
+
+@dataclass(frozen=True)
+class Box:
+    """One strided copy from operand ``operand``; with ``fill`` the zero point is written instead."""
+
+    runs: tuple[Run, ...]
+    source: Dim = 0
+    result: Dim = 0
+    operand: int = 0
+    fill: bool = False
+
+
+def strides(buffer: Buffer) -> Strides:
+    """Elements between neighbours along each logical axis."""
+    if not buffer.spatial:
+        return _row_major(buffer.shape)
+    _, height, width, pixel = buffer.lies()
+    line = (width + 2 * buffer.halo[1]) * pixel
+    image = (height + 2 * buffer.halo[0]) * line
+    if len(buffer.shape) == 5:
+        return image * buffer.shape[2], 1, image, line, pixel
+    return (image, 1, line, pixel) if len(buffer.shape) == 4 else (image, 1, pixel)
+
+
+def _row_major(shape: Shape) -> Strides:
+    found: list[Dim] = []
+    step: Dim = 1
+    for dim in reversed(shape):
+        found.append(step)
+        step = step * dim
+    return tuple(reversed(found))
+
+
+def in_order(buffer: Buffer) -> bool:
+    """Whether memory order is logical order without gaps."""
+    pairs = zip(strides(buffer), _row_major(buffer.shape), buffer.shape, strict=True)
+    return all(found == plain or size == 1 for found, plain, size in pairs)
+
+
+def boxes(op: Op, sources: Sequence[Buffer], result: Buffer) -> tuple[Box, ...]:
+    """What a move copies where: longest strides of the result first, runs merged where both sides allow."""
+    found = MOVES[op.kind](op, [(buffer.shape, strides(buffer)) for buffer in sources], strides(result))
+    return tuple(_merged(box) for box in found)
+
+
+def moves_nothing(op: Op, source: Buffer, result: Buffer) -> bool:
+    """Whether every level of the result lies where its source's does."""
+    if any((*source.halo, *result.halo)):
+        return False
+    if op.kind == "reshape" and source.shape != result.shape:
+        return in_order(source) and in_order(result)
+    found = boxes(op, [source], result)
+    (box, *others) = found
+    same = not (others or box.fill) and box.source == box.result == 0
+    return same and source.size() == result.size() and all(run.source == run.result for run in box.runs)
+
+
+def _merged(box: Box) -> Box:
+    """Free dimensions count as 64 when strides are compared: the order decides speed, not the result."""
+    runs = [run for run in box.runs if run.size != 1]
+    runs.sort(key=lambda run: -abs(evaluate(run.result, dict.fromkeys(symbols_of(run.result), 64))))
+    merged: list[Run] = []
+    for run in runs:
+        last = merged[-1] if merged else None
+        if last and last.source == run.source * run.size and last.result == run.result * run.size:
+            merged[-1] = Run(last.size * run.size, run.source, run.result)
+        else:
+            merged.append(run)
+    return replace(box, runs=tuple(merged))
+
+
+Side = tuple[Shape, Strides]
+Move = Callable[[Op, Sequence[Side], Strides], list[Box]]
+
+
+def _same(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+    """A reshape that keeps its shape: from one layout to another."""
+    ((shape, at),) = sources
+    return [Box(tuple(map(Run, shape, at, to)))]
+
+
+def _slice(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+    """Every ``step``-th of an axis from ``start``; negative steps run backwards."""
+    ((shape, at),) = sources
+    axis, step = op.attrs["axis"], op.attrs["step"]
+    runs = list(map(Run, shape, at, to))
+    runs[axis] = Run(slice_length(op.attrs["start"], op.attrs["stop"], step), at[axis] * step, to[axis])
+    return [Box(tuple(runs), at[axis] * op.attrs["start"])]
+
+
+def slice_length(start: int, stop: int, step: int) -> int:
+    """How many indices ``range(start, stop, step)`` has."""
+    return len(range(start, stop, step))
+
+
+def _permute(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+    ((shape, at),) = sources
+    return [Box(tuple(Run(shape[old], at[old], to[new]) for new, old in enumerate(op.attrs["order"])))]
+
+
+def _cat(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+    axis, found = op.attrs["axis"], []
+    begin: Dim = 0
+    for operand, (shape, at) in enumerate(sources):
+        found.append(Box(tuple(map(Run, shape, at, to)), 0, to[axis] * begin, operand))
+        begin = begin + shape[axis]
+    return found
+
+
+def _expand(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+    """Axes of one element, repeated."""
+    ((shape, at),) = sources
+    wide = op.attrs["shape"]
+    return [Box(tuple(Run(n, 0 if m == 1 != n else s, t) for n, m, s, t in zip(wide, shape, at, to, strict=True)))]
+
+
+def _shuffle(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+    """Channel ``i * groups + g`` of the result is channel ``g * each + i``."""
+    ((shape, at),) = sources
+    groups = op.attrs["groups"]
+    each = shape[1] // groups
+    split = (Run(groups, at[1] * each, to[1]), Run(each, at[1], to[1] * groups))
+    return [Box((Run(shape[0], at[0], to[0]), *split, *map(Run, shape[2:], at[2:], to[2:])))]
+
+
+def _pixel_shuffle(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+    """Channel ``c * r * r + i * r + j`` becomes row ``h * r + i``, column ``w * r + j`` of channel c."""
+    (((n, c, h, w), (sn, sc, sh, sw)),) = sources
+    r = op.attrs["factor"]
+    runs = (Run(n, sn, to[0]), Run(c // (r * r), sc * (r * r), to[1]), Run(h, sh, to[2] * r), Run(r, sc * r, to[2]),
+            Run(w, sw, to[3] * r), Run(r, sc, to[3]))  # fmt: skip
+    return [Box(runs)]
+
+
+def _pixel_unshuffle(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+    """The inverse of a pixel shuffle."""
+    (((n, c, h, w), (sn, sc, sh, sw)),) = sources
+    r = op.attrs["factor"]
+    runs = (Run(n, sn, to[0]), Run(c, sc, to[1] * (r * r)), Run(h // r, sh * r, to[2]), Run(r, sh, to[1] * r),
+            Run(w // r, sw * r, to[3]), Run(r, sw, to[1]))  # fmt: skip
+    return [Box(runs)]
+
+
+def _unfold_depth(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+    """Tap k of a depth window becomes channels: [n, (g, k, c), outputs, h, w], ``c`` of each group."""
+    ((shape, at),) = sources
+    groups, taps, step, apart = (op.attrs[name] for name in ("groups", "taps", "stride", "dilation"))
+    each = shape[1] // groups
+    outputs = (shape[2] - apart * (taps - 1) - 1) // step + 1
+    runs = (Run(shape[0], at[0], to[0]), Run(groups, at[1] * each, to[1] * (taps * each)),
+            Run(taps, at[2] * apart, to[1] * each), Run(each, at[1], to[1]), Run(outputs, at[2] * step, to[2]),
+            Run(shape[3], at[3], to[3]), Run(shape[4], at[4], to[4]))  # fmt: skip
+    return [Box(runs)]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Part of a padded axis: where it begins in source and result, its runs; ``fill``: nothing of the source."""
+
+    source: Dim
+    result: Dim
+    runs: tuple[Run, ...]
+    fill: bool = False
+
+
+def _pad(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+    """Before, inside and after of every axis, combined; what touches a filled part is filled."""
+    ((shape, at),) = sources
+    mode, between = op.attrs.get("mode", "constant"), op.attrs.get("between", (0,) * len(shape))
+    sides = zip(op.attrs["before"], op.attrs["after"], between, shape, at, to, strict=True)
+    parts = [_padded_axis(mode, *side) for side in sides]
+    found = []
+    for chosen in product(*parts):
+        fill = any(part.fill for part in chosen)
+        runs = tuple(run for part in chosen for run in part.runs)
+        if all(run.size != 0 for run in runs):
+            begin: tuple[Dim, Dim] = (sum((p.source for p in chosen), 0), sum((p.result for p in chosen), 0))
+            found.append(Box(runs, 0 if fill else begin[0], begin[1], fill=fill))
+    return found
+
+
+def _padded_axis(mode: str, before: int, after: int, between: int, size: Dim, at: Dim, to: Dim) -> list[_Part]:
+    apart = between + 1
+    inside = _Part(0, to * before, (Run(size, at, to * apart),))
+    behind = to * (size * apart - between + before)
+    found = [inside]
+    if between:
+        found.append(_Part(0, to * (before + 1), (Run(size - 1, 0, to * apart), Run(between, 0, to)), True))
+    if not before and not after:
+        return found
+    last = at * (size - 1)
+    begins: Mapping[str, tuple[tuple[Dim, Dim], tuple[Dim, Dim]]] = {
+        "constant": ((0, 0), (0, 0)),
+        "reflect": ((at * before, -1 * at), (last - at, -1 * at)),
+        "replicate": ((0, 0), (last, 0)),
+        "circular": ((at * (size - before), at), (0, at)),
+    }
+    fill = mode == "constant"
+    for (source, step), count, result in zip(begins[mode], (before, after), (0, behind), strict=True):
+        found.append(_Part(source, result, (Run(count, step, to),), fill))
+    return found
+
+
+MOVES: Mapping[str, Move] = {
+    "reshape": _same,
+    "slice": _slice,
+    "permute": _permute,
+    "cat": _cat,
+    "expand": _expand,
+    "shuffle": _shuffle,
+    "pixel_shuffle": _pixel_shuffle,
+    "pixel_unshuffle": _pixel_unshuffle,
+    "unfold_depth": _unfold_depth,
+    "pad": _pad,
+}
+"""Kind -> its copies; a reshape that changes its shape is one only where both sides lie in order."""

@@ -1,0 +1,81 @@
+"""Operators with constants of their own for every channel: affine and prelu."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from intaglio import numerics
+from intaglio.ir import Op, Shape, TensorType
+from intaglio.ops.opdef import Attrs, Call, OpDef, first_reason, fixed_channels, float_activations, rank
+from intaglio.ops.pointwise import along
+
+ANY_CHANNELS = rank(2, 3, 4, 5)
+
+
+def channel_axis(constant: Shape, shape: Shape) -> int | None:
+    """The axis along which a constant of this shape differs, broadcast over a tensor of that shape: its second or its
+    last one. ``None`` for any other constant."""
+    padded = (*[1] * (len(shape) - len(constant)), *constant)
+    axes = [axis for axis, size in enumerate(padded) if size != 1]
+    if len(padded) != len(shape) or len(axes) > 1:
+        return None
+    axis = axes[0] if axes else 1
+    return axis if axis in (1, len(shape) - 1) and padded[axis] == shape[axis] else None
+
+
+def bind_affine(call: Call) -> Attrs:
+    return {"axis": channel_axis(call.shape(1), call.shape())}
+
+
+def constant_channels(call: Call) -> str | None:
+    """Factor and offset are constants, one per channel."""
+    if not all(call.constant[1:]):
+        return "a factor or an offset that is not a constant"
+    if call.arguments.get("value", 1) != 1:
+        return f"value {call.arguments['value']}"
+    axes = {channel_axis(call.shape(operand), call.shape()) for operand in (1, 2)}
+    return "factors that are not one per channel" if len(axes) > 1 or None in axes else None
+
+
+def affine_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """`numerics.affine_requantize`, a factor and an offset per channel."""
+    x, *values = args
+    factor, offset = (along(value, x.ndim, op.attrs["axis"]) for value in values)
+    centred, q = x.astype(np.int32) - types[0].levels.zero, out.levels
+    levels = numerics.affine_requantize(centred, factor, offset, q.zero, op.attrs["low"], op.attrs["high"])
+    return levels.astype(np.uint8)
+
+
+def constant_slopes(call: Call) -> str | None:
+    """One for all, or one per channel; torch checks the number."""
+    return None if call.constant[1] else "slopes that are computed while the model runs"
+
+
+def prelu_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """`numerics.requantize` with the factor of the value's sign; ``rise`` is one number, ``fall`` one per channel."""
+    x, rise, fall = args
+    centred, q = x.astype(np.int32) - types[0].levels.zero, out.levels
+    factor = np.where(centred >= 0, rise.reshape(()), along(fall, x.ndim, 1))
+    return numerics.requantize(centred, factor, q.zero, q.qmin, q.qmax).astype(np.uint8)
+
+
+AFFINE = OpDef(
+    name="affine",
+    targets=("aten.addcmul.default",),
+    operands=("tensor1", "tensor2", "self"),
+    bind=bind_affine,
+    check=first_reason(float_activations, ANY_CHANNELS, fixed_channels, constant_channels),
+    meaning=affine_meaning,
+    kernel="pointwise",
+)
+PRELU = OpDef(
+    name="prelu",
+    targets=("aten.prelu.default",),
+    operands=("self", "weight"),
+    check=first_reason(float_activations, ANY_CHANNELS, fixed_channels, constant_slopes),
+    meaning=prelu_meaning,
+    kernel="pointwise",
+)
+OPS = (AFFINE, PRELU)

@@ -1,0 +1,130 @@
+"""Upsampling of one to three axes: copies of the nearest value, or means of the two or four nearest ones.
+
+Which values an output reads, and with what weights, is computed once, as torch computes it for the call, and handed to
+the kernel in tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from intaglio import numerics
+from intaglio.ir import Op, Shape, TensorType
+from intaglio.ops.opdef import Attrs, Call, OpDef, first_reason, fixed_channels, float_activations, rank
+
+ONE = np.float32(1)
+HALF = np.float32(0.5)
+
+
+def bind_resize(call: Call) -> Attrs:
+    """Sizes of source and result, and torch's ``scale_factors``, one per axis where they are given."""
+    given, (sizes, results) = call.arguments, (call.shape()[2:], call.result[2:])
+    scales = given.get("scale_factors") or (None,) * len(sizes)
+    align = bool(given.get("align_corners", False))
+    return {"sizes": tuple(sizes), "results": tuple(results), "scales": tuple(scales), "align": align}
+
+
+def fixed_result(call: Call) -> str | None:
+    free = [dim for dim in call.result[2:] if not isinstance(dim, int)]
+    return f"free dimension {free[0]} in the result" if free else None
+
+
+def tables(name: str, attrs: Attrs) -> list[np.ndarray]:
+    """What the integer operator reads for each axis: indices, and weights where it takes means."""
+    found: list[np.ndarray] = []
+    for size, result, scale in zip(attrs["sizes"], attrs["results"], attrs["scales"], strict=True):
+        if name.startswith("upsample_nearest"):
+            found.append(nearest(size, result, scale, images=len(attrs["sizes"]) == 2))
+        else:
+            found += linear(size, result, scale, attrs["align"])
+    return found
+
+
+def nearest(size: int, result: int, scale: float | None, images: bool = False) -> np.ndarray:
+    """i32[result]: ``min(floor(float32(i) * step), size - 1)``.
+
+    Of images torch copies same and double sizes one by one and in pairs, whatever the factor was.
+    """
+    index = np.arange(result)
+    if images and result in (size, 2 * size):
+        return (index * size // result).astype(np.int32)
+    return np.minimum(np.floor(index.astype(np.float32) * _step(size, result, scale)), size - 1).astype(np.int32)
+
+
+def linear(size: int, result: int, scale: float | None, align: bool) -> tuple[np.ndarray, np.ndarray]:
+    """i32[result, 2] and f32[result, 2]: the two values that each output lies between, and their weights."""
+    place = np.arange(result, dtype=np.float32)
+    if align:
+        place = place * (np.float32(size - 1) / np.float32(result - 1) if result > 1 else np.float32(0))
+    elif size != result:
+        place = np.maximum(_step(size, result, scale) * (place + HALF) - HALF, np.float32(0))
+    below = np.minimum(place.astype(np.int32), size - 1)
+    above = below + (below < size - 1)
+    rest = np.clip(place - below.astype(np.float32), np.float32(0), ONE)
+    return np.stack([below, above], 1).astype(np.int32), np.stack([ONE - rest, rest], 1)
+
+
+def _step(size: int, result: int, scale: float | None) -> Any:
+    """Inputs between neighbouring outputs: of the factor that was asked for, else of the sizes."""
+    return np.float32(1 / scale) if scale else np.float32(size) / np.float32(result)
+
+
+def nearest_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    return (*shapes[0][:2], *(shape[0] for shape in shapes[1:]))
+
+
+def linear_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    return (*shapes[0][:2], *(shape[0] for shape in shapes[1:-1:2]))
+
+
+def nearest_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    x, *indices = args
+    for axis, index in enumerate(indices, start=2):
+        x = x.take(index, axis)
+    return x
+
+
+def linear_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """float32: means along rows, then along columns, of levels less their zero point; then steps of the result."""
+    x, *found, factor = args
+    value = (x.astype(np.int32) - types[0].levels.zero).astype(np.float32)
+    for axis in reversed(range(2, x.ndim)):
+        index, weights = found[2 * (axis - 2) : 2 * (axis - 1)]
+        spread = [-1 if i == axis else 1 for i in range(x.ndim)]
+        sides = [value.take(index[:, side], axis) * weights[:, side].reshape(spread) for side in (0, 1)]
+        value = sides[0] + sides[1]
+    q = out.levels
+    return numerics.finish(value * factor.reshape(()), q.zero, q.qmin, q.qmax).astype(np.uint8)
+
+
+def _nearest(axes: int) -> OpDef:
+    return OpDef(
+        name=f"upsample_nearest{axes}d",
+        targets=(f"aten.upsample_nearest{axes}d.vec",),
+        operands=("input",),
+        shares=True,
+        bind=bind_resize,
+        check=first_reason(float_activations, rank(axes + 2), fixed_channels, fixed_result),
+        infer=nearest_shape,
+        meaning=nearest_meaning,
+        kernel="resize",
+    )
+
+
+def _linear(axes: int, name: str) -> OpDef:
+    return OpDef(
+        name=name,
+        targets=(f"aten.{name}.vec",),
+        operands=("input",),
+        bind=bind_resize,
+        check=first_reason(float_activations, rank(axes + 2), fixed_channels, fixed_result),
+        infer=linear_shape,
+        meaning=linear_meaning,
+        kernel="resize",
+    )
+
+
+OPS = (*map(_nearest, (1, 2, 3)), _linear(1, "upsample_linear1d"), _linear(2, "upsample_bilinear2d"))

@@ -1,0 +1,65 @@
+"""`state_dict` of a `QuantizedModel`: its integer graph as tensors, and back into a model of the same operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from intaglio.errors import ArtifactError
+from intaglio.ir import Graph, Op, VerifyError, verify
+from intaglio.runtime.archive import from_json, to_json
+from intaglio.runtime.encode import Numbers, decode_graph, encode_graph
+from intaglio.runtime.files import NUMBERS
+
+GRAPH = "graph"
+"""Key of the graph's text, as bytes; those of its constants begin with it and a dot."""
+
+BOUNDS = frozenset({"low", "high"})
+"""Attributes that follow from scales."""
+
+REMEDY = "load it into a model of the same float model and recipe; intaglio.load reads whole models from files"
+
+
+def tensors_of(graph: Graph) -> dict[str, torch.Tensor]:
+    """Copies: writing into them changes no program."""
+    numbers, arrays = Numbers(), dict[str, np.ndarray]()
+    text = to_json(encode_graph(graph, numbers, arrays))
+    arrays[NUMBERS] = numbers.array()
+    constants = {f"{GRAPH}.{name}": torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+    return {GRAPH: torch.frombuffer(bytearray(text), dtype=torch.uint8), **constants}
+
+
+def graph_of(state: Mapping[str, Any], like: Graph) -> Graph:
+    """The graph these tensors hold, if it differs from ``like`` in numbers only. Else `ArtifactError`."""
+    try:
+        arrays = {key.removeprefix(f"{GRAPH}."): tensor.detach().cpu().numpy() for key, tensor in state.items()}
+        text, numbers = arrays.pop(GRAPH).tobytes(), Numbers(arrays.pop(NUMBERS))
+        graph = verify(decode_graph(from_json(text), numbers, arrays), "load_state_dict")
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, VerifyError) as error:
+        problem = f"this state holds no integer graph: {type(error).__name__}: {error}"
+        raise ArtifactError("load_state_dict", None, problem, remedy=REMEDY) from error
+    if (different := difference(graph, like)) is not None:
+        raise ArtifactError("load_state_dict", None, f"the state of another model: {different}", remedy=REMEDY)
+    return graph
+
+
+def difference(graph: Graph, like: Graph) -> str | None:
+    """The first thing but numbers in which two graphs differ."""
+    for name, other in like.types.items():
+        kind = graph.types.get(name)
+        if kind is None or (kind.shape, kind.dtype) != (other.shape, other.dtype):
+            return f"%{name} is {other} here, {kind or 'not'} there"
+    for op, other_op in zip(graph.ops, like.ops, strict=False):
+        if _structure(op) != _structure(other_op):
+            return f"%{other_op.outputs[0]} is made by {other_op.kind} here, by another operator there"
+    outside = [(g.inputs, g.outputs, set(g.constants), len(g.ops), len(g.types)) for g in (graph, like)]
+    return None if outside[0] == outside[1] else "it has other inputs, outputs or operators"
+
+
+def _structure(op: Op) -> Any:
+    attrs = {key: value for key, value in op.attrs.items() if key not in BOUNDS}
+    body = op.body and [_structure(inner) for inner in op.body.ops]
+    return op.kind, op.inputs, op.outputs, attrs, BOUNDS.intersection(op.attrs), body

@@ -1,0 +1,166 @@
+"""Conformance cases of the native backend, by number; 24, 25 and 40 are in test_cases_operators.py."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import intaglio
+import nets
+from compare import assert_equal_levels, kinds, quantized, sqnr
+from harness import HERE
+from intaglio.capture.nodes import operator
+from intaglio.ir import DType
+from intaglio.lower.regions import QUANTIZE
+from models import assert_same, compiled
+from nets import Body
+
+X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def conv(inputs: int = 3, outputs: int = 4, kernel: int = 3, **rest) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, **rest)
+
+
+def concatenation():
+    body = lambda m, x: m.e(torch.cat([m.c(x), m.d(x)], 1))  # noqa: E731
+    return nets.randomize(Body(body, c=conv(), d=conv(), e=conv(8)))
+
+
+def test_backend_15_nothing_stands_around_a_concatenation_of_equal_scales():
+    """Case 15."""
+    reference, lowered = quantized(concatenation(), X)
+    assert kinds(lowered) == [
+        "quantize", "conv2d", "requantize", "conv2d", "requantize", "cat", "conv2d", "dequantize"
+    ]  # fmt: skip
+    assert_equal_levels(reference, lowered, X)
+
+
+def test_backend_16_operands_of_other_scales_are_requantized_before_a_concatenation():
+    """Case 16: ours always share; a reference in which they do not is lowered as it says."""
+    reference, _ = quantized(concatenation(), X)
+    site = next(site for site in reference.annotations.sites if site.name == "d#0/conv2d.0")
+    quantizes = [node for node in reference.module.graph.nodes if operator(node) == QUANTIZE]
+    (levels,) = [node for node in quantizes if node.args[0].name == site.value]
+    for node in (levels, *levels.users):
+        node.args = (node.args[0], node.args[1] * 1.7, node.args[2] - 9, *node.args[3:])
+    reference.module.recompile()
+    lowered = intaglio.requantize(reference)
+    assert kinds(lowered).count("table") == 1
+    assert not lowered.islands
+    assert_equal_levels(reference, lowered, X)
+
+
+IDLE = {
+    "times one": lambda x: x * 1, "one times": lambda x: 1.0 * x, "plus zero": lambda x: x + 0,
+    "minus zero": lambda x: x - 0.0, "by one": lambda x: x / 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_backend_18_arithmetic_with_a_neutral_number_vanishes(name):
+    """Case 18."""
+    reference, lowered = quantized(nets.randomize(Body(lambda m, x: m.d(IDLE[name](m.c(x))), c=conv(), d=conv(4))), X)
+    assert kinds(lowered) == ["quantize", "conv2d", "requantize", "conv2d", "dequantize"]
+    assert reference(X).dtype is torch.float32
+
+
+@pytest.mark.parametrize("number", [10, 0.4, torch.tensor(2.5), torch.tensor([2.5])], ids=str)
+def test_backend_18_numbers_and_tensors_of_one_element_keep_the_element_type(number):
+    """Case 18: no promotion, and no float part: they are functions of one value."""
+
+    def body(m: nn.Module, x: Tensor) -> Tensor:
+        return m.d(m.c(x) / number + number)
+
+    model = nets.randomize(Body(body, c=conv(), d=conv(4)))
+    reference, lowered = quantized(model, X)
+    assert lowered(X).dtype is torch.float32
+    assert not lowered.islands
+    assert_equal_levels(reference, lowered, X)
+    assert sqnr(lowered(X), model(X)) > 25
+
+
+def test_backend_22_a_value_that_is_returned_and_read_on_is_the_levels_the_next_layer_reads():
+    """Case 22: what leaves as float is exactly ``(level - zero_point) * scale`` of the integers inside."""
+    model = nets.randomize(Body(lambda m, x: (lambda y: (m.d(y), y))(F.relu(m.c(x))), c=conv(), d=conv(4)))
+    reference, lowered = quantized(model, X)
+    inner = next(op for op in lowered.graph.ops if op.kind == "requantize").output
+    kind = lowered.graph.types[inner]
+    assert kind.dtype is DType.U8
+    returned = lowered(X)[1].numpy()
+    levels = np.rint(returned / np.float32(kind.levels.step)) + kind.levels.zero
+    assert levels.min() >= 0
+    assert levels.max() <= 255
+    again = (levels - kind.levels.zero).astype(np.float32) * np.float32(kind.levels.step)
+    assert np.array_equal(again, returned)
+    assert torch.equal(intaglio.compile(lowered)(X)[1], lowered(X)[1])
+    assert_equal_levels(reference, lowered, X)
+
+
+@pytest.mark.parametrize("net", [nets.ConvBnRelu, nets.Residual, nets.MaxPoolNet], ids=lambda net: net.__name__)
+def test_backend_23_channels_last_input_gives_the_same_bits_and_comes_back_so(net):
+    """Case 23: for cases 1, 2 and 14."""
+    model, lowered = compiled(net)
+    x = nets.example(net(), 5)
+    last = x.to(memory_format=torch.channels_last)
+    found, expected = model(last), lowered(x)
+    assert_same(found, expected)
+    if found.dim() == 4:
+        assert found.is_contiguous(memory_format=torch.channels_last)
+        assert model(x).is_contiguous()
+    assert torch.equal(last, x)
+
+
+@pytest.mark.parametrize("bits", [7, 8])
+@pytest.mark.parametrize("isa", HERE)
+def test_backend_27_extreme_weights_and_inputs_are_exact_on_every_instruction_set(bits, isa):
+    """Case 27: every product is 255 x +-127, pairs of them leave 16 bits, and no instruction set saturates."""
+    model = nn.Sequential(nn.Linear(68, 20, bias=False), nn.ReLU(), nn.Linear(20, 3))
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+        model[0].weight[::2] = -1
+        model[0].weight[1::4, ::2] = -1
+    x = torch.ones(9, 68)
+    x[::3] = 0
+    x[1::3, ::2] = 0
+    _, lowered = quantized(model.eval(), x, recipe=intaglio.Recipe.of({"*": {"bits": bits, "method": "minmax"}}))
+    weight = next(array for array in lowered.graph.constants.values() if array.dtype == np.int8)
+    assert set(np.unique(weight)) == {-127, 127}
+    levels = intaglio.compile(lowered, isa=isa)
+    assert torch.equal(levels(x), lowered(x))
+
+
+def test_backend_32_weights_belong_to_the_model_that_was_made_from_them():
+    """Case 32: a weight changed in place afterwards reaches no int8 model, and a new one has the new weight."""
+    float_model = nets.randomize(nets.Linears())
+    x = torch.randn(4, 16)
+    first = intaglio.compile(quantized(float_model, x)[1])
+    before = first(x)
+    with torch.no_grad():
+        float_model[0].weight.mul_(-2)
+    second = intaglio.compile(quantized(float_model, x)[1])
+    assert torch.equal(first(x), before)
+    assert sqnr(second(x), float_model(x)) > 25
+    assert not torch.equal(second(x), before)
+
+
+def test_backend_32_a_second_call_packs_nothing():
+    """Case 32: constants are packed once, when the program is made."""
+    model, _ = compiled(nets.Residual)
+    x = nets.example(nets.Residual(), 2)
+    model(x)
+    address, content = model.artifact.constants.ctypes.data, model.artifact.constants.copy()
+    model(x)
+    model(x[:1])
+    assert model.artifact.constants.ctypes.data == address
+    assert np.array_equal(model.artifact.constants, content)
+
+
+def test_backend_32_a_cache_without_room_gives_the_same_bits(fresh_cache, monkeypatch):
+    """Case 32: capacity 0."""
+    monkeypatch.setenv("INTAGLIO_CACHE_MB", "0")
+    _, lowered = compiled(nets.Linears)
+    x = torch.randn(3, 16)
+    for _ in range(2):
+        assert torch.equal(intaglio.compile(lowered, isa="portable")(x), lowered(x))

@@ -1,0 +1,53 @@
+"""Depthwise tiles: which products they take, in which registers, from which memory."""
+
+import re
+from itertools import product
+
+import numpy as np
+import pytest
+
+from intaglio.codegen.depthwise import DepthwiseSpec, blocks, channel_order, pack_depthwise, tallest
+from intaglio.codegen.depthwise512 import emit
+
+SHAPES = [(taps, stride) for taps in product((1, 2, 3, 5, 7, 9), repeat=2) for stride in product((1, 2, 3), repeat=2)]
+
+
+@pytest.mark.parametrize(("taps", "stride"), [((3, 3), (1, 1)), ((3, 3), (2, 2)), ((5, 5), (1, 1)), ((7, 7), (1, 1))])
+def test_packed_weights_hold_every_tap_of_every_row_once(taps, stride):
+    spec, draw = tallest(taps, stride), np.random.default_rng(0)
+    weight = draw.integers(-127, 128, (50, 1, *taps)).astype(np.int8)
+    packed = pack_depthwise(weight, spec).reshape(-1, taps[1], spec.channels, 4)
+    order = channel_order(spec.lanes)
+    for channel in range(50):
+        column = int(np.flatnonzero(order == channel)[0])
+        for row in range(spec.rows):
+            parts = [index for index, (r, _) in enumerate(spec.pairs()) if r == row]
+            rows = np.concatenate([packed[index, :, column].T for index in parts])
+            first = row * stride[0] - 4 * spec.pairs()[parts[0]][1]
+            assert np.array_equal(rows[first : first + taps[0]], weight[channel, 0])
+            assert not rows[:first].any()
+            assert not rows[first + taps[0] :].any()
+
+
+@pytest.mark.parametrize(("taps", "stride"), SHAPES)
+def test_a_tile_fits_the_registers_and_reads_no_other_row(taps, stride):
+    spec = tallest(taps, stride)
+    assert spec.rows * spec.columns * 4 + 8 <= 32
+    text = emit(spec)
+    assert max(int(n) for n in re.findall(r"%[yz]mm(\d+)", text)) < 32
+    steps = re.findall(r"vpdpbusd (\d+)\(", text)
+    assert len(steps) == 4 * len(spec.pairs()) * taps[1] * spec.columns
+    assert {int(at) for at in steps} == set(range(0, len(spec.pairs()) * taps[1] * 4 * 64, 64))
+
+
+def test_a_rest_of_half_a_vector_takes_half_a_vector():
+    spec = DepthwiseSpec(2, 3, (3, 3), (1, 1))
+    assert [(first, tile.lanes) for first, tile in blocks(144, spec)] == [(0, 4), (64, 4), (128, 2)]
+    assert [(first, tile.lanes) for first, tile in blocks(112, spec)] == [(0, 4), (64, 4)]
+
+
+def test_rows_that_share_input_make_three_by_three_cheap():
+    """Two output rows from four input rows: 12 dot products and fewer than 7 interleaving steps a pixel."""
+    spec = tallest((3, 3), (1, 1))
+    assert (spec.rows, spec.columns) == (2, 3)
+    assert spec.cost < 19

@@ -1,0 +1,94 @@
+"""Files, processes, installation. Numbers are those of `problems.py`."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import intaglio
+import nets
+from compare import captured_net, quantized
+from intaglio import numerics
+from intaglio.quant import Statistics
+from models import assert_same, compiled, picture
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("net", [nets.Residual, nets.ConvThenUnsupported])
+def test_torch_save_keeps_a_model_as_any_module(net):
+    """Problem 30."""
+    model, _ = compiled(net)
+    memory = io.BytesIO()
+    torch.save(model, memory)
+    memory.seek(0)
+    x = nets.example(net(), 3)
+    assert_same(torch.load(memory, weights_only=False)(x), model(x))
+
+
+def test_a_file_is_about_a_quarter_of_the_float_weights(tmp_path):
+    """Problem 31: weights are in it once, as bytes."""
+    float_model = nets.randomize(nets.Linears((128, 512, 256)))
+    model = intaglio.compile(quantized(float_model, torch.randn(8, 128))[1])
+    model.save(tmp_path / "m.intaglio", library=False)
+    before = sum(p.nbytes for p in float_model.parameters())
+    assert (tmp_path / "m.intaglio").stat().st_size < 0.35 * before
+    assert model.coverage.bytes_before == before
+    assert model.coverage.bytes_after < 0.3 * before
+
+
+def test_loading_quantizes_nothing_again(tmp_path, monkeypatch):
+    """Problem 34: weights are read, not rounded; no step of quantization runs."""
+    model, _ = compiled(nets.Residual)
+    model.save(tmp_path / "m.intaglio")
+    expected = model(picture())
+
+    def never(*_, **__):
+        raise AssertionError("a file holds integers; there is nothing to quantize")
+
+    for name in ("quantize", "bias_steps", "symmetric", "affine", "fit_weight_scale"):
+        monkeypatch.setattr(numerics, name, never)
+    for trust in (True, False):
+        assert_same(intaglio.load(tmp_path / "m.intaglio", trust=trust)(picture()), expected)
+
+
+def test_dependencies_are_few_and_have_no_upper_bound():
+    """Problem 39."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {re.split(r"[><=~;! ]", entry)[0] for entry in project["dependencies"]}
+    assert names == {"torch", "numpy", "safetensors", "rich", "tomli"}
+    assert not [entry for entry in project["dependencies"] if re.search(r"==|~=|<=|<(?!\s*\"?')", entry.split(";")[0])]
+    assert "<" not in project["requires-python"]
+
+
+def test_importing_compiles_nothing_and_needs_no_compiler(tmp_path):
+    """Problems 26 and 39."""
+    environment = {**os.environ, "CXX": "/nowhere/g++", "INTAGLIO_CACHE_DIR": str(tmp_path / "cache")}
+    code = "import intaglio; intaglio.quantize; intaglio.Recipe; intaglio.compare"
+    environment["PYTHONPATH"] = str(ROOT / "src")
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_statistics_have_one_size_however_much_data_they_saw():
+    """Problem 39: calibration streams; nothing grows with the number of batches."""
+    model, captured = captured_net(nets.MaxPoolNet)
+    prepared = intaglio.prepare(captured)
+    sizes = []
+    for batches in (1, 20):
+        intaglio.calibrate(prepared, (nets.example(model, 4, seed=seed) for seed in range(batches)))
+        kept = [observer.statistics for observer in prepared.observers.values()]
+        assert all(isinstance(value, (int, float)) for s in kept for value in vars(s).values() if value is not s.bins)
+        sizes.append(sum(s.bins.nbytes for s in kept))
+    assert sizes[0] == sizes[1] == len(prepared.observers) * Statistics().bins.nbytes
