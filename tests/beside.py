@@ -15,7 +15,7 @@ LIBRARIES: list[torch.library.Library] = []
 def import_torchvision() -> None:
     """Import it; where its operators do not load, with two empty ones in their place."""
     try:
-        import torchvision  # noqa: F401
+        import torchvision
     except RuntimeError:
         LIBRARIES.append(torch.library.Library("torchvision", "FRAGMENT"))
         for operator in ("nms", "qnms"):

@@ -158,6 +158,27 @@ def affine_requantize(
         return finish(steps + np.asarray(offset, np.float32), zero_point, low, high)
 
 
+def layer_norm(
+    x: ArrayLike, factor: ArrayLike, offset: ArrayLike, eps: ArrayLike, zero_point: int, low: int, high: int
+) -> I32:
+    """i32[..., C], levels less their zero point -> levels of the normalised rows.
+
+    With ``n1 = sum(x)`` and ``n2 = sum(x * x)`` exact: mean ``float32(n1) / float32(C)``, variance ``float32(C * n2 -
+    n1 * n1) / float32(C * C)``, ``inverse = 1 / sqrt(variance + eps)``; then ``clamp(rne((x - mean) * inverse * factor
+    + offset) + zero_point, low, high)`` from left to right. ``eps`` is in squared steps of x, ``factor`` and ``offset``
+    in steps of the result. Ba et al. 2016.
+    """
+    wide = np.asarray(x, np.int64)
+    count = wide.shape[-1]
+    first, second = wide.sum(-1, keepdims=True), (wide * wide).sum(-1, keepdims=True)
+    mean = first.astype(np.float32) / np.float32(count)
+    variance = (count * second - first * first).astype(np.float32) / np.float32(count * count)
+    inverse = np.float32(1) / np.sqrt(variance + np.asarray(eps, np.float32))
+    with np.errstate(over="ignore", invalid="ignore"):
+        normal = (wide.astype(np.float32) - mean) * inverse
+        return finish(normal * np.asarray(factor, np.float32) + np.asarray(offset, np.float32), zero_point, low, high)
+
+
 def clamp_levels(
     low: float | None, high: float | None, scale: float, zero_point: int, qmin: int, qmax: int
 ) -> tuple[int, int]:

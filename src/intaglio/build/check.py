@@ -9,6 +9,7 @@ from intaglio.ir import Buffer, DType, Graph, Op, evaluate
 from intaglio.ir.moves import MOVES, boxes
 from intaglio.ir.verify import PRODUCTS
 from intaglio.ops import OPS
+from intaglio.ops.norm import LONGEST
 from intaglio.ops.pool import counts
 
 AT_LEAST_ONE = ("stride", "kernel", "dilation", "groups", "step", "factor", "taps")
@@ -32,6 +33,8 @@ def check_graph(graph: Graph) -> None:
             _check_tables(op, graph)
         if op.kind in ("affine", "prelu"):
             _check_channels(op, graph)
+        if op.kind == "layer_norm":
+            _check_norm(op, graph)
         shapes = [graph.types[name].shape for name in op.inputs]
         shape = tuple(OPS[op.kind].infer(op.attrs, shapes))
         if shape != graph.types[op.output].shape:
@@ -86,6 +89,14 @@ def _check_channels(op: Op, graph: Graph) -> None:
     fits = second in allowed and first == (allowed[0] if op.kind == "prelu" else second)
     if axis not in (1, len(shape) - 1) or not fits:
         raise ValueError(f"{op.kind} of {graph.types[op.inputs[0]]} with constants of {first} and {second}")
+
+
+def _check_norm(op: Op, graph: Graph) -> None:
+    """A factor and an offset for every value of a row, one epsilon."""
+    row = graph.types[op.inputs[0]].shape[-1:]
+    found = [graph.types[name].shape for name in op.inputs[1:]]
+    if found != [row, row, (1,)] or row[0] > LONGEST:
+        raise ValueError(f"layer_norm of {graph.types[op.inputs[0]]} with constants of {found}")
 
 
 def _integers(value: Any) -> Iterable[int]:

@@ -103,6 +103,16 @@ emit_affine, emit_clamp, emit_table = one_input(_affine_call), one_input(_clamp_
 emit_prelu = one_input(_prelu_call)
 
 
+def _layer_norm_call(op: Op, context: Context) -> str:
+    zero = context.graph.types[op.inputs[0]].levels.zero
+    factor, offset, eps = (context.constant(context.graph.constants[name], "float") for name in op.inputs[1:])
+    first = f"*{context.constant(np.array([zero], np.int32), 'int32_t')}, {factor}, {offset}, *{eps}"
+    return f"layer_norm_levels(&in, &out, {first}, {context.limits(op)}, thread, threads);"
+
+
+emit_layer_norm = one_input(_layer_norm_call)
+
+
 def emit_softmax(code: Code, partition: Partition, context: Context) -> None:
     """Both tensors are dense and lie alike, so what is faster than the axis is as long as the axis is apart."""
     op = partition.anchor

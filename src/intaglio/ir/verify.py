@@ -20,6 +20,7 @@ RULES: dict[str, tuple[tuple[tuple[DType, ...], ...], tuple[DType, ...]]] = {
     "mul": (((U8,), (U8,), (F32,)), (U8,)),
     "affine": (((U8,), (F32,), (F32,)), (U8,)),
     "prelu": (((U8,), (F32,), (F32,)), (U8,)),
+    "layer_norm": (((U8,), (F32,), (F32,), (F32,)), (U8,)),
     "clamp": (((U8,),), (U8,)),
     **{kind: (((U8,),), (U8,)) for kind in MOVES if kind != "cat"},
     **{f"max_pool{axes}d": (((U8,),), (U8,)) for axes in (1, 2, 3)},

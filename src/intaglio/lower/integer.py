@@ -345,6 +345,8 @@ class _Builder:
         elif record.name == "prelu":
             slopes = getattr(self.module, operands(node)[1].target).numpy().astype(np.float64).ravel()
             arrays = {"rise": ratio, "fall": numerics.multiplier(slopes * q.step, step_y)}
+        elif record.name == "layer_norm":
+            arrays, attrs = self._layer_norm(node, attrs["eps"], q.step, step_y), {}
         elif not record.shares:
             divisors = counts(record.name, attrs, self.types[x].shape)
             arrays = {"factors": numerics.pool_multipliers(q.step, step_y, divisors)}
@@ -354,6 +356,17 @@ class _Builder:
             kind = DType.F32 if array.dtype == np.float32 else DType.I32
             inputs.append(self._constant(f"{stem}_{label}", array, kind))
         return self._op(record.name, inputs, f"{stem}_{record.name}", result, origin(node), **attrs)
+
+    def _layer_norm(self, node: fx.Node, eps: float, step_x: float, step_y: float) -> dict[str, np.ndarray]:
+        """Weight and bias in steps of the result, epsilon in squared steps of what is normalised."""
+        channels, (_, *constants) = tensor_type(node).shape[-1], operands(node)
+        values = [
+            np.full(channels, default) if node is None else getattr(self.module, node.target).numpy().astype(np.float64)
+            for node, default in zip(constants, (1.0, 0.0), strict=True)
+        ]
+        factor, offset = (numerics.multiplier(value, step_y) for value in values)
+        with np.errstate(over="ignore"):
+            return {"factor": factor, "offset": offset, "eps": np.array([eps / step_x / step_x]).astype(np.float32)}
 
     # -- islands -------------------------------------------------------------------------------------------------
 

@@ -155,7 +155,7 @@ def _wants(op: Op, graph: Graph) -> str | None:
         return "image" if op.attrs["axis"] == 1 else "linear"
     if op.kind == "prelu":
         return "alike" if graph.types[op.inputs[2]].shape == (1,) else "image"
-    if op.kind in IMAGES or op.kind == "linear":
+    if op.kind in IMAGES or op.kind in ("linear", "layer_norm"):
         return "image" if op.kind in IMAGES else "linear"
     return "alike" if op.kind in (*POINTWISE, *MOVED_ALIKE) else None
 

@@ -523,6 +523,38 @@ static inline void prelu_levels(const struct Image* in, const struct Image* out,
     }
 }
 
+// numerics.layer_norm of every pixel. Sums are exact, so their order is free.
+static inline void layer_norm_levels(const struct Image* in, const struct Image* out, int32_t zero, const float* factor,
+                                     const float* offset, float eps, const struct Limits* q, int thread, int threads) {
+    const int64_t count = in->pixel;
+    FOR_EACH_ROW(out) {
+        for (int64_t x = 0; x < out->width; ++x) {
+            const uint8_t* from = at(in, n, y, x);
+            uint8_t* to = at(out, n, y, x);
+            int32_t levels = 0, squares = 0;
+            for (int64_t c = 0; c < count; ++c) levels += from[c];
+            for (int64_t c = 0; c < count; ++c) {
+                const int16_t centred = (int16_t)(from[c] - zero);
+                squares += centred * centred;
+            }
+            const int64_t sum = levels - count * zero;
+            const float mean = (float)sum / (float)count;
+            const float variance = (float)(count * squares - sum * sum) / (float)(count * count);
+            const float inverse = 1.0f / __builtin_sqrtf(variance + eps);
+            int64_t c = 0;
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+            const __m512 means = _mm512_set1_ps(mean), inverses = _mm512_set1_ps(inverse);
+            for (; c + 16 <= count; c += 16) {
+                const __m512 normal = _mm512_mul_ps(_mm512_sub_ps(centred16(from + c, zero), means), inverses);
+                finish16(_mm512_add_ps(_mm512_mul_ps(normal, _mm512_loadu_ps(factor + c)), _mm512_loadu_ps(offset + c)), q, to + c);
+            }
+#endif
+            for (; c < count; ++c)
+                to[c] = (uint8_t)finish(((float)(from[c] - zero) - mean) * inverse * factor[c] + offset[c], q->zero_point, q->low, q->high);
+        }
+    }
+}
+
 static inline void clamp_levels(const struct Image* in, const struct Image* out, const struct Limits* q, int thread, int threads) {
     const uint8_t low = (uint8_t)q->low, high = (uint8_t)q->high;
     FOR_EACH_ROW(out) {

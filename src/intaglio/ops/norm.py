@@ -1,0 +1,49 @@
+"""layer norm of levels: sums over a row are integers, so mean and variance are exact before anything is rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from intaglio import numerics
+from intaglio.ir import Op, TensorType
+from intaglio.ops.opdef import Attrs, Call, OpDef, Roles, first_reason, fixed_channels, float_activations, rank
+
+LONGEST = 2**15
+"""Values of a row: sums of squares of differences of levels stay below 2^31."""
+
+
+def bind_layer_norm(call: Call) -> Attrs:
+    return {"eps": float(call.arguments.get("eps", 1e-5))}
+
+
+def last_axis_alone(call: Call) -> str | None:
+    normalized = call.arguments["normalized_shape"]
+    if len(normalized) != 1:
+        return f"layer norm over {len(normalized)} axes; the kernel takes the last one"
+    return f"rows of {normalized[0]} values; the kernel takes {LONGEST}" if normalized[0] > LONGEST else None
+
+
+def constant_scale(call: Call) -> str | None:
+    return "a weight or bias that is computed while the model runs" if False in call.constant[1:] else None
+
+
+def layer_norm_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    x, factor, offset, eps = args
+    q = out.levels
+    centred = x.astype(np.int32) - types[0].levels.zero
+    return numerics.layer_norm(centred, factor, offset, eps.reshape(()), q.zero, q.qmin, q.qmax).astype(np.uint8)
+
+
+LAYER_NORM = OpDef(
+    name="layer_norm",
+    targets=("aten.layer_norm.default",),
+    operands=("input", "weight", "bias"),
+    roles=Roles(x=(0,)),
+    bind=bind_layer_norm,
+    check=first_reason(float_activations, rank(2, 3, 4, 5), fixed_channels, last_axis_alone, constant_scale),
+    meaning=layer_norm_meaning,
+    kernel="norm",
+)
+OPS = (LAYER_NORM,)
