@@ -131,6 +131,9 @@ class Net:
         """An operator that keeps its input's parameters: clamp, slice, pad, reshape, max_pool2d."""
         return self._op(kind, [x], DType.U8, self.types[x].q, **attrs)
 
+    def join(self, values: Sequence[str], axis: int = 1) -> str:
+        return self._op("cat", values, DType.U8, self.types[values[0]].q, axis=axis)
+
     def table(self, x: str) -> str:
         levels = self._constant(self.draw.permutation(256).astype(np.uint8), DType.U8)
         return self._op("table", [x, levels], DType.U8, self._q(1.0, None))

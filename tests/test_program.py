@@ -129,7 +129,23 @@ def depthwise(net: Net) -> tuple[str, ...]:
     return (*map(net.dequantize, found), down)
 
 
-PROGRAMS = (residual, depthwise, halos, pools, moves, tokens, borders, sized, fixed)
+def joined(net: Net) -> tuple[str, ...]:
+    """Concatenations whose operands are written in their place, copied, or both; read with a halo and without."""
+    x = net.quantize(net.input(N, 24, 9, 8), 90)
+    q = net.types[x].q
+    window = {"kernel": (3, 3), "stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "ceil": False}
+    pooled = net.same("max_pool2d", x, **window)
+    parts = [net.conv(x, outputs, kernel, padding=kernel // 2, zero_point=90) for outputs, kernel in ((70, 1), (33, 3))]
+    apart = net.conv(x, 24, 3, padding=1, groups=24, zero_point=90)
+    net.types |= {name: replace(net.types[name], q=q) for name in (*parts, apart)}
+    wide = net.join([pooled, *parts, apart])
+    again = net.join([net.conv(wide, 116, 1), net.conv(wide, 58, 1)])
+    halves = net.join([net.same("clamp", x, low=80, high=99), net.same("shuffle", x, groups=2)])
+    mixed = net.same("shuffle", net.conv(wide, 116, 1), groups=2)
+    return (*map(net.dequantize, (again, halves, mixed)), net.conv(wide, 5, 3, padding=1, f32=True))
+
+
+PROGRAMS = (residual, joined, depthwise, halos, pools, moves, tokens, borders, sized, fixed)
 FREE = [program for program in PROGRAMS if program is not fixed]
 
 
@@ -273,6 +289,15 @@ def test_buffers_alive_in_one_phase_never_overlap(program):
 
 
 # ---- text
+
+
+def test_operands_of_a_concatenation_are_written_in_their_place():
+    """Those of convolutions and pools that nothing else reads; a concatenation of nothing else has no step."""
+    planned = plan(built(joined)[1].graph)
+    cats = [op for op in planned.graph.ops if op.kind == "cat"]
+    parts = [[planned.buffers[name].part for name in op.inputs] for op in cats]
+    assert parts == [[0, 24, 94, 127], [0, 116], [None, None]]
+    assert [step.partition.anchor.kind for step in planned.steps].count("cat") == 2  # one of them for its halo
 
 
 def test_every_operator_with_a_kernel_has_an_emitter():

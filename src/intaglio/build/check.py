@@ -93,7 +93,7 @@ def _check_channels(op: Op, graph: Graph) -> None:
 
 def _check_norm(op: Op, graph: Graph) -> None:
     """A factor and an offset for every value of a row, one epsilon."""
-    row = graph.types[op.inputs[0]].shape[-1:]
+    row = tuple(evaluate(dim, {}) for dim in graph.types[op.inputs[0]].shape[-1:])
     found = [graph.types[name].shape for name in op.inputs[1:]]
     if found != [row, row, (1,)] or row[0] > LONGEST:
         raise ValueError(f"layer_norm of {graph.types[op.inputs[0]]} with constants of {found}")

@@ -74,6 +74,8 @@ class Context:
             n, h, w, c = lies(kind.shape, value in self.plan.rows)
             sizes = f"{self.dim(n)}, {self.dim(h)}, {self.dim(w)}, {c} * {kind.dtype.bytes}"
             return f"image({self.external(value)}, {sizes}, 0, 0)"
+        if buffer.alias is not None and buffer.part is not None:
+            return f"channels_from({self.image(buffer.alias)}, {buffer.part})"
         sizes = ", ".join(map(self.dim, buffer.lies()))
         start = f"r->arena + r->offsets[{self.index[buffer.alias or value]}]"
         return f"image({start}, {sizes}, {buffer.halo[0]}, {buffer.halo[1]})"

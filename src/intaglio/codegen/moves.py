@@ -27,7 +27,14 @@ def emit_move(code: Code, partition: Partition, context: Context) -> None:
         code(f"const struct Image in{index} = {context.image(name)};")
     zero_point = context.graph.types[op.output].levels.zero
     level = context.constant(np.array([zero_point], np.uint8), "uint8_t")
+    halves = op.kind == "shuffle" and op.attrs["groups"] == 2
+    if halves and all(buffers[name].spatial for name in (*op.inputs, op.output)):
+        code("interleave_levels(&in0, &out, thread, threads);")
+        finish(code, context, op.output, context.limits(op))
+        return
     for box in boxes(op, [buffers[name] for name in op.inputs], buffers[op.output]):
+        if buffers[op.inputs[box.operand]].part is not None:
+            continue
         source = level if box.fill else f"in{box.operand}.base + {context.dim(box.source)}"
         runs = _ordered(box)
         with code.block(""):

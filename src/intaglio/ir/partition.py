@@ -59,7 +59,8 @@ class Buffer:
     """Memory of one internal tensor, channels last or, with ``rows`` and for other than three to five axes, row-major.
 
     ``halo``: rows and columns around each image, filled with the zero point. ``alias`` names the buffer whose bytes it
-    shares (a reshape that moves nothing).
+    shares (a reshape that moves nothing); with ``part`` it is some channels of it, from that one on (an operand of a
+    concatenation, written where it belongs).
     """
 
     value: str
@@ -68,6 +69,7 @@ class Buffer:
     halo: tuple[int, int] = (0, 0)
     alias: str | None = None
     rows: bool = False
+    part: int | None = None
 
     @property
     def spatial(self) -> bool:

@@ -9,7 +9,7 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.capture.captured import expect
-from intaglio.capture.nodes import call_of, operands, operator, origin, record_of, tensor_nodes, tensor_type
+from intaglio.capture.nodes import arguments, call_of, operands, operator, origin, record_of, tensor_nodes, tensor_type
 from intaglio.ir import DType, Graph, Op, Origin, QParams, TensorType, fresh, graph_text, verify
 from intaglio.ir.rewrite import run_passes
 from intaglio.lower.islands import Unit, island_of
@@ -359,7 +359,7 @@ class _Builder:
 
     def _layer_norm(self, node: fx.Node, eps: float, step_x: float, step_y: float) -> dict[str, np.ndarray]:
         """Weight and bias in steps of the result, epsilon in squared steps of what is normalised."""
-        channels, (_, *constants) = tensor_type(node).shape[-1], operands(node)
+        channels, (_, *constants) = arguments(node)["normalized_shape"][0], operands(node)
         values = [
             np.full(channels, default) if node is None else getattr(self.module, node.target).numpy().astype(np.float64)
             for node, default in zip(constants, (1.0, 0.0), strict=True)

@@ -47,7 +47,28 @@ def lay_out(graph: Graph) -> tuple[dict[str, Buffer], frozenset[str]]:
         if op.kind in MOVES and moves_nothing(op, buffers[op.inputs[0]], buffers[op.output]):
             source = buffers[op.inputs[0]]
             buffers[op.output] = replace(buffers[op.output], alias=source.alias or source.value)
+    for op in graph.ops:
+        if op.kind == "cat" and buffers[op.output].spatial and op.attrs["axis"] == 1:
+            _place_parts(op, graph, buffers)
     return buffers, rows
+
+
+def _place_parts(cat: Op, graph: Graph, buffers: dict[str, Buffer]) -> None:
+    """Operands that only the concatenation reads, and whose kernels leave room between pixels, are written into it."""
+    users, makers = graph.users(), {output: op for op in graph.ops for output in op.outputs}
+    channel = 0
+    for name in cat.inputs:
+        buffer, alone = buffers[name], len(users[name]) == cat.inputs.count(name) == 1 and name not in graph.outputs
+        if alone and buffer.spatial and buffer.alias is None and _leaves_room(makers.get(name), makers):
+            buffers[name] = replace(buffer, alias=cat.output, part=channel)
+        channel += buffer.channels()
+
+
+def _leaves_room(maker: Op | None, makers: Mapping[str, Op]) -> bool:
+    """Convolutions and pools write pixels any distance apart."""
+    if maker is not None and maker.kind in ("requantize", "add"):
+        maker = makers.get(maker.inputs[0])
+    return maker is not None and (maker.kind in (*CONVOLUTIONS, *TRANSPOSED) or "_pool" in maker.kind)
 
 
 def _halo(op: Op, graph: Graph) -> tuple[int, int]:

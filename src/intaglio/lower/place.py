@@ -19,8 +19,12 @@ def plan(graph: Graph) -> Plan:
 
 
 def _is_alias(partition: Partition, buffers: Mapping[str, Buffer]) -> bool:
-    buffer = buffers.get(partition.ops[0].outputs[0])
-    return buffer is not None and buffer.alias is not None
+    """Whether there is nothing to do: the result lies where its source does, or was written in its place."""
+    op = partition.ops[0]
+    buffer = buffers.get(op.outputs[0])
+    if buffer is None or op.kind != "cat":
+        return buffer is not None and buffer.alias is not None and buffer.part is None
+    return not any(buffer.halo) and all(buffers[name].part is not None for name in op.inputs)
 
 
 def _root(name: str, buffers: Mapping[str, Buffer]) -> str:

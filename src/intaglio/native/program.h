@@ -51,6 +51,12 @@ static inline struct Image image(uint8_t* start, int64_t images, int64_t height,
     return i;
 }
 
+// Some channels of an image, from the first; pixels stay as far apart.
+static inline struct Image channels_from(struct Image i, int64_t first) {
+    i.base += first;
+    return i;
+}
+
 // Some rows and columns of an image as an image of its own: from the first, one in `step`.
 static inline struct Image every(struct Image i, int64_t first_y, int64_t step_y, int64_t height, int64_t first_x, int64_t step_x,
                                  int64_t width) {
@@ -330,10 +336,12 @@ struct Pool {
     const struct Limits* limits;
 };
 
-enum { LANES = 64 };           // channels pooled at a time
+enum { LANES = 64 };           // channels pooled at a time; what lies behind the last is read, and not used
 
 static inline int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t most_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+typedef uint8_t Lanes __attribute__((vector_size(LANES)));
 
 static inline void max_pool(const struct Pool* p, int thread, int threads) {
     const int64_t rows = p->out.images * p->out.height, channels = p->in.pixel;
@@ -345,18 +353,23 @@ static inline void max_pool(const struct Pool* p, int thread, int threads) {
             uint8_t* out = at(&p->out, i, r % p->out.height, x);
             for (int64_t c = 0; c < channels; c += LANES) {
                 const int64_t lanes = least_of(LANES, channels - c);
-                uint8_t best[LANES] = {0};
-                for (int64_t k = 0; k < p->z.kernel * p->y.kernel * p->x.kernel; ++k) {
-                    const int64_t z = z0 + k / (p->y.kernel * p->x.kernel) * p->z.dilation;
-                    const int64_t y = y0 + k / p->x.kernel % p->y.kernel * p->y.dilation, column = x0 + k % p->x.kernel * p->x.dilation;
-                    if (z < 0 || z >= p->depth_in || y < 0 || y >= p->in.height || column < 0 || column >= p->in.width) continue;
-                    const uint8_t* in = at(&p->in, n * p->depth_in + z, y, column) + c;
-                    if (lanes == LANES)
-                        for (int l = 0; l < LANES; ++l) best[l] = in[l] > best[l] ? in[l] : best[l];
-                    else
-                        for (int64_t l = 0; l < lanes; ++l) best[l] = in[l] > best[l] ? in[l] : best[l];
+                Lanes best = {};
+                for (int64_t kz = 0; kz < p->z.kernel; ++kz) {
+                    const int64_t z = z0 + kz * p->z.dilation;
+                    if (z < 0 || z >= p->depth_in) continue;
+                    for (int64_t ky = 0; ky < p->y.kernel; ++ky) {
+                        const int64_t y = y0 + ky * p->y.dilation;
+                        if (y < 0 || y >= p->in.height) continue;
+                        for (int64_t kx = 0; kx < p->x.kernel; ++kx) {
+                            const int64_t column = x0 + kx * p->x.dilation;
+                            if (column < 0 || column >= p->in.width) continue;
+                            Lanes in;
+                            memcpy(&in, at(&p->in, n * p->depth_in + z, y, column) + c, LANES);
+                            best = in > best ? in : best;
+                        }
+                    }
                 }
-                memcpy(out + c, best, (size_t)lanes);
+                memcpy(out + c, &best, (size_t)lanes);
             }
         }
     }
@@ -396,10 +409,7 @@ static inline void avg_pool(const struct Pool* p, int thread, int threads) {
                 for (int64_t iy = rows.start; iy < rows.stop; ++iy)
                     for (int64_t ix = columns.start; ix < columns.stop; ++ix) {
                         const uint8_t* in = at(&p->in, n * p->depth_in + iz, iy, ix) + c;
-                        if (lanes == LANES)
-                            for (int l = 0; l < LANES; ++l) sum[l] += in[l];
-                        else
-                            for (int64_t l = 0; l < lanes; ++l) sum[l] += in[l];
+                        for (int l = 0; l < LANES; ++l) sum[l] += in[l];
                     }
             const int64_t inside = (depths.stop - depths.start) * (rows.stop - rows.start) * (columns.stop - columns.start);
             const int32_t real = (int32_t)inside * p->zero_in;
@@ -592,6 +602,26 @@ static inline void look_up(const struct Image* in, const struct Image* out, cons
         }
 #endif
         for (int64_t i = 0; i < out->width * out->pixel; ++i) to[i] = table[from[i]];
+    }
+}
+
+// Channel 2 * i + g of the result is channel g * each + i: two halves, one from each by turns.
+static inline void interleave_levels(const struct Image* in, const struct Image* out, int thread, int threads) {
+    const int64_t each = out->pixel / 2;
+    FOR_EACH_ROW(out) {
+        for (int64_t x = 0; x < out->width; ++x) {
+            const uint8_t *a = at(in, n, y, x), *b = a + each;
+            uint8_t* to = at(out, n, y, x);
+            int64_t i = 0;
+#if defined(__AVX2__)
+            for (; i + 16 <= each; i += 16) {
+                const __m128i left = _mm_loadu_si128((const __m128i*)(a + i)), right = _mm_loadu_si128((const __m128i*)(b + i));
+                _mm_storeu_si128((__m128i*)(to + 2 * i), _mm_unpacklo_epi8(left, right));
+                _mm_storeu_si128((__m128i*)(to + 2 * i + 16), _mm_unpackhi_epi8(left, right));
+            }
+#endif
+            for (; i < each; ++i) to[2 * i] = a[i], to[2 * i + 1] = b[i];
+        }
     }
 }
 
