@@ -16,7 +16,7 @@ bench: $(STAMP)
 	.venv/bin/python benchmarks/costs.py
 
 test: lint
-	.venv/bin/python -m pytest -q
+	.venv/bin/python -m pytest -q -n auto --dist loadfile
 
 slow: $(STAMP)
 	.venv/bin/python -m pytest -q -m slow

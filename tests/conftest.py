@@ -13,6 +13,9 @@ from hypothesis import settings
 GOLDEN = Path(__file__).parent / "golden"
 DIFF_LINES = 40
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # one core a worker: threads of several that wait by spinning take it from each other
+
 settings.register_profile("default", deadline=None, max_examples=30, print_blob=True)
 settings.register_profile("thorough", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("INTAGLIO_HYPOTHESIS", "default"))
