@@ -81,6 +81,24 @@ def test_backend_18_numbers_and_tensors_of_one_element_keep_the_element_type(num
     assert sqnr(lowered(X), model(X)) > 25
 
 
+def test_backend_18_a_scaled_and_masked_product_of_two_activations_is_one_float_part():
+    """Case 18: ``bmm / 0.4 + mask``. The product has no kernel yet; its scale and mask come along, and say why."""
+
+    def body(m: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+        q, k = m.q(x), m.k(x)
+        return m.out(torch.bmm(q, k.transpose(1, 2)) / 0.4 + mask)
+
+    model = nets.randomize(Body(body, q=nn.Linear(8, 8), k=nn.Linear(8, 8), out=nn.Linear(5, 3)))
+    x, mask = torch.randn(2, 5, 8), torch.zeros(2, 5, 5)
+    reference, lowered = quantized(model, x, mask)
+    assert len(lowered.islands) == 1
+    assert "aten.bmm.default: no int8 kernel for this operator" in str(intaglio.compile(lowered).coverage)
+    assert lowered(x, mask).dtype is torch.float32
+    assert_equal_levels(reference, lowered, x, mask)
+    assert torch.equal(intaglio.compile(lowered)(x, mask), lowered(x, mask))
+    assert sqnr(lowered(x, mask), model(x, mask)) > 25
+
+
 def test_backend_22_a_value_that_is_returned_and_read_on_is_the_levels_the_next_layer_reads():
     """Case 22: what leaves as float is exactly ``(level - zero_point) * scale`` of the integers inside."""
     model = nets.randomize(Body(lambda m, x: (lambda y: (m.d(y), y))(F.relu(m.c(x))), c=conv(), d=conv(4)))
