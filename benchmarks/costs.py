@@ -1,4 +1,4 @@
-"""What quantizing itself costs: calibration time and memory, compile time cold and warm, import time.
+"""What quantizing itself costs: calibration time and memory, compile time cold and warm, import and load time.
 
     python benchmarks/costs.py                  ResNet-50; needs nothing but intaglio (make bench)
     python benchmarks/costs.py --image 64       smaller images, to see that it runs
@@ -110,6 +110,38 @@ def import_time() -> float:
     return time.perf_counter() - begin
 
 
+def save_network(path: str, image: int) -> float:
+    """MB of the file of an int8 ResNet-50 without example."""
+    import intaglio
+
+    model, _ = networks.build("resnet50", image=image)
+    intaglio.quantize(model, list(batches(1, image)), progress=False).save(path)
+    return Path(path).stat().st_size / 1e6
+
+
+def first_answer(path: str, image: int, trust: bool, threads: int) -> float:
+    """Seconds from `import intaglio`, torch being there, to the first result of the model in the file."""
+    torch.set_num_threads(threads)
+    x = torch.zeros(1, 3, image, image)
+    begin = time.perf_counter()
+    import intaglio
+
+    intaglio.load(path, trust=trust)(x)
+    return time.perf_counter() - begin
+
+
+def load_times(arguments: argparse.Namespace) -> dict[str, float]:
+    """The file's size, and medians of loading it with a warm cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, image = str(Path(folder) / "resnet50"), arguments.image
+        found = {"file_mb": fresh.call(save_network, path, image)}
+        for trust, name in ((False, "load_s"), (True, "load_trusted_s")):
+            run = (first_answer, path, image, trust, arguments.threads)
+            fresh.call(*run)
+            found[name] = statistics.median(fresh.call(*run) for _ in range(2 * arguments.repeats + 1))
+        return found
+
+
 def compile_times(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Every stage with an empty cache folder, then in another process with what the first left in it."""
     with tempfile.TemporaryDirectory() as folder:
@@ -138,13 +170,14 @@ def main() -> None:
     }
     compiled = [compile_times(arguments) for _ in repeats]
     stages = {kind: medians([run[kind] for run in compiled]) for kind in ("cold", "warm")}
+    loaded = load_times(arguments)
 
     table = Table(
         title=f"ResNet-50, images of {image} pixels, {threads} threads, median of {arguments.repeats} processes"
     )
     table.add_column("what")
     table.add_column("cost", justify="right")
-    table.add_row("import intaglio, after torch", f"{importing:.3f} s")
+    table.add_row("import intaglio, after torch (functions load at first use)", f"{importing:.3f} s")
     table.add_row(f"float model, {TIMED * BATCH} images", f"{times['float_s']:.2f} s")
     ratio = times["calibrate_s"] / times["float_s"]
     table.add_row("calibrating on them", f"{times['calibrate_s']:.2f} s ({ratio:.2f} times the float model)")
@@ -156,10 +189,14 @@ def main() -> None:
         table.add_row(f"compile, {kind} cache", f"{found['compile_s']:.2f} s")
     for stage in ("capture", "prepare", "requantize"):
         table.add_row(stage, f"{stages['warm'][f'{stage}_s']:.2f} s")
+    table.add_row("file", f"{loaded['file_mb']:.1f} MB")
+    table.add_row("load to first answer, after torch", f"{loaded['load_s']:.2f} s")
+    table.add_row("the same with trust=True", f"{loaded['load_trusted_s']:.2f} s")
     console.print(table)
     if not quiet:
         console.print("Others used this machine: figures that are not worth quoting.")
-    results = {"idle": quiet, "import_s": importing, "calibration": times, "memory": memory, "stages": stages}
+    results = {"idle": quiet, "import_s": importing, "calibration": times, "memory": memory, "stages": stages,
+               "load": loaded}  # fmt: skip
     record.append("costs", arguments, results)
 
 
