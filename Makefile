@@ -26,19 +26,15 @@ lint: $(STAMP)
 	.venv/bin/python -m mypy
 
 # The documentation, as pages in build/site.
-docs: .venv/installed-docs
+docs: $(STAMP)
 	.venv/bin/python -m mkdocs build --strict
-
-.venv/installed-docs: $(STAMP)
-	$(PIP) install -e '.[docs]'
-	@touch $@
 
 # torch is pinned here and not in pyproject.toml: tests run on one known version, users may have any since 2.9.
 # torchvision is for examples/newcomer.py; with its dependencies it would bring another build of torch.
 $(STAMP): pyproject.toml Makefile | check
 	$(PYTHON) -m venv .venv
 	$(PIP) install torch==2.13.0
-	$(PIP) install -e '.[dev,demo]'
+	$(PIP) install -e '.[dev,demo,docs]'
 	$(PIP) install --no-deps torchvision==0.28.0 pillow
 	@touch $@
 
