@@ -92,13 +92,13 @@ def tallest(taps: tuple[int, int], stride: tuple[int, int], dilation_y: int = 1)
     return min(fitting, key=lambda spec: (spec.cost, spec.rows * spec.columns))
 
 
-def refusal(weight: np.ndarray, groups: int, dilation: tuple[int, int], result: str) -> str | None:
+def refusal(weight: np.ndarray, groups: int, result: str) -> str | None:
     """Why a convolution does not run here, or ``None``; weight [outputs, inputs per group, taps y, taps x]."""
     outputs, per_group, taps_y, taps_x = weight.shape
     if per_group != 1 or outputs != groups or groups < 8:
         return "channels look at each other"
-    if dilation[1] != 1 or taps_y > MOST_ROWS - 3 or taps_x > 15:
-        return "taps apart, or too many"
+    if taps_y > MOST_ROWS - 3 or taps_x > 15:
+        return "too many taps"
     return None if result == "u8" else "a tail other than requantize"
 
 
@@ -141,18 +141,18 @@ class Layer:
     bias: np.ndarray
     factor: np.ndarray
     stride: tuple[int, int]
-    dilation_y: int
+    dilation: tuple[int, int]
     start: tuple[int, int]
     guard: bool
 
 
 def emit_layer(code: Code, layer: Layer, source: str, result: str, limits: str, context: Context) -> None:
     """Fill a ``struct Depthwise`` from C expressions of its images and run it."""
-    if context.isa.depthwise is None:
+    if context.isa.depthwise is None or layer.dilation[1] != 1:
         _emit_plain(code, layer, source, result, limits, context)
         return
     channels, _, *taps = layer.weight.shape
-    best = tallest((taps[0], taps[1]), layer.stride, layer.dilation_y)
+    best = tallest((taps[0], taps[1]), layer.stride, layer.dilation[0])
     spec = DepthwiseSpec(best.rows, best.columns, best.taps, best.stride, best.lanes, layer.guard)
     found = blocks(channels, spec)
     weights = [pack_depthwise(layer.weight[first : first + tile.channels], tile) for first, tile in found]
@@ -162,7 +162,7 @@ def emit_layer(code: Code, layer: Layer, source: str, result: str, limits: str, 
     code(f"""
         struct Depthwise d = {{}};
         d.in = {source}, d.out = {result};
-        d.stride_y = {layer.stride[0]}, d.stride_x = {layer.stride[1]}, d.dilation_y = {layer.dilation_y};
+        d.stride_y = {layer.stride[0]}, d.stride_x = {layer.stride[1]}, d.dilation_y = {layer.dilation[0]};
         d.top = {-layer.start[0]}, d.left = {-layer.start[1]}, d.taps_y = {taps[0]};
         d.rows = {spec.rows}, d.columns = {spec.columns}, d.blocks = {len(found)}, d.block_bytes = {len(weights[0])};
         d.kernels = kernels, d.last_kernels = last_kernels, d.last_mask = {hex((1 << last) - 1)}ull;
@@ -178,12 +178,14 @@ def emit_layer(code: Code, layer: Layer, source: str, result: str, limits: str, 
 
 
 def _emit_plain(code: Code, layer: Layer, source: str, result: str, limits: str, context: Context) -> None:
-    """The same without kernels of our own: weights [tap y][tap x][channel]."""
+    """The same in loops the compiler vectorises, for other instruction sets and columns apart: weights
+    [tap y][tap x][channel]."""
     channels, _, taps_y, taps_x = layer.weight.shape
     code(f"""
         struct DepthwisePlain d = {{}};
         d.in = {source}, d.out = {result};
-        d.stride_y = {layer.stride[0]}, d.stride_x = {layer.stride[1]}, d.dilation_y = {layer.dilation_y};
+        d.stride_y = {layer.stride[0]}, d.stride_x = {layer.stride[1]};
+        d.dilation_y = {layer.dilation[0]}, d.dilation_x = {layer.dilation[1]};
         d.top = {-layer.start[0]}, d.left = {-layer.start[1]}, d.taps_y = {taps_y}, d.taps_x = {taps_x};
         d.limits = {limits};
     """)

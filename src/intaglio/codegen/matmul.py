@@ -81,10 +81,10 @@ def emit_matmul(code: Code, partition: Partition, context: Context) -> None:
 
 def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece) -> None:
     anchor, tail = partition.anchor, partition.ops[-1]
-    if depthwise.refusal(piece.weight, anchor.attrs.get("groups", 1), piece.dilation, RESULT[tail.kind]) is None:
+    if depthwise.refusal(piece.weight, anchor.attrs.get("groups", 1), RESULT[tail.kind]) is None:
         layer = depthwise.Layer(
             piece.weight, _folded_bias(partition, context, piece), context.graph.constants[tail.inputs[1]],
-            piece.stride, piece.dilation[0], piece.start, needs_guard(partition, context),
+            piece.stride, piece.dilation, piece.start, needs_guard(partition, context),
         )  # fmt: skip
         source = context.image(anchor.inputs[0])
         code(f"const struct Image in = {source};")

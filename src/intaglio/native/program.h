@@ -269,7 +269,7 @@ static inline void depthwise(const struct Depthwise* d, int thread, int threads)
 // The same in plain loops, 64 channels at a time. A product of u8 and s8 fits 16 bits.
 struct DepthwisePlain {
     struct Image in, out;
-    int64_t stride_y, stride_x, dilation_y, top, left, taps_y, taps_x;
+    int64_t stride_y, stride_x, dilation_y, dilation_x, top, left, taps_y, taps_x;
     const int8_t* weights;     // [tap y][tap x][channel]
     const int32_t* bias;
     const float* factor;
@@ -289,7 +289,7 @@ static inline void depthwise_plain(const struct DepthwisePlain* d, int thread, i
                 for (int64_t l = 0; l < lanes; ++l) sum[l] = d->bias[c + l];
                 for (int64_t ky = 0; ky < d->taps_y; ++ky)
                     for (int64_t kx = 0; kx < d->taps_x; ++kx) {
-                        const uint8_t* in = at(&d->in, n, y * d->stride_y - d->top + ky * d->dilation_y, x * d->stride_x - d->left + kx) + c;
+                        const uint8_t* in = at(&d->in, n, y * d->stride_y - d->top + ky * d->dilation_y, x * d->stride_x - d->left + kx * d->dilation_x) + c;
                         const int8_t* w = d->weights + (ky * d->taps_x + kx) * channels + c;
                         if (lanes == CHANNELS)
                             for (int l = 0; l < CHANNELS; ++l) sum[l] += (int16_t)(in[l] * w[l]);
