@@ -6,6 +6,7 @@ lines. A block titled "needs PACKAGE" stands on its own and is skipped where the
 
 import contextlib
 import io
+import logging
 import re
 import sys
 import textwrap
@@ -79,11 +80,15 @@ def pattern(output: str) -> re.Pattern[str]:
 
 @pytest.fixture
 def page_module(monkeypatch, tmp_path):
-    """A module the blocks live in, so that their classes can be pickled; the working directory is empty."""
+    """A module the blocks live in, so that their classes can be pickled; the working directory is empty. What a page
+    does to the logger ends with it."""
     monkeypatch.chdir(tmp_path)
+    logger = logging.getLogger("intaglio")
+    level = logger.level
     module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)
-    return module
+    yield module
+    logger.setLevel(level)
 
 
 def page_name(page: Path) -> str:
