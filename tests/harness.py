@@ -23,9 +23,9 @@ HERE = [name for name in machine.isas() if name in ISAS]
 IMAGES = ("in", "out", "other")
 NUMBERS = (
     "stride_y", "stride_x", "top", "left", "panels", "blocks", "panel_bytes", "out_bytes", "first_channel", "flat",
-    "rows", "last_mask", "kernels", "last_kernels", "split_channels_below", "chunk_bytes", "tile.a_pixel", "tile.b",
+    "rows", "mask", "last_mask", "kernels", "last_kernels", "split_channels_below", "chunk_bytes", "tile.a_pixel", "tile.b",
     "tile.tap_rows", "tile.a_row", "tile.taps", "tile.a_tap", "tile.run", "tile.bias", "tile.factor", "tile.out_pixel",
-    "tile.other_pixel", "tile.other_factor", "tile.limits", "tile.mask",
+    "tile.other_pixel", "tile.other_factor", "tile.limits",
 )  # fmt: skip
 """Fields of ``struct Matmul``: its images, then numbers and addresses."""
 PROT_NONE = 0

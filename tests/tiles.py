@@ -7,7 +7,7 @@ import numpy as np
 
 from harness import SLACK, Image, Memory, kernels
 from intaglio import numerics
-from intaglio.codegen import TileSpec
+from intaglio.codegen import ISAS, TileSpec
 from intaglio.codegen.context import limits
 from intaglio.codegen.pack import Packing, pack_columns, pack_weights, packing
 from intaglio.ir import DType, Op, QParams, TensorType
@@ -21,7 +21,7 @@ MARGIN = 256
 class Case:
     """A convolution, how it is computed, and a seed for its numbers.
 
-    ``halos``: of input, result, residual operand, beyond what padding needs. ``behind``: bytes of canaries after the
+    ``natural``: use the kernels for natural levels if the numbers are so. ``halos``: of input, result, residual operand, beyond what padding needs. ``behind``: bytes of canaries after the
     result; after those a page that cannot be touched. ``exponent``: factors are about 2^exponent; ``None`` spreads the
     levels. ``extreme``: activations 0 or 255, weights +-127, biases up to 2^30.
     """
@@ -44,7 +44,7 @@ class Case:
     result: str = "u8"
     blocks: int = 1
     rows: int = 1
-    packed: bool = False
+    natural: bool = True
     guard: bool = False
     threads: int = 1
     split_channels_below: int = 0
@@ -130,7 +130,8 @@ class Result:
 def run(isa: str, case: Case, given: Numbers) -> Result:
     """The convolution, then the halo of its result, on memory full of canaries."""
     inputs, outputs = given.x.shape[1], len(given.weight)
-    plan = packing(outputs, inputs, case.groups, case.taps[1], case.dilation[1], case.blocks, case.packed)
+    packs = ISAS[isa].packs and case.result != "f32"
+    plan = packing(outputs, inputs, case.groups, case.taps[1], case.dilation[1], case.blocks, packs)
     n, c, h, w = given.expected.shape
     item, halo = given.expected.itemsize, case.halos[1]
     shape = (n, h + 2 * halo, w + 2 * halo, c * item)
@@ -144,8 +145,10 @@ def run(isa: str, case: Case, given: Numbers) -> Result:
         images["other"] = _stored("other", given.other, case.halos[2], case.zero_points[2])
     guard = case.result != "f32" and (case.guard or given.needs_guard)
     heights = range(1, case.rows + 1)
-    full = [TileSpec(rows, plan.blocks, case.result, plan.packed, guard) for rows in heights]
-    last = [TileSpec(rows, plan.last_blocks, case.result, plan.last_packed, guard) for rows in heights]
+    zeros = case.zero_points[1 : 3 if case.result == "add" else 2]
+    natural = packs and case.natural and case.bounds == (0, 255) and not any(zeros)
+    full = [TileSpec(rows, plan.blocks, case.result, natural, guard) for rows in heights]
+    last = [TileSpec(rows, plan.last_blocks, case.result, natural, guard) for rows in heights]
     library = kernels(isa)
     tables = library.heights(full if plan.panels > 1 else last), library.heights(last)
     first = np.array(plan.first, np.int32)
@@ -183,12 +186,17 @@ def _fields(case: Case, given: Numbers, plan: Packing, image: Image) -> dict[str
     return {
         "stride_y": case.stride[0], "stride_x": case.stride[1], "top": case.padding[0], "left": case.padding[2],
         "panels": plan.panels, "blocks": plan.blocks, "panel_bytes": case.taps[0] * taps * plan.run * 64 * plan.blocks,
-        "last_mask": (1 << (plan.outputs - 1) % 16 + 1) - 1, "flat": int(flat), "rows": case.rows,
+        "mask": _signed(plan.mask), "last_mask": _signed(plan.last_mask), "flat": int(flat), "rows": case.rows,
         "split_channels_below": case.split_channels_below, "chunk_bytes": case.chunk_bytes,
-        "tile.mask": 0xFFFF, "tile.a_pixel": case.stride[1] * image.pixel, "tile.tap_rows": case.taps[0],
+        "tile.a_pixel": case.stride[1] * image.pixel, "tile.tap_rows": case.taps[0],
         "tile.a_row": case.dilation[0] * (image.width + 2 * image.halo) * image.pixel, "tile.taps": taps,
         "tile.a_tap": case.dilation[1] * image.pixel, "tile.run": plan.run,
     }  # fmt: skip
+
+
+def _signed(mask: int) -> int:
+    """64 bits as the int64_t they are held in."""
+    return mask - (mask >> 63 << 64)
 
 
 def _operands(case: Case, given: Numbers, plan: Packing) -> dict[str, int]:

@@ -16,8 +16,14 @@ LEAVE = ("vzeroupper", *(f"pop %{register}" for register in reversed(SAVED)), "r
 
 
 def function(spec: TileSpec, lines: Sequence[str]) -> str:
-    """The kernel as a top-level assembly statement and its declaration."""
-    return kernel_text(spec.name, "Tile", f"{spec.rows} pixels x {16 * spec.blocks} channels -> {spec.result}", lines)
+    """The kernel as a top-level assembly statement and its declaration: ``lines`` for every tile of the count.
+
+    They leave rdx, and rcx where there is a residual operand, at the pixel after the tile's last.
+    """
+    moved = [f"mov %rdx,{field('out')}", *[f"mov %rcx,{field('other')}"] * (spec.result == "add")]
+    moved += [f"imul ${spec.rows},{field('a_pixel')},%rax", f"add %rax,{field('a')}"]
+    body = [*SAVE, "0:", *lines, *moved, f"decq {field('count')}", "jnz 0b", *LEAVE]
+    return kernel_text(spec.name, "Tile", f"{spec.rows} pixels x {16 * spec.blocks} channels -> {spec.result}", body)
 
 
 def kernel_text(name: str, argument: str, note: str, lines: Sequence[str]) -> str:
@@ -25,7 +31,7 @@ def kernel_text(name: str, argument: str, note: str, lines: Sequence[str]) -> st
     body = "\n".join(f'    "{line}\\n"' for line in lines)
     head = f'    ".text\\n.p2align 6\\n.globl {name}\\n.hidden {name}\\n.type {name},@function\\n{name}:\\n"'
     return (
-        f'// {note}\nextern "C" void {name}(const struct {argument}*);\n'
+        f'// {note}\nextern "C" void {name}(struct {argument}*);\n'
         f'__asm__(\n{head}\n{body}\n    ".size {name},.-{name}\\n");\n'
     )
 

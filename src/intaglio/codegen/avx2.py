@@ -16,7 +16,7 @@ Registers: ymm0..3 mask, activations and a product, ymm4..7 weights, then two ac
 
 from __future__ import annotations
 
-from intaglio.codegen.assembly import LEAVE, SAVE, field, function, limit, tap_loops
+from intaglio.codegen.assembly import field, function, limit, tap_loops
 from intaglio.codegen.tile import Isa, TileSpec
 
 TALLEST = {1: 4}
@@ -32,8 +32,7 @@ HALVES = (0, 1)
 
 def emit(spec: TileSpec) -> str:
     """The kernel as a top-level assembly statement and its declaration."""
-    lines = [*SAVE, *_biases(spec), *tap_loops(["mov %rdx,%rax"], _step(spec)), *_epilogue(spec), *LEAVE]
-    return function(spec, lines)
+    return function(spec, [*_biases(spec), *tap_loops(["mov %rdx,%rax"], _step(spec)), *_epilogue(spec)])
 
 
 def acc(pixel: int, half: int) -> str:

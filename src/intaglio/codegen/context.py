@@ -107,6 +107,13 @@ class Context:
         other = self.graph.types[op.inputs[1]].levels.zero if op.kind in ("add", "mul") else 0
         return self.constant(limits(q.zero, low, high, other), "struct Limits")
 
+    def natural(self, op: Op) -> bool:
+        """Whether an operator gives levels 0..255 with the zero point 0, and a residual operand has that too."""
+        q = self.graph.types[op.output].levels
+        bounds = q.zeros, op.attrs.get("low", q.qmin), op.attrs.get("high", q.qmax)
+        other = self.graph.types[op.inputs[1]].levels.zeros if op.kind == "add" else (0,)
+        return bounds == ((0,), 0, 255) and other == (0,)
+
     def use(self, specs: Iterable[Kernel]) -> None:
         """Microkernels this program calls."""
         self.kernels.update({spec.name: spec for spec in specs})

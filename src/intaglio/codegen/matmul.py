@@ -101,11 +101,10 @@ def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece
     code(f"m.out = {_results(tail.output, context, piece)};")
     _geometry(code, context, plan, piece, anchor.attrs.get("groups", 1))
     _operands(code, partition, context, plan, piece)
-    last_mask = (1 << (plan.outputs - 1) % 16 + 1) - 1
     code(f"""
         m.panels = {plan.panels}, m.blocks = {plan.blocks}, m.panel_bytes = {_panel_bytes(plan, piece.weight)};
-        m.flat = {int(is_flat(partition, context.plan))}, m.rows = {schedule.tile_rows}, m.last_mask = {last_mask};
-        m.kernels = kernels, m.last_kernels = last_kernels, m.tile.mask = 0xffff;
+        m.flat = {int(is_flat(partition, context.plan))}, m.rows = {schedule.tile_rows};
+        m.kernels = kernels, m.last_kernels = last_kernels, m.mask = {plan.mask:#x}, m.last_mask = {plan.last_mask:#x};
         m.split_channels_below = {schedule.split_channels_below}, m.chunk_bytes = {schedule.chunk_bytes};
         matmul(&m, thread, threads);
     """)
@@ -127,9 +126,8 @@ def piece_packing(partition: Partition, context: Context, schedule: Schedule, pi
     """The panels the weight of a piece is cut into."""
     outputs, per_group, _, taps_x = piece.weight.shape
     groups = partition.anchor.attrs.get("groups", 1)
-    blocks = schedule.tile_columns
-    packs = context.isa.packs and blocks == 4 and RESULT[partition.ops[-1].kind] != "f32"
-    return packing(outputs, per_group * groups, groups, taps_x, piece.dilation[1], blocks, packs and outputs >= 64)
+    packs = context.isa.packs and RESULT[partition.ops[-1].kind] != "f32"
+    return packing(outputs, per_group * groups, groups, taps_x, piece.dilation[1], schedule.tile_columns, packs)
 
 
 def _panel_bytes(plan: Packing, weight: np.ndarray) -> int:
@@ -140,9 +138,10 @@ def _panel_bytes(plan: Packing, weight: np.ndarray) -> int:
 def _kernels(partition: Partition, context: Context, plan: Packing, schedule: Schedule) -> tuple[list[str], list[str]]:
     """Symbols by height, for full panels and for the last one."""
     result, guard = RESULT[partition.ops[-1].kind], needs_guard(partition, context)
-    heights = range(1, schedule.tile_rows + 1)
-    full = [TileSpec(h, plan.blocks, result, plan.packed, guard) for h in heights]
-    last = [TileSpec(h, plan.last_blocks, result, plan.last_packed, guard) for h in heights]
+    natural, heights = plan.packed and context.natural(partition.ops[-1]), range(1, schedule.tile_rows + 1)
+    full, last = (
+        [TileSpec(h, blocks, result, natural, guard) for h in heights] for blocks in (plan.blocks, plan.last_blocks)
+    )
     if plan.panels == 1:
         full = last
     context.use([*full, *last])

@@ -14,7 +14,7 @@ from intaglio.codegen.tile import permutation
 class Packing:
     """How a weight [outputs, inputs per group, taps y, taps x] becomes panels of ``16 * blocks`` outputs.
 
-    ``joined``: a row of taps is one run of bytes (one group, neighbouring taps). ``first``: input channel at which each
+    ``packed``: columns are permuted for kernels that pack (`permutation`). ``joined``: a row of taps is one run of bytes (one group, neighbouring taps). ``first``: input channel at which each
     panel's run starts; ``cover``: channels (or bytes of joined taps) in a run.
     """
 
@@ -35,21 +35,24 @@ class Packing:
         return -(-(self.outputs - (self.panels - 1) * 16 * self.blocks) // 16)
 
     @property
+    def mask(self) -> int:
+        """A bit for every channel of a full panel."""
+        return (1 << 16 * self.blocks) - 1
+
+    @property
+    def last_mask(self) -> int:
+        """A bit for every channel of the last panel."""
+        return (1 << self.outputs - (self.panels - 1) * 16 * self.blocks) - 1
+
+    @property
     def run(self) -> int:
         """4-byte steps of one run."""
         return -(-self.cover // 4)
 
-    @property
-    def last_packed(self) -> bool:
-        """Whether the last panel is full, and so packed like the rest."""
-        return self.packed and self.outputs % (16 * self.blocks) == 0
-
     def order(self, panel: int) -> np.ndarray:
         """Output channel of every column of a panel; past the end where there is none."""
         last = panel == self.panels - 1
-        blocks = self.last_blocks if last else self.blocks
-        packed = self.last_packed if last else self.packed
-        return panel * 16 * self.blocks + _columns(packed, blocks)
+        return panel * 16 * self.blocks + _columns(self.packed, self.last_blocks if last else self.blocks)
 
     @cached_property
     def columns(self) -> np.ndarray:

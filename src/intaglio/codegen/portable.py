@@ -23,6 +23,10 @@ static inline void portable_products(const struct Tile* t, int rows, int32_t (*a
                 }
 }
 
+static inline void portable_next(struct Tile* t, int rows) {
+    t->a += rows * t->a_pixel, t->out += rows * t->out_pixel, t->other += rows * t->other_pixel;
+}
+
 static inline void portable_u8(const struct Tile* t, int rows) {
     int32_t acc[16][16];
     const struct Limits* q = t->limits;
@@ -59,7 +63,8 @@ static inline void portable_f32(const struct Tile* t, int rows) {
 
 def emit(spec: TileSpec) -> str:
     """A wrapper that fixes the height."""
-    return f"static void {spec.name}(const struct Tile* t) {{ portable_{spec.result}(t, {spec.rows}); }}\n"
+    each = f"portable_{spec.result}(t, {spec.rows}), portable_next(t, {spec.rows})"
+    return f"static void {spec.name}(struct Tile* t) {{ for (; t->count; --t->count) {each}; }}\n"
 
 
 PORTABLE = Isa("portable", {1: 4}, False, emit, SUPPORT)

@@ -15,7 +15,7 @@ RESULTS = ("u8", "add", "f32")
 
 TILE_FIELDS = (
     "a", "a_pixel", "b", "tap_rows", "a_row", "taps", "a_tap", "run", "bias", "factor", "out", "out_pixel", "other",
-    "other_pixel", "other_factor", "limits", "mask",
+    "other_pixel", "other_factor", "limits", "mask", "count",
 )  # fmt: skip
 """Fields of ``struct Tile`` in native/program.h, 8 bytes each, in order."""
 
@@ -37,27 +37,28 @@ LIMITS_FIELDS = {
 class TileSpec:
     """``rows`` output pixels by ``blocks`` of 16 channels.
 
-    packed: 64 full channels whose columns were permuted so that two packing steps give them in order. guard: products
-    may exceed the range of the conversion to int32 and are clamped in float first.
+    natural: levels lie in 0..255 with the zero point 0, that of a residual operand too, so that saturation alone bounds
+    them. guard: products may exceed the range of the conversion to int32 and are clamped in float first.
     """
 
     rows: int
     blocks: int
     result: str = "u8"
-    packed: bool = False
+    natural: bool = False
     guard: bool = False
 
     @property
     def name(self) -> str:
         """C symbol, less the instruction set."""
-        return f"tile_{self.rows}x{self.blocks}_{self.result}" + "_packed" * self.packed + "_guard" * self.guard
+        return f"tile_{self.rows}x{self.blocks}_{self.result}" + "_natural" * self.natural + "_guard" * self.guard
 
 
 @dataclass(frozen=True)
 class Isa:
     """An instruction set as the generator sees it: tallest tile by blocks, whether it packs, the printer.
 
-    ``support``: text that stands before the kernels of a program. ``depthwise``: the printer of depthwise kernels
+    ``packs``: levels leave registers through two packing steps, which give the channels of a panel in order if its
+    columns were permuted (`permutation`); such kernels have a form for natural levels. ``support``: text that stands before the kernels of a program. ``depthwise``: the printer of depthwise kernels
     (`codegen.depthwise.DepthwiseSpec`); without one, loops that the compiler vectorises.
     """
 
@@ -81,21 +82,21 @@ class Isa:
         """Every kernel of this instruction set."""
         for blocks, tallest in self.tallest.items():
             for rows in range(1, tallest + 1):
-                for guard in (False, True):
-                    for result in RESULTS:
-                        for packed in {False, self.packs and blocks == 4 and result != "f32"}:
-                            if not (guard and result == "f32"):
-                                yield TileSpec(rows, blocks, result, packed, guard)
+                yield TileSpec(rows, blocks, "f32")
+                for result in ("u8", "add"):
+                    for guard in (False, True):
+                        yield from (TileSpec(rows, blocks, result, n, guard) for n in {False, self.packs})
 
 
 def permutation(packed: bool, blocks: int) -> list[int]:
     """Channel (within a panel) that each accumulator column holds.
 
-    Packing saturates pairs of registers lane by lane: dword ``4L + t`` of register j ends up as byte ``16L + 4j + t``.
+    Packing saturates pairs of registers lane by lane: of n registers, dword ``4L + t`` of register j ends up as byte
+    ``4nL + 4j + t``.
     """
     if not packed:
         return list(range(16 * blocks))
-    return [16 * (p // 4) + 4 * j + p % 4 for j in range(blocks) for p in range(16)]
+    return [4 * blocks * (p // 4) + 4 * j + p % 4 for j in range(blocks) for p in range(16)]
 
 
 def tile_offset(field: str) -> int:

@@ -2,12 +2,20 @@
 
 One k step is ``blocks`` loads of weights, ``rows`` broadcasts of 4 activations, ``rows * blocks`` vpdpbusd.
 Registers: zmm0.. weights, then broadcasts; the last ``rows * blocks`` are accumulators.
+
+In the epilogue every row goes through a few stages of mutually independent instructions, and what is printed between two
+stages of a row are stages of its neighbours. Row after row would wait: the scheduler holds some 64 instructions, two or
+three rows, for as long as a row takes from end to end. So they end after 10 cycles for 64 levels (20 with a residual
+operand), close to what their number allows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
+
 from intaglio.codegen import depthwise512
-from intaglio.codegen.assembly import LEAVE, SAVE, field, function, limit, tap_loops
+from intaglio.codegen.assembly import field, function, limit, tap_loops
 from intaglio.codegen.tile import Isa, TileSpec
 
 POINTERS = ("rax", "r8", "r9", "r10", "r11")
@@ -20,7 +28,7 @@ TALLEST = {1: 14, 2: 12, 3: 8, 4: 6}
 def emit(spec: TileSpec) -> str:
     """The kernel as a top-level assembly statement and its declaration."""
     kernel = _Kernel(spec)
-    return function(spec, [*SAVE, *kernel.biases(), *kernel.products(), *kernel.epilogue(), *LEAVE])
+    return function(spec, [*kernel.biases(), *kernel.products(), *kernel.epilogue()])
 
 
 class _Kernel:
@@ -32,6 +40,9 @@ class _Kernel:
 
     def acc(self, row: int, block: int) -> str:
         return f"%zmm{self.first + row * self.spec.blocks + block}"
+
+    def row(self, row: int) -> list[str]:
+        return [self.acc(row, j) for j in range(self.spec.blocks)]
 
     def cells(self):
         return [(i, j) for i in range(self.spec.rows) for j in range(self.spec.blocks)]
@@ -58,79 +69,106 @@ class _Kernel:
             lines += [f"vpdpbusd %zmm{j},{spread},{self.acc(i, j)}" for j in range(blocks)]
         return lines
 
+    # -- epilogue: zmm0.. factors, then the controls of shuffles, then what a residual operand becomes
+
     def epilogue(self) -> list[str]:
+        blocks, add, levels = self.spec.blocks, self.spec.result == "add", self.spec.result != "f32"
         lines = [f"mov {field('limits')},%rax", f"mov {field('factor')},%r8", f"mov {field('out')},%rdx"]
-        if self.spec.result == "add":
-            lines += [f"mov {field('other')},%rcx", f"mov {field('other_factor')},%r9"]
-        lines += [f"vmovups {64 * j}(%r8),%zmm{j}" for j in range(self.spec.blocks)]
-        if self.spec.packed:
-            lines += ["lea intaglio_spread(%rip),%r10"] if self.spec.result == "add" else []
-        else:
-            lines += [f"mov {field('mask')},%r10", "kmovw %r10d,%k1"]
-        for i in range(self.spec.rows):
-            lines += self.packed_row(i) if self.spec.packed else self.plain_row(i)
-            lines.append(f"add {field('out_pixel')},%rdx")
-            lines += [f"add {field('other_pixel')},%rcx"] if self.spec.result == "add" else []
-        return lines
+        lines += [f"mov {field('mask')},%r10"] + [f"shr ${16 * (blocks - 1)},%r10"] * (not levels) + ["kmovq %r10,%k1"]
+        if add:
+            lines += [f"mov {field('other')},%rcx", f"mov {field('other_factor')},%r9", "lea intaglio_spread(%rip),%r11"]
+        lines += [f"vmovups {64 * j}(%r8),%zmm{j}" for j in range(blocks)]
+        if levels and blocks < 4:
+            lines += [f"vmovdqu64 intaglio_gather{blocks}(%rip),{self.gather}"]
+            lines += [f"vmovdqu64 intaglio_widen{blocks}(%rip),{self.widen}"] * add
+        stages = {"u8": self.level_stages, "add": self.sum_stages, "f32": self.float_stages}[self.spec.result]
+        return lines + _skewed(map(stages, range(self.spec.rows)))
 
-    def scaled(self, i: int, j: int, residual: list[str]) -> list[str]:
-        """float32(acc) * factor (+ residual), clamped to what converts, then rounded."""
-        acc = self.acc(i, j)
-        lines = [f"vcvtdq2ps {acc},{acc}", f"vmulps %zmm{j},{acc},{acc}", *residual]
+    @property
+    def gather(self) -> str:
+        return f"%zmm{self.spec.blocks}"
+
+    @property
+    def widen(self) -> str:
+        return f"%zmm{self.spec.blocks + 1}"
+
+    def float_stages(self, i: int) -> Iterator[list[str]]:
+        """Dequantized, the last block under the mask."""
+        row = self.row(i)
+        yield [f"vcvtdq2ps {acc},{acc}" for acc in row]
+        yield [f"vmulps %zmm{j},{acc},{acc}" for j, acc in enumerate(row)]
+        masks = [""] * (len(row) - 1) + ["{%k1}"]
+        stores = [f"vmovups {acc},{64 * j}(%rdx){mask}" for j, (acc, mask) in enumerate(zip(row, masks, strict=True))]
+        yield [*stores, f"add {field('out_pixel')},%rdx"]
+
+    def level_stages(self, i: int) -> Iterator[list[str]]:
+        """float32(acc) * factor, clamped to what converts, rounded, packed."""
+        row = self.row(i)
+        yield [f"vcvtdq2ps {acc},{acc}" for acc in row]
+        yield [f"vmulps %zmm{j},{acc},{acc}" for j, acc in enumerate(row)]
+        yield from self.rounded(row)
+
+    def sum_stages(self, i: int) -> Iterator[list[str]]:
+        """float32(acc) * factor + float32(q - zero point) * factor. The operand's registers are the next row's, too."""
+        row, blocks = self.row(i), self.spec.blocks
+        scratch = range(blocks, self.first)[0 if blocks == 4 else 2 :][:blocks]
+        *others, loaded = terms = [f"%zmm{register}" for register in scratch]
+        spread = [f"vmovdqu8 (%rcx),{loaded}{{%k1}}{{z}}", f"add {field('other_pixel')},%rcx"]
+        spread += [f"vpermd {loaded},{self.widen},{loaded}"] * (blocks < 4)
+        spread += [f"vpshufb {64 * j}(%r11),{loaded},{term}" for j, term in enumerate([*others, loaded])]
+        if not self.spec.natural:
+            spread += [f"vpsubd {limit('other_zero_point')}{{1to16}},{term},{term}" for term in terms]
+        yield [*spread, *(f"vcvtdq2ps {name},{name}" for name in (*row, *terms))]
+        yield [*(f"vmulps %zmm{j},{acc},{acc}" for j, acc in enumerate(row)),
+               *(f"vmulps {64 * j}(%r9),{term},{term}" for j, term in enumerate(terms)),
+               *(f"vaddps {term},{acc},{acc}" for acc, term in zip(row, terms, strict=True))]  # fmt: skip
+        yield from self.rounded(row)
+
+    def rounded(self, row: list[str]) -> Iterator[list[str]]:
+        """To levels: packed twice with saturation, the zero point added on 16-bit lanes between, stored at once."""
+        bounds = []
         if self.spec.guard:
-            lines += [f"vmaxps {limit('convertible_low')}{{1to16}},{acc},{acc}",
-                      f"vminps {limit('convertible_high')}{{1to16}},{acc},{acc}"]  # fmt: skip
-        return [*lines, f"vcvtps2dq {acc},{acc}"]
-
-    def residual(self, i: int, j: int, load: str, temporary: str) -> list[str]:
-        """float32(q - zero point) * factor, added to the accumulator."""
-        acc = self.acc(i, j)
-        return [load, f"vpsubd {limit('other_zero_point')}{{1to16}},{temporary},{temporary}",
-                f"vcvtdq2ps {temporary},{temporary}", f"vmulps {64 * j}(%r9),{temporary},{temporary}",
-                f"vaddps {temporary},{acc},{acc}"]  # fmt: skip
-
-    def packed_row(self, i: int) -> list[str]:
-        """64 channels: pack twice with saturation, the zero point added on 16-bit lanes between; one store."""
-        lines, temporary = [], "%zmm5"
-        if self.spec.result == "add":
-            lines.append("vmovdqu64 (%rcx),%zmm4")
-        for j in range(4):
-            load = f"vpshufb {64 * j}(%r10),%zmm4,{temporary}"
-            lines += self.scaled(i, j, self.residual(i, j, load, temporary) if self.spec.result == "add" else [])
-        a, b, c, d = (self.acc(i, j) for j in range(4))
-        return [*lines, f"vpackssdw {b},{a},{a}", f"vpackssdw {d},{c},{c}",
-                f"vpaddsw {limit('zero_point16')},{a},{a}", f"vpaddsw {limit('zero_point16')},{c},{c}",
-                f"vpackuswb {c},{a},{a}", f"vpmaxub {limit('low8')},{a},{a}", f"vpminub {limit('high8')},{a},{a}",
-                f"vmovdqu64 {a},(%rdx)"]  # fmt: skip
-
-    def plain_row(self, i: int) -> list[str]:
-        """Blocks of 16 channels in order; the last one under the mask."""
-        lines, temporary = [], f"%zmm{self.spec.blocks}"
-        for j in range(self.spec.blocks):
-            acc, last = self.acc(i, j), j == self.spec.blocks - 1
-            mask, zeroed = ("{%k1}", "{%k1}{z}") if last else ("", "")
-            if self.spec.result == "f32":
-                lines += [f"vcvtdq2ps {acc},{acc}", f"vmulps %zmm{j},{acc},{acc}"]
-                lines += [f"vmovups {acc},{64 * j}(%rdx){mask}"]
-                continue
-            load = f"vpmovzxbd {16 * j}(%rcx),{temporary}{zeroed}"
-            lines += self.scaled(i, j, self.residual(i, j, load, temporary) if self.spec.result == "add" else [])
-            for operation, name in (("vpaddd", "zero_point"), ("vpmaxsd", "low"), ("vpminsd", "high")):
-                lines.append(f"{operation} {limit(name)}{{1to16}},{acc},{acc}")
-            lines.append(f"vpmovdb {acc},{16 * j}(%rdx){mask}")
-        return lines
+            bounds = [f"vmaxps {limit('convertible_low')}{{1to16}},{acc},{acc}" for acc in row]
+            bounds += [f"vminps {limit('convertible_high')}{{1to16}},{acc},{acc}" for acc in row]
+        yield [*bounds, *(f"vcvtps2dq {acc},{acc}" for acc in row)]
+        words = row[::2]
+        packs = [f"vpackssdw {row[min(j + 1, len(row) - 1)]},{row[j]},{row[j]}" for j in range(0, len(row), 2)]
+        if not self.spec.natural:
+            packs += [f"vpaddsw {limit('zero_point16')},{word},{word}" for word in words]
+        yield packs
+        levels = words[0]
+        bytes_ = [f"vpackuswb {words[-1]},{levels},{levels}"]
+        if not self.spec.natural:
+            bytes_ += [f"vpmaxub {limit('low8')},{levels},{levels}", f"vpminub {limit('high8')},{levels},{levels}"]
+        bytes_ += [f"vpermd {levels},{self.gather},{levels}"] * (len(row) < 4)
+        yield [*bytes_, f"vmovdqu8 {levels},(%rdx){{%k1}}", f"add {field('out_pixel')},%rdx"]
 
 
-def spread_table() -> str:
-    """Shuffle controls that spread byte ``4j + t`` of each 128-bit lane into dword t, for j = 0..3."""
-    rows = []
+def _skewed(rows: Iterable[Iterator[list[str]]]) -> list[str]:
+    """Stages of rows that each start one stage after the row before; the oldest row's stage stands first."""
+    rows = [list(stages) for stages in rows]
+    late = [[[]] * index + stages for index, stages in enumerate(rows)]
+    return [line for together in zip_longest(*late, fillvalue=[]) for stage in together for line in stage]
+
+
+def _dwords(values: Iterable[int]) -> str:
+    return '    ".long ' + ",".join(map(str, values)) + '\\n"\n'
+
+
+def support() -> str:
+    """Controls of shuffles. spread: byte ``4j + t`` of each 128-bit lane into dword t, for j = 0..3. For n < 4 blocks:
+    gather, n dwords of every lane to the front; widen, back to the lanes."""
+    text = '    ".section .rodata\\n.p2align 6\\n.hidden intaglio_spread\\nintaglio_spread:\\n"\n'
     for j in range(4):
         lane = [value for t in range(4) for value in (4 * j + t, 128, 128, 128)]
-        rows.append('    ".byte ' + ",".join(map(str, lane * 4)) + '\\n"')
-    return (
-        '__asm__(\n    ".section .rodata\\n.p2align 6\\n.hidden intaglio_spread\\nintaglio_spread:\\n"\n'
-        + "\n".join(rows) + '\n    ".text\\n");\n'
-    )  # fmt: skip
+        text += '    ".byte ' + ",".join(map(str, lane * 4)) + '\\n"\n'
+    for blocks in (1, 2, 3):
+        for name, dwords in (
+            ("gather", [4 * (k // blocks) + k % blocks if k < 4 * blocks else 0 for k in range(16)]),
+            ("widen", [blocks * (k // 4) + min(k % 4, blocks - 1) for k in range(16)]),
+        ):
+            text += f'    ".hidden intaglio_{name}{blocks}\\nintaglio_{name}{blocks}:\\n"\n' + _dwords(dwords)
+    return f'__asm__(\n{text}    ".text\\n");\n'
 
 
-AVX512VNNI = Isa("avx512vnni", TALLEST, True, emit, spread_table(), depthwise512.emit)
+AVX512VNNI = Isa("avx512vnni", TALLEST, True, emit, support(), depthwise512.emit)

@@ -117,7 +117,8 @@ struct Limits {
     float convertible_low, convertible_high;
 };
 
-// One call of a microkernel: `rows` output pixels by blocks of 16 channels. Strides in bytes; `run` in 4-byte steps.
+// One call of a microkernel: `count` tiles side by side, each of `rows` output pixels by blocks of 16 channels. Strides in
+// bytes; `run` in 4-byte steps. A kernel leaves `a`, `out` and `other` behind its last tile, and `count` 0.
 struct Tile {
     const uint8_t* a;          // first tap of the first pixel
     int64_t a_pixel;           // to the next output pixel's first tap
@@ -133,10 +134,11 @@ struct Tile {
     int64_t other_pixel;
     const float* other_factor;
     const struct Limits* limits;
-    int64_t mask;              // channels of the last block
+    int64_t mask;              // channels of the panel
+    int64_t count;
 };
 
-typedef void (*TileKernel)(const struct Tile*);
+typedef void (*TileKernel)(struct Tile*);
 
 // A convolution or linear layer over one pair of images.
 struct Matmul {
@@ -147,7 +149,7 @@ struct Matmul {
     const int32_t* first_channel;          // per panel, of the input; null when it is always 0
     int64_t flat;                          // every output pixel's taps follow the last one's
     int64_t rows;                          // tallest tile
-    int64_t last_mask;
+    int64_t mask, last_mask;               // channels of a full panel, and of the last one
     const TileKernel* kernels;             // by tile height, full panels
     const TileKernel* last_kernels;        // by tile height, the last panel
     int64_t split_channels_below;          // fewer output pixels than this: threads share panels, not pixels
@@ -165,7 +167,7 @@ static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_
     t.bias += channel;
     t.factor += channel;
     if (t.other_factor) t.other_factor += channel;
-    if (last_panel) t.mask = m->last_mask;
+    t.mask = last_panel ? m->last_mask : m->mask;
     const int32_t least = (int32_t)(width / tiles), longer = (int32_t)(width % tiles), per_image = (int32_t)m->out.height;
     int32_t line = (int32_t)(first / tiles), i = (int32_t)(first % tiles);
     for (int64_t done = first; done < last;) {
@@ -173,12 +175,16 @@ static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_
         const uint8_t* a = at(&m->in, n, y * m->stride_y - m->top, -m->left) + offset;
         uint8_t* out = at(&m->out, n, y, 0) + channel * m->out_bytes;
         const uint8_t* other = m->other.base ? at(&m->other, n, y, 0) + channel : 0;
-        for (; i < tiles && done < last; ++i, ++done) {
-            const int64_t x = (int64_t)i * least + (i < longer ? i : longer);
-            t.a = a + x * t.a_pixel;
-            t.out = out + x * t.out_pixel;
-            t.other = other + x * t.other_pixel;
+        const int64_t x = (int64_t)i * least + (i < longer ? i : longer);
+        t.a = a + x * t.a_pixel;
+        t.out = out + x * t.out_pixel;
+        t.other = other + x * t.other_pixel;
+        while (i < tiles && done < last) {
+            const int32_t equal = (i < longer ? longer : (int32_t)tiles) - i;
+            const int32_t count = done + equal < last ? equal : (int32_t)(last - done);
+            t.count = count;
             kernels[least + (i < longer)](&t);
+            i += count, done += count;
         }
         i = 0;
         ++line;
@@ -224,7 +230,7 @@ struct DepthwiseTile {
     uint64_t mask;             // channels to write
 };
 
-typedef void (*DepthwiseKernel)(const struct DepthwiseTile*);
+typedef void (*DepthwiseKernel)(struct DepthwiseTile*);
 
 struct Depthwise {
     struct Image in, out;
