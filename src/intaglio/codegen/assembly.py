@@ -6,7 +6,8 @@ pixels, r15 three times that, rdx a tap, r14 a row of taps; rcx, r13, r12 count 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 from intaglio.codegen.tile import LIMITS_FIELDS, TileSpec, tile_offset
 
@@ -44,6 +45,34 @@ def field(name: str) -> str:
 def limit(name: str) -> str:
     """Memory operand of a field of the limits, whose address is in rax."""
     return f"{LIMITS_FIELDS[name]}(%rax)"
+
+
+def levels(row: Sequence[str], natural: bool, guard: bool) -> Iterator[list[str]]:
+    """Stages that round float32 steps in one to four registers and pack them to levels in the first of these.
+
+    Packed twice with saturation, the zero point added on 16-bit lanes between; rax holds the address of the limits.
+    """
+    bounds = []
+    if guard:
+        spread = "{1to16}" if "zmm" in row[0] else "{1to8}"
+        bounds = [f"vmaxps {limit('convertible_low')}{spread},{steps},{steps}" for steps in row]
+        bounds += [f"vminps {limit('convertible_high')}{spread},{steps},{steps}" for steps in row]
+    yield [*bounds, *(f"vcvtps2dq {steps},{steps}" for steps in row)]
+    first, last = words = row[0], row[2 if len(row) > 2 else 0]
+    packs = [f"vpackssdw {row[min(j + 1, len(row) - 1)]},{row[j]},{row[j]}" for j in range(0, len(row), 2)]
+    if natural:
+        yield packs
+        yield [f"vpackuswb {last},{first},{first}"]
+    else:
+        yield packs + [f"vpaddsw {limit('zero_point16')},{word},{word}" for word in dict.fromkeys(words)]
+        yield [f"vpackuswb {last},{first},{first}", f"vpmaxub {limit('low8')},{first},{first}",
+               f"vpminub {limit('high8')},{first},{first}"]  # fmt: skip
+
+
+def skewed(rows: Iterable[Iterable[list[str]]]) -> list[str]:
+    """Stages of rows that each start one stage after the row before; the oldest row's stage stands first."""
+    late = [[[]] * index + list(stages) for index, stages in enumerate(rows)]
+    return [line for together in zip_longest(*late, fillvalue=[]) for stage in together for line in stage]
 
 
 def tap_loops(start: Sequence[str], step: Sequence[str]) -> list[str]:

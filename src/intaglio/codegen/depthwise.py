@@ -8,7 +8,7 @@ that the two packing steps of the epilogue undo.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
@@ -24,7 +24,7 @@ MOST_ROWS = 16
 
 DEPTHWISE_FIELDS = (
     *(f"rows{i}" for i in range(MOST_ROWS)), "pixel", "weights", "bias", "factor", "out", "out_pixel", "out_line",
-    "limits", "mask",
+    "limits", "mask", "count",
 )  # fmt: skip
 """Fields of ``struct DepthwiseTile`` in native/program.h, 8 bytes each, in order."""
 
@@ -33,7 +33,7 @@ DEPTHWISE_FIELDS = (
 class DepthwiseSpec:
     """``rows`` by ``columns`` output pixels of ``taps`` (y, x) at ``stride`` (y, x); ``lanes`` of 16 channels a vector.
 
-    guard: products may exceed the range of the conversion to int32 and are clamped in float first.
+    natural, guard: as of a `TileSpec`.
     """
 
     rows: int
@@ -41,6 +41,7 @@ class DepthwiseSpec:
     taps: tuple[int, int]
     stride: tuple[int, int]
     lanes: int = 4
+    natural: bool = False
     guard: bool = False
 
     @property
@@ -48,7 +49,7 @@ class DepthwiseSpec:
         """C symbol."""
         (ky, kx), (sy, sx) = self.taps, self.stride
         stem = f"depthwise_{self.rows}x{self.columns}_taps{ky}x{kx}_stride{sy}x{sx}_{16 * self.lanes}"
-        return stem + "_guard" * self.guard
+        return stem + "_natural" * self.natural + "_guard" * self.guard
 
     @property
     def channels(self) -> int:
@@ -128,7 +129,7 @@ def blocks(channels: int, spec: DepthwiseSpec) -> list[tuple[int, DepthwiseSpec]
     for first in range(0, channels, spec.channels):
         half = channels - first <= spec.channels // 2
         lanes = spec.lanes // 2 if half else spec.lanes
-        found.append((first, DepthwiseSpec(spec.rows, spec.columns, spec.taps, spec.stride, lanes, spec.guard)))
+        found.append((first, replace(spec, lanes=lanes)))
     return found
 
 
@@ -143,6 +144,7 @@ class Layer:
     stride: tuple[int, int]
     dilation: tuple[int, int]
     start: tuple[int, int]
+    natural: bool
     guard: bool
 
 
@@ -153,7 +155,7 @@ def emit_layer(code: Code, layer: Layer, source: str, result: str, limits: str, 
         return
     channels, _, *taps = layer.weight.shape
     best = tallest((taps[0], taps[1]), layer.stride, layer.dilation[0])
-    spec = DepthwiseSpec(best.rows, best.columns, best.taps, best.stride, best.lanes, layer.guard)
+    spec = replace(best, natural=layer.natural, guard=layer.guard)
     found = blocks(channels, spec)
     weights = [pack_depthwise(layer.weight[first : first + tile.channels], tile) for first, tile in found]
     for name, tile in (("kernels", found[0][1]), ("last_kernels", found[-1][1])):
@@ -200,10 +202,8 @@ def _emit_plain(code: Code, layer: Layer, source: str, result: str, limits: str,
 
 def _sizes(tile: DepthwiseSpec, context: Context) -> list[str]:
     """Kernels by rows, then by columns, from 1 on."""
-    specs = [
-        DepthwiseSpec(r, c, tile.taps, tile.stride, tile.lanes, tile.guard)
-        for r, c in product(range(1, tile.rows + 1), range(1, tile.columns + 1))
-    ]
+    sizes = product(range(1, tile.rows + 1), range(1, tile.columns + 1))
+    specs = [replace(tile, rows=rows, columns=columns) for rows, columns in sizes]
     context.use(specs)
     return [spec.name for spec in specs]
 

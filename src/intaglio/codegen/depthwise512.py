@@ -7,7 +7,10 @@ accumulators a pixel from 8 on.
 
 from __future__ import annotations
 
-from intaglio.codegen.assembly import kernel_text, limit
+from collections.abc import Iterator
+from itertools import product
+
+from intaglio.codegen.assembly import kernel_text, levels, skewed
 from intaglio.codegen.depthwise import DEPTHWISE_FIELDS, DepthwiseSpec
 
 POINTERS = ("r8", "r9", "r10", "r11")
@@ -15,10 +18,13 @@ POINTERS = ("r8", "r9", "r10", "r11")
 
 
 def emit(spec: DepthwiseSpec) -> str:
-    """The kernel as a top-level assembly statement and its declaration."""
-    lines = ["push %rbx", *_start(spec), *_columns(spec), *_epilogue(spec), "vzeroupper", "pop %rbx", "ret"]
+    """The kernel as a top-level assembly statement and its declaration. rcx: the tile's first column, in bytes."""
+    next_tile = [f"imul ${spec.columns * spec.stride[1]},{_field('pixel')},%rax", "add %rax,%rcx",
+                 f"imul ${spec.columns},{_field('out_pixel')},%rax", f"add %rax,{_field('out')}",
+                 f"decq {_field('count')}", "jnz 0b"]  # fmt: skip
+    lines = ["push %rbx", "xor %ecx,%ecx", "0:", *_start(spec), *_columns(spec), *_epilogue(spec), *next_tile]
     note = f"{spec.rows} x {spec.columns} pixels x {spec.channels} channels, {spec.cost:.1f} vector operations a pixel"
-    return kernel_text(spec.name, "DepthwiseTile", note, lines)
+    return kernel_text(spec.name, "DepthwiseTile", note, [*lines, "vzeroupper", "pop %rbx", "ret"])
 
 
 def _field(name: str) -> str:
@@ -42,7 +48,7 @@ def _start(spec: DepthwiseSpec) -> list[str]:
                 first = row == column == 0
                 source = f"{_bytes(spec) * part}(%rax)" if first else _acc(spec, 0, 0, part)
                 lines.append(f"{'vmovdqu64' if first else 'vmovdqa64'} {source},{acc}")
-    return [*lines, "xor %edx,%edx"]
+    return [*lines, "mov %rcx,%rdx"]
 
 
 def _bytes(spec: DepthwiseSpec) -> int:
@@ -90,32 +96,19 @@ def _products(spec: DepthwiseSpec, column: int, quad: int) -> list[str]:
 
 
 def _epilogue(spec: DepthwiseSpec) -> list[str]:
-    """float32(acc) * factor, rounded, packed twice with saturation, the zero point added on 16-bit lanes between."""
+    """float32(acc) * factor, rounded, packed, stored."""
     lines = [f"mov {_field('limits')},%rax", f"mov {_field('factor')},%r8", f"mov {_field('mask')},%r10",
-             "kmovq %r10,%k1", f"mov {_field('out')},%rdx", f"mov {_field('out_pixel')},%rbx"]  # fmt: skip
-    v = [_register(spec, i) for i in range(8)]
-    lines += [f"vmovups {_bytes(spec) * part}(%r8),{v[part]}" for part in range(4)]
-    lines += [f"vmovdqu64 {limit('zero_point16')},{v[4]}", f"vmovdqu64 {limit('low8')},{v[5]}",
-              f"vmovdqu64 {limit('high8')},{v[6]}"]  # fmt: skip
-    for row in range(spec.rows):
-        lines.append("mov %rdx,%r9")
-        for column in range(spec.columns):
-            lines += _pixel(spec, row, column, v)
-            lines += ["add %rbx,%r9"] if column + 1 < spec.columns else []
-        lines += [f"add {_field('out_line')},%rdx"] if row + 1 < spec.rows else []
-    return lines
+             "kmovq %r10,%k1", f"mov {_field('out')},%r9", f"mov {_field('out_pixel')},%rbx"]  # fmt: skip
+    lines += ["mov %r9,%rdx", f"mov {_field('out_line')},%r11"]
+    lines += [f"vmovups {_bytes(spec) * part}(%r8),{_register(spec, part)}" for part in range(4)]
+    return lines + skewed(_pixel(spec, *at) for at in product(range(spec.rows), range(spec.columns)))
 
 
-def _pixel(spec: DepthwiseSpec, row: int, column: int, v: list[str]) -> list[str]:
+def _pixel(spec: DepthwiseSpec, row: int, column: int) -> Iterator[list[str]]:
     parts = [_acc(spec, row, column, part) for part in range(4)]
-    lines, spread = [], f"{{1to{4 * spec.lanes}}}"
-    for part, acc in enumerate(parts):
-        lines += [f"vcvtdq2ps {acc},{acc}", f"vmulps {v[part]},{acc},{acc}"]
-        if spec.guard:
-            lines += [f"vmaxps {limit('convertible_low')}{spread},{acc},{acc}",
-                      f"vminps {limit('convertible_high')}{spread},{acc},{acc}"]  # fmt: skip
-        lines.append(f"vcvtps2dq {acc},{acc}")
-    a, b, c, d = parts
-    return [*lines, f"vpackssdw {b},{a},{a}", f"vpackssdw {d},{c},{c}", f"vpaddsw {v[4]},{a},{a}",
-            f"vpaddsw {v[4]},{c},{c}", f"vpackuswb {c},{a},{a}", f"vpmaxub {v[5]},{a},{a}",
-            f"vpminub {v[6]},{a},{a}", f"vmovdqu8 {a},(%r9){{%k1}}"]  # fmt: skip
+    yield [f"vcvtdq2ps {acc},{acc}" for acc in parts]
+    yield [f"vmulps {_register(spec, part)},{acc},{acc}" for part, acc in enumerate(parts)]
+    *stages, packed = levels(parts, spec.natural, spec.guard)
+    yield from stages
+    following = ["add %rbx,%rdx"] if column + 1 < spec.columns else ["add %r11,%r9", "mov %r9,%rdx"]
+    yield [*packed, f"vmovdqu8 {parts[0]},(%rdx){{%k1}}", *following]

@@ -84,7 +84,7 @@ def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece
     if depthwise.refusal(piece.weight, anchor.attrs.get("groups", 1), RESULT[tail.kind]) is None:
         layer = depthwise.Layer(
             piece.weight, _folded_bias(partition, context, piece), context.graph.constants[tail.inputs[1]],
-            piece.stride, piece.dilation, piece.start, needs_guard(partition, context),
+            piece.stride, piece.dilation, piece.start, context.natural(tail), needs_guard(partition, context),
         )  # fmt: skip
         source = context.image(anchor.inputs[0])
         code(f"const struct Image in = {source};")

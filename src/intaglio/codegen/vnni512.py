@@ -12,10 +12,9 @@ operand), close to what their number allows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import zip_longest
 
 from intaglio.codegen import depthwise512
-from intaglio.codegen.assembly import field, function, limit, tap_loops
+from intaglio.codegen.assembly import field, function, levels, limit, skewed, tap_loops
 from intaglio.codegen.tile import Isa, TileSpec
 
 POINTERS = ("rax", "r8", "r9", "r10", "r11")
@@ -72,17 +71,17 @@ class _Kernel:
     # -- epilogue: zmm0.. factors, then the controls of shuffles, then what a residual operand becomes
 
     def epilogue(self) -> list[str]:
-        blocks, add, levels = self.spec.blocks, self.spec.result == "add", self.spec.result != "f32"
+        blocks, add, packs = self.spec.blocks, self.spec.result == "add", self.spec.result != "f32"
         lines = [f"mov {field('limits')},%rax", f"mov {field('factor')},%r8", f"mov {field('out')},%rdx"]
-        lines += [f"mov {field('mask')},%r10"] + [f"shr ${16 * (blocks - 1)},%r10"] * (not levels) + ["kmovq %r10,%k1"]
+        lines += [f"mov {field('mask')},%r10"] + [f"shr ${16 * (blocks - 1)},%r10"] * (not packs) + ["kmovq %r10,%k1"]
         if add:
             lines += [f"mov {field('other')},%rcx", f"mov {field('other_factor')},%r9", "lea intaglio_spread(%rip),%r11"]
         lines += [f"vmovups {64 * j}(%r8),%zmm{j}" for j in range(blocks)]
-        if levels and blocks < 4:
+        if packs and blocks < 4:
             lines += [f"vmovdqu64 intaglio_gather{blocks}(%rip),{self.gather}"]
             lines += [f"vmovdqu64 intaglio_widen{blocks}(%rip),{self.widen}"] * add
         stages = {"u8": self.level_stages, "add": self.sum_stages, "f32": self.float_stages}[self.spec.result]
-        return lines + _skewed(map(stages, range(self.spec.rows)))
+        return lines + skewed(map(stages, range(self.spec.rows)))
 
     @property
     def gather(self) -> str:
@@ -125,30 +124,11 @@ class _Kernel:
         yield from self.rounded(row)
 
     def rounded(self, row: list[str]) -> Iterator[list[str]]:
-        """To levels: packed twice with saturation, the zero point added on 16-bit lanes between, stored at once."""
-        bounds = []
-        if self.spec.guard:
-            bounds = [f"vmaxps {limit('convertible_low')}{{1to16}},{acc},{acc}" for acc in row]
-            bounds += [f"vminps {limit('convertible_high')}{{1to16}},{acc},{acc}" for acc in row]
-        yield [*bounds, *(f"vcvtps2dq {acc},{acc}" for acc in row)]
-        words = row[::2]
-        packs = [f"vpackssdw {row[min(j + 1, len(row) - 1)]},{row[j]},{row[j]}" for j in range(0, len(row), 2)]
-        if not self.spec.natural:
-            packs += [f"vpaddsw {limit('zero_point16')},{word},{word}" for word in words]
-        yield packs
-        levels = words[0]
-        bytes_ = [f"vpackuswb {words[-1]},{levels},{levels}"]
-        if not self.spec.natural:
-            bytes_ += [f"vpmaxub {limit('low8')},{levels},{levels}", f"vpminub {limit('high8')},{levels},{levels}"]
-        bytes_ += [f"vpermd {levels},{self.gather},{levels}"] * (len(row) < 4)
-        yield [*bytes_, f"vmovdqu8 {levels},(%rdx){{%k1}}", f"add {field('out_pixel')},%rdx"]
-
-
-def _skewed(rows: Iterable[Iterator[list[str]]]) -> list[str]:
-    """Stages of rows that each start one stage after the row before; the oldest row's stage stands first."""
-    rows = [list(stages) for stages in rows]
-    late = [[[]] * index + stages for index, stages in enumerate(rows)]
-    return [line for together in zip_longest(*late, fillvalue=[]) for stage in together for line in stage]
+        """To levels, in the order of their channels, stored at once."""
+        *stages, packed = levels(row, self.spec.natural, self.spec.guard)
+        yield from stages
+        gathered = [f"vpermd {row[0]},{self.gather},{row[0]}"] * (len(row) < 4)
+        yield [*packed, *gathered, f"vmovdqu8 {row[0]},(%rdx){{%k1}}", f"add {field('out_pixel')},%rdx"]
 
 
 def _dwords(values: Iterable[int]) -> str:

@@ -217,7 +217,8 @@ static __attribute__((noinline)) void matmul(const struct Matmul* m, int thread,
 
 // -- depthwise ----------------------------------------------------------------------------------------------------------
 
-// One call of a depthwise microkernel: a few rows by a few columns of output pixels, the channels of a vector.
+// One call of a depthwise microkernel: `count` tiles side by side, each a few rows by a few columns of output pixels, the
+// channels of a vector. A kernel leaves `count` 0 and `out` behind its last tile.
 struct DepthwiseTile {
     const uint8_t* rows[16];   // of input, at the first column the tile reads
     int64_t pixel;             // bytes between input columns
@@ -228,6 +229,7 @@ struct DepthwiseTile {
     int64_t out_pixel, out_line;
     const struct Limits* limits;
     uint64_t mask;             // channels to write
+    int64_t count;
 };
 
 typedef void (*DepthwiseKernel)(struct DepthwiseTile*);
@@ -247,6 +249,7 @@ static inline void depthwise(const struct Depthwise* d, int thread, int threads)
     const int64_t groups = (d->out.height + d->rows - 1) / d->rows, tiles = (d->out.width + d->columns - 1) / d->columns;
     const int64_t units = d->out.images * groups * d->blocks;
     if (!tiles) return;
+    const int64_t least = d->out.width / tiles, longer = d->out.width % tiles;  // columns, tiles with one more
     for (int64_t u = share(units, thread, threads); u < share(units, thread + 1, threads); ++u) {
         const int64_t block = u % d->blocks, group = u / d->blocks % groups, n = u / d->blocks / groups;
         const int64_t y = group * d->out.height / groups, rows = (group + 1) * d->out.height / groups - y;
@@ -259,16 +262,14 @@ static inline void depthwise(const struct Depthwise* d, int thread, int threads)
         t.pixel = d->in.pixel, t.out_pixel = d->out.pixel, t.out_line = d->out.line;
         if (last) t.mask = d->last_mask;
         const int64_t needed = (rows - 1) * d->stride_y + d->taps_y;
-        const uint8_t* lines[16];
         for (int64_t i = 0; i < 16; ++i)  // rows past the last one have weights of zero
-            lines[i] = at(&d->in, n, y * d->stride_y - d->top + (i < needed ? i : needed - 1) * d->dilation_y, -d->left) + block * CHANNELS;
-        uint8_t* out = at(&d->out, n, y, 0) + block * CHANNELS;
-        for (int64_t i = 0; i < tiles; ++i) {
-            const int64_t x = i * d->out.width / tiles, columns = (i + 1) * d->out.width / tiles - x;
-            for (int64_t k = 0; k < 16; ++k) t.rows[k] = lines[k] + x * d->stride_x * t.pixel;
-            t.out = out + x * t.out_pixel;
-            kernels[columns](&t);
+            t.rows[i] = at(&d->in, n, y * d->stride_y - d->top + (i < needed ? i : needed - 1) * d->dilation_y, -d->left) + block * CHANNELS;
+        t.out = at(&d->out, n, y, 0) + block * CHANNELS;
+        if (longer) {
+            t.count = longer, kernels[least + 1](&t);
+            for (int64_t i = 0; i < 16; ++i) t.rows[i] += longer * (least + 1) * d->stride_x * t.pixel;
         }
+        t.count = tiles - longer, kernels[least](&t);
     }
 }
 
