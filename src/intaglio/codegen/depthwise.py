@@ -148,10 +148,12 @@ class Layer:
     guard: bool
 
 
-def emit_layer(code: Code, layer: Layer, source: str, result: str, limits: str, context: Context) -> None:
+def emit_layer(
+    code: Code, layer: Layer, source: str, result: str, limits: str, table: str, context: Context
+) -> None:
     """Fill a ``struct Depthwise`` from C expressions of its images and run it."""
     if context.isa.depthwise is None or layer.dilation[1] != 1:
-        _emit_plain(code, layer, source, result, limits, context)
+        _emit_plain(code, layer, source, result, limits, table, context)
         return
     channels, _, *taps = layer.weight.shape
     best = tallest((taps[0], taps[1]), layer.stride, layer.dilation[0])
@@ -168,7 +170,7 @@ def emit_layer(code: Code, layer: Layer, source: str, result: str, limits: str, 
         d.top = {-layer.start[0]}, d.left = {-layer.start[1]}, d.taps_y = {taps[0]};
         d.rows = {spec.rows}, d.columns = {spec.columns}, d.blocks = {len(found)}, d.block_bytes = {len(weights[0])};
         d.kernels = kernels, d.last_kernels = last_kernels, d.last_mask = {hex((1 << last) - 1)}ull;
-        d.tile.mask = {hex((1 << min(64, channels)) - 1)}ull, d.tile.limits = {limits};
+        d.tile.mask = {hex((1 << min(64, channels)) - 1)}ull, d.tile.limits = {limits}, d.table = {table};
     """)
     for name, kind, array in (
         ("weights", "int8_t", np.concatenate(weights)),
@@ -179,7 +181,9 @@ def emit_layer(code: Code, layer: Layer, source: str, result: str, limits: str, 
     code("depthwise(&d, thread, threads);")
 
 
-def _emit_plain(code: Code, layer: Layer, source: str, result: str, limits: str, context: Context) -> None:
+def _emit_plain(
+    code: Code, layer: Layer, source: str, result: str, limits: str, table: str, context: Context
+) -> None:
     """The same in loops the compiler vectorises, for other instruction sets and columns apart: weights
     [tap y][tap x][channel]."""
     channels, _, taps_y, taps_x = layer.weight.shape
@@ -189,7 +193,7 @@ def _emit_plain(code: Code, layer: Layer, source: str, result: str, limits: str,
         d.stride_y = {layer.stride[0]}, d.stride_x = {layer.stride[1]};
         d.dilation_y = {layer.dilation[0]}, d.dilation_x = {layer.dilation[1]};
         d.top = {-layer.start[0]}, d.left = {-layer.start[1]}, d.taps_y = {taps_y}, d.taps_x = {taps_x};
-        d.limits = {limits};
+        d.limits = {limits}, d.table = {table};
     """)
     for name, kind, array in (
         ("weights", "int8_t", layer.weight[:, 0].transpose(1, 2, 0)),

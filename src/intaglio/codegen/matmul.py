@@ -68,19 +68,19 @@ def _phase(weight: np.ndarray, y: Phase, x: Phase, steps: tuple[int, int]) -> Pi
 
 def emit_matmul(code: Code, partition: Partition, context: Context) -> None:
     """Fill a ``struct Matmul`` for every piece and run it; the result's halo after them."""
-    anchor, tail = partition.anchor, partition.ops[-1]
+    anchor = partition.anchor
     parts = pieces(anchor, context.graph.constants[anchor.inputs[1]])
     for piece in parts:
         with code.block("") if len(parts) > 1 else nullcontext():
             _emit_piece(code, partition, context, piece)
-    if context.halo(tail.output):
-        code(f"const struct Image frame = {context.image(tail.output)};")
-        zero_point = context.graph.types[tail.output].levels.zero
+    if context.halo(partition.output):
+        code(f"const struct Image frame = {context.image(partition.output)};")
+        zero_point = context.graph.types[partition.output].levels.zero
         code(f"fill_halo(&frame, {zero_point}, thread, threads);")
 
 
 def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece) -> None:
-    anchor, tail = partition.anchor, partition.ops[-1]
+    anchor, tail = partition.anchor, partition.tail[0]
     if depthwise.refusal(piece.weight, anchor.attrs.get("groups", 1), RESULT[tail.kind]) is None:
         layer = depthwise.Layer(
             piece.weight, _folded_bias(partition, context, piece), context.graph.constants[tail.inputs[1]],
@@ -88,17 +88,17 @@ def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece
         )  # fmt: skip
         source = context.image(anchor.inputs[0])
         code(f"const struct Image in = {source};")
-        results = _results(tail.output, context, piece, "in")
-        depthwise.emit_layer(code, layer, "in", results, context.limits(tail), context)
+        results = _results(partition.output, context, piece, "in")
+        depthwise.emit_layer(code, layer, "in", results, context.limits(tail), _table(partition, context), context)
         return
-    schedule = context.schedules[tail.output]
+    schedule = context.schedules[partition.output]
     plan = piece_packing(partition, context, schedule, piece)
     kernels = _kernels(partition, context, plan, schedule)
     for name, symbols in zip(("kernels", "last_kernels"), kernels, strict=True):
         code(f"static const TileKernel {name}[] = {{0, {', '.join(symbols)}}};")
     code("struct Matmul m = {};")
     code(f"m.in = {context.image(anchor.inputs[0])};")
-    code(f"m.out = {_results(tail.output, context, piece)};")
+    code(f"m.out = {_results(partition.output, context, piece)};")
     _geometry(code, context, plan, piece, anchor.attrs.get("groups", 1))
     _operands(code, partition, context, plan, piece)
     code(f"""
@@ -126,8 +126,14 @@ def piece_packing(partition: Partition, context: Context, schedule: Schedule, pi
     """The panels the weight of a piece is cut into."""
     outputs, per_group, _, taps_x = piece.weight.shape
     groups = partition.anchor.attrs.get("groups", 1)
-    packs = context.isa.packs and RESULT[partition.ops[-1].kind] != "f32"
+    packs = context.isa.packs and RESULT[partition.tail[0].kind] != "f32"
     return packing(outputs, per_group * groups, groups, taps_x, piece.dilation[1], schedule.tile_columns, packs)
+
+
+def _table(partition: Partition, context: Context) -> str:
+    """The 256 levels to look results up in, or none."""
+    tables = [context.graph.constants[op.inputs[1]] for op in partition.tail[1:]]
+    return context.constant(tables[0], "uint8_t") if tables else "0"
 
 
 def _panel_bytes(plan: Packing, weight: np.ndarray) -> int:
@@ -137,8 +143,8 @@ def _panel_bytes(plan: Packing, weight: np.ndarray) -> int:
 
 def _kernels(partition: Partition, context: Context, plan: Packing, schedule: Schedule) -> tuple[list[str], list[str]]:
     """Symbols by height, for full panels and for the last one."""
-    result, guard = RESULT[partition.ops[-1].kind], needs_guard(partition, context)
-    natural, heights = plan.packed and context.natural(partition.ops[-1]), range(1, schedule.tile_rows + 1)
+    result, guard = RESULT[partition.tail[0].kind], needs_guard(partition, context)
+    natural, heights = plan.packed and context.natural(partition.tail[0]), range(1, schedule.tile_rows + 1)
     full, last = (
         [TileSpec(h, blocks, result, natural, guard) for h in heights] for blocks in (plan.blocks, plan.last_blocks)
     )
@@ -150,7 +156,7 @@ def _kernels(partition: Partition, context: Context, plan: Packing, schedule: Sc
 
 def needs_guard(partition: Partition, context: Context) -> bool:
     """Whether ``|acc * factor|`` may leave the range in which float32 converts to int32."""
-    anchor, tail = partition.anchor, partition.ops[-1]
+    anchor, tail = partition.anchor, partition.tail[0]
     if tail.kind == "dequantize":
         return False
     graph = context.graph
@@ -189,7 +195,7 @@ def _folded_bias(partition: Partition, context: Context, piece: Piece) -> np.nda
 
 
 def _operands(code: Code, partition: Partition, context: Context, plan: Packing, piece: Piece) -> None:
-    anchor, tail, graph = partition.anchor, partition.ops[-1], context.graph
+    anchor, tail, graph = partition.anchor, partition.tail[0], context.graph
     folded = _folded_bias(partition, context, piece)
     packed = pack_weights(piece.weight, plan, anchor.attrs.get("groups", 1))
     code(f"m.tile.b = {context.constant(packed, 'int8_t')};")
@@ -201,7 +207,7 @@ def _operands(code: Code, partition: Partition, context: Context, plan: Packing,
         return
     factors = [graph.constants[name] for name in tail.inputs if name in graph.constants]
     code(f"m.tile.factor = {context.constant(pack_columns(factors[0], plan), 'float')};")
-    code(f"m.tile.limits = {context.limits(tail)};")
+    code(f"m.tile.limits = {context.limits(tail)}, m.table = {_table(partition, context)};")
     code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 1;")
     if tail.kind == "add":
         code(f"m.other = {_results(tail.inputs[1], context, piece)};")

@@ -64,7 +64,7 @@ def is_flat(partition: Partition, plan: Plan) -> bool:
         return False
     taps = plan.graph.constants[anchor.inputs[1]].shape[2:]
     images = [anchor.inputs[0], partition.ops[-1].output]
-    images += [partition.ops[-1].inputs[1]] if partition.ops[-1].kind == "add" else []
+    images += [partition.tail[0].inputs[1]] if partition.tail[0].kind == "add" else []
     found = [buffers[name] for name in images if name in buffers]
     plain = not any(any(buffers[buffer.alias or buffer.value].halo) for buffer in found)
     return plain and {*taps, *anchor.attrs["stride"]} == {1} and not any(anchor.attrs["padding"])

@@ -15,7 +15,10 @@ from intaglio.ir.types import DType
 
 @dataclass(frozen=True)
 class Partition:
-    """An anchor and the tail that runs in its kernel: every int32 accumulator lives and dies in here."""
+    """An anchor and the tail that runs in its kernel: every int32 accumulator lives and dies in here.
+
+    The tail of a convolution or linear layer is what takes its accumulators, then perhaps a table of the levels.
+    """
 
     name: str
     ops: tuple[Op, ...]

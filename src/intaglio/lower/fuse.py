@@ -1,4 +1,4 @@
-"""Integer graph -> partitions: an accumulator's producer and its reader are one kernel."""
+"""Integer graph -> partitions: an accumulator's producer and its reader are one kernel, and a table behind them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from intaglio.ir import DType, Graph, Op, Partition
 
 
 def fuse(graph: Graph) -> tuple[Partition, ...]:
-    """Every operator in one partition, in execution order. A chain is as long as int32 accumulators link it; it stands
-    where its last operator stood, so that what its tail reads is made before."""
+    """Every operator in one partition, in execution order. A chain is as long as int32 accumulators link it, and has the
+    table that is looked up in its levels alone; it stands where its last operator stood, so that what its tail reads is
+    made before."""
     users = graph.users()
     partitions: list[Partition] = []
     taken: set[tuple[str, ...]] = set()
@@ -18,6 +19,9 @@ def fuse(graph: Graph) -> tuple[Partition, ...]:
         while _accumulates(chain[-1], graph):
             (reader,) = users[chain[-1].output]
             chain.append(reader)
+        if len(chain) > 1 and chain[-1].output not in graph.outputs:
+            readers = users[chain[-1].outputs[0]]
+            chain += [op for op in readers if len(readers) == 1 and op.kind == "table"]
         taken.update(link.outputs for link in chain)
         partitions.append(Partition(_name(chain), tuple(chain)))
     position = {op.outputs: index for index, op in enumerate(graph.ops)}

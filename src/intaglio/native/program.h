@@ -117,6 +117,37 @@ struct Limits {
     float convertible_low, convertible_high;
 };
 
+// -- tables -------------------------------------------------------------------------------------------------------------
+
+#if defined(__AVX512BW__)
+// Processors with AVX512-VBMI look up 64 levels at a time in two registers of each half of the table.
+__attribute__((target("avx512bw,avx512vbmi"))) static void look_up_vectors(uint8_t* at, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table) {
+    const __m512i a = _mm512_loadu_si512(table), b = _mm512_loadu_si512(table + 64);
+    const __m512i c = _mm512_loadu_si512(table + 128), d = _mm512_loadu_si512(table + 192);
+    for (int64_t x = 0; x < pixels; ++x, at += apart)
+        for (int64_t i = 0; i < channels; i += 64) {
+            const __mmask64 some = channels - i < 64 ? ((__mmask64)1 << (channels - i)) - 1 : ~(__mmask64)0;
+            const __m512i level = _mm512_maskz_loadu_epi8(some, at + i);
+            const __m512i low = _mm512_permutex2var_epi8(a, level, b), high = _mm512_permutex2var_epi8(c, level, d);
+            _mm512_mask_storeu_epi8(at + i, some, _mm512_mask_blend_epi8(_mm512_movepi8_mask(level), low, high));
+        }
+}
+#endif
+
+// Levels of some channels of pixels `apart` from each other -> what the table has for them, in place.
+static inline void look_up_here(uint8_t* at, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table) {
+#if defined(__AVX512BW__)
+    if (__builtin_cpu_supports("avx512vbmi")) {
+        look_up_vectors(at, pixels, apart, channels, table);
+        return;
+    }
+#endif
+    for (int64_t x = 0; x < pixels; ++x, at += apart)
+        for (int64_t i = 0; i < channels; ++i) at[i] = table[at[i]];
+}
+
+// -- matrix products ------------------------------------------------------------------------------------------------------
+
 // One call of a microkernel: `count` tiles side by side, each of `rows` output pixels by blocks of 16 channels. Strides in
 // bytes; `run` in 4-byte steps. A kernel leaves `a`, `out` and `other` behind its last tile, and `count` 0.
 struct Tile {
@@ -154,7 +185,10 @@ struct Matmul {
     const TileKernel* last_kernels;        // by tile height, the last panel
     int64_t split_channels_below;          // fewer output pixels than this: threads share panels, not pixels
     int64_t chunk_bytes;                   // input that stays in cache while all panels pass over it
+    const uint8_t* table;                  // of results; or null
 };
+
+enum { WARM = 8192 };          // bytes of results that are looked up while they lie in the first-level cache
 
 // Tiles first..last of one panel. Heights are nearly equal, so no tile is a thin rest.
 static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, int64_t last, int64_t tiles, int64_t width) {
@@ -169,6 +203,8 @@ static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_
     if (t.other_factor) t.other_factor += channel;
     t.mask = last_panel ? m->last_mask : m->mask;
     const int32_t least = (int32_t)(width / tiles), longer = (int32_t)(width % tiles), per_image = (int32_t)m->out.height;
+    const int32_t warm = (int32_t)(WARM / (m->rows * t.out_pixel)) + 1;
+    const int64_t channels = __builtin_popcountll((unsigned long long)t.mask);
     int32_t line = (int32_t)(first / tiles), i = (int32_t)(first % tiles);
     for (int64_t done = first; done < last;) {
         const int64_t n = m->flat ? 0 : line / per_image, y = m->flat ? 0 : line % per_image;
@@ -181,9 +217,12 @@ static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_
         t.other = other + x * t.other_pixel;
         while (i < tiles && done < last) {
             const int32_t equal = (i < longer ? longer : (int32_t)tiles) - i;
-            const int32_t count = done + equal < last ? equal : (int32_t)(last - done);
+            const int32_t left = done + equal < last ? equal : (int32_t)(last - done);
+            const int32_t height = least + (i < longer), count = m->table && left > warm ? warm : left;
+            uint8_t* first_pixel = t.out;
             t.count = count;
-            kernels[least + (i < longer)](&t);
+            kernels[height](&t);
+            if (m->table) look_up_here(first_pixel, height * count, t.out_pixel, channels, m->table);
             i += count, done += count;
         }
         i = 0;
@@ -241,6 +280,7 @@ struct Depthwise {
     int64_t blocks, block_bytes;
     uint64_t last_mask;
     const DepthwiseKernel *kernels, *last_kernels;   // by rows, then columns, from 1; full blocks, and the last one
+    const uint8_t* table;      // of results; or null
     struct DepthwiseTile tile;
 };
 
@@ -270,6 +310,8 @@ static inline void depthwise(const struct Depthwise* d, int thread, int threads)
             for (int64_t i = 0; i < 16; ++i) t.rows[i] += longer * (least + 1) * d->stride_x * t.pixel;
         }
         t.count = tiles - longer, kernels[least](&t);
+        for (int64_t row = y; d->table && row < y + rows; ++row)
+            look_up_here(at(&d->out, n, row, 0) + block * CHANNELS, d->out.width, d->out.pixel, __builtin_popcountll(t.mask), d->table);
     }
 }
 
@@ -281,6 +323,7 @@ struct DepthwisePlain {
     const int32_t* bias;
     const float* factor;
     const struct Limits* limits;
+    const uint8_t* table;      // of results; or null
 };
 
 static inline void depthwise_plain(const struct DepthwisePlain* d, int thread, int threads) {
@@ -306,6 +349,7 @@ static inline void depthwise_plain(const struct DepthwisePlain* d, int thread, i
                 uint8_t* out = at(&d->out, n, y, x) + c;
                 for (int64_t l = 0; l < lanes; ++l)
                     out[l] = (uint8_t)requantize(sum[l], d->factor[c + l], q->zero_point, q->low, q->high);
+                if (d->table) look_up_here(out, 1, 0, lanes, d->table);
             }
     }
 }
