@@ -1,7 +1,8 @@
 """What the assembly printers share: a function around the lines, operands of the structs, the loops over taps.
 
 x86-64, System V. rdi holds the `Tile` throughout. While products are summed: rsi weights, rbx the distance between
-pixels, r15 three times that, rdx a tap, r14 a row of taps; rcx, r13, r12 count steps, taps and rows of taps.
+pixels, r15 three times that, rdx a tap, r14 a row of taps; rcx, r13, r12 count steps, taps and rows of taps; rbp is
+free.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from itertools import zip_longest
 
 from intaglio.codegen.tile import LIMITS_FIELDS, TileSpec, tile_offset
 
-SAVED = ("rbx", "r12", "r13", "r14", "r15")
+SAVED = ("rbx", "rbp", "r12", "r13", "r14", "r15")
 SAVE = tuple(f"push %{register}" for register in SAVED)
 LEAVE = ("vzeroupper", *(f"pop %{register}" for register in reversed(SAVED)), "ret")
 

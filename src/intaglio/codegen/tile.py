@@ -15,7 +15,7 @@ RESULTS = ("u8", "add", "f32")
 
 TILE_FIELDS = (
     "a", "a_pixel", "b", "tap_rows", "a_row", "taps", "a_tap", "run", "bias", "factor", "out", "out_pixel", "other",
-    "other_pixel", "other_factor", "limits", "mask", "count",
+    "other_pixel", "other_factor", "limits", "mask", "count", "ahead",
 )  # fmt: skip
 """Fields of ``struct Tile`` in native/program.h, 8 bytes each, in order."""
 

@@ -57,7 +57,9 @@ class _Kernel:
         start = [f"mov %rdx,%{first}"]
         start += [f"lea (%{low},%r15),%{high}" for low, high in zip(self.pointers, others, strict=False)]
         moves = [*(f"add $4,%{pointer}" for pointer in self.pointers), f"add ${64 * self.spec.blocks},%rsi"]
-        return tap_loops(start, [*self.step(), *moves])
+        # One line a step, another one of the step for every tile: the next panel is there when its turn comes.
+        ahead = [f"mov {field('ahead')},%rbp", f"addq $64,{field('ahead')}"]
+        return [*ahead, *tap_loops(start, [*self.step(), "prefetcht1 (%rsi,%rbp)", *moves])]
 
     def step(self) -> list[str]:
         blocks = self.spec.blocks

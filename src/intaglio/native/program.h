@@ -149,7 +149,7 @@ static inline void look_up_here(uint8_t* at, int64_t pixels, int64_t apart, int6
 // -- matrix products ------------------------------------------------------------------------------------------------------
 
 // One call of a microkernel: `count` tiles side by side, each of `rows` output pixels by blocks of 16 channels. Strides in
-// bytes; `run` in 4-byte steps. A kernel leaves `a`, `out` and `other` behind its last tile, and `count` 0.
+// bytes; `run` in 4-byte steps. A kernel leaves `a`, `out` and `other` behind its last tile, and `count` 0. `ahead` is its own.
 struct Tile {
     const uint8_t* a;          // first tap of the first pixel
     int64_t a_pixel;           // to the next output pixel's first tap
@@ -167,6 +167,7 @@ struct Tile {
     const struct Limits* limits;
     int64_t mask;              // channels of the panel
     int64_t count;
+    int64_t ahead;             // from weights to those that are needed next, which a kernel may prefetch
 };
 
 typedef void (*TileKernel)(struct Tile*);
@@ -197,7 +198,7 @@ static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_
     const TileKernel* kernels = last_panel ? m->last_kernels : m->kernels;
     const int64_t channel = panel * m->blocks * 16;
     const int64_t offset = m->first_channel ? m->first_channel[panel] : 0;
-    t.b += panel * m->panel_bytes;
+    t.b += panel * m->panel_bytes, t.ahead = m->panel_bytes;
     t.bias += channel;
     t.factor += channel;
     if (t.other_factor) t.other_factor += channel;
