@@ -119,24 +119,51 @@ struct Limits {
 
 // -- tables -------------------------------------------------------------------------------------------------------------
 
-#if defined(__AVX512BW__)
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#define VBMI __attribute__((target("avx512bw,avx512vl,avx512vbmi")))
+
 // Processors with AVX512-VBMI look up 64 levels at a time in two registers of each half of the table.
-__attribute__((target("avx512bw,avx512vbmi"))) static void look_up_vectors(uint8_t* at, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table) {
-    const __m512i a = _mm512_loadu_si512(table), b = _mm512_loadu_si512(table + 64);
-    const __m512i c = _mm512_loadu_si512(table + 128), d = _mm512_loadu_si512(table + 192);
-    for (int64_t x = 0; x < pixels; ++x, at += apart)
-        for (int64_t i = 0; i < channels; i += 64) {
-            const __mmask64 some = channels - i < 64 ? ((__mmask64)1 << (channels - i)) - 1 : ~(__mmask64)0;
-            const __m512i level = _mm512_maskz_loadu_epi8(some, at + i);
-            const __m512i low = _mm512_permutex2var_epi8(a, level, b), high = _mm512_permutex2var_epi8(c, level, d);
-            _mm512_mask_storeu_epi8(at + i, some, _mm512_mask_blend_epi8(_mm512_movepi8_mask(level), low, high));
-        }
+struct Table { __m512i a, b, c, d; };
+
+VBMI static inline __m512i looked_up(const struct Table* t, __m512i level) {
+    const __m512i low = _mm512_permutex2var_epi8(t->a, level, t->b), high = _mm512_permutex2var_epi8(t->c, level, t->d);
+    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(level), low, high);
+}
+
+// Fewer than 64 levels in whole pieces: after a store under a mask, a load of what is next to it waits for the store.
+VBMI static inline void store_part(uint8_t* to, __m512i levels, int64_t count) {
+    if (count & 32) {
+        _mm256_storeu_si256((__m256i*)to, _mm512_castsi512_si256(levels));
+        levels = _mm512_shuffle_i64x2(levels, levels, 0xee), to += 32;
+    }
+    __m128i some = _mm512_castsi512_si128(levels);
+    if (count & 16) {
+        _mm_storeu_si128((__m128i*)to, some);
+        some = _mm256_extracti128_si256(_mm512_castsi512_si256(levels), 1), to += 16;
+    }
+    if (count & 8) {
+        _mm_storel_epi64((__m128i*)to, some);
+        some = _mm_unpackhi_epi64(some, some), to += 8;
+    }
+    if (count & 7) _mm_mask_storeu_epi8(to, (__mmask16)((1 << (count & 7)) - 1), some);
+}
+
+// Reads up to 63 bytes behind the last level.
+VBMI static void look_up_vectors(uint8_t* at, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table) {
+    const struct Table t = {_mm512_loadu_si512(table), _mm512_loadu_si512(table + 64), _mm512_loadu_si512(table + 128),
+                            _mm512_loadu_si512(table + 192)};
+    for (int64_t x = 0; x < pixels; ++x, at += apart) {
+        int64_t i = 0;
+        for (; i + 64 <= channels; i += 64) _mm512_storeu_si512(at + i, looked_up(&t, _mm512_loadu_si512(at + i)));
+        if (i < channels) store_part(at + i, looked_up(&t, _mm512_loadu_si512(at + i)), channels - i);
+    }
 }
 #endif
 
 // Levels of some channels of pixels `apart` from each other -> what the table has for them, in place.
 static inline void look_up_here(uint8_t* at, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table) {
-#if defined(__AVX512BW__)
+    if (channels == apart) channels *= pixels, pixels = 1;
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
     if (__builtin_cpu_supports("avx512vbmi")) {
         look_up_vectors(at, pixels, apart, channels, table);
         return;
