@@ -21,7 +21,7 @@ MARGIN = 256
 class Case:
     """A convolution, how it is computed, and a seed for its numbers.
 
-    ``natural``: use the kernels for natural levels if the numbers are so. ``halos``: of input, result, residual operand, beyond what padding needs. ``behind``: bytes of canaries after the
+    ``table``: looked up in a ``kernel``, or ``after`` it. ``natural``: use the kernels for natural levels if the numbers are so. ``halos``: of input, result, residual operand, beyond what padding needs. ``behind``: bytes of canaries after the
     result; after those a page that cannot be touched. ``exponent``: factors are about 2^exponent; ``None`` spreads the
     levels. ``extreme``: activations 0 or 255, weights +-127, biases up to 2^30.
     """
@@ -45,6 +45,7 @@ class Case:
     blocks: int = 1
     rows: int = 1
     natural: bool = True
+    table: str = "none"
     guard: bool = False
     threads: int = 1
     split_channels_below: int = 0
@@ -92,6 +93,8 @@ def numbers(case: Case) -> Numbers:
     if case.result == "u8":
         tail = Op("requantize", (), ("y",), bounds)
         expected = OPS["requantize"].meaning(tail, [acc, factor], [_acc(factor)], _levels(zero_y))
+        if case.table != "none":
+            expected = table_of(case)[expected]
         return Numbers(x, weight, bias, factor, None, None, bool((reach * factor).max() >= 2**29), expected)
     other = draw.integers(0, 256, acc.shape).astype(np.uint8)
     factor, other_sign = factor * np.float32(draw.choice([-1, 1])), draw.choice([-1, 1])
@@ -102,6 +105,11 @@ def numbers(case: Case) -> Numbers:
     expected = OPS["add"].meaning(Op("add", (), ("y",), bounds), operands, types, _levels(zero_y))
     needs_guard = bool((reach * abs(factor) + 255 * abs(other_factor)).max() >= 2**29)
     return Numbers(x, weight, bias, factor, other, other_factor, needs_guard, expected)
+
+
+def table_of(case: Case) -> np.ndarray:
+    """256 levels in no order."""
+    return np.random.default_rng(case.seed + 1).integers(0, 256, 256).astype(np.uint8)
 
 
 def _levels(zero_point: int) -> TensorType:
@@ -147,13 +155,18 @@ def run(isa: str, case: Case, given: Numbers) -> Result:
     heights = range(1, case.rows + 1)
     zeros = case.zero_points[1 : 3 if case.result == "add" else 2]
     natural = packs and case.natural and case.bounds == (0, 255) and not any(zeros)
-    full = [TileSpec(rows, plan.blocks, case.result, natural, guard) for rows in heights]
-    last = [TileSpec(rows, plan.last_blocks, case.result, natural, guard) for rows in heights]
+    full, last = (
+        [TileSpec(rows, blocks, case.result, natural, guard, case.table == "kernel") for rows in heights]
+        for blocks in (plan.blocks, plan.last_blocks)
+    )
     library = kernels(isa)
     tables = library.heights(full if plan.panels > 1 else last), library.heights(last)
     first = np.array(plan.first, np.int32)
     fields = _fields(case, given, plan, images["in"]) | _operands(case, given, plan)
     fields |= {"kernels": _address(tables[0]), "last_kernels": _address(tables[1])}
+    if case.table != "none":
+        table = memory("table").hold(table_of(case))
+        fields["tile.table" if case.table == "kernel" else "table"] = table
     fields["first_channel"] = first.ctypes.data if first.any() else 0
     library.matmul(images, fields, case.threads)
     values = framed[inside].copy().view(given.expected.dtype).transpose(0, 3, 1, 2)

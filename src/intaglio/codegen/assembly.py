@@ -70,6 +70,12 @@ def levels(row: Sequence[str], natural: bool, guard: bool) -> Iterator[list[str]
                f"vpminub {limit('high8')},{first},{first}"]  # fmt: skip
 
 
+def looked_up(row: str, spare: str, table: str, first: str, third: str) -> list[str]:
+    """64 levels -> what the table at an address has for them, two quarters of it in registers (AVX512-VBMI)."""
+    return [f"vmovdqa64 {row},{spare}", f"vpmovb2m {row},%k2", f"vpermi2b 64(%{table}),{first},{row}",
+            f"vpermi2b 192(%{table}),{third},{spare}", f"vmovdqu8 {spare},{row}{{%k2}}"]  # fmt: skip
+
+
 def skewed(rows: Iterable[Iterable[list[str]]]) -> list[str]:
     """Stages of rows that each start one stage after the row before; the oldest row's stage stands first."""
     late = [[[]] * index + list(stages) for index, stages in enumerate(rows)]

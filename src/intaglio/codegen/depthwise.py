@@ -24,7 +24,7 @@ MOST_ROWS = 16
 
 DEPTHWISE_FIELDS = (
     *(f"rows{i}" for i in range(MOST_ROWS)), "pixel", "weights", "bias", "factor", "out", "out_pixel", "out_line",
-    "limits", "mask", "count",
+    "limits", "mask", "count", "table",
 )  # fmt: skip
 """Fields of ``struct DepthwiseTile`` in native/program.h, 8 bytes each, in order."""
 
@@ -33,7 +33,7 @@ DEPTHWISE_FIELDS = (
 class DepthwiseSpec:
     """``rows`` by ``columns`` output pixels of ``taps`` (y, x) at ``stride`` (y, x); ``lanes`` of 16 channels a vector.
 
-    natural, guard: as of a `TileSpec`.
+    natural, guard, table: as of a `TileSpec`.
     """
 
     rows: int
@@ -43,13 +43,14 @@ class DepthwiseSpec:
     lanes: int = 4
     natural: bool = False
     guard: bool = False
+    table: bool = False
 
     @property
     def name(self) -> str:
         """C symbol."""
         (ky, kx), (sy, sx) = self.taps, self.stride
         stem = f"depthwise_{self.rows}x{self.columns}_taps{ky}x{kx}_stride{sy}x{sx}_{16 * self.lanes}"
-        return stem + "_natural" * self.natural + "_guard" * self.guard
+        return stem + "_natural" * self.natural + "_guard" * self.guard + "_table" * self.table
 
     @property
     def channels(self) -> int:
@@ -160,8 +161,11 @@ def emit_layer(
     spec = replace(best, natural=layer.natural, guard=layer.guard)
     found = blocks(channels, spec)
     weights = [pack_depthwise(layer.weight[first : first + tile.channels], tile) for first, tile in found]
+    looks_up = context.isa.looks_up if table != "0" else ""
     for name, tile in (("kernels", found[0][1]), ("last_kernels", found[-1][1])):
-        code(f"static const DepthwiseKernel {name}[] = {{{', '.join(_sizes(tile, context))}}};")
+        for kind in (False, True)[: 2 if looks_up else 1]:
+            symbols = ", ".join(_sizes(replace(tile, table=kind), context))
+            code(f"static const DepthwiseKernel {'table_' * kind}{name}[] = {{{symbols}}};")
     last = channels - found[-1][0]
     code(f"""
         struct Depthwise d = {{}};
@@ -178,6 +182,9 @@ def emit_layer(
         ("factor", "float", _columns(layer.factor, found)),
     ):
         code(f"d.tile.{name} = {context.constant(array, kind)};")
+    if looks_up:
+        code(f"if ({looks_up})")
+        code("    d.kernels = table_kernels, d.last_kernels = table_last_kernels, d.tile.table = d.table, d.table = 0;")
     code("depthwise(&d, thread, threads);")
 
 

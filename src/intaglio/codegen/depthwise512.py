@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from intaglio.codegen.assembly import kernel_text, levels, skewed
+from intaglio.codegen.assembly import kernel_text, levels, looked_up, skewed
 from intaglio.codegen.depthwise import DEPTHWISE_FIELDS, DepthwiseSpec
 
+QUARTERS = ("%zmm4", "%zmm5")
+"""Levels 0..63 and 128..191 of a table, in the epilogue."""
 POINTERS = ("r8", "r9", "r10", "r11")
 """The four rows of a quad."""
 
@@ -101,6 +103,8 @@ def _epilogue(spec: DepthwiseSpec) -> list[str]:
              "kmovq %r10,%k1", f"mov {_field('out')},%r9", f"mov {_field('out_pixel')},%rbx"]  # fmt: skip
     lines += ["mov %r9,%rdx", f"mov {_field('out_line')},%r11"]
     lines += [f"vmovups {_bytes(spec) * part}(%r8),{_register(spec, part)}" for part in range(4)]
+    if spec.table:
+        lines += [f"mov {_field('table')},%rsi", *(f"vmovdqu64 {128 * half}(%rsi),{v}" for half, v in enumerate(QUARTERS))]
     return lines + skewed(_pixel(spec, *at) for at in product(range(spec.rows), range(spec.columns)))
 
 
@@ -110,5 +114,8 @@ def _pixel(spec: DepthwiseSpec, row: int, column: int) -> Iterator[list[str]]:
     yield [f"vmulps {_register(spec, part)},{acc},{acc}" for part, acc in enumerate(parts)]
     *stages, packed = levels(parts, spec.natural, spec.guard)
     yield from stages
+    if spec.table:
+        levels_, spare = (part.replace("ymm", "zmm") for part in parts[:2])
+        packed = [*packed, *looked_up(levels_, spare, "rsi", *QUARTERS)]
     following = ["add %rbx,%rdx"] if column + 1 < spec.columns else ["add %r11,%r9", "mov %r9,%rdx"]
     yield [*packed, f"vmovdqu8 {parts[0]},(%rdx){{%k1}}", *following]

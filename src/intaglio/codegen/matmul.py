@@ -93,9 +93,11 @@ def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece
         return
     schedule = context.schedules[partition.output]
     plan = piece_packing(partition, context, schedule, piece)
-    kernels = _kernels(partition, context, plan, schedule)
-    for name, symbols in zip(("kernels", "last_kernels"), kernels, strict=True):
-        code(f"static const TileKernel {name}[] = {{0, {', '.join(symbols)}}};")
+    looks_up = context.isa.looks_up if partition.tail[1:] and tail.kind == "requantize" else ""
+    for kind in (False, True)[: 2 if looks_up else 1]:
+        kernels = _kernels(partition, context, plan, schedule, kind)
+        for name, symbols in zip(("kernels", "last_kernels"), kernels, strict=True):
+            code(f"static const TileKernel {'table_' * kind}{name}[] = {{0, {', '.join(symbols)}}};")
     code("struct Matmul m = {};")
     code(f"m.in = {context.image(anchor.inputs[0])};")
     code(f"m.out = {_results(partition.output, context, piece)};")
@@ -106,8 +108,11 @@ def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece
         m.flat = {int(is_flat(partition, context.plan))}, m.rows = {schedule.tile_rows};
         m.kernels = kernels, m.last_kernels = last_kernels, m.mask = {plan.mask:#x}, m.last_mask = {plan.last_mask:#x};
         m.split_channels_below = {schedule.split_channels_below}, m.chunk_bytes = {schedule.chunk_bytes};
-        matmul(&m, thread, threads);
     """)
+    if looks_up:
+        code(f"if ({looks_up})")
+        code("    m.kernels = table_kernels, m.last_kernels = table_last_kernels, m.tile.table = m.table, m.table = 0;")
+    code("matmul(&m, thread, threads);")
 
 
 def _results(value: str, context: Context, piece: Piece, source: str = "m.in") -> str:
@@ -141,12 +146,14 @@ def _panel_bytes(plan: Packing, weight: np.ndarray) -> int:
     return taps * plan.run * 4 * 16 * plan.blocks
 
 
-def _kernels(partition: Partition, context: Context, plan: Packing, schedule: Schedule) -> tuple[list[str], list[str]]:
+def _kernels(
+    partition: Partition, context: Context, plan: Packing, schedule: Schedule, table: bool
+) -> tuple[list[str], list[str]]:
     """Symbols by height, for full panels and for the last one."""
     result, guard = RESULT[partition.tail[0].kind], needs_guard(partition, context)
     natural, heights = plan.packed and context.natural(partition.tail[0]), range(1, schedule.tile_rows + 1)
     full, last = (
-        [TileSpec(h, blocks, result, natural, guard) for h in heights] for blocks in (plan.blocks, plan.last_blocks)
+        [TileSpec(h, blocks, result, natural, guard, table) for h in heights] for blocks in (plan.blocks, plan.last_blocks)
     )
     if plan.panels == 1:
         full = last

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 RESULTS = ("u8", "add", "f32")
@@ -15,7 +16,7 @@ RESULTS = ("u8", "add", "f32")
 
 TILE_FIELDS = (
     "a", "a_pixel", "b", "tap_rows", "a_row", "taps", "a_tap", "run", "bias", "factor", "out", "out_pixel", "other",
-    "other_pixel", "other_factor", "limits", "mask", "count", "ahead",
+    "other_pixel", "other_factor", "limits", "mask", "count", "ahead", "table",
 )  # fmt: skip
 """Fields of ``struct Tile`` in native/program.h, 8 bytes each, in order."""
 
@@ -38,7 +39,8 @@ class TileSpec:
     """``rows`` output pixels by ``blocks`` of 16 channels.
 
     natural: levels lie in 0..255 with the zero point 0, that of a residual operand too, so that saturation alone bounds
-    them. guard: products may exceed the range of the conversion to int32 and are clamped in float first.
+    them. guard: products may exceed the range of the conversion to int32 and are clamped in float first. table: levels are
+    looked up before they are stored.
     """
 
     rows: int
@@ -46,17 +48,20 @@ class TileSpec:
     result: str = "u8"
     natural: bool = False
     guard: bool = False
+    table: bool = False
 
     @property
     def name(self) -> str:
         """C symbol, less the instruction set."""
-        return f"tile_{self.rows}x{self.blocks}_{self.result}" + "_natural" * self.natural + "_guard" * self.guard
+        marks = ("natural", self.natural), ("guard", self.guard), ("table", self.table)
+        return f"tile_{self.rows}x{self.blocks}_{self.result}" + "".join(f"_{mark}" for mark, has in marks if has)
 
 
 @dataclass(frozen=True)
 class Isa:
     """An instruction set as the generator sees it: tallest tile by blocks, whether it packs, the printer.
 
+    ``looks_up``: C expression that says whether this machine runs kernels that look up levels; empty if there are none.
     ``packs``: levels leave registers through two packing steps, which give the channels of a panel in order if its
     columns were permuted (`permutation`); such kernels have a form for natural levels. ``support``: text that stands before the kernels of a program. ``depthwise``: the printer of depthwise kernels
     (`codegen.depthwise.DepthwiseSpec`); without one, loops that the compiler vectorises.
@@ -68,6 +73,7 @@ class Isa:
     emit: Callable[[TileSpec], str]
     support: str = ""
     depthwise: Callable[[Any], str] | None = None
+    looks_up: str = ""
 
     def print(self, spec: Any) -> str:
         """The text of a tile's kernel, or of a depthwise one's."""
@@ -83,9 +89,9 @@ class Isa:
         for blocks, tallest in self.tallest.items():
             for rows in range(1, tallest + 1):
                 yield TileSpec(rows, blocks, "f32")
-                for result in ("u8", "add"):
-                    for guard in (False, True):
-                        yield from (TileSpec(rows, blocks, result, n, guard) for n in {False, self.packs})
+                for natural, guard in product({False, self.packs}, (False, True)):
+                    for result, table in {("u8", False), ("add", False), ("u8", bool(self.looks_up))}:
+                        yield TileSpec(rows, blocks, result, natural, guard, table)
 
 
 def permutation(packed: bool, blocks: int) -> list[int]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from intaglio.codegen import depthwise512
-from intaglio.codegen.assembly import field, function, levels, limit, skewed, tap_loops
+from intaglio.codegen.assembly import field, function, levels, limit, looked_up, skewed, tap_loops
 from intaglio.codegen.tile import Isa, TileSpec
 
 POINTERS = ("rax", "r8", "r9", "r10", "r11")
@@ -82,6 +82,9 @@ class _Kernel:
         if packs and blocks < 4:
             lines += [f"vmovdqu64 intaglio_gather{blocks}(%rip),{self.gather}"]
             lines += [f"vmovdqu64 intaglio_widen{blocks}(%rip),{self.widen}"] * add
+        if self.spec.table:
+            lines += [f"mov {field('table')},%r11"]
+            lines += [f"vmovdqu64 {128 * half}(%r11),{quarter}" for half, quarter in enumerate(self.quarters)]
         stages = {"u8": self.level_stages, "add": self.sum_stages, "f32": self.float_stages}[self.spec.result]
         return lines + skewed(map(stages, range(self.spec.rows)))
 
@@ -92,6 +95,11 @@ class _Kernel:
     @property
     def widen(self) -> str:
         return f"%zmm{self.spec.blocks + 1}"
+
+    @property
+    def quarters(self) -> tuple[str, str]:
+        """Levels 0..63 and 128..191 of a table."""
+        return f"%zmm{self.spec.blocks + 1}", f"%zmm{self.spec.blocks + 2}"
 
     def float_stages(self, i: int) -> Iterator[list[str]]:
         """Dequantized, the last block under the mask."""
@@ -130,6 +138,9 @@ class _Kernel:
         *stages, packed = levels(row, self.spec.natural, self.spec.guard)
         yield from stages
         gathered = [f"vpermd {row[0]},{self.gather},{row[0]}"] * (len(row) < 4)
+        if self.spec.table:
+            spare = row[1] if len(row) > 1 else f"%zmm{self.spec.blocks + 3}"
+            gathered += looked_up(row[0], spare, "r11", *self.quarters)
         yield [*packed, *gathered, f"vmovdqu8 {row[0]},(%rdx){{%k1}}", f"add {field('out_pixel')},%rdx"]
 
 
@@ -153,4 +164,4 @@ def support() -> str:
     return f'__asm__(\n{text}    ".text\\n");\n'
 
 
-AVX512VNNI = Isa("avx512vnni", TALLEST, True, emit, support(), depthwise512.emit)
+AVX512VNNI = Isa("avx512vnni", TALLEST, True, emit, support(), depthwise512.emit, "has_vbmi()")

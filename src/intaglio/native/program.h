@@ -160,11 +160,20 @@ VBMI static void look_up_vectors(uint8_t* at, int64_t pixels, int64_t apart, int
 }
 #endif
 
+// Whether kernels that look up levels run here.
+static inline int has_vbmi(void) {
+#if defined(__x86_64__)
+    return __builtin_cpu_supports("avx512vbmi");
+#else
+    return 0;
+#endif
+}
+
 // Levels of some channels of pixels `apart` from each other -> what the table has for them, in place.
 static inline void look_up_here(uint8_t* at, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table) {
     if (channels == apart) channels *= pixels, pixels = 1;
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
-    if (__builtin_cpu_supports("avx512vbmi")) {
+    if (has_vbmi()) {
         look_up_vectors(at, pixels, apart, channels, table);
         return;
     }
@@ -195,6 +204,7 @@ struct Tile {
     int64_t mask;              // channels of the panel
     int64_t count;
     int64_t ahead;             // from weights to those that are needed next, which a kernel may prefetch
+    const uint8_t* table;      // of results, for kernels that look them up
 };
 
 typedef void (*TileKernel)(struct Tile*);
@@ -213,7 +223,7 @@ struct Matmul {
     const TileKernel* last_kernels;        // by tile height, the last panel
     int64_t split_channels_below;          // fewer output pixels than this: threads share panels, not pixels
     int64_t chunk_bytes;                   // input that stays in cache while all panels pass over it
-    const uint8_t* table;                  // of results; or null
+    const uint8_t* table;                  // of results, for kernels that do not look them up; or null
 };
 
 enum { WARM = 8192 };          // bytes of results that are looked up while they lie in the first-level cache
@@ -297,6 +307,7 @@ struct DepthwiseTile {
     const struct Limits* limits;
     uint64_t mask;             // channels to write
     int64_t count;
+    const uint8_t* table;      // of results, for kernels that look them up
 };
 
 typedef void (*DepthwiseKernel)(struct DepthwiseTile*);
@@ -308,7 +319,7 @@ struct Depthwise {
     int64_t blocks, block_bytes;
     uint64_t last_mask;
     const DepthwiseKernel *kernels, *last_kernels;   // by rows, then columns, from 1; full blocks, and the last one
-    const uint8_t* table;      // of results; or null
+    const uint8_t* table;      // of results, for kernels that do not look them up; or null
     struct DepthwiseTile tile;
 };
 
