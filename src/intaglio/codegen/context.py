@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable
 from typing import Protocol
@@ -21,6 +22,10 @@ class Kernel(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Output pixels and channels of one call."""
 
 
 class Blob:
@@ -54,6 +59,12 @@ class Context:
         self.kernels: dict[str, Kernel] = {}
         self.index = {placement.value: placement.order for placement in plan.placements}
         self.symbols = plan.graph.symbols()
+
+    def of_step(self) -> Context:
+        """The same program; ``kernels`` are those of one step."""
+        own = copy.copy(self)
+        own.kernels = {}
+        return own
 
     @property
     def graph(self) -> Graph:
@@ -108,7 +119,7 @@ class Context:
         return self.constant(limits(q.zero, low, high, other), "struct Limits")
 
     def use(self, specs: Iterable[Kernel]) -> None:
-        """Microkernels this program calls."""
+        """Microkernels that are called."""
         self.kernels.update({spec.name: spec for spec in specs})
 
     def dims_used(self, text: str) -> list[str]:

@@ -52,6 +52,11 @@ class TileSpec:
         """C symbol, less the instruction set."""
         return f"tile_{self.rows}x{self.blocks}_{self.result}" + "_packed" * self.packed + "_guard" * self.guard
 
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Output pixels and channels."""
+        return self.rows, 16 * self.blocks
+
 
 @dataclass(frozen=True)
 class Isa:
