@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 
 import record
+
 from intaglio.native import limits, machine
 
 SECONDS = 0.05
