@@ -46,14 +46,14 @@ class Blob:
 
     def add(self, array: np.ndarray) -> int:
         """Offset of these bytes."""
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         key = hashlib.sha256(data).digest()
         if key not in self._known:
             self._known[key] = start = self._size
             self._size += data.nbytes + -data.nbytes % ALIGNMENT
             if self._size > len(self._memory):
                 self._memory.resize(2 * self._size)  # what is not written takes no memory
-            self._memory[start : start + data.nbytes] = memoryview(data)
+            self._memory[start : start + data.nbytes] = data
         return self._known[key]
 
     def array(self) -> np.ndarray:
