@@ -10,6 +10,7 @@ import logging
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,6 +58,11 @@ def onnxruntime(model: nn.Module, example: Inputs, calibration: list[Inputs], th
 
 def onnxruntime_int8(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
     """ONNX Runtime, static quantization to u8 activations and per-channel s8 weights in QDQ form."""
+    with tempfile.TemporaryDirectory() as folder:
+        return onnxruntime_call(onnxruntime_int8_file(model, example, calibration, Path(folder)), threads)
+
+
+def onnxruntime_int8_file(model: nn.Module, example: Inputs, calibration: list[Inputs], folder: Path) -> Path:
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -68,15 +74,14 @@ def onnxruntime_int8(model: nn.Module, example: Inputs, calibration: list[Inputs
             inputs = next(self.left, None)
             return None if inputs is None else named(inputs)
 
-    with tempfile.TemporaryDirectory() as folder:
-        source = onnx_file(model, example, Path(folder))
-        clean, target = source.with_name("clean.onnx"), source.with_name("int8.onnx")
-        quant_pre_process(source, clean)
-        quantization.quantize_static(
-            clean, target, Batches(), quant_format=quantization.QuantFormat.QDQ, per_channel=True,
-            activation_type=quantization.QuantType.QUInt8, weight_type=quantization.QuantType.QInt8,
-        )  # fmt: skip
-        return onnxruntime_call(target, threads)
+    source = onnx_file(model, example, folder)
+    clean, target = source.with_name("clean.onnx"), source.with_name("int8.onnx")
+    quant_pre_process(source, clean)
+    quantization.quantize_static(
+        clean, target, Batches(), quant_format=quantization.QuantFormat.QDQ, per_channel=True,
+        activation_type=quantization.QuantType.QUInt8, weight_type=quantization.QuantType.QInt8,
+    )  # fmt: skip
+    return target
 
 
 def openvino(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
@@ -89,14 +94,18 @@ def openvino(model: nn.Module, example: Inputs, calibration: list[Inputs], threa
 
 def openvino_int8(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
     """OpenVINO after NNCF's post-training quantization."""
+    with tempfile.TemporaryDirectory() as folder:
+        return openvino_call(openvino_int8_model(model, example, calibration, Path(folder)), threads)
+
+
+def openvino_int8_model(model: nn.Module, example: Inputs, calibration: list[Inputs], folder: Path) -> Any:
     import nncf
     import openvino as ov
 
     nncf.set_log_level(logging.ERROR)
-    with tempfile.TemporaryDirectory() as folder:
-        source = ov.Core().read_model(onnx_file(model, example, Path(folder)))
-        data = nncf.Dataset([named(inputs) for inputs in calibration])
-        return openvino_call(nncf.quantize(source, data, subset_size=len(calibration)), threads)
+    source = ov.Core().read_model(onnx_file(model, example, folder))
+    data = nncf.Dataset([named(inputs) for inputs in calibration])
+    return nncf.quantize(source, data, subset_size=len(calibration))
 
 
 def intaglio(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:

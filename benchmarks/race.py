@@ -17,6 +17,7 @@ import statistics
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import fresh
 import limits
@@ -65,26 +66,41 @@ def block(call, seconds: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("network", help="resnet18, resnet50, cifar_resnet20, cifar_resnet56 or a torchvision model")
-    parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--image", type=int, default=224)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=1.5)
+    add_options(parser, engines=",".join(ENGINES), rounds=8, seconds=1.5)
+    arguments = parser.parse_args()
+    macs = networks.count_macs(*networks.build(arguments.network, arguments.data, arguments.image))
+    found = measure(arguments, macs)
+    record.append("race", arguments, found)
+    report(arguments, found["engines"], found["limit_ms"], ranked=found["idle"] or arguments.anyway)
+
+
+def add_options(parser: argparse.ArgumentParser, engines: str, rounds: int, seconds: float) -> None:
+    """Those of every race, with these defaults."""
+    parser.add_argument("--engines", type=known_engines, default=engines)
+    parser.add_argument("--image", type=int, default=224)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--seconds", type=float, default=seconds)
     parser.add_argument("--calibration", type=int, default=4, help="batches of random images")
     parser.add_argument("--data", type=Path, help="folder of trained weights, for cifar_resnet20 and -56")
     parser.add_argument("--anyway", action="store_true", help="rank although others use the machine")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.engines.split(",")) - set(ENGINES):
-        parser.error(f"no engine {', '.join(sorted(unknown))}; there are {', '.join(ENGINES)}")
+
+
+def known_engines(text: str) -> str:
+    if unknown := set(text.split(",")) - set(ENGINES):
+        raise argparse.ArgumentTypeError(f"no engine {', '.join(sorted(unknown))}; there are {', '.join(ENGINES)}")
+    return text
+
+
+def measure(arguments: argparse.Namespace, macs: int) -> dict[str, Any]:
+    """The race, the limit of a network of ``macs`` an image, and whether nobody else used the machine."""
     quiet = record.idle()
     results = race(arguments)
     quiet = record.busy() <= record.IDLE and quiet
-    macs = networks.count_macs(*networks.build(arguments.network, arguments.data, arguments.image))
     rates = limits.int8_rates(arguments.threads)
     limit = limits.limit_ms(macs, arguments.batch, rates) if rates else None
-    record.append("race", arguments, {"idle": quiet, "limit_ms": limit, "rates_gmacs": rates, "engines": results})
-    report(arguments, results, limit, ranked=quiet or arguments.anyway)
+    return {"idle": quiet, "limit_ms": limit, "rates_gmacs": rates, "engines": results}
 
 
 def race(arguments: argparse.Namespace) -> dict[str, dict]:

@@ -12,9 +12,9 @@ import torch
 
 import intaglio
 from intaglio import QuantizedModel
-from intaglio.cli import bench, doctor, limits, main
+from intaglio.cli import bench, doctor, main
 from intaglio.cli.show import show
-from intaglio.native import machine
+from intaglio.native import limits, machine
 
 BROUGHT = """
 import torch

@@ -12,11 +12,10 @@ from typing import Any
 from rich.console import RenderableType
 
 from intaglio import config
-from intaglio.cli import limits
 from intaglio.cli.show import Result, facts, table
 from intaglio.codegen import ISAS
 from intaglio.errors import BuildError
-from intaglio.native import machine
+from intaglio.native import limits, machine
 
 BUSY = 0.15
 """Share of the processors that others may use before figures mean little."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import mmap
 import re
 from collections.abc import Iterable
 from typing import Protocol
@@ -14,6 +17,8 @@ from intaglio.ir import Buffer, Dim, Graph, Op, Partition, Plan, Schedule, c_exp
 from intaglio.ir.moves import Strides, strides
 
 ALIGNMENT = 64
+FIRST_BYTES = 1 << 20
+"""Room for constants before there is more."""
 
 
 class Kernel(Protocol):
@@ -22,27 +27,38 @@ class Kernel(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Output pixels and channels of one call."""
+
 
 class Blob:
-    """Constants of a program in one aligned array; equal bytes are stored once."""
+    """Constants of a program in one aligned array; equal bytes are stored once.
+
+    They are written where they stay, into pages that are moved, not copied, when there must be more: weights are never
+    in memory twice.
+    """
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
+        self._memory = mmap.mmap(-1, FIRST_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._known: dict[bytes, int] = {}
         self._size = 0
 
     def add(self, array: np.ndarray) -> int:
         """Offset of these bytes."""
-        data = np.ascontiguousarray(array).tobytes()
-        if data not in self._known:
-            self._known[data] = self._size
-            padded = data + bytes(-len(data) % ALIGNMENT)
-            self._parts.append(padded)
-            self._size += len(padded)
-        return self._known[data]
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        key = hashlib.sha256(data).digest()
+        if key not in self._known:
+            self._known[key] = start = self._size
+            self._size += data.nbytes + -data.nbytes % ALIGNMENT
+            if self._size > len(self._memory):
+                self._memory.resize(2 * self._size)  # what is not written takes no memory
+            self._memory[start : start + data.nbytes] = data
+        return self._known[key]
 
     def array(self) -> np.ndarray:
-        return np.frombuffer(b"".join(self._parts), np.uint8)
+        """All of them; nothing can be added after."""
+        return np.frombuffer(self._memory, np.uint8)[: self._size]
 
 
 class Context:
@@ -54,6 +70,12 @@ class Context:
         self.kernels: dict[str, Kernel] = {}
         self.index = {placement.value: placement.order for placement in plan.placements}
         self.symbols = plan.graph.symbols()
+
+    def of_step(self) -> Context:
+        """The same program; ``kernels`` are those of one step."""
+        own = copy.copy(self)
+        own.kernels = {}
+        return own
 
     @property
     def graph(self) -> Graph:
@@ -115,7 +137,7 @@ class Context:
         return bounds == ((0,), 0, 255) and other == (0,)
 
     def use(self, specs: Iterable[Kernel]) -> None:
-        """Microkernels this program calls."""
+        """Microkernels that are called."""
         self.kernels.update({spec.name: spec for spec in specs})
 
     def dims_used(self, text: str) -> list[str]:

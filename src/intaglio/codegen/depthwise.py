@@ -57,6 +57,11 @@ class DepthwiseSpec:
         return 16 * self.lanes
 
     @property
+    def tile(self) -> tuple[int, int]:
+        """Output pixels and channels."""
+        return self.rows * self.columns, self.channels
+
+    @property
     def rows_read(self) -> int:
         return (self.rows - 1) * self.stride[0] + self.taps[0]
 

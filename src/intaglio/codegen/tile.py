@@ -56,6 +56,11 @@ class TileSpec:
         marks = ("natural", self.natural), ("guard", self.guard), ("table", self.table)
         return f"tile_{self.rows}x{self.blocks}_{self.result}" + "".join(f"_{mark}" for mark, has in marks if has)
 
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Output pixels and channels."""
+        return self.rows, 16 * self.blocks
+
 
 @dataclass(frozen=True)
 class Isa:

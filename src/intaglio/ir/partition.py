@@ -175,14 +175,21 @@ class IslandCall:
 
 @dataclass(frozen=True)
 class StepNote:
-    """A step for readers: partition, kinds of its operators, types, multiply-accumulates of one image; the key of an
-    island."""
+    """A step for readers: partition, kinds of its operators, types, multiply-accumulates of a call; the key of an
+    island; the module its anchor is in.
+
+    ``kernel``: the largest microkernel of the step and ``tile`` its output pixels and channels, else the function that
+    is the step.
+    """
 
     name: str
     kinds: str
     types: str
-    macs: int
+    macs: Dim
     island: str = ""
+    path: str = ""
+    kernel: str = ""
+    tile: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

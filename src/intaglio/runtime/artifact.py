@@ -102,7 +102,9 @@ def open_artifact(program: Program, path: Path) -> Artifact:
 
 
 def aligned(array: np.ndarray, boundary: int = 64) -> np.ndarray:
-    """A copy that starts at a multiple of ``boundary`` bytes."""
+    """The bytes of an array that starts at a multiple of ``boundary`` bytes: its own, or a copy's."""
+    if array.ctypes.data % boundary == 0 and array.flags.c_contiguous:
+        return array.view(np.uint8).ravel()
     memory = np.empty(array.nbytes + boundary, np.uint8)
     start = -memory.ctypes.data % boundary
     result = memory[start : start + array.nbytes]

@@ -171,7 +171,7 @@ def load(path: str | Path) -> Saved:
     """What the file at ``path`` holds. `ArtifactError` when it is damaged, foreign, from another version, or wrong."""
     manifest, members = read(Path(path))
     try:
-        return _decoded(manifest, dict(members))
+        return _decoded(manifest, members)
     except ArtifactError as error:
         raise ArtifactError(
             f"{path}: {error.where}", error.operator, error.problem, remedy=error.remedy or SAVE_AGAIN
@@ -184,6 +184,7 @@ def load(path: str | Path) -> Saved:
 
 
 def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> Saved:
+    """Empties ``members``, so that none is in memory longer than it must."""
     arrays = safetensors.numpy.load(_take(members, "weights.safetensors"))
     numbers = Numbers(arrays.pop(NUMBERS))
     graph = verify(decode_graph(from_json(_take(members, "graph.json")), numbers, arrays), "load")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import time
 import warnings
@@ -16,8 +17,9 @@ from torch import nn
 
 from intaglio import config
 from intaglio.calls import TORCH_DTYPES, bind, dims_of, rebuild
-from intaglio.errors import ArtifactError, InputError
+from intaglio.errors import ArtifactError, BuildError, InputError
 from intaglio.ir import About, Dim, External, Graph, Signature, evaluate
+from intaglio.native.limits import int8_rates
 from intaglio.native.machine import ISA_FLAGS
 from intaglio.runtime import state
 from intaglio.runtime.artifact import Artifact, Layout, Run
@@ -27,6 +29,9 @@ from intaglio.runtime.profile import Clock, Profile, profile_of
 
 PLANS = 16
 """Sets of shapes whose plans and arenas are kept, least recently used out first."""
+
+LIMIT_SECONDS = 0.002
+"""Of one of the repeats that measure the arithmetic limit."""
 
 STAYS = "leave the int8 model as it is, and convert what goes in and what comes out"
 
@@ -217,19 +222,29 @@ class QuantizedModel(nn.Module):
         return texts[stage]
 
     def profile(self, *args: Any, calls: int = 20, **kwargs: Any) -> Profile:
-        """Where the time of a call goes: every step of the program and every float part, the slowest first.
+        """Where the time of a call goes: every step of the program and every float part, the slowest first, with the
+        kernel that runs it and its share of the arithmetic limit; and what a call takes besides.
 
-        The mean of ``calls`` calls after a first one. Between steps all threads wait for each other, so the sum is a
-        little more than an ordinary call takes.
+        Medians of ``calls`` timed calls and of as many without a clock inside, by turns, after a first one. Between
+        timed steps all threads wait for each other, so their sum is a little more than they take of an ordinary call.
+        The limit is measured before and after.
         """
+        if self.signature.written:  # a call writes into its inputs; this one must not
+            args, kwargs = copy.deepcopy((args, kwargs))
         leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
-        shapes, threads = self._shapes_of(leaves), torch.get_num_threads()
-        with torch.no_grad():
-            self._run(leaves, shapes, threads)
-            clock = Clock(len(self.artifact.program.steps), self.islands)
-            for _ in range(calls):
-                self._run(leaves, shapes, threads, clock)
-        return profile_of(self.artifact.program, clock, calls, threads)
+        self(*args, **kwargs)
+        shapes, threads, program = self._shapes_of(leaves), torch.get_num_threads(), self.artifact.program
+        before = _int8_rates(program.isa, threads)
+        clocks, whole = [], []
+        for _ in range(calls):
+            begin = time.perf_counter_ns()
+            self(*args, **kwargs)
+            whole.append(time.perf_counter_ns() - begin)
+            clocks.append(Clock(len(program.steps), self.islands))
+            with torch.no_grad():
+                self._run(leaves, shapes, threads, clocks[-1])
+        rates = max(before, _int8_rates(program.isa, threads), key=sum)
+        return profile_of(program, shapes.symbols, clocks, whole, threads, rates)
 
     def assert_int8(self, macs: float = 1.0) -> None:
         """AssertionError, with the reasons, when a smaller share of the multiply-accumulates runs in int8."""
@@ -349,6 +364,14 @@ class QuantizedModel(nn.Module):
             f"{count} float island{'s' * (count != 1)}, {share.bytes_before / 1e6:.2f} MB -> "
             f"{share.bytes_after / 1e6:.2f} MB, {self.artifact.program.isa}{others})"
         )
+
+
+def _int8_rates(isa: str, threads: int) -> list[float]:
+    """What each of these threads can do at most; nothing on a machine where that cannot be built."""
+    try:
+        return int8_rates(isa, threads, LIMIT_SECONDS)
+    except BuildError:
+        return []
 
 
 def _plain_tensors(signature: Signature) -> int:

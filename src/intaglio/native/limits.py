@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,10 @@ SECONDS = 0.02
 SMALLEST_READ, LARGEST_READ = 64 << 20, 1 << 30
 SLICE = 8 << 20
 """Bytes each core reads at least when all read at once: more than its own caches hold."""
+
+
+Counter = Callable[[float], float]
+"""About how many seconds -> G multiply-accumulates a second of the thread that calls."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +101,16 @@ PUBLIC double intaglio_%s(long rounds) {
 
 def chosen() -> dict[str, Probe]:
     """Kind -> the best probe of this CPU; kinds without one are missing."""
+    return {probe.kind: probe for probe in reversed(_able())}
+
+
+def _able() -> list[Probe]:
+    """The probes this CPU runs, best first."""
     try:
         flags = machine.read_flags(machine.CPUINFO.read_text())
     except OSError:
-        return {}
-    able = [probe for probe in PROBES if probe.isa in machine.isas() and probe.flags <= flags]
-    return {probe.kind: probe for probe in reversed(able)}
+        return []
+    return [probe for probe in PROBES if probe.isa in machine.isas() and probe.flags <= flags]
 
 
 def source(probes: dict[str, Probe]) -> str:
@@ -123,18 +132,48 @@ def measure(cores: int) -> dict[str, Any]:
     library = load(build(source(probes), name="doctor", isa=isa))
     result: dict[str, Any] = {"int8": None, "fp32": None}
     for kind, probe in probes.items():
-        rate = _counting(getattr(library, f"intaglio_{kind}"), probe)
-        result[kind] = {"with": probe.instruction, **_rates(rate, cores)}
+        count = _counting(library, probe)
+        result[kind] = {"with": probe.instruction, **_rates(lambda *_, count=count: _best(count, SECONDS), cores)}
     result["memory"] = {"with": "one stream a core", **_rates(_reading(library, cores), cores)}
     return result
 
 
-def _counting(function: Any, probe: Probe) -> Callable[[int, int], float]:
-    """G multiply-accumulates a second of a thread."""
+def int8_rates(isa: str, threads: int, seconds: float = SECONDS) -> list[float]:
+    """G multiply-accumulates a second of each of ``threads`` threads that work at once, in int8 with the instructions
+    of ``isa``: the best of some repeats of about ``seconds`` each. Empty where `int8_counter` has none."""
+    count = int8_counter(isa)
+    if count is None:
+        return []
+    with ThreadPoolExecutor(threads) as pool:  # the calls release the interpreter's lock
+        return list(pool.map(lambda _: _best(count, seconds), range(threads)))
+
+
+@cache
+def int8_counter(isa: str) -> Counter | None:
+    """What counts int8 multiply-accumulates of one instruction set; ``None`` if it has no probe, or not on this CPU.
+
+    Raises `BuildError`.
+    """
+    found = [probe for probe in _able() if (probe.kind, probe.isa) == ("int8", isa)]
+    return _counting(load(build(source({"int8": found[0]}), name="limit", isa=isa)), found[0]) if found else None
+
+
+def _counting(library: Any, probe: Probe) -> Counter:
+    """The loop of a probe, as many rounds of it as fill a time."""
+    function = getattr(library, f"intaglio_{probe.kind}")
     function.restype, function.argtypes = ctypes.c_double, (ctypes.c_long,)
     trial = 10_000
-    rounds = max(int(trial * SECONDS / max(function(trial), 1e-9)), trial)
-    return lambda core, sharing: max(rounds * probe.macs / function(rounds) for _ in range(REPEATS)) / 1e9
+    per_round = min(function(trial) for _ in range(3)) / trial
+
+    def count(seconds: float) -> float:
+        rounds = max(int(seconds / max(per_round, 1e-12)), trial)
+        return rounds * probe.macs / function(rounds) / 1e9
+
+    return count
+
+
+def _best(count: Counter, seconds: float) -> float:
+    return max(count(seconds) for _ in range(REPEATS))
 
 
 def _reading(library: Any, cores: int) -> Callable[[int, int], float]:

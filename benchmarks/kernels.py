@@ -1,0 +1,270 @@
+"""Every microkernel of an instruction set alone, against the measured peak: how much of it each tile reaches.
+
+    python benchmarks/kernels.py                          the best instruction set of this CPU
+    python benchmarks/kernels.py --isa avx2 --only "tile_4x1_u8"
+    python benchmarks/kernels.py --only "depthwise*"
+
+One thread; inputs, weights and results stay in the first two levels of cache. A kernel is called as programs call it,
+through `matmul` and `depthwise` of native/program.h, for sums over --bytes activations. Blocks of it and of the loop on
+registers that gives the peak take turns; the best block of each counts. A cycle is a third of the time of a dependent
+multiplication of integers, measured in the same turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import fnmatch
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, product
+from typing import Any
+
+import numpy as np
+import record
+from rich.console import Console
+from rich.table import Table
+
+from intaglio.codegen import ISAS, Isa, TileSpec
+from intaglio.codegen.context import limits
+from intaglio.codegen.depthwise import DepthwiseSpec, depthwise_checks, pack_depthwise, tallest
+from intaglio.codegen.tile import layout_checks
+from intaglio.native.compile import build, load
+from intaglio.native.limits import int8_counter
+from intaglio.native.machine import isas
+
+TAPS, STRIDES = (3, 5, 7), (1, 2)
+"""Of the depthwise kernels that are timed: the tallest tile of each."""
+CHANNELS = 64
+"""Of a depthwise block."""
+INPUT_BYTES = 128 << 10
+"""Of activations a call reads at most, so that they and as many weights fit the second level."""
+MOST_TILES = 32
+SECONDS = 0.001
+"""Of one block."""
+
+SOURCE = """
+#define PUBLIC extern "C" __attribute__((visibility("default")))
+
+static double seconds() {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+// Dependent multiplications of 64-bit integers take three cycles each on every x86-64 of the last ten years.
+PUBLIC double kernels_multiply(int64_t count) {
+    uint64_t value = 3;
+    const double start = seconds();
+    for (int64_t i = 0; i < count; i += 8)
+        __asm__ volatile("imul %0, %0; imul %0, %0; imul %0, %0; imul %0, %0;"
+                         "imul %0, %0; imul %0, %0; imul %0, %0; imul %0, %0" : "+r"(value));
+    return seconds() - start;
+}
+
+// One panel of channels over one line of pixels, of `bytes` activations each; `size` pixels by channels are a tile.
+PUBLIC double kernels_matmul(int64_t kernel, const int64_t* v, int64_t calls) {
+    const int64_t pixels = v[0], channels = v[1], bytes = v[2], item = v[3], rows = v[4];
+    struct Matmul m = {};
+    m.in = image((uint8_t*)v[5], 1, 1, pixels, bytes, 0, 0);
+    m.out = image((uint8_t*)v[6], 1, 1, pixels, channels * item, 0, 0);
+    m.stride_y = m.stride_x = m.panels = m.flat = 1;
+    m.blocks = channels / 16, m.out_bytes = item, m.rows = rows, m.last_mask = 0xffff, m.chunk_bytes = 1 << 20;
+    m.kernels = m.last_kernels = tiles[kernel];
+    m.tile.a_pixel = bytes, m.tile.tap_rows = m.tile.taps = 1, m.tile.run = bytes / 4;
+    m.tile.b = (const int8_t*)v[7], m.tile.bias = (const int32_t*)v[8], m.tile.factor = (const float*)v[9];
+    m.tile.limits = (const struct Limits*)v[10], m.tile.out_pixel = channels * item, m.tile.mask = 0xffff;
+    if (v[11]) {
+        m.other = image((uint8_t*)v[11], 1, 1, pixels, channels, 0, 0);
+        m.tile.other_pixel = channels, m.tile.other_factor = (const float*)v[9];
+    }
+    const double start = seconds();
+    for (int64_t i = 0; i < calls; ++i) matmul(&m, 0, 1);
+    return seconds() - start;
+}
+
+// One block of channels over an image of `height` by `width` results.
+PUBLIC double kernels_depthwise(int64_t kernel, const int64_t* v, int64_t calls) {
+    const int64_t height = v[0], width = v[1], channels = v[2], stride = v[3], taps = v[4], rows = v[5], columns = v[6];
+    struct Depthwise d = {};
+    d.in = image((uint8_t*)v[7], 1, (height - 1) * stride + taps, (width - 1) * stride + taps, channels, 0, 0);
+    d.out = image((uint8_t*)v[8], 1, height, width, channels, 0, 0);
+    d.stride_y = d.stride_x = stride, d.dilation_y = d.blocks = 1, d.taps_y = taps, d.rows = rows, d.columns = columns;
+    d.kernels = d.last_kernels = depthwise_tiles[kernel], d.last_mask = d.tile.mask = ~0ull;
+    d.tile.weights = (const int8_t*)v[9], d.tile.bias = (const int32_t*)v[10], d.tile.factor = (const float*)v[11];
+    d.tile.limits = (const struct Limits*)v[12];
+    const double start = seconds();
+    for (int64_t i = 0; i < calls; ++i) depthwise(&d, 0, 1);
+    return seconds() - start;
+}
+"""
+
+Timer = Callable[[int], float]
+"""Calls -> seconds they took."""
+
+
+class Memory:
+    """Arrays that C++ reads by address, kept while they are needed. Random, so that no value is a special case."""
+
+    def __init__(self) -> None:
+        self._draw, self._kept = np.random.default_rng(0), list[np.ndarray]()
+
+    def random(self, size: int, kind: type[np.generic], low: int, high: int) -> int:
+        return self.hold(self._draw.integers(low, high, size).astype(kind))
+
+    def hold(self, array: np.ndarray) -> int:
+        """Address of a copy at a multiple of 64, with room behind it that kernels may read."""
+        memory = np.zeros(array.nbytes + 192, np.uint8)
+        start = -memory.ctypes.data % 64
+        memory[start : start + array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
+        self._kept.append(memory)
+        return memory.ctypes.data + start
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel on one problem: ``bytes`` summed over for each result, results of a call, the memory it works on."""
+
+    kernel: str
+    bytes: int
+    outputs: int
+    time: Timer
+    memory: Memory
+
+    @property
+    def macs(self) -> int:
+        return self.outputs * self.bytes
+
+
+def depthwise_specs(isa: Isa) -> list[DepthwiseSpec]:
+    return [tallest((k, k), (s, s)) for k, s in product(TAPS, STRIDES)] if isa.depthwise else []
+
+
+def sizes(spec: TileSpec | DepthwiseSpec) -> list[TileSpec | DepthwiseSpec]:
+    """The kernels of a table that programs hand to `matmul` or `depthwise`: every size up to this one, in its order."""
+    if isinstance(spec, TileSpec):
+        return [replace(spec, rows=rows) for rows in range(1, spec.rows + 1)]
+    shapes = product(range(1, spec.rows + 1), range(1, spec.columns + 1))
+    return [replace(spec, rows=rows, columns=columns) for rows, columns in shapes]
+
+
+def source(isa: Isa, tiles: Sequence[TileSpec], depthwise: Sequence[DepthwiseSpec]) -> str:
+    kernels = {one.name: one for spec in (*tiles, *depthwise) for one in sizes(spec)}
+    return "\n".join([
+        '#include "program.h"', layout_checks() + depthwise_checks(), isa.support,
+        *[isa.print(spec) for spec in kernels.values()],
+        *table("TileKernel", "tiles", [["0", *(one.name for one in sizes(spec))] for spec in tiles]),
+        *table("DepthwiseKernel", "depthwise_tiles", [[one.name for one in sizes(spec)] for spec in depthwise]),
+        SOURCE,
+    ])  # fmt: skip
+
+
+def table(kind: str, name: str, rows: list[list[str]]) -> Iterator[str]:
+    """C++ array of arrays of kernels."""
+    for index, row in enumerate(rows):
+        yield f"static const {kind} {name}{index}[] = {{{', '.join(row)}}};"
+    yield f"static const {kind}* const {name}[] = {{{', '.join(f'{name}{i}' for i in range(len(rows))) or 0}}};"
+
+
+def tile_case(library: Any, index: int, spec: TileSpec, summed: int) -> Case:
+    (rows, channels), memory = spec.tile, Memory()
+    tiles = max(1, min(MOST_TILES, INPUT_BYTES // (rows * summed)))
+    pixels, item = rows * tiles, 4 if spec.result == "f32" else 1
+    values = [
+        pixels, channels, summed, item, rows, memory.random(pixels * summed, np.uint8, 0, 256),
+        memory.random(pixels * channels * item, np.uint8, 0, 1), memory.random(summed * channels, np.int8, -127, 128),
+        memory.random(channels, np.int32, -4000, 4000), memory.hold(np.full(channels, 2.0**-12, np.float32)),
+        memory.hold(limits(128, 0, 255, 128)),
+        memory.random(pixels * channels, np.uint8, 0, 256) if spec.result == "add" else 0,
+    ]  # fmt: skip
+    return Case(spec.name, summed, pixels * channels, timer(library.kernels_matmul, index, values), memory)
+
+
+def depthwise_case(library: Any, index: int, spec: DepthwiseSpec) -> Case:
+    taps, stride, memory = spec.taps[0], spec.stride[0], Memory()
+    height, width = 2 * spec.rows, 4 * spec.columns
+    weight = np.random.default_rng(1).integers(-127, 128, (CHANNELS, 1, taps, taps)).astype(np.int8)
+    inputs = ((height - 1) * stride + taps) * ((width - 1) * stride + taps) * CHANNELS
+    values = [
+        height, width, CHANNELS, stride, taps, spec.rows, spec.columns, memory.random(inputs, np.uint8, 0, 256),
+        memory.random(height * width * CHANNELS, np.uint8, 0, 1), memory.hold(pack_depthwise(weight, spec)),
+        memory.random(CHANNELS, np.int32, -4000, 4000), memory.hold(np.full(CHANNELS, 2.0**-12, np.float32)),
+        memory.hold(limits(128, 0, 255, 0)),
+    ]  # fmt: skip
+    timed = timer(library.kernels_depthwise, index, values)
+    return Case(spec.name, taps * taps, height * width * CHANNELS, timed, memory)
+
+
+def timer(function: Any, index: int, values: list[int]) -> Timer:
+    given = (ctypes.c_int64 * len(values))(*values)
+    function.restype, function.argtypes = ctypes.c_double, (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+    return lambda calls: function(index, given, calls)
+
+
+def measure(case: Case, peak: Callable[[float], float], multiply: Timer, rounds: int) -> dict[str, Any]:
+    """Best blocks by turns: G MACs a second, share of the peak, cycles for 64 results."""
+    calls = repeats(case.time)
+    multiplications = 8 * repeats(lambda count: multiply(8 * count))
+    best_peak, best, cycle = 0.0, np.inf, np.inf
+    for _ in range(rounds):
+        best_peak = max(best_peak, peak(SECONDS))
+        best = min(best, case.time(calls) / calls)
+        cycle = min(cycle, multiply(multiplications) / multiplications / 3)
+    rate = case.macs / best / 1e9
+    cycles = best / cycle * 64 / case.outputs
+    return {"kernel": case.kernel, "bytes": case.bytes, "gmacs": rate, "peak": best_peak, "share": rate / best_peak,
+            "cycles_per_64": cycles}  # fmt: skip
+
+
+def repeats(time: Timer) -> int:
+    """Calls that fill a block."""
+    trial = 8
+    time(trial)
+    return max(1, int(SECONDS / (time(trial) / trial)))
+
+
+def report(isa: str, results: list[dict[str, Any]], lengths: Sequence[int]) -> Table:
+    """A line a kernel; of tiles a group of columns for every number of bytes."""
+    drawn = Table(title=f"{isa}, one thread: share of the peak, cycles for 64 results")
+    drawn.add_column("kernel", no_wrap=True)
+    for length in (*lengths, *["taps"] * any(one["kernel"].startswith("depthwise") for one in results)):
+        drawn.add_column(str(length), justify="right", no_wrap=True)
+    by_kernel: dict[str, dict[int, str]] = {}
+    for one in results:
+        figures = f"{100 * one['share']:.0f} %, {one['cycles_per_64']:.0f}"
+        by_kernel.setdefault(one["kernel"], {})[one["bytes"]] = figures
+    for kernel, found in by_kernel.items():
+        own = list(found.values()) if kernel.startswith("depthwise") else []
+        drawn.add_row(kernel, *(("" if own else found.get(length, "")) for length in lengths), *own)
+    return drawn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    able = [name for name in isas() if name in ISAS and int8_counter(name)]
+    parser.add_argument("--isa", choices=able, default=able[0] if able else None)
+    parser.add_argument("--only", default="*", help="names of kernels, with * and ?")
+    parser.add_argument("--bytes", type=lambda text: [int(part) for part in text.split(",")], default=[64, 256, 2304])
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    if not able:
+        raise SystemExit("this CPU has neither AVX512-VNNI nor AVX2; there is no peak to compare with")
+    quiet, isa = record.idle(), ISAS[arguments.isa]
+    tiles = [spec for spec in isa.specs() if fnmatch.fnmatch(spec.name, arguments.only)]
+    depthwise = [spec for spec in depthwise_specs(isa) if fnmatch.fnmatch(spec.name, arguments.only)]
+    library = load(build(source(isa, tiles, depthwise), name=f"kernels_{isa.name}", isa=isa.name))
+    library.kernels_multiply.restype, library.kernels_multiply.argtypes = ctypes.c_double, (ctypes.c_int64,)
+    numbered = product(enumerate(tiles), arguments.bytes)
+    cases = (tile_case(library, index, spec, summed) for (index, spec), summed in numbered)
+    more = (depthwise_case(library, index, spec) for index, spec in enumerate(depthwise))
+    peak, multiply = int8_counter(isa.name), library.kernels_multiply
+    results = [measure(case, peak, multiply, arguments.rounds) for case in chain(cases, more)]
+    Console(highlight=False).print(report(isa.name, results, arguments.bytes))
+    print(f"peak: {max(one['peak'] for one in results):.1f} G MACs/s")
+    if not quiet:
+        print("Others used this machine: figures that are not worth quoting.")
+    record.append("kernels", arguments, {"idle": quiet, "kernels": results})
+
+
+if __name__ == "__main__":
+    main()
