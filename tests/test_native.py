@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,16 +28,6 @@ def script(path: Path, body: str) -> Path:
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
     return path
-
-
-@pytest.fixture
-def counting_compiler(tmp_path, monkeypatch):
-    """A compiler that adds a line to the returned file each time it compiles."""
-    log, real = tmp_path / "compiled", shutil.which("g++")
-    log.touch()
-    body = f'[ "$1" = --version ] || echo compiled >> {log}\nexec {real} "$@"'
-    monkeypatch.setenv("CXX", str(script(tmp_path / "counting", body)))
-    return log
 
 
 # ---- machine

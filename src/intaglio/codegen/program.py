@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import prod
 
 from intaglio.codegen import avx2, portable, vnni512
 from intaglio.codegen.context import Context, describe
@@ -26,10 +25,10 @@ from intaglio.codegen.steps import (
     emit_table,
 )
 from intaglio.codegen.tile import Isa, layout_checks
+from intaglio.codegen.work import work_of
 from intaglio.codegen.writer import Code
 from intaglio.ir import (
     External,
-    Graph,
     IslandCall,
     Partition,
     Plan,
@@ -88,21 +87,15 @@ def emit(plan: Plan, isa: str, caches: CacheSizes, name: str, chosen: Mapping[st
     _plan_table(code, plan, context)
     return Program(name, code.text(), isa, context.blob.array(), context.symbols, _externals(plan), _calls(plan),
                    plan.segments(), len(plan.placements), {"schedules": context.schedules},
-                   tuple(_note(step, plan.graph) for step in plan.steps))  # fmt: skip
+                   tuple(_note(step, context) for step in plan.steps))  # fmt: skip
 
 
-def _note(step: Step, graph: Graph) -> StepNote:
+def _note(step: Step, context: Context) -> StepNote:
     """What a table of times says of a step; multiply-accumulates with every free size 1."""
-    partition, work = step.partition, 0
-    anchor = partition.anchor
-    if anchor.kind in PRODUCTS:  # every pixel meets every weight: of the input where that is spread, else of the result
-        spread = anchor.kind.startswith("conv_transpose")
-        shape = graph.types[anchor.inputs[0] if spread else anchor.output].shape
-        sizes = [evaluate(dim, dict.fromkeys(symbols_of(dim), 1)) for dim in shape]
-        channels = sizes[-1] if anchor.kind == "linear" else sizes[1]
-        work = prod(sizes) // channels * graph.constants[anchor.inputs[1]].size
-    kinds, key = " + ".join(op.kind for op in partition.ops), anchor.attrs.get("key", "")
-    return StepNote(partition.name, kinds, describe(partition, graph), work, key)
+    partition, work = step.partition, work_of(step, context)
+    macs = evaluate(work.macs, dict.fromkeys(symbols_of(work.macs), 1))
+    kinds, key = " + ".join(op.kind for op in partition.ops), partition.anchor.attrs.get("key", "")
+    return StepNote(partition.name, kinds, describe(partition, context.graph), macs, key, work)
 
 
 def _is_island(step: Step) -> bool:

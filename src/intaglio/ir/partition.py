@@ -171,15 +171,28 @@ class IslandCall:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a step has to do: multiply-accumulates, units that threads divide, about, bytes of activations read and
+    written; the phase and the segment it runs in."""
+
+    macs: Dim = 0
+    units: Dim = 1
+    bytes: Dim = 0
+    phase: int = 0
+    segment: int = 0
+
+
+@dataclass(frozen=True)
 class StepNote:
     """A step for readers: partition, kinds of its operators, types, multiply-accumulates of one image; the key of an
-    island."""
+    island. For the runtime: its work at any free sizes."""
 
     name: str
     kinds: str
     types: str
     macs: int
     island: str = ""
+    work: Work = Work()
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def runtime() -> ctypes.CDLL:
 
 @cache
 def parallel_address() -> int:
-    """Address of ``intaglio_parallel_shared`` (an ``IntaglioParallel`` of pool.h), to be handed to generated programs."""
+    """Address of ``intaglio_parallel_shared`` (an ``IntaglioParallel`` of pool.h), handed to generated programs."""
     address = ctypes.cast(runtime().intaglio_parallel_shared, ctypes.c_void_p).value
     assert address is not None
     return address

@@ -19,7 +19,7 @@ from intaglio.calls import TORCH_DTYPES, bind, dims_of, rebuild
 from intaglio.errors import ArtifactError, InputError
 from intaglio.ir import About, Dim, External, Graph, Signature, evaluate
 from intaglio.native.machine import ISA_FLAGS
-from intaglio.runtime import state
+from intaglio.runtime import state, threads
 from intaglio.runtime.artifact import Artifact, Layout, Run
 from intaglio.runtime.coverage import Coverage
 from intaglio.runtime.files import Example, Library, Saved, digest_of, exact_values, example_of, library_of, save
@@ -46,10 +46,10 @@ class _Frame:
 
     def read(self, index: int, tensor: torch.Tensor) -> None:
         """Let entry ``index`` of the table of the caller's tensors be this one, to be read."""
-        strides = tensor.stride()[-5:]
+        first, axes = 5 * index, min(tensor.dim(), 5)
         self.external[index] = tensor.data_ptr()
         self.bytes[index] = tensor.dtype is torch.uint8
-        self.strides[5 * index : 5 * index + len(strides)] = strides
+        self.strides[first : first + axes] = [*tensor.stride()[-5:]]
 
 
 class _Shapes:
@@ -59,8 +59,16 @@ class _Shapes:
         self.artifact, self.symbols = artifact, symbols
         self.layout = artifact.plan(symbols)
         self.frames: list[_Frame] = []
+        self._shares: dict[int, tuple[int, ...]] = {}
         self.written = [(e.value, *_lies(e, symbols)) for e in artifact.program.externals if e.written]
         self.read = {e.value: _logical(e, symbols) for e in artifact.program.externals if not e.written}
+
+    def shares(self, allowed: int) -> tuple[int, ...]:
+        """Threads of every segment, when so many are allowed."""
+        found = self._shares.get(allowed)
+        if found is None:
+            found = self._shares[allowed] = threads.shares(self.artifact.program, self.symbols, allowed)
+        return found
 
 
 def _lies(external: External, symbols: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -97,9 +105,10 @@ class _Read:
 
 
 class QuantizedModel(nn.Module):
-    """Runs an int8 program; takes and returns what the float model did. Threads follow ``torch.set_num_threads``.
+    """Runs an int8 program; takes and returns what the float model did.
 
-    Any number of Python threads may call it at once. It has no gradients and no training mode.
+    It uses at most as many threads as ``torch.set_num_threads`` says, and fewer where more would gain nothing. Any
+    number of Python threads may call it at once; they divide the cores. It has no gradients and no training mode.
     """
 
     def __init__(
@@ -168,7 +177,7 @@ class QuantizedModel(nn.Module):
         return found
 
     def _run(
-        self, leaves: Sequence[torch.Tensor], shapes: _Shapes, threads: int, clock: Clock | None = None
+        self, leaves: Sequence[torch.Tensor], shapes: _Shapes, allowed: int, clock: Clock | None = None
     ) -> dict[str, torch.Tensor]:
         values = dict(zip(self._inputs, leaves, strict=True))
         try:
@@ -176,7 +185,7 @@ class QuantizedModel(nn.Module):
         except IndexError:
             frame = _Frame(shapes.artifact, shapes.layout)
         frame.run.times = clock.steps if clock else None
-        kept = []
+        kept, shares = [], shapes.shares(allowed)
         for segment, calls in self._calls.items():
             if calls:
                 for call in calls:
@@ -202,7 +211,7 @@ class QuantizedModel(nn.Module):
                     tensor = entry.readable(values[entry.value])
                     frame.read(entry.index, tensor)
                     kept.append(tensor)
-            shapes.artifact.run(frame.run, segment, threads)
+            shapes.artifact.run(frame.run, segment, shares[segment])
         if len(shapes.frames) < PLANS:
             shapes.frames.append(frame)
         return values
