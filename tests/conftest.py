@@ -3,7 +3,8 @@
 import difflib
 import os
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,14 @@ def fixed_seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def as_many_threads_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models run on one thread, whatever PyTorch is told; in tests they share their steps like large ones."""
+    from intaglio.runtime import threads
+
+    monkeypatch.setattr(threads, "shares", lambda program, symbols, allowed: (allowed,) * program.segments)
+
+
 @pytest.fixture
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder that is intaglio's cache during the test."""
@@ -37,6 +46,26 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("INTAGLIO_CACHE_DIR", str(folder))
     return folder
+
+
+@pytest.fixture
+def counting_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that adds a line to the returned file each time it compiles."""
+    log, compiler = tmp_path / "compiled", tmp_path / "counting"
+    log.touch()
+    text = f'[ "$1" = --version ] || echo compiled >> {log}\nexec {shutil.which("g++")} "$@"'
+    compiler.write_text(f"#!/bin/sh\n{text}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    return log
+
+
+@pytest.fixture
+def many_threads() -> Iterator[Callable[[int], None]]:
+    """``torch.set_num_threads``, until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -245,6 +245,19 @@ CASES: dict[str, tuple[str, ...]] = {
         "test_cases_backend.py::test_backend_32_weights_belong_to_the_model_that_was_made_from_them",
         "test_cases_backend.py::test_backend_32_a_second_call_packs_nothing",
         "test_cases_backend.py::test_backend_32_a_cache_without_room_gives_the_same_bits",
+        "test_cases_backend.py::test_backend_32_a_cleared_cache_is_filled_again",
+    ),
+    "backend 33": (
+        "test_cases_backend.py::test_backend_33_threads_that_compile_and_call_at_once_get_what_one_gets",
+        "test_cases_backend.py::test_backend_33_one_plan_for_each_set_of_shapes_however_many_ask",
+        "test_model.py::test_eight_threads_with_different_shapes_get_what_one_gets",
+        "test_model.py::test_two_models_run_at_once",
+        "test_native.py::test_jobs_of_several_callers_run_at_once",
+    ),
+    "backend 34": (
+        "test_cases_backend.py::test_backend_34_another_number_of_threads_for_every_call",
+        "test_model.py::test_the_number_of_threads_may_change_between_calls_and_exceed_the_cores",
+        "test_threads.py::test_calls_run_on_the_number_chosen",
     ),
     "backend 40": (
         "test_cases_operators.py::test_backend_40_sums_in_every_order_with_alpha_and_with_the_operand_of_the_conv",

@@ -1,5 +1,8 @@
 """Conformance cases of the native backend, by number; 24, 25 and 40 are in test_cases_operators.py."""
 
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -182,3 +185,64 @@ def test_backend_32_a_cache_without_room_gives_the_same_bits(fresh_cache, monkey
     x = torch.randn(3, 16)
     for _ in range(2):
         assert torch.equal(intaglio.compile(lowered, isa="portable")(x), lowered(x))
+
+
+def test_backend_32_a_cleared_cache_is_filled_again(fresh_cache):
+    """Case 32: clear. A model that runs keeps its program; the next one is built anew."""
+    _, lowered = compiled(nets.Linears)
+    x = torch.randn(3, 16)
+    first = intaglio.compile(lowered, isa="portable")
+    shutil.rmtree(fresh_cache / "kernels")
+    second = intaglio.compile(lowered, isa="portable")
+    assert second.artifact.path.exists()
+    assert_same((first(x), second(x)), (lowered(x),) * 2)
+
+
+CALLERS = 8
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_backend_33_threads_that_compile_and_call_at_once_get_what_one_gets(
+    threads, fresh_cache, many_threads, counting_compiler
+):
+    """Case 33: one text, compiled once however many ask; two models in between, shapes of their own."""
+    many_threads(threads)
+    pair = (nets.Residual, nets.ConvThenUnsupported)
+    graphs = [compiled(net)[1] for net in pair]
+    inputs = [(i % 2, nets.example(pair[i % 2](), 1 + i % 5, i)) for i in range(5 * CALLERS)]
+    expected, before = [graphs[which](x) for which, x in inputs], len(counting_compiler.read_text().split())
+    with ThreadPoolExecutor(CALLERS) as pool:
+        models = list(pool.map(lambda i: intaglio.compile(graphs[i % 2], isa="portable"), range(CALLERS)))
+        assert_same(list(pool.map(lambda call: models[call[0]](call[1]), inputs)), expected)
+    assert len(counting_compiler.read_text().split()) - before == len({model.artifact.path for model in models}) == 2
+
+
+def test_backend_33_one_plan_for_each_set_of_shapes_however_many_ask():
+    """Case 33: calls of one set of shapes share its plan, and no two calls at once share memory."""
+    lowered = compiled(nets.Residual)[1]
+    model, inputs = intaglio.compile(lowered), [nets.example(nets.Residual(), 1 + i % 3, i) for i in range(60)]
+    for x in inputs[:3]:
+        model(x)
+    plans = dict(model._shapes)
+    with ThreadPoolExecutor(CALLERS) as pool:
+        assert_same(list(pool.map(model, inputs)), [lowered(x) for x in inputs])
+    assert dict(model._shapes) == plans
+    for plan in plans.values():
+        assert len({frame.arena.data_ptr() for frame in plan.frames}) == len(plan.frames) <= CALLERS
+
+
+@pytest.mark.parametrize("net", [nets.Residual, nets.ConvThenUnsupported], ids=lambda net: net.__name__)
+def test_backend_34_another_number_of_threads_for_every_call(net, many_threads):
+    """Case 34: more than there are cores among them, while another thread calls too."""
+    model, lowered = compiled(net)
+    x = nets.example(net(), 3)
+    expected = lowered(x)
+
+    def call(threads: int) -> Tensor:
+        many_threads(threads)
+        return model(x)
+
+    counts = [1, 2, 3, 7, 64, 2, 1, 5]
+    assert_same([call(count) for count in counts], [expected] * len(counts))
+    with ThreadPoolExecutor(2) as pool:
+        assert_same(list(pool.map(call, counts * 5)), [expected] * 5 * len(counts))

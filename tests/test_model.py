@@ -17,14 +17,6 @@ from intaglio.runtime import QuantizedModel
 from intaglio.runtime.model import PLANS
 from models import assert_same, compiled, picture
 
-
-@pytest.fixture
-def many_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 # ---- threads and processes
 
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,16 +28,6 @@ def script(path: Path, body: str) -> Path:
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
     return path
-
-
-@pytest.fixture
-def counting_compiler(tmp_path, monkeypatch):
-    """A compiler that adds a line to the returned file each time it compiles."""
-    log, real = tmp_path / "compiled", shutil.which("g++")
-    log.touch()
-    body = f'[ "$1" = --version ] || echo compiled >> {log}\nexec {real} "$@"'
-    monkeypatch.setenv("CXX", str(script(tmp_path / "counting", body)))
-    return log
 
 
 # ---- machine
@@ -231,9 +220,11 @@ def test_a_library_that_does_not_load_is_a_build_error(tmp_path):
 
 BODIES = """
 #include "pool.h"
+#include <sched.h>
 #define BODY extern "C" __attribute__((visibility("default"))) void
 struct Nested { IntaglioParallel parallel; int calls, threads; };
 struct Rounds { int rounds, broken; };
+struct Meeting { int there, awaited; };
 static IntaglioBarrier barrier;
 static int32_t arrivals;
 
@@ -257,6 +248,11 @@ BODY meet(void* context, int thread, int threads) {
     intaglio_barrier_wait(&barrier, threads);
     if (thread == 0) arrivals = 0;
 }
+BODY attend(void* context, int thread, int threads) {
+    Meeting* meeting = (Meeting*)context;
+    if (thread == 0) __atomic_fetch_add(&meeting->there, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&meeting->there, __ATOMIC_SEQ_CST) < meeting->awaited) sched_yield();
+}
 """
 
 
@@ -266,6 +262,10 @@ class Nested(ctypes.Structure):
 
 class Rounds(ctypes.Structure):
     _fields_ = (("rounds", ctypes.c_int), ("broken", ctypes.c_int))
+
+
+class Meeting(ctypes.Structure):
+    _fields_ = (("there", ctypes.c_int), ("awaited", ctypes.c_int))
 
 
 @pytest.fixture(scope="module")
@@ -305,6 +305,37 @@ def test_python_threads_share_the_pool(bodies):
     with ThreadPoolExecutor(6) as pool:
         results = list(pool.map(lambda n: [marks(bodies, n % 4 + 1) for _ in range(100)], range(12)))
     assert all(found == [[n % 4 + 1] * (n % 4 + 1)] * 100 for n, found in enumerate(results))
+
+
+def test_jobs_of_several_callers_run_at_once(bodies):
+    meeting = Meeting(awaited=4)  # none of them ends before all have begun
+    callers = [threading.Thread(target=parallel, args=(bodies.attend, meeting, 3)) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert meeting.there == 4
+    assert marks(bodies, 3) == [3, 3, 3]
+
+
+def test_programs_that_run_at_once_divide_the_cores(bodies):
+    def shared(body, context, threads: int) -> None:
+        library.runtime().intaglio_parallel_shared(ctypes.cast(body, library.BODY), ctypes.byref(context), threads)
+
+    asked, meeting = 8, Meeting(awaited=2)
+    counts = [(ctypes.c_int * asked)() for _ in range(3)]
+    shared(bodies.mark, counts[0], asked)
+    other = threading.Thread(target=shared, args=(bodies.attend, meeting, 2))
+    other.start()
+    while not meeting.there:
+        time.sleep(0.001)
+    shared(bodies.mark, counts[1], asked)
+    meeting.there = 2
+    other.join()
+    shared(bodies.mark, counts[2], asked)
+    part = min(asked, max(1, len(os.sched_getaffinity(0)) // 2))
+    assert list(counts[0]) == list(counts[2]) == [asked] * asked
+    assert list(counts[1]) == [part] * part + [0] * (asked - part)
 
 
 @pytest.mark.parametrize("threads", [2, 3, 16])

@@ -1,6 +1,7 @@
 """Calls of `QuantizedModel`: inputs in any memory, results with their structure, refusals."""
 
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -47,6 +48,30 @@ def test_inputs_of_any_strides_are_read_as_they_are(view):
     before = x.clone()
     assert_same(model(x), lowered(before.resolve_neg()))
     assert torch.equal(x, before)
+
+
+FORMS = {
+    "dense": lambda x: x,
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "bytes": lambda x: (x * 64 + 128).to(torch.uint8),
+    "bytes, channels last": lambda x: (x * 64 + 128).to(torch.uint8, memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_the_program_reads_the_memory_of_the_caller(form):
+    model, x = of_images(), form(picture())
+    model(x)
+    (frame,) = model._shapes_of([x]).frames
+    (entry,) = model._reads
+    assert frame.external[entry.index] == x.data_ptr()
+    assert tuple(frame.strides[5 * entry.index : 5 * entry.index + 4]) == x.stride()
+
+
+@cache
+def of_images() -> intaglio.QuantizedModel:
+    image, net = intaglio.Image(0.5, 0.5), nets.randomize(nets.ConvBnRelu())
+    return intaglio.quantize(net, [picture()], input=image, progress=False)
 
 
 def test_rows_of_any_strides_are_read_as_they_are():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import prod
 
 from intaglio.codegen import avx2, portable, vnni512
 from intaglio.codegen.context import Context, describe
@@ -26,11 +25,10 @@ from intaglio.codegen.steps import (
     emit_table,
 )
 from intaglio.codegen.tile import Isa, layout_checks
+from intaglio.codegen.work import work_of
 from intaglio.codegen.writer import Code
 from intaglio.ir import (
-    Dim,
     External,
-    Graph,
     IslandCall,
     Partition,
     Plan,
@@ -38,7 +36,6 @@ from intaglio.ir import (
     Schedule,
     Step,
     StepNote,
-    numel,
 )
 from intaglio.ir.moves import MOVES
 from intaglio.ir.verify import PRODUCTS
@@ -97,26 +94,15 @@ def emit(plan: Plan, isa: str, caches: CacheSizes, name: str, chosen: Mapping[st
 
 
 def _note(index: int, step: Step, context: Context) -> StepNote:
-    """What a table of times says of a step, after it was printed."""
+    """What a table of times and the runtime are told of a step, after it was printed."""
     partition, graph = step.partition, context.graph
     kinds, key = " + ".join(op.kind for op in partition.ops), partition.anchor.attrs.get("key", "")
     largest = max(context.kernels.values(), key=lambda kernel: prod(kernel.tile), default=None)
     path, types = partition.anchor.origin.path, describe(partition, graph)
-    about = partition.name, kinds, types, _macs(partition, graph), key, path
+    about = partition.name, kinds, types, work_of(step, context), key, path
     if largest is not None:
         return StepNote(*about, largest.name, largest.tile)
     return StepNote(*about, "" if _is_island(step) else _symbol(index, step))
-
-
-def _macs(partition: Partition, graph: Graph) -> Dim:
-    """Multiply-accumulates: every pixel meets every weight, of the input where that is spread, else of the result."""
-    anchor = partition.anchor
-    if anchor.kind not in PRODUCTS:
-        return 0
-    spread = anchor.kind.startswith("conv_transpose")
-    shape = graph.types[anchor.inputs[0] if spread else anchor.output].shape
-    pixels = numel(shape[:-1]) if anchor.kind == "linear" else shape[0] * numel(shape[2:])
-    return pixels * graph.constants[anchor.inputs[1]].size
 
 
 def _is_island(step: Step) -> bool:

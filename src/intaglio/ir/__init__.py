@@ -13,6 +13,7 @@ from intaglio.ir.partition import (
     Schedule,
     Step,
     StepNote,
+    Work,
     lies,
 )
 from intaglio.ir.text import graph_text, partitions_text
@@ -48,6 +49,7 @@ __all__ = [
     "StepNote",
     "TensorType",
     "VerifyError",
+    "Work",
     "c_expression",
     "evaluate",
     "fresh",

@@ -174,9 +174,21 @@ class IslandCall:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a step has to do: multiply-accumulates, units that threads divide, about, bytes of activations read and
+    written; the phase and the segment it runs in."""
+
+    macs: Dim = 0
+    units: Dim = 1
+    bytes: Dim = 0
+    phase: int = 0
+    segment: int = 0
+
+
+@dataclass(frozen=True)
 class StepNote:
-    """A step for readers: partition, kinds of its operators, types, multiply-accumulates of a call; the key of an
-    island; the module its anchor is in.
+    """A step for readers and for the runtime: partition, kinds of its operators, types, its work; the key of an island;
+    the module its anchor is in.
 
     ``kernel``: the largest microkernel of the step and ``tile`` its output pixels and channels, else the function that
     is the step.
@@ -185,7 +197,7 @@ class StepNote:
     name: str
     kinds: str
     types: str
-    macs: Dim
+    work: Work = Work()
     island: str = ""
     path: str = ""
     kernel: str = ""

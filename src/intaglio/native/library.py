@@ -29,6 +29,7 @@ class NativeExtrema(ctypes.Structure):
 _ARRAY, _COUNT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 SIGNATURES = {
     "intaglio_parallel": (BODY, ctypes.c_void_p, _INT),
+    "intaglio_parallel_shared": (BODY, ctypes.c_void_p, _INT),
     "intaglio_extrema": (_ARRAY, _COUNT, _INT, ctypes.POINTER(NativeExtrema)),
     "intaglio_channel_extrema": (_ARRAY, _COUNT, _COUNT, _COUNT, _INT, _ARRAY, _ARRAY),
     "intaglio_dyadic_histogram": (_ARRAY, _COUNT, _INT, _ARRAY, _INT),
@@ -52,7 +53,7 @@ def runtime() -> ctypes.CDLL:
 
 @cache
 def parallel_address() -> int:
-    """Address of ``intaglio_parallel`` (type ``IntaglioParallel`` of pool.h), to be handed to generated programs."""
-    address = ctypes.cast(runtime().intaglio_parallel, ctypes.c_void_p).value
+    """Address of ``intaglio_parallel_shared`` (an ``IntaglioParallel`` of pool.h), handed to generated programs."""
+    address = ctypes.cast(runtime().intaglio_parallel_shared, ctypes.c_void_p).value
     assert address is not None
     return address

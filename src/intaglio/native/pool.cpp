@@ -1,9 +1,8 @@
 // The thread pool. Workers are made when first needed, spin briefly for the next job, then sleep on a futex; each has
-// its own ticket, so a job wakes only the workers it uses. Jobs of several callers run one after another.
+// its own ticket, so a job wakes only the workers it uses. Callers hire idle workers, so their jobs run side by side.
 #include "pool.h"
 
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 #include <time.h>
 
@@ -14,25 +13,31 @@ constexpr int64_t kSpinNanoseconds = 100000;
 constexpr size_t kStackBytes = 8 << 20;
 constexpr unsigned kDefaultFloatMode = 0x1f80;  // round to nearest even, denormals kept, no traps
 
-struct alignas(64) Worker {
-    uint32_t ticket;  // number of the last job given to this worker
-    uint32_t asleep;
-};
-
 struct Job {
     IntaglioBody body;
     void* context;
     int threads;
+    alignas(64) uint32_t pending;  // workers that have not finished it
+    uint32_t caller_asleep;
 };
 
-pthread_mutex_t callers = PTHREAD_MUTEX_INITIALIZER;  // held by the caller whose job runs
+struct alignas(64) Worker {
+    uint32_t ticket;  // number of the last job given to this worker
+    uint32_t asleep;
+    int thread;  // its part of that job
+    Job* job;  // lies in the first of the job's workers, so that a late look at it finds memory
+    Worker* next;  // of the idle ones, or of one job
+    Job own;
+};
+
+pthread_mutex_t pool = PTHREAD_MUTEX_INITIALIZER;  // held while workers are hired and let go
 Worker workers[kMaxWorkers];
+Worker* idle;  // those that worked last come first: they may still be awake
 int worker_count;
-int cores;
-Job job;
-alignas(64) uint32_t pending;  // workers that have not finished the job
-uint32_t caller_asleep;
+uint32_t callers;  // inside intaglio_parallel_shared
+thread_local Worker* hired;
 thread_local bool inside;
+thread_local uint32_t sharing;  // how often this thread is inside intaglio_parallel_shared
 
 // The float mode is the caller's business (torch.set_flush_denormal); results here must not depend on it.
 unsigned swap_float_mode(unsigned mode) {
@@ -70,8 +75,7 @@ void wait(uint32_t* word, uint32_t* asleep, bool may_spin, Done done) {
 }
 
 void* work(void* argument) {
-    int index = int(intptr_t(argument));
-    Worker& self = workers[index];
+    Worker& self = *static_cast<Worker*>(argument);
     uint32_t seen = 0;
     bool may_spin = true;
     swap_float_mode(kDefaultFloatMode);
@@ -79,23 +83,18 @@ void* work(void* argument) {
     for (;;) {
         wait(&self.ticket, &self.asleep, may_spin, [&](uint32_t ticket) { return ticket != seen; });
         ++seen;
-        may_spin = job.threads <= cores;
-        job.body(job.context, index + 1, job.threads);
-        if (__atomic_sub_fetch(&pending, 1, __ATOMIC_SEQ_CST) == 0 && __atomic_load_n(&caller_asleep, __ATOMIC_SEQ_CST))
-            intaglio_wake(&pending, 1);
+        Job& job = *self.job;
+        may_spin = job.threads <= intaglio_cores();
+        job.body(job.context, self.thread, job.threads);
+        if (__atomic_sub_fetch(&job.pending, 1, __ATOMIC_SEQ_CST) == 0 &&
+            __atomic_load_n(&job.caller_asleep, __ATOMIC_SEQ_CST))
+            intaglio_wake(&job.pending, 1);
     }
 }
 
-int available_cores() {
-    cpu_set_t set;
-    return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-}
-
-// Grows the pool towards `wanted` workers; returns how many there are for this job.
-int ensure_workers(int wanted) {
-    if (wanted > kMaxWorkers) wanted = kMaxWorkers;
-    if (worker_count >= wanted) return wanted;
-    cores = available_cores();
+// Makes workers until `wanted` are idle, as far as the system allows; `there` are. Returns how many there are then.
+int ensure_idle(int wanted, int there) {
+    if (there >= wanted) return wanted;
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);  // signals stay with the threads of Python
@@ -103,35 +102,70 @@ int ensure_workers(int wanted) {
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, kStackBytes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    while (worker_count < wanted) {
+    for (; there < wanted && worker_count < kMaxWorkers; ++there) {
         pthread_t thread;
-        workers[worker_count] = Worker{};
-        if (pthread_create(&thread, &attributes, work, reinterpret_cast<void*>(intptr_t(worker_count))) != 0) break;
+        Worker* made = &workers[worker_count];
+        *made = Worker{};
+        if (pthread_create(&thread, &attributes, work, made) != 0) break;
         ++worker_count;
+        made->next = idle;
+        idle = made;
     }
     pthread_attr_destroy(&attributes);
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    return worker_count < wanted ? worker_count : wanted;
+    return there;
+}
+
+// Takes up to `wanted` idle workers into `hired`; returns how many.
+int hire(int wanted) {
+    pthread_mutex_lock(&pool);
+    int there = 0;
+    for (Worker* worker = idle; worker && there < wanted; worker = worker->next) ++there;
+    const int count = ensure_idle(wanted, there);
+    Worker** end = &idle;
+    for (int i = 0; i < count; ++i) end = &(*end)->next;
+    hired = count ? idle : nullptr;
+    idle = *end;
+    *end = nullptr;
+    pthread_mutex_unlock(&pool);
+    return count;
+}
+
+void let_go() {
+    if (!hired) return;
+    pthread_mutex_lock(&pool);
+    Worker* last = hired;
+    while (last->next) last = last->next;
+    last->next = idle;
+    idle = hired;
+    pthread_mutex_unlock(&pool);
+    hired = nullptr;
 }
 
 void run(IntaglioBody body, void* context, int threads) {
-    int helpers = ensure_workers(threads - 1);
-    job = Job{body, context, helpers + 1};
-    __atomic_store_n(&pending, uint32_t(helpers), __ATOMIC_RELEASE);
-    for (int i = 0; i < helpers; ++i) {
-        __atomic_add_fetch(&workers[i].ticket, 1, __ATOMIC_SEQ_CST);
-        if (__atomic_load_n(&workers[i].asleep, __ATOMIC_SEQ_CST)) intaglio_wake(&workers[i].ticket, 1);
+    const int helpers = hire(threads - 1);
+    if (!helpers) return body(context, 0, 1);
+    Job& job = hired->own;
+    job = Job{body, context, helpers + 1, uint32_t(helpers), 0};
+    int thread = 0;
+    for (Worker* worker = hired; worker; worker = worker->next) {
+        worker->thread = ++thread;
+        worker->job = &job;
+        __atomic_add_fetch(&worker->ticket, 1, __ATOMIC_SEQ_CST);
+        if (__atomic_load_n(&worker->asleep, __ATOMIC_SEQ_CST)) intaglio_wake(&worker->ticket, 1);
     }
     body(context, 0, helpers + 1);
-    wait(&pending, &caller_asleep, helpers < cores, [](uint32_t left) { return left == 0; });
+    wait(&job.pending, &job.caller_asleep, helpers < intaglio_cores(), [](uint32_t left) { return left == 0; });
+    let_go();
 }
 
 // A child of fork has no workers, and the mutex may have been held by a thread it does not have.
 void forget_workers() {
-    pthread_mutex_init(&callers, nullptr);
-    if (inside) pthread_mutex_lock(&callers);  // forked from a body: intaglio_parallel will unlock it
+    pthread_mutex_init(&pool, nullptr);
+    if (hired) hired->own.pending = 0;  // forked from a body: nobody else will finish the job
+    hired = idle = nullptr;
     worker_count = 0;
-    pending = caller_asleep = 0;
+    callers = sharing;
 }
 
 __attribute__((constructor)) void watch_fork() { pthread_atfork(nullptr, nullptr, forget_workers); }
@@ -139,17 +173,28 @@ __attribute__((constructor)) void watch_fork() { pthread_atfork(nullptr, nullptr
 }  // namespace
 
 // Runs body(context, t, n) for t in 0..n-1, t = 0 on the calling thread, and returns when all are done. n is `threads`,
-// or less when the system gives no more threads, or 1 when called from inside a body.
+// or less when the system gives no more threads, or 1 when called from inside a body. Several callers run at once, each
+// with workers of its own.
 extern "C" __attribute__((visibility("default"))) void intaglio_parallel(IntaglioBody body, void* context, int threads) {
     unsigned before = swap_float_mode(kDefaultFloatMode);
     if (inside || threads <= 1) {
         body(context, 0, 1);
     } else {
-        pthread_mutex_lock(&callers);
         inside = true;
         run(body, context, threads);
         inside = false;
-        pthread_mutex_unlock(&callers);
     }
     swap_float_mode(before);
+}
+
+// The same among callers that run at once: they divide the cores, for threads that wait for one without a core would
+// slow all of them down. One who is alone gets `threads`.
+extern "C" __attribute__((visibility("default"))) void intaglio_parallel_shared(IntaglioBody body, void* context,
+                                                                                int threads) {
+    const int others = int(__atomic_fetch_add(&callers, 1, __ATOMIC_RELAXED));
+    const int part = others ? intaglio_cores() / (others + 1) : threads;
+    ++sharing;
+    intaglio_parallel(body, context, part < threads ? part : threads);
+    --sharing;
+    __atomic_fetch_sub(&callers, 1, __ATOMIC_RELAXED);
 }

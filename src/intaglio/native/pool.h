@@ -28,6 +28,20 @@ static inline void intaglio_wake(uint32_t* word, int sleepers) {
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, sleepers, NULL, NULL, 0);
 }
 
+// Cores that the calling thread may use, counted once a library; 1 if the system does not say.
+static inline int intaglio_cores(void) {
+    static int counted;
+    int cores = __atomic_load_n(&counted, __ATOMIC_RELAXED);
+    if (cores) return cores;
+    unsigned long mask[128];  // 8192 processors; the system fills as many bytes as it has
+    const long bytes = syscall(SYS_sched_getaffinity, 0, sizeof mask, mask);
+    for (long i = 0; i < bytes / (long)sizeof mask[0]; ++i)
+        for (unsigned long left = mask[i]; left; left &= left - 1) ++cores;
+    if (!cores) cores = 1;
+    __atomic_store_n(&counted, cores, __ATOMIC_RELAXED);
+    return cores;
+}
+
 // Ready when zeroed. `arrived` and `phase` are written by different threads at different times, hence a line each.
 struct __attribute__((aligned(64))) IntaglioBarrier {
     uint32_t arrived;
@@ -38,8 +52,8 @@ struct __attribute__((aligned(64))) IntaglioBarrier {
 
 enum { INTAGLIO_BARRIER_SPINS = 2000 };
 
-// Returns when `threads` threads have called it. Spins for some tens of microseconds at most, then sleeps, so a
-// thread that shares its core with the one it waits for does not hold it up.
+// Returns when `threads` threads have called it. Spins for some tens of microseconds at most, then sleeps; sleeps at
+// once where threads share cores, as spinning would only hold up the thread that is waited for.
 static inline void intaglio_barrier_wait(struct IntaglioBarrier* barrier, int threads) {
     if (threads <= 1) return;
     uint32_t phase = __atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE);
@@ -49,7 +63,8 @@ static inline void intaglio_barrier_wait(struct IntaglioBarrier* barrier, int th
         if (__atomic_load_n(&barrier->sleepers, __ATOMIC_SEQ_CST)) intaglio_wake(&barrier->phase, INT32_MAX);
         return;
     }
-    for (int spin = 0; spin < INTAGLIO_BARRIER_SPINS; ++spin) {
+    const int spins = threads <= intaglio_cores() ? INTAGLIO_BARRIER_SPINS : 0;
+    for (int spin = 0; spin < spins; ++spin) {
         if (__atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE) != phase) return;
         intaglio_pause();
     }

@@ -21,7 +21,7 @@ from intaglio.errors import ArtifactError, BuildError, InputError
 from intaglio.ir import About, Dim, External, Graph, Signature, evaluate
 from intaglio.native.limits import int8_rates
 from intaglio.native.machine import ISA_FLAGS
-from intaglio.runtime import state
+from intaglio.runtime import state, threads
 from intaglio.runtime.artifact import Artifact, Layout, Run
 from intaglio.runtime.coverage import Coverage
 from intaglio.runtime.files import Example, Library, Saved, digest_of, exact_values, example_of, library_of, save
@@ -49,12 +49,12 @@ class _Frame:
         memory = start + -start % 64, artifact.constants.ctypes.data
         self.run = Run(layout.dims, layout.offsets, *memory, self.external, self.strides, None, self.bytes)
 
-    def point(self, index: int, tensor: torch.Tensor) -> None:
-        """Let entry ``index`` of the table of the caller's tensors be this one."""
+    def read(self, index: int, tensor: torch.Tensor) -> None:
+        """Let entry ``index`` of the table of the caller's tensors be this one, to be read."""
+        first, axes = 5 * index, min(tensor.dim(), 5)
         self.external[index] = tensor.data_ptr()
         self.bytes[index] = tensor.dtype is torch.uint8
-        for axis, stride in enumerate(tensor.stride()[-5:], start=5 * index):
-            self.strides[axis] = stride
+        self.strides[first : first + axes] = [*tensor.stride()[-5:]]
 
 
 class _Shapes:
@@ -64,14 +64,24 @@ class _Shapes:
         self.artifact, self.symbols = artifact, symbols
         self.layout = artifact.plan(symbols)
         self.frames: list[_Frame] = []
-        self.outputs = {e.value: _sizes(e, symbols) for e in artifact.program.externals if e.written}
+        self._shares: dict[int, tuple[int, ...]] = {}
+        self.written = [(e.value, *_lies(e, symbols)) for e in artifact.program.externals if e.written]
         self.read = {e.value: _logical(e, symbols) for e in artifact.program.externals if not e.written}
 
+    def shares(self, allowed: int) -> tuple[int, ...]:
+        """Threads of every segment, when so many are allowed."""
+        found = self._shares.get(allowed)
+        if found is None:
+            found = self._shares[allowed] = threads.shares(self.artifact.program, self.symbols, allowed)
+        return found
 
-def _sizes(external: External, symbols: Mapping[str, int]) -> tuple[int, ...]:
-    """Shape to allocate: memory order, so images have channels last."""
+
+def _lies(external: External, symbols: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides to allocate: dense, images with channels last."""
     sizes = _logical(external, symbols)
-    return (sizes[0], *sizes[2:], sizes[1]) if _is_image(external) else sizes
+    image = _is_image(external)
+    dense = torch.empty((sizes[0], *sizes[2:], sizes[1]) if image else sizes, device="meta")
+    return sizes, (dense.movedim(-1, 1) if image else dense).stride()
 
 
 def _is_image(external: External) -> bool:
@@ -82,20 +92,28 @@ def _logical(external: External, symbols: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(evaluate(dim, symbols) for dim in external.shape)
 
 
-def _readable(tensor: torch.Tensor, external: External, bytes_too: bool) -> torch.Tensor:
-    """The tensor with its values in memory: of any strides where each axis is read by its own, else dense."""
-    known = TORCH_DTYPES.get(external.dtype, tensor.dtype)
-    if tensor.dtype is not known and not (bytes_too and tensor.dtype is torch.uint8):
-        problem = f"element type {tensor.dtype}; the program reads {external.dtype}"
-        raise InputError(f"%{external.value}", None, problem, remedy="leave the types of its float parts as they are")
-    tensor = tensor.resolve_neg()
-    return tensor if tensor.dim() < 5 or _is_image(external) else tensor.contiguous()
+class _Read:
+    """An entry of the table of the caller's tensors that the program reads, and how."""
+
+    def __init__(self, index: int, external: External, bytes_too: bool) -> None:
+        self.index, self.external, self.bytes_too = index, external, bytes_too
+        self.value, self.dtype, self.strided = external.value, TORCH_DTYPES.get(external.dtype), _is_image(external)
+
+    def readable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor with its values in memory: of any strides where each axis is read by its own, else dense."""
+        known = tensor.dtype is self.dtype or self.dtype is None or (self.bytes_too and tensor.dtype is torch.uint8)
+        if not known:
+            problem = f"element type {tensor.dtype}; the program reads {self.external.dtype}"
+            raise InputError(f"%{self.value}", None, problem, remedy="leave the types of its float parts as they are")
+        tensor = tensor.resolve_neg()
+        return tensor if self.strided or tensor.dim() < 5 else tensor.contiguous()
 
 
 class QuantizedModel(nn.Module):
-    """Runs an int8 program; takes and returns what the float model did. Threads follow ``torch.set_num_threads``.
+    """Runs an int8 program; takes and returns what the float model did.
 
-    Any number of Python threads may call it at once. It has no gradients and no training mode.
+    It uses at most as many threads as ``torch.set_num_threads`` says, and fewer where more would gain nothing. Any
+    number of Python threads may call it at once; they divide the cores. It has no gradients and no training mode.
     """
 
     def __init__(
@@ -120,12 +138,12 @@ class QuantizedModel(nn.Module):
         self.island_dims = {key: dims for key, (_, dims) in islands.items()}
         self._inputs, self._outputs = graph.inputs, graph.outputs
         self._byte_inputs = graph.byte_inputs()
-        self._bytes = {graph.inputs[index] for index in self._byte_inputs}
-        program = artifact.program
+        self._results = sum(output.value is not None for output in signature.outputs)
+        self._overwritten = [[entry.leaf for entry in signature.inputs].index(leaf) for leaf in signature.written]
+        program, in_bytes = artifact.program, {graph.inputs[index] for index in self._byte_inputs}
         self._index = {external.value: i for i, external in enumerate(program.externals)}
         self._written = {e.value: TORCH_DTYPES[e.dtype] for e in program.externals if e.written}
-        self._images = {e.value for e in program.externals if _is_image(e)}
-        self._read = [e for e in program.externals if not e.written]
+        self._reads = [_Read(self._index[e.value], e, e.value in in_bytes) for e in program.externals if not e.written]
         self._calls = {s: [call for call in program.calls if call.after_segment == s] for s in range(program.segments)}
         self._shapes: OrderedDict[Any, _Shapes] = OrderedDict()
         self._plain = _plain_tensors(signature)
@@ -139,13 +157,11 @@ class QuantizedModel(nn.Module):
         with torch.no_grad():
             values = self._run(leaves, shapes, torch.get_num_threads())
             results = [self._returned(values[name], leaves) for name in self._outputs]
-            count = sum(output.value is not None for output in self.signature.outputs)
-            for (leaf, _), result in zip(self.signature.written.items(), results[count:], strict=True):
-                position = next(i for i, entry in enumerate(self.signature.inputs) if entry.leaf == leaf)
+            for position, result in zip(self._overwritten, results[self._results :], strict=True):
                 leaves[position].copy_(result)
-        if self._plain and count == 1 and self.signature.out_tree.is_leaf():
+        if self._plain and self._results == 1 and self.signature.out_tree.is_leaf():
             return results[0]
-        return rebuild(self.signature, tuple(results[:count]), shapes.symbols)
+        return rebuild(self.signature, tuple(results[: self._results]), shapes.symbols)
 
     def _is_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         return 0 < len(args) == self._plain and not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
@@ -158,14 +174,15 @@ class QuantizedModel(nn.Module):
             found = _Shapes(self.artifact, dims_of(self.signature, list(leaves), self._byte_inputs))
         # Without a lock, which a forked child could inherit held: each of these steps is atomic.
         self._shapes[key] = found
-        with contextlib.suppress(KeyError):
-            self._shapes.move_to_end(key)
-            while len(self._shapes) > PLANS:
-                self._shapes.popitem(last=False)
+        if len(self._shapes) > 1:
+            with contextlib.suppress(KeyError):
+                self._shapes.move_to_end(key)
+                while len(self._shapes) > PLANS:
+                    self._shapes.popitem(last=False)
         return found
 
     def _run(
-        self, leaves: Sequence[torch.Tensor], shapes: _Shapes, threads: int, clock: Clock | None = None
+        self, leaves: Sequence[torch.Tensor], shapes: _Shapes, allowed: int, clock: Clock | None = None
     ) -> dict[str, torch.Tensor]:
         values = dict(zip(self._inputs, leaves, strict=True))
         try:
@@ -173,7 +190,7 @@ class QuantizedModel(nn.Module):
         except IndexError:
             frame = _Frame(shapes.artifact, shapes.layout)
         frame.run.times = clock.steps if clock else None
-        kept = []
+        kept, shares = [], shapes.shares(allowed)
         for segment, calls in self._calls.items():
             if calls:
                 for call in calls:
@@ -189,17 +206,17 @@ class QuantizedModel(nn.Module):
                             raise InputError(f"%{name}", None, problem, remedy="leave its float parts as they are")
                     values.update(zip(call.outputs, results, strict=True))
                 continue
-            for name, sizes in shapes.outputs.items():
+            for name, sizes, strides in shapes.written:
                 if name not in values:
-                    memory = torch.empty(sizes, dtype=self._written[name], device="cpu")
-                    frame.point(self._index[name], memory)
-                    values[name] = memory.movedim(-1, 1) if name in self._images else memory
-            for external in self._read:
-                if external.value in values:
-                    tensor = _readable(values[external.value], external, external.value in self._bytes)
-                    frame.point(self._index[external.value], tensor)
+                    made = torch.empty_strided(sizes, strides, dtype=self._written[name], device="cpu")
+                    frame.external[self._index[name]] = made.data_ptr()
+                    values[name] = made
+            for entry in self._reads:
+                if entry.value in values:
+                    tensor = entry.readable(values[entry.value])
+                    frame.read(entry.index, tensor)
                     kept.append(tensor)
-            shapes.artifact.run(frame.run, segment, threads)
+            shapes.artifact.run(frame.run, segment, shares[segment])
         if len(shapes.frames) < PLANS:
             shapes.frames.append(frame)
         return values

@@ -146,7 +146,7 @@ def profile_of(
     parts = []
     for index, step in enumerate(program.steps):
         spent = [clock.islands[step.island] if step.island else clock.steps[index] for clock in clocks]
-        microseconds, macs = median(spent) / 1e3, evaluate(step.macs, symbols)
+        microseconds, macs = median(spent) / 1e3, evaluate(step.work.macs, symbols)
         of_limit = _rate(macs, microseconds) / limit if limit and macs else None
         about = step.path, step.kernel, step.tile, of_limit, bool(step.island)
         parts.append(Part(step.name, step.kinds, step.types, microseconds, macs, *about))

@@ -1,0 +1,32 @@
+"""What a step has to do, over the free sizes; the runtime decides by it how many threads run a stretch."""
+
+from __future__ import annotations
+
+from intaglio.codegen.context import Context
+from intaglio.ir import Dim, Partition, Step, Work, lies, numel
+from intaglio.ir.verify import PRODUCTS
+
+
+def work_of(step: Step, context: Context) -> Work:
+    partition, types = step.partition, context.graph.types
+    read = [name for name in partition.reads() if name not in context.graph.constants]
+    moved: Dim = 0
+    for kind in (types[name] for name in (*read, *partition.ops[-1].outputs)):
+        moved = moved + numel(kind.shape) * kind.dtype.bytes
+    if partition.anchor.kind in PRODUCTS:
+        return Work(*_product(partition, context), moved, step.phase, step.segment)
+    value = partition.ops[-1].outputs[0]
+    images, lines, _, _ = lies(types[value].shape, value in context.plan.rows)
+    return Work(0, images * lines, moved, step.phase, step.segment)
+
+
+def _product(partition: Partition, context: Context) -> tuple[Dim, Dim]:
+    """Multiply-accumulates, and tiles of all panels. Every pixel meets every weight: of the input where that is spread,
+    else of the result."""
+    anchor, schedule = partition.anchor, context.schedules[partition.output]
+    weight = context.graph.constants[anchor.inputs[1]]
+    spread = anchor.kind.startswith("conv_transpose")
+    shape = context.graph.types[anchor.inputs[0] if spread else anchor.output].shape
+    pixels = numel(shape[:-1] if anchor.kind == "linear" else (shape[0], *shape[2:]))
+    tiles = (pixels + (schedule.tile_rows - 1)) // schedule.tile_rows
+    return pixels * weight.size, tiles * -(-weight.shape[0] // (16 * schedule.tile_columns))
