@@ -17,7 +17,7 @@ from torch import nn
 from intaglio import config
 from intaglio.calls import TORCH_DTYPES, bind, dims_of, rebuild
 from intaglio.errors import ArtifactError, InputError
-from intaglio.ir import About, Dim, External, Graph, Signature, evaluate
+from intaglio.ir import About, Dim, External, Graph, Schedule, Signature, evaluate
 from intaglio.native.machine import ISA_FLAGS
 from intaglio.runtime import state
 from intaglio.runtime.artifact import Artifact, Layout, Run
@@ -104,11 +104,13 @@ class QuantizedModel(nn.Module):
         example: Example | None = None,
         libraries: Mapping[str, Library] | None = None,
         remake: Callable[[QuantizedModel, Graph], QuantizedModel] | None = None,
+        schedules: Mapping[str, Mapping[str, Schedule]] | None = None,
     ) -> None:
         """``graph`` is what the program was made of: files hold it. ``libraries``: for other instruction sets.
-        ``remake``: makes a model like this one around a graph with other numbers."""
+        ``remake``: makes a model like this one around a graph with other numbers. ``schedules``: those a search chose,
+        by instruction set and output value."""
         super().__init__()
-        self._remake = remake
+        self._remake, self.schedules = remake, dict(schedules or {})
         self.graph, self.example, self.libraries = graph, example, dict(libraries or {})
         self.artifact, self.signature, self.coverage, self.about = artifact, signature, coverage, about
         self.islands = nn.ModuleDict({key: module for key, (module, _) in islands.items()})
@@ -255,7 +257,9 @@ class QuantizedModel(nn.Module):
             built = {**self.libraries, program.isa: library_of(program, self.artifact.library_bytes())}
             libraries = {isa: built[isa] for isa in ISA_FLAGS if isa in built}
         islands = {key: (module, self.island_dims[key]) for key, module in self.islands.items()}
-        saved = Saved(self.graph, self.signature, islands, self.coverage, self.about, libraries, stored)
+        saved = Saved(
+            self.graph, self.signature, islands, self.coverage, self.about, libraries, stored, self.schedules
+        )  # fmt: skip
         save(saved, path, config.VERSION)
 
     def verify(self) -> None:
