@@ -61,9 +61,9 @@ def quantize(
     batch). ``recipe``: a `Recipe`, its entries as a mapping, or the path of its TOML file. ``skip`` and ``only`` are
     selectors (`Recipe`). ``input``: what the bytes of images stand for (an `Image`; of several inputs, a mapping by
     name), so that uint8 images are taken too. ``samples`` stops calibration after that many. ``dynamic_shapes`` as
-    torch.export takes them (default: the batch is free). ``isa`` and ``tune`` as in `compile`, but that ``tune=True`` measures
-    with one image (entry) of the example inputs. The model is never changed. Raises an `IntaglioError` that says what
-    to do.
+    torch.export takes them (default: the batch is free). ``isa`` and ``tune`` as in `compile`; ``tune=True`` measures
+    with the first entry of the example inputs' batch. The model is never changed. Raises an `IntaglioError` that says
+    what to do.
     """
     kwargs: dict[str, Any] = {}
     if example_inputs is None:

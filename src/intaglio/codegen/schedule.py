@@ -149,7 +149,7 @@ def _geometry(partition: Partition, plan: Plan, sizes: Mapping[str, int]) -> Geo
         read=read,
         written=written,
         halos=tuple(root.halo for root in roots),
-        pixels_apart=tuple(root.channels() for root in roots),
+        pixels_apart=tuple(evaluate(root.lies()[3], sizes) for root in roots),
     )
 
 

@@ -16,6 +16,7 @@ from intaglio import config
 from intaglio.codegen import GENERATOR, ISAS, Geometry, misfit
 from intaglio.ir import Schedule
 from intaglio.native import machine
+from intaglio.runtime.encode import whole
 
 ENTRY_BYTES = 4096
 """A small file takes a block of the disk."""
@@ -52,11 +53,11 @@ class Memory:
         path = self.path(geometry)
         try:
             entry = json.loads(path.read_text(encoding="utf-8"))
-            schedule = Schedule(**entry["schedule"])
+            schedule = Schedule(**{name: whole(value) for name, value in entry["schedule"].items()})
             problem = misfit(schedule, ISAS[self.isa]) if entry["key"] == self.key(geometry) else "another layer's"
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:
             logger.warning("%s holds no schedule, the layer is timed again: %s", path, problem)
