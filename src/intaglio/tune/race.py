@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -23,16 +24,18 @@ from intaglio.native import machine
 from intaglio.runtime import QuantizedModel
 from intaglio.tune.memory import Memory
 
-ROUNDS = range(3, 31)
+ROUNDS = range(2, 31)
 """Turns of every program in a race: at least the first, and until `SECONDS` are over or the last."""
-SECONDS = 4.0
+SECONDS = 3.0
 MARGIN = 0.98
 """A schedule is taken instead of the analytic one if its layers take less than this part of the time."""
 
 logger = logging.getLogger("intaglio")
 
 Tensors = Sequence[torch.Tensor]
-Times = dict[tuple[Geometry, Schedule], float]
+Halves = tuple[float, float]
+"""Least microseconds of even turns and of odd turns: how far they are apart is noise."""
+Times = dict[tuple[Geometry, Schedule], Halves]
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,10 @@ class _Task:
 def search(lowered: Lowered, isa: str, inputs: Tensors) -> dict[str, Schedule]:
     """Output value -> schedule, of the layers for which another than the analytic one is faster with these inputs.
 
-    Tiles are tried first; then, with the best tile, how the work is divided. A candidate stands in all layers at once,
-    and the program's own clock says what each layer took, so a race needs a handful of programs however many layers
-    there are. What is found is remembered on disk, and layers that are remembered are not timed again.
+    Tiles are tried first; then, with the best tile, how the work is divided; then the best of these alone against the
+    analytic one, because the least of several noisy times is too small. A candidate stands in all layers at once, and
+    the program's own clock says what each layer took, so a race needs a handful of programs however many layers there
+    are. What is found is remembered on disk, and layers that are remembered are not timed again.
     """
     symbols = dims_of(lowered.signature, list(inputs), lowered.graph.byte_inputs())
     planned, table, threads = plan(lowered.graph), ISAS[isa], torch.get_num_threads()
@@ -64,13 +68,15 @@ def search(lowered: Lowered, isa: str, inputs: Tensors) -> dict[str, Schedule]:
     if new:
         began = time.perf_counter()
         task = _Task(lowered, isa, layers, known, call_of(lowered.signature, inputs))
-        first = {layer: [start[layer], *shapes(start[layer], layer, table)] for layer in new}
-        best = fastest(first, _race(task, first))
-        second = {
-            layer: list(dict.fromkeys([start[layer], tile, *refinements(tile, layer, caches, threads)]))
-            for layer, tile in best.items()
-        }
-        found = fastest(second, _race(task, second))
+        found = {layer: start[layer] for layer in new}
+        races: tuple[Callable[[Geometry, Schedule], Sequence[Schedule]], ...] = (
+            lambda layer, best: shapes(best, layer, table),
+            lambda layer, best: (best, *refinements(best, layer, caches, threads)),
+            lambda layer, best: (best,),
+        )
+        for tried in races:
+            candidates = {layer: list(dict.fromkeys([start[layer], *tried(layer, found[layer])])) for layer in new}
+            found = fastest(candidates, _race(task, candidates))
         memory.remember(found)
         known |= found
         changed = sum(found[layer] != start[layer] for layer in new)
@@ -80,11 +86,12 @@ def search(lowered: Lowered, isa: str, inputs: Tensors) -> dict[str, Schedule]:
 
 
 def fastest(candidates: Mapping[Geometry, Sequence[Schedule]], times: Times) -> dict[Geometry, Schedule]:
-    """The candidate with the least time; the first of them unless another beats it by the margin."""
+    """The candidate with the least time among those that beat the first by more than noise and the margin, or it."""
     found = {}
     for layer, options in candidates.items():
-        best = min(options, key=lambda schedule: times[layer, schedule])
-        found[layer] = best if times[layer, best] < MARGIN * times[layer, options[0]] else options[0]
+        limit = MARGIN * min(times[layer, options[0]])
+        faster = [schedule for schedule in options if max(times[layer, schedule]) < limit]
+        found[layer] = min(faster, key=lambda schedule: sum(times[layer, schedule]), default=options[0])
     return found
 
 
@@ -95,7 +102,7 @@ def _race(task: _Task, candidates: Mapping[Geometry, Sequence[Schedule]]) -> Tim
     """
     count = max(map(len, candidates.values()))
     if count == 1:
-        return {(layer, options[0]): 0.0 for layer, options in candidates.items()}
+        return {(layer, options[0]): (0.0, 0.0) for layer, options in candidates.items()}
     variants = []
     for index in range(count):
         taken = {layer: options[index if index < len(options) else 0] for layer, options in candidates.items()}
@@ -107,30 +114,32 @@ def _race(task: _Task, candidates: Mapping[Geometry, Sequence[Schedule]]) -> Tim
     for variant, spent in zip(variants, best_times(programs, task.call), strict=True):
         sums: Times = {}
         for value, layer in task.layers.items():
-            key = layer, variant[value]
-            sums[key] = sums.get(key, 0.0) + spent[value]
-        times |= {key: min(total, times.get(key, total)) for key, total in sums.items()}
+            (even, odd), (more_even, more_odd) = sums.get((layer, variant[value]), (0.0, 0.0)), spent[value]
+            sums[layer, variant[value]] = even + more_even, odd + more_odd
+        for key, (even, odd) in sums.items():
+            least_even, least_odd = times.get(key, (even, odd))
+            times[key] = min(even, least_even), min(odd, least_odd)
     return times
 
 
 def best_times(
     programs: Sequence[QuantizedModel], call: tuple[tuple[Any, ...], Mapping[str, Any]]
-) -> list[dict[str, float]]:
-    """Least microseconds of every step, by the value it makes, for each program.
+) -> list[dict[str, Halves]]:
+    """Least microseconds of every step, in even and in odd turns, by the value it makes, for each program.
 
     Programs take turns, so that a slow moment meets all of them.
     """
     args, kwargs = call
     values = [step.partition.ops[-1].outputs[0] for step in plan(programs[0].graph).steps]
-    best: list[dict[str, float]] = [{} for _ in programs]
+    best = [{value: [math.inf, math.inf] for value in values} for _ in programs]
     end = time.perf_counter() + SECONDS
     for turn in range(ROUNDS.stop - 1):
         if turn >= ROUNDS.start and time.perf_counter() > end:
             break
         for program, least in zip(programs, best, strict=True):
             for value, part in zip(values, program.profile(*args, calls=1, **kwargs).parts, strict=True):
-                least[value] = min(part.microseconds, least.get(value, part.microseconds))
-    return best
+                least[value][turn % 2] = min(part.microseconds, least[value][turn % 2])
+    return [{value: (even, odd) for value, (even, odd) in least.items()} for least in best]
 
 
 # ---- what is timed --------------------------------------------------------------------------------------------------
