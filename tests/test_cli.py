@@ -274,6 +274,15 @@ def test_quantize_prints_coverage_and_size(run):
     assert "net.intaglio" in text
 
 
+def test_quantize_tunes_when_asked(run, monkeypatch):
+    asked = []
+    monkeypatch.setattr("intaglio.api.search", lambda lowered, isa, inputs: asked.append(isa) or {})
+    ok(run(*QUANTIZE))
+    assert not asked
+    ok(run(*QUANTIZE, "--tune"))
+    assert len(asked) == 1
+
+
 def test_data_may_be_a_function_that_runs_the_model(run, folder):
     words = ("quantize", f"{MODULE}:net", "--data", f"{MODULE}:calibrate", "--out", "net.intaglio")
     code, _, err = run(*words)

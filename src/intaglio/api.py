@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from intaglio import build
 from intaglio.build import load
+from intaglio.calls import bind
 from intaglio.capture import capture
 from intaglio.capture.captured import expect
+from intaglio.ir import Schedule
 from intaglio.lower import Lowered, requantize
 from intaglio.quant import (
     Image,
@@ -26,8 +28,8 @@ from intaglio.quant import (
     peek,
     prepare,
 )
-from intaglio.runtime import QuantizedModel
-from intaglio.tune import compare
+from intaglio.runtime import QuantizedModel, example_of
+from intaglio.tune import compare, made_up, one_image, search
 
 __all__ = [
     "annotate", "calibrate", "capture", "compare", "compile", "convert", "load", "prepare", "quantize", "requantize",
@@ -49,6 +51,7 @@ def quantize(
     samples: int | None = None,
     dynamic_shapes: Any = None,
     isa: str | Iterable[str] | None = None,
+    tune: Any = False,
     progress: bool | None = None,
 ) -> QuantizedModel:
     """A float model and a few batches of data -> an int8 model that runs on the CPU.
@@ -58,8 +61,9 @@ def quantize(
     batch). ``recipe``: a `Recipe`, its entries as a mapping, or the path of its TOML file. ``skip`` and ``only`` are
     selectors (`Recipe`). ``input``: what the bytes of images stand for (an `Image`; of several inputs, a mapping by
     name), so that uint8 images are taken too. ``samples`` stops calibration after that many. ``dynamic_shapes`` as
-    torch.export takes them (default: the batch is free). ``isa`` as in `compile`. The model is never changed. Raises an
-    `IntaglioError` that says what to do.
+    torch.export takes them (default: the batch is free). ``isa`` and ``tune`` as in `compile`; ``tune=True`` measures
+    with the first entry of the example inputs' batch. The model is never changed. Raises an `IntaglioError` that says
+    what to do.
     """
     kwargs: dict[str, Any] = {}
     if example_inputs is None:
@@ -68,10 +72,14 @@ def quantize(
     else:
         args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     captured = capture(model, args, example_kwargs=kwargs, dynamic_shapes=dynamic_shapes)
+    if not isinstance(tune, bool):  # before the work, not after it
+        example_of(captured.signature, tune, range(len(captured.signature.inputs)) if input else ())
     quantizer = Quantizer(_recipe(recipe).with_selection(skip, only), input or {})
     prepared = prepare(captured, quantizer)
     ranges = calibrate(prepared, data, samples=samples, progress=progress)
-    quantized = compile(convert(prepared, ranges), isa=isa)
+    lowered = requantize(convert(prepared, ranges))
+    chosen = _schedules(lowered, isa, tune, (args, kwargs))
+    quantized = build.compile(lowered, isa=isa, schedules=chosen)
     logger.info("%r\n%s", quantized, quantized.coverage)
     return quantized
 
@@ -84,13 +92,40 @@ def _recipe(recipe: Recipe | Mapping[str, Any] | str | Path | None) -> Recipe:
     return recipe if isinstance(recipe, Recipe) else Recipe.of(recipe)
 
 
-def compile(stage: Reference | Lowered, *, isa: str | Iterable[str] | None = None) -> QuantizedModel:
+def compile(
+    stage: Reference | Lowered, *, isa: str | Iterable[str] | None = None, tune: Any = False
+) -> QuantizedModel:
     """The native program of a reference model or an integer graph.
 
     ``isa``: instruction sets to build for, of "avx512vnni", "avx2", "portable" (default: the best of this machine).
     The model runs the best of them that this machine runs; `QuantizedModel.save` writes them all, and
     ``load(path, trust=True)`` picks. Raises `BuildError` when this machine runs none of them.
+
+    ``tune``: look for faster schedules (tiles, how work is divided) by the clock, for as many threads as PyTorch takes
+    now: some seconds, once for every kind of layer, then they are remembered on disk. ``True`` measures with a batch
+    of one; or give the arguments of a typical call, as a tuple, a dictionary by name, or the only one. Results are the
+    same bits either way.
     """
     lowered = requantize(stage) if isinstance(stage, Reference) else stage
     expect(lowered, Lowered, "compile")
-    return build.compile(lowered, isa=isa)
+    return build.compile(lowered, isa=isa, schedules=_schedules(lowered, isa, tune))
+
+
+def _schedules(
+    lowered: Lowered,
+    isa: str | Iterable[str] | None,
+    tune: Any,
+    example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
+) -> dict[str, Schedule] | None:
+    """What the clock says, if it is asked. ``example``: arguments of a call, of which ``tune=True`` takes one image."""
+    if tune is False:
+        return None
+    signature, bytes_too = lowered.signature, lowered.graph.byte_inputs()
+    inputs: Sequence[Tensor]
+    if tune is not True:
+        inputs = example_of(signature, tune, bytes_too)
+    elif example is None:
+        inputs = made_up(signature)
+    else:
+        inputs = one_image(signature, bind(signature, *example), bytes_too)
+    return search(lowered, build.choose(isa)[0], inputs)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from intaglio.build.check import check_graph
+from intaglio.build.check import check_graph, check_schedules
 from intaglio.codegen import ISAS, CacheSizes, emit
 from intaglio.errors import ArtifactError, BuildError
 from intaglio.ir import Graph, Plan, Program, Schedule, graph_text, partitions_text
@@ -37,21 +37,24 @@ def compile(
     """Native program for these instruction sets (default: the best this machine has).
 
     The model runs the best of them that this machine runs; libraries for the others are only built, and go into the
-    files it is saved to. ``schedules`` replace analytic ones of the program that runs here, by output value. Raises
-    `BuildError`.
+    files it is saved to. ``schedules`` replace analytic ones of the program that runs here, by output value; the model
+    keeps them. Raises `BuildError`.
     """
     here, *others = choose(isa)
     planned, name = plan(lowered.graph), lowered.about.name
     artifact = build_artifact(_emit(planned, here, name, schedules))
     libraries = {other: build_library(_emit(planned, other, name, None)) for other in others}
     islands = {key: (island.module, island.dims) for key, island in lowered.islands.items()}
-    saved = Saved(lowered.graph, lowered.signature, islands, _coverage(lowered), lowered.about, libraries)
+    chosen = {here: dict(schedules)} if schedules else {}
+    saved = Saved(
+        lowered.graph, lowered.signature, islands, _coverage(lowered), lowered.about, libraries, schedules=chosen
+    )  # fmt: skip
     return _model(saved, planned, artifact)
 
 
 def load(path: str | Path, *, trust: bool = False, isa: str | None = None) -> QuantizedModel:
     """The model in the file at ``path``, as `QuantizedModel.save` wrote it, for one instruction set (default: the best
-    this machine has). Nothing is unpickled and nothing imported.
+    this machine has). Nothing is unpickled and nothing imported. A model that was tuned keeps its schedules.
 
     The program is built from the integer graph, unless the cache has it. ``trust=True`` uses the compiled library in
     the file instead, by default the best there that this machine runs, if it is of this version's text: native code,
@@ -64,10 +67,12 @@ def load(path: str | Path, *, trust: bool = False, isa: str | None = None) -> Qu
         library = saved.libraries[present[0]] if present else None
         try:
             check_graph(saved.graph)
-            planned, name = plan(saved.graph), saved.about.name
-            program = _emit(planned, present[0] if library else chosen, name, library.schedules if library else None)
+            planned, name, tuned = plan(saved.graph), saved.about.name, saved.schedules
+            check_schedules(tuned, planned)
+            own = library.schedules if library else tuned.get(chosen)
+            program = _emit(planned, present[0] if library else chosen, name, own)
             if library is not None and library.key != text_key(program.source, program.isa):
-                library, program = None, _emit(planned, chosen, name, None)
+                library, program = None, _emit(planned, chosen, name, tuned.get(chosen))
         except Exception as error:  # whatever our own steps trip over in a graph they did not make
             raise ArtifactError(
                 str(path), None, f"its graph cannot be compiled: {type(error).__name__}: {error}",
@@ -111,7 +116,9 @@ def _model(saved: Saved, planned: Plan, artifact: Artifact) -> QuantizedModel:
     size = artifact.constants.nbytes + sum(b.nbytes for module, _ in islands.values() for b in module.buffers())
     coverage = replace(saved.coverage, bytes_after=size)
     others = {isa: library for isa, library in saved.libraries.items() if isa != artifact.program.isa}
-    return QuantizedModel(artifact, saved.signature, graph, islands, coverage, about, saved.example, others, remake)
+    return QuantizedModel(
+        artifact, saved.signature, graph, islands, coverage, about, saved.example, others, remake, saved.schedules
+    )  # fmt: skip
 
 
 def remake(model: QuantizedModel, graph: Graph) -> QuantizedModel:
@@ -119,12 +126,14 @@ def remake(model: QuantizedModel, graph: Graph) -> QuantizedModel:
     that go with the old ones."""
     check_graph(graph)
     planned, name = plan(graph), model.about.name
-    artifact = build_artifact(_emit(planned, model.artifact.program.isa, name, None))
-    libraries = {isa: build_library(_emit(planned, isa, name, None)) for isa in model.libraries}
+    isa = model.artifact.program.isa
+    artifact = build_artifact(_emit(planned, isa, name, model.schedules.get(isa)))
+    libraries = {one: build_library(_emit(planned, one, name, model.schedules.get(one))) for one in model.libraries}
     texts = {stage: text for stage, text in model.about.texts.items() if stage != "reference"}
     islands = {key: (module, model.island_dims[key]) for key, module in model.islands.items()}
     about = replace(model.about, texts=texts)
-    return _model(Saved(graph, model.signature, islands, model.coverage, about, libraries), planned, artifact)
+    saved = Saved(graph, model.signature, islands, model.coverage, about, libraries, schedules=model.schedules)
+    return _model(saved, planned, artifact)
 
 
 def runnable() -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from intaglio.ir import Buffer, DType, Graph, Op, evaluate
+from intaglio.codegen import ISAS, misfit
+from intaglio.ir import Buffer, DType, Graph, Op, Plan, Schedule, evaluate
 from intaglio.ir.moves import MOVES, boxes
 from intaglio.ir.verify import PRODUCTS
 from intaglio.ops import OPS
@@ -43,6 +44,17 @@ def check_graph(graph: Graph) -> None:
             raise ValueError(f"%{op.inputs[1]} is {graph.types[op.inputs[1]]}; a table has 256 entries")
         if "avg_pool" in op.kind and shapes[1] != (len(counts(op.kind, op.attrs, shapes[0])),):
             raise ValueError(f"%{op.inputs[1]} is {graph.types[op.inputs[1]]}; {op.kind} reads others")
+
+
+def check_schedules(schedules: Mapping[str, Mapping[str, Schedule]], plan: Plan) -> None:
+    """ValueError for a schedule of nothing that is computed here, or that its instruction set has no kernels for."""
+    products = {step.partition.output for step in plan.steps if step.partition.anchor.kind in PRODUCTS}
+    for isa, chosen in schedules.items():
+        for value, schedule in chosen.items():
+            if isa not in ISAS or value not in products:
+                raise ValueError(f"a schedule of %{value} for {isa}")
+            if (problem := misfit(schedule, ISAS[isa])) is not None:
+                raise ValueError(f"%{value}: {problem}")
 
 
 def _check_window(op: Op) -> None:

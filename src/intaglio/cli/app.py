@@ -18,6 +18,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+Tune = Annotated[bool, typer.Option("--tune", help="Look for faster schedules by the clock; takes seconds.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead, and nothing else on stdout.")]
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="A saved file, or MODULE:NAME of a float model.")]
 Data = Annotated[str | None, typer.Option(metavar="MODULE:NAME", help="Batches, or a function that gives them.")]
@@ -95,6 +96,7 @@ def quantize(
     example: Annotated[
         str | None, typer.Option(metavar="MODULE:NAME", help="Arguments of one call. Default: the first batch.")
     ] = None,
+    tune: Tune = False,
     json: Json = False,
 ) -> None:
     """Turn a float model into an int8 file."""
@@ -103,7 +105,7 @@ def quantize(
 
     with _stdout_kept_for_json(json):
         isas = tuple(name.strip() for name in isa.split(",")) if isa else None
-        result = command.run(target, data, out, skip or (), only or (), recipe, samples, isas, example)
+        result = command.run(target, data, out, skip or (), only or (), recipe, samples, isas, example, tune)
     show(result, json, command.render)
 
 

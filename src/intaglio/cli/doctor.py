@@ -24,7 +24,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 def run() -> dict[str, Any]:
     found: dict[str, Any] = {
-        "cpu": _cpu(),
+        "cpu": machine.cpu_name(),
         "cores": os.cpu_count() or 1,
         "cores_allowed": len(os.sched_getaffinity(0)),
         "cgroup_cores": cgroup_cores(CGROUP),
@@ -41,14 +41,6 @@ def run() -> dict[str, Any]:
     except BuildError as error:
         found["measured"], found["build_error"] = None, str(error)
     return {**found, "expect": expectation(found), "traps": traps(found)}
-
-
-def _cpu() -> str:
-    try:
-        lines = machine.CPUINFO.read_text().splitlines()
-    except OSError:
-        return "unknown"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def cgroup_cores(root: Path) -> float | None:

@@ -26,6 +26,7 @@ def run(
     samples: int | None,
     isa: Sequence[str] | None,
     example: str | None,
+    tune: bool = False,
 ) -> dict[str, Any]:
     if not hasattr(intaglio.QuantizedModel, "save"):  # before the work, not after it
         raise ArtifactError(str(out), None, "this version of intaglio writes no files", remedy="use a newer one")
@@ -37,7 +38,7 @@ def run(
         raise typer.BadParameter("data that is a function of the model needs --example", param_hint="--data")
     begin = time.perf_counter()
     quantized: Any = intaglio.quantize(
-        model, batches, example_inputs=inputs, recipe=recipe, skip=skip, only=only, samples=samples, isa=isa
+        model, batches, example_inputs=inputs, recipe=recipe, skip=skip, only=only, samples=samples, isa=isa, tune=tune
     )
     quantized.save(out)
     return {

@@ -1,13 +1,22 @@
-"""Numbers before text: tile shape, split and blocking of every partition, from its geometry and the caches."""
+"""Numbers before text: tile shape, split and blocking of every partition, from its geometry and the caches.
+
+`analytic` decides without looking at a clock. What a timed search may try instead are `shapes` and `refinements`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import prod
 
 from intaglio.codegen.tile import Isa
 from intaglio.ir import Partition, Plan, Schedule, evaluate, symbols_of
 from intaglio.ir.verify import PRODUCTS
+
+GENERATOR = 1
+"""Raised when kernels or the loops around them change so much that schedules timed before say nothing."""
+MOST = 1 << 40
+"""Largest threshold or size in a schedule."""
 
 
 @dataclass(frozen=True)
@@ -86,3 +95,97 @@ def analytic(layer: Problem, isa: Isa, caches: CacheSizes) -> Schedule:
         split_channels_below=layer.outputs,
         chunk_bytes=caches.l2 // 2,
     )
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """All that the time of a matrix product depends on, besides machine and schedule. Its text is a key on disk.
+
+    ``kinds``: anchor and tail; ``attrs``: of the anchor, sorted. ``halos`` and ``pixels_apart`` (channels from pixel to
+    pixel): of input, result and residual operand, as far as they are buffers.
+    """
+
+    kinds: tuple[str, ...]
+    weight: tuple[int, ...]
+    attrs: tuple[tuple[str, object], ...]
+    read: tuple[int, ...]
+    written: tuple[int, ...]
+    halos: tuple[tuple[int, int], ...]
+    pixels_apart: tuple[int, ...]
+
+    @property
+    def pixels(self) -> int:
+        """Output pixels of all images."""
+        return prod(self.written[:-1] if self.kinds[0] == "linear" else (self.written[0], *self.written[2:]))
+
+
+def geometries(plan: Plan, sizes: Mapping[str, int]) -> dict[str, Geometry]:
+    """Output value -> geometry with these free sizes, for every partition that a schedule changes.
+
+    Channels that do not look at each other have kernels of their own, which know no schedule.
+    """
+    found = {}
+    for step in plan.steps:
+        anchor = step.partition.anchor
+        if anchor.kind in PRODUCTS:
+            outputs, per_group = plan.graph.constants[anchor.inputs[1]].shape[:2]
+            if per_group > 1 or outputs != anchor.attrs.get("groups", 1):
+                found[step.partition.output] = _geometry(step.partition, plan, sizes)
+    return found
+
+
+def _geometry(partition: Partition, plan: Plan, sizes: Mapping[str, int]) -> Geometry:
+    graph, anchor, tail = plan.graph, partition.anchor, partition.ops[-1]
+    values = [anchor.inputs[0], tail.output, *tail.inputs[1:2] * (tail.kind == "add")]
+    buffers = [plan.buffers[value] for value in values if value in plan.buffers]
+    roots = [plan.buffers[buffer.alias or buffer.value] for buffer in buffers]
+    read, written = (
+        tuple(evaluate(dim, sizes) for dim in graph.types[value].shape) for value in (anchor.inputs[0], anchor.output)
+    )
+    return Geometry(
+        kinds=tuple(op.kind for op in partition.ops),
+        weight=graph.constants[anchor.inputs[1]].shape,
+        attrs=tuple(sorted(anchor.attrs.items())),
+        read=read,
+        written=written,
+        halos=tuple(root.halo for root in roots),
+        pixels_apart=tuple(evaluate(root.lies()[3], sizes) for root in roots),
+    )
+
+
+def shapes(start: Schedule, layer: Geometry, isa: Isa) -> tuple[Schedule, ...]:
+    """Narrower and taller tiles than that of ``start``. Of groups, those that no panel shares with another."""
+    outputs, groups = layer.weight[0], dict(layer.attrs).get("groups", 1)
+    per_group = outputs // groups if isinstance(groups, int) else outputs
+    narrower = [
+        blocks
+        for blocks in range(start.tile_columns - 1, 0, -1)
+        if blocks in isa.tallest and (per_group == outputs or per_group % (16 * blocks) == 0)
+    ]
+    return tuple(replace(start, tile_rows=isa.tallest[blocks], tile_columns=blocks) for blocks in narrower)
+
+
+def refinements(start: Schedule, layer: Geometry, caches: CacheSizes, threads: int) -> tuple[Schedule, ...]:
+    """The same tile with the other order of work (panel by panel, or all panels over some pixels), and with half and
+    twice the input in cache, where these make a difference."""
+    panels = -(-layer.weight[0] // (16 * start.tile_columns))
+    by_channels = layer.pixels < start.split_channels_below
+    found = []
+    if panels > 1:
+        found.append(replace(start, split_channels_below=0 if by_channels else layer.pixels + 1))
+    if panels > 1 and not by_channels:
+        share = prod(layer.read) // threads
+        for size in (caches.l2 // 4, caches.l2):
+            if min(size, share) != min(start.chunk_bytes, share):
+                found.append(replace(start, chunk_bytes=size))
+    return tuple(found)
+
+
+def misfit(schedule: Schedule, isa: Isa) -> str | None:
+    """Why an instruction set has no kernels for a schedule, or ``None``."""
+    rows, columns = schedule.tile_rows, schedule.tile_columns
+    if not 1 <= rows <= isa.tallest.get(columns, 0):
+        return f"no tile of {rows} pixels by {columns} blocks in {isa.name}"
+    if not all(0 <= size <= MOST for size in (schedule.split_channels_below, schedule.chunk_bytes)):
+        return f"sizes outside 0 to {MOST} in {schedule}"
+    return None

@@ -59,6 +59,16 @@ def isas() -> tuple[str, ...]:
 
 
 @cache
+def cpu_name() -> str:
+    """Model of the processor as /proc/cpuinfo has it, or "unknown"."""
+    try:
+        lines = CPUINFO.read_text().splitlines()
+    except OSError:
+        return "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+@cache
 def caches() -> Caches:
     """Cache sizes of this machine in bytes; `TYPICAL` stands in for what the system does not tell."""
     found = {level: size for level, size in map(_cache, CACHE_FOLDER.glob("index*")) if size}

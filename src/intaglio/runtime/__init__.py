@@ -2,7 +2,7 @@
 
 from intaglio.runtime.artifact import Artifact, build_artifact, open_artifact
 from intaglio.runtime.coverage import Coverage, FloatPart
-from intaglio.runtime.files import Library, Saved, build_library
+from intaglio.runtime.files import Library, Saved, build_library, example_of
 from intaglio.runtime.files import load as load_saved
 from intaglio.runtime.model import QuantizedModel
 
@@ -15,6 +15,7 @@ __all__ = [
     "Saved",
     "build_artifact",
     "build_library",
+    "example_of",
     "load_saved",
     "open_artifact",
 ]

@@ -74,7 +74,8 @@ def build_library(program: Program) -> Library:
 
 @dataclass(frozen=True)
 class Saved:
-    """All that a file holds. ``coverage`` lacks the bytes after, which depend on the instruction set."""
+    """All that a file holds. ``coverage`` lacks the bytes after, which depend on the instruction set. ``schedules``:
+    those a search chose, by instruction set and output value."""
 
     graph: Graph
     signature: Signature
@@ -83,6 +84,7 @@ class Saved:
     about: About
     libraries: Mapping[str, Library] = field(default_factory=dict)
     example: Example | None = None
+    schedules: Mapping[str, Mapping[str, Schedule]] = field(default_factory=dict)
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------
@@ -123,6 +125,7 @@ def save(saved: Saved, path: str | Path, version: str) -> None:
         "notes": list(saved.about.notes),
         "isa": list(saved.libraries),
         "libraries": {isa: _library_entry(library) for isa, library in saved.libraries.items()},
+        "schedules": {isa: _schedule_entries(chosen) for isa, chosen in saved.schedules.items()},
         "coverage": coverage,
         "signature": signature,
         "example": saved.example and saved.example.digest,
@@ -161,7 +164,11 @@ def _safetensors(path: str | Path, writer: Callable[[Any], bytes], tensors: Mapp
 
 
 def _library_entry(library: Library) -> Any:
-    return {"key": library.key, "schedules": {name: asdict(s) for name, s in library.schedules.items()}}
+    return {"key": library.key, "schedules": _schedule_entries(library.schedules)}
+
+
+def _schedule_entries(schedules: Mapping[str, Schedule]) -> Any:
+    return {name: asdict(schedule) for name, schedule in schedules.items()}
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------
@@ -200,10 +207,12 @@ def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> Saved:
         tensors = tuple(inputs[f"input{i}"] for i in range(len(signature.inputs)))
         example = Example(tensors, _text(manifest["example"]))
     libraries = {isa: _library(_take(members, f"program-{isa}.so"), e) for isa, e in manifest["libraries"].items()}
+    chosen = {_text(isa): _schedules(entry) for isa, entry in manifest.get("schedules", {}).items()}
     if members:
         raise ValueError(f"nothing says what {', '.join(sorted(members))} is")
     _check_references(graph, signature, islands)
-    return Saved(graph, signature, islands, _coverage(manifest["coverage"], about.notes), about, libraries, example)
+    coverage = _coverage(manifest["coverage"], about.notes)
+    return Saved(graph, signature, islands, coverage, about, libraries, example, chosen)
 
 
 def _take(members: dict[str, bytes], name: str) -> bytes:
@@ -237,11 +246,14 @@ def _check_references(graph: Graph, signature: Signature, islands: Mapping[str, 
 
 
 def _library(content: bytes, entry: Any) -> Library:
-    schedules = {
+    return Library(content, _text(entry["key"]), _schedules(entry["schedules"]))
+
+
+def _schedules(entries: Any) -> dict[str, Schedule]:
+    return {
         _text(name): Schedule(**{identifier(key): whole(value) for key, value in numbers.items()})
-        for name, numbers in entry["schedules"].items()
+        for name, numbers in entries.items()
     }
-    return Library(content, _text(entry["key"]), schedules)
 
 
 def _coverage(entry: Any, notes: tuple[str, ...]) -> Coverage:

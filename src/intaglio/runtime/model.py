@@ -18,7 +18,7 @@ from torch import nn
 from intaglio import config
 from intaglio.calls import TORCH_DTYPES, bind, dims_of, rebuild
 from intaglio.errors import ArtifactError, BuildError, InputError
-from intaglio.ir import About, Dim, External, Graph, Signature, evaluate
+from intaglio.ir import About, Dim, External, Graph, Schedule, Signature, evaluate
 from intaglio.native.limits import int8_rates
 from intaglio.native.machine import ISA_FLAGS
 from intaglio.runtime import state, threads
@@ -127,11 +127,13 @@ class QuantizedModel(nn.Module):
         example: Example | None = None,
         libraries: Mapping[str, Library] | None = None,
         remake: Callable[[QuantizedModel, Graph], QuantizedModel] | None = None,
+        schedules: Mapping[str, Mapping[str, Schedule]] | None = None,
     ) -> None:
         """``graph`` is what the program was made of: files hold it. ``libraries``: for other instruction sets.
-        ``remake``: makes a model like this one around a graph with other numbers."""
+        ``remake``: makes a model like this one around a graph with other numbers. ``schedules``: those a search chose,
+        by instruction set and output value."""
         super().__init__()
-        self._remake = remake
+        self._remake, self.schedules = remake, dict(schedules or {})
         self.graph, self.example, self.libraries = graph, example, dict(libraries or {})
         self.artifact, self.signature, self.coverage, self.about = artifact, signature, coverage, about
         self.islands = nn.ModuleDict({key: module for key, (module, _) in islands.items()})
@@ -250,8 +252,9 @@ class QuantizedModel(nn.Module):
             args, kwargs = copy.deepcopy((args, kwargs))
         leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
         self(*args, **kwargs)
-        shapes, threads, program = self._shapes_of(leaves), torch.get_num_threads(), self.artifact.program
-        before = _int8_rates(program.isa, threads)
+        shapes, allowed, program = self._shapes_of(leaves), torch.get_num_threads(), self.artifact.program
+        used = max(shapes.shares(allowed), default=1)
+        before = _int8_rates(program.isa, used)
         clocks, whole = [], []
         for _ in range(calls):
             begin = time.perf_counter_ns()
@@ -259,9 +262,9 @@ class QuantizedModel(nn.Module):
             whole.append(time.perf_counter_ns() - begin)
             clocks.append(Clock(len(program.steps), self.islands))
             with torch.no_grad():
-                self._run(leaves, shapes, threads, clocks[-1])
-        rates = max(before, _int8_rates(program.isa, threads), key=sum)
-        return profile_of(program, shapes.symbols, clocks, whole, threads, rates)
+                self._run(leaves, shapes, allowed, clocks[-1])
+        rates = max(before, _int8_rates(program.isa, used), key=sum)
+        return profile_of(program, shapes.symbols, clocks, whole, used, rates)
 
     def assert_int8(self, macs: float = 1.0) -> None:
         """AssertionError, with the reasons, when a smaller share of the multiply-accumulates runs in int8."""
@@ -287,7 +290,9 @@ class QuantizedModel(nn.Module):
             built = {**self.libraries, program.isa: library_of(program, self.artifact.library_bytes())}
             libraries = {isa: built[isa] for isa in ISA_FLAGS if isa in built}
         islands = {key: (module, self.island_dims[key]) for key, module in self.islands.items()}
-        saved = Saved(self.graph, self.signature, islands, self.coverage, self.about, libraries, stored)
+        saved = Saved(
+            self.graph, self.signature, islands, self.coverage, self.about, libraries, stored, self.schedules
+        )  # fmt: skip
         save(saved, path, config.VERSION)
 
     def verify(self) -> None:

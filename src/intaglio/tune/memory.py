@@ -1,0 +1,91 @@
+"""What searches found, on disk: a small file for every layer and machine, so that no process spoils another's."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from intaglio import config
+from intaglio.codegen import GENERATOR, ISAS, Geometry, misfit
+from intaglio.ir import Schedule
+from intaglio.native import machine
+from intaglio.runtime.encode import whole
+
+ENTRY_BYTES = 4096
+"""A small file takes a block of the disk."""
+SHARE = 16
+"""All of them together take at most this part of the cache's limit."""
+
+logger = logging.getLogger("intaglio")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Schedules by geometry, for one instruction set and number of threads on this machine.
+
+    Never an error: what cannot be read is timed again, what cannot be written is said as a warning.
+    """
+
+    isa: str
+    threads: int
+
+    @property
+    def folder(self) -> Path:
+        return config.cache_dir() / "schedules"
+
+    def key(self, geometry: Geometry) -> str:
+        """All that a time depends on, as text."""
+        where = machine.cpu_name(), tuple(machine.caches()), self.isa, self.threads
+        return f"{geometry} on {where}, generator {GENERATOR}"
+
+    def path(self, geometry: Geometry) -> Path:
+        return self.folder / f"{hashlib.sha256(self.key(geometry).encode()).hexdigest()[:32]}.json"
+
+    def recall(self, geometry: Geometry) -> Schedule | None:
+        """The schedule found for this geometry before, or ``None``."""
+        path = self.path(geometry)
+        try:
+            entry = json.loads(path.read_text(encoding="utf-8"))
+            schedule = Schedule(**{name: whole(value) for name, value in entry["schedule"].items()})
+            problem = misfit(schedule, ISAS[self.isa]) if entry["key"] == self.key(geometry) else "another layer's"
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem is not None:
+            logger.warning("%s holds no schedule, the layer is timed again: %s", path, problem)
+            return None
+        with contextlib.suppress(OSError):  # used last is forgotten last
+            os.utime(path)
+        return schedule
+
+    def remember(self, found: Mapping[Geometry, Schedule]) -> None:
+        """Write the schedules, each file whole or not at all."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".write-", dir=self.folder) as scratch:
+                for geometry, schedule in found.items():
+                    draft = Path(scratch, "entry.json")
+                    entry = {"key": self.key(geometry), "schedule": asdict(schedule)}
+                    draft.write_text(json.dumps(entry, indent=1), encoding="utf-8")
+                    os.replace(draft, self.path(geometry))
+            self._forget()
+        except OSError as error:
+            logger.warning("what was found cannot be remembered in %s: %s", self.folder, error)
+
+    def _forget(self) -> None:
+        """Remove what was used least recently until the folder is within its share."""
+        used = {}
+        for path in self.folder.glob("*.json"):
+            with contextlib.suppress(FileNotFoundError):  # another process forgot it
+                used[path] = path.stat().st_mtime
+        excess = len(used) - config.cache_limit_bytes() // SHARE // ENTRY_BYTES
+        for path in sorted(used, key=lambda path: used[path])[: max(excess, 0)]:
+            path.unlink(missing_ok=True)
