@@ -47,7 +47,8 @@ static void body(void* context, int thread, int threads) {{
     case 0: case 1: pair_levels(p, c->kind == 0, thread, threads); break;
     case 2: affine_levels(in, out, p->zero_a, c->first, c->second, p->limits, thread, threads); break;
     case 3: prelu_levels(in, out, p->zero_a, c->first, c->second, p->limits, thread, threads); break;
-    case 4: layer_norm_levels(in, out, p->zero_a, c->first, c->second, {float(EPS)!r}f, p->limits, thread, threads); break;
+    case 4: layer_norm_levels(in, out, p->zero_a, c->first, c->second, {float(EPS)!r}f, p->limits, thread, threads);
+        break;
     case 5: clamp_levels(in, out, p->limits, thread, threads); break;
     case 6: look_up(in, out, (const uint8_t*)c->first, thread, threads); break;
     case 7: max_pool(&c->pool, thread, threads); break;
@@ -65,7 +66,8 @@ static void body(void* context, int thread, int threads) {{
     c.pool.include_pad = v[6], c.pool.fixed_divisor = v[7], c.pool.adaptive = v[8];
     c.pool.sums = (int32_t*)v[9], c.pool.shares = v[10];
     c.pool.z = (struct PoolAxis){{1, 1, 0, 1}};
-    c.pool.y = (struct PoolAxis){{v[11], v[12], v[13], v[14]}}, c.pool.x = (struct PoolAxis){{v[15], v[16], v[17], v[18]}};
+    c.pool.y = (struct PoolAxis){{v[11], v[12], v[13], v[14]}};
+    c.pool.x = (struct PoolAxis){{v[15], v[16], v[17], v[18]}};
     parallel(body, &c, threads);
 }}
 """
@@ -106,7 +108,8 @@ def check(isa: str, kind: str, arrays: list[np.ndarray], constants: list[np.ndar
     expected = expected if kind == "layer_norm" else expected.transpose(0, 2, 3, 1)
     pools, halo = kind.endswith("pool2d"), how.halos[2]
     images = {"a": stored("a", arrays[0], how.halos[0], SLACK * pools)}
-    images |= {"b": stored("b", array, how.halos[1], 0) for array in arrays[1:]}
+    if len(arrays) > 1:
+        images["b"] = stored("b", arrays[1], how.halos[1], 0)
     n, h, w, c = expected.shape
     framed = memory("out").end(n * (h + 2 * halo) * (w + 2 * halo) * c).reshape(n, h + 2 * halo, w + 2 * halo, c)
     memory("out").bytes[-framed.size - 256 :] = CANARY
@@ -119,7 +122,8 @@ def check(isa: str, kind: str, arrays: list[np.ndarray], constants: list[np.ndar
         longer = np.resize(values, values.size + WIDEST - 1) if more else values
         numbers[role] = memory(role).hold(longer)
     for axis, letter in enumerate("yx"):
-        for key, name, default in (("kernel", "kernel", 1), ("stride", "stride", 1), ("padding", "before", 0), ("dilation",) * 2 + (1,)):
+        for key, default in (("kernel", 1), ("stride", 1), ("padding", 0), ("dilation", 1)):
+            name = "before" if key == "padding" else key
             numbers[f"{letter}.{name}"] = attrs[key][axis] if key in attrs else default
     if how.pixel_sums:
         numbers["shares"] = how.pixel_sums
@@ -145,7 +149,7 @@ LEVEL = st.sampled_from([0, 255, *range(1, 255)])
 
 @st.composite
 def ways(draw) -> Levels:
-    bounds = draw(st.sampled_from([(0, 255), tuple(sorted(draw(st.tuples(LEVEL, LEVEL).filter(lambda b: b[0] != b[1]))))]))
+    bounds = draw(st.just((0, 255)) | st.tuples(LEVEL, LEVEL).filter(lambda b: b[0] < b[1]))
     few = st.sampled_from([0, 0, 1, 2])
     return Levels(draw(st.tuples(LEVEL, LEVEL, LEVEL)), bounds, draw(st.tuples(few, few, few)), draw(st.integers(1, 3)))
 

@@ -118,7 +118,9 @@ def _layer_norm_call(op: Op, context: Context) -> str:
     zero = context.graph.types[op.inputs[0]].levels.zero
     *parts, eps = (context.graph.constants[name] for name in op.inputs[1:])
     factor, offset = (_by_channel(context, part) for part in parts)
-    first = f"*{context.constant(np.array([zero], np.int32), 'int32_t')}, {factor}, {offset}, *{context.constant(eps, 'float')}"
+    numbers = np.array([zero], np.int32), eps
+    zero_in, epsilon = (f"*{context.constant(n, kind)}" for n, kind in zip(numbers, ("int32_t", "float"), strict=True))
+    first = f"{zero_in}, {factor}, {offset}, {epsilon}"
     return f"layer_norm_levels(&in, &out, {first}, {context.limits(op)}, thread, threads);"
 
 

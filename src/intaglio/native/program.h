@@ -310,6 +310,7 @@ static inline void depthwise_plain(const struct DepthwisePlain* d, int thread, i
 // and `gather` moves them back. A count says how many levels there are to read or write; more than WIDE are WIDE.
 #if defined(__AVX2__)
 #define VECTORS 1
+static const float UNKNOWN = 3e38f;   // of how large steps may be
 static const uint8_t spread_bytes[4][16] = {{0, 128, 128, 128, 1, 128, 128, 128, 2, 128, 128, 128, 3, 128, 128, 128},
                                             {4, 128, 128, 128, 5, 128, 128, 128, 6, 128, 128, 128, 7, 128, 128, 128},
                                             {8, 128, 128, 128, 9, 128, 128, 128, 10, 128, 128, 128, 11, 128, 128, 128},
@@ -355,16 +356,18 @@ static inline Floats rising(Floats x, Floats rise, Floats fall) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GE_OQ), fall, rise);
 }
 
-struct Finish { __m512i zero_point, low, high; __m512 convertible; };
+struct Finish { __m512i zero_point, low, high; __m512 convertible; int far; };
 
-static inline struct Finish finishing(const struct Limits* q) {
+static inline struct Finish finishing(const struct Limits* q, float most) {
     const struct Finish f = {_mm512_loadu_si512(q->zero_point16), _mm512_loadu_si512(q->low8), _mm512_loadu_si512(q->high8),
-                             _mm512_set1_ps(q->convertible_high)};
+                             _mm512_set1_ps(q->convertible_high), !(most < q->convertible_high)};
     return f;
 }
 
-// Steps -> int32. What is below the least one and NaN become it; steps above 2^30 need the bound.
-static inline __m512i converted(Floats steps, const struct Finish* f) { return _mm512_cvtps_epi32(_mm512_min_ps(f->convertible, steps)); }
+// Steps -> int32. What is below the least one and NaN become it; only steps that may be above 2^30 need the bound.
+static inline __m512i converted(Floats steps, const struct Finish* f) {
+    return _mm512_cvtps_epi32(f->far ? _mm512_min_ps(f->convertible, steps) : steps);
+}
 
 // clamp(rne(steps) + zero_point) of four vectors. 16 bits saturate beyond every level, so no clamped result sees it.
 static inline Levels pack(const Floats* steps, const struct Finish* f) {
@@ -415,15 +418,17 @@ static inline Floats rising(Floats x, Floats rise, Floats fall) {
     return _mm256_blendv_ps(fall, rise, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GE_OQ));
 }
 
-struct Finish { __m256i zero_point, low, high; __m256 convertible; };
+struct Finish { __m256i zero_point, low, high; __m256 convertible; int far; };
 
-static inline struct Finish finishing(const struct Limits* q) {
+static inline struct Finish finishing(const struct Limits* q, float most) {
     const struct Finish f = {_mm256_loadu_si256((const __m256i*)q->zero_point16), _mm256_loadu_si256((const __m256i*)q->low8),
-                             _mm256_loadu_si256((const __m256i*)q->high8), _mm256_set1_ps(q->convertible_high)};
+                             _mm256_loadu_si256((const __m256i*)q->high8), _mm256_set1_ps(q->convertible_high), !(most < q->convertible_high)};
     return f;
 }
 
-static inline __m256i converted(Floats steps, const struct Finish* f) { return _mm256_cvtps_epi32(_mm256_min_ps(f->convertible, steps)); }
+static inline __m256i converted(Floats steps, const struct Finish* f) {
+    return _mm256_cvtps_epi32(f->far ? _mm256_min_ps(f->convertible, steps) : steps);
+}
 
 static inline Levels pack(const Floats* steps, const struct Finish* f) {
     const __m256i a = _mm256_packs_epi32(converted(steps[0], f), converted(steps[1], f));
@@ -440,6 +445,8 @@ enum { WIDE = 16 };
 #endif
 
 #if defined(VECTORS)
+static inline float magnitude(float x) { return x < 0 ? -x : x; }
+
 // What `spread` gives for a level at its zero point; the difference is exact.
 static inline Floats origin(int32_t zero) { return floats((float)(8388608 + zero)); }
 #endif
@@ -564,7 +571,7 @@ static inline void store_sums(struct Sums* s, int32_t* to) {
 
 // (sum - real) * factor as levels.
 static inline void finish_sums(struct Sums* s, int32_t real, float factor, const struct Limits* q, uint8_t* to, int64_t count) {
-    const struct Finish f = finishing(q);
+    const struct Finish f = finishing(q, UNKNOWN);
     Floats steps[4];
     spread_sums(s);
     for (int j = 0; j < 4; ++j) steps[j] = __builtin_convertvector(s->total[j] - real, Floats) * floats(factor);
@@ -673,7 +680,7 @@ struct Pair {
 static inline void add_line(const struct Pair* p, const uint8_t* a, const uint8_t* b, uint8_t* to, int64_t count) {
     const struct Limits* q = p->limits;
 #if defined(VECTORS)
-    const struct Finish f = finishing(q);
+    const struct Finish f = finishing(q, 255 * (magnitude(p->factor_a[0]) + magnitude(p->factor_b[0])));
     const Floats origin_a = origin(p->zero_a), origin_b = origin(q->other_zero_point);
     const Floats factor_a = floats(p->factor_a[0]), factor_b = floats(p->factor_b[0]);
     for (int64_t i = 0; i < count; i += WIDE) {
@@ -693,7 +700,7 @@ static inline void add_line(const struct Pair* p, const uint8_t* a, const uint8_
 static inline void mul_line(const struct Pair* p, const uint8_t* a, const uint8_t* b, uint8_t* to, int64_t count) {
     const struct Limits* q = p->limits;
 #if defined(VECTORS)
-    const struct Finish f = finishing(q);
+    const struct Finish f = finishing(q, 255 * 255 * magnitude(p->factor_a[0]));
     const Floats origin_a = origin(p->zero_a), origin_b = origin(q->other_zero_point), factor = floats(p->factor_a[0]);
     for (int64_t i = 0; i < count; i += WIDE) {
         const Levels left = load_levels(a + i, count - i), right = load_levels(b + i, count - i);
@@ -725,7 +732,7 @@ static inline void fill_terms(struct Terms* t, const uint8_t* from, int32_t zero
 
 static inline void add_terms(const struct Terms* t, const uint8_t* from, uint8_t* to, int64_t count, const struct Limits* q) {
 #if defined(VECTORS)
-    const struct Finish f = finishing(q);
+    const struct Finish f = finishing(q, UNKNOWN);
     const Floats zero = origin(t->zero), factor = floats(t->factor);
     FOR_EACH_VECTOR(count, t->channels) {
         const Levels x = deal(load_levels(from + i, count - i));
@@ -742,7 +749,7 @@ static inline void add_terms(const struct Terms* t, const uint8_t* from, uint8_t
 
 static inline void mul_terms(const struct Terms* t, const uint8_t* from, uint8_t* to, int64_t count, const struct Limits* q) {
 #if defined(VECTORS)
-    const struct Finish f = finishing(q);
+    const struct Finish f = finishing(q, 255 * 255 * magnitude(t->factor));
     const Floats zero = origin(t->zero), factor = floats(t->factor);
     FOR_EACH_VECTOR(count, t->channels) {
         const Levels x = deal(load_levels(from + i, count - i));
@@ -796,7 +803,7 @@ static inline void affine_levels(const struct Image* in, const struct Image* out
         uint8_t* to = at(out, n, y, 0);
         const int64_t count = out->width * out->pixel;
 #if defined(VECTORS)
-        const struct Finish f = finishing(q);
+        const struct Finish f = finishing(q, UNKNOWN);
         FOR_EACH_VECTOR(count, out->pixel) {
             const Levels x = deal(load_levels(from + i, count - i));
             Floats steps[4];
@@ -822,7 +829,7 @@ static inline void prelu_levels(const struct Image* in, const struct Image* out,
         uint8_t* to = at(out, n, y, 0);
         const int64_t count = out->width * out->pixel;
 #if defined(VECTORS)
-        const struct Finish f = finishing(q);
+        const struct Finish f = finishing(q, UNKNOWN);
         FOR_EACH_VECTOR(count, out->pixel) {
             const Levels x = deal(load_levels(from + i, count - i));
             Floats steps[4];
@@ -875,7 +882,7 @@ static inline void layer_norm_levels(const struct Image* in, const struct Image*
             const float variance = (float)(count * m.squares - m.levels * m.levels) / (float)(count * count);
             const float inverse = 1.0f / __builtin_sqrtf(variance + eps);
 #if defined(VECTORS)
-            const struct Finish f = finishing(q);
+            const struct Finish f = finishing(q, UNKNOWN);
             for (int64_t i = 0; i < count; i += WIDE) {
                 const Levels level = deal(load_levels(from + i, count - i));
                 Floats steps[4];
@@ -918,6 +925,28 @@ __attribute__((target("avx512bw,avx512vbmi"))) static void look_up_line(const ui
         _mm512_mask_storeu_epi8(to + i, some, _mm512_mask_blend_epi8(_mm512_movepi8_mask(level), low, high));
     }
 }
+#elif defined(__AVX2__)
+// A shuffle sees 16 entries and gives 0 for a negative level. Each changes what the one before it gave, for levels that
+// are still not negative after so many times 16; levels from 128 on are negative until their upper bit is flipped.
+static inline void look_up_line(const uint8_t* from, uint8_t* to, int64_t count, const uint8_t* table) {
+    const __m256i sixteen = _mm256_set1_epi8(16);
+    __m256i change[16];
+    for (int j = 0; j < 16; ++j) {
+        const __m128i part = _mm_loadu_si128((const __m128i*)(table + 16 * j));
+        const __m128i last = j % 8 ? _mm_loadu_si128((const __m128i*)(table + 16 * j - 16)) : _mm_setzero_si128();
+        change[j] = _mm256_broadcastsi128_si256(_mm_xor_si128(part, last));
+    }
+    for (int64_t i = 0; i < count; i += WIDE) {
+        __m256i low = load_levels(from + i, count - i), high = _mm256_xor_si256(low, _mm256_set1_epi8(-128));
+        __m256i found = _mm256_setzero_si256();
+        for (int j = 0; j < 8; ++j) {
+            found = _mm256_xor_si256(found, _mm256_shuffle_epi8(change[j], low));
+            found = _mm256_xor_si256(found, _mm256_shuffle_epi8(change[8 + j], high));
+            low = _mm256_subs_epi8(low, sixteen), high = _mm256_subs_epi8(high, sixteen);
+        }
+        store_levels(to + i, found, count - i);
+    }
+}
 #endif
 
 static inline void look_up(const struct Image* in, const struct Image* out, const uint8_t* table, int thread, int threads) {
@@ -929,6 +958,9 @@ static inline void look_up(const struct Image* in, const struct Image* out, cons
             look_up_line(from, to, out->width * out->pixel, table);
             continue;
         }
+#elif defined(__AVX2__)
+        look_up_line(from, to, out->width * out->pixel, table);
+        continue;
 #endif
         for (int64_t i = 0; i < out->width * out->pixel; ++i) to[i] = table[from[i]];
     }
@@ -1088,7 +1120,7 @@ static inline void upsample_linear(const struct Blend* b, int thread, int thread
             const int64_t left = b->column[2 * x] * channels, right = b->column[2 * x + 1] * channels;
             const float* w = b->column_weight + 2 * x;
 #if defined(VECTORS)
-            const struct Finish f = finishing(q);
+            const struct Finish f = finishing(q, UNKNOWN);
             const Floats zero = origin(b->zero_in), w0 = floats(w[0]), w1 = floats(w[1]), v0 = floats(v[0]), v1 = floats(v[1]);
             for (int64_t c = 0; c < channels; c += WIDE) {
                 const Levels a0 = load_levels(above + left + c, channels - c), a1 = load_levels(above + right + c, channels - c);
