@@ -201,6 +201,18 @@ def test_one_image_with_constants_by_channel(isa, data, kind, channels, how):
 
 
 @pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("kind", ["mul", "affine", "prelu"])
+def test_a_vector_begins_with_any_channel(isa, kind):
+    """Constants go on behind the last channel, and end where a page does."""
+    draw = np.random.default_rng(0)
+    for channels in range(1, 201):
+        image, pixel = (draw.integers(0, 256, (1, channels, *size)).astype(np.uint8) for size in ((1, 9), (1, 1)))
+        several = draw.uniform(-1, 1, (2, channels)).astype(np.float32)
+        given = {"mul": [np.float32([0.01])], "affine": list(several), "prelu": [np.float32([0.7]), several[0]]}[kind]
+        check(isa, kind, [image, pixel][: 2 if kind == "mul" else 1], given, Levels((90, 40, 120)), axis=1)
+
+
+@pytest.mark.parametrize("isa", HERE)
 @settings(max_examples=3 * settings.default.max_examples)
 @given(st.data(), st.sampled_from(["max_pool2d", "avg_pool2d"]), CHANNELS, ways())
 def test_pools_of_windows_that_leave_the_image_on_any_side(isa, data, kind, channels, how):

@@ -310,7 +310,7 @@ static inline void depthwise_plain(const struct DepthwisePlain* d, int thread, i
 // and `gather` moves them back. A count says how many levels there are to read or write; more than WIDE are WIDE.
 #if defined(__AVX2__)
 #define VECTORS 1
-static const float UNKNOWN = 3e38f;   // of how large steps may be
+static const float UNKNOWN = 3e38f;   // for how large steps may be
 static const uint8_t spread_bytes[4][16] = {{0, 128, 128, 128, 1, 128, 128, 128, 2, 128, 128, 128, 3, 128, 128, 128},
                                             {4, 128, 128, 128, 5, 128, 128, 128, 6, 128, 128, 128, 7, 128, 128, 128},
                                             {8, 128, 128, 128, 9, 128, 128, 128, 10, 128, 128, 128, 11, 128, 128, 128},
