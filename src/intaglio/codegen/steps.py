@@ -13,6 +13,8 @@ from intaglio.codegen.writer import Code
 from intaglio.ir import Op, Partition, numel
 
 AXIS_NAMES = "zyx"
+WIDEST = 64
+"""Most levels a vector of native/program.h holds."""
 
 
 def emit_pool(code: Code, partition: Partition, context: Context) -> None:
@@ -42,7 +44,11 @@ def emit_pool(code: Code, partition: Partition, context: Context) -> None:
         code(f"p.zero_in = *{context.constant(np.array([zero], np.int32), 'int32_t')};")
         code(f"p.factors = {context.constant(context.graph.constants[op.inputs[1]], 'float')};")
         code(f"p.limits = {limits};")
-        code("avg_pool(&p, thread, threads);")
+        sums = f"{op.output}.sums"
+        if sums in context.index:
+            code(f"p.sums = (int32_t*)(r->arena + r->offsets[{context.index[sums]}]);")
+            code(f"p.shares = {context.plan.buffers[sums].shape[0]};")
+        code("avg_pool(&p, r->barrier, thread, threads);")
     finish(code, context, op.output, limits)
 
 
@@ -58,7 +64,7 @@ def emit_pair(code: Code, partition: Partition, context: Context) -> None:
     for name, factor in zip(("factor_a", "factor_b"), factors, strict=False):
         code(f"p.{name} = {factor};")
     code(f"p.limits = {context.limits(op)};")
-    code(f"pair_levels(&p, {op.kind}_line, thread, threads);")
+    code(f"pair_levels(&p, {int(op.kind == 'add')}, thread, threads);")
     finish(code, context, op.output, context.limits(op))
 
 
@@ -75,9 +81,14 @@ def one_input(call: Callable[[Op, Context], str]) -> Callable[[Code, Partition, 
     return emit
 
 
+def _by_channel(context: Context, values: np.ndarray) -> str:
+    """Constants that go on with the first channels, for vectors that end in another pixel."""
+    return context.constant(np.resize(values, values.size + WIDEST - 1), "float")
+
+
 def _affine_call(op: Op, context: Context) -> str:
     zero = context.graph.types[op.inputs[0]].levels.zero
-    factor, offset = (context.constant(context.graph.constants[name], "float") for name in op.inputs[1:])
+    factor, offset = (_by_channel(context, context.graph.constants[name]) for name in op.inputs[1:])
     first = f"*{context.constant(np.array([zero], np.int32), 'int32_t')}, {factor}, {offset}"
     return f"affine_levels(&in, &out, {first}, {context.limits(op)}, thread, threads);"
 
@@ -94,7 +105,7 @@ def _table_call(op: Op, context: Context) -> str:
 def _prelu_call(op: Op, context: Context) -> str:
     zero = context.graph.types[op.inputs[0]].levels.zero
     rise, fall = (context.graph.constants[name] for name in op.inputs[1:])
-    each = context.constant(np.broadcast_to(fall, context.plan.buffers[op.inputs[0]].channels()), "float")
+    each = _by_channel(context, np.broadcast_to(fall, context.plan.buffers[op.inputs[0]].channels()))
     first = f"*{context.constant(np.array([zero], np.int32), 'int32_t')}, {context.constant(rise, 'float')}"
     return f"prelu_levels(&in, &out, {first}, {each}, {context.limits(op)}, thread, threads);"
 
@@ -105,8 +116,11 @@ emit_prelu = one_input(_prelu_call)
 
 def _layer_norm_call(op: Op, context: Context) -> str:
     zero = context.graph.types[op.inputs[0]].levels.zero
-    factor, offset, eps = (context.constant(context.graph.constants[name], "float") for name in op.inputs[1:])
-    first = f"*{context.constant(np.array([zero], np.int32), 'int32_t')}, {factor}, {offset}, *{eps}"
+    *parts, eps = (context.graph.constants[name] for name in op.inputs[1:])
+    factor, offset = (_by_channel(context, part) for part in parts)
+    numbers = np.array([zero], np.int32), eps
+    zero_in, epsilon = (f"*{context.constant(n, kind)}" for n, kind in zip(numbers, ("int32_t", "float"), strict=True))
+    first = f"{zero_in}, {factor}, {offset}, {epsilon}"
     return f"layer_norm_levels(&in, &out, {first}, {context.limits(op)}, thread, threads);"
 
 

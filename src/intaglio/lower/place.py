@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from intaglio.ir import Buffer, Graph, Partition, Placement, Plan, Step, evaluate, symbols_of
+from intaglio.ir import Buffer, DType, Graph, Partition, Placement, Plan, Step, evaluate, symbols_of
 from intaglio.lower.fuse import fuse
 from intaglio.lower.layout import lay_out
+
+SHARES = 8
+"""Threads that sum one image together, at most."""
+FEW_CHANNELS = 192
+"""Up to here they do: of more, each thread takes some."""
 
 
 def plan(graph: Graph) -> Plan:
@@ -15,6 +20,7 @@ def plan(graph: Graph) -> Plan:
     buffers, rows = lay_out(graph)
     partitions = [p for p in fuse(graph) if not (len(p.ops) == 1 and _is_alias(p, buffers))]
     steps = _steps(partitions, buffers)
+    buffers = {**buffers, **_sums(partitions, graph, buffers)}
     return Plan(graph, tuple(steps), buffers, _placements(steps, buffers), _external(graph, buffers), rows)
 
 
@@ -49,12 +55,25 @@ def _steps(partitions: list[Partition], buffers: Mapping[str, Buffer]) -> list[S
     return steps
 
 
+def _sums(partitions: list[Partition], graph: Graph, buffers: Mapping[str, Buffer]) -> dict[str, Buffer]:
+    """Where threads that sum one image together leave what each of them found."""
+    found: dict[str, Buffer] = {}
+    for op in (partition.anchor for partition in partitions):
+        if op.kind in ("adaptive_avg_pool1d", "adaptive_avg_pool2d") and set(op.attrs["size"]) == {1}:
+            channels = buffers[op.inputs[0]].channels()
+            if channels <= FEW_CHANNELS:
+                name = f"{op.output}.sums"
+                found[name] = Buffer(name, (SHARES, channels), DType.I32)
+    return found
+
+
 def _placements(steps: list[Step], buffers: Mapping[str, Buffer]) -> tuple[Placement, ...]:
     """Largest first: a big buffer placed late finds only gaps too small for it (Pisarchyk and Lee 2020)."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for step in steps:
-        for name in (*step.partition.ops[-1].outputs, *step.partition.reads()):
+        outputs = step.partition.ops[-1].outputs
+        for name in (*outputs, *(f"{output}.sums" for output in outputs), *step.partition.reads()):
             root = _root(name, buffers)
             if root in buffers:
                 first.setdefault(root, step.phase)

@@ -393,22 +393,152 @@ static inline void depthwise_plain(const struct DepthwisePlain* d, int thread, i
     }
 }
 
-// -- 16 levels at a time --------------------------------------------------------------------------------------------
+// -- vectors of levels ------------------------------------------------------------------------------------------------
 
-// clamp(rne(steps) + zero_point) of 16 products in float, stored as 16 levels.
+// A vector of levels is spread into four of float and packed again; within 16 bytes, the j-th takes the j-th 4. Where
+// channels have constants of their own, `deal` first moves levels so that the j-th takes the j-th quarter of the vector,
+// and `gather` moves them back. A count says how many levels there are to read or write; more than WIDE are WIDE.
+#if defined(__AVX2__)
+#define VECTORS 1
+static const float UNKNOWN = 3e38f;   // for how large steps may be
+static const uint8_t spread_bytes[4][16] = {{0, 128, 128, 128, 1, 128, 128, 128, 2, 128, 128, 128, 3, 128, 128, 128},
+                                            {4, 128, 128, 128, 5, 128, 128, 128, 6, 128, 128, 128, 7, 128, 128, 128},
+                                            {8, 128, 128, 128, 9, 128, 128, 128, 10, 128, 128, 128, 11, 128, 128, 128},
+                                            {12, 128, 128, 128, 13, 128, 128, 128, 14, 128, 128, 128, 15, 128, 128, 128}};
+enum { TWO_TO_23 = 0x4b000000 };   // as float; a level in its lowest byte is added
+#endif
+
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
-static inline __m512 centred16(const uint8_t* from, int32_t zero) {
-    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
-    return _mm512_cvtepi32_ps(_mm512_sub_epi32(wide, _mm512_set1_epi32(zero)));
+enum { WIDE = 64 };
+typedef __m512i Levels;
+typedef __m512 Floats;
+typedef uint16_t Words __attribute__((vector_size(WIDE)));
+typedef int32_t Ints __attribute__((vector_size(WIDE)));
+
+static inline Levels load_levels(const uint8_t* from, int64_t count) {
+    return count >= WIDE ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi8(((__mmask64)1 << count) - 1, from);
 }
 
-static inline void finish16(__m512 steps, const struct Limits* q, uint8_t* to) {
-    steps = _mm512_max_ps(steps, _mm512_set1_ps(q->convertible_low));
-    steps = _mm512_min_ps(steps, _mm512_set1_ps(q->convertible_high));
-    __m512i level = _mm512_add_epi32(_mm512_cvtps_epi32(steps), _mm512_set1_epi32(q->zero_point));
-    level = _mm512_min_epi32(_mm512_max_epi32(level, _mm512_set1_epi32(q->low)), _mm512_set1_epi32(q->high));
-    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(level));
+static inline void store_levels(uint8_t* to, Levels x, int64_t count) {
+    if (count >= WIDE)
+        _mm512_storeu_si512(to, x);
+    else
+        _mm512_mask_storeu_epi8(to, ((__mmask64)1 << count) - 1, x);
 }
+
+static inline Levels deal(Levels x) {
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), x);
+}
+
+static inline Levels gather(Levels x) { return deal(x); }
+
+static inline Floats floats(float x) { return _mm512_set1_ps(x); }
+
+static inline Floats load_floats(const float* from) { return _mm512_loadu_ps(from); }
+
+// 2^23 + level.
+static inline Floats spread(Levels x, int j) {
+    const __m512i order = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)spread_bytes[j]));
+    return _mm512_castsi512_ps(_mm512_mask_shuffle_epi8(_mm512_set1_epi32(TWO_TO_23), 0x1111111111111111, x, order));
+}
+
+static inline Floats rising(Floats x, Floats rise, Floats fall) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GE_OQ), fall, rise);
+}
+
+struct Finish { __m512i zero_point, low, high; __m512 convertible; int far; };
+
+static inline struct Finish finishing(const struct Limits* q, float most) {
+    const struct Finish f = {_mm512_loadu_si512(q->zero_point16), _mm512_loadu_si512(q->low8), _mm512_loadu_si512(q->high8),
+                             _mm512_set1_ps(q->convertible_high), !(most < q->convertible_high)};
+    return f;
+}
+
+// Steps -> int32. What is below the least one and NaN become it; only steps that may be above 2^30 need the bound.
+static inline __m512i converted(Floats steps, const struct Finish* f) {
+    return _mm512_cvtps_epi32(f->far ? _mm512_min_ps(f->convertible, steps) : steps);
+}
+
+// clamp(rne(steps) + zero_point) of four vectors. 16 bits saturate beyond every level, so no clamped result sees it.
+static inline Levels pack(const Floats* steps, const struct Finish* f) {
+    const __m512i a = _mm512_packs_epi32(converted(steps[0], f), converted(steps[1], f));
+    const __m512i b = _mm512_packs_epi32(converted(steps[2], f), converted(steps[3], f));
+    const __m512i level = _mm512_packus_epi16(_mm512_adds_epi16(a, f->zero_point), _mm512_adds_epi16(b, f->zero_point));
+    return _mm512_min_epu8(_mm512_max_epu8(level, f->low), f->high);
+}
+
+static inline Levels unpack_low(Levels a, Levels b) { return _mm512_unpacklo_epi16(a, b); }
+static inline Levels unpack_high(Levels a, Levels b) { return _mm512_unpackhi_epi16(a, b); }
+static inline Ints add_pairs(Levels a, Levels b) { return (Ints)_mm512_madd_epi16(a, b); }   // products of words
+#elif defined(__AVX2__)
+enum { WIDE = 32 };
+typedef __m256i Levels;
+typedef __m256 Floats;
+typedef uint16_t Words __attribute__((vector_size(WIDE)));
+typedef int32_t Ints __attribute__((vector_size(WIDE)));
+
+static inline Levels load_levels(const uint8_t* from, int64_t count) {
+    if (count >= WIDE) return _mm256_loadu_si256((const __m256i*)from);
+    uint8_t some[WIDE] = {0};
+    memcpy(some, from, (size_t)count);
+    return _mm256_loadu_si256((const __m256i*)some);
+}
+
+static inline void store_levels(uint8_t* to, Levels x, int64_t count) {
+    uint8_t some[WIDE];
+    _mm256_storeu_si256((__m256i*)(count >= WIDE ? to : some), x);
+    if (count < WIDE) memcpy(to, some, (size_t)count);
+}
+
+static inline Levels deal(Levels x) { return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7)); }
+
+static inline Levels gather(Levels x) { return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
+
+static inline Floats floats(float x) { return _mm256_set1_ps(x); }
+
+static inline Floats load_floats(const float* from) { return _mm256_loadu_ps(from); }
+
+// 2^23 + level.
+static inline Floats spread(Levels x, int j) {
+    const __m256i order = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)spread_bytes[j]));
+    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_shuffle_epi8(x, order), _mm256_set1_epi32(TWO_TO_23)));
+}
+
+static inline Floats rising(Floats x, Floats rise, Floats fall) {
+    return _mm256_blendv_ps(fall, rise, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GE_OQ));
+}
+
+struct Finish { __m256i zero_point, low, high; __m256 convertible; int far; };
+
+static inline struct Finish finishing(const struct Limits* q, float most) {
+    const struct Finish f = {_mm256_loadu_si256((const __m256i*)q->zero_point16), _mm256_loadu_si256((const __m256i*)q->low8),
+                             _mm256_loadu_si256((const __m256i*)q->high8), _mm256_set1_ps(q->convertible_high), !(most < q->convertible_high)};
+    return f;
+}
+
+static inline __m256i converted(Floats steps, const struct Finish* f) {
+    return _mm256_cvtps_epi32(f->far ? _mm256_min_ps(f->convertible, steps) : steps);
+}
+
+static inline Levels pack(const Floats* steps, const struct Finish* f) {
+    const __m256i a = _mm256_packs_epi32(converted(steps[0], f), converted(steps[1], f));
+    const __m256i b = _mm256_packs_epi32(converted(steps[2], f), converted(steps[3], f));
+    const __m256i level = _mm256_packus_epi16(_mm256_adds_epi16(a, f->zero_point), _mm256_adds_epi16(b, f->zero_point));
+    return _mm256_min_epu8(_mm256_max_epu8(level, f->low), f->high);
+}
+
+static inline Levels unpack_low(Levels a, Levels b) { return _mm256_unpacklo_epi16(a, b); }
+static inline Levels unpack_high(Levels a, Levels b) { return _mm256_unpackhi_epi16(a, b); }
+static inline Ints add_pairs(Levels a, Levels b) { return (Ints)_mm256_madd_epi16(a, b); }
+#else
+enum { WIDE = 16 };
+#endif
+
+#if defined(VECTORS)
+static inline float magnitude(float x) { return x < 0 ? -x : x; }
+
+// What `spread` gives for a level at its zero point; the difference is exact.
+static inline Floats origin(int32_t zero) { return floats((float)(8388608 + zero)); }
 #endif
 
 // -- pooling ----------------------------------------------------------------------------------------------------------
@@ -424,49 +554,62 @@ struct Pool {
     int32_t zero_in;
     const float* factors;      // by divisor, from 1; only one when the divisor is fixed
     const struct Limits* limits;
+    int32_t* sums;             // by thread, up to `shares`, and channel; null unless the window is the image
+    int64_t shares;
 };
 
-enum { LANES = 64 };           // channels pooled at a time; what lies behind the last is read, and not used
+enum { SHARED_BYTES = 1 << 16 };   // of one image, from which on threads sum it together
 
 static inline int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t most_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
-typedef uint8_t Lanes __attribute__((vector_size(LANES)));
+typedef uint8_t Lanes __attribute__((vector_size(WIDE)));   // channels; what lies behind the last is read, and not used
+
+// Window of one output along one axis: what it reads, and what it divides by.
+struct Window { int64_t start, stop, count; };
+
+// Taps of a window that lie inside an axis of `size`; `start` may lie before it.
+static inline struct Window taps_inside(const struct PoolAxis* axis, int64_t index, int64_t size) {
+    struct Window w = {0, axis->kernel, 0};
+    const int64_t start = index * axis->stride - axis->before;
+    if (start < 0) w.start = least_of((axis->dilation - 1 - start) / axis->dilation, axis->kernel);
+    if (start + (axis->kernel - 1) * axis->dilation >= size)
+        w.stop = size > start ? most_of((size - start + axis->dilation - 1) / axis->dilation, w.start) : w.start;
+    w.count = w.stop - w.start;
+    w.start = start + w.start * axis->dilation;
+    return w;
+}
 
 static inline void max_pool(const struct Pool* p, int thread, int threads) {
     const int64_t rows = p->out.images * p->out.height, channels = p->in.pixel;
+    const int64_t step_z = p->z.dilation * p->in.image, step_y = p->y.dilation * p->in.line, step_x = p->x.dilation * p->in.pixel;
     for (int64_t r = share(rows, thread, threads); r < share(rows, thread + 1, threads); ++r) {
-        const int64_t i = r / p->out.height, y0 = r % p->out.height * p->y.stride - p->y.before;
-        const int64_t n = i / p->depth_out, z0 = i % p->depth_out * p->z.stride - p->z.before;
+        const int64_t i = r / p->out.height, n = i / p->depth_out;
+        const struct Window depths = taps_inside(&p->z, i % p->depth_out, p->depth_in);
+        const struct Window lines = taps_inside(&p->y, r % p->out.height, p->in.height);
         for (int64_t x = 0; x < p->out.width; ++x) {
-            const int64_t x0 = x * p->x.stride - p->x.before;
+            const struct Window columns = taps_inside(&p->x, x, p->in.width);
+            const uint8_t* in = at(&p->in, n * p->depth_in + depths.start, lines.start, columns.start);
             uint8_t* out = at(&p->out, i, r % p->out.height, x);
-            for (int64_t c = 0; c < channels; c += LANES) {
-                const int64_t lanes = least_of(LANES, channels - c);
+            for (int64_t c = 0; c < channels; c += WIDE) {
                 Lanes best = {};
-                for (int64_t kz = 0; kz < p->z.kernel; ++kz) {
-                    const int64_t z = z0 + kz * p->z.dilation;
-                    if (z < 0 || z >= p->depth_in) continue;
-                    for (int64_t ky = 0; ky < p->y.kernel; ++ky) {
-                        const int64_t y = y0 + ky * p->y.dilation;
-                        if (y < 0 || y >= p->in.height) continue;
-                        for (int64_t kx = 0; kx < p->x.kernel; ++kx) {
-                            const int64_t column = x0 + kx * p->x.dilation;
-                            if (column < 0 || column >= p->in.width) continue;
-                            Lanes in;
-                            memcpy(&in, at(&p->in, n * p->depth_in + z, y, column) + c, LANES);
-                            best = in > best ? in : best;
+                for (int64_t z = 0; z < depths.count; ++z)
+                    for (int64_t y = 0; y < lines.count; ++y) {
+                        const uint8_t* tap = in + z * step_z + y * step_y + c;
+                        for (int64_t k = 0; k < columns.count; ++k, tap += step_x) {
+                            Lanes level;
+                            memcpy(&level, tap, WIDE);
+                            best = level > best ? level : best;
                         }
                     }
-                }
-                memcpy(out + c, &best, (size_t)lanes);
+                if (channels - c >= WIDE)
+                    memcpy(out + c, &best, WIDE);
+                else
+                    memcpy(out + c, &best, (size_t)(channels - c));
             }
         }
     }
 }
-
-// Window of one output along one axis: what it reads, and what it divides by.
-struct Window { int64_t start, stop, count; };
 
 static inline struct Window window(const struct Pool* p, const struct PoolAxis* axis, int64_t index, int64_t outputs, int64_t size) {
     struct Window w;
@@ -483,39 +626,122 @@ static inline struct Window window(const struct Pool* p, const struct PoolAxis* 
     return w;
 }
 
-static inline void avg_pool(const struct Pool* p, int thread, int threads) {
-    const int64_t channels = p->in.pixel, parts = (channels + LANES - 1) / LANES;
+// Sums of the levels of some pixels, WIDE channels wide. Two levels of a vector make a word: words add up modulo 2^16,
+// their upper levels apart, which gives both sums while they are below 2^16; then they are spread.
+#if defined(VECTORS)
+enum { HELD = 257 };           // times 255 is below 2^16
+struct Sums { Words words, upper; Ints total[4]; int64_t held; };
+
+static inline void spread_sums(struct Sums* s) {
+    const Words even = s->words - (s->upper << 8), none = {};
+    const Levels low = unpack_low((Levels)even, (Levels)s->upper), high = unpack_high((Levels)even, (Levels)s->upper);
+    s->total[0] += (Ints)unpack_low(low, (Levels)none), s->total[1] += (Ints)unpack_high(low, (Levels)none);
+    s->total[2] += (Ints)unpack_low(high, (Levels)none), s->total[3] += (Ints)unpack_high(high, (Levels)none);
+    s->words = s->upper = none, s->held = 0;
+}
+
+static inline void sum_pixels(struct Sums* s, const uint8_t* from, int64_t count, int64_t apart) {
+    while (count) {
+        if (s->held == HELD) spread_sums(s);
+        const int64_t some = least_of(count, HELD - s->held);
+        for (int64_t i = 0; i < some; ++i, from += apart) {
+            const Words x = (Words)load_levels(from, WIDE);
+            s->words += x, s->upper += x >> 8;
+        }
+        s->held += some, count -= some;
+    }
+}
+
+// In the order of channels.
+static inline void store_sums(struct Sums* s, int32_t* to) {
+    spread_sums(s);
+    for (int j = 0; j < 4; ++j)
+        for (int lane = 0; lane < WIDE / 16; ++lane) memcpy(to + 16 * lane + 4 * j, (const char*)&s->total[j] + 16 * lane, 16);
+}
+
+// (sum - real) * factor as levels.
+static inline void finish_sums(struct Sums* s, int32_t real, float factor, const struct Limits* q, uint8_t* to, int64_t count) {
+    const struct Finish f = finishing(q, UNKNOWN);
+    Floats steps[4];
+    spread_sums(s);
+    for (int j = 0; j < 4; ++j) steps[j] = __builtin_convertvector(s->total[j] - real, Floats) * floats(factor);
+    store_levels(to, pack(steps, &f), count);
+}
+#else
+struct Sums { int32_t total[WIDE]; };
+
+static inline void sum_pixels(struct Sums* s, const uint8_t* from, int64_t count, int64_t apart) {
+    for (int64_t i = 0; i < count; ++i, from += apart)
+        for (int l = 0; l < WIDE; ++l) s->total[l] += from[l];
+}
+
+static inline void store_sums(struct Sums* s, int32_t* to) { memcpy(to, s->total, sizeof s->total); }
+
+static inline void finish_sums(struct Sums* s, int32_t real, float factor, const struct Limits* q, uint8_t* to, int64_t count) {
+    for (int64_t l = 0; l < least_of(count, WIDE); ++l)
+        to[l] = (uint8_t)requantize(s->total[l] - real, factor, q->zero_point, q->low, q->high);
+}
+#endif
+
+static inline void avg_pool_rows(const struct Pool* p, int thread, int threads) {
+    const int64_t channels = p->in.pixel, parts = (channels + WIDE - 1) / WIDE;
     const int64_t units = p->out.images * p->out.height * parts;
-    const struct Limits* q = p->limits;
     for (int64_t u = share(units, thread, threads); u < share(units, thread + 1, threads); ++u) {
-        const int64_t c = u % parts * LANES, r = u / parts, i = r / p->out.height, y = r % p->out.height;
-        const int64_t n = i / p->depth_out, lanes = least_of(LANES, channels - c);
+        const int64_t c = u % parts * WIDE, r = u / parts, i = r / p->out.height, y = r % p->out.height, n = i / p->depth_out;
         const struct Window depths = window(p, &p->z, i % p->depth_out, p->depth_out, p->depth_in);
-        const struct Window rows = window(p, &p->y, y, p->out.height, p->in.height);
+        const struct Window lines = window(p, &p->y, y, p->out.height, p->in.height);
         for (int64_t x = 0; x < p->out.width; ++x) {
             const struct Window columns = window(p, &p->x, x, p->out.width, p->in.width);
-            int32_t sum[LANES] = {0};
-            for (int64_t iz = depths.start; iz < depths.stop; ++iz)
-                for (int64_t iy = rows.start; iy < rows.stop; ++iy)
-                    for (int64_t ix = columns.start; ix < columns.stop; ++ix) {
-                        const uint8_t* in = at(&p->in, n * p->depth_in + iz, iy, ix) + c;
-                        for (int l = 0; l < LANES; ++l) sum[l] += in[l];
-                    }
-            const int64_t inside = (depths.stop - depths.start) * (rows.stop - rows.start) * (columns.stop - columns.start);
-            const int32_t real = (int32_t)inside * p->zero_in;
-            const float factor = p->factors[p->fixed_divisor ? 0 : depths.count * rows.count * columns.count - 1];
-            uint8_t* out = at(&p->out, i, y, x) + c;
-            int64_t l = 0;
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-            for (; l + 16 <= lanes; l += 16) {
-                const __m512i centred = _mm512_sub_epi32(_mm512_loadu_si512(sum + l), _mm512_set1_epi32(real));
-                finish16(_mm512_mul_ps(_mm512_cvtepi32_ps(centred), _mm512_set1_ps(factor)), q, out + l);
-            }
-#endif
-            for (; l < lanes; ++l)
-                out[l] = (uint8_t)requantize(sum[l] - real, factor, q->zero_point, q->low, q->high);
+            const int64_t width = columns.stop - columns.start;
+            struct Sums sums = {};
+            for (int64_t z = depths.start; z < depths.stop; ++z)
+                for (int64_t line = lines.start; line < lines.stop; ++line)
+                    sum_pixels(&sums, at(&p->in, n * p->depth_in + z, line, columns.start) + c, width, p->in.pixel);
+            const int64_t inside = (depths.stop - depths.start) * (lines.stop - lines.start) * width;
+            const float factor = p->factors[p->fixed_divisor ? 0 : depths.count * lines.count * columns.count - 1];
+            finish_sums(&sums, (int32_t)inside * p->zero_in, factor, p->limits, at(&p->out, i, y, x) + c, channels - c);
         }
     }
+}
+
+// Sums of rows first..last of an image by channels; where pixels fill whole vectors, several at once.
+static inline void sum_rows(const struct Image* in, int64_t first, int64_t last, int32_t* to) {
+    const int64_t channels = in->pixel, fit = WIDE / channels;
+    const int64_t pixels = fit && WIDE % channels == 0 && in->width % fit == 0 ? fit : 1;
+    for (int64_t c = 0; c < channels; c += WIDE) {
+        int32_t total[WIDE];
+        struct Sums sums = {};
+        for (int64_t y = first; y < last; ++y) sum_pixels(&sums, at(in, 0, y, 0) + c, in->width / pixels, pixels * channels);
+        store_sums(&sums, total);
+        for (int64_t l = channels; l < pixels * channels; ++l) total[l % channels] += total[l];
+        memcpy(to + c, total, sizeof *total * (size_t)least_of(WIDE, channels - c));
+    }
+}
+
+// The mean of one image: threads sum rows, those they are likely to have written, then each does some channels.
+static inline void mean_of_image(const struct Pool* p, struct IntaglioBarrier* barrier, int thread, int threads) {
+    enum { SOME = 16 };
+    const int64_t channels = p->in.pixel, pixels = p->in.height * p->in.width, parts = (channels + SOME - 1) / SOME;
+    const int shares = threads < p->shares ? threads : (int)p->shares;
+    const struct Limits* q = p->limits;
+    if (thread < shares)
+        sum_rows(&p->in, share(p->in.height, thread, shares), share(p->in.height, thread + 1, shares), p->sums + thread * channels);
+    intaglio_barrier_wait(barrier, threads);
+    for (int64_t c = share(parts, thread, threads) * SOME; c < share(parts, thread + 1, threads) * SOME; c += SOME) {
+        int32_t total[SOME] = {0};
+        for (int64_t s = 0; s < shares; ++s)  // what lies behind the last channel is read, and not used
+            for (int l = 0; l < SOME; ++l) total[l] += p->sums[s * channels + c + l];
+        for (int64_t l = 0; l < least_of(SOME, channels - c); ++l)
+            p->out.base[c + l] = (uint8_t)requantize(total[l] - (int32_t)pixels * p->zero_in, p->factors[pixels - 1],
+                                                     q->zero_point, q->low, q->high);
+    }
+}
+
+static inline void avg_pool(const struct Pool* p, struct IntaglioBarrier* barrier, int thread, int threads) {
+    if (p->sums && p->in.images == 1 && p->in.image >= SHARED_BYTES)
+        mean_of_image(p, barrier, thread, threads);
+    else
+        avg_pool_rows(p, thread, threads);
 }
 
 // -- levels to levels -------------------------------------------------------------------------------------------------
@@ -527,6 +753,12 @@ static inline void avg_pool(const struct Pool* p, int thread, int threads) {
                  n = 0, y = 0;                                                                            \
          r_ < end_ && (n = r_ / (out_image)->height, y = r_ % (out_image)->height, 1); ++r_)
 
+// Constants by channel go on with the first channels for WIDE - 1 more: a vector begins with any channel and may end in
+// another pixel. `channel` of the vector at `i` is where it begins, of `count` levels of whole pixels of `period` channels.
+#define FOR_EACH_VECTOR(count, period)                                            \
+    for (int64_t i = 0, channel = 0, step_ = WIDE % (period); i < (count);        \
+         i += WIDE, channel += step_, channel -= channel < (period) ? 0 : (period))
+
 // Two operands with their zero points and factors; a product has one factor, the first.
 struct Pair {
     struct Image a, b, out;
@@ -537,67 +769,145 @@ struct Pair {
 
 static inline void add_line(const struct Pair* p, const uint8_t* a, const uint8_t* b, uint8_t* to, int64_t count) {
     const struct Limits* q = p->limits;
-    int64_t i = 0;
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-    const __m512 factor_a = _mm512_set1_ps(p->factor_a[0]), factor_b = _mm512_set1_ps(p->factor_b[0]);
-    for (; i + 16 <= count; i += 16)
-        finish16(_mm512_add_ps(_mm512_mul_ps(centred16(a + i, p->zero_a), factor_a),
-                               _mm512_mul_ps(centred16(b + i, q->other_zero_point), factor_b)), q, to + i);
-#endif
-    for (; i < count; ++i)
+#if defined(VECTORS)
+    const struct Finish f = finishing(q, 255 * (magnitude(p->factor_a[0]) + magnitude(p->factor_b[0])));
+    const Floats origin_a = origin(p->zero_a), origin_b = origin(q->other_zero_point);
+    const Floats factor_a = floats(p->factor_a[0]), factor_b = floats(p->factor_b[0]);
+    for (int64_t i = 0; i < count; i += WIDE) {
+        const Levels left = load_levels(a + i, count - i), right = load_levels(b + i, count - i);
+        Floats steps[4];
+        for (int j = 0; j < 4; ++j) steps[j] = (spread(left, j) - origin_a) * factor_a + (spread(right, j) - origin_b) * factor_b;
+        store_levels(to + i, pack(steps, &f), count - i);
+    }
+#else
+    for (int64_t i = 0; i < count; ++i)
         to[i] = (uint8_t)add_requantize(a[i] - p->zero_a, p->factor_a[0], b[i] - q->other_zero_point, p->factor_b[0],
                                         q->zero_point, q->low, q->high);
+#endif
 }
 
+// A product of two differences of levels is below 2^17, so float32 holds it exactly.
 static inline void mul_line(const struct Pair* p, const uint8_t* a, const uint8_t* b, uint8_t* to, int64_t count) {
     const struct Limits* q = p->limits;
-    int64_t i = 0;
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-    // A product of two differences of levels is below 2^17, so float32 holds it exactly.
-    const __m512 factor = _mm512_set1_ps(p->factor_a[0]);
-    for (; i + 16 <= count; i += 16) {
-        const __m512 product = _mm512_mul_ps(centred16(a + i, p->zero_a), centred16(b + i, q->other_zero_point));
-        finish16(_mm512_mul_ps(product, factor), q, to + i);
+#if defined(VECTORS)
+    const struct Finish f = finishing(q, 255 * 255 * magnitude(p->factor_a[0]));
+    const Floats origin_a = origin(p->zero_a), origin_b = origin(q->other_zero_point), factor = floats(p->factor_a[0]);
+    for (int64_t i = 0; i < count; i += WIDE) {
+        const Levels left = load_levels(a + i, count - i), right = load_levels(b + i, count - i);
+        Floats steps[4];
+        for (int j = 0; j < 4; ++j) steps[j] = (spread(left, j) - origin_a) * (spread(right, j) - origin_b) * factor;
+        store_levels(to + i, pack(steps, &f), count - i);
     }
-#endif
-    for (; i < count; ++i)
+#else
+    for (int64_t i = 0; i < count; ++i)
         to[i] = (uint8_t)requantize((a[i] - p->zero_a) * (b[i] - q->other_zero_point), p->factor_a[0], q->zero_point, q->low,
                                     q->high);
+#endif
 }
 
-// Whole rows at once; pixel by pixel where an operand has one pixel for an image.
-static inline void pair_levels(const struct Pair* p, void (*line)(const struct Pair*, const uint8_t*, const uint8_t*, uint8_t*, int64_t),
-                               int thread, int threads) {
-    const int one_a = p->a.height * p->a.width == 1, one_b = p->b.height * p->b.width == 1;
-    const int64_t pixel = p->out.pixel;
-    FOR_EACH_ROW(&p->out) {
-        const uint8_t* a = at(&p->a, n, one_a ? 0 : y, 0);
-        const uint8_t* b = at(&p->b, n, one_b ? 0 : y, 0);
-        uint8_t* to = at(&p->out, n, y, 0);
-        if (!one_a && !one_b)
-            line(p, a, b, to, p->out.width * pixel);
-        else
-            for (int64_t x = 0; x < p->out.width; ++x)
-                line(p, a + (one_a ? 0 : x * pixel), b + (one_b ? 0 : x * pixel), to + x * pixel, pixel);
+// An operand that is the same for every pixel of an image: its difference from zero per channel, in sums times its
+// factor. The other operand has the zero point and, in sums, the factor here; in products it is that of the result.
+enum { TERMS = 4096 };
+
+struct Terms {
+    int64_t channels;
+    int32_t zero;
+    float factor, term[TERMS + WIDE];
+};
+
+static inline void fill_terms(struct Terms* t, const uint8_t* from, int32_t zero, float factor) {
+    for (int64_t c = 0; c < t->channels; ++c) t->term[c] = (float)(from[c] - zero) * factor;
+    for (int64_t c = 0; c < WIDE - 1; ++c) t->term[t->channels + c] = t->term[c];
+}
+
+static inline void add_terms(const struct Terms* t, const uint8_t* from, uint8_t* to, int64_t count, const struct Limits* q) {
+#if defined(VECTORS)
+    const struct Finish f = finishing(q, UNKNOWN);
+    const Floats zero = origin(t->zero), factor = floats(t->factor);
+    FOR_EACH_VECTOR(count, t->channels) {
+        const Levels x = deal(load_levels(from + i, count - i));
+        Floats steps[4];
+        for (int j = 0; j < 4; ++j) steps[j] = (spread(x, j) - zero) * factor + load_floats(t->term + channel + WIDE / 4 * j);
+        store_levels(to + i, gather(pack(steps, &f)), count - i);
     }
+#else
+    for (int64_t i = 0; i < count; i += t->channels)
+        for (int64_t c = 0; c < t->channels; ++c)
+            to[i + c] = (uint8_t)finish((float)(from[i + c] - t->zero) * t->factor + t->term[c], q->zero_point, q->low, q->high);
+#endif
+}
+
+static inline void mul_terms(const struct Terms* t, const uint8_t* from, uint8_t* to, int64_t count, const struct Limits* q) {
+#if defined(VECTORS)
+    const struct Finish f = finishing(q, 255 * 255 * magnitude(t->factor));
+    const Floats zero = origin(t->zero), factor = floats(t->factor);
+    FOR_EACH_VECTOR(count, t->channels) {
+        const Levels x = deal(load_levels(from + i, count - i));
+        Floats steps[4];
+        for (int j = 0; j < 4; ++j) steps[j] = (spread(x, j) - zero) * load_floats(t->term + channel + WIDE / 4 * j) * factor;
+        store_levels(to + i, gather(pack(steps, &f)), count - i);
+    }
+#else
+    for (int64_t i = 0; i < count; i += t->channels)
+        for (int64_t c = 0; c < t->channels; ++c)
+            to[i + c] = (uint8_t)finish((float)(from[i + c] - t->zero) * t->term[c] * t->factor, q->zero_point, q->low, q->high);
+#endif
+}
+
+// A pair of which operand `one` has one pixel an image. More channels than there are terms are done some at a time.
+static inline void pair_with_pixel(const struct Pair* p, int sum, int one_a, int thread, int threads) {
+    const struct Image *one = one_a ? &p->a : &p->b, *other = one_a ? &p->b : &p->a;
+    const int32_t zero_b = p->limits->other_zero_point, zero_one = one_a ? p->zero_a : zero_b;
+    const float factor_one = !sum ? 1.0f : one_a ? p->factor_a[0] : p->factor_b[0];
+    struct Terms t;
+    t.zero = one_a ? zero_b : p->zero_a;
+    t.factor = sum && one_a ? p->factor_b[0] : p->factor_a[0];
+    for (int64_t c = 0; c < p->out.pixel; c += t.channels) {
+        int64_t known = -1;
+        t.channels = least_of(TERMS, p->out.pixel - c);
+        const int64_t lines = t.channels == p->out.pixel ? 1 : p->out.width, count = p->out.width / lines * t.channels;
+        FOR_EACH_ROW(&p->out) {
+            if (n != known) fill_terms(&t, at(one, n, 0, 0) + c, zero_one, factor_one);
+            known = n;
+            for (int64_t x = 0; x < lines; ++x)
+                (sum ? add_terms : mul_terms)(&t, at(other, n, y, x) + c, at(&p->out, n, y, x) + c, count, p->limits);
+        }
+    }
+}
+
+static inline void pair_levels(const struct Pair* p, int sum, int thread, int threads) {
+    const int one_a = p->a.height * p->a.width == 1, one_b = p->b.height * p->b.width == 1;
+    if (one_a != one_b) {
+        pair_with_pixel(p, sum, one_a, thread, threads);
+        return;
+    }
+    FOR_EACH_ROW(&p->out)
+        (sum ? add_line : mul_line)(p, at(&p->a, n, y, 0), at(&p->b, n, y, 0), at(&p->out, n, y, 0), p->out.width * p->out.pixel);
 }
 
 // A factor and an offset per channel: batch norm on its own.
 static inline void affine_levels(const struct Image* in, const struct Image* out, int32_t zero, const float* factor,
                                  const float* offset, const struct Limits* q, int thread, int threads) {
     FOR_EACH_ROW(out) {
-        for (int64_t x = 0; x < out->width; ++x) {
-            const uint8_t* from = at(in, n, y, x);
-            uint8_t* to = at(out, n, y, x);
-            int64_t c = 0;
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-            for (; c + 16 <= out->pixel; c += 16)
-                finish16(_mm512_add_ps(_mm512_mul_ps(centred16(from + c, zero), _mm512_loadu_ps(factor + c)),
-                                       _mm512_loadu_ps(offset + c)), q, to + c);
-#endif
-            for (; c < out->pixel; ++c)
-                to[c] = (uint8_t)finish((float)(from[c] - zero) * factor[c] + offset[c], q->zero_point, q->low, q->high);
+        const uint8_t* from = at(in, n, y, 0);
+        uint8_t* to = at(out, n, y, 0);
+        const int64_t count = out->width * out->pixel;
+#if defined(VECTORS)
+        const struct Finish f = finishing(q, UNKNOWN);
+        FOR_EACH_VECTOR(count, out->pixel) {
+            const Levels x = deal(load_levels(from + i, count - i));
+            Floats steps[4];
+            for (int j = 0; j < 4; ++j) {
+                const int64_t c = channel + WIDE / 4 * j;
+                steps[j] = (spread(x, j) - origin(zero)) * load_floats(factor + c) + load_floats(offset + c);
+            }
+            store_levels(to + i, gather(pack(steps, &f)), count - i);
         }
+#else
+        for (int64_t i = 0; i < count; i += out->pixel)
+            for (int64_t c = 0; c < out->pixel; ++c)
+                to[i + c] = (uint8_t)finish((float)(from[i + c] - zero) * factor[c] + offset[c], q->zero_point, q->low, q->high);
+#endif
     }
 }
 
@@ -605,25 +915,51 @@ static inline void affine_levels(const struct Image* in, const struct Image* out
 static inline void prelu_levels(const struct Image* in, const struct Image* out, int32_t zero, const float* rise,
                                 const float* fall, const struct Limits* q, int thread, int threads) {
     FOR_EACH_ROW(out) {
-        for (int64_t x = 0; x < out->width; ++x) {
-            const uint8_t* from = at(in, n, y, x);
-            uint8_t* to = at(out, n, y, x);
-            int64_t c = 0;
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-            for (; c + 16 <= out->pixel; c += 16) {
-                const __m512 centred = centred16(from + c, zero);
-                const __mmask16 rises = _mm512_cmp_ps_mask(centred, _mm512_setzero_ps(), _CMP_GE_OQ);
-                const __m512 factor = _mm512_mask_blend_ps(rises, _mm512_loadu_ps(fall + c), _mm512_set1_ps(*rise));
-                finish16(_mm512_mul_ps(centred, factor), q, to + c);
+        const uint8_t* from = at(in, n, y, 0);
+        uint8_t* to = at(out, n, y, 0);
+        const int64_t count = out->width * out->pixel;
+#if defined(VECTORS)
+        const struct Finish f = finishing(q, UNKNOWN);
+        FOR_EACH_VECTOR(count, out->pixel) {
+            const Levels x = deal(load_levels(from + i, count - i));
+            Floats steps[4];
+            for (int j = 0; j < 4; ++j) {
+                const Floats centred = spread(x, j) - origin(zero);
+                steps[j] = centred * rising(centred, floats(*rise), load_floats(fall + channel + WIDE / 4 * j));
+            }
+            store_levels(to + i, gather(pack(steps, &f)), count - i);
+        }
+#else
+        for (int64_t i = 0; i < count; i += out->pixel)
+            for (int64_t c = 0; c < out->pixel; ++c) {
+                const int32_t centred = from[i + c] - zero;
+                to[i + c] = (uint8_t)requantize(centred, centred >= 0 ? *rise : fall[c], q->zero_point, q->low, q->high);
             }
 #endif
-            for (; c < out->pixel; ++c)
-                to[c] = (uint8_t)requantize(from[c] - zero, from[c] >= zero ? *rise : fall[c], q->zero_point, q->low, q->high);
-        }
     }
 }
 
-// numerics.layer_norm of every pixel. Sums are exact, so their order is free.
+// Sums of up to 2^15 levels and of their squares.
+struct Moments { int64_t levels, squares; };
+
+static inline struct Moments moments(const uint8_t* from, int64_t count) {
+    int32_t levels = 0, squares = 0;
+#if defined(VECTORS)
+    Ints sum = {}, square = {};
+    for (int64_t i = 0; i < count; i += WIDE) {
+        const Words x = (Words)load_levels(from + i, count - i), even = x & 255, odd = x >> 8;
+        sum += add_pairs((Levels)(even + odd), (Levels)(x - x + 1));
+        square += add_pairs((Levels)even, (Levels)even) + add_pairs((Levels)odd, (Levels)odd);
+    }
+    for (int l = 0; l < WIDE / 4; ++l) levels += sum[l], squares += square[l];
+#else
+    for (int64_t c = 0; c < count; ++c) levels += from[c], squares += from[c] * from[c];
+#endif
+    const struct Moments m = {levels, squares};
+    return m;
+}
+
+// numerics.layer_norm of every pixel. Sums are exact, so their order is free and the zero point leaves the variance alone.
 static inline void layer_norm_levels(const struct Image* in, const struct Image* out, int32_t zero, const float* factor,
                                      const float* offset, float eps, const struct Limits* q, int thread, int threads) {
     const int64_t count = in->pixel;
@@ -631,26 +967,26 @@ static inline void layer_norm_levels(const struct Image* in, const struct Image*
         for (int64_t x = 0; x < out->width; ++x) {
             const uint8_t* from = at(in, n, y, x);
             uint8_t* to = at(out, n, y, x);
-            int32_t levels = 0, squares = 0;
-            for (int64_t c = 0; c < count; ++c) levels += from[c];
-            for (int64_t c = 0; c < count; ++c) {
-                const int16_t centred = (int16_t)(from[c] - zero);
-                squares += centred * centred;
-            }
-            const int64_t sum = levels - count * zero;
-            const float mean = (float)sum / (float)count;
-            const float variance = (float)(count * squares - sum * sum) / (float)(count * count);
+            const struct Moments m = moments(from, count);
+            const float mean = (float)(m.levels - count * zero) / (float)count;
+            const float variance = (float)(count * m.squares - m.levels * m.levels) / (float)(count * count);
             const float inverse = 1.0f / __builtin_sqrtf(variance + eps);
-            int64_t c = 0;
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-            const __m512 means = _mm512_set1_ps(mean), inverses = _mm512_set1_ps(inverse);
-            for (; c + 16 <= count; c += 16) {
-                const __m512 normal = _mm512_mul_ps(_mm512_sub_ps(centred16(from + c, zero), means), inverses);
-                finish16(_mm512_add_ps(_mm512_mul_ps(normal, _mm512_loadu_ps(factor + c)), _mm512_loadu_ps(offset + c)), q, to + c);
+#if defined(VECTORS)
+            const struct Finish f = finishing(q, UNKNOWN);
+            for (int64_t i = 0; i < count; i += WIDE) {
+                const Levels level = deal(load_levels(from + i, count - i));
+                Floats steps[4];
+                for (int j = 0; j < 4; ++j) {
+                    const int64_t c = i + WIDE / 4 * j;
+                    const Floats normal = (spread(level, j) - origin(zero) - floats(mean)) * floats(inverse);
+                    steps[j] = normal * load_floats(factor + c) + load_floats(offset + c);
+                }
+                store_levels(to + i, gather(pack(steps, &f)), count - i);
             }
-#endif
-            for (; c < count; ++c)
+#else
+            for (int64_t c = 0; c < count; ++c)
                 to[c] = (uint8_t)finish(((float)(from[c] - zero) - mean) * inverse * factor[c] + offset[c], q->zero_point, q->low, q->high);
+#endif
         }
     }
 }
@@ -679,6 +1015,28 @@ __attribute__((target("avx512bw,avx512vbmi"))) static void look_up_line(const ui
         _mm512_mask_storeu_epi8(to + i, some, _mm512_mask_blend_epi8(_mm512_movepi8_mask(level), low, high));
     }
 }
+#elif defined(__AVX2__)
+// A shuffle sees 16 entries and gives 0 for a negative level. Each changes what the one before it gave, for levels that
+// are still not negative after so many times 16; levels from 128 on are negative until their upper bit is flipped.
+static inline void look_up_line(const uint8_t* from, uint8_t* to, int64_t count, const uint8_t* table) {
+    const __m256i sixteen = _mm256_set1_epi8(16);
+    __m256i change[16];
+    for (int j = 0; j < 16; ++j) {
+        const __m128i part = _mm_loadu_si128((const __m128i*)(table + 16 * j));
+        const __m128i last = j % 8 ? _mm_loadu_si128((const __m128i*)(table + 16 * j - 16)) : _mm_setzero_si128();
+        change[j] = _mm256_broadcastsi128_si256(_mm_xor_si128(part, last));
+    }
+    for (int64_t i = 0; i < count; i += WIDE) {
+        __m256i low = load_levels(from + i, count - i), high = _mm256_xor_si256(low, _mm256_set1_epi8(-128));
+        __m256i found = _mm256_setzero_si256();
+        for (int j = 0; j < 8; ++j) {
+            found = _mm256_xor_si256(found, _mm256_shuffle_epi8(change[j], low));
+            found = _mm256_xor_si256(found, _mm256_shuffle_epi8(change[8 + j], high));
+            low = _mm256_subs_epi8(low, sixteen), high = _mm256_subs_epi8(high, sixteen);
+        }
+        store_levels(to + i, found, count - i);
+    }
+}
 #endif
 
 static inline void look_up(const struct Image* in, const struct Image* out, const uint8_t* table, int thread, int threads) {
@@ -690,6 +1048,9 @@ static inline void look_up(const struct Image* in, const struct Image* out, cons
             look_up_line(from, to, out->width * out->pixel, table);
             continue;
         }
+#elif defined(__AVX2__)
+        look_up_line(from, to, out->width * out->pixel, table);
+        continue;
 #endif
         for (int64_t i = 0; i < out->width * out->pixel; ++i) to[i] = table[from[i]];
     }
@@ -848,23 +1209,27 @@ static inline void upsample_linear(const struct Blend* b, int thread, int thread
         for (int64_t x = 0; x < b->out.width; ++x, to += channels) {
             const int64_t left = b->column[2 * x] * channels, right = b->column[2 * x + 1] * channels;
             const float* w = b->column_weight + 2 * x;
-            int64_t c = 0;
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-            const __m512 w0 = _mm512_set1_ps(w[0]), w1 = _mm512_set1_ps(w[1]), v0 = _mm512_set1_ps(v[0]), v1 = _mm512_set1_ps(v[1]);
-            for (; c + 16 <= channels; c += 16) {
-                const __m512 top = _mm512_add_ps(_mm512_mul_ps(centred16(above + left + c, b->zero_in), w0),
-                                                 _mm512_mul_ps(centred16(above + right + c, b->zero_in), w1));
-                const __m512 bottom = _mm512_add_ps(_mm512_mul_ps(centred16(below + left + c, b->zero_in), w0),
-                                                    _mm512_mul_ps(centred16(below + right + c, b->zero_in), w1));
-                const __m512 mean = _mm512_add_ps(_mm512_mul_ps(top, v0), _mm512_mul_ps(bottom, v1));
-                finish16(_mm512_mul_ps(mean, _mm512_set1_ps(factor)), q, to + c);
+#if defined(VECTORS)
+            const struct Finish f = finishing(q, UNKNOWN);
+            const Floats zero = origin(b->zero_in), w0 = floats(w[0]), w1 = floats(w[1]), v0 = floats(v[0]), v1 = floats(v[1]);
+            for (int64_t c = 0; c < channels; c += WIDE) {
+                const Levels a0 = load_levels(above + left + c, channels - c), a1 = load_levels(above + right + c, channels - c);
+                const Levels b0 = load_levels(below + left + c, channels - c), b1 = load_levels(below + right + c, channels - c);
+                Floats steps[4];
+                for (int j = 0; j < 4; ++j) {
+                    const Floats top = (spread(a0, j) - zero) * w0 + (spread(a1, j) - zero) * w1;
+                    const Floats bottom = (spread(b0, j) - zero) * w0 + (spread(b1, j) - zero) * w1;
+                    steps[j] = (top * v0 + bottom * v1) * floats(factor);
+                }
+                store_levels(to + c, pack(steps, &f), channels - c);
             }
-#endif
-            for (; c < channels; ++c) {
+#else
+            for (int64_t c = 0; c < channels; ++c) {
                 const float top = blend(above + left, above + right, c, w, b->zero_in);
                 const float bottom = blend(below + left, below + right, c, w, b->zero_in);
                 to[c] = (uint8_t)finish((top * v[0] + bottom * v[1]) * factor, q->zero_point, q->low, q->high);
             }
+#endif
         }
     }
 }
