@@ -69,11 +69,13 @@ PUBLIC double kernels_matmul(int64_t kernel, const int64_t* v, int64_t calls) {
     m.in = image((uint8_t*)v[5], 1, 1, pixels, bytes, 0, 0);
     m.out = image((uint8_t*)v[6], 1, 1, pixels, channels * item, 0, 0);
     m.stride_y = m.stride_x = m.panels = m.flat = 1;
-    m.blocks = channels / 16, m.out_bytes = item, m.rows = rows, m.last_mask = 0xffff, m.chunk_bytes = 1 << 20;
+    m.blocks = channels / 16, m.out_bytes = item, m.rows = rows, m.chunk_bytes = 1 << 20;
+    m.mask = m.last_mask = channels < 64 ? (1ll << channels) - 1 : -1;
     m.kernels = m.last_kernels = tiles[kernel];
     m.tile.a_pixel = bytes, m.tile.tap_rows = m.tile.taps = 1, m.tile.run = bytes / 4;
     m.tile.b = (const int8_t*)v[7], m.tile.bias = (const int32_t*)v[8], m.tile.factor = (const float*)v[9];
-    m.tile.limits = (const struct Limits*)v[10], m.tile.out_pixel = channels * item, m.tile.mask = 0xffff;
+    m.tile.limits = (const struct Limits*)v[10], m.tile.out_pixel = channels * item;
+    m.tile.table = (const uint8_t*)v[12];
     if (v[11]) {
         m.other = image((uint8_t*)v[11], 1, 1, pixels, channels, 0, 0);
         m.tile.other_pixel = channels, m.tile.other_factor = (const float*)v[9];
@@ -92,7 +94,7 @@ PUBLIC double kernels_depthwise(int64_t kernel, const int64_t* v, int64_t calls)
     d.stride_y = d.stride_x = stride, d.dilation_y = d.blocks = 1, d.taps_y = taps, d.rows = rows, d.columns = columns;
     d.kernels = d.last_kernels = depthwise_tiles[kernel], d.last_mask = d.tile.mask = ~0ull;
     d.tile.weights = (const int8_t*)v[9], d.tile.bias = (const int32_t*)v[10], d.tile.factor = (const float*)v[11];
-    d.tile.limits = (const struct Limits*)v[12];
+    d.tile.limits = (const struct Limits*)v[12], d.tile.table = (const uint8_t*)v[13];
     const double start = seconds();
     for (int64_t i = 0; i < calls; ++i) depthwise(&d, 0, 1);
     return seconds() - start;
@@ -169,13 +171,14 @@ def table(kind: str, name: str, rows: list[list[str]]) -> Iterator[str]:
 def tile_case(library: Any, index: int, spec: TileSpec, summed: int) -> Case:
     (rows, channels), memory = spec.tile, Memory()
     tiles = max(1, min(MOST_TILES, INPUT_BYTES // (rows * summed)))
-    pixels, item = rows * tiles, 4 if spec.result == "f32" else 1
+    pixels, item, zero = rows * tiles, 4 if spec.result == "f32" else 1, 0 if spec.natural else 128
     values = [
         pixels, channels, summed, item, rows, memory.random(pixels * summed, np.uint8, 0, 256),
         memory.random(pixels * channels * item, np.uint8, 0, 1), memory.random(summed * channels, np.int8, -127, 128),
         memory.random(channels, np.int32, -4000, 4000), memory.hold(np.full(channels, 2.0**-12, np.float32)),
-        memory.hold(limits(128, 0, 255, 128)),
+        memory.hold(limits(zero, 0, 255, zero)),
         memory.random(pixels * channels, np.uint8, 0, 256) if spec.result == "add" else 0,
+        memory.random(256, np.uint8, 0, 256),
     ]  # fmt: skip
     return Case(spec.name, summed, pixels * channels, timer(library.kernels_matmul, index, values), memory)
 
@@ -189,7 +192,7 @@ def depthwise_case(library: Any, index: int, spec: DepthwiseSpec) -> Case:
         height, width, CHANNELS, stride, taps, spec.rows, spec.columns, memory.random(inputs, np.uint8, 0, 256),
         memory.random(height * width * CHANNELS, np.uint8, 0, 1), memory.hold(pack_depthwise(weight, spec)),
         memory.random(CHANNELS, np.int32, -4000, 4000), memory.hold(np.full(CHANNELS, 2.0**-12, np.float32)),
-        memory.hold(limits(128, 0, 255, 0)),
+        memory.hold(limits(128, 0, 255, 0)), memory.random(256, np.uint8, 0, 256),
     ]  # fmt: skip
     timed = timer(library.kernels_depthwise, index, values)
     return Case(spec.name, taps * taps, height * width * CHANNELS, timed, memory)

@@ -25,7 +25,8 @@ HERE = [name for name in machine.isas() if name in ISAS]
 IMAGES = ("in", "out", "other")
 NUMBERS = (
     "stride_y", "stride_x", "top", "left", "panels", "blocks", "panel_bytes", "out_bytes", "first_channel", "flat",
-    "rows", "mask", "last_mask", "kernels", "last_kernels", "split_channels_below", "chunk_bytes", "tile.a_pixel", "tile.b",
+    "rows", "mask", "last_mask", "kernels", "last_kernels", "split_channels_below", "chunk_bytes", "tile.a_pixel",
+    "tile.b",
     "tile.tap_rows", "tile.a_row", "tile.taps", "tile.a_tap", "tile.run", "tile.bias", "tile.factor", "tile.out_pixel",
     "tile.other_pixel", "tile.other_factor", "tile.limits", "tile.table", "table",
 )  # fmt: skip

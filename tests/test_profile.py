@@ -63,7 +63,7 @@ def test_a_layer_has_the_largest_tile_it_uses():
     parts = parts_of(net.eval(), picture(1, size=24))
     found = [(part.kernel, part.tile) for part in parts.values() if part.macs]
     assert found == [
-        ("tile_6x4_u8_packed", (6, 64)),
+        ("tile_6x4_u8", (6, 64)),
         ("depthwise_2x3_taps3x3_stride1x1_64", (6, 64)),
         ("tile_8x3_f32", (8, 48)),
     ]

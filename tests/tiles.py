@@ -21,9 +21,10 @@ MARGIN = 256
 class Case:
     """A convolution, how it is computed, and a seed for its numbers.
 
-    ``table``: looked up in a ``kernel``, or ``after`` it. ``natural``: use the kernels for natural levels if the numbers are so. ``halos``: of input, result, residual operand, beyond what padding needs. ``behind``: bytes of canaries after the
-    result; after those a page that cannot be touched. ``exponent``: factors are about 2^exponent; ``None`` spreads the
-    levels. ``extreme``: activations 0 or 255, weights +-127, biases up to 2^30.
+    ``table``: looked up in a ``kernel``, or ``after`` it. ``natural``: use the kernels for natural levels if the
+    numbers are so. ``halos``: of input, result, residual operand, beyond what padding needs. ``behind``: bytes of
+    canaries after the result; after those a page that cannot be touched. ``exponent``: factors are about 2^exponent;
+    ``None`` spreads the levels. ``extreme``: activations 0 or 255, weights +-127, biases up to 2^30.
     """
 
     images: int = 1

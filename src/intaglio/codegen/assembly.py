@@ -78,7 +78,7 @@ def looked_up(row: str, spare: str, table: str, first: str, third: str) -> list[
 
 def skewed(rows: Iterable[Iterable[list[str]]]) -> list[str]:
     """Stages of rows that each start one stage after the row before; the oldest row's stage stands first."""
-    late = [[[]] * index + list(stages) for index, stages in enumerate(rows)]
+    late: list[list[list[str]]] = [[[]] * index + list(stages) for index, stages in enumerate(rows)]
     return [line for together in zip_longest(*late, fillvalue=[]) for stage in together for line in stage]
 
 

@@ -168,9 +168,9 @@ def emit_layer(
     weights = [pack_depthwise(layer.weight[first : first + tile.channels], tile) for first, tile in found]
     looks_up = context.isa.looks_up if table != "0" else ""
     for name, tile in (("kernels", found[0][1]), ("last_kernels", found[-1][1])):
-        for kind in (False, True)[: 2 if looks_up else 1]:
-            symbols = ", ".join(_sizes(replace(tile, table=kind), context))
-            code(f"static const DepthwiseKernel {'table_' * kind}{name}[] = {{{symbols}}};")
+        for look in (False, True)[: 2 if looks_up else 1]:
+            symbols = ", ".join(_sizes(replace(tile, table=look), context))
+            code(f"static const DepthwiseKernel {'table_' * look}{name}[] = {{{symbols}}};")
     last = channels - found[-1][0]
     code(f"""
         struct Depthwise d = {{}};

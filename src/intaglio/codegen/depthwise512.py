@@ -104,7 +104,8 @@ def _epilogue(spec: DepthwiseSpec) -> list[str]:
     lines += ["mov %r9,%rdx", f"mov {_field('out_line')},%r11"]
     lines += [f"vmovups {_bytes(spec) * part}(%r8),{_register(spec, part)}" for part in range(4)]
     if spec.table:
-        lines += [f"mov {_field('table')},%rsi", *(f"vmovdqu64 {128 * half}(%rsi),{v}" for half, v in enumerate(QUARTERS))]
+        lines.append(f"mov {_field('table')},%rsi")
+        lines += [f"vmovdqu64 {128 * half}(%rsi),{quarter}" for half, quarter in enumerate(QUARTERS)]
     return lines + skewed(_pixel(spec, *at) for at in product(range(spec.rows), range(spec.columns)))
 
 

@@ -94,10 +94,10 @@ def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece
     schedule = context.schedules[partition.output]
     plan = piece_packing(partition, context, schedule, piece)
     looks_up = context.isa.looks_up if partition.tail[1:] and tail.kind == "requantize" else ""
-    for kind in (False, True)[: 2 if looks_up else 1]:
-        kernels = _kernels(partition, context, plan, schedule, kind)
+    for look in (False, True)[: 2 if looks_up else 1]:
+        kernels = _kernels(partition, context, plan, schedule, look)
         for name, symbols in zip(("kernels", "last_kernels"), kernels, strict=True):
-            code(f"static const TileKernel {'table_' * kind}{name}[] = {{0, {', '.join(symbols)}}};")
+            code(f"static const TileKernel {'table_' * look}{name}[] = {{0, {', '.join(symbols)}}};")
     code("struct Matmul m = {};")
     code(f"m.in = {context.image(anchor.inputs[0])};")
     code(f"m.out = {_results(partition.output, context, piece)};")
@@ -153,7 +153,8 @@ def _kernels(
     result, guard = RESULT[partition.tail[0].kind], needs_guard(partition, context)
     natural, heights = plan.packed and context.natural(partition.tail[0]), range(1, schedule.tile_rows + 1)
     full, last = (
-        [TileSpec(h, blocks, result, natural, guard, table) for h in heights] for blocks in (plan.blocks, plan.last_blocks)
+        [TileSpec(h, blocks, result, natural, guard, table) for h in heights]
+        for blocks in (plan.blocks, plan.last_blocks)
     )
     if plan.panels == 1:
         full = last

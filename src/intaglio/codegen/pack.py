@@ -14,8 +14,9 @@ from intaglio.codegen.tile import permutation
 class Packing:
     """How a weight [outputs, inputs per group, taps y, taps x] becomes panels of ``16 * blocks`` outputs.
 
-    ``packed``: columns are permuted for kernels that pack (`permutation`). ``joined``: a row of taps is one run of bytes (one group, neighbouring taps). ``first``: input channel at which each
-    panel's run starts; ``cover``: channels (or bytes of joined taps) in a run.
+    ``packed``: columns are permuted for kernels that pack (`permutation`). ``joined``: a row of taps is one run of
+    bytes (one group, neighbouring taps). ``first``: input channel at which each panel's run starts; ``cover``:
+    channels (or bytes of joined taps) in a run.
     """
 
     outputs: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 
 from intaglio.codegen import avx2, portable, vnni512
 from intaglio.codegen.context import Context, describe

@@ -39,8 +39,8 @@ class TileSpec:
     """``rows`` output pixels by ``blocks`` of 16 channels.
 
     natural: levels lie in 0..255 with the zero point 0, that of a residual operand too, so that saturation alone bounds
-    them. guard: products may exceed the range of the conversion to int32 and are clamped in float first. table: levels are
-    looked up before they are stored.
+    them. guard: products may exceed the range of the conversion to int32 and are clamped in float first. table: levels
+    are looked up before they are stored.
     """
 
     rows: int
@@ -68,7 +68,8 @@ class Isa:
 
     ``looks_up``: C expression that says whether this machine runs kernels that look up levels; empty if there are none.
     ``packs``: levels leave registers through two packing steps, which give the channels of a panel in order if its
-    columns were permuted (`permutation`); such kernels have a form for natural levels. ``support``: text that stands before the kernels of a program. ``depthwise``: the printer of depthwise kernels
+    columns were permuted (`permutation`); such kernels have a form for natural levels. ``support``: text that stands
+    before the kernels of a program. ``depthwise``: the printer of depthwise kernels
     (`codegen.depthwise.DepthwiseSpec`); without one, loops that the compiler vectorises.
     """
 

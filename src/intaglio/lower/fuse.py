@@ -6,8 +6,8 @@ from intaglio.ir import DType, Graph, Op, Partition
 
 
 def fuse(graph: Graph) -> tuple[Partition, ...]:
-    """Every operator in one partition, in execution order. A chain is as long as int32 accumulators link it, and has the
-    table that is looked up in its levels alone; it stands where its last operator stood, so that what its tail reads is
+    """Every operator in one partition, in execution order. A chain is as long as int32 accumulators link it, and ends
+    with the table that alone reads its levels; it stands where its last operator stood, so that what its tail reads is
     made before."""
     users = graph.users()
     partitions: list[Partition] = []

@@ -119,47 +119,6 @@ struct Limits {
 
 // -- tables -------------------------------------------------------------------------------------------------------------
 
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-#define VBMI __attribute__((target("avx512bw,avx512vl,avx512vbmi")))
-
-// Processors with AVX512-VBMI look up 64 levels at a time in two registers of each half of the table.
-struct Table { __m512i a, b, c, d; };
-
-VBMI static inline __m512i looked_up(const struct Table* t, __m512i level) {
-    const __m512i low = _mm512_permutex2var_epi8(t->a, level, t->b), high = _mm512_permutex2var_epi8(t->c, level, t->d);
-    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(level), low, high);
-}
-
-// Fewer than 64 levels in whole pieces: after a store under a mask, a load of what is next to it waits for the store.
-VBMI static inline void store_part(uint8_t* to, __m512i levels, int64_t count) {
-    if (count & 32) {
-        _mm256_storeu_si256((__m256i*)to, _mm512_castsi512_si256(levels));
-        levels = _mm512_shuffle_i64x2(levels, levels, 0xee), to += 32;
-    }
-    __m128i some = _mm512_castsi512_si128(levels);
-    if (count & 16) {
-        _mm_storeu_si128((__m128i*)to, some);
-        some = _mm256_extracti128_si256(_mm512_castsi512_si256(levels), 1), to += 16;
-    }
-    if (count & 8) {
-        _mm_storel_epi64((__m128i*)to, some);
-        some = _mm_unpackhi_epi64(some, some), to += 8;
-    }
-    if (count & 7) _mm_mask_storeu_epi8(to, (__mmask16)((1 << (count & 7)) - 1), some);
-}
-
-// Reads up to 63 bytes behind the last level.
-VBMI static void look_up_vectors(uint8_t* at, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table) {
-    const struct Table t = {_mm512_loadu_si512(table), _mm512_loadu_si512(table + 64), _mm512_loadu_si512(table + 128),
-                            _mm512_loadu_si512(table + 192)};
-    for (int64_t x = 0; x < pixels; ++x, at += apart) {
-        int64_t i = 0;
-        for (; i + 64 <= channels; i += 64) _mm512_storeu_si512(at + i, looked_up(&t, _mm512_loadu_si512(at + i)));
-        if (i < channels) store_part(at + i, looked_up(&t, _mm512_loadu_si512(at + i)), channels - i);
-    }
-}
-#endif
-
 // Whether kernels that look up levels run here.
 static inline int has_vbmi(void) {
 #if defined(__x86_64__)
@@ -169,17 +128,12 @@ static inline int has_vbmi(void) {
 #endif
 }
 
+static inline void look_up_pixels(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table);
+
 // Levels of some channels of pixels `apart` from each other -> what the table has for them, in place.
 static inline void look_up_here(uint8_t* at, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table) {
     if (channels == apart) channels *= pixels, pixels = 1;
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-    if (has_vbmi()) {
-        look_up_vectors(at, pixels, apart, channels, table);
-        return;
-    }
-#endif
-    for (int64_t x = 0; x < pixels; ++x, at += apart)
-        for (int64_t i = 0; i < channels; ++i) at[i] = table[at[i]];
+    look_up_pixels(at, at, pixels, apart, channels, table);
 }
 
 // -- matrix products ------------------------------------------------------------------------------------------------------
@@ -1005,20 +959,21 @@ static inline void clamp_levels(const struct Image* in, const struct Image* out,
 
 #if defined(__AVX512BW__)
 // Processors with AVX512-VBMI look up 64 levels at a time in two registers of each half of the table.
-__attribute__((target("avx512bw,avx512vbmi"))) static void look_up_line(const uint8_t* from, uint8_t* to, int64_t count, const uint8_t* table) {
+__attribute__((target("avx512bw,avx512vbmi"))) static void look_up_vectors(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table) {
     const __m512i a = _mm512_loadu_si512(table), b = _mm512_loadu_si512(table + 64);
     const __m512i c = _mm512_loadu_si512(table + 128), d = _mm512_loadu_si512(table + 192);
-    for (int64_t i = 0; i < count; i += 64) {
-        const __mmask64 some = count - i < 64 ? ((__mmask64)1 << (count - i)) - 1 : ~(__mmask64)0;
-        const __m512i level = _mm512_maskz_loadu_epi8(some, from + i);
-        const __m512i low = _mm512_permutex2var_epi8(a, level, b), high = _mm512_permutex2var_epi8(c, level, d);
-        _mm512_mask_storeu_epi8(to + i, some, _mm512_mask_blend_epi8(_mm512_movepi8_mask(level), low, high));
-    }
+    for (int64_t x = 0; x < pixels; ++x, from += apart, to += apart)
+        for (int64_t i = 0; i < channels; i += 64) {
+            const __mmask64 some = channels - i < 64 ? ((__mmask64)1 << (channels - i)) - 1 : ~(__mmask64)0;
+            const __m512i level = _mm512_maskz_loadu_epi8(some, from + i);
+            const __m512i low = _mm512_permutex2var_epi8(a, level, b), high = _mm512_permutex2var_epi8(c, level, d);
+            _mm512_mask_storeu_epi8(to + i, some, _mm512_mask_blend_epi8(_mm512_movepi8_mask(level), low, high));
+        }
 }
 #elif defined(__AVX2__)
 // A shuffle sees 16 entries and gives 0 for a negative level. Each changes what the one before it gave, for levels that
 // are still not negative after so many times 16; levels from 128 on are negative until their upper bit is flipped.
-static inline void look_up_line(const uint8_t* from, uint8_t* to, int64_t count, const uint8_t* table) {
+static inline void look_up_vectors(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table) {
     const __m256i sixteen = _mm256_set1_epi8(16);
     __m256i change[16];
     for (int j = 0; j < 16; ++j) {
@@ -1026,34 +981,37 @@ static inline void look_up_line(const uint8_t* from, uint8_t* to, int64_t count,
         const __m128i last = j % 8 ? _mm_loadu_si128((const __m128i*)(table + 16 * j - 16)) : _mm_setzero_si128();
         change[j] = _mm256_broadcastsi128_si256(_mm_xor_si128(part, last));
     }
-    for (int64_t i = 0; i < count; i += WIDE) {
-        __m256i low = load_levels(from + i, count - i), high = _mm256_xor_si256(low, _mm256_set1_epi8(-128));
-        __m256i found = _mm256_setzero_si256();
-        for (int j = 0; j < 8; ++j) {
-            found = _mm256_xor_si256(found, _mm256_shuffle_epi8(change[j], low));
-            found = _mm256_xor_si256(found, _mm256_shuffle_epi8(change[8 + j], high));
-            low = _mm256_subs_epi8(low, sixteen), high = _mm256_subs_epi8(high, sixteen);
+    for (int64_t x = 0; x < pixels; ++x, from += apart, to += apart)
+        for (int64_t i = 0; i < channels; i += WIDE) {
+            __m256i low = load_levels(from + i, channels - i), high = _mm256_xor_si256(low, _mm256_set1_epi8(-128));
+            __m256i found = _mm256_setzero_si256();
+            for (int j = 0; j < 8; ++j) {
+                found = _mm256_xor_si256(found, _mm256_shuffle_epi8(change[j], low));
+                found = _mm256_xor_si256(found, _mm256_shuffle_epi8(change[8 + j], high));
+                low = _mm256_subs_epi8(low, sixteen), high = _mm256_subs_epi8(high, sixteen);
+            }
+            store_levels(to + i, found, channels - i);
         }
-        store_levels(to + i, found, count - i);
-    }
 }
 #endif
 
-static inline void look_up(const struct Image* in, const struct Image* out, const uint8_t* table, int thread, int threads) {
-    FOR_EACH_ROW(out) {
-        const uint8_t* from = at(in, n, y, 0);
-        uint8_t* to = at(out, n, y, 0);
+// Levels of some channels of pixels `apart` from each other -> what the table has for them.
+static inline void look_up_pixels(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table) {
 #if defined(__AVX512BW__)
-        if (__builtin_cpu_supports("avx512vbmi")) {
-            look_up_line(from, to, out->width * out->pixel, table);
-            continue;
-        }
-#elif defined(__AVX2__)
-        look_up_line(from, to, out->width * out->pixel, table);
-        continue;
-#endif
-        for (int64_t i = 0; i < out->width * out->pixel; ++i) to[i] = table[from[i]];
+    if (has_vbmi()) {
+        look_up_vectors(from, to, pixels, apart, channels, table);
+        return;
     }
+#elif defined(__AVX2__)
+    look_up_vectors(from, to, pixels, apart, channels, table);
+    return;
+#endif
+    for (int64_t x = 0; x < pixels; ++x, from += apart, to += apart)
+        for (int64_t i = 0; i < channels; ++i) to[i] = table[from[i]];
+}
+
+static inline void look_up(const struct Image* in, const struct Image* out, const uint8_t* table, int thread, int threads) {
+    FOR_EACH_ROW(out) look_up_pixels(at(in, n, y, 0), at(out, n, y, 0), 1, 0, out->width * out->pixel, table);
 }
 
 // Channel 2 * i + g of the result is channel g * each + i: two halves, one from each by turns.

@@ -266,6 +266,14 @@ class QuantizedModel(nn.Module):
         rates = max(before, _int8_rates(program.isa, used), key=sum)
         return profile_of(program, shapes.symbols, clocks, whole, used, rates)
 
+    def step_times(self, *args: Any, **kwargs: Any) -> list[int]:
+        """Nanoseconds of every step of one call, in execution order; the calls of a timed search."""
+        leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
+        clock = Clock(len(self.artifact.program.steps), self.islands)
+        with torch.no_grad():
+            self._run(leaves, self._shapes_of(leaves), torch.get_num_threads(), clock)
+        return clock.spent(self.artifact.program)
+
     def assert_int8(self, macs: float = 1.0) -> None:
         """AssertionError, with the reasons, when a smaller share of the multiply-accumulates runs in int8."""
         if self.coverage.macs < macs:

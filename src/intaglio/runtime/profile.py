@@ -23,6 +23,11 @@ class Clock:
         self.steps = (ctypes.c_int64 * (steps + 1))()
         self.islands = dict.fromkeys(islands, 0)
 
+    def spent(self, program: Program) -> list[int]:
+        """Nanoseconds of every step of the program, float parts among them."""
+        ends = zip(program.steps, self.steps, strict=False)
+        return [self.islands[step.island] if step.island else taken for step, taken in ends]
+
 
 @dataclass(frozen=True)
 class Part:
@@ -144,8 +149,7 @@ def profile_of(
     parts among them, under their key."""
     limit = sum(rates) or None
     parts = []
-    for index, step in enumerate(program.steps):
-        spent = [clock.islands[step.island] if step.island else clock.steps[index] for clock in clocks]
+    for step, *spent in zip(program.steps, *(clock.spent(program) for clock in clocks), strict=True):
         microseconds, macs = median(spent) / 1e3, evaluate(step.work.macs, symbols)
         of_limit = _rate(macs, microseconds) / limit if limit and macs else None
         about = step.path, step.kernel, step.tile, of_limit, bool(step.island)

@@ -24,7 +24,7 @@ from intaglio.native import machine
 from intaglio.runtime import QuantizedModel
 from intaglio.tune.memory import Memory
 
-ROUNDS = range(2, 31)
+ROUNDS = range(4, 101)
 """Turns of every program in a race: at least the first, and until `SECONDS` are over or the last."""
 SECONDS = 3.0
 MARGIN = 0.98
@@ -137,8 +137,8 @@ def best_times(
         if turn >= ROUNDS.start and time.perf_counter() > end:
             break
         for program, least in zip(programs, best, strict=True):
-            for value, part in zip(values, program.profile(*args, calls=1, **kwargs).parts, strict=True):
-                least[value][turn % 2] = min(part.microseconds, least[value][turn % 2])
+            for value, nanoseconds in zip(values, program.step_times(*args, **kwargs), strict=True):
+                least[value][turn % 2] = min(nanoseconds / 1e3, least[value][turn % 2])
     return [{value: (even, odd) for value, (even, odd) in least.items()} for least in best]
 
 
