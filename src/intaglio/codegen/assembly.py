@@ -48,10 +48,11 @@ def limit(name: str) -> str:
     return f"{LIMITS_FIELDS[name]}(%rax)"
 
 
-def levels(row: Sequence[str], natural: bool, guard: bool) -> Iterator[list[str]]:
+def levels(row: Sequence[str], natural: bool, guard: bool, bounded: bool) -> Iterator[list[str]]:
     """Stages that round float32 steps in one to four registers and pack them to levels in the first of these.
 
     Packed twice with saturation, the zero point added on 16-bit lanes between; rax holds the address of the limits.
+    bounded: bounds inside 0..255 are somebody else's business.
     """
     bounds = []
     if guard:
@@ -61,19 +62,20 @@ def levels(row: Sequence[str], natural: bool, guard: bool) -> Iterator[list[str]
     yield [*bounds, *(f"vcvtps2dq {steps},{steps}" for steps in row)]
     first, last = words = row[0], row[2 if len(row) > 2 else 0]
     packs = [f"vpackssdw {row[min(j + 1, len(row) - 1)]},{row[j]},{row[j]}" for j in range(0, len(row), 2)]
-    if natural:
-        yield packs
-        yield [f"vpackuswb {last},{first},{first}"]
-    else:
-        yield packs + [f"vpaddsw {limit('zero_point16')},{word},{word}" for word in dict.fromkeys(words)]
-        yield [f"vpackuswb {last},{first},{first}", f"vpmaxub {limit('low8')},{first},{first}",
-               f"vpminub {limit('high8')},{first},{first}"]  # fmt: skip
+    if not natural:
+        packs += [f"vpaddsw {limit('zero_point16')},{word},{word}" for word in dict.fromkeys(words)]
+    yield packs
+    ends = [f"vpmaxub {limit('low8')},{first},{first}", f"vpminub {limit('high8')},{first},{first}"]
+    yield [f"vpackuswb {last},{first},{first}", *ends * (not natural and not bounded)]
 
 
-def looked_up(row: str, spare: str, table: str, first: str, third: str) -> list[str]:
-    """64 levels -> what the table at an address has for them, two quarters of it in registers (AVX512-VBMI)."""
-    return [f"vmovdqa64 {row},{spare}", f"vpmovb2m {row},%k2", f"vpermi2b 64(%{table}),{first},{row}",
-            f"vpermi2b 192(%{table}),{third},{spare}", f"vmovdqu8 {spare},{row}{{%k2}}"]  # fmt: skip
+def looked_up(row: str, spare: str, table: str, first: str, third: str, turn: int) -> Iterator[list[str]]:
+    """Stages that give 64 levels what the table at an address has for them, two quarters of it in registers
+    (AVX512-VBMI). Four turns do not disturb each other if their registers are not the same."""
+    mask = f"%k{2 + turn % 4}"
+    yield [f"vpmovb2m {row},{mask}", f"vmovdqa64 {row},{spare}"]
+    yield [f"vpermi2b 64(%{table}),{first},{row}", f"vpermi2b 192(%{table}),{third},{spare}"]
+    yield [f"vmovdqu8 {spare},{row}{{{mask}}}"]
 
 
 def skewed(rows: Iterable[Iterable[list[str]]]) -> list[str]:

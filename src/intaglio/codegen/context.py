@@ -122,17 +122,20 @@ class Context:
         """Whether there is one to fill."""
         return value in self.plan.buffers and any(self.plan.buffers[value].halo)
 
+    def bounds(self, op: Op) -> tuple[int, int]:
+        """Least and greatest level an operator gives."""
+        q = self.graph.types[op.output].levels
+        return op.attrs.get("low", q.qmin), op.attrs.get("high", q.qmax)
+
     def limits(self, op: Op) -> str:
         """``struct Limits`` of the levels an operator gives."""
-        q = self.graph.types[op.output].levels
-        low, high = op.attrs.get("low", q.qmin), op.attrs.get("high", q.qmax)
+        q, (low, high) = self.graph.types[op.output].levels, self.bounds(op)
         other = self.graph.types[op.inputs[1]].levels.zero if op.kind in ("add", "mul") else 0
         return self.constant(limits(q.zero, low, high, other), "struct Limits")
 
     def natural(self, op: Op) -> bool:
         """Whether an operator gives levels 0..255 with the zero point 0, and a residual operand has that too."""
-        q = self.graph.types[op.output].levels
-        bounds = q.zeros, op.attrs.get("low", q.qmin), op.attrs.get("high", q.qmax)
+        bounds = self.graph.types[op.output].levels.zeros, *self.bounds(op)
         other = self.graph.types[op.inputs[1]].levels.zeros if op.kind == "add" else (0,)
         return bounds == ((0,), 0, 255) and other == (0,)
 

@@ -1,10 +1,10 @@
 """AVX512-VNNI depthwise microkernels as assembly (codegen/depthwise.py says how they compute).
 
 One column of one quad is 4 loads, 4 instructions that interleave bytes and 4 words; then 4 vpdpbusd for every tap
-column and output row that looks at it, weights from memory. A pixel is finished among the instructions of the next input
-column, since the scheduler does not look far enough ahead to overlap the two. Zen 4 does a tile of 2 by 3 pixels of 3x3
-taps in 134 cycles from the first-level cache: 72 dot products and 24 multiplications share two pipes, and loads of 64
-bytes take 120 turns. Registers: 0..3 the quad, 4..7 rows being interleaved, four accumulators a pixel from 8 on.
+column and output row that looks at it, weights from memory. A pixel is finished among the instructions of the next
+input column, since the scheduler does not look far enough ahead to overlap the two. Zen 4 does a tile of 2 by 3 pixels
+of 3x3 taps in 134 cycles from the first-level cache: 72 dot products and 24 multiplications share two pipes, and loads
+of 64 bytes take 120 turns. Registers: 0..3 the quad, 4..7 rows being interleaved, four accumulators a pixel from 8 on.
 """
 
 from __future__ import annotations
@@ -122,10 +122,9 @@ def _pixel(spec: DepthwiseSpec, row: int, column: int) -> Iterator[list[str]]:
     parts = [_acc(spec, row, column, part) for part in range(4)]
     yield [f"vcvtdq2ps {acc},{acc}" for acc in parts]
     yield [f"vmulps {_bytes(spec) * part}(%r12),{acc},{acc}" for part, acc in enumerate(parts)]
-    *stages, packed = levels(parts, spec.natural, spec.guard)
-    yield from stages
+    yield from levels(parts, spec.natural, spec.guard, spec.table)
     if spec.table:
         whole, spare, first, third = (part.replace("ymm", "zmm") for part in parts)
-        packed = [*packed, f"vmovdqu64 (%rbp),{first}", f"vmovdqu64 128(%rbp),{third}",
-                  *looked_up(whole, spare, "rbp", first, third)]  # fmt: skip
-    yield [*packed, f"vmovdqu8 {parts[0]},(%r14){{%k1}}", "add %r15,%r14"]
+        yield [f"vmovdqu64 (%rbp),{first}", f"vmovdqu64 128(%rbp),{third}"]
+        yield from looked_up(whole, spare, "rbp", first, third, row)
+    yield [f"vmovdqu8 {parts[0]},(%r14){{%k1}}", "add %r15,%r14"]

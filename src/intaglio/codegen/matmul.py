@@ -136,9 +136,12 @@ def piece_packing(partition: Partition, context: Context, schedule: Schedule, pi
 
 
 def _table(partition: Partition, context: Context) -> str:
-    """The 256 levels to look results up in, or none."""
-    tables = [context.graph.constants[op.inputs[1]] for op in partition.tail[1:]]
-    return context.constant(tables[0], "uint8_t") if tables else "0"
+    """The 256 levels to look results up in, or none. A level out of the bounds stands for the bound."""
+    if not partition.tail[1:]:
+        return "0"
+    low, high = context.bounds(partition.tail[0])
+    inside = np.clip(np.arange(256), low, high)
+    return context.constant(context.graph.constants[partition.tail[1].inputs[1]][inside], "uint8_t")
 
 
 def _panel_bytes(plan: Packing, weight: np.ndarray) -> int:

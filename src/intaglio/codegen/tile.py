@@ -40,7 +40,7 @@ class TileSpec:
 
     natural: levels lie in 0..255 with the zero point 0, that of a residual operand too, so that saturation alone bounds
     them. guard: products may exceed the range of the conversion to int32 and are clamped in float first. table: levels
-    are looked up before they are stored.
+    are looked up before they are stored, in a table that knows of bounds inside 0..255.
     """
 
     rows: int

@@ -116,7 +116,7 @@ class _Kernel:
         row = self.row(i)
         yield [f"vcvtdq2ps {acc},{acc}" for acc in row]
         yield [f"vmulps %zmm{j},{acc},{acc}" for j, acc in enumerate(row)]
-        yield from self.rounded(row)
+        yield from self.rounded(row, i)
 
     def sum_stages(self, i: int) -> Iterator[list[str]]:
         """float32(acc) * factor + float32(q - zero point) * factor. The operand's registers are the next row's, too."""
@@ -132,17 +132,16 @@ class _Kernel:
         yield [*(f"vmulps %zmm{j},{acc},{acc}" for j, acc in enumerate(row)),
                *(f"vmulps {64 * j}(%r9),{term},{term}" for j, term in enumerate(terms)),
                *(f"vaddps {term},{acc},{acc}" for acc, term in zip(row, terms, strict=True))]  # fmt: skip
-        yield from self.rounded(row)
+        yield from self.rounded(row, i)
 
-    def rounded(self, row: list[str]) -> Iterator[list[str]]:
+    def rounded(self, row: list[str], i: int) -> Iterator[list[str]]:
         """To levels, in the order of their channels, stored at once."""
-        *stages, packed = levels(row, self.spec.natural, self.spec.guard)
-        yield from stages
-        gathered = [f"vpermd {row[0]},{self.gather},{row[0]}"] * (len(row) < 4)
+        yield from levels(row, self.spec.natural, self.spec.guard, self.spec.table)
         if self.spec.table:
-            spare = row[1] if len(row) > 1 else f"%zmm{self.spec.blocks + 3}"
-            gathered += looked_up(row[0], spare, "r11", *self.quarters)
-        yield [*packed, *gathered, f"vmovdqu8 {row[0]},(%rdx){{%k1}}", f"add {field('out_pixel')},%rdx"]
+            spare = row[1] if len(row) > 1 else f"%zmm{self.spec.blocks + 3 + i % 4}"
+            yield from looked_up(row[0], spare, "r11", *self.quarters, i)
+        gathered = [f"vpermd {row[0]},{self.gather},{row[0]}"] * (len(row) < 4)
+        yield [*gathered, f"vmovdqu8 {row[0]},(%rdx){{%k1}}", f"add {field('out_pixel')},%rdx"]
 
 
 def _dwords(values: Iterable[int]) -> str:
