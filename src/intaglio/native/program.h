@@ -222,14 +222,21 @@ static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_
     }
 }
 
+// The tile, counted through all panels, at which a thread's share begins; tiles of a narrow last panel weigh less.
+static inline int64_t first_unit(const struct Matmul* m, int64_t tiles, int thread, int threads) {
+    const int64_t narrow = (__builtin_popcountll((unsigned long long)m->last_mask) + 15) / 16, wide = (m->panels - 1) * tiles;
+    const int64_t at = share(wide * m->blocks + tiles * narrow, thread, threads);
+    return at < wide * m->blocks ? at / m->blocks : wide + (at - wide * m->blocks) / narrow;
+}
+
 static __attribute__((noinline)) void matmul(const struct Matmul* m, int thread, int threads) {
     const int64_t pixels = m->out.images * m->out.height * m->out.width;
     const int64_t lines = m->flat ? 1 : m->out.images * m->out.height, width = m->flat ? pixels : m->out.width;
     if (!pixels) return;
     const int64_t tiles = (width + m->rows - 1) / m->rows, total = lines * tiles;
     if (pixels < m->split_channels_below || total < threads) {
-        const int64_t first = share(m->panels * total, thread, threads), last = share(m->panels * total, thread + 1, threads);
-        for (int64_t unit = first; unit < last;) {
+        const int64_t last = first_unit(m, total, thread + 1, threads);
+        for (int64_t unit = first_unit(m, total, thread, threads); unit < last;) {
             const int64_t panel = unit / total, begin = unit % total;
             const int64_t end = begin + (last - unit) < total ? begin + (last - unit) : total;
             matmul_span(m, panel, begin, end, tiles, width);
