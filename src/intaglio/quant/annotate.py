@@ -138,7 +138,9 @@ def _regions(
                 continue
             if any(reasons[n] is not None for n in hit.nodes):
                 continue
-            if len({settings[n] for n in hit.nodes}) == 1:
+            if row.precise and settings[node].functions != "precise":
+                continue
+            if len({replace(settings[n], functions=None) for n in hit.nodes}) == 1:
                 chain = tuple(sorted(hit.nodes, key=view.position))
                 found.append(Region(chain, row.name, settings[node]))
                 taken.update(chain)
