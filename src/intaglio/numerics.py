@@ -1,4 +1,5 @@
-"""The law of numbers, once, in NumPy. `native/numerics.h` is its one twin in C++.
+"""The law of numbers, once, in NumPy. `native/numerics.h` is its one twin in C++, with
+`native/functions.h` for the functions of activations.
 
 Everything that runs is IEEE float32 ``+ - * /``, comparison and conversion in the written order, ties to even:
 no fused multiply-add, no reciprocal estimates. Parameters (scales, multipliers, biases) are made here in

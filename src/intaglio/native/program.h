@@ -8,6 +8,7 @@
 
 #include <time.h>
 
+#include "functions.h"
 #include "numerics.h"
 #include "pool.h"
 
@@ -156,22 +157,26 @@ struct Activation {
     const struct Limits* limits;
 };
 
+typedef uint8_t Bytes __attribute__((vector_size(FLOATS)));
+
+// Bounds are whole steps, so it does not matter that they are taken before rounding.
 #define ACTIVATION(name, value) \
     static inline void name##_levels(const struct Activation* a, const float* from, int64_t from_pixel, int64_t pixels, uint8_t* to, int64_t to_pixel, int64_t channels) { \
-        const float inverse = a->inverse, slope = a->slope; \
-        const int32_t zero_point = a->limits->zero_point, low = a->limits->low, high = a->limits->high; \
+        const struct Limits* q = a->limits; \
+        const float inverse = a->inverse, slope = a->slope, least = (float)(q->low - q->zero_point), most = (float)(q->high - q->zero_point); \
+        const int32_t zero_point = q->zero_point; \
         (void)slope; \
         for (int64_t p = 0; p < pixels; ++p, from += from_pixel, to += to_pixel) \
             for (int64_t c = 0; c < channels; c += 16) { \
                 uint8_t level[16]; \
-                for (int l = 0; l < 16; ++l) { \
-                    const float x = from[c + l]; \
-                    level[l] = (uint8_t)finish((value) * inverse, zero_point, low, high); \
+                for (int i = 0; i < 16; i += FLOATS) { \
+                    Floats x; \
+                    memcpy(&x, from + c + i, sizeof x); \
+                    const Floats steps = least_of(most_of((value) * inverse, least), most); \
+                    const Bytes bytes = __builtin_convertvector(whole(shifted(steps)) + zero_point, Bytes); \
+                    memcpy(level + i, &bytes, sizeof bytes); \
                 } \
-                if (c + 16 <= channels) \
-                    memcpy(to + c, level, 16); \
-                else \
-                    memcpy(to + c, level, (size_t)(channels - c)); \
+                memcpy(to + c, level, c + 16 <= channels ? 16 : (size_t)(channels - c)); \
             } \
     }
 ACTIVATION(leaky_relu, leaky_relu(x, slope))
