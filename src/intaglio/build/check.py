@@ -108,7 +108,7 @@ def _check_norm(op: Op, graph: Graph) -> None:
 def _check_function(op: Op, graph: Graph) -> None:
     """A function there is, whose slope and units are finite, so that no accumulator gives NaN."""
     name, slope = op.attrs.get("function"), op.attrs.get("slope", 0.0)
-    plain = isinstance(slope, (int, float)) and abs(slope) <= LARGEST
+    plain = isinstance(slope, (int, float)) and abs(slope) <= float(LARGEST)
     if name not in PRECISE or not plain or ("slope" in op.attrs) != (name == "leaky_relu"):
         raise ValueError(f"activate with {dict(op.attrs)}")
     if op.inputs[1] not in graph.constants or not np.isfinite(graph.constants[op.inputs[1]]).all():

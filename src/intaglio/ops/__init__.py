@@ -24,7 +24,8 @@ def index(*groups: Iterable[OpDef]) -> tuple[Mapping[str, OpDef], Mapping[str, O
 
 
 OPS, BY_TARGET = index(
-    conv.OPS, pointwise.OPS, channels.OPS, pool.OPS, norm.OPS, resize.OPS, shape.OPS, unary.OPS, activate.OPS, softmax.OPS
-)
+    conv.OPS, pointwise.OPS, channels.OPS, pool.OPS, norm.OPS, resize.OPS, shape.OPS, unary.OPS, activate.OPS,
+    softmax.OPS,
+)  # fmt: skip
 
 __all__ = ["ANCHORS", "BY_TARGET", "FUSIONS", "OPS", "Call", "Fusion", "OpDef", "Roles", "index", "interpret"]

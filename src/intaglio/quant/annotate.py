@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator as python_operator
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -100,6 +101,14 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
     taken = {node for region in regions for node in region.nodes}
     skipped = [_skip(node, reasons[node]) for node in computing if node not in taken and _counts(node)]
     return Annotations(module, sites, regions, tuple(skipped), groups(sites))
+
+
+def notes_of(regions: Iterable[Region]) -> tuple[str, ...]:
+    """Which functions are computed precisely, for reports; a model that has none gets no note."""
+    precise = {row.name for row in FUSIONS if row.precise}
+    counts = Counter(record_of(region.root).name for region in regions if region.name in precise)
+    found = ", ".join(f"{name} x {count}" for name, count in sorted(counts.items()))
+    return (f"precise functions: {found}; all others are tables of 256 levels",) if found else ()
 
 
 def refusal(node: fx.Node, setting: Setting) -> str | None:
