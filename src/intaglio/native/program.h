@@ -157,7 +157,19 @@ struct Activation {
     const struct Limits* limits;
 };
 
-typedef uint8_t Bytes __attribute__((vector_size(FLOATS)));
+// 16 levels, each in 32 bits -> in 8 bits.
+static inline void narrow16(const Words* words, uint8_t* levels) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)words[0], (__m256i)words[1]), 0xd8);
+    _mm_storeu_si128((__m128i*)levels, _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
+#else
+    typedef uint8_t Bytes __attribute__((vector_size(FLOATS)));
+    for (int i = 0; i < 16 / FLOATS; ++i) {
+        const Bytes bytes = __builtin_convertvector(words[i], Bytes);
+        memcpy(levels + i * FLOATS, &bytes, sizeof bytes);
+    }
+#endif
+}
 
 // Bounds are whole steps, so it does not matter that they are taken before rounding.
 #define ACTIVATION(name, value) \
@@ -168,14 +180,14 @@ typedef uint8_t Bytes __attribute__((vector_size(FLOATS)));
         (void)slope; \
         for (int64_t p = 0; p < pixels; ++p, from += from_pixel, to += to_pixel) \
             for (int64_t c = 0; c < channels; c += 16) { \
+                Words words[16 / FLOATS]; \
                 uint8_t level[16]; \
-                for (int i = 0; i < 16; i += FLOATS) { \
+                for (int i = 0; i < 16 / FLOATS; ++i) { \
                     Floats x; \
-                    memcpy(&x, from + c + i, sizeof x); \
-                    const Floats steps = least_of(most_of((value) * inverse, least), most); \
-                    const Bytes bytes = __builtin_convertvector(whole(shifted(steps)) + zero_point, Bytes); \
-                    memcpy(level + i, &bytes, sizeof bytes); \
+                    memcpy(&x, from + c + i * FLOATS, sizeof x); \
+                    words[i] = whole(shifted(least_of(most_of((value) * inverse, least), most))) + zero_point; \
                 } \
+                narrow16(words, level); \
                 memcpy(to + c, level, c + 16 <= channels ? 16 : (size_t)(channels - c)); \
             } \
     }
