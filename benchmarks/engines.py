@@ -115,10 +115,20 @@ def intaglio(model: nn.Module, example: Inputs, calibration: list[Inputs], threa
     return intaglio.quantize(model, calibration, example_inputs=example)
 
 
+def intaglio_precise(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
+    """The same with functions behind layers in float32 instead of tables."""
+    import intaglio
+
+    recipe = intaglio.Recipe.from_toml('[default]\nfunctions = "precise"')
+    return intaglio.quantize(model, calibration, example_inputs=example, recipe=recipe)
+
+
 ENGINES: dict[str, Callable[..., Run]] = {
     engine.__name__: engine
-    for engine in (eager, inductor, torchao, onnxruntime, onnxruntime_int8, openvino, openvino_int8, intaglio)
-}
+    for engine in (
+        eager, inductor, torchao, onnxruntime, onnxruntime_int8, openvino, openvino_int8, intaglio, intaglio_precise
+    )
+}  # fmt: skip
 
 
 def channels_last(tensor: torch.Tensor) -> torch.Tensor:

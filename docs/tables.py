@@ -64,9 +64,12 @@ def internal() -> str:
     return table(("operator", "kernel"), ((f"`{record.name}`", record.kernel or "host") for record in found))
 
 
+PRECISE_ONLY = ", if the recipe says `functions = \"precise\"`"
+
+
 def fusions() -> str:
     """Fusion rows in the order they are tried."""
-    found = ((f"`{row.name}`", f"`{text(row.pattern)}`") for row in FUSIONS)
+    found = ((f"`{row.name}`", f"`{text(row.pattern)}`" + PRECISE_ONLY * row.precise) for row in FUSIONS)
     return table(("row", "operators that become one kernel"), found)
 
 

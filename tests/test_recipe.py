@@ -46,7 +46,7 @@ def test_frontend_a17_names_beat_types_beat_operators_and_the_nearest_name_wins(
 
 def test_a_setting_leaves_gaps_to_weaker_ones():
     recipe = Recipe.of({"type:Conv2d": {"bits": 7, "method": "minmax"}, "layer1": {"method": "mse"}})
-    assert recipe.setting(CONV, CLASSES) == Setting(True, "mse", "channel", 7)
+    assert recipe.setting(CONV, CLASSES) == Setting(True, "mse", "channel", 7, "table")
 
 
 def test_only_and_skip():
@@ -87,6 +87,7 @@ def test_a_toml_recipe_that_cannot_be_read_says_where(text, problem):
 SETTINGS = st.builds(
     Setting, quantize=st.sampled_from([None, True, False]), method=st.sampled_from([None, "mse", "minmax"]),
     weights=st.sampled_from([None, "channel", "tensor"]), bits=st.sampled_from([None, 7, 8]),
+    functions=st.sampled_from([None, "table", "precise"]),
 )  # fmt: skip
 SELECTORS = st.sampled_from(["fc", "layer1.*", "re:layer\\d+\\.\"x\"", "type:Conv2d", "op:aten.add", "ä[0-9]'"])
 

@@ -1,6 +1,7 @@
-"""The law of numbers, once, in NumPy. `native/numerics.h` is its one twin in C++.
+"""The law of numbers, once, in NumPy. `native/numerics.h` is its one twin in C++, with
+`native/functions.h` for the functions of activations.
 
-Everything that runs is IEEE float32 ``+ - *``, comparison and conversion in the written order, ties to even:
+Everything that runs is IEEE float32 ``+ - * /``, comparison and conversion in the written order, ties to even:
 no fused multiply-add, no reciprocal estimates. Parameters (scales, multipliers, biases) are made here in
 float64 and stored in float32 or int32. Integers of kernels wrap as unsigned 32-bit.
 """
@@ -244,20 +245,31 @@ LANES = 16
 
 
 def exp_negative(x: ArrayLike) -> F32:
-    """f32 -> f32: exp(x) for finite x <= 0, within 1e-7 of it; 0 below -87.
+    """f32 -> f32: exp(x) for x <= 0, within 1e-7 of it; 0 below -87.
 
     ``2^n * exp(x - n * ln 2)`` with ``n = rne(x / ln 2)`` and a polynomial in float32, no fused multiply-add.
     """
     x = np.asarray(x, np.float32)
+    rise, power = _exp_parts(x)
+    return np.where(x < LOWEST_EXPONENT, np.float32(0), (rise + np.float32(1)) * power)
+
+
+def expm1_negative(x: ArrayLike) -> F32:
+    """f32 -> f32: exp(x) - 1 for x <= 0, within 1e-7 of it, relative to it; the parts of `exp_negative`."""
+    rise, power = _exp_parts(np.asarray(x, np.float32))
+    result: F32 = rise * power + (power - np.float32(1))
+    return result
+
+
+def _exp_parts(x: F32) -> tuple[F32, F32]:
+    """``r`` and a power of two with ``exp(x) = (r + 1) * power``, for x from -87 to 0; below as for -87."""
     bounded = np.maximum(x, LOWEST_EXPONENT)
-    n = np.rint(bounded * LOG2_E)
-    r = (bounded - n * LN2_HIGH) - n * LN2_LOW
-    total = EXP_TERMS[0]
+    n: F32 = np.rint(bounded * LOG2_E)
+    r: F32 = (bounded - n * LN2_HIGH) - n * LN2_LOW
+    total = np.full_like(r, EXP_TERMS[0])
     for term in EXP_TERMS[1:]:
         total = total * r + term
-    total = (total * (r * r) + r) + np.float32(1)
-    power = ((n.astype(np.int32) + 127) << 23).view(np.float32)
-    return np.where(x < LOWEST_EXPONENT, np.float32(0), total * power)
+    return total * (r * r) + r, ((n.astype(np.int32) + 127) << 23).view(np.float32)
 
 
 def softmax(x: ArrayLike) -> F32:
@@ -273,6 +285,101 @@ def softmax(x: ArrayLike) -> F32:
         lanes = lanes[..., :half] + lanes[..., half:]
     result: F32 = powers / lanes
     return result
+
+
+LARGEST = np.float32(np.finfo(np.float32).max)
+SIXTH = np.float32(1 / 6)
+NORMAL_RATE = np.float32(0.3275911 / math.sqrt(2))
+NORMAL_TERMS = tuple(np.float32(a / 2) for a in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592))
+"""Half the complementary error function, Abramowitz and Stegun 7.1.26: highest power of ``1 / (1 + p z)`` first."""
+GELU_LINEAR = np.float32(2 * math.sqrt(2 / math.pi))
+GELU_CUBIC = np.float32(2 * math.sqrt(2 / math.pi) * 0.044715)
+
+# The functions take infinities: a factor that goes to 0 meets one that is bounded.
+
+
+def leaky_relu(x: ArrayLike, slope: float) -> F32:
+    """f32 -> f32: x above 0, else ``x * float32(slope)``."""
+    x = np.asarray(x, np.float32)
+    with np.errstate(over="ignore"):
+        return np.where(x > 0, x, np.maximum(x, -LARGEST) * np.float32(slope))
+
+
+def hardsigmoid(x: ArrayLike) -> F32:
+    """f32 -> f32: ``min(max(x + 3, 0), 6) * float32(1 / 6)``, within 1e-7 of it."""
+    result: F32 = np.clip(np.asarray(x, np.float32) + np.float32(3), np.float32(0), np.float32(6)) * SIXTH
+    return result
+
+
+def hardswish(x: ArrayLike) -> F32:
+    """f32 -> f32: ``x * hardsigmoid(x)``, within 2e-7 of it, relative to it."""
+    x = np.asarray(x, np.float32)
+    result: F32 = np.maximum(x, np.float32(-3)) * hardsigmoid(x)
+    return result
+
+
+def sigmoid(x: ArrayLike) -> F32:
+    """f32 -> f32: ``1 / (1 + exp(-x))``, within 2e-7 of it, relative to it; 0 below -87."""
+    x = np.asarray(x, np.float32)
+    power = exp_negative(-np.abs(x))
+    result: F32 = np.where(x < 0, power, np.float32(1)) / (power + np.float32(1))
+    return result
+
+
+def silu(x: ArrayLike) -> F32:
+    """f32 -> f32: ``x * sigmoid(x)``, within 3e-7 of it, relative to it; 0 below -87."""
+    x = np.asarray(x, np.float32)
+    result: F32 = np.maximum(x, LOWEST_EXPONENT) * sigmoid(x)
+    return result
+
+
+def hyperbolic_tangent(x: ArrayLike) -> F32:
+    """f32 -> f32: tanh(x) by `expm1_negative` of ``-2 |x|``, within 2e-7 of it, relative to it."""
+    x = np.asarray(x, np.float32)
+    with np.errstate(over="ignore"):
+        fall = expm1_negative(np.float32(-2) * np.abs(x))
+    result: F32 = np.where(x < 0, fall, -fall) / (fall + np.float32(2))
+    return result
+
+
+def gelu(x: ArrayLike) -> F32:
+    """f32 -> f32: x times the normal distribution up to x, within ``3e-7 * |x|`` of it.
+
+    The tail beyond |x| is ``exp(-x * x / 2)`` times a polynomial in ``1 / (1 + p |x|)``.
+    """
+    x = np.asarray(x, np.float32)
+    with np.errstate(over="ignore"):
+        near = np.float32(1) / (np.abs(x) * NORMAL_RATE + np.float32(1))
+        power = exp_negative((x * np.float32(-0.5)) * x)
+    total = NORMAL_TERMS[0]
+    for term in NORMAL_TERMS[1:]:
+        total = total * near + term
+    tail = (total * near) * power
+    result: F32 = np.maximum(x, LOWEST_EXPONENT) * np.where(x < 0, tail, np.float32(1) - tail)
+    return result
+
+
+def gelu_tanh(x: ArrayLike) -> F32:
+    """f32 -> f32: ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))``, within ``2e-7 * |x|`` of it.
+
+    That is ``x * sigmoid(2 * ...)``.
+    """
+    x = np.asarray(x, np.float32)
+    with np.errstate(over="ignore"):
+        inner = x * ((x * x) * GELU_CUBIC + GELU_LINEAR)
+    result: F32 = np.maximum(x, LOWEST_EXPONENT) * sigmoid(inner)
+    return result
+
+
+def activate(
+    acc: ArrayLike, factor: ArrayLike, function: Callable[[F32], F32], scale: ArrayLike, zero_point: int, low: int,
+    high: int,
+) -> I32:  # fmt: skip
+    """i32 accumulators -> i32 levels of a function, rounded once:
+    ``clamp(rne(function(float32(acc) * factor) * (1 / scale)) + zero_point, low, high)``; factor broadcasts."""
+    with np.errstate(over="ignore"):
+        real = np.asarray(acc, np.int32).astype(np.float32) * np.asarray(factor, np.float32)
+        return finish(function(real) * reciprocal(scale), zero_point, low, high)
 
 
 def zero_point_term(weight: ArrayLike, zero_points: int | Sequence[int], groups: int = 1) -> NDArray[np.int64]:

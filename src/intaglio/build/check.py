@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from intaglio.codegen import ISAS, misfit
 from intaglio.ir import Buffer, DType, Graph, Op, Plan, Schedule, evaluate
 from intaglio.ir.moves import MOVES, boxes
 from intaglio.ir.verify import PRODUCTS
+from intaglio.numerics import LARGEST
 from intaglio.ops import OPS
+from intaglio.ops.activate import PRECISE
 from intaglio.ops.norm import LONGEST
 from intaglio.ops.pool import counts
 
@@ -36,6 +40,8 @@ def check_graph(graph: Graph) -> None:
             _check_channels(op, graph)
         if op.kind == "layer_norm":
             _check_norm(op, graph)
+        if op.kind == "activate":
+            _check_function(op, graph)
         shapes = [graph.types[name].shape for name in op.inputs]
         shape = tuple(OPS[op.kind].infer(op.attrs, shapes))
         if shape != graph.types[op.output].shape:
@@ -109,6 +115,16 @@ def _check_norm(op: Op, graph: Graph) -> None:
     found = [graph.types[name].shape for name in op.inputs[1:]]
     if found != [row, row, (1,)] or row[0] > LONGEST:
         raise ValueError(f"layer_norm of {graph.types[op.inputs[0]]} with constants of {found}")
+
+
+def _check_function(op: Op, graph: Graph) -> None:
+    """A function there is, whose slope and units are finite, so that no accumulator gives NaN."""
+    name, slope = op.attrs.get("function"), op.attrs.get("slope", 0.0)
+    plain = isinstance(slope, (int, float)) and abs(slope) <= float(LARGEST)
+    if name not in PRECISE or not plain or ("slope" in op.attrs) != (name == "leaky_relu"):
+        raise ValueError(f"activate with {dict(op.attrs)}")
+    if op.inputs[1] not in graph.constants or not np.isfinite(graph.constants[op.inputs[1]]).all():
+        raise ValueError(f"%{op.inputs[1]}: units that are not finite")
 
 
 def _integers(value: Any) -> Iterable[int]:

@@ -33,7 +33,8 @@ DEPTHWISE_FIELDS = (
 class DepthwiseSpec:
     """``rows`` by ``columns`` output pixels of ``taps`` (y, x) at ``stride`` (y, x); ``lanes`` of 16 channels a vector.
 
-    natural, guard, table: as of a `TileSpec`.
+    result: "u8", or "f32" in the order of channels, each pixel of a whole vector. natural, guard, table: as of a
+    `TileSpec`.
     """
 
     rows: int
@@ -41,6 +42,7 @@ class DepthwiseSpec:
     taps: tuple[int, int]
     stride: tuple[int, int]
     lanes: int = 4
+    result: str = "u8"
     natural: bool = False
     guard: bool = False
     table: bool = False
@@ -50,7 +52,8 @@ class DepthwiseSpec:
         """C symbol."""
         (ky, kx), (sy, sx) = self.taps, self.stride
         stem = f"depthwise_{self.rows}x{self.columns}_taps{ky}x{kx}_stride{sy}x{sx}_{16 * self.lanes}"
-        return stem + "_natural" * self.natural + "_guard" * self.guard + "_table" * self.table
+        marks = ("f32", self.result == "f32"), ("natural", self.natural), ("guard", self.guard), ("table", self.table)
+        return stem + "".join(f"_{mark}" for mark, has in marks if has)
 
     @property
     def channels(self) -> int:
@@ -99,14 +102,14 @@ def tallest(taps: tuple[int, int], stride: tuple[int, int], dilation_y: int = 1)
     return min(fitting, key=lambda spec: (spec.cost, spec.rows * spec.columns))
 
 
-def refusal(weight: np.ndarray, groups: int, result: str) -> str | None:
+def refusal(weight: np.ndarray, groups: int, tail: str) -> str | None:
     """Why a convolution does not run here, or ``None``; weight [outputs, inputs per group, taps y, taps x]."""
     outputs, per_group, taps_y, taps_x = weight.shape
     if per_group != 1 or outputs != groups or groups < 8:
         return "channels look at each other"
     if taps_y > MOST_ROWS - 3 or taps_x > 15:
         return "too many taps"
-    return None if result == "u8" else "a tail other than requantize"
+    return None if tail in ("requantize", "activate") else "a tail that is no level of its own accumulator"
 
 
 def channel_order(lanes: int) -> np.ndarray:
@@ -150,20 +153,27 @@ class Layer:
     stride: tuple[int, int]
     dilation: tuple[int, int]
     start: tuple[int, int]
+    result: str
     natural: bool
     guard: bool
+
+
+def loop(layer: Layer, context: Context) -> str:
+    """The function of native/program.h that runs it."""
+    return "depthwise_plain" if context.isa.depthwise is None or layer.dilation[1] != 1 else "depthwise"
 
 
 def emit_layer(
     code: Code, layer: Layer, source: str, result: str, limits: str, table: str, context: Context
 ) -> None:
-    """Fill a ``struct Depthwise`` from C expressions of its images and run it."""
-    if context.isa.depthwise is None or layer.dilation[1] != 1:
+    """Fill what `loop` takes, ``d``, from C expressions of its images."""
+    if loop(layer, context) == "depthwise_plain":
         _emit_plain(code, layer, source, result, limits, table, context)
         return
     channels, _, *taps = layer.weight.shape
     best = tallest((taps[0], taps[1]), layer.stride, layer.dilation[0])
-    spec = replace(best, natural=layer.natural, guard=layer.guard)
+    floats = layer.result == "f32"
+    spec = replace(best, result=layer.result, natural=layer.natural and not floats, guard=layer.guard)
     found = blocks(channels, spec)
     weights = [pack_depthwise(layer.weight[first : first + tile.channels], tile) for first, tile in found]
     looks_up = context.isa.looks_up if table != "0" else ""
@@ -190,7 +200,6 @@ def emit_layer(
     if looks_up:
         code(f"if ({looks_up})")
         code("    d.kernels = table_kernels, d.last_kernels = table_last_kernels, d.tile.table = d.table, d.table = 0;")
-    code("depthwise(&d, thread, threads);")
 
 
 def _emit_plain(
@@ -213,7 +222,6 @@ def _emit_plain(
         ("factor", "float", np.broadcast_to(layer.factor, (channels,))),
     ):
         code(f"d.{name} = {context.constant(array, kind)};")
-    code("depthwise_plain(&d, thread, threads);")
 
 
 def _sizes(tile: DepthwiseSpec, context: Context) -> list[str]:

@@ -76,6 +76,8 @@ def _columns(spec: DepthwiseSpec) -> list[str]:
         lines += [*_woven(step, done), "add %rbx,%rdx"]
         x, rest = divmod(column - spec.taps[1] + 1, spec.stride[1])
         done = _finished(spec, x) if x >= 0 and not rest else []
+        if spec.result == "f32":  # needs the registers that the next column is interleaved in
+            lines, done = lines + done, []
     return lines + done
 
 
@@ -122,9 +124,30 @@ def _pixel(spec: DepthwiseSpec, row: int, column: int) -> Iterator[list[str]]:
     parts = [_acc(spec, row, column, part) for part in range(4)]
     yield [f"vcvtdq2ps {acc},{acc}" for acc in parts]
     yield [f"vmulps {_bytes(spec) * part}(%r12),{acc},{acc}" for part, acc in enumerate(parts)]
+    if spec.result == "f32":
+        yield from _in_order(spec, parts)
+        yield [*(f"vmovups {acc},{_bytes(spec) * part}(%r14)" for part, acc in enumerate(parts)), "add %r15,%r14"]
+        return
     yield from levels(parts, spec.natural, spec.guard, spec.table)
     if spec.table:
         whole, spare, first, third = (part.replace("ymm", "zmm") for part in parts)
         yield [f"vmovdqu64 (%rbp),{first}", f"vmovdqu64 128(%rbp),{third}"]
         yield from looked_up(whole, spare, "rbp", first, third, row)
     yield [f"vmovdqu8 {parts[0]},(%r14){{%k1}}", "add %r15,%r14"]
+
+
+def _in_order(spec: DepthwiseSpec, parts: list[str]) -> Iterator[list[str]]:
+    """Four channels of each 128 bits, the next ones in the next register -> one after the other: lanes transposed."""
+    a, b, c, d = parts
+    free = [_register(spec, 4 + i) for i in range(4)]
+
+    def joined(low: str, high: str, chosen: int, to: str) -> str:
+        return f"vshuff32x4 ${chosen},{high},{low},{to}"
+
+    if spec.lanes == 2:
+        yield [joined(a, b, 0, free[0]), joined(c, d, 0, free[1]), joined(a, b, 3, free[2]), joined(c, d, 3, free[3]),
+               *(f"vmovaps {register},{acc}" for register, acc in zip(free, parts, strict=True))]  # fmt: skip
+        return
+    yield [joined(a, b, 0x44, free[0]), joined(a, b, 0xEE, free[1]), joined(c, d, 0x44, free[2]),
+           joined(c, d, 0xEE, free[3]), joined(free[0], free[2], 0x88, a), joined(free[0], free[2], 0xDD, b),
+           joined(free[1], free[3], 0x88, c), joined(free[1], free[3], 0xDD, d)]  # fmt: skip

@@ -19,7 +19,8 @@ from intaglio.codegen.writer import Code
 from intaglio.ir import Op, Partition, Schedule
 from intaglio.ir.phases import Phase, axis_phases
 
-RESULT = {"requantize": "u8", "add": "add", "dequantize": "f32"}
+RESULT = {"requantize": "u8", "add": "add", "dequantize": "f32", "activate": "f32"}
+"""What a microkernel makes for each tail; a function is applied to floats while they lie in the first-level cache."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +82,19 @@ def emit_matmul(code: Code, partition: Partition, context: Context) -> None:
 
 def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece) -> None:
     anchor, tail = partition.anchor, partition.tail[0]
-    if depthwise.refusal(piece.weight, anchor.attrs.get("groups", 1), RESULT[tail.kind]) is None:
+    if depthwise.refusal(piece.weight, anchor.attrs.get("groups", 1), tail.kind) is None:
         layer = depthwise.Layer(
             piece.weight, _folded_bias(partition, context, piece), context.graph.constants[tail.inputs[1]],
-            piece.stride, piece.dilation, piece.start, context.natural(tail), needs_guard(partition, context),
+            piece.stride, piece.dilation, piece.start, RESULT[tail.kind], context.natural(tail),
+            needs_guard(partition, context),
         )  # fmt: skip
         source = context.image(anchor.inputs[0])
         code(f"const struct Image in = {source};")
         results = _results(partition.output, context, piece, "in")
         depthwise.emit_layer(code, layer, "in", results, context.limits(tail), _table(partition, context), context)
+        if tail.kind == "activate":
+            code(f"d.activation = {_activation(tail, context)};")
+        code(f"{depthwise.loop(layer, context)}(&d, thread, threads);")
         return
     schedule = context.schedules[partition.output]
     plan = piece_packing(partition, context, schedule, piece)
@@ -144,6 +149,14 @@ def _table(partition: Partition, context: Context) -> str:
     return context.constant(context.graph.constants[partition.tail[1].inputs[1]][inside], "uint8_t")
 
 
+def _activation(tail: Op, context: Context) -> str:
+    """``struct Activation`` of a tail that is a function."""
+    step = context.graph.types[tail.output].levels.step
+    numbers = np.array([numerics.reciprocal(step), tail.attrs.get("slope", 0)], np.float32)
+    inverse, slope = (f"*{context.constant(number, 'float')}" for number in numbers)
+    return f"(struct Activation){{{tail.attrs['function']}_levels, {inverse}, {slope}, {context.limits(tail)}}}"
+
+
 def _panel_bytes(plan: Packing, weight: np.ndarray) -> int:
     taps = weight.shape[2] * (1 if plan.joined else weight.shape[3])
     return taps * plan.run * 4 * 16 * plan.blocks
@@ -168,7 +181,7 @@ def _kernels(
 def needs_guard(partition: Partition, context: Context) -> bool:
     """Whether ``|acc * factor|`` may leave the range in which float32 converts to int32."""
     anchor, tail = partition.anchor, partition.tail[0]
-    if tail.kind == "dequantize":
+    if RESULT[tail.kind] == "f32":
         return False
     graph = context.graph
     weight, bias = (graph.constants[name] for name in anchor.inputs[1:])
@@ -220,6 +233,8 @@ def _operands(code: Code, partition: Partition, context: Context, plan: Packing,
     code(f"m.tile.factor = {context.constant(pack_columns(factors[0], plan), 'float')};")
     code(f"m.tile.limits = {context.limits(tail)}, m.table = {_table(partition, context)};")
     code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 1;")
+    if tail.kind == "activate":
+        code(f"m.activation = {_activation(tail, context)};")
     if tail.kind == "add":
         code(f"m.other = {_results(tail.inputs[1], context, piece)};")
         code("m.tile.other_pixel = m.other.pixel;")

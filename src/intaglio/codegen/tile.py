@@ -95,9 +95,10 @@ class Isa:
         for blocks, tallest in self.tallest.items():
             for rows in range(1, tallest + 1):
                 yield TileSpec(rows, blocks, "f32")
-                for natural, guard in product({False, self.packs}, (False, True)):
-                    for result, table in {("u8", False), ("add", False), ("u8", bool(self.looks_up))}:
-                        yield TileSpec(rows, blocks, result, natural, guard, table)
+                kinds = [("u8", False), ("add", False), *[("u8", True)] * bool(self.looks_up)]
+                naturals = (False, True)[: 1 + self.packs]
+                for natural, guard, (result, table) in product(naturals, (False, True), kinds):
+                    yield TileSpec(rows, blocks, result, natural, guard, table)
 
 
 def permutation(packed: bool, blocks: int) -> list[int]:

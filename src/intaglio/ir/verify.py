@@ -16,6 +16,7 @@ RULES: dict[str, tuple[tuple[tuple[DType, ...], ...], tuple[DType, ...]]] = {
     "dequantize": (((*LEVELS, I32),), (F32,)),
     **dict.fromkeys(PRODUCTS, (((U8,), (S8,), (I32,)), (I32,))),
     "requantize": (((I32,), (F32,)), (U8,)),
+    "activate": (((I32,), (F32,)), (U8,)),
     "add": (((U8, I32), (U8,), (F32,), (F32,)), (U8,)),
     "mul": (((U8,), (U8,), (F32,)), (U8,)),
     "affine": (((U8,), (F32,), (F32,)), (U8,)),

@@ -17,6 +17,7 @@ from intaglio.lower.lowered import Island, Lowered
 from intaglio.lower.passes import LOWER_PASSES
 from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
 from intaglio.ops import ANCHORS
+from intaglio.ops.activate import bind_precise
 from intaglio.ops.pool import counts
 from intaglio.ops.resize import tables
 from intaglio.quant.annotate import macs
@@ -222,6 +223,8 @@ class _Builder:
         low, high = self._bounds(tail.get("clamp"), region.result)
         if "add" in tail:
             name = self._add(tail["add"], region, current, stem, result, low, high)
+        elif region.record.name in ANCHORS and record_of(region.root).function is not None:
+            name = self._activate(region.root, current, stem, result, where)
         elif region.record.name in ANCHORS:
             acc = self.types[current].q
             factors = _each(numerics.multiplier(acc.scales, result.levels.step))
@@ -288,6 +291,13 @@ class _Builder:
             unit = np.array(self.types[value].levels.scales, np.float64) * weight
             names.append(self._constant(f"{stem}_factor_{label}", _each(numerics.multiplier(unit, scale_y)), DType.F32))
         return self._op("add", [a, b, *names], f"{stem}_add", result, origin(node), low=low, high=high)
+
+    def _activate(self, node: fx.Node, acc: str, stem: str, result: TensorType, where: Origin) -> str:
+        """A function of the accumulator in its own unit."""
+        record = record_of(node)
+        unit = self._constant(f"{stem}_unit", _each(np.array(self.types[acc].levels.scales)), DType.F32)
+        attrs = bind_precise(record.name, record.bind(call_of(node, record)))
+        return self._op("activate", [acc, unit], stem, result, where, **attrs)
 
     def _mul(self, region: IntegerRegion, stem: str, result: TensorType, low: int, high: int) -> str:
         names = [self.values[value] for value in operands(region.anchor)]

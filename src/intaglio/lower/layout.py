@@ -22,7 +22,7 @@ IMAGES = (
       for axes in (1, 2, 3)),
 )  # fmt: skip
 """Operators that want their channels last."""
-POINTWISE = ("clamp", "table", "add", "mul", "requantize", "quantize", "dequantize", "softmax")
+POINTWISE = ("clamp", "table", "add", "mul", "requantize", "activate", "quantize", "dequantize", "softmax")
 """Operators whose operands and result lie alike. A quantize reads any strides, so its float operand is free."""
 MOVED_ALIKE = ("slice", "pad", "cat", "expand", "shuffle", "pixel_shuffle", "pixel_unshuffle")
 """Moves between any layouts; left alone, the result lies as what it is made of."""
@@ -66,7 +66,7 @@ def _place_parts(cat: Op, graph: Graph, buffers: dict[str, Buffer]) -> None:
 
 def _leaves_room(maker: Op | None, makers: Mapping[str, Op]) -> bool:
     """Convolutions and pools write pixels any distance apart."""
-    if maker is not None and maker.kind in ("requantize", "add"):
+    if maker is not None and maker.kind in ("requantize", "activate", "add"):
         maker = makers.get(maker.inputs[0])
     return maker is not None and (maker.kind in (*CONVOLUTIONS, *TRANSPOSED) or "_pool" in maker.kind)
 

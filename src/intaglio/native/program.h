@@ -8,6 +8,7 @@
 
 #include <time.h>
 
+#include "functions.h"
 #include "numerics.h"
 #include "pool.h"
 
@@ -136,6 +137,60 @@ static inline void look_up_here(uint8_t* at, int64_t pixels, int64_t apart, int6
     look_up_pixels(at, at, pixels, apart, channels, table);
 }
 
+// -- functions ----------------------------------------------------------------------------------------------------------
+
+// A function of results in float, before they become levels: clamp(rne(f(x) * inverse) + zero_point, low, high).
+struct Activation {
+    // Channels of pixels that lie `from_pixel` floats and `to_pixel` bytes apart; floats up to a multiple of 16 are read.
+    void (*levels)(const struct Activation* a, const float* from, int64_t from_pixel, int64_t pixels, uint8_t* to, int64_t to_pixel, int64_t channels);
+    float inverse, slope;
+    const struct Limits* limits;
+};
+
+// 16 levels, each in 32 bits -> in 8 bits.
+static inline void narrow16(const RealBits* words, uint8_t* levels) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)words[0], (__m256i)words[1]), 0xd8);
+    _mm_storeu_si128((__m128i*)levels, _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
+#else
+    typedef uint8_t Bytes __attribute__((vector_size(FLOATS)));
+    for (int i = 0; i < 16 / FLOATS; ++i) {
+        const Bytes bytes = __builtin_convertvector(words[i], Bytes);
+        memcpy(levels + i * FLOATS, &bytes, sizeof bytes);
+    }
+#endif
+}
+
+// Bounds are whole steps, so it does not matter that they are taken before rounding.
+#define ACTIVATION(name, value) \
+    static inline void name##_levels(const struct Activation* a, const float* from, int64_t from_pixel, int64_t pixels, uint8_t* to, int64_t to_pixel, int64_t channels) { \
+        const struct Limits* q = a->limits; \
+        const float inverse = a->inverse, slope = a->slope, least = (float)(q->low - q->zero_point), most = (float)(q->high - q->zero_point); \
+        const int32_t zero_point = q->zero_point; \
+        (void)slope; \
+        for (int64_t p = 0; p < pixels; ++p, from += from_pixel, to += to_pixel) \
+            for (int64_t c = 0; c < channels; c += 16) { \
+                RealBits words[16 / FLOATS]; \
+                uint8_t level[16]; \
+                for (int i = 0; i < 16 / FLOATS; ++i) { \
+                    Reals x; \
+                    memcpy(&x, from + c + i * FLOATS, sizeof x); \
+                    words[i] = whole(shifted(least_of(most_of((value) * inverse, least), most))) + zero_point; \
+                } \
+                narrow16(words, level); \
+                memcpy(to + c, level, c + 16 <= channels ? 16 : (size_t)(channels - c)); \
+            } \
+    }
+ACTIVATION(leaky_relu, leaky_relu(x, slope))
+ACTIVATION(hardsigmoid, hardsigmoid(x))
+ACTIVATION(hardswish, hardswish(x))
+ACTIVATION(sigmoid, sigmoid(x))
+ACTIVATION(silu, silu(x))
+ACTIVATION(tanh, hyperbolic_tangent(x))
+ACTIVATION(gelu, gelu(x))
+ACTIVATION(gelu_tanh, gelu_tanh(x))
+#undef ACTIVATION
+
 // -- matrix products ------------------------------------------------------------------------------------------------------
 
 // One call of a microkernel: `count` tiles side by side, each of `rows` output pixels by blocks of 16 channels. Strides in
@@ -178,9 +233,11 @@ struct Matmul {
     int64_t split_channels_below;          // fewer output pixels than this: threads share panels, not pixels
     int64_t chunk_bytes;                   // input that stays in cache while all panels pass over it
     const uint8_t* table;                  // of results, for kernels that do not look them up; or null
+    struct Activation activation;          // of results in float; `levels` may be null
 };
 
-enum { WARM = 8192 };          // bytes of results that are looked up while they lie in the first-level cache
+// Bytes of results that are looked up, or taken as floats, while they lie in the first-level cache; of a tile at most.
+enum { WARM = 8192, TILE_BYTES = 2048 };
 
 // Tiles first..last of one panel. Heights are nearly equal, so no tile is a thin rest.
 static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, int64_t last, int64_t tiles, int64_t width) {
@@ -195,8 +252,14 @@ static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_
     if (t.other_factor) t.other_factor += channel;
     t.mask = last_panel ? m->last_mask : m->mask;
     const int32_t least = (int32_t)(width / tiles), longer = (int32_t)(width % tiles), per_image = (int32_t)m->out.height;
+    const int64_t channels = __builtin_popcountll((unsigned long long)t.mask), out_pixel = t.out_pixel;
+    const struct Activation* activation = m->activation.levels ? &m->activation : 0;
+    float real[(WARM + TILE_BYTES) / sizeof(float)] __attribute__((aligned(64)));
+    if (activation) {
+        t.out_pixel = (channels + 15) / 16 * 64;
+        if (channels % 16) memset(real, 0, sizeof real);  // a kernel leaves lanes behind the last channel as they are
+    }
     const int32_t warm = (int32_t)(WARM / (m->rows * t.out_pixel)) + 1;
-    const int64_t channels = __builtin_popcountll((unsigned long long)t.mask);
     int32_t line = (int32_t)(first / tiles), i = (int32_t)(first % tiles);
     for (int64_t done = first; done < last;) {
         const int64_t n = m->flat ? 0 : line / per_image, y = m->flat ? 0 : line % per_image;
@@ -205,16 +268,21 @@ static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_
         const uint8_t* other = m->other.base ? at(&m->other, n, y, 0) + channel : 0;
         const int64_t x = (int64_t)i * least + (i < longer ? i : longer);
         t.a = a + x * t.a_pixel;
-        t.out = out + x * t.out_pixel;
+        t.out = out + x * out_pixel;
         t.other = other + x * t.other_pixel;
         while (i < tiles && done < last) {
             const int32_t equal = (i < longer ? longer : (int32_t)tiles) - i;
             const int32_t left = done + equal < last ? equal : (int32_t)(last - done);
-            const int32_t height = least + (i < longer), count = m->table && left > warm ? warm : left;
+            const int32_t height = least + (i < longer), count = (m->table || activation) && left > warm ? warm : left;
             uint8_t* first_pixel = t.out;
             t.count = count;
+            if (activation) t.out = (uint8_t*)real;
             kernels[height](&t);
-            if (m->table) look_up_here(first_pixel, height * count, t.out_pixel, channels, m->table);
+            if (activation) {
+                activation->levels(activation, real, t.out_pixel / 4, height * count, first_pixel, out_pixel, channels);
+                t.out = first_pixel + height * count * out_pixel;
+            }
+            if (m->table) look_up_here(first_pixel, height * count, out_pixel, channels, m->table);
             i += count, done += count;
         }
         i = 0;
@@ -281,8 +349,29 @@ struct Depthwise {
     uint64_t last_mask;
     const DepthwiseKernel *kernels, *last_kernels;   // by rows, then columns, from 1; full blocks, and the last one
     const uint8_t* table;      // of results, for kernels that do not look them up; or null
+    struct Activation activation;                    // of results in float; `levels` may be null
     struct DepthwiseTile tile;
 };
+
+// Some tiles side by side, `rows` by `columns` pixels each.
+static inline void depthwise_tiles(const struct Depthwise* d, struct DepthwiseTile* t, DepthwiseKernel kernel, int64_t rows, int64_t columns, int64_t tiles) {
+    enum { CHANNELS = 64, PIXEL = 4 * CHANNELS };
+    const struct Activation* activation = d->activation.levels ? &d->activation : 0;
+    const int64_t most = activation ? WARM / (rows * columns * PIXEL) + 1 : tiles;
+    float real[(WARM + TILE_BYTES) / sizeof(float)] __attribute__((aligned(64)));
+    while (tiles) {
+        const int64_t count = tiles < most ? tiles : most, pixels = count * columns;
+        uint8_t* out = t->out;
+        t->count = count;
+        if (activation) t->out = (uint8_t*)real, t->out_pixel = PIXEL, t->out_line = pixels * PIXEL;
+        kernel(t);
+        for (int64_t row = 0; activation && row < rows; ++row)
+            activation->levels(activation, real + row * pixels * CHANNELS, CHANNELS, pixels, out + row * d->out.line, d->out.pixel, __builtin_popcountll(t->mask));
+        if (activation) t->out = out + pixels * d->out.pixel;
+        for (int64_t i = 0; i < 16; ++i) t->rows[i] += pixels * d->stride_x * t->pixel;
+        tiles -= count;
+    }
+}
 
 static inline void depthwise(const struct Depthwise* d, int thread, int threads) {
     enum { CHANNELS = 64 };
@@ -305,11 +394,8 @@ static inline void depthwise(const struct Depthwise* d, int thread, int threads)
         for (int64_t i = 0; i < 16; ++i)  // rows past the last one have weights of zero
             t.rows[i] = at(&d->in, n, y * d->stride_y - d->top + (i < needed ? i : needed - 1) * d->dilation_y, -d->left) + block * CHANNELS;
         t.out = at(&d->out, n, y, 0) + block * CHANNELS;
-        if (longer) {
-            t.count = longer, kernels[least + 1](&t);
-            for (int64_t i = 0; i < 16; ++i) t.rows[i] += longer * (least + 1) * d->stride_x * t.pixel;
-        }
-        t.count = tiles - longer, kernels[least](&t);
+        if (longer) depthwise_tiles(d, &t, kernels[least + 1], rows, least + 1, longer);
+        depthwise_tiles(d, &t, kernels[least], rows, least, tiles - longer);
         for (int64_t row = y; d->table && row < y + rows; ++row)
             look_up_here(at(&d->out, n, row, 0) + block * CHANNELS, d->out.width, d->out.pixel, __builtin_popcountll(t.mask), d->table);
     }
@@ -324,6 +410,7 @@ struct DepthwisePlain {
     const float* factor;
     const struct Limits* limits;
     const uint8_t* table;      // of results; or null
+    struct Activation activation;
 };
 
 static inline void depthwise_plain(const struct DepthwisePlain* d, int thread, int threads) {
@@ -347,8 +434,14 @@ static inline void depthwise_plain(const struct DepthwisePlain* d, int thread, i
                             for (int64_t l = 0; l < lanes; ++l) sum[l] += in[l] * w[l];
                     }
                 uint8_t* out = at(&d->out, n, y, x) + c;
-                for (int64_t l = 0; l < lanes; ++l)
-                    out[l] = (uint8_t)requantize(sum[l], d->factor[c + l], q->zero_point, q->low, q->high);
+                if (d->activation.levels) {
+                    float real[CHANNELS] = {0};
+                    for (int64_t l = 0; l < lanes; ++l) real[l] = (float)sum[l] * d->factor[c + l];
+                    d->activation.levels(&d->activation, real, CHANNELS, 1, out, 0, lanes);
+                } else {
+                    for (int64_t l = 0; l < lanes; ++l)
+                        out[l] = (uint8_t)requantize(sum[l], d->factor[c + l], q->zero_point, q->low, q->high);
+                }
                 if (d->table) look_up_here(out, 1, 0, lanes, d->table);
             }
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from intaglio.ops import channels, conv, norm, pointwise, pool, resize, shape, softmax, unary
+from intaglio.ops import activate, channels, conv, norm, pointwise, pool, resize, shape, softmax, unary
 from intaglio.ops.fusions import ANCHORS, FUSIONS, Fusion
 from intaglio.ops.interpret import interpret
 from intaglio.ops.opdef import Call, OpDef, Roles
@@ -24,7 +24,8 @@ def index(*groups: Iterable[OpDef]) -> tuple[Mapping[str, OpDef], Mapping[str, O
 
 
 OPS, BY_TARGET = index(
-    conv.OPS, pointwise.OPS, channels.OPS, pool.OPS, norm.OPS, resize.OPS, shape.OPS, unary.OPS, softmax.OPS
-)
+    conv.OPS, pointwise.OPS, channels.OPS, pool.OPS, norm.OPS, resize.OPS, shape.OPS, unary.OPS, activate.OPS,
+    softmax.OPS,
+)  # fmt: skip
 
 __all__ = ["ANCHORS", "BY_TARGET", "FUSIONS", "OPS", "Call", "Fusion", "OpDef", "Roles", "index", "interpret"]

@@ -5,22 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from intaglio.ir.rewrite import Pattern, any, op, seq
+from intaglio.ops.activate import FUNCTIONS
 
 ANCHORS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """A named pattern over operator names; its root is the value that may become a site, inner values never do."""
+    """A named pattern over operator names; its root is the value that may become a site, inner values never do.
+
+    precise: it holds only where the recipe asks for precise functions; elsewhere the function is a table behind a site.
+    """
 
     name: str
     pattern: Pattern
+    precise: bool = False
 
 
 FUSIONS = (
     Fusion("anchor_add_clamp", op("clamp", op("add", op(ANCHORS, any("x")), any("other"), commutative=True))),
     Fusion("anchor_add", op("add", op(ANCHORS, any("x")), any("other"), commutative=True)),
     Fusion("anchor_clamp", seq(ANCHORS, "clamp")),
+    Fusion("anchor_function", seq(ANCHORS, FUNCTIONS), precise=True),
     Fusion("add_clamp", op("clamp", op("add", any("a"), any("b")))),
     Fusion("affine_clamp", seq("affine", "clamp")),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator as python_operator
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -102,6 +103,14 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
     return Annotations(module, sites, regions, tuple(skipped), groups(sites))
 
 
+def notes_of(regions: Iterable[Region]) -> tuple[str, ...]:
+    """Which functions are computed precisely, for reports; a model that has none gets no note."""
+    precise = {row.name for row in FUSIONS if row.precise}
+    counts = Counter(record_of(region.root).name for region in regions if region.name in precise)
+    found = ", ".join(f"{name} x {count}" for name, count in sorted(counts.items()))
+    return (f"precise functions: {found}; all others are tables of 256 levels",) if found else ()
+
+
 def refusal(node: fx.Node, setting: Setting) -> str | None:
     """Why an operator stays in float under a setting; ``None`` when it need not."""
     record = record_of(node)
@@ -138,7 +147,9 @@ def _regions(
                 continue
             if any(reasons[n] is not None for n in hit.nodes):
                 continue
-            if len({settings[n] for n in hit.nodes}) == 1:
+            if row.precise and settings[node].functions != "precise":
+                continue
+            if len({replace(settings[n], functions=None) for n in hit.nodes}) == 1:
                 chain = tuple(sorted(hit.nodes, key=view.position))
                 found.append(Region(chain, row.name, settings[node]))
                 taken.update(chain)

@@ -13,7 +13,7 @@ from intaglio.capture.canonical import run
 from intaglio.capture.captured import Captured, GraphStage, expect
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, Signature
-from intaglio.quant.annotate import Annotations, annotate_graph
+from intaglio.quant.annotate import Annotations, annotate_graph, notes_of
 from intaglio.quant.declare import declare_images
 from intaglio.quant.passes import PTQ_PASSES
 from intaglio.quant.recipe import Quantizer
@@ -103,6 +103,7 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
         if site.name in observers or (isinstance(site.spec, Shared) and site.spec.observed):
             _insert(observed, nodes[site.value], places[leader], observers[leader])
     observed.recompile()
+    notes += notes_of(annotations.regions)
     about = captured.about.after(notes, captured=captured.text(), sites=annotations.text())
     return Prepared(observed, captured.signature, annotations, observers, about, rewrites)
 

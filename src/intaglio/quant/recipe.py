@@ -31,13 +31,15 @@ class Setting:
     """``None`` leaves a question to the next weaker setting.
 
     quantize: int8 at all. method: range method of activations ("mse" or "minmax"). weights: "channel" or "tensor"
-    scales. bits: 8, or 7 for activations in 0..127.
+    scales. bits: 8, or 7 for activations in 0..127. functions: "table" or "precise", how a function such as silu right
+    behind a convolution or linear layer is computed (ops/activate.py).
     """
 
     quantize: bool | None = None
     method: str | None = None
     weights: str | None = None
     bits: int | None = None
+    functions: str | None = None
 
     def __post_init__(self) -> None:
         allowed = {
@@ -45,6 +47,7 @@ class Setting:
             "method": (None, "mse", "minmax"),
             "weights": (None, "channel", "tensor"),
             "bits": (None, 7, 8),
+            "functions": (None, "table", "precise"),
         }
         for name, values in allowed.items():
             if getattr(self, name) not in values:
@@ -56,7 +59,7 @@ class Setting:
         return Setting(**{key: theirs[key] if mine[key] is None else mine[key] for key in mine})
 
 
-DEFAULT = Setting(quantize=True, method="mse", weights="channel", bits=8)
+DEFAULT = Setting(quantize=True, method="mse", weights="channel", bits=8, functions="table")
 
 
 @dataclass(frozen=True)

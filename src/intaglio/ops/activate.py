@@ -1,0 +1,46 @@
+"""The second spelling of functions behind a convolution or linear layer: float32 on the accumulator, rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from intaglio import numerics
+from intaglio.ir import Op, TensorType
+from intaglio.ops.opdef import Attrs, OpDef
+from intaglio.ops.pointwise import along
+
+PRECISE: Mapping[str, Callable[[numerics.F32, Attrs], numerics.F32]] = {
+    "leaky_relu": lambda x, a: numerics.leaky_relu(x, a["slope"]),
+    "hardsigmoid": lambda x, a: numerics.hardsigmoid(x),
+    "hardswish": lambda x, a: numerics.hardswish(x),
+    "sigmoid": lambda x, a: numerics.sigmoid(x),
+    "silu": lambda x, a: numerics.silu(x),
+    "tanh": lambda x, a: numerics.hyperbolic_tangent(x),
+    "gelu": lambda x, a: numerics.gelu(x),
+    "gelu_tanh": lambda x, a: numerics.gelu_tanh(x),
+}
+"""Attribute ``function`` of an `activate` -> its meaning on float32."""
+FUNCTIONS = tuple(name for name in PRECISE if name != "gelu_tanh")
+"""Names of the records in ops/unary.py that have this spelling."""
+
+
+def bind_precise(function: str, arguments: Attrs) -> Attrs:
+    """Attributes of an `activate` for a record of ops/unary.py and the attributes it binds."""
+    if function == "leaky_relu":
+        slope = np.clip(arguments.get("negative_slope", 0.01), -numerics.LARGEST, numerics.LARGEST)
+        return {"function": function, "slope": float(slope)}
+    return {"function": "gelu_tanh" if arguments.get("approximate") == "tanh" else function}
+
+
+def activate_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """`numerics.activate`; the factor is ``float32(s_x * s_w)``."""
+    acc, factor = args
+    q, unit = out.levels, along(factor, acc.ndim, types[0].levels.axis)
+    function = lambda x: PRECISE[op.attrs["function"]](x, op.attrs)  # noqa: E731
+    return numerics.activate(acc, unit, function, q.step, q.zero, q.qmin, q.qmax).astype(np.uint8)
+
+
+ACTIVATE = OpDef(name="activate", operands=("acc", "factor"), meaning=activate_meaning, kernel="matmul")
+OPS = (ACTIVATE,)
