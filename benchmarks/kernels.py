@@ -71,7 +71,7 @@ PUBLIC double kernels_matmul(int64_t kernel, const int64_t* v, int64_t calls) {
     m.stride_y = m.stride_x = m.panels = m.flat = 1;
     m.blocks = channels / 16, m.out_bytes = item, m.rows = rows, m.chunk_bytes = 1 << 20;
     m.mask = m.last_mask = channels < 64 ? (1ll << channels) - 1 : -1;
-    m.kernels = m.last_kernels = tiles[kernel];
+    m.kernels = m.last_kernels = tile_tables[kernel];
     m.tile.a_pixel = bytes, m.tile.tap_rows = m.tile.taps = 1, m.tile.run = bytes / 4;
     m.tile.b = (const int8_t*)v[7], m.tile.bias = (const int32_t*)v[8], m.tile.factor = (const float*)v[9];
     m.tile.limits = (const struct Limits*)v[10], m.tile.out_pixel = channels * item;
@@ -92,7 +92,7 @@ PUBLIC double kernels_depthwise(int64_t kernel, const int64_t* v, int64_t calls)
     d.in = image((uint8_t*)v[7], 1, (height - 1) * stride + taps, (width - 1) * stride + taps, channels, 0, 0);
     d.out = image((uint8_t*)v[8], 1, height, width, channels, 0, 0);
     d.stride_y = d.stride_x = stride, d.dilation_y = d.blocks = 1, d.taps_y = taps, d.rows = rows, d.columns = columns;
-    d.kernels = d.last_kernels = depthwise_tiles[kernel], d.last_mask = d.tile.mask = ~0ull;
+    d.kernels = d.last_kernels = depthwise_tables[kernel], d.last_mask = d.tile.mask = ~0ull;
     d.tile.weights = (const int8_t*)v[9], d.tile.bias = (const int32_t*)v[10], d.tile.factor = (const float*)v[11];
     d.tile.limits = (const struct Limits*)v[12], d.tile.table = (const uint8_t*)v[13];
     const double start = seconds();
@@ -155,8 +155,8 @@ def source(isa: Isa, tiles: Sequence[TileSpec], depthwise: Sequence[DepthwiseSpe
     return "\n".join([
         '#include "program.h"', layout_checks() + depthwise_checks(), isa.support,
         *[isa.print(spec) for spec in kernels.values()],
-        *table("TileKernel", "tiles", [["0", *(one.name for one in sizes(spec))] for spec in tiles]),
-        *table("DepthwiseKernel", "depthwise_tiles", [[one.name for one in sizes(spec)] for spec in depthwise]),
+        *table("TileKernel", "tile_tables", [["0", *(one.name for one in sizes(spec))] for spec in tiles]),
+        *table("DepthwiseKernel", "depthwise_tables", [[one.name for one in sizes(spec)] for spec in depthwise]),
         SOURCE,
     ])  # fmt: skip
 
