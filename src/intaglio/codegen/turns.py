@@ -33,7 +33,8 @@ KEEPS_IMAGES_APART = frozenset({
     "requantize", "add", "mul", "affine", "clamp", "prelu", "table", "quantize", "pixels", "reshape", "permute",
     "shuffle", "pixel_shuffle", "pixel_unshuffle", "slice", "pad", "cat",
 })  # fmt: skip
-"""Operators whose every image of the result is made of that image alone, if the batch is the first axis of both."""
+"""Operators that make each image of the result of that image alone if the free batch is the first axis of both: no
+move along that axis leaves as many."""
 MOST_AXES = 5
 """Of a tensor of the caller that lies anyhow: strides of the last five are known."""
 
@@ -84,10 +85,9 @@ def batch_symbol(graph: Graph) -> str | None:
 
 
 def _is_separable(partition: Partition, plan: Plan, batch: str) -> bool:
-    """Constants have no images; what is written must be a buffer. Of all moves, only a pad could take away images and
-    leave as many."""
+    """Constants have no images; what is written must be a buffer, there and where it really lies."""
     graph, buffers = plan.graph, plan.buffers
-    if not all(op.kind in KEEPS_IMAGES_APART and not any(op.attrs.get("before", ())[:1]) for op in partition.ops):
+    if not all(op.kind in KEEPS_IMAGES_APART for op in partition.ops):
         return False
     values = [name for op in partition.ops for name in (*op.inputs, *op.outputs) if name not in graph.constants]
     roots = [buffers[buffers[name].alias or name] for name in values if name in buffers]
@@ -190,9 +190,7 @@ def emit_turn(code: Code, calls: Sequence[str], turns: Turns, context: Context) 
         body(call)
     images = f"{turns.images} images" if turns.images > 1 else "one image"
     code(f"// Steps of the first {turns.phases} phases, which a larger batch takes in turns of {images} a thread.")
-    with code.block(
-        "static void turn(const struct Run* whole, const struct Part* part, int thread, int threads)"
-    ):
+    with code.block("static void turn(const struct Run* whole, const struct Part* part, int thread, int threads)"):
         for line in context.dims_used(body.text()):
             code(line.replace("r->dims", "whole->dims"))
         code(body.text())
