@@ -19,7 +19,7 @@ from intaglio.codegen import EMITTERS, CacheSizes, emit
 from intaglio.ir import About, Schedule, evaluate
 from intaglio.lower import Lowered, plan
 from intaglio.ops import OPS
-from intaglio.runtime import QuantizedModel
+from intaglio.runtime import Artifact, QuantizedModel
 from intaglio.runtime.artifact import Run
 from nets import Body, randomize
 
@@ -249,9 +249,12 @@ def _mixed(net, x):
 @pytest.mark.parametrize("isa", HERE)
 @pytest.mark.parametrize("program", FREE, ids=lambda program: program.__name__)
 def test_nothing_outside_the_arena_the_constants_and_the_tensors_is_touched(program, isa):
-    """Each ends where a page begins that cannot be read."""
     net, lowered = built(program)
-    artifact = compiled(program, isa).artifact
+    assert_stays_inside(net, lowered, compiled(program, isa).artifact)
+
+
+def assert_stays_inside(net: Net, lowered: Lowered, artifact: Artifact) -> None:
+    """Each ends where a page begins that cannot be read."""
     inputs, expected = net.batch(3), lowered(*net.batch(3))
     layout = artifact.plan(sizes(3))
     arena, constants = Memory(layout.bytes), Memory(artifact.constants.nbytes)

@@ -15,6 +15,7 @@ from intaglio.codegen.schedule import (
     shapes,
 )
 from intaglio.codegen.tile import Isa, TileSpec
+from intaglio.codegen.turns import Turns, analytic_turns, separable
 
 __all__ = [
     "EMITTERS",
@@ -25,12 +26,15 @@ __all__ = [
     "Isa",
     "Problem",
     "TileSpec",
+    "Turns",
     "analytic",
+    "analytic_turns",
     "emit",
     "geometries",
     "misfit",
     "problem",
     "refinements",
     "schedules",
+    "separable",
     "shapes",
 ]

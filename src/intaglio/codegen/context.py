@@ -6,7 +6,7 @@ import copy
 import hashlib
 import mmap
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -62,13 +62,13 @@ class Blob:
 
 
 class Context:
-    """One program being printed."""
+    """One program being printed. ``index``: where in the table of offsets each buffer is."""
 
-    def __init__(self, plan: Plan, isa: Isa, schedules: dict[str, Schedule]) -> None:
+    def __init__(self, plan: Plan, isa: Isa, schedules: dict[str, Schedule], index: Mapping[str, int]) -> None:
         self.plan, self.isa, self.schedules = plan, isa, schedules
         self.blob = Blob()
         self.kernels: dict[str, Kernel] = {}
-        self.index = {placement.value: placement.order for placement in plan.placements}
+        self.index = index
         self.symbols = plan.graph.symbols()
 
     def of_step(self) -> Context:

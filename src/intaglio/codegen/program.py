@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from math import prod
 
 from intaglio.codegen import avx2, portable, vnni512
@@ -26,6 +27,7 @@ from intaglio.codegen.steps import (
     emit_table,
 )
 from intaglio.codegen.tile import Isa, layout_checks
+from intaglio.codegen.turns import Turns, analytic_turns, emit_places, emit_turn, positions, turns_call
 from intaglio.codegen.work import work_of
 from intaglio.codegen.writer import Code
 from intaglio.ir import (
@@ -68,10 +70,15 @@ EMITTERS: Mapping[str, Callable[[Code, Partition, Context], None]] = {
 EXPORT = 'extern "C" __attribute__((visibility("default")))'
 
 
-def emit(plan: Plan, isa: str, caches: CacheSizes, name: str, chosen: Mapping[str, Schedule] | None = None) -> Program:
-    """The program of a plan for one instruction set. ``chosen`` overrides analytic schedules, by output value."""
-    table = ISAS[isa]
-    context = Context(plan, table, {**schedules(plan, table, caches), **(chosen or {})})
+def emit(
+    plan: Plan, isa: str, caches: CacheSizes, name: str, chosen: Mapping[str, Schedule] | None = None,
+    turns: Turns | None = None,
+) -> Program:  # fmt: skip
+    """The program of a plan for one instruction set. ``chosen`` overrides analytic schedules, by output value,
+    ``turns`` in which a large batch takes the first steps."""
+    table, turns = ISAS[isa], turns or analytic_turns(plan, caches)
+    decided = {**schedules(plan, table, caches), **(chosen or {})}
+    context = Context(plan, table, decided, positions(plan, turns))
     bodies, notes = [], []
     for index, step in enumerate(plan.steps):
         own = context.of_step()
@@ -87,10 +94,10 @@ def emit(plan: Plan, isa: str, caches: CacheSizes, name: str, chosen: Mapping[st
         code(table.print(spec))
     for body in bodies:
         code(body)
-    _segments(code, plan)
-    _plan_table(code, plan, context)
+    _segments(code, context, turns)
+    _plan_table(code, context, turns)
     return Program(name, code.text(), isa, context.blob.array(), context.symbols, _externals(plan), _calls(plan),
-                   plan.segments(), len(plan.placements), {"schedules": context.schedules},
+                   plan.segments(), len(plan.placements) + 2 * (turns is not None), {"schedules": context.schedules},
                    tuple(notes))  # fmt: skip
 
 
@@ -135,22 +142,25 @@ def _step(index: int, step: Step, context: Context) -> str:
     return code.text()
 
 
-def _segments(code: Code, plan: Plan) -> None:
-    """One function a native stretch: its steps, a barrier where a phase ends."""
+def _segments(code: Code, context: Context, turns: Turns | None) -> None:
+    """One function a native stretch: its steps, a barrier where a phase ends. The first begins with what a large batch
+    takes in turns."""
+    plan = context.plan
     native: dict[int, list[tuple[int, Step]]] = {}
     for index, step in enumerate(plan.steps):
         if not _is_island(step):
             native.setdefault(step.segment, []).append((index, step))
-    for segment, steps in native.items():
+    calls = {segment: _calls_of(steps, len(plan.steps)) for segment, steps in native.items()}
+    if turns is not None:
+        early = sum(step.phase < turns.phases for step in plan.steps)
+        emit_turn(code, calls[0][:early], turns, context)
+        calls[0][:early] = [turns_call(turns, context)]
+    for segment, lines in calls.items():
         with code.block(f"static void segment{segment}(void* context, int thread, int threads)"):
             code("const struct Run* r = (const struct Run*)context;")
             code(f"time_step(r, -1, {len(plan.steps)}, thread, threads);")
-            for position, (index, step) in enumerate(steps):
-                code(f"{_symbol(index, step)}(r, thread, threads);")
-                code(f"time_step(r, {index}, {len(plan.steps)}, thread, threads);")
-                following = steps[position + 1 : position + 2]
-                if following and following[0][1].phase != step.phase:
-                    code("intaglio_barrier_wait(r->barrier, threads);")
+            for line in lines:
+                code(line)
     with code.block(f"{EXPORT} void intaglio_run(struct Run* r, int segment, int threads, IntaglioParallel parallel)"):
         entries = ", ".join(f"segment{s}" if s in native else "0" for s in range(plan.segments()))
         code(f"static const IntaglioBody segments[] = {{{entries or 0}}};")
@@ -159,14 +169,20 @@ def _segments(code: Code, plan: Plan) -> None:
         code("parallel(segments[segment], r, threads);")
 
 
-def _plan_table(code: Code, plan: Plan, context: Context) -> None:
-    """Sizes as expressions over the free dimensions, in placement order."""
+def _calls_of(steps: Sequence[tuple[int, Step]], count: int) -> list[str]:
+    """A call for every step of a stretch, with the barrier behind it if there is one."""
+    found = []
+    for (index, step), following in zip_longest(steps, steps[1:]):
+        lines = [f"{_symbol(index, step)}(r, thread, threads);", f"time_step(r, {index}, {count}, thread, threads);"]
+        if following and following[1].phase != step.phase:
+            lines.append("intaglio_barrier_wait(r->barrier, threads);")
+        found.append("\n".join(lines))
+    return found
+
+
+def _plan_table(code: Code, context: Context, turns: Turns | None) -> None:
     body = Code()
-    sizes = [context.dim(plan.buffers[p.value].size()) for p in plan.placements]
-    body(f"const int64_t sizes[] = {{{', '.join(sizes) or 0}}};")
-    lives = ", ".join(f"{{{p.first}, {p.last}}}" for p in plan.placements)
-    body(f"static const struct Life lives[] = {{{lives or '{0, 0}'}}};")
-    body(f"return place(lives, sizes, {len(sizes)}, offsets);")
+    emit_places(body, context, turns)
     with code.block(f"{EXPORT} int64_t intaglio_plan(const int64_t* dims, int64_t* offsets)"):
         text = body.text()
         for line in context.dims_used(text):

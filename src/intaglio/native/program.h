@@ -38,6 +38,32 @@ static inline void time_step(const struct Run* r, int64_t step, int64_t steps, i
     r->times[steps] = nanoseconds;
 }
 
+// Images `first` to `first + count` of a batch. What steps leave for each other in a turn lies in the `slot`-th of equal parts of
+// memory, or with `spread` over so many of them.
+struct Part { int64_t first, count, slot, spread; };
+
+typedef void (*TakeTurn)(const struct Run*, const struct Part*, int thread, int threads);
+
+// Turns of `each` images whose memory the arena has: one for every core, if there are so many.
+static inline int64_t turns_at_once(int64_t batch, int64_t each) {
+    const int64_t turns = (batch + each - 1) / each, cores = intaglio_cores();
+    return turns < cores ? turns : cores;
+}
+
+// Threads take turns of their own, and none waits, as long as there is one for all of them; the rest they take together.
+static inline void take_turns(const struct Run* r, TakeTurn take, int64_t batch, int64_t each, int thread, int threads) {
+    const int64_t slots = turns_at_once(batch, each), own = threads <= slots ? batch / (each * threads) : 0;
+    for (int64_t i = 0; i < own; ++i) {
+        const struct Part part = {(thread * own + i) * each, each, thread, 1};
+        take(r, &part, 0, 1);
+    }
+    if (own) intaglio_barrier_wait(r->barrier, threads);
+    for (int64_t first = threads * own * each; first < batch; first += slots * each) {
+        const struct Part part = {first, batch - first < slots * each ? batch - first : slots * each, 0, slots};
+        take(r, &part, thread, threads);
+    }
+}
+
 // An NHWC tensor; `base` is the first pixel inside the halo, `pixel` the bytes of one pixel.
 struct Image {
     uint8_t* base;
