@@ -30,8 +30,8 @@ from intaglio.ir.verify import PRODUCTS
 
 KEEPS_IMAGES_APART = frozenset({
     *PRODUCTS, *(f"{kind}{axes}d" for kind in ("max_pool", "avg_pool", "adaptive_avg_pool") for axes in (1, 2, 3)),
-    "requantize", "activate", "add", "mul", "affine", "clamp", "prelu", "table", "quantize", "pixels", "reshape", "permute",
-    "shuffle", "pixel_shuffle", "pixel_unshuffle", "slice", "pad", "cat",
+    "requantize", "activate", "add", "mul", "affine", "clamp", "prelu", "table", "quantize", "pixels", "reshape",
+    "permute", "shuffle", "pixel_shuffle", "pixel_unshuffle", "slice", "pad", "cat",
 })  # fmt: skip
 """Operators that make each image of the result of that image alone if the free batch is the first axis of both: no
 move along that axis leaves as many."""
