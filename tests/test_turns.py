@@ -113,11 +113,14 @@ def test_turns_end_where_activations_get_small():
     assert analytic_turns(planned, CacheSizes()) is None
 
 
-def test_weights_that_fill_the_cache_end_turns():
+def test_weights_larger_than_activations_end_turns():
+    """The third convolution has 230400 bytes of weights, for 100672 of activations."""
     net = Net()
-    x = net.conv(net.quantize(net.input(N, 8, 32, 32)), 8, 3, padding=1)
-    planned = plan(net.graph(net.conv(net.conv(x, 64, 5, padding=2), 8, 1, f32=True)))
-    assert analytic_turns(planned, CacheSizes(l2=1 << 14)) == Turns("n", 2, 1)
+    x = net.conv(net.quantize(net.input(N, 8, 22, 22)), 8, 3, padding=1)
+    x = net.conv(net.conv(x, 64, 3, padding=1), 144, 5, padding=2)
+    planned = plan(net.graph(net.conv(x, 8, 1, f32=True)))
+    assert len(list(separable(planned))) == 4
+    assert analytic_turns(planned, CacheSizes(l2=1 << 14)) == Turns("n", 3, 1)
 
 
 def test_a_fixed_batch_takes_no_turns():

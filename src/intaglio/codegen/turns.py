@@ -1,6 +1,6 @@
 """How a large batch takes the first steps: some images after the others.
 
-What early steps leave for each other is larger than the second-level cache for a whole batch, but not for an image or
+What early steps leave for each other is larger than the second-level cache for a whole batch, hardly for an image or
 two, and their weights are few.
 """
 
@@ -50,21 +50,20 @@ class Turns:
 
 
 def analytic_turns(plan: Plan, caches: CacheSizes) -> Turns | None:
-    """Up to the last step whose activations are much of the second level, while the weights of all take half of it at
-    most; as many images as fit it with the activations of the largest step, at least one.
+    """As many images as fit the second level with the activations of the largest step, at least one.
 
-    Free sizes besides the batch count as 1.
+    Turns keep activations in cache and read weights again: they end where the activations of one image exceed all
+    weights by most, behind a step whose activations are much of the second level. Free sizes besides the batch count
+    as 1.
     """
     batch = batch_symbol(plan.graph)
-    weights = most = phases = largest = 0
+    kept = best = phases = most = largest = 0
     for steps in separable(plan):
-        weights += sum(_weight_bytes(step.partition, plan.graph) for step in steps)
-        if weights > caches.l2 // 2:
-            break
-        here = max(_activation_bytes(step.partition, plan.graph) for step in steps)
-        most = max(most, here)
-        if here > caches.l2 // 8:
-            phases, largest = steps[0].phase + 1, most
+        activations = [_activation_bytes(step.partition, plan.graph) for step in steps]
+        kept += sum(activations) - sum(_weight_bytes(step.partition, plan.graph) for step in steps)
+        most = max(most, *activations)
+        if kept > best and max(activations) > caches.l2 // 8:
+            best, phases, largest = kept, steps[0].phase + 1, most
     return Turns(batch, phases, max(1, caches.l2 // largest)) if batch and phases else None
 
 
