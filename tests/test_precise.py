@@ -281,7 +281,9 @@ def test_functions_behind_other_things_and_without_this_form_are_tables():
 
 
 def test_an_accumulator_that_others_read_is_no_precise_function():
-    body = lambda m, x: (m.last(F.silu(y := m.conv(x))), m.last(y))  # noqa: E731
+    def body(m, x):
+        return m.last(F.silu(y := m.conv(x))), m.last(y)
+
     model = randomize(Body(body, conv=nn.Conv2d(3, 8, 3), last=nn.Conv2d(8, 4, 1)))
     reference, integer = quantized(model, torch.randn(*X), recipe=ALL)
     assert kinds(integer).count("table") == 1

@@ -147,6 +147,8 @@ def test_profiling_leaves_inputs_as_they_are():
     x = picture()
     model.profile(x, calls=2)
     assert_same(x, picture())
+    assert len(model.step_times(x)) == len(model.artifact.program.steps)
+    assert_same(x, picture())
 
 
 # -- how it reads -----------------------------------------------------------------------------------------------------

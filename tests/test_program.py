@@ -174,12 +174,7 @@ def assert_same_bits(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tens
         assert np.array_equal(a.numpy().view(np.int32), b.numpy().view(np.int32))
 
 
-@pytest.mark.parametrize("isa", HERE)
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_a_program_has_the_bits_of_the_interpreter(program, isa):
-    """For every batch, thread count and memory format, NaN and infinities included."""
-    net, lowered = built(program)
-    model = compiled(program, isa)
+def assert_bits_of_the_interpreter(net: Net, lowered: Lowered, model: QuantizedModel) -> None:
     for batch in range(6):
         inputs = net.batch(batch, seed=batch)
         expected = lowered(*inputs)
@@ -188,6 +183,15 @@ def test_a_program_has_the_bits_of_the_interpreter(program, isa):
                 assert_same_bits(model(*inputs), expected)
         last = [x.to(memory_format=torch.channels_last) if x.dim() == 4 else x for x in inputs]
         assert_same_bits(model(*last), expected)
+
+
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_program_has_the_bits_of_the_interpreter(program, isa):
+    """For every batch, thread count and memory format, NaN and infinities included."""
+    net, lowered = built(program)
+    model = compiled(program, isa)
+    assert_bits_of_the_interpreter(net, lowered, model)
 
 
 @pytest.mark.parametrize("program", FREE, ids=lambda program: program.__name__)

@@ -16,7 +16,18 @@ from intaglio.ir import Dim
 from intaglio.lower import Lowered, plan
 from intaglio.runtime import QuantizedModel, build_artifact
 from nets import Body, randomize
-from test_program import CACHES, FREE, assert_same_bits, assert_stays_inside, built, compiled, fixed, residual, threads
+from test_program import (
+    CACHES,
+    FREE,
+    assert_bits_of_the_interpreter,
+    assert_same_bits,
+    assert_stays_inside,
+    built,
+    compiled,
+    fixed,
+    residual,
+    threads,
+)
 
 
 def in_turns(lowered: Lowered, model: QuantizedModel, turns: Turns) -> QuantizedModel:
@@ -30,17 +41,6 @@ def in_turns(lowered: Lowered, model: QuantizedModel, turns: Turns) -> Quantized
 def most(lowered: Lowered) -> int:
     """Phases that can run in turns."""
     return len(list(separable(plan(lowered.graph))))
-
-
-def assert_bits_of_the_interpreter(net: Net, lowered: Lowered, model: QuantizedModel) -> None:
-    for batch in range(6):
-        inputs = net.batch(batch, seed=batch)
-        expected = lowered(*inputs)
-        for count in (1, 2, 3):
-            with threads(count):
-                assert_same_bits(model(*inputs), expected)
-        last = [x.to(memory_format=torch.channels_last) if x.dim() == 4 else x for x in inputs]
-        assert_same_bits(model(*last), expected)
 
 
 @pytest.mark.parametrize(("images", "isa"), [(1 + i, HERE[i % len(HERE)]) for i in range(3)])

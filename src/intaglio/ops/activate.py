@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from intaglio.ir import Op, TensorType
 from intaglio.ops.opdef import Attrs, OpDef
 from intaglio.ops.pointwise import along
 
-PRECISE: Mapping[str, Callable[[numerics.F32, Attrs], numerics.F32]] = {
+PRECISE: Mapping[str, Callable[..., numerics.F32]] = {
     "leaky_relu": lambda x, a: numerics.leaky_relu(x, a["slope"]),
     "hardsigmoid": lambda x, a: numerics.hardsigmoid(x),
     "hardswish": lambda x, a: numerics.hardswish(x),
@@ -21,7 +22,7 @@ PRECISE: Mapping[str, Callable[[numerics.F32, Attrs], numerics.F32]] = {
     "gelu": lambda x, a: numerics.gelu(x),
     "gelu_tanh": lambda x, a: numerics.gelu_tanh(x),
 }
-"""Attribute ``function`` of an `activate` -> its meaning on float32."""
+"""Attribute ``function`` of an `activate` -> its meaning on float32 ``x``, with the attributes ``a``."""
 FUNCTIONS = tuple(name for name in PRECISE if name != "gelu_tanh")
 """Names of the records in ops/unary.py that have this spelling."""
 
@@ -38,7 +39,7 @@ def activate_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorT
     """`numerics.activate`; the factor is ``float32(s_x * s_w)``."""
     acc, factor = args
     q, unit = out.levels, along(factor, acc.ndim, types[0].levels.axis)
-    function = lambda x: PRECISE[op.attrs["function"]](x, op.attrs)  # noqa: E731
+    function = partial(PRECISE[op.attrs["function"]], a=op.attrs)
     return numerics.activate(acc, unit, function, q.step, q.zero, q.qmin, q.qmax).astype(np.uint8)
 
 

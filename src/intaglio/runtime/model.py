@@ -260,19 +260,23 @@ class QuantizedModel(nn.Module):
             begin = time.perf_counter_ns()
             self(*args, **kwargs)
             whole.append(time.perf_counter_ns() - begin)
-            clocks.append(Clock(len(program.steps), self.islands))
-            with torch.no_grad():
-                self._run(leaves, shapes, allowed, clocks[-1])
+            clocks.append(self._clocked(leaves, shapes, allowed))
         rates = max(before, _int8_rates(program.isa, used), key=sum)
         return profile_of(program, shapes.symbols, clocks, whole, used, rates)
 
     def step_times(self, *args: Any, **kwargs: Any) -> list[int]:
         """Nanoseconds of every step of one call, in execution order; the calls of a timed search."""
+        if self.signature.written:  # as above
+            args, kwargs = copy.deepcopy((args, kwargs))
         leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
+        return self._clocked(leaves, self._shapes_of(leaves), torch.get_num_threads()).spent(self.artifact.program)
+
+    def _clocked(self, leaves: Sequence[torch.Tensor], shapes: _Shapes, allowed: int) -> Clock:
+        """What every step of one call took."""
         clock = Clock(len(self.artifact.program.steps), self.islands)
         with torch.no_grad():
-            self._run(leaves, self._shapes_of(leaves), torch.get_num_threads(), clock)
-        return clock.spent(self.artifact.program)
+            self._run(leaves, shapes, allowed, clock)
+        return clock
 
     def assert_int8(self, macs: float = 1.0) -> None:
         """AssertionError, with the reasons, when a smaller share of the multiply-accumulates runs in int8."""
