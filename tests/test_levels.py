@@ -22,6 +22,7 @@ IMAGES = ("a", "b", "out")
 NUMBERS = (
     "kind", "zero", "first", "second", "limits", "depth", "include_pad", "fixed_divisor", "adaptive", "sums", "shares",
     "y.kernel", "y.stride", "y.before", "y.dilation", "x.kernel", "x.stride", "x.before", "x.dilation",
+    "each",
 )  # fmt: skip
 KINDS = ("add", "mul", "affine", "prelu", "layer_norm", "clamp", "table", "max_pool2d", "avg_pool2d",
          "adaptive_avg_pool2d")  # fmt: skip
@@ -59,7 +60,7 @@ static void body(void* context, int thread, int threads) {{
     struct Call c = {{}};
     struct Image* images[] = {{&c.pair.a, &c.pair.b, &c.pair.out}};
     for (int i = 0; i < 3; ++i, v += 6) *images[i] = image((uint8_t*)v[0], v[1], v[2], v[3], v[4], v[5], v[5]);
-    c.kind = v[0], c.pair.zero_a = c.pool.zero_in = (int32_t)v[1];
+    c.kind = v[0], c.pair.zero_a = c.pool.zero_in = (int32_t)v[1], c.pair.each = (int32_t)v[19];
     c.first = c.pair.factor_a = c.pool.factors = (const float*)v[2], c.second = c.pair.factor_b = (const float*)v[3];
     c.pair.limits = c.pool.limits = (const struct Limits*)v[4];
     c.pool.in = c.pair.a, c.pool.out = c.pair.out, c.pool.depth_in = c.pool.depth_out = v[5];
@@ -117,7 +118,8 @@ def check(isa: str, kind: str, arrays: list[np.ndarray], constants: list[np.ndar
     numbers = {"kind": KINDS.index(kind), "zero": how.zeros[0], "depth": 1, "fixed_divisor": bool(attrs.get("divisor")),
                "limits": memory("limits").hold(limits(how.zeros[2], *how.bounds, how.zeros[1])),
                "include_pad": bool(attrs.get("include_pad")), "adaptive": "size" in attrs}  # fmt: skip
-    repeated = kind in ("affine", "layer_norm"), kind in ("affine", "layer_norm", "prelu")
+    numbers["each"] = kind == "add" and "axis" in attrs
+    repeated = kind in ("affine", "layer_norm"), kind in ("affine", "layer_norm", "prelu") or numbers["each"]
     for role, values, more in zip(("first", "second"), constants, repeated, strict=False):
         longer = np.resize(values, values.size + WIDEST - 1) if more else values
         numbers[role] = memory(role).hold(longer)
@@ -176,6 +178,15 @@ def test_pairs_of_images_and_of_an_image_and_a_pixel(isa, data, kind, one, chann
     pixel = (*shape[:2], 1, 1)
     draw, arrays = drawn(data, pixel if one == 1 else shape, pixel if one == 2 else shape)
     check(isa, kind, arrays, [factors(data, draw, 1) for _ in range(2 if kind == "add" else 1)], how)
+
+
+@pytest.mark.parametrize("isa", HERE)
+@settings(max_examples=2 * settings.default.max_examples)
+@given(st.data(), CHANNELS, ways())
+def test_sums_with_a_factor_for_every_channel(isa, data, channels, how):
+    shape = (data.draw(st.integers(1, 3)), channels, data.draw(SIZE), data.draw(SIZE))
+    draw, arrays = drawn(data, shape, shape)
+    check(isa, "add", arrays, [factors(data, draw, 1), factors(data, draw, channels)], how, axis=1)
 
 
 @pytest.mark.parametrize("isa", HERE)

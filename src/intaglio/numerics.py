@@ -142,7 +142,8 @@ def add_requantize(
 ) -> I32:
     """``clamp(rne(float32(a) * factor_a + float32(b) * factor_b) + zero_point, low, high)``, no fused multiply-add.
 
-    ``a`` is an accumulator or ``q_a - zp_a``; ``b`` is ``q_b - zp_b``.
+    ``a`` is an accumulator or ``q_a - zp_a``; ``b`` is ``q_b - zp_b``. Factors are `multiplier` of ``scale * alpha`` in
+    float64; alpha, of ``a + alpha * b``, is one number or one for every channel.
     """
     with np.errstate(over="ignore"):
         left = np.asarray(a, np.int32).astype(np.float32) * np.asarray(factor_a, np.float32)

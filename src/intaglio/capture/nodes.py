@@ -52,8 +52,13 @@ def operator(node: fx.Node) -> str:
 
 
 def record_of(node: fx.Node) -> OpDef | None:
-    """The operator's record, if it has one."""
-    return BY_TARGET.get(operator(node))
+    """The operator's record, if it has one; of two for one overload, the one that goes with the constants."""
+    record = BY_TARGET.get(operator(node))
+    if record is not None and record.instead:
+        given = arguments(node)
+        others = (other for name, other in record.instead.items() if not is_constant(given[name]))
+        return next(others, record)
+    return record
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from intaglio.lower.islands import Unit, island_of
 from intaglio.lower.lowered import Island, Lowered
 from intaglio.lower.passes import LOWER_PASSES
 from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
-from intaglio.ops import ANCHORS
+from intaglio.ops import ANCHORS, SUMS
 from intaglio.ops.activate import bind_precise
+from intaglio.ops.conv import output_axis
 from intaglio.ops.pool import counts
 from intaglio.ops.resize import tables
 from intaglio.quant.annotate import macs
@@ -221,8 +222,8 @@ class _Builder:
         result = TensorType(kind.shape, DType.U8, region.result)
         tail = {record_of(node).name: node for node in region.nodes}
         low, high = self._bounds(tail.get("clamp"), region.result)
-        if "add" in tail:
-            name = self._add(tail["add"], region, current, stem, result, low, high)
+        if (total := next((tail[name] for name in SUMS if name in tail), None)) is not None:
+            name = self._add(total, region, current, stem, result, low, high)
         elif region.record.name in ANCHORS and record_of(region.root).function is not None:
             name = self._activate(region.root, current, stem, result, where)
         elif region.record.name in ANCHORS:
@@ -258,7 +259,7 @@ class _Builder:
         scales = scales if len(scales) == 1 else tuple(map(float, each_output(scales, len(levels))))
         w_q = QParams(scales, (0,) * len(scales), -128, 127, 0 if len(scales) > 1 else None)
         unit = tuple(map(float, numerics.accumulator_scale(self.types[x].levels.step, scales)))
-        axis = None if len(unit) == 1 else len(tensor_type(node).shape) - 1 if record.name == "linear" else 1
+        axis = None if len(unit) == 1 else output_axis(record.name, len(tensor_type(node).shape))
         acc_q = QParams(unit, (0,) * len(unit), -(2**31), 2**31 - 1, axis)
         bias = constant_of(values[record.roles.bias], DType.I32)
         steps = np.zeros(levels.shape[0], np.int32) if bias is None else getattr(self.module, bias.target).numpy()
@@ -278,10 +279,17 @@ class _Builder:
     def _add(
         self, node: fx.Node, region: IntegerRegion, current: str, stem: str, result: TensorType, low: int, high: int
     ) -> str:
-        """The accumulator (or the first operand) first; alpha goes with the second operand as written."""
-        alpha = record_of(node).bind(call_of(node, record_of(node)))["alpha"]
-        left, right = operands(node)
-        if left in region.nodes or region.record.name == "add":
+        """The accumulator (or the first operand) first; alpha, or the factor of each channel, goes with the second
+        operand as written."""
+        record = record_of(node)
+        attrs = {"low": low, "high": high}
+        left, right, *factor = operands(node)
+        if factor:
+            alpha = getattr(self.module, factor[0].target).numpy().astype(np.float64).ravel()
+            attrs |= record.bind(call_of(node, record))
+        else:
+            alpha = record.bind(call_of(node, record))["alpha"]
+        if left in region.nodes or region.record.name in SUMS:
             a, b = (current if left in region.nodes else self.values[left]), self.values[right]
             alphas = 1.0, alpha
         else:
@@ -290,7 +298,7 @@ class _Builder:
         for value, weight, label in zip((a, b), alphas, "ab", strict=True):
             unit = np.array(self.types[value].levels.scales, np.float64) * weight
             names.append(self._constant(f"{stem}_factor_{label}", _each(numerics.multiplier(unit, scale_y)), DType.F32))
-        return self._op("add", [a, b, *names], f"{stem}_add", result, origin(node), low=low, high=high)
+        return self._op("add", [a, b, *names], f"{stem}_add", result, origin(node), **attrs)
 
     def _activate(self, node: fx.Node, acc: str, stem: str, result: TensorType, where: Origin) -> str:
         """A function of the accumulator in its own unit."""

@@ -172,7 +172,7 @@ def _wants(op: Op, graph: Graph) -> str | None:
 
     Constants per channel are read along a pixel, which the last axis is in rows; one slope goes with any channel.
     """
-    if op.kind == "affine":
+    if op.kind == "affine" or (op.kind == "add" and "axis" in op.attrs):
         return "image" if op.attrs["axis"] == 1 else "linear"
     if op.kind == "prelu":
         return "alike" if graph.types[op.inputs[2]].shape == (1,) else "image"

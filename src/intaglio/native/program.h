@@ -839,10 +839,11 @@ static inline void avg_pool(const struct Pool* p, struct IntaglioBarrier* barrie
     for (int64_t i = 0, channel = 0, step_ = WIDE % (period); i < (count);        \
          i += WIDE, channel += step_, channel -= channel < (period) ? 0 : (period))
 
-// Two operands with their zero points and factors; a product has one factor, the first.
+// Two operands with their zero points and factors; a product has one factor, the first. `each`: the second is one for every
+// channel, and goes on with the first channels.
 struct Pair {
     struct Image a, b, out;
-    int32_t zero_a;
+    int32_t zero_a, each;
     const float *factor_a, *factor_b;
     const struct Limits* limits;
 };
@@ -863,6 +864,28 @@ static inline void add_line(const struct Pair* p, const uint8_t* a, const uint8_
     for (int64_t i = 0; i < count; ++i)
         to[i] = (uint8_t)add_requantize(a[i] - p->zero_a, p->factor_a[0], b[i] - q->other_zero_point, p->factor_b[0],
                                         q->zero_point, q->low, q->high);
+#endif
+}
+
+static inline void add_scaled_line(const struct Pair* p, const uint8_t* a, const uint8_t* b, uint8_t* to, int64_t count) {
+    const struct Limits* q = p->limits;
+#if defined(VECTORS)
+    const struct Finish f = finishing(q, UNKNOWN);
+    const Floats origin_a = origin(p->zero_a), origin_b = origin(q->other_zero_point), factor_a = floats(p->factor_a[0]);
+    FOR_EACH_VECTOR(count, p->out.pixel) {
+        const Levels left = deal(load_levels(a + i, count - i)), right = deal(load_levels(b + i, count - i));
+        Floats steps[4];
+        for (int j = 0; j < 4; ++j) {
+            const Floats factor_b = load_floats(p->factor_b + channel + WIDE / 4 * j);
+            steps[j] = (spread(left, j) - origin_a) * factor_a + (spread(right, j) - origin_b) * factor_b;
+        }
+        store_levels(to + i, gather(pack(steps, &f)), count - i);
+    }
+#else
+    for (int64_t i = 0; i < count; i += p->out.pixel)
+        for (int64_t c = 0; c < p->out.pixel; ++c)
+            to[i + c] = (uint8_t)add_requantize(a[i + c] - p->zero_a, p->factor_a[0], b[i + c] - q->other_zero_point, p->factor_b[c],
+                                                q->zero_point, q->low, q->high);
 #endif
 }
 
@@ -962,7 +985,7 @@ static inline void pair_levels(const struct Pair* p, int sum, int thread, int th
         return;
     }
     FOR_EACH_ROW(&p->out)
-        (sum ? add_line : mul_line)(p, at(&p->a, n, y, 0), at(&p->b, n, y, 0), at(&p->out, n, y, 0), p->out.width * p->out.pixel);
+        (!sum ? mul_line : p->each ? add_scaled_line : add_line)(p, at(&p->a, n, y, 0), at(&p->b, n, y, 0), at(&p->out, n, y, 0), p->out.width * p->out.pixel);
 }
 
 // A factor and an offset per channel: batch norm on its own.

@@ -6,17 +6,20 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from intaglio.ops import activate, channels, conv, norm, pointwise, pool, resize, shape, softmax, unary
-from intaglio.ops.fusions import ANCHORS, FUSIONS, Fusion
+from intaglio.ops.fusions import ANCHORS, FUSIONS, SUMS, Fusion
 from intaglio.ops.interpret import interpret
 from intaglio.ops.opdef import Call, OpDef, Roles
 
 
 def index(*groups: Iterable[OpDef]) -> tuple[Mapping[str, OpDef], Mapping[str, OpDef]]:
-    """Records by name and by ATen overload; two records that claim one name are an error."""
+    """Records by name and by ATen overload; two records that claim one name are an error, unless the first says when
+    the second answers `instead`."""
     by_name: dict[str, OpDef] = {}
     by_target: dict[str, OpDef] = {}
     for record in (record for group in groups for record in group):
         for key, table in [(record.name, by_name), *((target, by_target) for target in record.targets)]:
+            if key in table and record in table[key].instead.values():
+                continue
             if key in table:
                 raise ValueError(f"{key} is claimed by {table[key].name} and {record.name}")
             table[key] = record
@@ -28,4 +31,4 @@ OPS, BY_TARGET = index(
     softmax.OPS,
 )  # fmt: skip
 
-__all__ = ["ANCHORS", "BY_TARGET", "FUSIONS", "OPS", "Call", "Fusion", "OpDef", "Roles", "index", "interpret"]
+__all__ = ["ANCHORS", "BY_TARGET", "FUSIONS", "OPS", "SUMS", "Call", "Fusion", "OpDef", "Roles", "index", "interpret"]

@@ -1,4 +1,4 @@
-"""Operators with constants of their own for every channel: affine and prelu."""
+"""Operators with constants of their own for every channel: affine, scaled_add and prelu."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.ir import Op, Shape, TensorType
-from intaglio.ops.opdef import Attrs, Call, OpDef, first_reason, fixed_channels, float_activations, rank
+from intaglio.ops.opdef import Attrs, Call, OpDef, Roles, first_reason, fixed_channels, float_activations, rank
 from intaglio.ops.pointwise import along
 
 ANY_CHANNELS = rank(2, 3, 4, 5)
@@ -39,6 +39,21 @@ def constant_channels(call: Call) -> str | None:
     return "factors that are not one per channel" if len(axes) > 1 or None in axes else None
 
 
+def bind_scaled_add(call: Call) -> Attrs:
+    return {"axis": channel_axis(call.shape(2), call.shape())}
+
+
+def constant_ratio(call: Call) -> str | None:
+    """Operands of one shape, and a constant per channel for the second."""
+    if not call.constant[2]:
+        return "a factor that is not a constant"
+    if call.arguments.get("value", 1) != 1:
+        return f"value {call.arguments['value']}"
+    if call.shapes[1] != call.shapes[0]:
+        return "operands of different shapes"
+    return "factors that are not one per channel" if channel_axis(call.shape(2), call.shape()) is None else None
+
+
 def affine_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """`numerics.affine_requantize`, a factor and an offset per channel."""
     x, *values = args
@@ -61,6 +76,17 @@ def prelu_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType
     return numerics.requantize(centred, factor, q.zero, q.qmin, q.qmax).astype(np.uint8)
 
 
+SCALED_ADD = OpDef(
+    name="scaled_add",
+    targets=("aten.addcmul.default",),
+    operands=("self", "tensor1", "tensor2"),
+    roles=Roles(x=(0, 1)),
+    commutative=True,
+    bind=bind_scaled_add,
+    check=first_reason(float_activations, ANY_CHANNELS, fixed_channels, constant_ratio),
+    kernel="pointwise",
+)
+"""A sum whose second operand has a factor per channel; in the integer graph it is an `add`."""
 AFFINE = OpDef(
     name="affine",
     targets=("aten.addcmul.default",),
@@ -69,6 +95,7 @@ AFFINE = OpDef(
     check=first_reason(float_activations, ANY_CHANNELS, fixed_channels, constant_channels),
     meaning=affine_meaning,
     kernel="pointwise",
+    instead={"self": SCALED_ADD},
 )
 PRELU = OpDef(
     name="prelu",
@@ -78,4 +105,4 @@ PRELU = OpDef(
     meaning=prelu_meaning,
     kernel="pointwise",
 )
-OPS = (AFFINE, PRELU)
+OPS = (AFFINE, SCALED_ADD, PRELU)

@@ -117,6 +117,11 @@ def transposed_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[Tenso
     return kept.astype(np.int64).astype(np.int32) + bias.reshape(1, -1, *[1] * len(kernel))
 
 
+def output_axis(name: str, axes: int) -> int:
+    """Where an anchor's result of so many axes has its channels."""
+    return axes - 1 if name == "linear" else 1
+
+
 def outputs_first(weight: np.ndarray, groups: int) -> np.ndarray:
     """[inputs, outputs per group, taps...] of a transposed convolution -> [outputs, inputs per group, taps...]."""
     split = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:]).swapaxes(1, 2)

@@ -8,6 +8,8 @@ from intaglio.ir.rewrite import Pattern, any, op, seq
 from intaglio.ops.activate import FUNCTIONS
 
 ANCHORS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
+SUMS = ("add", "scaled_add")
+"""Both are `add` in the integer graph; the second has a factor per channel."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,11 @@ class Fusion:
 
 
 FUSIONS = (
-    Fusion("anchor_add_clamp", op("clamp", op("add", op(ANCHORS, any("x")), any("other"), commutative=True))),
-    Fusion("anchor_add", op("add", op(ANCHORS, any("x")), any("other"), commutative=True)),
+    Fusion("anchor_add_clamp", op("clamp", op(SUMS, op(ANCHORS, any("x")), any("other"), commutative=True))),
+    Fusion("anchor_add", op(SUMS, op(ANCHORS, any("x")), any("other"), commutative=True)),
     Fusion("anchor_clamp", seq(ANCHORS, "clamp")),
     Fusion("anchor_function", seq(ANCHORS, FUNCTIONS), precise=True),
-    Fusion("add_clamp", op("clamp", op("add", any("a"), any("b")))),
+    Fusion("add_clamp", op("clamp", op(SUMS, any("a"), any("b")))),
     Fusion("affine_clamp", seq("affine", "clamp")),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,7 @@ class OpDef:
     operand is a list of tensors, all of them activations. real: computes in float32, on dequantized values.
     levels: how far the integer result may be from the Q/DQ reference. kernel: family, ``None`` for a host operator.
     macs: multiply-accumulates of one call (shapes of operands, shape of result) -> count, for operators that have any.
+    instead: operand -> the record that answers to the same overloads where this operand is no constant.
     """
 
     name: str
@@ -82,6 +83,7 @@ class OpDef:
     real: bool = False
     levels: int = 1
     kernel: str | None = None
+    instead: Mapping[str, OpDef] = field(default_factory=dict, hash=False)
 
 
 def first_reason(*checks: Callable[[Call], str | None]) -> Callable[[Call], str | None]:

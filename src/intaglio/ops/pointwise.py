@@ -33,12 +33,13 @@ def bind_add(call: Call) -> Attrs:
 
 
 def add_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """`numerics.add_requantize`; a u8 first operand is taken less its zero point, an accumulator as it is."""
+    """`numerics.add_requantize`; a u8 first operand is taken less its zero point, an accumulator as it is. Channels
+    with factors of their own lie along ``axis``, where the operator has one, else as those of the accumulator."""
     a, b, factor_a, factor_b = args
     if types[0].dtype is DType.U8:
         a = a.astype(np.int32) - types[0].levels.zero
     b = b.astype(np.int32) - types[1].levels.zero
-    axis = types[0].levels.axis if types[0].dtype is DType.I32 else 1
+    axis = op.attrs.get("axis", types[0].levels.axis if types[0].dtype is DType.I32 else 1)
     factors = (along(factor_a, a.ndim, axis), along(factor_b, b.ndim, axis))
     levels = numerics.add_requantize(a, factors[0], b, factors[1], out.levels.zero, op.attrs["low"], op.attrs["high"])
     return levels.astype(np.uint8)

@@ -22,7 +22,8 @@ from intaglio.capture.nodes import (
 )
 from intaglio.ir import DType, evaluate, numel, symbols_of
 from intaglio.ir.rewrite import match
-from intaglio.ops import FUSIONS, OpDef
+from intaglio.ops import FUSIONS, SUMS, OpDef
+from intaglio.ops.conv import output_axis
 from intaglio.quant.passes import BATCH_NORM
 from intaglio.quant.recipe import Quantizer, Setting
 from intaglio.quant.sites import Derived, Fixed, Observed, Shared, Site, Skip, groups
@@ -162,11 +163,19 @@ def _regions(
 
 
 def fusable(nodes: Iterable[fx.Node]) -> bool:
-    """Whether the kernel of a chain takes its operands: a sum that joins an accumulator does not broadcast."""
+    """Whether the kernel of a chain takes its operands: a sum that joins an accumulator does not broadcast, and a
+    factor per channel goes with the accumulator's channels."""
     nodes = list(nodes)
-    anchored = any(record_of(node).anchor for node in nodes)
-    sums = [node for node in nodes if record_of(node).name == "add"]
-    return not anchored or all(tensor_type(v).shape == tensor_type(node).shape for node in sums for v in operands(node))
+    anchor = next((node for node in nodes if record_of(node).anchor), None)
+    return anchor is None or all(_joins(node, anchor) for node in nodes if record_of(node).name in SUMS)
+
+
+def _joins(node: fx.Node, anchor: fx.Node) -> bool:
+    record, shape = record_of(node), tensor_type(node).shape
+    if any(tensor_type(value).shape != shape for value in activations(node)):
+        return False
+    axis = record.bind(call_of(node, record)).get("axis")
+    return axis is None or axis == output_axis(record_of(anchor).name, len(shape))
 
 
 def _spread(regions: Iterable[Region]) -> set[Region]:
