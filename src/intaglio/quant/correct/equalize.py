@@ -7,13 +7,14 @@ is the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from intaglio import numerics
 from intaglio.capture.captured import expect
 from intaglio.capture.nodes import arguments, call_of, is_constant, operands, operator, origin, record_of, tensor_type
 from intaglio.ir import evaluate, symbols_of
@@ -21,8 +22,10 @@ from intaglio.ops import BY_TARGET
 from intaglio.quant.annotate import Region
 from intaglio.quant.correct.inputs import channels_of_inputs
 from intaglio.quant.correct.steps import SAMPLES, kept_calls
+from intaglio.quant.corrections import Step
 from intaglio.quant.passes import constant_node
 from intaglio.quant.prepare import Prepared, again, copy_graph
+from intaglio.quant.walk import decibels
 
 FLOOR = 0.1
 """No channel is blown up more than tenfold: what calibration saw of a quiet channel may not be all."""
@@ -46,8 +49,10 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = SAMPLES) -> Prepar
     factors = {value.name: _factors(largest[value.name], value.alpha) for value in values}
     module = copy_graph(current.annotations.module)
     changed = _rewrite(module, current.annotations.regions, values, factors)
-    notes = (*inputs, *((f"equalized: {len(changed)} values",) if changed else ()))
-    return again(prepared, module, notes) if notes else prepared
+    if not changed and not inputs:
+        return prepared
+    gained = _gain(current.annotations.module, {name: factors[name] for name in changed}, calls[0]) if changed else ()
+    return again(prepared, module, (*inputs, *map(str, gained)))
 
 
 @dataclass(frozen=True)
@@ -158,25 +163,53 @@ def _absorbs(user: fx.Node, value: fx.Node, region: Region) -> bool:
 
 def _largest(module: fx.GraphModule, names: Sequence[str], calls: Sequence[Sequence[Any]]) -> dict[str, torch.Tensor]:
     """Largest magnitude of every channel, by value."""
-    recorder = _Recorder(module, names)
+    found: dict[str, torch.Tensor] = {}
+
+    def see(name: str, value: torch.Tensor) -> None:
+        largest = value.abs().transpose(0, 1).flatten(1).amax(1)
+        found[name] = torch.maximum(found[name], largest) if name in found else largest
+
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         for leaves in calls:
-            recorder.run(*leaves)
-    return recorder.found
+            _Recorder(module, names, see).run(*leaves)
+    return found
 
 
 class _Recorder(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, names: Sequence[str]) -> None:
+    """Hands the values of some nodes to ``see``."""
+
+    def __init__(self, module: fx.GraphModule, names: Iterable[str], see: Callable[[str, torch.Tensor], None]) -> None:
         super().__init__(module)
-        self.names, self.found = frozenset(names), dict[str, torch.Tensor]()
+        self.names, self.see = frozenset(names), see
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         if n.name in self.names:
-            largest = value.abs().transpose(0, 1).flatten(1).amax(1)
-            known = self.found.get(n.name)
-            self.found[n.name] = largest if known is None else torch.maximum(known, largest)
+            self.see(n.name, value)
         return value
+
+
+def _gain(module: fx.GraphModule, factors: Mapping[str, torch.Tensor], leaves: Sequence[Any]) -> tuple[Step, ...]:
+    """Signal to noise of the values themselves, whole and divided, each with 8 bits from its least to its largest."""
+    signal, before, after = [], [], []
+
+    def see(name: str, value: torch.Tensor) -> None:
+        divisor = factors[name].float().reshape(1, -1, *[1] * (value.dim() - 2))
+        signal.append(value.square().sum().item())
+        before.append((_rounded(value) - value).square().sum().item())
+        after.append((_rounded(value / divisor) * divisor - value).square().sum().item())
+
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        _Recorder(module, factors, see).run(*leaves)
+    shares = [[n / s for n, s in zip(noise, signal, strict=True) if s > 0] for noise in (before, after)]
+    means = [decibels(len(share), sum(share)) for share in shares]
+    return (Step("equalize", f"{len(factors)} values, mean over them", *means),)
+
+
+def _rounded(value: torch.Tensor) -> torch.Tensor:
+    low, high = min(value.min().item(), 0.0), max(value.max().item(), 0.0)
+    scale, zero = numerics.affine(low, high, 0, 255)
+    return ((value / scale).round().clamp(-zero, 255 - zero)) * scale
 
 
 def _factors(largest: torch.Tensor, alpha: float) -> torch.Tensor:

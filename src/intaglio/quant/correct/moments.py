@@ -10,8 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from intaglio.capture.nodes import call_of, tensor_type
-from intaglio.ir import QParams
+from intaglio.ir import DType, QParams
 from intaglio.quant.annotate import Region
+from intaglio.quant.sites import Site
 
 HALF = 128
 """Levels less this are signed bytes, whose products one instruction adds up."""
@@ -33,10 +34,9 @@ class Moments:
         return Moments(self.products + other.products, self.sums + other.sums, self.count + other.count)
 
 
-def unable(region: Region) -> str | None:
-    """Why the moments of an anchor's operand are not taken."""
-    name = region.record.name
-    return None if name in ("conv1d", "conv2d", "linear") else f"{name} is rounded to nearest"
+def unable(region: Region, site: Site) -> bool:
+    """Whether the moments of an anchor's operand are not taken; its weight is then rounded to nearest."""
+    return region.record.name not in ("conv1d", "conv2d", "linear") or site.dtype is not DType.U8
 
 
 def moments(region: Region, levels: Iterable[torch.Tensor], q: QParams) -> Moments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,12 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from intaglio.calls import bind, dims_of
 from intaglio.capture.captured import expect
 from intaglio.capture.nodes import call_of, operands, origin
 from intaglio.ir import DType, QParams, Signature, TensorType
 from intaglio.quant.annotate import Annotations, Region, annotate_graph
+from intaglio.quant.calibrate import batch_size
 from intaglio.quant.convert import activation_qparams, parameters_of, weight_qparams, weight_steps
 from intaglio.quant.correct.moments import Moments, moments, unable
 from intaglio.quant.correct.rounding import ROUNDINGS, loss, nearest
@@ -23,6 +26,7 @@ from intaglio.quant.corrections import Corrections, Rounded, Step
 from intaglio.quant.data import Binder, peek
 from intaglio.quant.prepare import Prepared, copy_graph
 from intaglio.quant.ranges import Ranges
+from intaglio.quant.sites import Site
 from intaglio.quant.walk import CACHE, Walk
 
 SAMPLES = 256
@@ -41,6 +45,24 @@ def kept_calls(signature: Signature, data: Any, samples: int = SAMPLES) -> list[
         if seen >= samples:
             break
     return found
+
+
+def keep(data: Any, signature: Signature, samples: int) -> tuple[list[Any], Any]:
+    """The first batches, whole ones, until there are so many samples, and data that still starts with them.
+
+    A function that runs the model gives none. What an iterator gives is copied: it may fill one buffer again and again.
+    """
+    if callable(data) and not isinstance(data, torch.Tensor) and not hasattr(data, "__iter__"):
+        return [], data
+    found, seen, binder = [], 0, Binder.of(signature)
+    _, items = peek(data)
+    for item in items:
+        item = pytree.tree_map_only(torch.Tensor, torch.clone, item) if isinstance(data, Iterator) else item
+        found.append(item)
+        seen += batch_size(*binder(item))
+        if seen >= samples:
+            break
+    return found, itertools.chain(found, items)
 
 
 def correct(
@@ -69,7 +91,7 @@ def correct(
 
 @dataclass
 class _Work:
-    """What was found so far. ``noise``: name of a correction -> noise over signal of each operator, before and after."""
+    """What was found so far. ``noise``: correction -> noise over signal of each operator, before and after."""
 
     walk: Walk
     units: Mapping[str, QParams]
@@ -84,8 +106,7 @@ class _Work:
         site = annotations.by_value[weight_node.name, "weight"]
         weight, _ = parameters_of(annotations.module, region)
         q = self.units[site.name]
-        reason = unable(region)
-        if reason is not None:
+        if unable(region, operand_site(annotations, region)):
             self._keep(weight_node, weight_steps(region, weight, q), weight, q)
             return
         found = self._moments(region, x)
@@ -158,17 +179,26 @@ def _grouped(region: Region, weight: np.ndarray) -> torch.Tensor:
 def _with_biases(prepared: Prepared) -> Annotations:
     """The annotations; where biases are corrected, of a graph in which every such anchor has one."""
     annotations = prepared.annotations
-    lacking = [
-        region.anchor.name for region in annotations.regions
-        if region.record.roles.weight is not None and region.setting.bias != "none" and unable(region) is None
-        and operands(region.anchor)[region.record.roles.bias] is None
-    ]  # fmt: skip
-    if not lacking:
+    outputs = {region.anchor.name: len(parameters_of(annotations.module, region)[0])
+               for region in annotations.regions if _lacks_bias(annotations, region)}  # fmt: skip
+    if not outputs:
         return annotations
-    outputs = {r.anchor.name: parameters_of(annotations.module, r)[0].shape[0] for r in annotations.regions
-               if r.anchor.name in lacking}  # fmt: skip
-    module = _rebiased(annotations, {name: torch.zeros(outputs[name]) for name in lacking})
+    module = _rebiased(annotations, {name: torch.zeros(count) for name, count in outputs.items()})
     return annotate_graph(module, prepared.quantizer, prepared.classes)
+
+
+def _lacks_bias(annotations: Annotations, region: Region) -> bool:
+    """Whether a bias is to be corrected that is not there."""
+    roles = region.record.roles
+    if roles.weight is None or region.setting.bias == "none" or operands(region.anchor)[roles.bias] is not None:
+        return False
+    return not unable(region, operand_site(annotations, region))
+
+
+def operand_site(annotations: Annotations, region: Region) -> Site:
+    """The site of what an anchor's weight multiplies."""
+    x = operands(region.anchor)[region.record.roles.x[0]]
+    return annotations.by_value[x.name, "activation"]
 
 
 def _rebiased(annotations: Annotations, biases: Mapping[str, torch.Tensor]) -> fx.GraphModule:
