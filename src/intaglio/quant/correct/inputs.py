@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from intaglio import numerics
 from intaglio.capture.nodes import origin, tensor_type
 from intaglio.ir import DType
 from intaglio.quant.declare import unable_to_absorb
@@ -102,10 +103,9 @@ def _pixels(channels: Sequence[Channel]) -> tuple[Pixels, int]:
 
 
 def _spread(channel: Channel) -> tuple[float, float]:
-    """Gain, and the level of zero: the range from end to end, widened to hold zero, which padding needs."""
-    low, high = min(channel.low, 0.0), max(channel.high, 0.0)
-    gain = (LEVELS - 1) / (high - low)
-    return gain, -low * gain
+    """Gain, and the level of zero, which padding needs: as for one range for all, so zero has a level of its own."""
+    scale, zero = numerics.affine(min(channel.low, 0.0), max(channel.high, 0.0), 0, LEVELS - 1)
+    return 1 / scale, zero
 
 
 def _lattice(channel: Channel) -> tuple[float, float] | None:
