@@ -19,10 +19,13 @@ from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, DType, QParams, Signature, TensorType
 from intaglio.ops.conv import outputs_first
 from intaglio.quant.annotate import Annotations, Chain, Region
+from intaglio.quant.datatypes import FLOAT8
+from intaglio.quant.float8 import float8
 from intaglio.quant.methods import METHODS
 from intaglio.quant.prepare import Prepared, copy_graph
 from intaglio.quant.ranges import Ranges
 from intaglio.quant.sites import Fixed, Observed, Site
+from intaglio.quant.weights import channel_scales, weight_grid
 
 INT32 = (-(2**31), 2**31 - 1)
 
@@ -97,6 +100,8 @@ def _activation(site: Site, found: Mapping[str, Any]) -> QParams:
     if isinstance(site.spec, Observed):
         low, high = METHODS[site.spec.method](found[site.name], site.qmin, site.qmax)
         try:
+            if site.spec.symmetric:
+                low, high = min(low, -high), max(high, -low)
             scale, zero_point = numerics.affine(low, high, site.qmin, site.qmax)
         except ValueError as error:
             raise CalibrationError(site.name, site.origin.operator, str(error)) from error
@@ -111,9 +116,10 @@ def _weight_qparams(annotations: Annotations, qparams: Mapping[str, QParams], re
     for region in annotations.regions:
         if region.record.roles.weight is None:
             continue
-        x_site, w_site, _ = anchor_sites(annotations, region)
+        x_site, w_site, b_site = anchor_sites(annotations, region)
         weight, bias = _parameters(annotations.module, region)
-        plain, fitted = _fitted_scales(region, weight, bias, w_site, qparams[x_site.name].step)
+        step_x = qparams[x_site.name].step if b_site else 1.0
+        plain, fitted = _fitted_scales(region, weight, bias if b_site else None, w_site, step_x)
         if (enlarged := fitted > plain).any():
             remarks.append(f"{w_site.name}: scales of {int(enlarged.sum())} channels enlarged to fit the bias")
         if w_site.name in result:
@@ -143,11 +149,11 @@ def _fitted_scales(
     rows = per_output(region, weight)
     absmax = np.abs(rows.reshape(len(rows), -1)).max(1)
     count = weight.shape[site.axis] if isinstance(site.axis, int) else 1
-    plain = numerics.symmetric(absmax if count > 1 else absmax.max(keepdims=True), site.qmax)
-    fitted = numerics.fit_weight_scale(np.broadcast_to(plain, absmax.shape), absmax, bias, scale_x)
+    sharing = rows.reshape(len(rows) // count, count, -1).swapaxes(0, 1).reshape(count, -1)
+    plain = channel_scales(sharing, site.record, site.group)
+    fitted = numerics.fit_weight_scale(each_output(plain, len(rows)), absmax, bias, scale_x)
     fitted = fitted.reshape(-1, count).max(0)
-    zero = absmax.reshape(-1, count).max(0) == 0
-    return np.where(zero, fitted, plain.reshape(-1, count).max(0)), fitted
+    return np.where(np.abs(sharing).max(1, initial=0) == 0, fitted, plain), fitted
 
 
 def per_output(region: Chain, weight: np.ndarray) -> np.ndarray:
@@ -184,9 +190,9 @@ def _parameters(module: fx.GraphModule, region: Region) -> tuple[np.ndarray, np.
     return arrays[0], arrays[1]
 
 
-def _calls(q: QParams) -> tuple[Any, Any]:
-    """Quantize and dequantize, per tensor or per channel."""
-    ops = decomposed()
+def _calls(q: QParams, dtype: DType) -> tuple[Any, Any]:
+    """Quantize and dequantize, per tensor or per channel; torch's own round to integers only."""
+    ops = float8() if dtype in FLOAT8 else decomposed()
     if q.axis is None:
         return ops.quantize_per_tensor.default, ops.dequantize_per_tensor.default
     return ops.quantize_per_channel.default, ops.dequantize_per_channel.default
@@ -229,7 +235,7 @@ class _Rewriter:
     def _activation(self, site: Site, readers: Mapping[str, list[fx.Node]], produced: bool) -> None:
         """Readers inside regions get a dequantize each; the rest one together, or the float value if there is one."""
         node, q = self.nodes[site.value], self.qparams[site.name]
-        quantize, dequantize = _calls(q)
+        quantize, dequantize = _calls(q, site.dtype)
         parameters = self._parameters(site.name, q, site.dtype)
         own = readers.get(site.value, [])
         others = [user for user in node.users if user not in own]
@@ -251,19 +257,23 @@ class _Rewriter:
         anchor, roles = self.nodes[region.anchor.name], region.record.roles
         x_site, w_site, b_site = anchor_sites(self.annotations, region)
         weight, bias = _parameters(self.annotations.module, region)
-        w, x = self.qparams[w_site.name], self.qparams[x_site.name]
-        spread = [1] * weight.ndim
-        spread[roles.outputs] = len(w.scales)
-        levels = numerics.quantize(weight, np.array(w.scales, np.float32).reshape(spread), 0, w.qmin, w.qmax)
+        w, x, kind = self.qparams[w_site.name], self.qparams[x_site.name], w_site.record
+        grid = weight_grid(weight, np.array(w.scales), kind, w_site.group, roles.outputs)
+        names = [operands(anchor)[i] for i in (roles.weight, roles.bias)]
+        if kind.floating:
+            self._constant(anchor, names[0], w_site, grid.clipped(weight), w)
+            return
+        levels = grid.stored(grid.nearest(weight))
+        self._constant(anchor, names[0], w_site, levels, w)
+        if not x_site.native:
+            return
         rows = per_output(region, levels)
         steps = np.zeros(len(rows), np.int32)
         if bias is not None:
             steps = numerics.bias_steps(bias, x.step, each_output(w.scales, len(rows)))
         self._prove(region, rows, steps, x)
-        names = [operands(anchor)[i] for i in (roles.weight, roles.bias)]
-        self._constant(anchor, names[0], w_site.name, levels.astype(np.int8), w, DType.S8)
         if b_site is not None:
-            self._constant(anchor, names[1], b_site.name, steps, self.qparams[b_site.name], DType.I32)
+            self._constant(anchor, names[1], b_site, steps, self.qparams[b_site.name])
 
     def _prove(self, region: Region, levels: np.ndarray, steps: np.ndarray, x: QParams) -> None:
         groups = arguments(region.anchor).get("groups", 1)
@@ -275,11 +285,12 @@ class _Rewriter:
                 remedy=f"leave it in float: skip=[{where.path!r}]", source=where.source or None,
             )  # fmt: skip
 
-    def _constant(self, anchor: fx.Node, old: fx.Node, site: str, array: np.ndarray, q: QParams, dtype: DType) -> None:
-        kind = TensorType(array.shape, dtype, q)
-        source = self._get(site, array, kind)
+    def _constant(self, anchor: fx.Node, old: fx.Node, site: Site, array: np.ndarray, q: QParams) -> None:
+        packing = site.record.packing(site.group) if site.role == "weight" else None
+        source = self._get(site.name, array, TensorType(array.shape, site.dtype, q, packing))
         with self.graph.inserting_before(anchor):
-            real = self.graph.call_function(_calls(q)[1], (source, *self._parameters(site, q, dtype)))
+            dequantize = _calls(q, site.dtype)[1]
+            real = self.graph.call_function(dequantize, (source, *self._parameters(site.name, q, site.dtype)))
         real.meta = {"type": TensorType(array.shape, DType.F32), "origin": origin(anchor)}
         anchor.replace_input_with(old, real)
 
@@ -298,7 +309,8 @@ class _Rewriter:
             name = "".join(c if c.isalnum() else "_" for c in key)
             while hasattr(self.module, name):
                 name += "_"
-            self.module.register_buffer(name, torch.from_numpy(np.ascontiguousarray(array)))
+            tensor = torch.from_numpy(np.ascontiguousarray(array)).to(TORCH_DTYPES[kind.dtype])
+            self.module.register_buffer(name, tensor)
             with self.graph.inserting_before(next(iter(self.graph.nodes))):
                 self.integers[key] = self.graph.get_attr(name)
             self.integers[key].meta = {"type": kind, "path": key}

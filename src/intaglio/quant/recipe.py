@@ -15,6 +15,7 @@ from typing import Any
 
 from intaglio.errors import SelectorError
 from intaglio.ir import Origin
+from intaglio.quant.datatypes import DATATYPES, Datatype
 from intaglio.quant.image import Image
 
 if sys.version_info >= (3, 11):
@@ -31,8 +32,10 @@ class Setting:
     """``None`` leaves a question to the next weaker setting.
 
     quantize: int8 at all. method: range method of activations ("mse" or "minmax"). weights: "channel" or "tensor"
-    scales. bits: 8, or 7 for activations in 0..127. functions: "table" or "precise", how a function such as silu right
-    behind a convolution or linear layer is computed (ops/activate.py).
+    scales, or "group:32", where 32 neighbours of a channel have steps of 1..15 times its scale. bits: 8, or 7 for
+    activations in 0..127. functions: "table" or "precise", how a function such as silu right behind a convolution or
+    linear layer is computed (ops/activate.py). weights_dtype, activations_dtype: names of `DATATYPES`; without, s8 and
+    what ``bits`` says.
     """
 
     quantize: bool | None = None
@@ -40,23 +43,58 @@ class Setting:
     weights: str | None = None
     bits: int | None = None
     functions: str | None = None
+    weights_dtype: str | None = None
+    activations_dtype: str | None = None
 
     def __post_init__(self) -> None:
         allowed = {
             "quantize": (None, True, False),
             "method": (None, "mse", "minmax"),
-            "weights": (None, "channel", "tensor"),
+            "weights": (None, "channel", "tensor", "group:N"),
             "bits": (None, 7, 8),
             "functions": (None, "table", "precise"),
+            "weights_dtype": (None, *_names("weight")),
+            "activations_dtype": (None, *_names("activation")),
         }
         for name, values in allowed.items():
-            if getattr(self, name) not in values:
+            value = "group:N" if name == "weights" and GROUPS.fullmatch(str(self.weights)) else getattr(self, name)
+            if value not in values:
                 raise SelectorError("recipe", None, f"{name} = {getattr(self, name)!r}; allowed are {values[1:]}")
+        if self.bits == 7 and self.activations_dtype not in (None, "u8", "u7"):
+            raise SelectorError("recipe", None, f"bits = 7 and activations_dtype = {self.activations_dtype!r}",
+                                remedy="leave out one of them")  # fmt: skip
+
+    @property
+    def activation(self) -> Datatype:
+        """Of activations; ``bits = 7`` makes u8 u7."""
+        name = self.activations_dtype or "u8"
+        return DATATYPES["u7" if name == "u8" and self.bits == 7 else name]
+
+    @property
+    def weight(self) -> Datatype:
+        return DATATYPES[self.weights_dtype or "s8"]
+
+    @property
+    def group(self) -> int:
+        """Neighbours of a weight that share a multiple of their channel's scale; 0: there are no groups."""
+        found = GROUPS.fullmatch(self.weights or "")
+        return int(found[1]) if found else 0
 
     def over(self, weaker: Setting) -> Setting:
         """This setting, its gaps filled from a weaker one."""
         mine, theirs = dataclasses.asdict(self), dataclasses.asdict(weaker)
-        return Setting(**{key: theirs[key] if mine[key] is None else mine[key] for key in mine})
+        both = {key: theirs[key] if mine[key] is None else mine[key] for key in mine}
+        if self.bits is not None or self.activations_dtype is not None:  # one question in two keys
+            both |= {"bits": self.bits, "activations_dtype": self.activations_dtype}
+        return Setting(**both)
+
+
+GROUPS = re.compile(r"group:([1-9][0-9]*)")
+"""Form of ``weights`` that asks for groups."""
+
+
+def _names(role: str) -> tuple[str, ...]:
+    return tuple(name for name, datatype in DATATYPES.items() if role in datatype.roles)
 
 
 DEFAULT = Setting(quantize=True, method="mse", weights="channel", bits=8, functions="table")
