@@ -18,7 +18,9 @@ from intaglio.ir import Schedule
 from intaglio.lower import Lowered, requantize
 from intaglio.quant import (
     Image,
+    Parameters,
     Quantizer,
+    Ranges,
     Recipe,
     Reference,
     annotate,
@@ -41,10 +43,11 @@ logger = logging.getLogger("intaglio")
 
 def quantize(
     model: nn.Module,
-    data: Any,
+    data: Any = None,
     *,
     example_inputs: Any = None,
     recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
+    parameters: Parameters | str | Path | None = None,
     skip: Selectors = (),
     only: Selectors = (),
     input: Image | Mapping[str, Image] | None = None,
@@ -58,7 +61,9 @@ def quantize(
 
     ``data``: any iterable of batches (tensors, tuples, dictionaries, (inputs, label) pairs), a `DataLoader`, or a
     function that is called with the model to calibrate. ``example_inputs``: a tuple of arguments (default: the first
-    batch). ``recipe``: a `Recipe`, its entries as a mapping, or the path of its TOML file. ``skip`` and ``only`` are
+    batch). ``recipe``: a `Recipe`, its entries as a mapping, or the path of its TOML file. ``parameters``: those of an earlier
+    conversion (`Reference.parameters`), or the path of their file; nothing is calibrated then, and ``data`` gives the
+    example inputs only. ``skip`` and ``only`` are
     selectors (`Recipe`). ``input``: what the bytes of images stand for (an `Image`; of several inputs, a mapping by
     name), so that uint8 images are taken too. ``samples`` stops calibration after that many. ``dynamic_shapes`` as
     torch.export takes them (default: the batch is free). ``isa`` and ``tune`` as in `compile`; ``tune=True`` measures
@@ -76,8 +81,12 @@ def quantize(
         example_of(captured.signature, tune, range(len(captured.signature.inputs)) if input else ())
     quantizer = Quantizer(_recipe(recipe).with_selection(skip, only), input or {})
     prepared = prepare(captured, quantizer)
-    ranges = calibrate(prepared, data, samples=samples, progress=progress)
-    lowered = requantize(convert(prepared, ranges))
+    found: Parameters | Ranges | None = quantizer.recipe.parameters
+    if parameters is not None:
+        found = parameters if isinstance(parameters, Parameters) else Parameters.load(parameters)
+    if found is None:
+        found = calibrate(prepared, data, samples=samples, progress=progress)
+    lowered = requantize(convert(prepared, found))
     chosen = _schedules(lowered, isa, tune, (args, kwargs))
     quantized = build.compile(lowered, isa=isa, schedules=chosen)
     logger.info("%r\n%s", quantized, quantized.coverage)

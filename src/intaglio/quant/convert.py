@@ -22,6 +22,7 @@ from intaglio.quant.annotate import Annotations, Chain, Region
 from intaglio.quant.datatypes import FLOAT8
 from intaglio.quant.float8 import float8
 from intaglio.quant.methods import METHODS
+from intaglio.quant.parameters import Parameters
 from intaglio.quant.prepare import Prepared, copy_graph
 from intaglio.quant.ranges import Ranges
 from intaglio.quant.sites import Fixed, Observed, Site
@@ -50,23 +51,35 @@ class Reference(GraphStage):
     annotations: Annotations
     about: About = field(default_factory=About)
 
+    @property
+    def parameters(self) -> Parameters:
+        """Scales, zero points and levels of every site that has its own: `convert` takes them in place of ranges."""
+        return Parameters.of(self.annotations.sites, self.annotations.leaders, self.qparams)
+
     def __repr__(self) -> str:
         return f"Reference({len(self.qparams)} sites; a simulation in float, slower than the float model)"
 
 
-def convert(prepared: Prepared, ranges: Ranges | None = None) -> Reference:
+def convert(prepared: Prepared, ranges: Ranges | Parameters | None = None) -> Reference:
     """Ranges (default: what the prepared model has seen) become parameters, weights and biases integers.
 
+    `Parameters` are taken as they are, and no data is needed; only a weight's scale that its bias does not fit grows.
     Raises `CalibrationError` when a site has seen no data, `UnsupportedError` when an accumulator could overflow.
     """
     expect(prepared, Prepared, "convert")
     annotations = prepared.annotations
-    qparams = activation_qparams(prepared, ranges)
+    given: Mapping[str, QParams] = {}
+    if isinstance(ranges, Parameters):
+        given = ranges.checked(annotations.sites, annotations.leaders)
+        qparams = _given_qparams(annotations, given)
+    else:
+        qparams = activation_qparams(prepared, ranges)
     remarks: list[str] = []
-    qparams.update(_weight_qparams(annotations, qparams, remarks))
+    qparams.update(_weight_qparams(annotations, qparams, remarks, given))
     module = copy_graph(annotations.module)
     _Rewriter(module, annotations, qparams).run()
-    about = prepared.about.after(tuple(remarks), reference=fx_text(module.graph))
+    parameters = Parameters.of(annotations.sites, annotations.leaders, qparams, weights=False).to_json()
+    about = prepared.about.after(tuple(remarks), reference=fx_text(module.graph), parameters=parameters)
     return Reference(module, prepared.signature, qparams, annotations, about)
 
 
@@ -93,10 +106,25 @@ def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, Q
     return {site.name: result[site.name] for site in by_name.values() if site.role == "activation"}
 
 
+def _given_qparams(annotations: Annotations, given: Mapping[str, QParams]) -> dict[str, QParams]:
+    """Parameters of every activation site, shared and fixed ones included."""
+    by_name = {site.name: site for site in annotations.sites}
+    result = {}
+    for site in annotations.sites:
+        if site.role == "activation":
+            leader = by_name[annotations.leaders[site.name]]
+            result[site.name] = _fixed(leader) if isinstance(leader.spec, Fixed) else given[leader.name]
+    return result
+
+
+def _fixed(site: Site) -> QParams:
+    zeros = site.spec.zero_point if isinstance(site.spec.zero_point, tuple) else (site.spec.zero_point,)
+    return QParams((site.spec.scale,) * len(zeros), zeros, site.qmin, site.qmax, site.axis)
+
+
 def _activation(site: Site, found: Mapping[str, Any]) -> QParams:
     if isinstance(site.spec, Fixed):
-        zeros = site.spec.zero_point if isinstance(site.spec.zero_point, tuple) else (site.spec.zero_point,)
-        return QParams((site.spec.scale,) * len(zeros), zeros, site.qmin, site.qmax, site.axis)
+        return _fixed(site)
     if isinstance(site.spec, Observed):
         low, high = METHODS[site.spec.method](found[site.name], site.qmin, site.qmax)
         try:
@@ -110,8 +138,10 @@ def _activation(site: Site, found: Mapping[str, Any]) -> QParams:
     return QParams((scale,), (zero_point,), site.qmin, site.qmax)
 
 
-def _weight_qparams(annotations: Annotations, qparams: Mapping[str, QParams], remarks: list[str]) -> dict[str, QParams]:
-    """Scales of every weight, made fit for the biases of all its call sites; then the biases' own."""
+def _weight_qparams(
+    annotations: Annotations, qparams: Mapping[str, QParams], remarks: list[str], given: Mapping[str, QParams]
+) -> dict[str, QParams]:
+    """Scales of every weight, ``given`` or its own, made fit for the biases of all its call sites; then the biases'."""
     result: dict[str, QParams] = {}
     for region in annotations.regions:
         if region.record.roles.weight is None:
@@ -119,7 +149,8 @@ def _weight_qparams(annotations: Annotations, qparams: Mapping[str, QParams], re
         x_site, w_site, b_site = anchor_sites(annotations, region)
         weight, bias = _parameters(annotations.module, region)
         step_x = qparams[x_site.name].step if b_site else 1.0
-        plain, fitted = _fitted_scales(region, weight, bias if b_site else None, w_site, step_x)
+        own = given[w_site.name].scales if w_site.name in given else None
+        plain, fitted = _fitted_scales(region, weight, bias if b_site else None, w_site, step_x, own)
         if (enlarged := fitted > plain).any():
             remarks.append(f"{w_site.name}: scales of {int(enlarged.sum())} channels enlarged to fit the bias")
         if w_site.name in result:
@@ -139,7 +170,12 @@ def _weight_qparams(annotations: Annotations, qparams: Mapping[str, QParams], re
 
 
 def _fitted_scales(
-    region: Region, weight: np.ndarray, bias: np.ndarray | None, site: Site, scale_x: float
+    region: Region,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    site: Site,
+    scale_x: float,
+    given: tuple[float, ...] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Scales of a weight as its values ask for them, and as the bias does: one, or one per channel of its own axis.
 
@@ -150,7 +186,9 @@ def _fitted_scales(
     absmax = np.abs(rows.reshape(len(rows), -1)).max(1)
     count = weight.shape[site.axis] if isinstance(site.axis, int) else 1
     sharing = rows.reshape(len(rows) // count, count, -1).swapaxes(0, 1).reshape(count, -1)
-    plain = channel_scales(sharing, site.record, site.group)
+    plain = channel_scales(sharing, site.record, site.group) if given is None else np.array(given, np.float32)
+    if len(plain) != count:
+        raise CalibrationError(f"parameters of {site.name}", None, f"{len(plain)} scales; the weight has {count}")
     fitted = numerics.fit_weight_scale(each_output(plain, len(rows)), absmax, bias, scale_x)
     fitted = fitted.reshape(-1, count).max(0)
     return np.where(np.abs(sharing).max(1, initial=0) == 0, fitted, plain), fitted

@@ -104,7 +104,8 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
             _insert(observed, nodes[site.value], places[leader], observers[leader])
     observed.recompile()
     notes += notes_of(annotations.regions)
-    about = captured.about.after(notes, captured=captured.text(), sites=annotations.text())
+    texts = {"captured": captured.text(), "quantizer": quantizer.to_toml(), "sites": annotations.text()}
+    about = captured.about.after(notes, **texts)
     return Prepared(observed, captured.signature, annotations, observers, about, rewrites)
 
 

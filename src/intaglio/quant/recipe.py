@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,15 @@ from intaglio.errors import SelectorError
 from intaglio.ir import Origin
 from intaglio.quant.datatypes import DATATYPES, Datatype
 from intaglio.quant.image import Image
+from intaglio.quant.parameters import Parameters
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+PARAMETERS = "parameters"
+"""Name of the tables that are no settings."""
 LEVELS = ("op:", "type:", "")
 """Selector prefixes, weakest first: operator type < module type < module name (glob or ``re:``)."""
 
@@ -106,11 +109,13 @@ class Recipe:
 
     A selector is a module path glob (``layer1.*``; it covers what is inside too), ``re:pattern`` over module paths,
     ``type:Linear`` (class of a module) or ``op:aten.add``. Module names win over module types, these over operators,
-    these over the default; among names the nearest enclosing module wins, then the later entry.
+    these over the default; among names the nearest enclosing module wins, then the later entry. ``parameters``: what
+    the sites have that come of it, for a file that needs no data to quantize by.
     """
 
     entries: tuple[tuple[str, Setting], ...] = ()
     default: Setting = DEFAULT
+    parameters: Parameters | None = None
 
     @staticmethod
     def of(entries: Mapping[str, Setting | Mapping[str, Any] | None], default: Setting = DEFAULT) -> Recipe:
@@ -120,10 +125,14 @@ class Recipe:
     def with_selection(self, skip: Iterable[str] = (), only: Iterable[str] = ()) -> Recipe:
         """``only``: nothing else is quantized; ``skip``: these are not. Both are selectors."""
         skip, only = _tuple(skip), _tuple(only)
-        default = dataclasses.replace(self.default, quantize=False) if only else self.default
+        default = replace(self.default, quantize=False) if only else self.default
         chosen = [(selector, Setting(quantize=True)) for selector in only]
         left = [(selector, Setting(quantize=False)) for selector in skip]
-        return Recipe((*self.entries, *chosen, *left), default)
+        return replace(self, entries=(*self.entries, *chosen, *left), default=default)
+
+    def with_parameters(self, parameters: Parameters | None) -> Recipe:
+        """The same settings, and these parameters of their sites."""
+        return replace(self, parameters=parameters)
 
     def setting(self, origin: Origin, classes: Mapping[str, str]) -> Setting:
         """What holds for one operator."""
@@ -153,17 +162,22 @@ class Recipe:
         merged: dict[str, Setting] = {}
         for selector, setting in self.entries:  # a table may stand once: the later entry wins, at the later place
             merged[selector] = setting.over(merged.pop(selector, Setting()))
-        return "\n".join([_table("default", self.default), *(_table(json.dumps(s), v) for s, v in merged.items())])
+        tables = [_table("default", _keys(self.default)), *(_table(json.dumps(s), _keys(v)) for s, v in merged.items())]
+        for name, entry in sorted(self.parameters.entries.items() if self.parameters else ()):
+            tables.append(_table(f"{PARAMETERS}.{json.dumps(name)}", entry.to_dict()))
+        return "\n".join(tables)
 
     @staticmethod
     def from_toml(text: str) -> Recipe:
-        """``[default]`` and one table per selector; unknown keys are errors."""
+        """``[default]``, one table per selector, and ``[parameters."site"]`` tables; unknown keys are errors."""
         try:
             tables = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise SelectorError("recipe", None, f"not valid TOML: {error}") from error
         default = _setting("default", tables.pop("default", {})).over(DEFAULT)
-        return Recipe(tuple((name, _setting(name, table)) for name, table in tables.items()), default)
+        given = tables.pop(PARAMETERS, None)
+        parameters = None if given is None else Parameters.from_dicts(given)
+        return Recipe(tuple((name, _setting(name, table)) for name, table in tables.items()), default, parameters)
 
     @staticmethod
     def load(path: str | Path) -> Recipe:
@@ -182,6 +196,25 @@ class Quantizer:
 
     recipe: Recipe = Recipe()
     input: Image | Mapping[str, Image] | None = None
+
+    def to_toml(self) -> str:
+        """The recipe's text without parameters, and a table ``[input."name"]`` an image; "" stands for the only input.
+        """
+        images = {"": self.input} if isinstance(self.input, Image) else (self.input or {})
+        tables = [_table(f"{INPUT}.{json.dumps(name)}", dataclasses.asdict(i)) for name, i in images.items()]
+        return "\n".join([self.recipe.with_parameters(None).to_toml(), *tables])
+
+    @staticmethod
+    def from_toml(text: str) -> Quantizer:
+        """Inverse of `to_toml`."""
+        tables = tomllib.loads(text).get(INPUT, {})
+        images = {name: Image(**table) for name, table in tables.items()}
+        recipe = Recipe.from_toml(text.partition(f"\n[{INPUT}.")[0])
+        return Quantizer(recipe, images.get("", images))
+
+
+INPUT = "input"
+"""Name of the tables of a quantizer's text that are none of its recipe."""
 
 
 def matches(selector: str, origin: Origin, classes: Mapping[str, str]) -> int | None:
@@ -254,16 +287,13 @@ def _setting(selector: str, value: Setting | Mapping[str, Any] | None) -> Settin
     return Setting(**value)
 
 
-def _table(name: str, setting: Setting) -> str:
-    lines = [f"[{name}]"]
-    for key, value in dataclasses.asdict(setting).items():
-        if value is not None:
-            lines.append(f"{key} = {str(value).lower() if isinstance(value, bool) else _toml(value)}")
-    return "\n".join(lines) + "\n"
+def _keys(setting: Setting) -> dict[str, Any]:
+    return {key: value for key, value in dataclasses.asdict(setting).items() if value is not None}
 
 
-def _toml(value: str | int) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
+def _table(name: str, values: Mapping[str, Any]) -> str:
+    """TOML writes booleans, integers, texts and lists of them as JSON does."""
+    return "\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]) + "\n"
 
 
 def _tuple(selectors: str | Iterable[str]) -> tuple[str, ...]:
