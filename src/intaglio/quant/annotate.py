@@ -105,11 +105,17 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
 
 
 def notes_of(regions: Iterable[Region]) -> tuple[str, ...]:
-    """Which functions are computed precisely, for reports; a model that has none gets no note."""
+    """Which functions are computed precisely, and which weights have few bits, for reports; nothing where none are."""
+    regions = list(regions)
     precise = {row.name for row in FUSIONS if row.precise}
     counts = Counter(record_of(region.root).name for region in regions if region.name in precise)
     found = ", ".join(f"{name} x {count}" for name, count in sorted(counts.items()))
-    return (f"precise functions: {found}; all others are tables of 256 levels",) if found else ()
+    notes = [f"precise functions: {found}; all others are tables of 256 levels"] if found else []
+    settings = [region.setting for region in regions if region.record.roles.weight is not None]
+    packed = Counter(str(packing) for setting in settings if (packing := setting.weight.packing(setting.group)))
+    found = ", ".join(f"{kind} x {count}" for kind, count in sorted(packed.items()))
+    notes += [f"weights: {found}; so they are in files, and kernels compute with them as int8"] if found else []
+    return tuple(notes)
 
 
 def refusal(node: fx.Node, setting: Setting) -> str | None:
@@ -233,8 +239,8 @@ def _output_site(region: Region, names: _Names) -> Site:
 
 def _activation(name: str, node: fx.Node, setting: Setting) -> Site:
     if "zero_points" in node.meta:  # pixels less their zero points: the levels are bytes
-        spec = Fixed(1.0, node.meta["zero_points"])
-        return Site(name, node.name, "activation", spec, DType.U8, 0, 255, 1, origin(node), "u8")
+        fixed = Fixed(1.0, node.meta["zero_points"])
+        return Site(name, node.name, "activation", fixed, DType.U8, 0, 255, 1, origin(node), "u8")
     kind = setting.activation
     spec = Observed("minmax" if kind.floating else setting.method, not kind.zero_point)
     return Site(name, node.name, "activation", spec, kind.storage, kind.qmin, kind.qmax, None, origin(node), kind.name)

@@ -113,18 +113,19 @@ def _given_qparams(annotations: Annotations, given: Mapping[str, QParams]) -> di
     for site in annotations.sites:
         if site.role == "activation":
             leader = by_name[annotations.leaders[site.name]]
-            result[site.name] = _fixed(leader) if isinstance(leader.spec, Fixed) else given[leader.name]
+            spec = leader.spec
+            result[site.name] = _fixed(leader, spec) if isinstance(spec, Fixed) else given[leader.name]
     return result
 
 
-def _fixed(site: Site) -> QParams:
-    zeros = site.spec.zero_point if isinstance(site.spec.zero_point, tuple) else (site.spec.zero_point,)
-    return QParams((site.spec.scale,) * len(zeros), zeros, site.qmin, site.qmax, site.axis)
+def _fixed(site: Site, spec: Fixed) -> QParams:
+    zeros = spec.zero_point if isinstance(spec.zero_point, tuple) else (spec.zero_point,)
+    return QParams((spec.scale,) * len(zeros), zeros, site.qmin, site.qmax, site.axis)
 
 
 def _activation(site: Site, found: Mapping[str, Any]) -> QParams:
     if isinstance(site.spec, Fixed):
-        return _fixed(site)
+        return _fixed(site, site.spec)
     if isinstance(site.spec, Observed):
         low, high = METHODS[site.spec.method](found[site.name], site.qmin, site.qmax)
         try:

@@ -103,7 +103,8 @@ class Parameters:
         unknown = sorted(set(self.entries) - set(wanted))
         missing = sorted(set(wanted) - set(self.entries) - (set() if weights & set(self.entries) else weights))
         if unknown or missing:
-            parts = [f"{kind} {_listed(names)}" for kind, names in (("unknown", unknown), ("missing", missing)) if names]
+            both = {"unknown": unknown, "missing": missing}
+            parts = [f"{kind} {_listed(names)}" for kind, names in both.items() if names]
             raise CalibrationError(
                 "parameters", None, f"they are not those of this model: {'; '.join(parts)}",
                 remedy="use the recipe and the model they were made with; reference.parameters has a model's own",
