@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +91,8 @@ class Parameters:
         """With other fields of one entry: ``scale=0.02``, ``zero_point=3``."""
         if name not in self.entries:
             raise CalibrationError("parameters", None, f"no site {name!r}", remedy=_listed(self.entries))
-        fields = {key: tuple(_several(v)) if key in ("scale", "zero_point") else v for key, v in fields.items()}
-        entry = replace(self.entries[name], **fields)
-        return Parameters({**self.entries, name: Parameter.from_dict(name, entry.to_dict())})
+        entry = Parameter.from_dict(name, {**self.entries[name].to_dict(), **fields})
+        return Parameters({**self.entries, name: entry})
 
     def checked(self, sites: Iterable[Site], leaders: Mapping[str, str]) -> dict[str, QParams]:
         """Owner -> quantization parameters for these sites. `CalibrationError` for names and types that are not theirs.

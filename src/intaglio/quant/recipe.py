@@ -162,9 +162,9 @@ class Recipe:
         merged: dict[str, Setting] = {}
         for selector, setting in self.entries:  # a table may stand once: the later entry wins, at the later place
             merged[selector] = setting.over(merged.pop(selector, Setting()))
-        tables = [_table("default", _keys(self.default)), *(_table(json.dumps(s), _keys(v)) for s, v in merged.items())]
+        tables = [_table("default", _keys(self.default)), *(_table(_toml(s), _keys(v)) for s, v in merged.items())]
         for name, entry in sorted(self.parameters.entries.items() if self.parameters else ()):
-            tables.append(_table(f"{PARAMETERS}.{json.dumps(name)}", entry.to_dict()))
+            tables.append(_table(f"{PARAMETERS}.{_toml(name)}", entry.to_dict()))
         return "\n".join(tables)
 
     @staticmethod
@@ -201,7 +201,7 @@ class Quantizer:
         """The recipe's text without parameters, and a table ``[input."name"]`` an image; "" stands for the only input.
         """
         images = {"": self.input} if isinstance(self.input, Image) else (self.input or {})
-        tables = [_table(f"{INPUT}.{json.dumps(name)}", dataclasses.asdict(i)) for name, i in images.items()]
+        tables = [_table(f"{INPUT}.{_toml(name)}", dataclasses.asdict(i)) for name, i in images.items()]
         return "\n".join([self.recipe.with_parameters(None).to_toml(), *tables])
 
     @staticmethod
@@ -292,8 +292,13 @@ def _keys(setting: Setting) -> dict[str, Any]:
 
 
 def _table(name: str, values: Mapping[str, Any]) -> str:
-    """TOML writes booleans, integers, texts and lists of them as JSON does."""
-    return "\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]) + "\n"
+    return "\n".join([f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in values.items())]) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """TOML writes booleans, numbers, texts and lists of them as JSON does, but for characters that JSON may escape in
+    two halves, and one that it may leave as it is."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _tuple(selectors: str | Iterable[str]) -> tuple[str, ...]:
