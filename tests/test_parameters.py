@@ -20,8 +20,11 @@ from nets import Body
 MODEL, CAPTURED = captured_net(nets.Residual)
 X = nets.example(MODEL, 4)
 INPUT = "#0/input.x"
+PLAIN = {"equalize": 0.0, "rounding": "nearest"}
+"""The input then has one scale, and weights follow from their scales."""
 SETTINGS = [
-    {}, {"bits": 7, "weights": "tensor"}, {"weights_dtype": "s4", "weights": "group:32"},
+    {}, {"bias": "weights"}, {"equalize": 0.0, "rounding": "nearest"},
+    {"bits": 7, "weights": "tensor"}, {"weights_dtype": "s4", "weights": "group:32"},
     {"weights_dtype": "f8e5m2", "activations_dtype": "f8e4m3"}, {"activations_dtype": "s16"},
 ]  # fmt: skip
 
@@ -31,8 +34,10 @@ def prepared(setting: dict | None = None):
 
 
 def reference(setting: dict | None = None):
-    fresh = prepared(setting)
-    return convert(fresh, calibrate(fresh, [X]))
+    """All the way that `quantize` goes, corrections included."""
+    fresh = intaglio.equalize(prepared(setting), [X])
+    ranges = calibrate(fresh, [X])
+    return convert(fresh, ranges, intaglio.correct(fresh, ranges, [X]))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -73,7 +78,7 @@ def test_any_parameters_survive_json_and_toml(scales, data):
 
 
 def test_an_edited_entry_takes_effect_and_no_other(tmp_path):
-    made = reference()
+    made = reference(PLAIN)
     content = json.loads(made.parameters.to_json())
     content["sites"][INPUT].update(scale=0.125, zero_point=7, qmax=100)
     (tmp_path / "edited.json").write_text(json.dumps(content))
@@ -89,7 +94,7 @@ def test_an_edited_entry_takes_effect_and_no_other(tmp_path):
 
 @pytest.mark.parametrize("text", ["0.02", "2e-2", "0x1.47ae14p-6"])
 def test_scales_may_be_decimal_or_hexadecimal_numbers_or_texts(text):
-    changed = reference().parameters.changed(INPUT, scale=text)
+    changed = reference(PLAIN).parameters.changed(INPUT, scale=text)
     assert changed.entries[INPUT].scale == (torch.tensor(0.02).item(),)
 
 
@@ -120,7 +125,7 @@ def test_sites_that_share_parameters_have_one_entry():
 
 
 def test_weights_may_be_left_out_all_of_them():
-    made = reference()
+    made = reference(PLAIN)
     content = json.loads(made.parameters.to_json())
     activations = {name: entry for name, entry in content["sites"].items() if not name.endswith("weight")}
     again = convert(prepared(), Parameters.from_dicts(activations))
@@ -131,13 +136,13 @@ def test_weights_may_be_left_out_all_of_them():
 
 
 def test_unknown_and_missing_sites_are_listed():
-    entries = dict(reference().parameters.entries)
+    entries = dict(reference(PLAIN).parameters.entries)
     entries["stm.0.weight"] = entries.pop("stem.0.weight")
     with pytest.raises(CalibrationError, match=r"unknown stm\.0\.weight; missing stem\.0\.weight") as raised:
         convert(prepared(), Parameters(entries))
     assert "recipe" in raised.value.remedy
     with pytest.raises(CalibrationError, match="no site 'nothing'"):
-        reference().parameters.changed("nothing", scale=1.0)
+        reference(PLAIN).parameters.changed("nothing", scale=1.0)
 
 
 @pytest.mark.parametrize(("name", "change", "problem"), [
@@ -148,7 +153,7 @@ def test_unknown_and_missing_sites_are_listed():
     ("fc.weight", {"group": 8}, "s8 in groups of 8; the recipe makes it s8"),
 ])  # fmt: skip
 def test_an_entry_that_its_site_cannot_have_is_refused_by_name(name, change, problem):
-    parameters = reference().parameters.changed(name, **change)
+    parameters = reference(PLAIN).parameters.changed(name, **change)
     with pytest.raises(CalibrationError, match=problem) as raised:
         convert(prepared(), parameters)
     assert name in str(raised.value)
@@ -179,8 +184,9 @@ def test_a_recipe_carries_its_parameters_and_quantizes_without_data(tmp_path):
     """One file is all that the float model needs."""
     setting = {"blocks.1": None, "fc": {"weights_dtype": "s4"}}
     made = intaglio.quantize(MODEL, [X], recipe=setting)
-    fresh = prepare(CAPTURED, Quantizer(Recipe.of(setting)))
-    parameters = convert(fresh, calibrate(fresh, [X])).parameters
+    fresh = intaglio.equalize(prepare(CAPTURED, Quantizer(Recipe.of(setting))), [X])
+    ranges = calibrate(fresh, [X])
+    parameters = convert(fresh, ranges, intaglio.correct(fresh, ranges, [X])).parameters
     Recipe.of(setting).with_parameters(parameters).save(tmp_path / "recipe.toml")
     again = intaglio.quantize(MODEL, example_inputs=torch.zeros_like(X), recipe=tmp_path / "recipe.toml")
     assert torch.equal(again(X), made(X))

@@ -30,7 +30,9 @@ from intaglio.quant import (
     peek,
     prepare,
 )
-from intaglio.quant.correct import SAMPLES, correct, equalize, keep
+from intaglio.quant.correct.equalize import equalize
+from intaglio.quant.correct.kept import SAMPLES, keep
+from intaglio.quant.correct.steps import correct
 from intaglio.runtime import QuantizedModel, example_of
 from intaglio.tune import compare, made_up, one_image, search
 

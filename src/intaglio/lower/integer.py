@@ -161,7 +161,7 @@ class _Builder:
     # -- values --------------------------------------------------------------------------------------------------
 
     def _value(self, stem: str, kind: TensorType, node: fx.Node | None = None) -> str:
-        name = fresh({**self.types, **self.constants}, _plain(stem))
+        name = fresh({**self.types, **self.constants}, plain_name(stem))
         self.types[name] = kind
         if node is not None:
             self.values[node] = name
@@ -417,7 +417,8 @@ class _Builder:
         return Graph(tuple(self.inputs), tuple(self.outputs), self.types, tuple(self.ops), self.constants)
 
 
-def _plain(stem: str) -> str:
+def plain_name(stem: str) -> str:
+    """Of a value in the integer graph, from that of a node or constant of the reference."""
     return "".join(c if c.isalnum() else "_" for c in stem).strip("_") or "v"
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from intaglio.capture.nodes import activations, arguments, call_of, operands, or
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, DType, QParams, Signature, TensorType
 from intaglio.ops.conv import outputs_first
-from intaglio.quant.annotate import Annotations, Chain, Region
-from intaglio.quant.corrections import Corrections, Rounded
+from intaglio.quant.annotate import Annotations, Chain, Region, annotate_graph
+from intaglio.quant.correct.biases import with_biases
+from intaglio.quant.correct.scaling import equalized
+from intaglio.quant.corrections import Corrected, Corrections, Rounded
 from intaglio.quant.datatypes import FLOAT8
 from intaglio.quant.float8 import float8
 from intaglio.quant.methods import METHODS
@@ -43,19 +46,16 @@ def decomposed() -> Any:
 class Reference(GraphStage):
     """The quantized model in float: every quantize and dequantize explicit, weights as integers. Slow; for judging.
 
-    ``qparams``: site name -> parameters. ``about.notes``: what was adjusted on the way.
+    ``qparams``: site name -> parameters. ``parameters``: those of sites that have their own, and all that was
+    corrected: `convert` takes them in place of ranges. ``about.notes``: what was adjusted on the way.
     """
 
     module: fx.GraphModule
     signature: Signature
     qparams: Mapping[str, QParams]
     annotations: Annotations
+    parameters: Parameters
     about: About = field(default_factory=About)
-
-    @property
-    def parameters(self) -> Parameters:
-        """Scales, zero points and levels of every site that has its own: `convert` takes them in place of ranges."""
-        return Parameters.of(self.annotations.sites, self.annotations.leaders, self.qparams)
 
     def __repr__(self) -> str:
         return f"Reference({len(self.qparams)} sites; a simulation in float, slower than the float model)"
@@ -71,6 +71,9 @@ def convert(
     when a site has seen no data, `UnsupportedError` when an accumulator could overflow.
     """
     expect(prepared, Prepared, "convert")
+    if isinstance(ranges, Parameters):
+        prepared = equalized(prepared, ranges.corrected.equalization)
+        corrections = corrections or given_corrections(prepared, ranges)
     corrections = corrections or Corrections(prepared.annotations)
     annotations = corrections.annotations
     if annotations.sites_text() != prepared.annotations.sites_text():
@@ -82,13 +85,40 @@ def convert(
         qparams = _given_qparams(annotations, given)
     else:
         qparams = activation_qparams(prepared, ranges)
-    remarks = list(corrections.notes)
+    remarks = [str(step) for step in corrections.steps]
     qparams.update(weight_qparams(annotations, qparams, remarks, given, corrections.weights))
     module = copy_graph(annotations.module)
     _Rewriter(module, annotations, qparams, corrections).run()
-    parameters = Parameters.of(annotations.sites, annotations.leaders, qparams, weights=False).to_json()
-    about = prepared.about.after(tuple(remarks), reference=fx_text(module.graph), parameters=parameters)
-    return Reference(module, prepared.signature, qparams, annotations, about)
+    levels = {site: rounded.levels for site, rounded in corrections.weights.items()}
+    corrected = Corrected(prepared.equalization, levels, corrections.biases)
+    parameters = Parameters.of(annotations.sites, annotations.leaders, qparams, corrected)
+    texts = {"reference": fx_text(module.graph), "parameters": parameters.without_weights().to_json()}
+    about = prepared.about.after(tuple(remarks), **texts)
+    return Reference(module, prepared.signature, qparams, prepared.annotations, parameters, about)
+
+
+def given_corrections(prepared: Prepared, given: Parameters) -> Corrections:
+    """Biases and integers as a file has them. `CalibrationError` where they are not this model's."""
+    corrected, entries = given.corrected, given.entries
+    anchors = {region.anchor.name for region in prepared.annotations.regions}
+    sites = {site.name: site for site in prepared.annotations.sites if site.role == "weight"}
+    unknown = sorted((set(corrected.levels) - set(sites)) | (set(corrected.biases) - anchors))
+    if unknown:
+        raise CalibrationError("parameters", None, f"corrections of what is not there: {', '.join(unknown[:5])}")
+    nodes = {node.name: node for node in prepared.annotations.module.graph.nodes}
+    weights: dict[str, Rounded] = {}
+    for name, levels in corrected.levels.items():
+        site, shape = sites[name], tuple(getattr(prepared.annotations.module, nodes[sites[name].value].target).shape)
+        if levels.size != math.prod(shape) or name not in entries:
+            raise CalibrationError(f"parameters of {name}", None, f"{levels.size} levels; its shape is {shape}")
+        q = QParams(entries[name].scale, entries[name].zero_point, site.qmin, site.qmax, site.axis)
+        weights[name] = Rounded(q, levels.reshape(shape))
+    if not corrected.biases:
+        return Corrections(prepared.annotations, weights)
+    biases = {name: torch.from_numpy(values) for name, values in corrected.biases.items()}
+    module = with_biases(prepared.annotations.module, biases)
+    annotations = annotate_graph(module, prepared.quantizer, prepared.classes)
+    return Corrections(annotations, weights, corrected.biases)
 
 
 def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, QParams]:
@@ -359,7 +389,7 @@ class _Rewriter:
             return q.step, q.zero, q.qmin, q.qmax, TORCH_DTYPES[dtype]
         single = TensorType((len(q.scales),), DType.F32)
         scales = self._get(f"{site}:scale", np.array(q.scales, np.float32), single)
-        zeros = self._get(f"{site}:zero_point", np.array(q.zeros, np.int64), single)
+        zeros = self._get(f"{site}:zero_point", np.array(q.zeros, np.int64), replace(single, dtype=DType.I64))
         return scales, zeros, q.axis, q.qmin, q.qmax, TORCH_DTYPES[dtype]
 
     def _get(self, key: str, array: np.ndarray, kind: TensorType) -> fx.Node:

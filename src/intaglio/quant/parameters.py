@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import numpy as np
 from intaglio.errors import ArtifactError, CalibrationError
 from intaglio.ir import QParams
 from intaglio.numerics import SMALLEST_SCALE
+from intaglio.quant.corrections import Corrected
+from intaglio.quant.datatypes import DATATYPES, WEIGHT
 from intaglio.quant.sites import Observed, Site
 
 VERSION = 1
@@ -72,27 +74,31 @@ class Parameters:
     """
 
     entries: Mapping[str, Parameter]
+    corrected: Corrected = field(default_factory=Corrected)
 
     @staticmethod
     def of(
-        sites: Iterable[Site], leaders: Mapping[str, str], qparams: Mapping[str, QParams], weights: bool = True
+        sites: Iterable[Site], leaders: Mapping[str, str], qparams: Mapping[str, QParams], corrected: Corrected
     ) -> Parameters:
-        """What a converted model has, with its weights or without."""
+        """What a converted model has."""
         found = {}
         for site in owners(sites, leaders):
-            if site.role == "weight" and not weights:
-                continue
             q = qparams[site.name]
             low, high = (site.record.qmin, site.record.qmax) if site.role == "weight" else (q.qmin, q.qmax)
             found[site.name] = Parameter(site.datatype, low, high, q.scales, q.zeros, site.group)
-        return Parameters(found)
+        return Parameters(found, corrected)
+
+    def without_weights(self) -> Parameters:
+        """Activations only, and what they are divided by."""
+        kept = {name: entry for name, entry in self.entries.items() if DATATYPES[entry.dtype].roles != WEIGHT}
+        return Parameters(kept, Corrected(self.corrected.equalization, biases=self.corrected.biases))
 
     def changed(self, name: str, **fields: Any) -> Parameters:
         """With other fields of one entry: ``scale=0.02``, ``zero_point=3``."""
         if name not in self.entries:
             raise CalibrationError("parameters", None, f"no site {name!r}", remedy=_listed(self.entries))
         entry = Parameter.from_dict(name, {**self.entries[name].to_dict(), **fields})
-        return Parameters({**self.entries, name: entry})
+        return replace(self, entries={**self.entries, name: entry})
 
     def checked(self, sites: Iterable[Site], leaders: Mapping[str, str]) -> dict[str, QParams]:
         """Owner -> quantization parameters for these sites. `CalibrationError` for names and types that are not theirs.
@@ -113,7 +119,11 @@ class Parameters:
     def to_json(self) -> str:
         """A line a site, sorted; hexadecimal scales: equal parameters give equal text."""
         lines = [f"{json.dumps(name)}: {json.dumps(self.entries[name].to_dict())}" for name in sorted(self.entries)]
-        return f'{{"version": {VERSION}, "sites": {{\n' + ",\n".join(lines) + "\n}}\n"
+        text = f'{{"version": {VERSION}, "sites": {{\n' + ",\n".join(lines) + "\n}"
+        for section, entries in self.corrected.to_dicts().items():
+            rows = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items()]
+            text += f',\n"{section}": {{\n' + ",\n".join(rows) + "\n}"
+        return text + "}\n"
 
     @staticmethod
     def from_json(text: str) -> Parameters:
@@ -125,11 +135,18 @@ class Parameters:
             raise ArtifactError("parameters", None, f"not a file of parameters: {error}") from error
         if version != VERSION:
             raise ArtifactError("parameters", None, f"version {version}; this intaglio reads {VERSION}")
-        return Parameters.from_dicts(dict(sites))
+        return Parameters.from_dicts(dict(sites), {k: v for k, v in content.items() if k not in ("version", "sites")})
 
     @staticmethod
-    def from_dicts(entries: Mapping[str, Mapping[str, Any]]) -> Parameters:
-        return Parameters({name: Parameter.from_dict(name, entry) for name, entry in entries.items()})
+    def from_dicts(
+        entries: Mapping[str, Mapping[str, Any]], sections: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> Parameters:
+        """``sections``: what `Corrected.to_dicts` gives."""
+        try:
+            corrected = Corrected.from_dicts(sections or {})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ArtifactError("parameters", None, f"corrections that make no sense: {error}") from error
+        return Parameters({name: Parameter.from_dict(name, entry) for name, entry in entries.items()}, corrected)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json(), encoding="utf-8")

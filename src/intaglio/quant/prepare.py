@@ -14,6 +14,7 @@ from intaglio.capture.captured import Captured, GraphStage, expect
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, Signature
 from intaglio.quant.annotate import Annotations, annotate_graph, notes_of
+from intaglio.quant.corrections import Equalization
 from intaglio.quant.declare import declare_images
 from intaglio.quant.passes import PTQ_PASSES
 from intaglio.quant.recipe import Quantizer
@@ -57,7 +58,8 @@ def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
 class Prepared(GraphStage):
     """Runs like the float model and counts what it sees. ``observers``: site name -> observer.
 
-    ``quantizer`` and ``classes`` (module path -> class name) are what it was annotated by.
+    ``quantizer`` and ``classes`` (module path -> class name) are what it was annotated by;
+    ``equalization`` is what was done to the float model since.
     """
 
     module: fx.GraphModule
@@ -68,6 +70,7 @@ class Prepared(GraphStage):
     rewrites: Mapping[str, int] = field(default_factory=dict)
     quantizer: Quantizer = field(default_factory=Quantizer)
     classes: Mapping[str, str] = field(default_factory=dict)
+    equalization: Equalization = field(default_factory=Equalization)
 
 
 def annotate(captured: Captured, quantizer: Quantizer | None = None) -> Annotations:

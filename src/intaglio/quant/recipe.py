@@ -25,6 +25,7 @@ else:
     import tomli as tomllib
 
 PARAMETERS = "parameters"
+CORRECTED = "corrected"
 """Name of the tables that are no settings."""
 LEVELS = ("op:", "type:", "")
 """Selector prefixes, weakest first: operator type < module type < module name (glob or ``re:``)."""
@@ -177,6 +178,8 @@ class Recipe:
         tables = [_table("default", _keys(self.default)), *(_table(_toml(s), _keys(v)) for s, v in merged.items())]
         for name, entry in sorted(self.parameters.entries.items() if self.parameters else ()):
             tables.append(_table(f"{PARAMETERS}.{_toml(name)}", entry.to_dict()))
+        for section, entries in (self.parameters.corrected.to_dicts() if self.parameters else {}).items():
+            tables += _tables(f"{CORRECTED}.{section}", entries)
         return "\n".join(tables)
 
     @staticmethod
@@ -188,7 +191,8 @@ class Recipe:
             raise SelectorError("recipe", None, f"not valid TOML: {error}") from error
         default = _setting("default", tables.pop("default", {})).over(DEFAULT)
         given = tables.pop(PARAMETERS, None)
-        parameters = None if given is None else Parameters.from_dicts(given)
+        corrected = tables.pop(CORRECTED, {})
+        parameters = None if given is None else Parameters.from_dicts(given, corrected)
         return Recipe(tuple((name, _setting(name, table)) for name, table in tables.items()), default, parameters)
 
     @staticmethod
@@ -301,6 +305,13 @@ def _setting(selector: str, value: Setting | Mapping[str, Any] | None) -> Settin
 
 def _keys(setting: Setting) -> dict[str, Any]:
     return {key: value for key, value in dataclasses.asdict(setting).items() if value is not None}
+
+
+def _tables(name: str, entries: Mapping[str, Any]) -> list[str]:
+    """One table of what are no tables themselves, and one for each that is."""
+    plain = {_toml(key): value for key, value in entries.items() if not isinstance(value, Mapping)}
+    inner = [_table(f"{name}.{_toml(key)}", value) for key, value in entries.items() if isinstance(value, Mapping)]
+    return ([_table(name, plain)] if plain else []) + inner
 
 
 def _table(name: str, values: Mapping[str, Any]) -> str:

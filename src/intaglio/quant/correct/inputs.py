@@ -13,9 +13,8 @@ from torch import fx
 from intaglio import numerics
 from intaglio.capture.nodes import origin, tensor_type
 from intaglio.ir import DType
+from intaglio.quant.corrections import Channels
 from intaglio.quant.declare import unable_to_absorb
-from intaglio.quant.image import Pixels
-from intaglio.quant.passes import read_affine
 from intaglio.quant.prepare import Prepared
 
 LEVELS = 256
@@ -38,10 +37,12 @@ class Channel:
         return Channel(min(self.low, other.low), max(self.high, other.high), distinct)
 
 
-def channels_of_inputs(module: fx.GraphModule, prepared: Prepared, calls: Sequence[Sequence[Any]]) -> tuple[str, ...]:
-    """Rewrites ``module`` where convolutions can read an input channel by channel; a note for each."""
-    notes = []
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+def channels_of_inputs(
+    prepared: Prepared, calls: Sequence[Sequence[Any]]
+) -> tuple[dict[str, Channels], tuple[str, ...]]:
+    """The way to bytes of every input that convolutions can read channel by channel, by name; and a note for each."""
+    inputs, notes = {}, []
+    placeholders = [node for node in prepared.annotations.module.graph.nodes if node.op == "placeholder"]
     for place, (node, entry) in enumerate(zip(placeholders, prepared.signature.inputs, strict=True)):
         kind = tensor_type(node)
         plain = kind is not None and kind.dtype is DType.F32 and len(kind.shape) == 4 and isinstance(kind.shape[1], int)
@@ -53,12 +54,10 @@ def channels_of_inputs(module: fx.GraphModule, prepared: Prepared, calls: Sequen
         channels = [_merged(column) for column in zip(*found, strict=True)]
         if not all(np.isfinite([c.low, c.high]).all() and c.low < c.high for c in channels):
             continue
-        pixels, exact = _pixels(channels)
-        value = read_affine(module, node, pixels.gain, pixels.shift)
-        value.meta["zero_points"] = pixels.zero_points
+        inputs[entry.name], exact = _ways(channels)
         kinds = f"{exact} of {len(channels)} exactly, as they have at most 256 values" if exact else "none exactly"
         notes.append(f"input '{entry.name}' has a scale and an offset per channel; channels held {kinds}")
-    return tuple(notes)
+    return inputs, tuple(notes)
 
 
 def _wanted(node: fx.Node, prepared: Prepared) -> bool:
@@ -91,15 +90,15 @@ def _few(values: np.ndarray) -> np.ndarray | None:
     return distinct if distinct.size <= LEVELS else None
 
 
-def _pixels(channels: Sequence[Channel]) -> tuple[Pixels, int]:
+def _ways(channels: Sequence[Channel]) -> tuple[Channels, int]:
     """The way from values to levels, and how many channels lose nothing by it."""
     fitted = [_lattice(channel) for channel in channels]
     ways = [_spread(channel) if way is None else way for channel, way in zip(channels, fitted, strict=True)]
-    gain = torch.tensor([way[0] for way in ways], dtype=torch.float64)
-    zero = torch.tensor([way[1] for way in ways], dtype=torch.float64)
-    nearest = zero.round().clamp(0, LEVELS - 1)
-    points = tuple(int(point) for point in nearest.tolist())
-    return Pixels(gain.float(), (zero - nearest).float(), points), sum(way is not None for way in fitted)
+    gains = np.array([gain for gain, _ in ways])
+    zeros = np.array([zero for _, zero in ways])
+    nearest = np.clip(np.rint(zeros), 0, LEVELS - 1)
+    gain, shift = (tuple(map(float, part.astype(np.float32))) for part in (gains, zeros - nearest))
+    return Channels(gain, shift, tuple(map(int, nearest))), sum(way is not None for way in fitted)
 
 
 def _spread(channel: Channel) -> tuple[float, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,59 +10,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from intaglio.calls import bind, dims_of
 from intaglio.capture.captured import expect
-from intaglio.capture.nodes import call_of, operands, origin
-from intaglio.ir import DType, QParams, Signature, TensorType
+from intaglio.capture.nodes import call_of, operands
+from intaglio.ir import QParams
 from intaglio.quant.annotate import Annotations, Region, annotate_graph
-from intaglio.quant.calibrate import batch_size
 from intaglio.quant.convert import activation_qparams, parameters_of, weight_qparams
+from intaglio.quant.correct.biases import with_biases
+from intaglio.quant.correct.kept import SAMPLES, kept_calls
 from intaglio.quant.correct.moments import Moments, moments, unable
 from intaglio.quant.correct.rounding import ROUNDINGS, loss, nearest
 from intaglio.quant.corrections import Corrections, Rounded, Step
-from intaglio.quant.data import Binder, peek
-from intaglio.quant.prepare import Prepared, copy_graph
+from intaglio.quant.prepare import Prepared
 from intaglio.quant.ranges import Ranges
 from intaglio.quant.sites import Site
 from intaglio.quant.walk import CACHE, Walk
 from intaglio.quant.weights import Grid, weight_grid
-
-SAMPLES = 256
-"""Corrections look at so many samples; more gain little (0.5 dB from 256 to 1024 on ResNet-20)."""
-
-
-def kept_calls(signature: Signature, data: Any, samples: int = SAMPLES) -> list[list[torch.Tensor]]:
-    """The tensors of the first batches, whole ones, until there are so many samples."""
-    binder, found, seen = Binder.of(signature), [], 0
-    for item in peek(data)[1]:
-        args, kwargs = binder(item)
-        leaves = bind(signature, args, kwargs)
-        dims_of(signature, leaves)
-        found.append([leaf.detach() for leaf in leaves])
-        seen += next((leaf.shape[0] for leaf in leaves if leaf.dim()), 1)
-        if seen >= samples:
-            break
-    return found
-
-
-def keep(data: Any, signature: Signature, samples: int) -> tuple[list[Any], Any]:
-    """The first batches, whole ones, until there are so many samples, and data that still starts with them.
-
-    A function that runs the model gives none. What an iterator gives is copied: it may fill one buffer again and again.
-    """
-    if callable(data) and not isinstance(data, torch.Tensor) and not hasattr(data, "__iter__"):
-        return [], data
-    found, seen, binder = [], 0, Binder.of(signature)
-    _, items = peek(data)
-    for item in items:
-        item = pytree.tree_map_only(torch.Tensor, torch.clone, item) if isinstance(data, Iterator) else item
-        found.append(item)
-        seen += batch_size(*binder(item))
-        if seen >= samples:
-            break
-    return found, itertools.chain(found, items)
 
 
 def correct(
@@ -76,7 +38,7 @@ def correct(
     """
     expect(prepared, Prepared, "correct")
     calls = kept_calls(prepared.signature, data, samples)
-    annotations = _with_biases(prepared)
+    annotations = _complete(prepared)
     qparams = activation_qparams(prepared, ranges)
     units = weight_qparams(annotations, qparams, [], {}, {})
     through_outputs = any(region.setting.bias == "outputs" for region in annotations.regions)
@@ -85,9 +47,10 @@ def correct(
     for region in walk:
         if region.record.roles.weight is not None:
             work.take(region)
-    module = _rebiased(annotations, walk.biases)
+    module = with_biases(annotations.module, walk.biases)
     final = annotate_graph(module, prepared.quantizer, prepared.classes)
-    return Corrections(final, work.weights, tuple(work.steps()), tuple(work.remarks))
+    biases = {name: values.numpy() for name, values in walk.biases.items()}
+    return Corrections(final, work.weights, biases, tuple(work.steps()))
 
 
 @dataclass
@@ -100,7 +63,6 @@ class _Work:
     weights: dict[str, Rounded] = field(default_factory=dict)
     levels: dict[str, np.ndarray] = field(default_factory=dict)
     noise: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)
 
     def take(self, region: Region) -> None:
         annotations, record, setting = self.walk.annotations, region.record, region.setting
@@ -181,14 +143,14 @@ def _grouped(region: Region, weight: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(weight, np.float64)).reshape(groups, weight.shape[0] // groups, -1)
 
 
-def _with_biases(prepared: Prepared) -> Annotations:
+def _complete(prepared: Prepared) -> Annotations:
     """The annotations; where biases are corrected, of a graph in which every such anchor has one."""
     annotations = prepared.annotations
     outputs = {region.anchor.name: len(parameters_of(annotations.module, region)[0])
                for region in annotations.regions if _lacks_bias(annotations, region)}  # fmt: skip
     if not outputs:
         return annotations
-    module = _rebiased(annotations, {name: torch.zeros(count) for name, count in outputs.items()})
+    module = with_biases(annotations.module, {name: torch.zeros(count) for name, count in outputs.items()})
     return annotate_graph(module, prepared.quantizer, prepared.classes)
 
 
@@ -204,26 +166,3 @@ def operand_site(annotations: Annotations, region: Region) -> Site:
     """The site of what an anchor's weight multiplies."""
     x = operands(region.anchor)[region.record.roles.x[0]]
     return annotations.by_value[x.name, "activation"]
-
-
-def _rebiased(annotations: Annotations, biases: Mapping[str, torch.Tensor]) -> fx.GraphModule:
-    """A copy of the graph with these biases, by anchor."""
-    module = copy_graph(annotations.module)
-    nodes = {node.name: node for node in module.graph.nodes}
-    for anchor, values in biases.items():
-        node = nodes[anchor]
-        name = f"{anchor}_bias"
-        while hasattr(module, name):
-            name += "_"
-        module.register_buffer(name, values)
-        with module.graph.inserting_before(next(iter(module.graph.nodes))):
-            constant = module.graph.get_attr(name)
-        constant.meta = {"type": TensorType(tuple(values.shape), DType.F32), "path": f"{origin(node).path}.bias"}
-        place = [argument.name for argument in node.target._schema.arguments].index("bias")
-        if place < len(node.args):
-            node.update_arg(place, constant)
-        else:
-            node.update_kwarg("bias", constant)
-    module.graph.eliminate_dead_code()
-    module.recompile()
-    return module

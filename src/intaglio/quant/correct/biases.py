@@ -1,0 +1,35 @@
+"""Other biases for a graph, whether its anchors had one or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from intaglio.capture.nodes import origin
+from intaglio.ir import DType, TensorType
+from intaglio.quant.prepare import copy_graph
+
+
+def with_biases(module: fx.GraphModule, biases: Mapping[str, torch.Tensor]) -> fx.GraphModule:
+    """A copy of a graph with these biases, by anchor."""
+    module = copy_graph(module)
+    nodes = {node.name: node for node in module.graph.nodes}
+    for anchor, values in biases.items():
+        node = nodes[anchor]
+        name = f"{anchor}_bias"
+        while hasattr(module, name):
+            name += "_"
+        module.register_buffer(name, values)
+        with module.graph.inserting_before(next(iter(module.graph.nodes))):
+            constant = module.graph.get_attr(name)
+        constant.meta = {"type": TensorType(tuple(values.shape), DType.F32), "path": f"{origin(node).path}.bias"}
+        place = [argument.name for argument in node.target._schema.arguments].index("bias")
+        if place < len(node.args):
+            node.update_arg(place, constant)
+        else:
+            node.update_kwarg("bias", constant)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return module
