@@ -19,7 +19,7 @@ from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, DType, QParams, Signature, TensorType
 from intaglio.ops.conv import outputs_first
 from intaglio.quant.annotate import Annotations, Chain, Region
-from intaglio.quant.methods import METHODS
+from intaglio.quant.methods import channel_ranges, method_of
 from intaglio.quant.prepare import Prepared, copy_graph
 from intaglio.quant.ranges import Ranges
 from intaglio.quant.sites import Fixed, Observed, Site
@@ -95,14 +95,18 @@ def _activation(site: Site, found: Mapping[str, Any]) -> QParams:
         zeros = site.spec.zero_point if isinstance(site.spec.zero_point, tuple) else (site.spec.zero_point,)
         return QParams((site.spec.scale,) * len(zeros), zeros, site.qmin, site.qmax, site.axis)
     if isinstance(site.spec, Observed):
-        low, high = METHODS[site.spec.method](found[site.name], site.qmin, site.qmax)
+        method, statistics = method_of(site.spec.method), found[site.name]
         try:
-            scale, zero_point = numerics.affine(low, high, site.qmin, site.qmax)
+            if site.axis is None:
+                ranges = [method(statistics, site.qmin, site.qmax)]
+            else:
+                ranges = channel_ranges(statistics, method, site.qmin, site.qmax)
+            scales, zeros = zip(*(numerics.affine(*ends, site.qmin, site.qmax) for ends in ranges), strict=True)
         except ValueError as error:
             raise CalibrationError(site.name, site.origin.operator, str(error)) from error
     else:
         raise UnsupportedError(site.name, site.origin.operator, f"an activation cannot be {site.spec}")
-    return QParams((scale,), (zero_point,), site.qmin, site.qmax)
+    return QParams(scales, zeros, site.qmin, site.qmax, site.axis)
 
 
 def _weight_qparams(annotations: Annotations, qparams: Mapping[str, QParams], remarks: list[str]) -> dict[str, QParams]:

@@ -16,6 +16,7 @@ from typing import Any
 from intaglio.errors import SelectorError
 from intaglio.ir import Origin
 from intaglio.quant.image import Image
+from intaglio.quant.methods import method_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,9 +31,10 @@ LEVELS = ("op:", "type:", "")
 class Setting:
     """``None`` leaves a question to the next weaker setting.
 
-    quantize: int8 at all. method: range method of activations ("mse" or "minmax"). weights: "channel" or "tensor"
-    scales. bits: 8, or 7 for activations in 0..127. functions: "table" or "precise", how a function such as silu right
-    behind a convolution or linear layer is computed (ops/activate.py).
+    quantize: int8 at all. method: range method of activations, "mse", "minmax", "percentile", "kl", "average" or
+    "ema", the third and the last also with a parameter, as in "percentile:99.99" (quant/methods.py). weights: "channel"
+    or "tensor" scales. bits: 8, or 7 for activations in 0..127. functions: "table" or "precise", how a function such as
+    silu right behind a convolution or linear layer is computed (ops/activate.py).
     """
 
     quantize: bool | None = None
@@ -44,7 +46,6 @@ class Setting:
     def __post_init__(self) -> None:
         allowed = {
             "quantize": (None, True, False),
-            "method": (None, "mse", "minmax"),
             "weights": (None, "channel", "tensor"),
             "bits": (None, 7, 8),
             "functions": (None, "table", "precise"),
@@ -52,6 +53,10 @@ class Setting:
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise SelectorError("recipe", None, f"{name} = {getattr(self, name)!r}; allowed are {values[1:]}")
+        try:
+            method_of("mse" if self.method is None else self.method)
+        except ValueError as error:
+            raise SelectorError("recipe", None, f"method = {self.method!r}; {error}") from error
 
     def over(self, weaker: Setting) -> Setting:
         """This setting, its gaps filled from a weaker one."""
