@@ -4,10 +4,12 @@ from intaglio.quant.annotate import Annotations, Region, annotate_graph, macs
 from intaglio.quant.calibrate import calibrate
 from intaglio.quant.convert import Reference, convert
 from intaglio.quant.data import Binder, binder_for, peek
+from intaglio.quant.distributed import Group, share
 from intaglio.quant.image import Image
+from intaglio.quant.lint import lint
 from intaglio.quant.methods import METHODS
 from intaglio.quant.prepare import Observer, Prepared, annotate, prepare
-from intaglio.quant.ranges import Ranges
+from intaglio.quant.ranges import Finding, Ranges
 from intaglio.quant.recipe import Quantizer, Recipe, Setting
 from intaglio.quant.sites import Derived, Fixed, Observed, Shared, Site, Skip, groups
 from intaglio.quant.statistics import Statistics
@@ -17,7 +19,9 @@ __all__ = [
     "Annotations",
     "Binder",
     "Derived",
+    "Finding",
     "Fixed",
+    "Group",
     "Image",
     "Observed",
     "Observer",
@@ -38,7 +42,9 @@ __all__ = [
     "calibrate",
     "convert",
     "groups",
+    "lint",
     "macs",
     "peek",
     "prepare",
+    "share",
 ]

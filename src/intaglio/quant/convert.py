@@ -19,10 +19,12 @@ from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, DType, QParams, Signature, TensorType
 from intaglio.ops.conv import outputs_first
 from intaglio.quant.annotate import Annotations, Chain, Region
-from intaglio.quant.methods import channel_ranges, method_of
+from intaglio.quant.lint import softmax_operands
+from intaglio.quant.methods import channel_ranges, method_of, without_mask
 from intaglio.quant.prepare import Prepared, copy_graph
 from intaglio.quant.ranges import Ranges
 from intaglio.quant.sites import Fixed, Observed, Site
+from intaglio.quant.statistics import Range, Statistics
 
 INT32 = (-(2**31), 2**31 - 1)
 
@@ -73,6 +75,8 @@ def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, Q
     if set(found) != set(prepared.observers):
         odd = sorted(set(found) ^ set(prepared.observers))
         raise CalibrationError("ranges", None, f"they belong to another model: {', '.join(odd[:5])} on one side only")
+    if ranges and ranges.graph not in ("", prepared.fingerprint):
+        raise CalibrationError("ranges", None, "they belong to another model, with other operators between these sites")
     unseen = [name for name in prepared.observers if not found[name].count]
     if unseen:
         raise CalibrationError(
@@ -80,32 +84,44 @@ def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, Q
             remedy="calibrate first: calibrate(prepared, data), or run prepared(batch); skip what no data reaches",
         )  # fmt: skip
     by_name = {site.name: site for site in prepared.annotations.sites}
+    chosen = activation_ranges(prepared, found)
     result = {}
     for site in by_name.values():
         if site.role == "activation":
             leader = by_name[prepared.annotations.leaders[site.name]]
             if leader.name not in result:
-                result[leader.name] = _activation(leader, found)
+                result[leader.name] = _activation(leader, chosen)
             result[site.name] = result[leader.name]
     return {site.name: result[site.name] for site in by_name.values() if site.role == "activation"}
 
 
-def _activation(site: Site, found: Mapping[str, Any]) -> QParams:
+def activation_ranges(prepared: Prepared, found: Mapping[str, Statistics]) -> dict[str, list[Range]]:
+    """What the method of each site makes of its statistics: one range, or one per channel."""
+    logits, result = softmax_operands(prepared.annotations.module), {}
+    for site in prepared.annotations.sites:
+        if site.name in found and isinstance(site.spec, Observed):
+            method, statistics = method_of(site.spec.method), found[site.name]
+            if site.value in logits:
+                method = without_mask(method)
+            if site.axis is None:
+                result[site.name] = [method(statistics, site.qmin, site.qmax)]
+            else:
+                result[site.name] = channel_ranges(statistics, method, site.qmin, site.qmax)
+    return result
+
+
+def _activation(site: Site, chosen: Mapping[str, list[Range]]) -> QParams:
     if isinstance(site.spec, Fixed):
         zeros = site.spec.zero_point if isinstance(site.spec.zero_point, tuple) else (site.spec.zero_point,)
         return QParams((site.spec.scale,) * len(zeros), zeros, site.qmin, site.qmax, site.axis)
     if isinstance(site.spec, Observed):
-        method, statistics = method_of(site.spec.method), found[site.name]
         try:
-            if site.axis is None:
-                ranges = [method(statistics, site.qmin, site.qmax)]
-            else:
-                ranges = channel_ranges(statistics, method, site.qmin, site.qmax)
-            scales, zeros = zip(*(numerics.affine(*ends, site.qmin, site.qmax) for ends in ranges), strict=True)
+            affines = [numerics.affine(low, high, site.qmin, site.qmax) for low, high in chosen[site.name]]
         except ValueError as error:
             raise CalibrationError(site.name, site.origin.operator, str(error)) from error
     else:
         raise UnsupportedError(site.name, site.origin.operator, f"an activation cannot be {site.spec}")
+    scales, zeros = zip(*affines, strict=True)
     return QParams(scales, zeros, site.qmin, site.qmax, site.axis)
 
 

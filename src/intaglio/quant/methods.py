@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from intaglio import numerics
-from intaglio.native.statistics import HALF, SKETCH
+from intaglio.native.statistics import HALF, KEPT, SKETCH, exponent_of
 from intaglio.quant.statistics import Range, Statistics, rank, sketch_end
 
 F64 = NDArray[np.float64]
@@ -30,9 +30,13 @@ SMALLEST_OCTAVES = 8
 REFINEMENTS = (1 / 6, 1 / 12, 1 / 24, 1 / 48)
 """Then each end moves by these octaves, both ways, once each."""
 FAR = 1e3
-"""Values this many times as large as usual ones are outliers: with them in range, usual ones are less than a u8 step."""
+"""Values this many times as large as usual ones are outliers: with them in range, usual ones are less than a level."""
 PIECES = 8
 """What a bin of the sketch is cut into, for searches: its values are spread over it."""
+UNMASKED, MASKED = ((127 + 10) << KEPT), ((127 + 13) << KEPT) + 7
+"""Bins of the sketch: 2^10, where the values of logits end, and 9984 = 1.21875 * 2^13, where those of masks begin."""
+BELOW, ALONE = 16.0, 1024.0
+"""What a mask becomes below the smallest other value: e^-16 of what softmax makes of that one, or less."""
 PERCENTILE = Fraction("99.999")
 SMOOTHING = 0.01
 
@@ -80,7 +84,9 @@ def percentile(statistics: Statistics, qmin: int = 0, qmax: int = 255, percent: 
 
 
 def average(statistics: Statistics, qmin: int = 0, qmax: int = 255) -> Range:
-    """From the mean of each sample's smallest value to the mean of each one's largest."""
+    """From the mean of each sample's smallest value to the mean of each one's largest; min-max without samples."""
+    if not statistics.samples:
+        return minmax(statistics)
     return _within(*statistics.mean_extrema, statistics)
 
 
@@ -103,7 +109,7 @@ METHODS: dict[str, Method] = {
 
 
 def method_of(text: str) -> Method:
-    """The method of a name, with its parameter behind a colon: ``percentile:99.99``, ``ema:0.1``. ValueError if none."""
+    """The method of a name, its parameter behind a colon: ``percentile:99.99``, ``ema:0.1``. ValueError if none."""
     name, colon, parameter = str(text).partition(":")
     if name not in METHODS:
         close = difflib.get_close_matches(name, METHODS, n=1)
@@ -133,6 +139,45 @@ def channel_ranges(statistics: Statistics, method: Method, qmin: int = 0, qmax: 
     low, high = method(statistics, qmin, qmax)
     lows, highs = statistics.channels.low, statistics.channels.high
     return [(max(min(float(a), 0.0), low), min(max(float(b), 0.0), high)) for a, b in zip(lows, highs, strict=True)]
+
+
+def mask_of(statistics: Statistics) -> bool:
+    """Whether values are of two kinds: large negative ones, as masks add to logits, and others far smaller."""
+    negative = statistics.sketch[SKETCH // 2 :]
+    common = negative[MASKED:].sum() * 10_000 > statistics.finite
+    return bool(common) and not negative[UNMASKED:MASKED].any() and not statistics.sketch[UNMASKED : SKETCH // 2].any()
+
+
+def without_mask(method: Method) -> Method:
+    """The method for operands of a softmax: where there is a mask, of the other values alone, widened downwards.
+
+    Masked values become the lower end, low enough for softmax to make nothing of them. Where all other values are zero
+    the widening costs nothing, and is as much as any logits differ.
+    """
+
+    def of_others(statistics: Statistics, qmin: int, qmax: int) -> Range:
+        if not mask_of(statistics):
+            return method(statistics, qmin, qmax)
+        others = _others(statistics)
+        low, high = method(others, qmin, qmax)
+        return low - (BELOW if others.largest else ALONE), high
+
+    return of_others
+
+
+def _others(statistics: Statistics) -> Statistics:
+    """Statistics of the values that are no mask's, from the sketch: each value at the outer end of its bin."""
+    sketch = statistics.sketch.copy()
+    sketch[SKETCH // 2 + MASKED :] = 0
+    ends = np.array([sketch_end(index) for index in range(UNMASKED)], np.float64)
+    positive, negative = sketch[:UNMASKED], sketch[SKETCH // 2 : SKETCH // 2 + UNMASKED]
+    values, counts = np.concatenate([ends, -ends]), np.concatenate([positive, negative])
+    low, high = (float(values[counts > 0].min(initial=0)), float(values[counts > 0].max(initial=0)))
+    exponent = exponent_of(max(-low, high))
+    bins = np.zeros(2 * HALF, np.int64)
+    np.add.at(bins, np.floor(np.ldexp(values[counts > 0], -exponent)).astype(np.int64) + HALF, counts[counts > 0])
+    kept = statistics.zeros + int(counts.sum())
+    return Statistics(kept, low, high, statistics.zeros, exponent=exponent, bins=bins, sketch=sketch)
 
 
 def _within(low: float, high: float, statistics: Statistics) -> Range:

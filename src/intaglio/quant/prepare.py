@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import fx, nn
 
 from intaglio.capture.canonical import run
 from intaglio.capture.captured import Captured, GraphStage, expect
+from intaglio.capture.nodes import operator
 from intaglio.errors import CalibrationError, SelectorError, UnsupportedError
 from intaglio.ir import About, Signature, symbols_of
 from intaglio.quant.annotate import Annotations, annotate_graph, notes_of
@@ -98,6 +100,13 @@ class Prepared(GraphStage):
         results = super().__call__(*args, **kwargs)
         self.watch.batch += self.watch.stride
         return results
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the operators, what each reads, and the sites; not of sizes, of which a model can have several."""
+        nodes = self.annotations.module.graph.nodes
+        lines = [f"{node.name} {node.op} {operator(node)} {[v.name for v in node.all_input_nodes]}" for node in nodes]
+        return hashlib.sha256("\n".join([*lines, *sorted(self.observers)]).encode()).hexdigest()[:16]
 
     def with_method(self, method: str) -> Prepared:
         """The same model with all ranges chosen by another method; ranges of either serve both."""
