@@ -27,6 +27,7 @@ __all__ = [
     "prepare",
     "quantize",
     "requantize",
+    "share",
 ]
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
         quantize,
         requantize,
     )
-    from intaglio.quant import Image, Quantizer, Ranges, Recipe, Setting
+    from intaglio.quant import Image, Quantizer, Ranges, Recipe, Setting, share
     from intaglio.runtime import Coverage, QuantizedModel
 else:
 
