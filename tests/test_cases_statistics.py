@@ -127,6 +127,15 @@ def test_case_19_negative_zero_does_not_make_a_tensor_signed():
 
 
 @pytest.mark.parametrize("method", EVERY)
+def test_case_20_a_tensor_without_negative_values_uses_all_levels_above_zero_in_any_order(method):
+    x = np.abs(normal(4000)).reshape(40, 100)
+    for made in (of(x), of(x[::-1]), of(x[20:], x[:20])):
+        low, high = method_of(method)(made, 0, 255)
+        assert numerics.affine(low, high, 0, 255).zero_point == 0
+        assert low == 0.0 < high
+
+
+@pytest.mark.parametrize("method", EVERY)
 def test_case_21_a_range_without_zero_is_widened_to_hold_it(method):
     low, high = method_of(method)(of(np.linspace(5, 6, 1000).reshape(10, 100)), 0, 255)
     assert low == 0.0
