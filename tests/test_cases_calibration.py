@@ -214,8 +214,8 @@ def test_calibration_47_ranges_of_another_graph_list_what_is_missing():
     some = Ranges(dict(list(ranges.statistics.items())[1:]), 1, 12)
     with pytest.raises(CalibrationError, match=r"they belong to another model: #0/input\.x on one side only"):
         convert(prepare(CAPTURED), some)
-    with pytest.raises(ArtifactError, match="version 2; this intaglio reads 1"):
-        Ranges.from_json(ranges.to_json().replace('"version": 1', '"version": 2'))
+    with pytest.raises(ArtifactError, match="version 1; this intaglio reads 2"):
+        Ranges.from_json(ranges.to_json().replace('"version": 2', '"version": 1'))
 
 
 def test_calibration_48_calibrating_twice_adds_and_converting_twice_repeats():

@@ -82,13 +82,19 @@ def test_importing_compiles_nothing_and_needs_no_compiler(tmp_path):
 
 
 def test_statistics_have_one_size_however_much_data_they_saw():
-    """Problem 39: calibration streams; nothing grows with the number of batches."""
+    """Problem 39: calibration streams; what grows with the number of batches is the two extrema of each."""
     model, captured = captured_net(nets.MaxPoolNet)
     prepared = intaglio.prepare(captured)
     sizes = []
-    for batches in (1, 20):
+    counts = (1, 20)
+    for batches in counts:
         intaglio.calibrate(prepared, (nets.example(model, 4, seed=seed) for seed in range(batches)))
         kept = [observer.statistics for observer in prepared.observers.values()]
-        assert all(isinstance(value, (int, float)) for s in kept for value in vars(s).values() if value is not s.bins)
-        sizes.append(sum(s.bins.nbytes for s in kept))
-    assert sizes[0] == sizes[1] == len(prepared.observers) * Statistics().bins.nbytes
+        large = {"bins", "sketch", "history"}
+        plain = [value for s in kept for name, value in vars(s).items() if name not in large]
+        assert all(value is None or isinstance(value, (int, float)) for value in plain)
+        assert all(len(ends) == 2 for s in kept for ends in s.history.values())
+        assert max(len(s.history) for s in kept) == sum(counts[: len(sizes) + 1])
+        sizes.append(sum(s.bins.nbytes + s.sketch.nbytes for s in kept))
+    empty = Statistics()
+    assert sizes[0] == sizes[1] == len(prepared.observers) * (empty.bins.nbytes + empty.sketch.nbytes)

@@ -3,9 +3,11 @@
 Numbers in test names are the calibration cases of the conformance list.
 """
 
+import dataclasses
 import json
 import math
 import random
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from intaglio.native import library, machine
 from intaglio.native import statistics as native
 from intaglio.native.statistics import HALF
 from intaglio.quant.methods import METHODS, minmax, mse
-from intaglio.quant.statistics import LOWEST_EXPONENT, Statistics, exponent_of, widen
+from intaglio.quant.statistics import LOWEST_EXPONENT, UNIT, Statistics, exponent_of, sketch_end, widen
 
 ANY_FLOAT = hnp.from_dtype(np.dtype(np.float32))
 ARRAYS = hnp.arrays(np.float32, st.integers(0, 60), elements=ANY_FLOAT)
@@ -77,23 +79,46 @@ def wild(count: int) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("count", LENGTHS)
-def test_compiled_extrema_equal_numpys(kernels, count):
-    x = wild(count)
-    expected = native.extrema_numpy(x)
-    assert [native.extrema(x, threads) for threads in (1, 2, 5)] == [expected] * 3
+def assert_same(found: native.Counts, expected: native.Counts) -> None:
+    for field in dataclasses.fields(expected):
+        np.testing.assert_array_equal(getattr(found, field.name), getattr(expected, field.name), field.name)
 
 
-@pytest.mark.parametrize("exponent", [LOWEST_EXPONENT, -12, 0, 116])
+@pytest.mark.parametrize("rows", [1, 7, 300])
 @pytest.mark.parametrize("count", LENGTHS)
-def test_compiled_histograms_equal_numpys_also_beyond_the_end_bins(kernels, count, exponent):
-    x = wild(count)
-    expected = np.ones(2 * HALF, np.int64)
-    native.dyadic_histogram_numpy(x, exponent, expected)
+def test_compiled_counts_equal_numpys(kernels, count, rows):
+    x = wild(count)[: count // rows * rows]
+    expected = native.count_numpy(x, rows)
     for threads in (1, 2, 5):
-        bins = np.ones(2 * HALF, np.int64)
-        native.dyadic_histogram(x, exponent, bins, threads)
-        np.testing.assert_array_equal(bins, expected)
+        assert_same(native.count(x, rows, threads), expected)
+
+
+def test_compiled_counts_of_one_value_many_times_do_not_overflow_their_packed_sums(kernels):
+    """A bin's counter and the sum beside it share 64 bits, and are emptied in time."""
+    count, value = 9_000_000, np.nextafter(np.float32(1), np.float32(0))
+    found = native.count(np.full(count, value), 1, 1)
+    assert Fraction(found.total, 2**UNIT) == count * Fraction(float(value))
+    assert (found.sketch.max(), found.bins.max()) == (count, count)
+
+
+@given(ARRAYS)
+def test_the_total_is_the_exact_sum(x):
+    exact = sum((Fraction(float(value)) for value in x[np.isfinite(x)]), Fraction(0))
+    assert Fraction(native.count(x).total, 2**UNIT) == exact
+    assert Fraction(native.exact_sum(x[np.isfinite(x)]), 2**UNIT) == exact
+
+
+@given(ARRAYS)
+def test_a_bin_of_the_sketch_ends_at_its_largest_value(x):
+    sketch = native.count(x).sketch
+    counted = x[np.isfinite(x) & (x != 0)]
+    positive, negative = sketch.reshape(2, -1)
+    for half, values in ((positive, counted[counted > 0]), (negative, counted[counted < 0])):
+        magnitudes = np.abs(values)
+        ends = [sketch_end(index) for index in np.flatnonzero(half).tolist()]
+        assert half.sum() == len(magnitudes)
+        if ends:
+            assert ends[-1] >= magnitudes.max() >= ends[-1] * (1 - 2.0**-5) - 2.0**-131
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 7, 1), (2, 40, 1), (3, 5, 19), (0, 4, 3), (1, 3, 0), (50, 33, 100)])
@@ -122,18 +147,19 @@ def test_without_a_compiler_numpy_counts_and_says_so(monkeypatch):
 
 
 def test_a_bin_is_the_floor_of_the_scaled_value(kernels):
-    bins = np.zeros(2 * HALF, np.int64)
-    native.dyadic_histogram(np.array([0.5, 1.0, 1.5, -0.5, -1.0, -1.5, -1e-30], np.float32), 0, bins)
-    assert {int(i) - HALF: int(bins[i]) for i in np.flatnonzero(bins)} == {0: 1, 1: 2, -1: 3, -2: 1}
+    found = native.count(np.array([0.5, 1.0, 1.5, -0.5, -1.0, -1.5, -1e-30, 4095.9], np.float32))
+    assert found.exponent == 0
+    occupied = {int(i) - HALF: int(found.bins[i]) for i in np.flatnonzero(found.bins)}
+    assert occupied == {0: 1, 1: 2, -1: 3, -2: 1, 4095: 1}
 
 
 def test_wrong_dtypes_and_shapes_are_refused():
     with pytest.raises(TypeError, match="float64"):
-        native.extrema(np.zeros(3))
+        native.count(np.zeros(3))
     with pytest.raises(ValueError, match=r"\[2, 2, 2\]"):
         native.channel_extrema(np.zeros(3, np.float32), 2, 2, 2)
-    with pytest.raises(ValueError, match="bins"):
-        native.dyadic_histogram(np.zeros(3, np.float32), 0, np.zeros(2 * HALF, np.int32))
+    with pytest.raises(ValueError, match="2 rows"):
+        native.count(np.zeros(3, np.float32), 2)
     with pytest.raises(TypeError, match="int64"):
         Statistics().update(np.zeros(3, np.int64))
 
@@ -258,6 +284,7 @@ def test_case_16_a_huge_outlier_costs_resolution_but_no_count_and_no_error():
     made = of(normal(10_000), [1e30])
     assert made.high == float(np.float32(1e30))
     assert made.bins.sum() == 10_001
+    assert made.sketch.sum() == 10_001
     low, high = mse(made, 0, 255)
     assert made.low <= low <= 0 <= high <= made.high
 
@@ -269,11 +296,11 @@ def test_case_17_denormals_are_counted_the_same_when_the_float_mode_flushes_them
     assert torch.set_flush_denormal(True)
     try:
         flushed, flushed_tiny = of(x, threads=2), of(np.array([0xD6], np.uint32).view(np.float32))
-        in_numpy = native.extrema_numpy(x)
+        in_numpy = native.count_numpy(x, 1)
     finally:
         torch.set_flush_denormal(False)
     assert flushed == expected
-    assert in_numpy == native.extrema(x)
+    assert_same(in_numpy, native.count(x))
     assert flushed_tiny.low > 0
 
 

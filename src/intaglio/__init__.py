@@ -30,6 +30,7 @@ __all__ = [
     "prepare",
     "quantize",
     "requantize",
+    "share",
 ]
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
         quantize,
         requantize,
     )
-    from intaglio.quant import Image, Parameters, Quantizer, Ranges, Recipe, Setting
+    from intaglio.quant import Image, Parameters, Quantizer, Ranges, Recipe, Setting, share
     from intaglio.runtime import Coverage, QuantizedModel
 else:
 

@@ -14,8 +14,8 @@ BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
 SOURCE = '#include "pool.cpp"\n#include "statistics.cpp"\n'
 
 
-class NativeExtrema(ctypes.Structure):
-    """``IntaglioExtrema`` of statistics.cpp."""
+class NativeCounts(ctypes.Structure):
+    """``IntaglioCounts`` of statistics.cpp."""
 
     _fields_ = (
         ("low", ctypes.c_double),
@@ -23,6 +23,7 @@ class NativeExtrema(ctypes.Structure):
         ("nans", ctypes.c_int64),
         ("infinities", ctypes.c_int64),
         ("zeros", ctypes.c_int64),
+        ("exponent", ctypes.c_int64),
     )
 
 
@@ -30,9 +31,8 @@ _ARRAY, _COUNT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 SIGNATURES = {
     "intaglio_parallel": (BODY, ctypes.c_void_p, _INT),
     "intaglio_parallel_shared": (BODY, ctypes.c_void_p, _INT),
-    "intaglio_extrema": (_ARRAY, _COUNT, _INT, ctypes.POINTER(NativeExtrema)),
     "intaglio_channel_extrema": (_ARRAY, _COUNT, _COUNT, _COUNT, _INT, _ARRAY, _ARRAY),
-    "intaglio_dyadic_histogram": (_ARRAY, _COUNT, _INT, _ARRAY, _INT),
+    "intaglio_count": (_ARRAY, _COUNT, _COUNT, _INT, *[_ARRAY] * 5, ctypes.POINTER(NativeCounts)),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import warnings
 from dataclasses import dataclass
 from functools import cache
@@ -14,36 +15,63 @@ from intaglio.errors import BuildError
 from intaglio.native import library
 
 F32 = NDArray[np.float32]
+I64 = NDArray[np.int64]
 
 HALF = 4096
 """Histogram bins on each side of zero; ``kHalf`` of statistics.cpp."""
+LOWEST_EXPONENT = -160
+"""Exponent for the smallest float32 denormal, 2^-149, and for no values other than zero."""
+KEPT = 5
+"""Mantissa bits of a bin of the sketch; ``kKept`` of statistics.cpp."""
+REST = 23 - KEPT
+SKETCH = 1 << (9 + KEPT)
+"""Bins of the sketch, by sign, exponent and leading mantissa bits; the negative ones are the upper half."""
+SIGNED_EXPONENTS = 1 << 9
 CHUNK = 1 << 20
 """Values the NumPy fallback holds in float64 at once."""
 
-_MAGNITUDE, _INFINITY = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
+_MAGNITUDE, _INFINITY = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 
 
 @dataclass(frozen=True)
-class Extrema:
-    """Smallest and largest finite value (+inf, -inf without one; -0 counts as 0), and how many of each kind."""
+class Counts:
+    """What one pass over ``f32[rows, columns]`` counts.
 
+    ``low`` and ``high``: smallest and largest finite value (+inf, -inf without one; -0 counts as 0), ``lows`` and
+    ``highs`` the same of each row. ``bins[2 * HALF]``: bin i counts the values in [i - HALF, i - HALF + 1) *
+    2^exponent, with the smallest exponent that holds all. ``sketch[SKETCH]``: counts by the upper bits of a value.
+    ``total``: their exact sum in units of 2^-149. Zeros, NaN and infinities are in neither histogram.
+    """
+
+    count: int
     low: float
     high: float
     nans: int
     infinities: int
     zeros: int
-    count: int
+    exponent: int
+    bins: I64
+    sketch: I64
+    total: int
+    lows: F32
+    highs: F32
 
 
-def extrema(x: F32, threads: int = 1) -> Extrema:
-    """Extrema and counts of a float32 array of any shape, in one pass."""
+def count(x: F32, rows: int = 1, threads: int = 1) -> Counts:
+    """Counts of a float32 array whose values are those of ``rows`` rows of equal length, in one pass."""
     x = _contiguous(x)
+    if rows < 0 or (x.size % rows if rows else x.size):
+        raise ValueError(f"{x.size} values are not {rows} rows of equal length")
     native = _kernels()
     if native is None:
-        return extrema_numpy(x)
-    found = library.NativeExtrema()
-    native.intaglio_extrema(x.ctypes.data, x.size, threads, ctypes.byref(found))
-    return Extrema(found.low, found.high, found.nans, found.infinities, found.zeros, x.size)
+        return count_numpy(x, rows)
+    lows, highs = np.empty(rows, np.float32), np.empty(rows, np.float32)
+    bins, sketch, sums = (np.zeros(size, np.int64) for size in (2 * HALF, SKETCH, SIGNED_EXPONENTS))
+    found, columns = library.NativeCounts(), x.size // rows if rows else 0
+    arrays = (array.ctypes.data for array in (lows, highs, bins, sketch, sums))
+    native.intaglio_count(x.ctypes.data, rows, columns, threads, *arrays, ctypes.byref(found))
+    return Counts(x.size, found.low, found.high, found.nans, found.infinities, found.zeros, found.exponent, bins,
+                  sketch, _total(sums), lows, highs)  # fmt: skip
 
 
 def channel_extrema(x: F32, outer: int, channels: int, inner: int, threads: int = 1) -> tuple[F32, F32]:
@@ -59,19 +87,31 @@ def channel_extrema(x: F32, outer: int, channels: int, inner: int, threads: int 
     return low, high
 
 
-def dyadic_histogram(x: F32, exponent: int, bins: NDArray[np.int64], threads: int = 1) -> None:
-    """Adds to ``bins[2 * HALF]`` how many values have ``floor(x * 2^-exponent) + HALF`` as their bin.
+def exponent_of(magnitude: float) -> int:
+    """Smallest k with ``magnitude * 2^-k < HALF``, for a finite float32 magnitude; zero has the lowest there is."""
+    if magnitude == 0:
+        return LOWEST_EXPONENT
+    return math.frexp(magnitude)[1] - (HALF.bit_length() - 1)
 
-    Zeros, NaN and infinities are not counted; a value beyond the bins goes into the end bin.
-    """
-    x = _contiguous(x)
-    if bins.shape != (2 * HALF,) or bins.dtype != np.int64 or not bins.flags.c_contiguous:
-        raise ValueError(f"bins must be a contiguous int64[{2 * HALF}]")
-    native = _kernels()
-    if native is None:
-        dyadic_histogram_numpy(x, exponent, bins)
-    else:
-        native.intaglio_dyadic_histogram(x.ctypes.data, x.size, exponent, bins.ctypes.data, threads)
+
+def exact_sum(x: F32) -> int:
+    """Sum of finite values in units of 2^-149, exactly."""
+    bits = x.reshape(-1).view(np.uint32)
+    sums = np.zeros(SIGNED_EXPONENTS, np.int64)
+    np.add.at(sums, (bits >> np.uint32(23)).astype(np.int64), _mantissas(bits))
+    return _total(sums)
+
+
+def _total(sums: I64) -> int:
+    """Sums of integer mantissas by sign and exponent -> their sum in units of 2^-149."""
+    parts = [(index, int(sums[index])) for index in np.flatnonzero(sums).tolist()]
+    return sum((-part if index >> 8 else part) << (max(index & 255, 1) - 1) for index, part in parts)
+
+
+def _mantissas(bits: NDArray[np.uint32]) -> I64:
+    """Bits of finite values -> mantissas as integers, the leading one of a normal value included."""
+    hidden = np.where((bits & np.uint32(0x7F800000)) > 0, np.uint32(1 << 23), np.uint32(0))
+    return ((bits & np.uint32(0x7FFFFF)) | hidden).astype(np.int64)
 
 
 def _contiguous(x: F32) -> F32:
@@ -89,35 +129,38 @@ def _kernels() -> ctypes.CDLL | None:
         return None
 
 
-def extrema_numpy(x: F32) -> Extrema:
-    """`extrema` in NumPy."""
-    low, high, nans, infinities, zeros = np.inf, -np.inf, 0, 0, 0
+def count_numpy(x: F32, rows: int) -> Counts:
+    """`count` in NumPy."""
+    lows, highs = channel_extrema_numpy(x.reshape(1, rows, x.size // rows if rows else 0))
+    low, high = float(_exact(lows).min(initial=np.inf)), float(_exact(highs).max(initial=-np.inf))
+    nans = infinities = zeros = total = 0
+    exponent = exponent_of(max(abs(low), abs(high))) if low < np.inf else LOWEST_EXPONENT
+    bins, sketch = np.zeros(2 * HALF, np.int64), np.zeros(SKETCH, np.int64)
     for part in _parts(x):
-        magnitude = part.view(np.uint32) & _MAGNITUDE
-        finite = _exact(part[magnitude < _INFINITY])
-        low = min(low, float(finite.min(initial=np.inf)))
-        high = max(high, float(finite.max(initial=-np.inf)))
+        magnitude = part.view(np.int32) & _MAGNITUDE
         nans += int((magnitude > _INFINITY).sum())
         infinities += int((magnitude == _INFINITY).sum())
         zeros += int((magnitude == 0).sum())
-    return Extrema(low + 0.0, high + 0.0, nans, infinities, zeros, x.size)
+        counted = part[(magnitude > 0) & (magnitude < _INFINITY)]
+        index = np.floor(np.ldexp(_exact(counted), -exponent)).astype(np.int64) + HALF
+        bins += np.bincount(index, minlength=2 * HALF)
+        sketch += np.bincount((counted.view(np.uint32) >> np.uint32(REST)).astype(np.int64), minlength=SKETCH)
+        total += exact_sum(counted)
+    return Counts(x.size, low, high, nans, infinities, zeros, exponent, bins, sketch, total, lows, highs)
 
 
 def channel_extrema_numpy(x: F32) -> tuple[F32, F32]:
     """`channel_extrema` of f32[outer, channels, inner] in NumPy."""
-    finite = np.isfinite(x)
-    low = np.where(finite, x, np.float32(np.inf)).min(axis=(0, 2), initial=np.float32(np.inf))
-    high = np.where(finite, x, np.float32(-np.inf)).max(axis=(0, 2), initial=np.float32(-np.inf))
-    return low + np.float32(0), high + np.float32(0)
+    keys = x.view(np.int32) & _MAGNITUDE
+    keys, finite = np.where(x.view(np.int32) < 0, -keys, keys), keys < _INFINITY
+    low = np.where(finite, keys, _INFINITY).min(axis=(0, 2), initial=_INFINITY)
+    high = np.where(finite, keys, -_INFINITY).max(axis=(0, 2), initial=-_INFINITY)
+    return _values(low), _values(high)
 
 
-def dyadic_histogram_numpy(x: F32, exponent: int, bins: NDArray[np.int64]) -> None:
-    """`dyadic_histogram` in NumPy."""
-    for part in _parts(x):
-        magnitude = part.view(np.uint32) & _MAGNITUDE
-        counted = part[(magnitude > 0) & (magnitude < _INFINITY)]
-        index = np.floor(np.ldexp(_exact(counted), -exponent)) + HALF
-        bins += np.bincount(np.clip(index, 0, 2 * HALF - 1).astype(np.int64), minlength=2 * HALF)
+def _values(keys: NDArray[np.int32]) -> F32:
+    """Magnitude bits with a sign -> the values; integers order like values in every float mode."""
+    return (np.abs(keys) | np.where(keys < 0, np.int32(-(2**31)), np.int32(0))).view(np.float32)
 
 
 def _parts(x: F32) -> list[F32]:
@@ -126,9 +169,9 @@ def _parts(x: F32) -> list[F32]:
 
 
 def _exact(x: F32) -> NDArray[np.float64]:
-    """Finite f32 -> f64 from the bits, so that a flushed float mode (torch.set_flush_denormal) loses no denormal."""
+    """f32 without NaN -> f64 from the bits, so that a flushed float mode (torch.set_flush_denormal) loses no denormal.
+    """
     bits = x.view(np.uint32)
-    exponent = ((bits >> np.uint32(23)) & np.uint32(255)).astype(np.int32)
-    fraction = (bits & np.uint32(0x7FFFFF)).astype(np.float64)
-    size = np.ldexp(np.where(exponent > 0, fraction + 2.0**23, fraction), np.maximum(exponent, 1) - 150)
+    exponent = np.maximum(((bits >> np.uint32(23)) & np.uint32(255)).astype(np.int32), 1)
+    size = np.where(exponent < 255, np.ldexp(_mantissas(bits).astype(np.float64), exponent - 150), np.inf)
     return np.where(bits >> np.uint32(31), -size, size)

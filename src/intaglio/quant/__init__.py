@@ -5,11 +5,13 @@ from intaglio.quant.calibrate import calibrate
 from intaglio.quant.convert import Reference, convert
 from intaglio.quant.data import Binder, binder_for, peek
 from intaglio.quant.datatypes import DATATYPES, Datatype
+from intaglio.quant.distributed import Group, share
 from intaglio.quant.image import Image
+from intaglio.quant.lint import lint
 from intaglio.quant.methods import METHODS
 from intaglio.quant.parameters import Parameter, Parameters
 from intaglio.quant.prepare import Observer, Prepared, annotate, prepare
-from intaglio.quant.ranges import Ranges
+from intaglio.quant.ranges import Finding, Ranges
 from intaglio.quant.recipe import Quantizer, Recipe, Setting
 from intaglio.quant.sites import Derived, Fixed, Observed, Shared, Site, Skip, groups
 from intaglio.quant.statistics import Statistics
@@ -22,8 +24,10 @@ __all__ = [
     "Binder",
     "Datatype",
     "Derived",
+    "Finding",
     "Fixed",
     "Grid",
+    "Group",
     "Image",
     "Observed",
     "Observer",
@@ -46,9 +50,11 @@ __all__ = [
     "calibrate",
     "convert",
     "groups",
+    "lint",
     "macs",
     "peek",
     "prepare",
+    "share",
     "weight_grid",
     "weight_scales",
 ]

@@ -19,17 +19,19 @@ from intaglio.capture.nodes import activations, arguments, call_of, operands, or
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, DType, QParams, Signature, TensorType
 from intaglio.ops.conv import outputs_first
-from intaglio.quant.annotate import Annotations, Chain, Region, annotate_graph
+from intaglio.quant.annotate import Annotations, Chain, Region
 from intaglio.quant.correct.biases import with_biases
 from intaglio.quant.correct.scaling import equalized
 from intaglio.quant.corrections import Corrected, Corrections, Rounded
 from intaglio.quant.datatypes import FLOAT8
 from intaglio.quant.float8 import float8
-from intaglio.quant.methods import METHODS
+from intaglio.quant.lint import softmax_operands
+from intaglio.quant.methods import channel_ranges, method_of, without_mask
 from intaglio.quant.parameters import Parameters
-from intaglio.quant.prepare import Prepared, copy_graph
+from intaglio.quant.prepare import Prepared, annotated, copy_graph
 from intaglio.quant.ranges import Ranges
 from intaglio.quant.sites import Fixed, Observed, Site
+from intaglio.quant.statistics import Range, Statistics
 from intaglio.quant.weights import channel_scales, weight_grid
 
 INT32 = (-(2**31), 2**31 - 1)
@@ -117,7 +119,7 @@ def given_corrections(prepared: Prepared, given: Parameters) -> Corrections:
         return Corrections(prepared.annotations, weights)
     biases = {name: torch.from_numpy(values) for name, values in corrected.biases.items()}
     module = with_biases(prepared.annotations.module, biases)
-    annotations = annotate_graph(module, prepared.quantizer, prepared.classes)
+    annotations = annotated(prepared, module)
     return Corrections(annotations, weights, corrected.biases)
 
 
@@ -127,6 +129,8 @@ def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, Q
     if set(found) != set(prepared.observers):
         odd = sorted(set(found) ^ set(prepared.observers))
         raise CalibrationError("ranges", None, f"they belong to another model: {', '.join(odd[:5])} on one side only")
+    if ranges and ranges.graph not in ("", prepared.fingerprint):
+        raise CalibrationError("ranges", None, "they belong to another model, with other operators between these sites")
     unseen = [name for name in prepared.observers if not found[name].count]
     if unseen:
         raise CalibrationError(
@@ -134,12 +138,13 @@ def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, Q
             remedy="calibrate first: calibrate(prepared, data), or run prepared(batch); skip what no data reaches",
         )  # fmt: skip
     by_name = {site.name: site for site in prepared.annotations.sites}
+    chosen = activation_ranges(prepared, found)
     result = {}
     for site in by_name.values():
         if site.role == "activation":
             leader = by_name[prepared.annotations.leaders[site.name]]
             if leader.name not in result:
-                result[leader.name] = _activation(leader, found)
+                result[leader.name] = _activation(leader, chosen)
             result[site.name] = result[leader.name]
     return {site.name: result[site.name] for site in by_name.values() if site.role == "activation"}
 
@@ -161,20 +166,35 @@ def _fixed(site: Site, spec: Fixed) -> QParams:
     return QParams((spec.scale,) * len(zeros), zeros, site.qmin, site.qmax, site.axis)
 
 
-def _activation(site: Site, found: Mapping[str, Any]) -> QParams:
+def activation_ranges(prepared: Prepared, found: Mapping[str, Statistics]) -> dict[str, list[Range]]:
+    """What the method of each site makes of its statistics: one range, or one per channel."""
+    logits, result = softmax_operands(prepared.annotations.module), {}
+    for site in prepared.annotations.sites:
+        if site.name in found and isinstance(site.spec, Observed):
+            method, statistics = method_of(site.spec.method), found[site.name]
+            if site.value in logits:
+                method = without_mask(method)
+            if site.axis is None:
+                result[site.name] = [method(statistics, site.qmin, site.qmax)]
+            else:
+                result[site.name] = channel_ranges(statistics, method, site.qmin, site.qmax)
+    return result
+
+
+def _activation(site: Site, chosen: Mapping[str, list[Range]]) -> QParams:
     if isinstance(site.spec, Fixed):
         return _fixed(site, site.spec)
     if isinstance(site.spec, Observed):
-        low, high = METHODS[site.spec.method](found[site.name], site.qmin, site.qmax)
         try:
-            if site.spec.symmetric:
-                low, high = min(low, -high), max(high, -low)
-            scale, zero_point = numerics.affine(low, high, site.qmin, site.qmax)
+            symmetric = site.spec.symmetric
+            ends = [(min(a, -b), max(b, -a)) if symmetric else (a, b) for a, b in chosen[site.name]]
+            affines = [numerics.affine(low, high, site.qmin, site.qmax) for low, high in ends]
         except ValueError as error:
             raise CalibrationError(site.name, site.origin.operator, str(error)) from error
     else:
         raise UnsupportedError(site.name, site.origin.operator, f"an activation cannot be {site.spec}")
-    return QParams((scale,), (zero_point,), site.qmin, site.qmax)
+    scales, zeros = zip(*affines, strict=True)
+    return QParams(scales, zeros, site.qmin, site.qmax, site.axis)
 
 
 def weight_qparams(

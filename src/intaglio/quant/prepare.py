@@ -3,44 +3,72 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from intaglio.capture.canonical import run
 from intaglio.capture.captured import Captured, GraphStage, expect
-from intaglio.errors import CalibrationError, UnsupportedError
-from intaglio.ir import About, Signature
+from intaglio.capture.nodes import operator
+from intaglio.errors import CalibrationError, SelectorError, UnsupportedError
+from intaglio.ir import About, Signature, symbols_of
 from intaglio.quant.annotate import Annotations, annotate_graph, notes_of
 from intaglio.quant.corrections import Equalization
 from intaglio.quant.declare import declare_images
+from intaglio.quant.image import Image
+from intaglio.quant.methods import method_of
 from intaglio.quant.passes import PTQ_PASSES
 from intaglio.quant.recipe import Quantizer
 from intaglio.quant.sites import Observed, Shared, Site
 from intaglio.quant.statistics import Statistics
 
 
-class Observer(nn.Module):
-    """Passes its input through and counts it into ``statistics``."""
+@dataclass
+class Watch:
+    """What the observers of a model have in common.
 
-    def __init__(self, site: Site) -> None:
+    ``batch``: index of the next batch, ``stride``: what lies between it and the one behind it. ``ignore``: NaN and
+    infinities are left out instead of an error, unless all values are.
+    """
+
+    batch: int = 0
+    stride: int = 1
+    ignore: bool = False
+
+
+class Observer(nn.Module):
+    """Passes its input through and counts it into ``statistics``.
+
+    ``samples``: the axis of its input along which samples lie, ``None`` where none does. ``channels``: the axis whose
+    extrema are kept one by one; the site's own, or whatever is set here before calibration.
+    """
+
+    def __init__(self, site: Site, samples: int | None = 0, watch: Watch | None = None) -> None:
         super().__init__()
-        self.site = site
+        self.site, self.samples, self.watch = site, samples, watch or Watch()
+        self.channels = site.axis if isinstance(site.axis, int) else None
         self.statistics = Statistics()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch = Statistics()
-        batch.update(_in_memory_order(x.detach()).numpy(), threads=torch.get_num_threads())
-        if batch.nans or batch.infinities:
+        values = x.detach().contiguous() if self.samples or self.channels is not None else _in_memory_order(x.detach())
+        found = Statistics.of(
+            values.numpy(), torch.get_num_threads(), samples=self.samples, channels=self.channels,
+            batch=self.watch.batch,
+        )  # fmt: skip
+        strange = found.nans + found.infinities
+        if strange and (strange == found.count or not self.watch.ignore):
             raise CalibrationError(
                 self.site.name, self.site.origin.operator or None,
-                f"{batch.nans} NaN and {batch.infinities} infinite values among {x.numel()}",
+                f"{found.nans} NaN and {found.infinities} infinite values among {x.numel()}",
                 source=self.site.origin.source or None,
-                remedy="remove them from the data, or skip the part of the model that makes them",
+                remedy="remove them from the data, or skip the part of the model that makes them; calibrate(..., "
+                "nonfinite='ignore') leaves them out where there are others",
             )  # fmt: skip
-        self.statistics = self.statistics.merge(batch)
+        self.statistics = self.statistics.merge(found)
         return x
 
     def extra_repr(self) -> str:
@@ -71,6 +99,40 @@ class Prepared(GraphStage):
     quantizer: Quantizer = field(default_factory=Quantizer)
     classes: Mapping[str, str] = field(default_factory=dict)
     equalization: Equalization = field(default_factory=Equalization)
+    watch: Watch = field(default_factory=Watch)
+
+    @property
+    def images(self) -> Mapping[str, Image]:
+        """What was declared of inputs, by name."""
+        declared = self.quantizer.input or {}
+        return {self.signature.inputs[0].name: declared} if isinstance(declared, Image) else declared
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The float model's results; one batch more for the observers."""
+        results = super().__call__(*args, **kwargs)
+        self.watch.batch += self.watch.stride
+        return results
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the operators, what each reads, and the sites; not of sizes, of which a model can have several."""
+        nodes = self.annotations.module.graph.nodes
+        lines = [f"{node.name} {node.op} {operator(node)} {[v.name for v in node.all_input_nodes]}" for node in nodes]
+        return hashlib.sha256("\n".join([*lines, *sorted(self.observers)]).encode()).hexdigest()[:16]
+
+    def with_method(self, method: str) -> Prepared:
+        """The same model with all ranges chosen by another method; ranges of either serve both."""
+        try:
+            method_of(method)
+        except ValueError as error:
+            raise SelectorError("method", None, str(error)) from error
+        sites = tuple(
+            replace(site, spec=replace(site.spec, method=method))
+            if site.role == "activation" and isinstance(site.spec, Observed)
+            else site
+            for site in self.annotations.sites
+        )
+        return replace(self, annotations=replace(self.annotations, sites=sites))
 
 
 def annotate(captured: Captured, quantizer: Quantizer | None = None) -> Annotations:
@@ -101,34 +163,60 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
     notes += notes_of(annotations.regions)
     texts = {"captured": captured.text(), "quantizer": quantizer.to_toml(), "sites": annotations.text()}
     about = captured.about.after(notes, **texts)
-    observed, observers = _observed(annotations)
-    return Prepared(observed, captured.signature, annotations, observers, about, rewrites, quantizer, captured.classes)
+    observed, observers, watch = _observed(annotations, captured.signature)
+    return Prepared(observed, captured.signature, annotations, observers, about, rewrites, quantizer, captured.classes,
+                    watch=watch)  # fmt: skip
+
+
+def annotated(prepared: Prepared, module: fx.GraphModule) -> Annotations:
+    """Of a module with the same values: by the same recipe, and with the specs that sites have got since."""
+    found = annotate_graph(module, prepared.quantizer, prepared.classes)
+    known = {site.name: site for site in prepared.annotations.sites}
+    sites = tuple(
+        replace(site, spec=known[site.name].spec)
+        if site.name in known and isinstance(site.spec, Observed) and isinstance(known[site.name].spec, Observed)
+        else site
+        for site in found.sites
+    )
+    return replace(found, sites=sites)
 
 
 def again(prepared: Prepared, module: fx.GraphModule, notes: tuple[str, ...] = ()) -> Prepared:
     """Of a module that computes what ``prepared.annotations.module`` does: annotated alike, nothing observed yet."""
-    annotations = annotate_graph(module, prepared.quantizer, prepared.classes)
-    observed, observers = _observed(annotations)
+    annotations = annotated(prepared, module)
+    observed, observers, watch = _observed(annotations, prepared.signature)
     about = prepared.about.after(notes, sites=annotations.text())
-    return replace(prepared, module=observed, annotations=annotations, observers=observers, about=about)
+    return replace(
+        prepared, module=observed, annotations=annotations, observers=observers, about=about, watch=watch
+    )
 
 
-def _observed(annotations: Annotations) -> tuple[fx.GraphModule, dict[str, Observer]]:
-    """A copy of the graph that counts, and what it counts into."""
+def _observed(
+    annotations: Annotations, signature: Signature
+) -> tuple[fx.GraphModule, dict[str, Observer], Watch]:
+    """A copy of the graph that counts, what it counts into, and what its observers share."""
     observed = copy_graph(annotations.module)
+    nodes, watch = {node.name: node for node in observed.graph.nodes}, Watch()
     observers = {
-        site.name: Observer(site)
+        site.name: Observer(site, _sample_axis(nodes[site.value], signature), watch)
         for site in annotations.sites
         if site.role == "activation" and isinstance(site.spec, Observed)
     }
-    nodes = {node.name: node for node in observed.graph.nodes}
     places = {name: f"observer_{index}" for index, name in enumerate(observers)}
     for site in annotations.sites:
         leader = annotations.leaders[site.name]
         if site.name in observers or (isinstance(site.spec, Shared) and site.spec.observed):
             _insert(observed, nodes[site.value], places[leader], observers[leader])
     observed.recompile()
-    return observed, observers
+    return observed, observers, watch
+
+
+def _sample_axis(node: fx.Node, signature: Signature) -> int | None:
+    """The axis of a value that is as long as the batch, or a multiple of it; ``None`` without one."""
+    free = [entry.type.shape[0] for entry in signature.inputs if entry.type.shape]
+    batch = {symbol for size in free[:1] for symbol in symbols_of(size)}
+    axes = [axis for axis, size in enumerate(node.meta["type"].shape) if batch.intersection(symbols_of(size))]
+    return axes[0] if axes else None
 
 
 def _insert(module: fx.GraphModule, node: fx.Node, name: str, observer: Observer) -> None:

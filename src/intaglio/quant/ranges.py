@@ -3,36 +3,99 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 from intaglio.errors import ArtifactError, CalibrationError
-from intaglio.quant.statistics import Statistics
+from intaglio.quant.statistics import Range, Statistics
 
-VERSION = 1
+VERSION = 2
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What calibration noticed. ``kind``: the name of the check; ``where``: sites, inputs or batches."""
+
+    kind: str
+    where: str
+    problem: str
+    remedy: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A batch: how many samples it had, a digest of its tensors, extrema of each floating-point input by name."""
+
+    samples: int
+    digest: int
+    inputs: Mapping[str, Range]
+
+    def merge(self, other: Seen) -> Seen:
+        """Two parts of one batch."""
+        inputs = dict(self.inputs)
+        for name, (low, high) in other.inputs.items():
+            lowest, highest = inputs.get(name, (low, high))
+            inputs[name] = (min(low, lowest), max(high, highest))
+        return Seen(self.samples + other.samples, (self.digest + other.digest) % 2**64, inputs)
+
+    def to_dict(self) -> dict[str, Any]:
+        inputs = {name: [low.hex(), high.hex()] for name, (low, high) in self.inputs.items()}
+        return {"samples": self.samples, "digest": f"{self.digest:016x}", "inputs": inputs}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Seen:
+        inputs = {name: (float.fromhex(low), float.fromhex(high)) for name, (low, high) in data["inputs"].items()}
+        return Seen(int(data["samples"]), int(data["digest"], 16), inputs)
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """Site name -> mergeable statistics, and how many batches and samples they saw."""
+    """Site name -> mergeable statistics, and how many batches and samples they saw.
+
+    ``graph``: a digest of the prepared graph, "" when unknown. ``seen``: each batch by its index. ``findings``: what
+    the lint of the calibration noticed; neither saved nor merged.
+    """
 
     statistics: Mapping[str, Statistics]
     batches: int = 0
     samples: int = 0
+    graph: str = ""
+    seen: Mapping[int, Seen] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = field(default=(), compare=False)
 
     def merge(self, other: Ranges) -> Ranges:
-        """Exactly the ranges of both data sets at once; the sites must be the same."""
+        """Exactly the ranges of both data sets at once; the sites must be the same.
+
+        Batches of equal index count as parts of one, which only the method "ema" and the lint notice:
+        ``calibrate(..., first_batch=n)`` gives the second data set indices of its own.
+        """
         if set(self.statistics) != set(other.statistics):
             odd = sorted(set(self.statistics) ^ set(other.statistics))
             raise CalibrationError("ranges", None, f"the sites differ: {', '.join(odd[:5])}")
+        if self.graph and other.graph and self.graph != other.graph:
+            raise CalibrationError("ranges", None, "they are of different graphs with sites of the same names")
         merged = {name: mine.merge(other.statistics[name]) for name, mine in self.statistics.items()}
-        return Ranges(merged, self.batches + other.batches, self.samples + other.samples)
+        seen = {**self.seen, **other.seen}
+        seen.update({index: self.seen[index].merge(other.seen[index]) for index in self.seen.keys() & other.seen})
+        batches, samples = self.batches + other.batches, self.samples + other.samples
+        return Ranges(merged, batches, samples, self.graph or other.graph, seen)
 
     def to_json(self) -> str:
         """Sorted keys and hexadecimal floats: equal ranges give equal text."""
-        sites = {name: found.to_dict() for name, found in self.statistics.items()}
-        content = {"version": VERSION, "batches": self.batches, "samples": self.samples, "sites": sites}
+        content = {
+            "version": VERSION,
+            "batches": self.batches,
+            "samples": self.samples,
+            "graph": self.graph,
+            "seen": [[index, one.to_dict()] for index, one in sorted(self.seen.items())],
+            "sites": {name: found.to_dict() for name, found in self.statistics.items()},
+        }
         return json.dumps(content, sort_keys=True)
 
     @staticmethod
@@ -42,7 +105,8 @@ class Ranges:
             if content["version"] != VERSION:
                 raise ArtifactError("ranges", None, f"version {content['version']}; this intaglio reads {VERSION}")
             sites = {name: Statistics.from_dict(found) for name, found in content["sites"].items()}
-            return Ranges(sites, content["batches"], content["samples"])
+            seen = {int(index): Seen.from_dict(one) for index, one in content["seen"]}
+            return Ranges(sites, content["batches"], content["samples"], content["graph"], seen)
         except (ValueError, KeyError, TypeError) as error:
             raise ArtifactError("ranges", None, f"not a ranges file: {error}") from error
 
@@ -52,6 +116,14 @@ class Ranges:
     @staticmethod
     def load(path: str | Path) -> Ranges:
         return Ranges.from_json(Path(path).read_text(encoding="utf-8"))
+
+    @staticmethod
+    def merge_files(paths: Iterable[str | Path]) -> Ranges:
+        """The ranges of all these files together, in any order."""
+        found = [Ranges.load(path) for path in paths]
+        if not found:
+            raise ArtifactError("ranges", None, "no file to merge")
+        return reduce(Ranges.merge, found)
 
     def text(self) -> str:
         """Count, lowest and highest value of every site."""

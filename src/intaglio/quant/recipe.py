@@ -17,6 +17,7 @@ from intaglio.errors import SelectorError
 from intaglio.ir import Origin
 from intaglio.quant.datatypes import DATATYPES, Datatype
 from intaglio.quant.image import Image
+from intaglio.quant.methods import method_of
 from intaglio.quant.parameters import Parameters
 
 if sys.version_info >= (3, 11):
@@ -35,11 +36,12 @@ LEVELS = ("op:", "type:", "")
 class Setting:
     """``None`` leaves a question to the next weaker setting.
 
-    quantize: int8 at all. method: range method of activations ("mse" or "minmax"). weights: "channel" or "tensor"
-    scales, or "group:32", where 32 neighbours of a channel have steps of 1..15 times its scale. bits: 8, or 7 for
-    activations in 0..127. functions: "table" or "precise", how a function such as silu right behind a convolution or
-    linear layer is computed (ops/activate.py). weights_dtype, activations_dtype: names of `DATATYPES`; without, s8 and
-    what ``bits`` says. For `equalize` and `correct`: equalize: share of each channel's deficit that is made up for
+    quantize: int8 at all. method: range method of activations, "mse", "minmax", "percentile", "kl", "average" or
+    "ema", the third and the last also with a parameter, as in "percentile:99.99" (quant/methods.py). weights: "channel"
+    or "tensor" scales, or "group:32", where 32 neighbours of a channel have steps of 1..15 times its scale. bits: 8, or
+    7 for activations in 0..127. functions: "table" or "precise", how a function such as silu right behind a convolution
+    or linear layer is computed (ops/activate.py). weights_dtype, activations_dtype: names of `DATATYPES`; without, s8
+    and what ``bits`` says. For `equalize` and `correct`: equalize: share of each channel's deficit that is made up for
     before calibration, 0 to 1; rounding: of weights, "gptq", "adaround" or "nearest"; bias: "none", "weights" (makes up
     for rounded weights) or "outputs" (for all that quantization moved).
     """
@@ -58,7 +60,6 @@ class Setting:
     def __post_init__(self) -> None:
         allowed = {
             "quantize": (None, True, False),
-            "method": (None, "mse", "minmax"),
             "weights": (None, "channel", "tensor", "group:N"),
             "bits": (None, 7, 8),
             "functions": (None, "table", "precise"),
@@ -71,6 +72,10 @@ class Setting:
             value = "group:N" if name == "weights" and GROUPS.fullmatch(str(self.weights)) else getattr(self, name)
             if value not in values:
                 raise SelectorError("recipe", None, f"{name} = {getattr(self, name)!r}; allowed are {values[1:]}")
+        try:
+            method_of("mse" if self.method is None else self.method)
+        except ValueError as error:
+            raise SelectorError("recipe", None, f"method = {self.method!r}; {error}") from error
         if self.equalize is not None and not 0 <= self.equalize <= 1:
             raise SelectorError("recipe", None, f"equalize = {self.equalize}; allowed is 0 to 1")
         if self.bits == 7 and self.activations_dtype not in (None, "u8", "u7"):

@@ -14,14 +14,14 @@ from torch import fx
 from intaglio.capture.captured import expect
 from intaglio.capture.nodes import call_of, operands
 from intaglio.ir import QParams
-from intaglio.quant.annotate import Annotations, Region, annotate_graph
+from intaglio.quant.annotate import Annotations, Region
 from intaglio.quant.convert import activation_qparams, parameters_of, weight_qparams
 from intaglio.quant.correct.biases import with_biases
 from intaglio.quant.correct.kept import SAMPLES, kept_calls
 from intaglio.quant.correct.moments import Moments, moments, unable
 from intaglio.quant.correct.rounding import ROUNDINGS, loss, nearest
 from intaglio.quant.corrections import Corrections, Rounded, Step
-from intaglio.quant.prepare import Prepared
+from intaglio.quant.prepare import Prepared, annotated
 from intaglio.quant.ranges import Ranges
 from intaglio.quant.sites import Site
 from intaglio.quant.walk import CACHE, Walk
@@ -48,7 +48,7 @@ def correct(
         if region.record.roles.weight is not None:
             work.take(region)
     module = with_biases(annotations.module, walk.biases)
-    final = annotate_graph(module, prepared.quantizer, prepared.classes)
+    final = annotated(prepared, module)
     biases = {name: values.numpy() for name, values in walk.biases.items()}
     return Corrections(final, work.weights, biases, tuple(work.steps()))
 
@@ -151,7 +151,7 @@ def _complete(prepared: Prepared) -> Annotations:
     if not outputs:
         return annotations
     module = with_biases(annotations.module, {name: torch.zeros(count) for name, count in outputs.items()})
-    return annotate_graph(module, prepared.quantizer, prepared.classes)
+    return annotated(prepared, module)
 
 
 def _lacks_bias(annotations: Annotations, region: Region) -> bool:
