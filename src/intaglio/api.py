@@ -28,6 +28,7 @@ from intaglio.quant import (
     peek,
     prepare,
 )
+from intaglio.quant.recipe import NAMED
 from intaglio.runtime import QuantizedModel, example_of
 from intaglio.tune import compare, made_up, one_image, search
 
@@ -58,7 +59,7 @@ def quantize(
 
     ``data``: any iterable of batches (tensors, tuples, dictionaries, (inputs, label) pairs), a `DataLoader`, or a
     function that is called with the model to calibrate. ``example_inputs``: a tuple of arguments (default: the first
-    batch). ``recipe``: a `Recipe`, its entries as a mapping, or the path of its TOML file. ``skip`` and ``only`` are
+    batch). ``recipe``: a `Recipe`, its name ("accurate"), its entries as a mapping, or the path of its TOML file. ``skip`` and ``only`` are
     selectors (`Recipe`). ``input``: what the bytes of images stand for (an `Image`; of several inputs, a mapping by
     name), so that uint8 images are taken too. ``samples`` stops calibration after that many. ``dynamic_shapes`` as
     torch.export takes them (default: the batch is free). ``isa`` and ``tune`` as in `compile`; ``tune=True`` measures
@@ -87,6 +88,8 @@ def quantize(
 def _recipe(recipe: Recipe | Mapping[str, Any] | str | Path | None) -> Recipe:
     if recipe is None:
         return Recipe()
+    if isinstance(recipe, str) and recipe in NAMED:
+        return Recipe.named(recipe)
     if isinstance(recipe, (str, Path)):
         return Recipe.load(recipe)
     return recipe if isinstance(recipe, Recipe) else Recipe.of(recipe)

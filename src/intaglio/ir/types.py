@@ -13,6 +13,7 @@ class DType(Enum):
 
     U8 = "u8"
     S8 = "s8"
+    U16 = "u16"
     I16 = "i16"
     I32 = "i32"
     I64 = "i64"
@@ -25,7 +26,7 @@ class DType(Enum):
 
     @property
     def bytes(self) -> int:
-        return {"u8": 1, "s8": 1, "bool": 1, "i16": 2, "f16": 2, "bf16": 2, "i64": 8, "f64": 8}.get(self.value, 4)
+        return {"u8": 1, "s8": 1, "bool": 1, "u16": 2, "i16": 2, "f16": 2, "bf16": 2, "i64": 8, "f64": 8}.get(self.value, 4)
 
     def __str__(self) -> str:
         return self.value

@@ -32,7 +32,8 @@ class Setting:
 
     quantize: int8 at all. method: range method of activations ("mse" or "minmax"). weights: "channel" or "tensor"
     scales. bits: 8, or 7 for activations in 0..127. functions: "table" or "precise", how a function such as silu right
-    behind a convolution or linear layer is computed (ops/activate.py).
+    behind a convolution or linear layer is computed (ops/activate.py). shortcut: bits of what a sum behind a
+    convolution or linear layer adds to it, 8 or 16.
     """
 
     quantize: bool | None = None
@@ -40,6 +41,7 @@ class Setting:
     weights: str | None = None
     bits: int | None = None
     functions: str | None = None
+    shortcut: int | None = None
 
     def __post_init__(self) -> None:
         allowed = {
@@ -48,6 +50,7 @@ class Setting:
             "weights": (None, "channel", "tensor"),
             "bits": (None, 7, 8),
             "functions": (None, "table", "precise"),
+            "shortcut": (None, 8, 16),
         }
         for name, values in allowed.items():
             if getattr(self, name) not in values:
@@ -59,7 +62,9 @@ class Setting:
         return Setting(**{key: theirs[key] if mine[key] is None else mine[key] for key in mine})
 
 
-DEFAULT = Setting(quantize=True, method="mse", weights="channel", bits=8, functions="table")
+DEFAULT = Setting(quantize=True, method="mse", weights="channel", bits=8, functions="table", shortcut=8)
+
+NAMED = {"default": DEFAULT, "accurate": dataclasses.replace(DEFAULT, shortcut=16)}
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,13 @@ class Recipe:
 
     entries: tuple[tuple[str, Setting], ...] = ()
     default: Setting = DEFAULT
+
+    @staticmethod
+    def named(name: str) -> Recipe:
+        """``"default"``, or ``"accurate"``: what sums add to a convolution keeps 16 bits."""
+        if name not in NAMED:
+            raise SelectorError("recipe", None, f"there is none called {name!r}; known are {', '.join(NAMED)}")
+        return Recipe(default=NAMED[name])
 
     @staticmethod
     def of(entries: Mapping[str, Setting | Mapping[str, Any] | None], default: Setting = DEFAULT) -> Recipe:

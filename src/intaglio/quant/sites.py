@@ -36,7 +36,8 @@ class Shared:
 
 @dataclass(frozen=True)
 class Derived:
-    """Computed from other sites: a bias takes ``scale_x * scale_w`` of its ``sources`` (activation, weight)."""
+    """Computed from other sites: a bias takes ``scale_x * scale_w`` of its ``sources`` (activation, weight), a shortcut
+    the parameters of its value in 8 bits, finer (`numerics.widen`)."""
 
     sources: tuple[str, ...]
 
@@ -52,7 +53,7 @@ class Site:
     """A value that carries quantization parameters.
 
     ``name`` is ``module.path#call/operator.number``; ``value`` the node of the prepared graph. ``role`` is
-    "activation", "weight" or "bias".
+    "activation", "weight", "bias", or "shortcut": the same value in 16 bits, for sums.
     """
 
     name: str
