@@ -57,10 +57,7 @@ def worst_levels(reference: Reference, lowered: Lowered, *args: Any, **kwargs: A
     worst, wrong, total, floats = {}, 0, 0, 0.0
     for op in lowered.graph.ops:
         given = [values[name] for name in op.inputs]
-        if op.kind == "island":
-            results = island(op, given)
-        else:
-            results = run_op(op, given, lowered.graph, OPS)
+        results = island(op, given) if op.kind == "island" else run_op(op, given, lowered.graph, OPS)
         for name, result in zip(op.outputs, results, strict=True):
             expected = truth.get(name)
             values[name] = result if expected is None else expected

@@ -22,10 +22,10 @@ class Case:
     """A convolution, how it is computed, and a seed for its numbers.
 
     ``table``: looked up in a ``kernel``, or ``after`` it. ``rest``: results of 16 bits, whose ``bounds`` and zero point
-    are those of the levels; ``other_rest``: so has the residual operand. ``natural``: use the kernels for natural levels if the
-    numbers are so. ``halos``: of input, result, residual operand, beyond what padding needs. ``behind``: bytes of
-    canaries after the result; after those a page that cannot be touched. ``exponent``: factors are about 2^exponent;
-    ``None`` spreads the levels. ``extreme``: activations 0 or 255, weights +-127, biases up to 2^30.
+    are those of the levels; ``other_rest``: so has the residual operand. ``natural``: use the kernels for natural
+    levels if the numbers are so. ``halos``: of input, result, residual operand, beyond what padding needs. ``behind``:
+    bytes of canaries after the result; after those a page that cannot be touched. ``exponent``: factors are about
+    2^exponent; ``None`` spreads the levels. ``extreme``: activations 0 or 255, weights +-127, biases up to 2^30.
     """
 
     images: int = 1

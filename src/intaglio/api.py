@@ -59,12 +59,12 @@ def quantize(
 
     ``data``: any iterable of batches (tensors, tuples, dictionaries, (inputs, label) pairs), a `DataLoader`, or a
     function that is called with the model to calibrate. ``example_inputs``: a tuple of arguments (default: the first
-    batch). ``recipe``: a `Recipe`, its name ("accurate"), its entries as a mapping, or the path of its TOML file. ``skip`` and ``only`` are
-    selectors (`Recipe`). ``input``: what the bytes of images stand for (an `Image`; of several inputs, a mapping by
-    name), so that uint8 images are taken too. ``samples`` stops calibration after that many. ``dynamic_shapes`` as
-    torch.export takes them (default: the batch is free). ``isa`` and ``tune`` as in `compile`; ``tune=True`` measures
-    with the first entry of the example inputs' batch. The model is never changed. Raises an `IntaglioError` that says
-    what to do.
+    batch). ``recipe``: a `Recipe`, its name ("accurate"), its entries as a mapping, or the path of its TOML file.
+    ``skip`` and ``only`` are selectors (`Recipe`). ``input``: what the bytes of images stand for (an `Image`; of
+    several inputs, a mapping by name), so that uint8 images are taken too. ``samples`` stops calibration after that
+    many. ``dynamic_shapes`` as torch.export takes them (default: the batch is free). ``isa`` and ``tune`` as in
+    `compile`; ``tune=True`` measures with the first entry of the example inputs' batch. The model is never changed.
+    Raises an `IntaglioError` that says what to do.
     """
     kwargs: dict[str, Any] = {}
     if example_inputs is None:

@@ -188,8 +188,8 @@ STEPS = 255
 def widen(scale: float, zero_point: int) -> Affine:
     """Parameters of 16 bits for a value whose levels have these: ``q16 = 255 * level + rest``, rest in 0..254.
 
-    The scale is ``float32(scale / 255)``, the zero point ``255 * zero_point + 127``. Quantizing ``dequantize(q16)`` with
-    the parameters of the levels gives ``q16 // 255``.
+    The scale is ``float32(scale / 255)``, the zero point ``255 * zero_point + 127``. Quantizing ``dequantize(q16)``
+    with the parameters of the levels gives ``q16 // 255``.
     """
     return Affine(float(np.float32(np.float64(np.float32(scale)) / STEPS)), STEPS * zero_point + STEPS // 2)
 

@@ -113,12 +113,18 @@ def _check_channels(op: Op, graph: Graph) -> None:
 
 
 def _check_sum(op: Op, graph: Graph) -> None:
-    """The rest of an operand lies as its levels do; with an axis, there is a factor for every channel."""
+    """Rests only beside an accumulator, and lying as levels do; with an axis, a factor for every channel."""
     shape, axis = graph.types[op.inputs[1]].shape, op.attrs.get("axis")
-    if any(graph.types[name].shape != shape for name in op.inputs[4:]):
-        raise ValueError(f"add of {graph.types[op.inputs[1]]} with a rest of {graph.types[op.inputs[4]]}")
-    if axis is not None and (axis not in (1, len(shape) - 1) or graph.types[op.inputs[3]].shape != shape[axis : axis + 1]):
-        raise ValueError(f"add along axis {axis} with factors of {graph.types[op.inputs[3]].shape}")
+    joins = graph.types[op.inputs[0]].dtype is DType.I32
+    rests = [graph.types[name].shape for name in op.inputs[4:]]
+    if any(rest != shape for rest in rests) or (not joins and (rests or op.outputs[1:])):
+        raise ValueError(f"add of {graph.types[op.inputs[1]]} with rests of {rests}")
+    if axis is None:
+        return
+    channels, factors = shape[axis : axis + 1], [graph.types[name].shape for name in op.inputs[2:4]]
+    fits = factors[1] == channels if not joins else all(factor in (channels, (1,)) for factor in factors)
+    if axis not in (1, len(shape) - 1) or not fits:
+        raise ValueError(f"add along axis {axis} of {graph.types[op.inputs[1]]} with factors of {factors}")
 
 
 def _check_norm(op: Op, graph: Graph) -> None:

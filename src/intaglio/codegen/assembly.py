@@ -101,8 +101,10 @@ def rests(row: Sequence[str], spare: str, natural: bool, guard: bool) -> Iterato
 
 
 def split(word: str, level: str) -> list[str]:
-    """16 bits -> a level in one register, a rest in the other, both still in 16 bits: ``x // 255`` is ``x * 32897 >> 23``
-    and ``x % 255`` the low byte of its sum with x."""
+    """16 bits -> a level in one register, a rest in the other, both still in 16 bits.
+
+    ``x // 255`` is ``x * 32897 >> 23``, and ``x % 255`` the low byte of the sum of that and x.
+    """
     return [f"vpmulhuw intaglio_rest(%rip),{word},{level}", f"vpsrlw $7,{level},{level}",
             f"vpaddw {level},{word},{word}", f"{_and(word)} intaglio_rest+64(%rip),{word},{word}"]  # fmt: skip
 

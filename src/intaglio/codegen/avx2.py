@@ -157,7 +157,7 @@ def _floats(i: int) -> list[str]:
 
 
 def _store(whole: list[str], pieces: list[tuple[int, list[str]]], item: int, pointer: str = "rdx") -> list[str]:
-    """16 channels at a pointer, or as many as r10 says in pieces of 8, 4, 2 and 1, so that nothing behind them is written."""
+    """16 channels at a pointer, or as many as r10 says in pieces of 8, 4, 2 and 1: nothing behind them is written."""
     lines = ["test $16,%r10d", "jz 4f", *whole, "jmp 9f", "4:", f"mov %{pointer},%r11"]
     for label, (channels, moves) in enumerate(pieces, start=5):
         lines += [f"test ${channels},%r10d", f"jz {label}f", *moves, f"add ${channels * item},%r11", f"{label}:"]

@@ -7,7 +7,7 @@ is a row of `ISAS` and the function that prints its kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -105,11 +105,13 @@ class Isa:
         for blocks, tallest in self.tallest.items():
             for rows in range(1, tallest + 1):
                 yield TileSpec(rows, blocks, "f32")
-                kinds = [("u8",), ("add",), *[("u8", True)] * bool(self.looks_up), ("u8", False, True)]
-                kinds += [("add", False, True), ("add", False, False, True), ("add", False, True, True)]
                 naturals = (False, True)[: 1 + self.packs]
-                for natural, guard, (result, *marks) in product(naturals, (False, True), kinds):
-                    yield TileSpec(rows, blocks, result, natural, guard, *marks)
+                for natural, guard, rest in product(naturals, (False, True), (False, True)):
+                    plain = TileSpec(rows, blocks, "u8", natural, guard, rest=rest)
+                    yield plain
+                    yield from [replace(plain, table=True)] * (bool(self.looks_up) and not rest)
+                    yield replace(plain, result="add")
+                    yield replace(plain, result="add", other_rest=True)
 
 
 def permutation(packed: bool, blocks: int) -> list[int]:

@@ -191,9 +191,9 @@ def _dwords(values: Iterable[int]) -> str:
 
 
 def support() -> str:
-    """Controls of shuffles. spread: byte ``4j + t`` of each 128-bit lane into dword t, for j = 0..3. pairs: both bytes of
-    pair t into words of dword t, and of pair ``4 + t``; then what these words count. For n < 4 blocks: gather, n dwords
-    of every lane to the front; widen, back to the lanes."""
+    """Controls of shuffles. spread: byte ``4j + t`` of each 128-bit lane into dword t, for j = 0..3. pairs: both
+    bytes of pair t into words of dword t, and of pair ``4 + t``; then what these words count. For n < 4 blocks: gather,
+    n dwords of every lane to the front; widen, back to the lanes."""
     text = '    ".section .rodata\\n.p2align 6\\n.hidden intaglio_spread\\nintaglio_spread:\\n"\n'
     for j in range(4):
         lane = [value for t in range(4) for value in (4 * j + t, 128, 128, 128)]

@@ -26,7 +26,8 @@ class DType(Enum):
 
     @property
     def bytes(self) -> int:
-        return {"u8": 1, "s8": 1, "bool": 1, "u16": 2, "i16": 2, "f16": 2, "bf16": 2, "i64": 8, "f64": 8}.get(self.value, 4)
+        one, two, eight = ("u8", "s8", "bool"), ("u16", "i16", "f16", "bf16"), ("i64", "f64")
+        return 1 if self.value in one else 2 if self.value in two else 8 if self.value in eight else 4
 
     def __str__(self) -> str:
         return self.value

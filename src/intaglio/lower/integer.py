@@ -169,8 +169,8 @@ class _Builder:
         return name
 
     def _op(
-        self, kind: str, inputs: Iterable[str], stem: str, result: TensorType, where: Origin, rest: QParams | None = None,
-        **attrs,
+        self, kind: str, inputs: Iterable[str], stem: str, result: TensorType, where: Origin,
+        rest: QParams | None = None, **attrs,
     ) -> str:  # fmt: skip
         """The first result of an operator; with ``rest`` it has another one of these parameters."""
         output = self._value(stem, result)

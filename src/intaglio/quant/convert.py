@@ -87,8 +87,8 @@ def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, Q
             if leader.name not in result:
                 result[leader.name] = _activation(leader, found)
             result[site.name] = result[leader.name]
-    found = {site.name: result[site.name] for site in by_name.values() if site.role == "activation"}
-    return found | {site.name: _widened(site, found) for site in by_name.values() if site.role == "shortcut"}
+    levels = {site.name: result[site.name] for site in by_name.values() if site.role == "activation"}
+    return levels | {site.name: _widened(site, levels) for site in by_name.values() if site.role == "shortcut"}
 
 
 def _widened(site: Site, qparams: Mapping[str, QParams]) -> QParams:
