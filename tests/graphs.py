@@ -127,6 +127,18 @@ class Net:
         factors = [self._constant(np.float32([self.types[v].levels.step / q.step]), DType.F32) for v in (a, b)]
         return self._op("add", [a, b, *factors], DType.U8, q, low=low, high=high)
 
+    def mul(self, a: str, b: str, low: int = 0, high: int = 255) -> str:
+        """Of two images, or of an image and one pixel on either side."""
+        q = self._q((self._real(a) * self._real(b)).std(), None)
+        step = np.float64(self.types[a].levels.step) * np.float64(self.types[b].levels.step)
+        factor = self._constant(np.float32([step / q.step]), DType.F32)
+        name, image = self._op("mul", [a, b, factor], DType.U8, q, low=low, high=high), max(a, b, key=self._size)
+        self.types[name] = TensorType(self.types[image].shape, DType.U8, q)
+        return name
+
+    def _size(self, name: str) -> int:
+        return self.value[name].size
+
     def same(self, kind: str, x: str, **attrs: Any) -> str:
         """An operator that keeps its input's parameters: clamp, slice, pad, reshape, max_pool2d."""
         return self._op(kind, [x], DType.U8, self.types[x].q, **attrs)

@@ -145,7 +145,35 @@ def joined(net: Net) -> tuple[str, ...]:
     return (*map(net.dequantize, (again, halves, mixed)), net.conv(wide, 5, 3, padding=1, f32=True))
 
 
-PROGRAMS = (residual, joined, depthwise, halos, pools, moves, tokens, borders, sized, fixed)
+def weighed(net: Net) -> tuple[str, ...]:
+    """Squeeze and excite in front of convolutions of single pixels: channels that fill vectors and not, the pixel on
+    either side, a residual operand, threads that share pixels or panels, more pixels than are weighed at once."""
+    found, sizes = [], ((32, 7, (9, 7)), (33, 70, (5, 3)), (144, 24, (3, 5)), (260, 20, (9, 11)), (8, 8, (1, 1)))
+    for channels, outputs, size in sizes:
+        x = net.quantize(net.input(N, channels, *size))
+        y = net.conv(x, channels, 3, padding=1, groups=channels)
+        pixel = net.conv(net.mean("adaptive_avg_pool2d", y, size=(1, 1)), channels, 1)
+        product = net.mul(y, pixel) if channels % 2 else net.mul(pixel, y, low=9, high=240)
+        found.append(net.conv(product, outputs, 1, add=net.conv(y, outputs, 1) if outputs == 24 else None))
+    return (*map(net.dequantize, found), net.conv(net.mul(y, pixel), 40, 1, f32=True))
+
+
+def unjoined(net: Net) -> tuple[str, ...]:
+    """Products that are passes of their own: read twice, by other convolutions, or of an image with a halo."""
+    x = net.quantize(net.input(N, 24, 7, 6))
+    pixel = net.conv(net.mean("adaptive_avg_pool2d", x, size=(1, 1)), 24, 1)
+    twice, two = net.mul(x, pixel), net.mul(x, net.table(x))
+    framed = net.conv(x, 24, 1)
+    found = [
+        net.conv(net.mul(pixel, x), 9, 1, stride=2), net.conv(net.mul(x, pixel), 9, 1, groups=3), net.conv(two, 9, 1),
+        net.conv(twice, 9, 1), net.add(twice, x), net.conv(framed, 5, 3, padding=1),
+        net.conv(net.mul(framed, pixel), 9, 1), net.conv(net.mul(x, pixel), 24, 1, padding=1, groups=24),
+        net.conv(net.mul(x, pixel), 9, 3),
+    ]  # fmt: skip
+    return tuple(map(net.dequantize, found))
+
+
+PROGRAMS = (residual, weighed, unjoined, joined, depthwise, halos, pools, moves, tokens, borders, sized, fixed)
 FREE = [program for program in PROGRAMS if program is not fixed]
 
 
@@ -307,10 +335,31 @@ def test_operands_of_a_concatenation_are_written_in_their_place():
     assert [step.partition.anchor.kind for step in planned.steps].count("cat") == 2  # one of them for its halo
 
 
+def test_a_product_that_weighs_channels_is_the_head_of_the_convolution_that_reads_it():
+    """It has no buffer, and the convolution follows what the product reads at once."""
+    planned = plan(built(weighed)[1].graph)
+    heads = [step.partition for step in planned.steps if step.partition.head is not None]
+    tails = ("requantize", "requantize", "add", "requantize", "requantize", "dequantize")
+    assert [[op.kind for op in partition.ops] for partition in heads] == [["mul", "conv2d", tail] for tail in tails]
+    for partition in heads:
+        assert partition.head.output not in planned.buffers
+        assert {*partition.head.inputs[:2]} <= {*partition.reads()}
+    assert not any(step.partition.anchor.kind == "mul" for step in planned.steps)
+    kinds = [step.kinds for step in compiled(weighed, HERE[0]).artifact.program.steps]
+    assert [kind for kind in kinds if "mul" in kind] == [f"mul + conv2d + {tail}" for tail in tails]
+
+
+def test_other_products_are_passes_of_their_own():
+    steps = plan(built(unjoined)[1].graph).steps
+    assert not any(step.partition.headed for step in steps)
+    assert sum(step.partition.anchor.kind == "mul" for step in steps) == 7
+
+
 def test_every_operator_with_a_kernel_has_an_emitter():
-    """A requantize is never an anchor: the accumulator it ends has one. Functions of one value become tables."""
+    """A requantize is never an anchor: the accumulator it ends has one. Functions of one value become tables, sums with
+    a factor per channel sums."""
     records = {name for name, record in OPS.items() if record.kernel is not None and record.function is None}
-    assert set(EMITTERS) == records - {"requantize", "activate"}
+    assert set(EMITTERS) == records - {"requantize", "activate", "scaled_add"}
 
 
 @pytest.mark.parametrize("isa", HERE)

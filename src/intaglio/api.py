@@ -28,12 +28,14 @@ from intaglio.quant import (
     peek,
     prepare,
 )
+from intaglio.quant.correct import SAMPLES, correct, equalize, keep
 from intaglio.quant.recipe import NAMED
 from intaglio.runtime import QuantizedModel, example_of
 from intaglio.tune import compare, made_up, one_image, search
 
 __all__ = [
-    "annotate", "calibrate", "capture", "compare", "compile", "convert", "load", "prepare", "quantize", "requantize",
+    "annotate", "calibrate", "capture", "compare", "compile", "convert", "correct", "equalize", "load", "prepare",
+    "quantize", "requantize",
 ]  # fmt: skip
 
 Selectors = str | Iterable[str]
@@ -58,7 +60,8 @@ def quantize(
     """A float model and a few batches of data -> an int8 model that runs on the CPU.
 
     ``data``: any iterable of batches (tensors, tuples, dictionaries, (inputs, label) pairs), a `DataLoader`, or a
-    function that is called with the model to calibrate. ``example_inputs``: a tuple of arguments (default: the first
+    function that is called with the model to calibrate, which leaves out `equalize` and `correct`: these look several
+    times at the first 256 samples, which are kept. ``example_inputs``: a tuple of arguments (default: the first
     batch). ``recipe``: a `Recipe`, its name ("accurate"), its entries as a mapping, or the path of its TOML file.
     ``skip`` and ``only`` are selectors (`Recipe`). ``input``: what the bytes of images stand for (an `Image`; of
     several inputs, a mapping by name), so that uint8 images are taken too. ``samples`` stops calibration after that
@@ -77,8 +80,12 @@ def quantize(
         example_of(captured.signature, tune, range(len(captured.signature.inputs)) if input else ())
     quantizer = Quantizer(_recipe(recipe).with_selection(skip, only), input or {})
     prepared = prepare(captured, quantizer)
+    looked_at, data = keep(data, captured.signature, SAMPLES if samples is None else min(samples, SAMPLES))
+    if looked_at:
+        prepared = equalize(prepared, looked_at)
     ranges = calibrate(prepared, data, samples=samples, progress=progress)
-    lowered = requantize(convert(prepared, ranges))
+    corrections = correct(prepared, ranges, looked_at) if looked_at else None
+    lowered = requantize(convert(prepared, ranges, corrections))
     chosen = _schedules(lowered, isa, tune, (args, kwargs))
     quantized = build.compile(lowered, isa=isa, schedules=chosen)
     logger.info("%r\n%s", quantized, quantized.coverage)

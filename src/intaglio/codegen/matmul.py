@@ -13,10 +13,10 @@ from intaglio import numerics
 from intaglio.codegen import depthwise
 from intaglio.codegen.context import Context
 from intaglio.codegen.pack import Packing, pack_columns, pack_weights, packing
-from intaglio.codegen.schedule import is_flat
+from intaglio.codegen.steps import fill_pair
 from intaglio.codegen.tile import TileSpec
 from intaglio.codegen.writer import Code
-from intaglio.ir import Op, Partition, Schedule
+from intaglio.ir import Op, Partition, Schedule, is_flat, lies
 from intaglio.ir.phases import Phase, axis_phases
 
 RESULT = {"requantize": "u8", "add": "add", "dequantize": "f32", "activate": "f32"}
@@ -104,20 +104,33 @@ def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece
         for name, symbols in zip(("kernels", "last_kernels"), kernels, strict=True):
             code(f"static const TileKernel {'table_' * look}{name}[] = {{0, {', '.join(symbols)}}};")
     code("struct Matmul m = {};")
-    code(f"m.in = {context.image(anchor.inputs[0])};")
+    code(f"m.in = {_source(partition, context)};")
     code(f"m.out = {_results(partition.output, context, piece)};")
     _geometry(code, context, plan, piece, anchor.attrs.get("groups", 1))
     _operands(code, partition, context, plan, piece)
     code(f"""
         m.panels = {plan.panels}, m.blocks = {plan.blocks}, m.panel_bytes = {_panel_bytes(plan, piece.weight)};
-        m.flat = {int(is_flat(partition, context.plan))}, m.rows = {schedule.tile_rows};
+        m.flat = {int(is_flat(partition, context.graph, context.plan.buffers))}, m.rows = {schedule.tile_rows};
         m.kernels = kernels, m.last_kernels = last_kernels, m.mask = {plan.mask:#x}, m.last_mask = {plan.last_mask:#x};
         m.split_channels_below = {schedule.split_channels_below}, m.chunk_bytes = {schedule.chunk_bytes};
     """)
     if looks_up:
         code(f"if ({looks_up})")
         code("    m.kernels = table_kernels, m.last_kernels = table_last_kernels, m.tile.table = m.table, m.table = 0;")
-    code("matmul(&m, thread, threads);")
+    if partition.head is None:
+        code("matmul(&m, thread, threads);")
+    else:
+        fill_pair(code, partition.head, context)
+        code("matmul_weighed(&m, &p, thread, threads);")
+
+
+def _source(partition: Partition, context: Context) -> str:
+    """The images a product reads; what its head makes lies nowhere yet."""
+    value = partition.anchor.inputs[0]
+    if partition.head is None:
+        return context.image(value)
+    sizes = ", ".join(map(context.dim, lies(context.graph.types[value].shape, rows=False)))
+    return f"image(0, {sizes}, 0, 0)"
 
 
 def _results(value: str, context: Context, piece: Piece, source: str = "m.in") -> str:

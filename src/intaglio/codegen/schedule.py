@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from intaglio.codegen.tile import Isa
-from intaglio.ir import Partition, Plan, Schedule, evaluate, symbols_of
+from intaglio.ir import Partition, Plan, Schedule, evaluate, is_flat, symbols_of
 from intaglio.ir.verify import PRODUCTS
 
 GENERATOR = 1
@@ -60,7 +60,7 @@ def problem(partition: Partition, plan: Plan) -> Problem:
         outputs_per_group=weight.shape[0] // groups,
         pixels=pixels,
         width=width,
-        flat=is_flat(partition, plan),
+        flat=is_flat(partition, graph, plan.buffers),
     )
 
 
@@ -69,19 +69,6 @@ def images(partition: Partition) -> list[str]:
     anchor, first, last = partition.anchor, partition.tail[0], partition.ops[-1]
     residual = (first.inputs[1], *first.inputs[4:]) if first.kind == "add" else ()
     return [anchor.inputs[0], *last.outputs, *residual]
-
-
-def is_flat(partition: Partition, plan: Plan) -> bool:
-    """Whether all output pixels of all images are one line: single taps, stride 1, no halo anywhere."""
-    anchor, buffers = partition.anchor, plan.buffers
-    if anchor.kind == "linear":
-        return True
-    if anchor.kind.startswith("conv_transpose"):
-        return False
-    taps = plan.graph.constants[anchor.inputs[1]].shape[2:]
-    found = [buffers[name] for name in images(partition) if name in buffers]
-    plain = not any(any(buffers[buffer.alias or buffer.value].halo) for buffer in found)
-    return plain and {*taps, *anchor.attrs["stride"]} == {1} and not any(anchor.attrs["padding"])
 
 
 def analytic(layer: Problem, isa: Isa, caches: CacheSizes) -> Schedule:
@@ -106,8 +93,8 @@ def analytic(layer: Problem, isa: Isa, caches: CacheSizes) -> Schedule:
 class Geometry:
     """All that the time of a matrix product depends on, besides machine and schedule. Its text is a key on disk.
 
-    ``kinds``: anchor and tail; ``attrs``: of the anchor, sorted. ``halos`` and ``pixels_apart`` (channels from pixel to
-    pixel): of `images`, as far as they are buffers.
+    ``kinds``: head, anchor and tail; ``attrs``: of the anchor, sorted. ``halos`` and ``pixels_apart`` (channels from
+    pixel to pixel): of `images`, as far as they are buffers.
     """
 
     kinds: tuple[str, ...]

@@ -52,19 +52,25 @@ def emit_pool(code: Code, partition: Partition, context: Context) -> None:
     finish(code, context, op.output, limits)
 
 
-def emit_pair(code: Code, partition: Partition, context: Context) -> None:
-    """add and mul of two values of levels."""
-    op = partition.anchor
+def fill_pair(code: Code, op: Op, context: Context) -> None:
+    """``struct Pair``, but for where the result lies."""
     zero = context.graph.types[op.inputs[0]].levels.zero
     factors, each = [context.graph.constants[name] for name in op.inputs[2:]], "axis" in op.attrs
     code("struct Pair p = {};")
-    for name, value in zip(("a", "b", "out"), (*op.inputs[:2], op.output), strict=True):
+    for name, value in zip("ab", op.inputs[:2], strict=True):
         code(f"p.{name} = {context.image(value)};")
     code(f"p.zero_a = *{context.constant(np.array([zero], np.int32), 'int32_t')}, p.each = {int(each)};")
     for name, factor in zip(("factor_a", "factor_b"), factors, strict=False):
         longer = each and name == "factor_b"
         code(f"p.{name} = {_by_channel(context, factor) if longer else context.constant(factor, 'float')};")
     code(f"p.limits = {context.limits(op)};")
+
+
+def emit_pair(code: Code, partition: Partition, context: Context) -> None:
+    """add and mul of two values of levels."""
+    op = partition.anchor
+    fill_pair(code, op, context)
+    code(f"p.out = {context.image(op.output)};")
     code(f"pair_levels(&p, {int(op.kind == 'add')}, thread, threads);")
     finish(code, context, op.output, context.limits(op))
 

@@ -14,6 +14,7 @@ from intaglio.ir.partition import (
     Step,
     StepNote,
     Work,
+    is_flat,
     lies,
 )
 from intaglio.ir.text import graph_text, partitions_text
@@ -54,6 +55,7 @@ __all__ = [
     "evaluate",
     "fresh",
     "graph_text",
+    "is_flat",
     "lies",
     "numel",
     "partitions_text",

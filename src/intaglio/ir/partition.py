@@ -17,19 +17,25 @@ from intaglio.ir.types import DType
 class Partition:
     """An anchor and the tail that runs in its kernel: every int32 accumulator lives and dies in here.
 
-    The tail of a convolution or linear layer is what takes its accumulators, then perhaps a table of the levels.
+    The tail of a convolution or linear layer is what takes its accumulators, then perhaps a table of the levels. With
+    ``headed`` the first operator is a head: it makes what the anchor reads, some pixels at a time, just before.
     """
 
     name: str
     ops: tuple[Op, ...]
+    headed: bool = False
+
+    @property
+    def head(self) -> Op | None:
+        return self.ops[0] if self.headed else None
 
     @property
     def anchor(self) -> Op:
-        return self.ops[0]
+        return self.ops[self.headed]
 
     @property
     def tail(self) -> tuple[Op, ...]:
-        return self.ops[1:]
+        return self.ops[self.headed + 1 :]
 
     @property
     def output(self) -> str:
@@ -96,6 +102,20 @@ class Buffer:
     def size(self) -> Dim:
         """Bytes, without slack."""
         return self.pixels() * (self.channels() * self.dtype.bytes)
+
+
+def is_flat(partition: Partition, graph: Graph, buffers: Mapping[str, Buffer]) -> bool:
+    """Whether all output pixels of all images are one line: single taps, stride 1, no halo anywhere."""
+    anchor, first = partition.anchor, partition.tail[0]
+    if anchor.kind == "linear":
+        return True
+    if anchor.kind.startswith("conv_transpose"):
+        return False
+    images = [anchor.inputs[0], partition.output, *first.inputs[1:2] * (first.kind == "add")]
+    found = [buffers[name] for name in images if name in buffers]
+    plain = not any(any(buffers[buffer.alias or buffer.value].halo) for buffer in found)
+    taps = graph.constants[anchor.inputs[1]].shape[2:]
+    return plain and {*taps, *anchor.attrs["stride"]} == {1} and not any(anchor.attrs["padding"])
 
 
 @dataclass(frozen=True)

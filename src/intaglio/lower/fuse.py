@@ -1,8 +1,15 @@
-"""Integer graph -> partitions: an accumulator's producer and its reader are one kernel, and a table behind them."""
+"""Integer graph -> partitions: an accumulator's producer and its reader are one kernel, and a table behind them; so are
+a product that weighs the channels of an image and the convolution of single pixels that reads it."""
 
 from __future__ import annotations
 
-from intaglio.ir import DType, Graph, Op, Partition
+from collections.abc import Mapping, Sequence
+
+from intaglio.ir import Buffer, DType, Graph, Op, Partition, is_flat
+
+WIDEST_HEAD = 4096
+"""Channels of what a head makes: the tallest tile of it fits ``WEIGHED_BYTES``, and its terms ``TERMS``, of
+native/program.h."""
 
 
 def fuse(graph: Graph) -> tuple[Partition, ...]:
@@ -26,6 +33,42 @@ def fuse(graph: Graph) -> tuple[Partition, ...]:
         partitions.append(Partition(_name(chain), tuple(chain)))
     position = {op.outputs: index for index, op in enumerate(graph.ops)}
     return tuple(sorted(partitions, key=lambda partition: position[partition.ops[-1].outputs]))
+
+
+def join_heads(partitions: Sequence[Partition], graph: Graph, buffers: Mapping[str, Buffer]) -> list[Partition]:
+    """Squeeze and excite: a convolution of single pixels takes the product in front as its head if nothing else reads
+    it. It would be a pass over memory and a barrier of its own."""
+    users = graph.users()
+    products = {
+        op.output: op
+        for op in graph.ops
+        if _weighs_channels(op, graph, buffers) and len(users[op.output]) == 1 and op.output not in graph.outputs
+    }
+    found: dict[tuple[str, ...], Partition] = {}
+    for partition in partitions:
+        head = products.get(partition.anchor.inputs[0]) if _takes_pixels(partition, graph, buffers) else None
+        if head is not None:
+            del found[head.outputs]
+            partition = Partition(partition.name, (head, *partition.ops), headed=True)
+        found[partition.ops[-1].outputs] = partition
+    return list(found.values())
+
+
+def _takes_pixels(partition: Partition, graph: Graph, buffers: Mapping[str, Buffer]) -> bool:
+    """Whether it is a convolution of one pixel after the other, all channels of each."""
+    anchor = partition.anchor
+    return anchor.kind == "conv2d" and anchor.attrs["groups"] == 1 and is_flat(partition, graph, buffers)
+
+
+def _weighs_channels(op: Op, graph: Graph, buffers: Mapping[str, Buffer]) -> bool:
+    """Whether it is the product of images, dense, and one pixel for each of them."""
+    if op.kind != "mul":
+        return False
+    shape, shapes = graph.types[op.output].shape, [graph.types[name].shape for name in op.inputs[:2]]
+    if len(shape) != 4 or {*shapes} != {shape, (*shape[:2], 1, 1)}:
+        return False
+    image = buffers[op.inputs[shapes.index(shape)]]
+    return image.channels() <= WIDEST_HEAD and not any(buffers[image.alias or image.value].halo)
 
 
 def _accumulates(op: Op, graph: Graph) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from intaglio.ir import Buffer, DType, Graph, Partition, Placement, Plan, Step, evaluate, symbols_of
-from intaglio.lower.fuse import fuse
+from intaglio.lower.fuse import fuse, join_heads
 from intaglio.lower.layout import lay_out
 
 SHARES = 8
@@ -18,7 +18,9 @@ def plan(graph: Graph) -> Plan:
     """Partitions in order, grouped into phases (steps of one phase do not depend on each other) and segments (native
     stretches between islands), with buffers and the order in which they get their place."""
     buffers, rows = lay_out(graph)
-    partitions = [p for p in fuse(graph) if not (len(p.ops) == 1 and _is_alias(p, buffers))]
+    partitions = [p for p in join_heads(fuse(graph), graph, buffers) if not (len(p.ops) == 1 and _is_alias(p, buffers))]
+    heads = {p.head.output for p in partitions if p.head is not None}
+    buffers = {name: buffer for name, buffer in buffers.items() if name not in heads}  # never made as a whole
     steps = _steps(partitions, buffers)
     buffers = {**buffers, **_sums(partitions, graph, buffers)}
     return Plan(graph, tuple(steps), buffers, _placements(steps, buffers), _external(graph, buffers), rows)

@@ -354,6 +354,36 @@ static __attribute__((noinline)) void matmul(const struct Matmul* m, int thread,
     }
 }
 
+struct Pair;
+static inline void weigh_pixels(const struct Pair* p, int64_t first, int64_t count, uint8_t* to);
+
+enum { WEIGHED_BYTES = 1 << 16, BEHIND = 64 };   // what a thread has room for; what may be read behind it
+
+// The same of a product that no step has made: pixels of one line, weighed as threads come to need them. Threads that share
+// panels weigh all pixels each; those that share pixels weigh theirs, a few tiles at a time.
+static __attribute__((noinline)) void matmul_weighed(struct Matmul* m, const struct Pair* weighed, int thread, int threads) {
+    uint8_t made[WEIGHED_BYTES + BEHIND] __attribute__((aligned(64)));
+    const int64_t pixels = m->out.images * m->out.height * m->out.width, pixel = m->in.pixel;
+    if (!pixels) return;
+    const int64_t tiles = (pixels + m->rows - 1) / m->rows, least = pixels / tiles, longer = pixels % tiles;
+    if ((pixels < m->split_channels_below || tiles < threads) && pixels * pixel <= WEIGHED_BYTES) {
+        if (first_unit(m, tiles, thread, threads) == first_unit(m, tiles, thread + 1, threads)) return;
+        weigh_pixels(weighed, 0, pixels, made);
+        m->in.base = made;
+        matmul(m, thread, threads);
+        return;
+    }
+    const int64_t first = share(tiles, thread, threads), last = share(tiles, thread + 1, threads);
+    const int64_t most = WEIGHED_BYTES / ((least + (longer > 0)) * pixel), chunks = (last - first + most - 1) / most;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        const int64_t begin = first + chunk * (last - first) / chunks, end = first + (chunk + 1) * (last - first) / chunks;
+        const int64_t x = begin * least + (begin < longer ? begin : longer), stop = end * least + (end < longer ? end : longer);
+        weigh_pixels(weighed, x, stop - x, made);
+        m->in.base = made - x * pixel;
+        for (int64_t panel = 0; panel < m->panels; ++panel) matmul_span(m, panel, begin, end, tiles, pixels);
+    }
+}
+
 // -- depthwise ----------------------------------------------------------------------------------------------------------
 
 // One call of a depthwise microkernel: `count` tiles side by side, each a few rows by a few columns of output pixels, the
@@ -533,11 +563,11 @@ static inline Floats rising(Floats x, Floats rise, Floats fall) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GE_OQ), fall, rise);
 }
 
-struct Finish { __m512i zero_point, low, high; __m512 convertible; int far; };
+struct Finish { __m512i zero_point, low, high; __m512 convertible; int far, whole; };   // whole: bounds are 0 and 255
 
 static inline struct Finish finishing(const struct Limits* q, float most) {
     const struct Finish f = {_mm512_loadu_si512(q->zero_point16), _mm512_loadu_si512(q->low8), _mm512_loadu_si512(q->high8),
-                             _mm512_set1_ps(q->convertible_high), !(most < q->convertible_high)};
+                             _mm512_set1_ps(q->convertible_high), !(most < q->convertible_high), q->low == 0 && q->high == 255};
     return f;
 }
 
@@ -551,7 +581,7 @@ static inline Levels pack(const Floats* steps, const struct Finish* f) {
     const __m512i a = _mm512_packs_epi32(converted(steps[0], f), converted(steps[1], f));
     const __m512i b = _mm512_packs_epi32(converted(steps[2], f), converted(steps[3], f));
     const __m512i level = _mm512_packus_epi16(_mm512_adds_epi16(a, f->zero_point), _mm512_adds_epi16(b, f->zero_point));
-    return _mm512_min_epu8(_mm512_max_epu8(level, f->low), f->high);
+    return f->whole ? level : _mm512_min_epu8(_mm512_max_epu8(level, f->low), f->high);
 }
 
 static inline Levels unpack_low(Levels a, Levels b) { return _mm512_unpacklo_epi16(a, b); }
@@ -595,11 +625,12 @@ static inline Floats rising(Floats x, Floats rise, Floats fall) {
     return _mm256_blendv_ps(fall, rise, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GE_OQ));
 }
 
-struct Finish { __m256i zero_point, low, high; __m256 convertible; int far; };
+struct Finish { __m256i zero_point, low, high; __m256 convertible; int far, whole; };
 
 static inline struct Finish finishing(const struct Limits* q, float most) {
     const struct Finish f = {_mm256_loadu_si256((const __m256i*)q->zero_point16), _mm256_loadu_si256((const __m256i*)q->low8),
-                             _mm256_loadu_si256((const __m256i*)q->high8), _mm256_set1_ps(q->convertible_high), !(most < q->convertible_high)};
+                             _mm256_loadu_si256((const __m256i*)q->high8), _mm256_set1_ps(q->convertible_high), !(most < q->convertible_high),
+                             q->low == 0 && q->high == 255};
     return f;
 }
 
@@ -611,7 +642,7 @@ static inline Levels pack(const Floats* steps, const struct Finish* f) {
     const __m256i a = _mm256_packs_epi32(converted(steps[0], f), converted(steps[1], f));
     const __m256i b = _mm256_packs_epi32(converted(steps[2], f), converted(steps[3], f));
     const __m256i level = _mm256_packus_epi16(_mm256_adds_epi16(a, f->zero_point), _mm256_adds_epi16(b, f->zero_point));
-    return _mm256_min_epu8(_mm256_max_epu8(level, f->low), f->high);
+    return f->whole ? level : _mm256_min_epu8(_mm256_max_epu8(level, f->low), f->high);
 }
 
 static inline Levels unpack_low(Levels a, Levels b) { return _mm256_unpacklo_epi16(a, b); }
@@ -925,21 +956,57 @@ struct Terms {
     float factor, term[TERMS + WIDE];
 };
 
+#if defined(VECTORS)
+// Vectors that begin with a multiple of 16 channels need no dealing where the j-th terms of all 16 lie together.
+static inline int in_sixteens(const struct Terms* t) { return t->channels % 16 == 0; }
+
+static inline void fill_terms(struct Terms* t, const uint8_t* from, int32_t zero, float factor) {
+    if (!in_sixteens(t)) {
+        for (int64_t c = 0; c < t->channels; ++c) t->term[c] = (float)(from[c] - zero) * factor;
+        for (int64_t c = 0; c < WIDE - 1; ++c) t->term[t->channels + c] = t->term[c];
+        return;
+    }
+    const int64_t quarter = t->channels / 4, apart = quarter + WIDE / 4;
+    for (int64_t c = 0; c < t->channels; c += WIDE) {
+        const Levels x = load_levels(from + c, t->channels - c);
+        for (int j = 0; j < 4; ++j) {
+            const Floats term = (spread(x, j) - origin(zero)) * floats(factor);
+            memcpy(t->term + j * apart + c / 4, &term, sizeof term);
+        }
+    }
+    for (int j = 0; j < 4; ++j)
+        for (int64_t c = 0; c < WIDE / 4; ++c) t->term[j * apart + quarter + c] = t->term[j * apart + c];
+}
+
+static inline __attribute__((always_inline)) void term_vectors(const struct Terms* t, const uint8_t* from, uint8_t* to, int64_t count,
+                                                               const struct Finish* f, int sum, int sixteens) {
+    const Floats zero = origin(t->zero), factor = floats(t->factor);
+    const int64_t apart = sixteens ? t->channels / 4 + WIDE / 4 : WIDE / 4;
+    FOR_EACH_VECTOR(count, t->channels) {
+        const Levels loaded = load_levels(from + i, count - i), x = sixteens ? loaded : deal(loaded);
+        const float* terms = t->term + (sixteens ? channel / 4 : channel);
+        Floats steps[4];
+        for (int j = 0; j < 4; ++j) {
+            const Floats real = spread(x, j) - zero, term = load_floats(terms + apart * j);
+            steps[j] = sum ? real * factor + term : real * term * factor;
+        }
+        const Levels level = pack(steps, f);
+        store_levels(to + i, sixteens ? level : gather(level), count - i);
+    }
+}
+#else
 static inline void fill_terms(struct Terms* t, const uint8_t* from, int32_t zero, float factor) {
     for (int64_t c = 0; c < t->channels; ++c) t->term[c] = (float)(from[c] - zero) * factor;
-    for (int64_t c = 0; c < WIDE - 1; ++c) t->term[t->channels + c] = t->term[c];
 }
+#endif
 
 static inline void add_terms(const struct Terms* t, const uint8_t* from, uint8_t* to, int64_t count, const struct Limits* q) {
 #if defined(VECTORS)
     const struct Finish f = finishing(q, UNKNOWN);
-    const Floats zero = origin(t->zero), factor = floats(t->factor);
-    FOR_EACH_VECTOR(count, t->channels) {
-        const Levels x = deal(load_levels(from + i, count - i));
-        Floats steps[4];
-        for (int j = 0; j < 4; ++j) steps[j] = (spread(x, j) - zero) * factor + load_floats(t->term + channel + WIDE / 4 * j);
-        store_levels(to + i, gather(pack(steps, &f)), count - i);
-    }
+    if (in_sixteens(t))
+        term_vectors(t, from, to, count, &f, 1, 1);
+    else
+        term_vectors(t, from, to, count, &f, 1, 0);
 #else
     for (int64_t i = 0; i < count; i += t->channels)
         for (int64_t c = 0; c < t->channels; ++c)
@@ -950,13 +1017,10 @@ static inline void add_terms(const struct Terms* t, const uint8_t* from, uint8_t
 static inline void mul_terms(const struct Terms* t, const uint8_t* from, uint8_t* to, int64_t count, const struct Limits* q) {
 #if defined(VECTORS)
     const struct Finish f = finishing(q, 255 * 255 * magnitude(t->factor));
-    const Floats zero = origin(t->zero), factor = floats(t->factor);
-    FOR_EACH_VECTOR(count, t->channels) {
-        const Levels x = deal(load_levels(from + i, count - i));
-        Floats steps[4];
-        for (int j = 0; j < 4; ++j) steps[j] = (spread(x, j) - zero) * load_floats(t->term + channel + WIDE / 4 * j) * factor;
-        store_levels(to + i, gather(pack(steps, &f)), count - i);
-    }
+    if (in_sixteens(t))
+        term_vectors(t, from, to, count, &f, 0, 1);
+    else
+        term_vectors(t, from, to, count, &f, 0, 0);
 #else
     for (int64_t i = 0; i < count; i += t->channels)
         for (int64_t c = 0; c < t->channels; ++c)
@@ -982,6 +1046,22 @@ static inline void pair_with_pixel(const struct Pair* p, int sum, int one_a, int
             for (int64_t x = 0; x < lines; ++x)
                 (sum ? add_terms : mul_terms)(&t, at(other, n, y, x) + c, at(&p->out, n, y, x) + c, count, p->limits);
         }
+    }
+}
+
+// Some pixels of an image times one pixel for it, dense; they are counted through all images.
+static inline void weigh_pixels(const struct Pair* p, int64_t first, int64_t count, uint8_t* to) {
+    const int one_a = p->a.height * p->a.width == 1;
+    const struct Image *one = one_a ? &p->a : &p->b, *other = one_a ? &p->b : &p->a;
+    const int32_t zero_b = p->limits->other_zero_point;
+    const int64_t pixels = other->height * other->width;
+    struct Terms t;
+    t.channels = other->pixel, t.zero = one_a ? zero_b : p->zero_a, t.factor = p->factor_a[0];
+    for (int64_t some; count; first += some, count -= some, to += some * t.channels) {
+        const int64_t n = first / pixels;
+        some = least_of(count, (n + 1) * pixels - first);
+        fill_terms(&t, at(one, n, 0, 0), one_a ? p->zero_a : zero_b, 1.0f);
+        mul_terms(&t, other->base + first * t.channels, to, some * t.channels, p->limits);
     }
 }
 

@@ -95,6 +95,10 @@ class Annotations:
     def by_value(self) -> dict[tuple[str, str], Site]:
         return {(site.value, site.role): site for site in self.sites}
 
+    def sites_text(self) -> str:
+        """Sites, one line each; biases left out, as one may be added."""
+        return "\n".join(str(site) for site in self.sites if site.role != "bias")
+
     def text(self) -> str:
         """Sites, then what was skipped, one line each."""
         lines = [str(site) for site in self.sites]

@@ -59,7 +59,7 @@ def _loop(prepared: Prepared, data: Any, samples: int | None, progress: bool) ->
             raise CalibrationError(
                 f"batch {count}, {error.where}", error.operator, error.problem, remedy=error.remedy, source=error.source
             ) from None
-        seen, count = seen + _batch_size(args, kwargs), count + 1
+        seen, count = seen + batch_size(args, kwargs), count + 1
         if samples is not None and seen >= samples:
             break
     if not seen:
@@ -69,7 +69,8 @@ def _loop(prepared: Prepared, data: Any, samples: int | None, progress: bool) ->
     return count, seen
 
 
-def _batch_size(args: tuple, kwargs: dict[str, Any]) -> int:
+def batch_size(args: tuple, kwargs: dict[str, Any]) -> int:
+    """Samples in a call: the first axis of its first tensor that has axes."""
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim()]
     return tensors[0].shape[0] if tensors else 1
 

@@ -19,6 +19,7 @@ from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, DType, QParams, Signature, TensorType
 from intaglio.ops.conv import outputs_first
 from intaglio.quant.annotate import Annotations, Chain, Region, find_shortcuts, reads_shortcut
+from intaglio.quant.corrections import Corrections, Rounded
 from intaglio.quant.methods import METHODS
 from intaglio.quant.prepare import Prepared, copy_graph
 from intaglio.quant.ranges import Ranges
@@ -51,18 +52,25 @@ class Reference(GraphStage):
         return f"Reference({len(self.qparams)} sites; a simulation in float, slower than the float model)"
 
 
-def convert(prepared: Prepared, ranges: Ranges | None = None) -> Reference:
+def convert(
+    prepared: Prepared, ranges: Ranges | None = None, corrections: Corrections | None = None
+) -> Reference:
     """Ranges (default: what the prepared model has seen) become parameters, weights and biases integers.
 
-    Raises `CalibrationError` when a site has seen no data, `UnsupportedError` when an accumulator could overflow.
+    ``corrections``: integers and biases that `correct` found better than the nearest ones. Raises `CalibrationError`
+    when a site has seen no data, `UnsupportedError` when an accumulator could overflow.
     """
     expect(prepared, Prepared, "convert")
-    annotations = prepared.annotations
+    corrections = corrections or Corrections(prepared.annotations)
+    annotations = corrections.annotations
+    if annotations.sites_text() != prepared.annotations.sites_text():
+        raise CalibrationError("corrections", None, "they belong to another model",
+                               remedy="convert what they were made for: correct(prepared, ranges, data)")  # fmt: skip
     qparams = activation_qparams(prepared, ranges)
-    remarks: list[str] = []
-    qparams.update(_weight_qparams(annotations, qparams, remarks))
+    remarks = list(corrections.notes)
+    qparams.update(weight_qparams(annotations, qparams, remarks, corrections.weights))
     module = copy_graph(annotations.module)
-    _Rewriter(module, annotations, qparams).run()
+    _Rewriter(module, annotations, qparams, corrections).run()
     about = prepared.about.after(tuple(remarks), reference=fx_text(module.graph))
     return Reference(module, prepared.signature, qparams, annotations, about)
 
@@ -114,14 +122,20 @@ def _activation(site: Site, found: Mapping[str, Any]) -> QParams:
     return QParams((scale,), (zero_point,), site.qmin, site.qmax)
 
 
-def _weight_qparams(annotations: Annotations, qparams: Mapping[str, QParams], remarks: list[str]) -> dict[str, QParams]:
-    """Scales of every weight, made fit for the biases of all its call sites; then the biases' own."""
+def weight_qparams(
+    annotations: Annotations, qparams: Mapping[str, QParams], remarks: list[str],
+    chosen: Mapping[str, Rounded] | None = None,
+) -> dict[str, QParams]:  # fmt: skip
+    """Scales of every weight, made fit for the biases of all its call sites; then the biases' own.
+
+    ``chosen``: weights that have their scales already.
+    """
     result: dict[str, QParams] = {}
     for region in annotations.regions:
         if region.record.roles.weight is None:
             continue
         x_site, w_site, _ = anchor_sites(annotations, region)
-        weight, bias = _parameters(annotations.module, region)
+        weight, bias = parameters_of(annotations.module, region)
         plain, fitted = _fitted_scales(region, weight, bias, w_site, qparams[x_site.name].step)
         if (enlarged := fitted > plain).any():
             remarks.append(f"{w_site.name}: scales of {int(enlarged.sum())} channels enlarged to fit the bias")
@@ -132,11 +146,12 @@ def _weight_qparams(annotations: Annotations, qparams: Mapping[str, QParams], re
                                    remedy=f"skip=[{region.anchor.meta['origin'].path!r}]")  # fmt: skip
         scales = tuple(map(float, fitted))
         result[w_site.name] = QParams(scales, (0,) * len(scales), w_site.qmin, w_site.qmax, w_site.axis)
+    result.update({site: rounded.qparams for site, rounded in (chosen or {}).items()})
     for region in annotations.regions:
         if region.record.roles.weight is not None:
             x_site, w_site, b_site = anchor_sites(annotations, region)
             if b_site is not None:
-                outputs = len(_parameters(annotations.module, region)[1])
+                outputs = len(parameters_of(annotations.module, region)[1])
                 result[b_site.name] = _bias_qparams(qparams[x_site.name], result[w_site.name], outputs)
     return result
 
@@ -157,6 +172,18 @@ def _fitted_scales(
     fitted = fitted.reshape(-1, count).max(0)
     zero = absmax.reshape(-1, count).max(0) == 0
     return np.where(zero, fitted, plain.reshape(-1, count).max(0)), fitted
+
+
+def weight_steps(region: Chain, weight: np.ndarray, q: QParams) -> np.ndarray:
+    """The scales of a weight, of its rank."""
+    spread = [1] * weight.ndim
+    spread[region.record.roles.outputs] = len(q.scales)
+    return np.array(q.scales, np.float32).reshape(spread)
+
+
+def weight_levels(region: Chain, weight: np.ndarray, q: QParams) -> np.ndarray:
+    """Every value to its nearest level."""
+    return numerics.quantize(weight, weight_steps(region, weight, q), 0, q.qmin, q.qmax)
 
 
 def per_output(region: Chain, weight: np.ndarray) -> np.ndarray:
@@ -186,7 +213,7 @@ def anchor_sites(annotations: Annotations, region: Region) -> tuple[Site, Site, 
     return by_value[x.name, "activation"], by_value[weight.name, "weight"], by_value.get((region.anchor.name, "bias"))
 
 
-def _parameters(module: fx.GraphModule, region: Region) -> tuple[np.ndarray, np.ndarray | None]:
+def parameters_of(module: fx.GraphModule, region: Region) -> tuple[np.ndarray, np.ndarray | None]:
     roles, values = region.record.roles, operands(region.anchor)
     weight, bias = values[roles.weight], values[roles.bias]
     arrays = [None if node is None else getattr(module, node.target).detach().numpy() for node in (weight, bias)]
@@ -204,8 +231,11 @@ def _calls(q: QParams) -> tuple[Any, Any]:
 class _Rewriter:
     """Puts quantize and dequantize around the regions of a graph: one quantize a value, one dequantize a reader."""
 
-    def __init__(self, module: fx.GraphModule, annotations: Annotations, qparams: Mapping[str, QParams]) -> None:
+    def __init__(
+        self, module: fx.GraphModule, annotations: Annotations, qparams: Mapping[str, QParams], corrections: Corrections
+    ) -> None:
         self.module, self.graph, self.annotations, self.qparams = module, module.graph, annotations, qparams
+        self.chosen = corrections.weights
         self.nodes = {node.name: node for node in self.graph.nodes}
         self.inside = {node.name for region in annotations.regions for node in region.nodes}
         self.shortcuts = find_shortcuts(annotations.regions)
@@ -292,11 +322,10 @@ class _Rewriter:
         """Integer weight and bias, each behind a dequantize of this call's own."""
         anchor, roles = self.nodes[region.anchor.name], region.record.roles
         x_site, w_site, b_site = anchor_sites(self.annotations, region)
-        weight, bias = _parameters(self.annotations.module, region)
+        weight, bias = parameters_of(self.annotations.module, region)
         w, x = self.qparams[w_site.name], self.qparams[x_site.name]
-        spread = [1] * weight.ndim
-        spread[roles.outputs] = len(w.scales)
-        levels = numerics.quantize(weight, np.array(w.scales, np.float32).reshape(spread), 0, w.qmin, w.qmax)
+        chosen = self.chosen.get(w_site.name)
+        levels = weight_levels(region, weight, w) if chosen is None else chosen.levels
         rows = per_output(region, levels)
         steps = np.zeros(len(rows), np.int32)
         if bias is not None:

@@ -32,7 +32,9 @@ def declare_images(
         if kind.dtype is not DType.F32 or len(kind.shape) != 4 or not isinstance(kind.shape[1], int):
             raise UnsupportedError(f"input '{name}'", None, f"{kind}; an Image is f32[n, channels, rows, columns]")
         pixels = image.pixels(kind.shape[1])
-        reason = "the model writes into it" if entry.leaf in signature.written else _unable(node, quantizer, classes)
+        reason = unable_to_absorb(node, quantizer, classes)
+        if entry.leaf in signature.written:
+            reason = "the model writes into it"
         if reason is None:
             value = read_affine(module, node, pixels.gain, pixels.shift)
             value.meta["zero_points"] = pixels.zero_points
@@ -56,7 +58,7 @@ def _by_name(given: Image | Mapping[str, Image], names: list[str]) -> Mapping[st
     return given
 
 
-def _unable(node: fx.Node, quantizer: Quantizer, classes: Mapping[str, str]) -> str | None:
+def unable_to_absorb(node: fx.Node, quantizer: Quantizer, classes: Mapping[str, str]) -> str | None:
     """Why a reader of an image cannot take its bytes."""
     users = [user for user in node.users if "dim" not in user.meta]
     for user in users:

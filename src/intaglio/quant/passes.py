@@ -86,7 +86,7 @@ def norm_as_affine(module: fx.GraphModule) -> int:
             names.append(f"norm{index}_{label}")
             module.register_buffer(names[-1], tensor.float().reshape(shape))
         with module.graph.inserting_before(norm):
-            scale, shift = (_constant(module, name, f"{origin(norm).path}.{name}") for name in names)
+            scale, shift = (constant_node(module, name, f"{origin(norm).path}.{name}") for name in names)
             node = module.graph.call_function(torch.ops.aten.addcmul.default, (shift, norm.args[0], scale))
         node.meta = {"type": tensor_type(value), "origin": origin(norm)}
         value.replace_all_uses_with(node)
@@ -107,7 +107,7 @@ def constants_as_affine(module: fx.GraphModule) -> int:
                 names[-1] += "_"
             module.register_buffer(names[-1], tensor.float())
         with module.graph.inserting_before(node):
-            factor, offset = (_constant(module, name, f"{origin(node).path}.{name}") for name in names)
+            factor, offset = (constant_node(module, name, f"{origin(node).path}.{name}") for name in names)
             result = module.graph.call_function(torch.ops.aten.addcmul.default, (offset, x, factor))
         result.meta = {"type": tensor_type(node), "origin": origin(node)}
         node.replace_all_uses_with(result)
@@ -267,7 +267,7 @@ def read_affine(module: fx.GraphModule, node: fx.Node, gain: torch.Tensor, shift
         while hasattr(module, name):
             name += "_"
         module.register_buffer(name, tensor.float().reshape(1, -1, 1, 1))
-        constants.append(_constant(module, name, name))
+        constants.append(constant_node(module, name, name))
     factor, offset = constants
     with module.graph.inserting_before(first):
         value = module.graph.call_function(torch.ops.aten.addcmul.default, (offset, node, factor))
@@ -315,7 +315,7 @@ def _replace(
         module.register_buffer(f"{stem}_bias", bias.float())
     path = anchor.args[1].meta.get("path", "")
     with module.graph.inserting_before(anchor):
-        nodes = [_constant(module, name, p) for name, p in zip(known[key], (path, _bias_path(path)), strict=True)]
+        nodes = [constant_node(module, name, p) for name, p in zip(known[key], (path, _bias_path(path)), strict=True)]
     rest = list(anchor.args[3:])
     anchor.args = (anchor.args[0], *nodes, *rest)
     anchor.kwargs = {k: v for k, v in anchor.kwargs.items() if k != "bias"}
@@ -325,7 +325,7 @@ def _bias_path(path: str) -> str:
     return path.removesuffix("weight") + "bias"
 
 
-def _constant(module: fx.GraphModule, name: str, path: str) -> fx.Node:
+def constant_node(module: fx.GraphModule, name: str, path: str) -> fx.Node:
     """One node per constant, so that readers of one tensor read one node."""
     for node in module.graph.nodes:
         if node.op == "get_attr" and node.target == name:

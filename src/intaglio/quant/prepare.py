@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx, nn
@@ -55,7 +55,10 @@ def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Prepared(GraphStage):
-    """Runs like the float model and counts what it sees. ``observers``: site name -> observer."""
+    """Runs like the float model and counts what it sees. ``observers``: site name -> observer.
+
+    ``quantizer`` and ``classes`` (module path -> class name) are what it was annotated by.
+    """
 
     module: fx.GraphModule
     signature: Signature
@@ -63,6 +66,8 @@ class Prepared(GraphStage):
     observers: Mapping[str, Observer]
     about: About = field(default_factory=About)
     rewrites: Mapping[str, int] = field(default_factory=dict)
+    quantizer: Quantizer = field(default_factory=Quantizer)
+    classes: Mapping[str, str] = field(default_factory=dict)
 
 
 def annotate(captured: Captured, quantizer: Quantizer | None = None) -> Annotations:
@@ -90,7 +95,23 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
             "model", None, "nothing in it can be quantized" + (f": {reasons}" if reasons else ""),
             remedy="check the recipe, and that the model has convolutions or linear layers with float32 constants",
         )  # fmt: skip
-    observed = copy_graph(module)
+    notes += notes_of(annotations.regions)
+    about = captured.about.after(notes, captured=captured.text(), sites=annotations.text())
+    observed, observers = _observed(annotations)
+    return Prepared(observed, captured.signature, annotations, observers, about, rewrites, quantizer, captured.classes)
+
+
+def again(prepared: Prepared, module: fx.GraphModule, notes: tuple[str, ...] = ()) -> Prepared:
+    """Of a module that computes what ``prepared.annotations.module`` does: annotated alike, nothing observed yet."""
+    annotations = annotate_graph(module, prepared.quantizer, prepared.classes)
+    observed, observers = _observed(annotations)
+    about = prepared.about.after(notes, sites=annotations.text())
+    return replace(prepared, module=observed, annotations=annotations, observers=observers, about=about)
+
+
+def _observed(annotations: Annotations) -> tuple[fx.GraphModule, dict[str, Observer]]:
+    """A copy of the graph that counts, and what it counts into."""
+    observed = copy_graph(annotations.module)
     observers = {
         site.name: Observer(site)
         for site in annotations.sites
@@ -103,9 +124,7 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
         if site.name in observers or (isinstance(site.spec, Shared) and site.spec.observed):
             _insert(observed, nodes[site.value], places[leader], observers[leader])
     observed.recompile()
-    notes += notes_of(annotations.regions)
-    about = captured.about.after(notes, captured=captured.text(), sites=annotations.text())
-    return Prepared(observed, captured.signature, annotations, observers, about, rewrites)
+    return observed, observers
 
 
 def _insert(module: fx.GraphModule, node: fx.Node, name: str, observer: Observer) -> None:

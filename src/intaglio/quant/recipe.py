@@ -33,7 +33,9 @@ class Setting:
     quantize: int8 at all. method: range method of activations ("mse" or "minmax"). weights: "channel" or "tensor"
     scales. bits: 8, or 7 for activations in 0..127. functions: "table" or "precise", how a function such as silu right
     behind a convolution or linear layer is computed (ops/activate.py). shortcut: bits of what a sum behind a
-    convolution or linear layer adds to it, 8 or 16.
+    convolution or linear layer adds to it, 8 or 16. For `correct`: rounding: of weights, "gptq", "adaround" or
+    "nearest"; bias: "none", "weights" (makes up for rounded weights) or "outputs" (for all that quantization moved);
+    equalize: share of each channel's deficit that is made up for before calibration, 0 to 1.
     """
 
     quantize: bool | None = None
@@ -41,6 +43,9 @@ class Setting:
     weights: str | None = None
     bits: int | None = None
     functions: str | None = None
+    rounding: str | None = None
+    bias: str | None = None
+    equalize: float | None = None
     shortcut: int | None = None
 
     def __post_init__(self) -> None:
@@ -50,11 +55,15 @@ class Setting:
             "weights": (None, "channel", "tensor"),
             "bits": (None, 7, 8),
             "functions": (None, "table", "precise"),
+            "rounding": (None, "gptq", "adaround", "nearest"),
+            "bias": (None, "none", "weights", "outputs"),
             "shortcut": (None, 8, 16),
         }
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise SelectorError("recipe", None, f"{name} = {getattr(self, name)!r}; allowed are {values[1:]}")
+        if self.equalize is not None and not 0 <= self.equalize <= 1:
+            raise SelectorError("recipe", None, f"equalize = {self.equalize}; allowed is 0 to 1")
 
     def over(self, weaker: Setting) -> Setting:
         """This setting, its gaps filled from a weaker one."""
@@ -62,8 +71,10 @@ class Setting:
         return Setting(**{key: theirs[key] if mine[key] is None else mine[key] for key in mine})
 
 
-DEFAULT = Setting(quantize=True, method="mse", weights="channel", bits=8, functions="table", shortcut=8)
-
+DEFAULT = Setting(
+    quantize=True, method="mse", weights="channel", bits=8, functions="table", rounding="gptq", bias="none",
+    equalize=0.75, shortcut=8,
+)  # fmt: skip
 NAMED = {"default": DEFAULT, "accurate": dataclasses.replace(DEFAULT, shortcut=16)}
 
 
@@ -236,7 +247,7 @@ def _table(name: str, setting: Setting) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _toml(value: str | int) -> str:
+def _toml(value: str | float) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 import numpy as np
@@ -85,6 +85,11 @@ class Walk:
         site = self.sites.get(region.root.name)
         q = None if site is None else self.qparams.get(site.name)
         return [value if q is None else _dequantized(_levels(value, q, site), q, site)]
+
+    def anchor_outputs(self, region: Region, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the anchor alone gives inside the float model, and inside the model quantized so far."""
+        anchor = replace(region, nodes=region.nodes[:1])
+        return self._run(anchor, self._read_exact(batch), True), self._run(anchor, self._reader(batch, True), False)
 
     def levels(self, node: fx.Node, batch: int) -> torch.Tensor:
         """The integers of a value that regions read; its site has parameters."""

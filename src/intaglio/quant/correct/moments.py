@@ -1,0 +1,147 @@
+"""Second moments of what an anchor multiplies its weights by: integers, so they add up exactly in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from intaglio.capture.nodes import call_of, tensor_type
+from intaglio.ir import DType, QParams
+from intaglio.quant.annotate import Region
+from intaglio.quant.sites import Site
+
+HALF = 128
+"""Levels less this are signed bytes, whose products one instruction adds up."""
+ROWS = 1 << 16
+"""Positions multiplied at once: 2^16 products of bytes fit an int32 sum."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Over all positions an anchor computes: ``products`` int64 [groups, k, k] = sum of x x^T, ``sums`` int64
+    [groups, k] = sum of x, and how many positions. x are levels less their zero point, in the order of a weight's row.
+    """
+
+    products: torch.Tensor
+    sums: torch.Tensor
+    count: int
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(self.products + other.products, self.sums + other.sums, self.count + other.count)
+
+
+def unable(region: Region, site: Site) -> bool:
+    """Whether the moments of an anchor's operand are not taken; its weight is then rounded to nearest."""
+    return region.record.name not in ("conv1d", "conv2d", "linear") or site.dtype is not DType.U8
+
+
+def moments(region: Region, levels: Iterable[torch.Tensor], q: QParams) -> Moments:
+    """Of one or more batches of an anchor's operand, u8 in logical order, its parameters ``q``."""
+    total: Moments | None = None
+    for batch in levels:
+        for part in _columns(region, batch, q):
+            found = _of(*part)
+            total = found if total is None else total + found
+    if total is None:
+        raise ValueError("no batch")
+    return total
+
+
+def _of(columns: torch.Tensor, zeros: torch.Tensor) -> Moments:
+    """u8 [groups, k, positions] and zero points [groups, k] -> moments of the differences."""
+    signed = (columns.to(torch.int16) - HALF).to(torch.int8)
+    groups, k, count = signed.shape
+    offset = (HALF - zeros).to(torch.int64)
+    sums = signed.sum(2, dtype=torch.int64)
+    products = torch.zeros(groups, k, k, dtype=torch.int64)
+    rows = ROWS if groups == 1 else max(1, ROWS // groups)
+    for start in range(0, count, rows):
+        part = signed[:, :, start : start + rows]
+        if groups == 1:
+            products[0] += torch._int_mm(part[0], part[0].t()).to(torch.int64)
+        else:  # small groups: float64 holds these sums exactly, and takes all groups at once
+            wide = part.double()
+            products += (wide @ wide.transpose(1, 2)).to(torch.int64)
+    cross = offset[:, :, None] * sums[:, None, :]
+    products += cross + cross.transpose(1, 2) + count * offset[:, :, None] * offset[:, None, :]
+    return Moments(products, sums + count * offset, count)
+
+
+def _columns(region: Region, batch: torch.Tensor, q: QParams) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """u8 columns [groups, k, positions] of some images at a time, and the zero point of every row of a weight."""
+    if region.record.name == "linear":
+        rows = batch.reshape(-1, batch.shape[-1])
+        zeros = torch.tensor(q.zeros).expand(rows.shape[1])
+        yield rows.t().contiguous()[None], zeros[None]
+        return
+    given = call_of(region.anchor, region.record).arguments
+    images = batch[:, :, None] if batch.dim() == 3 else batch
+    kernel = tuple(tensor_type(region.anchor.args[1]).shape[2:])  # type: ignore[union-attr]
+    window = Window.of(given, kernel, batch.dim() - 2)
+    groups = given["groups"]
+    zeros = torch.tensor(q.zeros).expand(images.shape[1])
+    per_weight = zeros.reshape(groups, -1).repeat_interleave(window.taps, 1)
+    size = max(1, (1 << 25) // max(1, images[0].numel() * window.taps))
+    for part in images.split(size):
+        padded = _padded(part, zeros, window.padding)
+        yield _patches(padded, window, groups), per_weight
+
+
+@dataclass(frozen=True)
+class Window:
+    """How a convolution of two axes walks; one of one axis has a first axis of size 1. Padding: (top, bottom, left,
+    right)."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    dilation: tuple[int, int]
+    padding: tuple[int, int, int, int]
+
+    @property
+    def taps(self) -> int:
+        return self.kernel[0] * self.kernel[1]
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], kernel: tuple[Any, ...], axes: int) -> Window:
+        def pair(values: Any, idle: int) -> tuple[int, int]:
+            values = tuple(values)
+            values = values * axes if len(values) == 1 else values
+            return (idle, values[0]) if axes == 1 else (values[0], values[1])
+
+        size, stride, dilation = pair(kernel, 1), pair(given["stride"], 1), pair(given["dilation"], 1)
+        if given["padding"] == "same":
+            total = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]
+            return cls(size, stride, dilation, (total[0] // 2, total[0] - total[0] // 2,
+                                                total[1] // 2, total[1] - total[1] // 2))  # fmt: skip
+        if given["padding"] == "valid":
+            return cls(size, stride, dilation, (0, 0, 0, 0))
+        rows, columns = pair(given["padding"], 0)
+        return cls(size, stride, dilation, (rows, rows, columns, columns))
+
+
+def _padded(images: torch.Tensor, zeros: torch.Tensor, padding: tuple[int, int, int, int]) -> torch.Tensor:
+    """The border holds each channel's zero point, as it does in the program."""
+    if not any(padding):
+        return images
+    top, bottom, left, right = padding
+    zero = zeros.to(images.dtype).reshape(1, -1, 1, 1)
+    inner = F.pad(images, (left, right, top, bottom))
+    inner[:, :, :top], inner[:, :, inner.shape[2] - bottom :] = zero, zero
+    inner[:, :, :, :left], inner[:, :, :, inner.shape[3] - right :] = zero, zero
+    return inner
+
+
+def _patches(images: torch.Tensor, window: Window, groups: int) -> torch.Tensor:
+    """u8 [n, c, h, w] -> [groups, c / groups * taps, positions]: what each row of a weight is multiplied by."""
+    (kh, kw), (sh, sw), (dh, dw) = window.kernel, window.stride, window.dilation
+    n, channels, height, width = images.shape
+    rows, columns = (height - dh * (kh - 1) - 1) // sh + 1, (width - dw * (kw - 1) - 1) // sw + 1
+    a, b, c, d = images.contiguous().stride()
+    view = images.contiguous().as_strided(
+        (channels, kh, kw, n, rows, columns), (b, c * dh, d * dw, a, c * sh, d * sw)
+    )
+    return view.reshape(groups, channels // groups * kh * kw, n * rows * columns)

@@ -1,0 +1,113 @@
+"""Integers for weights that keep an operator's result: of the levels on either side of each weight, not the nearest.
+
+The measure is the squared error of the result over the calibration data, which for ``e`` = weights less their rounded
+selves is ``e M e^T`` with the operand's second moments M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from intaglio.quant.correct.moments import Moments
+
+DAMPING = 0.01
+"""Share of the mean diagonal that is added to it, so that it can be inverted."""
+BLOCK = 128
+ITERATIONS = 600
+RATE = 0.01
+REGULARIZATION = 0.01
+STRETCH = (-0.1, 1.1)
+"""Rectified sigmoids reach both ends at finite arguments (Nagel et al. 2020, eq. 23)."""
+
+Round = Callable[[torch.Tensor, torch.Tensor, Moments, int, int], torch.Tensor]
+
+
+def nearest(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, high: int) -> torch.Tensor:
+    """float64 [groups, rows, k] in steps -> integers, ties to even."""
+    return (weight / step).round().clamp(low, high)
+
+
+def gptq(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, high: int) -> torch.Tensor:
+    """Column after column, the error of each spread over those that are still free (Frantar et al. 2022, algorithm 1).
+
+    Columns stand in the order of their moments, largest first. A row that would lose by it keeps nearest rounding.
+    """
+    plain = nearest(weight, step, found, low, high)
+    matrix = found.products.double()
+    order = matrix.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
+    factor = _factor(_taken(_taken(matrix, order, 1), order, 2))
+    free, steps = _taken(weight, order, 2), _taken(step.expand_as(weight), order, 2)
+    levels = torch.zeros_like(free)
+    width = free.shape[2]
+    for start in range(0, width, BLOCK):
+        stop = min(start + BLOCK, width)
+        block, errors = free[..., start:stop].clone(), torch.zeros_like(free[..., start:stop])
+        for i in range(stop - start):
+            at = start + i
+            level = (block[..., i] / steps[..., at]).round().clamp(low, high)
+            error = (block[..., i] - level * steps[..., at]) / factor[:, at, at, None]
+            block[..., i:] -= error[..., None] * factor[:, None, at, at:stop]
+            levels[..., at], errors[..., i] = level, error
+        free[..., stop:] -= errors @ factor[:, start:stop, stop:]
+    chosen = torch.zeros_like(levels).scatter(2, order[:, None].expand_as(levels), levels)
+    return _better(chosen, plain, weight, step, matrix)
+
+
+def adaround(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, high: int) -> torch.Tensor:
+    """Up or down for every weight, learned by gradient descent on the same measure (Nagel et al. 2020).
+
+    ``ITERATIONS`` steps of Adam; a row that did not gain keeps nearest rounding.
+    """
+    plain = nearest(weight, step, found, low, high)
+    matrix = found.products.double()
+    scale = (weight**2 @ matrix.diagonal(dim1=1, dim2=2)[..., None]).mean().clamp_min(1e-300)
+    floor = (weight / step).floor()
+    rest = (weight / step - floor - STRETCH[0]) / (STRETCH[1] - STRETCH[0])
+    logits = torch.logit(rest.clamp(1e-6, 1 - 1e-6)).requires_grad_()
+    optimizer = torch.optim.Adam([logits], lr=RATE)
+    with torch.enable_grad():
+        for i in range(ITERATIONS):
+            soft = (logits.sigmoid() * (STRETCH[1] - STRETCH[0]) + STRETCH[0]).clamp(0, 1)
+            error = weight - (floor + soft).clamp(low, high) * step
+            sharpness = 20 - 18 * max(0.0, (i / ITERATIONS - 0.2) / 0.8)
+            between = (1 - (2 * soft - 1).abs() ** sharpness).sum() if i > 0.2 * ITERATIONS else 0.0
+            loss = ((error @ matrix) * error).sum() / scale + REGULARIZATION * between
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    chosen = (floor + (logits.detach() >= 0)).clamp(low, high)
+    return _better(chosen, plain, weight, step, matrix)
+
+
+ROUNDINGS: dict[str, Round] = {"nearest": nearest, "gptq": gptq, "adaround": adaround}
+
+
+def loss(levels: torch.Tensor, weight: torch.Tensor, step: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """``e M e^T`` per row: [groups, rows]."""
+    error = weight - levels * step
+    return ((error @ matrix) * error).sum(2)
+
+
+def _better(
+    chosen: torch.Tensor, plain: torch.Tensor, weight: torch.Tensor, step: torch.Tensor, matrix: torch.Tensor
+) -> torch.Tensor:
+    gains = loss(chosen, weight, step, matrix) < loss(plain, weight, step, matrix)
+    return torch.where(gains[..., None], chosen, plain)
+
+
+def _taken(matrix: torch.Tensor, order: torch.Tensor, axis: int) -> torch.Tensor:
+    """Reordered along an axis, group by group."""
+    shape = [order.shape[0], 1, 1]
+    shape[axis] = order.shape[1]
+    return matrix.gather(axis, order.reshape(shape).expand_as(matrix))
+
+
+def _factor(matrix: torch.Tensor) -> torch.Tensor:
+    """Upper Cholesky factor of the damped inverse; columns that nothing ever reaches have a moment of one."""
+    diagonal = matrix.diagonal(dim1=1, dim2=2)
+    damping = DAMPING * diagonal.mean(1, keepdim=True)
+    damped = matrix + torch.diag_embed(torch.where(diagonal == 0, torch.ones_like(diagonal), damping + 0 * diagonal))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    return torch.linalg.cholesky(inverse, upper=True)

@@ -1,0 +1,320 @@
+"""Corrections: the float function stays, errors shrink, and every sum they rest on is exact."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import intaglio
+import nets
+from intaglio.quant import Quantizer, Recipe, Setting
+from intaglio.quant.correct.moments import Moments, moments
+from intaglio.quant.correct.rounding import ROUNDINGS, loss, nearest
+
+
+def prepared_of(model, batch, **setting):
+    quantizer = Quantizer(Recipe(default=Setting(**setting)))
+    return intaglio.prepare(intaglio.capture(model, batch), quantizer)
+
+
+def uneven(model):
+    """Channels whose sizes differ a hundredfold, as trained networks have them."""
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.weight.mul_(torch.logspace(-2, 0, len(module.weight)))
+                module.bias.mul_(torch.logspace(-2, 0, len(module.bias)))
+    return model
+
+
+NETS = {"plain": nets.ConvBnRelu, "residual": nets.Residual, "option a": nets.OptionA, "grouped": nets.Grouped,
+        "pool": nets.MaxPoolNet, "same": nets.SamePadding, "linears": nets.Linears}  # fmt: skip
+
+
+def noise(exact, found):
+    return ((exact - found).double().square().sum() / exact.double().square().sum()).item()
+
+
+# -- equalize --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_equalizing_leaves_the_float_function_alone(name):
+    model = uneven(nets.randomize(NETS[name]()))
+    x = nets.example(model, 4)
+    prepared = prepared_of(model, x)
+    equalized = intaglio.equalize(prepared, [x])
+    torch.testing.assert_close(equalized(x), prepared(x), rtol=1e-3, atol=1e-3 * float(prepared(x).abs().max()))
+
+
+def test_sums_take_a_factor_per_channel():
+    model = uneven(nets.randomize(nets.Residual()))
+    x = nets.example(model, 4)
+    equalized = intaglio.equalize(prepared_of(model, x), [x])
+    assert "aten.addcmul.default" in equalized.text()
+    assert any(note.startswith("equalize: ") for note in equalized.notes)
+
+
+def test_what_is_equalized_runs_in_integers_to_the_bit():
+    model = uneven(nets.randomize(nets.OptionA()))
+    x = nets.example(model, 4)
+    prepared = intaglio.equalize(prepared_of(model, x), [x])
+    ranges = intaglio.calibrate(prepared, [x])
+    lowered = intaglio.requantize(intaglio.convert(prepared, ranges, intaglio.correct(prepared, ranges, [x])))
+    quantized = intaglio.compile(lowered)
+    assert quantized.coverage.macs == 1
+    assert not quantized.coverage.islands
+    assert torch.equal(quantized(x), lowered(x))
+
+
+def test_quiet_channels_gain():
+    model = uneven(nets.randomize(nets.Residual()))
+    x = nets.example(model, 16)
+    plain = prepared_of(model, x, equalize=0.0)
+    even = intaglio.equalize(prepared_of(model, x), [x])
+    errors = [noise(model(x).detach(), intaglio.convert(p, intaglio.calibrate(p, [x]))(x)) for p in (plain, even)]
+    assert errors[1] < errors[0]
+
+
+def test_a_recipe_turns_it_off():
+    model = uneven(nets.randomize(nets.Residual()))
+    x = nets.example(model, 4)
+    prepared = prepared_of(model, x, equalize=0.0)
+    assert intaglio.equalize(prepared, [x]) is prepared
+
+
+def test_bounds_above_zero_forbid_factors():
+    model = nets.randomize(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU6(), nn.Conv2d(8, 8, 3)))
+    x = torch.randn(4, 3, 9, 9)
+    assert not any("equalize" in note for note in intaglio.equalize(prepared_of(model, x), [x]).notes)
+
+
+def test_normalised_bytes_are_held_exactly_though_nobody_said_so():
+    mean, std = torch.tensor([0.4, 0.5, 0.3]).reshape(1, 3, 1, 1), torch.tensor([0.2, 0.3, 0.25]).reshape(1, 3, 1, 1)
+    pixels = torch.randint(0, 256, (8, 3, 12, 12), generator=torch.Generator().manual_seed(0))
+    pixels[0, :, 0, 0], pixels[0, :, 0, 1] = 0, 255
+    x = (pixels / 255 - mean) / std
+    prepared = prepared_of(nets.randomize(nets.ConvBnRelu()), x)
+    equalized = intaglio.equalize(prepared, [x])
+    assert any("3 of 3 exactly" in note for note in equalized.notes)
+    (node,) = [node for node in equalized.annotations.module.graph.nodes if "zero_points" in node.meta]
+    shift, _, gain = (getattr(equalized.annotations.module, str(a.target), None) for a in node.args)
+    levels = x * gain + shift + torch.tensor(node.meta["zero_points"]).reshape(1, 3, 1, 1)
+    torch.testing.assert_close(levels, pixels.float(), rtol=0, atol=1e-3)
+
+
+def test_an_input_that_something_else_reads_too_keeps_one_scale():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+        def forward(self, x):
+            return self.conv(x) + x
+
+    x = torch.randn(4, 3, 8, 8)
+    assert not any("offset per channel" in note for note in intaglio.equalize(prepared_of(Both().eval(), x), [x]).notes)
+
+
+# -- moments ---------------------------------------------------------------------------------------------------------
+
+
+class One(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def region_of(layer, x):
+    prepared = prepared_of(One(layer).eval(), x, equalize=0.0)
+    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, [x]))
+    (region,) = prepared.annotations.regions
+    (site,) = [s for s in prepared.annotations.sites if s.role == "activation"]
+    return region, reference.qparams[site.name]
+
+
+def written_out(layer, levels, zero):
+    """Sums over positions of x x^T and x by `F.unfold`, in float64, of levels less their zero point."""
+    difference = levels.double() - zero
+    if isinstance(layer, nn.Linear):
+        columns = difference.reshape(-1, difference.shape[-1]).t()[None]
+        return columns @ columns.transpose(1, 2), columns.sum(2)
+    padding = layer.padding
+    if padding == "same":
+        total = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+        sides = [side for t in reversed(total) for side in (t // 2, t - t // 2)]
+        difference, padding = F.pad(difference, sides), 0
+    unfolded = F.unfold(difference, layer.kernel_size, layer.dilation, padding, layer.stride)
+    columns = unfolded.transpose(0, 1).flatten(1).reshape(layer.groups, -1, unfolded.shape[0] * unfolded.shape[2])
+    return columns @ columns.transpose(1, 2), columns.sum(2)
+
+
+LAYERS = [
+    nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(4, 6, (1, 3), stride=(2, 1), padding=(0, 2)), nn.Conv2d(4, 8, 3, groups=2),
+    nn.Conv2d(4, 8, 5, padding=2, groups=4), nn.Conv2d(4, 4, 3, dilation=2, padding="same"),
+    nn.Conv2d(4, 4, 1, stride=2), nn.Conv2d(4, 4, 2, padding="same"), nn.Linear(9, 5),
+]  # fmt: skip
+
+
+def model_positions(layer, x):
+    """Results of one output channel."""
+    return layer(x).numel() // (layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_moments_are_the_sums_written_out(layer):
+    x = torch.randn(5, 4, 9, 9)
+    region, q = region_of(layer, x)
+    levels = torch.randint(0, 256, x.shape, dtype=torch.uint8)
+    products, sums = written_out(layer, levels, q.zero)
+    found = moments(region, [levels[:2], levels[2:]], q)
+    assert torch.equal(found.products.double(), products)
+    assert torch.equal(found.sums.double(), sums)
+    assert found.count == model_positions(layer, x)
+
+
+def test_moments_add_up_whatever_the_split():
+    layer, x = nn.Conv2d(4, 6, 3, padding=1), torch.randn(7, 4, 9, 9)
+    region, q = region_of(layer, x)
+    levels = torch.randint(0, 256, x.shape, dtype=torch.uint8)
+    whole, parts = moments(region, [levels], q), [moments(region, [part], q) for part in (levels[4:], levels[:4])]
+    total = parts[0] + parts[1]
+    assert torch.equal(whole.products, total.products)
+    assert torch.equal(whole.sums, total.sums)
+    assert whole.count == total.count
+
+
+# -- rounding --------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw):
+    groups, rows, k = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 150))
+    rank, seed = draw(st.integers(1, 40)), draw(st.integers(0, 2**31))
+    make = torch.Generator().manual_seed(seed)
+    x = torch.randint(-200, 200, (groups, k, rank), generator=make)
+    x[:, torch.rand(k, generator=make) < 0.2] = 0  # inputs that are never anything but zero
+    weight = torch.randn(groups, rows, k, generator=make, dtype=torch.float64)
+    step = weight.abs().amax(2, keepdim=True) / draw(st.sampled_from([1, 7, 127]))
+    return weight, step, Moments(x @ x.transpose(1, 2), x.sum(2), rank)
+
+
+@pytest.mark.parametrize("name", ["nearest", "gptq"])
+@given(problem=problems())
+@settings(max_examples=60, deadline=None)
+def test_no_row_is_worse_than_rounded_to_nearest(name, problem):
+    weight, step, found = problem
+    levels = ROUNDINGS[name](weight, step, found, -127, 127)
+    assert levels.eq(levels.round()).all()
+    assert levels.abs().le(127).all()
+    matrix = found.products.double()
+    plain = loss(nearest(weight, step, found, -127, 127), weight, step, matrix)
+    assert (loss(levels, weight, step, matrix) <= plain).all()
+
+
+@pytest.mark.parametrize("name", ["gptq", "adaround"])
+def test_correlated_inputs_are_made_use_of(name):
+    make = torch.Generator().manual_seed(0)
+    common = torch.randint(-100, 100, (1, 1, 400), generator=make)
+    x = common + torch.randint(-10, 10, (1, 24, 400), generator=make)
+    weight = torch.randn(1, 8, 24, generator=make, dtype=torch.float64)
+    step = weight.abs().amax(2, keepdim=True) / 7
+    found = Moments(x @ x.transpose(1, 2), x.sum(2), 400)
+    matrix = found.products.double()
+    errors = [loss(ROUNDINGS[n](weight, step, found, -7, 7), weight, step, matrix).sum() for n in (name, "nearest")]
+    assert errors[0] < 0.3 * errors[1]
+
+
+# -- correct ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", [{"rounding": "gptq"}, {"rounding": "nearest", "bias": "weights"}], ids=str)
+@pytest.mark.parametrize("name", NETS)
+def test_a_corrected_model_is_still_equal_to_its_integer_graph(name, setting):
+    model = nets.randomize(NETS[name]())
+    x = nets.example(model, 4)
+    prepared = prepared_of(model, x, **setting)
+    ranges = intaglio.calibrate(prepared, [x])
+    lowered = intaglio.requantize(intaglio.convert(prepared, ranges, intaglio.correct(prepared, ranges, [x])))
+    assert torch.equal(intaglio.compile(lowered)(x), lowered(x))
+
+
+def test_rounding_by_what_the_operator_gives_is_better_than_to_nearest():
+    torch.manual_seed(0)
+    model = One(nn.Conv2d(32, 8, 1)).eval()
+    x = torch.randn(8, 1, 9, 9) + 0.1 * torch.randn(8, 32, 9, 9)
+    errors = []
+    for rounding in ("gptq", "nearest"):
+        prepared = prepared_of(model, x, rounding=rounding, equalize=0.0)
+        ranges = intaglio.calibrate(prepared, [x])
+        found = intaglio.convert(prepared, ranges, intaglio.correct(prepared, ranges, [x]))
+        errors.append(noise(model(x).detach(), found(x)))
+    assert errors[0] < errors[1]
+
+
+@pytest.mark.parametrize("kind", ["weights", "outputs"])
+def test_biases_make_up_for_the_mean_that_rounding_moved(kind):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 6, 3, bias=False)
+    x = torch.rand(8, 4, 9, 9)
+    model = One(layer).eval()
+    prepared = prepared_of(model, x, rounding="nearest", bias=kind, equalize=0.0)
+    ranges = intaglio.calibrate(prepared, [x])
+    plain, corrected = (
+        intaglio.convert(prepared, ranges, found)(x) for found in (None, intaglio.correct(prepared, ranges, [x]))
+    )
+    means = [(model(x) - y).mean((0, 2, 3)).abs().max().item() for y in (plain, corrected)]
+    assert means[1] < 0.2 * means[0]
+
+
+def test_corrections_of_another_model_are_refused():
+    x = torch.randn(2, 3, 12, 12)
+    stages = [prepared_of(nets.randomize(net()), x) for net in (nets.Residual, nets.OptionA)]
+    ranges = [intaglio.calibrate(stage, [x]) for stage in stages]
+    with pytest.raises(intaglio.errors.CalibrationError, match="another model"):
+        intaglio.convert(stages[0], ranges[0], intaglio.correct(stages[1], ranges[1], [x]))
+
+
+def test_correcting_changes_nothing_that_was_given():
+    model = nets.randomize(nets.Residual())
+    x = nets.example(model, 4)
+    prepared = prepared_of(model, x, bias="weights")
+    ranges = intaglio.calibrate(prepared, [x])
+    before = (prepared.text(), ranges.to_json(), [t.clone() for t in prepared.annotations.module._buffers.values()])
+    intaglio.correct(prepared, ranges, [x])
+    intaglio.equalize(prepared, [x])
+    assert prepared.text() == before[0]
+    assert ranges.to_json() == before[1]
+    after = prepared.annotations.module._buffers.values()
+    assert all(torch.equal(a, b) for a, b in zip(after, before[2], strict=True))
+
+
+def test_a_generator_that_reuses_one_buffer_is_read_once_and_kept_right():
+    model = nets.randomize(nets.ConvBnRelu())
+    images = [nets.example(model, 2, seed) for seed in range(3)]
+
+    def refilled():
+        buffer = torch.empty_like(images[0])
+        for image in images:
+            buffer.copy_(image)
+            yield buffer
+
+    x = nets.example(model, 3, 9)
+    assert torch.equal(intaglio.quantize(model, refilled())(x), intaglio.quantize(model, images)(x))
+
+
+def test_steps_say_what_they_gained():
+    model = nets.randomize(nets.Residual())
+    x = nets.example(model, 4)
+    prepared = prepared_of(model, x)
+    ranges = intaglio.calibrate(prepared, [x])
+    (step,) = intaglio.correct(prepared, ranges, [x]).steps
+    assert step.name == "gptq"
+    assert step.after > step.before
+    assert np.isfinite([step.before, step.after]).all()
