@@ -2,6 +2,7 @@
 
 import hashlib
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,15 +11,72 @@ from torch import nn
 import intaglio
 import nets
 from compare import assert_equal_levels, captured_net, kinds, quantized, sqnr
+from intaglio import numerics
 from intaglio.capture import capture
 from intaglio.errors import ArtifactError, CalibrationError
+from intaglio.lower.integer import requantize
 from intaglio.quant import Ranges, Statistics, calibrate, convert, prepare
+from intaglio.quant.convert import decomposed
 from intaglio.quant.prepare import Observer
 from nets import Body
 
 MODEL, CAPTURED = captured_net(nets.MaxPoolNet)
 X = nets.example(MODEL, 12, seed=4)
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("change", [0.0, 0.5])
+def test_calibration_44_a_requantize_to_the_same_scale_vanishes_and_another_is_one_table(change):
+    """Case 44: levels of x quantized again under their own parameters, or others."""
+    model = nets.randomize(Body(lambda m, x: m.c(x), c=nn.Conv2d(3, 4, 3, bias=False)))
+    reference, plain = quantized(model, IMAGES)
+    graph, ops = reference.module.graph, decomposed()
+    first = next(node for node in graph.nodes if "dequantize_per_tensor" in str(node.target))
+    parameters = (first.args[1] * (1 + change), *first.args[2:])
+    (reader,) = first.users
+    with graph.inserting_after(first):
+        again = graph.call_function(ops.quantize_per_tensor.default, (first, *parameters))
+    with graph.inserting_after(again):
+        real = graph.call_function(ops.dequantize_per_tensor.default, (again, *parameters))
+    again.meta = real.meta = first.meta
+    reader.replace_input_with(first, real)
+    reference.module.recompile()
+    twice = requantize(reference)
+    if change:
+        assert kinds(twice).count("table") == 1 + kinds(plain).count("table")
+        assert_equal_levels(reference, twice, IMAGES)
+    else:
+        assert kinds(twice) == kinds(plain)
+        assert torch.equal(twice(IMAGES), plain(IMAGES))
+
+
+def test_calibration_44_a_table_between_equal_parameters_would_change_nothing():
+    """Case 44: why the identity may be removed."""
+    for scale, zero in ((0.1, 0), (3e-5, 200), (7.0, 255)):
+        table = numerics.requantize_table(scale, zero, scale, zero, 0, 255)
+        np.testing.assert_array_equal(table, np.arange(256, dtype=np.uint8))
+
+
+def test_calibration_51_the_longest_sum_that_surely_fits_is_exact():
+    """Case 51: 255 * 127 for each of as many inputs as an accumulator takes beside a bias."""
+    inputs = 33_155
+    model = Body(lambda m, x: m.a(x), a=nn.Linear(inputs, 1, bias=False))
+    nn.init.ones_(model.a.weight)
+    x = torch.ones(2, inputs)
+    _, lowered = quantized(model, x)
+    (acc,) = [op.output for op in lowered.graph.ops if op.kind == "linear"]
+    exact = np.float32(255 * 127 * inputs) * np.float32(lowered.graph.types[acc].q.step)
+    np.testing.assert_array_equal(lowered(x).numpy(), np.full((2, 1), exact, np.float32))
+    assert torch.equal(intaglio.compile(lowered)(x), lowered(x))
+
+
+def test_calibration_51_a_sum_that_could_overflow_stays_in_float_by_name():
+    """Case 51: 70,000 inputs are known not to fit before any data is read; the rest of the model is quantized."""
+    model = Body(lambda m, x: m.b(F.relu(m.a(x))), a=nn.Linear(70_000, 4), b=nn.Linear(4, 2))
+    _, lowered = quantized(nets.randomize(model), torch.ones(2, 70_000))
+    (skip,) = [skip for skip in lowered.skipped if skip.origin.path == "a"]
+    assert skip.reason == "70000 products per output; 33155 fit an int32 accumulator"
+    assert "linear" in kinds(lowered)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

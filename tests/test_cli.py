@@ -275,6 +275,19 @@ def test_quantize_writes_a_file_that_inspect_and_bench_read(run, folder):
     assert "MODULE:NAME" in err
 
 
+def test_compare_names_the_worst_operators_of_a_saved_file(run):
+    ok(run(*QUANTIZE))
+    words = ("compare", "net.intaglio", "--float", f"{MODULE}:net", "--data", f"{MODULE}:batches")
+    text = ok(run(*words, "--samples", "4", "--worst", "2"))
+    assert "over 4 samples" in text
+    assert "layer1.0 (aten.conv2d.default)" in text
+    assert text.count("--skip ") == 2
+    found = parsed(run(*words, "--json"))
+    assert found["samples"] == 8
+    assert {row["path"] for row in found["rows"]} >= {"layer1.0", "layer2", "head"}
+    assert set(found["skip"]) <= {"layer1.0", "layer2", "head", "op:aten.mean.dim"}
+
+
 def test_quantize_prints_coverage_and_size(run):
     text = ok(run(*QUANTIZE))
     assert "MACs" in text

@@ -1,5 +1,7 @@
 """Which layer loses the accuracy, and that the answer can be trusted. Numbers are those of `problems.py`."""
 
+import io
+import json
 import math
 
 import pytest
@@ -131,21 +133,91 @@ def test_the_table_has_the_worst_on_top_and_the_result_in_the_first_line():
     report = intaglio.compare(model, lowered(captured, x)[0], [x], samples=2)
     first, heading, *lines = str(report).splitlines()
     assert first == f"result: {report.results[0]:.1f} dB over 4 samples"
-    assert heading.split() == ["alone", "so", "far", "operator"]
+    assert heading.split() == ["alone", "so", "far", "cut", "off", "levels", "operator"]
     alone = [math.inf if "exact" in line[:10] else float(line.split()[0]) for line in lines]
     assert alone == sorted(alone)
     assert report.worst.path in lines[0]
 
 
-def test_the_program_itself_is_compared_by_its_results():
-    """Problem 38: the int8 model has no float operators to compare, and the report says where to find them."""
-    model, _ = compiled(nets.Residual)
+@pytest.mark.parametrize("saved", [False, True])
+def test_the_program_itself_is_compared_operator_by_operator(saved, tmp_path):
+    """Problem 38: from the float model and the parameters that the int8 model keeps, in memory or in a file."""
     exact = nets.randomize(nets.Residual())
-    report = intaglio.compare(exact, model, [X])
-    assert report.results[0] > 25
+    captured = intaglio.capture(exact, X)
+    reference, graph = lowered(captured, X, recipe=intaglio.Recipe.of({"blocks.1": {"weights_dtype": "s4"}}))
+    model = intaglio.compile(graph)
+    if saved:
+        model.save(tmp_path / "model.intaglio", library=False)
+        model = intaglio.load(tmp_path / "model.intaglio")
+    ours, theirs = (intaglio.compare(captured, other, [X]) for other in (model, reference))
+    assert ours.rows == theirs.rows
+    assert ours.results == pytest.approx(theirs.results, abs=0.1)
+    assert intaglio.compare(exact, model, [X]).worst == ours.worst
+
+
+def test_a_program_with_other_numbers_in_it_is_compared_by_its_results():
+    """Problem 38: rows of a reference that is not the model's would mislead; the report says what to give instead."""
+    model, _ = compiled(nets.Residual)
+    other = nets.randomize(nets.Residual(), seed=9)
+    report = intaglio.compare(other, model, [X])
     assert "compare(model, reference, data)" in str(report)
     with pytest.raises(InputError, match="no operator was compared"):
         _ = report.worst
+
+
+def test_a_row_says_what_values_use_of_their_levels():
+    """Calibration 16: an outlier that the range cuts off, a range that is far too wide."""
+    model, captured = captured_net(nets.Linears)
+    x = nets.example(model, 16)
+    prepared = intaglio.prepare(captured)
+    made = intaglio.convert(prepared, intaglio.calibrate(prepared, [x]))
+    name = next(site.name for site in prepared.annotations.sites if site.role == "activation")
+    q = made.qparams[name]
+    rows = {}
+    for factor in (0.25, 1, 8):
+        zero = 128
+        parameters = made.parameters.changed(name, scale=q.step * factor, zero_point=zero)
+        report = intaglio.compare(captured, intaglio.convert(prepared, parameters), [x])
+        rows[factor] = next(row for row in report.rows if row.site == name)
+    assert rows[1].low == x.min().item()
+    assert rows[1].high == x.max().item()
+    assert rows[0.25].use.below > 0.1
+    assert rows[0.25].use.above > 0.1
+    expected = ((x / (q.step * 0.25)).round() > 127).double().mean().item()
+    assert rows[0.25].use.above == pytest.approx(expected, abs=0.02)
+    assert rows[8].use.below == rows[8].use.above == 0
+    assert rows[8].use.levels < 0.3 < rows[1].use.levels
+    assert rows[0.25].alone < rows[8].alone < rows[1].alone
+    assert rows[0.25].alone_cosine < rows[1].alone_cosine < 1
+
+
+def test_the_list_to_exclude_can_be_pasted_into_skip():
+    """Problem 36: the worst first, each selector once, none for what loses nothing."""
+    model = spoiled()
+    captured = intaglio.capture(model, X)
+    report = intaglio.compare(captured, lowered(captured, X)[0], [X])
+    assert report.skip_list(1) == ["blocks.0.conv1.0"]
+    assert report.exclude(db=report.worst.alone + 1e-3) == ["blocks.0.conv1.0"]
+    assert report.exclude(db=-1000) == []
+    everything = report.skip_list(100)
+    assert len(set(everything)) == len(everything)
+    better, _ = lowered(captured, X, recipe=intaglio.Recipe().with_selection(skip=report.skip_list(2)))
+    assert intaglio.compare(captured, better, [X]).results[0] > report.results[0] + 3
+
+
+def test_a_comparison_is_text_a_table_and_json():
+    from rich.console import Console
+
+    model, captured = captured_net(nets.Residual)
+    report = intaglio.compare(model, lowered(captured, nets.example(model, 4))[0], [nets.example(model, 4)])
+    console = Console(file=io.StringIO(), width=200)
+    console.print(report)
+    text = console.file.getvalue()
+    assert all(name in text for name in ("cosine", "values", "cut off", report.worst.path))
+    held = json.loads(report.to_json())
+    assert held["rows"][0]["alone"] == report.worst.alone
+    assert held["rows"][-1]["alone"] is None
+    assert {"site", "low", "high", "use", "skip", "so_far_cosine"} <= held["rows"][0].keys()
 
 
 def test_a_float_minimum_used_as_a_mask_is_seen_in_the_report():

@@ -1,5 +1,7 @@
 """Selectors, precedence, TOML."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +14,7 @@ from intaglio.capture import capture
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.ir import Origin
 from intaglio.quant import Quantizer, Recipe, Setting, annotate, prepare
+from intaglio.quant.recipe import DEFAULT
 
 CLASSES = {"": "Net", "layer1": "Block", "layer1.conv": "Conv2d", "layer1.conv_1": "Conv2d", "layer10": "Block",
            "layer10.conv": "Conv2d", "fc": "Linear"}  # fmt: skip
@@ -46,7 +49,7 @@ def test_frontend_a17_names_beat_types_beat_operators_and_the_nearest_name_wins(
 
 def test_a_setting_leaves_gaps_to_weaker_ones():
     recipe = Recipe.of({"type:Conv2d": {"bits": 7, "method": "minmax"}, "layer1": {"method": "mse"}})
-    assert recipe.setting(CONV, CLASSES) == Setting(True, "mse", "channel", 7, "table")
+    assert recipe.setting(CONV, CLASSES) == replace(DEFAULT, method="mse", bits=7)
 
 
 def test_only_and_skip():

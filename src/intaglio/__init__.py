@@ -11,6 +11,7 @@ __version__ = config.VERSION
 __all__ = [
     "Coverage",
     "Image",
+    "Parameters",
     "QuantizedModel",
     "Quantizer",
     "Ranges",
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
         quantize,
         requantize,
     )
-    from intaglio.quant import Image, Quantizer, Ranges, Recipe, Setting
+    from intaglio.quant import Image, Parameters, Quantizer, Ranges, Recipe, Setting
     from intaglio.runtime import Coverage, QuantizedModel
 else:
 

@@ -18,6 +18,8 @@ from intaglio.ir import Schedule
 from intaglio.lower import Lowered, requantize
 from intaglio.quant import (
     Image,
+    Parameters,
+    Prepared,
     Quantizer,
     Recipe,
     Reference,
@@ -44,10 +46,11 @@ logger = logging.getLogger("intaglio")
 
 def quantize(
     model: nn.Module,
-    data: Any,
+    data: Any = None,
     *,
     example_inputs: Any = None,
     recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
+    parameters: Parameters | str | Path | None = None,
     skip: Selectors = (),
     only: Selectors = (),
     input: Image | Mapping[str, Image] | None = None,
@@ -63,11 +66,12 @@ def quantize(
     function that is called with the model to calibrate, which leaves out `equalize` and `correct`: these look several
     times at the first 256 samples, which are kept. ``example_inputs``: a tuple of arguments (default: the first
     batch). ``recipe``: a `Recipe`, its name ("accurate"), its entries as a mapping, or the path of its TOML file.
-    ``skip`` and ``only`` are selectors (`Recipe`). ``input``: what the bytes of images stand for (an `Image`; of
-    several inputs, a mapping by name), so that uint8 images are taken too. ``samples`` stops calibration after that
-    many. ``dynamic_shapes`` as torch.export takes them (default: the batch is free). ``isa`` and ``tune`` as in
-    `compile`; ``tune=True`` measures with the first entry of the example inputs' batch. The model is never changed.
-    Raises an `IntaglioError` that says what to do.
+    ``parameters``: those of an earlier conversion (`Reference.parameters`), or the path of their file; nothing is
+    calibrated then, and ``data`` gives the example inputs only. ``skip`` and ``only`` are selectors (`Recipe`).
+    ``input``: what the bytes of images stand for (an `Image`; of several inputs, a mapping by name), so that uint8
+    images are taken too. ``samples`` stops calibration after that many. ``dynamic_shapes`` as torch.export takes them
+    (default: the batch is free). ``isa`` and ``tune`` as in `compile`; ``tune=True`` measures with the first entry of
+    the example inputs' batch. The model is never changed. Raises an `IntaglioError` that says what to do.
     """
     kwargs: dict[str, Any] = {}
     if example_inputs is None:
@@ -80,16 +84,24 @@ def quantize(
         example_of(captured.signature, tune, range(len(captured.signature.inputs)) if input else ())
     quantizer = Quantizer(_recipe(recipe).with_selection(skip, only), input or {})
     prepared = prepare(captured, quantizer)
-    looked_at, data = keep(data, captured.signature, SAMPLES if samples is None else min(samples, SAMPLES))
-    if looked_at:
-        prepared = equalize(prepared, looked_at)
-    ranges = calibrate(prepared, data, samples=samples, progress=progress)
-    corrections = correct(prepared, ranges, looked_at) if looked_at else None
-    lowered = requantize(convert(prepared, ranges, corrections))
+    given: Parameters | None = quantizer.recipe.parameters
+    if parameters is not None:
+        given = parameters if isinstance(parameters, Parameters) else Parameters.load(parameters)
+    lowered = requantize(_converted(prepared, data, samples, progress) if given is None else convert(prepared, given))
     chosen = _schedules(lowered, isa, tune, (args, kwargs))
     quantized = build.compile(lowered, isa=isa, schedules=chosen)
     logger.info("%r\n%s", quantized, quantized.coverage)
     return quantized
+
+
+def _converted(prepared: Prepared, data: Any, samples: int | None, progress: bool | None) -> Reference:
+    """Equalized, calibrated, corrected; a function that runs the model can only calibrate."""
+    looked_at, data = keep(data, prepared.signature, SAMPLES if samples is None else min(samples, SAMPLES))
+    if not looked_at:
+        return convert(prepared, calibrate(prepared, data, samples=samples, progress=progress))
+    prepared = equalize(prepared, looked_at)
+    ranges = calibrate(prepared, data, samples=samples, progress=progress)
+    return convert(prepared, ranges, correct(prepared, ranges, looked_at))
 
 
 def _recipe(recipe: Recipe | Mapping[str, Any] | str | Path | None) -> Recipe:

@@ -20,6 +20,8 @@ DTYPES = {
     torch.int64: DType.I64,
     torch.float16: DType.F16,
     torch.bfloat16: DType.BF16,
+    torch.float8_e4m3fn: DType.F8E4M3,
+    torch.float8_e5m2: DType.F8E5M2,
     torch.float32: DType.F32,
     torch.float64: DType.F64,
     torch.bool: DType.BOOL,

@@ -83,6 +83,64 @@ def symmetric(absmax: ArrayLike, qmax: int) -> F32:
     return np.where(wide == 0, np.float32(1), scale)
 
 
+SHRINKS = tuple(1 - step / 40 for step in range(29))
+"""Of the scale that reaches the largest value: what `least_squares` tries, the largest first."""
+
+
+def least_squares(rows: ArrayLike, qmin: int, qmax: int) -> F32:
+    """f32[..., K] -> f32[...]: of the scales ``shrink * absmax / qmax`` the one whose nearest levels in qmin..qmax are
+    closest to the row, by squared distance; of equal ones the largest. A row of zeros gets 1."""
+    rows = np.asarray(rows, np.float32)
+    absmax = np.abs(rows).max(-1, initial=0).astype(np.float64)
+    best, least = symmetric(absmax, qmax), np.full(absmax.shape, np.inf)
+    for shrink in SHRINKS:
+        scale = np.where(absmax == 0, np.float32(1), symmetric(absmax * shrink, qmax))
+        error = _squares(rows, scale, qmin, qmax)
+        best, least = np.where(error < least, scale, best), np.minimum(error, least)
+    return best
+
+
+def group_scale(groups: ArrayLike, qmin: int, qmax: int, most: int) -> F32:
+    """f32[C, G, K] -> f32[C]: the scale of each channel whose groups have steps of 1..most times it.
+
+    Every group's own step is that of `least_squares`. Tried is what makes the largest of them n times the scale, for n
+    from ``most`` down to half of it, all others their nearest multiples; least squared error decides.
+    """
+    groups = np.asarray(groups, np.float32)
+    own = np.where(np.abs(groups).max(-1, initial=0) == 0, 0, least_squares(groups, qmin, qmax)).astype(np.float64)
+    largest = own.max(-1)
+    best, least = symmetric(largest, most), np.full(largest.shape, np.inf)
+    for parts in range(most, most // 2, -1):
+        scale = symmetric(largest, parts)
+        multiples = np.clip(np.rint(own / scale[:, None].astype(np.float64)), 1, most).astype(np.float32)
+        error = _squares(groups, scale[:, None] * multiples, qmin, qmax).sum(-1)
+        best, least = np.where(error < least, scale, best), np.minimum(error, least)
+    return best
+
+
+def group_multiples(groups: ArrayLike, scale: ArrayLike, qmin: int, qmax: int, most: int) -> I32:
+    """f32[C, G, K], f32[C] -> i32[C, G]: the multiple in 1..most of its channel's scale that each group's steps are.
+
+    The one whose nearest levels in qmin..qmax are closest to the group, by squared distance; the smallest of equal
+    ones. Level times multiple is an exact integer in units of the channel's scale.
+    """
+    groups, scale = np.asarray(groups, np.float32), np.asarray(scale, np.float32)
+    best, least = np.ones(groups.shape[:2], np.int32), np.full(groups.shape[:2], np.inf)
+    for multiple in range(1, most + 1):
+        steps = np.broadcast_to(scale[:, None] * np.float32(multiple), best.shape)
+        error = _squares(groups, steps, qmin, qmax)
+        best, least = np.where(error < least, np.int32(multiple), best), np.minimum(error, least)
+    return best
+
+
+def _squares(rows: F32, steps: F32, qmin: int, qmax: int) -> NDArray[np.float64]:
+    """f32[..., K], f32[...] -> f64[...]: squared distance of a row to its nearest levels."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        levels = np.clip(np.rint(rows * reciprocal(steps)[..., None]), qmin, qmax)
+        total: NDArray[np.float64] = np.square(rows - levels * steps[..., None]).sum(-1, dtype=np.float64)
+    return total
+
+
 def accumulator_scale(scale_x: ArrayLike, scale_w: ArrayLike) -> NDArray[np.float64]:
     """float64 product of two stored float32 scales: the unit of an int32 accumulator."""
     return np.asarray(scale_x, np.float32).astype(np.float64) * np.asarray(scale_w, np.float32).astype(np.float64)

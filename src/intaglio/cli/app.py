@@ -134,6 +134,24 @@ def inspect(
 
 
 @app.command()
+def compare(
+    target: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A saved model.")],
+    float_model: Annotated[str, typer.Option("--float", metavar="MODULE:NAME", help="Its float model.")],
+    data: Annotated[str, typer.Option(metavar="MODULE:NAME", help="Batches, or a function that gives them.")],
+    samples: Annotated[int | None, typer.Option(min=1, help="Stop after this many samples.")] = None,
+    worst: Annotated[int, typer.Option(min=1, help="Operators to list as selectors to skip.")] = 3,
+    json: Json = False,
+) -> None:
+    """Where a saved model loses accuracy, operator by operator."""
+    import intaglio.cli.compare as command
+    from intaglio.cli.show import show
+
+    with _stdout_kept_for_json(json):
+        result = command.run(target, float_model, data, samples, worst)
+    show(result, json, command.render)
+
+
+@app.command()
 def bench(
     target: Target,
     batch: Annotated[int | None, typer.Option(min=1, help="Batch size. Default: that of the data.")] = None,

@@ -188,7 +188,7 @@ def emit_pixels(code: Code, partition: Partition, context: Context) -> None:
     source, strides = context.external(op.inputs[0]), context.strides(op.inputs[0])
     gain, shift = (context.graph.constants[name] for name in op.inputs[1:])
     zeros = np.broadcast_to(np.array(context.graph.types[op.output].levels.zeros), gain.shape)
-    parts = [_affine_bytes(*each, 0, 255) for each in zip(gain, shift, np.ones_like(gain), zeros, strict=True)]
+    parts = [affine_bytes(*each, 0, 255) for each in zip(gain, shift, np.ones_like(gain), zeros, strict=True)]
     code(f"const struct Image out = {context.image(op.output)};")
     code(f"const struct Affine* q = {context.constant(np.concatenate(parts), 'struct Affine')};")
     code(f"if (r->bytes[{context.plan.external.index(op.inputs[0])}])")
@@ -211,10 +211,11 @@ def _affine(context: Context, value: str) -> str:
     """``struct Affine`` of a value's levels."""
     q = context.graph.types[value].levels
     return context.constant(
-        _affine_bytes(numerics.reciprocal(q.step), 0, q.step, q.zero, q.qmin, q.qmax), "struct Affine"
+        affine_bytes(numerics.reciprocal(q.step), 0, q.step, q.zero, q.qmin, q.qmax), "struct Affine"
     )
 
 
-def _affine_bytes(inverse: Any, offset: Any, scale: float, zero_point: int, low: int, high: int) -> np.ndarray:
+def affine_bytes(inverse: Any, offset: Any, scale: float, zero_point: int, low: int, high: int) -> np.ndarray:
+    """``struct Affine`` (native/program.h)."""
     floats, integers = np.array([inverse, offset, scale], np.float32), np.array([zero_point, low, high], np.int32)
     return np.frombuffer(floats.tobytes() + integers.tobytes(), np.uint8)

@@ -18,7 +18,7 @@ from intaglio.ir.partition import (
     lies,
 )
 from intaglio.ir.text import graph_text, partitions_text
-from intaglio.ir.types import Axis, DType, Groups, QParams, Ref, Rows, TensorType
+from intaglio.ir.types import Axis, DType, Groups, Packing, QParams, Ref, Rows, TensorType
 from intaglio.ir.verify import VerifyError, verify
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "Op",
     "Origin",
     "Output",
+    "Packing",
     "Partition",
     "Placement",
     "Plan",

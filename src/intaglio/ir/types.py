@@ -9,7 +9,7 @@ from intaglio.ir.dims import Shape
 
 
 class DType(Enum):
-    """Element types. Kernels take u8, s8, i32 and f32; the rest only crosses islands."""
+    """Element types. Kernels take u8, s8, i32 and f32; the rest only crosses islands, f8 stays inside."""
 
     U8 = "u8"
     S8 = "s8"
@@ -19,6 +19,8 @@ class DType(Enum):
     I64 = "i64"
     F16 = "f16"
     BF16 = "bf16"
+    F8E4M3 = "f8e4m3"
+    F8E5M2 = "f8e5m2"
     F32 = "f32"
     F64 = "f64"
     BOOL = "bool"
@@ -26,6 +28,8 @@ class DType(Enum):
 
     @property
     def bytes(self) -> int:
+        if self.value.startswith("f8"):
+            return 1
         one, two, eight = ("u8", "s8", "bool"), ("u16", "i16", "f16", "bf16"), ("i64", "f64")
         return 1 if self.value in one else 2 if self.value in two else 8 if self.value in eight else 4
 
@@ -124,12 +128,30 @@ class QParams:
 
 
 @dataclass(frozen=True)
+class Packing:
+    """How a file holds constant integers in fewer than 8 bits: levels of ``bits``, the lowest of them ``low``.
+
+    ``group``: so many neighbours of an output channel, in memory order, are levels times one multiple; 0: all are
+    levels themselves.
+    """
+
+    bits: int
+    low: int
+    group: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits" + (f" in groups of {self.group}" if self.group else "")
+
+
+@dataclass(frozen=True)
 class TensorType:
-    """Logical shape (channels second), element type, quantization parameters if it holds levels."""
+    """Logical shape (channels second), element type, quantization parameters if it holds levels; of a constant that
+    a file can hold in fewer bits, how."""
 
     shape: Shape
     dtype: DType
     q: QParams | None = None
+    packing: Packing | None = None
 
     @property
     def levels(self) -> QParams:
@@ -140,4 +162,5 @@ class TensorType:
 
     def __str__(self) -> str:
         dims = ", ".join(map(str, self.shape))
-        return f"{self.dtype}[{dims}]" + (f" {self.q}" if self.q else "")
+        packed = f" ({self.packing})" if self.packing else ""
+        return f"{self.dtype}[{dims}]" + (f" {self.q}" if self.q else "") + packed

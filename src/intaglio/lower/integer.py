@@ -21,7 +21,7 @@ from intaglio.ops.activate import bind_precise
 from intaglio.ops.conv import output_axis
 from intaglio.ops.pool import counts
 from intaglio.ops.resize import tables
-from intaglio.quant.annotate import macs
+from intaglio.quant.annotate import Annotations, macs
 from intaglio.quant.convert import Reference, each_output, per_output
 from intaglio.quant.sites import Skip
 
@@ -38,6 +38,7 @@ def requantize(reference: Reference) -> Lowered:
     inside = {node.name for region in builder.regions for node in region.nodes}
     native = inside.union(node.name for node in builder.real)
     floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in native)
+    floats += _simulated(reference.annotations, inside)
     floats += _without_reason(builder.cut, {skip.node for skip in floats})
     about = reference.about.after(integer=graph_text(graph))
     return Lowered(graph, builder.islands, reference.signature, floats, (integer, total), len(inside), about)
@@ -49,6 +50,18 @@ def _without_reason(cut: Iterable[list[fx.Node]], named: set[str]) -> tuple[Skip
     silent = [nodes[0] for nodes in computing if nodes and not named.intersection(node.name for node in nodes)]
     reason = "it makes integers or booleans, which stay in PyTorch"
     return tuple(Skip(node.name, reason, origin(node)) for node in silent)
+
+
+def _simulated(annotations: Annotations, inside: set[str]) -> tuple[Skip, ...]:
+    """Quantized operators that stay in float, as no kernel computes with their levels."""
+    found = []
+    for region in annotations.regions:
+        values = {value.name for node in region.nodes for value in (node, *operands(node)) if value is not None}
+        names = sorted({site.datatype for site in annotations.sites if site.value in values and not site.native})
+        if names:
+            reason = f"{' and '.join(names)}: no kernel computes with them, so float32 on rounded values"
+            found += [Skip(n.name, reason, origin(n), macs(n)) for n in region.nodes if n.name not in inside]
+    return tuple(found)
 
 
 class _Builder:
@@ -117,7 +130,7 @@ class _Builder:
             elif self._is_real(node, regions):
                 self.real.append(node)
                 yield Unit((node,), (node.args[0],), True)
-            elif constant_of(node, DType.S8) or constant_of(node, DType.I32):
+            elif (constant_of(node, DType.S8) or constant_of(node, DType.I32)) and inner.issuperset(node.users):
                 continue
             else:
                 read = tensor_nodes((node.args, node.kwargs))
@@ -156,17 +169,18 @@ class _Builder:
             self.values[node] = name
         return name
 
-    def _constant(
-        self, stem: str, array: np.ndarray, dtype: DType, q: QParams | None = None, reuse: bool = False
-    ) -> str:
-        """A constant; ``reuse``: the one made under this stem before."""
-        if reuse and stem in self.reused:
-            return self.reused[stem]
-        name = self._value(stem, TensorType(array.shape, dtype, q))
+    def _constant(self, stem: str, array: np.ndarray, dtype: DType) -> str:
+        name = self._value(stem, TensorType(array.shape, dtype))
         self.constants[name] = np.ascontiguousarray(array)
-        if reuse:
-            self.reused[stem] = name
         return name
+
+    def _weight(self, node: fx.Node, array: np.ndarray, q: QParams) -> str:
+        """A weight's constant, one for all calls; packed in files as the reference's is."""
+        stem = str(node.target)
+        if stem not in self.reused:
+            self.reused[stem] = self._value(stem, TensorType(array.shape, DType.S8, q, tensor_type(node).packing))
+            self.constants[self.reused[stem]] = np.ascontiguousarray(array)
+        return self.reused[stem]
 
     def _op(
         self, kind: str, inputs: Iterable[str], stem: str, result: TensorType, where: Origin,
@@ -279,7 +293,7 @@ class _Builder:
         steps = np.zeros(levels.shape[0], np.int32) if bias is None else getattr(self.module, bias.target).numpy()
         operand_names = [
             x,
-            self._constant(weight.target, levels, DType.S8, w_q, reuse=True),
+            self._weight(weight, levels, w_q),
             self._constant(f"{stem}_bias", steps, DType.I32),
         ]
         attrs = record.bind(call_of(node, record))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx, nn
 
-from intaglio.capture.nodes import tensor_nodes
+from intaglio.calls import DTYPES
+from intaglio.capture.nodes import operator, tensor_nodes, tensor_type
 from intaglio.ir import Dim
 from intaglio.lower.regions import IntegerRegion
+from intaglio.quant.datatypes import FLOAT8
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,40 @@ def island_of(module: fx.GraphModule, nodes: list[fx.Node]) -> Part:
     for node in nodes:
         if node.op == "get_attr":
             root.register_buffer(str(node.target), getattr(module, node.target))
-        copies[node] = graph.node_copy(node, lambda n: copies[n])
+        write = ROUNDING.get(operator(node).partition(".")[2])
+        copies[node] = write(graph, node, copies) if write else graph.node_copy(node, lambda n: copies[n])
     graph.output(tuple(copies[node] for node in outputs))
     return Part(fx.GraphModule(root, graph), tuple(inputs), tuple(leaf.meta["dim"] for leaf in symbols), outputs)
+
+
+# Levels inside an island have no zero points, and are written in ATen's arithmetic: files hold nothing else.
+
+
+def _quantize(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    aten, (low, high, dtype) = torch.ops.aten, node.args[-3:]
+    steps = graph.call_function(aten.mul.Tensor, (copies[node.args[0]], 1.0 / float(node.args[1])))
+    if DTYPES[dtype] in FLOAT8:
+        whole = graph.call_function(aten.nan_to_num.default, (steps, 0.0))
+    else:
+        whole = graph.call_function(aten.round.default, (steps,))
+    bounded = graph.call_function(aten.clamp.default, (whole, low, high))
+    return graph.call_function(aten._to_copy.default, (bounded,), {"dtype": dtype})
+
+
+def _dequantize(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    aten = torch.ops.aten
+    scale: float | fx.Node = node.args[1]
+    if isinstance(scale, fx.Node):
+        axes = len(tensor_type(node).shape)
+        shape = [-1 if axis == node.args[3] else 1 for axis in range(axes)]
+        scale = graph.call_function(aten.reshape.default, (copies[scale], shape))
+    real = graph.call_function(aten._to_copy.default, (copies[node.args[0]],), {"dtype": torch.float32})
+    return graph.call_function(aten.mul.Tensor, (real, scale))
+
+
+ROUNDING: Mapping[str, Callable[[fx.Graph, fx.Node, Mapping[fx.Node, fx.Node]], fx.Node]] = {
+    "quantize_per_tensor.default": _quantize,
+    "dequantize_per_tensor.default": _dequantize,
+    "dequantize_per_channel.default": _dequantize,
+}
+"""Operator without its library -> what writes it. Only constants have levels per channel, and those are quantized."""

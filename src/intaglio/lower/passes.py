@@ -61,7 +61,9 @@ def depth_as_channels(graph: Graph) -> tuple[Graph, int]:
             x = result
         flat = fresh(types, f"{weight}_flat")
         constants[flat] = levels
-        types[flat] = TensorType(levels.shape, types[weight].dtype, types[weight].q)
+        packing = types[weight].packing
+        packing = None if packing is None or packing.group else packing  # groups are not neighbours any more
+        types[flat] = TensorType(levels.shape, types[weight].dtype, types[weight].q, packing)
         ops.append(Op(op.kind, (x, flat, bias), op.outputs, attrs, origin=op.origin))
     return graph.replace(ops=tuple(ops), types=types, constants=constants), count
 

@@ -1472,99 +1472,131 @@ static inline uint8_t level_of(float x, const struct Affine* q) {
 }
 
 #if defined(__AVX2__)
-// By channels: the bytes of four pixels that came as dwords, moved together.
+// By channels: where the bytes of four pixels that came as dwords are, and then the dwords of the 16 bytes that hold four.
 static const uint8_t pixel_order[4][16] = {{0, 4, 8, 12}, {0, 1, 4, 5, 8, 9, 12, 13}, {0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14}, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
 #endif
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
-// 16 floats -> 16 levels in dwords; NaN gives the zero point. The clamp in float keeps the conversion defined.
-static inline __m512i quantize16(__m512 x, const struct Affine* q) {
-    const __m512 steps = _mm512_add_ps(_mm512_mul_ps(x, _mm512_set1_ps(q->inverse)), _mm512_set1_ps(q->offset));
+typedef __m512 Plane;
+typedef __m512i Dwords;
+enum { PLANE = 16 };           // floats of a vector
+
+static inline Plane plane_of(float x) { return _mm512_set1_ps(x); }
+static inline Dwords dwords_of(int32_t x) { return _mm512_set1_epi32(x); }
+static inline Dwords add_dwords(Dwords a, Dwords b, int64_t channel) { return _mm512_add_epi32(a, _mm512_slli_epi32(b, (unsigned)(8 * channel))); }
+static inline Dwords levels_at(const uint8_t* from) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)); }
+
+// Rounded steps from the zero point, within bounds; 0 for NaN.
+static inline Dwords bounded_steps(Plane steps, Plane least, Plane most) {
     const __mmask16 number = _mm512_cmp_ps_mask(steps, steps, _CMP_ORD_Q);
-    const __m512 bounded = _mm512_min_ps(_mm512_max_ps(steps, _mm512_set1_ps(-1024.0f)), _mm512_set1_ps(1024.0f));
-    const __m512i level = _mm512_add_epi32(_mm512_maskz_cvtps_epi32(number, bounded), _mm512_set1_epi32(q->zero_point));
-    return _mm512_min_epi32(_mm512_max_epi32(level, _mm512_set1_epi32(q->low)), _mm512_set1_epi32(q->high));
+    return _mm512_cvtps_epi32(_mm512_maskz_min_ps(number, _mm512_max_ps(steps, least), most));
 }
 
-static inline __m512i levels16(const void* from, int64_t index, const struct Affine* q) {
-    if (q) return quantize16(_mm512_loadu_ps((const float*)from + index), q);
-    return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)((const uint8_t*)from + index)));
+static inline Plane steps_at(const float* from, Plane inverse, Plane offset) {
+    return _mm512_add_ps(_mm512_mul_ps(_mm512_loadu_ps(from), inverse), offset);
 }
 
-// Up to 4 planes of floats -> interleaved levels, each plane by the next `apart` of q; without q, of bytes that are
-// levels. Returns how many pixels it did, leaving the last 16 or fewer: its 16-byte stores reach into the pixels after
-// those it makes.
-static inline int64_t quantize_planes(const void* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
-                                      const struct Affine* q, int64_t apart) {
-    const __m512i shuffle = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)pixel_order[channels - 1]));
-    int64_t x = 0;
-    for (; x + 32 <= width; x += 16) {
-        __m512i all = levels16(from, x, q);
-        for (int64_t c = 1; c < channels; ++c)
-            all = _mm512_or_si512(all, _mm512_slli_epi32(levels16(from, c * plane + x, q ? q + c * apart : q), (unsigned)(8 * c)));
-        all = _mm512_shuffle_epi8(all, shuffle);
-        uint8_t* out = to + x * channels;
-        _mm_storeu_si128((__m128i*)out, _mm512_castsi512_si128(all));
-        _mm_storeu_si128((__m128i*)(out + 4 * channels), _mm512_extracti32x4_epi32(all, 1));
-        _mm_storeu_si128((__m128i*)(out + 8 * channels), _mm512_extracti32x4_epi32(all, 2));
-        _mm_storeu_si128((__m128i*)(out + 12 * channels), _mm512_extracti32x4_epi32(all, 3));
-    }
-    return x;
-}
-
-static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* to, const struct Affine* q) {
-    int64_t i = 0;
-    for (; i + 16 <= count; i += 16)
-        _mm_storeu_si128((__m128i*)(to + i), _mm512_cvtepi32_epi8(quantize16(_mm512_loadu_ps(from + i), q)));
-    return i;
+// The low bytes of dwords, `channels` of each -> as many bytes for every pixel.
+static inline void store_pixels(uint8_t* to, Dwords dwords, int64_t channels) {
+    const __m128i order = _mm_loadu_si128((const __m128i*)pixel_order[channels - 1]);
+    const __m512i all = _mm512_permutexvar_epi32(_mm512_cvtepu8_epi32(order), _mm512_shuffle_epi8(dwords, _mm512_broadcast_i32x4(order)));
+    _mm_storeu_si128((__m128i*)to, _mm512_castsi512_si128(all));
+    if (channels > 1) _mm_storeu_si128((__m128i*)(to + 16), _mm512_extracti32x4_epi32(all, 1));
+    if (channels > 2) _mm_storeu_si128((__m128i*)(to + 32), _mm512_extracti32x4_epi32(all, 2));
+    if (channels > 3) _mm_storeu_si128((__m128i*)(to + 48), _mm512_extracti32x4_epi32(all, 3));
 }
 #elif defined(__AVX2__)
-// 8 floats -> 8 levels in dwords; NaN gives the zero point. The clamp in float keeps the conversion defined.
-static inline __m256i quantize8(__m256 x, const struct Affine* q) {
-    const __m256 steps = _mm256_add_ps(_mm256_mul_ps(x, _mm256_set1_ps(q->inverse)), _mm256_set1_ps(q->offset));
+typedef __m256 Plane;
+typedef __m256i Dwords;
+enum { PLANE = 8 };            // floats of a vector
+
+static inline Plane plane_of(float x) { return _mm256_set1_ps(x); }
+static inline Dwords dwords_of(int32_t x) { return _mm256_set1_epi32(x); }
+static inline Dwords add_dwords(Dwords a, Dwords b, int64_t channel) { return _mm256_add_epi32(a, _mm256_slli_epi32(b, (int)(8 * channel))); }
+static inline Dwords levels_at(const uint8_t* from) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
+
+// Rounded steps from the zero point, within bounds; 0 for NaN.
+static inline Dwords bounded_steps(Plane steps, Plane least, Plane most) {
     const __m256 number = _mm256_cmp_ps(steps, steps, _CMP_ORD_Q);
-    const __m256 bounded = _mm256_min_ps(_mm256_max_ps(steps, _mm256_set1_ps(-1024.0f)), _mm256_set1_ps(1024.0f));
-    const __m256i level = _mm256_add_epi32(_mm256_cvtps_epi32(_mm256_and_ps(number, bounded)), _mm256_set1_epi32(q->zero_point));
-    return _mm256_min_epi32(_mm256_max_epi32(level, _mm256_set1_epi32(q->low)), _mm256_set1_epi32(q->high));
+    return _mm256_cvtps_epi32(_mm256_and_ps(number, _mm256_min_ps(_mm256_max_ps(steps, least), most)));
 }
 
-static inline __m256i levels8(const void* from, int64_t index, const struct Affine* q) {
-    if (q) return quantize8(_mm256_loadu_ps((const float*)from + index), q);
-    return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)((const uint8_t*)from + index)));
+static inline Plane steps_at(const float* from, Plane inverse, Plane offset) {
+    return _mm256_add_ps(_mm256_mul_ps(_mm256_loadu_ps(from), inverse), offset);
 }
 
-// As above, 8 pixels at a time; it leaves the last 16 or fewer, too.
-static inline int64_t quantize_planes(const void* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
+// The low bytes of dwords, `channels` of each -> as many bytes for every pixel.
+static inline void store_pixels(uint8_t* to, Dwords dwords, int64_t channels) {
+    const __m128i order = _mm_loadu_si128((const __m128i*)pixel_order[channels - 1]);
+    const __m256i all = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(dwords, _mm256_broadcastsi128_si256(order)), _mm256_cvtepu8_epi32(order));
+    const __m128i low = _mm256_castsi256_si128(all), high = _mm256_extracti128_si256(all, 1);
+    if (channels == 1) _mm_storel_epi64((__m128i*)to, low);
+    if (channels > 1) _mm_storeu_si128((__m128i*)to, low);
+    if (channels == 3) _mm_storel_epi64((__m128i*)(to + 16), high);
+    if (channels > 3) _mm_storeu_si128((__m128i*)(to + 16), high);
+}
+#endif
+
+#if defined(__AVX2__)
+enum { PLANES = 4 };           // at most
+
+// What turns floats of a channel into levels. Bounds are whole steps, so it does not matter that they are taken before
+// rounding.
+struct Steps { Plane inverse, offset, least, most; };
+
+static inline struct Steps steps_of(const struct Affine* q) {
+    const float least = (float)(q->low - q->zero_point), most = (float)(q->high - q->zero_point);
+    return (struct Steps){plane_of(q->inverse), plane_of(q->offset), plane_of(least), plane_of(most)};
+}
+
+// Pixel where the next vector begins, behind `x`; the last one ends with the row, and may do some pixels again.
+static inline int64_t next_vector(int64_t x, int64_t width) { return x + 2 * PLANE <= width || x + PLANE == width ? x + PLANE : width - PLANE; }
+
+// Up to 4 planes of floats -> interleaved levels, each plane by the next `apart` of q. Returns how many pixels it did:
+// all, or none of a row narrower than a vector.
+static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
                                       const struct Affine* q, int64_t apart) {
-    const __m256i shuffle = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)pixel_order[channels - 1]));
-    int64_t x = 0;
-    for (; x + 24 <= width; x += 8) {
-        __m256i all = levels8(from, x, q);
-        for (int64_t c = 1; c < channels; ++c)
-            all = _mm256_or_si256(all, _mm256_slli_epi32(levels8(from, c * plane + x, q ? q + c * apart : q), (int)(8 * c)));
-        all = _mm256_shuffle_epi8(all, shuffle);
-        uint8_t* out = to + x * channels;
-        _mm_storeu_si128((__m128i*)out, _mm256_castsi256_si128(all));
-        _mm_storeu_si128((__m128i*)(out + 4 * channels), _mm256_extracti128_si256(all, 1));
+    struct Steps by[PLANES];
+    uint32_t zeros = 0;        // of all channels, where their bytes are
+    for (int64_t c = 0; c < channels; ++c) by[c] = steps_of(q + c * apart), zeros += (uint32_t)q[c * apart].zero_point << 8 * c;
+    for (int64_t x = 0; width >= PLANE && x < width; x = next_vector(x, width)) {
+        Dwords dwords = dwords_of((int32_t)zeros);
+        for (int64_t c = 0; c < channels; ++c) {
+            const Plane steps = steps_at(from + c * plane + x, by[c].inverse, by[c].offset);
+            dwords = add_dwords(dwords, bounded_steps(steps, by[c].least, by[c].most), c);
+        }
+        store_pixels(to + x * channels, dwords, channels);
     }
-    return x;
+    return width < PLANE ? 0 : width;
+}
+
+// Up to 4 planes of bytes -> interleaved; returns as above.
+static inline int64_t interleave_planes(const uint8_t* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to) {
+    for (int64_t x = 0; width >= PLANE && x < width; x = next_vector(x, width)) {
+        Dwords dwords = levels_at(from + x);
+        for (int64_t c = 1; c < channels; ++c) dwords = add_dwords(dwords, levels_at(from + c * plane + x), c);
+        store_pixels(to + x * channels, dwords, channels);
+    }
+    return width < PLANE ? 0 : width;
 }
 
 static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* to, const struct Affine* q) {
-    int64_t i = 0;
-    for (; i + 16 <= count; i += 16) {
-        const __m256i words = _mm256_packs_epi32(quantize8(_mm256_loadu_ps(from + i), q), quantize8(_mm256_loadu_ps(from + i + 8), q));
-        const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
-        _mm_storeu_si128((__m128i*)(to + i), _mm_packus_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1)));
-    }
-    return i;
+    return quantize_planes(from, 0, count, 1, to, q, 0);
 }
 #else
-static inline int64_t quantize_planes(const void* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
+enum { PLANES = 0 };
+
+static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
                                       const struct Affine* q, int64_t apart) {
     (void)from, (void)plane, (void)width, (void)channels, (void)to, (void)q, (void)apart;
     return 0;
 }
+
+static inline int64_t interleave_planes(const uint8_t* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to) {
+    (void)from, (void)plane, (void)width, (void)channels, (void)to;
+    return 0;
+}
+
 static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* to, const struct Affine* q) {
     (void)from, (void)count, (void)to, (void)q;
     return 0;
@@ -1579,16 +1611,16 @@ static inline void quantize_image(const float* from, const int64_t* strides, con
         const float* line = from + n * strides[0] + y * strides[2];
         uint8_t* to = at(out, n, y, 0);
         if (strides[1] == 1 || channels == 1) {
-            for (int64_t x = 0; x < out->width; ++x) {
+            const int64_t run = !apart && strides[3] == channels ? out->width : 1;  // pixels without gaps, alike
+            for (int64_t x = 0; x < out->width; x += run, to += run * channels) {
                 const float* pixel = line + x * strides[3];
-                for (int64_t c = apart ? 0 : quantize_line(pixel, channels, to, q); c < channels; ++c)
-                    to[c] = level_of(pixel[c * strides[1]], q + c * apart);
-                to += channels;
+                for (int64_t i = apart ? 0 : quantize_line(pixel, run * channels, to, q); i < run * channels; ++i)
+                    to[i] = level_of(pixel[i], q + i * apart);
             }
             continue;
         }
         int64_t done = 0;
-        if (strides[3] == 1 && channels <= 4)
+        if (strides[3] == 1 && channels <= PLANES)
             done = quantize_planes(line, strides[1], out->width, channels, to, q, apart);
         for (int64_t c = 0; c < channels; ++c)
             for (int64_t x = done; x < out->width; ++x)
@@ -1607,7 +1639,7 @@ static inline void copy_image(const uint8_t* from, const int64_t* strides, const
             continue;
         }
         int64_t done = 0;
-        if (strides[3] == 1 && channels <= 4) done = quantize_planes(line, strides[1], out->width, channels, to, 0, 0);
+        if (strides[3] == 1 && channels <= PLANES) done = interleave_planes(line, strides[1], out->width, channels, to);
         for (int64_t c = 0; c < channels; ++c)
             for (int64_t x = done; x < out->width; ++x) to[x * channels + c] = line[c * strides[1] + x * strides[3]];
     }

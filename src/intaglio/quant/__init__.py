@@ -4,23 +4,31 @@ from intaglio.quant.annotate import Annotations, Region, annotate_graph, macs
 from intaglio.quant.calibrate import calibrate
 from intaglio.quant.convert import Reference, convert
 from intaglio.quant.data import Binder, binder_for, peek
+from intaglio.quant.datatypes import DATATYPES, Datatype
 from intaglio.quant.image import Image
 from intaglio.quant.methods import METHODS
+from intaglio.quant.parameters import Parameter, Parameters
 from intaglio.quant.prepare import Observer, Prepared, annotate, prepare
 from intaglio.quant.ranges import Ranges
 from intaglio.quant.recipe import Quantizer, Recipe, Setting
 from intaglio.quant.sites import Derived, Fixed, Observed, Shared, Site, Skip, groups
 from intaglio.quant.statistics import Statistics
+from intaglio.quant.weights import Grid, weight_grid, weight_scales
 
 __all__ = [
+    "DATATYPES",
     "METHODS",
     "Annotations",
     "Binder",
+    "Datatype",
     "Derived",
     "Fixed",
+    "Grid",
     "Image",
     "Observed",
     "Observer",
+    "Parameter",
+    "Parameters",
     "Prepared",
     "Quantizer",
     "Ranges",
@@ -41,4 +49,6 @@ __all__ = [
     "macs",
     "peek",
     "prepare",
+    "weight_grid",
+    "weight_scales",
 ]

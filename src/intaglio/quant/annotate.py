@@ -21,6 +21,7 @@ from intaglio.capture.nodes import (
     record_of,
     tensor_type,
 )
+from intaglio.errors import UnsupportedError
 from intaglio.ir import DType, evaluate, numel, symbols_of
 from intaglio.ir.moves import MOVES
 from intaglio.ir.rewrite import match
@@ -141,6 +142,8 @@ def find_shortcuts(regions: Iterable[Region]) -> dict[fx.Node, str | None]:
             reason = "no quantized operator makes it"
         elif region.moves:
             reason = want(region.activations()[0])
+        elif region.setting.activation.storage is not DType.U8:
+            reason = f"its levels are {region.setting.activation.name}"
         else:
             reason = None if region.record.anchor and region.name not in PRECISE_ROWS else f"{region.name} makes it"
         found[value] = reason
@@ -158,21 +161,20 @@ PRECISE_ROWS = frozenset(row.name for row in FUSIONS if row.precise)
 
 
 def notes_of(regions: Iterable[Region]) -> tuple[str, ...]:
-    """Which functions are computed precisely, and which shortcuts have 8 bits although 16 were asked for; a model that
-    has none gets no note."""
+    """Which functions are computed precisely, which weights have few bits, and which shortcuts 8 although 16 were asked
+    for; nothing where none are."""
     regions = list(regions)
-    names = {region.root: region for region in regions}
-    short = {value: reason for value, reason in find_shortcuts(regions).items() if reason is not None}
-    return _precise_notes(regions) + tuple(
-        f"shortcut {origin(value).path or value.name}: 8 bits, as {reason}"
-        for value, reason in short.items() if value not in names or not names[value].moves
-    )
-
-
-def _precise_notes(regions: Iterable[Region]) -> tuple[str, ...]:
     counts = Counter(record_of(region.root).name for region in regions if region.name in PRECISE_ROWS)
     found = ", ".join(f"{name} x {count}" for name, count in sorted(counts.items()))
-    return (f"precise functions: {found}; all others are tables of 256 levels",) if found else ()
+    notes = [f"precise functions: {found}; all others are tables of 256 levels"] if found else []
+    settings = [region.setting for region in regions if region.record.roles.weight is not None]
+    packed = Counter(str(packing) for setting in settings if (packing := setting.weight.packing(setting.group)))
+    found = ", ".join(f"{kind} x {count}" for kind, count in sorted(packed.items()))
+    notes += [f"weights: {found}; so they are in files, and kernels compute with them as int8"] if found else []
+    moved = {region.root for region in regions if region.moves}
+    short = {node: reason for node, reason in find_shortcuts(regions).items() if reason and node not in moved}
+    notes += [f"shortcut {origin(node).path or node.name}: 8 bits, as {reason}" for node, reason in short.items()]
+    return tuple(notes)
 
 
 def refusal(node: fx.Node, setting: Setting) -> str | None:
@@ -307,10 +309,11 @@ def _output_site(region: Region, names: _Names) -> Site:
 
 def _activation(name: str, node: fx.Node, setting: Setting) -> Site:
     if "zero_points" in node.meta:  # pixels less their zero points: the levels are bytes
-        spec = Fixed(1.0, node.meta["zero_points"])
-        return Site(name, node.name, "activation", spec, DType.U8, 0, 255, 1, origin(node))
-    high = 2**setting.bits - 1
-    return Site(name, node.name, "activation", Observed(setting.method), DType.U8, 0, high, origin=origin(node))
+        fixed = Fixed(1.0, node.meta["zero_points"])
+        return Site(name, node.name, "activation", fixed, DType.U8, 0, 255, 1, origin(node), "u8")
+    kind = setting.activation
+    spec = Observed("minmax" if kind.floating else setting.method, not kind.zero_point)
+    return Site(name, node.name, "activation", spec, kind.storage, kind.qmin, kind.qmax, None, origin(node), kind.name)
 
 
 def _shortcut(site: Site) -> Site:
@@ -325,8 +328,7 @@ def _share(site: Site, produced: Mapping[fx.Node, Region], sites: Mapping[tuple[
     if site.role != "activation" or region is None or not region.shares:
         return site
     partner = sites[region.activations()[0].name, "activation"]
-    return Site(site.name, site.value, site.role, Shared(partner.name), partner.dtype, partner.qmin, partner.qmax,
-                partner.axis, site.origin)  # fmt: skip
+    return replace(partner, name=site.name, value=site.value, spec=Shared(partner.name), origin=site.origin)
 
 
 def _parameters(region: Region, sites: dict[tuple[str, str], Site], names: _Names) -> None:
@@ -336,14 +338,31 @@ def _parameters(region: Region, sites: dict[tuple[str, str], Site], names: _Name
         return
     values = operands(region.anchor)
     x, weight, bias = (values[i] for i in (record.roles.x[0], record.roles.weight, record.roles.bias))
-    per_channel = region.setting.weights == "channel"
-    weight_site = Site(names.weight(weight), weight.name, "weight", Observed("absmax", True), DType.S8, -127, 127,
-                       record.roles.outputs if per_channel else None, origin(region.anchor))  # fmt: skip
+    per_channel, kind = region.setting.weights != "tensor", region.setting.weight
+    group = _group(region)
+    low, high = kind.stored(group)
+    weight_site = Site(names.weight(weight), weight.name, "weight", Observed("absmax", True), kind.storage, low, high,
+                       record.roles.outputs if per_channel else None, origin(region.anchor), kind.name,
+                       group)  # fmt: skip
     _put(sites, weight_site)
-    if bias is not None:
+    if bias is not None and sites[weight.name, "weight"].native and sites[x.name, "activation"].native:
         sources = (sites[x.name, "activation"].name, sites[weight.name, "weight"].name)
         _put(sites, Site(f"{names.of(region.anchor)}:bias", region.anchor.name, "bias", Derived(sources), DType.I32,
                          -(2**31), 2**31 - 1, 0 if per_channel else None, origin(region.anchor)))  # fmt: skip
+
+
+def _group(region: Region) -> int:
+    """Size of a weight's groups. `UnsupportedError` where its datatype or operator has none."""
+    group, kind, where = region.setting.group, region.setting.weight, origin(region.anchor)
+    problem = None
+    if group and kind.multiples < 2:
+        problem = f"groups of {kind.name} weights; levels times multiples must stay in 8 bits"
+    elif group and region.record.roles.outputs:
+        problem = "groups of the weights of a transposed convolution; they run along the inputs of one output"
+    if problem is not None:
+        raise UnsupportedError(where.path or "model", where.operator, problem, source=where.source or None,
+                               remedy=f"another setting for [{where.path!r}]: weights = \"channel\"")  # fmt: skip
+    return group
 
 
 class _Names:

@@ -20,10 +20,14 @@ from intaglio.ir import About, DType, QParams, Signature, TensorType
 from intaglio.ops.conv import outputs_first
 from intaglio.quant.annotate import Annotations, Chain, Region, find_shortcuts, reads_shortcut
 from intaglio.quant.corrections import Corrections, Rounded
+from intaglio.quant.datatypes import FLOAT8
+from intaglio.quant.float8 import float8
 from intaglio.quant.methods import METHODS
+from intaglio.quant.parameters import Parameters
 from intaglio.quant.prepare import Prepared, copy_graph
 from intaglio.quant.ranges import Ranges
 from intaglio.quant.sites import Derived, Fixed, Observed, Site
+from intaglio.quant.weights import channel_scales, weight_grid
 
 INT32 = (-(2**31), 2**31 - 1)
 
@@ -48,15 +52,21 @@ class Reference(GraphStage):
     annotations: Annotations
     about: About = field(default_factory=About)
 
+    @property
+    def parameters(self) -> Parameters:
+        """Scales, zero points and levels of every site that has its own: `convert` takes them in place of ranges."""
+        return Parameters.of(self.annotations.sites, self.annotations.leaders, self.qparams)
+
     def __repr__(self) -> str:
         return f"Reference({len(self.qparams)} sites; a simulation in float, slower than the float model)"
 
 
 def convert(
-    prepared: Prepared, ranges: Ranges | None = None, corrections: Corrections | None = None
+    prepared: Prepared, ranges: Ranges | Parameters | None = None, corrections: Corrections | None = None
 ) -> Reference:
     """Ranges (default: what the prepared model has seen) become parameters, weights and biases integers.
 
+    `Parameters` are taken as they are, and no data is needed; only a weight's scale that its bias does not fit grows.
     ``corrections``: integers and biases that `correct` found better than the nearest ones. Raises `CalibrationError`
     when a site has seen no data, `UnsupportedError` when an accumulator could overflow.
     """
@@ -66,12 +76,18 @@ def convert(
     if annotations.sites_text() != prepared.annotations.sites_text():
         raise CalibrationError("corrections", None, "they belong to another model",
                                remedy="convert what they were made for: correct(prepared, ranges, data)")  # fmt: skip
-    qparams = activation_qparams(prepared, ranges)
+    given: Mapping[str, QParams] = {}
+    if isinstance(ranges, Parameters):
+        given = ranges.checked(annotations.sites, annotations.leaders)
+        qparams = _given_qparams(annotations, given)
+    else:
+        qparams = activation_qparams(prepared, ranges)
     remarks = list(corrections.notes)
-    qparams.update(weight_qparams(annotations, qparams, remarks, corrections.weights))
+    qparams.update(weight_qparams(annotations, qparams, remarks, given, corrections.weights))
     module = copy_graph(annotations.module)
     _Rewriter(module, annotations, qparams, corrections).run()
-    about = prepared.about.after(tuple(remarks), reference=fx_text(module.graph))
+    parameters = Parameters.of(annotations.sites, annotations.leaders, qparams, weights=False).to_json()
+    about = prepared.about.after(tuple(remarks), reference=fx_text(module.graph), parameters=parameters)
     return Reference(module, prepared.signature, qparams, annotations, about)
 
 
@@ -107,13 +123,31 @@ def _widened(site: Site, qparams: Mapping[str, QParams]) -> QParams:
     return QParams((scale,), (zero_point,), site.qmin, site.qmax)
 
 
+def _given_qparams(annotations: Annotations, given: Mapping[str, QParams]) -> dict[str, QParams]:
+    """Parameters of every activation site, shared and fixed ones included."""
+    by_name = {site.name: site for site in annotations.sites}
+    result = {}
+    for site in annotations.sites:
+        if site.role == "activation":
+            leader = by_name[annotations.leaders[site.name]]
+            spec = leader.spec
+            result[site.name] = _fixed(leader, spec) if isinstance(spec, Fixed) else given[leader.name]
+    return result | {site.name: _widened(site, result) for site in annotations.sites if site.role == "shortcut"}
+
+
+def _fixed(site: Site, spec: Fixed) -> QParams:
+    zeros = spec.zero_point if isinstance(spec.zero_point, tuple) else (spec.zero_point,)
+    return QParams((spec.scale,) * len(zeros), zeros, site.qmin, site.qmax, site.axis)
+
+
 def _activation(site: Site, found: Mapping[str, Any]) -> QParams:
     if isinstance(site.spec, Fixed):
-        zeros = site.spec.zero_point if isinstance(site.spec.zero_point, tuple) else (site.spec.zero_point,)
-        return QParams((site.spec.scale,) * len(zeros), zeros, site.qmin, site.qmax, site.axis)
+        return _fixed(site, site.spec)
     if isinstance(site.spec, Observed):
         low, high = METHODS[site.spec.method](found[site.name], site.qmin, site.qmax)
         try:
+            if site.spec.symmetric:
+                low, high = min(low, -high), max(high, -low)
             scale, zero_point = numerics.affine(low, high, site.qmin, site.qmax)
         except ValueError as error:
             raise CalibrationError(site.name, site.origin.operator, str(error)) from error
@@ -123,20 +157,25 @@ def _activation(site: Site, found: Mapping[str, Any]) -> QParams:
 
 
 def weight_qparams(
-    annotations: Annotations, qparams: Mapping[str, QParams], remarks: list[str],
-    chosen: Mapping[str, Rounded] | None = None,
-) -> dict[str, QParams]:  # fmt: skip
-    """Scales of every weight, made fit for the biases of all its call sites; then the biases' own.
+    annotations: Annotations,
+    qparams: Mapping[str, QParams],
+    remarks: list[str],
+    given: Mapping[str, QParams],
+    chosen: Mapping[str, Rounded],
+) -> dict[str, QParams]:
+    """Scales of every weight, ``given`` or its own, made fit for the biases of all its call sites; then the biases'.
 
-    ``chosen``: weights that have their scales already.
+    ``chosen``: weights that are integers already.
     """
     result: dict[str, QParams] = {}
     for region in annotations.regions:
         if region.record.roles.weight is None:
             continue
-        x_site, w_site, _ = anchor_sites(annotations, region)
+        x_site, w_site, b_site = anchor_sites(annotations, region)
         weight, bias = parameters_of(annotations.module, region)
-        plain, fitted = _fitted_scales(region, weight, bias, w_site, qparams[x_site.name].step)
+        step_x = qparams[x_site.name].step if b_site else 1.0
+        own = given[w_site.name].scales if w_site.name in given else None
+        plain, fitted = _fitted_scales(region, weight, bias if b_site else None, w_site, step_x, own)
         if (enlarged := fitted > plain).any():
             remarks.append(f"{w_site.name}: scales of {int(enlarged.sum())} channels enlarged to fit the bias")
         if w_site.name in result:
@@ -146,7 +185,7 @@ def weight_qparams(
                                    remedy=f"skip=[{region.anchor.meta['origin'].path!r}]")  # fmt: skip
         scales = tuple(map(float, fitted))
         result[w_site.name] = QParams(scales, (0,) * len(scales), w_site.qmin, w_site.qmax, w_site.axis)
-    result.update({site: rounded.qparams for site, rounded in (chosen or {}).items()})
+    result.update({site: rounded.qparams for site, rounded in chosen.items()})
     for region in annotations.regions:
         if region.record.roles.weight is not None:
             x_site, w_site, b_site = anchor_sites(annotations, region)
@@ -157,7 +196,12 @@ def weight_qparams(
 
 
 def _fitted_scales(
-    region: Region, weight: np.ndarray, bias: np.ndarray | None, site: Site, scale_x: float
+    region: Region,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    site: Site,
+    scale_x: float,
+    given: tuple[float, ...] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Scales of a weight as its values ask for them, and as the bias does: one, or one per channel of its own axis.
 
@@ -167,23 +211,13 @@ def _fitted_scales(
     rows = per_output(region, weight)
     absmax = np.abs(rows.reshape(len(rows), -1)).max(1)
     count = weight.shape[site.axis] if isinstance(site.axis, int) else 1
-    plain = numerics.symmetric(absmax if count > 1 else absmax.max(keepdims=True), site.qmax)
-    fitted = numerics.fit_weight_scale(np.broadcast_to(plain, absmax.shape), absmax, bias, scale_x)
+    sharing = rows.reshape(len(rows) // count, count, -1).swapaxes(0, 1).reshape(count, -1)
+    plain = channel_scales(sharing, site.record, site.group) if given is None else np.array(given, np.float32)
+    if len(plain) != count:
+        raise CalibrationError(f"parameters of {site.name}", None, f"{len(plain)} scales; the weight has {count}")
+    fitted = numerics.fit_weight_scale(each_output(plain, len(rows)), absmax, bias, scale_x)
     fitted = fitted.reshape(-1, count).max(0)
-    zero = absmax.reshape(-1, count).max(0) == 0
-    return np.where(zero, fitted, plain.reshape(-1, count).max(0)), fitted
-
-
-def weight_steps(region: Chain, weight: np.ndarray, q: QParams) -> np.ndarray:
-    """The scales of a weight, of its rank."""
-    spread = [1] * weight.ndim
-    spread[region.record.roles.outputs] = len(q.scales)
-    return np.array(q.scales, np.float32).reshape(spread)
-
-
-def weight_levels(region: Chain, weight: np.ndarray, q: QParams) -> np.ndarray:
-    """Every value to its nearest level."""
-    return numerics.quantize(weight, weight_steps(region, weight, q), 0, q.qmin, q.qmax)
+    return np.where(np.abs(sharing).max(1, initial=0) == 0, fitted, plain), fitted
 
 
 def per_output(region: Chain, weight: np.ndarray) -> np.ndarray:
@@ -220,9 +254,9 @@ def parameters_of(module: fx.GraphModule, region: Region) -> tuple[np.ndarray, n
     return arrays[0], arrays[1]
 
 
-def _calls(q: QParams) -> tuple[Any, Any]:
-    """Quantize and dequantize, per tensor or per channel."""
-    ops = decomposed()
+def quantizing(q: QParams, dtype: DType) -> tuple[Any, Any]:
+    """Quantize and dequantize, per tensor or per channel; torch's own round to integers only."""
+    ops = float8() if dtype in FLOAT8 else decomposed()
     if q.axis is None:
         return ops.quantize_per_tensor.default, ops.dequantize_per_tensor.default
     return ops.quantize_per_channel.default, ops.dequantize_per_channel.default
@@ -276,7 +310,7 @@ class _Rewriter:
         if (wide := self.by_value.get((site.value, "shortcut"))) is not None:
             source = self._shortcut(node, wide)
             own = [user for user in own if user in node.users]
-        quantize, dequantize = _calls(q)
+        quantize, dequantize = quantizing(q, site.dtype)
         parameters = self._parameters(site.name, q, site.dtype)
         with self.graph.inserting_after(source):
             levels = self.graph.call_function(quantize, (source, *parameters))
@@ -291,7 +325,7 @@ class _Rewriter:
     def _shortcut(self, node: fx.Node, site: Site) -> fx.Node:
         """16 bits of a value, in front of the readers that take them; returned as the float that levels are made of."""
         q = self.qparams[site.name]
-        quantize, dequantize = _calls(q)
+        quantize, dequantize = quantizing(q, site.dtype)
         parameters = self._parameters(site.name, q, site.dtype)
         with self.graph.inserting_after(node):
             wide = self.graph.call_function(quantize, (node, *parameters))
@@ -323,18 +357,24 @@ class _Rewriter:
         anchor, roles = self.nodes[region.anchor.name], region.record.roles
         x_site, w_site, b_site = anchor_sites(self.annotations, region)
         weight, bias = parameters_of(self.annotations.module, region)
-        w, x = self.qparams[w_site.name], self.qparams[x_site.name]
+        w, x, kind = self.qparams[w_site.name], self.qparams[x_site.name], w_site.record
+        grid = weight_grid(weight, np.array(w.scales), kind, w_site.group, roles.outputs)
+        names = [operands(anchor)[i] for i in (roles.weight, roles.bias)]
+        if kind.floating:
+            self._constant(anchor, names[0], w_site, grid.clipped(weight), w)
+            return
         chosen = self.chosen.get(w_site.name)
-        levels = weight_levels(region, weight, w) if chosen is None else chosen.levels
+        levels = grid.stored(grid.nearest(weight)) if chosen is None else chosen.levels
+        self._constant(anchor, names[0], w_site, levels, w)
+        if not x_site.native:
+            return
         rows = per_output(region, levels)
         steps = np.zeros(len(rows), np.int32)
         if bias is not None:
             steps = numerics.bias_steps(bias, x.step, each_output(w.scales, len(rows)))
         self._prove(region, rows, steps, x)
-        names = [operands(anchor)[i] for i in (roles.weight, roles.bias)]
-        self._constant(anchor, names[0], w_site.name, levels.astype(np.int8), w, DType.S8)
         if b_site is not None:
-            self._constant(anchor, names[1], b_site.name, steps, self.qparams[b_site.name], DType.I32)
+            self._constant(anchor, names[1], b_site, steps, self.qparams[b_site.name])
 
     def _prove(self, region: Region, levels: np.ndarray, steps: np.ndarray, x: QParams) -> None:
         groups = arguments(region.anchor).get("groups", 1)
@@ -346,11 +386,12 @@ class _Rewriter:
                 remedy=f"leave it in float: skip=[{where.path!r}]", source=where.source or None,
             )  # fmt: skip
 
-    def _constant(self, anchor: fx.Node, old: fx.Node, site: str, array: np.ndarray, q: QParams, dtype: DType) -> None:
-        kind = TensorType(array.shape, dtype, q)
-        source = self._get(site, array, kind)
+    def _constant(self, anchor: fx.Node, old: fx.Node, site: Site, array: np.ndarray, q: QParams) -> None:
+        packing = site.record.packing(site.group) if site.role == "weight" else None
+        source = self._get(site.name, array, TensorType(array.shape, site.dtype, q, packing))
         with self.graph.inserting_before(anchor):
-            real = self.graph.call_function(_calls(q)[1], (source, *self._parameters(site, q, dtype)))
+            dequantize = quantizing(q, site.dtype)[1]
+            real = self.graph.call_function(dequantize, (source, *self._parameters(site.name, q, site.dtype)))
         real.meta = {"type": TensorType(array.shape, DType.F32), "origin": origin(anchor)}
         anchor.replace_input_with(old, real)
 
@@ -358,9 +399,9 @@ class _Rewriter:
         """What quantize and dequantize take behind the value."""
         if q.axis is None:
             return q.step, q.zero, q.qmin, q.qmax, TORCH_DTYPES[dtype]
-        single = TensorType((len(q.scales),), DType.F32)
-        scales = self._get(f"{site}:scale", np.array(q.scales, np.float32), single)
-        zeros = self._get(f"{site}:zero_point", np.array(q.zeros, np.int64), single)
+        shape = (len(q.scales),)
+        scales = self._get(f"{site}:scale", np.array(q.scales, np.float32), TensorType(shape, DType.F32))
+        zeros = self._get(f"{site}:zero_point", np.array(q.zeros, np.int64), TensorType(shape, DType.I64))
         return scales, zeros, q.axis, q.qmin, q.qmax, TORCH_DTYPES[dtype]
 
     def _get(self, key: str, array: np.ndarray, kind: TensorType) -> fx.Node:
@@ -369,7 +410,8 @@ class _Rewriter:
             name = "".join(c if c.isalnum() else "_" for c in key)
             while hasattr(self.module, name):
                 name += "_"
-            self.module.register_buffer(name, torch.from_numpy(np.ascontiguousarray(array)))
+            tensor = torch.from_numpy(np.ascontiguousarray(array)).to(TORCH_DTYPES[kind.dtype])
+            self.module.register_buffer(name, tensor)
             with self.graph.inserting_before(next(iter(self.graph.nodes))):
                 self.integers[key] = self.graph.get_attr(name)
             self.integers[key].meta = {"type": kind, "path": key}

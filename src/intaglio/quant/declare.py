@@ -65,7 +65,10 @@ def unable_to_absorb(node: fx.Node, quantizer: Quantizer, classes: Mapping[str, 
         record, where = record_of(user), f"{origin(user).path or 'the model'} ({operator(user) or user.op})"
         if record is None or record.name != "conv2d":
             return f"{where} reads it, and only convolutions absorb a scale per channel"
-        reason = refusal(user, quantizer.recipe.setting(origin(user), classes))
+        setting = quantizer.recipe.setting(origin(user), classes)
+        reason = refusal(user, setting)
+        if reason is None and not setting.weight.native:
+            reason = f"no kernel computes with {setting.weight.name} weights"
         if reason is not None:
             return f"{where} reads it and stays in float: {reason}"
     return None if users else "nothing reads it"

@@ -96,7 +96,8 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
             remedy="check the recipe, and that the model has convolutions or linear layers with float32 constants",
         )  # fmt: skip
     notes += notes_of(annotations.regions)
-    about = captured.about.after(notes, captured=captured.text(), sites=annotations.text())
+    texts = {"captured": captured.text(), "quantizer": quantizer.to_toml(), "sites": annotations.text()}
+    about = captured.about.after(notes, **texts)
     observed, observers = _observed(annotations)
     return Prepared(observed, captured.signature, annotations, observers, about, rewrites, quantizer, captured.classes)
 

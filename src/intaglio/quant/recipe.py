@@ -9,19 +9,23 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from intaglio.errors import SelectorError
 from intaglio.ir import Origin
+from intaglio.quant.datatypes import DATATYPES, Datatype
 from intaglio.quant.image import Image
+from intaglio.quant.parameters import Parameters
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+PARAMETERS = "parameters"
+"""Name of the tables that are no settings."""
 LEVELS = ("op:", "type:", "")
 """Selector prefixes, weakest first: operator type < module type < module name (glob or ``re:``)."""
 
@@ -31,11 +35,13 @@ class Setting:
     """``None`` leaves a question to the next weaker setting.
 
     quantize: int8 at all. method: range method of activations ("mse" or "minmax"). weights: "channel" or "tensor"
-    scales. bits: 8, or 7 for activations in 0..127. functions: "table" or "precise", how a function such as silu right
-    behind a convolution or linear layer is computed (ops/activate.py). shortcut: bits of what a sum behind a
-    convolution or linear layer adds to it, 8 or 16. For `correct`: rounding: of weights, "gptq", "adaround" or
-    "nearest"; bias: "none", "weights" (makes up for rounded weights) or "outputs" (for all that quantization moved);
-    equalize: share of each channel's deficit that is made up for before calibration, 0 to 1.
+    scales, or "group:32", where 32 neighbours of a channel have steps of 1..15 times its scale. bits: 8, or 7 for
+    activations in 0..127. functions: "table" or "precise", how a function such as silu right behind a convolution or
+    linear layer is computed (ops/activate.py). shortcut: bits of what a sum behind one of these adds to it, 8 or 16.
+    weights_dtype, activations_dtype: names of `DATATYPES`; without, s8 and what ``bits`` says. For `equalize` and
+    `correct`: equalize: share of each channel's deficit that is made up for before calibration, 0 to 1; rounding: of
+    weights, "gptq", "adaround" or "nearest"; bias: "none", "weights" (makes up for rounded weights) or "outputs" (for
+    all that quantization moved).
     """
 
     quantize: bool | None = None
@@ -46,29 +52,64 @@ class Setting:
     rounding: str | None = None
     bias: str | None = None
     equalize: float | None = None
+    weights_dtype: str | None = None
+    activations_dtype: str | None = None
     shortcut: int | None = None
 
     def __post_init__(self) -> None:
         allowed = {
             "quantize": (None, True, False),
             "method": (None, "mse", "minmax"),
-            "weights": (None, "channel", "tensor"),
+            "weights": (None, "channel", "tensor", "group:N"),
             "bits": (None, 7, 8),
             "functions": (None, "table", "precise"),
             "rounding": (None, "gptq", "adaround", "nearest"),
             "bias": (None, "none", "weights", "outputs"),
+            "weights_dtype": (None, *_names("weight")),
+            "activations_dtype": (None, *_names("activation")),
             "shortcut": (None, 8, 16),
         }
         for name, values in allowed.items():
-            if getattr(self, name) not in values:
+            value = "group:N" if name == "weights" and GROUPS.fullmatch(str(self.weights)) else getattr(self, name)
+            if value not in values:
                 raise SelectorError("recipe", None, f"{name} = {getattr(self, name)!r}; allowed are {values[1:]}")
         if self.equalize is not None and not 0 <= self.equalize <= 1:
             raise SelectorError("recipe", None, f"equalize = {self.equalize}; allowed is 0 to 1")
+        if self.bits == 7 and self.activations_dtype not in (None, "u8", "u7"):
+            raise SelectorError("recipe", None, f"bits = 7 and activations_dtype = {self.activations_dtype!r}",
+                                remedy="leave out one of them")  # fmt: skip
+
+    @property
+    def activation(self) -> Datatype:
+        """Of activations; ``bits = 7`` makes u8 u7."""
+        name = self.activations_dtype or "u8"
+        return DATATYPES["u7" if name == "u8" and self.bits == 7 else name]
+
+    @property
+    def weight(self) -> Datatype:
+        return DATATYPES[self.weights_dtype or "s8"]
+
+    @property
+    def group(self) -> int:
+        """Neighbours of a weight that share a multiple of their channel's scale; 0: there are no groups."""
+        found = GROUPS.fullmatch(self.weights or "")
+        return int(found[1]) if found else 0
 
     def over(self, weaker: Setting) -> Setting:
         """This setting, its gaps filled from a weaker one."""
         mine, theirs = dataclasses.asdict(self), dataclasses.asdict(weaker)
-        return Setting(**{key: theirs[key] if mine[key] is None else mine[key] for key in mine})
+        both = {key: theirs[key] if mine[key] is None else mine[key] for key in mine}
+        if self.bits is not None or self.activations_dtype is not None:  # one question in two keys
+            both |= {"bits": self.bits, "activations_dtype": self.activations_dtype}
+        return Setting(**both)
+
+
+GROUPS = re.compile(r"group:([1-9][0-9]*)")
+"""Form of ``weights`` that asks for groups."""
+
+
+def _names(role: str) -> tuple[str, ...]:
+    return tuple(name for name, datatype in DATATYPES.items() if role in datatype.roles)
 
 
 DEFAULT = Setting(
@@ -84,11 +125,13 @@ class Recipe:
 
     A selector is a module path glob (``layer1.*``; it covers what is inside too), ``re:pattern`` over module paths,
     ``type:Linear`` (class of a module) or ``op:aten.add``. Module names win over module types, these over operators,
-    these over the default; among names the nearest enclosing module wins, then the later entry.
+    these over the default; among names the nearest enclosing module wins, then the later entry. ``parameters``: what
+    the sites have that come of it, for a file that needs no data to quantize by.
     """
 
     entries: tuple[tuple[str, Setting], ...] = ()
     default: Setting = DEFAULT
+    parameters: Parameters | None = None
 
     @staticmethod
     def named(name: str) -> Recipe:
@@ -105,10 +148,14 @@ class Recipe:
     def with_selection(self, skip: Iterable[str] = (), only: Iterable[str] = ()) -> Recipe:
         """``only``: nothing else is quantized; ``skip``: these are not. Both are selectors."""
         skip, only = _tuple(skip), _tuple(only)
-        default = dataclasses.replace(self.default, quantize=False) if only else self.default
+        default = replace(self.default, quantize=False) if only else self.default
         chosen = [(selector, Setting(quantize=True)) for selector in only]
         left = [(selector, Setting(quantize=False)) for selector in skip]
-        return Recipe((*self.entries, *chosen, *left), default)
+        return replace(self, entries=(*self.entries, *chosen, *left), default=default)
+
+    def with_parameters(self, parameters: Parameters | None) -> Recipe:
+        """The same settings, and these parameters of their sites."""
+        return replace(self, parameters=parameters)
 
     def setting(self, origin: Origin, classes: Mapping[str, str]) -> Setting:
         """What holds for one operator."""
@@ -138,17 +185,22 @@ class Recipe:
         merged: dict[str, Setting] = {}
         for selector, setting in self.entries:  # a table may stand once: the later entry wins, at the later place
             merged[selector] = setting.over(merged.pop(selector, Setting()))
-        return "\n".join([_table("default", self.default), *(_table(json.dumps(s), v) for s, v in merged.items())])
+        tables = [_table("default", _keys(self.default)), *(_table(_toml(s), _keys(v)) for s, v in merged.items())]
+        for name, entry in sorted(self.parameters.entries.items() if self.parameters else ()):
+            tables.append(_table(f"{PARAMETERS}.{_toml(name)}", entry.to_dict()))
+        return "\n".join(tables)
 
     @staticmethod
     def from_toml(text: str) -> Recipe:
-        """``[default]`` and one table per selector; unknown keys are errors."""
+        """``[default]``, one table per selector, and ``[parameters."site"]`` tables; unknown keys are errors."""
         try:
             tables = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise SelectorError("recipe", None, f"not valid TOML: {error}") from error
         default = _setting("default", tables.pop("default", {})).over(DEFAULT)
-        return Recipe(tuple((name, _setting(name, table)) for name, table in tables.items()), default)
+        given = tables.pop(PARAMETERS, None)
+        parameters = None if given is None else Parameters.from_dicts(given)
+        return Recipe(tuple((name, _setting(name, table)) for name, table in tables.items()), default, parameters)
 
     @staticmethod
     def load(path: str | Path) -> Recipe:
@@ -167,6 +219,25 @@ class Quantizer:
 
     recipe: Recipe = Recipe()
     input: Image | Mapping[str, Image] | None = None
+
+    def to_toml(self) -> str:
+        """The recipe's text without parameters, and a table ``[input."name"]`` an image; "" stands for the only input.
+        """
+        images = {"": self.input} if isinstance(self.input, Image) else (self.input or {})
+        tables = [_table(f"{INPUT}.{_toml(name)}", dataclasses.asdict(i)) for name, i in images.items()]
+        return "\n".join([self.recipe.with_parameters(None).to_toml(), *tables])
+
+    @staticmethod
+    def from_toml(text: str) -> Quantizer:
+        """Inverse of `to_toml`."""
+        tables = tomllib.loads(text).get(INPUT, {})
+        images = {name: Image(**table) for name, table in tables.items()}
+        recipe = Recipe.from_toml(text.partition(f"\n[{INPUT}.")[0])
+        return Quantizer(recipe, images.get("", images))
+
+
+INPUT = "input"
+"""Name of the tables of a quantizer's text that are none of its recipe."""
 
 
 def matches(selector: str, origin: Origin, classes: Mapping[str, str]) -> int | None:
@@ -239,16 +310,18 @@ def _setting(selector: str, value: Setting | Mapping[str, Any] | None) -> Settin
     return Setting(**value)
 
 
-def _table(name: str, setting: Setting) -> str:
-    lines = [f"[{name}]"]
-    for key, value in dataclasses.asdict(setting).items():
-        if value is not None:
-            lines.append(f"{key} = {str(value).lower() if isinstance(value, bool) else _toml(value)}")
-    return "\n".join(lines) + "\n"
+def _keys(setting: Setting) -> dict[str, Any]:
+    return {key: value for key, value in dataclasses.asdict(setting).items() if value is not None}
 
 
-def _toml(value: str | float) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
+def _table(name: str, values: Mapping[str, Any]) -> str:
+    return "\n".join([f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in values.items())]) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """TOML writes booleans, numbers, texts and lists of them as JSON does, but for characters that JSON may escape in
+    two halves, and one that it may leave as it is."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _tuple(selectors: str | Iterable[str]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from intaglio.errors import UnsupportedError
 from intaglio.ir import Axis, DType, Origin
+from intaglio.quant.datatypes import DATATYPES, Datatype
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ class Site:
     """A value that carries quantization parameters.
 
     ``name`` is ``module.path#call/operator.number``; ``value`` the node of the prepared graph. ``role`` is
-    "activation", "weight", "bias", or "shortcut": the same value in 16 bits, for sums.
+    "activation", "weight", "bias", or "shortcut": the same value in 16 bits, for sums. ``datatype``: name of the record
+    behind dtype, qmin and qmax, if there is one; ``group``: neighbours of a weight that share a multiple of their
+    channel's scale.
     """
 
     name: str
@@ -65,10 +68,23 @@ class Site:
     qmax: int
     axis: Axis = None
     origin: Origin = NOWHERE
+    datatype: str = ""
+    group: int = 0
+
+    @property
+    def record(self) -> Datatype:
+        """What is known of its datatype; a bias has none."""
+        return DATATYPES[self.datatype]
+
+    @property
+    def native(self) -> bool:
+        """Whether kernels compute with its levels."""
+        return not self.datatype or self.record.native
 
     def __str__(self) -> str:
         span = f"[{self.qmin}, {self.qmax}]" + ("" if self.axis is None else f" axis {self.axis}")
-        return f"{self.name}: {self.role} {self.dtype} {span} {_spec(self.spec)}"
+        groups = f" groups of {self.group}" if self.group else ""
+        return f"{self.name}: {self.role} {self.datatype or self.dtype} {span}{groups} {_spec(self.spec)}"
 
 
 def _spec(spec: Spec) -> str:

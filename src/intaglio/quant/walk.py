@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from intaglio.calls import TORCH_DTYPES
 from intaglio.ir import QParams
 from intaglio.quant.annotate import Annotations, Region
-from intaglio.quant.convert import decomposed
+from intaglio.quant.convert import quantizing
 from intaglio.quant.sites import Site
 
 CACHE = 1 << 30
@@ -192,21 +192,20 @@ def decibels(signal: float, noise: float) -> float:
 
 
 def _levels(value: torch.Tensor, q: QParams, site: Site) -> torch.Tensor:
-    ops = decomposed()
-    scales, zeros = torch.tensor(q.scales, dtype=torch.float32), torch.tensor(q.zeros, dtype=torch.int64)
-    kind = TORCH_DTYPES[site.dtype]
-    if q.axis is None:
-        return ops.quantize_per_tensor.default(value, q.step, q.zero, q.qmin, q.qmax, kind)
-    return ops.quantize_per_channel.default(value, scales, zeros, q.axis, q.qmin, q.qmax, kind)
+    return quantizing(q, site.dtype)[0](value, *_arguments(q, site))
 
 
 def _dequantized(levels: torch.Tensor, q: QParams, site: Site) -> torch.Tensor:
-    ops = decomposed()
-    scales, zeros = torch.tensor(q.scales, dtype=torch.float32), torch.tensor(q.zeros, dtype=torch.int64)
+    return quantizing(q, site.dtype)[1](levels, *_arguments(q, site))
+
+
+def _arguments(q: QParams, site: Site) -> tuple[Any, ...]:
+    """What quantize and dequantize take behind the value."""
     kind = TORCH_DTYPES[site.dtype]
     if q.axis is None:
-        return ops.dequantize_per_tensor.default(levels, q.step, q.zero, q.qmin, q.qmax, kind)
-    return ops.dequantize_per_channel.default(levels, scales, zeros, q.axis, q.qmin, q.qmax, kind)
+        return q.step, q.zero, q.qmin, q.qmax, kind
+    scales, zeros = torch.tensor(q.scales, dtype=torch.float32), torch.tensor(q.zeros, dtype=torch.int64)
+    return scales, zeros, q.axis, q.qmin, q.qmax, kind
 
 
 def _with_bias(node: fx.Node, args: Any, kwargs: Any, bias: torch.Tensor) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from intaglio.ir import (
     Op,
     Origin,
     Output,
+    Packing,
     QParams,
     Ref,
     Rows,
@@ -33,7 +35,10 @@ from intaglio.ir import (
     TensorType,
 )
 from intaglio.ir.dims import FloorDiv
+from intaglio.runtime.pack import pack, unpack
 
+LEVELS, MULTIPLES = " levels", " multiples"
+"""Ends of the keys of a constant in few bits; a space keeps them out of the names of values."""
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 FEW = 4
 """Parameters per channel that stand in the text; more are in a tensor."""
@@ -195,6 +200,8 @@ def encode_type(kind: TensorType, numbers: Numbers) -> Any:
     entry: dict[str, Any] = {"shape": [encode_dim(dim) for dim in kind.shape], "dtype": kind.dtype.value}
     if kind.q is not None:
         entry["q"] = _encode_q(kind.q, numbers)
+    if kind.packing is not None:
+        entry["packing"] = asdict(kind.packing)
     return entry
 
 
@@ -208,7 +215,14 @@ def decode_type(entry: Any, numbers: Numbers) -> TensorType:
         low, high = BOUNDS[dtype]
         if not low <= q.qmin < q.qmax <= high:
             raise ValueError(f"levels {q.qmin}..{q.qmax} of {dtype}")
-    return TensorType(shape, dtype, q)
+    return TensorType(shape, dtype, q, _decode_packing(entry["packing"]) if "packing" in entry else None)
+
+
+def _decode_packing(entry: Any) -> Packing:
+    packing = Packing(**{identifier(key): whole(value) for key, value in entry.items()})
+    if not (0 < packing.bits < 8 and -128 <= packing.low <= 0 <= packing.group):
+        raise ValueError(f"no packing is {packing}")
+    return packing
 
 
 def _encode_q(q: QParams, numbers: Numbers) -> Any:
@@ -247,7 +261,8 @@ def _count(scales: Ref | tuple[float, ...]) -> int:
 
 def encode_graph(graph: Graph, numbers: Numbers, arrays: dict[str, np.ndarray], prefix: str = "") -> Any:
     """The graph as JSON; its constants go to ``arrays``, those of bodies under the number of their operator."""
-    arrays.update({prefix + name: np.ascontiguousarray(array) for name, array in graph.constants.items()})
+    for name, array in graph.constants.items():
+        arrays.update(_encode_constant(prefix + name, array, graph.types[name].packing))
     return {
         "inputs": list(graph.inputs),
         "outputs": list(graph.outputs),
@@ -255,6 +270,22 @@ def encode_graph(graph: Graph, numbers: Numbers, arrays: dict[str, np.ndarray], 
         "types": {name: encode_type(kind, numbers) for name, kind in graph.types.items()},
         "ops": [_encode_op(op, numbers, arrays, f"{prefix}{index}/") for index, op in enumerate(graph.ops)],
     }
+
+
+def _encode_constant(key: str, array: np.ndarray, packing: Packing | None) -> dict[str, np.ndarray]:
+    """In few bits if its type says so, unless other numbers were put in that need eight."""
+    packed = pack(array, packing) if packing is not None else None
+    if packed is None:
+        return {key: np.ascontiguousarray(array)}
+    levels, multiples = packed
+    return {key + LEVELS: levels} | ({key + MULTIPLES: multiples} if len(multiples) else {})
+
+
+def _decode_constant(key: str, kind: TensorType, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    if kind.packing is None or key + LEVELS not in arrays:
+        return arrays[key]
+    shape = tuple(map(whole, kind.shape))
+    return unpack(arrays[key + LEVELS], arrays.get(key + MULTIPLES, np.zeros(0, np.uint8)), kind.packing, shape)
 
 
 def _encode_op(op: Op, numbers: Numbers, arrays: dict[str, np.ndarray], prefix: str) -> Any:
@@ -270,7 +301,7 @@ def _encode_op(op: Op, numbers: Numbers, arrays: dict[str, np.ndarray], prefix: 
 
 def decode_graph(entry: Any, numbers: Numbers, arrays: Mapping[str, np.ndarray], prefix: str = "") -> Graph:
     types = {value_name(name): decode_type(kind, numbers) for name, kind in entry["types"].items()}
-    constants = {value_name(name): arrays[prefix + name] for name in entry["constants"]}
+    constants = {value_name(n): _decode_constant(prefix + n, types[n], arrays) for n in entry["constants"]}
     for name, array in constants.items():
         if array.dtype != ARRAYS.get(types[name].dtype):
             raise ValueError(f"constant %{name} holds {array.dtype}, not {types[name].dtype}")

@@ -234,7 +234,8 @@ class QuantizedModel(nn.Module):
     # -- what a user asks ----------------------------------------------------------------------------------------
 
     def text(self, stage: str) -> str:
-        """What a stage made: captured, sites, reference, integer, partitions or program."""
+        """What a stage made: captured, sites, reference, integer, partitions or program; and what it was made by, the
+        quantizer (a recipe) and the parameters of activations."""
         texts = self.about.texts
         if stage not in texts:
             raise InputError("text", None, f"no stage {stage!r}; there are {', '.join(texts)}")

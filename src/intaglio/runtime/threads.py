@@ -20,7 +20,7 @@ MACS_PER_SECOND: Mapping[str, float] = {"avx512vnni": 220e9, "avx2": 72e9, "port
 """Of one thread in convolutions of 16 channels or more (CIFAR ResNet-20 and ResNet-18)."""
 
 BYTES_PER_SECOND = 24e9
-"""Activations one thread reads and writes beside that: quantize runs at 19e9, max_pool at 80e9, MobileNetV2 as a whole
+"""Activations one thread reads and writes beside that: quantize runs at 44e9, max_pool at 80e9, MobileNetV2 as a whole
 at this."""
 
 STEP = 0.1e-6

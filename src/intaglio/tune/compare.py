@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,63 +14,28 @@ from intaglio.calls import bind, dims_of
 from intaglio.capture import Captured, capture, run
 from intaglio.capture.captured import GraphStage
 from intaglio.capture.nodes import is_constant, operator, origin, tensor_type
-from intaglio.errors import InputError
-from intaglio.ir import DType
-from intaglio.quant import Binder, Prepared, Reference, Shared, binder_for, peek
+from intaglio.errors import InputError, IntaglioError
+from intaglio.ir import DType, QParams
+from intaglio.lower import Lowered, requantize
+from intaglio.quant import (
+    Binder,
+    Parameters,
+    Prepared,
+    Quantizer,
+    Reference,
+    Shared,
+    Site,
+    binder_for,
+    convert,
+    peek,
+    prepare,
+)
 from intaglio.quant.convert import decomposed
+from intaglio.quant.float8 import float8
 from intaglio.quant.passes import PTQ_PASSES
 from intaglio.quant.prepare import copy_graph
-
-
-@dataclass(frozen=True)
-class Row:
-    """One operator. ``node`` is its name in the stages' texts, ``site`` that of its result if it has one.
-
-    Signal to quantization noise in decibels: ``alone`` with exact operands, so of its own weights' and result's
-    rounding; ``so_far`` with everything before it quantized too. Infinite where nothing is lost.
-    """
-
-    node: str
-    site: str
-    path: str
-    operator: str
-    source: str
-    alone: float
-    so_far: float
-
-    def __str__(self) -> str:
-        where = f"{self.path or 'model'} ({self.operator})" + (f"  at {self.source}" if self.source else "")
-        return f"{_decibels(self.alone)} {_decibels(self.so_far)}  {where}"
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """``rows``: operators, the one that alone loses most first. ``results``: decibels of each tensor of the result."""
-
-    rows: tuple[Row, ...]
-    results: tuple[float, ...]
-    samples: int
-
-    @property
-    def worst(self) -> Row:
-        """`InputError` when operators were not compared."""
-        if not self.rows:
-            raise InputError("compare", None, "no operator was compared", remedy=NEEDS_REFERENCE)
-        return self.rows[0]
-
-    def __str__(self) -> str:
-        """A line for the result, then one an operator, the worst first."""
-        heading = f"result: {', '.join(_decibels(r).strip() for r in self.results)} over {self.samples} samples"
-        if not self.rows:
-            return f"{heading}\noperators: {NEEDS_REFERENCE}"
-        return "\n".join([heading, f"{'alone':>10} {'so far':>10}  operator", *map(str, self.rows)])
-
-
-NEEDS_REFERENCE = "compare(model, reference, data) shows them, for the reference that convert gives"
-
-
-def _decibels(value: float) -> str:
-    return f"{'exact':>10}" if value == math.inf else f"{value:7.1f} dB"
+from intaglio.runtime import QuantizedModel
+from intaglio.tune.comparison import Comparison, Row, Use
 
 
 def compare(
@@ -79,14 +43,16 @@ def compare(
 ) -> Comparison:
     """How much of the float model's values is left, over the same batches for both.
 
-    ``quantized``: a `Reference` gives a row per operator; any other stage, or the int8 model, the results only.
-    ``data``: an iterable of batches, as for `calibrate`, read once; ``samples`` stops after that many. Raises
-    `InputError` when both are not of one model.
+    ``quantized``: a `Reference`, or an int8 model, saved or not, whose reference is made again from the float model and
+    the parameters it keeps. Where that gives another integer graph, as after corrections of weights, and for other
+    stages there are results only, and no row per operator. ``data``: an iterable of batches, as for `calibrate`, read
+    once; ``samples`` stops after that many. Raises `InputError` when both are not of one model.
     """
     first, items = peek(data)
     stage = exact if isinstance(exact, GraphStage) else _captured(exact, first)
     binder, total, seen = Binder.of(stage.signature), _Totals(), 0
-    pair = _Pair(_float_graph(stage), quantized) if isinstance(quantized, Reference) else None
+    reference = quantized if isinstance(quantized, Reference) else _made_again(stage, quantized)
+    pair = _Pair(_float_graph(stage), reference) if reference is not None else None
     for item in items:
         args, kwargs = binder(item)
         leaves = bind(stage.signature, args, kwargs)
@@ -108,6 +74,19 @@ def _captured(model: nn.Module, item: Any) -> Captured:
     return capture(model, args, example_kwargs=kwargs)
 
 
+def _made_again(stage: GraphStage, quantized: Any) -> Reference | None:
+    """The reference behind an int8 model, if it can be had from its float model and its texts."""
+    texts = quantized.about.texts if isinstance(quantized, (Lowered, QuantizedModel)) else {}
+    if not isinstance(stage, (Captured, Prepared)) or not {"quantizer", "parameters", "integer"} <= texts.keys():
+        return None
+    try:
+        prepared = stage if isinstance(stage, Prepared) else prepare(stage, Quantizer.from_toml(texts["quantizer"]))
+        reference = convert(prepared, Parameters.from_json(texts["parameters"]))
+    except IntaglioError:
+        return None
+    return reference if requantize(reference).text() == texts["integer"] else None
+
+
 def _float_graph(stage: GraphStage) -> fx.GraphModule:
     """As `prepare` leaves it: its nodes have the names they have in a reference."""
     if isinstance(stage, Prepared):
@@ -125,6 +104,7 @@ class _Pair:
         theirs = {node.name: node for node in module.graph.nodes}
         self.nodes = [node for node in reference.module.graph.nodes if _compared(node)]
         self.sites = {site.value: site for site in reference.annotations.sites if site.role == "activation"}
+        self.uses = {node.name: _Uses(self._levels(node.name)) for node in self.nodes}
         self.moves = frozenset(
             value for value, site in self.sites.items() if isinstance(site.spec, Shared) and not site.spec.observed
         )
@@ -139,6 +119,10 @@ class _Pair:
                     remedy="compare a reference with the model it was made from", source=where.source or None,
                 )  # fmt: skip
 
+    def _levels(self, value: str) -> tuple[Site, QParams] | None:
+        site = self.sites.get(value)
+        return None if site is None else (site, self.reference.qparams[site.name])
+
     def add(self, total: _Totals, leaves: list[torch.Tensor]) -> None:
         exact = _Recorder(self.module).values(leaves)
         names = [node.name for node in self.nodes]
@@ -147,17 +131,37 @@ class _Pair:
         for name in names:
             total.add(f"alone {name}", exact[name], alone[name])
             total.add(f"so far {name}", exact[name], so_far[name])
+            self.uses[name].add(exact[name])
 
     def rows(self, total: _Totals) -> tuple[Row, ...]:
-        rows = []
+        rows, selectors = [], self._selectors()
         for node in self.nodes:
             where = origin(node)
             name = operator(node) or "input"
-            alone, so_far = (total.decibels(f"{key} {node.name}") for key in ("alone", "so far"))
+            decibels, cosine = (
+                tuple(measure(f"{key} {node.name}") for key in ("alone", "so far"))
+                for measure in (total.decibels, total.cosine)
+            )
             site = self.sites[node.name].name if node.name in self.sites else ""
             path = where.path if operator(node) else node.name
-            rows.append(Row(node.name, site, path, name, where.source, alone, so_far))
+            uses = self.uses[node.name]
+            rows.append(Row(
+                node.name, site, path, name, where.source, decibels[0], decibels[1], cosine[0], cosine[1],
+                uses.low, uses.high, uses.use(), selectors.get(node.name, ""),
+            ))  # fmt: skip
         return tuple(sorted(rows, key=lambda row: (row.alone, row.so_far)))
+
+    def _selectors(self) -> dict[str, str]:
+        """Node -> what skips the region it is in: the path of the region's first operator, if nothing else is inside
+        of that module; else the kind of operator."""
+        paths = {origin(node).path.partition("@")[0] for node in self.nodes if operator(node)}
+        found = {}
+        for region in self.reference.annotations.regions:
+            where = origin(region.anchor)
+            path = ".".join(part.partition("@")[0] for part in where.path.split("."))
+            alone = path and not any(other.startswith(f"{path}.") for other in paths)
+            found.update({node.name: path if alone else f"op:{where.operator}" for node in region.nodes})
+        return found
 
 
 FLOATING = (DType.F16, DType.BF16, DType.F32, DType.F64)
@@ -166,7 +170,8 @@ FLOATING = (DType.F16, DType.BF16, DType.F32, DType.F64)
 def _compared(node: fx.Node) -> bool:
     """Inputs and operators of the model whose value is a floating-point tensor."""
     kind = tensor_type(node)
-    known = node.op == "placeholder" or (node.op == "call_function" and "quantized_decomposed" not in operator(node))
+    levels = operator(node).startswith(("quantized_decomposed.", "intaglio."))
+    known = node.op == "placeholder" or (node.op == "call_function" and not levels)
     return known and kind is not None and kind.q is None and kind.dtype in FLOATING
 
 
@@ -199,9 +204,9 @@ class _Rounding(_Recorder):
     ) -> None:
         super().__init__(module)
         self.exact, self.moves = exact or {}, moves
-        named = decomposed()
-        self.quantizes = (named.quantize_per_tensor.default, named.quantize_per_channel.default)
-        self.dequantizes = (named.dequantize_per_tensor.default, named.dequantize_per_channel.default)
+        homes, kinds = (decomposed(), float8()), ("per_tensor", "per_channel")
+        self.quantizes = [getattr(home, f"quantize_{kind}").default for home in homes for kind in kinds]
+        self.dequantizes = [getattr(home, f"dequantize_{kind}").default for home in homes for kind in kinds]
 
     def run_node(self, n: fx.Node) -> Any:
         if self.exact and n.target in (*self.quantizes, *self.dequantizes) and not is_constant(n.args[0]):
@@ -224,22 +229,62 @@ class _Rounding(_Recorder):
 
 
 class _Totals:
-    """Sums of squares by key: of the exact values and of the differences."""
+    """Sums of squares by key: of the exact values, of the quantized ones and of the differences."""
 
     def __init__(self) -> None:
         self.signal: dict[str, float] = {}
         self.noise: dict[str, float] = {}
+        self.found: dict[str, float] = {}
 
     def add(self, key: str, exact: torch.Tensor, found: torch.Tensor) -> None:
         exact, found = exact.detach().double(), found.detach().double()
         self.signal[key] = self.signal.get(key, 0.0) + exact.square().sum().item()
         self.noise[key] = self.noise.get(key, 0.0) + (exact - found).square().sum().item()
+        self.found[key] = self.found.get(key, 0.0) + found.square().sum().item()
+
+    def cosine(self, key: str) -> float:
+        """From the three sums, as in a triangle; 1 where both are zero."""
+        signal, found, noise = self.signal.get(key, 0.0), self.found.get(key, 0.0), self.noise.get(key, 0.0)
+        both = 2 * math.sqrt(signal) * math.sqrt(found)
+        return (signal + found - noise) / both if both else float(signal == found)
 
     def decibels(self, key: str) -> float:
         signal, noise = self.signal.get(key, 0.0), self.noise.get(key, 0.0)
         if noise == 0:
             return math.inf
         return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+class _Uses:
+    """Extent of the float model's values in one place and, where it is a site, what they use of its levels."""
+
+    def __init__(self, levels: tuple[Site, QParams] | None) -> None:
+        self.levels, self.low, self.high = levels, math.inf, -math.inf
+        self.below = self.above = self.count = 0
+        size = 0 if levels is None or levels[0].record.floating else levels[1].qmax - levels[1].qmin + 1
+        self.seen = torch.zeros(size, dtype=torch.bool)
+
+    def add(self, exact: torch.Tensor) -> None:
+        if not exact.numel():
+            return
+        exact = exact.detach().float()
+        self.low, self.high = min(self.low, exact.min().item()), max(self.high, exact.max().item())
+        if self.levels is None:
+            return
+        q = self.levels[1]
+        zeros = torch.tensor(q.zeros).reshape([-1 if q.axis == axis else 1 for axis in range(exact.dim())])
+        steps = exact * (1.0 / q.step) if len(self.seen) == 0 else (exact * (1.0 / q.step)).round() + zeros
+        self.below += int((steps < q.qmin).sum())
+        self.above += int((steps > q.qmax).sum())
+        self.count += exact.numel()
+        if len(self.seen):
+            self.seen[steps.nan_to_num().clamp(q.qmin, q.qmax).long().flatten() - q.qmin] = True
+
+    def use(self) -> Use | None:
+        if self.levels is None or not self.count:
+            return None
+        levels = self.seen.sum().item() / len(self.seen) if len(self.seen) else None
+        return Use(self.below / self.count, self.above / self.count, levels)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from intaglio.capture.nodes import call_of, operands, origin
 from intaglio.ir import DType, QParams, Signature, TensorType
 from intaglio.quant.annotate import Annotations, Region, annotate_graph
 from intaglio.quant.calibrate import batch_size
-from intaglio.quant.convert import activation_qparams, parameters_of, weight_qparams, weight_steps
+from intaglio.quant.convert import activation_qparams, parameters_of, weight_qparams
 from intaglio.quant.correct.moments import Moments, moments, unable
 from intaglio.quant.correct.rounding import ROUNDINGS, loss, nearest
 from intaglio.quant.corrections import Corrections, Rounded, Step
@@ -28,6 +28,7 @@ from intaglio.quant.prepare import Prepared, copy_graph
 from intaglio.quant.ranges import Ranges
 from intaglio.quant.sites import Site
 from intaglio.quant.walk import CACHE, Walk
+from intaglio.quant.weights import Grid, weight_grid
 
 SAMPLES = 256
 """Corrections look at so many samples; more gain little (0.5 dB from 256 to 1024 on ResNet-20)."""
@@ -77,7 +78,7 @@ def correct(
     calls = kept_calls(prepared.signature, data, samples)
     annotations = _with_biases(prepared)
     qparams = activation_qparams(prepared, ranges)
-    units = weight_qparams(annotations, qparams, [])
+    units = weight_qparams(annotations, qparams, [], {}, {})
     through_outputs = any(region.setting.bias == "outputs" for region in annotations.regions)
     walk = Walk(annotations, calls, qparams, exact=through_outputs, cache=cache)
     work = _Work(walk, units)
@@ -91,11 +92,13 @@ def correct(
 
 @dataclass
 class _Work:
-    """What was found so far. ``noise``: correction -> noise over signal of each operator, before and after."""
+    """What was found so far. ``levels``: weight site -> of its grid; ``noise``: correction -> noise over
+    signal of each operator, before and after."""
 
     walk: Walk
     units: Mapping[str, QParams]
     weights: dict[str, Rounded] = field(default_factory=dict)
+    levels: dict[str, np.ndarray] = field(default_factory=dict)
     noise: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
 
@@ -106,35 +109,37 @@ class _Work:
         site = annotations.by_value[weight_node.name, "weight"]
         weight, _ = parameters_of(annotations.module, region)
         q = self.units[site.name]
+        grid = weight_grid(weight, np.array(q.scales), site.record, site.group, record.roles.outputs)
+        if site.record.floating:
+            return
         if unable(region, operand_site(annotations, region)):
-            self._keep(weight_node, weight_steps(region, weight, q), weight, q)
+            self._keep(weight_node, grid, grid.nearest(weight))
             return
         found = self._moments(region, x)
-        rows = _grouped(region, weight)
-        step = _grouped(region, np.broadcast_to(weight_steps(region, weight, q), weight.shape))
+        rows, step = (_grouped(region, np.broadcast_to(part, weight.shape)) for part in (weight, grid.steps))
         if site.name not in self.weights and setting.rounding != "nearest":
-            levels = ROUNDINGS[setting.rounding](rows, step, found, q.qmin, q.qmax)
-            self._report(setting.rounding, rows, step, levels, found)
-            self.weights[site.name] = Rounded(q, levels.reshape(weight.shape).numpy().astype(np.int32))
-        chosen = self.weights.get(site.name)
-        levels = nearest(rows, step, found, q.qmin, q.qmax) if chosen is None else _grouped(region, chosen.levels)
-        self.walk.weights[weight_node.name] = (levels * step).reshape(weight.shape).float()
+            levels = ROUNDINGS[setting.rounding](rows, step, found, grid.low, grid.high)
+            plain = nearest(rows, step, found, grid.low, grid.high)
+            self._report(setting.rounding, rows, step, plain, levels, found)
+            self.levels[site.name] = levels.reshape(weight.shape).numpy().astype(np.int32)
+            self.weights[site.name] = Rounded(q, grid.stored(self.levels[site.name]))
+        levels_now = self.levels.get(site.name, grid.nearest(weight))
+        self._keep(weight_node, grid, levels_now)
         if setting.bias != "none":
-            self._bias(region, rows - levels * step, found)
+            self._bias(region, rows - _grouped(region, levels_now) * step, found)
 
-    def _keep(self, node: fx.Node, steps: np.ndarray, weight: np.ndarray, q: QParams) -> None:
-        levels = np.clip(np.rint(weight / steps), q.qmin, q.qmax)
-        self.walk.weights[node.name] = torch.from_numpy((levels * steps).astype(np.float32))
+    def _keep(self, node: fx.Node, grid: Grid, levels: np.ndarray) -> None:
+        self.walk.weights[node.name] = torch.from_numpy((levels * grid.steps).astype(np.float32))
 
     def _moments(self, region: Region, x: fx.Node) -> Moments:
         site = self.walk.sites[x.name]
         batches = (self.walk.levels(x, batch) for batch in range(len(self.walk.calls)))
         return moments(region, batches, self.walk.qparams[site.name])
 
-    def _report(self, name: str, rows: Any, step: Any, levels: Any, found: Moments) -> None:
+    def _report(self, name: str, rows: Any, step: Any, nearest: Any, levels: Any, found: Moments) -> None:
         matrix = found.products.double()
         signal = loss(torch.zeros_like(rows), rows, step, matrix).sum().item()
-        plain = loss(nearest(rows, step, found, -(2**31), 2**31), rows, step, matrix).sum().item()
+        plain = loss(nearest, rows, step, matrix).sum().item()
         chosen = loss(levels, rows, step, matrix).sum().item()
         if signal > 0:
             self.noise.setdefault(name, []).append((plain / signal, chosen / signal))
