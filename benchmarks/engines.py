@@ -123,10 +123,18 @@ def intaglio_precise(model: nn.Module, example: Inputs, calibration: list[Inputs
     return intaglio.quantize(model, calibration, example_inputs=example, recipe=recipe)
 
 
+def intaglio_accurate(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
+    """The same with shortcuts of 16 bits."""
+    import intaglio
+
+    return intaglio.quantize(model, calibration, example_inputs=example, recipe="accurate")
+
+
 ENGINES: dict[str, Callable[..., Run]] = {
     engine.__name__: engine
     for engine in (
-        eager, inductor, torchao, onnxruntime, onnxruntime_int8, openvino, openvino_int8, intaglio, intaglio_precise
+        eager, inductor, torchao, onnxruntime, onnxruntime_int8, openvino, openvino_int8, intaglio,
+        intaglio_precise, intaglio_accurate,
     )
 }  # fmt: skip
 

@@ -10,13 +10,14 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import nets
+from intaglio import numerics
 from intaglio.calls import bind, dims_of
 from intaglio.capture import Captured, capture
 from intaglio.ir import DType
 from intaglio.lower.integer import _Builder, requantize
 from intaglio.lower.lowered import Lowered
 from intaglio.lower.regions import quantized_to
-from intaglio.ops import OPS
+from intaglio.ops import OPS, run_op
 from intaglio.quant import Quantizer, Reference, calibrate, convert, prepare
 
 
@@ -56,11 +57,7 @@ def worst_levels(reference: Reference, lowered: Lowered, *args: Any, **kwargs: A
     worst, wrong, total, floats = {}, 0, 0, 0.0
     for op in lowered.graph.ops:
         given = [values[name] for name in op.inputs]
-        if op.kind == "island":
-            results = island(op, given)
-        else:
-            types = [lowered.graph.types[name] for name in op.inputs]
-            results = [OPS[op.kind].meaning(op, given, types, lowered.graph.types[op.output])]
+        results = island(op, given) if op.kind == "island" else run_op(op, given, lowered.graph, OPS)
         for name, result in zip(op.outputs, results, strict=True):
             expected = truth.get(name)
             values[name] = result if expected is None else expected
@@ -89,6 +86,9 @@ def _reference_values(reference: Reference, leaves: list[Tensor]) -> dict[str, n
         kind, value = builder.types.get(name), recorder.seen[node]
         if isinstance(value, Tensor) and kind and (kind.dtype is not DType.U8 or kind.q is None or quantized_to(node)):
             found.setdefault(name, _array(value))
+        elif isinstance(value, Tensor) and quantized_to(node, DType.U16):
+            level, rest = numerics.split(_array(value))
+            found |= {name: level.astype(np.uint8), builder.rests[name]: rest.astype(np.uint8)}
     return found
 
 

@@ -22,13 +22,14 @@ LOOKS_UP = "avx512vbmi" in machine.read_flags(machine.CPUINFO.read_text())
 HERE = [name for name in machine.isas() if name in ISAS]
 """Instruction sets this machine runs and the generator has kernels for."""
 
-IMAGES = ("in", "out", "other")
+IMAGES = ("in", "out", "other", "rest", "other_rest")
 NUMBERS = (
     "stride_y", "stride_x", "top", "left", "panels", "blocks", "panel_bytes", "out_bytes", "first_channel", "flat",
     "rows", "mask", "last_mask", "kernels", "last_kernels", "split_channels_below", "chunk_bytes", "tile.a_pixel",
     "tile.b",
     "tile.tap_rows", "tile.a_row", "tile.taps", "tile.a_tap", "tile.run", "tile.bias", "tile.factor", "tile.out_pixel",
-    "tile.other_pixel", "tile.other_factor", "tile.limits", "tile.table", "table",
+    "tile.other_pixel", "tile.other_factor", "tile.limits", "tile.table", "table", "tile.rest_pixel",
+    "tile.other_rest_pixel",
 )  # fmt: skip
 """Fields of ``struct Matmul``: its images, then numbers and addresses."""
 PROT_NONE = 0

@@ -236,6 +236,13 @@ def test_inspect_obeys_the_selection(run, folder):
         assert [op["int8"] for op in operators if op["path"] == "head"] == [False]
 
 
+def test_a_recipe_has_a_name_or_is_a_file(run, folder):
+    assert parsed(run(*INSPECT, "--recipe", "accurate", "--json"))["operators"]
+    code, _, said = run(*INSPECT, "--recipe", "acurate")
+    assert code == 2
+    assert "there is no file 'acurate'" in said
+
+
 @pytest.mark.parametrize(
     ("stage", "said"), [("captured", "aten.cumsum.default"), ("sites", "layer2"), ("integer", "u8["), ("program", "{")]
 )

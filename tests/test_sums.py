@@ -1,4 +1,4 @@
-"""Sums whose second operand has a factor for every channel: annotation, the law, every kernel."""
+"""Sums behind a convolution: a factor for every channel of the shortcut, and shortcuts of 16 bits."""
 
 import numpy as np
 import pytest
@@ -7,9 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import intaglio
-from compare import assert_equal_levels, quantized, tensors
+from compare import assert_equal_levels, quantized, sqnr, tensors, worst_levels
 from harness import HERE
 from intaglio import numerics
+from intaglio.build.check import check_graph
+from intaglio.errors import SelectorError
 from intaglio.quant import Recipe, Setting
 from nets import Body, randomize
 
@@ -105,3 +107,105 @@ def test_a_factor_along_columns_does_not_join_a_convolution():
     assert [op.kind for op in lowered.graph.ops].count("requantize") == 2
     assert_equal_levels(reference, lowered, image())
     assert torch.equal(intaglio.compile(lowered)(image()), lowered(image()))
+
+
+# ---- shortcuts of 16 bits
+
+ACCURATE = Recipe.named("accurate")
+
+
+def test_a_value_of_16_bits_is_never_in_the_middle_of_two_levels():
+    """Quantized again in float32 it has the level it was split into, whatever the scale."""
+    for scale in (1e-30, 0.001, 0.1, 1 / 3, 0.7, 3.0, 1e30):
+        for zero_point in (0, 1, 128, 255):
+            wide = numerics.widen(scale, zero_point)
+            values = np.arange(numerics.STEPS * 255 + 255)
+            real = numerics.dequantize(values, *wide)
+            level, rest = numerics.split(values)
+            assert np.array_equal(numerics.quantize(real, np.float32(scale), zero_point, 0, 255), level)
+            assert np.array_equal(numerics.joined(level, rest), values)
+            assert numerics.dequantize(wide.zero_point, *wide) == 0
+
+
+SHORTCUTS = {
+    "identity": (lambda m, x: (lambda y: m.d((m.d(y) + y).relu()))(m.c(x).relu()), {"c": conv(), "d": conv()}, 1),
+    "below zero": (lambda m, x: (lambda y: m.d(m.d(y) + y))(m.c(x)), {"c": conv(), "d": conv()}, 1),
+    "two in a row": (
+        lambda m, x: (lambda y: (lambda z: m.d(m.d(z) + z))((m.d(y) + y).relu()))(m.c(x).relu()),
+        {"c": conv(), "d": conv()}, 1,
+    ),
+    "read by a sum only": (lambda m, x: m.d((m.d(x) + m.c(x)).clamp(-0.3, 0.7)), {"c": conv(), "d": conv()}, 1),
+    "scaled": (
+        lambda m, x: (lambda y: m.d(torch.addcmul(m.d(y), y, m.r).relu()))(m.c(x).relu()),
+        {"c": conv(), "d": conv(), "r": ratio(1, 20, 1, 1)}, 1,
+    ),
+    "every second pixel": (
+        lambda m, x: (lambda y: m.f((m.e(y) + F.pad(y[:, :, ::2, ::2], (0, 0, 0, 0, 2, 3))).relu()))(m.c(x).relu()),
+        {"c": conv(), "e": conv(20, 25, stride=2), "f": conv(25)}, 3,
+    ),
+    "depthwise": (
+        lambda m, x: (lambda y: m.d((m.g(y) + y).relu()))(F.relu6(m.g(x))),
+        {"d": conv(), "g": conv(groups=20)}, 1,
+    ),
+    "tokens": (
+        lambda m, x: (lambda y: m.b(m.a(y) + y))(m.a(x).relu()), {"a": nn.Linear(7, 7), "b": nn.Linear(7, 7)}, 1,
+    ),
+}  # fmt: skip
+"""Forward, modules, values of 16 bits."""
+
+
+@pytest.mark.parametrize("name", SHORTCUTS)
+def test_shortcuts_of_16_bits_have_the_bits_of_their_meaning(name):
+    body, modules, count = SHORTCUTS[name]
+    reference, lowered = quantized(randomize(Body(body, **modules)), image(), recipe=ACCURATE)
+    assert not lowered.islands
+    assert not reference.about.notes
+    assert sum(site.role == "shortcut" for site in reference.annotations.sites) >= count
+    sums = [op for op in lowered.graph.ops if op.kind == "add"]
+    assert all(len(op.inputs) == 5 for op in sums)
+    levels = worst_levels(reference, lowered, image(seed=1))
+    assert max(levels.worst.values()) <= 1
+    assert levels.rate < 3e-3  # a rest is a 255th of a level
+    check_graph(lowered.graph)
+    for isa in HERE:
+        model = intaglio.compile(lowered, isa=isa)
+        for batch in (1, 3):
+            assert torch.equal(model(image(batch=batch)), lowered(image(batch=batch))), isa
+
+
+def test_a_shortcut_of_16_bits_loses_less():
+    body, modules, _ = SHORTCUTS["two in a row"]
+    model = randomize(Body(body, **modules))
+    found = [quantized(model, image(), recipe=recipe)[0](image()) for recipe in (None, ACCURATE)]
+    assert sqnr(found[1], model(image())) > sqnr(found[0], model(image()))
+
+
+def test_what_has_no_16_bits_is_said():
+    """A maximum is no move: levels and rests would have to go together."""
+    body = lambda m, x: (lambda y: m.d(m.d(y) + y))(F.max_pool2d(m.c(x), 2))  # noqa: E731
+    reference, lowered = quantized(randomize(Body(body, c=conv(), d=conv())), image(), recipe=ACCURATE)
+    (note,) = reference.about.notes
+    assert "8 bits, as max_pool2d makes it" in note
+    (add,) = [op for op in lowered.graph.ops if op.kind == "add"]
+    assert len(add.inputs) == 4
+    assert torch.equal(intaglio.compile(lowered)(image()), lowered(image()))
+
+
+def test_the_recipe_of_the_sum_decides():
+    body, modules, _ = SHORTCUTS["two in a row"]
+    recipe = Recipe.of({"op:aten.relu": {"shortcut": 16}})
+    _, lowered = quantized(randomize(Body(body, **modules)), image(), recipe=recipe)
+    assert [len(op.inputs) for op in lowered.graph.ops if op.kind == "add"] == [5, 4]
+
+
+def test_recipes_have_names(tmp_path):
+    body, modules, _ = SHORTCUTS["identity"]
+    model = randomize(Body(body, **modules))
+    by_name = intaglio.quantize(model, [image()], recipe="accurate")
+    by_name.save(tmp_path / "model.intaglio")
+    loaded, same = intaglio.load(tmp_path / "model.intaglio"), intaglio.quantize(model, [image()], recipe=ACCURATE)
+    assert torch.equal(by_name(image()), same(image()))
+    assert torch.equal(by_name(image()), loaded(image()))
+    assert Recipe.from_toml(ACCURATE.to_toml()) == ACCURATE
+    with pytest.raises(SelectorError, match="there is none called 'precise'; known are default, accurate"):
+        Recipe.named("precise")

@@ -23,6 +23,7 @@ def check(isa: str, case: Case) -> None:
     drawn = numbers(case)
     result = run(isa, case, drawn)
     assert np.array_equal(result.values, drawn.expected)
+    assert drawn.rest is None or np.array_equal(result.rest, drawn.rest)
     assert not result.stray, "bytes outside the result changed"
     assert (result.halo == case.zero_points[1]).all()
 
@@ -57,7 +58,8 @@ def cases(draw, isa: str, results: tuple[str, ...] = RESULTS) -> Case:
         rows=draw(st.integers(1, ISAS[isa].tallest[blocks])), guard=draw(st.booleans()),
         threads=draw(st.integers(1, 3)), split_channels_below=draw(st.sampled_from([0, 1 << 40])),
         chunk_bytes=draw(st.sampled_from([1, 300, 5000, 1 << 20])), seed=draw(st.integers(0, 1 << 30)),
-        behind=draw(st.sampled_from([0, 256])),
+        behind=draw(st.sampled_from([0, 256])), rest=draw(st.booleans()) and result != "f32" and table == "none",
+        other_rest=draw(st.booleans()) and result == "add",
     )  # fmt: skip
 
 
@@ -86,7 +88,7 @@ def test_every_kernel_gives_the_levels_of_its_meaning(isa, spec):
             bounds=(0, 255) if seed % 2 else tuple(map(int, bounds)), extreme=spec.guard and seed == 3,
             exponent=int(draw.integers(-20, 21)) if spec.guard else None, result=spec.result, blocks=spec.blocks,
             rows=spec.rows, natural=spec.natural, guard=spec.guard, seed=seed,
-            table="kernel" if spec.table else "none",
+            table="kernel" if spec.table else "none", rest=spec.rest, other_rest=spec.other_rest,
         )  # fmt: skip
         check(isa, case)
 

@@ -9,14 +9,16 @@ import nets
 from intaglio import numerics
 from intaglio.calls import bind
 from intaglio.capture.nodes import operands
+from intaglio.quant import Quantizer, Recipe, Setting
 from intaglio.quant.walk import CACHE, Walk
 
 
-def stages():
+def stages(**setting):
     torch.manual_seed(0)
     model = nets.randomize(nets.Residual())
     batches = [torch.randn(n, 3, 12, 12) for n in (2, 3, 1)]
-    prepared = intaglio.prepare(intaglio.capture(model, batches[0]))
+    quantizer = Quantizer(Recipe(default=Setting(**setting)))
+    prepared = intaglio.prepare(intaglio.capture(model, batches[0]), quantizer)
     ranges = intaglio.calibrate(prepared, batches)
     return model, prepared, intaglio.convert(prepared, ranges), batches
 
@@ -46,9 +48,10 @@ def quantize_parameters(walk, region, reference):
         walk.biases[region.anchor.name] = torch.from_numpy(whole.astype(np.float32) * unit)
 
 
+@pytest.mark.parametrize("shortcut", [8, 16])
 @pytest.mark.parametrize("cache", [CACHE, 3000, 0])
-def test_the_second_track_is_the_reference_model_wherever_values_wait(cache):
-    _, prepared, reference, batches = stages()
+def test_the_second_track_is_the_reference_model_wherever_values_wait(cache, shortcut):
+    _, prepared, reference, batches = stages(shortcut=shortcut)
     walk = Walk(prepared.annotations, leaves(prepared, batches), reference.qparams, cache=cache)
     for region in walk:
         quantize_parameters(walk, region, reference)

@@ -21,10 +21,11 @@ MARGIN = 256
 class Case:
     """A convolution, how it is computed, and a seed for its numbers.
 
-    ``table``: looked up in a ``kernel``, or ``after`` it. ``natural``: use the kernels for natural levels if the
-    numbers are so. ``halos``: of input, result, residual operand, beyond what padding needs. ``behind``: bytes of
-    canaries after the result; after those a page that cannot be touched. ``exponent``: factors are about 2^exponent;
-    ``None`` spreads the levels. ``extreme``: activations 0 or 255, weights +-127, biases up to 2^30.
+    ``table``: looked up in a ``kernel``, or ``after`` it. ``rest``: results of 16 bits, whose ``bounds`` and zero point
+    are those of the levels; ``other_rest``: so has the residual operand. ``natural``: use the kernels for natural
+    levels if the numbers are so. ``halos``: of input, result, residual operand, beyond what padding needs. ``behind``:
+    bytes of canaries after the result; after those a page that cannot be touched. ``exponent``: factors are about
+    2^exponent; ``None`` spreads the levels. ``extreme``: activations 0 or 255, weights +-127, biases up to 2^30.
     """
 
     images: int = 1
@@ -47,6 +48,8 @@ class Case:
     rows: int = 1
     natural: bool = True
     table: str = "none"
+    rest: bool = False
+    other_rest: bool = False
     guard: bool = False
     threads: int = 1
     split_channels_below: int = 0
@@ -67,6 +70,8 @@ class Numbers:
     other_factor: np.ndarray | None
     needs_guard: bool
     expected: np.ndarray
+    rest: np.ndarray | None = None
+    other_rest: np.ndarray | None = None
 
 
 def numbers(case: Case) -> Numbers:
@@ -90,22 +95,39 @@ def numbers(case: Case) -> Numbers:
     if case.result == "f32":
         expected = OPS["dequantize"].meaning(Op("dequantize", (), ("y",)), [acc], [_acc(factor)], _levels(0))
         return Numbers(x, weight, bias, factor, None, None, False, expected)
-    bounds = {"low": case.bounds[0], "high": case.bounds[1]}
+    names, bounds = ("y", "rest")[: 1 + case.rest], dict(zip(("low", "high"), bounds_of(case), strict=True))
+    if case.rest:
+        factor *= np.float32(numerics.STEPS)
     if case.result == "u8":
-        tail = Op("requantize", (), ("y",), bounds)
+        tail = Op("requantize", (), names, bounds)
         expected = OPS["requantize"].meaning(tail, [acc, factor], [_acc(factor)], _levels(zero_y))
         if case.table != "none":
             expected = table_of(case)[expected]  # which is within bounds
-        return Numbers(x, weight, bias, factor, None, None, bool((reach * factor).max() >= 2**29), expected)
+        expected, rest = expected if case.rest else (expected, None)
+        return Numbers(x, weight, bias, factor, None, None, bool((reach * factor).max() >= 2**29), expected, rest)
     other = draw.integers(0, 256, acc.shape).astype(np.uint8)
     factor, other_sign = factor * np.float32(draw.choice([-1, 1])), draw.choice([-1, 1])
     spread = draw.uniform(0.5, 1.5, outputs if case.seed % 2 else 1)
-    other_factor = (other_sign * 2.0 ** (case.exponent or 0) * spread).astype(np.float32)
-    types = [_acc(abs(factor)), _levels(zero_other)]
-    operands = [acc, other, factor, other_factor]
-    expected = OPS["add"].meaning(Op("add", (), ("y",), bounds), operands, types, _levels(zero_y))
-    needs_guard = bool((reach * abs(factor) + 255 * abs(other_factor)).max() >= 2**29)
-    return Numbers(x, weight, bias, factor, other, other_factor, needs_guard, expected)
+    unit = (numerics.STEPS if case.rest else 1) / (numerics.STEPS if case.other_rest else 1)
+    other_factor = (other_sign * 2.0 ** (case.exponent or 0) * unit * spread).astype(np.float32)
+    types = [_acc(abs(factor)), _levels(zero_other), _levels(0), _levels(0), _levels(numerics.STEPS // 2)]
+    operands, most, other_rest = [acc, other, factor, other_factor], 255, None
+    if case.other_rest:
+        other_rest, most = draw.integers(0, numerics.STEPS, acc.shape).astype(np.uint8), 2**16
+        operands.append(other_rest)
+    found = OPS["add"].meaning(Op("add", (), names, bounds), operands, types, _levels(zero_y))
+    expected, rest = found if case.rest else (found, None)
+    needs_guard = bool((reach * abs(factor) + most * abs(other_factor)).max() >= 2**29)
+    return Numbers(x, weight, bias, factor, other, other_factor, needs_guard, expected, rest, other_rest)
+
+
+def bounds_of(case: Case) -> tuple[int, int]:
+    """Of levels, or of 16 bits: somewhere in the steps of the level, the least where it is the zero point."""
+    if not case.rest:
+        return case.bounds
+    low, high = case.bounds
+    bottom = 127 if (case.zero_points[1], low) == (0, 0) else case.seed % numerics.STEPS
+    return numerics.STEPS * low + bottom, numerics.STEPS * high + (254 if low == high else case.seed // 7 % 255)
 
 
 def table_of(case: Case) -> np.ndarray:
@@ -134,6 +156,7 @@ class Result:
     values: np.ndarray
     halo: np.ndarray
     stray: bool
+    rest: np.ndarray | None
 
 
 def run(isa: str, case: Case, given: Numbers) -> Result:
@@ -152,12 +175,20 @@ def run(isa: str, case: Case, given: Numbers) -> Result:
     images["in"] = _stored("in", given.x, case.halos[0] + max(case.padding), case.zero_points[0])
     if given.other is not None:
         images["other"] = _stored("other", given.other, case.halos[2], case.zero_points[2])
+    beside = [memory("rest").end(MARGIN + given.rest.size + case.behind)] if case.rest else []
+    for memory_of_rest in beside:
+        memory_of_rest[:] = CANARY
+        images["rest"] = Image(memory_of_rest.ctypes.data + MARGIN, n, h, w, c)
+    if given.other_rest is not None:
+        images["other_rest"] = _stored("other rest", given.other_rest, 0, 0)
     guard = case.result != "f32" and (case.guard or given.needs_guard)
     heights = range(1, case.rows + 1)
-    zeros = case.zero_points[1 : 3 if case.result == "add" else 2]
-    natural = packs and case.natural and case.bounds == (0, 255) and not any(zeros)
+    zeros = case.zero_points[1 : 3 if case.result == "add" and not case.other_rest else 2]
+    plain = bounds_of(case)[0] == 127 if case.rest else case.bounds == (0, 255)
+    natural = packs and case.natural and plain and not any(zeros)
+    marks = (natural, guard, case.table == "kernel", case.rest, case.other_rest)
     full, last = (
-        [TileSpec(rows, blocks, case.result, natural, guard, case.table == "kernel") for rows in heights]
+        [TileSpec(rows, blocks, case.result, *marks) for rows in heights]
         for blocks in (plan.blocks, plan.last_blocks)
     )
     library = kernels(isa)
@@ -178,7 +209,13 @@ def run(isa: str, case: Case, given: Numbers) -> Result:
     stray |= any(bool((part != CANARY).any()) for part in untouched)
     frame = np.ones(shape[:3], bool)
     frame[inside] = False
-    return Result(values, framed[frame], stray)
+    rest = None
+    for memory_of_rest in beside:
+        within = slice(MARGIN, memory_of_rest.size - case.behind)
+        rest = memory_of_rest[within].reshape(n, h, w, c).transpose(0, 3, 1, 2).copy()
+        memory_of_rest[within] = CANARY
+        stray |= bool((memory_of_rest != CANARY).any())
+    return Result(values, framed[frame], stray, rest)
 
 
 def _stored(role: str, array: np.ndarray, halo: int, zero_point: int) -> Image:
@@ -216,15 +253,18 @@ def _signed(mask: int) -> int:
 def _operands(case: Case, given: Numbers, plan: Packing) -> dict[str, int]:
     """Packed constants, each up to a guard page."""
     zero_x, zero_y, zero_other = case.zero_points
+    zero_y = numerics.widen(1, zero_y).zero_point if case.rest else zero_y
+    zero_other = numerics.widen(1, zero_other).zero_point if case.other_rest else zero_other
     folded = given.bias.astype(np.int64) - zero_x * given.weight.astype(np.int64).reshape(len(given.weight), -1).sum(1)
     found = {
         "tile.b": memory("weight").hold(pack_weights(given.weight, plan, case.groups)),
         "tile.bias": memory("bias").hold(pack_columns(folded.astype(np.int32), plan)),
         "tile.factor": memory("factor").hold(pack_columns(given.factor, plan)),
-        "tile.limits": memory("limits").hold(limits(zero_y, *case.bounds, zero_other)),
+        "tile.limits": memory("limits").hold(limits(zero_y, *bounds_of(case), zero_other, case.rest)),
         "tile.out_pixel": given.expected.shape[1] * given.expected.itemsize, "out_bytes": given.expected.itemsize,
     }  # fmt: skip
+    found["tile.rest_pixel"] = given.expected.shape[1]
     if given.other is not None:
-        found["tile.other_pixel"] = given.other.shape[1]
+        found["tile.other_pixel"] = found["tile.other_rest_pixel"] = given.other.shape[1]
         found["tile.other_factor"] = memory("other factor").hold(pack_columns(given.other_factor, plan))
     return found

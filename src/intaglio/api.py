@@ -33,6 +33,7 @@ from intaglio.quant import (
 from intaglio.quant.correct.equalize import equalize
 from intaglio.quant.correct.kept import SAMPLES, keep
 from intaglio.quant.correct.steps import correct
+from intaglio.quant.recipe import NAMED
 from intaglio.runtime import QuantizedModel, example_of
 from intaglio.tune import compare, made_up, one_image, search
 
@@ -66,13 +67,13 @@ def quantize(
     ``data``: any iterable of batches (tensors, tuples, dictionaries, (inputs, label) pairs), a `DataLoader`, or a
     function that is called with the model to calibrate, which leaves out `equalize` and `correct`: these look several
     times at the first 256 samples, which are kept. ``example_inputs``: a tuple of arguments (default: the first
-    batch). ``recipe``: a `Recipe`, its entries as a mapping, or the path of its TOML file. ``parameters``: those of an
-    earlier conversion (`Reference.parameters`), or the path of their file; nothing is calibrated then, and ``data``
-    gives the example inputs only. ``skip`` and ``only`` are selectors (`Recipe`). ``input``: what the bytes of images
-    stand for (an `Image`; of several inputs, a mapping by name), so that uint8 images are taken too. ``samples`` stops
-    calibration after that many. ``dynamic_shapes`` as torch.export takes them (default: the batch is free). ``isa`` and
-    ``tune`` as in `compile`; ``tune=True`` measures with the first entry of the example inputs' batch. The model is
-    never changed. Raises an `IntaglioError` that says what to do.
+    batch). ``recipe``: a `Recipe`, its name ("accurate"), its entries as a mapping, or the path of its TOML file.
+    ``parameters``: those of an earlier conversion (`Reference.parameters`), or the path of their file; nothing is
+    calibrated then, and ``data`` gives the example inputs only. ``skip`` and ``only`` are selectors (`Recipe`).
+    ``input``: what the bytes of images stand for (an `Image`; of several inputs, a mapping by name), so that uint8
+    images are taken too. ``samples`` stops calibration after that many. ``dynamic_shapes`` as torch.export takes them
+    (default: the batch is free). ``isa`` and ``tune`` as in `compile`; ``tune=True`` measures with the first entry of
+    the example inputs' batch. The model is never changed. Raises an `IntaglioError` that says what to do.
     """
     kwargs: dict[str, Any] = {}
     if example_inputs is None:
@@ -108,6 +109,8 @@ def _converted(prepared: Prepared, data: Any, samples: int | None, progress: boo
 def _recipe(recipe: Recipe | Mapping[str, Any] | str | Path | None) -> Recipe:
     if recipe is None:
         return Recipe()
+    if isinstance(recipe, str) and recipe in NAMED:
+        return Recipe.named(recipe)
     if isinstance(recipe, (str, Path)):
         return Recipe.load(recipe)
     return recipe if isinstance(recipe, Recipe) else Recipe.of(recipe)

@@ -13,6 +13,7 @@ from intaglio.ir import DType, Expression, Signature, evaluate
 
 DTYPES = {
     torch.uint8: DType.U8,
+    torch.uint16: DType.U16,
     torch.int8: DType.S8,
     torch.int16: DType.I16,
     torch.int32: DType.I32,

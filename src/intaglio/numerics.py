@@ -239,6 +239,31 @@ def layer_norm(
         return finish(normal * np.asarray(factor, np.float32) + np.asarray(offset, np.float32), zero_point, low, high)
 
 
+STEPS = 255
+"""Steps of a value of 16 bits in a step of its level. An odd number: no value lies in the middle between two levels."""
+
+
+def widen(scale: float, zero_point: int) -> Affine:
+    """Parameters of 16 bits for a value whose levels have these: ``q16 = 255 * level + rest``, rest in 0..254.
+
+    The scale is ``float32(scale / 255)``, the zero point ``255 * zero_point + 127``. Quantizing ``dequantize(q16)``
+    with the parameters of the levels gives ``q16 // 255``.
+    """
+    return Affine(float(np.float32(np.float64(np.float32(scale)) / STEPS)), STEPS * zero_point + STEPS // 2)
+
+
+def split(q16: ArrayLike) -> tuple[I32, I32]:
+    """Level and rest of values of 16 bits: ``q16 // 255`` and ``q16 % 255``."""
+    level, rest = np.divmod(np.asarray(q16, np.int32), np.int32(STEPS))
+    return level, rest
+
+
+def joined(level: ArrayLike, rest: ArrayLike) -> I32:
+    """``255 * level + rest``, the inverse of `split`; of differences from both zero points, that from its own."""
+    together: I32 = STEPS * np.asarray(level, np.int32) + np.asarray(rest, np.int32)
+    return together
+
+
 def clamp_levels(
     low: float | None, high: float | None, scale: float, zero_point: int, qmin: int, qmax: int
 ) -> tuple[int, int]:

@@ -38,14 +38,17 @@ def check_graph(graph: Graph) -> None:
             _check_tables(op, graph)
         if op.kind in ("affine", "prelu"):
             _check_channels(op, graph)
+        if op.kind == "add":
+            _check_sum(op, graph)
         if op.kind == "layer_norm":
             _check_norm(op, graph)
         if op.kind == "activate":
             _check_function(op, graph)
         shapes = [graph.types[name].shape for name in op.inputs]
         shape = tuple(OPS[op.kind].infer(op.attrs, shapes))
-        if shape != graph.types[op.output].shape:
-            raise ValueError(f"%{op.output} is {graph.types[op.output]}; {op.kind} gives {shape}")
+        for name in op.outputs:
+            if shape != graph.types[name].shape:
+                raise ValueError(f"%{name} is {graph.types[name]}; {op.kind} gives {shape}")
         if op.kind == "table" and shapes[1] != (256,):
             raise ValueError(f"%{op.inputs[1]} is {graph.types[op.inputs[1]]}; a table has 256 entries")
         if "avg_pool" in op.kind and shapes[1] != (len(counts(op.kind, op.attrs, shapes[0])),):
@@ -107,6 +110,21 @@ def _check_channels(op: Op, graph: Graph) -> None:
     fits = second in allowed and first == (allowed[0] if op.kind == "prelu" else second)
     if axis not in (1, len(shape) - 1) or not fits:
         raise ValueError(f"{op.kind} of {graph.types[op.inputs[0]]} with constants of {first} and {second}")
+
+
+def _check_sum(op: Op, graph: Graph) -> None:
+    """Rests only beside an accumulator, and lying as levels do; with an axis, a factor for every channel."""
+    shape, axis = graph.types[op.inputs[1]].shape, op.attrs.get("axis")
+    joins = graph.types[op.inputs[0]].dtype is DType.I32
+    rests = [graph.types[name].shape for name in op.inputs[4:]]
+    if any(rest != shape for rest in rests) or (not joins and (rests or op.outputs[1:])):
+        raise ValueError(f"add of {graph.types[op.inputs[1]]} with rests of {rests}")
+    if axis is None:
+        return
+    channels, factors = shape[axis : axis + 1], [graph.types[name].shape for name in op.inputs[2:4]]
+    fits = factors[1] == channels if not joins else all(factor in (channels, (1,)) for factor in factors)
+    if axis not in (1, len(shape) - 1) or not fits:
+        raise ValueError(f"add along axis {axis} of {graph.types[op.inputs[1]]} with factors of {factors}")
 
 
 def _check_norm(op: Op, graph: Graph) -> None:

@@ -24,7 +24,9 @@ Target = Annotated[str, typer.Argument(metavar="TARGET", help="A saved file, or 
 Data = Annotated[str | None, typer.Option(metavar="MODULE:NAME", help="Batches, or a function that gives them.")]
 Skip = Annotated[list[str] | None, typer.Option(metavar="SELECTOR", help="Leave this in float; may be repeated.")]
 Only = Annotated[list[str] | None, typer.Option(metavar="SELECTOR", help="Quantize nothing else; may be repeated.")]
-RecipeFile = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Settings by selector, TOML.")]
+RecipeFile = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Settings by selector, TOML; or the name of a recipe: accurate.")
+]
 Samples = Annotated[int | None, typer.Option(min=1, help="Stop calibration after this many samples.")]
 Isa = Annotated[str | None, typer.Option(help="Instruction set. Default: the best of this machine.")]
 IsaList = Annotated[

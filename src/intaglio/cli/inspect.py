@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -27,11 +26,11 @@ def run(
     shapes: Sequence[str],
     skip: Sequence[str],
     only: Sequence[str],
-    recipe: Path | None,
+    recipe: str | None,
 ) -> dict[str, Any]:
     model = targets.saved(target)
     if model is None:
-        chosen = (Recipe.load(recipe) if recipe else Recipe()).with_selection(skip, only)
+        chosen = targets.recipe(recipe).with_selection(skip, only)
         return _of_module(targets.float_model(target), stage, selectors, data, shapes, chosen)
     for option, given in (("--match", selectors), ("--skip", skip), ("--only", only), ("--recipe", recipe)):
         if given:

@@ -22,7 +22,7 @@ def run(
     out: Path,
     skip: Sequence[str],
     only: Sequence[str],
-    recipe: Path | None,
+    recipe: str | None,
     samples: int | None,
     isa: Sequence[str] | None,
     example: str | None,
@@ -36,9 +36,9 @@ def run(
     inputs = targets.example(example) if example else None
     if inputs is None and callable(batches) and not isinstance(batches, Iterable):
         raise typer.BadParameter("data that is a function of the model needs --example", param_hint="--data")
-    begin = time.perf_counter()
+    chosen, begin = targets.recipe(recipe), time.perf_counter()
     quantized: Any = intaglio.quantize(
-        model, batches, example_inputs=inputs, recipe=recipe, skip=skip, only=only, samples=samples, isa=isa, tune=tune
+        model, batches, example_inputs=inputs, recipe=chosen, skip=skip, only=only, samples=samples, isa=isa, tune=tune
     )
     quantized.save(out)
     return {

@@ -16,10 +16,21 @@ from torch import nn
 
 import intaglio
 from intaglio.errors import ArtifactError
-from intaglio.quant import binder_for, peek
+from intaglio.quant import Recipe, binder_for, peek
+from intaglio.quant.recipe import NAMED
 from intaglio.runtime import QuantizedModel
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def recipe(text: str | None) -> Recipe:
+    """Of a name, or of a file."""
+    if text is None or text in NAMED:
+        return Recipe.named(text or "default")
+    if not Path(text).is_file():
+        problem = f"there is no file {text!r}, and recipes by name are {', '.join(NAMED)}"
+        raise typer.BadParameter(problem, param_hint="--recipe")
+    return Recipe.load(text)
 
 
 def located(text: str, option: str) -> Any:

@@ -20,9 +20,11 @@ LEAVE = ("vzeroupper", *(f"pop %{register}" for register in reversed(SAVED)), "r
 def function(spec: TileSpec, lines: Sequence[str]) -> str:
     """The kernel as a top-level assembly statement and its declaration: ``lines`` for every tile of the count.
 
-    They leave rdx, and rcx where there is a residual operand, at the pixel after the tile's last.
+    They leave rdx, and rcx where there is a residual operand, rsi and rbx where those have rests, at the pixel after
+    the tile's last.
     """
     moved = [f"mov %rdx,{field('out')}", *[f"mov %rcx,{field('other')}"] * (spec.result == "add")]
+    moved += [f"mov %rsi,{field('rest')}"] * spec.rest + [f"mov %rbx,{field('other_rest')}"] * spec.other_rest
     moved += [f"imul ${spec.rows},{field('a_pixel')},%rax", f"add %rax,{field('a')}"]
     body = [*SAVE, "0:", *lines, *moved, f"decq {field('count')}", "jnz 0b", *LEAVE]
     return kernel_text(spec.name, "Tile", f"{spec.rows} pixels x {16 * spec.blocks} channels -> {spec.result}", body)
@@ -67,6 +69,55 @@ def levels(row: Sequence[str], natural: bool, guard: bool, bounded: bool) -> Ite
     yield packs
     ends = [f"vpmaxub {limit('low8')},{first},{first}", f"vpminub {limit('high8')},{first},{first}"]
     yield [f"vpackuswb {last},{first},{first}", *ends * (not natural and not bounded)]
+
+
+def rests(row: Sequence[str], spare: str, natural: bool, guard: bool) -> Iterator[list[str]]:
+    """Stages that round float32 steps in one to four registers to 16 bits and take these apart: rests end up in the
+    first of the row, levels in its second or, where there is none, in ``spare``. rax holds the address of the limits.
+    """
+    first, count = row[0], len(row)
+    bounds = []
+    if guard:
+        bounds = [f"vmaxps {limit('convertible_low')}{{1to16}},{steps},{steps}" for steps in row]
+        bounds += [f"vminps {limit('convertible_high')}{{1to16}},{steps},{steps}" for steps in row]
+    shifts = [] if natural else [f"vpaddd {limit('zero_point')}{{1to16}},{steps},{steps}" for steps in row]
+    yield [*bounds, *(f"vcvtps2dq {steps},{steps}" for steps in row), *shifts]
+    words = row[::2]
+    packs = [f"vpackusdw {row[min(j + 1, count - 1)]},{row[j]},{row[j]}" for j in range(0, count, 2)]
+    if natural:
+        packs += [f"vpaddusw {limit('zero_point16')},{word},{word}" for word in words]
+    else:
+        packs += [f"vpmaxuw {limit('low16')},{word},{word}" for word in words]
+    yield [*packs, *(f"vpminuw {limit('high16')},{word},{word}" for word in words)]
+    if count == 3:  # halves of the two lie side by side, so that one register is enough for what is split off
+        yield split(words[0], row[1])
+        yield [f"vpackuswb {row[1]},{first},{first}", *split(words[1], row[1])]
+        yield [f"vpackuswb {row[1]},{row[2]},{row[2]}", f"vpunpckhqdq {row[2]},{first},{row[1]}",
+               f"vpunpcklqdq {row[2]},{first},{first}"]  # fmt: skip
+        return
+    free = row[1::2] or [spare]
+    yield [line for lines in zip(*map(split, words, free), strict=True) for line in lines]
+    yield [f"vpackuswb {free[-1]},{free[0]},{free[0]}", f"vpackuswb {words[-1]},{first},{first}"]
+
+
+def split(word: str, level: str) -> list[str]:
+    """16 bits -> a level in one register, a rest in the other, both still in 16 bits.
+
+    ``x // 255`` is ``x * 32897 >> 23``, and ``x % 255`` the low byte of the sum of that and x.
+    """
+    return [f"vpmulhuw intaglio_rest(%rip),{word},{level}", f"vpsrlw $7,{level},{level}",
+            f"vpaddw {level},{word},{word}", f"{_and(word)} intaglio_rest+64(%rip),{word},{word}"]  # fmt: skip
+
+
+def _and(register: str) -> str:
+    return "vpandd" if "zmm" in register else "vpand"
+
+
+def rest_constants() -> str:
+    """What `split` multiplies by and masks with."""
+    words = "".join(f'    ".word {",".join([str(word)] * 32)}\\n"\n' for word in (32897, 255))
+    head = '    ".section .rodata\\n.p2align 6\\n.hidden intaglio_rest\\nintaglio_rest:\\n"\n'
+    return f'__asm__(\n{head}{words}    ".text\\n");\n'
 
 
 def looked_up(row: str, spare: str, table: str, first: str, third: str, turn: int) -> Iterator[list[str]]:

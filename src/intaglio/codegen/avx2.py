@@ -16,7 +16,7 @@ Registers: ymm0..3 mask, activations and a product, ymm4..7 weights, then two ac
 
 from __future__ import annotations
 
-from intaglio.codegen.assembly import field, function, limit, tap_loops
+from intaglio.codegen.assembly import field, function, limit, rest_constants, split, tap_loops
 from intaglio.codegen.tile import Isa, TileSpec
 
 TALLEST = {1: 4}
@@ -74,15 +74,18 @@ def _epilogue(spec: TileSpec) -> list[str]:
     if add:
         lines += [f"mov {field('other')},%rcx", f"mov {field('other_factor')},%r9"]
         lines += [f"vmovups {32 * half}(%r9),{OTHER_FACTOR[half]}" for half in HALVES]
-        lines += [f"vpbroadcastd {limit('other_zero_point')},{OTHER_ZERO}"]
+        lines += [f"vpbroadcastd {limit('other_zero_point')},{OTHER_ZERO}"] * (not spec.other_rest)
+    lines += [f"mov {field('rest')},%rsi"] * spec.rest + [f"mov {field('other_rest')},%rbx"] * spec.other_rest
     if spec.guard:
         lines += [f"vbroadcastss {limit('convertible_low')},{LOW}", f"vbroadcastss {limit('convertible_high')},{HIGH}"]
     for i in range(spec.rows):
         for half in HALVES:
             lines += _scaled(spec, i, half)
-        lines += _floats(i) if spec.result == "f32" else _levels(i)
+        lines += _floats(i) if spec.result == "f32" else _rests(i) if spec.rest else _levels(i)
         lines += [f"add {field('out_pixel')},%rdx"]
         lines += [f"add {field('other_pixel')},%rcx"] if add else []
+        lines += [f"add {field('rest_pixel')},%rsi"] * spec.rest
+        lines += [f"add {field('other_rest_pixel')},%rbx"] * spec.other_rest
     return lines
 
 
@@ -94,7 +97,12 @@ def _scaled(spec: TileSpec, i: int, half: int) -> list[str]:
     sums = acc(i, half)
     lines = [f"vcvtdq2ps {sums},{sums}", f"vmulps {FACTOR[half]},{sums},{sums}"]
     if spec.result == "add":
-        lines += [f"vpmovzxbd {8 * half}(%rcx),{SCRATCH}", f"vpsubd {OTHER_ZERO},{SCRATCH},{SCRATCH}",
+        lines += [f"vpmovzxbd {8 * half}(%rcx),{SCRATCH}"]
+        if spec.other_rest:  # 255 times the level, and the rest; the zero point has no register to stay in
+            lines += [f"vpslld $8,{SCRATCH},{OTHER_ZERO}", f"vpsubd {SCRATCH},{OTHER_ZERO},{SCRATCH}",
+                      f"vpmovzxbd {8 * half}(%rbx),{OTHER_ZERO}", f"vpaddd {OTHER_ZERO},{SCRATCH},{SCRATCH}",
+                      f"vpbroadcastd {limit('other_zero_point')},{OTHER_ZERO}"]  # fmt: skip
+        lines += [f"vpsubd {OTHER_ZERO},{SCRATCH},{SCRATCH}",
                   f"vcvtdq2ps {SCRATCH},{SCRATCH}", f"vmulps {OTHER_FACTOR[half]},{SCRATCH},{SCRATCH}",
                   f"vaddps {SCRATCH},{sums},{sums}"]  # fmt: skip
     if spec.guard:
@@ -110,13 +118,30 @@ def _levels(i: int) -> list[str]:
              f"vpermq $0xd8,{low},{low}", f"vpaddsw {limit('zero_point16')},{low},{low}",
              f"vextracti128 $1,{low},{upper}", f"vpackuswb {upper},{levels},{levels}",
              f"vpmaxub {limit('low8')},{levels},{levels}", f"vpminub {limit('high8')},{levels},{levels}"]  # fmt: skip
+    return lines + _store_bytes(levels, "rdx")
+
+
+def _rests(i: int) -> list[str]:
+    """Rounded to 16 bits and taken apart; levels and rests stored."""
+    low, high = acc(i, 0), acc(i, 1)
+    lines = [f"vpbroadcastd {limit('zero_point')},{SCRATCH}"]
+    lines += [line for half in (low, high) for line in (f"vcvtps2dq {half},{half}", f"vpaddd {SCRATCH},{half},{half}")]
+    lines += [f"vpackusdw {high},{low},{low}", f"vpermq $0xd8,{low},{low}", f"vpmaxuw {limit('low16')},{low},{low}",
+              f"vpminuw {limit('high16')},{low},{low}", *split(low, high)]  # fmt: skip
+    for part, pointer in ((high, "rdx"), (low, "rsi")):
+        lines += [f"vextracti128 $1,{part},{xmm(SCRATCH)}", f"vpackuswb {xmm(SCRATCH)},{xmm(part)},{xmm(part)}"]
+        lines += _store_bytes(xmm(part), pointer)
+    return lines
+
+
+def _store_bytes(levels: str, pointer: str) -> list[str]:
     pieces = [
         (8, [f"vmovq {levels},(%r11)", f"vpsrldq $8,{levels},{levels}"]),
         (4, [f"vmovd {levels},(%r11)", f"vpsrldq $4,{levels},{levels}"]),
         (2, [f"vpextrw $0,{levels},(%r11)", f"vpsrldq $2,{levels},{levels}"]),
         (1, [f"vpextrb $0,{levels},(%r11)"]),
     ]
-    return lines + _store([f"vmovdqu {levels},(%rdx)"], pieces, 1)
+    return _store([f"vmovdqu {levels},(%{pointer})"], pieces, 1, pointer)
 
 
 def _floats(i: int) -> list[str]:
@@ -131,12 +156,12 @@ def _floats(i: int) -> list[str]:
     return _store([f"vmovups {low},(%rdx)", f"vmovups {high},32(%rdx)"], pieces, 4)
 
 
-def _store(whole: list[str], pieces: list[tuple[int, list[str]]], item: int) -> list[str]:
-    """16 channels at rdx, or as many as r10 says in pieces of 8, 4, 2 and 1, so that nothing behind them is written."""
-    lines = ["test $16,%r10d", "jz 4f", *whole, "jmp 9f", "4:", "mov %rdx,%r11"]
+def _store(whole: list[str], pieces: list[tuple[int, list[str]]], item: int, pointer: str = "rdx") -> list[str]:
+    """16 channels at a pointer, or as many as r10 says in pieces of 8, 4, 2 and 1: nothing behind them is written."""
+    lines = ["test $16,%r10d", "jz 4f", *whole, "jmp 9f", "4:", f"mov %{pointer},%r11"]
     for label, (channels, moves) in enumerate(pieces, start=5):
         lines += [f"test ${channels},%r10d", f"jz {label}f", *moves, f"add ${channels * item},%r11", f"{label}:"]
     return [*lines, "9:"]
 
 
-AVX2 = Isa("avx2", TALLEST, False, emit)
+AVX2 = Isa("avx2", TALLEST, False, emit, rest_constants())

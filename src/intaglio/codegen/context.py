@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from intaglio import numerics
 from intaglio.codegen.tile import Isa
 from intaglio.codegen.writer import Code
 from intaglio.ir import Buffer, Dim, Graph, Op, Partition, Plan, Schedule, c_expression, lies
@@ -128,16 +129,21 @@ class Context:
         return op.attrs.get("low", q.qmin), op.attrs.get("high", q.qmax)
 
     def limits(self, op: Op) -> str:
-        """``struct Limits`` of the levels an operator gives."""
-        q, (low, high) = self.graph.types[op.output].levels, self.bounds(op)
+        """``struct Limits`` of the levels an operator gives, or the 16 bits."""
+        q, (low, high), rest = self.graph.types[op.output].levels, self.bounds(op), len(op.outputs) > 1
         other = self.graph.types[op.inputs[1]].levels.zero if op.kind in ("add", "mul") else 0
-        return self.constant(limits(q.zero, low, high, other), "struct Limits")
+        if op.inputs[4:]:
+            other = numerics.joined(other, self.graph.types[op.inputs[4]].levels.zero).item()
+        zero = numerics.widen(1, q.zero).zero_point if rest else q.zero
+        return self.constant(limits(zero, low, high, other, rest), "struct Limits")
 
     def natural(self, op: Op) -> bool:
-        """Whether an operator gives levels 0..255 with the zero point 0, and a residual operand has that too."""
-        bounds = self.graph.types[op.output].levels.zeros, *self.bounds(op)
-        other = self.graph.types[op.inputs[1]].levels.zeros if op.kind == "add" else (0,)
-        return bounds == ((0,), 0, 255) and other == (0,)
+        """Whether an operator gives levels 0..255 with the zero point 0, and a residual operand without a rest has that
+        too; of 16 bits, whether the zero point is the least."""
+        zeros, (low, high) = self.graph.types[op.output].levels.zeros, self.bounds(op)
+        other = self.graph.types[op.inputs[1]].levels.zeros if op.kind == "add" and not op.inputs[4:] else (0,)
+        plain = low == numerics.widen(1, 0).zero_point if len(op.outputs) > 1 else (low, high) == (0, 255)
+        return plain and zeros == other == (0,)
 
     def use(self, specs: Iterable[Kernel]) -> None:
         """Microkernels that are called."""
@@ -149,12 +155,14 @@ class Context:
         return [f"const int64_t {name} = r->dims[{i}];" for i, name in enumerate(self.symbols) if name in words]
 
 
-def limits(zero_point: int, low: int, high: int, other_zero_point: int) -> np.ndarray:
-    """Bytes of ``struct Limits`` (native/program.h)."""
+def limits(zero_point: int, low: int, high: int, other_zero_point: int, rest: bool = False) -> np.ndarray:
+    """Bytes of ``struct Limits`` (native/program.h); ``rest``: zero point and bounds have 16 bits."""
     parts = (
-        np.full(32, zero_point, np.int16),
-        np.full(64, low, np.uint8),
-        np.full(64, high, np.uint8),
+        np.full(32, zero_point, np.uint16),
+        np.full(64, 0 if rest else low, np.uint8),
+        np.full(64, 255 if rest else high, np.uint8),
+        np.full(32, low, np.uint16),
+        np.full(32, high, np.uint16),
         np.array([zero_point, low, high, other_zero_point], np.int32),
         np.array([-(2.0**30), 2.0**30], np.float32),
         np.zeros(10, np.int32),

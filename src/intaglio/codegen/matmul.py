@@ -82,7 +82,7 @@ def emit_matmul(code: Code, partition: Partition, context: Context) -> None:
 
 def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece) -> None:
     anchor, tail = partition.anchor, partition.tail[0]
-    if depthwise.refusal(piece.weight, anchor.attrs.get("groups", 1), tail.kind) is None:
+    if len(tail.outputs) == 1 and depthwise.refusal(piece.weight, anchor.attrs.get("groups", 1), tail.kind) is None:
         layer = depthwise.Layer(
             piece.weight, _folded_bias(partition, context, piece), context.graph.constants[tail.inputs[1]],
             piece.stride, piece.dilation, piece.start, RESULT[tail.kind], context.natural(tail),
@@ -181,8 +181,9 @@ def _kernels(
     """Symbols by height, for full panels and for the last one."""
     result, guard = RESULT[partition.tail[0].kind], needs_guard(partition, context)
     natural, heights = plan.packed and context.natural(partition.tail[0]), range(1, schedule.tile_rows + 1)
+    rest, other_rest = len(partition.tail[0].outputs) > 1, len(partition.tail[0].inputs) > 4
     full, last = (
-        [TileSpec(h, blocks, result, natural, guard, table) for h in heights]
+        [TileSpec(h, blocks, result, natural, guard, table, rest, other_rest) for h in heights]
         for blocks in (plan.blocks, plan.last_blocks)
     )
     if plan.panels == 1:
@@ -200,12 +201,13 @@ def needs_guard(partition: Partition, context: Context) -> bool:
     weight, bias = (graph.constants[name] for name in anchor.inputs[1:])
     x = graph.types[anchor.inputs[0]].levels
     factors = [np.abs(graph.constants[name].astype(np.float64)) for name in tail.inputs if name in graph.constants]
-    other = 255 * factors[1].max(initial=0) if len(factors) > 1 else 0
+    levels = 255 * (numerics.STEPS + 1 if tail.inputs[4:] else 1)
+    other = levels * factors[1].max(initial=0) if len(factors) > 1 else 0
     most = np.abs(bias.astype(np.int64)).max(initial=0) + weight[:1].size * 128 * 2 * 255
     if most * factors[0].max(initial=0) + other < numerics.CONVERTIBLE / 2:  # whatever the weights: no pass over them
         return False
     bound = numerics.accumulator_bound(weight, bias, x.qmin, x.qmax, x.zeros, anchor.attrs.get("groups", 1))
-    total = bound * factors[0] + (255 * factors[1] if len(factors) > 1 else 0)
+    total = bound * factors[0] + (levels * factors[1] if len(factors) > 1 else 0)
     return bool(total.max(initial=0) >= numerics.CONVERTIBLE / 2)
 
 
@@ -252,3 +254,6 @@ def _operands(code: Code, partition: Partition, context: Context, plan: Packing,
         code(f"m.other = {_results(tail.inputs[1], context, piece)};")
         code("m.tile.other_pixel = m.other.pixel;")
         code(f"m.tile.other_factor = {context.constant(pack_columns(factors[1], plan), 'float')};")
+    for name, values in (("rest", tail.outputs[1:]), ("other_rest", tail.inputs[4:])):
+        for value in values:
+            code(f"m.{name} = {_results(value, context, piece)}, m.tile.{name}_pixel = m.{name}.pixel;")

@@ -25,30 +25,38 @@ static inline void portable_products(const struct Tile* t, int rows, int32_t (*a
 
 static inline void portable_next(struct Tile* t, int rows) {
     t->a += rows * t->a_pixel, t->out += rows * t->out_pixel, t->other += rows * t->other_pixel;
+    t->rest += rows * t->rest_pixel, t->other_rest += rows * t->other_rest_pixel;
 }
 
-static inline void portable_u8(const struct Tile* t, int rows) {
+// A level, or 16 bits as a level and a rest.
+static inline void portable_put(const struct Tile* t, int rest, int i, int c, int32_t level) {
+    t->out[i * t->out_pixel + c] = (uint8_t)(rest ? level / STEPS : level);
+    if (rest) t->rest[i * t->rest_pixel + c] = (uint8_t)(level % STEPS);
+}
+
+static inline void portable_u8(const struct Tile* t, int rows, int rest) {
     int32_t acc[16][16];
     const struct Limits* q = t->limits;
     portable_products(t, rows, acc);
     for (int i = 0; i < rows; ++i)
         for (int c = 0; c < 16; ++c)
             if (t->mask >> c & 1)
-                t->out[i * t->out_pixel + c] =
-                    (uint8_t)requantize(acc[i][c], t->factor[c], q->zero_point, q->low, q->high);
+                portable_put(t, rest, i, c, requantize(acc[i][c], t->factor[c], q->zero_point, q->low, q->high));
 }
 
-static inline void portable_add(const struct Tile* t, int rows) {
+static inline void portable_add(const struct Tile* t, int rows, int rest, int other_rest) {
     int32_t acc[16][16];
     const struct Limits* q = t->limits;
     portable_products(t, rows, acc);
     for (int i = 0; i < rows; ++i)
         for (int c = 0; c < 16; ++c)
-            if (t->mask >> c & 1)
-                t->out[i * t->out_pixel + c] =
-                    (uint8_t)add_requantize(acc[i][c], t->factor[c],
-                                            t->other[i * t->other_pixel + c] - q->other_zero_point,
-                                            t->other_factor[c], q->zero_point, q->low, q->high);
+            if (t->mask >> c & 1) {
+                const int32_t level = t->other[i * t->other_pixel + c];
+                const int32_t other = other_rest ? STEPS * level + t->other_rest[i * t->other_rest_pixel + c] : level;
+                portable_put(t, rest, i, c,
+                             add_requantize(acc[i][c], t->factor[c], other - q->other_zero_point, t->other_factor[c],
+                                            q->zero_point, q->low, q->high));
+            }
 }
 
 static inline void portable_f32(const struct Tile* t, int rows) {
@@ -63,7 +71,9 @@ static inline void portable_f32(const struct Tile* t, int rows) {
 
 def emit(spec: TileSpec) -> str:
     """A wrapper that fixes the height."""
-    each = f"portable_{spec.result}(t, {spec.rows}), portable_next(t, {spec.rows})"
+    kinds = {"u8": [spec.rest], "add": [spec.rest, spec.other_rest], "f32": []}[spec.result]
+    numbers = ", ".join(str(int(number)) for number in (spec.rows, *kinds))
+    each = f"portable_{spec.result}(t, {numbers}), portable_next(t, {spec.rows})"
     return f"static void {spec.name}(struct Tile* t) {{ for (; t->count; --t->count) {each}; }}\n"
 
 

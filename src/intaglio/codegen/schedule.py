@@ -64,6 +64,13 @@ def problem(partition: Partition, plan: Plan) -> Problem:
     )
 
 
+def images(partition: Partition) -> list[str]:
+    """What a product reads and writes besides constants: input, results, residual operand and its rest."""
+    anchor, first, last = partition.anchor, partition.tail[0], partition.ops[-1]
+    residual = (first.inputs[1], *first.inputs[4:]) if first.kind == "add" else ()
+    return [anchor.inputs[0], *last.outputs, *residual]
+
+
 def analytic(layer: Problem, isa: Isa, caches: CacheSizes) -> Schedule:
     """Widest tile the outputs fill; half the second level for input activations that all panels pass over.
 
@@ -87,7 +94,7 @@ class Geometry:
     """All that the time of a matrix product depends on, besides machine and schedule. Its text is a key on disk.
 
     ``kinds``: head, anchor and tail; ``attrs``: of the anchor, sorted. ``halos`` and ``pixels_apart`` (channels from
-    pixel to pixel): of input, result and residual operand, as far as they are buffers.
+    pixel to pixel): of `images`, as far as they are buffers.
     """
 
     kinds: tuple[str, ...]
@@ -120,9 +127,8 @@ def geometries(plan: Plan, sizes: Mapping[str, int]) -> dict[str, Geometry]:
 
 
 def _geometry(partition: Partition, plan: Plan, sizes: Mapping[str, int]) -> Geometry:
-    graph, anchor, tail = plan.graph, partition.anchor, partition.ops[-1]
-    values = [anchor.inputs[0], tail.output, *tail.inputs[1:2] * (tail.kind == "add")]
-    buffers = [plan.buffers[value] for value in values if value in plan.buffers]
+    graph, anchor = plan.graph, partition.anchor
+    buffers = [plan.buffers[value] for value in images(partition) if value in plan.buffers]
     roots = [plan.buffers[buffer.alias or buffer.value] for buffer in buffers]
     read, written = (
         tuple(evaluate(dim, sizes) for dim in graph.types[value].shape) for value in (anchor.inputs[0], anchor.output)

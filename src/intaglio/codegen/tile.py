@@ -7,7 +7,7 @@ is a row of `ISAS` and the function that prints its kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -16,7 +16,8 @@ RESULTS = ("u8", "add", "f32")
 
 TILE_FIELDS = (
     "a", "a_pixel", "b", "tap_rows", "a_row", "taps", "a_tap", "run", "bias", "factor", "out", "out_pixel", "other",
-    "other_pixel", "other_factor", "limits", "mask", "count", "ahead", "table",
+    "other_pixel", "other_factor", "limits", "mask", "count", "ahead", "table", "rest", "rest_pixel", "other_rest",
+    "other_rest_pixel",
 )  # fmt: skip
 """Fields of ``struct Tile`` in native/program.h, 8 bytes each, in order."""
 
@@ -24,12 +25,14 @@ LIMITS_FIELDS = {
     "zero_point16": 0,
     "low8": 64,
     "high8": 128,
-    "zero_point": 192,
-    "low": 196,
-    "high": 200,
-    "other_zero_point": 204,
-    "convertible_low": 208,
-    "convertible_high": 212,
+    "low16": 192,
+    "high16": 256,
+    "zero_point": 320,
+    "low": 324,
+    "high": 328,
+    "other_zero_point": 332,
+    "convertible_low": 336,
+    "convertible_high": 340,
 }
 """Byte offsets in ``struct Limits``."""
 
@@ -40,7 +43,9 @@ class TileSpec:
 
     natural: levels lie in 0..255 with the zero point 0, that of a residual operand too, so that saturation alone bounds
     them. guard: products may exceed the range of the conversion to int32 and are clamped in float first. table: levels
-    are looked up before they are stored, in a table that knows of bounds inside 0..255.
+    are looked up before they are stored, in a table that knows of bounds inside 0..255. rest: results have 16 bits, a
+    level and a rest (numerics.split); natural ones are levels with the zero point 0, none below it. other_rest: so has
+    the residual operand, whatever its zero point.
     """
 
     rows: int
@@ -49,11 +54,16 @@ class TileSpec:
     natural: bool = False
     guard: bool = False
     table: bool = False
+    rest: bool = False
+    other_rest: bool = False
 
     @property
     def name(self) -> str:
         """C symbol, less the instruction set."""
-        marks = ("natural", self.natural), ("guard", self.guard), ("table", self.table)
+        marks = (
+            ("natural", self.natural), ("guard", self.guard), ("table", self.table), ("rest", self.rest),
+            ("of_rest", self.other_rest),
+        )  # fmt: skip
         return f"tile_{self.rows}x{self.blocks}_{self.result}" + "".join(f"_{mark}" for mark, has in marks if has)
 
     @property
@@ -95,10 +105,13 @@ class Isa:
         for blocks, tallest in self.tallest.items():
             for rows in range(1, tallest + 1):
                 yield TileSpec(rows, blocks, "f32")
-                kinds = [("u8", False), ("add", False), *[("u8", True)] * bool(self.looks_up)]
                 naturals = (False, True)[: 1 + self.packs]
-                for natural, guard, (result, table) in product(naturals, (False, True), kinds):
-                    yield TileSpec(rows, blocks, result, natural, guard, table)
+                for natural, guard, rest in product(naturals, (False, True), (False, True)):
+                    plain = TileSpec(rows, blocks, "u8", natural, guard, rest=rest)
+                    yield plain
+                    yield from [replace(plain, table=True)] * (bool(self.looks_up) and not rest)
+                    yield replace(plain, result="add")
+                    yield replace(plain, result="add", other_rest=True)
 
 
 def permutation(packed: bool, blocks: int) -> list[int]:

@@ -106,7 +106,8 @@ def _weight_bytes(partition: Partition, graph: Graph) -> int:
 
 def _activation_bytes(partition: Partition, graph: Graph) -> int:
     """Of one image, read and written."""
-    kinds = [graph.types[name] for name in (*partition.reads(), partition.output) if name not in graph.constants]
+    values = (*partition.reads(), *partition.ops[-1].outputs)
+    kinds = [graph.types[name] for name in values if name not in graph.constants]
     return sum(_at_one(numel(kind.shape)) * kind.dtype.bytes for kind in kinds)
 
 

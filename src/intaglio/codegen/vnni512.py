@@ -14,7 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from intaglio.codegen import depthwise512
-from intaglio.codegen.assembly import field, function, levels, limit, looked_up, skewed, tap_loops
+from intaglio.codegen.assembly import (
+    field,
+    function,
+    levels,
+    limit,
+    looked_up,
+    rest_constants,
+    rests,
+    skewed,
+    tap_loops,
+)
 from intaglio.codegen.tile import Isa, TileSpec
 
 POINTERS = ("rax", "r8", "r9", "r10", "r11")
@@ -78,7 +88,9 @@ class _Kernel:
         lines += [f"mov {field('mask')},%r10"] + [f"shr ${16 * (blocks - 1)},%r10"] * (not packs) + ["kmovq %r10,%k1"]
         if add:
             lines += [f"mov {field('other')},%rcx", f"mov {field('other_factor')},%r9"]
-            lines += ["lea intaglio_spread(%rip),%r11"]
+            lines += [f"lea intaglio_{'pairs' if self.spec.other_rest else 'spread'}(%rip),%r11"]
+        lines += [f"mov {field('rest')},%rsi"] * self.spec.rest
+        lines += [f"mov {field('other_rest')},%rbx"] * self.spec.other_rest
         lines += [f"vmovups {64 * j}(%r8),%zmm{j}" for j in range(blocks)]
         if packs and blocks < 4:
             lines += [f"vmovdqu64 intaglio_gather{blocks}(%rip),{self.gather}"]
@@ -120,13 +132,8 @@ class _Kernel:
 
     def sum_stages(self, i: int) -> Iterator[list[str]]:
         """float32(acc) * factor + float32(q - zero point) * factor. The operand's registers are the next row's, too."""
-        row, blocks = self.row(i), self.spec.blocks
-        scratch = range(blocks, self.first)[0 if blocks == 4 else 2 :][:blocks]
-        *others, loaded = terms = [f"%zmm{register}" for register in scratch]
-        spread = [f"vmovdqu8 (%rcx),{loaded}{{%k1}}{{z}}", f"add {field('other_pixel')},%rcx"]
-        spread += [f"vpermd {loaded},{self.widen},{loaded}"] * (blocks < 4)
-        spread += [f"vpshufb {64 * j}(%r11),{loaded},{term}" for j, term in enumerate([*others, loaded])]
-        if not self.spec.natural:
+        row, (terms, spread) = self.row(i), self.terms_of_rest() if self.spec.other_rest else self.terms()
+        if self.spec.other_rest or not self.spec.natural:
             spread += [f"vpsubd {limit('other_zero_point')}{{1to16}},{term},{term}" for term in terms]
         yield [*spread, *(f"vcvtdq2ps {name},{name}" for name in (*row, *terms))]
         yield [*(f"vmulps %zmm{j},{acc},{acc}" for j, acc in enumerate(row)),
@@ -134,8 +141,43 @@ class _Kernel:
                *(f"vaddps {term},{acc},{acc}" for acc, term in zip(row, terms, strict=True))]  # fmt: skip
         yield from self.rounded(row, i)
 
+    def scratch(self, count: int) -> list[str]:
+        """Registers that no row needs for longer than two stages."""
+        begin = self.spec.blocks + 2 * (self.spec.blocks < 4)
+        return [f"%zmm{register}" for register in range(begin, begin + count)]
+
+    def terms(self) -> tuple[list[str], list[str]]:
+        """A pixel of the residual operand, as integers of 32 bits in the order of accumulators."""
+        *others, loaded = terms = self.scratch(self.spec.blocks)
+        lines = [f"vmovdqu8 (%rcx),{loaded}{{%k1}}{{z}}", f"add {field('other_pixel')},%rcx"]
+        lines += [f"vpermd {loaded},{self.widen},{loaded}"] * (self.spec.blocks < 4)
+        return terms, lines + [f"vpshufb {64 * j}(%r11),{loaded},{term}" for j, term in enumerate([*others, loaded])]
+
+    def terms_of_rest(self) -> tuple[list[str], list[str]]:
+        """The same of 16 bits: level and rest side by side, then 255 times the one and the other added."""
+        blocks = self.spec.blocks
+        level, rest, *free = self.scratch(max(blocks, 2))
+        lines = [f"vmovdqu8 (%rcx),{level}{{%k1}}{{z}}", f"add {field('other_pixel')},%rcx",
+                 f"vmovdqu8 (%rbx),{rest}{{%k1}}{{z}}", f"add {field('other_rest_pixel')},%rbx"]  # fmt: skip
+        if blocks < 4:
+            lines += [f"vpermd {register},{self.widen},{register}" for register in (level, rest)]
+        low, high = (free[0] if free else level), free[1] if blocks == 4 else rest
+        lines += [f"vpunpcklbw {rest},{level},{low}"]
+        lines += [f"vpunpckhbw {rest},{level},{high}"] * (blocks > 2)
+        terms = {1: [level], 2: [rest, level], 3: [level, low, rest], 4: [level, rest, low, high]}[blocks]
+        lines += [f"vpshufb {64 * (j % 2)}(%r11),{(low, high)[j // 2]},{term}" for j, term in enumerate(terms)]
+        return terms, lines + [f"vpmaddwd 128(%r11),{term},{term}" for term in terms]
+
     def rounded(self, row: list[str], i: int) -> Iterator[list[str]]:
-        """To levels, in the order of their channels, stored at once."""
+        """To levels, in the order of their channels, stored at once; of 16 bits the rests, too."""
+        if self.spec.rest:
+            spare = f"%zmm{self.spec.blocks + 4 + i % 4}"
+            yield from rests(row, spare, self.spec.natural, self.spec.guard)
+            level, rest = row[1] if len(row) > 1 else spare, row[0]
+            gathered = [f"vpermd {part},{self.gather},{part}" for part in (level, rest)] * (len(row) < 4)
+            yield [*gathered, f"vmovdqu8 {level},(%rdx){{%k1}}", f"vmovdqu8 {rest},(%rsi){{%k1}}",
+                   f"add {field('out_pixel')},%rdx", f"add {field('rest_pixel')},%rsi"]  # fmt: skip
+            return
         yield from levels(row, self.spec.natural, self.spec.guard, self.spec.table)
         if self.spec.table:
             spare = row[1] if len(row) > 1 else f"%zmm{self.spec.blocks + 3 + i % 4}"
@@ -149,12 +191,18 @@ def _dwords(values: Iterable[int]) -> str:
 
 
 def support() -> str:
-    """Controls of shuffles. spread: byte ``4j + t`` of each 128-bit lane into dword t, for j = 0..3. For n < 4 blocks:
-    gather, n dwords of every lane to the front; widen, back to the lanes."""
+    """Controls of shuffles. spread: byte ``4j + t`` of each 128-bit lane into dword t, for j = 0..3. pairs: both
+    bytes of pair t into words of dword t, and of pair ``4 + t``; then what these words count. For n < 4 blocks: gather,
+    n dwords of every lane to the front; widen, back to the lanes."""
     text = '    ".section .rodata\\n.p2align 6\\n.hidden intaglio_spread\\nintaglio_spread:\\n"\n'
     for j in range(4):
         lane = [value for t in range(4) for value in (4 * j + t, 128, 128, 128)]
         text += '    ".byte ' + ",".join(map(str, lane * 4)) + '\\n"\n'
+    text += '    ".hidden intaglio_pairs\\nintaglio_pairs:\\n"\n'
+    for first in (0, 8):
+        lane = [value for t in range(4) for value in (first + 2 * t, 128, first + 2 * t + 1, 128)]
+        text += '    ".byte ' + ",".join(map(str, lane * 4)) + '\\n"\n'
+    text += '    ".word ' + ",".join(map(str, (255, 1) * 16)) + '\\n"\n'
     for blocks in (1, 2, 3):
         for name, dwords in (
             ("gather", [4 * (k // blocks) + k % blocks if k < 4 * blocks else 0 for k in range(16)]),
@@ -164,4 +212,4 @@ def support() -> str:
     return f'__asm__(\n{text}    ".text\\n");\n'
 
 
-AVX512VNNI = Isa("avx512vnni", TALLEST, True, emit, support(), depthwise512.emit, "has_vbmi()")
+AVX512VNNI = Isa("avx512vnni", TALLEST, True, emit, support() + rest_constants(), depthwise512.emit, "has_vbmi()")

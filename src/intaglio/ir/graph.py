@@ -48,9 +48,8 @@ class Op:
 
     @property
     def output(self) -> str:
-        """The only result."""
-        (name,) = self.outputs
-        return name
+        """The first result; only islands, and sums and requantizations that keep a rest, have more."""
+        return self.outputs[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Op, (self.kind, self.inputs, self.outputs, dict(self.attrs), self.body, self.origin)

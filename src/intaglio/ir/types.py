@@ -13,6 +13,7 @@ class DType(Enum):
 
     U8 = "u8"
     S8 = "s8"
+    U16 = "u16"
     I16 = "i16"
     I32 = "i32"
     I64 = "i64"
@@ -29,7 +30,8 @@ class DType(Enum):
     def bytes(self) -> int:
         if self.value.startswith("f8"):
             return 1
-        return {"u8": 1, "s8": 1, "bool": 1, "i16": 2, "f16": 2, "bf16": 2, "i64": 8, "f64": 8}.get(self.value, 4)
+        one, two, eight = ("u8", "s8", "bool"), ("u16", "i16", "f16", "bf16"), ("i64", "f64")
+        return 1 if self.value in one else 2 if self.value in two else 8 if self.value in eight else 4
 
     def __str__(self) -> str:
         return self.value

@@ -33,6 +33,8 @@ RULES: dict[str, tuple[tuple[tuple[DType, ...], ...], tuple[DType, ...]]] = {
     "softmax": (((F32,),), (F32,)),
 }
 """Kind -> element types each operand may have, and the result's. Kinds not listed carry any types."""
+KEEP_REST = ("requantize", "add")
+"""They may give a value of 16 bits as a level and a rest; a sum may take one, the rest as its last operand."""
 
 
 class VerifyError(AssertionError):
@@ -70,13 +72,17 @@ def _check_op(op: Op, graph: Graph, defined: set[str], place: str) -> None:
     if op.kind not in RULES:
         return
     operands, results = RULES[op.kind]
+    if op.kind == "add" and len(op.inputs) > len(operands):
+        operands = (*operands, (U8,))
     _require(len(op.inputs) == len(operands), f"{label}: takes {len(operands)} operands, has {len(op.inputs)}")
     for name, allowed in zip(op.inputs, operands, strict=True):
         _require(graph.types[name].dtype in allowed, f"{label}: %{name} is {graph.types[name].dtype}")
-    result = graph.types[op.output]
-    _require(result.dtype in results, f"{label}: gives {result.dtype}")
-    if result.dtype in (U8, I32):
-        _require(result.q is not None, f"{label}: levels without parameters")
+    most = 2 if op.kind in KEEP_REST else 1
+    _require(1 <= len(op.outputs) <= most, f"{label}: {len(op.outputs)} results")
+    for result in (graph.types[name] for name in op.outputs):
+        _require(result.dtype in results, f"{label}: gives {result.dtype}")
+        if result.dtype in (U8, I32):
+            _require(result.q is not None, f"{label}: levels without parameters")
 
 
 def _check_accumulators(graph: Graph, place: str) -> None:

@@ -26,7 +26,7 @@ def fuse(graph: Graph) -> tuple[Partition, ...]:
         while _accumulates(chain[-1], graph):
             (reader,) = users[chain[-1].output]
             chain.append(reader)
-        if len(chain) > 1 and chain[-1].output not in graph.outputs:
+        if len(chain) > 1 and len(chain[-1].outputs) == 1 and chain[-1].output not in graph.outputs:
             readers = users[chain[-1].outputs[0]]
             chain += [op for op in readers if len(readers) == 1 and op.kind == "table"]
         taken.update(link.outputs for link in chain)

@@ -79,6 +79,7 @@ class _Builder:
         self.islands: dict[str, Island] = {}
         self.cut: list[list[fx.Node]] = []  # nodes of each island
         self.values: dict[fx.Node, str] = {}  # node -> value that holds it: levels behind Q and DQ, else float
+        self.rests: dict[str, str] = {}  # value of levels -> what it has besides in 16 bits
         self.real: list[fx.Node] = []  # float operators that the program runs
         self.floats: dict[str, str] = {}  # value of levels -> its dequantized value
 
@@ -113,7 +114,8 @@ class _Builder:
             if node in regions:
                 region = regions[node]
                 needs = [v for n in region.nodes for v in operands(n) if v is not None and v not in region.nodes]
-                yield Unit(region.nodes, tuple(n for n in needs if levels_of(n)), True, region)
+                needs = [n for n in needs if levels_of(n) or levels_of(n, DType.U16)]
+                yield Unit(region.nodes, tuple(needs), True, region)
             elif node in inner or "dim" in node.meta or node.op in ("placeholder", "output"):
                 continue
             elif node.op == "get_attr":
@@ -123,7 +125,7 @@ class _Builder:
                 continue
             elif image := pixels_of(node):
                 yield Unit((node,), image[:1], True)
-            elif quantized_to(node) or levels_of(node):
+            elif any(quantized_to(node, dtype) or levels_of(node, dtype) for dtype in (DType.U8, DType.U16)):
                 yield Unit((node,), (node.args[0],), True)
             elif self._is_real(node, regions):
                 self.real.append(node)
@@ -149,7 +151,7 @@ class _Builder:
         node = unit.nodes[0]
         if unit.region is not None:
             self._region(unit.region)
-        elif levels_of(node):
+        elif levels_of(node) or levels_of(node, DType.U16) or quantized_to(node, DType.U16):
             self.values[node] = self.values[node.args[0]]
         elif node in self.real:
             record, source = record_of(node), self._float(node.args[0])
@@ -180,9 +182,17 @@ class _Builder:
             self.constants[self.reused[stem]] = np.ascontiguousarray(array)
         return self.reused[stem]
 
-    def _op(self, kind: str, inputs: Iterable[str], stem: str, result: TensorType, where: Origin, **attrs) -> str:
+    def _op(
+        self, kind: str, inputs: Iterable[str], stem: str, result: TensorType, where: Origin,
+        rest: QParams | None = None, **attrs,
+    ) -> str:  # fmt: skip
+        """The first result of an operator; with ``rest`` it has another one of these parameters."""
         output = self._value(stem, result)
-        self.ops.append(Op(kind, tuple(inputs), (output,), attrs, origin=where))
+        outputs = [output]
+        if rest is not None:
+            self.rests[output] = self._value(f"{stem}_rest", TensorType(result.shape, DType.U8, rest))
+            outputs.append(self.rests[output])
+        self.ops.append(Op(kind, tuple(inputs), tuple(outputs), attrs, origin=where))
         return output
 
     def _float(self, node: fx.Node) -> str:
@@ -233,18 +243,19 @@ class _Builder:
                 "dequantize", [current], f"{stem}_f32", TensorType(kind.shape, DType.F32), where
             )
             return
-        result = TensorType(kind.shape, DType.U8, region.result)
+        result, finest = TensorType(kind.shape, DType.U8, region.result), region.wide or region.result
         tail = {record_of(node).name: node for node in region.nodes}
-        low, high = self._bounds(tail.get("clamp"), region.result)
+        low, high = self._bounds(tail.get("clamp"), finest)
         if (total := next((tail[name] for name in SUMS if name in tail), None)) is not None:
             name = self._add(total, region, current, stem, result, low, high)
         elif region.record.name in ANCHORS and record_of(region.root).function is not None:
             name = self._activate(region.root, current, stem, result, where)
         elif region.record.name in ANCHORS:
             acc = self.types[current].q
-            factors = _each(numerics.multiplier(acc.scales, result.levels.step))
+            factors = _each(numerics.multiplier(acc.scales, finest.step))
             factor = self._constant(f"{stem}_multiplier", factors, DType.F32)
-            name = self._op("requantize", [current, factor], stem, result, where, low=low, high=high)
+            inputs, rest = [current, factor], _rest(region)
+            name = self._op("requantize", inputs, stem, result, where, rest, low=low, high=high)
         elif region.record.name == "mul":
             name = self._mul(region, stem, result, low, high)
         elif region.record.name == "affine":
@@ -255,6 +266,9 @@ class _Builder:
             name = self._op("clamp", [current], f"{stem}_clamp", result, where, low=low, high=high)
         else:
             name = self._single(region, current, stem, result)
+            if region.wide is not None:
+                moved = TensorType(kind.shape, DType.U8, _rest(region))
+                self.rests[name] = self._single(region, self.rests[current], f"{stem}_rest", moved)
         self.values[region.root] = name
 
     def _bounds(self, node: fx.Node | None, q: QParams) -> tuple[int, int]:
@@ -298,21 +312,23 @@ class _Builder:
         record = record_of(node)
         attrs = {"low": low, "high": high}
         left, right, *factor = operands(node)
+        other = right if left in region.nodes or region.record.name in SUMS else left
+        rest = [self.rests[self.values[other]]] if levels_of(other, DType.U16) else []
         if factor:
             alpha = getattr(self.module, factor[0].target).numpy().astype(np.float64).ravel()
             attrs |= record.bind(call_of(node, record))
         else:
             alpha = record.bind(call_of(node, record))["alpha"]
-        if left in region.nodes or region.record.name in SUMS:
+        if other is right:
             a, b = (current if left in region.nodes else self.values[left]), self.values[right]
             alphas = 1.0, alpha
         else:
             a, b, alphas = current, self.values[left], (alpha, 1.0)
-        scale_y, names = result.levels.step, []
-        for value, weight, label in zip((a, b), alphas, "ab", strict=True):
+        scale_y, names = (region.wide or result.levels).step, []
+        for value, weight, label in zip((a, *(rest or [b])), alphas, "ab", strict=True):
             unit = np.array(self.types[value].levels.scales, np.float64) * weight
             names.append(self._constant(f"{stem}_factor_{label}", _each(numerics.multiplier(unit, scale_y)), DType.F32))
-        return self._op("add", [a, b, *names], f"{stem}_add", result, origin(node), **attrs)
+        return self._op("add", [a, b, *names, *rest], f"{stem}_add", result, origin(node), _rest(region), **attrs)
 
     def _activate(self, node: fx.Node, acc: str, stem: str, result: TensorType, where: Origin) -> str:
         """A function of the accumulator in its own unit."""
@@ -424,6 +440,13 @@ def plain_name(stem: str) -> str:
 
 def _each(values: np.ndarray) -> np.ndarray:
     return np.asarray(values, np.float32).reshape(-1)
+
+
+def _rest(region: IntegerRegion) -> QParams | None:
+    """Parameters of what a region gives besides levels: what lies between them, in the steps of 16 bits."""
+    if region.wide is None:
+        return None
+    return QParams(region.wide.scale, (numerics.STEPS // 2,), 0, numerics.STEPS - 1)
 
 
 def _origin(region: IntegerRegion) -> Origin:

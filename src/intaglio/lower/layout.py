@@ -144,8 +144,9 @@ def separate_layouts(graph: Graph) -> tuple[Graph, int]:
                     moved[name] = copy(name, f"{name}_rows", op)
             inputs = tuple(moved.get(name, name) for name in inputs)
         ops.append(Op(op.kind, inputs, op.outputs, op.attrs, op.body, op.origin))
-        if op.outputs in cut and types[op.outputs[0]].dtype is DType.U8:
-            renamed[op.output] = copy(op.output, f"{op.output}_image", op)
+        for name in op.outputs:
+            if op.outputs in cut and types[name].dtype is DType.U8:
+                renamed[name] = copy(name, f"{name}_image", op)
     outputs = tuple(renamed.get(name, name) for name in graph.outputs)
     return graph.replace(ops=tuple(ops), types=types, outputs=outputs), len(moved) + len(renamed)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 from torch import fx
 
+from intaglio import numerics
 from intaglio.calls import DTYPES
 from intaglio.capture.nodes import FxView, activations, call_of, is_constant, operands, operator, record_of
 from intaglio.ir import DType, QParams
+from intaglio.ir.moves import MOVES
 from intaglio.ir.rewrite import match
-from intaglio.ops import ANCHORS, FUSIONS
+from intaglio.ops import ANCHORS, FUSIONS, SUMS
 from intaglio.quant.annotate import Chain, fusable
 
 QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
@@ -22,21 +25,22 @@ DEQUANTIZE_CHANNEL = "quantized_decomposed.dequantize_per_channel.default"
 @dataclass(frozen=True)
 class IntegerRegion(Chain):
     """A chain between dequantize and quantize. ``result`` holds the parameters of the levels it gives; ``None`` when it
-    gives float."""
+    gives float. ``wide``: those of the 16 bits that the levels are made of, if they are."""
 
     result: QParams | None
+    wide: QParams | None = None
 
 
-def levels_of(node: fx.Node | None) -> QParams | None:
-    """Parameters of the u8 levels behind a dequantize of an activation; ``None`` for any other node."""
+def levels_of(node: fx.Node | None, dtype: DType = DType.U8) -> QParams | None:
+    """Parameters of the levels (of 16 bits: u16) behind a dequantize of an activation; ``None`` for any other node."""
     if node is None or operator(node) not in (DEQUANTIZE, DEQUANTIZE_CHANNEL) or is_constant(node.args[0]):
         return None
-    return _qparams(node)
+    return _qparams(node, dtype)
 
 
-def quantized_to(node: fx.Node) -> QParams | None:
-    """Parameters of a quantize to u8; ``None`` for any other node."""
-    return _qparams(node) if operator(node) in (QUANTIZE, QUANTIZE_CHANNEL) else None
+def quantized_to(node: fx.Node, dtype: DType = DType.U8) -> QParams | None:
+    """Parameters of a quantize to u8, or to u16; ``None`` for any other node."""
+    return _qparams(node, dtype) if operator(node) in (QUANTIZE, QUANTIZE_CHANNEL) else None
 
 
 def pixels_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
@@ -47,9 +51,9 @@ def pixels_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     return (image, gain, shift) if is_constant(gain) and is_constant(shift) else None
 
 
-def _qparams(node: fx.Node) -> QParams | None:
-    *axis, low, high, dtype = node.args[3:]
-    if DTYPES.get(dtype) is not DType.U8:
+def _qparams(node: fx.Node, dtype: DType) -> QParams | None:
+    *axis, low, high, given = node.args[3:]
+    if DTYPES.get(given) is not dtype:
         return None
     if not axis:
         return QParams((float(node.args[1]),), (int(node.args[2]),), int(low), int(high))
@@ -86,18 +90,33 @@ def _region(nodes: tuple[fx.Node, ...]) -> IntegerRegion | None:
     if not fusable(nodes) or not all(_runs_on_integers(node, nodes) for node in nodes):
         return None
     record = record_of(nodes[0])
-    results = {quantized_to(user) for user in nodes[-1].users}
-    if len(nodes) == 1 and record.shares and not record.variadic and results != {levels_of(operands(nodes[0])[0])}:
-        return None
-    if len(results) == 1 and None not in results:
-        return IntegerRegion(nodes, results.pop())
+    results, wide = {_result(user) for user in nodes[-1].users}, {quantized_to(u, DType.U16) for u in nodes[-1].users}
+    if len(nodes) == 1 and record.shares and not record.variadic:
+        x = operands(nodes[0])[0]
+        if wide != {levels_of(x, DType.U16)} or (wide == {None} and results != {levels_of(x)}):
+            return None
+    if len(results) == len(wide) == 1 and None not in results:
+        return IntegerRegion(nodes, results.pop(), wide.pop())
     return IntegerRegion(nodes, None) if len(nodes) == 1 and record.name in ANCHORS else None
+
+
+def _result(user: fx.Node) -> QParams | None:
+    """Parameters of the levels a reader of a float value makes of it; of 16 bits, those they are made of these."""
+    if (wide := quantized_to(user, DType.U16)) is None:
+        return quantized_to(user)
+    again = (quantized_to(level) for real in user.users for level in real.users)
+    plain = QParams((float(np.float32(numerics.STEPS * wide.step)),), (wide.zero // numerics.STEPS,),
+                    wide.qmin // numerics.STEPS, wide.qmax // numerics.STEPS)  # fmt: skip
+    return next((q for q in again if q is not None), plain)
 
 
 def _runs_on_integers(node: fx.Node, region: tuple[fx.Node, ...]) -> bool:
     record, values = record_of(node), operands(node)
-    if any(levels_of(value) is None and value not in region for value in activations(node)):
-        return False
+    carries = record.name in SUMS or (record.name in MOVES and not record.variadic)
+    for value in activations(node):
+        levels = levels_of(value) or (levels_of(value, DType.U16) if carries else None)
+        if levels is None and value not in region:
+            return False
     if record.roles.weight is not None:
         if constant_of(values[record.roles.weight], DType.S8) is None:
             return False

@@ -53,6 +53,9 @@ static inline int32_t add_requantize(int32_t a, float factor_a, int32_t b, float
     return finish((float)a * factor_a + (float)b * factor_b, zero_point, low, high);
 }
 
+// A value of 16 bits = 255 * level + rest.
+enum { STEPS = 255 };
+
 // exp(x) for finite x <= 0, within 1e-7 of it; 0 below -87. Coefficients are those of numerics.py, in the same order.
 static inline float exp_negative(float x) {
     const float bounded = x > -87.0f ? x : -87.0f;

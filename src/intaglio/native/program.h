@@ -136,10 +136,11 @@ static inline void fill_halo(const struct Image* i, uint8_t level, int thread, i
     }
 }
 
-// Bounds and zero points of a requantization, in the widths kernels want them.
+// Bounds and zero points of a requantization, in the widths kernels want them. Of results that keep a rest they have 16 bits.
 struct Limits {
-    int16_t zero_point16[32];
+    uint16_t zero_point16[32];
     uint8_t low8[64], high8[64];
+    uint16_t low16[32], high16[32];
     int32_t zero_point, low, high, other_zero_point;
     float convertible_low, convertible_high;
 };
@@ -220,7 +221,7 @@ ACTIVATION(gelu_tanh, gelu_tanh(x))
 // -- matrix products ------------------------------------------------------------------------------------------------------
 
 // One call of a microkernel: `count` tiles side by side, each of `rows` output pixels by blocks of 16 channels. Strides in
-// bytes; `run` in 4-byte steps. A kernel leaves `a`, `out` and `other` behind its last tile, and `count` 0. `ahead` is its own.
+// bytes; `run` in 4-byte steps. A kernel leaves `a`, `out`, `other` and rests behind its last tile, and `count` 0. `ahead` is its own.
 struct Tile {
     const uint8_t* a;          // first tap of the first pixel
     int64_t a_pixel;           // to the next output pixel's first tap
@@ -240,13 +241,17 @@ struct Tile {
     int64_t count;
     int64_t ahead;             // from weights to those that are needed next, which a kernel may prefetch
     const uint8_t* table;      // of results, for kernels that look them up
+    uint8_t* rest;             // of results of 16 bits, beside their levels
+    int64_t rest_pixel;
+    const uint8_t* other_rest; // of a residual operand of 16 bits
+    int64_t other_rest_pixel;
 };
 
 typedef void (*TileKernel)(struct Tile*);
 
 // A convolution or linear layer over one pair of images.
 struct Matmul {
-    struct Image in, out, other;
+    struct Image in, out, other, rest, other_rest;
     int64_t stride_y, stride_x, top, left;
     struct Tile tile;                      // everything that does not change from call to call
     int64_t panels, blocks, panel_bytes, out_bytes;
@@ -296,6 +301,8 @@ static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_
         t.a = a + x * t.a_pixel;
         t.out = out + x * out_pixel;
         t.other = other + x * t.other_pixel;
+        if (m->rest.base) t.rest = at(&m->rest, n, y, 0) + channel + x * t.rest_pixel;
+        if (m->other_rest.base) t.other_rest = at(&m->other_rest, n, y, 0) + channel + x * t.other_rest_pixel;
         while (i < tiles && done < last) {
             const int32_t equal = (i < longer ? longer : (int32_t)tiles) - i;
             const int32_t left = done + equal < last ? equal : (int32_t)(last - done);

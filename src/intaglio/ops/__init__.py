@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from intaglio.ops import activate, channels, conv, norm, pointwise, pool, resize, shape, softmax, unary
 from intaglio.ops.fusions import ANCHORS, FUSIONS, SUMS, Fusion
-from intaglio.ops.interpret import interpret
+from intaglio.ops.interpret import interpret, run_op
 from intaglio.ops.opdef import Call, OpDef, Roles
 
 
@@ -31,4 +31,7 @@ OPS, BY_TARGET = index(
     softmax.OPS,
 )  # fmt: skip
 
-__all__ = ["ANCHORS", "BY_TARGET", "FUSIONS", "OPS", "SUMS", "Call", "Fusion", "OpDef", "Roles", "index", "interpret"]
+__all__ = [
+    "ANCHORS", "BY_TARGET", "FUSIONS", "OPS", "SUMS", "Call", "Fusion", "OpDef", "Roles", "index", "interpret",
+    "run_op",
+]  # fmt: skip

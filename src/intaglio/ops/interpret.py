@@ -12,6 +12,15 @@ from intaglio.ops.opdef import OpDef
 Island = Callable[[Op, Sequence[np.ndarray]], Sequence[np.ndarray]]
 
 
+def run_op(op: Op, args: Sequence[np.ndarray], graph: Graph, ops: Mapping[str, OpDef]) -> Sequence[np.ndarray]:
+    """All results of an operator that has a meaning."""
+    meaning = ops[op.kind].meaning
+    if meaning is None:
+        raise ValueError(f"{op.kind} has no meaning in NumPy")
+    found = meaning(op, args, [graph.types[name] for name in op.inputs], graph.types[op.output])
+    return found if isinstance(found, tuple) else [found]
+
+
 def interpret(
     graph: Graph,
     inputs: Sequence[np.ndarray],
@@ -31,10 +40,7 @@ def interpret(
                 raise ValueError(f"island {op.attrs['key']} needs a callback")
             results = island(op, args)
         else:
-            meaning = ops[op.kind].meaning
-            if meaning is None:
-                raise ValueError(f"{op.kind} has no meaning in NumPy")
-            results = [meaning(op, args, [graph.types[name] for name in op.inputs], graph.types[op.output])]
+            results = run_op(op, args, graph, ops)
         for name, array in zip(op.outputs, results, strict=True):
             values[name] = array
             if watch is not None:

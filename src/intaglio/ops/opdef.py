@@ -11,6 +11,8 @@ import numpy as np
 from intaglio.ir import Op, Shape, TensorType
 
 Attrs = Mapping[str, Any]
+Result = np.ndarray | tuple[np.ndarray, ...]
+"""One array, or as many as an operator has results."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class OpDef:
     bind: Callable[[Call], Attrs] = lambda call: {}
     check: Callable[[Call], str | None] = lambda call: None
     infer: Callable[[Attrs, Sequence[Shape]], Shape] = lambda attrs, shapes: shapes[0]
-    meaning: Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], np.ndarray] | None = None
+    meaning: Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], Result] | None = None
     function: Callable[[np.ndarray, Attrs], np.ndarray] | None = None
     variadic: bool = False
     real: bool = False

@@ -8,7 +8,7 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.ir import Axis, DType, Op, Shape, TensorType
-from intaglio.ops.opdef import Attrs, Call, OpDef, Roles, first_reason, fixed_channels, float_activations
+from intaglio.ops.opdef import Attrs, Call, OpDef, Result, Roles, first_reason, fixed_channels, float_activations
 
 
 def matching_shapes(call: Call) -> str | None:
@@ -32,17 +32,34 @@ def bind_add(call: Call) -> Attrs:
     return {"alpha": -alpha if call.target == "aten.sub.Tensor" else alpha}
 
 
-def add_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def add_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> Result:
     """`numerics.add_requantize`; a u8 first operand is taken less its zero point, an accumulator as it is. Channels
-    with factors of their own lie along ``axis``, where the operator has one, else as those of the accumulator."""
-    a, b, factor_a, factor_b = args
+    with factors of their own lie along ``axis``, where the operator has one, else as those of the accumulator. With a
+    rest as fifth operand, the second has 16 bits (`numerics.joined`)."""
+    a, b, factor_a, factor_b, *rest = args
     if types[0].dtype is DType.U8:
         a = a.astype(np.int32) - types[0].levels.zero
     b = b.astype(np.int32) - types[1].levels.zero
+    if rest:
+        b = numerics.joined(b, rest[0].astype(np.int32) - types[4].levels.zero)
     axis = op.attrs.get("axis", types[0].levels.axis if types[0].dtype is DType.I32 else 1)
     factors = (along(factor_a, a.ndim, axis), along(factor_b, b.ndim, axis))
-    levels = numerics.add_requantize(a, factors[0], b, factors[1], out.levels.zero, op.attrs["low"], op.attrs["high"])
-    return levels.astype(np.uint8)
+    zero, low, high = bounds_of(op, out)
+    return stored(op, numerics.add_requantize(a, factors[0], b, factors[1], zero, low, high))
+
+
+def bounds_of(op: Op, out: TensorType) -> tuple[int, int, int]:
+    """Zero point and bounds of what an operator rounds to: levels, or 16 bits where it keeps a rest."""
+    zero = numerics.widen(1, out.levels.zero).zero_point if len(op.outputs) > 1 else out.levels.zero
+    return zero, op.attrs["low"], op.attrs["high"]
+
+
+def stored(op: Op, rounded: np.ndarray) -> Result:
+    """Levels, and rests where an operator keeps them."""
+    if len(op.outputs) == 1:
+        return rounded.astype(np.uint8)
+    level, rest = numerics.split(rounded)
+    return level.astype(np.uint8), rest.astype(np.uint8)
 
 
 def mul_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
@@ -90,10 +107,10 @@ def clamp_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType
     return np.clip(args[0], np.uint8(op.attrs["low"]), np.uint8(op.attrs["high"]))
 
 
-def requantize_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def requantize_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> Result:
     acc, factor = args
     factor = along(factor, acc.ndim, types[0].levels.axis)
-    return numerics.requantize(acc, factor, out.levels.zero, op.attrs["low"], op.attrs["high"]).astype(np.uint8)
+    return stored(op, numerics.requantize(acc, factor, *bounds_of(op, out)))
 
 
 def table_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from intaglio import numerics
 from intaglio.capture.nodes import (
     FxView,
     activations,
@@ -22,6 +23,7 @@ from intaglio.capture.nodes import (
 )
 from intaglio.errors import UnsupportedError
 from intaglio.ir import DType, evaluate, numel, symbols_of
+from intaglio.ir.moves import MOVES
 from intaglio.ir.rewrite import match
 from intaglio.ops import FUSIONS, SUMS, OpDef
 from intaglio.ops.conv import output_axis
@@ -60,6 +62,17 @@ class Region(Chain):
     def shares(self) -> bool:
         """Whether the result keeps its input's parameters."""
         return len(self.nodes) == 1 and self.record.shares
+
+    @property
+    def moves(self) -> bool:
+        """Whether it only puts the levels of one value elsewhere."""
+        return len(self.nodes) == 1 and self.record.name in MOVES and not self.record.variadic
+
+    @property
+    def adds_shortcut(self) -> bool:
+        """Whether it adds a value to an accumulator that the recipe wants in 16 bits."""
+        sums = any(record_of(node).name in SUMS for node in self.nodes)
+        return sums and self.record.anchor and self.setting.shortcut == 16
 
     def activations(self) -> list[fx.Node]:
         """Values from outside that the region reads as levels, in order, once each."""
@@ -109,17 +122,58 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
     return Annotations(module, sites, regions, tuple(skipped), groups(sites))
 
 
-def notes_of(regions: Iterable[Region]) -> tuple[str, ...]:
-    """Which functions are computed precisely, and which weights have few bits, for reports; nothing where none are."""
+def reads_shortcut(region: Region, node: fx.Node, value: fx.Node, shortcuts: Mapping[fx.Node, str | None]) -> bool:
+    """Whether an operator of a region takes 16 bits of a value: a sum behind an anchor whose recipe says so, or a move
+    whose result has them."""
+    if value not in shortcuts or shortcuts[value] is not None:
+        return False
+    return region.root in shortcuts if region.moves else region.adds_shortcut and node is not region.anchor
+
+
+def find_shortcuts(regions: Iterable[Region]) -> dict[fx.Node, str | None]:
+    """Every value that a sum wants in 16 bits, and those it is moved from, with the reason it has 8 (or ``None``)."""
     regions = list(regions)
-    precise = {row.name for row in FUSIONS if row.precise}
-    counts = Counter(record_of(region.root).name for region in regions if region.name in precise)
+    produced = {region.root: region for region in regions}
+    found: dict[fx.Node, str | None] = {}
+
+    def want(value: fx.Node) -> str | None:
+        region = produced.get(value)
+        if region is None:
+            reason = "no quantized operator makes it"
+        elif region.moves:
+            reason = want(region.activations()[0])
+        elif region.setting.activation.storage is not DType.U8:
+            reason = f"its levels are {region.setting.activation.name}"
+        else:
+            reason = None if region.record.anchor and region.name not in PRECISE_ROWS else f"{region.name} makes it"
+        found[value] = reason
+        return reason
+
+    for region in regions:
+        if region.adds_shortcut:
+            for value in (v for node in region.nodes[1:] for v in activations(node)):
+                if value is not None and value not in region.nodes and value not in found:
+                    want(value)
+    return found
+
+
+PRECISE_ROWS = frozenset(row.name for row in FUSIONS if row.precise)
+
+
+def notes_of(regions: Iterable[Region]) -> tuple[str, ...]:
+    """Which functions are computed precisely, which weights have few bits, and which shortcuts 8 although 16 were asked
+    for; nothing where none are."""
+    regions = list(regions)
+    counts = Counter(record_of(region.root).name for region in regions if region.name in PRECISE_ROWS)
     found = ", ".join(f"{name} x {count}" for name, count in sorted(counts.items()))
     notes = [f"precise functions: {found}; all others are tables of 256 levels"] if found else []
     settings = [region.setting for region in regions if region.record.roles.weight is not None]
     packed = Counter(str(packing) for setting in settings if (packing := setting.weight.packing(setting.group)))
     found = ", ".join(f"{kind} x {count}" for kind, count in sorted(packed.items()))
     notes += [f"weights: {found}; so they are in files, and kernels compute with them as int8"] if found else []
+    moved = {region.root for region in regions if region.moves}
+    short = {node: reason for node, reason in find_shortcuts(regions).items() if reason and node not in moved}
+    notes += [f"shortcut {origin(node).path or node.name}: 8 bits, as {reason}" for node, reason in short.items()]
     return tuple(notes)
 
 
@@ -161,7 +215,7 @@ def _regions(
                 continue
             if row.precise and settings[node].functions != "precise":
                 continue
-            if len({replace(settings[n], functions=None) for n in hit.nodes}) == 1:
+            if len({replace(settings[n], functions=None, shortcut=None) for n in hit.nodes}) == 1:
                 chain = tuple(sorted(hit.nodes, key=view.position))
                 found.append(Region(chain, row.name, settings[node]))
                 taken.update(chain)
@@ -221,7 +275,10 @@ def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:
     order = {node.name: index for index, node in enumerate(graph.nodes)}
     for region in regions:
         _parameters(region, sites, names)
-    rank = {"activation": 0, "weight": 1, "bias": 2}
+    for value, reason in find_shortcuts(regions).items():
+        if reason is None:
+            _put(sites, _shortcut(sites[value.name, "activation"]))
+    rank = {"activation": 0, "shortcut": 1, "weight": 2, "bias": 3}
     shared = {site.name: _share(site, produced, sites) for site in sites.values()}
     for region in regions:
         if region.record.variadic and region.shares:
@@ -257,6 +314,13 @@ def _activation(name: str, node: fx.Node, setting: Setting) -> Site:
     kind = setting.activation
     spec = Observed("minmax" if kind.floating else setting.method, not kind.zero_point)
     return Site(name, node.name, "activation", spec, kind.storage, kind.qmin, kind.qmax, None, origin(node), kind.name)
+
+
+def _shortcut(site: Site) -> Site:
+    """The same value in 16 bits."""
+    low, high = numerics.STEPS * site.qmin, numerics.STEPS * site.qmax + numerics.STEPS - 1
+    return replace(site, name=f"{site.name}:shortcut", role="shortcut", spec=Derived((site.name,)), dtype=DType.U16,
+                   qmin=low, qmax=high)  # fmt: skip
 
 
 def _share(site: Site, produced: Mapping[fx.Node, Region], sites: Mapping[tuple[str, str], Site]) -> Site:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from intaglio.capture.nodes import activations, arguments, call_of, operands, or
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, DType, QParams, Signature, TensorType
 from intaglio.ops.conv import outputs_first
-from intaglio.quant.annotate import Annotations, Chain, Region
+from intaglio.quant.annotate import Annotations, Chain, Region, find_shortcuts, reads_shortcut
 from intaglio.quant.correct.biases import with_biases
 from intaglio.quant.correct.scaling import equalized
 from intaglio.quant.corrections import Corrected, Corrections, Rounded
@@ -30,7 +30,7 @@ from intaglio.quant.methods import channel_ranges, method_of, without_mask
 from intaglio.quant.parameters import Parameters
 from intaglio.quant.prepare import Prepared, annotated, copy_graph
 from intaglio.quant.ranges import Ranges
-from intaglio.quant.sites import Fixed, Observed, Site
+from intaglio.quant.sites import Derived, Fixed, Observed, Site
 from intaglio.quant.statistics import Range, Statistics
 from intaglio.quant.weights import channel_scales, weight_grid
 
@@ -146,7 +146,16 @@ def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, Q
             if leader.name not in result:
                 result[leader.name] = _activation(leader, chosen)
             result[site.name] = result[leader.name]
-    return {site.name: result[site.name] for site in by_name.values() if site.role == "activation"}
+    levels = {site.name: result[site.name] for site in by_name.values() if site.role == "activation"}
+    return levels | {site.name: _widened(site, levels) for site in by_name.values() if site.role == "shortcut"}
+
+
+def _widened(site: Site, qparams: Mapping[str, QParams]) -> QParams:
+    """Parameters of 16 bits, from those of the levels."""
+    assert isinstance(site.spec, Derived)
+    levels = qparams[site.spec.sources[0]]
+    scale, zero_point = numerics.widen(levels.step, levels.zero)
+    return QParams((scale,), (zero_point,), site.qmin, site.qmax)
 
 
 def _given_qparams(annotations: Annotations, given: Mapping[str, QParams]) -> dict[str, QParams]:
@@ -158,7 +167,7 @@ def _given_qparams(annotations: Annotations, given: Mapping[str, QParams]) -> di
             leader = by_name[annotations.leaders[site.name]]
             spec = leader.spec
             result[site.name] = _fixed(leader, spec) if isinstance(spec, Fixed) else given[leader.name]
-    return result
+    return result | {site.name: _widened(site, result) for site in annotations.sites if site.role == "shortcut"}
 
 
 def _fixed(site: Site, spec: Fixed) -> QParams:
@@ -313,6 +322,8 @@ class _Rewriter:
         self.chosen = corrections.weights
         self.nodes = {node.name: node for node in self.graph.nodes}
         self.inside = {node.name for region in annotations.regions for node in region.nodes}
+        self.shortcuts = find_shortcuts(annotations.regions)
+        self.by_value = annotations.by_value
         self.integers: dict[str, fx.Node] = {}
 
     def run(self) -> None:
@@ -341,14 +352,18 @@ class _Rewriter:
         return readers
 
     def _activation(self, site: Site, readers: Mapping[str, list[fx.Node]], produced: bool) -> None:
-        """Readers inside regions get a dequantize each; the rest one together, or the float value if there is one."""
+        """Readers inside regions get a dequantize each; the rest one together, or the float value if there is one. A
+        shortcut is quantized to 16 bits first, which some of its readers take."""
         node, q = self.nodes[site.value], self.qparams[site.name]
+        source, own = node, readers.get(site.value, [])
+        others = [user for user in node.users if user not in own]
+        if (wide := self.by_value.get((site.value, "shortcut"))) is not None:
+            source = self._shortcut(node, wide)
+            own = [user for user in own if user in node.users]
         quantize, dequantize = quantizing(q, site.dtype)
         parameters = self._parameters(site.name, q, site.dtype)
-        own = readers.get(site.value, [])
-        others = [user for user in node.users if user not in own]
-        with self.graph.inserting_after(node):
-            levels = self.graph.call_function(quantize, (node, *parameters))
+        with self.graph.inserting_after(source):
+            levels = self.graph.call_function(quantize, (source, *parameters))
         levels.meta = self._meta(node, site.dtype, q)
         for group in [[user] for user in own] + ([others] if others and produced else []):
             with self.graph.inserting_before(group[0] if len(group) == 1 else levels.next):
@@ -356,6 +371,33 @@ class _Rewriter:
             real.meta = {"type": node.meta["type"], "origin": origin(group[0] if len(group) == 1 else node)}
             for user in group:
                 user.replace_input_with(node, real)
+
+    def _shortcut(self, node: fx.Node, site: Site) -> fx.Node:
+        """16 bits of a value, in front of the readers that take them; returned as the float that levels are made of."""
+        q = self.qparams[site.name]
+        quantize, dequantize = quantizing(q, site.dtype)
+        parameters = self._parameters(site.name, q, site.dtype)
+        with self.graph.inserting_after(node):
+            wide = self.graph.call_function(quantize, (node, *parameters))
+        wide.meta = self._meta(node, site.dtype, q)
+        for user in self._wide_readers(node):
+            with self.graph.inserting_before(user):
+                real = self.graph.call_function(dequantize, (wide, *parameters))
+            real.meta = {"type": node.meta["type"], "origin": origin(user)}
+            user.replace_input_with(node, real)
+        with self.graph.inserting_after(wide):
+            source = self.graph.call_function(dequantize, (wide, *parameters))
+        source.meta = {"type": node.meta["type"], "origin": origin(node)}
+        return source
+
+    def _wide_readers(self, node: fx.Node) -> list[fx.Node]:
+        found = []
+        for region in self.annotations.regions:
+            for own in region.nodes:
+                read = [value for value in activations(own) if value is not None and value.name == node.name]
+                if any(reads_shortcut(region, own, value, self.shortcuts) for value in read):
+                    found.append(self.nodes[own.name])
+        return found
 
     def _meta(self, node: fx.Node, dtype: DType, q: QParams) -> dict[str, Any]:
         return {"type": TensorType(node.meta["type"].shape, dtype, q), "origin": origin(node)}
@@ -407,9 +449,9 @@ class _Rewriter:
         """What quantize and dequantize take behind the value."""
         if q.axis is None:
             return q.step, q.zero, q.qmin, q.qmax, TORCH_DTYPES[dtype]
-        single = TensorType((len(q.scales),), DType.F32)
-        scales = self._get(f"{site}:scale", np.array(q.scales, np.float32), single)
-        zeros = self._get(f"{site}:zero_point", np.array(q.zeros, np.int64), replace(single, dtype=DType.I64))
+        shape = (len(q.scales),)
+        scales = self._get(f"{site}:scale", np.array(q.scales, np.float32), TensorType(shape, DType.F32))
+        zeros = self._get(f"{site}:zero_point", np.array(q.zeros, np.int64), TensorType(shape, DType.I64))
         return scales, zeros, q.axis, q.qmin, q.qmax, TORCH_DTYPES[dtype]
 
     def _get(self, key: str, array: np.ndarray, kind: TensorType) -> fx.Node:

@@ -40,10 +40,11 @@ class Setting:
     "ema", the third and the last also with a parameter, as in "percentile:99.99" (quant/methods.py). weights: "channel"
     or "tensor" scales, or "group:32", where 32 neighbours of a channel have steps of 1..15 times its scale. bits: 8, or
     7 for activations in 0..127. functions: "table" or "precise", how a function such as silu right behind a convolution
-    or linear layer is computed (ops/activate.py). weights_dtype, activations_dtype: names of `DATATYPES`; without, s8
-    and what ``bits`` says. For `equalize` and `correct`: equalize: share of each channel's deficit that is made up for
-    before calibration, 0 to 1; rounding: of weights, "gptq", "adaround" or "nearest"; bias: "none", "weights" (makes up
-    for rounded weights) or "outputs" (for all that quantization moved).
+    or linear layer is computed (ops/activate.py). shortcut: bits of what a sum behind one of these adds to it, 8 or 16.
+    weights_dtype, activations_dtype: names of `DATATYPES`; without, s8 and what ``bits`` says. For `equalize` and
+    `correct`: equalize: share of each channel's deficit that is made up for before calibration, 0 to 1; rounding: of
+    weights, "gptq", "adaround" or "nearest"; bias: "none", "weights" (makes up for rounded weights) or "outputs" (for
+    all that quantization moved).
     """
 
     quantize: bool | None = None
@@ -56,6 +57,7 @@ class Setting:
     equalize: float | None = None
     weights_dtype: str | None = None
     activations_dtype: str | None = None
+    shortcut: int | None = None
 
     def __post_init__(self) -> None:
         allowed = {
@@ -67,6 +69,7 @@ class Setting:
             "bias": (None, "none", "weights", "outputs"),
             "weights_dtype": (None, *_names("weight")),
             "activations_dtype": (None, *_names("activation")),
+            "shortcut": (None, 8, 16),
         }
         for name, values in allowed.items():
             value = "group:N" if name == "weights" and GROUPS.fullmatch(str(self.weights)) else getattr(self, name)
@@ -117,8 +120,9 @@ def _names(role: str) -> tuple[str, ...]:
 
 DEFAULT = Setting(
     quantize=True, method="mse", weights="channel", bits=8, functions="table", rounding="gptq", bias="none",
-    equalize=0.75,
+    equalize=0.75, shortcut=8,
 )  # fmt: skip
+NAMED = {"default": DEFAULT, "accurate": dataclasses.replace(DEFAULT, shortcut=16)}
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,13 @@ class Recipe:
     entries: tuple[tuple[str, Setting], ...] = ()
     default: Setting = DEFAULT
     parameters: Parameters | None = None
+
+    @staticmethod
+    def named(name: str) -> Recipe:
+        """``"default"``, or ``"accurate"``: what sums add to a convolution keeps 16 bits."""
+        if name not in NAMED:
+            raise SelectorError("recipe", None, f"there is none called {name!r}; known are {', '.join(NAMED)}")
+        return Recipe(default=NAMED[name])
 
     @staticmethod
     def of(entries: Mapping[str, Setting | Mapping[str, Any] | None], default: Setting = DEFAULT) -> Recipe:

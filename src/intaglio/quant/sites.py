@@ -37,7 +37,8 @@ class Shared:
 
 @dataclass(frozen=True)
 class Derived:
-    """Computed from other sites: a bias takes ``scale_x * scale_w`` of its ``sources`` (activation, weight)."""
+    """Computed from other sites: a bias takes ``scale_x * scale_w`` of its ``sources`` (activation, weight), a shortcut
+    the parameters of its value in 8 bits, finer (`numerics.widen`)."""
 
     sources: tuple[str, ...]
 
@@ -53,8 +54,9 @@ class Site:
     """A value that carries quantization parameters.
 
     ``name`` is ``module.path#call/operator.number``; ``value`` the node of the prepared graph. ``role`` is
-    "activation", "weight" or "bias". ``datatype``: name of the record behind dtype, qmin and qmax, if there is one;
-    ``group``: neighbours of a weight that share a multiple of their channel's scale.
+    "activation", "weight", "bias", or "shortcut": the same value in 16 bits, for sums. ``datatype``: name of the record
+    behind dtype, qmin and qmax, if there is one; ``group``: neighbours of a weight that share a multiple of their
+    channel's scale.
     """
 
     name: str

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from intaglio.calls import TORCH_DTYPES
 from intaglio.ir import QParams
-from intaglio.quant.annotate import Annotations, Region
+from intaglio.quant.annotate import Annotations, Region, find_shortcuts, reads_shortcut
 from intaglio.quant.convert import quantizing
 from intaglio.quant.sites import Site
 
@@ -25,6 +25,8 @@ CACHE = 1 << 30
 """Bytes of live values kept in memory; what is beyond them waits in a temporary file."""
 
 Parameters = Mapping[str, QParams]
+Reader = Callable[[fx.Node, fx.Node], Any]
+"""The value of a node, for another that reads it."""
 
 
 class Walk:
@@ -45,8 +47,11 @@ class Walk:
         self.weights: dict[str, torch.Tensor] = {}
         self.biases: dict[str, torch.Tensor] = {}
         self.sites = {site.value: site for site in annotations.sites if site.role == "activation"}
+        self._wide = {site.value: site for site in annotations.sites if site.role == "shortcut"}
+        self._shortcuts = find_shortcuts(annotations.regions)
         self._regions = {region.root.name: region for region in annotations.regions}
         self._inside = {n.name for region in annotations.regions for n in region.nodes}
+        self._member = {n: region for region in annotations.regions for n in region.nodes}
         self._places = [node.name for node in self.module.graph.nodes if node.op == "placeholder"]
         self._last = _last_readers(self.module.graph, annotations.regions)
         store = _Store(cache)
@@ -77,7 +82,7 @@ class Walk:
 
     def quantized_inputs(self, region: Region, batch: int) -> list[torch.Tensor]:
         """What the region reads inside the model quantized so far; a value without parameters yet as it is."""
-        return [self._read(value, batch, inside=True) for value in region.activations()]
+        return [self._read(value, batch, None, inside=True) for value in region.activations()]
 
     def quantized_outputs(self, region: Region, batch: int) -> list[torch.Tensor]:
         """What the region gives there, quantized itself if its result's site has parameters."""
@@ -94,8 +99,7 @@ class Walk:
     def levels(self, node: fx.Node, batch: int) -> torch.Tensor:
         """The integers of a value that regions read; its site has parameters."""
         kept = self._quantized.get(node.name, batch)
-        site = self.sites[node.name]
-        return kept.levels if kept.levels is not None else _levels(kept.real, self.qparams[site.name], site)
+        return self._narrow(node, kept, self.qparams[self.sites[node.name].name])
 
     def settle(self, site: str, q: QParams) -> None:
         """Parameters of a site, which values on the second track have from now on."""
@@ -114,7 +118,7 @@ class Walk:
     def _step(self, node: fx.Node, region: Region | None) -> None:
         if node.op == "output":
             for batch in range(len(self.calls)):
-                self.results.append(tuple(self._values(node.args[0], self._reader(batch, inside=False))))
+                self.results.append(tuple(self._values(node.args[0], self._reader(batch, inside=False), node)))
             return
         if node.op == "get_attr":
             return
@@ -126,28 +130,28 @@ class Walk:
             self._quantized.put(node.name, batch, self._kept(node, value, produced=inside))
 
     def _value(
-        self, node: fx.Node, region: Region | None, leaves: Sequence[Any], read: Callable[[fx.Node], Any], exact: bool
+        self, node: fx.Node, region: Region | None, leaves: Sequence[Any], read: Reader, exact: bool
     ) -> Any:
         if node.op == "placeholder":
             return leaves[self._places.index(node.name)]
         if region is not None:
             return self._run(region, read, exact)
-        args, kwargs = self._values((node.args, node.kwargs), read)
+        args, kwargs = self._values((node.args, node.kwargs), read, node)
         return node.target(*args, **kwargs)
 
-    def _run(self, region: Region, read: Callable[[fx.Node], Any], exact: bool) -> torch.Tensor:
+    def _run(self, region: Region, read: Reader, exact: bool) -> torch.Tensor:
         """The region's operators on what ``read`` gives for values from outside."""
         found: dict[str, Any] = {}
 
-        def value(node: fx.Node) -> Any:
+        def value(node: fx.Node, user: fx.Node) -> Any:
             if node.name in found:
                 return found[node.name]
             if node.op == "get_attr":
                 return self._constant(node, exact)
-            return read(node)
+            return read(node, user)
 
         for node in region.nodes:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+            args, kwargs = _mapped((node.args, node.kwargs), value, node)
             if not exact and node is region.anchor and node.name in self.biases:
                 args, kwargs = _with_bias(node, args, kwargs, self.biases[node.name])
             found[node.name] = node.target(*args, **kwargs)
@@ -157,33 +161,54 @@ class Walk:
         own = getattr(self.module, node.target)
         return own if exact else self.weights.get(node.name, own)
 
-    def _values(self, tree: Any, read: Callable[[fx.Node], Any]) -> Any:
-        return fx.map_arg(tree, lambda n: self._constant(n, True) if n.op == "get_attr" else read(n))
+    def _values(self, tree: Any, read: Reader, user: fx.Node) -> Any:
+        return _mapped(tree, lambda n, user: self._constant(n, True) if n.op == "get_attr" else read(n, user), user)
 
-    def _read_exact(self, batch: int) -> Callable[[fx.Node], Any]:
+    def _read_exact(self, batch: int) -> Reader:
         track = self._of_exact() if self._exact is not None else self._quantized
-        return lambda node: track.get(node.name, batch)
+        return lambda node, user: track.get(node.name, batch)
 
-    def _reader(self, batch: int, inside: bool) -> Callable[[fx.Node], Any]:
-        return lambda node: self._read(node, batch, inside)
+    def _reader(self, batch: int, inside: bool) -> Reader:
+        return lambda node, user: self._read(node, batch, user, inside)
 
-    def _read(self, node: fx.Node, batch: int, inside: bool) -> Any:
+    def _read(self, node: fx.Node, batch: int, user: fx.Node | None, inside: bool) -> Any:
         """A value of the second track: what regions read is dequantized, what others read as the reference has it."""
         kept = self._quantized.get(node.name, batch)
         site = self.sites.get(node.name)
         q = None if site is None else self.qparams.get(site.name)
         if q is None or (not inside and node.name not in self._regions):
             return kept.real
-        return _dequantized(kept.levels if kept.levels is not None else _levels(kept.real, q, site), q, site)
+        region = self._member.get(user) if user is not None else None
+        if kept.wide and region is not None and reads_shortcut(region, user, node, self._shortcuts):
+            return self._widely(node, kept)
+        return _dequantized(self._narrow(node, kept, q), q, site)
+
+    def _narrow(self, node: fx.Node, kept: _Kept, q: QParams) -> torch.Tensor:
+        """The levels of a value; those of 16 bits are rounded once more."""
+        site = self.sites[node.name]
+        if kept.levels is None:
+            return _levels(kept.real, q, site)
+        return _levels(self._widely(node, kept), q, site) if kept.wide else kept.levels
+
+    def _widely(self, node: fx.Node, kept: _Kept) -> torch.Tensor:
+        site = self._wide[node.name]
+        return _dequantized(kept.levels, self.qparams[site.name], site)
 
     def _kept(self, node: fx.Node, value: Any, produced: bool) -> _Kept:
         """Levels alone where nobody needs the float value any more."""
         site = self.sites.get(node.name)
         if site is None or site.name not in self.qparams:
             return _Kept(real=value)
-        levels = _levels(value, self.qparams[site.name], site)
+        wide = self._wide.get(node.name)
+        wide = wide if wide is not None and wide.name in self.qparams else None
+        kind = site if wide is None else wide
+        levels = _levels(value, self.qparams[kind.name], kind)
         floating = not produced and any(user.name not in self._inside for user in node.users)
-        return _Kept(real=value if floating else None, levels=levels)
+        return _Kept(value if floating else None, levels, wide is not None)
+
+
+def _mapped(tree: Any, read: Reader, user: fx.Node) -> Any:
+    return fx.map_arg(tree, lambda node: read(node, user))
 
 
 def decibels(signal: float, noise: float) -> float:
@@ -231,10 +256,11 @@ def _last_readers(graph: fx.Graph, regions: Sequence[Region]) -> dict[str, list[
 
 @dataclass
 class _Kept:
-    """A value on the second track: as it was computed, as levels, or both."""
+    """A value on the second track: as it was computed, as levels, or both; ``wide``: levels of 16 bits."""
 
     real: Any = None
-    levels: torch.Tensor | None = None
+    levels: Any = None
+    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -318,4 +344,4 @@ class _Track:
 
 
 def _open(value: Any) -> Any:
-    return (value.real, value.levels) if type(value) is _Kept else value
+    return (value.real, value.levels, value.wide) if type(value) is _Kept else value
