@@ -13,15 +13,31 @@ import beside
 ROOT = Path(__file__).parents[1]
 
 
+def run(*arguments: str, paths: tuple[str, ...] = ()) -> str:
+    """What a script prints."""
+    found = [*paths, str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, found))}
+    done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(find_spec("sklearn") is None, reason="examples/patterns_and_calibration.py needs scikit-learn")
+def test_document_003_is_walked_through():
+    printed = run(str(ROOT / "examples/patterns_and_calibration.py"))
+    kinds = [line.split(" = ")[1].split("(")[0] for line in printed.splitlines() if line.startswith("%")]
+    assert kinds == ["quantize", "reshape", "linear", "requantize", "linear", "dequantize", "softmax"]
+    rows = [line.split() for line in printed.split("held out:")[1].splitlines() if line]
+    exact, *others = (float(row[-2]) for row in rows)
+    assert len(others) == 4
+    assert all(abs(exact - one) <= 0.3 for one in others), rows
+
+
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="examples/newcomer.py needs torchvision")
 def test_a_newcomer_quantizes_saves_loads_and_compares(tmp_path):
     first = Path(beside.__file__).read_text(encoding="utf-8") + "\n\nimport_torchvision()\n"
     (tmp_path / "sitecustomize.py").write_text(first, encoding="utf-8")
-    paths = [str(tmp_path), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    run = subprocess.run(
-        [sys.executable, str(ROOT / "examples/newcomer.py"), "resnet18", "--images", "16", "--size", "64"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert "100.0 % of" in run.stdout
-    assert "the new process gives the same bits" in run.stdout
+    script = str(ROOT / "examples/newcomer.py")
+    printed = run(script, "resnet18", "--images", "16", "--size", "64", paths=(str(tmp_path),))
+    assert "100.0 % of" in printed
+    assert "the new process gives the same bits" in printed

@@ -172,8 +172,8 @@ class View:
     def __init__(self, outputs=(), **nodes):
         self.nodes, self.outputs = nodes, outputs
 
-    def kind(self, node):
-        return self.nodes[node][0] if node in self.nodes else None
+    def kinds(self, node):
+        return self.nodes[node][:1] if node in self.nodes else ()
 
     def operands(self, node):
         return tuple(self.nodes[node][1:]) if node in self.nodes else ()
@@ -226,6 +226,25 @@ def test_a_shared_name_makes_a_diamond():
     swish = op("mul", anything("x"), op("sigmoid", anything("x")), commutative=True)
     assert match(swish, "m", View(s=("sigmoid", "v"), m=("mul", "s", "v")))["x"] == "v"
     assert match(swish, "m", View(s=("sigmoid", "v"), m=("mul", "s", "w"))) is None
+
+
+SELF_GATED = op("mul", op("conv", anything("x"), name="y"), op("sigmoid", anything("y")), commutative=True)
+
+
+@pytest.mark.parametrize("operands", [("c", "s"), ("s", "c")])
+def test_an_operator_with_a_name_may_be_read_twice_inside_the_pattern(operands):
+    inside = {"c": ("conv", "x"), "s": ("sigmoid", "c"), "m": ("mul", *operands)}
+    assert set(match(SELF_GATED, "m", View(**inside)).nodes) == {"m", "c", "s"}
+    assert match(SELF_GATED, "m", View(**inside, t=("tanh", "c"))) is None
+    assert match(SELF_GATED, "m", View(**{**inside, "s": ("sigmoid", "x")})) is None
+
+
+def test_an_operator_that_is_read_twice_may_stand_twice_in_the_pattern():
+    conv = op("conv", anything("x"), name="y")
+    both = op("mul", op("sigmoid", conv), op("tanh", conv))
+    inside = {"c": ("conv", "x"), "s": ("sigmoid", "c"), "t": ("tanh", "c"), "m": ("mul", "s", "t")}
+    assert match(both, "m", View(**inside)).nodes == ("m", "s", "c", "t")
+    assert match(both, "m", View(**{**inside, "d": ("conv", "x"), "t": ("tanh", "d")})) is None
 
 
 def test_constants_missing_operands_and_conditions():

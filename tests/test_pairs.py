@@ -159,3 +159,12 @@ def test_a_division_by_a_constant_with_a_zero_stays_in_float():
     net.gain[0, 3] = 0
     prepared = intaglio.prepare(intaglio.capture(net, torch.randn(2, 3, 6, 6)))
     assert any(skip.origin.operator == "aten.div.Tensor" for skip in prepared.annotations.skipped)
+
+
+def test_a_product_whose_first_factor_is_one_pixel_comes_back_from_a_file(tmp_path):
+    """As EfficientNet writes it: ``scale * x``."""
+    net = model(lambda m, x: m.last(m.pool(m.a(x)).sigmoid() * m.a(x)))
+    x = torch.randn(2, 3, 6, 6)
+    quantized = intaglio.quantize(net, [x])
+    quantized.save(tmp_path / "model.intaglio")
+    assert torch.equal(intaglio.load(tmp_path / "model.intaglio")(x), quantized(x))

@@ -9,13 +9,21 @@ from intaglio import config, errors
 __version__ = config.VERSION
 
 __all__ = [
+    "AverageMaxCalibrationCallback",
+    "CalibrationCallback",
+    "CalibrationInfo",
+    "Calibrator",
     "Coverage",
+    "DatasetManager",
+    "GlobalCalibrationCallback",
     "Image",
     "Parameters",
     "QuantizedModel",
     "Quantizer",
+    "QuantizerPattern",
     "Ranges",
     "Recipe",
+    "Requantizer",
     "Setting",
     "annotate",
     "calibrate",
@@ -48,7 +56,23 @@ if TYPE_CHECKING:
         quantize,
         requantize,
     )
-    from intaglio.quant import Image, Parameters, Quantizer, Ranges, Recipe, Setting, share
+    from intaglio.lower import Requantizer
+    from intaglio.quant import (
+        AverageMaxCalibrationCallback,
+        CalibrationCallback,
+        CalibrationInfo,
+        Calibrator,
+        DatasetManager,
+        GlobalCalibrationCallback,
+        Image,
+        Parameters,
+        Quantizer,
+        QuantizerPattern,
+        Ranges,
+        Recipe,
+        Setting,
+        share,
+    )
     from intaglio.runtime import Coverage, QuantizedModel
 else:
 
@@ -57,10 +81,11 @@ else:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from intaglio.api import __dict__ as verbs
+        from intaglio.lower import __dict__ as lower
         from intaglio.quant import __dict__ as quant
         from intaglio.runtime import __dict__ as runtime
 
-        found = next(home[name] for home in (verbs, quant, runtime) if name in home)
+        found = next(home[name] for home in (verbs, lower, quant, runtime) if name in home)
         globals()[name] = found
         return found
 

@@ -16,11 +16,14 @@ from intaglio.capture import capture
 from intaglio.capture.captured import expect
 from intaglio.ir import Schedule
 from intaglio.lower import Lowered, requantize
+from intaglio.ops import OpDef
 from intaglio.quant import (
+    Calibrator,
     Image,
     Parameters,
     Prepared,
     Quantizer,
+    QuantizerPattern,
     Recipe,
     Reference,
     annotate,
@@ -56,6 +59,10 @@ def quantize(
     skip: Selectors = (),
     only: Selectors = (),
     input: Image | Mapping[str, Image] | None = None,
+    patterns: Iterable[QuantizerPattern | str] = (),
+    operators: Iterable[OpDef] = (),
+    skip_first: bool = False,
+    skip_last: bool = False,
     samples: int | None = None,
     dynamic_shapes: Any = None,
     isa: str | Iterable[str] | None = None,
@@ -71,9 +78,10 @@ def quantize(
     ``parameters``: those of an earlier conversion (`Reference.parameters`), or the path of their file; nothing is
     calibrated then, and ``data`` gives the example inputs only. ``skip`` and ``only`` are selectors (`Recipe`).
     ``input``: what the bytes of images stand for (an `Image`; of several inputs, a mapping by name), so that uint8
-    images are taken too. ``samples`` stops calibration after that many. ``dynamic_shapes`` as torch.export takes them
-    (default: the batch is free). ``isa`` and ``tune`` as in `compile`; ``tune=True`` measures with the first entry of
-    the example inputs' batch. The model is never changed. Raises an `IntaglioError` that says what to do.
+    images are taken too. ``patterns``, ``operators``, ``skip_first`` and ``skip_last`` as in `Quantizer`. ``samples``
+    stops calibration after that many. ``dynamic_shapes`` as torch.export takes them (default: the batch is free).
+    ``isa`` and ``tune`` as in `compile`; ``tune=True`` measures with the first entry of the example inputs' batch. The
+    model is never changed. Raises an `IntaglioError` that says what to do.
     """
     kwargs: dict[str, Any] = {}
     if example_inputs is None:
@@ -84,7 +92,10 @@ def quantize(
     captured = capture(model, args, example_kwargs=kwargs, dynamic_shapes=dynamic_shapes)
     if not isinstance(tune, bool):  # before the work, not after it
         example_of(captured.signature, tune, range(len(captured.signature.inputs)) if input else ())
-    quantizer = Quantizer(_recipe(recipe).with_selection(skip, only), input or {})
+    selected = _recipe(recipe).with_selection(skip, only)
+    quantizer = Quantizer(
+        selected, input or {}, patterns=patterns, operators=operators, skip_first=skip_first, skip_last=skip_last
+    )
     prepared = prepare(captured, quantizer)
     given: Parameters | None = quantizer.recipe.parameters
     if parameters is not None:
@@ -100,9 +111,9 @@ def _converted(prepared: Prepared, data: Any, samples: int | None, progress: boo
     """Equalized, calibrated, corrected; a function that runs the model can only calibrate."""
     looked_at, data = keep(data, prepared.signature, SAMPLES if samples is None else min(samples, SAMPLES))
     if not looked_at:
-        return convert(prepared, calibrate(prepared, data, samples=samples, progress=progress))
+        return convert(prepared, Calibrator(prepared, data, samples=samples, progress=progress).calibrate())
     prepared = equalize(prepared, looked_at)
-    ranges = calibrate(prepared, data, samples=samples, progress=progress)
+    ranges = Calibrator(prepared, data, samples=samples, progress=progress).calibrate()
     return convert(prepared, ranges, correct(prepared, ranges, looked_at))
 
 

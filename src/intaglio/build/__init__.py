@@ -16,6 +16,7 @@ from intaglio.ir import Graph, Plan, Program, Schedule, graph_text, partitions_t
 from intaglio.lower import Lowered, plan
 from intaglio.native import machine
 from intaglio.native.compile import install, text_key
+from intaglio.ops import OpDef
 from intaglio.runtime import (
     Artifact,
     Coverage,
@@ -24,6 +25,7 @@ from intaglio.runtime import (
     Saved,
     build_artifact,
     build_library,
+    host_names,
     load_saved,
     open_artifact,
 )
@@ -49,42 +51,53 @@ def compile(
     saved = Saved(
         lowered.graph, lowered.signature, islands, _coverage(lowered), lowered.about, libraries, schedules=chosen
     )  # fmt: skip
-    return _model(saved, planned, artifact)
+    return _model(saved, planned, artifact, lowered.hosts)
 
 
-def load(path: str | Path, *, trust: bool = False, isa: str | None = None) -> QuantizedModel:
+def load(
+    path: str | Path, *, trust: bool = False, isa: str | None = None, operators: Iterable[OpDef] = ()
+) -> QuantizedModel:
     """The model in the file at ``path``, as `QuantizedModel.save` wrote it, for one instruction set (default: the best
     this machine has). Nothing is unpickled and nothing imported. A model that was tuned keeps its schedules.
 
     The program is built from the integer graph, unless the cache has it. ``trust=True`` uses the compiled library in
     the file instead, by default the best there that this machine runs, if it is of this version's text: native code,
-    so only for files whose origin you know. Raises `ArtifactError` and `BuildError`.
+    so only for files whose origin you know. ``operators``: records of host operators in the model, which no file can
+    hold: those its `Quantizer` had. Raises `ArtifactError` and `BuildError`.
     """
-    chosen = choose(isa)[0]
+    chosen, given = choose(isa)[0], {record.name: record for record in operators}
     with _without_collector():
         saved = load_saved(path)
         present = [one for one in runnable() if one in saved.libraries and isa in (None, one)] if trust else []
         library = saved.libraries[present[0]] if present else None
         try:
-            check_graph(saved.graph)
+            if missing := [one for one in host_names(saved.graph) if one not in given]:
+                raise ArtifactError(
+                    str(path), None, f"the model has host operators: {', '.join(missing)}; their meaning is in no file",
+                    remedy="give their records again: load(path, operators=[...])",
+                )  # fmt: skip
+            check_graph(saved.graph, given)
             planned, name, tuned = plan(saved.graph), saved.about.name, saved.schedules
             check_schedules(tuned, planned)
             own = library.schedules if library else tuned.get(chosen)
             program = _emit(planned, present[0] if library else chosen, name, own)
             if library is not None and library.key != text_key(program.source, program.isa):
                 library, program = None, _emit(planned, chosen, name, tuned.get(chosen))
+        except ArtifactError:
+            raise
         except Exception as error:  # whatever our own steps trip over in a graph they did not make
             raise ArtifactError(
                 str(path), None, f"its graph cannot be compiled: {type(error).__name__}: {error}",
                 remedy="save the model again with the installed version",
             ) from error  # fmt: skip
+    hosts = {one: given[one] for one in host_names(saved.graph)}
     if library is None:
         if trust:
             logger.info("%s: no library for %s of this version's text; built from the graph", path, chosen)
-        return _model(replace(saved, libraries={}), planned, build_artifact(program))
+        return _model(replace(saved, libraries={}), planned, build_artifact(program), hosts)
     if program.isa != chosen:
         logger.info("%s: has a library for %s, none for %s, which this machine runs", path, program.isa, chosen)
-    return _model(saved, planned, open_artifact(program, install(library.content, name=program.name)))
+    return _model(saved, planned, open_artifact(program, install(library.content, name=program.name)), hosts)
 
 
 @contextlib.contextmanager
@@ -105,7 +118,7 @@ def _emit(planned: Plan, isa: str, name: str, schedules: Mapping[str, Schedule] 
     return emit(planned, isa, CacheSizes(sizes.l1, sizes.l2), _identifier(name), schedules)
 
 
-def _model(saved: Saved, planned: Plan, artifact: Artifact) -> QuantizedModel:
+def _model(saved: Saved, planned: Plan, artifact: Artifact, hosts: Mapping[str, OpDef]) -> QuantizedModel:
     """What a user holds; the texts of the last stages and the size follow from the program.
 
     Of the file's libraries only those go into the model that were built here or that a user trusts: it saves them.
@@ -117,14 +130,16 @@ def _model(saved: Saved, planned: Plan, artifact: Artifact) -> QuantizedModel:
     coverage = replace(saved.coverage, bytes_after=size)
     others = {isa: library for isa, library in saved.libraries.items() if isa != artifact.program.isa}
     return QuantizedModel(
-        artifact, saved.signature, graph, islands, coverage, about, saved.example, others, remake, saved.schedules
+        artifact, saved.signature, graph, islands, coverage, about, saved.example, others, remake, saved.schedules,
+        hosts,
     )  # fmt: skip
 
 
 def remake(model: QuantizedModel, graph: Graph) -> QuantizedModel:
     """The model around a graph with other numbers, for the same instruction sets, without the texts and the example
     that go with the old ones."""
-    check_graph(graph)
+    hosts = {name: record for name, record in model.hosts.items() if isinstance(record, OpDef)}
+    check_graph(graph, hosts)
     planned, name = plan(graph), model.about.name
     isa = model.artifact.program.isa
     artifact = build_artifact(_emit(planned, isa, name, model.schedules.get(isa)))
@@ -133,7 +148,7 @@ def remake(model: QuantizedModel, graph: Graph) -> QuantizedModel:
     islands = {key: (module, model.island_dims[key]) for key, module in model.islands.items()}
     about = replace(model.about, texts=texts)
     saved = Saved(graph, model.signature, islands, model.coverage, about, libraries, schedules=model.schedules)
-    return _model(saved, planned, artifact)
+    return _model(saved, planned, artifact, hosts)
 
 
 def runnable() -> list[str]:
@@ -169,9 +184,14 @@ def _coverage(lowered: Lowered) -> Coverage:
         FloatPart(skip.origin.path, skip.origin.operator, skip.reason, skip.macs, skip.origin.source)
         for skip in lowered.skipped
     )
+    hosts = tuple(
+        FloatPart(op.origin.path, op.origin.operator, f"{op.attrs['operator']}: a meaning in NumPy, no kernel",
+                  source=op.origin.source)
+        for op in lowered.graph.ops if op.kind == "host"
+    )  # fmt: skip
     integer, total = lowered.macs
     operators = lowered.operators
     return Coverage(
         integer, total, operators, operators + len(floats), len(lowered.islands), floats, lowered.about.bytes, 0,
-        lowered.about.notes,
+        lowered.about.notes, hosts,
     )  # fmt: skip

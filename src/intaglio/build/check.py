@@ -12,7 +12,7 @@ from intaglio.ir import Buffer, DType, Graph, Op, Plan, Schedule, evaluate
 from intaglio.ir.moves import MOVES, boxes
 from intaglio.ir.verify import PRODUCTS
 from intaglio.numerics import LARGEST
-from intaglio.ops import OPS
+from intaglio.ops import OPS, OpDef
 from intaglio.ops.activate import PRECISE
 from intaglio.ops.norm import LONGEST
 from intaglio.ops.pool import counts
@@ -22,14 +22,17 @@ WINDOWS = (*PRODUCTS, *MOVES, *(kind for kind in OPS if "_pool" in kind))
 """Kinds whose attributes are sizes and places, none of them negative."""
 
 
-def check_graph(graph: Graph) -> None:
+def check_graph(graph: Graph, hosts: Mapping[str, OpDef] | None = None) -> None:
     """ValueError for an operator whose result does not have the shape its record gives, whose window is none, or whose
     tables are too short or lead outside a tensor."""
     for op in graph.ops:
         if op.kind == "island":
             continue
-        if op.kind not in OPS:
+        record = (hosts or {}).get(op.attrs["operator"]) if op.kind == "host" else OPS.get(op.kind)
+        if record is None:
             raise ValueError(f"there is no operator {op.kind}")
+        if op.kind == "host" and not all(_is_levels(op, index, record, graph) for index in range(len(op.inputs))):
+            raise ValueError(f"%{op.output}: {record.name} of {[str(graph.types[name]) for name in op.inputs]}")
         if op.kind in WINDOWS:
             _check_window(op)
         if op.kind in MOVES and op.kind != "reshape":
@@ -45,7 +48,7 @@ def check_graph(graph: Graph) -> None:
         if op.kind == "activate":
             _check_function(op, graph)
         shapes = [graph.types[name].shape for name in op.inputs]
-        shape = tuple(OPS[op.kind].infer(op.attrs, shapes))
+        shape = tuple(record.infer(op.attrs, shapes))
         for name in op.outputs:
             if shape != graph.types[name].shape:
                 raise ValueError(f"%{name} is {graph.types[name]}; {op.kind} gives {shape}")
@@ -53,6 +56,14 @@ def check_graph(graph: Graph) -> None:
             raise ValueError(f"%{op.inputs[1]} is {graph.types[op.inputs[1]]}; a table has 256 entries")
         if "avg_pool" in op.kind and shapes[1] != (len(counts(op.kind, op.attrs, shapes[0])),):
             raise ValueError(f"%{op.inputs[1]} is {graph.types[op.inputs[1]]}; {op.kind} reads others")
+
+
+def _is_levels(op: Op, index: int, record: OpDef, graph: Graph) -> bool:
+    """Levels where a host operator reads levels, or a constant where it does not."""
+    name, kind = op.inputs[index], graph.types[op.inputs[index]]
+    if index in record.roles.x:
+        return kind.dtype is DType.U8 and kind.q is not None and name not in graph.constants
+    return name in graph.constants
 
 
 def check_schedules(schedules: Mapping[str, Mapping[str, Schedule]], plan: Plan) -> None:

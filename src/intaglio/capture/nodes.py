@@ -52,8 +52,9 @@ def operator(node: fx.Node) -> str:
 
 
 def record_of(node: fx.Node) -> OpDef | None:
-    """The operator's record, if it has one; of two for one overload, the one that goes with the constants."""
-    record = BY_TARGET.get(operator(node))
+    """The operator's record, if it has one: a user's own (`quant.patterns`); of two for one overload, the one that goes
+    with the constants."""
+    record = node.meta.get("record") or BY_TARGET.get(operator(node))
     if record is not None and record.instead:
         given = arguments(node)
         others = (other for name, other in record.instead.items() if not is_constant(given[name]))
@@ -131,9 +132,10 @@ class FxView:
     def __init__(self, graph: fx.Graph) -> None:
         self._position = {node: index for index, node in enumerate(graph.nodes)}
 
-    def kind(self, node: fx.Node) -> str | None:
-        record = record_of(node)
-        return record.name if record else None
+    def kinds(self, node: fx.Node) -> tuple[str, ...]:
+        """The record's name and the overload."""
+        record, overload = record_of(node), operator(node)
+        return (*([record.name] if record else []), *([overload] if overload else []))
 
     def operands(self, node: fx.Node) -> tuple[fx.Node | None, ...]:
         return operands(node)

@@ -14,7 +14,7 @@ import numpy as np
 from intaglio import numerics
 from intaglio.codegen.tile import Isa
 from intaglio.codegen.writer import Code
-from intaglio.ir import Buffer, Dim, Graph, Op, Partition, Plan, Schedule, c_expression, lies
+from intaglio.ir import Buffer, Dim, Graph, Op, Partition, Place, Plan, Schedule, c_expression, lies
 from intaglio.ir.moves import Strides, strides
 
 ALIGNMENT = 64
@@ -102,6 +102,14 @@ class Context:
         sizes = ", ".join(map(self.dim, buffer.lies()))
         start = f"r->arena + r->offsets[{self.index[buffer.alias or value]}]"
         return f"image({start}, {sizes}, {buffer.halo[0]}, {buffer.halo[1]})"
+
+    def place(self, value: str) -> Place:
+        """Where Python finds the levels of a value."""
+        buffer = self.plan.buffers[value]
+        (rows, columns), (_, _, width, pixel) = buffer.halo, buffer.lies()
+        start = (rows * (width + 2 * columns) + columns) * pixel
+        frame = buffer.size() if any(buffer.halo) else 0
+        return Place(self.index[buffer.alias or value], start, buffer.shape, strides(buffer), frame)
 
     def external(self, value: str) -> str:
         return f"r->external[{self.plan.external.index(value)}]"

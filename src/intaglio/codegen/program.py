@@ -32,6 +32,7 @@ from intaglio.codegen.work import work_of
 from intaglio.codegen.writer import Code
 from intaglio.ir import (
     External,
+    HostCall,
     IslandCall,
     Partition,
     Plan,
@@ -67,6 +68,9 @@ EMITTERS: Mapping[str, Callable[[Code, Partition, Context], None]] = {
 """Anchor kind -> what prints its step; tests/test_program.py checks it against the operators' kernel families."""
 
 
+HOST = "host operator"
+"""In place of a kernel, for reports."""
+
 EXPORT = 'extern "C" __attribute__((visibility("default")))'
 
 
@@ -96,7 +100,7 @@ def emit(
         code(body)
     _segments(code, context, turns)
     _plan_table(code, context, turns)
-    return Program(name, code.text(), isa, context.blob.array(), context.symbols, _externals(plan), _calls(plan),
+    return Program(name, code.text(), isa, context.blob.array(), context.symbols, _externals(plan), _calls(context),
                    plan.segments(), len(plan.placements) + 2 * (turns is not None), {"schedules": context.schedules},
                    tuple(notes))  # fmt: skip
 
@@ -110,11 +114,14 @@ def _note(index: int, step: Step, context: Context) -> StepNote:
     about = partition.name, kinds, types, work_of(step, context), key, path
     if largest is not None:
         return StepNote(*about, largest.name, largest.tile)
-    return StepNote(*about, "" if _is_island(step) else _symbol(index, step))
+    if _is_island(step):
+        return StepNote(*about, HOST if partition.anchor.kind == "host" else "")
+    return StepNote(*about, _symbol(index, step))
 
 
 def _is_island(step: Step) -> bool:
-    return step.partition.anchor.kind == "island"
+    """Whether the runtime calls back for it: a float part, or a host operator."""
+    return step.partition.anchor.kind in ("island", "host")
 
 
 def _symbol(index: int, step: Step) -> str:
@@ -197,7 +204,14 @@ def _externals(plan: Plan) -> tuple[External, ...]:
     return tuple(External(n, types[n].shape, types[n].dtype, n in made, n in plan.rows) for n in plan.external)
 
 
-def _calls(plan: Plan) -> tuple[IslandCall, ...]:
-    islands = [step for step in plan.steps if _is_island(step)]
-    ops = [(step.partition.anchor, step.segment) for step in islands]
-    return tuple(IslandCall(op.attrs["key"], op.inputs, op.outputs, segment) for op, segment in ops)
+def _calls(context: Context) -> tuple[IslandCall | HostCall, ...]:
+    """In the order of the steps."""
+    found: list[IslandCall | HostCall] = []
+    for step in filter(_is_island, context.plan.steps):
+        op = step.partition.anchor
+        if op.kind == "island":
+            found.append(IslandCall(op.attrs["key"], op.inputs, op.outputs, step.segment))
+        else:
+            places = tuple(None if name in context.graph.constants else context.place(name) for name in op.inputs)
+            found.append(HostCall(op.attrs["key"], op, places, context.place(op.output), step.segment))
+    return tuple(found)

@@ -194,6 +194,30 @@ class IslandCall:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where the levels of a value lie in the arena: from the offset ``at`` in the program's table plus ``start`` bytes
+    on, ``strides`` bytes apart along the logical axes. ``frame``: bytes of all of it where it has a halo, else 0."""
+
+    at: int
+    start: Dim
+    shape: Shape
+    strides: Shape
+    frame: Dim = 0
+
+
+@dataclass(frozen=True)
+class HostCall:
+    """A host operator between two segments: what it reads (places in the arena; ``None`` for a constant of the graph)
+    and writes."""
+
+    key: str
+    op: Op
+    inputs: tuple[Place | None, ...]
+    output: Place
+    after_segment: int
+
+
+@dataclass(frozen=True)
 class Work:
     """What a step has to do: multiply-accumulates, units that threads divide, about, bytes of activations read and
     written; the phase and the segment it runs in."""
@@ -234,7 +258,7 @@ class Program:
     constants: np.ndarray
     symbols: tuple[str, ...]
     externals: tuple[External, ...]
-    calls: tuple[IslandCall, ...]
+    calls: tuple[IslandCall | HostCall, ...]
     segments: int
     buffers: int
     notes: Mapping[str, Any] = field(default_factory=dict)

@@ -18,8 +18,8 @@ N = TypeVar("N", bound=Hashable)
 class View(Protocol[N]):
     """What a matcher needs to see of a graph."""
 
-    def kind(self, node: N) -> str | None:
-        """Operator name; ``None`` for what is no operator (inputs, constants, unknown operators)."""
+    def kinds(self, node: N) -> tuple[str, ...]:
+        """Names a pattern may call the operator by; none for what is no operator (inputs, constants)."""
 
     def operands(self, node: N) -> tuple[N | None, ...]:
         """Tensor operands; ``None`` for one left out."""
@@ -36,7 +36,7 @@ class View(Protocol[N]):
 
 @dataclass(frozen=True)
 class Pattern:
-    """``kinds`` empty: a leaf. ``name`` binds; two leaves of one name must be one value (a diamond)."""
+    """``kinds`` empty: a leaf. ``name`` binds; leaves, or operators, of one name must be one value (a diamond)."""
 
     kinds: tuple[str, ...] = ()
     operands: tuple[Pattern, ...] = ()
@@ -104,9 +104,11 @@ def match(pattern: Pattern, root: N, view: View[N]) -> Match[N] | None:
     """The pattern at ``root``, or ``None``. Inner operators must have no reader outside the pattern."""
     bound: dict[str, N] = {}
     nodes: list[N] = []
-    if _match(pattern, root, view, bound, nodes, True):
-        return Match(tuple(nodes), tuple(bound.items()))
-    return None
+    if not _match(pattern, root, view, bound, nodes, True):
+        return None
+    read = [value for node in nodes for value in view.operands(node)]
+    alone = all(view.readers(node) == read.count(node) for node in nodes[1:])
+    return Match(tuple(nodes), tuple(bound.items())) if alone else None
 
 
 def _match(pattern: Pattern, node: N | None, view: View[N], bound: dict[str, N], nodes: list[N], root: bool) -> bool:
@@ -116,7 +118,11 @@ def _match(pattern: Pattern, node: N | None, view: View[N], bound: dict[str, N],
         return False
     if not pattern.kinds:
         return True
-    if view.kind(node) not in pattern.kinds or (not root and view.readers(node) != 1) or node in nodes:
+    if not set(pattern.kinds).intersection(view.kinds(node)):
+        return False
+    if node in nodes:
+        return bool(pattern.name)  # bound to this node before, with its operands
+    if not (root or pattern.name or view.readers(node) == 1):
         return False
     if pattern.where is not None and not pattern.where(node):
         return False

@@ -16,13 +16,14 @@ from intaglio.lower.islands import Unit, island_of
 from intaglio.lower.lowered import Island, Lowered
 from intaglio.lower.passes import LOWER_PASSES
 from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
-from intaglio.ops import ANCHORS, SUMS
+from intaglio.ops import ANCHORS, SUMS, OpDef
 from intaglio.ops.activate import bind_precise
 from intaglio.ops.conv import output_axis
 from intaglio.ops.pool import counts
 from intaglio.ops.resize import tables
 from intaglio.quant.annotate import Annotations, macs
 from intaglio.quant.convert import Reference, each_output, per_output
+from intaglio.quant.patterns import is_host
 from intaglio.quant.sites import Skip
 
 
@@ -41,7 +42,9 @@ def requantize(reference: Reference) -> Lowered:
     floats += _simulated(reference.annotations, inside)
     floats += _without_reason(builder.cut, {skip.node for skip in floats})
     about = reference.about.after(integer=graph_text(graph))
-    return Lowered(graph, builder.islands, reference.signature, floats, (integer, total), len(inside), about)
+    return Lowered(
+        graph, builder.islands, reference.signature, floats, (integer, total), len(inside), about, builder.hosts
+    )
 
 
 def _without_reason(cut: Iterable[list[fx.Node]], named: set[str]) -> tuple[Skip, ...]:
@@ -77,6 +80,7 @@ class _Builder:
         self.inputs: list[str] = []
         self.outputs: list[str] = []
         self.islands: dict[str, Island] = {}
+        self.hosts: dict[str, OpDef] = {}  # records of a user's own, by name
         self.cut: list[list[fx.Node]] = []  # nodes of each island
         self.values: dict[fx.Node, str] = {}  # node -> value that holds it: levels behind Q and DQ, else float
         self.rests: dict[str, str] = {}  # value of levels -> what it has besides in 16 bits
@@ -234,6 +238,9 @@ class _Builder:
     def _region(self, region: IntegerRegion) -> None:
         where, kind = _origin(region), tensor_type(region.root)
         stem = where.path.replace("@", "_call") or region.record.name
+        if is_host(region.record):
+            self.values[region.root] = self._host(region, stem, TensorType(kind.shape, DType.U8, region.result))
+            return
         if region.record.name in ANCHORS:
             current = self._anchor(region, stem)
         else:
@@ -373,6 +380,19 @@ class _Builder:
         table = numerics.requantize_table(old.step, old.zero, q.step, q.zero, q.qmin, q.qmax)
         levels = self._constant(f"{source}_table", table, DType.U8)
         return self._op("table", [source, levels], f"{source}_again", TensorType(shape, DType.U8, q), where)
+
+    def _host(self, region: IntegerRegion, stem: str, result: TensorType) -> str:
+        """A user's operator: levels of its activations, its constants as they are."""
+        record, names = region.record, []
+        for index, node in enumerate(region.operands()):
+            if index in record.roles.x:
+                names.append(self.values[node])
+            elif node is not None:
+                array = getattr(self.module, node.target).detach().numpy()
+                names.append(self._constant(f"{stem}_{record.operands[index]}", array, DType.F32))
+        self.hosts[record.name] = record
+        attrs = {"key": f"host{sum(op.kind == 'host' for op in self.ops)}", "operator": record.name}
+        return self._op("host", names, f"{stem}_{record.name}", result, _origin(region), **region.attrs(), **attrs)
 
     def _single(self, region: IntegerRegion, x: str, stem: str, result: TensorType) -> str:
         """Functions, pools and moves: one operator, attributes as its record binds them."""

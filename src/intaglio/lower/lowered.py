@@ -12,7 +12,7 @@ from torch import fx
 
 from intaglio.calls import bind, dims_of, rebuild
 from intaglio.ir import About, Dim, Graph, Op, Signature, evaluate, graph_text
-from intaglio.ops import OPS, interpret
+from intaglio.ops import OPS, OpDef, interpret
 from intaglio.quant.sites import Skip
 
 
@@ -30,6 +30,7 @@ class Lowered:
     """What `requantize` makes: printable, and runnable in NumPy through `__call__`.
 
     ``macs``: multiply-accumulates at batch 1, (in int8, in all). ``operators``: operators of the model in int8.
+    ``hosts``: records of a user's own, by name.
     """
 
     graph: Graph
@@ -39,6 +40,7 @@ class Lowered:
     macs: tuple[int, int] = (0, 0)
     operators: int = 0
     about: About = field(default_factory=About)
+    hosts: Mapping[str, OpDef] = field(default_factory=dict)
 
     def text(self) -> str:
         return graph_text(self.graph)
@@ -47,7 +49,8 @@ class Lowered:
         """The model's result by the integer interpreter: exact, slow, kernels must equal it bit for bit."""
         leaves = bind(self.signature, args, kwargs)
         symbols = dims_of(self.signature, leaves, self.graph.byte_inputs())
-        arrays = interpret(self.graph, [leaf.detach().numpy() for leaf in leaves], OPS, self.runner(symbols))
+        records = {**OPS, **self.hosts}
+        arrays = interpret(self.graph, [leaf.detach().numpy() for leaf in leaves], records, self.runner(symbols))
         return rebuild(self.signature, tuple(_tensor(array) for array in arrays), symbols)
 
     def runner(self, symbols: Mapping[str, int]) -> Any:

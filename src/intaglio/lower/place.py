@@ -46,7 +46,7 @@ def _steps(partitions: list[Partition], buffers: Mapping[str, Buffer]) -> list[S
     made: set[str] = set()
     previous_island = False
     for partition in partitions:
-        island = partition.anchor.kind == "island"
+        island = partition.anchor.kind in ("island", "host")
         depends = any(_root(name, buffers) in made for name in partition.reads())
         if steps and (island or previous_island or depends):
             phase, made = phase + 1, set()

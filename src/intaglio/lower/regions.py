@@ -15,6 +15,7 @@ from intaglio.ir.moves import MOVES
 from intaglio.ir.rewrite import match
 from intaglio.ops import ANCHORS, FUSIONS, SUMS
 from intaglio.quant.annotate import Chain, fusable
+from intaglio.quant.patterns import Whole, operands_of_whole
 
 QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
 QUANTIZE_CHANNEL = "quantized_decomposed.quantize_per_channel.default"
@@ -71,8 +72,8 @@ def constant_of(node: fx.Node | None, dtype: DType) -> fx.Node | None:
 
 def find_regions(graph: fx.Graph) -> list[IntegerRegion]:
     """Fusion rows first, longest first, then single operators; only what can run on integers."""
-    view, found = FxView(graph), []
-    taken: set[fx.Node] = set()
+    view, found = FxView(graph), _wholes(graph)
+    taken = {node for region in found for node in region.nodes}
     nodes = [node for node in graph.nodes if (record := record_of(node)) is not None and not record.real]
     for row in FUSIONS:
         for node in nodes:
@@ -84,6 +85,21 @@ def find_regions(graph: fx.Graph) -> list[IntegerRegion]:
                     taken.update(chain)
     found += [region for node in nodes if node not in taken and (region := _region((node,))) is not None]
     return sorted(found, key=lambda region: view.position(region.root))
+
+
+def _wholes(graph: fx.Graph) -> list[IntegerRegion]:
+    """Operators that one record stands for, as annotation took them."""
+    groups: dict[Whole, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if "whole" in node.meta:
+            groups.setdefault(node.meta["whole"], []).append(node)
+    found = []
+    for whole, nodes in groups.items():
+        values, results = operands_of_whole(nodes, whole), {quantized_to(user) for user in nodes[-1].users}
+        levels = all(levels_of(values[index]) for index in whole.record.roles.x)
+        if levels and len(results) == 1 and None not in results:
+            found.append(IntegerRegion(tuple(nodes), results.pop()))
+    return found
 
 
 def _region(nodes: tuple[fx.Node, ...]) -> IntegerRegion | None:

@@ -14,9 +14,9 @@ Island = Callable[[Op, Sequence[np.ndarray]], Sequence[np.ndarray]]
 
 def run_op(op: Op, args: Sequence[np.ndarray], graph: Graph, ops: Mapping[str, OpDef]) -> Sequence[np.ndarray]:
     """All results of an operator that has a meaning."""
-    meaning = ops[op.kind].meaning
-    if meaning is None:
-        raise ValueError(f"{op.kind} has no meaning in NumPy")
+    name = op.attrs["operator"] if op.kind == "host" else op.kind
+    if name not in ops or (meaning := ops[name].meaning) is None:
+        raise ValueError(f"{name} has no meaning in NumPy")
     found = meaning(op, args, [graph.types[name] for name in op.inputs], graph.types[op.output])
     return found if isinstance(found, tuple) else [found]
 
@@ -30,7 +30,8 @@ def interpret(
 ) -> list[np.ndarray]:
     """Outputs for these inputs, in logical (channels second) order.
 
-    ``island(op, arrays)`` runs the float parts. ``watch(name, array)`` sees every value as it is made.
+    ``ops``: records by name, those of host operators among them. ``island(op, arrays)`` runs the float parts.
+    ``watch(name, array)`` sees every value as it is made.
     """
     values: dict[str, np.ndarray] = {**graph.constants, **dict(zip(graph.inputs, inputs, strict=True))}
     for op in graph.ops:

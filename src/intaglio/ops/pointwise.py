@@ -22,6 +22,12 @@ def matching_shapes(call: Call) -> str | None:
     return "an operand is a constant" if True in call.constant else None
 
 
+def broadcast_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Of two values, of which either may be one pixel per image and channel."""
+    a, b = shapes[:2]
+    return b if len(a) == len(b) == 4 and a[2:] == (1, 1) else a
+
+
 def _text(shape: Shape) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
 
@@ -155,6 +161,7 @@ ADD = OpDef(
     commutative=True,
     bind=bind_add,
     check=first_reason(float_activations, matching_shapes, fixed_channels),
+    infer=broadcast_shape,
     meaning=add_meaning,
     kernel="pointwise",
 )
@@ -165,6 +172,7 @@ MUL = OpDef(
     roles=Roles(x=(0, 1)),
     commutative=True,
     check=first_reason(float_activations, matching_shapes, fixed_channels),
+    infer=broadcast_shape,
     meaning=mul_meaning,
     kernel="pointwise",
 )

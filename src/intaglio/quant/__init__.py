@@ -2,14 +2,23 @@
 
 from intaglio.quant.annotate import Annotations, Region, annotate_graph, macs
 from intaglio.quant.calibrate import calibrate
+from intaglio.quant.callbacks import (
+    AverageMaxCalibrationCallback,
+    CalibrationCallback,
+    CalibrationInfo,
+    Calibrator,
+    GlobalCalibrationCallback,
+)
 from intaglio.quant.convert import Reference, convert
 from intaglio.quant.data import Binder, binder_for, peek
+from intaglio.quant.datasets import DatasetManager
 from intaglio.quant.datatypes import DATATYPES, Datatype
 from intaglio.quant.distributed import Group, share
 from intaglio.quant.image import Image
 from intaglio.quant.lint import lint
 from intaglio.quant.methods import METHODS
 from intaglio.quant.parameters import Parameter, Parameters
+from intaglio.quant.patterns import QuantizerPattern
 from intaglio.quant.prepare import Observer, Prepared, annotate, prepare
 from intaglio.quant.ranges import Finding, Ranges
 from intaglio.quant.recipe import Quantizer, Recipe, Setting
@@ -21,11 +30,17 @@ __all__ = [
     "DATATYPES",
     "METHODS",
     "Annotations",
+    "AverageMaxCalibrationCallback",
     "Binder",
+    "CalibrationCallback",
+    "CalibrationInfo",
+    "Calibrator",
+    "DatasetManager",
     "Datatype",
     "Derived",
     "Finding",
     "Fixed",
+    "GlobalCalibrationCallback",
     "Grid",
     "Group",
     "Image",
@@ -35,6 +50,7 @@ __all__ = [
     "Parameters",
     "Prepared",
     "Quantizer",
+    "QuantizerPattern",
     "Ranges",
     "Recipe",
     "Reference",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator as python_operator
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx
 
@@ -28,7 +29,19 @@ from intaglio.ir.rewrite import match
 from intaglio.ops import FUSIONS, SUMS, OpDef
 from intaglio.ops.conv import output_axis
 from intaglio.quant.passes import BATCH_NORM
-from intaglio.quant.recipe import Quantizer, Setting
+from intaglio.quant.patterns import (
+    Found,
+    QuantizerPattern,
+    Rejected,
+    find,
+    is_host,
+    name_operators,
+    operands_of_whole,
+    patterns_of,
+    record_at,
+    whole_of,
+)
+from intaglio.quant.recipe import Quantizer, Recipe, Setting
 from intaglio.quant.sites import Derived, Fixed, Observed, Shared, Site, Skip, groups
 
 
@@ -48,15 +61,27 @@ class Chain:
 
     @property
     def record(self) -> OpDef:
-        return record_of(self.anchor)
+        return record_at(self.nodes)
+
+    def operands(self) -> tuple[fx.Node | None, ...]:
+        """Of the record that stands for the whole chain, else of the anchor."""
+        whole = self.root.meta.get("whole")
+        return operands(self.anchor) if whole is None else tuple(operands_of_whole(self.nodes, whole))
+
+    def attrs(self) -> Mapping[str, Any]:
+        """As the record binds them."""
+        whole = self.root.meta.get("whole")
+        return self.record.bind(call_of(self.anchor, self.record)) if whole is None else whole.attrs
 
 
 @dataclass(frozen=True)
 class Region(Chain):
-    """A chain that annotation found: the fusion row or operator it is called after, and what the recipe says of it."""
+    """A chain that annotation found: the fusion row or operator it is called after, what the recipe says of it, and the
+    user's pattern that it is from."""
 
     name: str
     setting: Setting
+    pattern: QuantizerPattern | None = field(default=None, compare=False)
 
     @property
     def shares(self) -> bool:
@@ -76,6 +101,9 @@ class Region(Chain):
 
     def activations(self) -> list[fx.Node]:
         """Values from outside that the region reads as levels, in order, once each."""
+        if "whole" in self.root.meta:
+            values = self.operands()
+            return list(dict.fromkeys(values[i] for i in self.record.roles.x))
         found = []
         for node in self.nodes:
             found += [value for value in activations(node) if value is not None and value not in self.nodes]
@@ -84,13 +112,15 @@ class Region(Chain):
 
 @dataclass(frozen=True)
 class Annotations:
-    """What `annotate` decided. ``leaders``: site -> the site of its group that has the parameters."""
+    """What `annotate` decided. ``leaders``: site -> the site of its group that has the parameters. ``rejected``: what
+    patterns given to the `Quantizer` matched in vain."""
 
     module: fx.GraphModule
     sites: tuple[Site, ...]
     regions: tuple[Region, ...]
     skipped: tuple[Skip, ...]
     leaders: Mapping[str, str]
+    rejected: tuple[Rejected, ...] = ()
 
     @property
     def by_value(self) -> dict[tuple[str, str], Site]:
@@ -101,25 +131,94 @@ class Annotations:
         return "\n".join(str(site) for site in self.sites if site.role != "bias")
 
     def text(self) -> str:
-        """Sites, then what was skipped, one line each."""
-        lines = [str(site) for site in self.sites]
-        return "\n".join(lines + [f"skipped {skip}" for skip in self.skipped]) + "\n"
+        """Sites, then what was skipped, then what patterns matched in vain, one line each."""
+        lines = [str(site) for site in self.sites] + [f"skipped {skip}" for skip in self.skipped]
+        return "\n".join(lines + [f"rejected {match}" for match in self.rejected]) + "\n"
 
 
 def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mapping[str, str]) -> Annotations:
     """Sites and skips of a graph that the PTQ passes have been over."""
-    recipe = quantizer.recipe
-    computing = [node for node in module.graph.nodes if node.op == "call_function" and "zero_points" not in node.meta]
+    recipe, graph = quantizer.recipe, module.graph
+    name_operators(graph, quantizer.operators)
+    computing = [node for node in graph.nodes if node.op == "call_function" and "zero_points" not in node.meta]
     recipe.check((origin(node) for node in computing), classes)
     settings = {node: recipe.setting(origin(node), classes) for node in computing}
     reasons = {node: refusal(node, settings[node]) for node in computing}
-    found = _regions(module.graph, settings, reasons)
-    active = _spread(found)
-    regions = tuple(region for region in found if region in active)
-    sites = _sites(module.graph, regions)
+    rejected: list[Rejected] = []
+    matches: dict[fx.Node, Found] | None = None
+    if quantizer.patterns:
+        won, rejected = find(graph, patterns_of(quantizer.patterns), reasons)
+        matches = {node: found for found in won for node in found.nodes}
+        _follow(matches, recipe, classes, settings, reasons)
+    regions = _active(graph, settings, reasons, matches)
+    if quantizer.skip_first or quantizer.skip_last:
+        reasons.update(_ends(graph, regions, quantizer))
+        regions = _active(graph, settings, reasons, matches)
+    sites = _sites(graph, regions)
     taken = {node for region in regions for node in region.nodes}
     skipped = [_skip(node, reasons[node]) for node in computing if node not in taken and _counts(node)]
-    return Annotations(module, sites, regions, tuple(skipped), groups(sites))
+    return Annotations(module, sites, regions, tuple(skipped), groups(sites), tuple(rejected))
+
+
+def _follow(
+    matches: Mapping[fx.Node, Found], recipe: Recipe, classes: Mapping[str, str], settings: dict[fx.Node, Setting],
+    reasons: dict[fx.Node, str | None],
+) -> None:  # fmt: skip
+    """Settings and reasons as the patterns say. Operators that only select or clamp values need no pattern: they go
+    along with what they follow."""
+    for node in settings:
+        found = matches.get(node)
+        if found is None:
+            if reasons[node] is None and not record_of(node).shares:
+                reasons[node] = "no pattern takes it"
+            continue
+        if found.pattern.setting is not None:
+            own = replace(recipe, default=found.pattern.setting.over(recipe.default))
+            settings[node] = own.setting(origin(node), classes)
+        reasons[node] = None if settings[node].quantize else f"the pattern {found.pattern.name} leaves it in float"
+
+
+def _active(
+    graph: fx.Graph, settings: Mapping[fx.Node, Setting], reasons: Mapping[fx.Node, str | None],
+    matches: Mapping[fx.Node, Found] | None,
+) -> tuple[Region, ...]:  # fmt: skip
+    """The regions that are quantized, in execution order."""
+    found = _regions(graph, settings, reasons, matches)
+    active = _spread(found)
+    return tuple(region for region in found if region in active)
+
+
+def _ends(graph: fx.Graph, regions: Iterable[Region], quantizer: Quantizer) -> dict[fx.Node, str]:
+    """Operators of the first and last regions, and why they stay in float. Regions that only select or clamp values do
+    not count: nothing is computed in them."""
+    counted = [region for region in regions if not all(record_of(node).shares for node in region.nodes)]
+    inside = {node for region in counted for node in region.nodes}
+    before: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" or (node not in inside and before.intersection(node.all_input_nodes)):
+            before.add(node)
+    behind: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or (node not in inside and behind.intersection(node.users)):
+            behind.add(node)
+    reasons: dict[fx.Node, str] = {}
+    for region in counted:
+        if quantizer.skip_first and any(before.intersection(node.all_input_nodes) for node in region.nodes):
+            reasons.update(dict.fromkeys(region.nodes, "skip_first: nothing quantized comes before it"))
+        elif quantizer.skip_last and behind.intersection(region.root.users):
+            reasons.update(dict.fromkeys(region.nodes, "skip_last: nothing quantized comes after it"))
+    return reasons
+
+
+def match_notes(annotations: Annotations) -> tuple[str, ...]:
+    """How often each pattern took something, for reports; nothing where there are no patterns."""
+    counts = Counter(region.pattern.name for region in annotations.regions if region.pattern is not None)
+    vain = len(annotations.rejected)
+    if not counts and not vain:
+        return ()
+    found = ", ".join(f"{name} x {count}" for name, count in sorted(counts.items())) or "none"
+    lost = f"; {vain} match{'es' * (vain != 1)} rejected, the sites' text says why" if vain else ""
+    return (f"patterns: {found}{lost}",)
 
 
 def reads_shortcut(region: Region, node: fx.Node, value: fx.Node, shortcuts: Mapping[fx.Node, str | None]) -> bool:
@@ -196,31 +295,68 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         return "an operand is a constant"
     if not values or values[0] is None:
         return "its operand is not a tensor"
+    if is_host(record):
+        others = [value for i, value in enumerate(operands(node)) if i not in record.roles.x and value is not None]
+        if None in values or any(not is_constant(value) for value in others):
+            return "an operand that is no constant, and none of the operator's activations"
+        if any("zero_points" in value.meta for value in values):
+            return "it reads the image, whose channels have parameters of their own"
     return record.check(call_of(node, record))
 
 
 def _regions(
-    graph: fx.Graph, settings: Mapping[fx.Node, Setting], reasons: Mapping[fx.Node, str | None]
-) -> list[Region]:
-    """Every fusion row where it fits, longest first, then single operators; in execution order."""
-    view, found = FxView(graph), []
-    taken: set[fx.Node] = set()
+    graph: fx.Graph, settings: Mapping[fx.Node, Setting], reasons: Mapping[fx.Node, str | None],
+    matches: Mapping[fx.Node, Found] | None,
+) -> list[Region]:  # fmt: skip
+    """Every fusion row where it fits, longest first, then single operators; in execution order. With patterns, only
+    inside one match; what has a meaning of its own is one region."""
+    view, owners = FxView(graph), matches or {}
     nodes = [node for node in settings if reasons[node] is None]
+    found = [_whole_region(one, settings) for one in dict.fromkeys(owners.values()) if _is_whole(one, reasons)]
+    taken = {node for region in found for node in region.nodes}
     for row in FUSIONS:
         for node in nodes:
             hit = match(row.pattern, node, view) if node not in taken else None
             if hit is None or taken.intersection(hit.nodes) or not fusable(hit.nodes):
                 continue
-            if any(reasons[n] is not None for n in hit.nodes):
+            if any(reasons[n] is not None for n in hit.nodes) or not _of_one_match(hit.nodes, matches):
                 continue
             if row.precise and settings[node].functions != "precise":
                 continue
             if len({replace(settings[n], functions=None, shortcut=None) for n in hit.nodes}) == 1:
                 chain = tuple(sorted(hit.nodes, key=view.position))
-                found.append(Region(chain, row.name, settings[node]))
+                found.append(Region(chain, row.name, settings[chain[0]], _pattern_of(chain, owners)))
                 taken.update(chain)
-    found += [Region((node,), record_of(node).name, settings[node]) for node in nodes if node not in taken]
+    found += [
+        Region((node,), record_of(node).name, settings[node], _pattern_of((node,), owners))
+        for node in nodes
+        if node not in taken
+    ]
     return sorted(found, key=lambda region: view.position(region.root))
+
+
+def _is_whole(found: Found, reasons: Mapping[fx.Node, str | None]) -> bool:
+    return found.pattern.operator is not None and all(reasons[node] is None for node in found.nodes)
+
+
+def _whole_region(found: Found, settings: Mapping[fx.Node, Setting]) -> Region:
+    """All a pattern matched, under the record that stands for it."""
+    whole = whole_of(found, found.pattern.operator)
+    for node in found.nodes:
+        node.meta["whole"] = whole
+    return Region(found.nodes, found.pattern.name, settings[found.nodes[-1]], found.pattern)
+
+
+def _of_one_match(nodes: Iterable[fx.Node], matches: Mapping[fx.Node, Found] | None) -> bool:
+    """Whether a chain is inside one match, but for operators that select or clamp values; any is without patterns."""
+    if matches is None:
+        return True
+    owners = {matches.get(node) for node in nodes if node in matches or not record_of(node).shares}
+    return len(owners) == 1 and None not in owners
+
+
+def _pattern_of(nodes: Iterable[fx.Node], owners: Mapping[fx.Node, Found]) -> QuantizerPattern | None:
+    return next((owners[node].pattern for node in nodes if node in owners), None)
 
 
 def fusable(nodes: Iterable[fx.Node]) -> bool:
@@ -240,11 +376,11 @@ def _joins(node: fx.Node, anchor: fx.Node) -> bool:
 
 
 def _spread(regions: Iterable[Region]) -> set[Region]:
-    """Anchors are quantized. Another region follows when all it reads is, or, if it only selects or clamps values,
-    when all that read it are."""
+    """Anchors are quantized, and what patterns take for its own sake. Another region follows when all it reads is, or,
+    if it only selects or clamps values, when all that read it are."""
     regions = list(regions)
     reader = {node: region for region in regions for node in region.nodes}
-    active = {region for region in regions if region.record.anchor}
+    active = {region for region in regions if region.record.anchor or (region.pattern and region.pattern.alone)}
     roots = {region.root for region in active}
     changed = True
     while changed:
@@ -268,7 +404,7 @@ def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:
     wanted = {value: region for region in reversed(regions) for value in region.activations()}
     sites: dict[tuple[str, str], Site] = {}
     for node in graph.nodes:
-        if node in produced and (node in wanted or not produced[node].record.anchor or len(produced[node].nodes) > 1):
+        if node in produced and (node in wanted or not _may_give_float(produced[node])):
             _put(sites, _output_site(produced[node], names))
         elif node in wanted and node not in produced:
             _put(sites, _activation(names.of(node), node, wanted[node].setting))
@@ -284,6 +420,11 @@ def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:
         if region.record.variadic and region.shares:
             _join([sites[value.name, "activation"].name for value in region.activations()], shared)
     return tuple(sorted(shared.values(), key=lambda site: (order[site.value], rank[site.role])))
+
+
+def _may_give_float(region: Region) -> bool:
+    """Whether an accumulator may leave the region dequantized."""
+    return len(region.nodes) == 1 and region.record.anchor and region.record.roles.weight is not None
 
 
 def _join(names: list[str], sites: dict[str, Site]) -> None:

@@ -15,7 +15,7 @@ from intaglio import numerics
 from intaglio.calls import TORCH_DTYPES
 from intaglio.capture.canonical import drop_unused_constants
 from intaglio.capture.captured import GraphStage, expect, fx_text
-from intaglio.capture.nodes import activations, arguments, call_of, operands, origin
+from intaglio.capture.nodes import arguments, call_of, operands, origin
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, DType, QParams, Signature, TensorType
 from intaglio.ops.conv import outputs_first
@@ -86,6 +86,7 @@ def convert(
         given = ranges.checked(annotations.sites, annotations.leaders)
         qparams = _given_qparams(annotations, given)
     else:
+        given = _chosen(annotations, ranges)
         qparams = activation_qparams(prepared, ranges)
     remarks = [str(step) for step in corrections.steps]
     qparams.update(weight_qparams(annotations, qparams, remarks, given, corrections.weights))
@@ -123,6 +124,17 @@ def given_corrections(prepared: Prepared, given: Parameters) -> Corrections:
     return Corrections(annotations, weights, corrected.biases)
 
 
+def _chosen(annotations: Annotations, ranges: Ranges | None) -> Mapping[str, QParams]:
+    """What calibration callbacks chose; `CalibrationError` if there are some and nobody asked them."""
+    asked = {region.pattern.name for region in annotations.regions if region.pattern and region.pattern.calibration}
+    if asked and (ranges is None or ranges.parameters is None):
+        raise CalibrationError(
+            f"pattern {min(asked)!r}", None, "its calibration callback was not asked",
+            remedy="ranges = intaglio.Calibrator(prepared, data).calibrate()",
+        )  # fmt: skip
+    return (ranges.parameters if ranges else None) or {}
+
+
 def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, QParams]:
     """Parameters of every activation site, shared ones included."""
     found = ranges.statistics if ranges else {name: o.statistics for name, o in prepared.observers.items()}
@@ -131,7 +143,8 @@ def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, Q
         raise CalibrationError("ranges", None, f"they belong to another model: {', '.join(odd[:5])} on one side only")
     if ranges and ranges.graph not in ("", prepared.fingerprint):
         raise CalibrationError("ranges", None, "they belong to another model, with other operators between these sites")
-    unseen = [name for name in prepared.observers if not found[name].count]
+    fixed = (ranges.parameters if ranges else None) or {}
+    unseen = [name for name in prepared.observers if not found[name].count and name not in fixed]
     if unseen:
         raise CalibrationError(
             ", ".join(unseen[:5]), None, f"{len(unseen)} of {len(found)} sites have seen no data",
@@ -144,7 +157,7 @@ def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, Q
         if site.role == "activation":
             leader = by_name[prepared.annotations.leaders[site.name]]
             if leader.name not in result:
-                result[leader.name] = _activation(leader, chosen)
+                result[leader.name] = fixed.get(leader.name) or _activation(leader, chosen)
             result[site.name] = result[leader.name]
     levels = {site.name: result[site.name] for site in by_name.values() if site.role == "activation"}
     return levels | {site.name: _widened(site, levels) for site in by_name.values() if site.role == "shortcut"}
@@ -344,11 +357,10 @@ class _Rewriter:
         """Value name -> nodes inside regions that read it as levels."""
         readers: dict[str, list[fx.Node]] = {}
         for region in self.annotations.regions:
-            own = {node.name for node in region.nodes}
+            read = region.activations()
             for node in region.nodes:
-                for value in dict.fromkeys(activations(node)):
-                    if value is not None and value.name not in own:
-                        readers.setdefault(value.name, []).append(self.nodes[node.name])
+                for value in (value for value in node.all_input_nodes if value in read):
+                    readers.setdefault(value.name, []).append(self.nodes[node.name])
         return readers
 
     def _activation(self, site: Site, readers: Mapping[str, list[fx.Node]], produced: bool) -> None:

@@ -16,7 +16,7 @@ from intaglio.capture.captured import Captured, GraphStage, expect
 from intaglio.capture.nodes import operator
 from intaglio.errors import CalibrationError, SelectorError, UnsupportedError
 from intaglio.ir import About, Signature, symbols_of
-from intaglio.quant.annotate import Annotations, annotate_graph, notes_of
+from intaglio.quant.annotate import Annotations, annotate_graph, match_notes, notes_of
 from intaglio.quant.corrections import Equalization
 from intaglio.quant.declare import declare_images
 from intaglio.quant.image import Image
@@ -160,8 +160,10 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
             "model", None, "nothing in it can be quantized" + (f": {reasons}" if reasons else ""),
             remedy="check the recipe, and that the model has convolutions or linear layers with float32 constants",
         )  # fmt: skip
-    notes += notes_of(annotations.regions)
+    notes += notes_of(annotations.regions) + match_notes(annotations)
     texts = {"captured": captured.text(), "quantizer": quantizer.to_toml(), "sites": annotations.text()}
+    if not quantizer.has_text:
+        del texts["quantizer"]
     about = captured.about.after(notes, **texts)
     observed, observers, watch = _observed(annotations, captured.signature)
     return Prepared(observed, captured.signature, annotations, observers, about, rewrites, quantizer, captured.classes,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from intaglio.errors import ArtifactError, CalibrationError
+from intaglio.ir import QParams
 from intaglio.quant.statistics import Range, Statistics
 
 VERSION = 2
@@ -60,6 +61,8 @@ class Ranges:
 
     ``graph``: a digest of the prepared graph, "" when unknown. ``seen``: each batch by its index. ``findings``: what
     the lint of the calibration noticed; neither saved nor merged.
+    ``parameters``: site name -> what calibration callbacks chose (`Calibrator`), ``None`` where they were not asked;
+    other sites go by their statistics.
     """
 
     statistics: Mapping[str, Statistics]
@@ -68,6 +71,7 @@ class Ranges:
     graph: str = ""
     seen: Mapping[int, Seen] = field(default_factory=dict)
     findings: tuple[Finding, ...] = field(default=(), compare=False)
+    parameters: Mapping[str, QParams] | None = None
 
     def merge(self, other: Ranges) -> Ranges:
         """Exactly the ranges of both data sets at once; the sites must be the same.
@@ -78,6 +82,8 @@ class Ranges:
         if set(self.statistics) != set(other.statistics):
             odd = sorted(set(self.statistics) ^ set(other.statistics))
             raise CalibrationError("ranges", None, f"the sites differ: {', '.join(odd[:5])}")
+        if self.parameters or other.parameters:
+            raise CalibrationError("ranges", None, "what a callback chose from some batches cannot be merged")
         if self.graph and other.graph and self.graph != other.graph:
             raise CalibrationError("ranges", None, "they are of different graphs with sites of the same names")
         merged = {name: mine.merge(other.statistics[name]) for name, mine in self.statistics.items()}
@@ -96,6 +102,8 @@ class Ranges:
             "seen": [[index, one.to_dict()] for index, one in sorted(self.seen.items())],
             "sites": {name: found.to_dict() for name, found in self.statistics.items()},
         }
+        if self.parameters is not None:
+            content["parameters"] = {name: _entry(q) for name, q in self.parameters.items()}
         return json.dumps(content, sort_keys=True)
 
     @staticmethod
@@ -106,7 +114,10 @@ class Ranges:
                 raise ArtifactError("ranges", None, f"version {content['version']}; this intaglio reads {VERSION}")
             sites = {name: Statistics.from_dict(found) for name, found in content["sites"].items()}
             seen = {int(index): Seen.from_dict(one) for index, one in content["seen"]}
-            return Ranges(sites, content["batches"], content["samples"], content["graph"], seen)
+            chosen = None
+            if "parameters" in content:
+                chosen = {name: _qparams(entry) for name, entry in content["parameters"].items()}
+            return Ranges(sites, content["batches"], content["samples"], content["graph"], seen, parameters=chosen)
         except (ValueError, KeyError, TypeError) as error:
             raise ArtifactError("ranges", None, f"not a ranges file: {error}") from error
 
@@ -128,4 +139,15 @@ class Ranges:
     def text(self) -> str:
         """Count, lowest and highest value of every site."""
         lines = [f"{name}: n={s.count} [{s.low:.6g}, {s.high:.6g}]" for name, s in self.statistics.items()]
+        lines += [f"{name}: {q} by a callback" for name, q in (self.parameters or {}).items()]
         return "\n".join(lines) + "\n"
+
+
+def _entry(q: QParams) -> dict[str, Any]:
+    scales = [scale.hex() for scale in q.scales]
+    return {"scale": scales, "zero_point": list(q.zeros), "qmin": q.qmin, "qmax": q.qmax, "axis": q.axis}
+
+
+def _qparams(entry: dict[str, Any]) -> QParams:
+    scales, zeros = tuple(map(float.fromhex, entry["scale"])), tuple(map(int, entry["zero_point"]))
+    return QParams(scales, zeros, int(entry["qmin"]), int(entry["qmax"]), entry["axis"])

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from intaglio.errors import SelectorError
 from intaglio.ir import Origin
+from intaglio.ops import OpDef
 from intaglio.quant.datatypes import DATATYPES, Datatype
 from intaglio.quant.image import Image
 from intaglio.quant.methods import method_of
@@ -24,6 +25,9 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+if TYPE_CHECKING:
+    from intaglio.quant.patterns import QuantizerPattern
 
 PARAMETERS = "parameters"
 CORRECTED = "corrected"
@@ -223,11 +227,29 @@ class Recipe:
 class Quantizer:
     """Decides what is quantized and how: a recipe over the fusion rows and operator records.
 
-    ``input``: what the bytes of the only input stand for, or of several by name.
+    ``input``: what the bytes of the only input stand for, or of several by name. ``patterns``: if any, only what these
+    match is quantized, and what selects or clamps values beside it; names stand for built-in ones (`patterns.builtin`).
+    ``operators``: records of a user's own. ``skip_first``, ``skip_last``: leave in float what computes and is reached
+    from an input, or reaches an output, without crossing another quantized operator that computes.
     """
 
     recipe: Recipe = Recipe()
     input: Image | Mapping[str, Image] | None = None
+    patterns: Iterable[QuantizerPattern | str] = ()
+    operators: Iterable[OpDef] = ()
+    skip_first: bool = False
+    skip_last: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.patterns, str):
+            object.__setattr__(self, "patterns", (self.patterns,))
+        for name in ("patterns", "operators"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def has_text(self) -> bool:
+        """Whether `to_toml` holds all of it: patterns, operators and skipped ends have no text."""
+        return not (self.patterns or self.operators or self.skip_first or self.skip_last)
 
     def to_toml(self) -> str:
         """The recipe's text without parameters, and a table ``[input."name"]`` an image; "" stands for the only input.

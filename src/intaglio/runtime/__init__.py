@@ -4,6 +4,7 @@ from intaglio.runtime.artifact import Artifact, build_artifact, open_artifact
 from intaglio.runtime.coverage import Coverage, FloatPart
 from intaglio.runtime.files import Library, Saved, build_library, example_of
 from intaglio.runtime.files import load as load_saved
+from intaglio.runtime.islands import host_names
 from intaglio.runtime.model import QuantizedModel
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "build_artifact",
     "build_library",
     "example_of",
+    "host_names",
     "load_saved",
     "open_artifact",
 ]

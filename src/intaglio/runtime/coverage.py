@@ -31,7 +31,7 @@ class FloatPart:
 @dataclass(frozen=True)
 class Coverage:
     """Shares of a model that run in int8. ``islands`` counts the float parts the program stops for; ``notes`` says what
-    was decided on the way."""
+    was decided on the way. ``hosts``: operators on int8 levels that it stops for too, as their meaning is a user's."""
 
     macs_int8: int
     macs_total: int
@@ -42,6 +42,7 @@ class Coverage:
     bytes_before: int
     bytes_after: int
     notes: tuple[str, ...] = ()
+    hosts: tuple[FloatPart, ...] = ()
 
     @property
     def macs(self) -> float:
@@ -61,18 +62,23 @@ class Coverage:
             f"{self.bytes_before / 1e6:.2f} MB -> {self.bytes_after / 1e6:.2f} MB",
             f"{self.islands} float island{'s' * (self.islands != 1)}" + (":" if self.floats else ""),
         ]
-        return "\n".join([*lines, *self._reasons(), *[f"note: {note}" for note in self.notes]])
+        lines += _reasons(self.floats)
+        if self.hosts:
+            lines += [f"{len(self.hosts)} host operator{'s' * (len(self.hosts) != 1)}:", *_reasons(self.hosts)]
+        return "\n".join([*lines, *[f"note: {note}" for note in self.notes]])
 
-    def _reasons(self) -> list[str]:
-        groups: dict[tuple[str, str], list[FloatPart]] = {}
-        for part in self.floats:
-            groups.setdefault((part.operator, part.reason), []).append(part)
-        ordered = sorted(groups.items(), key=lambda group: -sum(part.macs for part in group[1]))
-        lines = []
-        for (operator, reason), parts in ordered:
-            places = ", ".join(dict.fromkeys(part.place for part in parts[:SHOWN])) + ", ..." * (len(parts) > SHOWN)
-            work = sum(part.macs for part in parts)
-            count = f" x {len(parts)}" if len(parts) > 1 else ""
-            share = f" [{work / 1e6:.1f} M MACs]" if work else ""
-            lines.append(f"  {operator}{count}: {reason}{share} ({places})")
-        return lines
+
+def _reasons(found: tuple[FloatPart, ...]) -> list[str]:
+    """One line an operator and reason, the most work first."""
+    groups: dict[tuple[str, str], list[FloatPart]] = {}
+    for part in found:
+        groups.setdefault((part.operator, part.reason), []).append(part)
+    ordered = sorted(groups.items(), key=lambda group: -sum(part.macs for part in group[1]))
+    lines = []
+    for (operator, reason), parts in ordered:
+        places = ", ".join(dict.fromkeys(part.place for part in parts[:SHOWN])) + ", ..." * (len(parts) > SHOWN)
+        work = sum(part.macs for part in parts)
+        count = f" x {len(parts)}" if len(parts) > 1 else ""
+        share = f" [{work / 1e6:.1f} M MACs]" if work else ""
+        lines.append(f"  {operator}{count}: {reason}{share} ({places})")
+    return lines

@@ -257,9 +257,13 @@ def _schedules(entries: Any) -> dict[str, Schedule]:
 
 
 def _coverage(entry: Any, notes: tuple[str, ...]) -> Coverage:
-    floats = tuple(FloatPart(**_checked_part(part)) for part in entry["floats"])
-    numbers = {key: whole(value) for key, value in entry.items() if key != "floats"}
-    return Coverage(**numbers, floats=floats, bytes_after=0, notes=notes)
+    floats, hosts = (tuple(FloatPart(**_checked_part(part)) for part in entry.get(key, ())) for key in PARTS)
+    numbers = {key: whole(value) for key, value in entry.items() if key not in PARTS}
+    return Coverage(**numbers, floats=floats, bytes_after=0, notes=notes, hosts=hosts)
+
+
+PARTS = ("floats", "hosts")
+"""Of a `Coverage`, what is no number."""
 
 
 def _checked_part(part: Mapping[str, Any]) -> dict[str, Any]:

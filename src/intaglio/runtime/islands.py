@@ -1,17 +1,20 @@
-"""Float parts as lists of calls: what a file holds of them, and the module that runs them. No Python code in either."""
+"""What the runtime calls back for: float parts, which a file holds as lists of calls, without Python code, and host
+operators, whose meaning the user gives again."""
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import fx, nn
 
-from intaglio.errors import ArtifactError
+from intaglio.errors import ArtifactError, InputError
+from intaglio.ir import Graph, HostCall, Op, Place, TensorType, evaluate
 from intaglio.runtime.encode import NotStorableError, decode, encode, identifier
 
 PYTHON_CALLS: Mapping[str, Callable[..., Any]] = {
@@ -227,3 +230,58 @@ def _encoded(value: Any) -> Any:
     if isinstance(value, list):
         return [_encoded(item) for item in value]
     return encode(value)
+
+
+# ---- host operators -----------------------------------------------------------------------------------------------
+
+Meaning = Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], np.ndarray]
+
+
+class Offsets(Protocol):
+    """The program's table."""
+
+    def __getitem__(self, index: int, /) -> int: ...
+
+
+class Host(Protocol):
+    """The record of a host operator, as far as running it takes."""
+
+    @property
+    def meaning(self) -> Meaning | None: ...
+
+
+def host_names(graph: Graph) -> tuple[str, ...]:
+    """Operators of a graph that only their user knows."""
+    return tuple(dict.fromkeys(str(op.attrs["operator"]) for op in graph.ops if op.kind == "host"))
+
+
+def run_host(
+    call: HostCall, host: Host, graph: Graph, arena: np.ndarray, offsets: Offsets, symbols: Mapping[str, int]
+) -> None:
+    """Levels from the arena through the host's meaning and back into it; a halo of the result holds its zero point."""
+    if host.meaning is None:
+        raise ValueError(f"{call.op.attrs['operator']} has no meaning in NumPy")
+    op, arrays = call.op, []
+    for name, place in zip(call.op.inputs, call.inputs, strict=True):
+        array = graph.constants[name] if place is None else _levels(place, arena, offsets, symbols)
+        arrays.append(array.view())
+        arrays[-1].flags.writeable = False
+    result = np.asarray(host.meaning(op, arrays, [graph.types[name] for name in op.inputs], graph.types[op.output]))
+    levels = _levels(call.output, arena, offsets, symbols)
+    if result.dtype != np.uint8 or result.shape != levels.shape:
+        raise InputError(
+            op.origin.path or op.output, op.attrs["operator"], f"its meaning gave {result.dtype}{list(result.shape)}; "
+            f"the program reads uint8{list(levels.shape)}",
+            remedy="return levels: numerics.quantize(...).astype(np.uint8), of the shape that infer says",
+        )  # fmt: skip
+    if frame := evaluate(call.output.frame, symbols):
+        start = offsets[call.output.at]
+        arena[start : start + frame] = graph.types[op.output].levels.zero
+    levels[...] = result
+
+
+def _levels(place: Place, arena: np.ndarray, offsets: Offsets, symbols: Mapping[str, int]) -> np.ndarray:
+    """A view in logical order."""
+    shape, strides = ([evaluate(dim, symbols) for dim in dims] for dims in (place.shape, place.strides))
+    start = offsets[place.at] + evaluate(place.start, symbols)
+    return np.lib.stride_tricks.as_strided(arena[start:], shape, strides)

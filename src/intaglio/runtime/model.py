@@ -12,19 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from intaglio import config
 from intaglio.calls import TORCH_DTYPES, bind, dims_of, rebuild
 from intaglio.errors import ArtifactError, BuildError, InputError
-from intaglio.ir import About, Dim, External, Graph, Schedule, Signature, evaluate
+from intaglio.ir import About, Dim, External, Graph, HostCall, Schedule, Signature, evaluate
 from intaglio.native.limits import int8_rates
 from intaglio.native.machine import ISA_FLAGS
 from intaglio.runtime import state, threads
 from intaglio.runtime.artifact import Artifact, Layout, Run
 from intaglio.runtime.coverage import Coverage
 from intaglio.runtime.files import Example, Library, Saved, digest_of, exact_values, example_of, library_of, save
+from intaglio.runtime.islands import Host, run_host
 from intaglio.runtime.profile import Clock, Profile, profile_of
 
 PLANS = 16
@@ -46,8 +48,13 @@ class _Frame:
         self.strides = (ctypes.c_int64 * (5 * count))()
         self.bytes = (ctypes.c_uint8 * count)()
         start = self.arena.data_ptr()
-        memory = start + -start % 64, artifact.constants.ctypes.data
+        self.skipped = -start % 64
+        memory = start + self.skipped, artifact.constants.ctypes.data
         self.run = Run(layout.dims, layout.offsets, *memory, self.external, self.strides, None, self.bytes)
+
+    def levels(self) -> np.ndarray:
+        """The arena from where offsets count."""
+        return self.arena.numpy()[self.skipped :]
 
     def read(self, index: int, tensor: torch.Tensor) -> None:
         """Let entry ``index`` of the table of the caller's tensors be this one, to be read."""
@@ -128,12 +135,13 @@ class QuantizedModel(nn.Module):
         libraries: Mapping[str, Library] | None = None,
         remake: Callable[[QuantizedModel, Graph], QuantizedModel] | None = None,
         schedules: Mapping[str, Mapping[str, Schedule]] | None = None,
+        hosts: Mapping[str, Host] | None = None,
     ) -> None:
         """``graph`` is what the program was made of: files hold it. ``libraries``: for other instruction sets.
         ``remake``: makes a model like this one around a graph with other numbers. ``schedules``: those a search chose,
-        by instruction set and output value."""
+        by instruction set and output value. ``hosts``: records of a user's own operators, by name."""
         super().__init__()
-        self._remake, self.schedules = remake, dict(schedules or {})
+        self._remake, self.schedules, self.hosts = remake, dict(schedules or {}), dict(hosts or {})
         self.graph, self.example, self.libraries = graph, example, dict(libraries or {})
         self.artifact, self.signature, self.coverage, self.about = artifact, signature, coverage, about
         self.islands = nn.ModuleDict({key: module for key, (module, _) in islands.items()})
@@ -196,6 +204,9 @@ class QuantizedModel(nn.Module):
         for segment, calls in self._calls.items():
             if calls:
                 for call in calls:
+                    if isinstance(call, HostCall):
+                        self._host(call, frame, shapes, clock)
+                        continue
                     dims = [evaluate(dim, shapes.symbols) for dim in self.island_dims[call.key]]
                     with torch.autocast("cpu", enabled=False):  # what follows reads float32
                         begin = time.perf_counter_ns()
@@ -222,6 +233,12 @@ class QuantizedModel(nn.Module):
         if len(shapes.frames) < PLANS:
             shapes.frames.append(frame)
         return values
+
+    def _host(self, call: HostCall, frame: _Frame, shapes: _Shapes, clock: Clock | None) -> None:
+        begin, host = time.perf_counter_ns(), self.hosts[call.op.attrs["operator"]]
+        run_host(call, host, self.graph, frame.levels(), shapes.layout.offsets, shapes.symbols)
+        if clock:
+            clock.islands[call.key] += time.perf_counter_ns() - begin
 
     def _returned(self, value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """Contiguous, unless an input came with channels last."""
@@ -274,7 +291,8 @@ class QuantizedModel(nn.Module):
 
     def _clocked(self, leaves: Sequence[torch.Tensor], shapes: _Shapes, allowed: int) -> Clock:
         """What every step of one call took."""
-        clock = Clock(len(self.artifact.program.steps), self.islands)
+        program = self.artifact.program
+        clock = Clock(len(program.steps), [step.island for step in program.steps if step.island])
         with torch.no_grad():
             self._run(leaves, shapes, allowed, clock)
         return clock
@@ -392,11 +410,12 @@ class QuantizedModel(nn.Module):
         return {**self.__dict__, "_shapes": OrderedDict()}
 
     def __repr__(self) -> str:
-        share, count = self.coverage, self.coverage.islands
+        share, count, hosts = self.coverage, self.coverage.islands, len(self.coverage.hosts)
+        callbacks = f"{hosts} host operator{'s' * (hosts != 1)}, " if hosts else ""
         others = f" (compiled for {', '.join(self.libraries)} too)" if self.libraries else ""
         return (
             f"QuantizedModel({self.about.name}: {100 * share.macs:.1f} % of MACs in int8, "
-            f"{count} float island{'s' * (count != 1)}, {share.bytes_before / 1e6:.2f} MB -> "
+            f"{count} float island{'s' * (count != 1)}, {callbacks}{share.bytes_before / 1e6:.2f} MB -> "
             f"{share.bytes_after / 1e6:.2f} MB, {self.artifact.program.isa}{others})"
         )
 

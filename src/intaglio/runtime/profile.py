@@ -152,6 +152,6 @@ def profile_of(
     for step, *spent in zip(program.steps, *(clock.spent(program) for clock in clocks), strict=True):
         microseconds, macs = median(spent) / 1e3, evaluate(step.work.macs, symbols)
         of_limit = _rate(macs, microseconds) / limit if limit and macs else None
-        about = step.path, step.kernel, step.tile, of_limit, bool(step.island)
+        about = step.path, step.kernel, step.tile, of_limit, bool(step.island) and not step.kernel
         parts.append(Part(step.name, step.kinds, step.types, microseconds, macs, *about))
     return Profile(tuple(parts), threads, median(calls_ns) / 1e3, limit, program.isa)

@@ -40,7 +40,7 @@ def correct(
     calls = kept_calls(prepared.signature, data, samples)
     annotations = _complete(prepared)
     qparams = activation_qparams(prepared, ranges)
-    units = weight_qparams(annotations, qparams, [], {}, {})
+    units = weight_qparams(annotations, qparams, [], ranges.parameters or {}, {})
     through_outputs = any(region.setting.bias == "outputs" for region in annotations.regions)
     walk = Walk(annotations, calls, qparams, exact=through_outputs, cache=cache)
     work = _Work(walk, units)
