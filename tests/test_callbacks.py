@@ -200,3 +200,19 @@ def test_global_parameters_are_every_activations():
     found = intaglio.Calibrator(ready, DATA).calibrate().parameters
     assert {(q.step, q.zero) for name, q in found.items() if "weight" not in name} == {(float(np.float32(0.05)), 10)}
     assert {q.step for name, q in found.items() if "weight" in name} == {float(np.float32(0.01))}
+
+
+def test_an_input_of_declared_images_keeps_its_parameters():
+    model, image = two_convs(), intaglio.Image((0.5,) * 3, (0.25,) * 3)
+    quantizer = Quantizer(input=image, patterns=builtin("conv2d", calibration=intaglio.AverageMaxCalibrationCallback()))
+    ready = intaglio.prepare(intaglio.capture(model, DATA[0]), quantizer)
+    ranges = intaglio.Calibrator(ready, DATA).calibrate()
+    assert set(ranges.parameters) == {"#0/relu.0", "c.weight", "d.weight"}
+    assert intaglio.convert(ready, ranges).qparams["#0/relu.0"] == ranges.parameters["#0/relu.0"]
+
+
+def test_the_whole_way_asks_callbacks_whatever_corrections_do():
+    model, callback = two_convs(), intaglio.AverageMaxCalibrationCallback()
+    quantized = intaglio.quantize(model, DATA, patterns=builtin("conv2d", calibration=callback))
+    exact = model(DATA[0])
+    assert F.mse_loss(quantized(DATA[0]), exact) < 0.003 * exact.var()

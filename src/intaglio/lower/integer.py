@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 from torch import fx
@@ -391,7 +392,7 @@ class _Builder:
                 array = getattr(self.module, node.target).detach().numpy()
                 names.append(self._constant(f"{stem}_{record.operands[index]}", array, DType.F32))
         self.hosts[record.name] = record
-        attrs = {"key": f"host{sum(op.kind == 'host' for op in self.ops)}", "operator": record.name}
+        attrs: dict[str, Any] = {"key": f"host{sum(op.kind == 'host' for op in self.ops)}", "operator": record.name}
         return self._op("host", names, f"{stem}_{record.name}", result, _origin(region), **region.attrs(), **attrs)
 
     def _single(self, region: IntegerRegion, x: str, stem: str, result: TensorType) -> str:

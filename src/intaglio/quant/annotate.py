@@ -96,8 +96,9 @@ class Region(Chain):
     @property
     def adds_shortcut(self) -> bool:
         """Whether it adds a value to an accumulator that the recipe wants in 16 bits."""
-        sums = any(record_of(node).name in SUMS for node in self.nodes)
-        return sums and self.record.anchor and self.setting.shortcut == 16
+        if "whole" in self.root.meta or not self.record.anchor or self.setting.shortcut != 16:
+            return False
+        return any(record_of(node).name in SUMS for node in self.nodes)
 
     def activations(self) -> list[fx.Node]:
         """Values from outside that the region reads as levels, in order, once each."""

@@ -215,7 +215,8 @@ class _Walked:
         for index, region in enumerate(self.annotations.regions):
             if _callback(region) is not None:
                 leaders = {self._leader(name) for name in sites_of(self.annotations, region)}
-                open_until.update(dict.fromkeys(leaders, index))
+                loose = [name for name in leaders if not isinstance(self.sites[name].spec, Fixed)]
+                open_until.update(dict.fromkeys(loose, index))
         self.plain, self.open_until = plain, open_until
         settled = {name: q for name, q in plain.items() if self._leader(name) not in open_until}
         self.walk = Walk(self.annotations, calls, settled, cache=cache)

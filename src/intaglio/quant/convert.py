@@ -405,8 +405,9 @@ class _Rewriter:
     def _wide_readers(self, node: fx.Node) -> list[fx.Node]:
         found = []
         for region in self.annotations.regions:
+            values = [value for value in region.activations() if value.name == node.name]
             for own in region.nodes:
-                read = [value for value in activations(own) if value is not None and value.name == node.name]
+                read = [value for value in own.all_input_nodes if value in values]
                 if any(reads_shortcut(region, own, value, self.shortcuts) for value in read):
                     found.append(self.nodes[own.name])
         return found

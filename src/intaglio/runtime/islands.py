@@ -234,7 +234,7 @@ def _encoded(value: Any) -> Any:
 
 # ---- host operators -----------------------------------------------------------------------------------------------
 
-Meaning = Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], np.ndarray]
+Meaning = Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], Any]
 
 
 class Offsets(Protocol):
