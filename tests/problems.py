@@ -150,11 +150,13 @@ PROBLEMS: dict[int, tuple[str, tuple[str, ...]]] = {
     )),
     36: ("tell me what to exclude", (
         "test_problems_accuracy.py::test_the_path_of_the_worst_layer_can_be_pasted_into_skip",
+        "test_problems_accuracy.py::test_the_list_to_exclude_can_be_pasted_into_skip",
     )),
     38: ("debugging tools that are scripts, or missing", (
         "test_problems_accuracy.py::test_a_bad_layer_is_found_as_the_worst",
         "test_problems_accuracy.py::test_the_table_has_the_worst_on_top_and_the_result_in_the_first_line",
-        "test_problems_accuracy.py::test_the_program_itself_is_compared_by_its_results",
+        "test_problems_accuracy.py::test_the_program_itself_is_compared_operator_by_operator",
+        "test_problems_accuracy.py::test_a_program_with_other_numbers_in_it_is_compared_by_its_results",
     )),
     39: ("locked versions, heavy dependencies, memory that grows with the data", (
         "test_problems_files.py::test_dependencies_are_few_and_have_no_upper_bound",

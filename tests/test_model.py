@@ -154,7 +154,7 @@ def test_every_stage_has_a_text():
     model = intaglio.quantize(nets.randomize(nets.Linears()), [torch.randn(4, 16)], progress=False)
     for stage in ("captured", "sites", "reference", "integer", "partitions", "program"):
         assert model.text(stage).strip()
-    with pytest.raises(intaglio.errors.InputError, match="no stage 'assembly'; there are captured, sites, reference"):
+    with pytest.raises(intaglio.errors.InputError, match="no stage 'assembly'; there are captured, quantizer, sites"):
         model.text("assembly")
     assert repr(model).startswith("QuantizedModel(Linears: 100.0 % of MACs in int8, 0 float islands, ")
 

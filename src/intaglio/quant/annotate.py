@@ -326,7 +326,7 @@ def _regions(
                 continue
             if len({replace(settings[n], functions=None, shortcut=None) for n in hit.nodes}) == 1:
                 chain = tuple(sorted(hit.nodes, key=view.position))
-                found.append(Region(chain, row.name, settings[chain[0]], _pattern_of(chain, owners)))
+                found.append(Region(chain, row.name, settings[node], _pattern_of(chain, owners)))
                 taken.update(chain)
     found += [
         Region((node,), record_of(node).name, settings[node], _pattern_of((node,), owners))

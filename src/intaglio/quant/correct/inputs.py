@@ -55,8 +55,8 @@ def channels_of_inputs(
         if not all(np.isfinite([c.low, c.high]).all() and c.low < c.high for c in channels):
             continue
         inputs[entry.name], exact = _ways(channels)
-        kinds = f"{exact} of {len(channels)} exactly, as they have at most 256 values" if exact else "none exactly"
-        notes.append(f"input '{entry.name}' has a scale and an offset per channel; channels held {kinds}")
+        kept = f", {exact} of {len(channels)} without loss: they have at most 256 values" if exact else ""
+        notes.append(f"input '{entry.name}': a scale per channel{kept}")
     return inputs, tuple(notes)
 
 

@@ -104,9 +104,11 @@ def _divisible(region: Region) -> bool:
 
 def _owns(anchor: fx.Node) -> bool:
     record = record_of(anchor)
+    if record.name not in ("conv2d", "linear"):
+        return False
     values = operands(anchor)
     constants = [values[i] for i in (record.roles.weight, record.roles.bias) if values[i] is not None]
-    return record.name in ("conv2d", "linear") and all(is_constant(c) and len(c.users) == 1 for c in constants)
+    return all(is_constant(c) and len(c.users) == 1 for c in constants)
 
 
 def _rectifies(node: fx.Node) -> bool:
