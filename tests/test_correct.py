@@ -34,6 +34,10 @@ NETS = {"plain": nets.ConvBnRelu, "residual": nets.Residual, "option a": nets.Op
         "pool": nets.MaxPoolNet, "same": nets.SamePadding, "linears": nets.Linears}  # fmt: skip
 
 
+def report(stage):
+    return stage.about.texts.get("corrections", "")
+
+
 def noise(exact, found):
     return ((exact - found).double().square().sum() / exact.double().square().sum()).item()
 
@@ -55,7 +59,7 @@ def test_sums_take_a_factor_per_channel():
     x = nets.example(model, 4)
     equalized = intaglio.equalize(prepared_of(model, x), [x])
     assert "aten.addcmul.default" in equalized.text()
-    assert any(note.startswith("equalize: ") for note in equalized.notes)
+    assert "equalize: " in report(equalized)
 
 
 def test_what_is_equalized_runs_in_integers_to_the_bit():
@@ -89,7 +93,7 @@ def test_a_recipe_turns_it_off():
 def test_bounds_above_zero_forbid_factors():
     model = nets.randomize(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU6(), nn.Conv2d(8, 8, 3)))
     x = torch.randn(4, 3, 9, 9)
-    assert not any("equalize" in note for note in intaglio.equalize(prepared_of(model, x), [x]).notes)
+    assert "equalize" not in report(intaglio.equalize(prepared_of(model, x), [x]))
 
 
 def test_normalised_bytes_are_held_exactly_though_nobody_said_so():
@@ -99,7 +103,7 @@ def test_normalised_bytes_are_held_exactly_though_nobody_said_so():
     x = (pixels / 255 - mean) / std
     prepared = prepared_of(nets.randomize(nets.ConvBnRelu()), x)
     equalized = intaglio.equalize(prepared, [x])
-    assert any("3 of 3 without loss" in note for note in equalized.notes)
+    assert "3 of 3 without loss" in report(equalized)
     (node,) = [node for node in equalized.annotations.module.graph.nodes if "zero_points" in node.meta]
     shift, _, gain = (getattr(equalized.annotations.module, str(a.target), None) for a in node.args)
     levels = x * gain + shift + torch.tensor(node.meta["zero_points"]).reshape(1, 3, 1, 1)
@@ -116,8 +120,7 @@ def test_an_input_that_something_else_reads_too_keeps_one_scale():
             return self.conv(x) + x
 
     x = torch.randn(4, 3, 8, 8)
-    notes = intaglio.equalize(prepared_of(Both().eval(), x), [x]).notes
-    assert not any("a scale per channel" in note for note in notes)
+    assert not intaglio.equalize(prepared_of(Both().eval(), x), [x]).equalization.inputs
 
 
 # -- moments ---------------------------------------------------------------------------------------------------------
@@ -308,6 +311,12 @@ def test_a_generator_that_reuses_one_buffer_is_read_once_and_kept_right():
 
     x = nets.example(model, 3, 9)
     assert torch.equal(intaglio.quantize(model, refilled())(x), intaglio.quantize(model, images)(x))
+
+
+def test_an_int8_model_says_what_corrections_gained():
+    model = nets.randomize(nets.Residual())
+    text = intaglio.quantize(model, [nets.example(model, 4)]).text("corrections")
+    assert [line.split(":")[0] for line in text.splitlines()] == ["input 'x'", "equalize", "gptq"]
 
 
 def test_steps_say_what_they_gained():

@@ -425,3 +425,13 @@ def test_a_file_whose_gains_are_not_one_per_channel_is_refused(tmp_path):
     files.save(replace(saved, graph=replace(saved.graph, types=types, constants=constants)), tmp_path / "bad", "x")
     with pytest.raises(ArtifactError, match=r"with \(2,\) gains and \(3,\) shifts"):
         intaglio.load(tmp_path / "bad")
+
+
+def test_an_input_that_was_only_equalized_takes_no_bytes():
+    """Its channels have scales of their own too, but nobody said what bytes stand for."""
+    model = nets.randomize(nets.ConvBnRelu())
+    x = nets.example(model, 4)
+    quantized = intaglio.quantize(model, [x])
+    assert next(op.kind for op in quantized.graph.ops) == "pixels"
+    with pytest.raises(InputError, match=r"element type torch\.uint8"):
+        quantized(torch.zeros(x.shape, dtype=torch.uint8))

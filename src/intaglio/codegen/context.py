@@ -140,7 +140,7 @@ class Context:
         """``struct Limits`` of the levels an operator gives, or the 16 bits."""
         q, (low, high), rest = self.graph.types[op.output].levels, self.bounds(op), len(op.outputs) > 1
         other = self.graph.types[op.inputs[1]].levels.zero if op.kind in ("add", "mul") else 0
-        if op.inputs[4:]:
+        if op.kind == "add" and op.inputs[4:]:
             other = numerics.joined(other, self.graph.types[op.inputs[4]].levels.zero).item()
         zero = numerics.widen(1, q.zero).zero_point if rest else q.zero
         return self.constant(limits(zero, low, high, other, rest), "struct Limits")

@@ -78,10 +78,11 @@ class Graph:
         return {name: tuple(ops) for name, ops in readers.items()}
 
     def byte_inputs(self) -> frozenset[int]:
-        """Inputs that may be uint8 levels as well as floats, by position: all that reads them is ``pixels``."""
+        """Inputs that may be uint8 levels as well as floats, by position: all that reads them is
+        ``pixels`` of ``bytes``, as of declared images."""
         users = self.users()
         read = {i: users[name] for i, name in enumerate(self.inputs) if name not in self.outputs}
-        return frozenset(i for i, ops in read.items() if ops and all(op.kind == "pixels" for op in ops))
+        return frozenset(i for i, ops in read.items() if ops and all(op.attrs.get("bytes") for op in ops))
 
     def symbols(self) -> tuple[str, ...]:
         """Free dimensions of the inputs, sorted."""

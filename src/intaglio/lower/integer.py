@@ -234,7 +234,8 @@ class _Builder:
             values = getattr(self.module, constant.target).numpy().reshape(-1)
             names.append(self._constant(f"{source}_{label}", values, DType.F32))
         result = TensorType(self.types[source].shape, DType.U8, q)
-        self.values[node] = self._op("pixels", [source, *names], f"{source}_u8", result, origin(node))
+        attrs: dict[str, Any] = {"bytes": True} if "bytes" in node.args[0].meta else {}
+        self.values[node] = self._op("pixels", [source, *names], f"{source}_u8", result, origin(node), **attrs)
 
     def _region(self, region: IntegerRegion) -> None:
         where, kind = _origin(region), tensor_type(region.root)

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from intaglio import config
-from intaglio.calls import bind
+from intaglio.calls import bind, dims_of
 from intaglio.capture.captured import expect
 from intaglio.errors import CalibrationError, InputError
 from intaglio.ir import Signature
@@ -141,8 +141,9 @@ def _run(prepared: Prepared, data: Any, samples: int | None, progress: bool, gro
 
 
 def _look(signature: Signature, args: tuple, kwargs: dict[str, Any]) -> Seen:
-    digest, inputs = hashlib.blake2b(digest_size=8), {}
-    for entry, tensor in zip(signature.inputs, bind(signature, args, kwargs), strict=True):
+    digest, inputs, leaves = hashlib.blake2b(digest_size=8), {}, bind(signature, args, kwargs)
+    dims_of(signature, leaves)
+    for entry, tensor in zip(signature.inputs, leaves, strict=True):
         plain = tensor.detach().contiguous()
         digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
         finite = plain[torch.isfinite(plain)] if plain.is_floating_point() else plain[:0]

@@ -88,7 +88,7 @@ def convert(
     else:
         given = _chosen(annotations, ranges)
         qparams = activation_qparams(prepared, ranges)
-    remarks = [str(step) for step in corrections.steps]
+    remarks: list[str] = []
     qparams.update(weight_qparams(annotations, qparams, remarks, given, corrections.weights))
     module = copy_graph(annotations.module)
     _Rewriter(module, annotations, qparams, corrections).run()
@@ -96,6 +96,8 @@ def convert(
     corrected = Corrected(prepared.equalization, levels, corrections.biases)
     parameters = Parameters.of(annotations.sites, annotations.leaders, qparams, corrected)
     texts = {"reference": fx_text(module.graph), "parameters": parameters.without_weights().to_json()}
+    if report := prepared.about.texts.get("corrections", "") + "".join(f"{step}\n" for step in corrections.steps):
+        texts["corrections"] = report
     about = prepared.about.after(tuple(remarks), **texts)
     return Reference(module, prepared.signature, qparams, prepared.annotations, parameters, about)
 

@@ -37,7 +37,7 @@ def declare_images(
             reason = "the model writes into it"
         if reason is None:
             value = read_affine(module, node, pixels.gain, pixels.shift)
-            value.meta["zero_points"] = pixels.zero_points
+            value.meta |= {"zero_points": pixels.zero_points, "bytes": True}
         else:
             notes.append(f"input '{name}', declared an Image, takes no bytes and its range is observed: {reason}")
     return tuple(notes)

@@ -183,11 +183,11 @@ def annotated(prepared: Prepared, module: fx.GraphModule) -> Annotations:
     return replace(found, sites=sites)
 
 
-def again(prepared: Prepared, module: fx.GraphModule, notes: tuple[str, ...] = ()) -> Prepared:
+def again(prepared: Prepared, module: fx.GraphModule) -> Prepared:
     """Of a module that computes what ``prepared.annotations.module`` does: annotated alike, nothing observed yet."""
     annotations = annotated(prepared, module)
     observed, observers, watch = _observed(annotations, prepared.signature)
-    about = prepared.about.after(notes, sites=annotations.text())
+    about = prepared.about.after(sites=annotations.text())
     return replace(
         prepared, module=observed, annotations=annotations, observers=observers, about=about, watch=watch
     )

@@ -251,8 +251,8 @@ class QuantizedModel(nn.Module):
     # -- what a user asks ----------------------------------------------------------------------------------------
 
     def text(self, stage: str) -> str:
-        """What a stage made: captured, sites, reference, integer, partitions or program; and what it was made by, the
-        quantizer (a recipe) and the parameters of activations."""
+        """What a stage made: captured, sites, reference, integer, partitions or program; what it was made by, the
+        quantizer (a recipe) and the parameters of activations; and what corrections gained."""
         texts = self.about.texts
         if stage not in texts:
             raise InputError("text", None, f"no stage {stage!r}; there are {', '.join(texts)}")

@@ -241,7 +241,7 @@ class _Rounding(_Recorder):
         return self.exact.get(n.name, value)
 
     def _rounded(self, node: fx.Node, value: Any) -> Any:
-        quantize = next((user for user in node.users if user.target in self.quantizes), None)
+        quantize = next((user for user in node.users if user.target in self.quantizes and user.args[0] is node), None)
         if quantize is None:
             return value
         dequantize = next(iter(quantize.users))

@@ -49,7 +49,7 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = SAMPLES) -> Prepar
             chosen[value.name] = factors
     by_site = {value.site: tuple(chosen[value.name].tolist()) for value in values if value.name in chosen}
     steps = _gain(module, chosen, calls[0]) if chosen else ()
-    return equalized(prepared, replace(found, factors=by_site), (*notes, *map(str, steps)))
+    return equalized(prepared, replace(found, factors=by_site), "".join(f"{line}\n" for line in (*notes, *steps)))
 
 
 def _largest(module: fx.GraphModule, names: Sequence[str], calls: Sequence[Sequence[Any]]) -> dict[str, torch.Tensor]:

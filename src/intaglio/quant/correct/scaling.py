@@ -19,9 +19,12 @@ from intaglio.quant.passes import constant_node, read_affine
 from intaglio.quant.prepare import Prepared, again, copy_graph
 
 
-def equalized(prepared: Prepared, found: Equalization, notes: tuple[str, ...] = ()) -> Prepared:
-    """`CalibrationError` when it names inputs or values that this model does not have, or cannot divide."""
-    if not found:
+def equalized(prepared: Prepared, found: Equalization, report: str = "") -> Prepared:
+    """`CalibrationError` when it names inputs or values that this model does not have, or cannot divide.
+
+    ``report``: what it gained, for the stage's text "corrections".
+    """
+    if found == prepared.equalization:
         return prepared
     if prepared.equalization:
         raise CalibrationError("equalization", None, "the model is equalized already",
@@ -35,7 +38,8 @@ def equalized(prepared: Prepared, found: Equalization, notes: tuple[str, ...] = 
                                remedy="use it with the model and the recipe it was made for")  # fmt: skip
     factors = {values[site].name: torch.tensor(f, dtype=torch.float64) for site, f in found.factors.items()}
     _rewrite(module, current.annotations.regions, [values[site] for site in found.factors], factors)
-    return replace(again(prepared, module, notes), equalization=found)
+    made = again(prepared, module)
+    return replace(made, equalization=found, about=made.about.after(corrections=report) if report else made.about)
 
 
 def with_inputs(prepared: Prepared, found: Equalization) -> Prepared:
