@@ -19,7 +19,9 @@ import nets
 from compare import captured_net
 from intaglio.capture import capture
 from intaglio.errors import CalibrationError
-from intaglio.quant import METHODS, Group, Ranges, calibrate, convert, prepare, share
+from intaglio.quant import METHODS, Group, Quantizer, Ranges, Recipe, Setting, calibrate, convert, prepare, share
+from intaglio.quant.correct.equalize import equalize
+from intaglio.quant.correct.steps import correct
 from intaglio.quant.distributed import merge_statistics
 from intaglio.quant.statistics import Statistics
 
@@ -158,6 +160,23 @@ def test_case_27_calibration_by_ranks_gives_the_file_and_the_parameters_of_one_p
         assert convert(one).qparams == convert(alone).qparams
         assert convert(one.with_method("ema:0.3")).qparams == convert(alone.with_method("ema:0.3")).qparams
     assert {one.watch.batch for one in prepared} == {len(BATCHES)}
+
+
+@pytest.mark.parametrize("setting", [{}, {"rounding": "nearest", "bias": "outputs"}], ids=str)
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_case_27_corrections_by_ranks_are_those_of_one_process_to_the_bit(size, setting):
+    """Equalization, integers of weights and biases too; eight ranks for seven batches: one has none."""
+    quantizer = Quantizer(Recipe(default=Setting(**setting)))
+
+    def parameters(group: Group) -> str:
+        data = share(BATCHES, group)
+        model = equalize(prepare(CAPTURED, quantizer), data, group=group)
+        ranges = calibrate(model, data, group=group)
+        return convert(model, ranges, correct(model, ranges, data, group=group)).parameters.to_json()
+
+    alone = parameters(Group())
+    assert "factors" in alone
+    assert Ranks(size).run(parameters) == [alone] * size
 
 
 def test_samples_count_over_all_ranks():

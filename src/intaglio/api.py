@@ -36,6 +36,7 @@ from intaglio.quant import (
 from intaglio.quant.correct.equalize import equalize
 from intaglio.quant.correct.kept import SAMPLES, keep
 from intaglio.quant.correct.steps import correct
+from intaglio.quant.distributed import Group
 from intaglio.quant.recipe import NAMED
 from intaglio.runtime import QuantizedModel, example_of
 from intaglio.tune import compare, made_up, one_image, search
@@ -110,7 +111,7 @@ def quantize(
 def _converted(prepared: Prepared, data: Any, samples: int | None, progress: bool | None) -> Reference:
     """Equalized, calibrated, corrected; a function that runs the model can only calibrate."""
     looked_at, data = keep(data, prepared.signature, SAMPLES if samples is None else min(samples, SAMPLES))
-    if not looked_at:
+    if not looked_at and Group.current().size == 1:
         return convert(prepared, Calibrator(prepared, data, samples=samples, progress=progress).calibrate())
     prepared = equalize(prepared, looked_at)
     ranges = Calibrator(prepared, data, samples=samples, progress=progress).calibrate()

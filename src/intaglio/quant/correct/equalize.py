@@ -20,6 +20,7 @@ from intaglio.quant.correct.inputs import channels_of_inputs
 from intaglio.quant.correct.kept import SAMPLES, kept_calls
 from intaglio.quant.correct.scaling import arrives, divisible, equalized, with_inputs
 from intaglio.quant.corrections import Equalization, Step
+from intaglio.quant.distributed import Group
 from intaglio.quant.prepare import Prepared
 from intaglio.quant.walk import decibels
 
@@ -27,43 +28,53 @@ FLOOR = 0.1
 """No channel is blown up more than tenfold: what calibration saw of a quiet channel may not be all."""
 
 
-def equalize(prepared: Prepared, data: Any, *, samples: int = SAMPLES) -> Prepared:
+def equalize(prepared: Prepared, data: Any, *, samples: int = SAMPLES, group: Group | None = None) -> Prepared:
     """A prepared model of the same function whose values lose less when they are quantized; nothing is observed yet.
 
     Inputs that only convolutions read get a scale and an offset per channel, which their weights and biases absorb.
     Other values between weights get a factor ``(largest of the channel / largest of all) ** alpha`` per channel, with
-    alpha the ``equalize`` of their setting (Nagel et al. 2019, extended to sums). ``data`` as for `calibrate`.
+    alpha the ``equalize`` of their setting (Nagel et al. 2019, extended to sums). ``data`` and ``group`` as for
+    `calibrate`: ranks, each with batches of its own, get the bits of one process.
     """
     expect(prepared, Prepared, "equalize")
-    calls = kept_calls(prepared.signature, data, samples)
-    inputs, notes = channels_of_inputs(prepared, calls)
+    group = group or Group.current()
+    calls = group.together(lambda: kept_calls(prepared.signature, data, samples, group))
+    inputs, notes = channels_of_inputs(prepared, calls, group)
     found = Equalization(inputs=inputs)
     current = with_inputs(prepared, found)
     module = current.annotations.module
     values = [value for value in divisible(current) if value.region.setting.equalize]
-    largest = _largest(module, [value.name for value in values], calls)
+    largest = _largest(module, [value.name for value in values], calls, group)
     chosen: dict[str, torch.Tensor] = {}
     for value in values:
         factors = _factors(largest[value.name], float(value.region.setting.equalize or 0))
         if factors.isfinite().all() and arrives(value, factors):
             chosen[value.name] = factors
     by_site = {value.site: tuple(chosen[value.name].tolist()) for value in values if value.name in chosen}
-    steps = _gain(module, chosen, calls[0]) if chosen else ()
+    steps = _gain(module, chosen, calls[0]) if chosen and calls else ()
     return equalized(prepared, replace(found, factors=by_site), "".join(f"{line}\n" for line in (*notes, *steps)))
 
 
-def _largest(module: fx.GraphModule, names: Sequence[str], calls: Sequence[Sequence[Any]]) -> dict[str, torch.Tensor]:
-    """Largest magnitude of every channel, by value."""
-    found: dict[str, torch.Tensor] = {}
+def _largest(
+    module: fx.GraphModule, names: Sequence[str], calls: Sequence[Sequence[Any]], group: Group
+) -> dict[str, torch.Tensor]:
+    """Largest magnitude of every channel over all ranks' batches, by value."""
+    nodes = {node.name: node for node in module.graph.nodes}
+    found = {name: torch.zeros(int(nodes[name].meta["type"].shape[1])) for name in names}
 
     def see(name: str, value: torch.Tensor) -> None:
-        largest = value.abs().transpose(0, 1).flatten(1).amax(1)
-        found[name] = torch.maximum(found[name], largest) if name in found else largest
+        found[name] = torch.maximum(found[name], value.abs().transpose(0, 1).flatten(1).amax(1))
 
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        for leaves in calls:
-            _Recorder(module, names, see).run(*leaves)
-    return found
+    def run() -> None:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for leaves in calls:
+                _Recorder(module, names, see).run(*leaves)
+
+    group.together(run)
+    if group.size == 1 or not found:
+        return found
+    flat = torch.from_numpy(group.highest(torch.cat(list(found.values())).numpy()))
+    return dict(zip(found, flat.split([len(values) for values in found.values()]), strict=True))
 
 
 class _Recorder(fx.Interpreter):

@@ -15,6 +15,7 @@ from intaglio.capture.nodes import origin, tensor_type
 from intaglio.ir import DType
 from intaglio.quant.corrections import Channels
 from intaglio.quant.declare import unable_to_absorb
+from intaglio.quant.distributed import Group
 from intaglio.quant.prepare import Prepared
 
 LEVELS = 256
@@ -38,7 +39,7 @@ class Channel:
 
 
 def channels_of_inputs(
-    prepared: Prepared, calls: Sequence[Sequence[Any]]
+    prepared: Prepared, calls: Sequence[Sequence[Any]], group: Group
 ) -> tuple[dict[str, Channels], tuple[str, ...]]:
     """The way to bytes of every input that convolutions can read channel by channel, by name; and a note for each."""
     inputs, notes = {}, []
@@ -50,9 +51,10 @@ def channels_of_inputs(
             continue
         if unable_to_absorb(node, prepared.quantizer, prepared.classes) is not None:
             continue
-        found = [_channels(leaves[place]) for leaves in calls]
+        own = [_channels(leaves[place]) for leaves in calls]
+        found = [channels for theirs in group.gather(own) for channels in theirs]
         channels = [_merged(column) for column in zip(*found, strict=True)]
-        if not all(np.isfinite([c.low, c.high]).all() and c.low < c.high for c in channels):
+        if not channels or not all(np.isfinite([c.low, c.high]).all() and c.low < c.high for c in channels):
             continue
         inputs[entry.name], exact = _ways(channels)
         kept = f", {exact} of {len(channels)} without loss: they have at most 256 values" if exact else ""

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
 from intaglio.capture.nodes import call_of, tensor_type
 from intaglio.ir import DType, QParams
 from intaglio.quant.annotate import Region
+from intaglio.quant.distributed import Group
 from intaglio.quant.sites import Site
 
 HALF = 128
@@ -40,15 +42,25 @@ def unable(region: Region, site: Site) -> bool:
 
 
 def moments(region: Region, levels: Iterable[torch.Tensor], q: QParams) -> Moments:
-    """Of one or more batches of an anchor's operand, u8 in logical order, its parameters ``q``."""
-    total: Moments | None = None
+    """Of batches of an anchor's operand, u8 in logical order, its parameters ``q``; of none, zeros."""
+    weight = tensor_type(region.anchor.args[1])
+    groups = int(call_of(region.anchor, region.record).arguments.get("groups", 1))
+    k = int(np.prod([int(size) for size in weight.shape[1:]]))  # type: ignore[union-attr,arg-type]
+    total = Moments(torch.zeros(groups, k, k, dtype=torch.int64), torch.zeros(groups, k, dtype=torch.int64), 0)
     for batch in levels:
         for part in _columns(region, batch, q):
-            found = _of(*part)
-            total = found if total is None else total + found
-    if total is None:
-        raise ValueError("no batch")
+            total = total + _of(*part)
     return total
+
+
+def over_ranks(found: Moments, group: Group) -> Moments:
+    """Of all ranks' batches."""
+    if group.size == 1:
+        return found
+    parts = (found.products.flatten(), found.sums.flatten(), torch.tensor([found.count]))
+    flat = torch.from_numpy(group.total(torch.cat(parts).numpy()))
+    products, sums, count = flat.split([part.numel() for part in parts])
+    return Moments(products.view_as(found.products), sums.view_as(found.sums), int(count))
 
 
 def _of(columns: torch.Tensor, zeros: torch.Tensor) -> Moments:

@@ -11,16 +11,18 @@ import numpy as np
 import torch
 from torch import fx
 
+from intaglio import numerics
 from intaglio.capture.captured import expect
 from intaglio.capture.nodes import call_of, operands
 from intaglio.ir import QParams
 from intaglio.quant.annotate import Annotations, Region
-from intaglio.quant.convert import activation_qparams, parameters_of, weight_qparams
+from intaglio.quant.convert import activation_qparams, anchor_sites, parameters_of, weight_qparams
 from intaglio.quant.correct.biases import with_biases
 from intaglio.quant.correct.kept import SAMPLES, kept_calls
-from intaglio.quant.correct.moments import Moments, moments, unable
+from intaglio.quant.correct.moments import Moments, moments, over_ranks, unable
 from intaglio.quant.correct.rounding import ROUNDINGS, loss, nearest
 from intaglio.quant.corrections import Corrections, Rounded, Step
+from intaglio.quant.distributed import Group
 from intaglio.quant.prepare import Prepared, annotated
 from intaglio.quant.ranges import Ranges
 from intaglio.quant.sites import Site
@@ -29,22 +31,30 @@ from intaglio.quant.weights import Grid, weight_grid
 
 
 def correct(
-    prepared: Prepared, ranges: Ranges, data: Any, *, samples: int = SAMPLES, cache: int = CACHE
+    prepared: Prepared,
+    ranges: Ranges,
+    data: Any,
+    *,
+    samples: int = SAMPLES,
+    cache: int = CACHE,
+    group: Group | None = None,
 ) -> Corrections:
     """Weights and biases better than rounding alone gives them, for `convert`; what to do is each `Setting`'s.
 
     Operators are taken in order, each with the operand that the model quantized so far gives it. ``data`` as for
     `calibrate`, of which whole batches are used until there are ``samples``; ``cache``: bytes of activations in memory.
+    ``group`` as for `calibrate`: ranks, each with batches of its own, get the bits of one process.
     """
     expect(prepared, Prepared, "correct")
-    calls = kept_calls(prepared.signature, data, samples)
+    group = group or Group.current()
+    calls = group.together(lambda: kept_calls(prepared.signature, data, samples, group))
     annotations = _complete(prepared)
     qparams = activation_qparams(prepared, ranges)
     units = weight_qparams(annotations, qparams, [], ranges.parameters or {}, {})
     through_outputs = any(region.setting.bias == "outputs" for region in annotations.regions)
     walk = Walk(annotations, calls, qparams, exact=through_outputs, cache=cache)
-    work = _Work(walk, units)
-    for region in walk:
+    work, regions = _Work(walk, units, group), iter(walk)
+    while (region := group.together(lambda: next(regions, None))) is not None:
         if region.record.roles.weight is not None:
             work.take(region)
     module = with_biases(annotations.module, walk.biases)
@@ -60,6 +70,7 @@ class _Work:
 
     walk: Walk
     units: Mapping[str, QParams]
+    group: Group
     weights: dict[str, Rounded] = field(default_factory=dict)
     levels: dict[str, np.ndarray] = field(default_factory=dict)
     noise: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
@@ -96,7 +107,8 @@ class _Work:
     def _moments(self, region: Region, x: fx.Node) -> Moments:
         site = self.walk.sites[x.name]
         batches = (self.walk.levels(x, batch) for batch in range(len(self.walk.calls)))
-        return moments(region, batches, self.walk.qparams[site.name])
+        q = self.walk.qparams[site.name]
+        return over_ranks(self.group.together(lambda: moments(region, batches, q)), self.group)
 
     def _report(self, name: str, rows: Any, step: Any, nearest: Any, levels: Any, found: Moments) -> None:
         matrix = found.products.double()
@@ -113,21 +125,33 @@ class _Work:
             moved = self._difference(region)
         else:
             x = operands(region.anchor)[region.record.roles.x[0]]
-            mean = found.sums.double() / found.count * self.walk.qparams[self.walk.sites[x.name].name].step
+            mean = found.sums.double() / max(found.count, 1) * self.walk.qparams[self.walk.sites[x.name].name].step
             moved = (error @ mean[..., None]).reshape(-1)
         self.walk.biases[region.anchor.name] = (torch.from_numpy(bias).double() + moved).float()
         self.noise.setdefault(f"bias ({region.setting.bias})", [])
 
     def _difference(self, region: Region) -> torch.Tensor:
-        """Mean of the exact anchor's results less the quantized one's, per output channel."""
+        """Mean of the exact anchor's results less the quantized one's, per output channel.
+
+        Sums of a batch are rounded to 2^-16 of an accumulator's step, so that they add up exactly.
+        """
+        x_site, w_site, _ = anchor_sites(self.walk.annotations, region)
+        outputs = len(parameters_of(self.walk.module, region)[0])
+        step = numerics.accumulator_scale(self.walk.qparams[x_site.name].step, self.units[w_site.name].scales)
+        unit = torch.from_numpy(np.broadcast_to(np.asarray(step, np.float64), outputs).copy()) * 2.0**-16
         axis = -1 if region.record.name == "linear" else 1
-        total, count = None, 0
-        for batch in range(len(self.walk.calls)):
-            exact, found = self.walk.anchor_outputs(region, batch)
-            difference = (exact.double() - found.double()).movedim(axis, 0).flatten(1)
-            total = difference.sum(1) if total is None else total + difference.sum(1)
-            count += difference.shape[1]
-        return total / count
+        total = torch.zeros(outputs + 1, dtype=torch.int64)
+
+        def add_up() -> None:
+            for batch in range(len(self.walk.calls)):
+                exact, found = self.walk.anchor_outputs(region, batch)
+                difference = (exact.double() - found.double()).movedim(axis, 0).flatten(1)
+                total[:-1] += (difference.sum(1) / unit).round().to(torch.int64)
+                total[-1] += difference.shape[1]
+
+        self.group.together(add_up)
+        sums = torch.from_numpy(self.group.total(total.numpy()))
+        return sums[:-1].double() * unit / max(int(sums[-1]), 1)
 
     def steps(self) -> Iterator[Step]:
         for name, pairs in self.noise.items():
