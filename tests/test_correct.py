@@ -328,3 +328,16 @@ def test_steps_say_what_they_gained():
     assert step.name == "gptq"
     assert step.after > step.before
     assert np.isfinite([step.before, step.after]).all()
+
+
+def test_four_bits_lose_less_with_integers_and_scales_that_the_operand_chose():
+    model = nets.randomize(nets.Residual())
+    x = nets.example(model, 16)
+    errors = []
+    for rounding in ("gptq", "nearest"):
+        prepared = prepared_of(model, x, weights_dtype="s4", rounding=rounding, equalize=0.0)
+        ranges = intaglio.calibrate(prepared, [x])
+        corrections = intaglio.correct(prepared, ranges, [x])
+        assert all(rounded.levels.min() >= -8 and rounded.levels.max() <= 7 for rounded in corrections.weights.values())
+        errors.append(noise(model(x).detach(), intaglio.convert(prepared, ranges, corrections)(x)))
+    assert errors[0] < 0.5 * errors[1]

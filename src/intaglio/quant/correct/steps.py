@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from intaglio.quant.convert import activation_qparams, anchor_sites, parameters_
 from intaglio.quant.correct.biases import with_biases
 from intaglio.quant.correct.kept import SAMPLES, kept_calls
 from intaglio.quant.correct.moments import Moments, moments, over_ranks, unable
-from intaglio.quant.correct.rounding import ROUNDINGS, loss, nearest
+from intaglio.quant.correct.rounding import ROUNDINGS, Round, loss, nearest
 from intaglio.quant.corrections import Corrections, Rounded, Step
 from intaglio.quant.distributed import Group
 from intaglio.quant.prepare import Prepared, annotated
@@ -82,6 +82,8 @@ class _Work:
         site = annotations.by_value[weight_node.name, "weight"]
         weight, _ = parameters_of(annotations.module, region)
         q = self.units[site.name]
+        if site.name in self.weights:
+            q = self.weights[site.name].qparams
         grid = weight_grid(weight, np.array(q.scales), site.record, site.group, record.roles.outputs)
         if site.record.floating:
             return
@@ -91,6 +93,10 @@ class _Work:
         found = self._moments(region, x)
         rows, step = (_grouped(region, np.broadcast_to(part, weight.shape)) for part in (weight, grid.steps))
         if site.name not in self.weights and setting.rounding != "nearest":
+            if site.record.squares and not site.group and len(q.scales) == len(weight):
+                q = _rescaled(q, ROUNDINGS[setting.rounding], rows, step, found, grid)
+                grid = weight_grid(weight, np.array(q.scales), site.record, 0, record.roles.outputs)
+                step = _grouped(region, np.broadcast_to(grid.steps, weight.shape))
             levels = ROUNDINGS[setting.rounding](rows, step, found, grid.low, grid.high)
             plain = nearest(rows, step, found, grid.low, grid.high)
             self._report(setting.rounding, rows, step, plain, levels, found)
@@ -159,6 +165,27 @@ class _Work:
                 means = (sum(part) / len(pairs) for part in zip(*pairs, strict=True))
                 before, after = (-10 * math.log10(max(mean, 1e-30)) for mean in means)
                 yield Step(name, f"{len(pairs)} weights, mean over operators", before, after)
+
+
+FACTORS = (0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2)
+"""Of scales that were chosen for the weights alone; with few levels the operand says which are better."""
+
+
+def _rescaled(
+    q: QParams, rounding: Round, rows: torch.Tensor, step: torch.Tensor, found: Moments, grid: Grid
+) -> QParams:
+    """Scales, one per output channel, with which rounding leaves the least error in the results."""
+    matrix = found.products.double()
+
+    def error(factor: float) -> torch.Tensor:
+        return loss(rounding(rows, step * factor, found, grid.low, grid.high), rows, step * factor, matrix)
+
+    least, best = error(1.0), torch.ones(rows.shape[:2], dtype=torch.float64)
+    for factor in FACTORS:
+        now = error(factor)
+        best, least = torch.where(now < least, factor, best), torch.minimum(now, least)
+    scales = (torch.tensor(q.scales, dtype=torch.float64) * best.reshape(-1)).float()
+    return replace(q, scale=tuple(scales.tolist()))
 
 
 def _grouped(region: Region, weight: np.ndarray) -> torch.Tensor:
