@@ -13,6 +13,7 @@ import nets
 from intaglio.quant import Quantizer, Recipe, Setting
 from intaglio.quant.correct.moments import Moments, moments
 from intaglio.quant.correct.rounding import ROUNDINGS, loss, nearest
+from intaglio.quant.correct.smooth import Rows, smoothing
 
 
 def prepared_of(model, batch, **setting):
@@ -235,6 +236,20 @@ def test_correlated_inputs_are_made_use_of(name):
     assert errors[0] < 0.3 * errors[1]
 
 
+def test_operands_that_are_nearly_one_do_no_harm():
+    """One channel is thousands of times the others, and there twice: the moments can hardly be inverted."""
+    make = torch.Generator().manual_seed(0)
+    x = torch.randint(-1, 2, (1, 40, 30), generator=make)
+    x[:, :2] = 255
+    found = Moments(x @ x.transpose(1, 2) * 10**6, x.sum(2), 30)
+    weight = torch.randn(1, 4, 40, generator=make, dtype=torch.float64)
+    step = weight.abs().amax(2, keepdim=True) / 127
+    levels = ROUNDINGS["gptq"](weight, step, found, -127, 127)
+    matrix = found.products.double()
+    plain = loss(nearest(weight, step, found, -127, 127), weight, step, matrix)
+    assert (loss(levels, weight, step, matrix) <= plain).all()
+
+
 # -- correct ---------------------------------------------------------------------------------------------------------
 
 
@@ -341,3 +356,51 @@ def test_four_bits_lose_less_with_integers_and_scales_that_the_operand_chose():
         assert all(rounded.levels.min() >= -8 and rounded.levels.max() <= 7 for rounded in corrections.weights.values())
         errors.append(noise(model(x).detach(), intaglio.convert(prepared, ranges, corrections)(x)))
     assert errors[0] < 0.5 * errors[1]
+
+
+# -- smoothing -------------------------------------------------------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    """Two linear layers read one layer norm, of which one channel is large."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(12, 24), nn.LayerNorm(24)
+        self.a, self.b = nn.Linear(24, 16), nn.Linear(24, 8)
+        with torch.no_grad():
+            self.norm.weight[5] = 30.0
+            self.norm.bias.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+
+    def forward(self, x):
+        y = self.norm(self.first(x))
+        return self.a(y), self.b(y)
+
+
+def test_smoothing_leaves_the_float_function_alone_and_gains():
+    torch.manual_seed(0)
+    model, x = Tokens().eval(), torch.randn(16, 10, 12)
+    exact = [y.detach() for y in model(x)]
+    plain = prepared_of(model, x, equalize=0.0)
+    smooth = intaglio.equalize(prepared_of(model, x), [x[:8], x[8:]])
+    assert "smooth: 1 layer norms" in report(smooth)
+    for found, expected in zip(smooth(x), exact, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    errors = []
+    for prepared in (plain, smooth):
+        results = intaglio.convert(prepared, intaglio.calibrate(prepared, [x]))(x)
+        errors.append(sum(noise(*pair) for pair in zip(exact, results, strict=True)))
+    assert errors[1] < 0.7 * errors[0]
+
+
+def test_what_smoothing_does_not_help_stays_as_it_is():
+    rows = Rows.of(torch.randn(16, 4, 8).sign(), 0)
+    weight = torch.ones(4, 8)
+    assert smoothing(rows, [weight], torch.ones(8)) is None
+
+
+def test_linear_layers_over_images_with_channels_last_are_left_alone():
+    """The second axis of their results is a row of the image."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5)).eval()
+    x = torch.randn(2, 6, 6, 4)
+    assert not intaglio.equalize(prepared_of(model, x), [x]).equalization.factors

@@ -16,9 +16,11 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.capture.captured import expect
+from intaglio.capture.nodes import operands, operator
 from intaglio.quant.correct.inputs import channels_of_inputs
-from intaglio.quant.correct.kept import SAMPLES, kept_calls
-from intaglio.quant.correct.scaling import arrives, divisible, equalized, with_inputs
+from intaglio.quant.correct.kept import SAMPLES, Calls, kept_calls
+from intaglio.quant.correct.scaling import Value, arrives, divisible, equalized, normalizes, with_inputs
+from intaglio.quant.correct.smooth import Rows, Smoothing, smoothing
 from intaglio.quant.corrections import Equalization, Step
 from intaglio.quant.distributed import Group
 from intaglio.quant.prepare import Prepared
@@ -32,6 +34,7 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = SAMPLES, group: Gr
     """A prepared model of the same function whose values lose less when they are quantized; nothing is observed yet.
 
     Inputs that only convolutions read get a scale and an offset per channel, which their weights and biases absorb.
+    What a layer norm gives to linear layers gets factors as SmoothQuant has them, where they help (correct/smooth.py).
     Other values between weights get a factor ``(largest of the channel / largest of all) ** alpha`` per channel, with
     alpha the ``equalize`` of their setting (Nagel et al. 2019, extended to sums). ``data`` and ``group`` as for
     `calibrate`: ranks, each with batches of its own, get the bits of one process.
@@ -46,12 +49,22 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = SAMPLES, group: Gr
     values = [value for value in divisible(current) if value.region.setting.equalize]
     largest = _largest(module, [value.name for value in values], calls, group)
     chosen: dict[str, torch.Tensor] = {}
+    smooth = _smoothings([value for value in values if normalizes(value.region)], current, calls, largest, group)
     for value in values:
+        if normalizes(value.region):
+            if value.name in smooth:
+                chosen[value.name] = smooth[value.name].factors
+            continue
         factors = _factors(largest[value.name], float(value.region.setting.equalize or 0))
         if factors.isfinite().all() and arrives(value, factors):
             chosen[value.name] = factors
     by_site = {value.site: tuple(chosen[value.name].tolist()) for value in values if value.name in chosen}
-    steps = _gain(module, chosen, calls[0]) if chosen and calls else ()
+    plain = {name: factors for name, factors in chosen.items() if name not in smooth}
+    steps = _gain(module, plain, calls[0]) if plain and calls else ()
+    if smooth:
+        sums = [sum(getattr(one, key) / one.signal for one in smooth.values()) for key in ("before", "after")]
+        ends = (decibels(len(smooth), each) for each in sums)
+        steps += (Step("smooth", f"{len(smooth)} layer norms, results of their readers, mean", *ends),)
     return equalized(prepared, replace(found, factors=by_site), "".join(f"{line}\n" for line in (*notes, *steps)))
 
 
@@ -60,10 +73,11 @@ def _largest(
 ) -> dict[str, torch.Tensor]:
     """Largest magnitude of every channel over all ranks' batches, by value."""
     nodes = {node.name: node for node in module.graph.nodes}
-    found = {name: torch.zeros(int(nodes[name].meta["type"].shape[1])) for name in names}
+    axes = {name: -1 if operator(nodes[name]).startswith("aten.layer_norm") else 1 for name in names}
+    found = {name: torch.zeros(int(nodes[name].meta["type"].shape[axes[name]])) for name in names}
 
     def see(name: str, value: torch.Tensor) -> None:
-        found[name] = torch.maximum(found[name], value.abs().transpose(0, 1).flatten(1).amax(1))
+        found[name] = torch.maximum(found[name], value.abs().movedim(axes[name], 0).flatten(1).amax(1))
 
     def run() -> None:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -75,6 +89,38 @@ def _largest(
         return found
     flat = torch.from_numpy(group.highest(torch.cat(list(found.values())).numpy()))
     return dict(zip(found, flat.split([len(values) for values in found.values()]), strict=True))
+
+
+def _smoothings(
+    values: Sequence[Value], prepared: Prepared, calls: Calls, largest: Mapping[str, torch.Tensor], group: Group
+) -> dict[str, Smoothing]:
+    """By value, where smoothing helps. Rows of all ranks, in the order of batches."""
+    if not values:
+        return {}
+    module, own = prepared.annotations.module, dict[str, list[Rows]]()
+    sizes = [max((len(leaf) for leaf in leaves if leaf.dim()), default=1) for leaves in calls]
+    each = max(group.gather(max(sizes, default=1)))  # samples are counted in steps of the largest batch
+
+    def run() -> None:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for place, leaves in enumerate(calls):
+                first = (place * group.size + group.rank) * each
+
+                def see(name: str, value: torch.Tensor, first: int = first) -> None:
+                    own.setdefault(name, []).append(Rows.of(value, first))
+
+                _Recorder(module, [value.name for value in values], see).run(*leaves)
+
+    group.together(run)
+    found = {}
+    for value in values:
+        theirs = [part for parts in group.gather(own.get(value.name, [])) for part in parts]
+        theirs.sort(key=lambda part: int(part.samples[0]))
+        readers = [getattr(module, str(operands(use.node)[1].target)) for use in value.uses]
+        result = smoothing(Rows.joined(theirs), readers, largest[value.name]) if theirs else None
+        if result is not None:
+            found[value.name] = result
+    return found
 
 
 class _Recorder(fx.Interpreter):

@@ -12,8 +12,10 @@ import torch
 
 from intaglio.quant.correct.moments import Moments
 
-DAMPING = 0.01
-"""Share of the mean diagonal that is added to it, so that it can be inverted."""
+DAMPINGS = (0.01, 0.1, 1.0)
+"""Shares of the mean diagonal that are added to it, so that it can be inverted; the first that suffices."""
+LEAST = 1e-6
+"""The same of the largest diagonal element: two operands that are nearly one leave little else in float64."""
 BLOCK = 128
 ITERATIONS = 600
 RATE = 0.01
@@ -38,6 +40,8 @@ def gptq(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, hig
     matrix = found.products.double()
     order = matrix.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
     factor = _factor(_taken(_taken(matrix, order, 1), order, 2))
+    if factor is None:
+        return plain
     free, steps = _taken(weight, order, 2), _taken(step.expand_as(weight), order, 2)
     levels = torch.zeros_like(free)
     width = free.shape[2]
@@ -104,10 +108,15 @@ def _taken(matrix: torch.Tensor, order: torch.Tensor, axis: int) -> torch.Tensor
     return matrix.gather(axis, order.reshape(shape).expand_as(matrix))
 
 
-def _factor(matrix: torch.Tensor) -> torch.Tensor:
-    """Upper Cholesky factor of the damped inverse; columns that nothing ever reaches have a moment of one."""
+def _factor(matrix: torch.Tensor) -> torch.Tensor | None:
+    """Upper Cholesky factor of the damped inverse, or ``None``; columns that nothing reaches have a moment of one."""
     diagonal = matrix.diagonal(dim1=1, dim2=2)
-    damping = DAMPING * diagonal.mean(1, keepdim=True)
-    damped = matrix + torch.diag_embed(torch.where(diagonal == 0, torch.ones_like(diagonal), damping + 0 * diagonal))
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True)
+    mean, most = diagonal.mean(1, keepdim=True), diagonal.amax(1, keepdim=True)
+    for damping in DAMPINGS:
+        added = torch.where(diagonal == 0, torch.ones_like(diagonal), damping * mean + LEAST * most)
+        lower, failed = torch.linalg.cholesky_ex(matrix + torch.diag_embed(added))
+        if not failed.any():
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed.any():
+                return upper
+    return None

@@ -86,7 +86,10 @@ def divisible(prepared: Prepared) -> list[Value]:
     found = []
     for region in regions:
         site = by_value.get((region.root.name, "activation"))
-        uses = _uses(region.root, member, ()) if site is not None and _divisible(region) else None
+        able = site is not None and (_divisible(region) or normalizes(region))
+        uses = _uses(region.root, member, ()) if able else None
+        if uses and normalizes(region) and any(use.trail or record_of(use.node).name != "linear" for use in uses):
+            continue
         if uses and site is not None:
             found.append(Value(region, tuple(uses), site.name))
     return found
@@ -101,9 +104,17 @@ def _divisible(region: Region) -> bool:
     """A convolution or linear layer of its own constants, then sums and rectifiers only."""
     if region.record.roles.weight is None or not _owns(region.anchor):
         return False
-    if len(tensor_type(region.root).shape) not in (2, 4):
-        return False
+    if len(tensor_type(region.root).shape) != (2 if region.record.name == "linear" else 4):
+        return False  # channels of a linear layer of another rank lie last
     return all(_rectifies(node) or _adds(node, region) for node in region.nodes[1:])
+
+
+def normalizes(region: Region) -> bool:
+    """A layer norm with a scale and an offset of its own, per channel, which lies last."""
+    if len(region.nodes) != 1 or region.record.name != "layer_norm":
+        return False
+    given = [value for value in operands(region.anchor)[1:] if value is not None]
+    return len(given) == 2 and all(is_constant(value) and len(value.users) == 1 for value in given)
 
 
 def _owns(anchor: fx.Node) -> bool:
@@ -228,9 +239,17 @@ def _number(value: Any) -> Any:
 def _scale(
     module: fx.GraphModule, anchor: fx.Node, rows: torch.Tensor | None, columns: torch.Tensor | None
 ) -> None:
-    """Weight rows divided by ``rows``, columns multiplied by ``columns``; the bias goes with the rows."""
+    """Weight rows divided by ``rows``, columns multiplied by ``columns``; the bias goes with the rows.
+
+    A layer norm has its scale and offset divided.
+    """
     record = BY_TARGET[operator(anchor)]
     values = operands(anchor)
+    if rows is not None and record.name == "layer_norm":
+        for constant in values[1:]:
+            if constant is not None:
+                _swap(module, anchor, constant, getattr(module, constant.target).double() / rows)
+        return
     weight = getattr(module, values[record.roles.weight].target).double()
     if columns is not None:
         groups = arguments(anchor).get("groups", 1)
