@@ -184,6 +184,19 @@ def test_moments_are_the_sums_written_out(layer):
     assert found.count == model_positions(layer, x)
 
 
+@pytest.mark.parametrize("layer", [nn.Conv2d(3, 4, 3), nn.Conv2d(6, 4, 3, groups=2)], ids=str)
+def test_moments_of_one_position(layer):
+    x = torch.randn(4, layer.in_channels, 3, 3)
+    region, q = region_of(layer, x)
+    levels = torch.randint(0, 256, x.shape, dtype=torch.uint8)
+    products, sums = written_out(layer, levels[:1], q.zero)
+    found = moments(region, [levels[:1]], q)
+    assert torch.equal(found.products.double(), products)
+    assert torch.equal(found.sums.double(), sums)
+    parts = [moments(region, [image], q) for image in levels.split(1)]
+    assert torch.equal(sum(part.products for part in parts), moments(region, [levels], q).products)
+
+
 def test_moments_add_up_whatever_the_split():
     layer, x = nn.Conv2d(4, 6, 3, padding=1), torch.randn(7, 4, 9, 9)
     region, q = region_of(layer, x)

@@ -23,8 +23,9 @@ from intaglio.ops.conv import output_axis
 from intaglio.ops.pool import counts
 from intaglio.ops.resize import tables
 from intaglio.quant.annotate import Annotations, macs
-from intaglio.quant.convert import Reference, each_output, per_output
+from intaglio.quant.convert import Reference
 from intaglio.quant.patterns import is_host
+from intaglio.quant.qparams import each_output, per_output
 from intaglio.quant.sites import Skip
 
 

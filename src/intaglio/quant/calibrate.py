@@ -17,11 +17,11 @@ from intaglio.calls import bind, dims_of
 from intaglio.capture.captured import expect
 from intaglio.errors import CalibrationError, InputError
 from intaglio.ir import Signature
-from intaglio.quant.convert import activation_ranges
 from intaglio.quant.data import Binder, batches, peek
 from intaglio.quant.distributed import Group, merge_statistics
 from intaglio.quant.lint import lint
 from intaglio.quant.prepare import Prepared
+from intaglio.quant.qparams import activation_ranges
 from intaglio.quant.ranges import Ranges, Seen
 from intaglio.quant.statistics import Statistics
 

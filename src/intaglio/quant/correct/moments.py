@@ -74,6 +74,7 @@ def _of(columns: torch.Tensor, zeros: torch.Tensor) -> Moments:
     for start in range(0, count, rows):
         part = signed[:, :, start : start + rows]
         if groups == 1:
+            part = F.pad(part, (0, 1)) if part.shape[2] == 1 else part  # _int_mm misreads the strides of one column
             products[0] += torch._int_mm(part[0], part[0].t()).to(torch.int64)
         else:  # small groups: float64 holds these sums exactly, and takes all groups at once
             wide = part.double()

@@ -16,7 +16,6 @@ from intaglio.capture.captured import expect
 from intaglio.capture.nodes import call_of, operands
 from intaglio.ir import QParams
 from intaglio.quant.annotate import Annotations, Region
-from intaglio.quant.convert import activation_qparams, anchor_sites, parameters_of, weight_qparams
 from intaglio.quant.correct.biases import with_biases
 from intaglio.quant.correct.kept import SAMPLES, kept_calls
 from intaglio.quant.correct.moments import Moments, moments, over_ranks, unable
@@ -24,6 +23,7 @@ from intaglio.quant.correct.rounding import ROUNDINGS, Round, loss, nearest
 from intaglio.quant.corrections import Corrections, Rounded, Step
 from intaglio.quant.distributed import Group
 from intaglio.quant.prepare import Prepared, annotated
+from intaglio.quant.qparams import activation_qparams, anchor_sites, parameters_of, weight_qparams
 from intaglio.quant.ranges import Ranges
 from intaglio.quant.sites import Site
 from intaglio.quant.walk import CACHE, Walk
