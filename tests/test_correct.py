@@ -347,6 +347,14 @@ def test_an_int8_model_says_what_corrections_gained():
     assert [line.split(":")[0] for line in text.splitlines()] == ["input 'x'", "equalize", "gptq"]
 
 
+def test_biases_say_what_they_gained():
+    model, x = One(nn.Conv2d(4, 6, 3, bias=False)).eval(), torch.rand(8, 4, 9, 9)
+    prepared = prepared_of(model, x, rounding="nearest", bias="weights", equalize=0.0)
+    (step,) = intaglio.correct(prepared, intaglio.calibrate(prepared, [x]), [x]).steps
+    assert step.name == "bias of weights"
+    assert step.after > step.before + 1
+
+
 def test_steps_say_what_they_gained():
     model = nets.randomize(nets.Residual())
     x = nets.example(model, 4)

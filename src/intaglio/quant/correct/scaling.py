@@ -11,7 +11,7 @@ from torch import fx
 
 from intaglio.capture.nodes import arguments, call_of, is_constant, operands, operator, origin, record_of, tensor_type
 from intaglio.errors import CalibrationError
-from intaglio.ir import evaluate, symbols_of
+from intaglio.ir import Dim, evaluate, symbols_of
 from intaglio.ops import BY_TARGET
 from intaglio.quant.annotate import Region
 from intaglio.quant.corrections import Equalization
@@ -218,22 +218,17 @@ def _along(use: Use, factors: torch.Tensor) -> torch.Tensor | None:
 
 def _sizes(node: fx.Node) -> tuple[int, ...]:
     """A shape with one image, other free dimensions as in the example."""
-    known = node.graph.owning_module.meta.get("sizes", {})
-    shape = tensor_type(node).shape
-    inner = (evaluate(d, {name: known.get(name, 1) for name in symbols_of(d)}) for d in shape[1:])
-    return (1, *inner)
+    return (1, *(_in_example(size, node) for size in tensor_type(node).shape[1:]))
 
 
 def _number(value: Any) -> Any:
     """Arguments with nodes of sizes replaced by the sizes in the example, of one image."""
-    known: dict[str, int] = {}
+    return fx.map_arg(value, lambda node: _in_example(node.meta["dim"], node))
 
-    def size(node: fx.Node) -> int:
-        dim = node.meta["dim"]
-        sizes = node.graph.owning_module.meta.get("sizes", known)
-        return evaluate(dim, {name: sizes.get(name, 1) for name in symbols_of(dim)})
 
-    return fx.map_arg(value, size)
+def _in_example(size: Dim, node: fx.Node) -> int:
+    known = node.graph.owning_module.meta.get("sizes", {})
+    return evaluate(size, {name: known.get(name, 1) for name in symbols_of(size)})
 
 
 def _scale(

@@ -105,7 +105,7 @@ class _Work:
         levels_now = self.levels.get(site.name, grid.nearest(weight))
         self._keep(weight_node, grid, levels_now)
         if setting.bias != "none":
-            self._bias(region, rows - _grouped(region, levels_now) * step, found)
+            self._bias(region, rows, rows - _grouped(region, levels_now) * step, found)
 
     def _keep(self, node: fx.Node, grid: Grid, levels: np.ndarray) -> None:
         self.walk.weights[node.name] = torch.from_numpy((levels * grid.steps).astype(np.float32))
@@ -124,17 +124,26 @@ class _Work:
         if signal > 0:
             self.noise.setdefault(name, []).append((plain / signal, chosen / signal))
 
-    def _bias(self, region: Region, error: torch.Tensor, found: Moments) -> None:
-        """The mean of what rounding the weights took from each output; or of all that quantization took so far."""
+    def _bias(self, region: Region, rows: torch.Tensor, error: torch.Tensor, found: Moments) -> None:
+        """The mean of what rounding the weights took from each output; or of all that quantization took so far.
+
+        Reported is what rounding the weights costs, which a mean taken off lessens; of the other, nothing: it is about
+        more than the weights, and may even harm.
+        """
         _, bias = parameters_of(self.walk.module, region)
         if region.setting.bias == "outputs":
             moved = self._difference(region)
         else:
             x = operands(region.anchor)[region.record.roles.x[0]]
-            mean = found.sums.double() / max(found.count, 1) * self.walk.qparams[self.walk.sites[x.name].name].step
-            moved = (error @ mean[..., None]).reshape(-1)
+            mean = found.sums.double() / max(found.count, 1)
+            lost = (error @ mean[..., None])[..., 0]
+            moved = lost.reshape(-1) * self.walk.qparams[self.walk.sites[x.name].name].step
+            matrix = found.products.double()
+            signal, before = (((part @ matrix) * part).sum().item() for part in (rows, error))
+            if signal > 0:
+                after = before - found.count * lost.square().sum().item()
+                self.noise.setdefault("bias of weights", []).append((before / signal, after / signal))
         self.walk.biases[region.anchor.name] = (torch.from_numpy(bias).double() + moved).float()
-        self.noise.setdefault(f"bias ({region.setting.bias})", [])
 
     def _difference(self, region: Region) -> torch.Tensor:
         """Mean of the exact anchor's results less the quantized one's, per output channel.
@@ -161,10 +170,9 @@ class _Work:
 
     def steps(self) -> Iterator[Step]:
         for name, pairs in self.noise.items():
-            if pairs:
-                means = (sum(part) / len(pairs) for part in zip(*pairs, strict=True))
-                before, after = (-10 * math.log10(max(mean, 1e-30)) for mean in means)
-                yield Step(name, f"{len(pairs)} weights, mean over operators", before, after)
+            means = (sum(part) / len(pairs) for part in zip(*pairs, strict=True))
+            before, after = (-10 * math.log10(max(mean, 1e-30)) for mean in means)
+            yield Step(name, f"{len(pairs)} weights, mean over operators", before, after)
 
 
 FACTORS = (0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2)
