@@ -7,6 +7,7 @@ from itertools import zip_longest
 from math import prod
 
 from intaglio.codegen import avx2, portable, vnni512
+from intaglio.codegen.attention import emit_attention, emit_bmm
 from intaglio.codegen.context import Context, describe
 from intaglio.codegen.depthwise import depthwise_checks
 from intaglio.codegen.matmul import emit_matmul
@@ -59,6 +60,8 @@ EMITTERS: Mapping[str, Callable[[Code, Partition, Context], None]] = {
     "softmax": emit_softmax,
     **{f"upsample_nearest{axes}d": emit_nearest for axes in (1, 2, 3)},
     **dict.fromkeys(("upsample_linear1d", "upsample_bilinear2d"), emit_linear),
+    "attention": emit_attention,
+    "bmm": emit_bmm,
     "table": emit_table,
     "reshape": emit_reshape,
     "quantize": emit_quantize,

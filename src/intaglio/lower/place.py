@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from intaglio.ir import Buffer, DType, Graph, Partition, Placement, Plan, Step, evaluate, symbols_of
+from intaglio.ir.scratch import LINE, SHARERS, scratch_lines
 from intaglio.lower.fuse import fuse, join_heads
 from intaglio.lower.layout import lay_out
 
@@ -22,7 +23,7 @@ def plan(graph: Graph) -> Plan:
     heads = {p.head.output for p in partitions if p.head is not None}
     buffers = {name: buffer for name, buffer in buffers.items() if name not in heads}  # never made as a whole
     steps = _steps(partitions, buffers)
-    buffers = {**buffers, **_sums(partitions, graph, buffers)}
+    buffers = {**buffers, **_sums(partitions, graph, buffers), **_scratch(partitions, graph)}
     return Plan(graph, tuple(steps), buffers, _placements(steps, buffers), _external(graph, buffers), rows)
 
 
@@ -69,13 +70,24 @@ def _sums(partitions: list[Partition], graph: Graph, buffers: Mapping[str, Buffe
     return found
 
 
+def _scratch(partitions: list[Partition], graph: Graph) -> dict[str, Buffer]:
+    """What threads need for themselves, side by side."""
+    found: dict[str, Buffer] = {}
+    for partition in partitions:
+        if lines := scratch_lines(partition.anchor, graph.types):
+            name = f"{partition.output}.scratch"
+            found[name] = Buffer(name, (SHARERS, lines, LINE), DType.U8, rows=True)
+    return found
+
+
 def _placements(steps: list[Step], buffers: Mapping[str, Buffer]) -> tuple[Placement, ...]:
     """Largest first: a big buffer placed late finds only gaps too small for it (Pisarchyk and Lee 2020)."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for step in steps:
         outputs = step.partition.ops[-1].outputs
-        for name in (*outputs, *(f"{output}.sums" for output in outputs), *step.partition.reads()):
+        own = [f"{output}.{what}" for output in outputs for what in ("sums", "scratch")]
+        for name in (*outputs, *own, *step.partition.reads()):
             root = _root(name, buffers)
             if root in buffers:
                 first.setdefault(root, step.phase)
