@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from intaglio.codegen.context import Context
 from intaglio.codegen.tile import TileSpec
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim, Op, Partition
-from intaglio.ir.moves import strides
 from intaglio.ir.scratch import LINE, SHARERS
 
 HEAD_AXES = 4
@@ -79,18 +78,10 @@ def _factors(op: Op, context: Context) -> tuple[np.float32, np.float32]:
     return numerics.attention_factors(*types, op.attrs["scale"])
 
 
-def _strided(value: str, context: Context) -> tuple[str, Sequence[Dim]]:
-    """C expression of the first element, and the distances of elements along the logical axes."""
-    buffer = context.plan.buffers.get(value)
-    if buffer is None:
-        return context.external(value), context.dense_strides(value)
-    return f"{context.image(value)}.base", strides(buffer)
-
-
 def _broadcast(value: str, context: Context) -> tuple[str, list[str]]:
     """The first element, and C expressions of the bytes between neighbours along four axes, 0 where one stands for
     all."""
-    base, steps = _strided(value, context)
+    base, steps = context.strided(value)
     kind = context.graph.types[value]
     found = [_step(size, context.dim(step * kind.dtype.bytes), context) for size, step in zip(kind.shape, steps, strict=True)]
     return base, ["0"] * (HEAD_AXES - len(found)) + found
@@ -110,22 +101,16 @@ def _heads(value: str, context: Context) -> str:
 
 
 def _mask(code: Code, value: str, context: Context) -> None:
-    """A tensor of the caller of any strides, what the program made, or a constant."""
-    kind, item = context.graph.types[value], context.graph.types[value].dtype.bytes
-    missing = HEAD_AXES - len(kind.shape)
+    """A tensor of the caller, what the program made, or a constant."""
+    kind = context.graph.types[value]
     if value in context.graph.constants:
         array = np.ascontiguousarray(context.graph.constants[value])
-        base, steps = context.constant(array, "uint8_t"), [str(step // item) for step in array.strides]
-    elif context.given(value):
-        base = context.external(value)
-        steps = [f"s[{axis}]" for axis in range(len(kind.shape))]
-        code(f"const int64_t* s = {context.strides(value)};")
+        apart = [str(step) if size > 1 else "0" for size, step in zip(array.shape, array.strides, strict=True)]
+        base, apart = context.constant(array, "uint8_t"), ["0"] * (HEAD_AXES - array.ndim) + apart
     else:
-        base, found = _strided(value, context)
-        steps = [context.dim(step) for step in found]
-    apart = [_step(size, f"{step} * {item}", context) for size, step in zip(kind.shape, steps, strict=True)]
-    code(f"a.mask = {base}, a.mask_bytes = {item};")
-    for axis, step in enumerate(["0"] * missing + apart):
+        base, apart = _broadcast(value, context)
+    code(f"a.mask = {base}, a.mask_bytes = {kind.dtype.bytes};")
+    for axis, step in enumerate(apart):
         code(f"a.mask_apart[{axis}] = {step};")
 
 
