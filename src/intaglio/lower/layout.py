@@ -22,6 +22,8 @@ IMAGES = (
       for axes in (1, 2, 3)),
 )  # fmt: skip
 """Operators that want their channels last."""
+ROWS = ("linear", "layer_norm", "attention", "bmm")
+"""Operators that want the last axis innermost."""
 POINTWISE = ("clamp", "table", "add", "mul", "requantize", "activate", "quantize", "dequantize", "softmax")
 """Operators whose operands and result lie alike. A quantize reads any strides, so its float operand is free."""
 MOVED_ALIKE = ("slice", "pad", "cat", "expand", "shuffle", "pixel_shuffle", "pixel_unshuffle")
@@ -190,13 +192,13 @@ def _wants(op: Op, graph: Graph) -> str | None:
         return "image" if op.attrs["axis"] == 1 else "linear"
     if op.kind == "prelu":
         return "alike" if graph.types[op.inputs[2]].shape == (1,) else "image"
-    if op.kind in IMAGES or op.kind in ("linear", "layer_norm", "attention", "bmm"):
+    if op.kind in IMAGES or op.kind in ROWS:
         return "image" if op.kind in IMAGES else "linear"
     return "alike" if op.kind in (*POINTWISE, *MOVED_ALIKE) else None
 
 
 def _chain(op: Op, users: Mapping[str, tuple[Op, ...]]) -> list[Op]:
-    """A linear layer and the operator that takes its accumulator; another operator alone."""
+    """A matrix product and the operator that takes its accumulator; another operator alone."""
     return [op, *users[op.output]] if op.kind in ("linear", "bmm") else [op]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from intaglio.ir import Buffer, DType, Graph, Partition, Placement, Plan, Step, View, evaluate, symbols_of
+from intaglio.ir.scratch import LINE, SHARERS, scratch_lines
 from intaglio.lower.fuse import fuse, join_heads
 from intaglio.lower.layout import lay_out
 from intaglio.lower.views import find_views
@@ -27,7 +28,7 @@ def plan(graph: Graph) -> Plan:
     heads = {p.head.output for p in partitions if p.head is not None}
     buffers = {name: buffer for name, buffer in buffers.items() if name not in heads}  # never made as a whole
     steps = _steps(partitions, buffers, views)
-    buffers = {**buffers, **_sums(partitions, graph, buffers)}
+    buffers = {**buffers, **_sums(partitions, graph, buffers), **_scratch(partitions, graph)}
     external = tuple(name for name in _external(graph, buffers) if name not in views)
     return Plan(graph, tuple(steps), buffers, _placements(steps, buffers, views), external, rows, views)
 
@@ -85,13 +86,24 @@ def _sums(partitions: list[Partition], graph: Graph, buffers: Mapping[str, Buffe
     return found
 
 
+def _scratch(partitions: list[Partition], graph: Graph) -> dict[str, Buffer]:
+    """What threads need for themselves, side by side."""
+    found: dict[str, Buffer] = {}
+    for partition in partitions:
+        if lines := scratch_lines(partition.anchor, graph.types):
+            name = f"{partition.output}.scratch"
+            found[name] = Buffer(name, (SHARERS, lines, LINE), DType.U8, rows=True)
+    return found
+
+
 def _placements(steps: list[Step], buffers: Mapping[str, Buffer], views: Mapping[str, View]) -> tuple[Placement, ...]:
     """Largest first: a big buffer placed late finds only gaps too small for it (Pisarchyk and Lee 2020)."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for step in steps:
         outputs = step.partition.ops[-1].outputs
-        for name in (*outputs, *(f"{output}.sums" for output in outputs), *step.partition.reads()):
+        own = [f"{output}.{what}" for output in outputs for what in ("sums", "scratch")]
+        for name in (*outputs, *own, *step.partition.reads()):
             root = _root(name, buffers, views)
             if root in buffers:
                 first.setdefault(root, step.phase)

@@ -13,8 +13,9 @@ from intaglio.ir import Buffer, Dim, Graph, Op, Shape, View
 from intaglio.ir.dims import divide
 from intaglio.ir.moves import MOVES, strides
 
-STRIDED = ("attention", "loop")
-"""Operators that read and write any strides along all axes but the last, whose elements are neighbours."""
+STRIDED = ("attention", "bmm", "loop")
+"""Operators that read and write any strides along all axes but the last, whose elements are neighbours. Of the second
+operand of a product the last axis may lie anyhow, too."""
 VIEWED = ("reshape", "permute", "slice", "expand")
 
 Factor = tuple[Dim, Dim]
@@ -107,7 +108,8 @@ def _suits(name: str, at: _Lying, readers: Sequence[Op], found: Mapping[str, _Ly
     def takes(op: Op) -> bool:
         if op.kind in MOVES:
             return op.output in found or (view is not None and op.kind != "unfold_depth")
-        return op.kind in STRIDED and _neighbours(view)
+        anyhow = op.kind == "bmm" and op.inputs[0] != name and view is not None
+        return op.kind in STRIDED and (anyhow or _neighbours(view))
 
     return bool(readers) and all(map(takes, readers))
 
