@@ -289,8 +289,6 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         return "not a float32 tensor" + ("" if kind is None else f" but {kind.dtype}")
     if not setting.quantize:
         return "the recipe leaves it in float"
-    if record.real:
-        return record.check(call_of(node, record)) or "computed in float32, here on values that are no dequantized ones"
     values = activations(node)
     if any(value is not None and is_constant(value) for value in values):
         return "an operand is a constant"
