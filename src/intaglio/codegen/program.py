@@ -200,8 +200,21 @@ def _plan_table(code: Code, context: Context, turns: Turns | None) -> None:
 
 def _externals(plan: Plan) -> tuple[External, ...]:
     made = {name for step in plan.steps if not _is_island(step) for name in step.partition.ops[-1].outputs}
-    types = plan.graph.types
-    return tuple(External(n, types[n].shape, types[n].dtype, n in made, n in plan.rows) for n in plan.external)
+    made |= {plan.views[name].root for name in made if name in plan.views}
+    types, read = plan.graph.types, _read_dense(plan)
+    return tuple(
+        External(n, types[n].shape, types[n].dtype, n in made, n in plan.rows, n in read) for n in plan.external
+    )
+
+
+def _read_dense(plan: Plan) -> set[str]:
+    """Tensors of the caller that a step reads as they lie dense."""
+    read: set[str] = set()
+    for step in plan.steps:
+        if not _is_island(step):
+            names = [name for op in step.partition.ops if op.kind not in ("quantize", "pixels") for name in op.inputs]
+            read.update(plan.views[name].root if name in plan.views else name for name in names)
+    return read
 
 
 def _calls(context: Context) -> tuple[IslandCall | HostCall, ...]:

@@ -10,6 +10,8 @@ from intaglio.ir.types import DType
 
 U8, S8, I32, F32 = DType.U8, DType.S8, DType.I32, DType.F32
 LEVELS = (U8, S8)
+MOVED = (U8, F32, DType.BF16, DType.I64, DType.BOOL)
+"""What moves carry, none of them changed."""
 PRODUCTS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
 
 Rules = Mapping[str, tuple[tuple[tuple[DType, ...], ...], tuple[DType, ...]]]
@@ -27,7 +29,7 @@ RULES: Rules = {
     "prelu": (((U8,), (F32,), (F32,)), (U8,)),
     "layer_norm": (((U8,), (F32,), (F32,), (F32,)), (U8,)),
     "clamp": (((U8,),), (U8,)),
-    **{kind: (((U8,),), (U8,)) for kind in MOVES if kind != "cat"},
+    **{kind: ((MOVED,), MOVED) for kind in MOVES if kind != "cat"},
     **{f"max_pool{axes}d": (((U8,),), (U8,)) for axes in (1, 2, 3)},
     **{f"{kind}{axes}d": (((U8,), (F32,)), (U8,)) for kind in ("avg_pool", "adaptive_avg_pool") for axes in (1, 2, 3)},
     **{f"upsample_nearest{axes}d": (((U8,), *[(I32,)] * axes), (U8,)) for axes in (1, 2, 3)},
@@ -87,6 +89,8 @@ def _check_op(op: Op, graph: Graph, defined: set[str], place: str, rules: Rules)
     _require(1 <= len(op.outputs) <= most, f"{label}: {len(op.outputs)} results")
     for result in (graph.types[name] for name in op.outputs):
         _require(result.dtype in results, f"{label}: gives {result.dtype}")
+        if op.kind in MOVES:
+            _require(result.dtype is graph.types[op.inputs[0]].dtype, f"{label}: a move that changes the element type")
         if result.dtype in (U8, I32):
             _require(result.q is not None, f"{label}: levels without parameters")
 
