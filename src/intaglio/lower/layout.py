@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from intaglio.ir import Buffer, DType, Graph, Op, TensorType, evaluate, fresh
+from intaglio.ir.loops import body_of, row_axis, space
 from intaglio.ir.moves import MOVES, moves_nothing
 from intaglio.ir.phases import axis_phases
 from intaglio.quant.sites import Sharing
@@ -22,7 +23,7 @@ IMAGES = (
       for axes in (1, 2, 3)),
 )  # fmt: skip
 """Operators that want their channels last."""
-POINTWISE = ("clamp", "table", "add", "mul", "requantize", "activate", "quantize", "dequantize", "softmax")
+POINTWISE = ("clamp", "table", "add", "mul", "requantize", "activate", "quantize", "dequantize")
 """Operators whose operands and result lie alike. A quantize reads any strides, so its float operand is free."""
 MOVED_ALIKE = ("slice", "pad", "cat", "expand", "shuffle", "pixel_shuffle", "pixel_unshuffle")
 """Moves between any layouts; left alone, the result lies as what it is made of."""
@@ -168,12 +169,15 @@ def _components(graph: Graph) -> tuple[Sharing, set[str], set[str]]:
     """Values that must lie alike; the groups that image operators touch, and those that linear layers touch."""
     alike = Sharing()
     touched: dict[str, list[str]] = {"image": [], "linear": []}
+    given = {*graph.inputs, *(name for op in graph.ops if op.kind == "island" for name in op.outputs)}
     for op in graph.ops:
         read = [name for name in op.inputs if name not in graph.constants and _laid(graph.types[name])]
         made = [name for name in op.outputs if _laid(graph.types[name])]
         wanted = _wants(op, graph)
         if wanted == "alike":
             ends = made if op.kind == "quantize" else [*read, *made]
+            if op.kind == "loop":
+                ends = [name for name in ends if graph.types[name].shape == space(body_of(op)) and name not in given]
             for name in ends[1:]:
                 alike.join(name, ends[0])
         elif wanted is not None:
@@ -188,6 +192,12 @@ def _wants(op: Op, graph: Graph) -> str | None:
     """
     if op.kind == "affine" or (op.kind == "add" and "axis" in op.attrs):
         return "image" if op.attrs["axis"] == 1 else "linear"
+    if op.kind == "loop":
+        axis = row_axis(body_of(op))
+        if axis is None:
+            return "alike"
+        rank = len(space(body_of(op)))
+        return "linear" if axis == rank - 1 else "image" if (axis, rank) == (1, 4) else None
     if op.kind == "prelu":
         return "alike" if graph.types[op.inputs[2]].shape == (1,) else "image"
     if op.kind in IMAGES or op.kind in ("linear", "layer_norm", "attention", "bmm"):

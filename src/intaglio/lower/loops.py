@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from intaglio.ir import DType, Graph, Op, TensorType, fresh
-from intaglio.ops.loop import body_of, row_axis, space
+from intaglio.ir.loops import body_of, row_axis, space
 
 
 def merge_loops(graph: Graph) -> tuple[Graph, int]:

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from intaglio.ir import DType, Graph, Op, Shape, TensorType
-from intaglio.ops.opdef import OpDef
-from intaglio.ops.primitives import PRIMITIVES, broadcast, infer
+from intaglio.ir import DType, Graph, Op, TensorType
+from intaglio.ir.loops import body_of, row_axis, space
+from intaglio.ops.opdef import OpDef, Result
+from intaglio.ops.primitives import PRIMITIVES, infer
 
 ENDS = (DType.F32, DType.BF16, DType.U8, DType.BOOL, DType.I64)
 """Element types that loops read; all but i64 they write."""
 
 
-def loop_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> tuple[np.ndarray, ...]:
+def loop_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> Result:
     """The body, one primitive after the other."""
     body = body_of(op)
     values = {**body.constants, **dict(zip(body.inputs, args, strict=True))}
@@ -23,30 +24,6 @@ def loop_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType]
         meaning = PRIMITIVES[step.kind].meaning
         values[step.output] = meaning(step, [values[name] for name in step.inputs], read, body.types[step.output])
     return tuple(np.ascontiguousarray(values[name]).reshape(np.shape(values[name])) for name in body.outputs)
-
-
-def body_of(op: Op) -> Graph:
-    """The body of an operator that must have one."""
-    if op.body is None:
-        raise ValueError(f"%{op.output}: a loop without a body")
-    return op.body
-
-
-def row_axis(body: Graph) -> int | None:
-    """The axis that reductions go along; rows of a table lie along the last one. ``None``: of single elements."""
-    axes = {op.attrs["axis"] for op in body.ops if PRIMITIVES[op.kind].reduces}
-    axes |= {len(body.types[op.output].shape) - 1 for op in body.ops if op.kind == "gather"}
-    if len(axes) > 1:
-        raise ValueError(f"reductions along axes {sorted(axes)}; a loop has one")
-    return axes.pop() if axes else None
-
-
-def space(body: Graph) -> Shape:
-    """The shape that all that is computed inside broadcasts to: its rows and their elements."""
-    tables = {op.inputs[0] for op in body.ops if op.kind == "gather"}
-    outside = {name for op in body.ops if op.kind == "squeeze" for name in op.outputs}
-    outside |= {name for op in body.ops if op.kind == "unsqueeze" for name in op.inputs}
-    return broadcast(*[kind.shape for name, kind in body.types.items() if name not in tables | outside])
 
 
 def check_loop(op: Op, graph: Graph) -> None:
@@ -65,8 +42,10 @@ def check_loop(op: Op, graph: Graph) -> None:
         raise ValueError(f"%{op.output}: a loop that hands through what it reads")
     for step in body.ops:
         _check_step(step, op, body)
-    row_axis(body)
-    space(body)
+    axis, whole = row_axis(body), space(body)
+    for step in body.ops:
+        if PRIMITIVES[step.kind].reduces and body.types[step.inputs[0]].shape[axis] != whole[axis]:
+            raise ValueError(f"%{op.output}: {step.kind} of what is one number a row")
 
 
 def _end(kind: TensorType) -> tuple[object, ...]:

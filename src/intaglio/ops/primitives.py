@@ -12,6 +12,7 @@ import numpy as np
 
 from intaglio import floats, numerics
 from intaglio.ir import DType, Op, Shape, TensorType
+from intaglio.ir.loops import broadcast
 from intaglio.ops.opdef import Attrs
 
 F32, BOOL, I64, BF16, U8 = DType.F32, DType.BOOL, DType.I64, DType.BF16, DType.U8
@@ -146,17 +147,6 @@ PRIMITIVES: Mapping[str, Primitive] = {
         Primitive("gather", (((F32,), WHOLE),), F32, _plain(floats.rows_of)),
     )
 }
-
-
-def broadcast(*shapes: Shape) -> Shape:
-    """The shape of what these make together. ValueError for shapes that do not go together."""
-    found = []
-    for axis in range(-max(map(len, shapes), default=0), 0):
-        sizes = {shape[axis] for shape in shapes if len(shape) >= -axis} - {1}
-        if len(sizes) > 1:
-            raise ValueError(f"sizes {', '.join(map(str, sizes))} along one axis")
-        found.append(sizes.pop() if sizes else 1)
-    return tuple(found)
 
 
 def infer(kind: str, attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
