@@ -255,7 +255,7 @@ def _stage(code: Code, loop: Loop, stage: Stage, kept: Mapping[str, int]) -> Non
         code(f"Reals {names[op.output]}_lanes[GROUPS];")
         code(f"for (int g = 0; g < GROUPS; ++g) {names[op.output]}_lanes[g] = every_lane({SUMS[op.kind][0]});")
     group = "int g" if stage.sums else "int"
-    head = f"along(first, last, [&](int64_t i, int64_t n, {group}) __attribute__((always_inline))"
+    head = f"along(first, last, [&](int64_t i, int64_t count, {group}) __attribute__((always_inline))"
     with code.block(head, end="});"):
         for name in stage.loads:
             code(f"const {VECTOR[types[name].dtype]} {names[name]} = {_load(name, loop)};")
@@ -265,7 +265,7 @@ def _stage(code: Code, loop: Loop, stage: Stage, kept: Mapping[str, int]) -> Non
             code(f"const {VECTOR[types[op.output].dtype]} {names[op.output]} = {_value(op, loop)};")
         for op in stage.sums:
             lanes = f"{names[op.output]}_lanes[g]"
-            code(f"{lanes} = {SUMS[op.kind][1]}({lanes}, {_operand(op.inputs[0], loop)}, n);")
+            code(f"{lanes} = {SUMS[op.kind][1]}({lanes}, {_operand(op.inputs[0], loop)}, count);")
         for name in stage.kept:
             code(f"write_f32(kept[{kept[name]}] + i, 1, FLOATS, {names[name]});")
         for name in stage.stored:
@@ -284,15 +284,15 @@ def _store_rows(code: Code, loop: Loop) -> None:
 
 def _load(name: str, loop: Loop) -> str:
     if name in loop.tables:
-        return f"read_f32({loop.names[name]}_row + i, 1, n)"
+        return f"read_f32({loop.names[name]}_row + i, 1, count)"
     end, step = loop.ends[name], loop.lines.strides[name][-1]
-    return f"read_{end.dtype}({_element(name, loop)}, {loop.context.dim(step)}, n)"
+    return f"read_{end.dtype}({_element(name, loop)}, {loop.context.dim(step)}, count)"
 
 
 def _store(name: str, loop: Loop) -> str:
     end, step = loop.ends[name], loop.lines.strides[name][-1]
     value = _operand(loop.rows.at(name), loop)
-    return f"write_{end.dtype}({_element(name, loop)}, {loop.context.dim(step)}, n, {value});"
+    return f"write_{end.dtype}({_element(name, loop)}, {loop.context.dim(step)}, count, {value});"
 
 
 def _element(name: str, loop: Loop) -> str:

@@ -182,7 +182,18 @@ def _components(graph: Graph) -> tuple[Sharing, set[str], set[str]]:
                 alike.join(name, ends[0])
         elif wanted is not None:
             touched[wanted] += [*read, *made]
-    return alike, {alike.find(n) for n in touched["image"]}, {alike.find(n) for n in touched["linear"]}
+    image, linear = ({alike.find(name) for name in touched[wanted]} for wanted in ("image", "linear"))
+    for op in graph.ops:
+        ends = {alike.find(name) for name in (*op.inputs, *op.outputs) if _laid(graph.types[name])}
+        if op.kind == "loop" and (wanted := _prefers(op)) is not None:
+            image, linear = (image | ends - linear, linear) if wanted == "image" else (image, linear | ends - image)
+    return alike, image, linear
+
+
+def _prefers(op: Op) -> str | None:
+    """What makes the elements of a loop's rows neighbours. It reads and writes any strides, so nothing is moved for it."""
+    axis, rank = row_axis(body_of(op)), len(space(body_of(op)))
+    return "linear" if axis == rank - 1 else "image" if (axis, rank) == (1, 4) else None
 
 
 def _wants(op: Op, graph: Graph) -> str | None:
@@ -193,11 +204,7 @@ def _wants(op: Op, graph: Graph) -> str | None:
     if op.kind == "affine" or (op.kind == "add" and "axis" in op.attrs):
         return "image" if op.attrs["axis"] == 1 else "linear"
     if op.kind == "loop":
-        axis = row_axis(body_of(op))
-        if axis is None:
-            return "alike"
-        rank = len(space(body_of(op)))
-        return "linear" if axis == rank - 1 else "image" if (axis, rank) == (1, 4) else None
+        return "alike" if row_axis(body_of(op)) is None else None
     if op.kind == "prelu":
         return "alike" if graph.types[op.inputs[2]].shape == (1,) else "image"
     if op.kind in IMAGES or op.kind in ("linear", "layer_norm", "attention", "bmm"):

@@ -132,7 +132,8 @@ def _joined(first: Op, second: Op, wanted: set[str]) -> Op:
     same values is computed once."""
     one, two = body_of(first), body_of(second)
     names, taken = {name: name for name in (*two.inputs, *two.outputs)}, {**one.types, **two.types}
-    types, constants, steps = dict(one.types), dict(one.constants), list(one.ops)
+    types = {**one.types, **{name: two.types[name] for name in names}}
+    constants, steps = dict(one.constants), list(one.ops)
     for name, array in two.constants.items():
         names[name] = _room(name, one, taken)
         constants[names[name]], types[names[name]] = array, two.types[name]
@@ -143,9 +144,9 @@ def _joined(first: Op, second: Op, wanted: set[str]) -> Op:
             names[output] = same.output
             continue
         names[output] = output if output in two.outputs else _room(output, one, taken)
+        types[names[output]] = two.types[output]
         steps.append(Op(op.kind, inputs, (names[output],), op.attrs))
     known = {step.output for step in one.ops}
-    types |= {names[name]: kind for name, kind in two.types.items()}
     read = tuple(dict.fromkeys([*first.inputs, *(name for name in second.inputs if name not in known)]))
     kept = [name for name in first.outputs if name in wanted]
     outputs = tuple(dict.fromkeys([*kept, *second.outputs]))

@@ -122,8 +122,9 @@ static inline Reals nearest(Reals x) {
 #elif defined(__AVX2__)
     return (Reals)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-    for (int l = 0; l < FLOATS; ++l) x[l] = round_even(x[l]);
-    return x;
+    Reals whole;
+    for (int l = 0; l < FLOATS; ++l) whole[l] = round_even(x[l]);
+    return (Reals)((RealBits)absolute(whole) | ((RealBits)x & (int32_t)0x80000000));  // its zeros have no sign
 #endif
 }
 
