@@ -356,21 +356,6 @@ def _exp_parts(x: F32) -> tuple[F32, F32]:
     return total * (r * r) + r, ((n.astype(np.int32) + 127) << 23).view(np.float32)
 
 
-def softmax(x: ArrayLike) -> F32:
-    """f32[..., C] -> f32[..., C]: ``exp_negative(x - max(x))`` over its sum, which goes in 16 lanes, then as a tree."""
-    x = np.asarray(x, np.float32)
-    powers = exp_negative(x - x.max(-1, keepdims=True))
-    lanes: F32 = np.zeros((*x.shape[:-1], LANES), np.float32)
-    for start in range(0, x.shape[-1], LANES):
-        part = powers[..., start : start + LANES]
-        lanes[..., : part.shape[-1]] += part
-    while lanes.shape[-1] > 1:
-        half = lanes.shape[-1] // 2
-        lanes = lanes[..., :half] + lanes[..., half:]
-    result: F32 = powers / lanes
-    return result
-
-
 LARGEST = np.float32(np.finfo(np.float32).max)
 LOWEST_SCORE = np.float32(-12)
 """Scores so far below the largest of their row, or farther, have the level 0: 255 * 2^-12 is less than 0.07."""

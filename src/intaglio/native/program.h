@@ -24,6 +24,7 @@ struct Run {
     struct IntaglioBarrier* barrier;
     const uint8_t* bytes;      // which of them hold levels, where the program takes floats too
     int64_t* times;            // nanoseconds by step, then the last reading of the clock; null when nobody asks
+    int32_t* outside;          // becomes 1 where an id is none of a table's rows
 };
 
 // After a step, when times are asked for: all threads meet, the first reads the clock. Step -1 starts it.
@@ -1435,37 +1436,6 @@ static inline void upsample_linear(const struct Blend* b, int thread, int thread
             }
 #endif
         }
-    }
-}
-
-// -- float ------------------------------------------------------------------------------------------------------------
-
-enum { SUMS = 16 };            // lanes of a sum in float
-
-// softmax of `size` values `apart` elements from each other; the order of the sum is numerics.softmax's.
-static inline void softmax_line(const float* in, float* out, int64_t size, int64_t apart) {
-    float most = in[0], sum[SUMS] = {0};
-    for (int64_t i = 1; i < size; ++i) most = in[i * apart] > most ? in[i * apart] : most;
-    int64_t i = 0;
-    for (; i + SUMS <= size; i += SUMS) {
-        float power[SUMS];
-        for (int l = 0; l < SUMS; ++l) power[l] = exp_negative(in[(i + l) * apart] - most);
-        for (int l = 0; l < SUMS; ++l) out[(i + l) * apart] = power[l], sum[l] += power[l];
-    }
-    for (int l = 0; i < size; ++i, ++l) sum[l] += out[i * apart] = exp_negative(in[i * apart] - most);
-    for (int half = SUMS / 2; half; half /= 2)
-        for (int l = 0; l < half; ++l) sum[l] += sum[l + half];
-    for (i = 0; i < size; ++i) out[i * apart] /= sum[0];
-}
-
-static inline void softmax(const float* in, float* out, int64_t total, int64_t size, int64_t apart, int thread, int threads) {
-    const int64_t lines = total / size;
-    for (int64_t u = share(lines, thread, threads); u < share(lines, thread + 1, threads); ++u) {
-        const int64_t first = u / apart * size * apart + u % apart;
-        if (apart == 1)
-            softmax_line(in + first, out + first, size, 1);
-        else
-            softmax_line(in + first, out + first, size, apart);
     }
 }
 

@@ -50,7 +50,9 @@ class _Frame:
         start = self.arena.data_ptr()
         self.skipped = -start % 64
         memory = start + self.skipped, artifact.constants.ctypes.data
+        self.outside = ctypes.c_int32(0)
         self.run = Run(layout.dims, layout.offsets, *memory, self.external, self.strides, None, self.bytes)
+        self.run.outside = ctypes.pointer(self.outside)
 
     def levels(self) -> np.ndarray:
         """The arena from where offsets count."""
@@ -239,6 +241,8 @@ class QuantizedModel(nn.Module):
                     frame.read(entry.index, tensor)
                     kept.append(tensor)
             shapes.artifact.run(frame.run, segment, shares[segment])
+            if frame.outside.value:  # the frame is not used again
+                raise IndexError("index out of range in self")
         if len(shapes.frames) < PLANS:
             shapes.frames.append(frame)
         return values
