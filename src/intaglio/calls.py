@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,9 +89,25 @@ def dims_of(signature: Signature, leaves: list[Any], byte_inputs: Collection[int
             raise InputError(where, None, problem, remedy=TO_DENSE_ON_CPU)
         shape = entry.type.shape
         if value.dim() != len(shape) or not all(_fits(d, s, symbols) for d, s in zip(shape, value.shape, strict=True)):
-            expected = "[" + ", ".join(map(str, shape)) + "]"
-            raise InputError(where, None, f"shape {list(value.shape)}; the model takes {expected}")
+            raise InputError(where, None, f"shape {list(value.shape)}; the model takes {_shape_text(shape)}")
+        if (limits := _beyond(signature, symbols)) is not None:
+            raise InputError(
+                where, None, f"shape {list(value.shape)}; the model takes {_shape_text(shape)} with {limits}",
+                remedy="split, pad or crop it to such a size",
+            )  # fmt: skip
     return symbols
+
+
+def _shape_text(shape: Sequence[Any]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def _beyond(signature: Signature, symbols: Mapping[str, int]) -> str | None:
+    """The range of a free dimension that is outside of it."""
+    for name, (low, high) in signature.ranges.items():
+        if name in symbols and not low <= symbols[name] <= (symbols[name] if high is None else high):
+            return f"{name} of at least {low}" if high is None else f"{name} from {low} to {high}"
+    return None
 
 
 def unfit(tensor: torch.Tensor) -> str | None:

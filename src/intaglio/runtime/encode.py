@@ -344,6 +344,7 @@ def encode_signature(signature: Signature, numbers: Numbers) -> Any:
         "fixed": [[leaf, _leaf(f"argument leaf {leaf}", value)] for leaf, value in signature.fixed.items()],
         "written": [[leaf, name] for leaf, name in signature.written.items()],
         "names": list(signature.names),
+        "ranges": [[name, low, high] for name, (low, high) in signature.ranges.items()],
     }  # fmt: skip
 
 
@@ -356,7 +357,9 @@ def decode_signature(entry: Any, numbers: Numbers) -> Signature:
     fixed = {whole(leaf): decode(value) for leaf, value in entry["fixed"]}
     written = {whole(leaf): value_name(name) for leaf, name in entry["written"]}
     in_tree, out_tree = decode_tree(entry["in_tree"]), decode_tree(entry["out_tree"])
-    return Signature(tuple(inputs), tuple(outputs), in_tree, out_tree, fixed, written, tuple(map(str, entry["names"])))
+    ranges = {identifier(n): (whole(low), high and whole(high)) for n, low, high in entry.get("ranges", ())}
+    names = tuple(map(str, entry["names"]))
+    return Signature(tuple(inputs), tuple(outputs), in_tree, out_tree, fixed, written, names, ranges)
 
 
 def _leaf(where: str, value: Any) -> Any:
