@@ -119,13 +119,13 @@ def _rewrite(node: fx.Node, ramps: dict[fx.Node, Ramp], always: dict[fx.Node, bo
         idle = next((value for value in node.args[:2] if always.get(value) is (name in AND)), None)
         other = node.args[1] if idle is node.args[0] else node.args[0]
         return idle is not None and tensor_type(other).dtype is DType.BOOL and _widened(node, other)
-    if name in ("aten.where.self", "aten.masked_fill.Scalar", "aten.masked_fill.Tensor"):
+    if name in ("aten.where.self", "aten.where.ScalarOther", "aten.masked_fill.Scalar", "aten.masked_fill.Tensor"):
         fills = "fill" in name
         held = always.get(node.args[1] if fills else node.args[0])
         if held is None or (fills and held):
             return False
         other = node.args[0] if fills else node.args[1 if held else 2]
-        return tensor_type(other).dtype is tensor_type(node).dtype and _widened(node, other)
+        return isinstance(other, fx.Node) and tensor_type(other).dtype is tensor_type(node).dtype and _widened(node, other)
     if name == "aten.index.Tensor":
         return _whole_index(node, ramps)
     return name == ATTENTION and _without_mask(node, ramps, always)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,11 +50,11 @@ def _agreeing(program: ExportedProgram) -> dict[Any, Any]:
         reads[node] = _reads_values(node, reads)
         if str(node.target) != "aten.index.Tensor" or any(reads[index] for index in node.args[1] if index is not None):
             continue
-        held, made = (_symbols(value.meta["val"].shape) for value in (node.args[0], node))
-        gone = [size for size in held if size.node.expr not in {other.node.expr for other in made}]
-        new = [size for size in made if size.node.expr not in {other.node.expr for other in held}]
-        if [size.node.hint for size in gone] == [size.node.hint for size in new]:
-            same.update((a.node.expr, b.node.expr) for a, b in zip(gone, new, strict=True))
+        held = list(node.args[0].meta["val"].shape)
+        made = [size for size in node.meta["val"].shape if not isinstance(size, int) or size != 1]
+        if [_hint(size) for size in held] == [_hint(size) for size in made]:
+            pairs = zip(held, made, strict=True)
+            same.update((a.node.expr, b.node.expr) for a, b in pairs if _is_symbol(a) and _is_symbol(b))
     return {**same, **{b: a for a, b in same.items()}}
 
 
@@ -67,8 +67,13 @@ def _reads_values(node: fx.Node, reads: Mapping[fx.Node, bool]) -> bool:
     return any(reads[source] for source in node.all_input_nodes)
 
 
-def _symbols(shape: Sequence[Any]) -> list[torch.SymInt]:
-    return [size for size in shape if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol]
+def _is_symbol(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) and size.node.expr.is_Symbol
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    """The size in the example."""
+    return size if isinstance(size, int) else size.node.hint
 
 
 def ranges_of(program: ExportedProgram, names: Names) -> dict[str, tuple[int, int | None]]:
