@@ -11,7 +11,7 @@ from torch import nn
 from torch.export import Dim as TorchDim
 from torch.utils import _pytree as pytree
 
-from intaglio.calls import TO_DENSE_ON_CPU, unfit
+from intaglio.calls import TO_DENSE_ON_CPU, plain_mapping, unfit
 from intaglio.capture.captured import Captured
 from intaglio.capture.check import disagreement, free_symbols, with_least_lengths
 from intaglio.capture.export import export, free_axes, frozen_copy, is_sequence, to_captured, with_named_keywords
@@ -23,7 +23,8 @@ def trace(
 ) -> Captured:
     """What `capture` does, behind the import of torch.export."""
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    kwargs = dict(example_kwargs or {})
+    args = tuple(map(plain_mapping, args))
+    kwargs = {name: plain_mapping(value) for name, value in (example_kwargs or {}).items()}
     args, kwargs = pytree.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, (args, kwargs))
     _check_example(args, kwargs)
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), torch.device("cpu"):
