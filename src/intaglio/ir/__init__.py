@@ -1,7 +1,7 @@
 """The integer graph and what is made of it: types, operators, partitions, plans, programs. No torch."""
 
 from intaglio.ir.dims import Dim, Expression, Shape, c_expression, evaluate, numel, symbol, symbols_of
-from intaglio.ir.graph import About, Graph, Input, Op, Origin, Output, Signature, fresh, prune
+from intaglio.ir.graph import About, Graph, Input, Op, Origin, Output, Signature, State, fresh, prune
 from intaglio.ir.partition import (
     Buffer,
     External,
@@ -52,6 +52,7 @@ __all__ = [
     "Schedule",
     "Shape",
     "Signature",
+    "State",
     "Step",
     "StepNote",
     "TensorType",
