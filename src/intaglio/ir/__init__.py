@@ -1,6 +1,17 @@
 """The integer graph and what is made of it: types, operators, partitions, plans, programs. No torch."""
 
-from intaglio.ir.dims import Dim, Expression, Shape, c_expression, evaluate, numel, symbol, symbols_of
+from intaglio.ir.dims import (
+    Dim,
+    Expression,
+    Shape,
+    c_expression,
+    evaluate,
+    evaluator,
+    numel,
+    substitute,
+    symbol,
+    symbols_of,
+)  # fmt: skip
 from intaglio.ir.graph import About, Graph, Input, Op, Origin, Output, Signature, fresh, prune
 from intaglio.ir.partition import (
     Buffer,
@@ -58,6 +69,7 @@ __all__ = [
     "Work",
     "c_expression",
     "evaluate",
+    "evaluator",
     "fresh",
     "graph_text",
     "is_flat",
@@ -65,6 +77,7 @@ __all__ = [
     "numel",
     "partitions_text",
     "prune",
+    "substitute",
     "symbol",
     "symbols_of",
     "verify",

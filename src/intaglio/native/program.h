@@ -670,7 +670,8 @@ struct Pool {
     struct PoolAxis z, y, x;
     int64_t include_pad, fixed_divisor, adaptive;
     int32_t zero_in;
-    const float* factors;      // by divisor, from 1; only one when the divisor is fixed
+    const float* factors;      // by divisor, from 1; only one when the divisor is fixed; null where windows grow with a free size
+    double ratio;              // then this, divided by the divisor
     const struct Limits* limits;
     int32_t* sums;             // by thread, up to `shares`, and channel; null unless the window is the image
     int64_t shares;
@@ -801,6 +802,11 @@ static inline void finish_sums(struct Sums* s, int32_t real, float factor, const
 }
 #endif
 
+// numerics.pool_multipliers
+static inline float factor_of(const struct Pool* p, int64_t count) {
+    return p->factors ? p->factors[p->fixed_divisor ? 0 : count - 1] : (float)(p->ratio / (double)count);
+}
+
 static inline void avg_pool_rows(const struct Pool* p, int thread, int threads) {
     const int64_t channels = p->in.pixel, parts = (channels + WIDE - 1) / WIDE;
     const int64_t units = p->out.images * p->out.height * parts;
@@ -816,7 +822,7 @@ static inline void avg_pool_rows(const struct Pool* p, int thread, int threads) 
                 for (int64_t line = lines.start; line < lines.stop; ++line)
                     sum_pixels(&sums, at(&p->in, n * p->depth_in + z, line, columns.start) + c, width, p->in.pixel);
             const int64_t inside = (depths.stop - depths.start) * (lines.stop - lines.start) * width;
-            const float factor = p->factors[p->fixed_divisor ? 0 : depths.count * lines.count * columns.count - 1];
+            const float factor = factor_of(p, depths.count * lines.count * columns.count);
             finish_sums(&sums, (int32_t)inside * p->zero_in, factor, p->limits, at(&p->out, i, y, x) + c, channels - c);
         }
     }
@@ -842,6 +848,7 @@ static inline void mean_of_image(const struct Pool* p, struct IntaglioBarrier* b
     const int64_t channels = p->in.pixel, pixels = p->in.height * p->in.width, parts = (channels + SOME - 1) / SOME;
     const int shares = threads < p->shares ? threads : (int)p->shares;
     const struct Limits* q = p->limits;
+    const float factor = factor_of(p, pixels);
     if (thread < shares)
         sum_rows(&p->in, share(p->in.height, thread, shares), share(p->in.height, thread + 1, shares), p->sums + thread * channels);
     intaglio_barrier_wait(barrier, threads);
@@ -850,8 +857,8 @@ static inline void mean_of_image(const struct Pool* p, struct IntaglioBarrier* b
         for (int64_t s = 0; s < shares; ++s)  // what lies behind the last channel is read, and not used
             for (int l = 0; l < SOME; ++l) total[l] += p->sums[s * channels + c + l];
         for (int64_t l = 0; l < least_of(SOME, channels - c); ++l)
-            p->out.base[c + l] = (uint8_t)requantize(total[l] - (int32_t)pixels * p->zero_in, p->factors[pixels - 1],
-                                                     q->zero_point, q->low, q->high);
+            p->out.base[c + l] = (uint8_t)requantize(total[l] - (int32_t)pixels * p->zero_in, factor, q->zero_point, q->low,
+                                                     q->high);
     }
 }
 
