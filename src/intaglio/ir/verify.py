@@ -72,6 +72,8 @@ def _check_op(op: Op, graph: Graph, defined: set[str], place: str) -> None:
     if op.kind not in RULES:
         return
     operands, results = RULES[op.kind]
+    if op.kind.startswith("upsample") and "results" in op.attrs:  # no tables
+        operands = (operands[0], *operands[-1:] * ("nearest" not in op.kind))
     if op.kind == "add" and len(op.inputs) > len(operands):
         operands = (*operands, (U8,))
     _require(len(op.inputs) == len(operands), f"{label}: takes {len(operands)} operands, has {len(op.inputs)}")
