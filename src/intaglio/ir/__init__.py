@@ -30,6 +30,7 @@ from intaglio.ir.partition import (
     is_flat,
     lies,
 )
+from intaglio.ir.sizes import needs
 from intaglio.ir.text import graph_text, partitions_text
 from intaglio.ir.types import Axis, DType, Groups, Packing, QParams, Ref, Rows, TensorType
 from intaglio.ir.verify import VerifyError, verify
@@ -74,6 +75,7 @@ __all__ = [
     "graph_text",
     "is_flat",
     "lies",
+    "needs",
     "numel",
     "partitions_text",
     "prune",

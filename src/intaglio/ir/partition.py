@@ -246,9 +246,9 @@ class StepNote:
     tile: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """Generated C++ text, the constants it reads, and what the runtime must know to call it."""
+    """Generated C++ text, the constants it reads, and what the runtime must know to call it. Equal to itself only."""
 
     name: str
     source: str

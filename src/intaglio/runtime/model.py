@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import time
 import warnings
 from collections import OrderedDict
@@ -12,25 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from intaglio import config
 from intaglio.calls import TORCH_DTYPES, bind, dims_of, rebuild
 from intaglio.errors import ArtifactError, BuildError, InputError
-from intaglio.ir import About, Dim, External, Graph, HostCall, Schedule, Signature, evaluate
+from intaglio.ir import About, Dim, External, Graph, HostCall, Schedule, Signature
 from intaglio.native.limits import int8_rates
 from intaglio.native.machine import ISA_FLAGS
-from intaglio.runtime import state, threads
-from intaglio.runtime.artifact import Artifact, Layout, Run
+from intaglio.runtime import state
+from intaglio.runtime.artifact import Artifact
 from intaglio.runtime.coverage import Coverage
 from intaglio.runtime.files import Example, Library, Saved, digest_of, exact_values, example_of, library_of, save
 from intaglio.runtime.islands import Host, run_host
 from intaglio.runtime.profile import Clock, Profile, profile_of
-
-PLANS = 16
-"""Sets of shapes whose plans and arenas are kept, least recently used out first."""
+from intaglio.runtime.shapes import FRAMES, Frame, Shapes, Sizes, is_image
 
 LIMIT_SECONDS = 0.002
 """Of one of the repeats that measure the arithmetic limit."""
@@ -38,73 +34,12 @@ LIMIT_SECONDS = 0.002
 STAYS = "leave the int8 model as it is, and convert what goes in and what comes out"
 
 
-class _Frame:
-    """Memory of one call in flight: arena and the tables the program reads. Reused, never shared by two calls."""
-
-    def __init__(self, artifact: Artifact, layout: Layout) -> None:
-        count = max(len(artifact.program.externals), 1)
-        self.arena = torch.empty(layout.bytes + 64, dtype=torch.uint8, device="cpu")
-        self.external = (ctypes.c_void_p * count)()
-        self.strides = (ctypes.c_int64 * (5 * count))()
-        self.bytes = (ctypes.c_uint8 * count)()
-        start = self.arena.data_ptr()
-        self.skipped = -start % 64
-        memory = start + self.skipped, artifact.constants.ctypes.data
-        self.run = Run(layout.dims, layout.offsets, *memory, self.external, self.strides, None, self.bytes)
-
-    def levels(self) -> np.ndarray:
-        """The arena from where offsets count."""
-        return self.arena.numpy()[self.skipped :]
-
-    def read(self, index: int, tensor: torch.Tensor) -> None:
-        """Let entry ``index`` of the table of the caller's tensors be this one, to be read."""
-        first, axes = 5 * index, min(tensor.dim(), 5)
-        self.external[index] = tensor.data_ptr()
-        self.bytes[index] = tensor.dtype is torch.uint8
-        self.strides[first : first + axes] = [*tensor.stride()[-5:]]
-
-
-class _Shapes:
-    """Everything that follows from the shapes of a call."""
-
-    def __init__(self, artifact: Artifact, symbols: dict[str, int]) -> None:
-        self.artifact, self.symbols = artifact, symbols
-        self.layout = artifact.plan(symbols)
-        self.frames: list[_Frame] = []
-        self._shares: dict[int, tuple[int, ...]] = {}
-        self.written = [(e.value, *_lies(e, symbols)) for e in artifact.program.externals if e.written]
-        self.read = {e.value: _logical(e, symbols) for e in artifact.program.externals if not e.written}
-
-    def shares(self, allowed: int) -> tuple[int, ...]:
-        """Threads of every segment, when so many are allowed."""
-        found = self._shares.get(allowed)
-        if found is None:
-            found = self._shares[allowed] = threads.shares(self.artifact.program, self.symbols, allowed)
-        return found
-
-
-def _lies(external: External, symbols: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides to allocate: dense, images with channels last."""
-    sizes = _logical(external, symbols)
-    image = _is_image(external)
-    dense = torch.empty((sizes[0], *sizes[2:], sizes[1]) if image else sizes, device="meta")
-    return sizes, (dense.movedim(-1, 1) if image else dense).stride()
-
-
-def _is_image(external: External) -> bool:
-    return len(external.shape) in (3, 4, 5) and not external.rows
-
-
-def _logical(external: External, symbols: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(evaluate(dim, symbols) for dim in external.shape)
-
-
 class _Read:
     """An entry of the table of the caller's tensors that the program reads, and how."""
 
     def __init__(self, index: int, external: External, bytes_too: bool) -> None:
         self.index, self.external, self.bytes_too = index, external, bytes_too
-        self.value, self.dtype, self.strided = external.value, TORCH_DTYPES.get(external.dtype), _is_image(external)
+        self.value, self.dtype, self.strided = external.value, TORCH_DTYPES.get(external.dtype), is_image(external)
 
     def readable(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor with its values in memory: of any strides where each axis is read by its own, else dense."""
@@ -155,7 +90,10 @@ class QuantizedModel(nn.Module):
         self._written = {e.value: TORCH_DTYPES[e.dtype] for e in program.externals if e.written}
         self._reads = [_Read(self._index[e.value], e, e.value in in_bytes) for e in program.externals if not e.written]
         self._calls = {s: [call for call in program.calls if call.after_segment == s] for s in range(program.segments)}
-        self._shapes: OrderedDict[Any, _Shapes] = OrderedDict()
+        self.plans = config.plans()
+        self._shapes: OrderedDict[Any, Shapes] = OrderedDict()
+        self._frames: list[Frame] = []
+        self._sizes: Sizes | None = None
         self._plain = _plain_tensors(signature)
         super().train(False)
 
@@ -176,29 +114,37 @@ class QuantizedModel(nn.Module):
     def _is_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         return 0 < len(args) == self._plain and not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
 
-    def _shapes_of(self, leaves: Sequence[torch.Tensor]) -> _Shapes:
+    def _shapes_of(self, leaves: Sequence[torch.Tensor]) -> Shapes:
         """Plan for these shapes; checks the tensors when it has not seen them before."""
         key = tuple([(leaf.shape, leaf.dtype, leaf.device, leaf.layout) for leaf in leaves if hasattr(leaf, "layout")])
         found = self._shapes.get(key)
         if found is None:
-            found = _Shapes(self.artifact, dims_of(self.signature, list(leaves), self._byte_inputs))
+            found = self._planned(dims_of(self.signature, list(leaves), self._byte_inputs))
         # Without a lock, which a forked child could inherit held: each of these steps is atomic.
         self._shapes[key] = found
         if len(self._shapes) > 1:
             with contextlib.suppress(KeyError):
                 self._shapes.move_to_end(key)
-                while len(self._shapes) > PLANS:
+                while len(self._shapes) > self.plans:
                     self._shapes.popitem(last=False)
         return found
 
+    def _planned(self, symbols: dict[str, int]) -> Shapes:
+        """The plan for these free sizes."""
+        if self._sizes is None:
+            self._sizes = Sizes(self.artifact, self.graph, self.island_dims)
+        return Shapes(self._sizes, symbols)
+
     def _run(
-        self, leaves: Sequence[torch.Tensor], shapes: _Shapes, allowed: int, clock: Clock | None = None
+        self, leaves: Sequence[torch.Tensor], shapes: Shapes, allowed: int, clock: Clock | None = None
     ) -> dict[str, torch.Tensor]:
         values = dict(zip(self._inputs, leaves, strict=True))
         try:
-            frame = shapes.frames.pop()
+            frame = self._frames.pop()
         except IndexError:
-            frame = _Frame(shapes.artifact, shapes.layout)
+            frame = Frame(shapes.artifact)
+        if frame.layout is not shapes.layout:
+            frame.fit(shapes.layout)
         frame.run.times = clock.steps if clock else None
         kept, shares = [], shapes.shares(allowed)
         for segment, calls in self._calls.items():
@@ -207,7 +153,7 @@ class QuantizedModel(nn.Module):
                     if isinstance(call, HostCall):
                         self._host(call, frame, shapes, clock)
                         continue
-                    dims = [evaluate(dim, shapes.symbols) for dim in self.island_dims[call.key]]
+                    dims = shapes.island_dims[call.key]
                     with torch.autocast("cpu", enabled=False):  # what follows reads float32
                         begin = time.perf_counter_ns()
                         results = self.islands[call.key](*[values[name] for name in call.inputs], *dims)
@@ -230,11 +176,11 @@ class QuantizedModel(nn.Module):
                     frame.read(entry.index, tensor)
                     kept.append(tensor)
             shapes.artifact.run(frame.run, segment, shares[segment])
-        if len(shapes.frames) < PLANS:
-            shapes.frames.append(frame)
+        if len(self._frames) < FRAMES:
+            self._frames.append(frame)
         return values
 
-    def _host(self, call: HostCall, frame: _Frame, shapes: _Shapes, clock: Clock | None) -> None:
+    def _host(self, call: HostCall, frame: Frame, shapes: Shapes, clock: Clock | None) -> None:
         begin, host = time.perf_counter_ns(), self.hosts[call.op.attrs["operator"]]
         run_host(call, host, self.graph, frame.levels(), shapes.layout.offsets, shapes.symbols)
         if clock:
@@ -289,7 +235,7 @@ class QuantizedModel(nn.Module):
         leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
         return self._clocked(leaves, self._shapes_of(leaves), torch.get_num_threads()).spent(self.artifact.program)
 
-    def _clocked(self, leaves: Sequence[torch.Tensor], shapes: _Shapes, allowed: int) -> Clock:
+    def _clocked(self, leaves: Sequence[torch.Tensor], shapes: Shapes, allowed: int) -> Clock:
         """What every step of one call took."""
         program = self.artifact.program
         clock = Clock(len(program.steps), [step.island for step in program.steps if step.island])
@@ -385,6 +331,7 @@ class QuantizedModel(nn.Module):
         made = self._remake(self, graph)
         self.graph, self.artifact, self.libraries = graph, made.artifact, made.libraries
         self.about, self.coverage, self.example, self._shapes = made.about, made.coverage, None, OrderedDict()
+        self._frames, self._sizes = [], None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedModel:
         """`to`, `cuda`, `half` and their like; `InputError` if tensors would leave the CPU or float32."""
@@ -407,7 +354,7 @@ class QuantizedModel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles start without plans and arenas."""
-        return {**self.__dict__, "_shapes": OrderedDict()}
+        return {**self.__dict__, "_shapes": OrderedDict(), "_frames": [], "_sizes": None}
 
     def __repr__(self) -> str:
         share, count, hosts = self.coverage, self.coverage.islands, len(self.coverage.hosts)
