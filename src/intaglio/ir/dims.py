@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ def evaluator(dims: Sequence[Dim], symbols: Sequence[str]) -> Callable[..., tupl
     parameters = ", ".join(names.values())
     lines = [f"    {name} = {_python(dim, names)}" for dim, name in distinct.items()]
     results = "".join(f"{distinct[dim]}, " for dim in dims)
-    scope: dict[str, Any] = {}
+    scope: dict[str, Callable[..., tuple[int, ...]]] = {}
     exec("\n".join([f"def found({parameters}):", *lines, f"    return ({results})"]), {"__builtins__": {}}, scope)
     return scope["found"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import time
 import warnings
 from collections import OrderedDict
@@ -15,40 +16,34 @@ import torch
 from torch import nn
 
 from intaglio import config
-from intaglio.calls import TORCH_DTYPES, bind, dims_of, rebuild
+from intaglio.calls import TORCH_DTYPES, bind, check_kinds, dims_of, rebuild
 from intaglio.errors import ArtifactError, BuildError, InputError
-from intaglio.ir import About, Dim, External, Graph, HostCall, Schedule, Signature
+from intaglio.ir import About, Dim, Graph, HostCall, Schedule, Signature
 from intaglio.native.limits import int8_rates
 from intaglio.native.machine import ISA_FLAGS
 from intaglio.runtime import state
 from intaglio.runtime.artifact import Artifact
 from intaglio.runtime.coverage import Coverage
-from intaglio.runtime.files import Example, Library, Saved, digest_of, exact_values, example_of, library_of, save
+from intaglio.runtime.files import (
+    Example,
+    Library,
+    Saved,
+    digest_of,
+    exact_values,
+    example_of,
+    leaves_of,
+    library_of,
+    save,
+)  # fmt: skip
 from intaglio.runtime.islands import Host, run_host
 from intaglio.runtime.profile import Clock, Profile, profile_of
-from intaglio.runtime.shapes import FRAMES, Frame, Shapes, Sizes, is_image
+from intaglio.runtime.shapes import FRAMES, Frame, Read, Shapes, Sizes
 
 LIMIT_SECONDS = 0.002
 """Of one of the repeats that measure the arithmetic limit."""
 
+logger = logging.getLogger("intaglio")
 STAYS = "leave the int8 model as it is, and convert what goes in and what comes out"
-
-
-class _Read:
-    """An entry of the table of the caller's tensors that the program reads, and how."""
-
-    def __init__(self, index: int, external: External, bytes_too: bool) -> None:
-        self.index, self.external, self.bytes_too = index, external, bytes_too
-        self.value, self.dtype, self.strided = external.value, TORCH_DTYPES.get(external.dtype), is_image(external)
-
-    def readable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor with its values in memory: of any strides where each axis is read by its own, else dense."""
-        known = tensor.dtype is self.dtype or self.dtype is None or (self.bytes_too and tensor.dtype is torch.uint8)
-        if not known:
-            problem = f"element type {tensor.dtype}; the program reads {self.external.dtype}"
-            raise InputError(f"%{self.value}", None, problem, remedy="leave the types of its float parts as they are")
-        tensor = tensor.resolve_neg()
-        return tensor if self.strided or tensor.dim() < 5 else tensor.contiguous()
 
 
 class QuantizedModel(nn.Module):
@@ -88,12 +83,15 @@ class QuantizedModel(nn.Module):
         program, in_bytes = artifact.program, {graph.inputs[index] for index in self._byte_inputs}
         self._index = {external.value: i for i, external in enumerate(program.externals)}
         self._written = {e.value: TORCH_DTYPES[e.dtype] for e in program.externals if e.written}
-        self._reads = [_Read(self._index[e.value], e, e.value in in_bytes) for e in program.externals if not e.written]
+        self._reads = [Read(self._index[e.value], e, e.value in in_bytes) for e in program.externals if not e.written]
         self._calls = {s: [call for call in program.calls if call.after_segment == s] for s in range(program.segments)}
         self.plans = config.plans()
         self._shapes: OrderedDict[Any, Shapes] = OrderedDict()
         self._frames: list[Frame] = []
         self._sizes: Sizes | None = None
+        self._float: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no part of this module
+        self._warm: set[Any] = set()
+        self._fell_back = False
         self._plain = _plain_tensors(signature)
         super().train(False)
 
@@ -101,6 +99,9 @@ class QuantizedModel(nn.Module):
         if torch.compiler.is_exporting():
             raise InputError("call", None, "this part is quantized already; native code cannot be traced")
         leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
+        if self._float and not self._takes(leaves):
+            with torch.no_grad():
+                return self._float[0](*args, **kwargs)
         shapes = self._shapes_of(leaves)
         with torch.no_grad():
             values = self._run(leaves, shapes, torch.get_num_threads())
@@ -128,6 +129,55 @@ class QuantizedModel(nn.Module):
                 while len(self._shapes) > self.plans:
                     self._shapes.popitem(last=False)
         return found
+
+    @property
+    def on_new_shape(self) -> str:
+        """What a call of a shape that was not seen does: "plan" its memory and run in int8, or "fallback" to float."""
+        return "fallback" if self._float else "plan"
+
+    def fall_back_to(self, float_model: nn.Module) -> QuantizedModel:
+        """From now on calls whose shapes were not planned run this float model, as it is, without gradients.
+
+        Planned are those given to `warm`, or else those of the first call: shape, strides, element type and device of
+        every tensor. Inputs of another element type or device are refused as ever. The model is kept by reference, and
+        is not part of files.
+        """
+        self._float = (float_model,)
+        return self
+
+    def warm(self, *calls: Any) -> None:
+        """Plan these shapes, and have memory for the largest. Each is the arguments of a call (a tuple, a dictionary by
+        name, the only one), or a shape in place of every tensor: ``(1, 128)``, or ``((1, 128), (1, 128))``."""
+        frame = Frame(self.artifact)
+        for call in calls:
+            leaves = self._made_up(call)
+            shapes = self._shapes_of(leaves)
+            shapes.shares(torch.get_num_threads())
+            frame.fit(shapes.layout)
+            self._warm.add(_guard(leaves))
+        self._frames.append(frame)
+
+    def _made_up(self, call: Any) -> Sequence[torch.Tensor]:
+        """The tensors of a call, of which only shapes may be given."""
+        inputs = self.signature.inputs
+        sizes = [call] if _is_shape(call) else list(call) if isinstance(call, (tuple, list)) else []
+        if sizes and all(map(_is_shape, sizes)) and len(sizes) == len(inputs):
+            kinds = [TORCH_DTYPES[entry.type.dtype] for entry in inputs]
+            return [torch.empty(size, dtype=kind, device="cpu") for size, kind in zip(sizes, kinds, strict=True)]
+        return leaves_of(self.signature, call, self._byte_inputs)
+
+    def _takes(self, leaves: Sequence[torch.Tensor]) -> bool:
+        """Whether a call was planned; the first one of all is, if nothing was, and the program takes its shapes."""
+        check_kinds(self.signature, leaves, self._byte_inputs)
+        guard = _guard(leaves)
+        if not self._warm:
+            with contextlib.suppress(InputError):
+                self._shapes_of(leaves)
+                self._warm.add(guard)
+        if guard not in self._warm and not self._fell_back:
+            self._fell_back = True
+            logger.warning("%s: shapes that were not planned run in float (on_new_shape)", self.about.name)
+        return guard in self._warm
 
     def _planned(self, symbols: dict[str, int]) -> Shapes:
         """The plan for these free sizes."""
@@ -268,7 +318,8 @@ class QuantizedModel(nn.Module):
             libraries = {isa: built[isa] for isa in ISA_FLAGS if isa in built}
         islands = {key: (module, self.island_dims[key]) for key, module in self.islands.items()}
         saved = Saved(
-            self.graph, self.signature, islands, self.coverage, self.about, libraries, stored, self.schedules
+            self.graph, self.signature, islands, self.coverage, self.about, libraries, stored, self.schedules,
+            self.on_new_shape,
         )  # fmt: skip
         save(saved, path, config.VERSION)
 
@@ -354,7 +405,7 @@ class QuantizedModel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles start without plans and arenas."""
-        return {**self.__dict__, "_shapes": OrderedDict(), "_frames": [], "_sizes": None}
+        return {**self.__dict__, "_shapes": OrderedDict(), "_frames": [], "_sizes": None, "_warm": set()}
 
     def __repr__(self) -> str:
         share, count, hosts = self.coverage, self.coverage.islands, len(self.coverage.hosts)
@@ -373,6 +424,15 @@ def _int8_rates(isa: str, threads: int) -> list[float]:
         return int8_rates(isa, threads, LIMIT_SECONDS)
     except BuildError:
         return []
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(type(size) is int for size in value)
+
+
+def _guard(leaves: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """What a planned call is known by."""
+    return tuple([(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in leaves])
 
 
 def _plain_tensors(signature: Signature) -> int:

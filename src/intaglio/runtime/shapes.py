@@ -13,6 +13,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from intaglio.calls import TORCH_DTYPES
 from intaglio.errors import InputError
 from intaglio.ir import Dim, External, Graph, evaluator, needs
 from intaglio.runtime import threads
@@ -119,3 +120,20 @@ def lies(external: External, sizes: Sequence[int]) -> tuple[int, ...]:
 
 def is_image(external: External) -> bool:
     return len(external.shape) in (3, 4, 5) and not external.rows
+
+
+class Read:
+    """An entry of the table of the caller's tensors that the program reads, and how."""
+
+    def __init__(self, index: int, external: External, bytes_too: bool) -> None:
+        self.index, self.external, self.bytes_too = index, external, bytes_too
+        self.value, self.dtype, self.strided = external.value, TORCH_DTYPES.get(external.dtype), is_image(external)
+
+    def readable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor with its values in memory: of any strides where each axis is read by its own, else dense."""
+        known = tensor.dtype is self.dtype or self.dtype is None or (self.bytes_too and tensor.dtype is torch.uint8)
+        if not known:
+            problem = f"element type {tensor.dtype}; the program reads {self.external.dtype}"
+            raise InputError(f"%{self.value}", None, problem, remedy="leave the types of its float parts as they are")
+        tensor = tensor.resolve_neg()
+        return tensor if self.strided or tensor.dim() < 5 else tensor.contiguous()
