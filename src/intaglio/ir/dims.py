@@ -110,6 +110,29 @@ def _quotient(dim: Dim, divisor: int) -> Dim:
     return Expression((((FloorDiv(dim, divisor),), 1),))
 
 
+def divide(a: Dim, b: Dim) -> Dim | None:
+    """The dimension that times ``b`` is ``a`` for all values of the symbols, where there is one."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    if a == b:
+        return 1
+    if a == 0:
+        return 0
+    (monomial, coefficient), *others = _terms(b)
+    found = []
+    for atoms, count in _terms(a) if not others else list(_terms(a))[:1]:
+        left = list(atoms)
+        for atom in monomial:
+            if atom not in left:
+                return None
+            left.remove(atom)
+        if coefficient == 0 or count % coefficient:
+            return None
+        found.append((tuple(left), count // coefficient))
+    quotient = _collect(found)
+    return quotient if b * quotient == a else None
+
+
 def evaluate(dim: Dim, symbols: Mapping[str, int]) -> int:
     """The integer a dimension stands for; KeyError names a symbol without a value."""
     if isinstance(dim, int):

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from intaglio.ir.dims import Dim
+from intaglio.ir.dims import Dim, numel
 from intaglio.ir.graph import Graph, Op
+
+MOST_PIXELS = (2**31 - 1) // 255
+"""Levels that an int32 sum holds."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,11 @@ def _sizes(op: Op, graph: Graph) -> Iterable[tuple[Dim, str]]:
             smallest = least if axis > 1 else 0
             text = ", ".join(map(str, shape))
             yield size - smallest, f"its result [{text}] would have fewer than {smallest} along axis {axis}"
-    if op.kind.startswith("upsample") or "size" in op.attrs:
-        for size in graph.types[op.inputs[0]].shape[2:]:
+    if op.kind.startswith(("upsample", "adaptive")):
+        pixels = graph.types[op.inputs[0]].shape[2:]
+        for size in pixels:
             yield size - 1, "it has no pixel to read"
+        yield numel(pixels) * -1 + MOST_PIXELS, f"{numel(pixels)} pixels; sums of more than {MOST_PIXELS} leave int32"
 
 
 def _bounds(op: Op, graph: Graph) -> Iterable[tuple[Dim, str]]:

@@ -10,7 +10,17 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.capture.captured import expect
-from intaglio.capture.nodes import arguments, call_of, operands, operator, origin, record_of, tensor_nodes, tensor_type
+from intaglio.capture.nodes import (
+    arguments,
+    call_of,
+    is_constant,
+    operands,
+    operator,
+    origin,
+    record_of,
+    tensor_nodes,
+    tensor_type,
+)
 from intaglio.ir import DType, Graph, Op, Origin, QParams, TensorType, fresh, graph_text, verify
 from intaglio.ir.rewrite import run_passes
 from intaglio.lower.islands import Unit, island_of
@@ -121,6 +131,8 @@ class _Builder:
                 region = regions[node]
                 needs = [v for n in region.nodes for v in operands(n) if v is not None and v not in region.nodes]
                 needs = [n for n in needs if levels_of(n) or levels_of(n, DType.U16)]
+                if region.record.name == "attention":
+                    needs = [value for value in region.operands() if value is not None and not is_constant(value)]
                 yield Unit(region.nodes, tuple(needs), True, region)
             elif node in inner or "dim" in node.meta or node.op in ("placeholder", "output"):
                 continue
@@ -243,6 +255,9 @@ class _Builder:
         stem = where.path.replace("@", "_call") or region.record.name
         if is_host(region.record):
             self.values[region.root] = self._host(region, stem, TensorType(kind.shape, DType.U8, region.result))
+            return
+        if region.record.name == "attention":
+            self.values[region.root] = self._attention(region, stem, TensorType(kind.shape, DType.U8, region.result))
             return
         if region.record.name in ANCHORS:
             current = self._anchor(region, stem)
@@ -396,6 +411,17 @@ class _Builder:
         self.hosts[record.name] = record
         attrs: dict[str, Any] = {"key": f"host{sum(op.kind == 'host' for op in self.ops)}", "operator": record.name}
         return self._op("host", names, f"{stem}_{record.name}", result, _origin(region), **region.attrs(), **attrs)
+
+    def _attention(self, region: IntegerRegion, stem: str, result: TensorType) -> str:
+        """Queries, keys and values as levels, and the mask, if there is one, as it is."""
+        *levels, mask = (*region.operands(), None)[:4]
+        names = [self.values[value] for value in levels]
+        if mask is not None and is_constant(mask):
+            array = getattr(self.module, mask.target).detach().numpy()
+            names.append(self._constant(f"{stem}_mask", array, tensor_type(mask).dtype))
+        elif mask is not None:
+            names.append(self._float(mask))
+        return self._op("attention", names, f"{stem}_attention", result, origin(region.root), **region.attrs())
 
     def _single(self, region: IntegerRegion, x: str, stem: str, result: TensorType) -> str:
         """Functions, pools and moves: one operator, attributes as its record binds them."""
