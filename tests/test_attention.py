@@ -11,9 +11,8 @@ from torch.nn import functional as F
 
 from harness import HERE, Memory
 from intaglio import numerics
-from intaglio.ir import DType, Op, QParams, TensorType, evaluate
+from intaglio.ir import DType, Op, TensorType, evaluate
 from intaglio.ir.scratch import LINE, scratch_lines
-from intaglio.ops import OPS
 from products import kernels
 
 SLACK = 64

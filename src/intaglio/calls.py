@@ -82,12 +82,27 @@ def _like(value: Any, example: Any) -> Any:
     return value
 
 
-def dims_of(signature: Signature, leaves: list[Any], byte_inputs: Collection[int] = ()) -> dict[str, int]:
+def dims_of(signature: Signature, leaves: Sequence[Any], byte_inputs: Collection[int] = ()) -> dict[str, int]:
     """Values of the free dimensions in a call; `InputError` when a tensor does not fit its captured type.
 
     ``byte_inputs``: positions of inputs that may be uint8 instead.
     """
+    check_kinds(signature, leaves, byte_inputs)
     symbols: dict[str, int] = {}
+    for entry, value in zip(signature.inputs, leaves, strict=True):
+        shape, where = entry.type.shape, f"input '{entry.name}'"
+        if value.dim() != len(shape) or not all(_fits(d, s, symbols) for d, s in zip(shape, value.shape, strict=True)):
+            raise InputError(where, None, f"shape {list(value.shape)}; the model takes {_shape_text(shape)}")
+        if (limits := _beyond(signature, symbols)) is not None:
+            raise InputError(
+                where, None, f"shape {list(value.shape)}; the model takes {_shape_text(shape)} with {limits}",
+                remedy="split, pad or crop it to such a size",
+            )  # fmt: skip
+    return symbols
+
+
+def check_kinds(signature: Signature, leaves: Sequence[Any], byte_inputs: Collection[int] = ()) -> None:
+    """`InputError` for what is no dense tensor of the captured element type on the CPU, whatever its shape."""
     for index, (entry, value) in enumerate(zip(signature.inputs, leaves, strict=True)):
         where = f"input '{entry.name}'"
         if not isinstance(value, torch.Tensor):
@@ -102,15 +117,6 @@ def dims_of(signature: Signature, leaves: list[Any], byte_inputs: Collection[int
             raise InputError(where, None, f"element type {value.dtype}; the model takes {expected}", remedy=remedy)
         if (problem := unfit(value)) is not None:
             raise InputError(where, None, problem, remedy=TO_DENSE_ON_CPU)
-        shape = entry.type.shape
-        if value.dim() != len(shape) or not all(_fits(d, s, symbols) for d, s in zip(shape, value.shape, strict=True)):
-            raise InputError(where, None, f"shape {list(value.shape)}; the model takes {_shape_text(shape)}")
-        if (limits := _beyond(signature, symbols)) is not None:
-            raise InputError(
-                where, None, f"shape {list(value.shape)}; the model takes {_shape_text(shape)} with {limits}",
-                remedy="split, pad or crop it to such a size",
-            )  # fmt: skip
-    return symbols
 
 
 def _shape_text(shape: Sequence[Any]) -> str:

@@ -278,8 +278,12 @@ def clamp_levels(
 
 def pool_multipliers(scale_x: float, scale_y: float, counts: Sequence[int]) -> F32:
     """Factor of `requantize` for a mean over n values, for every n in ``counts``: ``float32(s_x / (n * s_y))``."""
-    ratio = np.float64(np.float32(scale_x)) / np.float64(np.float32(scale_y))
-    return (ratio / np.asarray(counts, np.float64)).astype(np.float32)
+    return (pool_ratio(scale_x, scale_y) / np.asarray(counts, np.float64)).astype(np.float32)
+
+
+def pool_ratio(scale_x: float, scale_y: float) -> np.float64:
+    """What `pool_multipliers` divides by every count, in float64."""
+    return np.float64(np.float32(scale_x)) / np.float64(np.float32(scale_y))
 
 
 def requantize_table(

@@ -42,7 +42,7 @@ def check_graph(graph: Graph, hosts: Mapping[str, OpDef] | None = None) -> None:
         if op.kind in MOVES and op.kind != "reshape":
             _check_places(op, graph)
         if op.kind.startswith("upsample"):
-            _check_tables(op, graph)
+            _check_factors(op) if "results" in op.attrs else _check_tables(op, graph)
         if op.kind in ("affine", "prelu"):
             _check_channels(op, graph)
         if op.kind == "add":
@@ -115,6 +115,14 @@ def _check_tables(op: Op, graph: Graph) -> None:
         pairs = zip(indices, tables[1:-1:2], strict=True)
         if tables[-1].shape != (1,) or any(i.shape != w.shape or i.shape[1] != 2 for i, w in pairs):
             raise ValueError(f"%{op.output}: weights that do not go with their indices")
+
+
+def _check_factors(op: Op) -> None:
+    """Of an operator without tables: sizes, a factor or none for each axis."""
+    sizes, results, scales = (op.attrs[name] for name in ("sizes", "results", "scales"))
+    known = [scale is None or (isinstance(scale, (int, float)) and 0 < scale < float("inf")) for scale in scales]
+    if not (len(sizes) == len(results) == len(scales) and all(known)):
+        raise ValueError(f"{op.kind} with {dict(op.attrs)}")
 
 
 def _check_channels(op: Op, graph: Graph) -> None:

@@ -42,7 +42,12 @@ def emit_pool(code: Code, partition: Partition, context: Context) -> None:
         code("p.include_pad = {}, p.fixed_divisor = {}, p.adaptive = {};".format(*flags))
         zero = context.graph.types[op.inputs[0]].levels.zero
         code(f"p.zero_in = *{context.constant(np.array([zero], np.int32), 'int32_t')};")
-        code(f"p.factors = {context.constant(context.graph.constants[op.inputs[1]], 'float')};")
+        factors = context.graph.constants[op.inputs[1]]
+        if "size" in op.attrs and not all(isinstance(size, int) for size in shapes[0][2:]):
+            ends = (context.graph.types[name].levels.step for name in (op.inputs[0], op.output))
+            code(f"p.ratio = *{context.constant(np.array(numerics.pool_ratio(*ends)), 'double')};")
+        else:
+            code(f"p.factors = {context.constant(factors, 'float')};")
         code(f"p.limits = {limits};")
         sums = f"{op.output}.sums"
         if sums in context.index:
@@ -112,9 +117,15 @@ def _table_call(op: Op, context: Context) -> str:
 def _prelu_call(op: Op, context: Context) -> str:
     zero = context.graph.types[op.inputs[0]].levels.zero
     rise, fall = (context.graph.constants[name] for name in op.inputs[1:])
-    each = _by_channel(context, np.broadcast_to(fall, context.plan.buffers[op.inputs[0]].channels()))
+    each = _by_channel(context, np.resize(fall, _channels(context, op.inputs[0])))
     first = f"*{context.constant(np.array([zero], np.int32), 'int32_t')}, {context.constant(rise, 'float')}"
     return f"prelu_levels(&in, &out, {first}, {each}, {context.limits(op)}, thread, threads);"
+
+
+def _channels(context: Context, value: str) -> int:
+    """Of a value whose kernel has a constant for each."""
+    (channels,) = (dim for dim in [context.plan.buffers[value].channels()] if isinstance(dim, int))
+    return channels
 
 
 emit_affine, emit_clamp, emit_table = one_input(_affine_call), one_input(_clamp_call), one_input(_table_call)

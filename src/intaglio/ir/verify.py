@@ -86,6 +86,8 @@ def _check_op(op: Op, graph: Graph, defined: set[str], place: str, rules: Rules)
     if op.kind not in rules:
         return
     operands, results = rules[op.kind]
+    if op.kind.startswith("upsample") and "results" in op.attrs:  # no tables
+        operands = (operands[0], *operands[-1:] * ("nearest" not in op.kind))
     if op.kind in OPTIONAL and len(op.inputs) > len(operands):
         operands = (*operands, OPTIONAL[op.kind])
     _require(len(op.inputs) == len(operands), f"{label}: takes {len(operands)} operands, has {len(op.inputs)}")

@@ -33,7 +33,7 @@ from intaglio.ops.activate import bind_precise
 from intaglio.ops.conv import output_axis
 from intaglio.ops.pool import counts
 from intaglio.ops.real import RealCall
-from intaglio.ops.resize import tables
+from intaglio.ops.resize import is_free, tables
 from intaglio.quant.annotate import Annotations, macs
 from intaglio.quant.convert import Reference
 from intaglio.quant.patterns import is_host
@@ -435,7 +435,7 @@ class _Builder:
             found = tables(record.name, attrs)
             arrays = {f"table{index}": table for index, table in enumerate(found)}
             arrays |= {} if record.shares else {"factor": ratio}
-            attrs = {}
+            attrs = attrs if is_free(attrs) else {}
         elif record.name == "prelu":
             slopes = getattr(self.module, operands(node)[1].target).numpy().astype(np.float64).ravel()
             arrays = {"rise": ratio, "fall": numerics.multiplier(slopes * q.step, step_y)}

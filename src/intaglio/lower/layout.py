@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from intaglio.ir import Buffer, DType, Graph, Op, TensorType, evaluate, fresh
+from intaglio.ir import Buffer, Dim, DType, Graph, Op, TensorType, evaluate, fresh
 from intaglio.ir.loops import body_of, row_axis, space
 from intaglio.ir.moves import MOVES, moves_nothing
 from intaglio.ir.phases import axis_phases
@@ -69,12 +69,14 @@ def _stays_inside(graph: Graph) -> frozenset[str]:
 def _place_parts(cat: Op, graph: Graph, buffers: dict[str, Buffer]) -> None:
     """Operands that only the concatenation reads, and whose kernels leave room between pixels, are written into it."""
     users, makers = graph.users(), {output: op for op in graph.ops for output in op.outputs}
-    channel = 0
+    channel: Dim = 0
     for name in cat.inputs:
         if name not in buffers:
             return
     for name in cat.inputs:
         buffer, alone = buffers[name], len(users[name]) == cat.inputs.count(name) == 1 and name not in graph.outputs
+        if not isinstance(channel, int):
+            return
         if alone and buffer.spatial and buffer.alias is None and _leaves_room(makers.get(name), makers):
             buffers[name] = replace(buffer, alias=cat.output, part=channel)
         channel += buffer.channels()
@@ -102,7 +104,7 @@ def row_major(graph: Graph) -> frozenset[str]:
     """Values of three to five axes that lie row-major: all that linear layers touch, of the rest those of other than
     four axes that no image operator touches."""
     alike, image, linear = _components(graph)
-    hinted = _beside_rows(graph, alike, image | linear)
+    hinted = (_beside_rows(graph, alike, image | linear) | _free_channels(graph, alike)) - image
 
     def lies_in_rows(name: str, kind: TensorType) -> bool:
         group = alike.find(name)
@@ -119,6 +121,12 @@ def _beside_rows(graph: Graph, alike: Sharing, decided: set[str]) -> set[str]:
         if op.kind == "permute" and (ends := _rows_end(op)) is not None:
             hinted.add(alike.find(ends))
     return hinted - decided
+
+
+def _free_channels(graph: Graph, alike: Sharing) -> set[str]:
+    """Groups whose second axis is free and whose last is a number: rows keep pixels of one size."""
+    laid = [(name, kind.shape) for name, kind in graph.types.items() if _laid(kind) and name not in graph.constants]
+    return {alike.find(n) for n, shape in laid if not isinstance(shape[1], int) and isinstance(shape[-1], int)}
 
 
 def _rows_end(op: Op) -> str | None:
@@ -208,7 +216,8 @@ def _wants(op: Op, graph: Graph) -> str | None:
     if op.kind == "loop":
         return "alike" if row_axis(body_of(op)) is None else None
     if op.kind == "prelu":
-        return "alike" if graph.types[op.inputs[2]].shape == (1,) else "image"
+        plain = isinstance(graph.types[op.output].shape[-1], int) and graph.types[op.inputs[2]].shape == (1,)
+        return "alike" if plain else "image"
     if op.kind in IMAGES or op.kind in ROWS:
         return "image" if op.kind in IMAGES else "linear"
     return "alike" if op.kind in (*POINTWISE, *MOVED_ALIKE) else None

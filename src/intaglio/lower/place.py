@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from intaglio.ir import Buffer, DType, Graph, Op, Partition, Placement, Plan, Step, View, evaluate, symbols_of
-from intaglio.ir.scratch import LINE, SHARERS, scratch_lines
 from intaglio.ir.moves import MOVES
+from intaglio.ir.scratch import LINE, SHARERS, scratch_lines
 from intaglio.lower.fuse import fuse, join_heads
 from intaglio.lower.layout import lay_out
 from intaglio.lower.views import find_views
@@ -88,7 +88,7 @@ def _sums(partitions: list[Partition], graph: Graph, buffers: Mapping[str, Buffe
     for op in (partition.anchor for partition in partitions):
         if op.kind in ("adaptive_avg_pool1d", "adaptive_avg_pool2d") and set(op.attrs["size"]) == {1}:
             channels = buffers[op.inputs[0]].channels()
-            if channels <= FEW_CHANNELS:
+            if isinstance(channels, int) and channels <= FEW_CHANNELS:
                 name = f"{op.output}.sums"
                 found[name] = Buffer(name, (SHARES, channels), DType.I32)
     return found

@@ -109,10 +109,9 @@ def rank(*allowed: int) -> Callable[[Call], str | None]:
 
 
 def fixed_channels(call: Call) -> str | None:
-    """Every axis but the batch of the first operand is a number."""
-    shape = call.shapes[0]
-    free = [dim for dim in (shape or ())[1:] if not isinstance(dim, int)]
-    return f"free dimension {free[0]}; the kernel takes a free batch only" if free else None
+    """The channels of an image or a line, its second axis, are a number."""
+    channels = call.shape()[1]
+    return None if isinstance(channels, int) else f"a free number of channels, {channels}"
 
 
 def float_activations(call: Call) -> str | None:

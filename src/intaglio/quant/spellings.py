@@ -61,14 +61,14 @@ def selects_as_slices(module: fx.GraphModule) -> int:
     for node, (source, axis, index) in hits:
         node.meta = {**node.meta, "origin": origin(node.args[0] if node.target is python_operator.getitem else node)}
         shape = tensor_type(source).shape
-        stop = END if index == -1 else index + 1
-        part = _call(node, (*shape[:axis], 1, *shape[axis + 1 :]), ATEN.slice.Tensor, source, axis, index, stop)
+        one, stop = (*shape[:axis], 1, *shape[axis + 1 :]), index + 1 or END
+        part = _call(node, one, ATEN.slice.Tensor, source, axis, index, stop)
         _replace(node, _call(node, tensor_type(node).shape, ATEN.squeeze.dim, part, axis))
     return len(hits)
 
 
 def _selected(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """Source, axis and index of one element along an axis of known size, or a free one that is not the batch."""
+    """Source, axis and index of one element; from the end only where the size is free."""
     taken = node.target is python_operator.getitem
     maker = node.args[0] if taken else node
     if operator(maker) != ("aten.unbind.int" if taken else "aten.select.int"):
@@ -76,7 +76,7 @@ def _selected(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     source, given = maker.args[0], arguments(maker)
     axis = given["dim"] % len(tensor_type(source).shape)
     index, size = node.args[1] if taken else given["index"], tensor_type(source).shape[axis]
-    if not isinstance(index, int) or (axis == 0 and not isinstance(size, int)):
+    if not isinstance(index, int):
         return None
     return source, axis, index % size if isinstance(size, int) else index
 
