@@ -354,7 +354,7 @@ class _Builder:
         record = record_of(node)
         names = [acc, self._constant(f"{stem}_unit", _each(np.array(self.types[acc].levels.scales)), DType.F32)]
         if scaled is not None:
-            gain = getattr(self.module, operands(scaled)[2].target).numpy()
+            gain = getattr(self.module, operands(scaled)[1].target).numpy()
             names.append(self._constant(f"{stem}_gain", _each(gain), DType.F32))
         attrs = bind_precise(record.name, record.bind(call_of(node, record)))
         return self._op("activate", names, stem, result, where, **attrs)

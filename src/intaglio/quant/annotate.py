@@ -381,7 +381,7 @@ def fusable(nodes: Iterable[fx.Node]) -> bool:
 
 def _scales(node: fx.Node, anchor: fx.Node) -> bool:
     """A factor per channel of the anchor and nothing added; depthwise kernels take none."""
-    offset, _, factor = operands(node)
+    _, factor, offset = operands(node)
     if not is_constant(offset) or not is_constant(factor) or arguments(anchor).get("groups", 1) != 1:
         return False
     record, axes = record_of(node), len(tensor_type(node).shape)
