@@ -26,11 +26,12 @@ from intaglio.ir.rewrite import run_passes
 from intaglio.lower.islands import Unit, island_of
 from intaglio.lower.lowered import Island, Lowered
 from intaglio.lower.passes import LOWER_PASSES
-from intaglio.lower.real import loop_of, real_call
+from intaglio.lower.real import loop_of, move_of, real_call
 from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
 from intaglio.ops import ANCHORS, SUMS, OpDef
 from intaglio.ops.activate import bind_precise
 from intaglio.ops.conv import output_axis
+from intaglio.ops.opdef import Attrs
 from intaglio.ops.pool import counts
 from intaglio.ops.real import RealCall
 from intaglio.ops.resize import is_free, tables
@@ -98,7 +99,7 @@ class _Builder:
         self.cut: list[list[fx.Node]] = []  # nodes of each island
         self.values: dict[fx.Node, str] = {}  # node -> value that holds it: levels behind Q and DQ, else float
         self.rests: dict[str, str] = {}  # value of levels -> what it has besides in 16 bits
-        self.real: dict[fx.Node, RealCall] = {}  # float operators that the program runs
+        self.real: dict[fx.Node, RealCall | tuple[OpDef, Attrs]] = {}  # float operators that the program runs
         self.floats: dict[str, str] = {}  # value of levels -> its dequantized value
 
     # -- order ---------------------------------------------------------------------------------------------------
@@ -152,9 +153,10 @@ class _Builder:
             else:
                 read = tensor_nodes((node.args, node.kwargs))
                 needs = [n for n in read if n.op != "get_attr" and "dim" not in n.meta]
-                if (real := real_call(node, self.module)) is not None:
-                    self.real[node] = real
-                yield Unit((node,), tuple(dict.fromkeys(needs)), real is not None)
+                found = real_call(node, self.module) or move_of(node)
+                if found is not None:
+                    self.real[node] = found
+                yield Unit((node,), tuple(dict.fromkeys(needs)), found is not None)
 
     def _ready(self, unit: Unit) -> bool:
         return all(node in self.values for node in unit.needs)
@@ -166,7 +168,11 @@ class _Builder:
         elif levels_of(node) or levels_of(node, DType.U16) or quantized_to(node, DType.U16):
             self.values[node] = self.values[node.args[0]]
         elif node in self.real:
-            self._loop(node, self.real[node])
+            found = self.real[node]
+            if isinstance(found, RealCall):
+                self._loop(node, found)
+            else:
+                self._move(node, *found)
         else:
             self._quantize(node, quantized_to(node))
 
@@ -472,6 +478,14 @@ class _Builder:
         for name, array in arrays.items():
             self.types[name], self.constants[name] = op.body.types[name], array
         self.ops.append(op)
+
+    def _move(self, node: fx.Node, record: OpDef, attrs: Attrs) -> None:
+        """A move of floats, integers or booleans."""
+        names = [
+            self._real_constant(value) if is_constant(value) else self._float(value)
+            for value in operands(node) if value is not None
+        ]  # fmt: skip
+        self.values[node] = self._op(record.name, names, node.name, tensor_type(node), origin(node), **attrs)
 
     def _real_constant(self, node: fx.Node) -> str:
         """A float parameter of the model, one for all that read it."""
