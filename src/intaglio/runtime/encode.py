@@ -277,7 +277,7 @@ def _encode_constant(key: str, array: np.ndarray, packing: Packing | None) -> di
     """In few bits if its type says so, unless other numbers were put in that need eight."""
     packed = pack(array, packing) if packing is not None else None
     if packed is None:
-        return {key: np.ascontiguousarray(array)}
+        return {key: np.asarray(array, order="C")}  # ascontiguousarray would give a number an axis
     levels, multiples = packed
     return {key + LEVELS: levels} | ({key + MULTIPLES: multiples} if len(multiples) else {})
 
