@@ -32,7 +32,8 @@ def fixed_rows(call: Call) -> str | None:
 
 
 def reshape_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    fixed = [dim if isinstance(dim, int) else -1 for dim in op.attrs["shape"]]
+    known = dict(zip(types[0].shape, args[0].shape, strict=True))  # axes that stay; one other may be free
+    fixed = [dim if isinstance(dim, int) else known.get(dim, -1) for dim in op.attrs["shape"]]
     return args[0].reshape(fixed)
 
 
