@@ -538,13 +538,15 @@ def gelu_tanh(x: ArrayLike) -> F32:
 
 def activate(
     acc: ArrayLike, factor: ArrayLike, function: Callable[[F32], F32], scale: ArrayLike, zero_point: int, low: int,
-    high: int,
+    high: int, gain: ArrayLike = 1,
 ) -> I32:  # fmt: skip
     """i32 accumulators -> i32 levels of a function, rounded once:
-    ``clamp(rne(function(float32(acc) * factor) * (1 / scale)) + zero_point, low, high)``; factor broadcasts."""
+    ``clamp(rne((function(float32(acc) * factor) * gain) * (1 / scale)) + zero_point, low, high)``; factor and gain
+    broadcast."""
     with np.errstate(over="ignore"):
         real = np.asarray(acc, np.int32).astype(np.float32) * np.asarray(factor, np.float32)
-        return finish(function(real) * reciprocal(scale), zero_point, low, high)
+        value = function(real) * np.asarray(gain, np.float32)
+        return finish(value * reciprocal(scale), zero_point, low, high)
 
 
 def zero_point_term(weight: ArrayLike, zero_points: int | Sequence[int], groups: int = 1) -> NDArray[np.int64]:

@@ -39,8 +39,8 @@ RULES: dict[str, tuple[tuple[tuple[DType, ...], ...], tuple[DType, ...]]] = {
 """Kind -> element types each operand may have, and the result's. Kinds not listed carry any types."""
 KEEP_REST = ("requantize", "add")
 """They may give a value of 16 bits as a level and a rest; a sum may take one, the rest as its last operand."""
-OPTIONAL: dict[str, tuple[DType, ...]] = {"add": (U8,), "attention": (BOOL, F32)}
-"""Kind -> element types of a last operand that may be left out: a rest, a mask."""
+OPTIONAL: dict[str, tuple[DType, ...]] = {"add": (U8,), "activate": (F32,), "attention": (BOOL, F32)}
+"""Kind -> element types of a last operand that may be left out: a rest, gains, a mask."""
 B_OPERANDS = {"attention": (1, 2), "bmm": (1,)}
 """Kind -> operands that kernels read as they read weights: symmetric, zero point 128, levels 1..255."""
 

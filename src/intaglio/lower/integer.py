@@ -273,8 +273,8 @@ class _Builder:
         low, high = self._bounds(tail.get("clamp"), finest)
         if (total := next((tail[name] for name in SUMS if name in tail), None)) is not None:
             name = self._add(total, region, current, stem, result, low, high)
-        elif region.record.name in ANCHORS and record_of(region.root).function is not None:
-            name = self._activate(region.root, current, stem, result, where)
+        elif region.record.name in ANCHORS and (function := _function_of(region)) is not None:
+            name = self._activate(function, tail.get("affine"), current, stem, result, where)
         elif region.record.name in ANCHORS:
             acc = self.types[current].q
             factors = _each(numerics.multiplier(acc.scales, finest.step))
@@ -355,12 +355,17 @@ class _Builder:
             names.append(self._constant(f"{stem}_factor_{label}", _each(numerics.multiplier(unit, scale_y)), DType.F32))
         return self._op("add", [a, b, *names, *rest], f"{stem}_add", result, origin(node), _rest(region), **attrs)
 
-    def _activate(self, node: fx.Node, acc: str, stem: str, result: TensorType, where: Origin) -> str:
-        """A function of the accumulator in its own unit."""
+    def _activate(
+        self, node: fx.Node, scaled: fx.Node | None, acc: str, stem: str, result: TensorType, where: Origin
+    ) -> str:
+        """A function of the accumulator in its own unit, perhaps times a factor per channel."""
         record = record_of(node)
-        unit = self._constant(f"{stem}_unit", _each(np.array(self.types[acc].levels.scales)), DType.F32)
+        names = [acc, self._constant(f"{stem}_unit", _each(np.array(self.types[acc].levels.scales)), DType.F32)]
+        if scaled is not None:
+            gain = getattr(self.module, operands(scaled)[2].target).numpy()
+            names.append(self._constant(f"{stem}_gain", _each(gain), DType.F32))
         attrs = bind_precise(record.name, record.bind(call_of(node, record)))
-        return self._op("activate", [acc, unit], stem, result, where, **attrs)
+        return self._op("activate", names, stem, result, where, **attrs)
 
     def _mul(self, region: IntegerRegion, stem: str, result: TensorType, low: int, high: int) -> str:
         names = [self.values[value] for value in operands(region.anchor)]
@@ -485,6 +490,11 @@ class _Builder:
 def plain_name(stem: str) -> str:
     """Of a value in the integer graph, from that of a node or constant of the reference."""
     return "".join(c if c.isalnum() else "_" for c in stem).strip("_") or "v"
+
+
+def _function_of(region: IntegerRegion) -> fx.Node | None:
+    """The function of one value behind an anchor."""
+    return next((node for node in region.nodes if record_of(node).function is not None), None)
 
 
 def _each(values: np.ndarray) -> np.ndarray:

@@ -166,12 +166,13 @@ static inline void look_up_here(uint8_t* at, int64_t pixels, int64_t apart, int6
 
 // -- functions ----------------------------------------------------------------------------------------------------------
 
-// A function of results in float, before they become levels: clamp(rne(f(x) * inverse) + zero_point, low, high).
+// A function of results in float, before they become levels: clamp(rne((f(x) * gain) * inverse) + zero_point, low, high).
 struct Activation {
     // Channels of pixels that lie `from_pixel` floats and `to_pixel` bytes apart; floats up to a multiple of 16 are read.
     void (*levels)(const struct Activation* a, const float* from, int64_t from_pixel, int64_t pixels, uint8_t* to, int64_t to_pixel, int64_t channels);
     float inverse, slope;
     const struct Limits* limits;
+    const float* gain;         // of each channel; null when all are 1
 };
 
 // 16 levels, each in 32 bits -> in 8 bits.
@@ -194,6 +195,7 @@ static inline void narrow16(const RealBits* words, uint8_t* levels) {
         const struct Limits* q = a->limits; \
         const float inverse = a->inverse, slope = a->slope, least = (float)(q->low - q->zero_point), most = (float)(q->high - q->zero_point); \
         const int32_t zero_point = q->zero_point; \
+        const float* const gain = a->gain; \
         (void)slope; \
         for (int64_t p = 0; p < pixels; ++p, from += from_pixel, to += to_pixel) \
             for (int64_t c = 0; c < channels; c += 16) { \
@@ -202,7 +204,13 @@ static inline void narrow16(const RealBits* words, uint8_t* levels) {
                 for (int i = 0; i < 16 / FLOATS; ++i) { \
                     Reals x; \
                     memcpy(&x, from + c + i * FLOATS, sizeof x); \
-                    words[i] = whole(shifted(least_of(most_of((value) * inverse, least), most))) + zero_point; \
+                    x = (value); \
+                    if (gain) { \
+                        Reals own; \
+                        memcpy(&own, gain + c + i * FLOATS, sizeof own); \
+                        x = x * own; \
+                    } \
+                    words[i] = whole(shifted(least_of(most_of(x * inverse, least), most))) + zero_point; \
                 } \
                 narrow16(words, level); \
                 memcpy(to + c, level, c + 16 <= channels ? 16 : (size_t)(channels - c)); \
@@ -284,7 +292,9 @@ static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_
     t.mask = last_panel ? m->last_mask : m->mask;
     const int32_t least = (int32_t)(width / tiles), longer = (int32_t)(width % tiles), per_image = (int32_t)m->out.height;
     const int64_t channels = __builtin_popcountll((unsigned long long)t.mask), out_pixel = t.out_pixel;
-    const struct Activation* activation = m->activation.levels ? &m->activation : 0;
+    struct Activation own = m->activation;
+    const struct Activation* activation = own.levels ? &own : 0;
+    if (own.gain) own.gain += channel;
     float real[(WARM + TILE_BYTES) / sizeof(float)] __attribute__((aligned(64)));
     if (activation) {
         t.out_pixel = (channels + 15) / 16 * 64;
