@@ -50,7 +50,9 @@ def drawn(case: Case) -> list[np.ndarray]:
 
     def levels(kind: TensorType) -> np.ndarray:
         low = kind.levels.qmin
-        return (draw.choice([low, 255], kind.shape) if case.extreme else draw.integers(low, 256, kind.shape)).astype(np.uint8)
+        return (draw.choice([low, 255], kind.shape) if case.extreme else draw.integers(low, 256, kind.shape)).astype(
+            np.uint8
+        )
 
     return [levels(kind) for kind in types_of(case)]
 
@@ -155,8 +157,12 @@ def products(net: Net) -> tuple[str, ...]:
     z = net.bmm(x, turned, low=7)
     rows = net.centred(net.quantize(net.input(N, H, 12), 128))
     square = net.bmm(net.quantize(net.input(N, 5, 12)), net.same("permute", rows, order=(0, 2, 1)), f32=True)
-    return (net.bmm(z, one, f32=True), net.dequantize(net.table(net.bmm(z, one))), square,
-            net.bmm(net.same("reshape", one, shape=(31, 70)), net.same("permute", one, order=(1, 0)), f32=True))
+    return (
+        net.bmm(z, one, f32=True),
+        net.dequantize(net.table(net.bmm(z, one))),
+        square,
+        net.bmm(net.same("reshape", one, shape=(31, 70)), net.same("permute", one, order=(1, 0)), f32=True),
+    )
 
 
 @pytest.mark.parametrize("isa", HERE)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from intaglio.ir import Buffer, DType, Graph, Op, Partition, Placement, Plan, Step, View, evaluate, symbols_of
-from intaglio.ir.scratch import LINE, SHARERS, scratch_lines
 from intaglio.ir.moves import MOVES
+from intaglio.ir.scratch import LINE, SHARERS, scratch_lines
 from intaglio.lower.fuse import fuse, join_heads
 from intaglio.lower.layout import lay_out
 from intaglio.lower.views import find_views
