@@ -278,8 +278,12 @@ def clamp_levels(
 
 def pool_multipliers(scale_x: float, scale_y: float, counts: Sequence[int]) -> F32:
     """Factor of `requantize` for a mean over n values, for every n in ``counts``: ``float32(s_x / (n * s_y))``."""
-    ratio = np.float64(np.float32(scale_x)) / np.float64(np.float32(scale_y))
-    return (ratio / np.asarray(counts, np.float64)).astype(np.float32)
+    return (pool_ratio(scale_x, scale_y) / np.asarray(counts, np.float64)).astype(np.float32)
+
+
+def pool_ratio(scale_x: float, scale_y: float) -> np.float64:
+    """What `pool_multipliers` divides by every count, in float64."""
+    return np.float64(np.float32(scale_x)) / np.float64(np.float32(scale_y))
 
 
 def requantize_table(
@@ -354,21 +358,6 @@ def _exp_parts(x: F32) -> tuple[F32, F32]:
     for term in EXP_TERMS[1:]:
         total = total * r + term
     return total * (r * r) + r, ((n.astype(np.int32) + 127) << 23).view(np.float32)
-
-
-def softmax(x: ArrayLike) -> F32:
-    """f32[..., C] -> f32[..., C]: ``exp_negative(x - max(x))`` over its sum, which goes in 16 lanes, then as a tree."""
-    x = np.asarray(x, np.float32)
-    powers = exp_negative(x - x.max(-1, keepdims=True))
-    lanes: F32 = np.zeros((*x.shape[:-1], LANES), np.float32)
-    for start in range(0, x.shape[-1], LANES):
-        part = powers[..., start : start + LANES]
-        lanes[..., : part.shape[-1]] += part
-    while lanes.shape[-1] > 1:
-        half = lanes.shape[-1] // 2
-        lanes = lanes[..., :half] + lanes[..., half:]
-    result: F32 = powers / lanes
-    return result
 
 
 LARGEST = np.float32(np.finfo(np.float32).max)

@@ -26,12 +26,14 @@ from intaglio.ir.rewrite import run_passes
 from intaglio.lower.islands import Unit, island_of
 from intaglio.lower.lowered import Island, Lowered
 from intaglio.lower.passes import LOWER_PASSES
+from intaglio.lower.real import loop_of, real_call
 from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
 from intaglio.ops import ANCHORS, SUMS, OpDef
 from intaglio.ops.activate import bind_precise
 from intaglio.ops.conv import output_axis
 from intaglio.ops.pool import counts
-from intaglio.ops.resize import tables
+from intaglio.ops.real import RealCall
+from intaglio.ops.resize import is_free, tables
 from intaglio.quant.annotate import Annotations, macs
 from intaglio.quant.convert import Reference
 from intaglio.quant.patterns import is_host
@@ -96,7 +98,7 @@ class _Builder:
         self.cut: list[list[fx.Node]] = []  # nodes of each island
         self.values: dict[fx.Node, str] = {}  # node -> value that holds it: levels behind Q and DQ, else float
         self.rests: dict[str, str] = {}  # value of levels -> what it has besides in 16 bits
-        self.real: list[fx.Node] = []  # float operators that the program runs
+        self.real: dict[fx.Node, RealCall] = {}  # float operators that the program runs
         self.floats: dict[str, str] = {}  # value of levels -> its dequantized value
 
     # -- order ---------------------------------------------------------------------------------------------------
@@ -145,22 +147,14 @@ class _Builder:
                 yield Unit((node,), image[:1], True)
             elif any(quantized_to(node, dtype) or levels_of(node, dtype) for dtype in (DType.U8, DType.U16)):
                 yield Unit((node,), (node.args[0],), True)
-            elif self._is_real(node, regions):
-                self.real.append(node)
-                yield Unit((node,), (node.args[0],), True)
             elif (constant_of(node, DType.S8) or constant_of(node, DType.I32)) and inner.issuperset(node.users):
                 continue
             else:
                 read = tensor_nodes((node.args, node.kwargs))
                 needs = [n for n in read if n.op != "get_attr" and "dim" not in n.meta]
-                yield Unit((node,), tuple(dict.fromkeys(needs)), False)
-
-    def _is_real(self, node: fx.Node, regions: Mapping[fx.Node, IntegerRegion]) -> bool:
-        """Whether the program has a float kernel for it, and makes what it reads."""
-        record, source = record_of(node), node.args[0] if node.args else None
-        if record is None or not record.real or record.check(call_of(node, record)) is not None:
-            return False
-        return bool(levels_of(source)) or source in self.real or source in regions
+                if (real := real_call(node, self.module)) is not None:
+                    self.real[node] = real
+                yield Unit((node,), tuple(dict.fromkeys(needs)), real is not None)
 
     def _ready(self, unit: Unit) -> bool:
         return all(node in self.values for node in unit.needs)
@@ -172,9 +166,7 @@ class _Builder:
         elif levels_of(node) or levels_of(node, DType.U16) or quantized_to(node, DType.U16):
             self.values[node] = self.values[node.args[0]]
         elif node in self.real:
-            record, source = record_of(node), self._float(node.args[0])
-            attrs = record.bind(call_of(node, record))
-            self.values[node] = self._op(record.name, [source], node.name, tensor_type(node), origin(node), **attrs)
+            self._loop(node, self.real[node])
         else:
             self._quantize(node, quantized_to(node))
 
@@ -443,7 +435,7 @@ class _Builder:
             found = tables(record.name, attrs)
             arrays = {f"table{index}": table for index, table in enumerate(found)}
             arrays |= {} if record.shares else {"factor": ratio}
-            attrs = {}
+            attrs = attrs if is_free(attrs) else {}
         elif record.name == "prelu":
             slopes = getattr(self.module, operands(node)[1].target).numpy().astype(np.float64).ravel()
             arrays = {"rise": ratio, "fall": numerics.multiplier(slopes * q.step, step_y)}
@@ -469,6 +461,25 @@ class _Builder:
         factor, offset = (numerics.multiplier(value, step_y) for value in values)
         with np.errstate(over="ignore"):
             return {"factor": factor, "offset": offset, "eps": np.array([eps / step_x / step_x]).astype(np.float32)}
+
+    def _loop(self, node: fx.Node, call: RealCall) -> None:
+        """A float operator as a loop of its own; `merge_loops` joins it with its neighbours."""
+        names: dict[fx.Node, str] = {}
+        for leaf in dict.fromkeys(tensor_nodes((node.args, node.kwargs))):
+            names[leaf] = self._real_constant(leaf) if leaf.op == "get_attr" else self._float(leaf)
+        result = self._value(node.name, tensor_type(node), node)
+        op, arrays = loop_of(node, call, names, self.types, result)
+        for name, array in arrays.items():
+            self.types[name], self.constants[name] = op.body.types[name], array
+        self.ops.append(op)
+
+    def _real_constant(self, node: fx.Node) -> str:
+        """A float parameter of the model, one for all that read it."""
+        stem = str(node.target)
+        if stem not in self.reused:
+            kind = tensor_type(node)
+            self.reused[stem] = self._constant(stem, getattr(self.module, stem).detach().numpy(), kind.dtype)
+        return self.reused[stem]
 
     # -- islands -------------------------------------------------------------------------------------------------
 

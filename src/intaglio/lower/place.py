@@ -88,7 +88,7 @@ def _sums(partitions: list[Partition], graph: Graph, buffers: Mapping[str, Buffe
     for op in (partition.anchor for partition in partitions):
         if op.kind in ("adaptive_avg_pool1d", "adaptive_avg_pool2d") and set(op.attrs["size"]) == {1}:
             channels = buffers[op.inputs[0]].channels()
-            if channels <= FEW_CHANNELS:
+            if isinstance(channels, int) and channels <= FEW_CHANNELS:
                 name = f"{op.output}.sums"
                 found[name] = Buffer(name, (SHARES, channels), DType.I32)
     return found

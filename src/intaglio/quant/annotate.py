@@ -291,8 +291,6 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         return "not a float32 tensor" + ("" if kind is None else f" but {kind.dtype}")
     if not setting.quantize:
         return "the recipe leaves it in float"
-    if record.real:
-        return record.check(call_of(node, record)) or "computed in float32, here on values that are no dequantized ones"
     if setting.residual == "float" and not (record.anchor or record.shares or record.name in (*FUNCTIONS, "affine")):
         return "the recipe leaves what is between products in float"
     values = activations(node)
