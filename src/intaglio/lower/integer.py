@@ -28,7 +28,7 @@ from intaglio.lower.lowered import Island, Lowered
 from intaglio.lower.passes import LOWER_PASSES
 from intaglio.lower.real import loop_of, move_of, real_call
 from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
-from intaglio.ops import ANCHORS, SUMS, OpDef
+from intaglio.ops import ACCUMULATING, ANCHORS, SUMS, OpDef
 from intaglio.ops.activate import bind_precise
 from intaglio.ops.conv import output_axis
 from intaglio.ops.opdef import Attrs
@@ -259,6 +259,8 @@ class _Builder:
             return
         if region.record.name in ANCHORS:
             current = self._anchor(region, stem)
+        elif region.record.name == "bmm":
+            current = self._product(region, stem)
         else:
             current = self.values[operands(region.anchor)[0]]
         if region.result is None:
@@ -273,7 +275,7 @@ class _Builder:
             name = self._add(total, region, current, stem, result, low, high)
         elif region.record.name in ANCHORS and (function := _function_of(region)) is not None:
             name = self._activate(function, tail.get("affine"), current, stem, result, where)
-        elif region.record.name in ANCHORS:
+        elif region.record.name in ACCUMULATING:
             acc = self.types[current].q
             factors = _each(numerics.multiplier(acc.scales, finest.step))
             factor = self._constant(f"{stem}_multiplier", factors, DType.F32)
@@ -322,6 +324,13 @@ class _Builder:
         attrs = record.bind(call_of(node, record))
         result = TensorType(tensor_type(node).shape, DType.I32, acc_q)
         return self._op(record.name, operand_names, f"{stem}_acc", result, origin(node), **attrs)
+
+    def _product(self, region: IntegerRegion, stem: str) -> str:
+        """Two activations into an int32 accumulator."""
+        names = [self.values[value] for value in region.operands()]
+        unit = float(numerics.accumulator_scale(*[self.types[name].levels.step for name in names]))
+        kind = TensorType(tensor_type(region.anchor).shape, DType.I32, QParams((unit,), (0,), -(2**31), 2**31 - 1))
+        return self._op("bmm", names, f"{stem}_acc", kind, origin(region.anchor))
 
     def _scales(self, dequantize: fx.Node) -> tuple[float, ...]:
         scale = dequantize.args[1]
