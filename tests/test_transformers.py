@@ -152,9 +152,9 @@ def test_results_of_a_loaded_model_keep_their_class(library, monkeypatch):
     model = text_encoder(library, "Bert")
     signature = capture(model, (), example_kwargs=words(2, 8)).signature
     numbers = Numbers()
-    entry = encode_signature(signature, numbers)
-    again = decode_signature(entry, Numbers(numbers.array()))
+    entry = encode_signature(signature, numbers, {})
+    again = decode_signature(entry, Numbers(numbers.array()), {})
     assert again == signature
     monkeypatch.delitem(sys.modules, "transformers.modeling_outputs")
-    plain = decode_signature(entry, Numbers(numbers.array()))
+    plain = decode_signature(entry, Numbers(numbers.array()), {})
     assert plain.out_tree.type is OrderedDict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -45,6 +46,8 @@ def disagreement(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapp
 
 
 def _differs(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[str, Any], label: str) -> str | None:
+    if captured.signature.state:  # both as they were captured
+        captured, model = replace(captured), copy.deepcopy(model)
     try:
         with torch.no_grad():
             expected = model(*_copied(args), **_copied(kwargs))

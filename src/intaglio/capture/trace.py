@@ -30,7 +30,10 @@ def trace(
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), torch.device("cpu"):
         own = with_named_keywords(frozen_copy(model, train), kwargs)
         if not train:
+            buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
             _try(own, args, kwargs)
+            for name, buffer in own.named_buffers():
+                buffer.copy_(buffers[name])
         return _capture(own, args, kwargs, dynamic_shapes, train)
 
 

@@ -33,11 +33,14 @@ from intaglio.ir import (
     Ref,
     Rows,
     Signature,
+    State,
     TensorType,
 )
 from intaglio.ir.dims import FloorDiv
 from intaglio.runtime.pack import pack, unpack
 
+STATE = "state "
+"""In front of the keys of what buffers held."""
 LEVELS, MULTIPLES = " levels", " multiples"
 """Ends of the keys of a constant in few bits; a space keeps them out of the names of values."""
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -331,8 +334,9 @@ def _names(entry: Any) -> tuple[str, ...]:
 # ---- signatures ---------------------------------------------------------------------------------------------------
 
 
-def encode_signature(signature: Signature, numbers: Numbers) -> Any:
-    """Raises `NotStorableError` that names the leaf or container."""
+def encode_signature(signature: Signature, numbers: Numbers, arrays: dict[str, np.ndarray]) -> Any:
+    """What buffers held goes to ``arrays``. Raises `NotStorableError` that names the leaf or container."""
+    arrays.update({STATE + entry.name: entry.initial for entry in signature.state})
     return {
         "inputs": [[entry.name, entry.leaf, encode_type(entry.type, numbers)] for entry in signature.inputs],
         "outputs": [
@@ -345,11 +349,12 @@ def encode_signature(signature: Signature, numbers: Numbers) -> Any:
         "fixed": [[leaf, _leaf(f"argument leaf {leaf}", value)] for leaf, value in signature.fixed.items()],
         "written": [[leaf, name] for leaf, name in signature.written.items()],
         "names": list(signature.names),
+        "state": [[entry.name, entry.value, entry.path, encode_type(entry.type, numbers)] for entry in signature.state],
         "ranges": [[name, low, high] for name, (low, high) in signature.ranges.items()],
     }  # fmt: skip
 
 
-def decode_signature(entry: Any, numbers: Numbers) -> Signature:
+def decode_signature(entry: Any, numbers: Numbers, arrays: Mapping[str, np.ndarray]) -> Signature:
     inputs = [Input(str(name), whole(leaf), decode_type(kind, numbers)) for name, leaf, kind in entry["inputs"]]
     outputs = [
         Output(value_name(o["value"])) if "value" in o else Output(None, decode(o["constant"]))
@@ -360,7 +365,16 @@ def decode_signature(entry: Any, numbers: Numbers) -> Signature:
     in_tree, out_tree = decode_tree(entry["in_tree"]), decode_tree(entry["out_tree"])
     ranges = {identifier(n): (whole(low), high and whole(high)) for n, low, high in entry.get("ranges", ())}
     names = tuple(map(str, entry["names"]))
-    return Signature(tuple(inputs), tuple(outputs), in_tree, out_tree, fixed, written, names, ranges)
+    state = tuple(_decode_state(kept, numbers, arrays) for kept in entry.get("state", ()))
+    return Signature(tuple(inputs), tuple(outputs), in_tree, out_tree, fixed, written, names, ranges, state)
+
+
+def _decode_state(entry: Any, numbers: Numbers, arrays: Mapping[str, np.ndarray]) -> State:
+    name, value, path, kind = entry
+    found = State(value_name(name), value_name(value), one_line(path), decode_type(kind, numbers), arrays[STATE + name])
+    if found.initial.shape != found.type.shape or found.initial.dtype != ARRAYS.get(found.type.dtype):
+        raise ValueError(f"state %{name} holds {found.initial.dtype}{list(found.initial.shape)}, not {found.type}")
+    return found
 
 
 def _leaf(where: str, value: Any) -> Any:
