@@ -72,7 +72,7 @@ def _capture(own: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic_shapes
         if sequences:
             notes = (f"lengths of sequences are fixed as in the example: {reason}",)
     note = f"batch is fixed as in the example: {reason}"
-    return _checked(to_captured(export(own, args, kwargs, None), own, (note,), train), own, args, kwargs)
+    return _checked(to_captured(export(own, args, kwargs, None), own, (*notes, note), train), own, args, kwargs)
 
 
 def _with_free_axes(
