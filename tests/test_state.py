@@ -68,7 +68,8 @@ def twins(name: str) -> tuple[nn.Module, nn.Module, Tensor]:
 def test_buffers_a_model_changes_are_kept_from_call_to_call(name):
     model, twin, x = twins(name)
     captured = intaglio.capture(model, x)
-    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True)), "the model is untouched"
+    untouched = [torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True)]
+    assert all(untouched)
     for step in range(3):
         torch.testing.assert_close(captured(x + step), twin(x + step))
     again = copy.deepcopy(captured)

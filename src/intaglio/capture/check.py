@@ -82,9 +82,7 @@ def _lengths(captured: Captured) -> set[str]:
     return {name for dim in matrices for name in symbols_of(dim)} - batch
 
 
-def _sizes(
-    captured: Captured, args: tuple, kwargs: Mapping[str, Any], batch: int, longer: bool
-) -> dict[str, int]:
+def _sizes(captured: Captured, args: tuple, kwargs: Mapping[str, Any], batch: int, longer: bool) -> dict[str, int]:
     """Free dimensions as in the example, those on the first axis of an input at another size; ``longer``: lengths of
     sequences too. Within their ranges."""
     leaves = pytree.tree_leaves((args, dict(kwargs)))

@@ -25,14 +25,13 @@ from intaglio.runtime.encode import (
     Numbers,
     decode_dim,
     decode_graph,
-    decode_signature,
     encode_dim,
     encode_graph,
-    encode_signature,
     identifier,
     whole,
 )
 from intaglio.runtime.islands import Calls, FloatCalls, calls_of
+from intaglio.runtime.signatures import decode_signature, encode_signature
 
 REBUILT = ("integer", "partitions", "program")
 """Stages whose text follows from the graph."""
@@ -235,7 +234,7 @@ def _islands(entries: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, tup
 def _check_references(graph: Graph, signature: Signature, islands: Mapping[str, Any]) -> None:
     """Signature, graph and islands speak of the same values."""
     types = tuple(graph.types[name] for name in graph.inputs)
-    if types != tuple(entry.type for entry in (*signature.inputs, *signature.state)):
+    if types != (*[entry.type for entry in signature.inputs], *[kept.type for kept in signature.state]):
         raise ValueError("the signature's inputs are not the graph's")
     results = sum(output.value is not None for output in signature.outputs) + len(signature.written)
     results += len(signature.state)
