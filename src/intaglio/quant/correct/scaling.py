@@ -53,7 +53,7 @@ def with_inputs(prepared: Prepared, found: Equalization) -> Prepared:
         return prepared
     module = copy_graph(prepared.annotations.module)
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
-    inputs = {entry.name: node for entry, node in zip(prepared.signature.inputs, nodes, strict=True)}
+    inputs = {entry.name: node for entry, node in zip(prepared.signature.inputs, nodes, strict=False)}
     for name, pixels in found.inputs.items():
         if name not in inputs:
             raise CalibrationError("equalization", None, f"the model has no input {name!r}")
