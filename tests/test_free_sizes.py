@@ -36,8 +36,8 @@ def weighed(m, x):
     low = F.avg_pool2d(F.max_pool2d(y, 3, 2, 1), 3, 1, 1)
     low = low * torch.sigmoid(m.excite(F.relu(m.squeeze(F.adaptive_avg_pool2d(low, 1)))))
     wide = F.interpolate(low, size=y.shape[2:]), F.interpolate(low, size=y.shape[2:], mode="bilinear")
-    joined = torch.cat([*wide, y], 1)
-    return m.last(joined), m.up(F.interpolate(low, scale_factor=2)), m.head(F.adaptive_avg_pool2d(low, (2, 3)).flatten(1))
+    tail = F.adaptive_avg_pool2d(low, (2, 3)).flatten(1)
+    return m.last(torch.cat([*wide, y], 1)), m.up(F.interpolate(low, scale_factor=2)), m.head(tail)
 
 
 def moved(m, x):
