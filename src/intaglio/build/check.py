@@ -14,6 +14,7 @@ from intaglio.ir.verify import PRODUCTS
 from intaglio.numerics import LARGEST
 from intaglio.ops import OPS, OpDef
 from intaglio.ops.activate import PRECISE
+from intaglio.ops.loop import check_loop
 from intaglio.ops.norm import LONGEST
 from intaglio.ops.pool import counts
 
@@ -35,6 +36,9 @@ def check_graph(graph: Graph, hosts: Mapping[str, OpDef] | None = None) -> None:
             raise ValueError(f"there is no operator {op.kind}")
         if op.kind == "host" and not all(_is_levels(op, index, record, graph) for index in range(len(op.inputs))):
             raise ValueError(f"%{op.output}: {record.name} of {[str(graph.types[name]) for name in op.inputs]}")
+        if op.kind == "loop":
+            check_loop(op, graph)
+            continue
         if op.kind in WINDOWS:
             _check_window(op)
         if op.kind in MOVES and op.kind != "reshape":

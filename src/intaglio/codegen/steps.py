@@ -145,15 +145,6 @@ def _layer_norm_call(op: Op, context: Context) -> str:
 emit_layer_norm = one_input(_layer_norm_call)
 
 
-def emit_softmax(code: Code, partition: Partition, context: Context) -> None:
-    """Both tensors are dense and lie alike, so what is faster than the axis is as long as the axis is apart."""
-    op = partition.anchor
-    shape, axis = context.graph.types[op.output].shape, op.attrs["axis"]
-    (start, _), (to, steps) = context.strided(op.inputs[0]), context.strided(op.output)
-    apart, ends = context.dim(steps[axis]), f"(const float*){start}, (float*){to}"
-    code(f"softmax({ends}, {context.dim(numel(shape))}, {context.dim(shape[axis])}, {apart}, thread, threads);")
-
-
 def emit_quantize(code: Code, partition: Partition, context: Context) -> None:
     """A float tensor of any strides; of volumes, the depths of one after the other."""
     op = partition.anchor

@@ -12,7 +12,7 @@ from intaglio.ir.dims import (
     symbol,
     symbols_of,
 )  # fmt: skip
-from intaglio.ir.graph import About, Graph, Input, Op, Origin, Output, Signature, fresh, prune
+from intaglio.ir.graph import About, Graph, Input, Op, Origin, Output, Signature, State, fresh, prune
 from intaglio.ir.partition import (
     Buffer,
     External,
@@ -64,6 +64,7 @@ __all__ = [
     "Schedule",
     "Shape",
     "Signature",
+    "State",
     "Step",
     "StepNote",
     "TensorType",

@@ -26,11 +26,14 @@ from intaglio.ir.rewrite import run_passes
 from intaglio.lower.islands import Unit, island_of
 from intaglio.lower.lowered import Island, Lowered
 from intaglio.lower.passes import LOWER_PASSES
+from intaglio.lower.real import loop_of, move_of, real_call
 from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
-from intaglio.ops import ANCHORS, SUMS, OpDef
+from intaglio.ops import ACCUMULATING, ANCHORS, SUMS, OpDef
 from intaglio.ops.activate import bind_precise
 from intaglio.ops.conv import output_axis
+from intaglio.ops.opdef import Attrs
 from intaglio.ops.pool import counts
+from intaglio.ops.real import RealCall
 from intaglio.ops.resize import is_free, tables
 from intaglio.quant.annotate import Annotations, macs
 from intaglio.quant.convert import Reference
@@ -96,7 +99,7 @@ class _Builder:
         self.cut: list[list[fx.Node]] = []  # nodes of each island
         self.values: dict[fx.Node, str] = {}  # node -> value that holds it: levels behind Q and DQ, else float
         self.rests: dict[str, str] = {}  # value of levels -> what it has besides in 16 bits
-        self.real: list[fx.Node] = []  # float operators that the program runs
+        self.real: dict[fx.Node, RealCall | tuple[OpDef, Attrs]] = {}  # float operators that the program runs
         self.floats: dict[str, str] = {}  # value of levels -> its dequantized value
 
     # -- order ---------------------------------------------------------------------------------------------------
@@ -145,22 +148,15 @@ class _Builder:
                 yield Unit((node,), image[:1], True)
             elif any(quantized_to(node, dtype) or levels_of(node, dtype) for dtype in (DType.U8, DType.U16)):
                 yield Unit((node,), (node.args[0],), True)
-            elif self._is_real(node, regions):
-                self.real.append(node)
-                yield Unit((node,), (node.args[0],), True)
             elif (constant_of(node, DType.S8) or constant_of(node, DType.I32)) and inner.issuperset(node.users):
                 continue
             else:
                 read = tensor_nodes((node.args, node.kwargs))
                 needs = [n for n in read if n.op != "get_attr" and "dim" not in n.meta]
-                yield Unit((node,), tuple(dict.fromkeys(needs)), False)
-
-    def _is_real(self, node: fx.Node, regions: Mapping[fx.Node, IntegerRegion]) -> bool:
-        """Whether the program has a float kernel for it, and makes what it reads."""
-        record, source = record_of(node), node.args[0] if node.args else None
-        if record is None or not record.real or record.check(call_of(node, record)) is not None:
-            return False
-        return bool(levels_of(source)) or source in self.real or source in regions
+                found = real_call(node, self.module) or move_of(node)
+                if found is not None:
+                    self.real[node] = found
+                yield Unit((node,), tuple(dict.fromkeys(needs)), found is not None)
 
     def _ready(self, unit: Unit) -> bool:
         return all(node in self.values for node in unit.needs)
@@ -172,9 +168,11 @@ class _Builder:
         elif levels_of(node) or levels_of(node, DType.U16) or quantized_to(node, DType.U16):
             self.values[node] = self.values[node.args[0]]
         elif node in self.real:
-            record, source = record_of(node), self._float(node.args[0])
-            attrs = record.bind(call_of(node, record))
-            self.values[node] = self._op(record.name, [source], node.name, tensor_type(node), origin(node), **attrs)
+            found = self.real[node]
+            if isinstance(found, RealCall):
+                self._loop(node, found)
+            else:
+                self._move(node, *found)
         else:
             self._quantize(node, quantized_to(node))
 
@@ -261,6 +259,8 @@ class _Builder:
             return
         if region.record.name in ANCHORS:
             current = self._anchor(region, stem)
+        elif region.record.name == "bmm":
+            current = self._product(region, stem)
         else:
             current = self.values[operands(region.anchor)[0]]
         if region.result is None:
@@ -273,9 +273,9 @@ class _Builder:
         low, high = self._bounds(tail.get("clamp"), finest)
         if (total := next((tail[name] for name in SUMS if name in tail), None)) is not None:
             name = self._add(total, region, current, stem, result, low, high)
-        elif region.record.name in ANCHORS and record_of(region.root).function is not None:
-            name = self._activate(region.root, current, stem, result, where)
-        elif region.record.name in ANCHORS:
+        elif region.record.name in ANCHORS and (function := _function_of(region)) is not None:
+            name = self._activate(function, tail.get("affine"), current, stem, result, where)
+        elif region.record.name in ACCUMULATING:
             acc = self.types[current].q
             factors = _each(numerics.multiplier(acc.scales, finest.step))
             factor = self._constant(f"{stem}_multiplier", factors, DType.F32)
@@ -325,6 +325,13 @@ class _Builder:
         result = TensorType(tensor_type(node).shape, DType.I32, acc_q)
         return self._op(record.name, operand_names, f"{stem}_acc", result, origin(node), **attrs)
 
+    def _product(self, region: IntegerRegion, stem: str) -> str:
+        """Two activations into an int32 accumulator."""
+        names = [self.values[value] for value in region.operands()]
+        unit = float(numerics.accumulator_scale(*[self.types[name].levels.step for name in names]))
+        kind = TensorType(tensor_type(region.anchor).shape, DType.I32, QParams((unit,), (0,), -(2**31), 2**31 - 1))
+        return self._op("bmm", names, f"{stem}_acc", kind, origin(region.anchor))
+
     def _scales(self, dequantize: fx.Node) -> tuple[float, ...]:
         scale = dequantize.args[1]
         return tuple(getattr(self.module, scale.target).tolist()) if isinstance(scale, fx.Node) else (float(scale),)
@@ -355,12 +362,17 @@ class _Builder:
             names.append(self._constant(f"{stem}_factor_{label}", _each(numerics.multiplier(unit, scale_y)), DType.F32))
         return self._op("add", [a, b, *names, *rest], f"{stem}_add", result, origin(node), _rest(region), **attrs)
 
-    def _activate(self, node: fx.Node, acc: str, stem: str, result: TensorType, where: Origin) -> str:
-        """A function of the accumulator in its own unit."""
+    def _activate(
+        self, node: fx.Node, scaled: fx.Node | None, acc: str, stem: str, result: TensorType, where: Origin
+    ) -> str:
+        """A function of the accumulator in its own unit, perhaps times a factor per channel."""
         record = record_of(node)
-        unit = self._constant(f"{stem}_unit", _each(np.array(self.types[acc].levels.scales)), DType.F32)
+        names = [acc, self._constant(f"{stem}_unit", _each(np.array(self.types[acc].levels.scales)), DType.F32)]
+        if scaled is not None:
+            gain = getattr(self.module, operands(scaled)[1].target).numpy()
+            names.append(self._constant(f"{stem}_gain", _each(gain), DType.F32))
         attrs = bind_precise(record.name, record.bind(call_of(node, record)))
-        return self._op("activate", [acc, unit], stem, result, where, **attrs)
+        return self._op("activate", names, stem, result, where, **attrs)
 
     def _mul(self, region: IntegerRegion, stem: str, result: TensorType, low: int, high: int) -> str:
         names = [self.values[value] for value in operands(region.anchor)]
@@ -465,6 +477,33 @@ class _Builder:
         with np.errstate(over="ignore"):
             return {"factor": factor, "offset": offset, "eps": np.array([eps / step_x / step_x]).astype(np.float32)}
 
+    def _loop(self, node: fx.Node, call: RealCall) -> None:
+        """A float operator as a loop of its own; `merge_loops` joins it with its neighbours."""
+        names: dict[fx.Node, str] = {}
+        for leaf in dict.fromkeys(tensor_nodes((node.args, node.kwargs))):
+            names[leaf] = self._real_constant(leaf) if leaf.op == "get_attr" else self._float(leaf)
+        result = self._value(node.name, tensor_type(node), node)
+        op, arrays = loop_of(node, call, names, self.types, result)
+        for name, array in arrays.items():
+            self.types[name], self.constants[name] = op.body.types[name], array
+        self.ops.append(op)
+
+    def _move(self, node: fx.Node, record: OpDef, attrs: Attrs) -> None:
+        """A move of floats, integers or booleans."""
+        names = [
+            self._real_constant(value) if is_constant(value) else self._float(value)
+            for value in operands(node) if value is not None
+        ]  # fmt: skip
+        self.values[node] = self._op(record.name, names, node.name, tensor_type(node), origin(node), **attrs)
+
+    def _real_constant(self, node: fx.Node) -> str:
+        """A float parameter of the model, one for all that read it."""
+        stem = str(node.target)
+        if stem not in self.reused:
+            kind = tensor_type(node)
+            self.reused[stem] = self._constant(stem, getattr(self.module, stem).detach().numpy(), kind.dtype)
+        return self.reused[stem]
+
     # -- islands -------------------------------------------------------------------------------------------------
 
     def _island(self, nodes: list[fx.Node]) -> None:
@@ -485,6 +524,11 @@ class _Builder:
 def plain_name(stem: str) -> str:
     """Of a value in the integer graph, from that of a node or constant of the reference."""
     return "".join(c if c.isalnum() else "_" for c in stem).strip("_") or "v"
+
+
+def _function_of(region: IntegerRegion) -> fx.Node | None:
+    """The function of one value behind an anchor."""
+    return next((node for node in region.nodes if record_of(node).function is not None), None)
 
 
 def _each(values: np.ndarray) -> np.ndarray:

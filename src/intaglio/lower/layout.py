@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from intaglio.ir import Buffer, Dim, DType, Graph, Op, TensorType, evaluate, fresh
+from intaglio.ir.loops import body_of, row_axis, space
 from intaglio.ir.moves import MOVES, moves_nothing
 from intaglio.ir.phases import axis_phases
 from intaglio.quant.sites import Sharing
@@ -24,7 +25,7 @@ IMAGES = (
 """Operators that want their channels last."""
 ROWS = ("linear", "layer_norm", "attention", "bmm")
 """Operators that want the last axis innermost."""
-POINTWISE = ("clamp", "table", "add", "mul", "requantize", "activate", "quantize", "dequantize", "softmax")
+POINTWISE = ("clamp", "table", "add", "mul", "requantize", "activate", "quantize", "dequantize")
 """Operators whose operands and result lie alike. A quantize reads any strides, so its float operand is free."""
 MOVED_ALIKE = ("slice", "pad", "cat", "expand", "shuffle", "pixel_shuffle", "pixel_unshuffle")
 """Moves between any layouts; left alone, the result lies as what it is made of."""
@@ -101,13 +102,14 @@ def _halo(op: Op, graph: Graph) -> tuple[int, int]:
 
 def row_major(graph: Graph) -> frozenset[str]:
     """Values of three to five axes that lie row-major: all that linear layers touch, of the rest those of other than
-    four axes that no image operator touches."""
+    four axes, or whose second axis is free, that no image operator touches."""
     alike, image, linear = _components(graph)
     hinted = (_beside_rows(graph, alike, image | linear) | _free_channels(graph, alike)) - image
 
     def lies_in_rows(name: str, kind: TensorType) -> bool:
         group = alike.find(name)
-        return group in linear or group in hinted or (len(kind.shape) != 4 and group not in image)
+        apart = len(kind.shape) != 4 or not isinstance(kind.shape[1], int)  # channels that lie together are a number
+        return group in linear or group in hinted or (apart and group not in image)
 
     return frozenset(name for name, kind in graph.types.items() if _laid(kind) and lies_in_rows(name, kind))
 
@@ -178,17 +180,31 @@ def _components(graph: Graph) -> tuple[Sharing, set[str], set[str]]:
     """Values that must lie alike; the groups that image operators touch, and those that linear layers touch."""
     alike = Sharing()
     touched: dict[str, list[str]] = {"image": [], "linear": []}
+    given = {*graph.inputs, *(name for op in graph.ops if op.kind == "island" for name in op.outputs)}
     for op in graph.ops:
         read = [name for name in op.inputs if name not in graph.constants and _laid(graph.types[name])]
         made = [name for name in op.outputs if _laid(graph.types[name])]
         wanted = _wants(op, graph)
         if wanted == "alike":
             ends = made if op.kind == "quantize" else [*read, *made]
+            if op.kind == "loop":
+                ends = [name for name in ends if graph.types[name].shape == space(body_of(op)) and name not in given]
             for name in ends[1:]:
                 alike.join(name, ends[0])
         elif wanted is not None:
             touched[wanted] += [*read, *made]
-    return alike, {alike.find(n) for n in touched["image"]}, {alike.find(n) for n in touched["linear"]}
+    image, linear = ({alike.find(name) for name in touched[wanted]} for wanted in ("image", "linear"))
+    for op in graph.ops:
+        ends = {alike.find(name) for name in (*op.inputs, *op.outputs) if _laid(graph.types[name])}
+        if op.kind == "loop" and (wanted := _prefers(op)) is not None:
+            image, linear = (image | ends - linear, linear) if wanted == "image" else (image, linear | ends - image)
+    return alike, image, linear
+
+
+def _prefers(op: Op) -> str | None:
+    """What makes the elements of a loop's rows neighbours. It reads and writes any strides, so nothing is moved for it."""
+    axis, rank = row_axis(body_of(op)), len(space(body_of(op)))
+    return "linear" if axis == rank - 1 else "image" if (axis, rank) == (1, 4) else None
 
 
 def _wants(op: Op, graph: Graph) -> str | None:
@@ -198,6 +214,8 @@ def _wants(op: Op, graph: Graph) -> str | None:
     """
     if op.kind == "affine" or (op.kind == "add" and "axis" in op.attrs):
         return "image" if op.attrs["axis"] == 1 else "linear"
+    if op.kind == "loop":
+        return "alike" if row_axis(body_of(op)) is None else None
     if op.kind == "prelu":
         plain = isinstance(graph.types[op.output].shape[-1], int) and graph.types[op.inputs[2]].shape == (1,)
         return "alike" if plain else "image"

@@ -24,6 +24,7 @@ struct Run {
     struct IntaglioBarrier* barrier;
     const uint8_t* bytes;      // which of them hold levels, where the program takes floats too
     int64_t* times;            // nanoseconds by step, then the last reading of the clock; null when nobody asks
+    int32_t* outside;          // becomes 1 where an id is none of a table's rows
 };
 
 // After a step, when times are asked for: all threads meet, the first reads the clock. Step -1 starts it.
@@ -166,12 +167,13 @@ static inline void look_up_here(uint8_t* at, int64_t pixels, int64_t apart, int6
 
 // -- functions ----------------------------------------------------------------------------------------------------------
 
-// A function of results in float, before they become levels: clamp(rne(f(x) * inverse) + zero_point, low, high).
+// A function of results in float, before they become levels: clamp(rne((f(x) * gain) * inverse) + zero_point, low, high).
 struct Activation {
     // Channels of pixels that lie `from_pixel` floats and `to_pixel` bytes apart; floats up to a multiple of 16 are read.
     void (*levels)(const struct Activation* a, const float* from, int64_t from_pixel, int64_t pixels, uint8_t* to, int64_t to_pixel, int64_t channels);
     float inverse, slope;
     const struct Limits* limits;
+    const float* gain;         // of each channel; null when all are 1
 };
 
 // 16 levels, each in 32 bits -> in 8 bits.
@@ -194,6 +196,7 @@ static inline void narrow16(const RealBits* words, uint8_t* levels) {
         const struct Limits* q = a->limits; \
         const float inverse = a->inverse, slope = a->slope, least = (float)(q->low - q->zero_point), most = (float)(q->high - q->zero_point); \
         const int32_t zero_point = q->zero_point; \
+        const float* const gain = a->gain; \
         (void)slope; \
         for (int64_t p = 0; p < pixels; ++p, from += from_pixel, to += to_pixel) \
             for (int64_t c = 0; c < channels; c += 16) { \
@@ -202,7 +205,13 @@ static inline void narrow16(const RealBits* words, uint8_t* levels) {
                 for (int i = 0; i < 16 / FLOATS; ++i) { \
                     Reals x; \
                     memcpy(&x, from + c + i * FLOATS, sizeof x); \
-                    words[i] = whole(shifted(least_of(most_of((value) * inverse, least), most))) + zero_point; \
+                    x = (value); \
+                    if (gain) { \
+                        Reals own; \
+                        memcpy(&own, gain + c + i * FLOATS, sizeof own); \
+                        x = x * own; \
+                    } \
+                    words[i] = whole(shifted(least_of(most_of(x * inverse, least), most))) + zero_point; \
                 } \
                 narrow16(words, level); \
                 memcpy(to + c, level, c + 16 <= channels ? 16 : (size_t)(channels - c)); \
@@ -284,7 +293,9 @@ static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_
     t.mask = last_panel ? m->last_mask : m->mask;
     const int32_t least = (int32_t)(width / tiles), longer = (int32_t)(width % tiles), per_image = (int32_t)m->out.height;
     const int64_t channels = __builtin_popcountll((unsigned long long)t.mask), out_pixel = t.out_pixel;
-    const struct Activation* activation = m->activation.levels ? &m->activation : 0;
+    struct Activation own = m->activation;
+    const struct Activation* activation = own.levels ? &own : 0;
+    if (own.gain) own.gain += channel;
     float real[(WARM + TILE_BYTES) / sizeof(float)] __attribute__((aligned(64)));
     if (activation) {
         t.out_pixel = (channels + 15) / 16 * 64;
@@ -1471,37 +1482,6 @@ static inline void upsample_linear(const struct Blend* b, int thread, int thread
             }
 #endif
         }
-    }
-}
-
-// -- float ------------------------------------------------------------------------------------------------------------
-
-enum { SUMS = 16 };            // lanes of a sum in float
-
-// softmax of `size` values `apart` elements from each other; the order of the sum is numerics.softmax's.
-static inline void softmax_line(const float* in, float* out, int64_t size, int64_t apart) {
-    float most = in[0], sum[SUMS] = {0};
-    for (int64_t i = 1; i < size; ++i) most = in[i * apart] > most ? in[i * apart] : most;
-    int64_t i = 0;
-    for (; i + SUMS <= size; i += SUMS) {
-        float power[SUMS];
-        for (int l = 0; l < SUMS; ++l) power[l] = exp_negative(in[(i + l) * apart] - most);
-        for (int l = 0; l < SUMS; ++l) out[(i + l) * apart] = power[l], sum[l] += power[l];
-    }
-    for (int l = 0; i < size; ++i, ++l) sum[l] += out[i * apart] = exp_negative(in[i * apart] - most);
-    for (int half = SUMS / 2; half; half /= 2)
-        for (int l = 0; l < half; ++l) sum[l] += sum[l + half];
-    for (i = 0; i < size; ++i) out[i * apart] /= sum[0];
-}
-
-static inline void softmax(const float* in, float* out, int64_t total, int64_t size, int64_t apart, int thread, int threads) {
-    const int64_t lines = total / size;
-    for (int64_t u = share(lines, thread, threads); u < share(lines, thread + 1, threads); ++u) {
-        const int64_t first = u / apart * size * apart + u % apart;
-        if (apart == 1)
-            softmax_line(in + first, out + first, size, 1);
-        else
-            softmax_line(in + first, out + first, size, apart);
     }
 }
 

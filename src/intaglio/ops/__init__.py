@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from intaglio.ops import activate, attention, channels, conv, norm, pointwise, pool, resize, shape, softmax, unary
-from intaglio.ops.fusions import ANCHORS, FUSIONS, SUMS, Fusion
+from intaglio.ops import activate, attention, channels, conv, loop, norm, pointwise, pool, resize, shape, unary
+from intaglio.ops.fusions import ACCUMULATING, ANCHORS, FUSIONS, SUMS, Fusion
 from intaglio.ops.interpret import interpret, run_op
 from intaglio.ops.opdef import Call, OpDef, Roles
 
@@ -28,10 +28,10 @@ def index(*groups: Iterable[OpDef]) -> tuple[Mapping[str, OpDef], Mapping[str, O
 
 OPS, BY_TARGET = index(
     conv.OPS, pointwise.OPS, channels.OPS, pool.OPS, norm.OPS, resize.OPS, shape.OPS, unary.OPS, activate.OPS,
-    softmax.OPS, attention.OPS,
+    loop.OPS, attention.OPS,
 )  # fmt: skip
 
 __all__ = [
-    "ANCHORS", "BY_TARGET", "FUSIONS", "OPS", "SUMS", "Call", "Fusion", "OpDef", "Roles", "index", "interpret",
+    "ACCUMULATING", "ANCHORS", "BY_TARGET", "FUSIONS", "OPS", "SUMS", "Call", "Fusion", "OpDef", "Roles", "index", "interpret",
     "run_op",
 ]  # fmt: skip

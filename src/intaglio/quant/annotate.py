@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator as python_operator
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from intaglio import numerics
 from intaglio.capture.nodes import (
     FxView,
     activations,
+    arguments,
     call_of,
     is_constant,
     operands,
@@ -26,7 +27,7 @@ from intaglio.errors import UnsupportedError
 from intaglio.ir import DType, evaluate, numel, symbols_of
 from intaglio.ir.moves import MOVES
 from intaglio.ir.rewrite import match
-from intaglio.ops import FUSIONS, SUMS, OpDef
+from intaglio.ops import ACCUMULATING, FUSIONS, SUMS, OpDef
 from intaglio.ops.activate import FUNCTIONS
 from intaglio.ops.conv import output_axis
 from intaglio.quant.passes import BATCH_NORM
@@ -290,9 +291,7 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         return "not a float32 tensor" + ("" if kind is None else f" but {kind.dtype}")
     if not setting.quantize:
         return "the recipe leaves it in float"
-    if record.real:
-        return record.check(call_of(node, record)) or "computed in float32, here on values that are no dequantized ones"
-    if setting.residual == "float" and not (record.anchor or record.shares or record.name in FUNCTIONS):
+    if setting.residual == "float" and not (record.anchor or record.shares or record.name in (*FUNCTIONS, "affine")):
         return "the recipe leaves what is between products in float"
     values = activations(node)
     if any(value is not None and is_constant(value) for value in values):
@@ -340,8 +339,8 @@ def _regions(
 
 
 def _behind_only(node: fx.Node, setting: Setting) -> bool:
-    """Whether the recipe wants a function in float wherever it is not right behind a product."""
-    return setting.residual == "float" and record_of(node).name in FUNCTIONS and not record_of(node).shares
+    """Whether the recipe wants a function, or factors, in float wherever they are not right behind a product."""
+    return setting.residual == "float" and record_of(node).name in (*FUNCTIONS, "affine")
 
 
 def _is_whole(found: Found, reasons: Mapping[fx.Node, str | None]) -> bool:
@@ -373,7 +372,21 @@ def fusable(nodes: Iterable[fx.Node]) -> bool:
     factor per channel goes with the accumulator's channels."""
     nodes = list(nodes)
     anchor = next((node for node in nodes if record_of(node).anchor), None)
-    return anchor is None or all(_joins(node, anchor) for node in nodes if record_of(node).name in SUMS)
+    if anchor is None:
+        return True
+    joined = (node for node in nodes if record_of(node).name in SUMS)
+    scaled = (node for node in nodes if record_of(node).name == "affine")
+    return all(_joins(node, anchor) for node in joined) and all(_scales(node, anchor) for node in scaled)
+
+
+def _scales(node: fx.Node, anchor: fx.Node) -> bool:
+    """A factor per channel of the anchor and nothing added; depthwise kernels take none."""
+    _, factor, offset = operands(node)
+    if not is_constant(offset) or not is_constant(factor) or arguments(anchor).get("groups", 1) != 1:
+        return False
+    record, axes = record_of(node), len(tensor_type(node).shape)
+    plain = not getattr(node.graph.owning_module, str(offset.target)).any()
+    return plain and record.bind(call_of(node, record))["axis"] == output_axis(record_of(anchor).name, axes)
 
 
 def _joins(node: fx.Node, anchor: fx.Node) -> bool:
@@ -437,16 +450,17 @@ def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:
     return tuple(sorted(shared.values(), key=lambda site: (order[site.value], rank[site.role])))
 
 
-def _second_factors(regions: Iterable[Region], produced: Mapping[fx.Node, Region]) -> set[fx.Node]:
-    """What kernels read as they read weights, keys and values of attention among it, and what that is moved from."""
+def _second_factors(regions: Sequence[Region], produced: Mapping[fx.Node, Region]) -> set[fx.Node]:
+    """What kernels read as they read weights, keys and values of attention among it, and all that shares parameters
+    with that."""
     found: set[fx.Node] = set()
     for region in regions:
         if region.record.roles.weight is None and region.record.anchor and "whole" not in region.root.meta:
             values = operands(region.anchor)
             found.update(values[operand] for operand in region.record.roles.x[1:])
-    for region in reversed(list(regions)):
-        if region.root in found and region.shares:
-            found.update(region.activations())
+    alike = [{region.root, *region.activations()} for region in regions if region.shares]
+    while joined := [values for values in alike if values & found and not values <= found]:
+        found.update(*joined)
     return found
 
 
@@ -459,7 +473,7 @@ def _around_zero(site: Site) -> Site:
 
 def _may_give_float(region: Region) -> bool:
     """Whether an accumulator may leave the region dequantized."""
-    return len(region.nodes) == 1 and region.record.anchor and region.record.roles.weight is not None
+    return len(region.nodes) == 1 and region.record.anchor and region.record.name in ACCUMULATING
 
 
 def _join(names: list[str], sites: dict[str, Site]) -> None:

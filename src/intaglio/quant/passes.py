@@ -9,8 +9,11 @@ import torch
 from torch import fx
 
 from intaglio.calls import DTYPES
+from intaglio.capture.attention import join_attention
 from intaglio.capture.canonical import fold_constants
+from intaglio.capture.moves import batch_first
 from intaglio.capture.nodes import arguments, is_constant, operator, origin, tensor_type
+from intaglio.capture.slices import lift_slices
 from intaglio.ir import TensorType
 from intaglio.ops import ANCHORS, BY_TARGET, OPS
 from intaglio.ops.channels import channel_axis
@@ -170,12 +173,15 @@ def _with_number(module: fx.GraphModule, node: fx.Node) -> bool:
 
 PTQ_PASSES: tuple[Callable[[fx.GraphModule], int], ...] = (
     fold_constants,
+    lift_slices,
+    join_attention,
     fold_batch_norm_after,
     fold_batch_norm_before,
     norm_as_affine,
     constants_as_affine,
     splits_as_slices,
     selects_as_slices,
+    batch_first,
     stacks_as_concatenations,
     repeats_as_concatenations,
     rolls_as_concatenations,

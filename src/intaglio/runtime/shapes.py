@@ -37,8 +37,10 @@ class Frame:
         self.bytes = (ctypes.c_uint8 * count)()
         self.layout: Layout | None = None
         self.skipped = 0
+        self.outside = ctypes.c_int32(0)
         constants = artifact.constants.ctypes.data
         self.run = Run(None, None, None, constants, self.external, self.strides, None, self.bytes)
+        self.run.outside = ctypes.pointer(self.outside)
 
     def fit(self, layout: Layout) -> None:
         """Lie as the plan of this call says."""

@@ -14,6 +14,7 @@ from intaglio.errors import CalibrationError
 from intaglio.ir import Dim, evaluate, symbols_of
 from intaglio.ops import BY_TARGET
 from intaglio.quant.annotate import Region
+from intaglio.quant.correct.smoothed import smooth, smoothable
 from intaglio.quant.corrections import Equalization
 from intaglio.quant.passes import constant_node, read_affine
 from intaglio.quant.prepare import Prepared, again, copy_graph
@@ -32,12 +33,16 @@ def equalized(prepared: Prepared, found: Equalization, report: str = "") -> Prep
     current = with_inputs(prepared, found)
     module = copy_graph(current.annotations.module)
     values = {value.site: value for value in divisible(current)}
-    unknown = sorted(set(found.factors) - set(values))
+    smoothed = {value.site: value for value in smoothable(current)}
+    unknown = sorted(set(found.factors) - set(values) - set(smoothed))
     if unknown:
         raise CalibrationError("equalization", None, f"no values to divide: {', '.join(unknown[:5])}",
                                remedy="use it with the model and the recipe it was made for")  # fmt: skip
-    factors = {values[site].name: torch.tensor(f, dtype=torch.float64) for site, f in found.factors.items()}
-    _rewrite(module, current.annotations.regions, [values[site] for site in found.factors], factors)
+    factors = {site: torch.tensor(numbers, dtype=torch.float64) for site, numbers in found.factors.items()}
+    own = {smoothed[site].name: tensor for site, tensor in factors.items() if site in smoothed}
+    plain = {values[site].name: tensor for site, tensor in factors.items() if site not in smoothed}
+    _rewrite(module, current.annotations.regions, [values[s] for s in factors if s not in smoothed], plain)
+    smooth(module, [smoothed[site] for site in factors if site in smoothed], own)
     made = again(prepared, module)
     return replace(made, equalization=found, about=made.about.after(corrections=report) if report else made.about)
 
@@ -48,7 +53,7 @@ def with_inputs(prepared: Prepared, found: Equalization) -> Prepared:
         return prepared
     module = copy_graph(prepared.annotations.module)
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
-    inputs = {entry.name: node for entry, node in zip(prepared.signature.inputs, nodes, strict=True)}
+    inputs = {entry.name: node for entry, node in zip(prepared.signature.inputs, nodes, strict=False)}
     for name, pixels in found.inputs.items():
         if name not in inputs:
             raise CalibrationError("equalization", None, f"the model has no input {name!r}")
