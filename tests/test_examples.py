@@ -26,7 +26,7 @@ def run(*arguments: str, paths: tuple[str, ...] = ()) -> str:
 def test_document_003_is_walked_through():
     printed = run(str(ROOT / "examples/patterns_and_calibration.py"))
     kinds = [line.split(" = ")[1].split("(")[0] for line in printed.splitlines() if line.startswith("%")]
-    assert kinds == ["quantize", "reshape", "linear", "requantize", "linear", "dequantize", "softmax"]
+    assert kinds == ["quantize", "reshape", "linear", "requantize", "linear", "dequantize", "loop"]
     rows = [line.split() for line in printed.split("held out:")[1].splitlines() if line]
     exact, *others = (float(row[-2]) for row in rows)
     assert len(others) == 4
