@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphs import H, N, Net
 from harness import HERE, Memory
 from intaglio import numerics
 from intaglio.ir import DType, Op, QParams, TensorType, evaluate
 from intaglio.ir.scratch import LINE, scratch_lines
 from intaglio.ops import OPS
 from products import kernels
+from test_program import assert_bits_of_the_interpreter, assert_stays_inside, built, compiled
 
 SLACK = 64
 MEMORY = [Memory(1 << 20) for _ in range(3)]
@@ -48,7 +50,9 @@ def drawn(case: Case) -> list[np.ndarray]:
 
     def levels(kind: TensorType) -> np.ndarray:
         low = kind.levels.qmin
-        return (draw.choice([low, 255], kind.shape) if case.extreme else draw.integers(low, 256, kind.shape)).astype(np.uint8)
+        return (draw.choice([low, 255], kind.shape) if case.extreme else draw.integers(low, 256, kind.shape)).astype(
+            np.uint8
+        )
 
     return [levels(kind) for kind in types_of(case)]
 
@@ -140,3 +144,37 @@ def test_the_comparison_sees_an_operand_that_lies_differently():
     straight = Case(depth=24, columns=24)
     assert np.array_equal(run(case, HERE[0], 1), run(straight, HERE[0], 1))
     assert not np.array_equal(run(case, HERE[0], 1), expected(Case(depth=24, columns=24, seed=1)))
+
+
+# ---- programs
+
+
+def products(net: Net) -> tuple[str, ...]:
+    """Every tail, batch axes that broadcast, a second operand that is turned."""
+    x, y = net.quantize(net.input(N, 3, 9, 20)), net.centred(net.quantize(net.input(3, 31, 20), 128))
+    turned = net.same("permute", y, order=(0, 2, 1))
+    one = net.centred(net.quantize(net.input(31, 70), 128))
+    z = net.bmm(x, turned, low=7)
+    rows = net.centred(net.quantize(net.input(N, H, 12), 128))
+    square = net.bmm(net.quantize(net.input(N, 5, 12)), net.same("permute", rows, order=(0, 2, 1)), f32=True)
+    return (
+        net.bmm(z, one, f32=True),
+        net.dequantize(net.table(net.bmm(z, one))),
+        square,
+        net.bmm(net.same("reshape", one, shape=(31, 70)), net.same("permute", one, order=(1, 0)), f32=True),
+    )
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_a_program_has_the_bits_of_the_interpreter(isa):
+    net, lowered = built(products)
+    model = compiled(products, isa)
+    assert_bits_of_the_interpreter(net, lowered, model)
+    assert_stays_inside(net, lowered, model.artifact)
+
+
+def test_products_are_counted():
+    work = [step.work for step in compiled(products, HERE[0]).artifact.program.steps if "bmm" in step.kinds]
+    free = {"n": 2, "h": 8, "w": 11}
+    counted = sorted(evaluate(each.macs, free) for each in work)
+    assert counted == sorted([2 * 3 * 9 * 20 * 31, *[2 * 3 * 9 * 31 * 70] * 2, 2 * 5 * 12 * 8, 31 * 70 * 31])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -389,15 +389,17 @@ def probability_levels(x: ArrayLike) -> NDArray[np.uint8]:
     return levels
 
 
-def attention_factors(
-    scale_q: float, scale_k: float, scale_v: float, scale_y: float, scale: float
-) -> tuple[np.float32, np.float32]:
-    """``float32(s_q * s_k * scale / ln 2)`` and ``float32(s_v / s_y)``, both from float64: see `attention`."""
+def attention_factors(inputs: Sequence[float], scale_y: float, scale: float) -> tuple[np.float32, np.float32]:
+    """``float32(s_q * s_k * scale / ln 2)`` and ``float32(s_v / s_y)``, both from float64: see `attention`.
+
+    ``inputs``: scales of q, k and v; ``scale``: what scores are multiplied by.
+    """
+    scale_q, scale_k, scale_v = inputs
     factor = np.float32(accumulator_scale(scale_q, scale_k) * np.float64(scale) / math.log(2))
     return factor, np.float32(multiplier(np.float64(np.float32(scale_v)), scale_y))
 
 
-def mask_powers(mask: NDArray) -> F32:
+def mask_powers(mask: NDArray[Any]) -> F32:
     """What a mask adds to scores in powers of two: ``mask * LOG2_E`` of floats, no less than the least finite one but
     for -inf; 0 for True, -inf for False."""
     if mask.dtype == np.bool_:
@@ -408,7 +410,7 @@ def mask_powers(mask: NDArray) -> F32:
     return np.where(given == -np.inf, given, np.where(wide > -LARGEST, wide, -LARGEST))
 
 
-def attention_scores(q: ArrayLike, k: ArrayLike, factor: ArrayLike, mask: NDArray | None, causal: bool) -> F32:
+def attention_scores(q: ArrayLike, k: ArrayLike, factor: ArrayLike, mask: NDArray[Any] | None, causal: bool) -> F32:
     """i[..., queries, D], i[..., keys, D] -> f32[..., queries, keys] in powers of two: ``float32(q . k) * factor``,
     plus `mask_powers`; with ``causal`` -inf for keys behind the query of their number."""
     products = np.asarray(q, np.float64) @ np.swapaxes(np.asarray(k, np.float64), -1, -2)
@@ -422,7 +424,7 @@ def attention_scores(q: ArrayLike, k: ArrayLike, factor: ArrayLike, mask: NDArra
 
 
 def attention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, mask: NDArray | None, causal: bool, factor: ArrayLike, ratio: ArrayLike,
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, mask: NDArray[Any] | None, causal: bool, factor: ArrayLike, ratio: ArrayLike,
     zero_point: int, low: int, high: int,
 ) -> I32:  # fmt: skip
     """i[B, H, queries, D], i[B, G, keys, D], i[B, G, keys, V] -> i32[B, H, queries, V]: levels of
