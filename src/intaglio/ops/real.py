@@ -424,7 +424,8 @@ REALS: tuple[RealDef, ...] = (
     *(RealDef(_forms(kind, "Tensor", "Scalar"), compared(kind), exact_comparison)
       for kind in ("eq", "ne", "lt", "le", "gt", "ge")),
     *(RealDef((f"aten.logical_{kind}.default",), logical(kind)) for kind in ("and", "or", "xor", "not")),
-    *(RealDef(_forms(f"bitwise_{kind}", "Tensor"), logical(kind), bitwise) for kind in ("and", "or", "xor")),
+    *(RealDef((f"aten.bitwise_{kind}.Tensor", f"aten.__{kind}__.Tensor"), logical(kind), bitwise)
+      for kind in ("and", "or", "xor")),
     RealDef(_forms("bitwise_not", "default"), logical("not"), bitwise),
     RealDef(_forms("where", "self", "ScalarOther", "ScalarSelf", "Scalar"), chosen),
     RealDef(_forms("masked_fill", "Scalar", "Tensor"), filled),
