@@ -38,7 +38,8 @@ static void body(void* context, int thread, int threads) {
     const int64_t first = share(c->count, thread, threads), last = share(c->count, thread + 1, threads);
     for (int64_t i = first; i < last; ++i) c->to[i] = c->from[i];
 }
-extern "C" __attribute__((visibility("default"))) void copy(const float* from, float* to, int64_t count, int threads, IntaglioParallel parallel) {
+extern "C" __attribute__((visibility("default")))
+void copy(const float* from, float* to, int64_t count, int threads, IntaglioParallel parallel) {
     struct Call call = {from, to, count};
     parallel(body, &call, threads);
 }
@@ -152,7 +153,9 @@ def measure(name: str, rounds: int, calls: int) -> dict[str, object]:
         times = []
         for _ in range(calls):
             begin = library.nanoseconds()
-            library.copy(*ends, ctypes.c_int64(total // 8), torch.get_num_threads(), ctypes.c_void_p(parallel_address()))
+            library.copy(
+                *ends, ctypes.c_int64(total // 8), torch.get_num_threads(), ctypes.c_void_p(parallel_address())
+            )
             times.append((library.nanoseconds() - begin) / 1e3)
         copies.append(statistics.median(times))
     ratio = statistics.median(copy / loop for copy, loop in zip(copies, loops, strict=True))

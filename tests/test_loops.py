@@ -27,7 +27,24 @@ from nets import Body, randomize
 
 N, C = symbol("n"), symbol("c")
 F32, BOOL, I64, U8, BF16 = DType.F32, DType.BOOL, DType.I64, DType.U8, DType.BF16
-STRANGE = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-40, 3.4e38, -3.4e38, 88.7, 88.73, -87.0, -88.0, 2.5, -3.5, 0.5]
+STRANGE = [
+    np.nan,
+    np.inf,
+    -np.inf,
+    0.0,
+    -0.0,
+    1e-45,
+    -1e-40,
+    3.4e38,
+    -3.4e38,
+    88.7,
+    88.73,
+    -87.0,
+    -88.0,
+    2.5,
+    -3.5,
+    0.5,
+]
 
 
 def test_every_operator_of_a_body_has_its_c():
@@ -51,7 +68,9 @@ def test_strange_numbers_are_as_in_torch():
     for ours, theirs in ((floats.exp, torch.exp), (floats.log, torch.log)):
         found = torch.from_numpy(ours(x.numpy()))
         torch.testing.assert_close(found, theirs(x), rtol=2e-7, atol=1.2e-38, equal_nan=True)
-    assert torch.equal(torch.from_numpy(floats.to_bfloat16(x.numpy())).nan_to_num(7), x.bfloat16().float().nan_to_num(7))
+    assert torch.equal(
+        torch.from_numpy(floats.to_bfloat16(x.numpy())).nan_to_num(7), x.bfloat16().float().nan_to_num(7)
+    )
 
 
 # ---- kernels: bodies written by hand and at random, against their meaning
@@ -131,13 +150,17 @@ def some(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.from_numpy(x)
 
 
-UNARY = [name for name, row in PRIMITIVES.items() if row.operands[0] == ((F32, BF16),) and not row.attrs and name != "cast"]
+UNARY = [
+    name for name, row in PRIMITIVES.items() if row.operands[0] == ((F32, BF16),) and not row.attrs and name != "cast"
+]
 ATTRS = {"leaky_relu": {"slope": 0.1}, "clamp": {"low": -1.0, "high": 2.0}}
 
 
 def each_operator() -> Lowered:
     """Every primitive once: between float ends, along rows of free length."""
-    net = Sample(x=TensorType((N, C), F32), y=TensorType((N, C), F32), ids=TensorType((N, C), I64), m=TensorType((N, C), BOOL))
+    net = Sample(
+        x=TensorType((N, C), F32), y=TensorType((N, C), F32), ids=TensorType((N, C), I64), m=TensorType((N, C), BOOL)
+    )
     for kind in UNARY:
         net.add(lambda b, kind=kind: b(kind, "x"))
     for kind, attrs in ATTRS.items():
@@ -178,7 +201,12 @@ def test_every_operator_is_its_meaning(operators, rows, columns, seed):
     lowered, model = operators
     draw = np.random.default_rng(seed)
     ids = torch.from_numpy(draw.integers(-(2**40), 2**40, (rows, columns)) * draw.integers(0, 2, (rows, columns)))
-    given = some((rows, columns), seed), some((rows, columns), seed + 1), ids, torch.from_numpy(draw.random((rows, columns)) < 0.5)
+    given = (
+        some((rows, columns), seed),
+        some((rows, columns), seed + 1),
+        ids,
+        torch.from_numpy(draw.random((rows, columns)) < 0.5),
+    )
     for name, found, expected in zip(lowered.graph.outputs, model(*given), lowered(*given), strict=True):
         assert equal(found, expected), name
 
@@ -187,7 +215,13 @@ def at_random(seed: int, columns: int) -> Lowered:
     """Loops of random operators and reductions over levels, floats and constants; some results read by others."""
     draw = np.random.default_rng(seed)
     net = Sample(x=TensorType((N, 3, columns), F32), y=TensorType((N, 1, columns), F32), z=TensorType((N, 3, 1), F32))
-    values = ["x", "y", "z", net.quantize("x", 0.03, 117), net.constant(draw.standard_normal(columns).astype(np.float32))]
+    values = [
+        "x",
+        "y",
+        "z",
+        net.quantize("x", 0.03, 117),
+        net.constant(draw.standard_normal(columns).astype(np.float32)),
+    ]
 
     def write(body: Inside) -> tuple[str, ...]:
         given = list(values)
@@ -197,7 +231,11 @@ def at_random(seed: int, columns: int) -> Lowered:
             kind = str(draw.choice(["binary", "unary", "sum"], p=[0.5, 0.3, 0.2]))
             if kind == "binary":
                 made = body(str(draw.choice(["add", "sub", "mul", "maximum"])), *picked)
-            elif kind == "unary" or body.types[picked[0]].shape[-1:] != (columns,) or body.types[picked[0]].shape == (columns,):
+            elif (
+                kind == "unary"
+                or body.types[picked[0]].shape[-1:] != (columns,)
+                or body.types[picked[0]].shape == (columns,)
+            ):
                 made = body(str(draw.choice(["relu", "tanh", "neg", "sigmoid"])), body("add", picked[0], "x"))
             else:
                 made = body(str(draw.choice(["mean", "max", "sum", "min"])), body("add", picked[0], "x"), axis=2)
@@ -294,7 +332,9 @@ def test_a_residual_block_is_few_loops_and_no_island(blocks):
     found, expected = lowered(*given), reference(*given)
     assert [one.dtype for one in found] == [one.dtype for one in expected]
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-2 if one.dtype is torch.bfloat16 else 1e-5, atol=1e-5, equal_nan=True)
+        torch.testing.assert_close(
+            one, other, rtol=1e-2 if one.dtype is torch.bfloat16 else 1e-5, atol=1e-5, equal_nan=True
+        )
 
 
 @pytest.mark.parametrize("isa", HERE)
@@ -319,10 +359,10 @@ def test_an_id_that_a_table_does_not_have_is_an_error_as_in_torch(blocks, outsid
 
 
 OPERATORS = {
-    "arithmetic": lambda x, y: (x - y * 3, torch.sub(x, y, alpha=0.5), 1 - x, x / (y.abs() + 1), torch.add(x, y, alpha=2)),
-    "powers": lambda x, y: (x**2, x**3, (x.abs() + 1) ** 0.5, (x.abs() + 1) ** -0.5, torch.rsqrt(x * x + 1), x.square()),
+    "arithmetic": lambda x, y: (x - y * 3, x.sub(y, alpha=0.5), 1 - x, x / (y.abs() + 1), x.add(y, alpha=2)),
+    "powers": lambda x, y: (x**2, x**3, (x.abs() + 1) ** 0.5, (x.abs() + 1) ** -0.5, (x * x + 1).rsqrt(), x.square()),
     "choices": lambda x, y: (torch.where(x > y, x, y), x.masked_fill(y < 0, 2.0), x.clamp(-1, 1), x.clamp(min=0.5)),
-    "truth": lambda x, y: ((x > 0) & (y <= 0), ~(x == y) | (x != 1.0), torch.logical_and(x > 0, y > 0), (x >= 0).float()),
+    "truth": lambda x, y: ((x > 0) & (y <= 0), ~(x == y) | (x != 1.0), (x > 0).logical_and(y > 0), (x >= 0).float()),
     "functions": lambda x, y: (F.gelu(x - y), F.silu(x - y), torch.tanh(x - y), torch.exp(x - y), torch.log(x * x + 1),
                                F.hardswish(x - y), F.leaky_relu(x - y, 0.2), F.hardtanh(x - y), F.relu(x - y)),
     "reductions": lambda x, y: ((x - y).sum(-1), (x - y).mean(1, keepdim=True), (x - y).amax(-1), (x - y).amin(1),
@@ -359,11 +399,14 @@ def test_a_third_operator_between_two_loops_keeps_them_apart():
 
 def test_what_nobody_else_reads_is_not_stored():
     """A sum, its layer norm, the levels of that: the sum and the levels are results."""
+
     def body(m, x):
         total = m.a(x) / (x.abs() + 1)
         return total, m.b(m.norm(total))
 
-    _, lowered = quantized(randomize(Body(body, a=nn.Linear(8, 8), b=nn.Linear(8, 8), norm=nn.LayerNorm(8))), torch.randn(3, 5, 8))
+    _, lowered = quantized(
+        randomize(Body(body, a=nn.Linear(8, 8), b=nn.Linear(8, 8), norm=nn.LayerNorm(8))), torch.randn(3, 5, 8)
+    )
     (loop,) = [op for op in lowered.graph.ops if op.kind == "loop"]
     assert [lowered.graph.types[name].dtype for name in loop.outputs] == [F32, U8]
 
@@ -394,7 +437,9 @@ def broken(change) -> Graph:
 def with_op(body: Graph, index: int, **changes) -> Graph:
     op = body.ops[index]
     fields = {"kind": op.kind, "inputs": op.inputs, "outputs": op.outputs, "attrs": op.attrs} | changes
-    return Graph(body.inputs, body.outputs, body.types, (*body.ops[:index], Op(**fields), *body.ops[index + 1 :]), body.constants)
+    return Graph(
+        body.inputs, body.outputs, body.types, (*body.ops[:index], Op(**fields), *body.ops[index + 1 :]), body.constants
+    )
 
 
 @pytest.mark.parametrize(("change", "problem"), [

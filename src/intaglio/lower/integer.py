@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -187,7 +187,7 @@ class _Builder:
 
     def _constant(self, stem: str, array: np.ndarray, dtype: DType) -> str:
         name = self._value(stem, TensorType(array.shape, dtype))
-        self.constants[name] = np.ascontiguousarray(array)
+        self.constants[name] = np.asarray(array, order="C")  # ascontiguousarray would give a number an axis
         return name
 
     def _weight(self, node: fx.Node, array: np.ndarray, q: QParams) -> str:

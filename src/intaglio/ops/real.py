@@ -197,9 +197,9 @@ def small_power(call: RealCall) -> str | None:
 
 def bounds(body: Body, call: RealCall, v: Values) -> str:
     """clamp and hardtanh; a bound left out is infinite."""
-    low, high = (v.get(a) if a in v else v.get(b) for a, b in (("min", "min_val"), ("max", "max_val")))
-    limits = {"low": -np.inf if low is None else float(low), "high": np.inf if high is None else float(high)}
-    return body("clamp", v["self"], **limits)
+    low, high = v.get("min", v.get("min_val")), v.get("max", v.get("max_val"))
+    least, most = -np.inf if low is None else float(low), np.inf if high is None else float(high)
+    return body("clamp", v["self"], low=least, high=most)
 
 
 def relu6(body: Body, call: RealCall, v: Values) -> str:
@@ -222,21 +222,11 @@ def square(body: Body, call: RealCall, v: Values) -> str:
     return body("mul", v["self"], v["self"])
 
 
-
 def no_decimals(call: RealCall) -> str | None:
     return "rounding to decimals" if call.arguments.get("decimals") else None
 
 
-# ---- truth ------------------------------------------------------------------------------------------------------------
-
-
-def compared(kind: str) -> Write:
-    """Integers with a whole number are compared as floats: both are exact below 2^24."""
-
-    def write(body: Body, call: RealCall, v: Values) -> str:
-        return body(kind, v["self"], v["other"])
-
-    return write
+# ---- truth ----------------------------------------------------------------------------------------------------------
 
 
 def exact_comparison(call: RealCall) -> str | None:
@@ -244,7 +234,7 @@ def exact_comparison(call: RealCall) -> str | None:
     kinds = list(call.tensors().values())
     if any(kind.dtype is BOOL for kind in kinds):
         return "a comparison of booleans"
-    other = call.arguments.get("other")
+    other = call.arguments["other"]
     if len(kinds) == 1 and kinds[0].dtype is I64 and abs(float(other)) >= 2**24:
         return f"integers compared with {other}; floats tell those apart below 2^24"
     return None
@@ -281,7 +271,7 @@ def plain_cast(call: RealCall) -> str | None:
     return "a cast that changes nothing" if call.kind("self").dtype is call.result.dtype else None
 
 
-# ---- along an axis ------------------------------------------------------------------------------------------------------
+# ---- along an axis --------------------------------------------------------------------------------------------------
 
 
 def reduced(kind: str) -> Write:
@@ -421,7 +411,7 @@ REALS: tuple[RealDef, ...] = (
     RealDef(_forms("relu6", "default"), relu6),
     RealDef(_forms("gelu", "default"), gelu),
     RealDef(_forms("leaky_relu", "default"), leaky_relu),
-    *(RealDef(_forms(kind, "Tensor", "Scalar"), compared(kind), exact_comparison)
+    *(RealDef(_forms(kind, "Tensor", "Scalar"), binary(kind), exact_comparison)
       for kind in ("eq", "ne", "lt", "le", "gt", "ge")),
     *(RealDef((f"aten.logical_{kind}.default",), logical(kind)) for kind in ("and", "or", "xor", "not")),
     *(RealDef((f"aten.bitwise_{kind}.Tensor", f"aten.__{kind}__.Tensor"), logical(kind), bitwise)
