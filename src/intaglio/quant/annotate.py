@@ -427,7 +427,7 @@ def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:
     produced = {region.root: region for region in regions}
     wanted = {value: region for region in reversed(regions) for value in region.activations()}
     sites: dict[tuple[str, str], Site] = {}
-    symmetric = _second_factors(regions, produced)
+    symmetric = _second_factors(regions)
     for node in graph.nodes:
         if node in produced and (node in wanted or not _may_give_float(produced[node])):
             site = _output_site(produced[node], names)
@@ -450,7 +450,7 @@ def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:
     return tuple(sorted(shared.values(), key=lambda site: (order[site.value], rank[site.role])))
 
 
-def _second_factors(regions: Sequence[Region], produced: Mapping[fx.Node, Region]) -> set[fx.Node]:
+def _second_factors(regions: Sequence[Region]) -> set[fx.Node]:
     """What kernels read as they read weights, keys and values of attention among it, and all that shares parameters
     with that."""
     found: set[fx.Node] = set()
