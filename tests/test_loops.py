@@ -387,6 +387,25 @@ def test_operators_are_torchs_to_rounding_and_run_in_the_program(name):
     assert all(equal(*pair) for pair in zip(model(x), lowered(x), strict=True))
 
 
+def image(m, x):
+    """Channels last with a border of zero points, constants per channel, rows along every axis."""
+    y = m.c(x)
+    z = y / (torch.erf(x).abs().mean(1, keepdim=True) + 1)
+    wide = m.d(torch.maximum(z, m.least))
+    flat = z.flatten(2).softmax(-1)
+    return m.d(z), torch.softmax(z, 1), z.sum(-1), wide, torch.log_softmax(y.permute(0, 2, 3, 1), -1), flat
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_images_are_read_and_written_as_they_lie(isa):
+    layers = {"c": nn.Conv2d(3, 8, 3, padding=1), "d": nn.Conv2d(8, 5, 3, padding=1)}
+    x = torch.randn(2, 3, 9, 11, generator=torch.Generator().manual_seed(0))
+    _, lowered = quantized(randomize(Body(image, least=nn.Parameter(torch.randn(8, 1, 1)), **layers)), x)
+    model = intaglio.compile(lowered, isa=isa)
+    for batch in (x, x[:1], x.contiguous(memory_format=torch.channels_last)):
+        assert all(equal(*pair) for pair in zip(model(batch), lowered(batch), strict=True))
+
+
 # ---- what is merged
 
 
