@@ -25,7 +25,7 @@ from intaglio.lower import Lowered
 from intaglio.native import machine
 from intaglio.native.compile import build, load
 from intaglio.native.library import parallel_address
-from intaglio.ops.real import Body
+from intaglio.ops.body import Body
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
 """Of mallopt: results keep their pages from call to call, as the copy's do."""

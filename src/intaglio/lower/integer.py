@@ -30,10 +30,10 @@ from intaglio.lower.real import loop_of, move_of, real_call
 from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
 from intaglio.ops import ACCUMULATING, ANCHORS, SUMS, OpDef
 from intaglio.ops.activate import bind_precise
+from intaglio.ops.body import RealCall
 from intaglio.ops.conv import output_axis
 from intaglio.ops.opdef import Attrs
 from intaglio.ops.pool import counts
-from intaglio.ops.real import RealCall
 from intaglio.ops.resize import is_free, tables
 from intaglio.quant.annotate import Annotations, macs
 from intaglio.quant.convert import Reference
