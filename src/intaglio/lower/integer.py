@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -30,10 +30,10 @@ from intaglio.lower.real import loop_of, move_of, real_call
 from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
 from intaglio.ops import ACCUMULATING, ANCHORS, SUMS, OpDef
 from intaglio.ops.activate import bind_precise
+from intaglio.ops.body import RealCall
 from intaglio.ops.conv import output_axis
 from intaglio.ops.opdef import Attrs
 from intaglio.ops.pool import counts
-from intaglio.ops.real import RealCall
 from intaglio.ops.resize import is_free, tables
 from intaglio.quant.annotate import Annotations, macs
 from intaglio.quant.convert import Reference
@@ -187,7 +187,7 @@ class _Builder:
 
     def _constant(self, stem: str, array: np.ndarray, dtype: DType) -> str:
         name = self._value(stem, TensorType(array.shape, dtype))
-        self.constants[name] = np.ascontiguousarray(array)
+        self.constants[name] = np.asarray(array, order="C")  # ascontiguousarray would give a number an axis
         return name
 
     def _weight(self, node: fx.Node, array: np.ndarray, q: QParams) -> str:

@@ -195,14 +195,15 @@ def _components(graph: Graph) -> tuple[Sharing, set[str], set[str]]:
             touched[wanted] += [*read, *made]
     image, linear = ({alike.find(name) for name in touched[wanted]} for wanted in ("image", "linear"))
     for op in graph.ops:
-        ends = {alike.find(name) for name in (*op.inputs, *op.outputs) if _laid(graph.types[name])}
-        if op.kind == "loop" and (wanted := _prefers(op)) is not None:
-            image, linear = (image | ends - linear, linear) if wanted == "image" else (image, linear | ends - image)
+        groups = {alike.find(name) for name in (*op.inputs, *op.outputs) if _laid(graph.types[name])}
+        preferred = _prefers(op) if op.kind == "loop" else None
+        image |= groups - linear if preferred == "image" else set()
+        linear |= groups - image if preferred == "linear" else set()
     return alike, image, linear
 
 
 def _prefers(op: Op) -> str | None:
-    """What makes the elements of a loop's rows neighbours. It reads and writes any strides, so nothing is moved for it."""
+    """What makes the elements of a loop's rows neighbours. It takes any strides, so nothing is moved for it."""
     axis, rank = row_axis(body_of(op)), len(space(body_of(op)))
     return "linear" if axis == rank - 1 else "image" if (axis, rank) == (1, 4) else None
 

@@ -19,14 +19,25 @@ typedef float Reals __attribute__((vector_size(4 * FLOATS)));
 typedef int32_t RealBits __attribute__((vector_size(4 * FLOATS)));
 
 static inline Reals every_lane(float x) { return x - (Reals){}; }
-// NaN becomes y, as in the instructions.
+// x > y ? x : y, and x < y ? x : y, which are instructions that the compiler does not find.
+static inline Reals most_of(Reals x, float y) {
 #if defined(__AVX512F__)
-static inline Reals most_of(Reals x, float y) { return (Reals)_mm512_max_ps((__m512)x, _mm512_set1_ps(y)); }
-static inline Reals least_of(Reals x, float y) { return (Reals)_mm512_min_ps((__m512)x, _mm512_set1_ps(y)); }
+    return (Reals)_mm512_max_ps((__m512)x, _mm512_set1_ps(y));
+#elif defined(__AVX2__)
+    return (Reals)_mm256_max_ps((__m256)x, _mm256_set1_ps(y));
 #else
-static inline Reals most_of(Reals x, float y) { return x > y ? x : every_lane(y); }
-static inline Reals least_of(Reals x, float y) { return x < y ? x : every_lane(y); }
+    return x > y ? x : every_lane(y);
 #endif
+}
+static inline Reals least_of(Reals x, float y) {
+#if defined(__AVX512F__)
+    return (Reals)_mm512_min_ps((__m512)x, _mm512_set1_ps(y));
+#elif defined(__AVX2__)
+    return (Reals)_mm256_min_ps((__m256)x, _mm256_set1_ps(y));
+#else
+    return x < y ? x : every_lane(y);
+#endif
+}
 static inline Reals absolute(Reals x) { return (Reals)((RealBits)x & 0x7fffffff); }
 
 // |x| <= 2^22 -> integral floats, ties to even, as the last bits of what comes of adding 1.5 * 2^23.
