@@ -75,7 +75,7 @@ def quantize(
     ``data``: any iterable of batches (tensors, tuples, dictionaries, (inputs, label) pairs), a `DataLoader`, or a
     function that is called with the model to calibrate, which leaves out `equalize` and `correct`: these look several
     times at the first 256 samples, which are kept. ``example_inputs``: a tuple of arguments (default: the first
-    batch). ``recipe``: a `Recipe`, its name ("accurate"), its entries as a mapping, or the path of its TOML file.
+    batch). ``recipe``: a `Recipe`, its name ("accurate"; "int8_dynamic", which needs no data), its entries as a mapping, or the path of its TOML file.
     ``parameters``: those of an earlier conversion (`Reference.parameters`), or the path of their file; nothing is
     calibrated then, and ``data`` gives the example inputs only. ``skip`` and ``only`` are selectors (`Recipe`).
     ``input``: what the bytes of images stand for (an `Image`; of several inputs, a mapping by name), so that uint8
@@ -109,7 +109,10 @@ def quantize(
 
 
 def _converted(prepared: Prepared, data: Any, samples: int | None, progress: bool | None) -> Reference:
-    """Equalized, calibrated, corrected; a function that runs the model can only calibrate."""
+    """Equalized, calibrated, corrected; a function that runs the model can only calibrate, and where everything is
+    quantized while the model runs nothing is to be done."""
+    if not prepared.observers:
+        return convert(prepared)
     looked_at, data = keep(data, prepared.signature, SAMPLES if samples is None else min(samples, SAMPLES))
     if not looked_at and Group.current().size == 1:
         return convert(prepared, Calibrator(prepared, data, samples=samples, progress=progress).calibrate())

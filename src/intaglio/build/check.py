@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from intaglio.build.check_rows import check_rows
 from intaglio.codegen import ISAS, misfit
 from intaglio.ir import Buffer, DType, Graph, Op, Plan, Schedule, evaluate
 from intaglio.ir.moves import MOVES, boxes
-from intaglio.ir.verify import PRODUCTS
+from intaglio.ir.verify import PAIRS, PRODUCTS
 from intaglio.numerics import LARGEST
 from intaglio.ops import OPS, OpDef
 from intaglio.ops.activate import PRECISE
@@ -49,7 +50,9 @@ def check_graph(graph: Graph, hosts: Mapping[str, OpDef] | None = None) -> None:
             _check_function(op, graph)
         shapes = [graph.types[name].shape for name in op.inputs]
         shape = tuple(record.infer(op.attrs, shapes))
-        for name in op.outputs:
+        if op.kind in ("quantize_rows", "dequantize_rows"):
+            check_rows(op, graph)
+        for name in op.outputs[: 1 if op.kind in PAIRS else None]:
             if shape != graph.types[name].shape:
                 raise ValueError(f"%{name} is {graph.types[name]}; {op.kind} gives {shape}")
         if op.kind == "table" and shapes[1] != (256,):

@@ -12,6 +12,7 @@ from intaglio.codegen.depthwise import depthwise_checks
 from intaglio.codegen.matmul import emit_matmul
 from intaglio.codegen.moves import emit_move, emit_reshape
 from intaglio.codegen.resize import emit_linear, emit_nearest
+from intaglio.codegen.rows import emit_quantize_rows
 from intaglio.codegen.schedule import CacheSizes, schedules
 from intaglio.codegen.steps import (
     emit_affine,
@@ -62,6 +63,7 @@ EMITTERS: Mapping[str, Callable[[Code, Partition, Context], None]] = {
     "table": emit_table,
     "reshape": emit_reshape,
     "quantize": emit_quantize,
+    "quantize_rows": emit_quantize_rows,
     "pixels": emit_pixels,
     "dequantize": emit_dequantize,
 }

@@ -31,8 +31,12 @@ RULES: dict[str, tuple[tuple[tuple[DType, ...], ...], tuple[DType, ...]]] = {
     "upsample_bilinear2d": (((U8,), (I32,), (F32,), (I32,), (F32,), (F32,)), (U8,)),
     "table": (((U8,), (U8,)), (U8,)),
     "softmax": (((F32,),), (F32,)),
+    "quantize_rows": (((F32,),), (U8, F32)),
+    "dequantize_rows": (((I32,), (F32,), (F32,), (F32,)), (F32,)),
 }
 """Kind -> element types each operand may have, and the result's. Kinds not listed carry any types."""
+PAIRS = ("quantize_rows",)
+"""They give levels and the scales of their rows."""
 KEEP_REST = ("requantize", "add")
 """They may give a value of 16 bits as a level and a rest; a sum may take one, the rest as its last operand."""
 
@@ -77,8 +81,8 @@ def _check_op(op: Op, graph: Graph, defined: set[str], place: str) -> None:
     _require(len(op.inputs) == len(operands), f"{label}: takes {len(operands)} operands, has {len(op.inputs)}")
     for name, allowed in zip(op.inputs, operands, strict=True):
         _require(graph.types[name].dtype in allowed, f"{label}: %{name} is {graph.types[name].dtype}")
-    most = 2 if op.kind in KEEP_REST else 1
-    _require(1 <= len(op.outputs) <= most, f"{label}: {len(op.outputs)} results")
+    least, most = 1 + (op.kind in PAIRS), 1 + (op.kind in (*KEEP_REST, *PAIRS))
+    _require(least <= len(op.outputs) <= most, f"{label}: {len(op.outputs)} results")
     for result in (graph.types[name] for name in op.outputs):
         _require(result.dtype in results, f"{label}: gives {result.dtype}")
         if result.dtype in (U8, I32):

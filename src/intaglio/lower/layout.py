@@ -22,6 +22,8 @@ IMAGES = (
       for axes in (1, 2, 3)),
 )  # fmt: skip
 """Operators that want their channels last."""
+LINEAR = ("linear", "layer_norm", "quantize_rows", "dequantize_rows")
+"""Operators on rows, row-major."""
 POINTWISE = ("clamp", "table", "add", "mul", "requantize", "activate", "quantize", "dequantize", "softmax")
 """Operators whose operands and result lie alike. A quantize reads any strides, so its float operand is free."""
 MOVED_ALIKE = ("slice", "pad", "cat", "expand", "shuffle", "pixel_shuffle", "pixel_unshuffle")
@@ -159,8 +161,10 @@ def _components(graph: Graph) -> tuple[Sharing, set[str], set[str]]:
         read = [name for name in op.inputs if name not in graph.constants and _laid(graph.types[name])]
         made = [name for name in op.outputs if _laid(graph.types[name])]
         wanted = _wants(op, graph)
+        if op.kind in ("quantize", "quantize_rows"):
+            read = []
         if wanted == "alike":
-            ends = made if op.kind == "quantize" else [*read, *made]
+            ends = [*read, *made]
             for name in ends[1:]:
                 alike.join(name, ends[0])
         elif wanted is not None:
@@ -177,7 +181,7 @@ def _wants(op: Op, graph: Graph) -> str | None:
         return "image" if op.attrs["axis"] == 1 else "linear"
     if op.kind == "prelu":
         return "alike" if graph.types[op.inputs[2]].shape == (1,) else "image"
-    if op.kind in IMAGES or op.kind in ("linear", "layer_norm"):
+    if op.kind in IMAGES or op.kind in LINEAR:
         return "image" if op.kind in IMAGES else "linear"
     return "alike" if op.kind in (*POINTWISE, *MOVED_ALIKE) else None
 

@@ -28,6 +28,8 @@ from intaglio.ir.moves import MOVES
 from intaglio.ir.rewrite import match
 from intaglio.ops import FUSIONS, SUMS, OpDef
 from intaglio.ops.conv import output_axis
+from intaglio.ops.rows import ROW_MODES
+from intaglio.quant.dynamic import row_sites, unable_at_run_time
 from intaglio.quant.passes import BATCH_NORM
 from intaglio.quant.patterns import (
     Found,
@@ -92,6 +94,16 @@ class Region(Chain):
     def moves(self) -> bool:
         """Whether it only puts the levels of one value elsewhere."""
         return len(self.nodes) == 1 and self.record.name in MOVES and not self.record.variadic
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether what it reads is quantized while the model runs."""
+        return self.setting.activations in ROW_MODES
+
+    @property
+    def x_role(self) -> str:
+        """Role of the sites it reads."""
+        return self.setting.activations if self.dynamic else "activation"
 
     @property
     def adds_shortcut(self) -> bool:
@@ -289,6 +301,8 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         return "not a float32 tensor" + ("" if kind is None else f" but {kind.dtype}")
     if not setting.quantize:
         return "the recipe leaves it in float"
+    if setting.activations in ROW_MODES and not record.real and (reason := unable_at_run_time(record, setting)) is not None:
+        return reason
     if record.real:
         return record.check(call_of(node, record)) or "computed in float32, here on values that are no dequantized ones"
     values = activations(node)
@@ -402,7 +416,8 @@ def _spread(regions: Iterable[Region]) -> set[Region]:
 def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:
     names = _Names()
     produced = {region.root: region for region in regions}
-    wanted = {value: region for region in reversed(regions) for value in region.activations()}
+    static = [region for region in regions if not region.dynamic]
+    wanted = {value: region for region in reversed(static) for value in region.activations()}
     sites: dict[tuple[str, str], Site] = {}
     for node in graph.nodes:
         if node in produced and (node in wanted or not _may_give_float(produced[node])):
@@ -410,12 +425,14 @@ def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:
         elif node in wanted and node not in produced:
             _put(sites, _activation(names.of(node), node, wanted[node].setting))
     order = {node.name: index for index, node in enumerate(graph.nodes)}
+    for site in row_sites(regions, names.of):
+        _put(sites, site)
     for region in regions:
         _parameters(region, sites, names)
     for value, reason in find_shortcuts(regions).items():
         if reason is None:
             _put(sites, _shortcut(sites[value.name, "activation"]))
-    rank = {"activation": 0, "shortcut": 1, "weight": 2, "bias": 3}
+    rank = {"activation": 0, "shortcut": 1, **dict.fromkeys(ROW_MODES, 2), "weight": 3, "bias": 4}
     shared = {site.name: _share(site, produced, sites) for site in sites.values()}
     for region in regions:
         if region.record.variadic and region.shares:
@@ -487,7 +504,9 @@ def _parameters(region: Region, sites: dict[tuple[str, str], Site], names: _Name
                        record.roles.outputs if per_channel else None, origin(region.anchor), kind.name,
                        group)  # fmt: skip
     _put(sites, weight_site)
-    if bias is not None and sites[weight.name, "weight"].native and sites[x.name, "activation"].native:
+    if region.dynamic or bias is None:
+        return
+    if sites[weight.name, "weight"].native and sites[x.name, "activation"].native:
         sources = (sites[x.name, "activation"].name, sites[weight.name, "weight"].name)
         _put(sites, Site(f"{names.of(region.anchor)}:bias", region.anchor.name, "bias", Derived(sources), DType.I32,
                          -(2**31), 2**31 - 1, 0 if per_channel else None, origin(region.anchor)))  # fmt: skip

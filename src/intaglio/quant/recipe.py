@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from intaglio.errors import SelectorError
 from intaglio.ir import Origin
 from intaglio.ops import OpDef
+from intaglio.ops.rows import ROW_MODES
 from intaglio.quant.datatypes import DATATYPES, Datatype
 from intaglio.quant.image import Image
 from intaglio.quant.methods import method_of
@@ -45,7 +46,9 @@ class Setting:
     or "tensor" scales, or "group:32", where 32 neighbours of a channel have steps of 1..15 times its scale. bits: 8, or
     7 for activations in 0..127. functions: "table" or "precise", how a function such as silu right behind a convolution
     or linear layer is computed (ops/activate.py). shortcut: bits of what a sum behind one of these adds to it, 8 or 16.
-    weights_dtype, activations_dtype: names of `DATATYPES`; without, s8 and what ``bits`` says. For `equalize` and
+    weights_dtype, activations_dtype: names of `DATATYPES`; without, s8 and what ``bits`` says. activations: "static", with parameters from
+    calibration, or of linear and recurrent layers quantized while the model runs, with a scale for every "token" (row of
+    the last axis) or "tensor" (entry of the batch). For `equalize` and
     `correct`: equalize: share of each channel's deficit that is made up for before calibration, 0 to 1; rounding: of
     weights, "gptq", "adaround" or "nearest"; bias: "none", "weights" (makes up for rounded weights) or "outputs" (for
     all that quantization moved).
@@ -62,6 +65,7 @@ class Setting:
     weights_dtype: str | None = None
     activations_dtype: str | None = None
     shortcut: int | None = None
+    activations: str | None = None
 
     def __post_init__(self) -> None:
         allowed = {
@@ -74,6 +78,7 @@ class Setting:
             "weights_dtype": (None, *_names("weight")),
             "activations_dtype": (None, *_names("activation")),
             "shortcut": (None, 8, 16),
+            "activations": (None, "static", *ROW_MODES),
         }
         for name, values in allowed.items():
             value = "group:N" if name == "weights" and GROUPS.fullmatch(str(self.weights)) else getattr(self, name)
@@ -124,9 +129,13 @@ def _names(role: str) -> tuple[str, ...]:
 
 DEFAULT = Setting(
     quantize=True, method="mse", weights="channel", bits=8, functions="table", rounding="gptq", bias="none",
-    equalize=0.75, shortcut=8,
+    equalize=0.75, shortcut=8, activations="static",
 )  # fmt: skip
-NAMED = {"default": DEFAULT, "accurate": dataclasses.replace(DEFAULT, shortcut=16)}
+NAMED = {
+    "default": DEFAULT,
+    "accurate": dataclasses.replace(DEFAULT, shortcut=16),
+    "int8_dynamic": dataclasses.replace(DEFAULT, activations="token"),
+}
 
 
 @dataclass(frozen=True)
@@ -145,7 +154,8 @@ class Recipe:
 
     @staticmethod
     def named(name: str) -> Recipe:
-        """``"default"``, or ``"accurate"``: what sums add to a convolution keeps 16 bits."""
+        """``"default"``; ``"accurate"``: what sums add to a convolution keeps 16 bits; ``"int8_dynamic"``: linear and
+        recurrent layers only, whose activations are quantized while the model runs, so that nothing is calibrated."""
         if name not in NAMED:
             raise SelectorError("recipe", None, f"there is none called {name!r}; known are {', '.join(NAMED)}")
         return Recipe(default=NAMED[name])
