@@ -74,15 +74,15 @@ def quantize(
 
     ``data``: any iterable of batches (tensors, tuples, dictionaries, (inputs, label) pairs), a `DataLoader`, or a
     function that is called with the model to calibrate, which leaves out `equalize` and `correct`: these look several
-    times at the first 256 samples, which are kept. ``example_inputs``: a tuple of arguments (default: the first
-    batch). ``recipe``: a `Recipe`, its name ("accurate"; "int8_dynamic", which needs no data), its entries as a mapping, or the path of its TOML file.
-    ``parameters``: those of an earlier conversion (`Reference.parameters`), or the path of their file; nothing is
-    calibrated then, and ``data`` gives the example inputs only. ``skip`` and ``only`` are selectors (`Recipe`).
-    ``input``: what the bytes of images stand for (an `Image`; of several inputs, a mapping by name), so that uint8
-    images are taken too. ``patterns``, ``operators``, ``skip_first`` and ``skip_last`` as in `Quantizer`. ``samples``
-    stops calibration after that many. ``dynamic_shapes`` as torch.export takes them (default: the batch is free).
-    ``isa`` and ``tune`` as in `compile`; ``tune=True`` measures with the first entry of the example inputs' batch. The
-    model is never changed. Raises an `IntaglioError` that says what to do.
+    times at the first 256 samples, which are kept. ``example_inputs``: a tuple of arguments (default: the first batch).
+    ``recipe``: a `Recipe`, its name ("accurate", or "int8_dynamic", which needs no data), its entries as a mapping, or
+    the path of its TOML file. ``parameters``: those of an earlier conversion (`Reference.parameters`), or the path of
+    their file; nothing is calibrated then, and ``data`` gives the example inputs only. ``skip`` and ``only`` are
+    selectors (`Recipe`). ``input``: what the bytes of images stand for (an `Image`; of several inputs, a mapping by
+    name), so that uint8 images are taken too. ``patterns``, ``operators``, ``skip_first`` and ``skip_last`` as in
+    `Quantizer`. ``samples`` stops calibration after that many. ``dynamic_shapes`` as torch.export takes them (default:
+    the batch is free). ``isa`` and ``tune`` as in `compile`; ``tune=True`` measures with the first entry of the example
+    inputs' batch. The model is never changed. Raises an `IntaglioError` that says what to do.
     """
     kwargs: dict[str, Any] = {}
     if example_inputs is None:

@@ -491,7 +491,7 @@ def quantize_rows(x: ArrayLike, peaks: ArrayLike) -> tuple[NDArray[np.uint8], F3
     inverse = np.float32(ROW_STEPS) / np.where(known, peaks, np.float32(1))
     steps = np.rint(np.where(known, x, np.float32(0)) * inverse)
     levels = np.clip(steps, np.float32(-ROW_STEPS), np.float32(ROW_STEPS)).astype(np.int32) + ROW_ZERO
-    return levels.astype(np.uint8), peaks / np.float32(ROW_STEPS)
+    return levels.astype(np.uint8), np.divide(peaks, np.float32(ROW_STEPS), dtype=np.float32)
 
 
 def dequantize_rows(acc: ArrayLike, rows: ArrayLike, columns: ArrayLike, bias: ArrayLike) -> F32:

@@ -9,11 +9,11 @@ from intaglio.ops.rows import ROW_MODES, row_accumulator, row_levels, scales_sha
 def check_rows(op: Op, graph: Graph) -> None:
     """ValueError for levels whose scales are not those made with them, or constants of another length."""
     if op.kind == "quantize_rows":
-        levels, scales = op.outputs
-        kinds = [graph.types[name] for name in (op.inputs[0], levels, scales)]
+        kinds = [graph.types[name] for name in (*op.inputs, *op.outputs)]
         shapes = [kind.shape for kind in kinds]
-        if not shapes[0] or shapes[1:] != [shapes[0], scales_shape(shapes[0])] or kinds[1].q != row_levels(scales):
-            raise ValueError(f"%{levels}, %{scales}: {kinds[1]} and {kinds[2]} of {kinds[0]}")
+        expected = [shapes[0], scales_shape(shapes[0])]
+        if not shapes[0] or shapes[1:] != expected or kinds[1].q != row_levels(op.outputs[1]):
+            raise ValueError(f"%{op.output}: {kinds[1]} and {kinds[2]} of {kinds[0]}")
         if op.attrs.get("mode") not in ROW_MODES or not isinstance(shapes[0][-1], int):
             raise ValueError(f"quantize_rows of {kinds[0]} with {dict(op.attrs)}")
         return

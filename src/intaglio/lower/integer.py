@@ -16,8 +16,8 @@ from intaglio.ir.rewrite import run_passes
 from intaglio.lower.islands import Unit, island_of
 from intaglio.lower.lowered import Island, Lowered
 from intaglio.lower.passes import LOWER_PASSES
-from intaglio.lower.rows import part_of_rows, product_of_rows, quantize_rows
 from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
+from intaglio.lower.rows import part_of_rows, product_of_rows, quantize_rows
 from intaglio.ops import ANCHORS, SUMS, OpDef
 from intaglio.ops.activate import bind_precise
 from intaglio.ops.conv import output_axis

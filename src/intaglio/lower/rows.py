@@ -49,15 +49,16 @@ def product_of_rows(builder: _Builder, region: Chain) -> None:
     values = operands(node)
     x, scales = (builder.values[part] for part in rows_behind(values[0]))
     weight, columns = builder.weight_of(region)
-    where, shape = origin(node), tensor_type(node).shape
+    where, shape, outputs = origin(node), tensor_type(node).shape, builder.constants[weight].shape[0]
     stem = where.path.replace("@", "_call") or record.name
-    zeros = builder._constant(f"{stem}_start", np.zeros(shape[-1], np.int32), DType.I32)
+    zeros = builder._constant(f"{stem}_start", np.zeros(outputs, np.int32), DType.I32)
     acc = builder._op(record.name, [x, weight, zeros], f"{stem}_acc",
                       TensorType(shape, DType.I32, row_accumulator(scales)), where)  # fmt: skip
     given = values[record.roles.bias]
-    bias = np.zeros(shape[-1], np.float32) if given is None else getattr(builder.module, given.target).detach().numpy()
+    bias = np.zeros(outputs, np.float32) if given is None else getattr(builder.module, given.target).detach().numpy()
     names = [
         builder._constant(f"{stem}_{label}", array, DType.F32)
         for label, array in (("columns", np.array(columns, np.float32)), ("bias", bias.astype(np.float32)))
     ]
-    builder.values[node] = builder._op("dequantize_rows", [acc, scales, *names], stem, TensorType(shape, DType.F32), where)
+    result = TensorType(shape, DType.F32)
+    builder.values[node] = builder._op("dequantize_rows", [acc, scales, *names], stem, result, where)

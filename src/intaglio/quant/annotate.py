@@ -301,10 +301,10 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         return "not a float32 tensor" + ("" if kind is None else f" but {kind.dtype}")
     if not setting.quantize:
         return "the recipe leaves it in float"
-    if setting.activations in ROW_MODES and not record.real and (reason := unable_at_run_time(record, setting)) is not None:
-        return reason
     if record.real:
         return record.check(call_of(node, record)) or "computed in float32, here on values that are no dequantized ones"
+    if setting.activations in ROW_MODES and (reason := unable_at_run_time(record, setting)) is not None:
+        return reason
     values = activations(node)
     if any(value is not None and is_constant(value) for value in values):
         return "an operand is a constant"
@@ -392,11 +392,12 @@ def _joins(node: fx.Node, anchor: fx.Node) -> bool:
 
 def _spread(regions: Iterable[Region]) -> set[Region]:
     """Anchors are quantized, and what patterns take for its own sake. Another region follows when all it reads is, or,
-    if it only selects or clamps values, when all that read it are."""
+    if it only selects or clamps values, when all that read it are. Layers that are quantized while the model runs read
+    and give floats: nothing follows them."""
     regions = list(regions)
     reader = {node: region for region in regions for node in region.nodes}
     active = {region for region in regions if region.record.anchor or (region.pattern and region.pattern.alone)}
-    roots = {region.root for region in active}
+    roots = {region.root for region in active if not region.dynamic}
     changed = True
     while changed:
         before = len(active)
@@ -405,12 +406,16 @@ def _spread(regions: Iterable[Region]) -> set[Region]:
                 active.add(region)
                 roots.add(region.root)
         for region in reversed(regions):
-            users = list(region.root.users)
-            if region not in active and region.shares and users and all(reader.get(u) in active for u in users):
+            readers = [reader.get(user) for user in region.root.users]
+            if region not in active and region.shares and readers and all(_reads_levels(r, active) for r in readers):
                 active.add(region)
                 roots.add(region.root)
         changed = len(active) != before
     return active
+
+
+def _reads_levels(region: Region | None, active: set[Region]) -> bool:
+    return region in active and not region.dynamic
 
 
 def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 
 QUANTIZE_ROWS = "intaglio.quantize_rows.default"
 DEQUANTIZE_ROWS = "intaglio.dequantize_rows.default"
-SCHEMAS = {
-    "quantize_rows": "(Tensor x, str mode) -> (Tensor, Tensor)",
-    "dequantize_rows": "(Tensor levels, Tensor scales) -> Tensor",
-}
 
 
 def unable_at_run_time(record: OpDef, setting: Setting) -> str | None:
@@ -88,9 +84,7 @@ def rows_behind(node: fx.Node | None) -> tuple[fx.Node, fx.Node] | None:
 def row_operators() -> Any:
     """The operators of a torch graph, defined when they are first needed. Their meaning is the interpreter's."""
     library = torch.library.Library("intaglio", "FRAGMENT")
-    for (name, schema), meaning, fake in zip(
-        SCHEMAS.items(), (_quantize_rows, _dequantize_rows), (_fake_levels, _fake_real), strict=True
-    ):
+    for name, (schema, meaning, fake) in OPERATORS.items():
         library.define(name + schema)
         library.impl(name, meaning, "CPU")
         torch.library.register_fake(f"intaglio::{name}", fake, lib=library)
@@ -117,3 +111,10 @@ def _fake_levels(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor
 
 def _fake_real(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(levels, dtype=torch.float32)
+
+
+OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
+    "quantize_rows": ("(Tensor x, str mode) -> (Tensor, Tensor)", _quantize_rows, _fake_levels),
+    "dequantize_rows": ("(Tensor levels, Tensor scales) -> Tensor", _dequantize_rows, _fake_real),
+}
+"""Schema, meaning, and the meaning on shapes alone."""

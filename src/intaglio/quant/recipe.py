@@ -41,17 +41,17 @@ LEVELS = ("op:", "type:", "")
 class Setting:
     """``None`` leaves a question to the next weaker setting.
 
-    quantize: int8 at all. method: range method of activations, "mse", "minmax", "percentile", "kl", "average" or
-    "ema", the third and the last also with a parameter, as in "percentile:99.99" (quant/methods.py). weights: "channel"
-    or "tensor" scales, or "group:32", where 32 neighbours of a channel have steps of 1..15 times its scale. bits: 8, or
-    7 for activations in 0..127. functions: "table" or "precise", how a function such as silu right behind a convolution
+    quantize: int8 at all. method: range method of activations, "mse", "minmax", "percentile", "kl", "average" or "ema",
+    the third and the last also with a parameter, as in "percentile:99.99" (quant/methods.py). weights: "channel" or
+    "tensor" scales, or "group:32", where 32 neighbours of a channel have steps of 1..15 times its scale. bits: 8, or 7
+    for activations in 0..127. functions: "table" or "precise", how a function such as silu right behind a convolution
     or linear layer is computed (ops/activate.py). shortcut: bits of what a sum behind one of these adds to it, 8 or 16.
-    weights_dtype, activations_dtype: names of `DATATYPES`; without, s8 and what ``bits`` says. activations: "static", with parameters from
-    calibration, or of linear and recurrent layers quantized while the model runs, with a scale for every "token" (row of
-    the last axis) or "tensor" (entry of the batch). For `equalize` and
-    `correct`: equalize: share of each channel's deficit that is made up for before calibration, 0 to 1; rounding: of
-    weights, "gptq", "adaround" or "nearest"; bias: "none", "weights" (makes up for rounded weights) or "outputs" (for
-    all that quantization moved).
+    weights_dtype, activations_dtype: names of `DATATYPES`; without, s8 and what ``bits`` says. activations: "static",
+    with parameters from calibration, or, of linear and recurrent layers, quantized while the model runs, with a scale
+    for every "token" (row of the last axis) or "tensor" (entry of the batch). For `equalize` and `correct`: equalize:
+    share of each channel's deficit that is made up for before calibration, 0 to 1; rounding: of weights, "gptq",
+    "adaround" or "nearest"; bias: "none", "weights" (makes up for rounded weights) or "outputs" (for all that
+    quantization moved).
     """
 
     quantize: bool | None = None

@@ -61,10 +61,9 @@ class Site:
     """A value that carries quantization parameters.
 
     ``name`` is ``module.path#call/operator.number``; ``value`` the node of the prepared graph. ``role`` is
-    "activation", "weight", "bias", "shortcut": the same value in 16 bits, for sums, or "token" and "tensor": the same with
-    scales made while the model runs. ``datatype``: name of the record
-    behind dtype, qmin and qmax, if there is one; ``group``: neighbours of a weight that share a multiple of their
-    channel's scale.
+    "activation", "weight", "bias", "shortcut": the same value in 16 bits, for sums, or "token" and "tensor": the same
+    value with scales made while the model runs. ``datatype``: name of the record behind dtype, qmin and qmax, if there
+    is one; ``group``: neighbours of a weight that share a multiple of their channel's scale.
     """
 
     name: str
