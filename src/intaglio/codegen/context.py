@@ -99,7 +99,8 @@ class Context:
             return f"image({self.external(value)}, {sizes}, 0, 0)"
         if buffer.alias is not None and buffer.part is not None:
             return f"channels_from({self.image(buffer.alias)}, {buffer.part})"
-        sizes = ", ".join(map(self.dim, buffer.lies()))
+        *sides, pixel = buffer.lies()
+        sizes = ", ".join(map(self.dim, (*sides, pixel * buffer.dtype.bytes)))
         start = f"r->arena + r->offsets[{self.index[buffer.alias or value]}]"
         return f"image({start}, {sizes}, {buffer.halo[0]}, {buffer.halo[1]})"
 
@@ -110,6 +111,22 @@ class Context:
         start = (rows * (width + 2 * columns) + columns) * pixel
         frame = buffer.size() if any(buffer.halo) else 0
         return Place(self.index[buffer.alias or value], start, buffer.shape, strides(buffer), frame)
+
+    def strided(self, value: str) -> tuple[str, Strides]:
+        """C expression of a ``uint8_t*`` to a value's first element, and elements between neighbours along its logical
+        axes. A tensor of the caller lies dense: `External.dense`."""
+        view = self.plan.views.get(value)
+        root, start = (value, 0) if view is None else (view.root, view.start)
+        buffer = self.plan.buffers.get(root)
+        if buffer is None:
+            steps = self.dense_strides(root)
+        elif view is None:
+            (above, beside), (_, _, width, pixel) = buffer.halo, buffer.lies()
+            start, steps = (above * (width + 2 * beside) + beside) * pixel, strides(buffer)
+        at = self.external(root) if buffer is None else f"r->arena + r->offsets[{self.index[buffer.alias or root]}]"
+        behind = start * self.graph.types[value].dtype.bytes
+        pointer = at if behind == 0 else f"{at} + {self.dim(behind)}"
+        return f"({pointer})", view.strides if view is not None else steps
 
     def external(self, value: str) -> str:
         return f"r->external[{self.plan.external.index(value)}]"

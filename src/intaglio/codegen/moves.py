@@ -9,38 +9,44 @@ import numpy as np
 from intaglio.codegen.context import Context, finish
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim, Partition
-from intaglio.ir.moves import Box, Run, boxes, strides
+from intaglio.ir.moves import Box, Run, copies
 
 RUNS = 8
 """Runs of one strided copy in native/program.h."""
-AXES = 6
-"""Axes of one side of a reshape there."""
+AXES = 7
+"""Axes of one side of a reshape there, bytes of an element among them."""
 SHORT = 8
 """An innermost run shorter than this changes places with a longer one around it."""
 
 
 def emit_move(code: Code, partition: Partition, context: Context) -> None:
     """One strided copy a box."""
-    op, buffers = partition.anchor, context.plan.buffers
-    code(f"const struct Image out = {context.image(op.output)};")
-    for index, name in enumerate(op.inputs):
-        code(f"const struct Image in{index} = {context.image(name)};")
-    zero_point = context.graph.types[op.output].levels.zero
-    level = context.constant(np.array([zero_point], np.uint8), "uint8_t")
+    op, buffers, kind = partition.anchor, context.plan.buffers, context.graph.types[partition.output]
     halves = op.kind == "shuffle" and op.attrs["groups"] == 2
-    if halves and all(buffers[name].spatial for name in (*op.inputs, op.output)):
-        code("interleave_levels(&in0, &out, thread, threads);")
+    if halves and all(name in buffers and buffers[name].spatial for name in (*op.inputs, op.output)):
+        code(f"const struct Image in = {context.image(op.inputs[0])}, out = {context.image(op.output)};")
+        code("interleave_levels(&in, &out, thread, threads);")
         finish(code, context, op.output, context.limits(op))
         return
-    for box in boxes(op, [buffers[name] for name in op.inputs], buffers[op.output]):
-        if buffers[op.inputs[box.operand]].part is not None:
+    to, apart = context.strided(op.output)
+    ends = [context.strided(name) for name in op.inputs]
+    shapes = [context.graph.types[name].shape for name in op.inputs]
+    code(f"uint8_t* const out = {to};")
+    for index, (start, _) in enumerate(ends):
+        code(f"const uint8_t* const in{index} = {start};")
+    sides = [(shape, steps) for shape, (_, steps) in zip(shapes, ends, strict=True)]
+    zero = context.constant(np.full(kind.dtype.bytes, 0 if kind.q is None else kind.q.zero, np.uint8), "uint8_t")
+    for box in copies(op, sides, apart, kind.dtype.bytes):
+        part = buffers.get(op.inputs[box.operand])
+        if part is not None and part.part is not None:
             continue
-        source = level if box.fill else f"in{box.operand}.base + {context.dim(box.source)}"
+        source = zero if box.fill else f"in{box.operand} + {context.dim(box.source)}"
         runs = _ordered(box)
         with code.block(""):
-            code(f"struct Copy c = {{{source}, out.base + {context.dim(box.result)}, {_table(runs, context)}}};")
+            code(f"struct Copy c = {{{source}, out + {context.dim(box.result)}, {_table(runs, context)}}};")
             code("copy_levels(&c, thread, threads);")
-    finish(code, context, op.output, context.limits(op))
+    if kind.q is not None:
+        finish(code, context, op.output, context.limits(op))
 
 
 def _ordered(box: Box) -> list[Run]:
@@ -68,15 +74,18 @@ def _braced(values: Sequence[Dim], context: Context) -> str:
 
 def emit_reshape(code: Code, partition: Partition, context: Context) -> None:
     """Logical order is the same on both sides; each lies in its own. A change of layout alone is a strided copy."""
-    op, buffers = partition.anchor, context.plan.buffers
-    ends = buffers[op.inputs[0]], buffers[op.output]
-    if ends[0].shape == ends[1].shape:
+    op, types = partition.anchor, context.graph.types
+    if types[op.inputs[0]].shape == types[op.output].shape:
         emit_move(code, partition, context)
         return
-    for name, buffer in zip(("in", "out"), ends, strict=True):
-        missing = AXES - len(buffer.shape)
-        sizes = _braced([1] * missing + list(buffer.shape), context)
-        steps = _braced([0] * missing + list(strides(buffer)), context)
-        code(f"const struct Side {name} = {{{context.image(buffer.value)}.base, {sizes}, {steps}}};")
+    for name, value in (("in", op.inputs[0]), ("out", op.output)):
+        (start, steps), kind = context.strided(value), types[value]
+        size = kind.dtype.bytes
+        bytes_too = ((*kind.shape, size), (*(step * size for step in steps), 1)) if size > 1 else (kind.shape, steps)
+        missing = AXES - len(bytes_too[0])
+        sizes = _braced([1] * missing + list(bytes_too[0]), context)
+        apart = _braced([0] * missing + list(bytes_too[1]), context)
+        code(f"const struct Side {name} = {{{start}, {sizes}, {apart}}};")
     code("reshape_levels(&in, &out, thread, threads);")
-    finish(code, context, op.output, context.limits(op))
+    if types[op.output].q is not None:
+        finish(code, context, op.output, context.limits(op))

@@ -138,8 +138,8 @@ def emit_softmax(code: Code, partition: Partition, context: Context) -> None:
     """Both tensors are dense and lie alike, so what is faster than the axis is as long as the axis is apart."""
     op = partition.anchor
     shape, axis = context.graph.types[op.output].shape, op.attrs["axis"]
-    apart = context.dim(context.dense_strides(op.output)[axis])
-    ends = f"(const float*){context.external(op.inputs[0])}, (float*){context.external(op.output)}"
+    (start, _), (to, steps) = context.strided(op.inputs[0]), context.strided(op.output)
+    apart, ends = context.dim(steps[axis]), f"(const float*){start}, (float*){to}"
     code(f"softmax({ends}, {context.dim(numel(shape))}, {context.dim(shape[axis])}, {apart}, thread, threads);")
 
 
@@ -151,7 +151,7 @@ def emit_quantize(code: Code, partition: Partition, context: Context) -> None:
     code(f"const struct Affine* q = {_affine(context, op.output)};")
     code(f"const int64_t* s = {source_strides(code, op.inputs[0], context)};")
     code(f"const int64_t strides[] = {{{', '.join(strides_read(len(buffer.shape), buffer.rows))}}};")
-    source = f"(const float*){context.external(op.inputs[0])}"
+    source = f"(const float*){context.strided(op.inputs[0])[0]}"
     if buffer.spatial and len(buffer.shape) == 5:
         depth = context.dim(buffer.shape[2])
         with code.block(f"for (int64_t b = 0; b < {context.dim(buffer.shape[0])}; ++b)"):
@@ -167,7 +167,7 @@ def source_strides(code: Code, value: str, context: Context) -> str:
     """Of a tensor that came from outside, as it came; what the program itself wrote is dense."""
     if context.given(value):
         return context.strides(value)
-    steps = ", ".join(map(context.dim, context.dense_strides(value)[-5:]))
+    steps = ", ".join(map(context.dim, context.strided(value)[1][-5:]))
     code(f"const int64_t dense[] = {{{steps}}};")
     return "dense"
 
@@ -203,7 +203,7 @@ def emit_pixels(code: Code, partition: Partition, context: Context) -> None:
 def emit_dequantize(code: Code, partition: Partition, context: Context) -> None:
     op = partition.anchor
     code(f"const struct Image in = {context.image(op.inputs[0])};")
-    to = context.external(op.output)
+    to, _ = context.strided(op.output)
     code(f"dequantize_image(&in, (float*){to}, {_affine(context, op.inputs[0])}, thread, threads);")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from intaglio.codegen.context import Context
 from intaglio.ir import Dim, Partition, Step, Work, lies, numel
+from intaglio.ir.scratch import QUERIES
 from intaglio.ir.verify import PRODUCTS
 
 
@@ -15,6 +16,8 @@ def work_of(step: Step, context: Context) -> Work:
         moved = moved + numel(kind.shape) * kind.dtype.bytes
     if partition.anchor.kind in PRODUCTS:
         return Work(*_product(partition, context), moved, step.phase, step.segment)
+    if partition.anchor.kind in ("attention", "bmm"):
+        return Work(*_pairs(partition, context), moved, step.phase, step.segment)
     value = partition.ops[-1].outputs[0]
     images, lines, _, _ = lies(types[value].shape, value in context.plan.rows)
     return Work(0, images * lines, moved, step.phase, step.segment)
@@ -30,3 +33,15 @@ def _product(partition: Partition, context: Context) -> tuple[Dim, Dim]:
     pixels = numel(shape[:-1] if anchor.kind == "linear" else (shape[0], *shape[2:]))
     tiles = (pixels + (schedule.tile_rows - 1)) // schedule.tile_rows
     return pixels * weight.size, tiles * -(-weight.shape[0] // (16 * schedule.tile_columns))
+
+
+def _pairs(partition: Partition, context: Context) -> tuple[Dim, Dim]:
+    """Multiply-accumulates of two activations, and blocks of rows that threads divide. What a causal mask excludes is
+    counted."""
+    anchor, types = partition.anchor, context.graph.types
+    *outer, rows, depth = types[anchor.inputs[0]].shape
+    *_, columns, width = types[anchor.inputs[-1 if anchor.kind == "bmm" else 2]].shape
+    result = types[anchor.output].shape
+    inner = depth * width if anchor.kind == "bmm" else columns * (depth + width)
+    blocks = numel(result[:-2]) * ((rows + (QUERIES - 1)) // QUERIES)
+    return numel(result[:-2]) * rows * inner, blocks

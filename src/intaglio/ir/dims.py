@@ -95,6 +95,29 @@ def _collect(terms: Iterable[tuple[Monomial, int]]) -> Dim:
     return Expression(tuple(sorted(kept.items(), key=lambda term: (not term[0], -len(term[0]), str(term[0])))))
 
 
+def divide(a: Dim, b: Dim) -> Dim | None:
+    """The dimension that times ``b`` is ``a`` for all values of the symbols, where there is one."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    if a == b:
+        return 1
+    if a == 0:
+        return 0
+    (monomial, coefficient), *others = _terms(b)
+    found = []
+    for atoms, count in _terms(a) if not others else list(_terms(a))[:1]:
+        left = list(atoms)
+        for atom in monomial:
+            if atom not in left:
+                return None
+            left.remove(atom)
+        if coefficient == 0 or count % coefficient:
+            return None
+        found.append((tuple(left), count // coefficient))
+    quotient = _collect(found)
+    return quotient if b * quotient == a else None
+
+
 def evaluate(dim: Dim, symbols: Mapping[str, int]) -> int:
     """The integer a dimension stands for; KeyError names a symbol without a value."""
     if isinstance(dim, int):

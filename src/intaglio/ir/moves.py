@@ -66,8 +66,19 @@ def in_order(buffer: Buffer) -> bool:
 
 def boxes(op: Op, sources: Sequence[Buffer], result: Buffer) -> tuple[Box, ...]:
     """What a move copies where: longest strides of the result first, runs merged where both sides allow."""
-    found = MOVES[op.kind](op, [(buffer.shape, strides(buffer)) for buffer in sources], strides(result))
-    return tuple(_merged(box) for box in found)
+    return copies(op, [(buffer.shape, strides(buffer)) for buffer in sources], strides(result))
+
+
+def copies(op: Op, sources: Sequence[Side], to: Strides, size: int = 1) -> tuple[Box, ...]:
+    """The same between any strides, in bytes of elements that have ``size`` of them."""
+    return tuple(_merged(_in_bytes(box, size)) for box in MOVES[op.kind](op, sources, to))
+
+
+def _in_bytes(box: Box, size: int) -> Box:
+    if size == 1:
+        return box
+    runs = tuple(Run(run.size, run.source * size, run.result * size) for run in box.runs)
+    return replace(box, runs=(*runs, Run(size, 1, 1)), source=box.source * size, result=box.result * size)
 
 
 def moves_nothing(op: Op, source: Buffer, result: Buffer) -> bool:

@@ -104,6 +104,16 @@ class Buffer:
         return self.pixels() * (self.channels() * self.dtype.bytes)
 
 
+@dataclass(frozen=True)
+class View:
+    """Elements that lie in the memory of another value: from element ``start`` of ``root`` on, ``strides`` elements
+    apart along the logical axes; no strides where nothing reads them and no single ones would do."""
+
+    root: str
+    start: Dim
+    strides: tuple[Dim, ...]
+
+
 def is_flat(partition: Partition, graph: Graph, buffers: Mapping[str, Buffer]) -> bool:
     """Whether all output pixels of all images are one line: single taps, stride 1, no halo anywhere."""
     anchor, first = partition.anchor, partition.tail[0]
@@ -142,7 +152,7 @@ class Plan:
     """Everything code generation needs besides the graph: steps in order, buffers, their lives.
 
     ``external`` values live in tensors of the caller (graph inputs and outputs, what islands read and write). ``rows``:
-    values of three to five axes that lie row-major.
+    values of three to five axes that lie row-major. ``views``: what moves give that nothing is copied for.
     """
 
     graph: Graph
@@ -151,6 +161,7 @@ class Plan:
     placements: tuple[Placement, ...]
     external: tuple[str, ...]
     rows: frozenset[str] = frozenset()
+    views: Mapping[str, View] = field(default_factory=dict)
 
     def segments(self) -> int:
         return self.steps[-1].segment + 1 if self.steps else 0
@@ -174,13 +185,15 @@ class Schedule:
 @dataclass(frozen=True)
 class External:
     """One entry of the table of caller's tensors: value, logical shape, element type, whether the program writes it,
-    whether three to five axes lie row-major instead of channels last."""
+    whether three to five axes lie row-major instead of channels last. ``dense``: it is read as it lies then, by other
+    steps than those that take any strides."""
 
     value: str
     shape: Shape
     dtype: DType
     written: bool
     rows: bool = False
+    dense: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ from intaglio.ir.graph import Graph, Op
 from intaglio.ir.moves import MOVES
 from intaglio.ir.types import DType
 
-U8, S8, I32, F32 = DType.U8, DType.S8, DType.I32, DType.F32
+U8, S8, I32, F32, BOOL = DType.U8, DType.S8, DType.I32, DType.F32, DType.BOOL
 LEVELS = (U8, S8)
+MOVED = (U8, F32, DType.BF16, DType.I64, DType.BOOL)
+"""What moves carry, none of them changed."""
 PRODUCTS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
 
 RULES: dict[str, tuple[tuple[tuple[DType, ...], ...], tuple[DType, ...]]] = {
@@ -23,7 +25,7 @@ RULES: dict[str, tuple[tuple[tuple[DType, ...], ...], tuple[DType, ...]]] = {
     "prelu": (((U8,), (F32,), (F32,)), (U8,)),
     "layer_norm": (((U8,), (F32,), (F32,), (F32,)), (U8,)),
     "clamp": (((U8,),), (U8,)),
-    **{kind: (((U8,),), (U8,)) for kind in MOVES if kind != "cat"},
+    **{kind: ((MOVED,), MOVED) for kind in MOVES if kind != "cat"},
     **{f"max_pool{axes}d": (((U8,),), (U8,)) for axes in (1, 2, 3)},
     **{f"{kind}{axes}d": (((U8,), (F32,)), (U8,)) for kind in ("avg_pool", "adaptive_avg_pool") for axes in (1, 2, 3)},
     **{f"upsample_nearest{axes}d": (((U8,), *[(I32,)] * axes), (U8,)) for axes in (1, 2, 3)},
@@ -33,12 +35,18 @@ RULES: dict[str, tuple[tuple[tuple[DType, ...], ...], tuple[DType, ...]]] = {
     "softmax": (((F32,),), (F32,)),
     "quantize_rows": (((F32,),), (U8, F32)),
     "dequantize_rows": (((I32,), (F32,), (F32,), (F32,)), (F32,)),
+    "attention": (((U8,), (U8,), (U8,)), (U8,)),
+    "bmm": (((U8,), (U8,)), (I32,)),
 }
 """Kind -> element types each operand may have, and the result's. Kinds not listed carry any types."""
 PAIRS = ("quantize_rows",)
 """They give levels and the scales of their rows."""
 KEEP_REST = ("requantize", "add")
 """They may give a value of 16 bits as a level and a rest; a sum may take one, the rest as its last operand."""
+OPTIONAL: dict[str, tuple[DType, ...]] = {"add": (U8,), "attention": (BOOL, F32)}
+"""Kind -> element types of a last operand that may be left out: a rest, a mask."""
+B_OPERANDS = {"attention": (1, 2), "bmm": (1,)}
+"""Kind -> operands that kernels read as they read weights: symmetric, zero point 128, levels 1..255."""
 
 
 class VerifyError(AssertionError):
@@ -76,15 +84,20 @@ def _check_op(op: Op, graph: Graph, defined: set[str], place: str) -> None:
     if op.kind not in RULES:
         return
     operands, results = RULES[op.kind]
-    if op.kind == "add" and len(op.inputs) > len(operands):
-        operands = (*operands, (U8,))
+    if op.kind in OPTIONAL and len(op.inputs) > len(operands):
+        operands = (*operands, OPTIONAL[op.kind])
     _require(len(op.inputs) == len(operands), f"{label}: takes {len(operands)} operands, has {len(op.inputs)}")
     for name, allowed in zip(op.inputs, operands, strict=True):
         _require(graph.types[name].dtype in allowed, f"{label}: %{name} is {graph.types[name].dtype}")
+    for index in B_OPERANDS.get(op.kind, ()):
+        q = graph.types[op.inputs[index]].levels
+        _require((q.zeros, q.qmin, q.qmax) == ((128,), 1, 255), f"{label}: %{op.inputs[index]} is not symmetric")
     least, most = 1 + (op.kind in PAIRS), 1 + (op.kind in (*KEEP_REST, *PAIRS))
     _require(least <= len(op.outputs) <= most, f"{label}: {len(op.outputs)} results")
     for result in (graph.types[name] for name in op.outputs):
         _require(result.dtype in results, f"{label}: gives {result.dtype}")
+        if op.kind in MOVES:
+            _require(result.dtype is graph.types[op.inputs[0]].dtype, f"{label}: a move that changes the element type")
         if result.dtype in (U8, I32):
             _require(result.q is not None, f"{label}: levels without parameters")
 

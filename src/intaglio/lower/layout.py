@@ -22,8 +22,8 @@ IMAGES = (
       for axes in (1, 2, 3)),
 )  # fmt: skip
 """Operators that want their channels last."""
-LINEAR = ("linear", "layer_norm", "quantize_rows", "dequantize_rows")
-"""Operators on rows, row-major."""
+ROWS = ("linear", "layer_norm", "attention", "bmm", "quantize_rows", "dequantize_rows")
+"""Operators that want the last axis innermost."""
 POINTWISE = ("clamp", "table", "add", "mul", "requantize", "activate", "quantize", "dequantize", "softmax")
 """Operators whose operands and result lie alike. A quantize reads any strides, so its float operand is free."""
 MOVED_ALIKE = ("slice", "pad", "cat", "expand", "shuffle", "pixel_shuffle", "pixel_unshuffle")
@@ -31,34 +31,47 @@ MOVED_ALIKE = ("slice", "pad", "cat", "expand", "shuffle", "pixel_shuffle", "pix
 
 
 def lay_out(graph: Graph) -> tuple[dict[str, Buffer], frozenset[str]]:
-    """A buffer for every u8 value, and the values of three to five axes that are row-major. A halo exists only where a
-    convolution pads; moves that move no byte alias."""
+    """A buffer for every value of levels and every other one that stays inside, and the values of three to five axes
+    that are row-major. A halo exists only where a convolution pads; moves that move no byte alias."""
     halos: dict[str, tuple[int, int]] = {}
     for op in graph.ops:
         if op.kind in (*CONVOLUTIONS, *TRANSPOSED):
             (y, x), (wide_y, wide_x) = _halo(op, graph), halos.get(op.inputs[0], (0, 0))
             halos[op.inputs[0]] = max(y, wide_y), max(x, wide_x)
-    rows = row_major(graph)
+    rows, inside = row_major(graph), _stays_inside(graph)
     buffers: dict[str, Buffer] = {}
     for name in [*graph.inputs, *(output for op in graph.ops for output in op.outputs)]:
         kind = graph.types[name]
-        if kind.dtype is DType.U8 and kind.q is not None:
+        if (kind.dtype is DType.U8 and kind.q is not None) or name in inside:
             halo = halos.get(name, (0, 0))
             buffers[name] = Buffer(name, kind.shape, kind.dtype, halo, None, name in rows)
     for op in graph.ops:
-        if op.kind in MOVES and moves_nothing(op, buffers[op.inputs[0]], buffers[op.output]):
+        if op.kind not in MOVES or not {op.inputs[0], op.output} <= buffers.keys():
+            continue
+        if moves_nothing(op, buffers[op.inputs[0]], buffers[op.output]):
             source = buffers[op.inputs[0]]
             buffers[op.output] = replace(buffers[op.output], alias=source.alias or source.value)
     for op in graph.ops:
-        if op.kind == "cat" and buffers[op.output].spatial and op.attrs["axis"] == 1:
+        if op.kind == "cat" and op.output in buffers and buffers[op.output].spatial and op.attrs["axis"] == 1:
             _place_parts(op, graph, buffers)
     return buffers, rows
+
+
+def _stays_inside(graph: Graph) -> frozenset[str]:
+    """Values without parameters that kernels make and kernels read; the caller sees none of them."""
+    called = [op for op in graph.ops if op.kind in ("island", "host")]
+    seen = {*graph.outputs, *(name for op in called for name in (*op.inputs, *op.outputs))}
+    made = (name for op in graph.ops for name in op.outputs if graph.types[name].q is None)
+    return frozenset(name for name in made if name not in seen)
 
 
 def _place_parts(cat: Op, graph: Graph, buffers: dict[str, Buffer]) -> None:
     """Operands that only the concatenation reads, and whose kernels leave room between pixels, are written into it."""
     users, makers = graph.users(), {output: op for op in graph.ops for output in op.outputs}
     channel = 0
+    for name in cat.inputs:
+        if name not in buffers:
+            return
     for name in cat.inputs:
         buffer, alone = buffers[name], len(users[name]) == cat.inputs.count(name) == 1 and name not in graph.outputs
         if alone and buffer.spatial and buffer.alias is None and _leaves_room(makers.get(name), makers):
@@ -181,14 +194,14 @@ def _wants(op: Op, graph: Graph) -> str | None:
         return "image" if op.attrs["axis"] == 1 else "linear"
     if op.kind == "prelu":
         return "alike" if graph.types[op.inputs[2]].shape == (1,) else "image"
-    if op.kind in IMAGES or op.kind in LINEAR:
+    if op.kind in IMAGES or op.kind in ROWS:
         return "image" if op.kind in IMAGES else "linear"
     return "alike" if op.kind in (*POINTWISE, *MOVED_ALIKE) else None
 
 
 def _chain(op: Op, users: Mapping[str, tuple[Op, ...]]) -> list[Op]:
-    """A linear layer and the operator that takes its accumulator; another operator alone."""
-    return [op, *users[op.output]] if op.kind == "linear" else [op]
+    """A matrix product and the operator that takes its accumulator; another operator alone."""
+    return [op, *users[op.output]] if op.kind in ("linear", "bmm") else [op]
 
 
 def _laid(kind: TensorType) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from intaglio.ir import Buffer, DType, Graph, Partition, Placement, Plan, Step, evaluate, symbols_of
+from intaglio.ir import Buffer, DType, Graph, Partition, Placement, Plan, Step, View, evaluate, symbols_of
+from intaglio.ir.scratch import LINE, SHARERS, scratch_lines
 from intaglio.lower.fuse import fuse, join_heads
 from intaglio.lower.layout import lay_out
+from intaglio.lower.views import find_views
 
 SHARES = 8
 """Threads that sum one image together, at most."""
@@ -18,12 +21,25 @@ def plan(graph: Graph) -> Plan:
     """Partitions in order, grouped into phases (steps of one phase do not depend on each other) and segments (native
     stretches between islands), with buffers and the order in which they get their place."""
     buffers, rows = lay_out(graph)
-    partitions = [p for p in join_heads(fuse(graph), graph, buffers) if not (len(p.ops) == 1 and _is_alias(p, buffers))]
+    views = find_views(graph, buffers, rows)
+    buffers = {name: _behind(buffer, buffers, views) for name, buffer in buffers.items() if name not in views}
+    partitions = join_heads(fuse(graph), graph, buffers)
+    partitions = [p for p in partitions if not (len(p.ops) == 1 and (p.output in views or _is_alias(p, buffers)))]
     heads = {p.head.output for p in partitions if p.head is not None}
     buffers = {name: buffer for name, buffer in buffers.items() if name not in heads}  # never made as a whole
-    steps = _steps(partitions, buffers)
-    buffers = {**buffers, **_sums(partitions, graph, buffers)}
-    return Plan(graph, tuple(steps), buffers, _placements(steps, buffers), _external(graph, buffers), rows)
+    steps = _steps(partitions, buffers, views)
+    buffers = {**buffers, **_sums(partitions, graph, buffers), **_scratch(partitions, graph)}
+    external = tuple(name for name in _external(graph, buffers) if name not in views)
+    return Plan(graph, tuple(steps), buffers, _placements(steps, buffers, views), external, rows, views)
+
+
+def _behind(buffer: Buffer, buffers: Mapping[str, Buffer], views: Mapping[str, View]) -> Buffer:
+    """A buffer whose alias lies in the memory of another value now: that is its alias if it was one like it."""
+    if buffer.alias is None or buffer.alias not in views:
+        return buffer
+    root = views[buffer.alias].root
+    alike = root in buffers and root != buffer.value and buffers[root].alias == buffer.alias
+    return replace(buffer, alias=root if alike else None)
 
 
 def _is_alias(partition: Partition, buffers: Mapping[str, Buffer]) -> bool:
@@ -32,27 +48,28 @@ def _is_alias(partition: Partition, buffers: Mapping[str, Buffer]) -> bool:
     buffer = buffers.get(op.outputs[0])
     if buffer is None or op.kind != "cat":
         return buffer is not None and buffer.alias is not None and buffer.part is None
-    return not any(buffer.halo) and all(buffers[name].part is not None for name in op.inputs)
+    return not any(buffer.halo) and all(name in buffers and buffers[name].part is not None for name in op.inputs)
 
 
-def _root(name: str, buffers: Mapping[str, Buffer]) -> str:
+def _root(name: str, buffers: Mapping[str, Buffer], views: Mapping[str, View]) -> str:
+    name = views[name].root if name in views else name
     buffer = buffers.get(name)
     return buffer.alias if buffer is not None and buffer.alias else name
 
 
-def _steps(partitions: list[Partition], buffers: Mapping[str, Buffer]) -> list[Step]:
+def _steps(partitions: list[Partition], buffers: Mapping[str, Buffer], views: Mapping[str, View]) -> list[Step]:
     steps: list[Step] = []
     phase, segment = 0, 0
     made: set[str] = set()
     previous_island = False
     for partition in partitions:
         island = partition.anchor.kind in ("island", "host")
-        depends = any(_root(name, buffers) in made for name in partition.reads())
+        depends = any(_root(name, buffers, views) in made for name in partition.reads())
         if steps and (island or previous_island or depends):
             phase, made = phase + 1, set()
             segment += island != previous_island
         steps.append(Step(partition, phase, segment))
-        made.update(_root(name, buffers) for name in partition.ops[-1].outputs)
+        made.update(_root(name, buffers, views) for name in partition.ops[-1].outputs)
         previous_island = island
     return steps
 
@@ -69,14 +86,25 @@ def _sums(partitions: list[Partition], graph: Graph, buffers: Mapping[str, Buffe
     return found
 
 
-def _placements(steps: list[Step], buffers: Mapping[str, Buffer]) -> tuple[Placement, ...]:
+def _scratch(partitions: list[Partition], graph: Graph) -> dict[str, Buffer]:
+    """What threads need for themselves, side by side."""
+    found: dict[str, Buffer] = {}
+    for partition in partitions:
+        if lines := scratch_lines(partition.anchor, graph.types):
+            name = f"{partition.output}.scratch"
+            found[name] = Buffer(name, (SHARERS, lines, LINE), DType.U8, rows=True)
+    return found
+
+
+def _placements(steps: list[Step], buffers: Mapping[str, Buffer], views: Mapping[str, View]) -> tuple[Placement, ...]:
     """Largest first: a big buffer placed late finds only gaps too small for it (Pisarchyk and Lee 2020)."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for step in steps:
         outputs = step.partition.ops[-1].outputs
-        for name in (*outputs, *(f"{output}.sums" for output in outputs), *step.partition.reads()):
-            root = _root(name, buffers)
+        own = [f"{output}.{what}" for output in outputs for what in ("sums", "scratch")]
+        for name in (*outputs, *own, *step.partition.reads()):
+            root = _root(name, buffers, views)
             if root in buffers:
                 first.setdefault(root, step.phase)
                 last[root] = step.phase

@@ -1277,7 +1277,7 @@ static inline void interleave_levels(const struct Image* in, const struct Image*
 
 // -- moves --------------------------------------------------------------------------------------------------------------
 
-enum { RUNS = 8, AXES = 6 };
+enum { RUNS = 8, AXES = 7 };
 
 // A strided copy; the last run is the innermost.
 struct Copy {

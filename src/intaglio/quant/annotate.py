@@ -27,6 +27,7 @@ from intaglio.ir import DType, evaluate, numel, symbols_of
 from intaglio.ir.moves import MOVES
 from intaglio.ir.rewrite import match
 from intaglio.ops import FUSIONS, SUMS, OpDef
+from intaglio.ops.activate import FUNCTIONS
 from intaglio.ops.conv import output_axis
 from intaglio.ops.rows import ROW_MODES
 from intaglio.quant.dynamic import row_sites, unable_at_run_time
@@ -305,6 +306,8 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         return record.check(call_of(node, record)) or "computed in float32, here on values that are no dequantized ones"
     if setting.activations in ROW_MODES and (reason := unable_at_run_time(record, setting)) is not None:
         return reason
+    if setting.residual == "float" and not (record.anchor or record.shares or record.name in FUNCTIONS):
+        return "the recipe leaves what is between products in float"
     values = activations(node)
     if any(value is not None and is_constant(value) for value in values):
         return "an operand is a constant"
@@ -338,16 +341,21 @@ def _regions(
                 continue
             if row.precise and settings[node].functions != "precise":
                 continue
-            if len({replace(settings[n], functions=None, shortcut=None) for n in hit.nodes}) == 1:
+            if len({replace(settings[n], functions=None, shortcut=None, residual=None) for n in hit.nodes}) == 1:
                 chain = tuple(sorted(hit.nodes, key=view.position))
                 found.append(Region(chain, row.name, settings[node], _pattern_of(chain, owners)))
                 taken.update(chain)
     found += [
         Region((node,), record_of(node).name, settings[node], _pattern_of((node,), owners))
         for node in nodes
-        if node not in taken
+        if node not in taken and not _behind_only(node, settings[node])
     ]
     return sorted(found, key=lambda region: view.position(region.root))
+
+
+def _behind_only(node: fx.Node, setting: Setting) -> bool:
+    """Whether the recipe wants a function in float wherever it is not right behind a product."""
+    return setting.residual == "float" and record_of(node).name in FUNCTIONS and not record_of(node).shares
 
 
 def _is_whole(found: Found, reasons: Mapping[fx.Node, str | None]) -> bool:
@@ -392,8 +400,9 @@ def _joins(node: fx.Node, anchor: fx.Node) -> bool:
 
 def _spread(regions: Iterable[Region]) -> set[Region]:
     """Anchors are quantized, and what patterns take for its own sake. Another region follows when all it reads is, or,
-    if it only selects or clamps values, when all that read it are. Layers that are quantized while the model runs read
-    and give floats: nothing follows them."""
+    if it only selects or clamps values, when all that read it are; where the residual stream is float only then, for
+    what reaches a sum must not be rounded on the way. Layers that are quantized while the model runs read and give
+    floats: nothing follows them."""
     regions = list(regions)
     reader = {node: region for region in regions for node in region.nodes}
     active = {region for region in regions if region.record.anchor or (region.pattern and region.pattern.alone)}
@@ -402,7 +411,8 @@ def _spread(regions: Iterable[Region]) -> set[Region]:
     while changed:
         before = len(active)
         for region in regions:
-            if region not in active and all(value in roots for value in region.activations()):
+            follows = not (region.shares and region.setting.residual == "float")
+            if region not in active and follows and all(value in roots for value in region.activations()):
                 active.add(region)
                 roots.add(region.root)
         for region in reversed(regions):
@@ -424,11 +434,15 @@ def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:
     static = [region for region in regions if not region.dynamic]
     wanted = {value: region for region in reversed(static) for value in region.activations()}
     sites: dict[tuple[str, str], Site] = {}
+    symmetric = _second_factors(regions, produced)
     for node in graph.nodes:
         if node in produced and (node in wanted or not _may_give_float(produced[node])):
-            _put(sites, _output_site(produced[node], names))
+            site = _output_site(produced[node], names)
         elif node in wanted and node not in produced:
-            _put(sites, _activation(names.of(node), node, wanted[node].setting))
+            site = _activation(names.of(node), node, wanted[node].setting)
+        else:
+            continue
+        _put(sites, _around_zero(site) if node in symmetric else site)
     order = {node.name: index for index, node in enumerate(graph.nodes)}
     for site in row_sites(regions, names.of):
         _put(sites, site)
@@ -443,6 +457,26 @@ def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:
         if region.record.variadic and region.shares:
             _join([sites[value.name, "activation"].name for value in region.activations()], shared)
     return tuple(sorted(shared.values(), key=lambda site: (order[site.value], rank[site.role])))
+
+
+def _second_factors(regions: Iterable[Region], produced: Mapping[fx.Node, Region]) -> set[fx.Node]:
+    """What kernels read as they read weights, keys and values of attention among it, and what that is moved from."""
+    found: set[fx.Node] = set()
+    for region in regions:
+        if region.record.roles.weight is None and region.record.anchor and "whole" not in region.root.meta:
+            values = operands(region.anchor)
+            found.update(values[operand] for operand in region.record.roles.x[1:])
+    for region in reversed(list(regions)):
+        if region.root in found and region.shares:
+            found.update(region.activations())
+    return found
+
+
+def _around_zero(site: Site) -> Site:
+    """With levels 1..255 around 128."""
+    if not isinstance(site.spec, Observed) or site.dtype is not DType.U8:
+        return site
+    return replace(site, spec=replace(site.spec, symmetric=True), qmin=max(site.qmin, 1))
 
 
 def _may_give_float(region: Region) -> bool:

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from intaglio.capture.canonical import run
 from intaglio.capture.captured import Captured, GraphStage, expect
-from intaglio.capture.nodes import operator
+from intaglio.capture.nodes import operator, record_of
 from intaglio.errors import CalibrationError, SelectorError, UnsupportedError
 from intaglio.ir import About, Signature, symbols_of
 from intaglio.quant.annotate import Annotations, annotate_graph, match_notes, notes_of
@@ -141,6 +141,7 @@ def annotate(captured: Captured, quantizer: Quantizer | None = None) -> Annotati
     quantizer = quantizer or Quantizer()
     module = copy_graph(captured.module)
     run(module, PTQ_PASSES)
+    quantizer = _decided(quantizer, module)
     declare_images(module, captured.signature, quantizer, captured.classes)
     return annotate_graph(module, quantizer, captured.classes)
 
@@ -151,6 +152,7 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
     quantizer = quantizer or Quantizer()
     module = copy_graph(captured.module)
     rewrites = run(module, PTQ_PASSES)
+    quantizer = _decided(quantizer, module)
     notes = declare_images(module, captured.signature, quantizer, captured.classes)
     annotations = annotate_graph(module, quantizer, captured.classes)
     if not annotations.regions:
@@ -168,6 +170,12 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
     observed, observers, watch = _observed(annotations, captured.signature)
     return Prepared(observed, captured.signature, annotations, observers, about, rewrites, quantizer, captured.classes,
                     watch=watch)  # fmt: skip
+
+
+def _decided(quantizer: Quantizer, module: fx.GraphModule) -> Quantizer:
+    """With a recipe that leaves nothing open for what is in the graph."""
+    attention = any((record := record_of(node)) is not None and record.name == "attention" for node in module.graph.nodes)
+    return replace(quantizer, recipe=quantizer.recipe.decided(attention))
 
 
 def annotated(prepared: Prepared, module: fx.GraphModule) -> Annotations:

@@ -46,12 +46,13 @@ class Setting:
     "tensor" scales, or "group:32", where 32 neighbours of a channel have steps of 1..15 times its scale. bits: 8, or 7
     for activations in 0..127. functions: "table" or "precise", how a function such as silu right behind a convolution
     or linear layer is computed (ops/activate.py). shortcut: bits of what a sum behind one of these adds to it, 8 or 16.
-    weights_dtype, activations_dtype: names of `DATATYPES`; without, s8 and what ``bits`` says. activations: "static",
-    with parameters from calibration, or, of linear and recurrent layers, quantized while the model runs, with a scale
-    for every "token" (row of the last axis) or "tensor" (entry of the batch). For `equalize` and `correct`: equalize:
-    share of each channel's deficit that is made up for before calibration, 0 to 1; rounding: of weights, "gptq",
-    "adaround" or "nearest"; bias: "none", "weights" (makes up for rounded weights) or "outputs" (for all that
-    quantization moved).
+    residual: "int8", or "float": what lies between convolutions, linear layers and products of activations stays in
+    float32, sums and norms above all. weights_dtype, activations_dtype: names of `DATATYPES`; without, s8 and what
+    ``bits`` says. activations: "static", with parameters from calibration, or, of linear and recurrent layers,
+    quantized while the model runs, with a scale for every "token" (row of the last axis) or "tensor" (entry of the
+    batch). For `equalize` and `correct`: equalize: share of each channel's deficit that is made up for before
+    calibration, 0 to 1; rounding: of weights, "gptq", "adaround" or "nearest"; bias: "none", "weights" (makes up for
+    rounded weights) or "outputs" (for all that quantization moved).
     """
 
     quantize: bool | None = None
@@ -65,6 +66,7 @@ class Setting:
     weights_dtype: str | None = None
     activations_dtype: str | None = None
     shortcut: int | None = None
+    residual: str | None = None
     activations: str | None = None
 
     def __post_init__(self) -> None:
@@ -79,6 +81,7 @@ class Setting:
             "activations_dtype": (None, *_names("activation")),
             "shortcut": (None, 8, 16),
             "activations": (None, "static", *ROW_MODES),
+            "residual": (None, "int8", "float"),
         }
         for name, values in allowed.items():
             value = "group:N" if name == "weights" and GROUPS.fullmatch(str(self.weights)) else getattr(self, name)
@@ -129,13 +132,19 @@ def _names(role: str) -> tuple[str, ...]:
 
 DEFAULT = Setting(
     quantize=True, method="mse", weights="channel", bits=8, functions="table", rounding="gptq", bias="none",
-    equalize=0.75, shortcut=8, activations="static",
+    equalize=0.75, shortcut=8, residual="int8", activations="static",
 )  # fmt: skip
+"""Of a model without attention."""
+TRANSFORMER = dataclasses.replace(
+    DEFAULT, method="minmax", functions="precise", rounding="nearest", residual="float"
+)
+"""Of a model with attention: what sticks out of a token's values is signal, so nothing is clipped and sums are not
+rounded; smoothing does for accuracy what rounding of weights does elsewhere (docs/transformers.md)."""
 NAMED = {
-    "default": DEFAULT,
-    "accurate": dataclasses.replace(DEFAULT, shortcut=16),
-    "int8_dynamic": dataclasses.replace(DEFAULT, activations="token"),
-}
+    "default": Setting(), "convolutional": DEFAULT, "transformer": TRANSFORMER, "accurate": Setting(shortcut=16),
+    "int8_dynamic": Setting(activations="token"),
+}  # fmt: skip
+"""Name -> default setting. What these leave open is decided by what is in the model."""
 
 
 @dataclass(frozen=True)
@@ -145,23 +154,26 @@ class Recipe:
     A selector is a module path glob (``layer1.*``; it covers what is inside too), ``re:pattern`` over module paths,
     ``type:Linear`` (class of a module) or ``op:aten.add``. Module names win over module types, these over operators,
     these over the default; among names the nearest enclosing module wins, then the later entry. ``parameters``: what
-    the sites have that come of it, for a file that needs no data to quantize by.
+    the sites have that come of it, for a file that needs no data to quantize by. What the default leaves open `prepare`
+    decides by what is in the model.
     """
 
     entries: tuple[tuple[str, Setting], ...] = ()
-    default: Setting = DEFAULT
+    default: Setting = Setting()
     parameters: Parameters | None = None
 
     @staticmethod
     def named(name: str) -> Recipe:
         """``"default"``; ``"accurate"``: what sums add to a convolution keeps 16 bits; ``"int8_dynamic"``: linear and
-        recurrent layers only, whose activations are quantized while the model runs, so that nothing is calibrated."""
+        recurrent layers only, whose activations are quantized while the model runs, so that nothing is calibrated;
+        ``"convolutional"`` or ``"transformer"``: what the default is for a model without or with attention, whatever is
+        in the model."""
         if name not in NAMED:
             raise SelectorError("recipe", None, f"there is none called {name!r}; known are {', '.join(NAMED)}")
         return Recipe(default=NAMED[name])
 
     @staticmethod
-    def of(entries: Mapping[str, Setting | Mapping[str, Any] | None], default: Setting = DEFAULT) -> Recipe:
+    def of(entries: Mapping[str, Setting | Mapping[str, Any] | None], default: Setting = Setting()) -> Recipe:  # noqa: B008
         """From a mapping; ``None`` means "leave in float", a dictionary is a `Setting`'s fields."""
         return Recipe(tuple((selector, _setting(selector, value)) for selector, value in entries.items()), default)
 
@@ -176,6 +188,10 @@ class Recipe:
     def with_parameters(self, parameters: Parameters | None) -> Recipe:
         """The same settings, and these parameters of their sites."""
         return replace(self, parameters=parameters)
+
+    def decided(self, attention: bool) -> Recipe:
+        """With a default that leaves nothing open, for a model with or without attention."""
+        return replace(self, default=self.default.over(TRANSFORMER if attention else DEFAULT))
 
     def setting(self, origin: Origin, classes: Mapping[str, str]) -> Setting:
         """What holds for one operator."""
@@ -219,7 +235,7 @@ class Recipe:
             tables = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise SelectorError("recipe", None, f"not valid TOML: {error}") from error
-        default = _setting("default", tables.pop("default", {})).over(DEFAULT)
+        default = _setting("default", tables.pop("default", {}))
         given = tables.pop(PARAMETERS, None)
         corrected = tables.pop(CORRECTED, {})
         parameters = None if given is None else Parameters.from_dicts(given, corrected)

@@ -113,7 +113,16 @@ class _Read:
             problem = f"element type {tensor.dtype}; the program reads {self.external.dtype}"
             raise InputError(f"%{self.value}", None, problem, remedy="leave the types of its float parts as they are")
         tensor = tensor.resolve_neg()
+        if self.external.dense:
+            return _dense_as(self.external, tensor)
         return tensor if self.strided or tensor.dim() < 5 else tensor.contiguous()
+
+
+def _dense_as(external: External, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without gaps in the layout of an entry; itself where it lies so."""
+    if not _is_image(external):
+        return tensor.contiguous()
+    return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 class QuantizedModel(nn.Module):

@@ -1,0 +1,199 @@
+"""Moves that nothing is copied for: their readers, or the operator that made their source, take strides.
+
+A value lies as a list of factors (size, stride) along each logical axis. Reshapes regroup factors, so an axis that two
+others were joined in is no obstacle as long as a later reshape splits it again, as multi-head attention does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from intaglio.ir import Buffer, Dim, Graph, Op, Shape, View
+from intaglio.ir.dims import divide
+from intaglio.ir.moves import MOVES, strides
+
+STRIDED = ("attention", "bmm", "loop")
+"""Operators that read and write any strides along all axes but the last, whose elements are neighbours. Of the second
+operand of a product the last axis may lie anyhow, too."""
+VIEWED = ("reshape", "permute", "slice", "expand")
+
+Factor = tuple[Dim, Dim]
+Axes = tuple[tuple[Factor, ...], ...]
+
+
+@dataclass(frozen=True)
+class _Lying:
+    """Where the elements of a value are: from element ``start`` of ``root`` on."""
+
+    root: str
+    start: Dim
+    axes: Axes
+
+    def view(self) -> View | None:
+        """With one stride an axis, if that is enough."""
+        if any(len(axis) > 1 for axis in self.axes):
+            return None
+        return View(self.root, self.start, tuple(axis[0][1] if axis else 0 for axis in self.axes))
+
+
+def find_views(graph: Graph, buffers: Mapping[str, Buffer], rows: frozenset[str]) -> dict[str, View]:
+    """Every value of a move that can stay where its source lies, and every result of an operator that takes strides
+    that can be written where a move would put it."""
+    users = graph.users()
+    lying = _written_in_place(graph, users, buffers, rows)
+    refused: set[str] = set()
+    while True:
+        found = {**lying, **_read_in_place(graph, buffers, rows, lying, refused)}
+        wrong = {name for name, at in found.items() if name not in lying and not _suits(name, at, users[name], found)}
+        if not wrong:
+            break
+        refused |= wrong
+    for name, at in found.items():  # an alias of what is written elsewhere now
+        found[name] = replace(at, root=lying[at.root].root) if at.root in lying else at
+    return {name: at.view() or View(at.root, at.start, ()) for name, at in found.items()}
+
+
+def _written_in_place(
+    graph: Graph, users: Mapping[str, tuple[Op, ...]], buffers: Mapping[str, Buffer], rows: frozenset[str]
+) -> dict[str, _Lying]:
+    found: dict[str, _Lying] = {}
+    for name in (name for op in graph.ops if op.kind in STRIDED for name in op.outputs):
+        path, end = _moves_behind(name, users, graph)
+        if not path or (all(op.kind in STRIDED for op in users[end]) and end not in graph.outputs):
+            continue
+        buffer = buffers.get(end)
+        if buffer is not None and (any(buffer.halo) or buffer.part is not None):
+            continue
+        at: _Lying | None = _lies(end, graph, buffers, rows, own=True)
+        places = {}
+        for op in reversed(path):
+            at = None if at is None else _before(op, at, graph.types[op.inputs[0]].shape)
+            if at is not None:
+                places[op.inputs[0]] = at
+        if at is not None and _neighbours(at.view()):
+            found.update(places)
+    return found
+
+
+def _moves_behind(name: str, users: Mapping[str, tuple[Op, ...]], graph: Graph) -> tuple[list[Op], str]:
+    """Reshapes and permutations, one behind the other, that alone read a value; and the last result."""
+    path: list[Op] = []
+    while name not in graph.outputs and len(users[name]) == 1 and users[name][0].kind in ("reshape", "permute"):
+        path.append(users[name][0])
+        name = path[-1].output
+    return path, name
+
+
+def _read_in_place(
+    graph: Graph, buffers: Mapping[str, Buffer], rows: frozenset[str], written: Mapping[str, _Lying], refused: set[str]
+) -> dict[str, _Lying]:
+    found: dict[str, _Lying] = {}
+    for op in graph.ops:
+        if op.kind not in VIEWED or op.output in written or op.output in refused or op.output in graph.outputs:
+            continue
+        buffer, source = buffers.get(op.output), found.get(op.inputs[0]) or written.get(op.inputs[0])
+        if buffer is None or any(buffer.halo) or (buffer.alias is not None and buffer.alias not in found):
+            continue
+        at = _after(op, source or _lies(op.inputs[0], graph, buffers, rows, apart=found), graph)
+        if at is not None:
+            found[op.output] = at
+    return found
+
+
+def _suits(name: str, at: _Lying, readers: Sequence[Op], found: Mapping[str, _Lying]) -> bool:
+    """Whether all that read a value take it as it lies."""
+    view = at.view()
+
+    def takes(op: Op) -> bool:
+        if op.kind in MOVES:
+            return op.output in found or (view is not None and op.kind != "unfold_depth")
+        anyhow = op.kind == "bmm" and op.inputs[0] != name and view is not None
+        return op.kind in STRIDED and (anyhow or _neighbours(view))
+
+    return bool(readers) and all(map(takes, readers))
+
+
+def _neighbours(view: View | None) -> bool:
+    """Whether elements along the last axis lie side by side, or are one."""
+    return view is not None and (not view.strides or view.strides[-1] in (0, 1))
+
+
+def _lies(
+    name: str, graph: Graph, buffers: Mapping[str, Buffer], rows: frozenset[str], own: bool = False,
+    apart: Mapping[str, _Lying] | None = None,
+) -> _Lying | None:  # fmt: skip
+    """Of a value with memory of its own, which an alias of what is in ``apart`` gets, or with ``own`` as if it had."""
+    kind = graph.types[name]
+    buffer = buffers.get(name) or Buffer(name, kind.shape, kind.dtype, rows=name in rows)
+    if buffer.part is not None or name in graph.constants:
+        return None
+    (above, beside), (_, _, width, pixel) = buffer.halo, buffer.lies()
+    start = (above * (width + 2 * beside) + beside) * pixel
+    root = name if own or buffer.alias is None or buffer.alias in (apart or ()) else buffer.alias
+    axes = tuple(_joined([pair]) for pair in zip(kind.shape, strides(buffer), strict=True))
+    return _Lying(root, start, axes)
+
+
+def _after(op: Op, source: _Lying | None, graph: Graph) -> _Lying | None:
+    """Where the result of a move is, if it stays."""
+    shape = graph.types[op.output].shape
+    if source is None:
+        return None
+    if op.kind == "reshape":
+        axes = _regrouped(source.axes, shape)
+        return None if axes is None else replace(source, axes=axes)
+    if op.kind == "permute":
+        return replace(source, axes=tuple(source.axes[old] for old in op.attrs["order"]))
+    if op.kind == "expand":
+        wide = zip(source.axes, graph.types[op.inputs[0]].shape, shape, strict=True)
+        return replace(source, axes=tuple(((n, 0),) if n != m else axis for axis, m, n in wide))
+    axis, step, begin = (op.attrs[key] for key in ("axis", "step", "start"))
+    if len(source.axes[axis]) != 1:
+        return None
+    stride = source.axes[axis][0][1]
+    taken = _joined([(shape[axis], stride * step)])
+    return _Lying(source.root, source.start + stride * begin, (*source.axes[:axis], taken, *source.axes[axis + 1 :]))
+
+
+def _before(op: Op, result: _Lying, shape: Shape) -> _Lying | None:
+    """Where the source of a reshape or permutation must be for its result to lie there."""
+    if op.kind == "permute":
+        order = op.attrs["order"]
+        return replace(result, axes=tuple(result.axes[order.index(axis)] for axis in range(len(order))))
+    axes = _regrouped(result.axes, shape)
+    return None if axes is None else replace(result, axes=axes)
+
+
+def _joined(factors: Iterable[Factor]) -> tuple[Factor, ...]:
+    """Without factors of one element, neighbours in memory joined."""
+    found: list[Factor] = []
+    for size, stride in factors:
+        if size == 1:
+            continue
+        if found and found[-1][1] == stride * size:
+            found[-1] = found[-1][0] * size, stride
+        else:
+            found.append((size, stride))
+    return tuple(found)
+
+
+def _regrouped(axes: Axes, shape: Shape) -> Axes | None:
+    """The same elements in the same order along axes of other sizes; ``None`` where a factor does not divide."""
+    rest, found = list(_joined(factor for axis in axes for factor in axis)), []
+    for size in shape:
+        taken: list[Factor] = []
+        while size != 1:
+            if not rest:
+                return None
+            factor, stride = rest[0]
+            if (left := divide(size, factor)) is not None:
+                taken.append(rest.pop(0))
+                size = left
+            elif (inner := divide(factor, size)) is not None:
+                taken.append((size, stride * inner))
+                rest[0], size = (inner, stride), 1
+            else:
+                return None
+        found.append(_joined(taken))
+    return None if rest else tuple(found)

@@ -1,0 +1,138 @@
+"""Products of two activations: attention as one operator, and matrix products by themselves.
+
+The second factor is symmetric, with zero point 128 and levels 1..255, so that kernels read it as they read weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from intaglio import numerics
+from intaglio.ir import Op, Shape, TensorType
+from intaglio.ops.opdef import Attrs, Call, OpDef, Roles, first_reason, float_activations
+
+WIDEST_HEAD = 256
+"""Values of a query or key; products of them stay below 2^24, exact in float32."""
+MOST_KEYS = (2**31 - 1) // (255 * 127)
+"""Products of levels of probability and of values that fit an int32 accumulator."""
+
+
+def bind_attention(call: Call) -> Attrs:
+    given, depth = call.arguments, call.shape()[-1]
+    scale = given.get("scale")
+    if scale is None:
+        scale = float(depth) ** -0.5 if isinstance(depth, int) else 1.0
+    return {"scale": float(scale), "causal": bool(given.get("is_causal", False))}
+
+
+def plain_attention(call: Call) -> str | None:
+    """Four axes, no dropout, every activation made while the model runs."""
+    if dropout := call.arguments.get("dropout_p", 0.0):
+        return f"dropout of {dropout}; the kernel takes 0"
+    ranks = [len(call.shape(operand)) for operand in range(3)]
+    if ranks != [4, 4, 4]:
+        return f"operands of rank {', '.join(map(str, ranks))}; the kernel takes 4"
+    if any(call.constant[:3]):
+        return "a constant operand; the kernel takes activations"
+    if call.shapes[3] is not None and call.arguments.get("is_causal"):
+        return "a mask beside is_causal"
+    return None
+
+
+def fixed_heads(call: Call) -> str | None:
+    """Heads and their widths are numbers; so many keys that sums fit."""
+    (_, heads, _, depth), (_, groups, keys, _), (_, _, _, width) = (call.shape(operand) for operand in range(3))
+    for dim in (heads, groups, depth, width):
+        if not isinstance(dim, int):
+            return f"free dimension {dim}; the kernel takes free batches, queries and keys"
+    if not depth or not width or max(depth, width) > WIDEST_HEAD:
+        return f"heads of {depth} and {width} values; the kernel takes 1 to {WIDEST_HEAD}"
+    if not groups or heads % groups:
+        return f"{heads} heads over {groups} of keys"
+    if isinstance(keys, int) and keys > MOST_KEYS:
+        return f"{keys} keys; {MOST_KEYS} fit an int32 accumulator"
+    return None
+
+
+def known_mask(call: Call) -> str | None:
+    """Two to four axes that broadcast."""
+    mask = call.shapes[3]
+    return None if mask is None or 2 <= len(mask) <= 4 else f"a mask of rank {len(mask)}; the kernel takes 2 to 4"
+
+
+def floating_operands(call: Call) -> str | None:
+    """A mask may be boolean."""
+    return "an operand that is not floating point" if False in call.floating[:3] else None
+
+
+def attention_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    return (*shapes[0][:-1], shapes[2][-1])
+
+
+def attention_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    levels, y = [kind.levels for kind in types[:3]], out.levels
+    q, k, v = (x.astype(np.int32) - own.zero for x, own in zip(args[:3], levels, strict=True))
+    mask = args[3] if len(args) > 3 else None
+    factors = numerics.attention_factors(*(own.step for own in levels), y.step, op.attrs["scale"])
+    found = numerics.attention(q, k, v, mask, op.attrs["causal"], *factors, y.zero, y.qmin, y.qmax)
+    return found.astype(np.uint8)
+
+
+def both_computed(call: Call) -> str | None:
+    return "a constant operand; the kernel takes activations" if True in call.constant else None
+
+
+def product_axes(call: Call) -> str | None:
+    """Matrices of two to four axes; the last one of either operand is a number."""
+    shapes = [call.shape(operand) for operand in (0, 1)]
+    if not all(2 <= len(shape) <= 4 for shape in shapes):
+        return f"operands of rank {len(shapes[0])} and {len(shapes[1])}; the kernel takes 2 to 4"
+    free = [shape[-1] for shape in shapes if not isinstance(shape[-1], int)]
+    if free:
+        return f"free dimension {free[0]} is the last of an operand"
+    inner = shapes[0][-1]
+    if isinstance(inner, int) and not 0 < inner <= MOST_KEYS:
+        return f"{inner} products per output; 1 to {MOST_KEYS} fit an int32 accumulator"
+    return None
+
+
+def bmm_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Batch axes broadcast, as numpy.matmul's do."""
+    (*outer_a, rows, _), (*outer_b, _, columns) = shapes
+    axes = max(len(outer_a), len(outer_b))
+    padded = ([1] * (axes - len(outer)) + list(outer) for outer in (outer_a, outer_b))
+    return (*(b if a == 1 else a for a, b in zip(*padded, strict=True)), rows, columns)
+
+
+def bmm_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    a, b = (x.astype(np.float64) - kind.levels.zero for x, kind in zip(args, types, strict=True))
+    return (a @ b).astype(np.int64).astype(np.int32)
+
+
+ATTENTION = OpDef(
+    name="attention",
+    targets=("aten.scaled_dot_product_attention.default",),
+    operands=("query", "key", "value", "attn_mask"),
+    roles=Roles(x=(0, 1, 2)),
+    anchor=True,
+    bind=bind_attention,
+    check=first_reason(floating_operands, plain_attention, fixed_heads, known_mask),
+    infer=attention_shape,
+    meaning=attention_meaning,
+    levels=2,
+    kernel="attention",
+)
+BMM = OpDef(
+    name="bmm",
+    targets=("aten.matmul.default", "aten.bmm.default"),
+    operands=("self", "other"),
+    roles=Roles(x=(0, 1)),
+    anchor=True,
+    check=first_reason(float_activations, both_computed, product_axes),
+    infer=bmm_shape,
+    meaning=bmm_meaning,
+    kernel="attention",
+)
+OPS = (ATTENTION, BMM)
