@@ -51,13 +51,14 @@ class _Recorder(fx.Interpreter):
 def worst_levels(reference: Reference, lowered: Lowered, *args: Any, **kwargs: Any) -> Levels:
     """Every integer operator is fed what the reference has there, so that errors do not add up along the network."""
     leaves = bind(reference.signature, args, kwargs)
-    island = lowered.runner(dims_of(reference.signature, leaves))
+    symbols = dims_of(reference.signature, leaves)
+    island = lowered.runner(symbols)
     truth = _reference_values(reference, leaves)
     values = {**lowered.graph.constants, **dict(zip(lowered.graph.inputs, map(_array, leaves), strict=True))}
     worst, wrong, total, floats = {}, 0, 0, 0.0
     for op in lowered.graph.ops:
         given = [values[name] for name in op.inputs]
-        results = island(op, given) if op.kind == "island" else run_op(op, given, lowered.graph, OPS)
+        results = island(op, given) if op.kind == "island" else run_op(op, given, lowered.graph, OPS, symbols)
         for name, result in zip(op.outputs, results, strict=True):
             expected = truth.get(name)
             values[name] = result if expected is None else expected

@@ -24,7 +24,7 @@ from intaglio.ir import (
     verify,
 )  # fmt: skip
 from intaglio.lower import Lowered
-from intaglio.ops import OPS
+from intaglio.ops import OPS, run_op
 from intaglio.ops.pool import counts
 from intaglio.ops.rows import levels_of_rows, row_accumulator, row_levels, scales_shape
 
@@ -67,8 +67,7 @@ class Net:
         shape = OPS[kind].infer(attrs, [self.types[value].shape for value in inputs])
         self.types[name] = TensorType(shape, dtype, q)
         self.ops.append(Op(kind, tuple(inputs), (name,), attrs, origin=Origin(name)))
-        types = [self.types[value] for value in inputs]
-        self.value[name] = OPS[kind].meaning(self.ops[-1], [self.value[v] for v in inputs], types, self.types[name])
+        (self.value[name],) = run_op(self.ops[-1], [self.value[v] for v in inputs], self, OPS, sizes(2))
         return name
 
     def _q(self, spread: float, zero_point: int | None) -> QParams:

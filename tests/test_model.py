@@ -14,7 +14,6 @@ import intaglio
 import nets
 from intaglio.errors import BuildError
 from intaglio.runtime import QuantizedModel
-from intaglio.runtime.model import PLANS
 from models import assert_same, compiled, picture
 
 # ---- threads and processes
@@ -86,12 +85,13 @@ def test_a_copy_computes_the_same(copied, net):
 def test_plans_kept_are_bounded_and_the_most_used_stay():
     model, lowered = compiled(nets.Linears)
     model = copy.deepcopy(model)
+    model.plans = 16
     x = torch.randn(1, 16)
     kept = model._shapes_of([x])
-    for batch in range(2, 3 * PLANS):
+    for batch in range(2, 3 * model.plans):
         model(torch.randn(batch, 16))
         assert_same(model(x), lowered(x))
-        assert len(model._shapes) <= PLANS
+        assert len(model._shapes) <= model.plans
     assert model._shapes_of([x]) is kept
 
 

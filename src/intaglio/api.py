@@ -14,6 +14,7 @@ from intaglio.build import load
 from intaglio.calls import bind
 from intaglio.capture import capture
 from intaglio.capture.captured import expect
+from intaglio.errors import InputError
 from intaglio.ir import Schedule
 from intaglio.lower import Lowered, requantize
 from intaglio.ops import OpDef
@@ -46,6 +47,8 @@ __all__ = [
     "quantize", "requantize",
 ]  # fmt: skip
 
+POLICIES = ("plan", "fallback")
+"""What a call of a shape that was not planned does."""
 Selectors = str | Iterable[str]
 logger = logging.getLogger("intaglio")
 
@@ -68,6 +71,7 @@ def quantize(
     dynamic_shapes: Any = None,
     isa: str | Iterable[str] | None = None,
     tune: Any = False,
+    on_new_shape: str = "plan",
     progress: bool | None = None,
 ) -> QuantizedModel:
     """A float model and a few batches of data -> an int8 model that runs on the CPU.
@@ -81,9 +85,12 @@ def quantize(
     selectors (`Recipe`). ``input``: what the bytes of images stand for (an `Image`; of several inputs, a mapping by
     name), so that uint8 images are taken too. ``patterns``, ``operators``, ``skip_first`` and ``skip_last`` as in
     `Quantizer`. ``samples`` stops calibration after that many. ``dynamic_shapes`` as torch.export takes them (default:
-    the batch is free). ``isa`` and ``tune`` as in `compile`; ``tune=True`` measures with the first entry of the example
-    inputs' batch. The model is never changed. Raises an `IntaglioError` that says what to do.
+    the batch is free). ``on_new_shape``: what a call of other shapes does than were planned, by `QuantizedModel.warm`
+    or else by the first call: "plan" them, in microseconds, or "fallback" to the float model, which the int8 model then
+    refers to. ``isa`` and ``tune`` as in `compile`; ``tune=True`` measures with the first entry of the example inputs'
+    batch. The model is never changed. Raises an `IntaglioError` that says what to do.
     """
+    _policy(on_new_shape, model)
     kwargs: dict[str, Any] = {}
     if example_inputs is None:
         first, data = peek(data)
@@ -105,7 +112,15 @@ def quantize(
     chosen = _schedules(lowered, isa, tune, (args, kwargs))
     quantized = build.compile(lowered, isa=isa, schedules=chosen)
     logger.info("%r\n%s", quantized, quantized.coverage)
-    return quantized
+    return quantized.fall_back_to(model) if on_new_shape == "fallback" else quantized
+
+
+def _policy(on_new_shape: str, float_model: nn.Module | None) -> None:
+    """`InputError` for a policy there is not, or that lacks the model it needs."""
+    if on_new_shape not in POLICIES:
+        raise InputError("on_new_shape", None, f"no policy {on_new_shape!r}; there are {' and '.join(POLICIES)}")
+    if on_new_shape == "fallback" and float_model is None:
+        raise InputError("on_new_shape", None, "nothing to fall back to", remedy="give float_model=")
 
 
 def _converted(prepared: Prepared, data: Any, samples: int | None, progress: bool | None) -> Reference:
@@ -132,7 +147,12 @@ def _recipe(recipe: Recipe | Mapping[str, Any] | str | Path | None) -> Recipe:
 
 
 def compile(
-    stage: Reference | Lowered, *, isa: str | Iterable[str] | None = None, tune: Any = False
+    stage: Reference | Lowered,
+    *,
+    isa: str | Iterable[str] | None = None,
+    tune: Any = False,
+    on_new_shape: str = "plan",
+    float_model: nn.Module | None = None,
 ) -> QuantizedModel:
     """The native program of a reference model or an integer graph.
 
@@ -144,10 +164,16 @@ def compile(
     now: some seconds, once for every kind of layer, then they are remembered on disk. ``True`` measures with a batch
     of one; or give the arguments of a typical call, as a tuple, a dictionary by name, or the only one. Results are the
     same bits either way.
+
+    ``on_new_shape`` as in `quantize`; "fallback" takes ``float_model``.
     """
+    _policy(on_new_shape, float_model)
     lowered = requantize(stage) if isinstance(stage, Reference) else stage
     expect(lowered, Lowered, "compile")
-    return build.compile(lowered, isa=isa, schedules=_schedules(lowered, isa, tune))
+    quantized = build.compile(lowered, isa=isa, schedules=_schedules(lowered, isa, tune))
+    if on_new_shape == "fallback" and float_model is not None:
+        return quantized.fall_back_to(float_model)
+    return quantized
 
 
 def _schedules(

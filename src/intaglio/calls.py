@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,10 +48,12 @@ def bind(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 def _rearranged(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Leaves of a call that spells positional arguments by keyword, or the other way round."""
     example_args, example_kwargs = pytree.tree_unflatten([None] * signature.in_tree.num_leaves, signature.in_tree)
-    names, given = signature.names, dict(kwargs)
+    args = tuple(_like(a, example) for a, example in zip(args, example_args, strict=False)) + args[len(example_args) :]
+    names, given = signature.names, {name: _like(value, example_kwargs.get(name)) for name, value in kwargs.items()}
     if len(args) <= len(names) and not given.keys() & set(names[: len(args)]):
         given.update(zip(names, args, strict=False))
         positional = names[: len(example_args)]
+        given.update((n, _like(given[n], e)) for n, e in zip(positional, example_args, strict=True) if n in given)
         if set(given) == {*positional, *example_kwargs}:
             call = tuple(given[name] for name in positional), {name: given[name] for name in example_kwargs}
             leaves, tree = pytree.tree_flatten(call)
@@ -67,12 +69,40 @@ def _rearranged(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str
     )  # fmt: skip
 
 
-def dims_of(signature: Signature, leaves: list[Any], byte_inputs: Collection[int] = ()) -> dict[str, int]:
+def plain_mapping(value: Any) -> Any:
+    """A dictionary, of a mapping that torch does not know as a container (what tokenizers return is one)."""
+    return dict(value) if isinstance(value, Mapping) and type(value) not in pytree.SUPPORTED_NODES else value
+
+
+def _like(value: Any, example: Any) -> Any:
+    """Mappings as dictionaries, with their keys in the order of the example's."""
+    value = plain_mapping(value)
+    if type(value) is dict and type(example) is dict and value.keys() == example.keys():
+        return {key: _like(value[key], example[key]) for key in example}
+    return value
+
+
+def dims_of(signature: Signature, leaves: Sequence[Any], byte_inputs: Collection[int] = ()) -> dict[str, int]:
     """Values of the free dimensions in a call; `InputError` when a tensor does not fit its captured type.
 
     ``byte_inputs``: positions of inputs that may be uint8 instead.
     """
+    check_kinds(signature, leaves, byte_inputs)
     symbols: dict[str, int] = {}
+    for entry, value in zip(signature.inputs, leaves, strict=True):
+        shape, where = entry.type.shape, f"input '{entry.name}'"
+        if value.dim() != len(shape) or not all(_fits(d, s, symbols) for d, s in zip(shape, value.shape, strict=True)):
+            raise InputError(where, None, f"shape {list(value.shape)}; the model takes {_shape_text(shape)}")
+        if (limits := _beyond(signature, symbols)) is not None:
+            raise InputError(
+                where, None, f"shape {list(value.shape)}; the model takes {_shape_text(shape)} with {limits}",
+                remedy="split, pad or crop it to such a size",
+            )  # fmt: skip
+    return symbols
+
+
+def check_kinds(signature: Signature, leaves: Sequence[Any], byte_inputs: Collection[int] = ()) -> None:
+    """`InputError` for what is no dense tensor of the captured element type on the CPU, whatever its shape."""
     for index, (entry, value) in enumerate(zip(signature.inputs, leaves, strict=True)):
         where = f"input '{entry.name}'"
         if not isinstance(value, torch.Tensor):
@@ -87,11 +117,18 @@ def dims_of(signature: Signature, leaves: list[Any], byte_inputs: Collection[int
             raise InputError(where, None, f"element type {value.dtype}; the model takes {expected}", remedy=remedy)
         if (problem := unfit(value)) is not None:
             raise InputError(where, None, problem, remedy=TO_DENSE_ON_CPU)
-        shape = entry.type.shape
-        if value.dim() != len(shape) or not all(_fits(d, s, symbols) for d, s in zip(shape, value.shape, strict=True)):
-            expected = "[" + ", ".join(map(str, shape)) + "]"
-            raise InputError(where, None, f"shape {list(value.shape)}; the model takes {expected}")
-    return symbols
+
+
+def _shape_text(shape: Sequence[Any]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def _beyond(signature: Signature, symbols: Mapping[str, int]) -> str | None:
+    """The range of a free dimension that is outside of it."""
+    for name, (low, high) in signature.ranges.items():
+        if name in symbols and not low <= symbols[name] <= (symbols[name] if high is None else high):
+            return f"{name} of at least {low}" if high is None else f"{name} from {low} to {high}"
+    return None
 
 
 def unfit(tensor: torch.Tensor) -> str | None:

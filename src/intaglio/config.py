@@ -25,6 +25,12 @@ def cache_limit_bytes() -> int:
     return int(os.environ.get("INTAGLIO_CACHE_MB", "1024")) << 20
 
 
+def plans() -> int:
+    """Sets of shapes whose plans a model keeps, the least recently used out first: ``INTAGLIO_PLANS``, 256 by default.
+    A plan is some kilobytes; memory of activations is shared by all."""
+    return max(1, int(os.environ.get("INTAGLIO_PLANS", "256")))
+
+
 def compiler() -> str | None:
     """Path of the C++ compiler (``CXX``, else ``g++``, else ``c++``), or ``None`` when there is none."""
     names = (os.environ["CXX"],) if os.environ.get("CXX") else ("g++", "c++")

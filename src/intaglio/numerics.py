@@ -278,8 +278,12 @@ def clamp_levels(
 
 def pool_multipliers(scale_x: float, scale_y: float, counts: Sequence[int]) -> F32:
     """Factor of `requantize` for a mean over n values, for every n in ``counts``: ``float32(s_x / (n * s_y))``."""
-    ratio = np.float64(np.float32(scale_x)) / np.float64(np.float32(scale_y))
-    return (ratio / np.asarray(counts, np.float64)).astype(np.float32)
+    return (pool_ratio(scale_x, scale_y) / np.asarray(counts, np.float64)).astype(np.float32)
+
+
+def pool_ratio(scale_x: float, scale_y: float) -> np.float64:
+    """What `pool_multipliers` divides by every count, in float64."""
+    return np.float64(np.float32(scale_x)) / np.float64(np.float32(scale_y))
 
 
 def requantize_table(
@@ -356,23 +360,9 @@ def _exp_parts(x: F32) -> tuple[F32, F32]:
     return total * (r * r) + r, ((n.astype(np.int32) + 127) << 23).view(np.float32)
 
 
-def softmax(x: ArrayLike) -> F32:
-    """f32[..., C] -> f32[..., C]: ``exp_negative(x - max(x))`` over its sum, which goes in 16 lanes, then as a tree."""
-    x = np.asarray(x, np.float32)
-    powers = exp_negative(x - x.max(-1, keepdims=True))
-    lanes: F32 = np.zeros((*x.shape[:-1], LANES), np.float32)
-    for start in range(0, x.shape[-1], LANES):
-        part = powers[..., start : start + LANES]
-        lanes[..., : part.shape[-1]] += part
-    while lanes.shape[-1] > 1:
-        half = lanes.shape[-1] // 2
-        lanes = lanes[..., :half] + lanes[..., half:]
-    result: F32 = powers / lanes
-    return result
-
-
-LOWEST_SCORE = np.float32(-8)
-"""Scores so far below the largest of their row, or farther, have the level 0: 255 * exp(-8) is less than 0.09."""
+LARGEST = np.float32(np.finfo(np.float32).max)
+LOWEST_SCORE = np.float32(-12)
+"""Scores so far below the largest of their row, or farther, have the level 0: 255 * 2^-12 is less than 0.07."""
 LEVEL_TERMS = tuple(
     np.float32(float.fromhex(term)) for term in ("0x1.c232b0p+3", "0x1.eeed58p+5", "0x1.61902ap+7", "0x1.fdf69cp+7")
 )
@@ -380,7 +370,7 @@ LEVEL_TERMS = tuple(
 
 
 def probability_levels(x: ArrayLike) -> NDArray[np.uint8]:
-    """f32[..., keys] -> u8[..., keys]: ``rne(255 * exp(x - max(x)))``, within 0.02 of it before rounding.
+    """f32[..., keys] -> u8[..., keys]: ``rne(255 * 2^(x - max(x)))``, within 0.02 of it before rounding.
 
     A NaN is no score: it is never the largest, and its level is 0. So are all levels of a row whose largest score is
     infinite, and of one without keys.
@@ -389,8 +379,7 @@ def probability_levels(x: ArrayLike) -> NDArray[np.uint8]:
     top = np.fmax.reduce(x, axis=-1, keepdims=True, initial=np.float32(-np.inf))
     with np.errstate(invalid="ignore", over="ignore"):
         below = x - top
-        bounded = np.where(below > LOWEST_SCORE, below, LOWEST_SCORE)
-    power = bounded * LOG2_E
+        power = np.where(below > LOWEST_SCORE, below, LOWEST_SCORE)
     n = np.rint(power)
     f = power - n
     total = np.full_like(f, LEVEL_TERMS[0])
@@ -403,24 +392,30 @@ def probability_levels(x: ArrayLike) -> NDArray[np.uint8]:
 def attention_factors(
     scale_q: float, scale_k: float, scale_v: float, scale_y: float, scale: float
 ) -> tuple[np.float32, np.float32]:
-    """``float32(s_q * s_k * scale)`` and ``float32(s_v / s_y)``, both from float64: see `attention`."""
-    factor = np.float32(accumulator_scale(scale_q, scale_k) * np.float64(scale))
+    """``float32(s_q * s_k * scale / ln 2)`` and ``float32(s_v / s_y)``, both from float64: see `attention`."""
+    factor = np.float32(accumulator_scale(scale_q, scale_k) * np.float64(scale) / math.log(2))
     return factor, np.float32(multiplier(np.float64(np.float32(scale_v)), scale_y))
 
 
-def attention_scores(q: ArrayLike, k: ArrayLike, factor: ArrayLike, mask: NDArray | None, causal: bool) -> F32:
-    """i[..., queries, D], i[..., keys, D] -> f32[..., queries, keys]: ``float32(q . k) * factor``, masked.
+def mask_powers(mask: NDArray) -> F32:
+    """What a mask adds to scores in powers of two: ``mask * LOG2_E`` of floats, no less than the least finite one but
+    for -inf; 0 for True, -inf for False."""
+    if mask.dtype == np.bool_:
+        return np.where(mask, np.float32(0), np.float32(-np.inf))
+    given = mask.astype(np.float32)
+    with np.errstate(over="ignore"):
+        wide = given * LOG2_E
+    return np.where(given == -np.inf, given, np.where(wide > -LARGEST, wide, -LARGEST))
 
-    A mask of floats is added, one of booleans excludes where it is False; ``causal`` excludes keys behind the query of
-    their number. Excluded scores are -inf.
-    """
+
+def attention_scores(q: ArrayLike, k: ArrayLike, factor: ArrayLike, mask: NDArray | None, causal: bool) -> F32:
+    """i[..., queries, D], i[..., keys, D] -> f32[..., queries, keys] in powers of two: ``float32(q . k) * factor``,
+    plus `mask_powers`; with ``causal`` -inf for keys behind the query of their number."""
     products = np.asarray(q, np.float64) @ np.swapaxes(np.asarray(k, np.float64), -1, -2)
     with np.errstate(over="ignore", invalid="ignore"):
         scores: F32 = products.astype(np.float32) * np.asarray(factor, np.float32)
-        if mask is not None and mask.dtype != np.bool_:
-            scores = scores + mask.astype(np.float32)
-    if mask is not None and mask.dtype == np.bool_:
-        scores = np.where(mask, scores, np.float32(-np.inf))
+        if mask is not None:
+            scores = scores + mask_powers(mask)
     if causal:
         scores = np.where(np.tri(*scores.shape[-2:], dtype=np.bool_), scores, np.float32(-np.inf))
     return scores
@@ -431,11 +426,11 @@ def attention(
     zero_point: int, low: int, high: int,
 ) -> I32:  # fmt: skip
     """i[B, H, queries, D], i[B, G, keys, D], i[B, G, keys, V] -> i32[B, H, queries, V]: levels of
-    ``softmax(q k^T * factor + mask) v``; operands are differences from their zero points, ``H / G`` heads share a k, v.
+    ``softmax(q k^T * scale + mask) v``; operands are differences from their zero points, ``H / G`` heads share a k, v.
 
     ``p = probability_levels(scores)`` and ``p v`` is exact in int32; the result is ``clamp(rne(float32(p v) * (ratio /
-    float32(sum(p)))) + zero_point, low, high)``, the zero point where no key has a level. factor: s_q * s_k * scale;
-    ratio: s_v / s_y, the units of a step.
+    float32(sum(p)))) + zero_point, low, high)``, the zero point where no key has a level. factor and ratio: see
+    `attention_factors`.
     """
     q, k, v = (np.asarray(x) for x in (q, k, v))
     k, v = (np.repeat(x, q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -447,7 +442,6 @@ def attention(
         return finish(products.astype(np.float32) * share, zero_point, low, high)
 
 
-LARGEST = np.float32(np.finfo(np.float32).max)
 SIXTH = np.float32(1 / 6)
 NORMAL_RATE = np.float32(0.3275911 / math.sqrt(2))
 NORMAL_TERMS = tuple(np.float32(a / 2) for a in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592))
@@ -533,13 +527,15 @@ def gelu_tanh(x: ArrayLike) -> F32:
 
 def activate(
     acc: ArrayLike, factor: ArrayLike, function: Callable[[F32], F32], scale: ArrayLike, zero_point: int, low: int,
-    high: int,
+    high: int, gain: ArrayLike = 1,
 ) -> I32:  # fmt: skip
     """i32 accumulators -> i32 levels of a function, rounded once:
-    ``clamp(rne(function(float32(acc) * factor) * (1 / scale)) + zero_point, low, high)``; factor broadcasts."""
+    ``clamp(rne((function(float32(acc) * factor) * gain) * (1 / scale)) + zero_point, low, high)``; factor and gain
+    broadcast."""
     with np.errstate(over="ignore"):
         real = np.asarray(acc, np.int32).astype(np.float32) * np.asarray(factor, np.float32)
-        return finish(function(real) * reciprocal(scale), zero_point, low, high)
+        value = function(real) * np.asarray(gain, np.float32)
+        return finish(value * reciprocal(scale), zero_point, low, high)
 
 
 ROW_STEPS = 127

@@ -91,6 +91,11 @@ def load(
                 remedy="save the model again with the installed version",
             ) from error  # fmt: skip
     hosts = {one: given[one] for one in host_names(saved.graph)}
+    if saved.on_new_shape != "plan":
+        logger.warning(
+            "%s: saved with on_new_shape=%r, but a file has no float model: new shapes are planned until "
+            "model.fall_back_to(float_model)", path, saved.on_new_shape,
+        )  # fmt: skip
     if library is None:
         if trust:
             logger.info("%s: no library for %s of this version's text; built from the graph", path, chosen)

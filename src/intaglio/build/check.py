@@ -15,6 +15,7 @@ from intaglio.ir.verify import PAIRS, PRODUCTS
 from intaglio.numerics import LARGEST
 from intaglio.ops import OPS, OpDef
 from intaglio.ops.activate import PRECISE
+from intaglio.ops.loop import check_loop
 from intaglio.ops.norm import LONGEST
 from intaglio.ops.pool import counts
 
@@ -34,12 +35,15 @@ def check_graph(graph: Graph, hosts: Mapping[str, OpDef] | None = None) -> None:
             raise ValueError(f"there is no operator {op.kind}")
         if op.kind == "host" and not all(_is_levels(op, index, record, graph) for index in range(len(op.inputs))):
             raise ValueError(f"%{op.output}: {record.name} of {[str(graph.types[name]) for name in op.inputs]}")
+        if op.kind == "loop":
+            check_loop(op, graph)
+            continue
         if op.kind in WINDOWS:
             _check_window(op)
         if op.kind in MOVES and op.kind != "reshape":
             _check_places(op, graph)
         if op.kind.startswith("upsample"):
-            _check_tables(op, graph)
+            _check_factors(op) if "results" in op.attrs else _check_tables(op, graph)
         if op.kind in ("affine", "prelu"):
             _check_channels(op, graph)
         if op.kind == "add":
@@ -114,6 +118,14 @@ def _check_tables(op: Op, graph: Graph) -> None:
         pairs = zip(indices, tables[1:-1:2], strict=True)
         if tables[-1].shape != (1,) or any(i.shape != w.shape or i.shape[1] != 2 for i, w in pairs):
             raise ValueError(f"%{op.output}: weights that do not go with their indices")
+
+
+def _check_factors(op: Op) -> None:
+    """Of an operator without tables: sizes, a factor or none for each axis."""
+    sizes, results, scales = (op.attrs[name] for name in ("sizes", "results", "scales"))
+    known = [scale is None or (isinstance(scale, (int, float)) and 0 < scale < float("inf")) for scale in scales]
+    if not (len(sizes) == len(results) == len(scales) and all(known)):
+        raise ValueError(f"{op.kind} with {dict(op.attrs)}")
 
 
 def _check_channels(op: Op, graph: Graph) -> None:

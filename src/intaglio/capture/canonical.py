@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from intaglio.capture.masks import resolve_masks
 from intaglio.capture.nodes import arguments, is_constant, operator, tensor_type
 from intaglio.ops.shape import END
 
@@ -51,15 +52,21 @@ def drop_identity(module: fx.GraphModule) -> int:
     """Copies, full slices, casts and views that change nothing -> their input. A returned copy of an input stays."""
     hits = [node for node in module.graph.nodes if _is_identity(node) and not _returned_input(node)]
     for node in hits:
-        node.replace_all_uses_with(node.args[0])
+        node.replace_all_uses_with(_only_operand(node))
         module.graph.erase_node(node)
     return len(hits)
+
+
+def _only_operand(node: fx.Node) -> fx.Node:
+    return node.args[0][0] if isinstance(node.args[0], (list, tuple)) else node.args[0]
 
 
 def _is_identity(node: fx.Node) -> bool:
     name = operator(node)
     if name in COPIES:
         return True
+    if name == "aten.cat.default":
+        return len(node.args[0]) == 1
     if name == "aten.dropout.default":
         return arguments(node)["train"] is False or arguments(node)["p"] == 0
     if name == "aten.slice.Tensor":
@@ -73,7 +80,7 @@ def _to_end(given: dict) -> bool:
 
 
 def _returned_input(node: fx.Node) -> bool:
-    return node.args[0].op == "placeholder" and any(user.op == "output" for user in node.users)
+    return _only_operand(node).op == "placeholder" and any(user.op == "output" for user in node.users)
 
 
 def fold_constants(module: fx.GraphModule) -> int:
@@ -134,4 +141,4 @@ def drop_checks(module: fx.GraphModule) -> int:
     return len(hits)
 
 
-CAPTURE_PASSES = (drop_checks, free_views, drop_identity)
+CAPTURE_PASSES = (drop_checks, free_views, drop_identity, resolve_masks)

@@ -1,8 +1,9 @@
-"""The captured graph against the float model, at batch 1 and 3."""
+"""The captured graph against the float model, at other sizes of its free dimensions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from torch.utils import _pytree as pytree
 from intaglio.calls import bind, dims_of
 from intaglio.capture.captured import Captured
 from intaglio.errors import InputError
-from intaglio.ir import Expression, evaluate, symbol, symbols_of
+from intaglio.ir import DType, Expression, evaluate, symbol, symbols_of
 
 BATCHES = (1, 3)
+LONGER = 3
+"""Tokens more than in the example, where sequences are free."""
+LENGTHS = (DType.I64, DType.I32, DType.BOOL)
 
 
 def free_symbols(captured: Captured) -> set[str]:
@@ -24,31 +28,62 @@ def free_symbols(captured: Captured) -> set[str]:
 
 
 def disagreement(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
-    """Where graph and model differ, or ``None``. Tried at every batch in `BATCHES` if the batch is free."""
+    """Where graph and model differ, or ``None``. Tried at every batch in `BATCHES` if the batch is free, and at two
+    lengths of sequences that are."""
     try:
         dims_of(captured.signature, bind(captured.signature, args, kwargs))
     except InputError as error:
         return f"it does not take the example inputs: {error.problem}"
-    free = free_symbols(captured)
-    sizes = {f"batch {size}": _sizes(captured, args, kwargs, size) for size in BATCHES}
-    calls = [(label, resized(captured, args, kwargs, found)) for label, found in sizes.items()]
-    for label, (some_args, some_kwargs) in calls if free else [("the example inputs", (args, kwargs))]:
-        try:
-            with torch.no_grad():
-                expected = model(*_copied(some_args), **_copied(some_kwargs))
-        except Exception as error:
-            return f"at {label} the model itself fails: {error}"
-        try:
-            got = captured(*_copied(some_args), **_copied(some_kwargs))
-        except Exception as error:
-            return f"at {label} the graph fails: {error}"
-        if (difference := _difference(got, expected)) is not None:
-            return f"at {label} {difference}"
+    if not free_symbols(captured):
+        return _differs(captured, model, args, kwargs, "the example inputs")
+    for batch in BATCHES:
+        sizes = _sizes(captured, args, kwargs, batch, longer=batch > 1)
+        some_args, some_kwargs = resized(captured, args, kwargs, sizes)
+        if (reason := _differs(captured, model, some_args, some_kwargs, f"batch {batch}")) is not None:
+            return reason
     return None
 
 
-def _sizes(captured: Captured, args: tuple, kwargs: Mapping[str, Any], batch: int) -> dict[str, int]:
-    """Free dimensions as in the example, those on the first axis of an input at another size."""
+def _differs(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[str, Any], label: str) -> str | None:
+    try:
+        with torch.no_grad():
+            expected = model(*_copied(args), **_copied(kwargs))
+    except Exception as error:
+        return f"at {label} the model itself fails: {error}"
+    try:
+        got = captured(*_copied(args), **_copied(kwargs))
+    except Exception as error:
+        return f"at {label} the graph fails: {error}"
+    difference = _difference(got, expected)
+    return difference and f"at {label} {difference}"
+
+
+def with_least_lengths(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Captured:
+    """torch.export looks at lengths of 2 and more; a length of 1 is in range where graph and model agree on it."""
+    ranges = dict(captured.signature.ranges)
+    for name in sorted(_lengths(captured)):
+        low, high = ranges.get(name, (0, None))
+        if low <= 1:
+            sizes = {**_sizes(captured, args, kwargs, BATCHES[-1], longer=False), name: 1}
+            one_args, one_kwargs = resized(captured, args, kwargs, sizes)
+            agrees = _differs(captured, model, one_args, one_kwargs, "length 1") is None
+            ranges[name] = (1 if agrees else 2, high)
+    return replace(captured, signature=replace(captured.signature, ranges=ranges))
+
+
+def _lengths(captured: Captured) -> set[str]:
+    """Free dimensions that are the length of token ids and do not count samples."""
+    inputs = [entry.type for entry in captured.signature.inputs]
+    matrices = [kind.shape[1] for kind in inputs if len(kind.shape) == 2 and kind.dtype in LENGTHS]
+    batch = set().union(*[symbols_of(kind.shape[0]) for kind in inputs if kind.shape])
+    return {name for dim in matrices for name in symbols_of(dim)} - batch
+
+
+def _sizes(
+    captured: Captured, args: tuple, kwargs: Mapping[str, Any], batch: int, longer: bool
+) -> dict[str, int]:
+    """Free dimensions as in the example, those on the first axis of an input at another size; ``longer``: lengths of
+    sequences too. Within their ranges."""
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     sizes: dict[str, int] = {}
     for entry in captured.signature.inputs:
@@ -57,7 +92,15 @@ def _sizes(captured: Captured, args: tuple, kwargs: Mapping[str, Any], batch: in
             if len(names) == 1 and dim == symbol(*names):
                 (name,) = names
                 sizes[name] = batch if axis == 0 else sizes.get(name, leaves[entry.leaf].shape[axis])
-    return {name: sizes.get(name, batch) for name in free_symbols(captured)}
+    if longer:
+        for name in _lengths(captured) & sizes.keys():
+            room = captured.signature.ranges.get(name, (0, None))[1]
+            sizes[name] = sizes[name] + LONGER if room is None or sizes[name] + LONGER <= room else sizes[name] // 2
+    found = {name: sizes.get(name, batch) for name in free_symbols(captured)}
+    for name, (low, high) in captured.signature.ranges.items():
+        if name in found:
+            found[name] = max(low, found[name] if high is None else min(found[name], high))
+    return found
 
 
 def resized(captured: Captured, args: tuple, kwargs: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[tuple, dict]:

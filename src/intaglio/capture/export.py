@@ -24,8 +24,9 @@ from intaglio.calls import DTYPES
 from intaglio.capture.canonical import CAPTURE_PASSES, run
 from intaglio.capture.captured import Captured, module_classes
 from intaglio.capture.nodes import dim_of
+from intaglio.capture.symbols import example_sizes, ranges_of, symbol_names
 from intaglio.errors import CaptureError
-from intaglio.ir import About, DType, Input, Origin, Output, Signature, TensorType, symbols_of
+from intaglio.ir import About, DType, Input, Origin, Output, Signature, TensorType
 
 CONSTANTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -79,7 +80,7 @@ def _first_lines(error: BaseException, lines: int = 10) -> str:
 def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str], training: bool) -> Captured:
     """Exported program -> graph whose parameters are attributes and whose nodes carry our types and origins."""
     graph, root = fx.Graph(), nn.Module()
-    names = _symbol_names(program)
+    names = symbol_names(program)
     copies: dict[fx.Node, fx.Node] = {}
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     inputs: list[Input] = []
@@ -110,9 +111,9 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
         else:
             raise CaptureError(node.name, str(node.target), f"a node of kind {node.op} (control flow is not captured)")
     module = fx.GraphModule(root, graph)
-    module.meta["sizes"] = _example_sizes(program, names, inputs)
+    module.meta["sizes"] = example_sizes(program, names, inputs)
     run(module, CAPTURE_PASSES)
-    signature = _with_names(signature, model)
+    signature = dataclasses.replace(_with_names(signature, model), ranges=ranges_of(program, names))
     size = sum(tensor.numel() * tensor.element_size() for tensor in module.buffers())
     about = About(type(model).__name__, size, tuple(notes))
     return Captured(module, signature, module_classes(model), about, training)
@@ -161,30 +162,6 @@ def _source(node: fx.Node) -> str:
         return ""
     file, _, rest = own[-1].removeprefix('File "').partition('", line ')
     return f"{file}:{rest}"
-
-
-def _symbol_names(program: ExportedProgram) -> dict[Any, str]:
-    """Free symbols in order of appearance: ``n``, ``n1``, ``n2`` ..."""
-    names: dict[Any, str] = {}
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        sizes = [value] if isinstance(value, torch.SymInt) else getattr(value, "shape", ())
-        for size in sizes:
-            if isinstance(size, torch.SymInt):
-                for free in sorted(size.node.expr.free_symbols, key=str):
-                    names.setdefault(free, f"n{len(names) or ''}")
-    return names
-
-
-def _example_sizes(program: ExportedProgram, names: Mapping[Any, str], inputs: Sequence[Input]) -> dict[str, int]:
-    """Free dimension -> its size in the example; the batch counts as 1. What work is counted with."""
-    batch = set().union(*[symbols_of(entry.type.shape[0]) for entry in inputs if entry.type.shape])
-    hints = {}
-    for node in program.graph.nodes:
-        for size in getattr(node.meta.get("val"), "shape", ()):
-            if isinstance(size, torch.SymInt) and size.node.expr in names:
-                hints[names[size.node.expr]] = size.node.hint
-    return {name: 1 if name in batch else hint or 1 for name, hint in hints.items()}
 
 
 def _outputs(program, node, copies, graph, inputs, fixed, names) -> Signature:
@@ -255,19 +232,32 @@ def with_named_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> nn.Modul
     return model
 
 
-def free_batch(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """dynamic_shapes that leave the first axis of every tensor free where the model's own code allows."""
+def free_axes(
+    model: nn.Module, args: tuple, kwargs: Mapping[str, Any], sequences: bool, length: Any = TorchDim.AUTO
+) -> Any:
+    """dynamic_shapes that leave the first axis of every tensor free where the model's own code allows; with
+    ``sequences`` the second axis of token ids and masks too, or as ``length`` says."""
 
     def spec(leaf: Any) -> Any:
         if _is_record(leaf):  # torch.export wants a list of what is in it
             return [pytree.tree_map(spec, child, is_leaf=_is_record) for child in _fields(leaf)]
-        return {0: TorchDim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.dim() else None
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+            return None
+        return {0: TorchDim.AUTO, **({1: length} if sequences and is_sequence(leaf) else {})}
 
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except TypeError as error:
         raise CaptureError(type(model).__name__, None, f"the example inputs do not fit forward(): {error}") from error
     return {name: pytree.tree_map(spec, value, is_leaf=_is_record) for name, value in bound.items()}
+
+
+def is_sequence(leaf: Any) -> bool:
+    """Token ids, or what goes with them: a matrix of integers."""
+    return isinstance(leaf, torch.Tensor) and leaf.dim() == 2 and leaf.dtype in INTEGERS
+
+
+INTEGERS = (torch.int64, torch.int32, torch.bool)
 
 
 def _is_record(value: Any) -> bool:

@@ -96,6 +96,40 @@ def origin(node: fx.Node) -> Origin:
     return node.meta.get("origin", Origin())
 
 
+def call_before(old: fx.Node, kind: TensorType, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A node of this type in front of the one it helps to replace, with its origin."""
+    with old.graph.inserting_before(old):
+        node = old.graph.call_function(target, args, kwargs)
+    node.meta = {"type": kind, "origin": origin(old)}
+    return node
+
+
+def replace_node(old: fx.Node, new: fx.Node) -> None:
+    """Readers of the old node read the new one; the old one goes."""
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+def size_of(before: fx.Node, dim: Dim) -> int | fx.Node | None:
+    """A dimension as an argument of a node: a number, or the node that asks an input for it; ``None`` where no input
+    has an axis of just this size."""
+    if isinstance(dim, int):
+        return dim
+    for node in before.graph.nodes:
+        if node is before:
+            break
+        if node.meta.get("dim") == dim:
+            return node
+    for node in before.graph.nodes:
+        kind = tensor_type(node)
+        if node.op == "placeholder" and kind is not None and dim in kind.shape:
+            with before.graph.inserting_before(before):
+                asked = before.graph.call_function(torch.ops.aten.sym_size.int, (node, kind.shape.index(dim)))
+            asked.meta = {"dim": dim, "origin": origin(before)}
+            return asked
+    return None
+
+
 def is_constant(node: fx.Node) -> bool:
     return node.op == "get_attr"
 

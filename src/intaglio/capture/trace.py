@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.export import Dim as TorchDim
 from torch.utils import _pytree as pytree
 
-from intaglio.calls import TO_DENSE_ON_CPU, unfit
+from intaglio.calls import TO_DENSE_ON_CPU, plain_mapping, unfit
 from intaglio.capture.captured import Captured
-from intaglio.capture.check import disagreement, free_symbols
-from intaglio.capture.export import export, free_batch, frozen_copy, to_captured, with_named_keywords
+from intaglio.capture.check import disagreement, free_symbols, with_least_lengths
+from intaglio.capture.export import export, free_axes, frozen_copy, is_sequence, to_captured, with_named_keywords
 from intaglio.errors import CaptureError
 
 
@@ -21,7 +23,8 @@ def trace(
 ) -> Captured:
     """What `capture` does, behind the import of torch.export."""
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    kwargs = dict(example_kwargs or {})
+    args = tuple(map(plain_mapping, args))
+    kwargs = {name: plain_mapping(value) for name, value in (example_kwargs or {}).items()}
     args, kwargs = pytree.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, (args, kwargs))
     _check_example(args, kwargs)
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), torch.device("cpu"):
@@ -57,19 +60,49 @@ def _clone(leaf: Any) -> Any:
 def _capture(own: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic_shapes: Any, train: bool) -> Captured:
     if dynamic_shapes is not None:
         return _checked(to_captured(export(own, args, kwargs, dynamic_shapes), own, (), train), own, args, kwargs)
+    notes: tuple[str, ...] = ()
+    for sequences in (True, False) if any(map(is_sequence, pytree.tree_leaves((args, kwargs)))) else (False,):
+        captured, reason = _with_free_axes(own, args, kwargs, sequences, train)
+        if captured is not None:
+            notes += _fixed_lengths(captured, own, args, kwargs) if sequences else ()
+            return replace(captured, about=captured.about.after(notes))
+        if sequences:
+            notes = (f"lengths of sequences are fixed as in the example: {reason}",)
+    note = f"batch is fixed as in the example: {reason}"
+    return _checked(to_captured(export(own, args, kwargs, None), own, (note,), train), own, args, kwargs)
+
+
+def _with_free_axes(
+    own: nn.Module, args: tuple, kwargs: dict[str, Any], sequences: bool, train: bool
+) -> tuple[Captured | None, str | None]:
+    """The graph with a free batch, and free lengths if asked for; else why there is none."""
     reason = None
-    for wide_args, wide_kwargs in _examples(args, kwargs):
+    for wide_args, wide_kwargs in _examples(args, kwargs, sequences):
         try:
-            shapes = free_batch(own, wide_args, wide_kwargs)
+            shapes = free_axes(own, wide_args, wide_kwargs, sequences)
             captured = to_captured(export(own, wide_args, wide_kwargs, shapes), own, (), train)
             found = disagreement(captured, own, args, kwargs) if free_symbols(captured) else "the model fixes it"
         except CaptureError as error:
             found = error.problem
         if found is None:
-            return captured
+            return with_least_lengths(captured, own, args, kwargs), None
         reason = reason or found
-    note = f"batch is fixed as in the example: {reason}"
-    return _checked(to_captured(export(own, args, kwargs, None), own, (note,), train), own, args, kwargs)
+    return None, reason
+
+
+def _fixed_lengths(captured: Captured, own: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Which second axes of integer matrices torch.export made constants of, and why."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    inputs = [e for e in captured.signature.inputs if is_sequence(leaves[e.leaf]) and isinstance(e.type.shape[1], int)]
+    if not inputs:
+        return ()
+    wide_args, wide_kwargs = next(_examples(args, kwargs, True))
+    try:
+        export(own, wide_args, wide_kwargs, free_axes(own, wide_args, wide_kwargs, True, TorchDim.DYNAMIC))
+        reason = "the model fixes it"
+    except CaptureError as error:
+        reason = error.problem
+    return tuple(f"the length of '{entry.name}' is fixed as in the example: {reason}" for entry in inputs)
 
 
 def _checked(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Captured:
@@ -81,14 +114,24 @@ def _checked(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[
     return captured
 
 
-def _examples(args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[tuple, dict[str, Any]]]:
-    """Every tensor of batch 1 repeated to batch 2; then, where others have another batch, the example as it is."""
-    sizes = {v.shape[0] for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor) and v.dim()}
+def _examples(args: tuple, kwargs: dict[str, Any], sequences: bool) -> Iterator[tuple[tuple, dict[str, Any]]]:
+    """Every axis that is to be free and has size 1 repeated to 2; then, where others have another batch, the example
+    as it is."""
+    leaves = _with_axes((args, kwargs))
+    sizes = {v.shape[0] for v in leaves}
 
     def widen(leaf: Any) -> Any:
-        return torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == 1 else leaf
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+            return leaf
+        leaf = torch.cat([leaf, leaf]) if len(leaf) == 1 else leaf
+        return torch.cat([leaf, leaf], 1) if sequences and is_sequence(leaf) and leaf.shape[1] == 1 else leaf
 
-    if 1 in sizes:
-        yield pytree.tree_map(widen, (args, kwargs))
+    wide = pytree.tree_map(widen, (args, kwargs))
+    if any(a.shape != b.shape for a, b in zip(leaves, _with_axes(wide), strict=True)):
+        yield wide
     if sizes != {1}:
         yield args, kwargs
+
+
+def _with_axes(call: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim()]

@@ -95,7 +95,7 @@ class Context:
         if buffer is None:
             kind = self.graph.types[value]
             n, h, w, c = lies(kind.shape, value in self.plan.rows)
-            sizes = f"{self.dim(n)}, {self.dim(h)}, {self.dim(w)}, {c} * {kind.dtype.bytes}"
+            sizes = f"{self.dim(n)}, {self.dim(h)}, {self.dim(w)}, {self.dim(c)} * {kind.dtype.bytes}"
             return f"image({self.external(value)}, {sizes}, 0, 0)"
         if buffer.alias is not None and buffer.part is not None:
             return f"channels_from({self.image(buffer.alias)}, {buffer.part})"

@@ -168,7 +168,12 @@ def _activation(tail: Op, context: Context) -> str:
     step = context.graph.types[tail.output].levels.step
     numbers = np.array([numerics.reciprocal(step), tail.attrs.get("slope", 0)], np.float32)
     inverse, slope = (f"*{context.constant(number, 'float')}" for number in numbers)
-    return f"(struct Activation){{{tail.attrs['function']}_levels, {inverse}, {slope}, {context.limits(tail)}}}"
+    gain = "0"
+    if tail.inputs[2:]:
+        values = context.graph.constants[tail.inputs[2]]
+        gain = context.constant(np.concatenate([values, np.ones(15, np.float32)]), "float")
+    function = f"{tail.attrs['function']}_levels"
+    return f"(struct Activation){{{function}, {inverse}, {slope}, {context.limits(tail)}, {gain}}}"
 
 
 def rows_tail(tail: Op, context: Context) -> str:

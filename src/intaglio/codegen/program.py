@@ -10,6 +10,7 @@ from intaglio.codegen import avx2, portable, vnni512
 from intaglio.codegen.attention import emit_attention, emit_bmm
 from intaglio.codegen.context import Context, describe
 from intaglio.codegen.depthwise import depthwise_checks
+from intaglio.codegen.loops import emit_loop
 from intaglio.codegen.matmul import emit_matmul
 from intaglio.codegen.moves import emit_move, emit_reshape
 from intaglio.codegen.resize import emit_linear, emit_nearest
@@ -25,7 +26,6 @@ from intaglio.codegen.steps import (
     emit_pool,
     emit_prelu,
     emit_quantize,
-    emit_softmax,
     emit_table,
 )
 from intaglio.codegen.tile import Isa, layout_checks
@@ -58,7 +58,7 @@ EMITTERS: Mapping[str, Callable[[Code, Partition, Context], None]] = {
     "clamp": emit_clamp,
     "prelu": emit_prelu,
     "layer_norm": emit_layer_norm,
-    "softmax": emit_softmax,
+    "loop": emit_loop,
     **{f"upsample_nearest{axes}d": emit_nearest for axes in (1, 2, 3)},
     **dict.fromkeys(("upsample_linear1d", "upsample_bilinear2d"), emit_linear),
     "attention": emit_attention,
@@ -99,6 +99,8 @@ def emit(
     code('#include "program.h"')
     if any(step.partition.anchor.kind in ("attention", "bmm") for step in plan.steps):
         code('#include "attention.h"')
+    if any(step.partition.anchor.kind == "loop" for step in plan.steps):
+        code('#include "loops.h"')
     code(layout_checks() + depthwise_checks())
     code(table.support)
     for _, spec in sorted(context.kernels.items()):

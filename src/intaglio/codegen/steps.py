@@ -42,7 +42,12 @@ def emit_pool(code: Code, partition: Partition, context: Context) -> None:
         code("p.include_pad = {}, p.fixed_divisor = {}, p.adaptive = {};".format(*flags))
         zero = context.graph.types[op.inputs[0]].levels.zero
         code(f"p.zero_in = *{context.constant(np.array([zero], np.int32), 'int32_t')};")
-        code(f"p.factors = {context.constant(context.graph.constants[op.inputs[1]], 'float')};")
+        factors = context.graph.constants[op.inputs[1]]
+        if "size" in op.attrs and not all(isinstance(size, int) for size in shapes[0][2:]):
+            ends = (context.graph.types[name].levels.step for name in (op.inputs[0], op.output))
+            code(f"p.ratio = *{context.constant(np.array(numerics.pool_ratio(*ends)), 'double')};")
+        else:
+            code(f"p.factors = {context.constant(factors, 'float')};")
         code(f"p.limits = {limits};")
         sums = f"{op.output}.sums"
         if sums in context.index:
@@ -112,9 +117,15 @@ def _table_call(op: Op, context: Context) -> str:
 def _prelu_call(op: Op, context: Context) -> str:
     zero = context.graph.types[op.inputs[0]].levels.zero
     rise, fall = (context.graph.constants[name] for name in op.inputs[1:])
-    each = _by_channel(context, np.broadcast_to(fall, context.plan.buffers[op.inputs[0]].channels()))
+    each = _by_channel(context, np.resize(fall, _channels(context, op.inputs[0])))
     first = f"*{context.constant(np.array([zero], np.int32), 'int32_t')}, {context.constant(rise, 'float')}"
     return f"prelu_levels(&in, &out, {first}, {each}, {context.limits(op)}, thread, threads);"
+
+
+def _channels(context: Context, value: str) -> int:
+    """Of a value whose kernel has a constant for each."""
+    (channels,) = (dim for dim in [context.plan.buffers[value].channels()] if isinstance(dim, int))
+    return channels
 
 
 emit_affine, emit_clamp, emit_table = one_input(_affine_call), one_input(_clamp_call), one_input(_table_call)
@@ -132,15 +143,6 @@ def _layer_norm_call(op: Op, context: Context) -> str:
 
 
 emit_layer_norm = one_input(_layer_norm_call)
-
-
-def emit_softmax(code: Code, partition: Partition, context: Context) -> None:
-    """Both tensors are dense and lie alike, so what is faster than the axis is as long as the axis is apart."""
-    op = partition.anchor
-    shape, axis = context.graph.types[op.output].shape, op.attrs["axis"]
-    (start, _), (to, steps) = context.strided(op.inputs[0]), context.strided(op.output)
-    apart, ends = context.dim(steps[axis]), f"(const float*){start}, (float*){to}"
-    code(f"softmax({ends}, {context.dim(numel(shape))}, {context.dim(shape[axis])}, {apart}, thread, threads);")
 
 
 def emit_quantize(code: Code, partition: Partition, context: Context) -> None:

@@ -1,7 +1,18 @@
 """The integer graph and what is made of it: types, operators, partitions, plans, programs. No torch."""
 
-from intaglio.ir.dims import Dim, Expression, Shape, c_expression, evaluate, numel, symbol, symbols_of
-from intaglio.ir.graph import About, Graph, Input, Op, Origin, Output, Signature, fresh, prune
+from intaglio.ir.dims import (
+    Dim,
+    Expression,
+    Shape,
+    c_expression,
+    evaluate,
+    evaluator,
+    numel,
+    substitute,
+    symbol,
+    symbols_of,
+)  # fmt: skip
+from intaglio.ir.graph import About, Graph, Input, Op, Origin, Output, Signature, State, fresh, prune
 from intaglio.ir.partition import (
     Buffer,
     External,
@@ -20,6 +31,7 @@ from intaglio.ir.partition import (
     is_flat,
     lies,
 )
+from intaglio.ir.sizes import needs
 from intaglio.ir.text import graph_text, partitions_text
 from intaglio.ir.types import Axis, DType, Groups, Packing, QParams, Ref, Rows, TensorType
 from intaglio.ir.verify import VerifyError, verify
@@ -52,6 +64,7 @@ __all__ = [
     "Schedule",
     "Shape",
     "Signature",
+    "State",
     "Step",
     "StepNote",
     "TensorType",
@@ -60,13 +73,16 @@ __all__ = [
     "Work",
     "c_expression",
     "evaluate",
+    "evaluator",
     "fresh",
     "graph_text",
     "is_flat",
     "lies",
+    "needs",
     "numel",
     "partitions_text",
     "prune",
+    "substitute",
     "symbol",
     "symbols_of",
     "verify",

@@ -129,12 +129,28 @@ class Output:
 
 
 @dataclass(frozen=True)
+class State:
+    """A buffer the model changes while it runs.
+
+    The graph reads it as input ``name``, after those of the call, and gives what it is afterwards as ``value``, after
+    all other results. ``path``: its name in the model; ``initial``: what it held when the model was captured.
+    """
+
+    name: str
+    value: str
+    path: str
+    type: TensorType
+    initial: np.ndarray = field(compare=False)
+
+
+@dataclass(frozen=True)
 class Signature:
     """How a call becomes graph inputs and how graph outputs become the model's result.
 
     ``in_tree`` and ``out_tree`` describe nested structures (torch pytree specs; opaque here). ``fixed`` maps leaves
     that are not tensors to the value they were captured with. ``written`` names inputs the model changes in place:
-    leaf -> graph value copied back. ``names`` are the parameters of ``forward``.
+    leaf -> graph value copied back. ``names`` are the parameters of ``forward``. ``ranges``: free dimension -> least
+    and largest size, where not every size will do. ``state``: what the model keeps from call to call.
     """
 
     inputs: tuple[Input, ...]
@@ -144,6 +160,8 @@ class Signature:
     fixed: Mapping[int, Any] = field(default_factory=dict)
     written: Mapping[int, str] = field(default_factory=dict)
     names: tuple[str, ...] = ()
+    ranges: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
+    state: tuple[State, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -171,4 +189,4 @@ def fresh(taken: Mapping[str, Any], stem: str) -> str:
     return f"{stem}_{number}"
 
 
-__all__ = ["About", "DType", "Dim", "Graph", "Input", "Op", "Origin", "Output", "Signature", "fresh", "prune"]
+__all__ = ["About", "DType", "Dim", "Graph", "Input", "Op", "Origin", "Output", "Signature", "State", "fresh", "prune"]

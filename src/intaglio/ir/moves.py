@@ -126,9 +126,11 @@ def _slice(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
     return [Box(tuple(runs), at[axis] * op.attrs["start"])]
 
 
-def slice_length(start: int, stop: int, step: int) -> int:
-    """How many indices ``range(start, stop, step)`` has."""
-    return len(range(start, stop, step))
+def slice_length(start: Dim, stop: Dim, step: int) -> Dim:
+    """How many indices a slice takes; of free bounds, ``start`` is at most ``stop``."""
+    if isinstance(start, int) and isinstance(stop, int):
+        return len(range(start, stop, step))
+    return (stop - start + (step - 1)) // step
 
 
 def _permute(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:

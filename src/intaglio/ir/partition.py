@@ -93,11 +93,9 @@ class Buffer:
         n, h, w, _ = self.lies()
         return n * ((h + 2 * self.halo[0]) * (w + 2 * self.halo[1]))
 
-    def channels(self) -> int:
-        dim = self.lies()[3]
-        if not isinstance(dim, int):
-            raise ValueError(f"%{self.value}: the channel axis {dim} is not fixed")
-        return dim
+    def channels(self) -> Dim:
+        """Of a pixel; a number wherever a kernel has constants for each."""
+        return self.lies()[3]
 
     def size(self) -> Dim:
         """Bytes, without slack."""
@@ -261,9 +259,9 @@ class StepNote:
     tile: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """Generated C++ text, the constants it reads, and what the runtime must know to call it."""
+    """Generated C++ text, the constants it reads, and what the runtime must know to call it. Equal to itself only."""
 
     name: str
     source: str

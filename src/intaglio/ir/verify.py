@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from intaglio.ir.graph import Graph, Op
 from intaglio.ir.moves import MOVES
 from intaglio.ir.types import DType
@@ -12,7 +14,9 @@ MOVED = (U8, F32, DType.BF16, DType.I64, DType.BOOL)
 """What moves carry, none of them changed."""
 PRODUCTS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
 
-RULES: dict[str, tuple[tuple[tuple[DType, ...], ...], tuple[DType, ...]]] = {
+Rules = Mapping[str, tuple[tuple[tuple[DType, ...], ...], tuple[DType, ...]]]
+
+RULES: Rules = {
     "quantize": (((F32,),), LEVELS),
     "pixels": (((F32,), (F32,), (F32,)), (U8,)),
     "dequantize": (((*LEVELS, I32),), (F32,)),
@@ -32,7 +36,6 @@ RULES: dict[str, tuple[tuple[tuple[DType, ...], ...], tuple[DType, ...]]] = {
     "upsample_linear1d": (((U8,), (I32,), (F32,), (F32,)), (U8,)),
     "upsample_bilinear2d": (((U8,), (I32,), (F32,), (I32,), (F32,), (F32,)), (U8,)),
     "table": (((U8,), (U8,)), (U8,)),
-    "softmax": (((F32,),), (F32,)),
     "quantize_rows": (((F32,),), (U8, F32)),
     "dequantize_rows": (((I32,), (F32,), (F32,), (F32,)), (F32,)),
     "attention": (((U8,), (U8,), (U8,)), (U8,)),
@@ -41,10 +44,12 @@ RULES: dict[str, tuple[tuple[tuple[DType, ...], ...], tuple[DType, ...]]] = {
 """Kind -> element types each operand may have, and the result's. Kinds not listed carry any types."""
 PAIRS = ("quantize_rows",)
 """They give levels and the scales of their rows."""
+BODY_RULES = {kind: RULES[kind] for kind in ("quantize", "dequantize")}
+"""Of operators inside a loop, whose names are otherwise their own: ops/primitives.py has them."""
 KEEP_REST = ("requantize", "add")
 """They may give a value of 16 bits as a level and a rest; a sum may take one, the rest as its last operand."""
-OPTIONAL: dict[str, tuple[DType, ...]] = {"add": (U8,), "attention": (BOOL, F32)}
-"""Kind -> element types of a last operand that may be left out: a rest, a mask."""
+OPTIONAL: dict[str, tuple[DType, ...]] = {"add": (U8,), "activate": (F32,), "attention": (BOOL, F32)}
+"""Kind -> element types of a last operand that may be left out: a rest, gains, a mask."""
 B_OPERANDS = {"attention": (1, 2), "bmm": (1,)}
 """Kind -> operands that kernels read as they read weights: symmetric, zero point 128, levels 1..255."""
 
@@ -53,7 +58,7 @@ class VerifyError(AssertionError):
     """A graph that our own passes broke: a bug of intaglio, never of its user."""
 
 
-def verify(graph: Graph, after: str = "") -> Graph:
+def verify(graph: Graph, after: str = "", rules: Rules = RULES) -> Graph:
     """The graph itself when it is sound, else `VerifyError` naming the pass, the operator and the rule."""
     place = f" after {after}" if after else ""
     defined = {*graph.inputs, *graph.constants}
@@ -61,7 +66,7 @@ def verify(graph: Graph, after: str = "") -> Graph:
     for name in defined:
         _require(name in graph.types, f"%{name} has no type{place}")
     for op in graph.ops:
-        _check_op(op, graph, defined, place)
+        _check_op(op, graph, defined, place, rules)
         defined.update(op.outputs)
     for name in graph.outputs:
         _require(name in defined, f"output %{name} is never made{place}")
@@ -72,7 +77,7 @@ def verify(graph: Graph, after: str = "") -> Graph:
     return graph
 
 
-def _check_op(op: Op, graph: Graph, defined: set[str], place: str) -> None:
+def _check_op(op: Op, graph: Graph, defined: set[str], place: str, rules: Rules) -> None:
     label = f"{op.kind} -> %{', %'.join(op.outputs)}{place}"
     for name in op.inputs:
         _require(name in defined, f"{label}: %{name} is read before it is made")
@@ -80,10 +85,13 @@ def _check_op(op: Op, graph: Graph, defined: set[str], place: str) -> None:
         _require(name not in defined, f"{label}: %{name} is made twice")
         _require(name in graph.types, f"{label}: %{name} has no type")
     if op.body is not None:
-        verify(op.body, f"{op.kind}{place}")
-    if op.kind not in RULES:
+        _check_ends(op, op.body, graph, label)
+        verify(op.body, f"{op.kind}{place}", BODY_RULES)
+    if op.kind not in rules:
         return
-    operands, results = RULES[op.kind]
+    operands, results = rules[op.kind]
+    if op.kind.startswith("upsample") and "results" in op.attrs:  # no tables
+        operands = (operands[0], *operands[-1:] * ("nearest" not in op.kind))
     if op.kind in OPTIONAL and len(op.inputs) > len(operands):
         operands = (*operands, OPTIONAL[op.kind])
     _require(len(op.inputs) == len(operands), f"{label}: takes {len(operands)} operands, has {len(op.inputs)}")
@@ -100,6 +108,13 @@ def _check_op(op: Op, graph: Graph, defined: set[str], place: str) -> None:
             _require(result.dtype is graph.types[op.inputs[0]].dtype, f"{label}: a move that changes the element type")
         if result.dtype in (U8, I32):
             _require(result.q is not None, f"{label}: levels without parameters")
+
+
+def _check_ends(op: Op, body: Graph, graph: Graph, label: str) -> None:
+    """What a body reads and gives are the operator's operands and results, in order."""
+    for outer, inner in ((op.inputs, body.inputs), (op.outputs, body.outputs)):
+        same = [graph.types[name] for name in outer] == [body.types[name] for name in inner]
+        _require(len(outer) == len(inner) and same, f"{label}: its body has other ends")
 
 
 def _check_accumulators(graph: Graph, place: str) -> None:

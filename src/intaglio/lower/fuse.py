@@ -68,7 +68,8 @@ def _weighs_channels(op: Op, graph: Graph, buffers: Mapping[str, Buffer]) -> boo
     if len(shape) != 4 or {*shapes} != {shape, (*shape[:2], 1, 1)}:
         return False
     image = buffers[op.inputs[shapes.index(shape)]]
-    return image.channels() <= WIDEST_HEAD and not any(buffers[image.alias or image.value].halo)
+    channels = image.channels()
+    return isinstance(channels, int) and channels <= WIDEST_HEAD and not any(buffers[image.alias or image.value].halo)
 
 
 def _accumulates(op: Op, graph: Graph) -> bool:

@@ -10,19 +10,31 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.capture.captured import expect
-from intaglio.capture.nodes import arguments, call_of, operands, operator, origin, record_of, tensor_nodes, tensor_type
+from intaglio.capture.nodes import (
+    arguments,
+    call_of,
+    is_constant,
+    operands,
+    operator,
+    origin,
+    record_of,
+    tensor_nodes,
+    tensor_type,
+)
 from intaglio.ir import DType, Graph, Op, Origin, QParams, TensorType, fresh, graph_text, verify
 from intaglio.ir.rewrite import run_passes
 from intaglio.lower.islands import Unit, island_of
 from intaglio.lower.lowered import Island, Lowered
 from intaglio.lower.passes import LOWER_PASSES
+from intaglio.lower.real import loop_of, real_call
 from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
 from intaglio.lower.rows import part_of_rows, product_of_rows, quantize_rows
 from intaglio.ops import ANCHORS, SUMS, OpDef
 from intaglio.ops.activate import bind_precise
 from intaglio.ops.conv import output_axis
 from intaglio.ops.pool import counts
-from intaglio.ops.resize import tables
+from intaglio.ops.real import RealCall
+from intaglio.ops.resize import is_free, tables
 from intaglio.quant.annotate import Annotations, Chain, macs
 from intaglio.quant.convert import Reference
 from intaglio.quant.dynamic import rows_behind
@@ -88,8 +100,8 @@ class _Builder:
         self.cut: list[list[fx.Node]] = []  # nodes of each island
         self.values: dict[fx.Node, str] = {}  # node -> value that holds it: levels behind Q and DQ, else float
         self.rests: dict[str, str] = {}  # value of levels -> what it has besides in 16 bits
-        self.real: list[fx.Node] = []  # float operators that the program runs
         self.row_values: dict[fx.Node, tuple[str, str]] = {}  # quantizing at run time -> levels, scales
+        self.real: dict[fx.Node, RealCall] = {}  # float operators that the program runs
         self.floats: dict[str, str] = {}  # value of levels -> its dequantized value
 
     # -- order ---------------------------------------------------------------------------------------------------
@@ -124,6 +136,8 @@ class _Builder:
                 region = regions[node]
                 needs = [v for n in region.nodes for v in operands(n) if v is not None and v not in region.nodes]
                 needs = [n for n in needs if levels_of(n) or levels_of(n, DType.U16) or rows_behind(n)]
+                if region.record.name == "attention":
+                    needs = [value for value in region.operands() if value is not None and not is_constant(value)]
                 yield Unit(region.nodes, tuple(needs), True, region)
             elif node in inner or "dim" in node.meta or node.op in ("placeholder", "output"):
                 continue
@@ -138,22 +152,14 @@ class _Builder:
                 yield Unit((node,), (node.args[0],), True)
             elif part_of_rows(node):
                 yield Unit((node,), tuple(tensor_nodes(node.args)), True)
-            elif self._is_real(node, regions):
-                self.real.append(node)
-                yield Unit((node,), (node.args[0],), True)
             elif (constant_of(node, DType.S8) or constant_of(node, DType.I32)) and inner.issuperset(node.users):
                 continue
             else:
                 read = tensor_nodes((node.args, node.kwargs))
                 needs = [n for n in read if n.op != "get_attr" and "dim" not in n.meta]
-                yield Unit((node,), tuple(dict.fromkeys(needs)), False)
-
-    def _is_real(self, node: fx.Node, regions: Mapping[fx.Node, IntegerRegion]) -> bool:
-        """Whether the program has a float kernel for it, and makes what it reads."""
-        record, source = record_of(node), node.args[0] if node.args else None
-        if record is None or not record.real or record.check(call_of(node, record)) is not None:
-            return False
-        return bool(levels_of(source)) or source in self.real or source in regions
+                if (real := real_call(node, self.module)) is not None:
+                    self.real[node] = real
+                yield Unit((node,), tuple(dict.fromkeys(needs)), real is not None)
 
     def _ready(self, unit: Unit) -> bool:
         return all(node in self.values for node in unit.needs)
@@ -169,9 +175,7 @@ class _Builder:
         elif levels_of(node) or levels_of(node, DType.U16) or quantized_to(node, DType.U16):
             self.values[node] = self.values[node.args[0]]
         elif node in self.real:
-            record, source = record_of(node), self._float(node.args[0])
-            attrs = record.bind(call_of(node, record))
-            self.values[node] = self._op(record.name, [source], node.name, tensor_type(node), origin(node), **attrs)
+            self._loop(node, self.real[node])
         else:
             self._quantize(node, quantized_to(node))
 
@@ -253,6 +257,9 @@ class _Builder:
         if is_host(region.record):
             self.values[region.root] = self._host(region, stem, TensorType(kind.shape, DType.U8, region.result))
             return
+        if region.record.name == "attention":
+            self.values[region.root] = self._attention(region, stem, TensorType(kind.shape, DType.U8, region.result))
+            return
         if region.record.name in ANCHORS:
             current = self._anchor(region, stem)
         else:
@@ -267,8 +274,8 @@ class _Builder:
         low, high = self._bounds(tail.get("clamp"), finest)
         if (total := next((tail[name] for name in SUMS if name in tail), None)) is not None:
             name = self._add(total, region, current, stem, result, low, high)
-        elif region.record.name in ANCHORS and record_of(region.root).function is not None:
-            name = self._activate(region.root, current, stem, result, where)
+        elif region.record.name in ANCHORS and (function := _function_of(region)) is not None:
+            name = self._activate(function, tail.get("affine"), current, stem, result, where)
         elif region.record.name in ANCHORS:
             acc = self.types[current].q
             factors = _each(numerics.multiplier(acc.scales, finest.step))
@@ -351,12 +358,17 @@ class _Builder:
             names.append(self._constant(f"{stem}_factor_{label}", _each(numerics.multiplier(unit, scale_y)), DType.F32))
         return self._op("add", [a, b, *names, *rest], f"{stem}_add", result, origin(node), _rest(region), **attrs)
 
-    def _activate(self, node: fx.Node, acc: str, stem: str, result: TensorType, where: Origin) -> str:
-        """A function of the accumulator in its own unit."""
+    def _activate(
+        self, node: fx.Node, scaled: fx.Node | None, acc: str, stem: str, result: TensorType, where: Origin
+    ) -> str:
+        """A function of the accumulator in its own unit, perhaps times a factor per channel."""
         record = record_of(node)
-        unit = self._constant(f"{stem}_unit", _each(np.array(self.types[acc].levels.scales)), DType.F32)
+        names = [acc, self._constant(f"{stem}_unit", _each(np.array(self.types[acc].levels.scales)), DType.F32)]
+        if scaled is not None:
+            gain = getattr(self.module, operands(scaled)[2].target).numpy()
+            names.append(self._constant(f"{stem}_gain", _each(gain), DType.F32))
         attrs = bind_precise(record.name, record.bind(call_of(node, record)))
-        return self._op("activate", [acc, unit], stem, result, where, **attrs)
+        return self._op("activate", names, stem, result, where, **attrs)
 
     def _mul(self, region: IntegerRegion, stem: str, result: TensorType, low: int, high: int) -> str:
         names = [self.values[value] for value in operands(region.anchor)]
@@ -408,6 +420,17 @@ class _Builder:
         attrs: dict[str, Any] = {"key": f"host{sum(op.kind == 'host' for op in self.ops)}", "operator": record.name}
         return self._op("host", names, f"{stem}_{record.name}", result, _origin(region), **region.attrs(), **attrs)
 
+    def _attention(self, region: IntegerRegion, stem: str, result: TensorType) -> str:
+        """Queries, keys and values as levels, and the mask, if there is one, as it is."""
+        *levels, mask = (*region.operands(), None)[:4]
+        names = [self.values[value] for value in levels]
+        if mask is not None and is_constant(mask):
+            array = getattr(self.module, mask.target).detach().numpy()
+            names.append(self._constant(f"{stem}_mask", array, tensor_type(mask).dtype))
+        elif mask is not None:
+            names.append(self._float(mask))
+        return self._op("attention", names, f"{stem}_attention", result, origin(region.root), **region.attrs())
+
     def _single(self, region: IntegerRegion, x: str, stem: str, result: TensorType) -> str:
         """Functions, pools and moves: one operator, attributes as its record binds them."""
         node, record = region.anchor, region.record
@@ -423,7 +446,7 @@ class _Builder:
             found = tables(record.name, attrs)
             arrays = {f"table{index}": table for index, table in enumerate(found)}
             arrays |= {} if record.shares else {"factor": ratio}
-            attrs = {}
+            attrs = attrs if is_free(attrs) else {}
         elif record.name == "prelu":
             slopes = getattr(self.module, operands(node)[1].target).numpy().astype(np.float64).ravel()
             arrays = {"rise": ratio, "fall": numerics.multiplier(slopes * q.step, step_y)}
@@ -450,6 +473,25 @@ class _Builder:
         with np.errstate(over="ignore"):
             return {"factor": factor, "offset": offset, "eps": np.array([eps / step_x / step_x]).astype(np.float32)}
 
+    def _loop(self, node: fx.Node, call: RealCall) -> None:
+        """A float operator as a loop of its own; `merge_loops` joins it with its neighbours."""
+        names: dict[fx.Node, str] = {}
+        for leaf in dict.fromkeys(tensor_nodes((node.args, node.kwargs))):
+            names[leaf] = self._real_constant(leaf) if leaf.op == "get_attr" else self._float(leaf)
+        result = self._value(node.name, tensor_type(node), node)
+        op, arrays = loop_of(node, call, names, self.types, result)
+        for name, array in arrays.items():
+            self.types[name], self.constants[name] = op.body.types[name], array
+        self.ops.append(op)
+
+    def _real_constant(self, node: fx.Node) -> str:
+        """A float parameter of the model, one for all that read it."""
+        stem = str(node.target)
+        if stem not in self.reused:
+            kind = tensor_type(node)
+            self.reused[stem] = self._constant(stem, getattr(self.module, stem).detach().numpy(), kind.dtype)
+        return self.reused[stem]
+
     # -- islands -------------------------------------------------------------------------------------------------
 
     def _island(self, nodes: list[fx.Node]) -> None:
@@ -470,6 +512,11 @@ class _Builder:
 def plain_name(stem: str) -> str:
     """Of a value in the integer graph, from that of a node or constant of the reference."""
     return "".join(c if c.isalnum() else "_" for c in stem).strip("_") or "v"
+
+
+def _function_of(region: IntegerRegion) -> fx.Node | None:
+    """The function of one value behind an anchor."""
+    return next((node for node in region.nodes if record_of(node).function is not None), None)
 
 
 def _each(values: np.ndarray) -> np.ndarray:

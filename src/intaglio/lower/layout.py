@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from intaglio.ir import Buffer, DType, Graph, Op, TensorType, evaluate, fresh
+from intaglio.ir import Buffer, Dim, DType, Graph, Op, TensorType, evaluate, fresh
+from intaglio.ir.loops import body_of, row_axis, space
 from intaglio.ir.moves import MOVES, moves_nothing
 from intaglio.ir.phases import axis_phases
 from intaglio.quant.sites import Sharing
@@ -24,7 +25,7 @@ IMAGES = (
 """Operators that want their channels last."""
 ROWS = ("linear", "layer_norm", "attention", "bmm", "quantize_rows", "dequantize_rows")
 """Operators that want the last axis innermost."""
-POINTWISE = ("clamp", "table", "add", "mul", "requantize", "activate", "quantize", "dequantize", "softmax")
+POINTWISE = ("clamp", "table", "add", "mul", "requantize", "activate", "quantize", "dequantize")
 """Operators whose operands and result lie alike. A quantize reads any strides, so its float operand is free."""
 MOVED_ALIKE = ("slice", "pad", "cat", "expand", "shuffle", "pixel_shuffle", "pixel_unshuffle")
 """Moves between any layouts; left alone, the result lies as what it is made of."""
@@ -68,12 +69,14 @@ def _stays_inside(graph: Graph) -> frozenset[str]:
 def _place_parts(cat: Op, graph: Graph, buffers: dict[str, Buffer]) -> None:
     """Operands that only the concatenation reads, and whose kernels leave room between pixels, are written into it."""
     users, makers = graph.users(), {output: op for op in graph.ops for output in op.outputs}
-    channel = 0
+    channel: Dim = 0
     for name in cat.inputs:
         if name not in buffers:
             return
     for name in cat.inputs:
         buffer, alone = buffers[name], len(users[name]) == cat.inputs.count(name) == 1 and name not in graph.outputs
+        if not isinstance(channel, int):
+            return
         if alone and buffer.spatial and buffer.alias is None and _leaves_room(makers.get(name), makers):
             buffers[name] = replace(buffer, alias=cat.output, part=channel)
         channel += buffer.channels()
@@ -101,7 +104,7 @@ def row_major(graph: Graph) -> frozenset[str]:
     """Values of three to five axes that lie row-major: all that linear layers touch, of the rest those of other than
     four axes that no image operator touches."""
     alike, image, linear = _components(graph)
-    hinted = _beside_rows(graph, alike, image | linear)
+    hinted = (_beside_rows(graph, alike, image | linear) | _free_channels(graph, alike)) - image
 
     def lies_in_rows(name: str, kind: TensorType) -> bool:
         group = alike.find(name)
@@ -118,6 +121,12 @@ def _beside_rows(graph: Graph, alike: Sharing, decided: set[str]) -> set[str]:
         if op.kind == "permute" and (ends := _rows_end(op)) is not None:
             hinted.add(alike.find(ends))
     return hinted - decided
+
+
+def _free_channels(graph: Graph, alike: Sharing) -> set[str]:
+    """Groups whose second axis is free and whose last is a number: rows keep pixels of one size."""
+    laid = [(name, kind.shape) for name, kind in graph.types.items() if _laid(kind) and name not in graph.constants]
+    return {alike.find(n) for n, shape in laid if not isinstance(shape[1], int) and isinstance(shape[-1], int)}
 
 
 def _rows_end(op: Op) -> str | None:
@@ -170,6 +179,7 @@ def _components(graph: Graph) -> tuple[Sharing, set[str], set[str]]:
     """Values that must lie alike; the groups that image operators touch, and those that linear layers touch."""
     alike = Sharing()
     touched: dict[str, list[str]] = {"image": [], "linear": []}
+    given = {*graph.inputs, *(name for op in graph.ops if op.kind == "island" for name in op.outputs)}
     for op in graph.ops:
         read = [name for name in op.inputs if name not in graph.constants and _laid(graph.types[name])]
         made = [name for name in op.outputs if _laid(graph.types[name])]
@@ -178,11 +188,24 @@ def _components(graph: Graph) -> tuple[Sharing, set[str], set[str]]:
             read = []
         if wanted == "alike":
             ends = [*read, *made]
+            if op.kind == "loop":
+                ends = [name for name in ends if graph.types[name].shape == space(body_of(op)) and name not in given]
             for name in ends[1:]:
                 alike.join(name, ends[0])
         elif wanted is not None:
             touched[wanted] += [*read, *made]
-    return alike, {alike.find(n) for n in touched["image"]}, {alike.find(n) for n in touched["linear"]}
+    image, linear = ({alike.find(name) for name in touched[wanted]} for wanted in ("image", "linear"))
+    for op in graph.ops:
+        ends = {alike.find(name) for name in (*op.inputs, *op.outputs) if _laid(graph.types[name])}
+        if op.kind == "loop" and (wanted := _prefers(op)) is not None:
+            image, linear = (image | ends - linear, linear) if wanted == "image" else (image, linear | ends - image)
+    return alike, image, linear
+
+
+def _prefers(op: Op) -> str | None:
+    """What makes the elements of a loop's rows neighbours. It reads and writes any strides, so nothing is moved for it."""
+    axis, rank = row_axis(body_of(op)), len(space(body_of(op)))
+    return "linear" if axis == rank - 1 else "image" if (axis, rank) == (1, 4) else None
 
 
 def _wants(op: Op, graph: Graph) -> str | None:
@@ -192,8 +215,11 @@ def _wants(op: Op, graph: Graph) -> str | None:
     """
     if op.kind == "affine" or (op.kind == "add" and "axis" in op.attrs):
         return "image" if op.attrs["axis"] == 1 else "linear"
+    if op.kind == "loop":
+        return "alike" if row_axis(body_of(op)) is None else None
     if op.kind == "prelu":
-        return "alike" if graph.types[op.inputs[2]].shape == (1,) else "image"
+        plain = isinstance(graph.types[op.output].shape[-1], int) and graph.types[op.inputs[2]].shape == (1,)
+        return "alike" if plain else "image"
     if op.kind in IMAGES or op.kind in ROWS:
         return "image" if op.kind in IMAGES else "linear"
     return "alike" if op.kind in (*POINTWISE, *MOVED_ALIKE) else None

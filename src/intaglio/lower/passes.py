@@ -8,6 +8,7 @@ import numpy as np
 
 from intaglio.ir import Graph, Op, TensorType, fresh
 from intaglio.lower.layout import separate_layouts
+from intaglio.lower.loops import merge_loops
 from intaglio.ops.shape import pad_shape, unfold_depth_shape
 
 
@@ -99,4 +100,4 @@ def _unfolded(op: Op, weight: np.ndarray) -> tuple[list[tuple[str, dict[str, Any
     return [*moves, ("unfold_depth", unfold)], flat, np.ascontiguousarray(joined)
 
 
-LOWER_PASSES = (drop_identity, depth_as_channels, separate_layouts)
+LOWER_PASSES = (drop_identity, depth_as_channels, merge_loops, separate_layouts)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from intaglio.ir import Buffer, DType, Graph, Partition, Placement, Plan, Step, View, evaluate, symbols_of
+from intaglio.ir import Buffer, DType, Graph, Op, Partition, Placement, Plan, Step, View, evaluate, symbols_of
+from intaglio.ir.moves import MOVES
 from intaglio.ir.scratch import LINE, SHARERS, scratch_lines
 from intaglio.lower.fuse import fuse, join_heads
 from intaglio.lower.layout import lay_out
@@ -24,7 +25,7 @@ def plan(graph: Graph) -> Plan:
     views = find_views(graph, buffers, rows)
     buffers = {name: _behind(buffer, buffers, views) for name, buffer in buffers.items() if name not in views}
     partitions = join_heads(fuse(graph), graph, buffers)
-    partitions = [p for p in partitions if not (len(p.ops) == 1 and (p.output in views or _is_alias(p, buffers)))]
+    partitions = [p for p in partitions if len(p.ops) > 1 or not (_is_view(p.ops[0], views) or _is_alias(p, buffers))]
     heads = {p.head.output for p in partitions if p.head is not None}
     buffers = {name: buffer for name, buffer in buffers.items() if name not in heads}  # never made as a whole
     steps = _steps(partitions, buffers, views)
@@ -40,6 +41,13 @@ def _behind(buffer: Buffer, buffers: Mapping[str, Buffer], views: Mapping[str, V
     root = views[buffer.alias].root
     alike = root in buffers and root != buffer.value and buffers[root].alias == buffer.alias
     return replace(buffer, alias=root if alike else None)
+
+
+def _is_view(op: Op, views: Mapping[str, View]) -> bool:
+    """Whether a move has nothing to do: its result stays where its source lies, or that was written in its place."""
+    if op.kind not in MOVES:
+        return False
+    return op.output in views or any(name in views and views[name].root == op.output for name in op.inputs)
 
 
 def _is_alias(partition: Partition, buffers: Mapping[str, Buffer]) -> bool:
@@ -80,7 +88,7 @@ def _sums(partitions: list[Partition], graph: Graph, buffers: Mapping[str, Buffe
     for op in (partition.anchor for partition in partitions):
         if op.kind in ("adaptive_avg_pool1d", "adaptive_avg_pool2d") and set(op.attrs["size"]) == {1}:
             channels = buffers[op.inputs[0]].channels()
-            if channels <= FEW_CHANNELS:
+            if isinstance(channels, int) and channels <= FEW_CHANNELS:
                 name = f"{op.output}.sums"
                 found[name] = Buffer(name, (SHARES, channels), DType.I32)
     return found

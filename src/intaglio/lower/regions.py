@@ -75,7 +75,7 @@ def find_regions(graph: fx.Graph) -> list[IntegerRegion]:
     """Fusion rows first, longest first, then single operators; only what can run on integers."""
     view, found = FxView(graph), _wholes(graph)
     taken = {node for region in found for node in region.nodes}
-    nodes = [node for node in graph.nodes if (record := record_of(node)) is not None and not record.real]
+    nodes = [node for node in graph.nodes if record_of(node) is not None]
     for row in FUSIONS:
         for node in nodes:
             hit = match(row.pattern, node, view) if node not in taken else None

@@ -157,26 +157,37 @@ static inline void multiply(const struct FloatKernels* k, const struct Tile* pro
 
 static const int32_t NO_TERMS[WIDEST_HEAD] = {};
 
+static inline Reals load_reals(const float* from) {
+    Reals x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+static inline void store_reals(float* to, Reals x) { memcpy(to, &x, sizeof x); }
+
 // Rows of floats, each times its factor -> levels; floats up to a multiple of 16 are read.
-static inline void rows_to_levels(const float* from, int64_t from_row, int64_t rows, const float* factor, const struct Limits* q, uint8_t* to, int64_t to_row, int64_t columns) {
+static __attribute__((noinline)) void rows_to_levels(const float* from, int64_t from_row, int64_t rows, const float* factor, const struct Limits* q, uint8_t* to, int64_t to_row, int64_t columns) {
     const float least = (float)(q->low - q->zero_point), most = (float)(q->high - q->zero_point);
     const int32_t zero_point = q->zero_point;
-    for (int64_t r = 0; r < rows; ++r, from += from_row, to += to_row)
-        for (int64_t c = 0; c < columns; c += 16) {
-            RealBits words[16 / FLOATS];
-            for (int i = 0; i < 16 / FLOATS; ++i) {
-                Reals x;
-                memcpy(&x, from + c + i * FLOATS, sizeof x);
-                words[i] = whole(shifted(least_of(most_of(x * factor[r], least), most))) + zero_point;
-            }
-            if (c + 16 <= columns) {
-                narrow16(words, to + c);
-            } else {
-                uint8_t levels[16];
-                narrow16(words, levels);
-                memcpy(to + c, levels, (size_t)(columns - c));
-            }
+    for (int64_t r = 0; r < rows; ++r, from += from_row, to += to_row) {
+        int64_t c = 0;
+#if defined(__AVX512BW__)
+        const struct Finish f = finishing(q, UNKNOWN);
+        for (; c + 64 <= columns; c += 64) {
+            __m512 steps[4];
+            for (int i = 0; i < 4; ++i) steps[i] = _mm512_mul_ps(_mm512_loadu_ps(from + c + 16 * i), _mm512_set1_ps(factor[r]));
+            _mm512_storeu_si512(to + c, gather(pack(steps, &f)));
         }
+#endif
+        for (; c < columns; c += 16) {
+            RealBits words[16 / FLOATS];
+            uint8_t levels[16];
+            for (int i = 0; i < 16 / FLOATS; ++i)
+                words[i] = whole(shifted(least_of(most_of(load_reals(from + c + i * FLOATS) * factor[r], least), most))) + zero_point;
+            narrow16(words, levels);
+            memcpy(to + c, levels, c + 16 <= columns ? 16 : (size_t)(columns - c));
+        }
+    }
 }
 
 // -- attention ------------------------------------------------------------------------------------------------------------
@@ -237,34 +248,40 @@ static inline void pack_heads(const struct Attention* a, struct AttentionScratch
     column_terms(&s->k, a->kernels.blocks, s->packed_k, a->zero_q, s->terms);
 }
 
-static inline Reals load_reals(const float* from) {
-    Reals x;
-    memcpy(&x, from, sizeof x);
-    return x;
-}
-
-static inline void store_reals(float* to, Reals x) { memcpy(to, &x, sizeof x); }
-
-static inline float largest(Reals x, float most) {
-    for (int i = 0; i < FLOATS; ++i) most = x[i] > most ? x[i] : most;
-    return most;
-}
-
 static const float MINUS_INFINITY = -__builtin_inff();
 
-// One row of the mask as floats to add: 0 and -infinity for true and false. Kept while rows are the same.
-static inline const float* mask_row(const struct Attention* a, struct AttentionScratch* s, const uint8_t* from) {
+static inline float largest(Reals x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float most = x[0];
+    for (int i = 1; i < FLOATS; ++i) most = x[i] > most ? x[i] : most;
+    return most;
+#endif
+}
+
+// numerics.mask_powers of one.
+static inline float mask_power(float x) {
+    const float wide = x * 1.44269502162933349609375f, bounded = wide > -0x1.fffffep127f ? wide : -0x1.fffffep127f;
+    return x == MINUS_INFINITY ? x : bounded;
+}
+
+// One row of the mask as floats to add. Kept while rows are the same.
+static __attribute__((noinline)) const float* mask_row(const struct Attention* a, struct AttentionScratch* s, const uint8_t* from) {
     if (s->masked == from) return s->mask;
     const int64_t apart = a->mask_apart[3];
     s->masked = from;
-    if (a->mask_bytes == 4 && apart == 4) {
-        memcpy(s->mask, from, (size_t)(4 * a->keys));
-    } else if (a->mask_bytes == 4) {
-        for (int64_t j = 0; j < a->keys; ++j) memcpy(s->mask + j, from + j * apart, 4);
-    } else if (apart == 1) {
-        for (int64_t j = 0; j < a->keys; ++j) s->mask[j] = from[j] ? 0.0f : MINUS_INFINITY;
-    } else {
+    if (a->mask_bytes == 1) {
         for (int64_t j = 0; j < a->keys; ++j) s->mask[j] = from[j * apart] ? 0.0f : MINUS_INFINITY;
+    } else if (apart == 4) {
+        memcpy(s->mask, from, (size_t)(4 * a->keys));
+        for (int64_t j = 0; j < a->keys; ++j) s->mask[j] = mask_power(s->mask[j]);
+    } else {
+        for (int64_t j = 0; j < a->keys; ++j) {
+            float x;
+            memcpy(&x, from + j * apart, sizeof x);
+            s->mask[j] = mask_power(x);
+        }
     }
     return s->mask;
 }
@@ -285,30 +302,31 @@ static inline float largest_score(float* x, const float* mask, int64_t keys) {
             const Reals score = load_reals(x + j);
             most = score > most ? score : most;
         }
-    return largest(most, MINUS_INFINITY);
+    return largest(most);
 }
 
-// numerics.probability_levels before they are rounded. Below -8, and for NaN, it is less than half.
-static inline Reals probability(Reals x, float top) {
-    const Reals power = most_of(x - top, -8.0f) * 1.44269502162933349609375f, rounded = shifted(power), f = power - integral(rounded);
-    Reals total = 0x1.c232b0p+3f * f + 0x1.eeed58p+5f;
-    total = total * f + 0x1.61902ap+7f;
-    total = total * f + 0x1.fdf69cp+7f;
-    return (Reals)((RealBits)total + ((RealBits)rounded << 23));   // times 2^n, of which the lowest bits are at the top then
+// 255 * 2^f.
+static inline Reals level_terms(Reals f) {
+    const Reals total = (0x1.c232b0p+3f * f + 0x1.eeed58p+5f) * f + 0x1.61902ap+7f;
+    return total * f + 0x1.fdf69cp+7f;
 }
 
-// Levels of a row of scores; their sum. Scores up to a multiple of 16 are read, as many levels written.
+// numerics.probability_levels of a row of scores; their sum. Scores up to a multiple of 16 are read, as many levels
+// written. What is no number converts to the least integer, which saturates to 0.
 static inline int32_t row_levels(const float* x, float top, int64_t keys, uint8_t* levels) {
     int64_t j = 0;
     int32_t sum = 0;
 #if defined(__AVX512VNNI__)
-    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     __m512i sums = _mm512_setzero_si512();
     for (; j + 64 <= keys; j += 64) {
         __m512i words[4];
-        for (int i = 0; i < 4; ++i) words[i] = _mm512_cvtps_epi32((__m512)probability(load_reals(x + j + 16 * i), top));
+        for (int i = 0; i < 4; ++i) {
+            const __m512 power = _mm512_sub_ps(_mm512_loadu_ps(x + j + 16 * i), _mm512_set1_ps(top));
+            const __m512 n = _mm512_roundscale_ps(power, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+            words[i] = _mm512_cvtps_epi32(_mm512_scalef_ps((__m512)level_terms((Reals)_mm512_sub_ps(power, n)), n));
+        }
         const __m512i low = _mm512_packs_epi32(words[0], words[1]), high = _mm512_packs_epi32(words[2], words[3]);
-        const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high));
+        const __m512i bytes = gather(_mm512_packus_epi16(low, high));
         _mm512_storeu_si512(levels + j, bytes);
         sums = _mm512_dpbusd_epi32(sums, bytes, _mm512_set1_epi8(1));
     }
@@ -317,17 +335,24 @@ static inline int32_t row_levels(const float* x, float top, int64_t keys, uint8_
     RealBits rest = {};
     for (; j < keys; j += 16) {
         RealBits words[16 / FLOATS];
-        for (int i = 0; i < 16 / FLOATS; ++i) rest += words[i] = whole(shifted(probability(load_reals(x + j + i * FLOATS), top)));
+        for (int i = 0; i < 16 / FLOATS; ++i) {
+            const Reals power = most_of(load_reals(x + j + i * FLOATS) - top, -12.0f), rounded = shifted(power);
+            const RealBits total = (RealBits)level_terms(power - integral(rounded));
+            rest += words[i] = whole(shifted((Reals)(total + (whole(rounded) << 23))));   // times 2^n
+        }
         narrow16(words, levels + j);
     }
     for (int i = 0; i < FLOATS; ++i) sum += rest[i];
     return sum;
 }
 
+// Keys of a query, but for those a mask excludes.
+static inline int64_t own_keys(const struct Attention* a, int64_t query) { return a->causal && query < a->keys ? query + 1 : a->keys; }
+
 // Queries first..last of one head.
 static __attribute__((noinline)) void attend(const struct Attention* a, struct AttentionScratch* s, int64_t image, int64_t head, int64_t first, int64_t last) {
-    const int64_t rows = last - first, keys = a->causal && last < a->keys ? last : a->keys, steps = (keys + 3) / 4;
-    float factor[PANEL], shares[QUERIES];
+    const int64_t rows = last - first, keys = own_keys(a, last - 1), steps = (keys + 3) / 4;
+    float factor[PANEL], tops[QUERIES], shares[QUERIES];
     for (int i = 0; i < PANEL; ++i) factor[i] = a->factor;
     struct Tile t = {};
     t.a = head_of(&a->q, image, head) + first * a->q.row, t.a_pixel = a->q.row;
@@ -336,11 +361,13 @@ static __attribute__((noinline)) void attend(const struct Attention* a, struct A
     multiply(&a->kernels, &t, &s->k, keys, rows, 0);
     const uint8_t* mask = a->mask ? a->mask + image * a->mask_apart[0] + head * a->mask_apart[1] : 0;
     for (int64_t i = 0; i < rows; ++i) {
-        const int64_t query = first + i, own = a->causal && query + 1 < a->keys ? query + 1 : a->keys, end = (own + 15) / 16 * 16;
-        float* x = s->scores + i * s->row;
+        const int64_t query = first + i;
+        tops[i] = largest_score(s->scores + i * s->row, mask ? mask_row(a, s, mask + query * a->mask_apart[2]) : 0, own_keys(a, query));
+    }
+    for (int64_t i = 0; i < rows; ++i) {
+        const int64_t own = own_keys(a, first + i), end = (own + 15) / 16 * 16;
         uint8_t* levels = s->levels + i * s->row;
-        const float top = largest_score(x, mask ? mask_row(a, s, mask + query * a->mask_apart[2]) : 0, own);
-        const int32_t sum = row_levels(x, top, own, levels);
+        const int32_t sum = row_levels(s->scores + i * s->row, tops[i], own, levels);
         if (end < 4 * steps) memset(levels + end, 0, (size_t)(4 * steps - end));
         shares[i] = sum ? a->ratio / (float)sum : 0.0f;
     }

@@ -24,17 +24,21 @@ static inline Reals shifted(Reals x) { return x + 12582912.0f; }
 static inline Reals integral(Reals shifted) { return shifted - 12582912.0f; }
 static inline RealBits whole(Reals shifted) { return (RealBits)shifted - 0x4b400000; }
 
-// r and a power of two with exp(x) = (r + 1) * power, for x from -87 to 0; below as for -87. Coefficients are those of
-// numerics.py, in the same order.
-static inline Reals exp_parts(Reals x, Reals* power) {
-    const Reals bounded = most_of(x, -87.0f), rounded = shifted(bounded * 1.44269502162933349609375f);
-    const Reals n = integral(rounded), r = (bounded - n * 0.693359375f) - n * -2.12194441701285541057586669921875e-4f;
+// exp(x) - 1 for x = bounded - n * ln 2. Coefficients are those of numerics.py, in the same order.
+static inline Reals exp_rise(Reals bounded, Reals n) {
+    const Reals r = (bounded - n * 0.693359375f) - n * -2.12194441701285541057586669921875e-4f;
     Reals total = 0x1.6a23cep-10f * r + 0x1.123a2p-7f;
     total = total * r + 0x1.5558f2p-5f;
     total = total * r + 0x1.555492p-3f;
     total = total * r + 0x1.fffffcp-2f;
-    *power = (Reals)((whole(rounded) + 127) << 23);
     return total * (r * r) + r;
+}
+
+// r and a power of two with exp(x) = (r + 1) * power, for x from -87 to 0; below as for -87.
+static inline Reals exp_parts(Reals x, Reals* power) {
+    const Reals bounded = most_of(x, -87.0f), rounded = shifted(bounded * 1.44269502162933349609375f);
+    *power = (Reals)((whole(rounded) + 127) << 23);
+    return exp_rise(bounded, integral(rounded));
 }
 
 static inline Reals exp_negative(Reals x) {

@@ -55,20 +55,3 @@ static inline int32_t add_requantize(int32_t a, float factor_a, int32_t b, float
 
 // A value of 16 bits = 255 * level + rest.
 enum { STEPS = 255 };
-
-// exp(x) for finite x <= 0, within 1e-7 of it; 0 below -87. Coefficients are those of numerics.py, in the same order.
-static inline float exp_negative(float x) {
-    const float bounded = x > -87.0f ? x : -87.0f;
-    const float n = round_even(bounded * 1.44269502162933349609375f);
-    const float r = (bounded - n * 0.693359375f) - n * -2.12194441701285541057586669921875e-4f;
-    float total = 0x1.6a23cep-10f;
-    total = total * r + 0x1.123a2p-7f;
-    total = total * r + 0x1.5558f2p-5f;
-    total = total * r + 0x1.555492p-3f;
-    total = total * r + 0x1.fffffcp-2f;
-    total = (total * (r * r) + r) + 1.0f;
-    const int32_t bits = ((int32_t)n + 127) << 23;
-    float power;
-    memcpy(&power, &bits, sizeof power);
-    return x < -87.0f ? 0.0f : total * power;
-}

@@ -24,6 +24,7 @@ struct Run {
     struct IntaglioBarrier* barrier;
     const uint8_t* bytes;      // which of them hold levels, where the program takes floats too
     int64_t* times;            // nanoseconds by step, then the last reading of the clock; null when nobody asks
+    int32_t* outside;          // becomes 1 where an id is none of a table's rows
 };
 
 // After a step, when times are asked for: all threads meet, the first reads the clock. Step -1 starts it.
@@ -166,12 +167,13 @@ static inline void look_up_here(uint8_t* at, int64_t pixels, int64_t apart, int6
 
 // -- functions ----------------------------------------------------------------------------------------------------------
 
-// A function of results in float, before they become levels: clamp(rne(f(x) * inverse) + zero_point, low, high).
+// A function of results in float, before they become levels: clamp(rne((f(x) * gain) * inverse) + zero_point, low, high).
 struct Activation {
     // Channels of pixels that lie `from_pixel` floats and `to_pixel` bytes apart; floats up to a multiple of 16 are read.
     void (*levels)(const struct Activation* a, const float* from, int64_t from_pixel, int64_t pixels, uint8_t* to, int64_t to_pixel, int64_t channels);
     float inverse, slope;
     const struct Limits* limits;
+    const float* gain;         // of each channel; null when all are 1
 };
 
 // 16 levels, each in 32 bits -> in 8 bits.
@@ -194,6 +196,7 @@ static inline void narrow16(const RealBits* words, uint8_t* levels) {
         const struct Limits* q = a->limits; \
         const float inverse = a->inverse, slope = a->slope, least = (float)(q->low - q->zero_point), most = (float)(q->high - q->zero_point); \
         const int32_t zero_point = q->zero_point; \
+        const float* const gain = a->gain; \
         (void)slope; \
         for (int64_t p = 0; p < pixels; ++p, from += from_pixel, to += to_pixel) \
             for (int64_t c = 0; c < channels; c += 16) { \
@@ -202,7 +205,13 @@ static inline void narrow16(const RealBits* words, uint8_t* levels) {
                 for (int i = 0; i < 16 / FLOATS; ++i) { \
                     Reals x; \
                     memcpy(&x, from + c + i * FLOATS, sizeof x); \
-                    words[i] = whole(shifted(least_of(most_of((value) * inverse, least), most))) + zero_point; \
+                    x = (value); \
+                    if (gain) { \
+                        Reals own; \
+                        memcpy(&own, gain + c + i * FLOATS, sizeof own); \
+                        x = x * own; \
+                    } \
+                    words[i] = whole(shifted(least_of(most_of(x * inverse, least), most))) + zero_point; \
                 } \
                 narrow16(words, level); \
                 memcpy(to + c, level, c + 16 <= channels ? 16 : (size_t)(channels - c)); \
@@ -287,7 +296,9 @@ static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_
     t.mask = last_panel ? m->last_mask : m->mask;
     const int32_t least = (int32_t)(width / tiles), longer = (int32_t)(width % tiles), per_image = (int32_t)m->out.height;
     const int64_t channels = __builtin_popcountll((unsigned long long)t.mask), out_pixel = t.out_pixel;
-    const struct Activation* activation = m->activation.levels ? &m->activation : 0;
+    struct Activation own = m->activation;
+    const struct Activation* activation = own.levels ? &own : 0;
+    if (own.gain) own.gain += channel;
     float real[(WARM + TILE_BYTES) / sizeof(float)] __attribute__((aligned(64)));
     if (activation) {
         t.out_pixel = (channels + 15) / 16 * 64;
@@ -675,7 +686,8 @@ struct Pool {
     struct PoolAxis z, y, x;
     int64_t include_pad, fixed_divisor, adaptive;
     int32_t zero_in;
-    const float* factors;      // by divisor, from 1; only one when the divisor is fixed
+    const float* factors;      // by divisor, from 1; only one when the divisor is fixed; null where windows grow with a free size
+    double ratio;              // then this, divided by the divisor
     const struct Limits* limits;
     int32_t* sums;             // by thread, up to `shares`, and channel; null unless the window is the image
     int64_t shares;
@@ -806,6 +818,11 @@ static inline void finish_sums(struct Sums* s, int32_t real, float factor, const
 }
 #endif
 
+// numerics.pool_multipliers
+static inline float factor_of(const struct Pool* p, int64_t count) {
+    return p->factors ? p->factors[p->fixed_divisor ? 0 : count - 1] : (float)(p->ratio / (double)count);
+}
+
 static inline void avg_pool_rows(const struct Pool* p, int thread, int threads) {
     const int64_t channels = p->in.pixel, parts = (channels + WIDE - 1) / WIDE;
     const int64_t units = p->out.images * p->out.height * parts;
@@ -821,7 +838,7 @@ static inline void avg_pool_rows(const struct Pool* p, int thread, int threads) 
                 for (int64_t line = lines.start; line < lines.stop; ++line)
                     sum_pixels(&sums, at(&p->in, n * p->depth_in + z, line, columns.start) + c, width, p->in.pixel);
             const int64_t inside = (depths.stop - depths.start) * (lines.stop - lines.start) * width;
-            const float factor = p->factors[p->fixed_divisor ? 0 : depths.count * lines.count * columns.count - 1];
+            const float factor = factor_of(p, depths.count * lines.count * columns.count);
             finish_sums(&sums, (int32_t)inside * p->zero_in, factor, p->limits, at(&p->out, i, y, x) + c, channels - c);
         }
     }
@@ -847,6 +864,7 @@ static inline void mean_of_image(const struct Pool* p, struct IntaglioBarrier* b
     const int64_t channels = p->in.pixel, pixels = p->in.height * p->in.width, parts = (channels + SOME - 1) / SOME;
     const int shares = threads < p->shares ? threads : (int)p->shares;
     const struct Limits* q = p->limits;
+    const float factor = factor_of(p, pixels);
     if (thread < shares)
         sum_rows(&p->in, share(p->in.height, thread, shares), share(p->in.height, thread + 1, shares), p->sums + thread * channels);
     intaglio_barrier_wait(barrier, threads);
@@ -855,8 +873,8 @@ static inline void mean_of_image(const struct Pool* p, struct IntaglioBarrier* b
         for (int64_t s = 0; s < shares; ++s)  // what lies behind the last channel is read, and not used
             for (int l = 0; l < SOME; ++l) total[l] += p->sums[s * channels + c + l];
         for (int64_t l = 0; l < least_of(SOME, channels - c); ++l)
-            p->out.base[c + l] = (uint8_t)requantize(total[l] - (int32_t)pixels * p->zero_in, p->factors[pixels - 1],
-                                                     q->zero_point, q->low, q->high);
+            p->out.base[c + l] = (uint8_t)requantize(total[l] - (int32_t)pixels * p->zero_in, factor, q->zero_point, q->low,
+                                                     q->high);
     }
 }
 
@@ -1367,29 +1385,66 @@ static inline void reshape_levels(const struct Side* in, const struct Side* out,
 
 // -- upsampling -----------------------------------------------------------------------------------------------------
 
-// Every output is a copy of the pixel its tables name. Rows that read the row before them copy its result.
+// What outputs read along one axis: tables, or the sizes of a call and the inputs between neighbouring outputs (0: those
+// of the sizes), from which the same numbers come as from ops/resize.py.
+struct Grid {
+    const int32_t* index;
+    const float* weight;
+    int64_t size, result;
+    float step;
+    int images, align;
+};
+
+static inline int64_t nearest_at(const struct Grid* g, int64_t i) {
+    if (g->index) return g->index[i];
+    if (g->images && (g->result == g->size || g->result == 2 * g->size)) return i * g->size / g->result;
+    const float step = g->step != 0 ? g->step : (float)g->size / (float)g->result;
+    return least_of((int64_t)((float)i * step), g->size - 1);
+}
+
+// The two values an output lies between, and their weights.
+struct Between { int64_t below, above; float weight[2]; };
+
+static inline struct Between between(const struct Grid* g, int64_t i) {
+    if (g->index) return (struct Between){g->index[2 * i], g->index[2 * i + 1], {g->weight[2 * i], g->weight[2 * i + 1]}};
+    float place = (float)i;
+    if (g->align) {
+        place = place * (g->result > 1 ? (float)(g->size - 1) / (float)(g->result - 1) : 0.0f);
+    } else if (g->size != g->result) {
+        const float step = g->step != 0 ? g->step : (float)g->size / (float)g->result;
+        place = step * (place + 0.5f) - 0.5f;
+        place = place > 0 ? place : 0;
+    }
+    const int64_t below = least_of((int64_t)place, g->size - 1);
+    const float over = place - (float)below, rest = over > 0 ? over < 1 ? over : 1 : 0;
+    return (struct Between){below, below + (below < g->size - 1), {1 - rest, rest}};
+}
+
+// Every output is a copy of the pixel its grids name. Rows that read the row before them copy its result.
 static inline void upsample_nearest(const struct Image* in, const struct Image* out, int64_t depth_in, int64_t depth_out,
-                                    const int32_t* depth, const int32_t* row, const int32_t* column, int thread, int threads) {
+                                    const struct Grid* depth, const struct Grid* row, const struct Grid* column, int thread,
+                                    int threads) {
     int64_t done_n = -1, done_y = -1;
     const uint8_t* done = 0;
     FOR_EACH_ROW(out) {
-        const int64_t source = n / depth_out * depth_in + depth[n % depth_out];
+        const int64_t source = n / depth_out * depth_in + nearest_at(depth, n % depth_out), above = nearest_at(row, y);
         uint8_t* to = at(out, n, y, 0);
-        if (done && source == done_n && row[y] == done_y) {
+        if (done && source == done_n && above == done_y) {
             memcpy(to, done, (size_t)(out->width * out->pixel));
         } else {
-            const uint8_t* from = at(in, source, row[y], 0);
-            for (int64_t x = 0; x < out->width; ++x) memcpy(to + x * out->pixel, from + column[x] * out->pixel, (size_t)out->pixel);
+            const uint8_t* from = at(in, source, above, 0);
+            for (int64_t x = 0; x < out->width; ++x)
+                memcpy(to + x * out->pixel, from + nearest_at(column, x) * out->pixel, (size_t)out->pixel);
         }
-        done = to, done_n = source, done_y = row[y];
+        done = to, done_n = source, done_y = above;
     }
 }
 
-// Means of two rows by two columns; tables hold a pair for every output row and column.
+// Means of two rows by two columns.
 struct Blend {
     struct Image in, out;
-    const int32_t *row, *column;
-    const float *row_weight, *column_weight, *factor;
+    struct Grid row, column;
+    const float* factor;
     int32_t zero_in;
     const struct Limits* limits;
 };
@@ -1402,12 +1457,14 @@ static inline void upsample_linear(const struct Blend* b, int thread, int thread
     const struct Limits* q = b->limits;
     const int64_t channels = b->out.pixel;
     FOR_EACH_ROW(&b->out) {
-        const float *v = b->row_weight + 2 * y, factor = b->factor[0];
-        const uint8_t *above = at(&b->in, n, b->row[2 * y], 0), *below = at(&b->in, n, b->row[2 * y + 1], 0);
+        const struct Between rows = between(&b->row, y);
+        const float *v = rows.weight, factor = b->factor[0];
+        const uint8_t *above = at(&b->in, n, rows.below, 0), *below = at(&b->in, n, rows.above, 0);
         uint8_t* to = at(&b->out, n, y, 0);
         for (int64_t x = 0; x < b->out.width; ++x, to += channels) {
-            const int64_t left = b->column[2 * x] * channels, right = b->column[2 * x + 1] * channels;
-            const float* w = b->column_weight + 2 * x;
+            const struct Between columns = between(&b->column, x);
+            const int64_t left = columns.below * channels, right = columns.above * channels;
+            const float* w = columns.weight;
 #if defined(VECTORS)
             const struct Finish f = finishing(q, UNKNOWN);
             const Floats zero = origin(b->zero_in), w0 = floats(w[0]), w1 = floats(w[1]), v0 = floats(v[0]), v1 = floats(v[1]);
@@ -1430,37 +1487,6 @@ static inline void upsample_linear(const struct Blend* b, int thread, int thread
             }
 #endif
         }
-    }
-}
-
-// -- float ------------------------------------------------------------------------------------------------------------
-
-enum { SUMS = 16 };            // lanes of a sum in float
-
-// softmax of `size` values `apart` elements from each other; the order of the sum is numerics.softmax's.
-static inline void softmax_line(const float* in, float* out, int64_t size, int64_t apart) {
-    float most = in[0], sum[SUMS] = {0};
-    for (int64_t i = 1; i < size; ++i) most = in[i * apart] > most ? in[i * apart] : most;
-    int64_t i = 0;
-    for (; i + SUMS <= size; i += SUMS) {
-        float power[SUMS];
-        for (int l = 0; l < SUMS; ++l) power[l] = exp_negative(in[(i + l) * apart] - most);
-        for (int l = 0; l < SUMS; ++l) out[(i + l) * apart] = power[l], sum[l] += power[l];
-    }
-    for (int l = 0; i < size; ++i, ++l) sum[l] += out[i * apart] = exp_negative(in[i * apart] - most);
-    for (int half = SUMS / 2; half; half /= 2)
-        for (int l = 0; l < half; ++l) sum[l] += sum[l + half];
-    for (i = 0; i < size; ++i) out[i * apart] /= sum[0];
-}
-
-static inline void softmax(const float* in, float* out, int64_t total, int64_t size, int64_t apart, int thread, int threads) {
-    const int64_t lines = total / size;
-    for (int64_t u = share(lines, thread, threads); u < share(lines, thread + 1, threads); ++u) {
-        const int64_t first = u / apart * size * apart + u % apart;
-        if (apart == 1)
-            softmax_line(in + first, out + first, size, 1);
-        else
-            softmax_line(in + first, out + first, size, apart);
     }
 }
 

@@ -36,11 +36,12 @@ def bind_precise(function: str, arguments: Attrs) -> Attrs:
 
 
 def activate_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """`numerics.activate`; the factor is ``float32(s_x * s_w)``."""
-    acc, factor = args
-    q, unit = out.levels, along(factor, acc.ndim, types[0].levels.axis)
+    """`numerics.activate`; the factor is ``float32(s_x * s_w)``, a third operand the gain of each channel."""
+    acc, factor, *gains = args
+    q, axis = out.levels, types[0].levels.axis
+    unit, gain = along(factor, acc.ndim, axis), along(gains[0], acc.ndim, axis) if gains else 1
     function = partial(PRECISE[op.attrs["function"]], a=op.attrs)
-    return numerics.activate(acc, unit, function, q.step, q.zero, q.qmin, q.qmax).astype(np.uint8)
+    return numerics.activate(acc, unit, function, q.step, q.zero, q.qmin, q.qmax, gain).astype(np.uint8)
 
 
 ACTIVATE = OpDef(name="activate", operands=("acc", "factor"), meaning=activate_meaning, kernel="matmul")

@@ -83,7 +83,7 @@ SCALED_ADD = OpDef(
     roles=Roles(x=(0, 1)),
     commutative=True,
     bind=bind_scaled_add,
-    check=first_reason(float_activations, ANY_CHANNELS, fixed_channels, constant_ratio),
+    check=first_reason(float_activations, ANY_CHANNELS, constant_ratio),
     kernel="pointwise",
 )
 """A sum whose second operand has a factor per channel; in the integer graph it is an `add`."""
@@ -92,7 +92,7 @@ AFFINE = OpDef(
     targets=("aten.addcmul.default",),
     operands=("tensor1", "tensor2", "self"),
     bind=bind_affine,
-    check=first_reason(float_activations, ANY_CHANNELS, fixed_channels, constant_channels),
+    check=first_reason(float_activations, ANY_CHANNELS, constant_channels),
     meaning=affine_meaning,
     kernel="pointwise",
     instead={"self": SCALED_ADD},

@@ -25,6 +25,7 @@ class Fusion:
 
 
 FUSIONS = (
+    Fusion("anchor_function_affine", seq(ANCHORS, FUNCTIONS, "affine"), precise=True),
     Fusion("anchor_add_clamp", op("clamp", op(SUMS, op(ANCHORS, any("x")), any("other"), commutative=True))),
     Fusion("anchor_add", op(SUMS, op(ANCHORS, any("x")), any("other"), commutative=True)),
     Fusion("anchor_clamp", seq(ANCHORS, "clamp")),

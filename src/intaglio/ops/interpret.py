@@ -3,22 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from intaglio.ir import Graph, Op
+from intaglio.ir import Expression, Graph, Op, evaluate
 from intaglio.ops.opdef import OpDef
 
 Island = Callable[[Op, Sequence[np.ndarray]], Sequence[np.ndarray]]
 
 
-def run_op(op: Op, args: Sequence[np.ndarray], graph: Graph, ops: Mapping[str, OpDef]) -> Sequence[np.ndarray]:
-    """All results of an operator that has a meaning."""
+def run_op(
+    op: Op,
+    args: Sequence[np.ndarray],
+    graph: Graph,
+    ops: Mapping[str, OpDef],
+    symbols: Mapping[str, int] | None = None,
+) -> Sequence[np.ndarray]:
+    """All results of an operator that has a meaning. ``symbols``: values of the free dimensions in its attributes."""
+    op = replace(op, attrs={key: _fixed(value, symbols) for key, value in op.attrs.items()}) if symbols else op
     name = op.attrs["operator"] if op.kind == "host" else op.kind
     if name not in ops or (meaning := ops[name].meaning) is None:
         raise ValueError(f"{name} has no meaning in NumPy")
     found = meaning(op, args, [graph.types[name] for name in op.inputs], graph.types[op.output])
     return found if isinstance(found, tuple) else [found]
+
+
+def _fixed(value: Any, symbols: Mapping[str, int]) -> Any:
+    """An attribute with its dimensions evaluated."""
+    if isinstance(value, tuple):
+        return tuple(_fixed(item, symbols) for item in value)
+    return evaluate(value, symbols) if isinstance(value, Expression) else value
+
+
+def sizes_of(graph: Graph, inputs: Sequence[np.ndarray]) -> dict[str, int]:
+    """Values of the free dimensions that an axis of an input is, or is a multiple of."""
+    found: dict[str, int] = {}
+    for name, array in zip(graph.inputs, inputs, strict=True):
+        for dim, size in zip(graph.types[name].shape, array.shape, strict=True):
+            if isinstance(dim, Expression) and len(dim.terms) == 1 and len(dim.terms[0][0]) == 1:
+                (((atom,), factor),) = dim.terms
+                if isinstance(atom, str):
+                    found.setdefault(atom, size // factor)
+    return found
 
 
 def interpret(
@@ -34,6 +62,7 @@ def interpret(
     ``watch(name, array)`` sees every value as it is made.
     """
     values: dict[str, np.ndarray] = {**graph.constants, **dict(zip(graph.inputs, inputs, strict=True))}
+    symbols = sizes_of(graph, inputs)
     for op in graph.ops:
         args = [values[name] for name in op.inputs]
         if op.kind == "island":
@@ -41,7 +70,7 @@ def interpret(
                 raise ValueError(f"island {op.attrs['key']} needs a callback")
             results = island(op, args)
         else:
-            results = run_op(op, args, graph, ops)
+            results = run_op(op, args, graph, ops, symbols)
         for name, array in zip(op.outputs, results, strict=True):
             values[name] = array
             if watch is not None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.ir import Op, TensorType
-from intaglio.ops.opdef import Attrs, Call, OpDef, Roles, first_reason, fixed_channels, float_activations, rank
+from intaglio.ops.opdef import Attrs, Call, OpDef, Roles, first_reason, float_activations, rank
 
 LONGEST = 2**15
 """Values of a row: sums of squares of differences of levels stay below 2^31."""
@@ -22,6 +22,8 @@ def last_axis_alone(call: Call) -> str | None:
     normalized = call.arguments["normalized_shape"]
     if len(normalized) != 1:
         return f"layer norm over {len(normalized)} axes; the kernel takes the last one"
+    if not isinstance(normalized[0], int):
+        return f"rows of {normalized[0]} values; the kernel takes a number"
     return f"rows of {normalized[0]} values; the kernel takes {LONGEST}" if normalized[0] > LONGEST else None
 
 
@@ -42,7 +44,7 @@ LAYER_NORM = OpDef(
     operands=("input", "weight", "bias"),
     roles=Roles(x=(0,)),
     bind=bind_layer_norm,
-    check=first_reason(float_activations, rank(2, 3, 4, 5), fixed_channels, last_axis_alone, constant_scale),
+    check=first_reason(float_activations, rank(2, 3, 4, 5), last_axis_alone, constant_scale),
     meaning=layer_norm_meaning,
     kernel="norm",
 )

@@ -63,7 +63,7 @@ class OpDef:
     bind: arguments -> attributes of the integer operator. check: why a call stays in float, or ``None``.
     infer: shape rule over symbolic dims. meaning: the integer result in NumPy, in logical order.
     function: for a function of one value, its meaning on float64; lowering makes a table of it. variadic: the only
-    operand is a list of tensors, all of them activations. real: computes in float32, on dequantized values.
+    operand is a list of tensors, all of them activations.
     levels: how far the integer result may be from the Q/DQ reference. kernel: family, ``None`` for a host operator.
     macs: multiply-accumulates of one call (shapes of operands, shape of result) -> count, for operators that have any.
     instead: operand -> the record that answers to the same overloads where this operand is no constant.
@@ -82,7 +82,6 @@ class OpDef:
     meaning: Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], Result] | None = None
     function: Callable[[np.ndarray, Attrs], np.ndarray] | None = None
     variadic: bool = False
-    real: bool = False
     levels: int = 1
     kernel: str | None = None
     instead: Mapping[str, OpDef] = field(default_factory=dict, hash=False)
@@ -110,10 +109,9 @@ def rank(*allowed: int) -> Callable[[Call], str | None]:
 
 
 def fixed_channels(call: Call) -> str | None:
-    """Every axis but the batch of the first operand is a number."""
-    shape = call.shapes[0]
-    free = [dim for dim in (shape or ())[1:] if not isinstance(dim, int)]
-    return f"free dimension {free[0]}; the kernel takes a free batch only" if free else None
+    """The channels of an image or a line, its second axis, are a number."""
+    channels = call.shape()[1]
+    return None if isinstance(channels, int) else f"a free number of channels, {channels}"
 
 
 def float_activations(call: Call) -> str | None:

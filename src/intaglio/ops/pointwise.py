@@ -8,7 +8,7 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.ir import Axis, DType, Op, Shape, TensorType
-from intaglio.ops.opdef import Attrs, Call, OpDef, Result, Roles, first_reason, fixed_channels, float_activations
+from intaglio.ops.opdef import Attrs, Call, OpDef, Result, Roles, first_reason, float_activations
 
 
 def matching_shapes(call: Call) -> str | None:
@@ -160,7 +160,7 @@ ADD = OpDef(
     roles=Roles(x=(0, 1)),
     commutative=True,
     bind=bind_add,
-    check=first_reason(float_activations, matching_shapes, fixed_channels),
+    check=first_reason(float_activations, matching_shapes),
     infer=broadcast_shape,
     meaning=add_meaning,
     kernel="pointwise",
@@ -171,7 +171,7 @@ MUL = OpDef(
     operands=("self", "other"),
     roles=Roles(x=(0, 1)),
     commutative=True,
-    check=first_reason(float_activations, matching_shapes, fixed_channels),
+    check=first_reason(float_activations, matching_shapes),
     infer=broadcast_shape,
     meaning=mul_meaning,
     kernel="pointwise",
@@ -188,7 +188,7 @@ CLAMP = OpDef(
     ),
     shares=True,
     bind=bind_clamp,
-    check=first_reason(float_activations, plain_bounds, fixed_channels),
+    check=first_reason(float_activations, plain_bounds),
     meaning=clamp_meaning,
     kernel="pointwise",
 )

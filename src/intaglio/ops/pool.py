@@ -54,6 +54,23 @@ def pooled(size: Dim, kernel: int, stride: int, padding: int, dilation: int, cei
     return out
 
 
+def whole_windows(call: Call) -> str | None:
+    """Of a free size the number of windows is an expression only where ceil mode never drops one."""
+    attrs = bind_pool(call)
+    dilation = attrs.get("dilation", (1,) * len(attrs["kernel"]))
+    for size, kernel, stride, padding, apart in zip(
+        call.shape()[2:], attrs["kernel"], attrs["stride"], attrs["padding"], dilation, strict=True
+    ):
+        if attrs["ceil"] and not isinstance(size, int) and stride + padding > apart * (kernel - 1) + 1:
+            return f"ceil mode over the free size {size}, with windows that may begin behind it"
+    return None
+
+
+def fixed_size(call: Call) -> str | None:
+    free = [size for size in call.result[2:] if not isinstance(size, int)]
+    return f"a result of the free size {free[0]}" if free else None
+
+
 def pool_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     n, c, *image = shapes[0]
     dilation = attrs.get("dilation", (1,) * len(image))
@@ -125,7 +142,11 @@ def avg_pool_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorT
 
 def adaptive_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     axes = [adaptive_windows(*one) for one in zip(args[0].shape[2:], op.attrs["size"], strict=True)]
-    return mean_over(args[0], args[1], types[0].levels, out, axes)
+    factors = args[1]
+    if grows(types[0].shape):
+        most = prod(max(one.count for one in axis) for axis in axes)
+        factors = numerics.pool_multipliers(types[0].levels.step, out.levels.step, range(1, most + 1))
+    return mean_over(args[0], factors, types[0].levels, out, axes)
 
 
 def bind_adaptive(call: Call) -> Attrs:
@@ -133,12 +154,20 @@ def bind_adaptive(call: Call) -> Attrs:
 
 
 def counts(op: str, attrs: Attrs, shape: Shape) -> list[int]:
-    """Every divisor a mean may need, in the order its table of factors has them."""
+    """Every divisor a mean may need, in the order its table of factors has them; 1 alone where windows grow with a
+    free size: the factor of 1 is then divided by the count in each call."""
     if op.startswith("avg_pool"):
         return [attrs["divisor"]] if attrs["divisor"] else list(range(1, prod(attrs["kernel"]) + 1))
+    if grows(shape):
+        return [1]
     sizes = [evaluate(size, {}) for size in shape[2:]]
     most = [max(w.count for w in adaptive_windows(*one)) for one in zip(sizes, attrs["size"], strict=True)]
     return list(range(1, prod(most) + 1))
+
+
+def grows(shape: Shape) -> bool:
+    """Whether windows of adaptive pooling over it are as large as a call says."""
+    return not all(isinstance(size, int) for size in shape[2:])
 
 
 def adaptive_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
@@ -151,7 +180,7 @@ def _max_pool(axes: int) -> OpDef:
         targets=(f"aten.max_pool{axes}d.default",),
         shares=True,
         bind=bind_pool,
-        check=_poolable(axes),
+        check=first_reason(_poolable(axes), whole_windows),
         infer=pool_shape,
         meaning=max_pool_meaning,
         kernel="pool",
@@ -163,7 +192,7 @@ def _avg_pool(axes: int) -> OpDef:
         name=f"avg_pool{axes}d",
         targets=(f"aten.avg_pool{axes}d.default",),
         bind=bind_pool,
-        check=first_reason(_poolable(axes), positive_divisor),
+        check=first_reason(_poolable(axes), positive_divisor, whole_windows),
         infer=pool_shape,
         meaning=avg_pool_meaning,
         kernel="pool",
@@ -175,7 +204,7 @@ def _adaptive_avg_pool(axes: int) -> OpDef:
         name=f"adaptive_avg_pool{axes}d",
         targets=(f"aten.adaptive_avg_pool{axes}d.default",),
         bind=bind_adaptive,
-        check=_poolable(axes),
+        check=first_reason(_poolable(axes), fixed_size),
         infer=adaptive_shape,
         meaning=adaptive_meaning,
         kernel="pool",

@@ -1,7 +1,8 @@
 """Upsampling of one to three axes: copies of the nearest value, or means of the two or four nearest ones.
 
 Which values an output reads, and with what weights, is computed once, as torch computes it for the call, and handed to
-the kernel in tables.
+the kernel in tables. Where a size is free there are none: the operator carries sizes and factors, and its kernel
+computes the same numbers in each call.
 """
 
 from __future__ import annotations
@@ -27,14 +28,23 @@ def bind_resize(call: Call) -> Attrs:
     return {"sizes": tuple(sizes), "results": tuple(results), "scales": tuple(scales), "align": align}
 
 
-def fixed_result(call: Call) -> str | None:
-    free = [dim for dim in call.result[2:] if not isinstance(dim, int)]
-    return f"free dimension {free[0]} in the result" if free else None
+def is_free(attrs: Attrs) -> bool:
+    """Whether a size of source or result is known in a call only."""
+    return not all(isinstance(size, int) for size in (*attrs["sizes"], *attrs["results"]))
+
+
+def plain_factors(call: Call) -> str | None:
+    """Factors are numbers, and positive."""
+    scales = [scale for scale in bind_resize(call)["scales"] if scale is not None]
+    plain = all(isinstance(scale, (int, float)) and 0 < scale < float("inf") for scale in scales)
+    return None if plain else f"factors {scales}"
 
 
 def tables(name: str, attrs: Attrs) -> list[np.ndarray]:
-    """What the integer operator reads for each axis: indices, and weights where it takes means."""
+    """What the integer operator reads for each axis: indices, and weights where it takes means. None of a free size."""
     found: list[np.ndarray] = []
+    if is_free(attrs):
+        return found
     for size, result, scale in zip(attrs["sizes"], attrs["results"], attrs["scales"], strict=True):
         if name.startswith("upsample_nearest"):
             found.append(nearest(size, result, scale, images=len(attrs["sizes"]) == 2))
@@ -72,16 +82,29 @@ def _step(size: int, result: int, scale: float | None) -> Any:
     return np.float32(1 / scale) if scale else np.float32(size) / np.float32(result)
 
 
+def resized(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Of the operator without tables."""
+    if shapes[0][2:] != attrs["sizes"]:
+        raise ValueError(f"sizes {attrs['sizes']} of {shapes[0]}")
+    return (*shapes[0][:2], *attrs["results"])
+
+
 def nearest_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    if "results" in attrs:
+        return resized(attrs, shapes)
     return (*shapes[0][:2], *(shape[0] for shape in shapes[1:]))
 
 
 def linear_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    if "results" in attrs:
+        return resized(attrs, shapes)
     return (*shapes[0][:2], *(shape[0] for shape in shapes[1:-1:2]))
 
 
 def nearest_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     x, *indices = args
+    if "results" in op.attrs:
+        indices = tables(op.kind, op.attrs)
     for axis, index in enumerate(indices, start=2):
         x = x.take(index, axis)
     return x
@@ -90,6 +113,8 @@ def nearest_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTy
 def linear_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """float32: means along rows, then along columns, of levels less their zero point; then steps of the result."""
     x, *found, factor = args
+    if "results" in op.attrs:
+        found = tables(op.kind, op.attrs)
     value = (x.astype(np.int32) - types[0].levels.zero).astype(np.float32)
     for axis in reversed(range(2, x.ndim)):
         index, weights = found[2 * (axis - 2) : 2 * (axis - 1)]
@@ -107,7 +132,7 @@ def _nearest(axes: int) -> OpDef:
         operands=("input",),
         shares=True,
         bind=bind_resize,
-        check=first_reason(float_activations, rank(axes + 2), fixed_channels, fixed_result),
+        check=first_reason(float_activations, rank(axes + 2), fixed_channels, plain_factors),
         infer=nearest_shape,
         meaning=nearest_meaning,
         kernel="resize",
@@ -120,7 +145,7 @@ def _linear(axes: int, name: str) -> OpDef:
         targets=(f"aten.{name}.vec",),
         operands=("input",),
         bind=bind_resize,
-        check=first_reason(float_activations, rank(axes + 2), fixed_channels, fixed_result),
+        check=first_reason(float_activations, rank(axes + 2), fixed_channels, plain_factors),
         infer=linear_shape,
         meaning=linear_meaning,
         kernel="resize",

@@ -23,17 +23,16 @@ def bind_reshape(call: Call) -> Attrs:
     return {"shape": call.result}
 
 
-def fixed_rows(call: Call) -> str | None:
-    """Both shapes are free in the batch axis only."""
-    free = [dim for shape in (call.shape(), call.result) for dim in shape[1:] if not isinstance(dim, int)]
+def known_sizes(call: Call) -> str | None:
+    """Free sizes of both shapes multiply to the same."""
     if len(call.result) > MOST_AXES:
         return f"result of rank {len(call.result)}; the kernel takes up to {MOST_AXES}"
-    return f"free dimension {free[0]} inside a reshape" if free else None
+    given, made = numel(call.shape()), numel(call.result)
+    return None if given == made else f"{given} elements become {made}, which cannot be shown to be as many"
 
 
 def reshape_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    fixed = [dim if isinstance(dim, int) else -1 for dim in op.attrs["shape"]]
-    return args[0].reshape(fixed)
+    return args[0].reshape(op.attrs["shape"])
 
 
 def same_elements(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
@@ -54,14 +53,27 @@ def bind_slice(call: Call) -> Attrs:
     start, stop = 0 if start is None else start, END if stop is None else stop
     if isinstance(size, int) and isinstance(start, int) and isinstance(stop, int):
         start, stop, _ = slice(start, min(stop, END)).indices(size)
-    return {"axis": axis, "start": start, "stop": max(start, stop), "step": int(given.get("step", 1))}
+        stop = max(start, stop)
+    else:
+        start, stop = (_from_front(bound, size) for bound in (start, stop))
+    return {"axis": axis, "start": start, "stop": stop, "step": int(given.get("step", 1))}
 
 
-def fixed_slice(call: Call) -> str | None:
+def _from_front(bound: Dim, size: Dim) -> Dim:
+    """Of an axis whose size is free; a bound of several terms counts from the front already."""
+    if not isinstance(bound, int):
+        return bound
+    return size if bound >= END else bound + size if bound < 0 else bound
+
+
+def known_slice(call: Call) -> str | None:
+    """The bounds lead to as many as torch found; none of a free axis is empty or of a size only a call tells."""
     bounds = bind_slice(call)
-    if isinstance(call.shape()[bounds["axis"]], int) and all(isinstance(b, int) for b in bounds.values()):
-        return "an empty result" if call.result[bounds["axis"]] == 0 else None
-    return "a slice of the free batch"
+    made = call.result[bounds["axis"]]
+    if made == 0:
+        return "an empty result"
+    found = slice_length(bounds["start"], bounds["stop"], bounds["step"])
+    return None if found == made else f"a slice of {made}; {bounds['start']} to {bounds['stop']} are {found}"
 
 
 def slice_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
@@ -98,9 +110,7 @@ def plain_pad(call: Call) -> str | None:
     amounts = [*bounds["before"], *bounds["after"]]
     if not all(isinstance(amount, int) for amount in amounts):
         return "padding by a free amount"
-    if min(amounts) < 0:
-        return "negative padding (cropping)"
-    return "padding of the free batch" if bounds["before"][0] or bounds["after"][0] else None
+    return "negative padding (cropping)" if min(amounts) < 0 else None
 
 
 def pad_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
@@ -132,9 +142,7 @@ def bind_cat(call: Call) -> Attrs:
 def joinable(call: Call) -> str | None:
     if None in call.shapes:
         return "an operand is not a tensor"
-    if any(0 in call.shape(i) for i in range(len(call.shapes))):
-        return "an empty operand"
-    return "concatenation along the free batch" if not isinstance(call.result[bind_cat(call)["axis"]], int) else None
+    return "an empty operand" if any(0 in call.shape(i) for i in range(len(call.shapes))) else None
 
 
 def cat_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
@@ -166,11 +174,6 @@ def bind_permute(call: Call) -> Attrs:
     return {"order": tuple(order)}
 
 
-def batch_stays(call: Call) -> str | None:
-    moved = bind_permute(call)["order"][:1] != (0,) and not isinstance(call.shape()[0], int)
-    return "a permutation that moves the free batch" if moved else None
-
-
 def permute_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return tuple(shapes[0][axis] for axis in attrs["order"])
 
@@ -184,10 +187,7 @@ def bind_expand(call: Call) -> Attrs:
 
 
 def same_rank(call: Call) -> str | None:
-    if len(call.shape()) != len(call.result):
-        return "an axis more"
-    same = call.shape()[0] == call.result[0] or isinstance(call.result[0], int)
-    return None if same else "an expansion to the free batch"
+    return "an axis more" if len(call.shape()) != len(call.result) else None
 
 
 def expand_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
@@ -195,8 +195,7 @@ def expand_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 
 def expand_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    shape = [n if isinstance(n, int) else m for n, m in zip(op.attrs["shape"], args[0].shape, strict=True)]
-    return np.broadcast_to(args[0], shape)
+    return np.broadcast_to(args[0], op.attrs["shape"])
 
 
 def whole_groups(call: Call) -> str | None:
@@ -256,7 +255,7 @@ CAT = OpDef(
     variadic=True,
     shares=True,
     bind=bind_cat,
-    check=first_reason(float_activations, ANY_RANK, fixed_channels, joinable),
+    check=first_reason(float_activations, ANY_RANK, joinable),
     infer=cat_shape,
     meaning=cat_meaning,
     kernel="move",
@@ -284,7 +283,7 @@ RESHAPE = OpDef(
     ),
     shares=True,
     bind=bind_reshape,
-    check=first_reason(float_activations, ANY_RANK, fixed_rows),
+    check=first_reason(float_activations, ANY_RANK, known_sizes),
     infer=same_elements,
     meaning=reshape_meaning,
     kernel="move",
@@ -294,7 +293,7 @@ SLICE = OpDef(
     targets=("aten.slice.Tensor",),
     shares=True,
     bind=bind_slice,
-    check=first_reason(float_activations, ANY_RANK, fixed_channels, fixed_slice),
+    check=first_reason(float_activations, ANY_RANK, known_slice),
     infer=slice_shape,
     meaning=slice_meaning,
     kernel="move",
@@ -304,7 +303,7 @@ PAD = OpDef(
     targets=("aten.pad.default", "aten.constant_pad_nd.default"),
     shares=True,
     bind=bind_pad,
-    check=first_reason(float_activations, ANY_RANK, fixed_channels, plain_pad),
+    check=first_reason(float_activations, ANY_RANK, plain_pad),
     infer=pad_shape,
     meaning=pad_meaning,
     kernel="move",
@@ -314,7 +313,7 @@ PERMUTE = OpDef(
     targets=("aten.permute.default", "aten.transpose.int", "aten.t.default"),
     shares=True,
     bind=bind_permute,
-    check=first_reason(float_activations, ANY_RANK, fixed_channels, batch_stays),
+    check=first_reason(float_activations, ANY_RANK),
     infer=permute_shape,
     meaning=permute_meaning,
     kernel="move",
@@ -324,7 +323,7 @@ EXPAND = OpDef(
     targets=("aten.expand.default",),
     shares=True,
     bind=bind_expand,
-    check=first_reason(float_activations, ANY_RANK, fixed_channels, same_rank),
+    check=first_reason(float_activations, ANY_RANK, same_rank),
     infer=expand_shape,
     meaning=expand_meaning,
     kernel="move",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.ops.opdef import Attrs, Call, OpDef, first_reason, fixed_channels, float_activations
+from intaglio.ops.opdef import Attrs, Call, OpDef, first_reason, float_activations
 
 Function = Callable[[np.ndarray, Attrs], np.ndarray]
 
@@ -110,7 +110,7 @@ def _record(name: str, targets: tuple[str, ...], function: Function) -> OpDef:
         name=name,
         targets=targets,
         bind=bind,
-        check=first_reason(float_activations, fixed_channels, plain_numbers),
+        check=first_reason(float_activations, plain_numbers),
         function=function,
         kernel="table",
     )

@@ -14,6 +14,7 @@ from intaglio import numerics
 from intaglio.capture.nodes import (
     FxView,
     activations,
+    arguments,
     call_of,
     is_constant,
     operands,
@@ -302,11 +303,9 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         return "not a float32 tensor" + ("" if kind is None else f" but {kind.dtype}")
     if not setting.quantize:
         return "the recipe leaves it in float"
-    if record.real:
-        return record.check(call_of(node, record)) or "computed in float32, here on values that are no dequantized ones"
     if setting.activations in ROW_MODES and (reason := unable_at_run_time(record, setting)) is not None:
         return reason
-    if setting.residual == "float" and not (record.anchor or record.shares or record.name in FUNCTIONS):
+    if setting.residual == "float" and not (record.anchor or record.shares or record.name in (*FUNCTIONS, "affine")):
         return "the recipe leaves what is between products in float"
     values = activations(node)
     if any(value is not None and is_constant(value) for value in values):
@@ -354,8 +353,8 @@ def _regions(
 
 
 def _behind_only(node: fx.Node, setting: Setting) -> bool:
-    """Whether the recipe wants a function in float wherever it is not right behind a product."""
-    return setting.residual == "float" and record_of(node).name in FUNCTIONS and not record_of(node).shares
+    """Whether the recipe wants a function, or factors, in float wherever they are not right behind a product."""
+    return setting.residual == "float" and record_of(node).name in (*FUNCTIONS, "affine")
 
 
 def _is_whole(found: Found, reasons: Mapping[fx.Node, str | None]) -> bool:
@@ -387,7 +386,21 @@ def fusable(nodes: Iterable[fx.Node]) -> bool:
     factor per channel goes with the accumulator's channels."""
     nodes = list(nodes)
     anchor = next((node for node in nodes if record_of(node).anchor), None)
-    return anchor is None or all(_joins(node, anchor) for node in nodes if record_of(node).name in SUMS)
+    if anchor is None:
+        return True
+    joined = (node for node in nodes if record_of(node).name in SUMS)
+    scaled = (node for node in nodes if record_of(node).name == "affine")
+    return all(_joins(node, anchor) for node in joined) and all(_scales(node, anchor) for node in scaled)
+
+
+def _scales(node: fx.Node, anchor: fx.Node) -> bool:
+    """A factor per channel of the anchor and nothing added; depthwise kernels take none."""
+    offset, _, factor = operands(node)
+    if not is_constant(offset) or not is_constant(factor) or arguments(anchor).get("groups", 1) != 1:
+        return False
+    record, axes = record_of(node), len(tensor_type(node).shape)
+    plain = not getattr(node.graph.owning_module, str(offset.target)).any()
+    return plain and record.bind(call_of(node, record))["axis"] == output_axis(record_of(anchor).name, axes)
 
 
 def _joins(node: fx.Node, anchor: fx.Node) -> bool:

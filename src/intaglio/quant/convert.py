@@ -20,6 +20,7 @@ from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, DType, QParams, Signature, TensorType
 from intaglio.ops.rows import row_levels
 from intaglio.quant.annotate import Annotations, Region, find_shortcuts, reads_shortcut
+from intaglio.quant.attention import PROBABILITIES, written_out
 from intaglio.quant.correct.biases import with_biases
 from intaglio.quant.correct.scaling import equalized
 from intaglio.quant.corrections import Corrected, Corrections, Rounded
@@ -164,6 +165,8 @@ class _Rewriter:
         for region in self.annotations.regions:
             if region.record.roles.weight is not None:
                 self._anchor(region)
+            elif region.record.name == "attention":
+                self._attention(self.nodes[region.anchor.name])
         self.graph.eliminate_dead_code()
         drop_unused_constants(self.module)
         self.graph.lint()
@@ -256,6 +259,10 @@ class _Rewriter:
         self._prove(region, rows, steps, x)
         if b_site is not None:
             self._constant(anchor, names[1], b_site, steps, self.qparams[b_site.name])
+
+    def _attention(self, node: fx.Node) -> None:
+        node.replace_all_uses_with(written_out(node, *quantizing(PROBABILITIES, DType.U8)))
+        self.graph.erase_node(node)
 
     def _prove(self, region: Region, levels: np.ndarray, steps: np.ndarray, x: QParams) -> None:
         groups = arguments(region.anchor).get("groups", 1)

@@ -9,8 +9,10 @@ import torch
 from torch import fx
 
 from intaglio.calls import DTYPES
+from intaglio.capture.attention import join_attention
 from intaglio.capture.canonical import fold_constants
 from intaglio.capture.nodes import arguments, is_constant, operator, origin, tensor_type
+from intaglio.capture.slices import lift_slices
 from intaglio.ir import TensorType
 from intaglio.ops import ANCHORS, BY_TARGET, OPS
 from intaglio.ops.channels import channel_axis
@@ -170,6 +172,8 @@ def _with_number(module: fx.GraphModule, node: fx.Node) -> bool:
 
 PTQ_PASSES: tuple[Callable[[fx.GraphModule], int], ...] = (
     fold_constants,
+    lift_slices,
+    join_attention,
     fold_batch_norm_after,
     fold_batch_norm_before,
     norm_as_affine,

@@ -83,7 +83,7 @@ ALIASES = {"dense": "linear", "dense_bias": "linear_bias", "multiply": "mul"}
 
 ROWS: Mapping[str, Pattern] = {
     **{row.name: row.pattern for row in FUSIONS},
-    **{record.name: op(record.name) for record in OPS.values() if record.targets and not record.real},
+    **{record.name: op(record.name) for record in OPS.values() if record.targets},
 }
 """Fusion rows, and every operator that a model can have."""
 BUILT_IN: Mapping[str, Pattern] = {
@@ -168,7 +168,7 @@ def check_operators(records: Iterable[OpDef]) -> None:
         problem = None
         if record.meaning is None and record.function is None:
             problem = "it has neither a meaning in integers nor a function"
-        elif record.kernel is not None or record.real or record.variadic or record.roles.weight is not None:
+        elif record.kernel is not None or record.variadic or record.roles.weight is not None:
             problem = "a host operator has no kernel, no list of operands and no weight: constants are operands"
         elif record.name in OPS or record.name in names:
             problem = "another operator has this name"

@@ -173,7 +173,7 @@ class Recipe:
         return Recipe(default=NAMED[name])
 
     @staticmethod
-    def of(entries: Mapping[str, Setting | Mapping[str, Any] | None], default: Setting = Setting()) -> Recipe:  # noqa: B008
+    def of(entries: Mapping[str, Setting | Mapping[str, Any] | None], default: Setting = Setting()) -> Recipe:
         """From a mapping; ``None`` means "leave in float", a dictionary is a `Setting`'s fields."""
         return Recipe(tuple((selector, _setting(selector, value)) for selector, value in entries.items()), default)
 

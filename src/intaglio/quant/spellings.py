@@ -10,6 +10,7 @@ from torch import fx
 
 from intaglio.capture.nodes import arguments, operator, origin, tensor_type
 from intaglio.ir import Shape, TensorType
+from intaglio.ops.shape import END
 
 ATEN = torch.ops.aten
 
@@ -60,13 +61,14 @@ def selects_as_slices(module: fx.GraphModule) -> int:
     for node, (source, axis, index) in hits:
         node.meta = {**node.meta, "origin": origin(node.args[0] if node.target is python_operator.getitem else node)}
         shape = tensor_type(source).shape
-        part = _call(node, (*shape[:axis], 1, *shape[axis + 1 :]), ATEN.slice.Tensor, source, axis, index, index + 1)
+        one, stop = (*shape[:axis], 1, *shape[axis + 1 :]), index + 1 or END
+        part = _call(node, one, ATEN.slice.Tensor, source, axis, index, stop)
         _replace(node, _call(node, tensor_type(node).shape, ATEN.squeeze.dim, part, axis))
     return len(hits)
 
 
 def _selected(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """Source, axis and index of one element along an axis of known size."""
+    """Source, axis and index of one element; from the end only where the size is free."""
     taken = node.target is python_operator.getitem
     maker = node.args[0] if taken else node
     if operator(maker) != ("aten.unbind.int" if taken else "aten.select.int"):
@@ -74,7 +76,9 @@ def _selected(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     source, given = maker.args[0], arguments(maker)
     axis = given["dim"] % len(tensor_type(source).shape)
     index, size = node.args[1] if taken else given["index"], tensor_type(source).shape[axis]
-    return (source, axis, index % size) if isinstance(size, int) and isinstance(index, int) else None
+    if not isinstance(index, int):
+        return None
+    return source, axis, index % size if isinstance(size, int) else index
 
 
 def stacks_as_concatenations(module: fx.GraphModule) -> int:

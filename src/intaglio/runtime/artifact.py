@@ -31,6 +31,7 @@ class Run(ctypes.Structure):
         ("barrier", ctypes.c_void_p),
         ("bytes", ctypes.POINTER(ctypes.c_uint8)),
         ("times", ctypes.POINTER(I64)),
+        ("outside", ctypes.POINTER(ctypes.c_int32)),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -344,6 +345,7 @@ def encode_signature(signature: Signature, numbers: Numbers) -> Any:
         "fixed": [[leaf, _leaf(f"argument leaf {leaf}", value)] for leaf, value in signature.fixed.items()],
         "written": [[leaf, name] for leaf, name in signature.written.items()],
         "names": list(signature.names),
+        "ranges": [[name, low, high] for name, (low, high) in signature.ranges.items()],
     }  # fmt: skip
 
 
@@ -356,7 +358,9 @@ def decode_signature(entry: Any, numbers: Numbers) -> Signature:
     fixed = {whole(leaf): decode(value) for leaf, value in entry["fixed"]}
     written = {whole(leaf): value_name(name) for leaf, name in entry["written"]}
     in_tree, out_tree = decode_tree(entry["in_tree"]), decode_tree(entry["out_tree"])
-    return Signature(tuple(inputs), tuple(outputs), in_tree, out_tree, fixed, written, tuple(map(str, entry["names"])))
+    ranges = {identifier(n): (whole(low), high and whole(high)) for n, low, high in entry.get("ranges", ())}
+    names = tuple(map(str, entry["names"]))
+    return Signature(tuple(inputs), tuple(outputs), in_tree, out_tree, fixed, written, names, ranges)
 
 
 def _leaf(where: str, value: Any) -> Any:
@@ -385,10 +389,19 @@ def _encode_structure(value: Any, where: str) -> Any:
         if not odd:
             return [kind.__name__, list(value), [_encode_structure(item, where) for item in value.values()]]
         raise NotStorableError(f"{where} hold a dictionary with the key {odd[0]!r}")
+    if _is_record(kind) and all(type(key) is str for key in value):
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        return ["record", name, list(value), [_encode_structure(item, where) for item in value.values()]]
     raise NotStorableError(f"{where} hold a {kind.__module__}.{kind.__qualname__}")
 
 
+def _is_record(kind: type) -> bool:
+    """A dictionary with fields that torch knows as a container, as results of transformers' models are."""
+    return issubclass(kind, OrderedDict) and kind in pytree.SUPPORTED_NODES
+
+
 def decode_tree(entry: Any) -> pytree.TreeSpec | None:
+    """A record is of its class where the program has imported that, else an OrderedDict: loading imports nothing."""
     return None if entry is None else pytree.tree_structure(_decode_structure(entry))
 
 
@@ -404,4 +417,15 @@ def _decode_structure(entry: Any) -> Any:
             return dict(zip(keys, map(_decode_structure, items), strict=True))
         case ["OrderedDict", keys, items]:
             return OrderedDict(zip(keys, map(_decode_structure, items), strict=True))
+        case ["record", name, keys, items]:
+            fields = OrderedDict(zip(map(identifier, keys), map(_decode_structure, items), strict=True))
+            kind = _imported(name)
+            return fields if kind is None else kind(**fields)
     raise ValueError(f"no structure is {entry!r:.60}")
+
+
+def _imported(name: str) -> type | None:
+    """The class ``module:name``, if its module is imported and torch knows it as a container."""
+    module, _, path = name.partition(":")
+    kind = getattr(sys.modules.get(module), path, None)
+    return kind if isinstance(kind, type) and _is_record(kind) else None

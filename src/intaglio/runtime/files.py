@@ -75,7 +75,8 @@ def build_library(program: Program) -> Library:
 @dataclass(frozen=True)
 class Saved:
     """All that a file holds. ``coverage`` lacks the bytes after, which depend on the instruction set. ``schedules``:
-    those a search chose, by instruction set and output value."""
+    those a search chose, by instruction set and output value. ``on_new_shape``: what the model did; a file has no
+    float model."""
 
     graph: Graph
     signature: Signature
@@ -85,6 +86,7 @@ class Saved:
     libraries: Mapping[str, Library] = field(default_factory=dict)
     example: Example | None = None
     schedules: Mapping[str, Mapping[str, Schedule]] = field(default_factory=dict)
+    on_new_shape: str = "plan"
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------
@@ -123,6 +125,7 @@ def save(saved: Saved, path: str | Path, version: str) -> None:
         "name": saved.about.name,
         "bytes": saved.about.bytes,
         "notes": list(saved.about.notes),
+        "on_new_shape": saved.on_new_shape,
         "isa": list(saved.libraries),
         "libraries": {isa: _library_entry(library) for isa, library in saved.libraries.items()},
         "schedules": {isa: _schedule_entries(chosen) for isa, chosen in saved.schedules.items()},
@@ -212,7 +215,8 @@ def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> Saved:
         raise ValueError(f"nothing says what {', '.join(sorted(members))} is")
     _check_references(graph, signature, islands)
     coverage = _coverage(manifest["coverage"], about.notes)
-    return Saved(graph, signature, islands, coverage, about, libraries, example, chosen)
+    return Saved(graph, signature, islands, coverage, about, libraries, example, chosen,
+                 _text(manifest.get("on_new_shape", "plan")))  # fmt: skip
 
 
 def _take(members: dict[str, bytes], name: str) -> bytes:
@@ -280,6 +284,11 @@ def _text(value: Any) -> str:
 
 
 def example_of(signature: Signature, example: Any, byte_inputs: Collection[int]) -> tuple[torch.Tensor, ...]:
+    """Copies of the tensors of a call (`leaves_of`)."""
+    return tuple(leaf.detach().clone() for leaf in leaves_of(signature, example, byte_inputs))
+
+
+def leaves_of(signature: Signature, example: Any, byte_inputs: Collection[int]) -> list[torch.Tensor]:
     """Tensors of a call: a tuple of arguments, a dictionary of keyword arguments, or the only argument."""
     args, kwargs = (), {}
     if isinstance(example, Mapping) and set(example) <= set(signature.names):
@@ -288,7 +297,7 @@ def example_of(signature: Signature, example: Any, byte_inputs: Collection[int])
         args = example if isinstance(example, tuple) else (example,)
     leaves = bind(signature, args, kwargs)
     dims_of(signature, leaves, byte_inputs)
-    return tuple(leaf.detach().clone() for leaf in leaves)
+    return leaves
 
 
 def exact_values(graph: Graph) -> frozenset[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
+import logging
 import time
 import warnings
 from collections import OrderedDict
@@ -12,117 +12,38 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from intaglio import config
-from intaglio.calls import TORCH_DTYPES, bind, dims_of, rebuild
+from intaglio.calls import TORCH_DTYPES, bind, check_kinds, dims_of, rebuild
 from intaglio.errors import ArtifactError, BuildError, InputError
-from intaglio.ir import About, Dim, External, Graph, HostCall, Schedule, Signature, evaluate
+from intaglio.ir import About, Dim, Graph, HostCall, Schedule, Signature
 from intaglio.native.limits import int8_rates
 from intaglio.native.machine import ISA_FLAGS
-from intaglio.runtime import state, threads
-from intaglio.runtime.artifact import Artifact, Layout, Run
+from intaglio.runtime import state
+from intaglio.runtime.artifact import Artifact
 from intaglio.runtime.coverage import Coverage
-from intaglio.runtime.files import Example, Library, Saved, digest_of, exact_values, example_of, library_of, save
+from intaglio.runtime.files import (
+    Example,
+    Library,
+    Saved,
+    digest_of,
+    exact_values,
+    example_of,
+    leaves_of,
+    library_of,
+    save,
+)  # fmt: skip
 from intaglio.runtime.islands import Host, run_host
 from intaglio.runtime.profile import Clock, Profile, profile_of
-
-PLANS = 16
-"""Sets of shapes whose plans and arenas are kept, least recently used out first."""
+from intaglio.runtime.shapes import FRAMES, Frame, Read, Shapes, Sizes
 
 LIMIT_SECONDS = 0.002
 """Of one of the repeats that measure the arithmetic limit."""
 
+logger = logging.getLogger("intaglio")
 STAYS = "leave the int8 model as it is, and convert what goes in and what comes out"
-
-
-class _Frame:
-    """Memory of one call in flight: arena and the tables the program reads. Reused, never shared by two calls."""
-
-    def __init__(self, artifact: Artifact, layout: Layout) -> None:
-        count = max(len(artifact.program.externals), 1)
-        self.arena = torch.empty(layout.bytes + 64, dtype=torch.uint8, device="cpu")
-        self.external = (ctypes.c_void_p * count)()
-        self.strides = (ctypes.c_int64 * (5 * count))()
-        self.bytes = (ctypes.c_uint8 * count)()
-        start = self.arena.data_ptr()
-        self.skipped = -start % 64
-        memory = start + self.skipped, artifact.constants.ctypes.data
-        self.run = Run(layout.dims, layout.offsets, *memory, self.external, self.strides, None, self.bytes)
-
-    def levels(self) -> np.ndarray:
-        """The arena from where offsets count."""
-        return self.arena.numpy()[self.skipped :]
-
-    def read(self, index: int, tensor: torch.Tensor) -> None:
-        """Let entry ``index`` of the table of the caller's tensors be this one, to be read."""
-        first, axes = 5 * index, min(tensor.dim(), 5)
-        self.external[index] = tensor.data_ptr()
-        self.bytes[index] = tensor.dtype is torch.uint8
-        self.strides[first : first + axes] = [*tensor.stride()[-5:]]
-
-
-class _Shapes:
-    """Everything that follows from the shapes of a call."""
-
-    def __init__(self, artifact: Artifact, symbols: dict[str, int]) -> None:
-        self.artifact, self.symbols = artifact, symbols
-        self.layout = artifact.plan(symbols)
-        self.frames: list[_Frame] = []
-        self._shares: dict[int, tuple[int, ...]] = {}
-        self.written = [(e.value, *_lies(e, symbols)) for e in artifact.program.externals if e.written]
-        self.read = {e.value: _logical(e, symbols) for e in artifact.program.externals if not e.written}
-
-    def shares(self, allowed: int) -> tuple[int, ...]:
-        """Threads of every segment, when so many are allowed."""
-        found = self._shares.get(allowed)
-        if found is None:
-            found = self._shares[allowed] = threads.shares(self.artifact.program, self.symbols, allowed)
-        return found
-
-
-def _lies(external: External, symbols: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides to allocate: dense, images with channels last."""
-    sizes = _logical(external, symbols)
-    image = _is_image(external)
-    dense = torch.empty((sizes[0], *sizes[2:], sizes[1]) if image else sizes, device="meta")
-    return sizes, (dense.movedim(-1, 1) if image else dense).stride()
-
-
-def _is_image(external: External) -> bool:
-    return len(external.shape) in (3, 4, 5) and not external.rows
-
-
-def _logical(external: External, symbols: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(evaluate(dim, symbols) for dim in external.shape)
-
-
-class _Read:
-    """An entry of the table of the caller's tensors that the program reads, and how."""
-
-    def __init__(self, index: int, external: External, bytes_too: bool) -> None:
-        self.index, self.external, self.bytes_too = index, external, bytes_too
-        self.value, self.dtype, self.strided = external.value, TORCH_DTYPES.get(external.dtype), _is_image(external)
-
-    def readable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor with its values in memory: of any strides where each axis is read by its own, else dense."""
-        known = tensor.dtype is self.dtype or self.dtype is None or (self.bytes_too and tensor.dtype is torch.uint8)
-        if not known:
-            problem = f"element type {tensor.dtype}; the program reads {self.external.dtype}"
-            raise InputError(f"%{self.value}", None, problem, remedy="leave the types of its float parts as they are")
-        tensor = tensor.resolve_neg()
-        if self.external.dense:
-            return _dense_as(self.external, tensor)
-        return tensor if self.strided or tensor.dim() < 5 else tensor.contiguous()
-
-
-def _dense_as(external: External, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without gaps in the layout of an entry; itself where it lies so."""
-    if not _is_image(external):
-        return tensor.contiguous()
-    return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 class QuantizedModel(nn.Module):
@@ -162,9 +83,15 @@ class QuantizedModel(nn.Module):
         program, in_bytes = artifact.program, {graph.inputs[index] for index in self._byte_inputs}
         self._index = {external.value: i for i, external in enumerate(program.externals)}
         self._written = {e.value: TORCH_DTYPES[e.dtype] for e in program.externals if e.written}
-        self._reads = [_Read(self._index[e.value], e, e.value in in_bytes) for e in program.externals if not e.written]
+        self._reads = [Read(self._index[e.value], e, e.value in in_bytes) for e in program.externals if not e.written]
         self._calls = {s: [call for call in program.calls if call.after_segment == s] for s in range(program.segments)}
-        self._shapes: OrderedDict[Any, _Shapes] = OrderedDict()
+        self.plans = config.plans()
+        self._shapes: OrderedDict[Any, Shapes] = OrderedDict()
+        self._frames: list[Frame] = []
+        self._sizes: Sizes | None = None
+        self._float: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no part of this module
+        self._warm: set[Any] = set()
+        self._fell_back = False
         self._plain = _plain_tensors(signature)
         super().train(False)
 
@@ -172,6 +99,9 @@ class QuantizedModel(nn.Module):
         if torch.compiler.is_exporting():
             raise InputError("call", None, "this part is quantized already; native code cannot be traced")
         leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
+        if self._float and not self._takes(leaves):
+            with torch.no_grad():
+                return self._float[0](*args, **kwargs)
         shapes = self._shapes_of(leaves)
         with torch.no_grad():
             values = self._run(leaves, shapes, torch.get_num_threads())
@@ -185,29 +115,86 @@ class QuantizedModel(nn.Module):
     def _is_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         return 0 < len(args) == self._plain and not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
 
-    def _shapes_of(self, leaves: Sequence[torch.Tensor]) -> _Shapes:
+    def _shapes_of(self, leaves: Sequence[torch.Tensor]) -> Shapes:
         """Plan for these shapes; checks the tensors when it has not seen them before."""
         key = tuple([(leaf.shape, leaf.dtype, leaf.device, leaf.layout) for leaf in leaves if hasattr(leaf, "layout")])
         found = self._shapes.get(key)
         if found is None:
-            found = _Shapes(self.artifact, dims_of(self.signature, list(leaves), self._byte_inputs))
+            found = self._planned(dims_of(self.signature, list(leaves), self._byte_inputs))
         # Without a lock, which a forked child could inherit held: each of these steps is atomic.
         self._shapes[key] = found
         if len(self._shapes) > 1:
             with contextlib.suppress(KeyError):
                 self._shapes.move_to_end(key)
-                while len(self._shapes) > PLANS:
+                while len(self._shapes) > self.plans:
                     self._shapes.popitem(last=False)
         return found
 
+    @property
+    def on_new_shape(self) -> str:
+        """What a call of a shape that was not seen does: "plan" its memory and run in int8, or "fallback" to float."""
+        return "fallback" if self._float else "plan"
+
+    def fall_back_to(self, float_model: nn.Module) -> QuantizedModel:
+        """From now on calls whose shapes were not planned run this float model, as it is, without gradients.
+
+        Planned are those given to `warm`, or else those of the first call: shape, strides, element type and device of
+        every tensor. Inputs of another element type or device are refused as ever. The model is kept by reference, and
+        is not part of files.
+        """
+        self._float = (float_model,)
+        return self
+
+    def warm(self, *calls: Any) -> None:
+        """Plan these shapes, and have memory for the largest. Each is the arguments of a call (a tuple, a dictionary by
+        name, the only one), or a shape in place of every tensor: ``(1, 128)``, or ``((1, 128), (1, 128))``."""
+        frame = Frame(self.artifact)
+        for call in calls:
+            leaves = self._made_up(call)
+            shapes = self._shapes_of(leaves)
+            shapes.shares(torch.get_num_threads())
+            frame.fit(shapes.layout)
+            self._warm.add(_guard(leaves))
+        self._frames.append(frame)
+
+    def _made_up(self, call: Any) -> Sequence[torch.Tensor]:
+        """The tensors of a call, of which only shapes may be given."""
+        inputs = self.signature.inputs
+        sizes = [call] if _is_shape(call) else list(call) if isinstance(call, (tuple, list)) else []
+        if sizes and all(map(_is_shape, sizes)) and len(sizes) == len(inputs):
+            kinds = [TORCH_DTYPES[entry.type.dtype] for entry in inputs]
+            return [torch.empty(size, dtype=kind, device="cpu") for size, kind in zip(sizes, kinds, strict=True)]
+        return leaves_of(self.signature, call, self._byte_inputs)
+
+    def _takes(self, leaves: Sequence[torch.Tensor]) -> bool:
+        """Whether a call was planned; the first one of all is, if nothing was, and the program takes its shapes."""
+        check_kinds(self.signature, leaves, self._byte_inputs)
+        guard = _guard(leaves)
+        if not self._warm:
+            with contextlib.suppress(InputError):
+                self._shapes_of(leaves)
+                self._warm.add(guard)
+        if guard not in self._warm and not self._fell_back:
+            self._fell_back = True
+            logger.warning("%s: shapes that were not planned run in float (on_new_shape)", self.about.name)
+        return guard in self._warm
+
+    def _planned(self, symbols: dict[str, int]) -> Shapes:
+        """The plan for these free sizes."""
+        if self._sizes is None:
+            self._sizes = Sizes(self.artifact, self.graph, self.island_dims)
+        return Shapes(self._sizes, symbols)
+
     def _run(
-        self, leaves: Sequence[torch.Tensor], shapes: _Shapes, allowed: int, clock: Clock | None = None
+        self, leaves: Sequence[torch.Tensor], shapes: Shapes, allowed: int, clock: Clock | None = None
     ) -> dict[str, torch.Tensor]:
         values = dict(zip(self._inputs, leaves, strict=True))
         try:
-            frame = shapes.frames.pop()
+            frame = self._frames.pop()
         except IndexError:
-            frame = _Frame(shapes.artifact, shapes.layout)
+            frame = Frame(shapes.artifact)
+        if frame.layout is not shapes.layout:
+            frame.fit(shapes.layout)
         frame.run.times = clock.steps if clock else None
         kept, shares = [], shapes.shares(allowed)
         for segment, calls in self._calls.items():
@@ -216,7 +203,7 @@ class QuantizedModel(nn.Module):
                     if isinstance(call, HostCall):
                         self._host(call, frame, shapes, clock)
                         continue
-                    dims = [evaluate(dim, shapes.symbols) for dim in self.island_dims[call.key]]
+                    dims = shapes.island_dims[call.key]
                     with torch.autocast("cpu", enabled=False):  # what follows reads float32
                         begin = time.perf_counter_ns()
                         results = self.islands[call.key](*[values[name] for name in call.inputs], *dims)
@@ -239,11 +226,13 @@ class QuantizedModel(nn.Module):
                     frame.read(entry.index, tensor)
                     kept.append(tensor)
             shapes.artifact.run(frame.run, segment, shares[segment])
-        if len(shapes.frames) < PLANS:
-            shapes.frames.append(frame)
+            if frame.outside.value:  # the frame is not used again
+                raise IndexError("index out of range in self")
+        if len(self._frames) < FRAMES:
+            self._frames.append(frame)
         return values
 
-    def _host(self, call: HostCall, frame: _Frame, shapes: _Shapes, clock: Clock | None) -> None:
+    def _host(self, call: HostCall, frame: Frame, shapes: Shapes, clock: Clock | None) -> None:
         begin, host = time.perf_counter_ns(), self.hosts[call.op.attrs["operator"]]
         run_host(call, host, self.graph, frame.levels(), shapes.layout.offsets, shapes.symbols)
         if clock:
@@ -298,7 +287,7 @@ class QuantizedModel(nn.Module):
         leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
         return self._clocked(leaves, self._shapes_of(leaves), torch.get_num_threads()).spent(self.artifact.program)
 
-    def _clocked(self, leaves: Sequence[torch.Tensor], shapes: _Shapes, allowed: int) -> Clock:
+    def _clocked(self, leaves: Sequence[torch.Tensor], shapes: Shapes, allowed: int) -> Clock:
         """What every step of one call took."""
         program = self.artifact.program
         clock = Clock(len(program.steps), [step.island for step in program.steps if step.island])
@@ -331,7 +320,8 @@ class QuantizedModel(nn.Module):
             libraries = {isa: built[isa] for isa in ISA_FLAGS if isa in built}
         islands = {key: (module, self.island_dims[key]) for key, module in self.islands.items()}
         saved = Saved(
-            self.graph, self.signature, islands, self.coverage, self.about, libraries, stored, self.schedules
+            self.graph, self.signature, islands, self.coverage, self.about, libraries, stored, self.schedules,
+            self.on_new_shape,
         )  # fmt: skip
         save(saved, path, config.VERSION)
 
@@ -394,6 +384,7 @@ class QuantizedModel(nn.Module):
         made = self._remake(self, graph)
         self.graph, self.artifact, self.libraries = graph, made.artifact, made.libraries
         self.about, self.coverage, self.example, self._shapes = made.about, made.coverage, None, OrderedDict()
+        self._frames, self._sizes = [], None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedModel:
         """`to`, `cuda`, `half` and their like; `InputError` if tensors would leave the CPU or float32."""
@@ -416,7 +407,7 @@ class QuantizedModel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles start without plans and arenas."""
-        return {**self.__dict__, "_shapes": OrderedDict()}
+        return {**self.__dict__, "_shapes": OrderedDict(), "_frames": [], "_sizes": None, "_warm": set()}
 
     def __repr__(self) -> str:
         share, count, hosts = self.coverage, self.coverage.islands, len(self.coverage.hosts)
@@ -435,6 +426,15 @@ def _int8_rates(isa: str, threads: int) -> list[float]:
         return int8_rates(isa, threads, LIMIT_SECONDS)
     except BuildError:
         return []
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(type(size) is int for size in value)
+
+
+def _guard(leaves: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """What a planned call is known by."""
+    return tuple([(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in leaves])
 
 
 def _plain_tensors(signature: Signature) -> int:

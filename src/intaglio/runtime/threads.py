@@ -9,12 +9,13 @@ predict and what a machine does. Nothing is timed at run time, and results never
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from intaglio.ir import Program, Work, evaluate
+from intaglio.ir import Program, evaluator
 
 MACS_PER_SECOND: Mapping[str, float] = {"avx512vnni": 220e9, "avx2": 72e9, "portable": 7.3e9}
 """Of one thread in convolutions of 16 channels or more (CIFAR ResNet-20 and ResNet-18)."""
@@ -45,35 +46,62 @@ class Stretch:
     units: np.ndarray
     barriers: int
 
+    def times(self, most: int) -> np.ndarray:
+        """Predicted seconds with 1 to ``most`` threads."""
+        counts = np.arange(1, most + 1)
+        largest = np.ceil(self.units / counts[:, None]) / self.units
+        shared = (self.seconds * largest).sum(1) + STEP * len(self.seconds)
+        others = START + self.barriers * (BARRIER + BARRIER_THREAD * counts)
+        return shared + np.where(counts > 1, others, 0)
+
     def time(self, threads: int) -> float:
         """Predicted seconds."""
-        largest = np.ceil(self.units / threads) / self.units
-        shared = float((self.seconds * largest).sum()) + STEP * len(self.seconds)
-        if threads == 1:
-            return shared
-        return shared + START + self.barriers * (BARRIER + BARRIER_THREAD * threads)
+        return float(self.times(threads)[-1])
 
     def threads(self, most: int) -> int:
         """The fewest, up to ``most``, whose time is close to the best."""
-        times = [self.time(count) for count in range(1, most + 1)]
-        return next(count for count, time in enumerate(times, start=1) if time <= CLOSE * min(times))
+        times = self.times(most)
+        return int(np.argmax(times <= CLOSE * times.min())) + 1
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Of a program: what evaluates macs, bytes and units of all steps, the steps of every segment, and barriers."""
+
+    evaluate: Callable[..., tuple[int, ...]]
+    segments: tuple[np.ndarray, ...]
+    barriers: tuple[int, ...]
+
+
+_TABLES: WeakKeyDictionary[Program, _Table] = WeakKeyDictionary()
+"""Made once a program."""
+
+
+def _table(program: Program) -> _Table:
+    found = _TABLES.get(program)
+    if found is None:
+        works = [step.work for step in program.steps]
+        evaluate = evaluator([dim for w in works for dim in (w.macs, w.bytes, w.units)], program.symbols)
+        segments = tuple(
+            np.array([i for i, work in enumerate(works) if work.segment == segment], np.intp)
+            for segment in range(program.segments)
+        )
+        phases = [len({works[i].phase for i in steps}) for steps in segments]
+        found = _TABLES[program] = _Table(evaluate, segments, tuple(max(count - 1, 0) for count in phases))
+    return found
 
 
 def stretches(program: Program, symbols: Mapping[str, int]) -> list[Stretch]:
     """One for every segment."""
-    found: list[list[Work]] = [[] for _ in range(program.segments)]
-    for step in program.steps:
-        found[step.work.segment].append(step.work)
-    return [_stretch(works, symbols, MACS_PER_SECOND[program.isa]) for works in found]
-
-
-def _stretch(works: Sequence[Work], symbols: Mapping[str, int], rate: float) -> Stretch:
-    macs, moved, units = (
-        np.array([evaluate(dim, symbols) for dim in dims], np.float64)
-        for dims in ([w.macs for w in works], [w.bytes for w in works], [w.units for w in works])
-    )
-    phases = len({work.phase for work in works})
-    return Stretch(macs / rate + moved / BYTES_PER_SECOND, np.maximum(units, 1), max(phases - 1, 0))
+    table = _table(program)
+    found = table.evaluate(*[symbols[name] for name in program.symbols])
+    macs, moved, units = np.array(found, np.float64).reshape(-1, 3).T
+    seconds = macs / MACS_PER_SECOND[program.isa] + moved / BYTES_PER_SECOND
+    units = np.maximum(units, 1)
+    return [
+        Stretch(seconds[steps], units[steps], barriers)
+        for steps, barriers in zip(table.segments, table.barriers, strict=True)
+    ]
 
 
 def shares(program: Program, symbols: Mapping[str, int], allowed: int) -> tuple[int, ...]:

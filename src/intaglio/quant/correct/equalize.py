@@ -16,11 +16,12 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.capture.captured import expect
-from intaglio.capture.nodes import operands, operator
+from intaglio.capture.nodes import operands
 from intaglio.quant.correct.inputs import channels_of_inputs
 from intaglio.quant.correct.kept import SAMPLES, Calls, kept_calls
-from intaglio.quant.correct.scaling import Value, arrives, divisible, equalized, normalizes, with_inputs
+from intaglio.quant.correct.scaling import arrives, divisible, equalized, normalizes, with_inputs
 from intaglio.quant.correct.smooth import Rows, Smoothing, smoothing
+from intaglio.quant.correct.smoothed import smoothable
 from intaglio.quant.corrections import Equalization, Step
 from intaglio.quant.distributed import Group
 from intaglio.quant.prepare import Prepared
@@ -47,9 +48,16 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = SAMPLES, group: Gr
     current = with_inputs(prepared, found)
     module = current.annotations.module
     values = [value for value in divisible(current) if value.region.setting.equalize]
-    largest = _largest(module, [value.name for value in values], calls, group)
+    rows = smoothable(current)
+    taken = {value.name for value in rows}
+    values = [value for value in values if value.name not in taken]
+    readers: dict[str, list[torch.Tensor]] = {value.name: value.weights for value in rows}
+    for value in values:
+        if normalizes(value.region):
+            readers[value.name] = [getattr(module, str(operands(use.node)[1].target)) for use in value.uses]
+    largest = _largest(module, {value.name: -1 if value.name in readers else 1 for value in (*values, *rows)}, calls, group)
     chosen: dict[str, torch.Tensor] = {}
-    smooth = _smoothings([value for value in values if normalizes(value.region)], current, calls, largest, group)
+    smooth = _smoothings(readers, module, calls, largest, group)
     for value in values:
         if normalizes(value.region):
             if value.name in smooth:
@@ -58,23 +66,23 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = SAMPLES, group: Gr
         factors = _factors(largest[value.name], float(value.region.setting.equalize or 0))
         if factors.isfinite().all() and arrives(value, factors):
             chosen[value.name] = factors
-    by_site = {value.site: tuple(chosen[value.name].tolist()) for value in values if value.name in chosen}
+    chosen |= {value.name: smooth[value.name].factors for value in rows if value.name in smooth}
+    by_site = {v.site: tuple(chosen[v.name].tolist()) for v in (*values, *rows) if v.name in chosen}
     plain = {name: factors for name, factors in chosen.items() if name not in smooth}
     steps = _gain(module, plain, calls[0]) if plain and calls else ()
     if smooth:
         sums = [sum(getattr(one, key) / one.signal for one in smooth.values()) for key in ("before", "after")]
         ends = (decibels(len(smooth), each) for each in sums)
-        steps += (Step("smooth", f"{len(smooth)} layer norms, results of their readers, mean", *ends),)
+        steps += (Step("smooth", f"{len(smooth)} values, results of their readers, mean", *ends),)
     return equalized(prepared, replace(found, factors=by_site), "".join(f"{line}\n" for line in (*notes, *steps)))
 
 
 def _largest(
-    module: fx.GraphModule, names: Sequence[str], calls: Sequence[Sequence[Any]], group: Group
+    module: fx.GraphModule, axes: Mapping[str, int], calls: Sequence[Sequence[Any]], group: Group
 ) -> dict[str, torch.Tensor]:
-    """Largest magnitude of every channel over all ranks' batches, by value."""
+    """Largest magnitude of every channel over all ranks' batches, by value; ``axes``: where its channels lie."""
     nodes = {node.name: node for node in module.graph.nodes}
-    axes = {name: -1 if operator(nodes[name]).startswith("aten.layer_norm") else 1 for name in names}
-    found = {name: torch.zeros(int(nodes[name].meta["type"].shape[axes[name]])) for name in names}
+    found = {name: torch.zeros(int(nodes[name].meta["type"].shape[axis])) for name, axis in axes.items()}
 
     def see(name: str, value: torch.Tensor) -> None:
         found[name] = torch.maximum(found[name], value.abs().movedim(axes[name], 0).flatten(1).amax(1))
@@ -82,7 +90,7 @@ def _largest(
     def run() -> None:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for leaves in calls:
-                _Recorder(module, names, see).run(*leaves)
+                _Recorder(module, axes, see).run(*leaves)
 
     group.together(run)
     if group.size == 1 or not found:
@@ -92,12 +100,14 @@ def _largest(
 
 
 def _smoothings(
-    values: Sequence[Value], prepared: Prepared, calls: Calls, largest: Mapping[str, torch.Tensor], group: Group
-) -> dict[str, Smoothing]:
-    """By value, where smoothing helps. Rows of all ranks, in the order of batches."""
-    if not values:
+    readers: Mapping[str, Sequence[torch.Tensor]], module: fx.GraphModule, calls: Calls,
+    largest: Mapping[str, torch.Tensor], group: Group,
+) -> dict[str, Smoothing]:  # fmt: skip
+    """By value, where smoothing helps. ``readers``: weights of the linear layers that read it. Rows of all ranks, in
+    the order of batches."""
+    if not readers:
         return {}
-    module, own = prepared.annotations.module, dict[str, list[Rows]]()
+    own: dict[str, list[Rows]] = {}
     sizes = [max((len(leaf) for leaf in leaves if leaf.dim()), default=1) for leaves in calls]
     each = max(group.gather(max(sizes, default=1)))  # samples are counted in steps of the largest batch
 
@@ -109,17 +119,16 @@ def _smoothings(
                 def see(name: str, value: torch.Tensor, first: int = first) -> None:
                     own.setdefault(name, []).append(Rows.of(value, first))
 
-                _Recorder(module, [value.name for value in values], see).run(*leaves)
+                _Recorder(module, readers, see).run(*leaves)
 
     group.together(run)
     found = {}
-    for value in values:
-        theirs = [part for parts in group.gather(own.get(value.name, [])) for part in parts]
+    for name, weights in readers.items():
+        theirs = [part for parts in group.gather(own.get(name, [])) for part in parts]
         theirs.sort(key=lambda part: int(part.samples[0]))
-        readers = [getattr(module, str(operands(use.node)[1].target)) for use in value.uses]
-        result = smoothing(Rows.joined(theirs), readers, largest[value.name]) if theirs else None
+        result = smoothing(Rows.joined(theirs), weights, largest[name]) if theirs else None
         if result is not None:
-            found[value.name] = result
+            found[name] = result
     return found
 
 

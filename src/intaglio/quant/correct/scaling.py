@@ -14,6 +14,7 @@ from intaglio.errors import CalibrationError
 from intaglio.ir import Dim, evaluate, symbols_of
 from intaglio.ops import BY_TARGET
 from intaglio.quant.annotate import Region
+from intaglio.quant.correct.smoothed import smooth, smoothable
 from intaglio.quant.corrections import Equalization
 from intaglio.quant.passes import constant_node, read_affine
 from intaglio.quant.prepare import Prepared, again, copy_graph
@@ -32,12 +33,15 @@ def equalized(prepared: Prepared, found: Equalization, report: str = "") -> Prep
     current = with_inputs(prepared, found)
     module = copy_graph(current.annotations.module)
     values = {value.site: value for value in divisible(current)}
-    unknown = sorted(set(found.factors) - set(values))
+    smoothed = {value.site: value for value in smoothable(current)}
+    unknown = sorted(set(found.factors) - set(values) - set(smoothed))
     if unknown:
         raise CalibrationError("equalization", None, f"no values to divide: {', '.join(unknown[:5])}",
                                remedy="use it with the model and the recipe it was made for")  # fmt: skip
-    factors = {values[site].name: torch.tensor(f, dtype=torch.float64) for site, f in found.factors.items()}
-    _rewrite(module, current.annotations.regions, [values[site] for site in found.factors], factors)
+    everything = {**smoothed, **values}
+    factors = {everything[site].name: torch.tensor(f, dtype=torch.float64) for site, f in found.factors.items()}
+    _rewrite(module, current.annotations.regions, [values[s] for s in found.factors if s in values], factors)
+    smooth(module, [smoothed[site] for site in found.factors if site not in values], factors)
     made = again(prepared, module)
     return replace(made, equalization=found, about=made.about.after(corrections=report) if report else made.about)
 

@@ -19,6 +19,8 @@ STRENGTHS = (0.5, 0.6, 0.7, 0.8, 0.9)
 FOLDS = 8
 TOKENS = 16
 """Rows of a sample that are looked at."""
+ROWS = 1024
+"""Of all samples."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class Rows:
         chosen = tokens[:, ::step][:, :TOKENS]
         samples = torch.arange(first, first + len(tokens)).repeat_interleave(chosen.shape[1])
         return Rows(chosen.reshape(-1, value.shape[-1]).float(), samples)
+
+    def few(self) -> Rows:
+        """At most `ROWS` of them, evenly spread."""
+        step = -(-len(self.values) // ROWS)
+        return Rows(self.values[::step], self.samples[::step])
 
     @staticmethod
     def joined(parts: Sequence[Rows]) -> Rows:
@@ -56,14 +63,14 @@ class Smoothing:
 def smoothing(rows: Rows, weights: Sequence[torch.Tensor], largest: torch.Tensor) -> Smoothing | None:
     """``None`` where no strength does better than none. ``weights``: float32 [o, c] of the readers; ``largest``:
     magnitude of each channel over all data."""
-    weight = torch.cat(list(weights)).double()
-    signal = (rows.values.double() @ weight.t()).square().sum().item()
+    weight, rows = torch.cat(list(weights)), rows.few()
+    signal = (rows.values @ weight.t()).double().square().sum().item()
     plain = _error(rows, weight, None)
     errors = {strength: _error(rows, weight, strength) for strength in STRENGTHS}
     strength = min(errors, key=lambda one: errors[one])
     if not errors[strength] < plain:
         return None
-    return Smoothing(_factors(largest.double(), weight, strength), strength, signal, plain, errors[strength])
+    return Smoothing(_factors(largest.double(), weight.double(), strength), strength, signal, plain, errors[strength])
 
 
 def _factors(largest: torch.Tensor, weight: torch.Tensor, strength: float) -> torch.Tensor:
@@ -79,16 +86,16 @@ def _error(rows: Rows, weight: torch.Tensor, strength: float | None) -> float:
     """Squared error of the results on each fold, quantized by what the other folds say."""
     total, fold = 0.0, rows.samples % FOLDS
     for number in range(FOLDS):
-        seen, held = rows.values[fold != number].double(), rows.values[fold == number].double()
+        seen, held = rows.values[fold != number], rows.values[fold == number]
         if not len(held):
             continue
         seen = seen if len(seen) else held
-        factors = torch.ones(weight.shape[1], dtype=torch.float64)
+        factors = torch.ones(weight.shape[1])
         if strength is not None:
-            factors = _factors(seen.abs().amax(0), weight, strength)
+            factors = _factors(seen.abs().amax(0).double(), weight.double(), strength).float()
         scale, zero = numerics.affine((seen / factors).min().item(), (seen / factors).max().item(), 0, 255)
         levels = ((held / factors / scale).round() + zero).clamp(0, 255) - zero
-        steps = torch.from_numpy(numerics.symmetric((weight * factors).abs().amax(1).numpy(), 127)).double()[:, None]
+        steps = torch.from_numpy(numerics.symmetric((weight * factors).abs().amax(1).numpy(), 127))[:, None]
         integers = (weight * factors / steps).round() * steps
-        total += (held @ weight.t() - levels * scale @ integers.t()).square().sum().item()
+        total += (held @ weight.t() - (levels * scale) @ integers.t()).double().square().sum().item()
     return total

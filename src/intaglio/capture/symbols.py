@@ -1,0 +1,106 @@
+"""Free dimensions of an exported program: their names, which of them are one, their ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from intaglio.ir import Input, symbols_of
+
+if TYPE_CHECKING:
+    import sympy  # a third of a second to import
+
+UNBOUNDED = 2**31
+"""A bound torch gives that is at least this large says nothing."""
+SPECIALISED = 2
+"""torch.export proves nothing for sizes below it, whatever the model; capture tries size 1 itself."""
+
+Names = Mapping["sympy.Symbol", str]
+
+
+def symbol_names(program: ExportedProgram) -> Names:
+    """Free symbols in order of appearance: ``n``, ``n1``, ``n2`` ...; symbols that must agree have one name."""
+    names: dict[Any, str] = {}
+    same = _agreeing(program)
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        sizes = [value] if isinstance(value, torch.SymInt) else getattr(value, "shape", ())
+        for size in sizes:
+            if isinstance(size, torch.SymInt):
+                for free in sorted(size.node.expr.free_symbols, key=str):
+                    if free not in names:
+                        known = names.get(same.get(free))
+                        names[free] = known or f"n{len(set(names.values())) or ''}"
+    return names
+
+
+def _agreeing(program: ExportedProgram) -> dict[Any, Any]:
+    """Symbol -> another that it must equal although torch.export does not say so.
+
+    A tensor that is indexed with whole ranges of another input's sizes (attention masks are) needs sizes at least as
+    large, and more would be cut off without a word: calls mean equal ones.
+    """
+    same: dict[Any, Any] = {}
+    reads: dict[fx.Node, bool] = {}
+    for node in program.graph.nodes:
+        reads[node] = _reads_values(node, reads)
+        if str(node.target) != "aten.index.Tensor" or any(reads[index] for index in node.args[1] if index is not None):
+            continue
+        held = list(node.args[0].meta["val"].shape)
+        made = [size for size in node.meta["val"].shape if not isinstance(size, int) or size != 1]
+        if [_hint(size) for size in held] == [_hint(size) for size in made]:
+            pairs = zip(held, made, strict=True)
+            same.update((a.node.expr, b.node.expr) for a, b in pairs if _is_symbol(a) and _is_symbol(b))
+    return {**same, **{b: a for a, b in same.items()}}
+
+
+def _reads_values(node: fx.Node, reads: Mapping[fx.Node, bool]) -> bool:
+    """Whether a value depends on the elements of an input or constant, not on sizes alone."""
+    if node.op == "placeholder":
+        return True
+    if node.op != "call_function" or node.target is torch.ops.aten.sym_size.int:
+        return False
+    return any(reads[source] for source in node.all_input_nodes)
+
+
+def _is_symbol(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) and size.node.expr.is_Symbol
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    """The size in the example."""
+    return size if isinstance(size, int) else size.node.hint
+
+
+def ranges_of(program: ExportedProgram, names: Names) -> dict[str, tuple[int, int | None]]:
+    """Free dimension -> least and largest size; those that may have any size are left out."""
+    found: dict[str, tuple[int, int | None]] = {}
+    for free, bounds in program.range_constraints.items():
+        if free not in names:
+            continue
+        low, high = _bound(bounds.lower) or 0, _bound(bounds.upper)
+        if names[free] in found:
+            other = found[names[free]]
+            low, high = max(low, other[0]), min([b for b in (high, other[1]) if b is not None], default=None)
+        found[names[free]] = (low if low > SPECIALISED else 0, high)
+    return {name: ends for name, ends in found.items() if ends != (0, None)}
+
+
+def _bound(value: Any) -> int | None:
+    number = int(value) if getattr(value, "is_Integer", isinstance(value, int)) else UNBOUNDED
+    return number if number < UNBOUNDED else None
+
+
+def example_sizes(program: ExportedProgram, names: Names, inputs: Collection[Input]) -> dict[str, int]:
+    """Free dimension -> its size in the example; the batch counts as 1. What work is counted with."""
+    batch = set().union(*[symbols_of(entry.type.shape[0]) for entry in inputs if entry.type.shape])
+    hints = {}
+    for node in program.graph.nodes:
+        for size in getattr(node.meta.get("val"), "shape", ()):
+            if isinstance(size, torch.SymInt) and size.node.expr in names:
+                hints[names[size.node.expr]] = size.node.hint
+    return {name: 1 if name in batch else hint or 1 for name, hint in hints.items()}

@@ -1,0 +1,353 @@
+"""Loops: one pass over memory for each stretch between reductions, a vector at a time, with an exact tail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from intaglio import numerics
+from intaglio.codegen.context import Context, finish
+from intaglio.codegen.stages import Rows, Stage
+from intaglio.codegen.writer import Code
+from intaglio.ir import Dim, DType, Graph, Op, Partition, Shape, evaluate, numel
+from intaglio.ir.loops import body_of, row_axis, space
+from intaglio.ir.moves import Strides
+
+LONGEST_KEPT = 4096
+"""Elements of a row up to which values are kept from pass to pass."""
+KEPT_BYTES = 1 << 18
+"""Of the stack, for the values of a row that are kept."""
+TYPICAL = 7
+"""Stands for every free dimension where strides are put in order."""
+
+ELEMENT = {DType.F32: "float", DType.BF16: "uint16_t", DType.U8: "uint8_t", DType.BOOL: "uint8_t", DType.I64: "int64_t"}
+VECTOR = {DType.F32: "Reals", DType.BF16: "Reals", DType.U8: "RealBits", DType.BOOL: "RealBits", DType.I64: "Longs"}
+INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^"}
+COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+CALLED = {
+    "maximum": "larger({0}, {1})", "minimum": "smaller({0}, {1})", "neg": "-{0}", "abs": "absolute({0})",
+    "sqrt": "root({0})", "reciprocal": "1.0f / {0}", "round": "nearest({0})", "exp": "exponential({0})",
+    "log": "logarithm({0})", "relu": "relu({0})", "not": "~{0}", "where": "{0} ? {1} : {2}",
+    "hardswish": "of_number({0}, hardswish({0}))", "hardsigmoid": "of_number({0}, hardsigmoid({0}))",
+    "sigmoid": "of_number({0}, sigmoid({0}))", "tanh": "of_number({0}, hyperbolic_tangent({0}))",
+    "silu": "of_number({0}, silu({0}))", "gelu": "of_number({0}, gelu({0}))",
+    "gelu_tanh": "of_number({0}, gelu_tanh({0}))",
+}  # fmt: skip
+"""Operator of a body -> C, over vectors; with those below it has all but reductions and views (tests/test_loops.py)."""
+SUMS = {"sum": ("0.0f", "added", "tree_of_sums({0})"), "mean": ("0.0f", "added", "tree_of_sums({0}) / (float)size"),
+        "max": ("-__builtin_inff()", "raised", "tree_of_most({0})"),
+        "min": ("__builtin_inff()", "lowered", "tree_of_least({0})")}  # fmt: skip
+"""Reduction -> where lanes begin, what joins them, and what comes of them in the end."""
+WITH_NUMBERS = ("leaky_relu", "clamp", "cast", "quantize", "dequantize")
+
+
+@dataclass(frozen=True)
+class End:
+    """An operand or a result of the loop: C of its first element, elements between neighbours along the axes of the
+    space."""
+
+    value: str
+    dtype: DType
+    pointer: str
+    strides: Strides
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The space as rows around one inner run. ``outer``: sizes; ``strides``: end -> those along them, then the inner."""
+
+    outer: Shape
+    size: Dim
+    strides: Mapping[str, Strides]
+
+
+class Loop:
+    """One loop, and where everything it touches lies."""
+
+    def __init__(self, op: Op, context: Context) -> None:
+        self.op, self.context, self.body = op, context, body_of(op)
+        self.space, self.axis = space(self.body), row_axis(self.body)
+        self.tables = {step.output: step for step in self.body.ops if step.kind == "gather"}
+        self.ends = {end.value: end for end in (*self._inputs(), *self._outputs())}
+        self.lines = self._lines()
+        single = {name for name, steps in self.lines.strides.items() if steps[-1] == 0 and name not in self.body.outputs}
+        self.rows = Rows(self.body, single | set(self.body.constants))
+        self.names = _c_names(self.body)
+
+    def _inputs(self) -> list[End]:
+        """As the body sees them: with the axes that it adds, tables left out."""
+        outer = dict(zip(self.body.inputs, self.op.inputs, strict=True))
+        found = []
+        read = {name for step in self.body.ops if step.kind not in ("unsqueeze", "gather") for name in step.inputs}
+        read |= {step.inputs[1] for step in self.tables.values()}
+        for name in self.body.inputs:
+            pointer, strides = self._at(outer[name])
+            dtype, shape = self.body.types[name].dtype, self.body.types[name].shape
+            if name in read:
+                found.append(End(name, dtype, pointer, self._aligned(shape, strides)))
+            for step in self.body.ops:
+                if step.kind == "unsqueeze" and step.inputs[0] == name:
+                    axis = step.attrs["axis"]
+                    wide = (*shape[:axis], 1, *shape[axis:]), (*strides[:axis], 0, *strides[axis:])
+                    found.append(End(step.output, dtype, pointer, self._aligned(*wide)))
+        return found
+
+    def _outputs(self) -> list[End]:
+        lost = {step.output: step.attrs["axis"] for step in self.body.ops if step.kind == "squeeze"}
+        found = []
+        for name, inner in zip(self.op.outputs, self.body.outputs, strict=True):
+            (pointer, strides), kind = self.context.strided(name), self.body.types[inner]
+            shape, axis = kind.shape, lost.get(inner)
+            if axis is not None:
+                shape, strides = (*shape[:axis], 1, *shape[axis:]), (*strides[:axis], 0, *strides[axis:])
+            found.append(End(inner, kind.dtype, pointer, self._aligned(shape, strides)))
+        return found
+
+    def _at(self, value: str) -> tuple[str, Strides]:
+        array = self.context.graph.constants.get(value)
+        if array is None:
+            return self.context.strided(value)
+        steps = [int(np.prod(array.shape[axis + 1 :])) for axis in range(array.ndim)]
+        return f"({self.context.constant(array, 'uint8_t')})", tuple(steps)
+
+    def _aligned(self, shape: Shape, strides: Strides) -> Strides:
+        """Along the axes of the space; 0 where there is one element."""
+        own = tuple(0 if size == 1 else step for size, step in zip(shape, strides, strict=True))
+        return (0,) * (len(self.space) - len(own)) + own
+
+    def _lines(self) -> Lines:
+        """Rows along the axis of reductions; of single elements, along what the first result has side by side."""
+        axes = [axis for axis, size in enumerate(self.space) if size != 1 and axis != self.axis]
+        if self.axis is None:
+            first = self.ends[self.body.outputs[0]]
+            axes.sort(key=lambda axis: -evaluate(first.strides[axis], _Typical()))
+        runs = [(self.space[axis], {e.value: e.strides[axis] for e in self.ends.values()}) for axis in axes]
+        if self.axis is None:
+            runs = _joined(runs)
+            *outer, inner = runs or [(1, dict.fromkeys(self.ends, 0))]
+        else:
+            outer = _joined(runs)
+            inner = self.space[self.axis], {e.value: e.strides[self.axis] for e in self.ends.values()}
+        steps = {name: (*(run[1][name] for run in outer), inner[1][name]) for name in self.ends}
+        return Lines(tuple(size for size, _ in outer), inner[0], steps)
+
+    def along(self, output: str) -> bool:
+        """Whether a result is stored along rows, not once for each."""
+        return self.axis is None or self.rows.at(output) not in self.rows.row or self.lines.strides[output][-1] != 0
+
+    def kept(self, stages: Sequence[Stage]) -> dict[str, int]:
+        """Values that are kept, each with its place."""
+        return {name: place for place, name in enumerate(name for stage in stages for name in stage.kept)}
+
+
+class _Typical(dict[str, int]):
+    def __missing__(self, key: str) -> int:
+        return TYPICAL
+
+
+def _joined(runs: Sequence[tuple[Dim, dict[str, Dim]]]) -> list[tuple[Dim, dict[str, Dim]]]:
+    """Axes that lie behind each other in all ends count as one."""
+    found: list[tuple[Dim, dict[str, Dim]]] = []
+    for size, steps in runs:
+        if found and all(found[-1][1][name] == step * size for name, step in steps.items()):
+            found[-1] = found[-1][0] * size, steps
+        else:
+            found.append((size, steps))
+    return found
+
+
+def _c_names(body: Graph) -> dict[str, str]:
+    """Names of variables: those of the values where C can have them."""
+    return {name: f"v_{name}" if name.isascii() else f"v{index}" for index, name in enumerate(body.types)}
+
+
+def emit_loop(code: Code, partition: Partition, context: Context) -> None:
+    """The step: rows shared by threads, in each the passes along it."""
+    loop = Loop(partition.anchor, context)
+    outputs = {name: loop.along(name) for name in loop.body.outputs}
+    keeping, plain = (loop.rows.stages(outputs, keep) for keep in (True, False))
+    code(f"const int64_t size = {context.dim(loop.lines.size)}, rows = {context.dim(numel(loop.lines.outer))};")
+    for end in loop.ends.values():
+        const = "" if end.value in loop.body.outputs else "const "
+        code(f"{const}{ELEMENT[end.dtype]}* const {loop.names[end.value]}_at = "
+             f"({const}{ELEMENT[end.dtype]}*){end.pointer};")  # fmt: skip
+    count, size = len(loop.kept(keeping)), loop.lines.size
+    if not count:
+        _rows(code, loop, keeping)
+    elif isinstance(size, int):
+        fits = size <= LONGEST_KEPT and 4 * count * size <= KEPT_BYTES
+        _rows(code, loop, keeping if fits else plain, size)
+    else:
+        longest = min(LONGEST_KEPT, KEPT_BYTES // (4 * count))
+        with code.block(f"if (size <= {longest})"):
+            _rows(code, loop, keeping, longest)
+        with code.block("else"):
+            _rows(code, loop, plain)
+    for name in partition.anchor.outputs:
+        if context.halo(name):
+            with code.block(""):
+                finish(code, context, name, context.limits(Op("loop", (), (name,))))
+
+
+def _rows(code: Code, loop: Loop, stages: Sequence[Stage], longest: int = 0) -> None:
+    """Every row; of elements that are all alike, a piece of one."""
+    kept = loop.kept(stages)
+    if kept:
+        code(f"float kept[{len(kept)}][{-(-longest // 16) * 16}] __attribute__((aligned(64)));")
+    if loop.axis is None:
+        code("const int64_t pieces = (size + PIECE - 1) / PIECE;")
+        units = "rows * pieces"
+    else:
+        units = "rows"
+    head = f"for (int64_t u = share({units}, thread, threads); u < share({units}, thread + 1, threads); ++u)"
+    with code.block(head):
+        if loop.axis is None:
+            code("const int64_t row = u / pieces, first = u % pieces * PIECE;")
+            code("const int64_t last = size - first < PIECE ? size : first + PIECE;")
+        else:
+            code("const int64_t row = u, first = 0, last = size;")
+        _pointers(code, loop)
+        for stage in stages:
+            _stage(code, loop, stage, kept)
+        _store_rows(code, loop)
+
+
+def _pointers(code: Code, loop: Loop) -> None:
+    """Where the row begins in every end, and all that is one number in it."""
+    outer, context, indices = loop.lines.outer, loop.context, ["row"]
+    if len(outer) > 1:
+        indices = [f"i{axis}" for axis in range(len(outer))]
+        code("int64_t rest = row;")
+        for axis in reversed(range(1, len(outer))):
+            code(f"const int64_t i{axis} = rest % {context.dim(outer[axis])};")
+            code(f"rest /= {context.dim(outer[axis])};")
+        code("const int64_t i0 = rest;")
+    for end in loop.ends.values():
+        steps, name = loop.lines.strides[end.value][:-1], loop.names[end.value]
+        terms = [f"{index} * {context.dim(step)}" for index, step in zip(indices, steps, strict=False) if step != 0]
+        const = "" if end.value in loop.body.outputs else "const "
+        code(f"{const}{ELEMENT[end.dtype]}* const {name}_row = {' + '.join([f'{name}_at', *terms])};")
+        if end.value in loop.rows.row and end.value not in loop.body.outputs:
+            code(f"const {VECTOR[end.dtype]} {name} = all_{end.dtype}({name}_row);")
+    for name, step in loop.tables.items():
+        _table(code, loop, name, step)
+
+
+def _table(code: Code, loop: Loop, name: str, step: Op) -> None:
+    """The row of a table that an id names; of an id it does not have, the first."""
+    outer = dict(zip(loop.body.inputs, loop.op.inputs, strict=True))
+    pointer, strides = loop._at(outer[step.inputs[0]])
+    count, row = loop.body.types[step.inputs[0]].shape[0], loop.names[name]
+    code(f"int64_t {row}_id = *{loop.names[step.inputs[1]]}_row;")
+    code(f"if ({row}_id < 0 || {row}_id >= {loop.context.dim(count)}) *r->outside = 1, {row}_id = 0;")
+    code(f"const float* const {row}_row = (const float*){pointer} + {row}_id * {loop.context.dim(strides[0])};")
+
+
+def _stage(code: Code, loop: Loop, stage: Stage, kept: Mapping[str, int]) -> None:
+    names, types = loop.names, loop.body.types
+    for op in stage.row:
+        code(f"const {VECTOR[types[op.output].dtype]} {names[op.output]} = {_value(op, loop)};")
+    if stage.empty:
+        return
+    for op in stage.sums:
+        code(f"Reals {names[op.output]}_lanes[GROUPS];")
+        code(f"for (int g = 0; g < GROUPS; ++g) {names[op.output]}_lanes[g] = every_lane({SUMS[op.kind][0]});")
+    group = "int g" if stage.sums else "int"
+    head = f"along(first, last, [&](int64_t i, int64_t count, {group}) __attribute__((always_inline))"
+    with code.block(head, end="});"):
+        for name in stage.loads:
+            code(f"const {VECTOR[types[name].dtype]} {names[name]} = {_load(name, loop)};")
+        for name in stage.restored:
+            code(f"const Reals {names[name]} = read_f32(kept[{kept[name]}] + i, 1, FLOATS);")
+        for op in stage.ops:
+            code(f"const {VECTOR[types[op.output].dtype]} {names[op.output]} = {_value(op, loop)};")
+        for op in stage.sums:
+            lanes = f"{names[op.output]}_lanes[g]"
+            code(f"{lanes} = {SUMS[op.kind][1]}({lanes}, {_operand(op.inputs[0], loop)}, count);")
+        for name in stage.kept:
+            code(f"write_f32(kept[{kept[name]}] + i, 1, FLOATS, {names[name]});")
+        for name in stage.stored:
+            code(_store(name, loop))
+    for op in stage.sums:
+        code(f"const Reals {names[op.output]} = {SUMS[op.kind][2].format(f'{names[op.output]}_lanes')};")
+
+
+def _store_rows(code: Code, loop: Loop) -> None:
+    """Results that are one number a row."""
+    for name in loop.body.outputs:
+        if not loop.along(name):
+            value = _operand(loop.rows.at(name), loop)
+            code(f"write_{loop.ends[name].dtype}({loop.names[name]}_row, 1, 1, {value});")
+
+
+def _load(name: str, loop: Loop) -> str:
+    if name in loop.tables:
+        return f"read_f32({loop.names[name]}_row + i, 1, count)"
+    end, step = loop.ends[name], loop.lines.strides[name][-1]
+    return f"read_{end.dtype}({_element(name, loop)}, {loop.context.dim(step)}, count)"
+
+
+def _store(name: str, loop: Loop) -> str:
+    end, step = loop.ends[name], loop.lines.strides[name][-1]
+    value = _operand(loop.rows.at(name), loop)
+    return f"write_{end.dtype}({_element(name, loop)}, {loop.context.dim(step)}, count, {value});"
+
+
+def _element(name: str, loop: Loop) -> str:
+    step = loop.lines.strides[name][-1]
+    return f"{loop.names[name]}_row + i" + ("" if step == 1 else f" * {loop.context.dim(step)}")
+
+
+def _operand(name: str, loop: Loop) -> str:
+    """A variable, or a number in every lane."""
+    array = loop.body.constants.get(name)
+    return loop.names[name] if array is None else f"every_lane({number(array)})"
+
+
+def _value(op: Op, loop: Loop) -> str:
+    """C of one operator over the variables of its operands."""
+    types, constants = loop.body.types, loop.body.constants
+    given, result = [_operand(name, loop) for name in op.inputs], types[op.output]
+    if op.kind in INFIX:
+        if op.inputs[1] in constants and op.inputs[0] not in constants:
+            given[1] = number(constants[op.inputs[1]])
+        return f"{given[0]} {INFIX[op.kind]} {given[1]}"
+    if op.kind in COMPARED:
+        found = f"{given[0]} {COMPARED[op.kind]} {given[1]}"
+        return f"__builtin_convertvector({found}, RealBits)" if types[op.inputs[0]].dtype is DType.I64 else found
+    if op.kind == "leaky_relu":
+        return f"of_number({given[0]}, leaky_relu({given[0]}, {number(op.attrs['slope'])}))"
+    if op.kind == "clamp":
+        return f"clamp({given[0]}, {number(op.attrs['low'])}, {number(op.attrs['high'])})"
+    if op.kind == "dequantize":
+        q = types[op.inputs[0]].levels
+        return f"dequantize_lanes({given[0]}, {q.zero}, {number(q.step)})"
+    if op.kind == "quantize":
+        q = result.levels
+        bounds = f"{number(q.qmin - q.zero)}, {number(q.qmax - q.zero)}"
+        return f"quantize_lanes({given[0]}, {number(numerics.reciprocal(q.step))}, {q.zero}, {bounds})"
+    if op.kind == "cast":
+        return _cast(given[0], types[op.inputs[0]].dtype, result.dtype)
+    return CALLED[op.kind].format(*given)
+
+
+def _cast(value: str, source: DType, result: DType) -> str:
+    if result is DType.BOOL:
+        nonzero = f"{value} != 0"
+        if source is DType.I64:
+            return f"__builtin_convertvector({nonzero}, RealBits)"
+        return value if source is DType.BOOL else nonzero
+    real = {DType.I64: f"__builtin_convertvector({value}, Reals)", DType.BOOL: f"ones({value})"}.get(source, value)
+    return f"to_bfloat16({real})" if result is DType.BF16 and source is not DType.BF16 else real
+
+
+def number(value: float | np.ndarray) -> str:
+    """A float32 in C, exactly."""
+    single = float(np.float32(value))
+    if np.isnan(single):
+        return '__builtin_nanf("")'
+    if np.isinf(single):
+        return "__builtin_inff()" if single > 0 else "-__builtin_inff()"
+    return f"{single.hex()}f"

@@ -1,0 +1,63 @@
+"""Float operators of a reference as loops of the integer graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from intaglio.capture.nodes import arguments, is_constant, operator, origin, resolve, tensor_nodes, tensor_type
+from intaglio.ir import Graph, Op, TensorType
+from intaglio.ops.real import REAL_BY_TARGET, Body, RealCall, refusal, write_call
+
+STORED = (torch.float32, torch.bool, torch.int64)
+"""Element types of constants that loops read."""
+
+
+def real_call(node: fx.Node, module: fx.GraphModule) -> RealCall | None:
+    """The call of an operator that the program computes in float; ``None`` where an island does."""
+    record, result = REAL_BY_TARGET.get(operator(node)), tensor_type(node)
+    if record is None or result is None:
+        return None
+    given = {name: _typed(value) for name, value in arguments(node).items()}
+    held = {name: getattr(module, str(value.target)) for name, value in arguments(node).items()
+            if isinstance(value, fx.Node) and is_constant(value)}  # fmt: skip
+    read = [leaf for leaf in tensor_nodes((node.args, node.kwargs)) if leaf.op == "get_attr"]
+    if any(getattr(module, str(leaf.target)).dtype not in STORED for leaf in read):
+        return None
+    constants = {name: value.detach().numpy() for name, value in held.items()}
+    call = RealCall(operator(node), given, result, constants)
+    return call if refusal(record, call) is None else None
+
+
+def _typed(value: Any) -> Any:
+    """A tensor as its type, a symbolic number as its dimension; what only torch knows stays as it is, as text."""
+    if isinstance(value, fx.Node):
+        return tensor_type(value) or resolve(value)
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format, torch.device)):
+        return str(value)
+    return resolve(value)
+
+
+def loop_of(
+    node: fx.Node, call: RealCall, names: Mapping[fx.Node, str], types: Mapping[str, TensorType], result: str
+) -> tuple[Op, dict[str, np.ndarray]]:
+    """The operator as a loop that makes ``result``, and the constants that it brings along. ``names``: of the values
+    its operands are."""
+    body = Body(result, types)
+    values = {name: _value(value, names) for name, value in arguments(node).items()}
+    found = write_call(REAL_BY_TARGET[call.target], call, body, values)
+    ops = tuple(Op(op.kind, op.inputs, (result,) if op.output == found else op.outputs, op.attrs) for op in body.ops)
+    made = {result, *body.constants, *(op.output for op in ops)}
+    inputs = tuple(dict.fromkeys(name for op in ops for name in op.inputs if name not in made))
+    inner = Graph(inputs, (result,), {name: body.types[name] for name in (*inputs, *made)}, ops, body.constants)
+    return Op("loop", inputs, (result,), {}, inner, origin(node)), body.arrays
+
+
+def _value(value: Any, names: Mapping[fx.Node, str]) -> Any:
+    if isinstance(value, fx.Node) and value in names:
+        return names[value]
+    return resolve(value)

@@ -1,0 +1,200 @@
+// What generated loops are made of, a vector at a time: floats.py's functions, bit for bit, ends of every element type,
+// and how a row is gone along. Build with -ffp-contract=off. No libm.
+#pragma once
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include <string.h>
+
+#include "functions.h"
+#include "numerics.h"
+
+enum { LANES = 16, GROUPS = LANES / FLOATS };  // of a sum; vectors that hold them
+enum { PIECE = 1 << 14 };                      // elements of a row that a thread takes at a time, where all are alike
+
+typedef uint8_t Bytes __attribute__((vector_size(FLOATS)));
+typedef uint16_t Halves __attribute__((vector_size(2 * FLOATS)));
+typedef int64_t Longs __attribute__((vector_size(8 * FLOATS)));
+
+// -- ends: `count` elements `apart` from each other; lanes beyond hold zero, and are not stored ---------------------------
+
+#define END(name, Element, Vector)                                                                       \
+    static inline __attribute__((always_inline)) Vector read_##name(const Element* from, int64_t apart, int64_t count) { \
+        Vector all;                                                                                      \
+        if (apart == 1 && count == FLOATS) {                                                             \
+            memcpy(&all, from, sizeof all);                                                              \
+        } else {                                                                                         \
+            Element each[FLOATS] = {0};                                                                  \
+            for (int64_t l = 0; l < count; ++l) each[l] = from[l * apart];                               \
+            memcpy(&all, each, sizeof all);                                                              \
+        }                                                                                                \
+        return all;                                                                                      \
+    }                                                                                                    \
+    static inline __attribute__((always_inline)) void write_##name(Element* to, int64_t apart, int64_t count, Vector all) { \
+        if (apart == 1 && count == FLOATS) {                                                             \
+            memcpy(to, &all, sizeof all);                                                                \
+        } else {                                                                                         \
+            Element each[FLOATS];                                                                        \
+            memcpy(each, &all, sizeof all);                                                              \
+            for (int64_t l = 0; l < count; ++l) to[l * apart] = each[l];                                 \
+        }                                                                                                \
+    }
+END(f32, float, Reals)
+END(bytes, uint8_t, Bytes)
+END(halves, uint16_t, Halves)
+END(i64, int64_t, Longs)
+#undef END
+
+static inline RealBits read_bool(const uint8_t* from, int64_t apart, int64_t count) {
+    return __builtin_convertvector(read_bytes(from, apart, count), RealBits) != 0;
+}
+static inline void write_bool(uint8_t* to, int64_t apart, int64_t count, RealBits x) {
+    write_bytes(to, apart, count, __builtin_convertvector(x & 1, Bytes));
+}
+static inline RealBits read_u8(const uint8_t* from, int64_t apart, int64_t count) {
+    return __builtin_convertvector(read_bytes(from, apart, count), RealBits);
+}
+static inline void write_u8(uint8_t* to, int64_t apart, int64_t count, RealBits x) {
+    write_bytes(to, apart, count, __builtin_convertvector(x, Bytes));
+}
+static inline Reals read_bf16(const uint16_t* from, int64_t apart, int64_t count) {
+    return (Reals)(__builtin_convertvector(read_halves(from, apart, count), RealBits) << 16);
+}
+static inline void write_bf16(uint16_t* to, int64_t apart, int64_t count, Reals x) {
+    write_halves(to, apart, count, __builtin_convertvector(((RealBits)x >> 16) & 0xffff, Halves));
+}
+
+// Of one element, in all lanes.
+static inline Reals all_f32(const float* from) { return every_lane(*from); }
+static inline Reals all_bf16(const uint16_t* from) { return (Reals)(((RealBits){} + *from) << 16); }
+static inline RealBits all_bool(const uint8_t* from) { return ((RealBits){} + *from) != 0; }
+static inline RealBits all_u8(const uint8_t* from) { return (RealBits){} + *from; }
+static inline Longs all_i64(const int64_t* from) { return (Longs){} + *from; }
+
+// -- levels -------------------------------------------------------------------------------------------------------------
+
+static inline Reals dequantize_lanes(RealBits levels, int32_t zero_point, float scale) {
+    return __builtin_convertvector(levels - zero_point, Reals) * scale;
+}
+
+// numerics.quantize. Bounds are whole steps from the zero point, so it does not matter that they are taken before rounding.
+static inline RealBits quantize_lanes(Reals x, float inverse, int32_t zero_point, float least, float most) {
+    const Reals steps = x * inverse, bounded = least_of(most_of(steps, least), most);
+    return whole(shifted(steps == steps ? bounded : every_lane(0.0f))) + zero_point;
+}
+
+static inline Reals to_bfloat16(Reals x) {
+    const RealBits bits = (RealBits)x, odd = (bits >> 16) & 1;
+    typedef uint32_t Words __attribute__((vector_size(4 * FLOATS)));
+    const RealBits rounded = (RealBits)((Words)bits + 0x7fff + (Words)odd) & (int32_t)0xffff0000;
+    return x == x ? (Reals)rounded : every_lane(__builtin_nanf(""));
+}
+
+// -- of one element -----------------------------------------------------------------------------------------------------
+
+static inline Reals of_number(Reals x, Reals value) { return x == x ? value : x; }  // NaN stays
+static inline Reals larger(Reals a, Reals b) { return ((a > b) | (a != a)) ? a : b; }
+static inline Reals smaller(Reals a, Reals b) { return ((a < b) | (a != a)) ? a : b; }
+static inline Reals relu(Reals x) { return x < 0.0f ? every_lane(0.0f) : x; }
+static inline Reals ones(RealBits truth) { return (Reals)(truth & (RealBits)every_lane(1.0f)); }
+
+static inline Reals clamp(Reals x, float low, float high) {
+    const Reals raised = x < low ? every_lane(low) : x;
+    return raised > high ? every_lane(high) : raised;
+}
+
+static inline Reals root(Reals x) {
+#if defined(__AVX512F__)
+    return (Reals)_mm512_sqrt_ps((__m512)x);
+#elif defined(__AVX2__)
+    return (Reals)_mm256_sqrt_ps((__m256)x);
+#else
+    for (int l = 0; l < FLOATS; ++l) x[l] = __builtin_sqrtf(x[l]);
+    return x;
+#endif
+}
+
+static inline Reals nearest(Reals x) {
+#if defined(__AVX512F__)
+    return (Reals)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__AVX2__)
+    return (Reals)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    Reals whole;
+    for (int l = 0; l < FLOATS; ++l) whole[l] = round_even(x[l]);
+    return (Reals)((RealBits)absolute(whole) | ((RealBits)x & (int32_t)0x80000000));  // its zeros have no sign
+#endif
+}
+
+static inline Reals exponential(Reals x) {
+    const Reals bounded = least_of(most_of(x, -87.0f), 89.0f), rounded = shifted(bounded * 1.44269502162933349609375f);
+    const RealBits n = whole(rounded);
+    const Reals power = (Reals)(((n < 127 ? n : (RealBits){} + 127) + 127) << 23);
+    const Reals twice = n > 127 ? every_lane(2.0f) : every_lane(1.0f);
+    const Reals found = ((exp_rise(bounded, integral(rounded)) + 1.0f) * power) * twice;
+    return of_number(x, x < -87.0f ? every_lane(0.0f) : found);
+}
+
+static inline Reals logarithm(Reals x) {
+    const RealBits small = x < 0x1p-126f;
+    const Reals usual = x > 0.0f ? x : every_lane(1.0f), scaled = small ? usual * 0x1p23f : usual;
+    const RealBits bits = (RealBits)scaled, n = (bits - 0x3f3504f3) >> 23;
+    const Reals rise = (Reals)(bits - (n << 23)) - 1.0f, s = rise / (rise + 2.0f), square = s * s;
+    Reals total = square * 0x1.c71c72p-3f + 0x1.24924ap-2f;
+    total = total * square + 0x1.99999ap-2f;
+    total = total * square + 0x1.555556p-1f;
+    const Reals exponent = __builtin_convertvector(n - (small & 23), Reals);
+    Reals found = ((total * (square * s) + exponent * -2.12194441701285541057586669921875e-4f) + (s + s)) + exponent * 0.693359375f;
+    found = x == 0.0f ? every_lane(-__builtin_inff()) : found;
+    found = x == __builtin_inff() ? x : found;
+    return of_number(x, x < 0.0f ? every_lane(__builtin_nanf("")) : found);
+}
+
+// -- along a row --------------------------------------------------------------------------------------------------------
+
+static inline RealBits lanes_below(int64_t count) {
+    RealBits lane;
+    for (int l = 0; l < FLOATS; ++l) lane[l] = l;
+    return lane < (int32_t)count;
+}
+
+// The first `count` lanes of a vector join their lanes of a sum; a full vector's all do.
+static inline Reals added(Reals sum, Reals x, int64_t count) {
+    return count == FLOATS ? sum + x : lanes_below(count) ? sum + x : sum;
+}
+static inline Reals raised(Reals most, Reals x, int64_t count) {
+    return count == FLOATS ? larger(x, most) : lanes_below(count) ? larger(x, most) : most;
+}
+static inline Reals lowered(Reals least, Reals x, int64_t count) {
+    return count == FLOATS ? smaller(x, least) : lanes_below(count) ? smaller(x, least) : least;
+}
+
+// 16 lanes -> one value in every lane: the upper half joins the lower, until there is one.
+#define TREE(name, joined)                                                                               \
+    static inline Reals name(const Reals* lanes) {                                                       \
+        float each[LANES];                                                                               \
+        memcpy(each, lanes, sizeof each);                                                                \
+        for (int half = LANES / 2; half; half /= 2)                                                      \
+            for (int l = 0; l < half; ++l) {                                                             \
+                const float a = each[l], b = each[l + half];                                             \
+                each[l] = joined;                                                                        \
+            }                                                                                            \
+        return every_lane(each[0]);                                                                      \
+    }
+TREE(tree_of_sums, a + b)
+TREE(tree_of_most, b > a || b != b ? b : a)
+TREE(tree_of_least, b < a || b != b ? b : a)
+#undef TREE
+
+// take(first element, how many, which of the vectors that hold 16 lanes), along a row; the last vector may not be full.
+template <typename Take> static inline __attribute__((always_inline)) void along(int64_t first, int64_t size, Take take) {
+    int64_t i = first;
+    for (; i + LANES <= size; i += LANES)
+#pragma GCC unroll 4
+        for (int g = 0; g < GROUPS; ++g) take(i + g * FLOATS, (int64_t)FLOATS, g);
+#pragma GCC unroll 4
+    for (int g = 0; g < GROUPS; ++g, i += FLOATS)
+        if (i < size) take(i, size - i < FLOATS ? size - i : (int64_t)FLOATS, g);
+}

@@ -1,0 +1,89 @@
+"""loop: a graph of float operators and reductions along one axis, between integer or float ends, as one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from intaglio.ir import DType, Graph, Op, TensorType
+from intaglio.ir.loops import body_of, row_axis, space
+from intaglio.ops.opdef import OpDef, Result
+from intaglio.ops.primitives import PRIMITIVES, infer
+
+ENDS = (DType.F32, DType.BF16, DType.U8, DType.BOOL, DType.I64)
+"""Element types that loops read; all but i64 they write."""
+
+
+def loop_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> Result:
+    """The body, one primitive after the other."""
+    body = body_of(op)
+    values = {**body.constants, **dict(zip(body.inputs, args, strict=True))}
+    for step in body.ops:
+        read = [body.types[name] for name in step.inputs]
+        meaning = PRIMITIVES[step.kind].meaning
+        values[step.output] = meaning(step, [values[name] for name in step.inputs], read, body.types[step.output])
+    return tuple(np.ascontiguousarray(values[name]).reshape(np.shape(values[name])) for name in body.outputs)
+
+
+def check_loop(op: Op, graph: Graph) -> None:
+    """ValueError for a body that no kernel could run: unknown operators, other types and shapes than theirs."""
+    body, constants = body_of(op), {name: np.shape(array) for name, array in body_of(op).constants.items()}
+    if any(shape != () or body.types[name].dtype is not DType.F32 for name, shape in constants.items()):
+        raise ValueError(f"%{op.output}: constants inside a loop are single numbers")
+    for names, inner in ((op.inputs, body.inputs), (op.outputs, body.outputs)):
+        if [_end(graph.types[name]) for name in names] != [_end(body.types[name]) for name in inner]:
+            raise ValueError(f"%{op.output}: ends of other types than the body's")
+    for name in (*body.inputs, *body.outputs):
+        kind = body.types[name]
+        if kind.dtype not in ENDS or (kind.dtype is DType.U8) != (kind.q is not None):
+            raise ValueError(f"%{op.output}: a loop with an end of {kind}")
+    if set(body.outputs) & {*body.inputs, *body.constants} or len(set(body.outputs)) != len(body.outputs):
+        raise ValueError(f"%{op.output}: a loop that hands through what it reads")
+    for step in body.ops:
+        _check_step(step, op, body)
+    axis, whole = row_axis(body), space(body)
+    for step in body.ops:
+        if PRIMITIVES[step.kind].reduces and body.types[step.inputs[0]].shape[axis] != whole[axis]:
+            raise ValueError(f"%{op.output}: {step.kind} of what is one number a row")
+
+
+def _end(kind: TensorType) -> tuple[object, ...]:
+    return kind.shape, kind.dtype, kind.q
+
+
+def _check_step(step: Op, op: Op, body: Graph) -> None:
+    row, result, where = PRIMITIVES.get(step.kind), body.types[step.output], f"%{op.output}: {step.kind}"
+    if row is None or len(step.outputs) != 1 or set(step.attrs) != set(row.attrs):
+        raise ValueError(f"{where} {dict(step.attrs)} is no operator of loops")
+    types = [body.types[name] for name in step.inputs]
+    given = [kind.dtype for kind in types]
+    fits = any(len(given) == len(one) and all(d in a for d, a in zip(given, one, strict=True)) for one in row.operands)
+    gives = given[0] if step.kind in ("squeeze", "unsqueeze") else row.gives
+    wrong = result.dtype not in (DType.F32, DType.BF16, DType.BOOL) if gives is None else result.dtype is not gives
+    if not fits or wrong:
+        raise ValueError(f"{where} of {[str(kind) for kind in types]} gives {result}")
+    if infer(step.kind, step.attrs, [kind.shape for kind in types]) != result.shape:
+        raise ValueError(f"{where} gives another shape than {result}")
+    for name, kind in ((step.inputs[0], types[0]), (step.output, result)):
+        if kind.dtype is DType.U8 and (kind.q is None or kind.q.axis is not None or len(kind.q.scales) != 1):
+            raise ValueError(f"{where}: %{name} has no parameters of its own")
+    if step.kind == "quantize" and not 0 <= result.levels.qmin <= result.levels.zero <= result.levels.qmax <= 255:
+        raise ValueError(f"{where}: zero point {result.levels.zero} of {result}")
+    if any(key != "axis" and not isinstance(value, (int, float)) for key, value in step.attrs.items()):
+        raise ValueError(f"{where} with {dict(step.attrs)}")
+    if step.kind == "unsqueeze" and step.inputs[0] not in body.inputs:
+        raise ValueError(f"{where} of what the loop makes itself")
+    if step.kind == "gather" and not {*step.inputs} <= {*body.inputs, *_views(body)}:
+        raise ValueError(f"{where} by what the loop makes itself")
+    read = {name for other in body.ops for name in other.inputs}
+    if step.kind == "squeeze" and (step.output in read or step.output not in body.outputs):
+        raise ValueError(f"{where} of what the loop goes on with")
+
+
+def _views(body: Graph) -> set[str]:
+    return {op.output for op in body.ops if op.kind == "unsqueeze"}
+
+
+LOOP = OpDef(name="loop", meaning=loop_meaning, kernel="loop")
+OPS = (LOOP,)

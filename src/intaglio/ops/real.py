@@ -1,0 +1,435 @@
+"""ATen operators that a program computes in float32: for each, the primitives it is made of.
+
+A record's ``write`` adds them to a `Body` and names the result; results are float32 and are rounded to bfloat16 where
+the model's are.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from intaglio.ir import DType, Op, TensorType, fresh
+from intaglio.ops.primitives import BOOL, F32, I64, PRIMITIVES, REAL, infer
+
+MOST_AXES = 5
+"""Of a tensor; strides of the last five are known."""
+
+
+@dataclass(frozen=True)
+class RealCall:
+    """One call: ``arguments`` by schema name, a tensor as its type; ``constants``: those of them that never change."""
+
+    target: str
+    arguments: Mapping[str, Any]
+    result: TensorType
+    constants: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, TensorType]:
+        return {name: value for name, value in self.arguments.items() if isinstance(value, TensorType)}
+
+    def kind(self, name: str) -> TensorType:
+        """Of an argument that must be a tensor."""
+        found = self.arguments[name]
+        if not isinstance(found, TensorType):
+            raise TypeError(f"{self.target}: {name} is no tensor")
+        return found
+
+    def axis(self, name: str = "dim", of: str = "self") -> int:
+        """An argument that counts axes from either end."""
+        value = self.arguments[name]
+        given = value[0] if isinstance(value, (list, tuple)) else value
+        return int(given) % max(len(self.kind(of).shape), 1)
+
+
+class Body:
+    """Grows the body of one loop. Operands are names of values, or numbers; ``types``: of all values outside, whose
+    names are taken."""
+
+    def __init__(self, stem: str, types: Mapping[str, TensorType]) -> None:
+        self.stem, self.types = stem, ChainMap[str, TensorType]({}, dict(types))
+        self.constants: dict[str, np.ndarray] = {}
+        self.arrays: dict[str, np.ndarray] = {}  # constants of the graph, which the loop reads
+        self.ops: list[Op] = []
+
+    def __call__(self, kind: str, *operands: str | float, dtype: DType | None = None, **attrs: Any) -> str:
+        """One primitive; real operands of other types are cast first."""
+        row = PRIMITIVES[kind]
+        names = [name if isinstance(name, str) else self.number(name) for name in operands]
+        if row.operands[0] == (REAL,) * len(names) and kind != "cast":
+            whole = [self.types[name].dtype is I64 for name in names]
+            if len(row.operands) == 1 or not all(whole):
+                names = [self.real(name) for name in names]
+        shape = infer(kind, attrs, [self.types[name].shape for name in names])
+        given = dtype or row.gives or self.types[names[0]].dtype
+        name = self._name(kind)
+        self.types[name] = TensorType(shape, given)
+        self.ops.append(Op(kind, tuple(names), (name,), attrs))
+        return name
+
+    def real(self, name: str) -> str:
+        """The value as floats."""
+        return name if self.types[name].dtype in REAL else self("cast", name, dtype=F32)
+
+    def truth(self, name: str) -> str:
+        """Whether it is not zero."""
+        return name if self.types[name].dtype is BOOL else self("cast", name, dtype=BOOL)
+
+    def number(self, value: float) -> str:
+        array = np.asarray(value, np.float32).reshape(())
+        for name, known in self.constants.items():
+            if known.tobytes() == array.tobytes():
+                return name
+        name = self._name("number")
+        self.constants[name], self.types[name] = array, TensorType((), F32)
+        return name
+
+    def array(self, label: str, array: np.ndarray, dtype: DType = F32) -> str:
+        """A constant of several numbers."""
+        name = self._name(label)
+        self.arrays[name] = np.ascontiguousarray(array)
+        self.types[name] = TensorType(array.shape, dtype)
+        return name
+
+    def _name(self, label: str) -> str:
+        return fresh(self.types, f"{self.stem}_{label}")
+
+
+Write = Callable[..., str]
+Check = Callable[[RealCall], "str | None"]
+
+
+@dataclass(frozen=True)
+class RealDef:
+    """``write(body, call, values)`` names the result; ``values``: arguments by name, tensors as values of the body.
+    ``check``: why a call stays in PyTorch, or ``None``."""
+
+    targets: tuple[str, ...]
+    write: Write
+    check: Check = lambda call: None
+
+
+Values = Mapping[str, Any]
+
+
+def refusal(record: RealDef, call: RealCall) -> str | None:
+    """Why this call stays in PyTorch: what holds for all, then what the record says."""
+    for name, value in call.arguments.items():
+        kinds = value if isinstance(value, (list, tuple)) else (value,)
+        if not all(kind is None or isinstance(kind, (TensorType, int, float, bool, str)) for kind in kinds):
+            return f"{name} {value}: the program takes numbers"
+    for kind in (*call.tensors().values(), call.result):
+        if kind.dtype not in (*REAL, BOOL, I64):
+            return f"a tensor of {kind.dtype}; the program computes in f32"
+        if len(kind.shape) > MOST_AXES:
+            return f"{len(kind.shape)} axes; the program takes {MOST_AXES}"
+    if call.result.dtype is I64:
+        return "it makes integers; the program computes in f32"
+    return record.check(call)
+
+
+def write_call(record: RealDef, call: RealCall, body: Body, values: Values) -> str:
+    """The result in the element type that the model has there."""
+    result = record.write(body, call, values)
+    given = body.types[result].dtype
+    if given is not call.result.dtype:
+        result = body("cast", result, dtype=call.result.dtype)
+    return result
+
+
+# ---- of one element -------------------------------------------------------------------------------------------------
+
+
+def unary(kind: str, **attrs: Any) -> Write:
+    return lambda body, call, v: body(kind, v["self"], **attrs)
+
+
+def binary(kind: str) -> Write:
+    return lambda body, call, v: body(kind, v["self"], v["other"])
+
+
+def scaled(kind: str) -> Write:
+    """``self + alpha * other``."""
+
+    def write(body: Body, call: RealCall, v: Values) -> str:
+        alpha = v.get("alpha", 1)
+        return body(kind, v["self"], v["other"] if alpha == 1 else body("mul", v["other"], float(alpha)))
+
+    return write
+
+
+def reversed_difference(body: Body, call: RealCall, v: Values) -> str:
+    alpha = v.get("alpha", 1)
+    return body("sub", v["other"], v["self"] if alpha == 1 else body("mul", v["self"], float(alpha)))
+
+
+def plain_division(call: RealCall) -> str | None:
+    return "a division that rounds" if call.arguments.get("rounding_mode") else None
+
+
+def power(body: Body, call: RealCall, v: Values) -> str:
+    exponent, x = float(v["exponent"]), v["self"]
+    if exponent == 0.5:
+        return body("sqrt", x)
+    if exponent < 0:
+        return body("reciprocal", body("sqrt", x) if exponent == -0.5 else x)
+    square = body("mul", x, x)
+    return square if exponent == 2 else body("mul", square, x)
+
+
+def small_power(call: RealCall) -> str | None:
+    exponent = call.arguments["exponent"]
+    return None if exponent in (2, 3, 0.5, -0.5, -1) else f"exponent {exponent}; the program takes 2, 3, 1/2, -1/2, -1"
+
+
+def bounds(body: Body, call: RealCall, v: Values) -> str:
+    """clamp and hardtanh; a bound left out is infinite."""
+    low, high = (v.get(a) if a in v else v.get(b) for a, b in (("min", "min_val"), ("max", "max_val")))
+    limits = {"low": -np.inf if low is None else float(low), "high": np.inf if high is None else float(high)}
+    return body("clamp", v["self"], **limits)
+
+
+def relu6(body: Body, call: RealCall, v: Values) -> str:
+    return body("clamp", v["self"], low=0.0, high=6.0)
+
+
+def gelu(body: Body, call: RealCall, v: Values) -> str:
+    return body("gelu_tanh" if v.get("approximate") == "tanh" else "gelu", v["self"])
+
+
+def leaky_relu(body: Body, call: RealCall, v: Values) -> str:
+    return body("leaky_relu", v["self"], slope=float(v.get("negative_slope", 0.01)))
+
+
+def rsqrt(body: Body, call: RealCall, v: Values) -> str:
+    return body("reciprocal", body("sqrt", v["self"]))
+
+
+def square(body: Body, call: RealCall, v: Values) -> str:
+    return body("mul", v["self"], v["self"])
+
+
+
+def no_decimals(call: RealCall) -> str | None:
+    return "rounding to decimals" if call.arguments.get("decimals") else None
+
+
+# ---- truth ------------------------------------------------------------------------------------------------------------
+
+
+def compared(kind: str) -> Write:
+    """Integers with a whole number are compared as floats: both are exact below 2^24."""
+
+    def write(body: Body, call: RealCall, v: Values) -> str:
+        return body(kind, v["self"], v["other"])
+
+    return write
+
+
+def exact_comparison(call: RealCall) -> str | None:
+    """Integers become floats where they meet a number."""
+    kinds = list(call.tensors().values())
+    if any(kind.dtype is BOOL for kind in kinds):
+        return "a comparison of booleans"
+    other = call.arguments.get("other")
+    if len(kinds) == 1 and kinds[0].dtype is I64 and abs(float(other)) >= 2**24:
+        return f"integers compared with {other}; floats tell those apart below 2^24"
+    return None
+
+
+def logical(kind: str) -> Write:
+    def write(body: Body, call: RealCall, v: Values) -> str:
+        return body(kind, *[body.truth(v[name]) for name in ("self", "other") if name in v])
+
+    return write
+
+
+def bitwise(call: RealCall) -> str | None:
+    return None if all(kind.dtype is BOOL for kind in call.tensors().values()) else "bits of integers"
+
+
+def chosen(body: Body, call: RealCall, v: Values) -> str:
+    return body("where", v["condition"], *[_real(body, v[name]) for name in ("self", "other")])
+
+
+def filled(body: Body, call: RealCall, v: Values) -> str:
+    return body("where", v["mask"], _real(body, v["value"]), _real(body, v["self"]))
+
+
+def _real(body: Body, value: str | float) -> str | float:
+    return body.real(value) if isinstance(value, str) else float(value)
+
+
+def cast(body: Body, call: RealCall, v: Values) -> str:
+    return body("cast", v["self"], dtype=call.result.dtype)
+
+
+def plain_cast(call: RealCall) -> str | None:
+    return "a cast that changes nothing" if call.kind("self").dtype is call.result.dtype else None
+
+
+# ---- along an axis ------------------------------------------------------------------------------------------------------
+
+
+def reduced(kind: str) -> Write:
+    def write(body: Body, call: RealCall, v: Values) -> str:
+        axis = call.axis()
+        found = body(kind, v["self"], axis=axis)
+        return found if v.get("keepdim") else body("squeeze", found, axis=axis)
+
+    return write
+
+
+def one_axis(call: RealCall) -> str | None:
+    """One axis, of floats, that holds something."""
+    dim, kind = call.arguments.get("dim"), call.kind("self")
+    axes = len(dim) if isinstance(dim, (list, tuple)) else int(dim is not None)
+    if axes != 1 or not kind.shape:
+        return f"over {axes or 'all'} axes; the program takes one"
+    if call.arguments.get("dtype") is not None:
+        return "a sum in another element type"
+    return None if kind.dtype in REAL else f"a reduction of {kind.dtype}"
+
+
+def variance(body: Body, call: RealCall, v: Values) -> str:
+    """Of correction 0 or 1, from the centred values."""
+    axis, size = call.axis(), call.kind("self").shape[call.axis()]
+    centred = body("sub", v["self"], body("mean", v["self"], axis=axis))
+    squares = body("sum", body("mul", centred, centred), axis=axis)
+    found = body("div", squares, float(int(size) - _correction(call)))  # type: ignore[arg-type]
+    found = body("sqrt", found) if call.target.startswith("aten.std") else found
+    return found if v.get("keepdim") else body("squeeze", found, axis=axis)
+
+
+def _correction(call: RealCall) -> int:
+    given = call.arguments
+    found = given.get("correction", given.get("unbiased", 1))
+    return 1 if found is None else int(found)
+
+
+def fixed_axis(call: RealCall) -> str | None:
+    size = call.kind("self").shape[call.axis()] if one_axis(call) is None else 0
+    if one_axis(call) is not None or not isinstance(size, int):
+        return one_axis(call) or f"variance along a free dimension {size}"
+    return None if size > _correction(call) else f"variance of {size} values"
+
+
+def softmax(body: Body, call: RealCall, v: Values) -> str:
+    """``exp(x - max(x))`` over its sum: `numerics.softmax`."""
+    powers, axis = _powers(body, call, v), call.axis()
+    return body("div", powers, body("sum", powers, axis=axis))
+
+
+def log_softmax(body: Body, call: RealCall, v: Values) -> str:
+    axis = call.axis()
+    distance = body("sub", v["self"], body("max", v["self"], axis=axis))
+    return body("sub", distance, body("log", body("sum", body("exp", distance), axis=axis)))
+
+
+def _powers(body: Body, call: RealCall, v: Values) -> str:
+    return body("exp", body("sub", v["self"], body("max", v["self"], axis=call.axis())))
+
+
+def layer_norm(body: Body, call: RealCall, v: Values) -> str:
+    """``(x - mean) * (1 / sqrt(mean((x - mean)^2) + eps)) * weight + bias``, from left to right."""
+    axis = len(call.kind("input").shape) - 1
+    centred = body("sub", v["input"], body("mean", v["input"], axis=axis))
+    return _normal(body, v, centred, axis, float(v.get("eps", 1e-5)))
+
+
+def rms_norm(body: Body, call: RealCall, v: Values) -> str:
+    axis, eps = len(call.kind("input").shape) - 1, v.get("eps")
+    return _normal(body, v, v["input"], axis, float(np.finfo(np.float32).eps if eps is None else eps))
+
+
+def _normal(body: Body, v: Values, centred: str, axis: int, eps: float) -> str:
+    spread = body("add", body("mean", body("mul", centred, centred), axis=axis), eps)
+    result = body("mul", centred, body("reciprocal", body("sqrt", spread)))
+    result = body("mul", result, v["weight"]) if v.get("weight") is not None else result
+    return body("add", result, v["bias"]) if v.get("bias") is not None else result
+
+
+def last_axis(call: RealCall) -> str | None:
+    axes = call.arguments["normalized_shape"]
+    return None if len(axes) == 1 else f"normalised over {len(axes)} axes; the program takes the last one"
+
+
+def batch_norm(body: Body, call: RealCall, v: Values) -> str:
+    """``x * factor + offset`` by channel; both from float64."""
+    found = {name: np.asarray(array, np.float64) for name, array in call.constants.items()}
+    factor = found.get("weight", np.float64(1)) / np.sqrt(found["running_var"] + float(v["eps"]))
+    offset = found.get("bias", np.float64(0)) - found["running_mean"] * factor
+    shape = (-1, *[1] * (len(call.kind("input").shape) - 2))
+    names = [body.array(n, a.astype(np.float32).reshape(shape)) for n, a in (("factor", factor), ("offset", offset))]
+    return body("add", body("mul", v["input"], names[0]), names[1])
+
+
+def constant_statistics(call: RealCall) -> str | None:
+    if call.arguments.get("training"):
+        return "batch norm in training"
+    computed = {*call.tensors()} - {*call.constants, "input"}
+    return f"{', '.join(computed)} computed while the model runs" if computed else None
+
+
+def embedding(body: Body, call: RealCall, v: Values) -> str:
+    ids = body("unsqueeze", v["indices"], axis=len(call.kind("indices").shape))
+    return body("gather", v["weight"], ids)
+
+
+def constant_table(call: RealCall) -> str | None:
+    kind = call.kind("weight")
+    if "weight" not in call.constants or kind.dtype is not F32:
+        return "a table that is no constant of f32"
+    return None if call.kind("indices").dtype is I64 else "indices that are not i64"
+
+
+def _forms(name: str, *kinds: str) -> tuple[str, ...]:
+    return tuple(f"aten.{name}.{kind}" for kind in kinds)
+
+
+_UNARY = (
+    "neg", "abs", "sqrt", "reciprocal", "exp", "log", "relu", "hardswish", "hardsigmoid", "sigmoid", "tanh", "silu",
+)  # fmt: skip
+REALS: tuple[RealDef, ...] = (
+    *(RealDef((f"aten.{name}.default",), unary(name)) for name in _UNARY),
+    RealDef(_forms("round", "default", "decimals"), unary("round"), no_decimals),
+    RealDef(_forms("add", "Tensor", "Scalar"), scaled("add")),
+    RealDef(_forms("sub", "Tensor", "Scalar"), scaled("sub")),
+    RealDef(_forms("rsub", "Tensor", "Scalar"), reversed_difference),
+    RealDef(_forms("mul", "Tensor", "Scalar"), binary("mul")),
+    RealDef(_forms("div", "Tensor", "Scalar", "Tensor_mode", "Scalar_mode"), binary("div"), plain_division),
+    RealDef((*_forms("maximum", "default"), *_forms("max", "other")), binary("maximum")),
+    RealDef((*_forms("minimum", "default"), *_forms("min", "other")), binary("minimum")),
+    RealDef(_forms("pow", "Tensor_Scalar"), power, small_power),
+    RealDef(_forms("square", "default"), square),
+    RealDef(_forms("rsqrt", "default"), rsqrt),
+    RealDef((*_forms("clamp", "default"), *_forms("hardtanh", "default")), bounds),
+    RealDef(_forms("relu6", "default"), relu6),
+    RealDef(_forms("gelu", "default"), gelu),
+    RealDef(_forms("leaky_relu", "default"), leaky_relu),
+    *(RealDef(_forms(kind, "Tensor", "Scalar"), compared(kind), exact_comparison)
+      for kind in ("eq", "ne", "lt", "le", "gt", "ge")),
+    *(RealDef((f"aten.logical_{kind}.default",), logical(kind)) for kind in ("and", "or", "xor", "not")),
+    *(RealDef(_forms(f"bitwise_{kind}", "Tensor"), logical(kind), bitwise) for kind in ("and", "or", "xor")),
+    RealDef(_forms("bitwise_not", "default"), logical("not"), bitwise),
+    RealDef(_forms("where", "self", "ScalarOther", "ScalarSelf", "Scalar"), chosen),
+    RealDef(_forms("masked_fill", "Scalar", "Tensor"), filled),
+    RealDef(_forms("_to_copy", "default"), cast, plain_cast),
+    RealDef(_forms("sum", "dim_IntList"), reduced("sum"), one_axis),
+    RealDef(_forms("mean", "dim"), reduced("mean"), one_axis),
+    RealDef(_forms("amax", "default"), reduced("max"), one_axis),
+    RealDef(_forms("amin", "default"), reduced("min"), one_axis),
+    RealDef((*_forms("var", "dim", "correction"), *_forms("std", "dim", "correction")), variance, fixed_axis),
+    RealDef((*_forms("softmax", "int"), *_forms("_softmax", "default")), softmax, one_axis),
+    RealDef((*_forms("log_softmax", "int"), *_forms("_log_softmax", "default")), log_softmax, one_axis),
+    RealDef(_forms("layer_norm", "default"), layer_norm, last_axis),
+    RealDef(_forms("rms_norm", "default"), rms_norm, last_axis),
+    RealDef(_forms("batch_norm", "default"), batch_norm, constant_statistics),
+    RealDef(_forms("embedding", "default"), embedding, constant_table),
+)  # fmt: skip
+"""Every float operator of a program; where one answers to no call, an island does."""
+REAL_BY_TARGET: Mapping[str, RealDef] = {target: record for record in REALS for target in record.targets}

@@ -1,0 +1,263 @@
+"""Float operators between integer or float ends as one generated loop: meanings, kernels, what is merged."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import intaglio
+from compare import assert_equal_levels, quantized, tensors
+from harness import HERE
+from intaglio import floats
+from intaglio.build.check import check_graph
+from intaglio.codegen.loops import CALLED, COMPARED, INFIX, SUMS, WITH_NUMBERS
+from intaglio.ir import DType, Graph, Input, Op, Output, QParams, Signature, TensorType, symbol, verify
+from intaglio.ir.loops import VIEWS
+from intaglio.lower import Lowered
+from intaglio.lower.loops import merge_loops
+from intaglio.ops.primitives import PRIMITIVES
+from intaglio.ops.real import Body as Inside
+from nets import Body, randomize
+
+N, C = symbol("n"), symbol("c")
+F32, BOOL, I64, U8, BF16 = DType.F32, DType.BOOL, DType.I64, DType.U8, DType.BF16
+STRANGE = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-40, 3.4e38, -3.4e38, 88.7, 88.73, -87.0, -88.0, 2.5, -3.5, 0.5]
+
+
+def test_every_operator_of_a_body_has_its_c():
+    assert {*INFIX, *COMPARED, *CALLED, *SUMS, *WITH_NUMBERS, *VIEWS, "gather"} == set(PRIMITIVES)
+
+
+# ---- numbers
+
+
+def test_powers_and_logarithms_are_within_a_part_in_eight_million():
+    draw = np.random.default_rng(0)
+    x = draw.uniform(-87, 88.7, 100000).astype(np.float32)
+    assert np.abs(floats.exp(x) / np.exp(x.astype(np.float64)) - 1).max() < 1.2e-7
+    y = draw.integers(1, 0x7F800000, 100000).astype(np.int32).view(np.float32)
+    exact = np.log(y.astype(np.float64))
+    assert (np.abs(floats.log(y) - exact) / np.maximum(np.abs(exact), 1)).max() < 1.2e-7
+
+
+def test_strange_numbers_are_as_in_torch():
+    x = torch.tensor(STRANGE)
+    for ours, theirs in ((floats.exp, torch.exp), (floats.log, torch.log)):
+        found = torch.from_numpy(ours(x.numpy()))
+        torch.testing.assert_close(found, theirs(x), rtol=2e-7, atol=1.2e-38, equal_nan=True)
+    assert torch.equal(torch.from_numpy(floats.to_bfloat16(x.numpy())).nan_to_num(7), x.bfloat16().float().nan_to_num(7))
+
+
+# ---- kernels: bodies written by hand and at random, against their meaning
+
+
+class Sample:
+    """A graph of loops over inputs; ``add`` writes one loop whose body ``write`` fills. Results that are levels leave
+    the graph dequantized."""
+
+    def __init__(self, **inputs: TensorType) -> None:
+        self.inputs, self.types, self.ops, self.outputs = tuple(inputs), dict(inputs), list[Op](), list[str]()
+        self.constants: dict[str, np.ndarray] = {}
+
+    def constant(self, array: np.ndarray, dtype: DType = F32) -> str:
+        name = f"k{len(self.constants)}"
+        self.constants[name], self.types[name] = array, TensorType(array.shape, dtype)
+        return name
+
+    def quantize(self, x: str, scale: float, zero: int) -> str:
+        name = f"{x}_u8"
+        self.types[name] = TensorType(self.types[x].shape, U8, QParams((scale,), (zero,), 0, 255))
+        self.ops.append(Op("quantize", (x,), (name,)))
+        return name
+
+    def add(self, write) -> tuple[str, ...]:
+        """``write(inside)`` names the values that are results."""
+        body = Inside(f"y{len(self.ops)}", self.types)
+        found = write(body)
+        found = (found,) if isinstance(found, str) else tuple(found)
+        made = {op.output for op in body.ops} | set(body.constants)
+        inputs = tuple(dict.fromkeys(n for op in body.ops for n in op.inputs if n not in made))
+        inner = Graph(inputs, found, {n: body.types[n] for n in (*inputs, *made)}, tuple(body.ops), body.constants)
+        self.types |= {name: body.types[name] for name in found}
+        self.ops.append(Op("loop", inputs, found, {}, inner))
+        for name in found:
+            real = name
+            if self.types[name].dtype is U8:
+                real = f"{name}_f32"
+                self.types[real] = TensorType(self.types[name].shape, F32)
+                self.ops.append(Op("dequantize", (name,), (real,)))
+            self.outputs.append(real)
+        return found
+
+    def lowered(self, merge: bool = False) -> Lowered:
+        graph = verify(Graph(self.inputs, tuple(self.outputs), self.types, tuple(self.ops), self.constants))
+        graph = verify(merge_loops(graph)[0]) if merge else graph
+        check_graph(graph)
+        inputs = tuple(Input(name, leaf, graph.types[name]) for leaf, name in enumerate(graph.inputs))
+        trees = pytree.tree_structure((self.inputs, {})), pytree.tree_structure(tuple(self.outputs))
+        return Lowered(graph, {}, Signature(inputs, tuple(map(Output, self.outputs)), *trees))
+
+
+def to_levels(body: Inside, x: str, scale: float, zero: int, low: int = 0, high: int = 255) -> str:
+    name = body("quantize", x)
+    body.types[name] = TensorType(body.types[x].shape, U8, QParams((scale,), (zero,), low, high))
+    return name
+
+
+def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Bit for bit, all NaN alike."""
+    if not found.dtype.is_floating_point:
+        return torch.equal(found, expected)
+    both = found.isnan() & expected.isnan()
+    words = torch.int16 if found.dtype is torch.bfloat16 else torch.int32
+    bits = [torch.where(both, torch.zeros_like(x), x).contiguous().view(words) for x in (found, expected)]
+    return found.shape == expected.shape and torch.equal(*bits)
+
+
+def some(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Numbers of several sizes, strange ones among them; some rows of -inf."""
+    draw = np.random.default_rng(seed)
+    x = (draw.standard_normal(shape) * np.exp(draw.uniform(-3, 3, shape))).astype(np.float32)
+    odd = draw.random(shape) < 0.02 * (seed % 3)
+    x[odd] = draw.choice(STRANGE, int(odd.sum()))
+    if seed % 4 == 0 and x.size:
+        x[..., : shape[-1]][0] = -np.inf
+    return torch.from_numpy(x)
+
+
+UNARY = [name for name, row in PRIMITIVES.items() if row.operands[0] == ((F32, BF16),) and not row.attrs and name != "cast"]
+ATTRS = {"leaky_relu": {"slope": 0.1}, "clamp": {"low": -1.0, "high": 2.0}}
+
+
+def each_operator() -> Lowered:
+    """Every primitive once: between float ends, along rows of free length."""
+    net = Sample(x=TensorType((N, C), F32), y=TensorType((N, C), F32), ids=TensorType((N, C), I64), m=TensorType((N, C), BOOL))
+    for kind in UNARY:
+        net.add(lambda b, kind=kind: b(kind, "x"))
+    for kind, attrs in ATTRS.items():
+        net.add(lambda b, kind=kind, attrs=attrs: b(kind, "x", **attrs))
+    for kind in ("add", "sub", "mul", "div", "maximum", "minimum"):
+        net.add(lambda b, kind=kind: (b(kind, "x", "y"), b(kind, "x", 1.5), b(kind, 1.5, "x")))
+    for kind in COMPARED:
+        net.add(lambda b, kind=kind: (b(kind, "x", "y"), b(kind, "x", 0.5), b(kind, "ids", "ids")))
+    for kind in ("and", "or", "xor"):
+        net.add(lambda b, kind=kind: b(kind, "m", b("lt", "x", "y")))
+    net.add(lambda b: (b("not", "m"), b("where", "m", "x", -np.inf), b("where", "m", "x", "y")))
+    net.add(lambda b: [b("cast", v, dtype=d) for v, d in (("m", F32), ("ids", F32), ("x", BOOL), ("ids", BOOL))])
+    for kind in SUMS:
+        net.add(lambda b, kind=kind: (b(kind, "x", axis=1), b("squeeze", b(kind, "y", axis=1), axis=1)))
+    return net.lowered()
+
+
+class Pair(NamedTuple):
+    """A graph and a program of it."""
+
+    lowered: Lowered
+    model: intaglio.QuantizedModel
+
+    def __repr__(self) -> str:
+        return self.model.artifact.program.isa
+
+
+@pytest.fixture(scope="module", params=HERE)
+def operators(request):
+    lowered = each_operator()
+    return Pair(lowered, intaglio.compile(lowered, isa=request.param))
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 5), st.integers(1, 70), st.integers(0, 100))
+def test_every_operator_is_its_meaning(operators, rows, columns, seed):
+    """Whatever the length of a row."""
+    lowered, model = operators
+    draw = np.random.default_rng(seed)
+    ids = torch.from_numpy(draw.integers(-(2**40), 2**40, (rows, columns)) * draw.integers(0, 2, (rows, columns)))
+    given = some((rows, columns), seed), some((rows, columns), seed + 1), ids, torch.from_numpy(draw.random((rows, columns)) < 0.5)
+    for name, found, expected in zip(lowered.graph.outputs, model(*given), lowered(*given), strict=True):
+        assert equal(found, expected), name
+
+
+def at_random(seed: int, columns: int) -> Lowered:
+    """Loops of random operators and reductions over levels, floats and constants; some results read by others."""
+    draw = np.random.default_rng(seed)
+    net = Sample(x=TensorType((N, 3, columns), F32), y=TensorType((N, 1, columns), F32), z=TensorType((N, 3, 1), F32))
+    values = ["x", "y", "z", net.quantize("x", 0.03, 117), net.constant(draw.standard_normal(columns).astype(np.float32))]
+
+    def write(body: Inside) -> tuple[str, ...]:
+        given = list(values)
+        for _ in range(draw.integers(2, 9)):
+            picked = [str(draw.choice(given[-5:])) for _ in range(2)]
+            picked = [body("dequantize", v) if body.types[v].dtype is U8 else v for v in picked]
+            kind = str(draw.choice(["binary", "unary", "sum"], p=[0.5, 0.3, 0.2]))
+            if kind == "binary":
+                made = body(str(draw.choice(["add", "sub", "mul", "maximum"])), *picked)
+            elif kind == "unary" or body.types[picked[0]].shape[-1:] != (columns,) or body.types[picked[0]].shape == (columns,):
+                made = body(str(draw.choice(["relu", "tanh", "neg", "sigmoid"])), body("add", picked[0], "x"))
+            else:
+                made = body(str(draw.choice(["mean", "max", "sum", "min"])), body("add", picked[0], "x"), axis=2)
+            given.append(made)
+        last = body("add", given[-1], "x")
+        return last, to_levels(body, last, 0.02, 100, 3, 240), given[-2] if given[-2] not in values else given[-1]
+
+    for _ in range(4):
+        made = net.add(write)
+        values += made[:2]
+    return net.lowered(merge=bool(seed % 2))
+
+
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize(("seed", "columns"), [(0, 35), (1, 35), (2, 16), (3, 3), (5, 1), (7, 100)])
+def test_bodies_at_random_are_their_meaning(isa, seed, columns):
+    lowered = at_random(seed, columns)
+    model = intaglio.compile(lowered, isa=isa)
+    for batch in (0, 1, 4):
+        given = [some((batch, *rest), seed) for rest in ((3, columns), (1, columns), (3, 1))]
+        for name, found, expected in zip(lowered.graph.outputs, model(*given), lowered(*given), strict=True):
+            assert equal(found, expected), name
+
+
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("columns", [C, 35, 5000])
+def test_rows_longer_than_what_is_kept_have_the_same_bits(isa, columns):
+    """Values are computed again rather than kept: layer norm of what an exponential gives."""
+    net = Sample(x=TensorType((N, columns), F32))
+
+    def write(b: Inside) -> str:
+        power = b("exp", b("add", b("mul", "x", "x"), -1.0))
+        centred = b("sub", power, b("mean", power, axis=1))
+        return b("div", centred, b("sqrt", b("mean", b("mul", centred, centred), axis=1)))
+
+    net.add(write)
+    lowered = net.lowered()
+    model = intaglio.compile(lowered, isa=isa)
+    for size in (17, 4096, 4099) if columns is C else (columns,):
+        x = some((3, size), 2).clamp(-3, 3)
+        assert equal(*[tensors(run(x))[0] for run in (model, lowered)])
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_levels_saturate_at_both_ends_and_round_ties_to_even(isa):
+    net = Sample(x=TensorType((N, 40), F32))
+    net.add(lambda b: to_levels(b, b("neg", "x"), 0.5, 7, 2, 201))
+    lowered = net.lowered()
+    x = -torch.cat([torch.arange(-20, 20) * 0.25, torch.tensor([*STRANGE[:8]] * 5)]).reshape(2, 40)
+    (found,), (expected,) = intaglio.compile(lowered, isa=isa)(x), lowered(x)
+    assert torch.equal(found, expected)
+    levels = found / 0.5 + 7
+    assert levels.min() == 2
+    assert levels.max() == 201
+    assert levels[0, 16:24].tolist() == [5, 5, 6, 7, 7, 7, 8, 9]
+    assert levels[1, 0] == 7  # NaN
+
+
+def test_the_comparison_sees_one_bit():
+    x = torch.tensor([1.0, np.nan])
+    assert equal(x, x.clone())
+    assert not equal(x, torch.nextafter(x, torch.tensor(2.0)))
+    assert not equal(torch.tensor([0.0]), torch.tensor([-0.0]))
