@@ -87,7 +87,7 @@ EXPORT void rows(const float* from, const int64_t* strides, int64_t images, int6
 }
 EXPORT void back(float* at, int64_t rows, int64_t apart, int64_t channel, int64_t channels, const float* scales,
                  const float* columns, const float* bias) {
-    const struct ByRow by = {scales, columns, bias};
+    const struct ByRow by = {scales, columns, bias, 0};
     dequantize_rows(&by, at, apart, 0, rows, channel, channels);
 }
 """

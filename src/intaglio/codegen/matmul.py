@@ -181,7 +181,7 @@ def rows_tail(tail: Op, context: Context) -> str:
     columns, bias = (context.graph.constants[name] for name in tail.inputs[2:])
     parts = (np.broadcast_to(columns, bias.shape), bias)
     constants = ", ".join(context.constant(np.ascontiguousarray(part), "float") for part in parts)
-    return f"(struct ByRow){{(const float*){context.strided(tail.inputs[1])[0]}, {constants}}}"
+    return f"(struct ByRow){{(const float*){context.strided(tail.inputs[1])[0]}, {constants}, 0}}"
 
 
 def _panel_bytes(plan: Packing, weight: np.ndarray) -> int:

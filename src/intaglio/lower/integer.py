@@ -27,6 +27,7 @@ from intaglio.lower.islands import Unit, island_of
 from intaglio.lower.lowered import Island, Lowered
 from intaglio.lower.passes import LOWER_PASSES
 from intaglio.lower.real import loop_of, real_call
+from intaglio.lower.recurrent import part_of_recurrent, recurrent
 from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
 from intaglio.lower.rows import part_of_rows, product_of_rows, quantize_rows
 from intaglio.ops import ANCHORS, SUMS, OpDef
@@ -40,6 +41,7 @@ from intaglio.quant.convert import Reference
 from intaglio.quant.dynamic import rows_behind
 from intaglio.quant.patterns import is_host
 from intaglio.quant.qparams import each_output, per_output
+from intaglio.quant.recurrent import RECURRENT_CALL
 from intaglio.quant.sites import Skip
 
 
@@ -50,9 +52,10 @@ def requantize(reference: Reference) -> Lowered:
     builder = _Builder(reference.module)
     builder.run()
     graph, _ = run_passes(verify(builder.graph(), "requantize"), LOWER_PASSES)
-    integer = sum(macs(node) for region in builder.regions for node in region.nodes)
+    stacks = [node for node in builder.items if operator(node) == RECURRENT_CALL]
+    integer = sum(macs(node) for region in builder.regions for node in region.nodes) + sum(map(macs, stacks))
     total = sum(macs(node) for node in reference.module.graph.nodes)
-    inside = {node.name for region in builder.regions for node in region.nodes}
+    inside = {node.name for region in builder.regions for node in region.nodes}.union(node.name for node in stacks)
     native = inside.union(node.name for node in builder.real)
     floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in native)
     floats += _simulated(reference.annotations, inside)
@@ -100,7 +103,7 @@ class _Builder:
         self.cut: list[list[fx.Node]] = []  # nodes of each island
         self.values: dict[fx.Node, str] = {}  # node -> value that holds it: levels behind Q and DQ, else float
         self.rests: dict[str, str] = {}  # value of levels -> what it has besides in 16 bits
-        self.row_values: dict[fx.Node, tuple[str, str]] = {}  # quantizing at run time -> levels, scales
+        self.items: dict[fx.Node, tuple[str, ...]] = {}  # node of several results -> their values
         self.real: dict[fx.Node, RealCall] = {}  # float operators that the program runs
         self.floats: dict[str, str] = {}  # value of levels -> its dequantized value
 
@@ -150,8 +153,9 @@ class _Builder:
                 yield Unit((node,), image[:1], True)
             elif any(quantized_to(node, dtype) or levels_of(node, dtype) for dtype in (DType.U8, DType.U16)):
                 yield Unit((node,), (node.args[0],), True)
-            elif part_of_rows(node):
-                yield Unit((node,), tuple(tensor_nodes(node.args)), True)
+            elif part_of_rows(node) or part_of_recurrent(node):
+                needs = [leaf for leaf in tensor_nodes(node.args) if leaf.op != "get_attr"]
+                yield Unit((node,), tuple(needs), True)
             elif (constant_of(node, DType.S8) or constant_of(node, DType.I32)) and inner.issuperset(node.users):
                 continue
             else:
@@ -172,6 +176,8 @@ class _Builder:
             self._region(unit.region)
         elif part_of_rows(node):
             quantize_rows(self, node)
+        elif part_of_recurrent(node):
+            recurrent(self, node)
         elif levels_of(node) or levels_of(node, DType.U16) or quantized_to(node, DType.U16):
             self.values[node] = self.values[node.args[0]]
         elif node in self.real:

@@ -23,7 +23,7 @@ IMAGES = (
       for axes in (1, 2, 3)),
 )  # fmt: skip
 """Operators that want their channels last."""
-ROWS = ("linear", "layer_norm", "attention", "bmm", "quantize_rows", "dequantize_rows")
+ROWS = ("linear", "layer_norm", "attention", "bmm", "quantize_rows", "dequantize_rows", "lstm", "gru")
 """Operators that want the last axis innermost."""
 POINTWISE = ("clamp", "table", "add", "mul", "requantize", "activate", "quantize", "dequantize")
 """Operators whose operands and result lie alike. A quantize reads any strides, so its float operand is free."""

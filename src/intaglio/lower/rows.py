@@ -32,14 +32,14 @@ def quantize_rows(builder: _Builder, node: fx.Node) -> None:
         return
     if operator(node) != QUANTIZE_ROWS:
         source, index = node.args
-        builder.values[node] = builder.row_values[source][index]
+        builder.values[node] = builder.items[source][index]
         return
     source, mode = builder._float(node.args[0]), node.args[1]
     shape = builder.types[source].shape
     scales = builder._value(f"{source}_scales", TensorType(scales_shape(shape), DType.F32))
     levels = builder._value(f"{source}_rows", TensorType(shape, DType.U8, row_levels(scales)))
     builder.ops.append(Op("quantize_rows", (source,), (levels, scales), {"mode": mode}, origin=origin(node)))
-    builder.row_values[node] = levels, scales
+    builder.items[node] = levels, scales
     builder.values[node] = levels
 
 

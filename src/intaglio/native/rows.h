@@ -2,16 +2,17 @@
 // numerics.py. Part of program.h.
 #pragma once
 
-// float32(acc) * scale of the row * scale of the column + bias.
+// float32(acc) * scale of the row * scale of the column + bias. `alike`: all rows have the first scale.
 struct ByRow {
     const float *scales, *columns, *bias;
+    int64_t alike;
 };
 
 // Accumulators as floats, `apart` from row to row, in place; `channel` is the first of `channels`.
 static inline void dequantize_rows(const struct ByRow* r, float* at, int64_t apart, int64_t row, int64_t rows, int64_t channel, int64_t channels) {
     const float *columns = r->columns + channel, *bias = r->bias + channel;
     for (int64_t i = 0; i < rows; ++i, at += apart) {
-        const float scale = r->scales[row + i];
+        const float scale = r->scales[r->alike ? 0 : row + i];
         int64_t c = 0;
         for (; c + FLOATS <= channels; c += FLOATS) {
             Reals x, column, offset;

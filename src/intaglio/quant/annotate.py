@@ -30,6 +30,7 @@ from intaglio.ir.rewrite import match
 from intaglio.ops import FUSIONS, SUMS, OpDef
 from intaglio.ops.activate import FUNCTIONS
 from intaglio.ops.conv import output_axis
+from intaglio.ops.recurrent import RECURRENT
 from intaglio.ops.rows import ROW_MODES
 from intaglio.quant.dynamic import row_sites, unable_at_run_time
 from intaglio.quant.passes import BATCH_NORM
@@ -46,6 +47,14 @@ from intaglio.quant.patterns import (
     whole_of,
 )
 from intaglio.quant.recipe import Quantizer, Recipe, Setting
+from intaglio.quant.recurrent import (
+    RECURRENT_CALL,
+    ZEROS,
+    is_recurrent,
+    recurrent_macs,
+    recurrent_refusal,
+    weight_sites,
+)
 from intaglio.quant.sites import Derived, Fixed, Observed, Shared, Site, Skip, groups
 
 
@@ -104,8 +113,15 @@ class Region(Chain):
 
     @property
     def x_role(self) -> str:
-        """Role of the sites it reads."""
-        return self.setting.activations if self.dynamic else "activation"
+        """Role of the sites it reads. Recurrent layers have rows only: entries of the batch lie along another axis."""
+        if not self.dynamic:
+            return "activation"
+        return "token" if self.record.name in RECURRENT else self.setting.activations
+
+    @property
+    def gives_float(self) -> bool:
+        """Whether its result is none of levels, whoever reads it."""
+        return self.dynamic or self.record.name in RECURRENT
 
     @property
     def adds_shortcut(self) -> bool:
@@ -298,6 +314,8 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         return f"{LOOSE_NORM}, and whose parameters are computed"
     if record is None:
         return "no int8 kernel for this operator"
+    if record.name in RECURRENT and setting.quantize:
+        return recurrent_refusal(node, setting)
     if tensor_type(node) is None or tensor_type(node).dtype is not DType.F32:
         kind = tensor_type(node)
         return "not a float32 tensor" + ("" if kind is None else f" but {kind.dtype}")
@@ -419,7 +437,7 @@ def _spread(regions: Iterable[Region]) -> set[Region]:
     regions = list(regions)
     reader = {node: region for region in regions for node in region.nodes}
     active = {region for region in regions if region.record.anchor or (region.pattern and region.pattern.alone)}
-    roots = {region.root for region in active if not region.dynamic}
+    roots = {region.root for region in active if not region.gives_float}
     changed = True
     while changed:
         before = len(active)
@@ -494,7 +512,8 @@ def _around_zero(site: Site) -> Site:
 
 def _may_give_float(region: Region) -> bool:
     """Whether an accumulator may leave the region dequantized."""
-    return len(region.nodes) == 1 and region.record.anchor and region.record.roles.weight is not None
+    alone = len(region.nodes) == 1 and region.record.anchor
+    return alone and (region.record.roles.weight is not None or region.record.name in RECURRENT)
 
 
 def _join(names: list[str], sites: dict[str, Site]) -> None:
@@ -545,6 +564,8 @@ def _share(site: Site, produced: Mapping[fx.Node, Region], sites: Mapping[tuple[
 def _parameters(region: Region, sites: dict[tuple[str, str], Site], names: _Names) -> None:
     """Weight and bias sites of an anchor: one per weight tensor, one bias per call."""
     record = region.record
+    for site in weight_sites(region.anchor, names.weight) if record.name in RECURRENT else ():
+        _put(sites, site)
     if record.roles.weight is None:
         return
     values = operands(region.anchor)
@@ -617,6 +638,10 @@ def macs(node: fx.Node) -> int:
 
     Counted at batch 1 and, where other dimensions are free, at their size in the example.
     """
+    sizes = node.graph.owning_module.meta.get("sizes", {})
+    if is_recurrent(node) or operator(node) == RECURRENT_CALL:
+        work = recurrent_macs(node)
+        return evaluate(work, {name: sizes.get(name, 1) for name in symbols_of(work)})
     name = operator(node).split(".")[1] if operator(node).startswith("aten.") else ""
     kinds = [tensor_type(value) for value in node.all_input_nodes]
     if not name.startswith(PRODUCTS) or tensor_type(node) is None or len(kinds) < 2 or None in kinds[:2]:
@@ -630,7 +655,6 @@ def macs(node: fx.Node) -> int:
         total = numel(a) * b[-2] * 2
     else:
         total = numel(result) * (b[-1] if name == "addmm" else a[-1])
-    sizes = node.graph.owning_module.meta.get("sizes", {})
     return evaluate(total, {name: sizes.get(name, 1) for name in symbols_of(total)})
 
 
@@ -639,8 +663,10 @@ PRODUCTS = ("conv", "linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_produc
 
 
 def _counts(node: fx.Node) -> bool:
-    """Operators worth a line in the report: they compute floating-point tensors."""
+    """Operators worth a line in the report: they compute floating-point tensors. States that are zero are nobody's."""
     kind = tensor_type(node)
+    if operator(node) in ZEROS and node.users and all(is_recurrent(user) for user in node.users):
+        return False
     if node.target is python_operator.getitem or "dim" in node.meta:
         return False
     return kind is None or kind.dtype in (DType.F32, DType.F64, DType.F16, DType.BF16)

@@ -18,6 +18,7 @@ from intaglio.capture.captured import GraphStage, expect, fx_text
 from intaglio.capture.nodes import arguments, operands, origin
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, DType, QParams, Signature, TensorType
+from intaglio.ops.recurrent import RECURRENT
 from intaglio.ops.rows import row_levels
 from intaglio.quant.annotate import Annotations, Region, find_shortcuts, reads_shortcut
 from intaglio.quant.attention import PROBABILITIES, written_out
@@ -40,6 +41,7 @@ from intaglio.quant.qparams import (
     weight_qparams,
 )
 from intaglio.quant.ranges import Ranges
+from intaglio.quant.recurrent import quantize_recurrent, recurrent_qparams
 from intaglio.quant.sites import Site
 from intaglio.quant.weights import weight_grid
 
@@ -97,6 +99,8 @@ def convert(
         qparams = activation_qparams(prepared, ranges)
     remarks: list[str] = []
     qparams.update(weight_qparams(annotations, qparams, remarks, given, corrections.weights))
+    layers = [region.anchor for region in annotations.regions if region.record.name in RECURRENT]
+    qparams.update(recurrent_qparams(annotations.module, annotations.by_value, layers, given))
     module = copy_graph(annotations.module)
     _Rewriter(module, annotations, qparams, corrections).run()
     levels = {site: rounded.levels for site, rounded in corrections.weights.items()}
@@ -165,6 +169,8 @@ class _Rewriter:
         for region in self.annotations.regions:
             if region.record.roles.weight is not None:
                 self._anchor(region)
+            elif region.record.name in RECURRENT:
+                quantize_recurrent(self.nodes[region.anchor.name], self.by_value, self.qparams, self._get)
             elif region.record.name == "attention":
                 self._attention(self.nodes[region.anchor.name])
         self.graph.eliminate_dead_code()

@@ -15,6 +15,7 @@ from intaglio import numerics
 from intaglio.capture.nodes import operator, origin
 from intaglio.ir import DType, TensorType
 from intaglio.ops import OpDef
+from intaglio.ops.recurrent import RECURRENT
 from intaglio.ops.rows import levels_of_rows, row_levels, scales_shape
 from intaglio.quant.recipe import Setting
 from intaglio.quant.sites import Dynamic, Site
@@ -28,7 +29,7 @@ DEQUANTIZE_ROWS = "intaglio.dequantize_rows.default"
 
 def unable_at_run_time(record: OpDef, setting: Setting) -> str | None:
     """Why an operator's activations are not quantized while the model runs, where the recipe asks for it."""
-    if record.name != "linear":
+    if record.name not in ("linear", *RECURRENT):
         return "activations are quantized while the model runs, which linear and recurrent layers take"
     if setting.activation.name != "u8" or not setting.weight.native:
         kinds = f"{setting.activation.name} activations and {setting.weight.name} weights"
