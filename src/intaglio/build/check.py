@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.build.check_rows import check_rows
+from intaglio.build.check_rows import check_recurrent, check_rows
 from intaglio.codegen import ISAS, misfit
 from intaglio.ir import Buffer, DType, Graph, Op, Plan, Schedule, evaluate
 from intaglio.ir.moves import MOVES, boxes
@@ -18,6 +18,7 @@ from intaglio.ops.activate import PRECISE
 from intaglio.ops.loop import check_loop
 from intaglio.ops.norm import LONGEST
 from intaglio.ops.pool import counts
+from intaglio.ops.recurrent import RECURRENT
 
 AT_LEAST_ONE = ("stride", "kernel", "dilation", "groups", "step", "factor", "taps")
 WINDOWS = (*PRODUCTS, *MOVES, *(kind for kind in OPS if "_pool" in kind))
@@ -56,7 +57,9 @@ def check_graph(graph: Graph, hosts: Mapping[str, OpDef] | None = None) -> None:
         shape = tuple(record.infer(op.attrs, shapes))
         if op.kind in ("quantize_rows", "dequantize_rows"):
             check_rows(op, graph)
-        for name in op.outputs[: 1 if op.kind in PAIRS else None]:
+        if op.kind in RECURRENT:
+            check_recurrent(op, graph)
+        for name in op.outputs[: 1 if op.kind in (*PAIRS, *RECURRENT) else None]:
             if shape != graph.types[name].shape:
                 raise ValueError(f"%{name} is {graph.types[name]}; {op.kind} gives {shape}")
         if op.kind == "table" and shapes[1] != (256,):

@@ -13,8 +13,8 @@ from intaglio.codegen.depthwise import depthwise_checks
 from intaglio.codegen.loops import emit_loop
 from intaglio.codegen.matmul import emit_matmul
 from intaglio.codegen.moves import emit_move, emit_reshape
-from intaglio.codegen.resize import emit_linear, emit_nearest
 from intaglio.codegen.recurrent import RECURRENT, emit_recurrent
+from intaglio.codegen.resize import emit_linear, emit_nearest
 from intaglio.codegen.rows import emit_quantize_rows
 from intaglio.codegen.schedule import CacheSizes, schedules
 from intaglio.codegen.steps import (

@@ -26,12 +26,15 @@ def emit_recurrent(code: Code, partition: Partition, context: Context) -> None:
     first, given = 1 + rows, op.inputs[1 + rows + PER_DIRECTION * places :]
     _products(code, op, first, places, context)
     shape = types[x].shape
-    batch, steps = (shape[0], 1) if attrs["cell"] else (shape[0], shape[1]) if attrs["batch_first"] else (shape[1], shape[0])
+    steps, batch = (1, shape[0]) if attrs["cell"] else shape[:2]
+    if attrs["batch_first"]:
+        steps, batch = batch, steps
     row_t, row_b = (1, steps) if attrs["batch_first"] else (batch, 1)
     hidden = types[op.inputs[first + 1]].shape[1]
     code("struct Recurrent q = {};")
     code(f"q.lstm = {int(op.kind == 'lstm')}, q.layers = {attrs['layers']}, q.directions = {attrs['directions']};")
-    code(f"q.steps = {context.dim(steps)}, q.batch = {context.dim(batch)}, q.inputs = {shape[-1]}, q.hidden = {hidden};")
+    code(f"q.steps = {context.dim(steps)}, q.batch = {context.dim(batch)};")
+    code(f"q.inputs = {shape[-1]}, q.hidden = {hidden};")
     code(f"q.row_t = {context.dim(row_t)}, q.row_b = {context.dim(row_b)};")
     code(f"q.x = {context.strided(x)[0]}, q.of_x = of_x, q.of_h = of_h;")
     if rows:

@@ -10,7 +10,7 @@ import numpy as np
 from intaglio import numerics
 from intaglio.codegen.context import Context, finish
 from intaglio.codegen.writer import Code
-from intaglio.ir import Op, Partition, numel
+from intaglio.ir import Op, Partition
 
 AXIS_NAMES = "zyx"
 WIDEST = 64

@@ -38,9 +38,10 @@ def recurrent_lines(op: Op, types: Mapping[str, TensorType]) -> Dim:
     x, (gates, hidden) = types[op.inputs[0]].shape, types[op.inputs[2 + op.attrs["rows"]]].shape
     d, batch, rows = op.attrs["directions"], x[int(not (op.attrs["cell"] or op.attrs["batch_first"]))], numel(x[:-1])
     wide, cells = d * hidden, d * batch
-    floats: tuple[Dim, ...] = (d * rows * gates, rows * wide, rows, cells * gates, cells * hidden, cells * hidden, cells)
+    state, result = cells * hidden, rows * wide
+    floats: tuple[Dim, ...] = (d * rows * gates, result, rows, cells * gates, state, state, cells)
     total: Dim = 0
-    for size in (*(4 * count for count in floats), rows * wide, cells * hidden):
+    for size in (*(4 * count for count in floats), result, state):
         total = total + _whole(size, LINE)
     return total
 

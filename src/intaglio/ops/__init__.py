@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from intaglio.ops import activate, attention, channels, conv, loop, norm, pointwise, pool, recurrent, resize, rows, shape, unary
+from intaglio.ops import (
+    activate,
+    attention,
+    channels,
+    conv,
+    loop,
+    norm,
+    pointwise,
+    pool,
+    recurrent,
+    resize,
+    rows,
+    shape,
+    unary,
+)
 from intaglio.ops.fusions import ANCHORS, FUSIONS, SUMS, Fusion
 from intaglio.ops.interpret import interpret, run_op
 from intaglio.ops.opdef import Call, OpDef, Roles

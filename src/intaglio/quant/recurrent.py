@@ -1,4 +1,4 @@
-"""LSTM and GRU: what a call of them has, the sites of its weights, and the operator that stands for it in a reference."""
+"""LSTM and GRU: what a call has, the sites of its weights, and the operator that stands for it in a reference."""
 
 from __future__ import annotations
 
