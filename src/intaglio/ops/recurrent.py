@@ -91,14 +91,14 @@ def recurrent_meaning(
     """Layer after layer; between them y is quantized by rows."""
     attrs, rest = op.attrs, list(args)
     levels = rest.pop(0)
-    rows = rest.pop(0) if attrs["rows"] else np.float32(types[0].levels.step)
+    rows = rest.pop(0) if attrs["rows"] else np.full((1,) * levels.ndim, types[0].levels.step, np.float32)
     zero, count = types[0].levels.zero, attrs["layers"] * attrs["directions"]
     parts = [Direction(*rest[PER_DIRECTION * i : PER_DIRECTION * (i + 1)]) for i in range(count)]
     given = rest[PER_DIRECTION * count :]
     if attrs["cell"]:
-        levels, rows, given = levels[None], rows[None] if attrs["rows"] else rows, [state[None] for state in given]
+        levels, rows, given = levels[None], rows[None], [state[None] for state in given]
     elif attrs["batch_first"]:
-        levels, rows = levels.swapaxes(0, 1), rows.swapaxes(0, 1) if attrs["rows"] else rows
+        levels, rows = levels.swapaxes(0, 1), rows.swapaxes(0, 1)
     zeros = np.zeros((levels.shape[1], parts[0].w_h.shape[1]), np.float32)
     last: list[tuple[np.ndarray, ...]] = []
     for layer in range(attrs["layers"]):

@@ -48,9 +48,10 @@ def parts_of(node: fx.Node) -> Parts:
         biases = tuple(given[name] for name in ("b_ih", "b_hh") if given[name] is not None)
         weights: tuple[tuple[fx.Node, fx.Node], ...] = ((given["w_ih"], given["w_hh"]),)
         return Parts(weights, (biases,), _states(given["hx"]))
-    each = 2 + BIASES * bool(given["has_biases"])
+    each = len(given["params"]) // (given["num_layers"] * (1 + given["bidirectional"]))
     found = [tuple(given["params"][i : i + each]) for i in range(0, len(given["params"]), each)]
-    return Parts(tuple((p[0], p[1]) for p in found), tuple(p[2:] for p in found), _states(given["hx"]))
+    behind = 2 + BIASES * bool(given["has_biases"])
+    return Parts(tuple((p[0], p[1]) for p in found), tuple(p[2:behind] for p in found), _states(given["hx"]))
 
 
 def _states(given: Any) -> tuple[fx.Node, ...]:
@@ -86,8 +87,11 @@ def recurrent_macs(node: fx.Node) -> Dim:
     else:
         weights = [weight for pair in parts_of(node).weights for weight in pair]
         shape = node.args[0].meta["type"].shape
-    sizes = [numel(weight.meta["type"].shape) for weight in weights if len(weight.meta["type"].shape) == 2]
-    return numel(shape[:-1]) * sum(int(size) for size in sizes)  # type: ignore[arg-type]
+    work: Dim = 0
+    for kind in (weight.meta["type"] for weight in weights):
+        if len(kind.shape) == 2:
+            work = work + numel(shape[:-1]) * numel(kind.shape)
+    return work
 
 
 def weight_sites(node: fx.Node, name_of: Callable[[fx.Node], str]) -> Iterator[Site]:
@@ -203,4 +207,4 @@ def _fake(
 ) -> list[torch.Tensor]:  # fmt: skip
     attrs = {"layers": layers, "directions": directions, "batch_first": batch_first, "cell": cell}
     shapes = result_shapes(kind, attrs, tuple(levels.shape), constants[1].shape[1])
-    return [levels.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    return [levels.new_empty(list(shape), dtype=torch.float32) for shape in shapes]  # type: ignore[arg-type]
