@@ -1,6 +1,7 @@
 """Integer graphs written by hand: shapes from the operators' records, scales that spread the levels of a sample."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,12 +50,17 @@ class Net:
 
     # -- values
 
-    def input(self, *shape: Dim) -> str:
+    def input(self, *shape: Dim, dtype: DType = DType.F32) -> str:
+        """Floats, or booleans."""
         name = f"x{len(self.inputs)}"
         self.inputs.append(name)
-        self.types[name] = TensorType(shape, DType.F32)
-        self.value[name] = self.draw.normal(size=[evaluate(d, sizes(2)) for d in shape]).astype(np.float32)
+        self.types[name] = TensorType(shape, dtype)
+        drawn = self.draw.normal(size=[evaluate(d, sizes(2)) for d in shape])
+        self.value[name] = drawn > 0 if dtype is DType.BOOL else drawn.astype(np.float32)
         return name
+
+    def constant(self, array: np.ndarray) -> str:
+        return self._constant(array, DType.F32)
 
     def _constant(self, array: np.ndarray, dtype: DType) -> str:
         name = f"c{len(self.constants)}"
@@ -142,6 +148,26 @@ class Net:
         acc = self._op("linear", [levels, weight, start], DType.I32, row_accumulator(scales))
         return self._op("dequantize_rows", [acc, scales, columns, bias], DType.F32, None)
 
+    def centred(self, x: str) -> str:
+        """The value with parameters that a second factor of a product of activations has: zero point 128, levels from
+        1, which its operator must give."""
+        q = self.types[x].levels
+        self.types[x] = replace(self.types[x], q=QParams(q.scale, (128,), 1, 255))
+        self.value[x] = np.maximum(self.value[x], 1)
+        return x
+
+    def attention(self, q: str, k: str, v: str, mask: str | None = None, causal: bool = False) -> str:
+        """Scores of a spread of about 2."""
+        spread = self._real(q).std() * self._real(k).std() * self.types[q].shape[-1] ** 0.5
+        inputs, y = [q, k, v, *([mask] if mask else [])], self._q(self._real(v).std() / 2, None)
+        return self._op("attention", inputs, DType.U8, y, scale=float(2 / max(spread, 1e-6)), causal=causal)
+
+    def bmm(self, a: str, b: str, **tail: Any) -> str:
+        """A product of activations and its tail, see `_tail`."""
+        unit = float(numerics.accumulator_scale(self.types[a].levels.step, self.types[b].levels.step))
+        acc = self._op("bmm", [a, b], DType.I32, QParams((unit,), (0,), -(2**31), 2**31 - 1))
+        return self._tail(acc, np.array([unit]), -1, **tail)
+
     def add(self, a: str, b: str, low: int = 0, high: int = 255) -> str:
         q = self._q((self._real(a) + self._real(b)).std(), None)
         factors = [self._constant(np.float32([self.types[v].levels.step / q.step]), DType.F32) for v in (a, b)]
@@ -194,6 +220,9 @@ class Net:
         found = []
         for name in self.inputs:
             x = draw.normal(size=[evaluate(d, sizes(size)) for d in self.types[name].shape]).astype(np.float32)
+            if self.types[name].dtype is DType.BOOL:
+                found.append(torch.from_numpy(x > -0.5))
+                continue
             strange = draw.random(x.shape) < 0.02
             x[strange] = draw.choice([np.nan, np.inf, -np.inf, 1e30, -1e30, -0.0, 1e-40], int(strange.sum()))
             found.append(torch.from_numpy(x))

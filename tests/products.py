@@ -41,8 +41,10 @@ class Kernels:
         self.library = load(build(_text(isa, self.blocks, self.rows), name=f"products_{isa}", isa=isa))
         self.library.harness_table.restype = ctypes.c_void_p
 
-    def run(self, kind: str, numbers: Mapping[str, int], floats: Mapping[str, float], levels: tuple[int, int, int] | None,
-            threads: int, scratch_bytes: int) -> None:  # fmt: skip
+    def run(
+        self, kind: str, numbers: Mapping[str, int], floats: Mapping[str, float], levels: tuple[int, int, int] | None,
+        threads: int, scratch_bytes: int,
+    ) -> None:  # fmt: skip
         """``levels``: zero point, least and greatest level of the result; ``None`` for floats."""
         scratch = np.full(scratch_bytes * SHARERS + 64, 171, np.uint8)
         bounds = limits(*levels, 0).copy() if levels else None
@@ -72,12 +74,14 @@ def _text(isa: str, blocks: int, rows: int) -> str:
     lines += [f"{EXPORT} const TileKernel* harness_table() {{ return table; }}"]
     for kind, entry in ENTRY.items():
         lines += [
-            f"static void {entry}_body(void* c, int thread, int threads) {{ {entry}((const struct {kind}*)c, thread, threads); }}",
-            f"{EXPORT} void harness_{entry}(const int64_t* v, const float* f, int threads, IntaglioParallel parallel) {{",
+            f"static void {entry}_body(void* c, int thread, int threads) {{",
+            f"    {entry}((const struct {kind}*)c, thread, threads);",
+            "}",
+            f"{EXPORT} void harness_{entry}(const int64_t* v, const float* f, int threads, IntaglioParallel run) {{",
             f"    struct {kind} call = {{}};",
             *[f"    call.{name} = (decltype(call.{name}))v[{i}];" for i, name in enumerate(FIELDS[kind])],
             *[f"    call.{name} = f[{i}];" for i, name in enumerate(FLOATS[kind])],
-            f"    parallel({entry}_body, &call, threads);",
+            f"    run({entry}_body, &call, threads);",
             "}",
         ]
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """int8 attention: the law against float, the kernel against the law, the operator in programs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -9,11 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from graphs import H, N, Net, W
 from harness import HERE, Memory
-from intaglio import numerics
-from intaglio.ir import DType, Op, TensorType, evaluate
+from intaglio import build, numerics
+from intaglio.ir import DType, Op, TensorType, evaluate, verify
 from intaglio.ir.scratch import LINE, scratch_lines
+from intaglio.lower import plan
+from intaglio.lower.layout import separate_layouts
 from products import kernels
+from test_program import assert_bits_of_the_interpreter, assert_stays_inside, built, compiled
 
 SLACK = 64
 
@@ -202,3 +206,86 @@ def test_the_comparison_sees_a_wrong_zero_point():
     case = NAMED["bert"]
     numbers = [run(case, HERE[0], 1), expected(Case(**{**case.__dict__, "zero": case.zero + 1}))]
     assert not np.array_equal(*numbers)
+
+
+# ---- programs
+
+
+def split(net: Net, x: str, parts: int, heads: int) -> list[str]:
+    """[n, rows, parts * heads * D] -> [n, heads, rows, D] of each part, as multi-head attention cuts them."""
+    n, rows, wide = net.types[x].shape
+    apart = net.same("reshape", x, shape=(n, rows, parts, heads, wide // parts // heads))
+    found = []
+    for part in range(parts):
+        one = net.same("slice", apart, axis=2, start=part, stop=part + 1, step=1)
+        one = net.same("reshape", one, shape=(n, rows, heads, wide // parts // heads))
+        found.append(net.same("permute", one, order=(0, 2, 1, 3)))
+    return found
+
+
+def joined(net: Net, y: str) -> str:
+    n, heads, rows, width = net.types[y].shape
+    return net.same("reshape", net.same("permute", y, order=(0, 2, 1, 3)), shape=(n, rows, heads * width))
+
+
+def encoder(net: Net) -> tuple[str, ...]:
+    """Self-attention over a free number of tokens, its parts read where one layer wrote them; masks of every kind."""
+    x = net.quantize(net.input(N, H, 48))
+    q, k, v = split(net, net.centred(net.linear(x, 3 * 4 * 20, zero_point=128, low=1)), 3, 4)
+    masks = [
+        None, net.input(N, 1, 1, H, dtype=DType.BOOL), net.input(H, H), net.input(N, 4, H, H),
+        net.input(1, 1, H, 1, dtype=DType.BOOL), net.constant(np.float32([[[0]], [[-1]], [[-np.inf]], [[2]]])),
+    ]  # fmt: skip
+    found = [net.attention(q, k, v, mask) for mask in masks]
+    return (*[net.linear(joined(net, y), 9, f32=True) for y in found[1:]], net.dequantize(found[0]))
+
+
+def decoder(net: Net) -> tuple[str, ...]:
+    """Causal, with fewer heads of keys; then keys of another length that is free, too."""
+    x, memory = net.quantize(net.input(N, H, 24)), net.quantize(net.input(N, W, 24))
+    (q,) = split(net, net.linear(x, 6 * 16), 1, 6)
+    k, v = split(net, net.centred(net.linear(x, 2 * 2 * 16, zero_point=128, low=1)), 2, 2)
+    y = net.linear(joined(net, net.attention(q, k, v, causal=True)), 24, add=x)
+    (q,) = split(net, net.linear(y, 3 * 8), 1, 3)
+    k, v = (split(net, net.centred(net.linear(memory, n, zero_point=128, low=1)), 1, 3)[0] for n in (24, 99))
+    return net.linear(joined(net, net.attention(q, k, v)), 5, f32=True), net.dequantize(net.attention(q, k, v))
+
+
+def images(net: Net) -> tuple[str, ...]:
+    """Channels of an image as heads; the result is an image again."""
+    x = net.quantize(net.input(N, 4, 9, 12))
+    y = net.centred(net.conv(x, 4, 3, padding=1, zero_point=128, low=1))
+    return net.conv(net.attention(x, y, y), 3, 3, padding=1, f32=True), net.dequantize(net.attention(y, y, y))
+
+
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("program", [encoder, decoder], ids=lambda program: program.__name__)
+def test_a_program_has_the_bits_of_the_interpreter(program, isa):
+    net, lowered = built(program)
+    model = compiled(program, isa)
+    assert_bits_of_the_interpreter(net, lowered, model)
+    assert_stays_inside(net, lowered, model.artifact)
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_attention_meets_image_operators(isa):
+    """By copies between the layouts."""
+    net, lowered = built(images)
+    graph, copies = separate_layouts(lowered.graph)
+    lowered = replace(lowered, graph=verify(graph))
+    assert copies
+    assert_bits_of_the_interpreter(net, lowered, build.compile(lowered, isa=isa))
+
+
+def test_heads_are_read_where_the_layer_in_front_wrote_them():
+    """No step only moves levels."""
+    planned = plan(built(encoder)[1].graph)
+    kinds = {step.partition.anchor.kind for step in planned.steps}
+    assert kinds == {"quantize", "linear", "attention", "dequantize"}
+
+
+def test_products_are_counted():
+    steps = compiled(decoder, HERE[0]).artifact.program.steps
+    free = {"n": 2, "h": 7, "w": 11}
+    counted = [evaluate(step.work.macs, free) for step in steps if step.kinds == "attention"]
+    assert counted == [2 * 6 * 7 * 7 * 32, 2 * 3 * 7 * 11 * (8 + 33), 2 * 3 * 7 * 11 * (8 + 33)]

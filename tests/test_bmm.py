@@ -4,15 +4,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
 
+from compare import assert_equal_levels, quantized
+from graphs import H, N, Net
 from harness import HERE, Memory
-from intaglio import numerics
+from intaglio import build, numerics
 from intaglio.ir import DType, Op, QParams, TensorType, evaluate
 from intaglio.ir.scratch import LINE, scratch_lines
 from intaglio.ops import OPS
+from nets import Body, randomize
 from products import kernels
+from test_program import assert_bits_of_the_interpreter, assert_stays_inside, built, compiled
 
 SLACK = 64
 MEMORY = [Memory(1 << 20) for _ in range(3)]
@@ -48,7 +55,9 @@ def drawn(case: Case) -> list[np.ndarray]:
 
     def levels(kind: TensorType) -> np.ndarray:
         low = kind.levels.qmin
-        return (draw.choice([low, 255], kind.shape) if case.extreme else draw.integers(low, 256, kind.shape)).astype(np.uint8)
+        return (draw.choice([low, 255], kind.shape) if case.extreme else draw.integers(low, 256, kind.shape)).astype(
+            np.uint8
+        )
 
     return [levels(kind) for kind in types_of(case)]
 
@@ -128,7 +137,7 @@ def test_nothing_behind_a_row_is_written(isa):
     """Results in float lie apart; kernels of other products would fill their last block."""
     case = Case(rows=30, columns=37, floats=True)
     run(case, isa, 1)
-    raw = MEMORY[2].end(4 * 30 * 40, SLACK).view(np.float32).reshape(30, 40)
+    raw = MEMORY[2].end(4 * 30 * 40, SLACK).view(np.int32).reshape(30, 40)
     before = raw[:, 37:].copy()
     run(Case(rows=30, columns=37, floats=True, seed=1), isa, 2)
     assert np.array_equal(raw[:, 37:], before)
@@ -140,3 +149,61 @@ def test_the_comparison_sees_an_operand_that_lies_differently():
     straight = Case(depth=24, columns=24)
     assert np.array_equal(run(case, HERE[0], 1), run(straight, HERE[0], 1))
     assert not np.array_equal(run(case, HERE[0], 1), expected(Case(depth=24, columns=24, seed=1)))
+
+
+# ---- programs
+
+
+def products(net: Net) -> tuple[str, ...]:
+    """Every tail, batch axes that broadcast, a second operand that is turned."""
+    x, y = net.quantize(net.input(N, 3, 9, 20)), net.centred(net.quantize(net.input(3, 31, 20), 128))
+    turned = net.same("permute", y, order=(0, 2, 1))
+    one = net.centred(net.quantize(net.input(31, 70), 128))
+    z = net.bmm(x, turned, low=7)
+    rows = net.centred(net.quantize(net.input(N, H, 12), 128))
+    square = net.bmm(net.quantize(net.input(N, 5, 12)), net.same("permute", rows, order=(0, 2, 1)), f32=True)
+    return (
+        net.bmm(z, one, f32=True),
+        net.dequantize(net.table(net.bmm(z, one))),
+        square,
+        net.bmm(net.same("reshape", one, shape=(31, 70)), net.same("permute", one, order=(1, 0)), f32=True),
+    )
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_a_program_has_the_bits_of_the_interpreter(isa):
+    net, lowered = built(products)
+    model = compiled(products, isa)
+    assert_bits_of_the_interpreter(net, lowered, model)
+    assert_stays_inside(net, lowered, model.artifact)
+
+
+def test_products_are_counted():
+    work = [step.work for step in compiled(products, HERE[0]).artifact.program.steps if "bmm" in step.kinds]
+    free = {"n": 2, "h": 8, "w": 11}
+    counted = sorted(evaluate(each.macs, free) for each in work)
+    assert counted == sorted([2 * 3 * 9 * 20 * 31, *[2 * 3 * 9 * 31 * 70] * 2, 2 * 5 * 12 * 8, 31 * 70 * 31])
+
+
+# ---- models
+
+
+def linear_attention(m, x):
+    """Products without a softmax between them, of the three parts of one layer's result."""
+    q, k, v = m.qkv(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+    return m.out((F.relu(q @ k.transpose(-2, -1)) @ v).transpose(1, 2).reshape(*x.shape[:2], 16))
+
+
+def test_products_of_activations_in_a_model_are_integer():
+    """Second factors, and what shares their parameters, lie around zero."""
+    model = randomize(Body(linear_attention, qkv=nn.Linear(24, 48), out=nn.Linear(16, 5)))
+    x = torch.randn(3, 7, 24, generator=torch.Generator().manual_seed(0))
+    reference, lowered = quantized(model, x)
+    products = [op for op in lowered.graph.ops if op.kind == "bmm"]
+    assert len(products) == 2
+    assert not lowered.islands
+    assert_equal_levels(reference, lowered, x)
+    for isa in HERE:
+        compiled_model = build.compile(lowered, isa=isa)
+        for batch in (x, x[:1]):
+            assert torch.equal(compiled_model(batch), lowered(batch))

@@ -81,6 +81,52 @@ def test_free_rows_and_columns_are_checked_at_the_examples_size():
     same(captured, model, torch.randn(5, 3, 9, 31))
 
 
+def test_declared_ranges_hold_for_calls_and_in_words():
+    model = body(lambda m, x: m.c(x), c=conv())
+    rows, columns = torch.export.Dim("rows", min=4, max=16), torch.export.Dim("columns", min=6)
+    captured = capture(model, X, dynamic_shapes={"args": ({2: rows, 3: columns},)})
+    assert captured.signature.ranges == {"n": (4, 16), "n1": (6, None)}
+    same(captured, model, torch.randn(2, 3, 4, 600))
+    for shape, limits in (((2, 3, 17, 8), "n from 4 to 16"), ((2, 3, 8, 5), "n1 of at least 6")):
+        with pytest.raises(InputError, match=rf"shape \[.*\]; the model takes \[2, 3, n, n1\] with {limits}"):
+            captured(torch.randn(shape))
+
+
+def test_a_declared_range_of_the_batch_is_where_the_graph_is_checked():
+    model = body(lambda m, x: m.c(x), c=conv())
+    captured = capture(model, X.repeat(3, 1, 1, 1), dynamic_shapes={"args": ({0: torch.export.Dim("b", min=5)},)})
+    assert captured.signature.ranges == {"n": (5, None)}
+
+
+class Lookup(nn.Module):
+    def __init__(self, length: int | None = None) -> None:
+        super().__init__()
+        self.rows, self.out, self.length = nn.Embedding(9, 4), nn.Linear(4 * (length or 1), 3), length
+
+    def forward(self, ids):
+        y = self.rows(ids)
+        return self.out(y.mean(1) if self.length is None else y.reshape(ids.shape[0], -1))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 4), (3, 1), (2, 5)])
+def test_matrices_of_whole_numbers_have_free_lengths_whatever_the_example(size):
+    model = nets.randomize(Lookup())
+    captured = capture(model, torch.randint(9, size))
+    assert not captured.notes
+    assert str(captured.signature.inputs[0].type) == "i64[n, n1]"
+    for other in ((1, 1), (5, 2), (2, 30)):
+        same(captured, model, torch.randint(9, other))
+
+
+def test_a_length_that_the_model_fixes_stays_fixed_with_exports_reason():
+    model = nets.randomize(Lookup(6))
+    captured = capture(model, torch.randint(9, (2, 6)))
+    (note,) = captured.notes
+    assert note.startswith("the length of 'ids' is fixed as in the example: torch.export cannot trace it")
+    assert str(captured.signature.inputs[0].type) == "i64[n, 6]"
+    same(captured, model, torch.randint(9, (7, 6)))
+
+
 class Keywords(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -153,24 +199,12 @@ def test_an_input_changed_in_place_is_an_extra_result():
     assert torch.equal(x, X)
 
 
-class Counter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.c = conv()
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, x):
-        self.calls += 1
-        return self.c(x)
-
-
 class Dies(nn.Module):
     def __deepcopy__(self, memo):
         raise RuntimeError("there is only one of me")
 
 
 REFUSED = {
-    "changes this buffer": lambda: (Counter(), X),
     "data-dependent": lambda: (body(lambda m, x: m.c(x) if x.sum() > 0 else m.c(-x), c=conv()), X),
     "depends on data or on random numbers": lambda: (body(lambda m, x: m.c(x) + torch.rand(1), c=conv()), X),
     "not an nn.Module": lambda: (lambda x: x, X),

@@ -33,14 +33,13 @@ from intaglio.runtime.encode import (
     Numbers,
     decode,
     decode_dim,
-    decode_tree,
     decode_type,
     encode,
     encode_dim,
-    encode_tree,
     encode_type,
 )
 from intaglio.runtime.islands import FloatCalls, function_of
+from intaglio.runtime.signatures import decode_tree, encode_tree
 from models import assert_same, built, compiled, picture
 
 NETS = [net for net in nets.ALL if net is not nets.CrossNet]  # nothing of which can be quantized

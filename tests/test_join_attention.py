@@ -170,7 +170,8 @@ def test_a_mask_that_hides_something_stays():
 
 
 @pytest.mark.parametrize("mask", [
-    lambda x: positions(x)[1] <= positions(x)[0], lambda x: (positions(x)[0] >= positions(x)[1]) & (positions(x)[0] >= 0)
+    lambda x: positions(x)[1] <= positions(x)[0],
+    lambda x: (positions(x)[0] >= positions(x)[1]) & (positions(x)[0] >= 0),
 ])  # fmt: skip
 def test_a_mask_of_what_comes_before_is_causal(mask):
     captured, _, _ = passed(masked(mask), X)

@@ -14,9 +14,10 @@ from intaglio.capture.nodes import operator, tensor_type
 from intaglio.errors import InputError
 from intaglio.quant.passes import PTQ_PASSES
 from intaglio.quant.prepare import copy_graph
-from intaglio.runtime.encode import Numbers, decode_signature, encode_signature
+from intaglio.runtime.encode import Numbers
+from intaglio.runtime.signatures import decode_signature, encode_signature
 
-SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def words(batch: int, length: int) -> dict[str, Tensor]:
 
 def encoder(library, name: str, **settings) -> nn.Module:
     configured = getattr(library, f"{name}Config")
-    rest = SMALL if name != "DistilBert" else dict(dim=32, n_layers=2, n_heads=2, hidden_dim=64)
+    rest = SMALL if name != "DistilBert" else {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}
     return getattr(library, f"{name}Model")(configured(**rest, **settings)).eval()
 
 
@@ -107,7 +108,8 @@ def test_an_encoder_of_images_has_no_mask(library):
 
 
 def test_torchvisions_encoder_of_images(torchvision):
-    model, x = torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=5).eval(), torch.randn(1, 3, 32, 32)
+    model = torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=5).eval()
+    x = torch.randn(1, 3, 32, 32)
     captured = capture(model, x)
     assert not captured.notes
     torch.testing.assert_close(captured(x.expand(3, -1, -1, -1)), model(x.expand(3, -1, -1, -1)))
@@ -152,9 +154,9 @@ def test_results_of_a_loaded_model_keep_their_class(library, monkeypatch):
     model = text_encoder(library, "Bert")
     signature = capture(model, (), example_kwargs=words(2, 8)).signature
     numbers = Numbers()
-    entry = encode_signature(signature, numbers)
-    again = decode_signature(entry, Numbers(numbers.array()))
+    entry = encode_signature(signature, numbers, {})
+    again = decode_signature(entry, Numbers(numbers.array()), {})
     assert again == signature
     monkeypatch.delitem(sys.modules, "transformers.modeling_outputs")
-    plain = decode_signature(entry, Numbers(numbers.array()))
+    plain = decode_signature(entry, Numbers(numbers.array()), {})
     assert plain.out_tree.type is OrderedDict

@@ -158,6 +158,16 @@ def _fits(dim: Any, size: int, symbols: dict[str, int]) -> bool:
         return False
 
 
+def initial_state(signature: Signature) -> list[torch.Tensor]:
+    """What the buffers that the model changes held when it was captured: the graph's inputs behind those of a call."""
+    return [torch.from_numpy(entry.initial.copy()) for entry in signature.state]
+
+
+def kept_state(signature: Signature, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Their values after a call, the last of its results, in memory that nobody else holds."""
+    return [value.clone() for value in results[len(results) - len(signature.state) :]]
+
+
 def rebuild(signature: Signature, results: tuple[Any, ...], symbols: Mapping[str, int]) -> Any:
     """The model's result from the graph's tensor results, structure and constants restored."""
     values = iter(results)

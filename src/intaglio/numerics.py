@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -389,15 +389,17 @@ def probability_levels(x: ArrayLike) -> NDArray[np.uint8]:
     return levels
 
 
-def attention_factors(
-    scale_q: float, scale_k: float, scale_v: float, scale_y: float, scale: float
-) -> tuple[np.float32, np.float32]:
-    """``float32(s_q * s_k * scale / ln 2)`` and ``float32(s_v / s_y)``, both from float64: see `attention`."""
+def attention_factors(inputs: Sequence[float], scale_y: float, scale: float) -> tuple[np.float32, np.float32]:
+    """``float32(s_q * s_k * scale / ln 2)`` and ``float32(s_v / s_y)``, both from float64: see `attention`.
+
+    ``inputs``: scales of q, k and v; ``scale``: what scores are multiplied by.
+    """
+    scale_q, scale_k, scale_v = inputs
     factor = np.float32(accumulator_scale(scale_q, scale_k) * np.float64(scale) / math.log(2))
     return factor, np.float32(multiplier(np.float64(np.float32(scale_v)), scale_y))
 
 
-def mask_powers(mask: NDArray) -> F32:
+def mask_powers(mask: NDArray[Any]) -> F32:
     """What a mask adds to scores in powers of two: ``mask * LOG2_E`` of floats, no less than the least finite one but
     for -inf; 0 for True, -inf for False."""
     if mask.dtype == np.bool_:
@@ -408,7 +410,7 @@ def mask_powers(mask: NDArray) -> F32:
     return np.where(given == -np.inf, given, np.where(wide > -LARGEST, wide, -LARGEST))
 
 
-def attention_scores(q: ArrayLike, k: ArrayLike, factor: ArrayLike, mask: NDArray | None, causal: bool) -> F32:
+def attention_scores(q: ArrayLike, k: ArrayLike, factor: ArrayLike, mask: NDArray[Any] | None, causal: bool) -> F32:
     """i[..., queries, D], i[..., keys, D] -> f32[..., queries, keys] in powers of two: ``float32(q . k) * factor``,
     plus `mask_powers`; with ``causal`` -inf for keys behind the query of their number."""
     products = np.asarray(q, np.float64) @ np.swapaxes(np.asarray(k, np.float64), -1, -2)
@@ -422,7 +424,7 @@ def attention_scores(q: ArrayLike, k: ArrayLike, factor: ArrayLike, mask: NDArra
 
 
 def attention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, mask: NDArray | None, causal: bool, factor: ArrayLike, ratio: ArrayLike,
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, mask: NDArray[Any] | None, causal: bool, factor: ArrayLike, ratio: ArrayLike,
     zero_point: int, low: int, high: int,
 ) -> I32:  # fmt: skip
     """i[B, H, queries, D], i[B, G, keys, D], i[B, G, keys, V] -> i32[B, H, queries, V]: levels of
@@ -510,6 +512,36 @@ def gelu(x: ArrayLike) -> F32:
         total = total * near + term
     tail = (total * near) * power
     result: F32 = np.maximum(x, LOWEST_EXPONENT) * np.where(x < 0, tail, np.float32(1) - tail)
+    return result
+
+
+NEAR_END = np.float32(4.75)
+"""From here on the normal distribution is 0 or 1."""
+NEAR_RATE = np.float32(2 / 4.75**2)
+NEAR_TERMS = tuple(np.float32(float.fromhex(term)) for term in (
+    "0x1.30a2fap-3", "-0x1.2dbfe6p-4", "0x1.b416b8p-5", "-0x1.4c0534p-5", "0x1.f1fe6p-6", "-0x1.661b76p-6",
+    "0x1.bb1d8p-7", "-0x1.bbfdcep-8", "0x1.35e6e6p-8", "-0x1.06d144p-8", "0x1.82ec94p-10",
+))  # fmt: skip
+"""``(normal distribution - 1/2) / x`` as a polynomial in ``2 (x / 4.75)^2 - 1``, lowest power first: the least largest
+error times x, and none at 4.75."""
+
+
+def near_gelu(x: ArrayLike) -> F32:
+    """f32 -> f32: x times the normal distribution up to x, within ``6e-6 * |x|`` of it, for results that become levels.
+
+    Even and odd powers of the polynomial are summed apart, from the highest.
+    """
+    x = np.asarray(x, np.float32)
+    bounded = np.minimum(np.maximum(x, -NEAR_END), NEAR_END)
+    s = (bounded * bounded) * NEAR_RATE - np.float32(1)
+    square = s * s
+    *even_terms, even = NEAR_TERMS[::2]
+    *odd_terms, odd = NEAR_TERMS[1::2]
+    for term in reversed(even_terms):
+        even = even * square + term
+    for term in reversed(odd_terms):
+        odd = odd * square + term
+    result: F32 = np.maximum(x, LOWEST_EXPONENT) * (bounded * (odd * s + even) + np.float32(0.5))
     return result
 
 

@@ -20,6 +20,8 @@ from intaglio.ops.norm import LONGEST
 from intaglio.ops.pool import counts
 from intaglio.ops.recurrent import RECURRENT
 
+MANY = 4096
+"""Stands for free sizes."""
 AT_LEAST_ONE = ("stride", "kernel", "dilation", "groups", "step", "factor", "taps")
 WINDOWS = (*PRODUCTS, *MOVES, *(kind for kind in OPS if "_pool" in kind))
 """Kinds whose attributes are sizes and places, none of them negative."""
@@ -95,8 +97,9 @@ def _check_window(op: Op) -> None:
 
 
 def _check_places(op: Op, graph: Graph) -> None:
-    """Every copy of a move stays inside its tensors. Row-major ones show it: some copy spans all their other axes."""
-    sizes = dict.fromkeys(graph.symbols(), 2)
+    """Every copy of a move stays inside its tensors. Row-major ones show it: some copy spans all their other axes. Free
+    sizes are large ones here; those too small for a move are refused call by call (`ir.sizes.needs`)."""
+    sizes = dict.fromkeys(graph.symbols(), MANY)
     buffers = {name: Buffer(name, graph.types[name].shape, DType.U8, rows=True) for name in (*op.inputs, op.output)}
     for box in boxes(op, [buffers[name] for name in op.inputs], buffers[op.output]):
         ends = [(op.output, box.result, [run.result for run in box.runs])]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from intaglio.calls import bind, dims_of, rebuild
+from intaglio.calls import bind, dims_of, initial_state, kept_state, rebuild
 from intaglio.capture.nodes import operator, origin, tensor_type
 from intaglio.errors import ArtifactError, InputError
 from intaglio.ir import About, Signature
@@ -27,8 +29,15 @@ class GraphStage:
         leaves = bind(self.signature, args, kwargs)
         symbols = dims_of(self.signature, leaves)
         with torch.no_grad(), torch.autocast("cpu", enabled=False):  # the graph says every element type itself
-            results = self.module(*leaves)
+            results = self.module(*leaves, *self.state)
+            self.state[:] = kept_state(self.signature, results)
         return rebuild(self.signature, results, symbols)
+
+    @functools.cached_property
+    def state(self) -> list[torch.Tensor]:
+        """Values of the buffers the model changes: as captured, then as each call leaves them. A copy of a stage, and
+        the stage that follows from it, start as captured."""
+        return initial_state(self.signature)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -40,7 +49,8 @@ class GraphStage:
         return fx_text(self.module.graph)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return type(self)(**{name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        fields = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return type(self)(**{name: copy.deepcopy(value, memo) for name, value in fields.items()})
 
     def __reduce__(self) -> Any:
         """torch.fx pickles a graph as Python code and traces that anew, which loses types, origins and sites."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -45,6 +46,8 @@ def disagreement(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapp
 
 
 def _differs(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[str, Any], label: str) -> str | None:
+    if captured.signature.state:  # both as they were captured
+        captured, model = replace(captured), copy.deepcopy(model)
     try:
         with torch.no_grad():
             expected = model(*_copied(args), **_copied(kwargs))
@@ -79,9 +82,7 @@ def _lengths(captured: Captured) -> set[str]:
     return {name for dim in matrices for name in symbols_of(dim)} - batch
 
 
-def _sizes(
-    captured: Captured, args: tuple, kwargs: Mapping[str, Any], batch: int, longer: bool
-) -> dict[str, int]:
+def _sizes(captured: Captured, args: tuple, kwargs: Mapping[str, Any], batch: int, longer: bool) -> dict[str, int]:
     """Free dimensions as in the example, those on the first axis of an input at another size; ``longer``: lengths of
     sequences too. Within their ranges."""
     leaves = pytree.tree_leaves((args, dict(kwargs)))

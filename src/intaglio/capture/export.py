@@ -26,7 +26,7 @@ from intaglio.capture.captured import Captured, module_classes
 from intaglio.capture.nodes import dim_of
 from intaglio.capture.symbols import example_sizes, ranges_of, symbol_names
 from intaglio.errors import CaptureError
-from intaglio.ir import About, DType, Input, Origin, Output, Signature, TensorType
+from intaglio.ir import About, DType, Input, Origin, Output, Signature, State, TensorType
 
 CONSTANTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -85,11 +85,15 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     inputs: list[Input] = []
     fixed: dict[int, Any] = {}
+    changed = set(program.graph_signature.buffers_to_mutate.values())
+    state: dict[str, fx.Node] = {}
     leaf = 0
     for node in program.graph.nodes:
         if node.op == "placeholder":
             spec = specs[node.name]
-            if spec.kind in CONSTANTS:
+            if spec.target in changed:
+                state[spec.target] = node
+            elif spec.kind in CONSTANTS:
                 if node.users:
                     copies[node] = _constant(graph, root, program, node, spec.target)
             elif spec.kind is InputKind.USER_INPUT:
@@ -102,12 +106,16 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
                 leaf += 1
             else:
                 raise CaptureError(node.name, None, f"an input of kind {spec.kind.name}")
+            if node.next.op != "placeholder":
+                for kept in state.values():  # behind the inputs of a call
+                    copies[kept] = graph.placeholder(kept.name)
+                    _annotate(copies[kept], kept, names, program)
         elif node.op == "call_function":
             copies[node] = graph.node_copy(node, lambda n: copies[n])
             copies[node].meta = {}
             _annotate(copies[node], node, names, program)
         elif node.op == "output":
-            signature = _outputs(program, node, copies, graph, inputs, fixed, names)
+            signature = _outputs(program, node, copies, graph, inputs, fixed, state, names)
         else:
             raise CaptureError(node.name, str(node.target), f"a node of kind {node.op} (control flow is not captured)")
     module = fx.GraphModule(root, graph)
@@ -119,8 +127,12 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
     return Captured(module, signature, module_classes(model), about, training)
 
 
+def _tensor(program: ExportedProgram, target: str) -> torch.Tensor:
+    return program.state_dict[target] if target in program.state_dict else program.constants[target]
+
+
 def _constant(graph: fx.Graph, root: nn.Module, program: ExportedProgram, node: fx.Node, target: str) -> fx.Node:
-    tensor = program.state_dict[target] if target in program.state_dict else program.constants[target]
+    tensor = _tensor(program, target)
     name = target.replace(".", "_")
     while hasattr(root, name):
         name += "_"
@@ -164,16 +176,18 @@ def _source(node: fx.Node) -> str:
     return f"{file}:{rest}"
 
 
-def _outputs(program, node, copies, graph, inputs, fixed, names) -> Signature:
-    results, outputs, written = [], [], {}
+def _outputs(program, node, copies, graph, inputs, fixed, state, names) -> Signature:
+    results, outputs, written, kept = [], [], {}, {}
     leaf_of = {entry.name: entry.leaf for entry in inputs}
     for spec, value in zip(program.graph_signature.output_specs, node.args[0], strict=True):
         if spec.kind is OutputKind.USER_INPUT_MUTATION:
             written[leaf_of[spec.target]] = copies[value]
+        elif spec.kind is OutputKind.BUFFER_MUTATION:
+            kept[spec.target] = copies[value]
         elif spec.kind is not OutputKind.USER_OUTPUT:
             raise CaptureError(
-                str(spec.target), None, "the model changes this buffer while it runs; int8 models have no state",
-                remedy="capture a part of the model that does not, or switch the counter off",
+                str(spec.target), None, f"a result of kind {spec.kind.name}; a model may change its buffers only",
+                remedy="capture a part of the model that does not",
             )  # fmt: skip
         elif isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.SymInt):
             outputs.append(Output(None, dim_of(value.meta["val"], names)))
@@ -182,11 +196,22 @@ def _outputs(program, node, copies, graph, inputs, fixed, names) -> Signature:
             outputs.append(Output(copies[value].name))
         else:
             outputs.append(Output(None, value))
-    graph.output((*results, *written.values()))
+    graph.output((*results, *written.values(), *[kept[path] for path in state]))
     return Signature(
         tuple(inputs), tuple(outputs), program.call_spec.in_spec, program.call_spec.out_spec, fixed,
         {leaf: value.name for leaf, value in written.items()},
+        state=tuple(_state(program, path, copies[node], kept[path]) for path, node in state.items()),
     )  # fmt: skip
+
+
+def _state(program: ExportedProgram, path: str, node: fx.Node, value: fx.Node) -> State:
+    tensor, kind = _tensor(program, path), node.meta["type"]
+    if kind.dtype in (DType.BF16, DType.F8E4M3, DType.F8E5M2, DType.OTHER):
+        raise CaptureError(
+            path, None, f"the model changes this buffer while it runs, and its element type is {tensor.dtype}",
+            remedy="keep it as float32 or whole numbers",
+        )  # fmt: skip
+    return State(node.name, value.name, path, kind, tensor.detach().contiguous().numpy().copy())
 
 
 def _with_names(signature: Signature, model: nn.Module) -> Signature:

@@ -125,7 +125,8 @@ def _rewrite(node: fx.Node, ramps: dict[fx.Node, Ramp], always: dict[fx.Node, bo
         if held is None or (fills and held):
             return False
         other = node.args[0] if fills else node.args[1 if held else 2]
-        return isinstance(other, fx.Node) and tensor_type(other).dtype is tensor_type(node).dtype and _widened(node, other)
+        same = isinstance(other, fx.Node) and tensor_type(other).dtype is tensor_type(node).dtype
+        return same and _widened(node, other)
     if name == "aten.index.Tensor":
         return _whole_index(node, ramps)
     return name == ATTENTION and _without_mask(node, ramps, always)
@@ -154,7 +155,7 @@ def _whole_index(node: fx.Node, ramps: dict[fx.Node, Ramp]) -> bool:
         return False
     ranks = [len(tensor_type(index).shape) for index in indices]
     axes = [len(result) - rank + ramp.axis for ramp, rank in zip(found, ranks, strict=True)]
-    spread = [1] * len(result)
+    spread: list[Dim] = [1] * len(result)
     for axis, size in zip(axes, shape, strict=True):
         spread[axis] = size
     if sorted(set(axes)) != axes or tuple(spread) != result:

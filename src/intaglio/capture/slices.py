@@ -136,15 +136,18 @@ def _commuting(module: fx.GraphModule, node: fx.Node) -> Part | None:
         return None
     part = parts[0]
     length = part.tensor.shape[part.axis]
-    whole = [length if axis == part.axis else size for axis, size in enumerate(kind.shape)]
-    if not all(isinstance(size, int) for size in whole) or prod(whole) * kind.dtype.bytes > MOST_BYTES:
+    sizes = [length if axis == part.axis else size for axis, size in enumerate(kind.shape)]
+    whole = [size for size in sizes if isinstance(size, int)]
+    if len(whole) < len(sizes) or prod(whole) * kind.dtype.bytes > MOST_BYTES:
         return None
     if name == EMBEDDING:
         return part if _part(module, node.args[1]) else None
     if name == "aten.gather.default":
         source, _, ids = node.args[:3]
-        fits = all(size <= n for size, n in zip(whole, tensor_type(source).shape, strict=True)) if others else False
-        return part if fits and _part(module, ids) else None
+        if not is_constant(source) or _part(module, ids) is None:
+            return None
+        room = getattr(module, source.target).shape
+        return part if all(size <= most for size, most in zip(whole, room, strict=True)) else None
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or name == "aten._to_copy.default"
     return part if pointwise and len(whole) == part.tensor.dim() and _apart(part, others) else None
 

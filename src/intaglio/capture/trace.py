@@ -30,7 +30,10 @@ def trace(
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), torch.device("cpu"):
         own = with_named_keywords(frozen_copy(model, train), kwargs)
         if not train:
+            buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
             _try(own, args, kwargs)
+            for name, buffer in own.named_buffers():
+                buffer.copy_(buffers[name])
         return _capture(own, args, kwargs, dynamic_shapes, train)
 
 
@@ -69,7 +72,7 @@ def _capture(own: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic_shapes
         if sequences:
             notes = (f"lengths of sequences are fixed as in the example: {reason}",)
     note = f"batch is fixed as in the example: {reason}"
-    return _checked(to_captured(export(own, args, kwargs, None), own, (note,), train), own, args, kwargs)
+    return _checked(to_captured(export(own, args, kwargs, None), own, (*notes, note), train), own, args, kwargs)
 
 
 def _with_free_axes(

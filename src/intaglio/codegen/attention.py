@@ -39,8 +39,7 @@ def emit_attention(code: Code, partition: Partition, context: Context) -> None:
 
 
 def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
-    """Fill a ``struct Product`` and run it; the tail is a requantize, perhaps with a table behind it, or a dequantize.
-    """
+    """Fill a ``struct Product`` and run it; its tail is a requantize, perhaps and a table, or a dequantize."""
     (a, b), tail, types = partition.anchor.inputs, partition.tail[0], context.graph.types
     shape, inner = types[partition.anchor.output].shape, types[a].shape[-1]
     missing: list[Dim] = [1] * (HEAD_AXES - len(shape))
@@ -74,8 +73,8 @@ def _number(dim: Dim) -> int:
 
 
 def _factors(op: Op, context: Context) -> tuple[np.float32, np.float32]:
-    types = [context.graph.types[name].levels.step for name in (*op.inputs[:3], op.output)]
-    return numerics.attention_factors(*types, op.attrs["scale"])
+    *inputs, output = (context.graph.types[name].levels.step for name in (*op.inputs[:3], op.output))
+    return numerics.attention_factors(inputs, output, op.attrs["scale"])
 
 
 def _broadcast(value: str, context: Context) -> tuple[str, list[str]]:
@@ -83,7 +82,8 @@ def _broadcast(value: str, context: Context) -> tuple[str, list[str]]:
     all."""
     base, steps = context.strided(value)
     kind = context.graph.types[value]
-    found = [_step(size, context.dim(step * kind.dtype.bytes), context) for size, step in zip(kind.shape, steps, strict=True)]
+    sizes = zip(kind.shape, steps, strict=True)
+    found = [_step(size, context.dim(step * kind.dtype.bytes), context) for size, step in sizes]
     return base, ["0"] * (HEAD_AXES - len(found)) + found
 
 

@@ -117,13 +117,17 @@ class Context:
         axes. A tensor of the caller lies dense: `External.dense`."""
         view = self.plan.views.get(value)
         root, start = (value, 0) if view is None else (view.root, view.start)
-        buffer = self.plan.buffers.get(root)
+        buffer, array = self.plan.buffers.get(root), self.graph.constants.get(root)
         if buffer is None:
-            steps = self.dense_strides(root)
+            kind = self.graph.types[root]
+            steps = strides(Buffer(root, kind.shape, kind.dtype, rows=array is not None or root in self.plan.rows))
         elif view is None:
             (above, beside), (_, _, width, pixel) = buffer.halo, buffer.lies()
             start, steps = (above * (width + 2 * beside) + beside) * pixel, strides(buffer)
-        at = self.external(root) if buffer is None else f"r->arena + r->offsets[{self.index[buffer.alias or root]}]"
+        if buffer is not None:
+            at = f"r->arena + r->offsets[{self.index[buffer.alias or root]}]"
+        else:
+            at = self.external(root) if array is None else self.constant(array, "uint8_t")
         behind = start * self.graph.types[value].dtype.bytes
         pointer = at if behind == 0 else f"{at} + {self.dim(behind)}"
         return f"({pointer})", view.strides if view is not None else steps
@@ -138,11 +142,6 @@ class Context:
         """Whether a tensor of the caller is read only: an input of the graph, or what an island made."""
         makers = [op for op in self.graph.ops if value in op.outputs]
         return not makers or makers[0].kind == "island"
-
-    def dense_strides(self, value: str) -> Strides:
-        """Strides along the logical axes of a float tensor that the program writes, in elements."""
-        kind = self.graph.types[value]
-        return strides(Buffer(value, kind.shape, kind.dtype, rows=value in self.plan.rows))
 
     def halo(self, value: str) -> bool:
         """Whether there is one to fill."""

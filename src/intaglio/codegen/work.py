@@ -51,9 +51,10 @@ def _pairs(partition: Partition, context: Context) -> tuple[Dim, Dim]:
     """Multiply-accumulates of two activations, and blocks of rows that threads divide. What a causal mask excludes is
     counted."""
     anchor, types = partition.anchor, context.graph.types
-    *outer, rows, depth = types[anchor.inputs[0]].shape
-    *_, columns, width = types[anchor.inputs[-1 if anchor.kind == "bmm" else 2]].shape
-    result = types[anchor.output].shape
-    inner = depth * width if anchor.kind == "bmm" else columns * (depth + width)
-    blocks = numel(result[:-2]) * ((rows + (QUERIES - 1)) // QUERIES)
-    return numel(result[:-2]) * rows * inner, blocks
+    rows, depth = types[anchor.inputs[0]].shape[-2:]
+    *outer, _, width = types[anchor.output].shape
+    inner = depth * width
+    if anchor.kind == "attention":
+        inner = types[anchor.inputs[1]].shape[-2] * (depth + width)
+    blocks = numel(tuple(outer)) * ((rows + (QUERIES - 1)) // QUERIES)
+    return numel(tuple(outer)) * rows * inner, blocks

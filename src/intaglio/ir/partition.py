@@ -99,7 +99,7 @@ class Buffer:
 
     def size(self) -> Dim:
         """Bytes, without slack."""
-        return self.pixels() * (self.channels() * self.dtype.bytes)
+        return self.pixels() * (self.lies()[3] * self.dtype.bytes)
 
 
 @dataclass(frozen=True)

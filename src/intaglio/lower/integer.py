@@ -26,13 +26,14 @@ from intaglio.ir.rewrite import run_passes
 from intaglio.lower.islands import Unit, island_of
 from intaglio.lower.lowered import Island, Lowered
 from intaglio.lower.passes import LOWER_PASSES
-from intaglio.lower.real import loop_of, real_call
+from intaglio.lower.real import loop_of, move_of, real_call
 from intaglio.lower.recurrent import part_of_recurrent, recurrent
 from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
 from intaglio.lower.rows import part_of_rows, product_of_rows, quantize_rows
-from intaglio.ops import ANCHORS, SUMS, OpDef
+from intaglio.ops import ACCUMULATING, ANCHORS, SUMS, OpDef
 from intaglio.ops.activate import bind_precise
 from intaglio.ops.conv import output_axis
+from intaglio.ops.opdef import Attrs
 from intaglio.ops.pool import counts
 from intaglio.ops.real import RealCall
 from intaglio.ops.resize import is_free, tables
@@ -104,7 +105,7 @@ class _Builder:
         self.values: dict[fx.Node, str] = {}  # node -> value that holds it: levels behind Q and DQ, else float
         self.rests: dict[str, str] = {}  # value of levels -> what it has besides in 16 bits
         self.items: dict[fx.Node, tuple[str, ...]] = {}  # node of several results -> their values
-        self.real: dict[fx.Node, RealCall] = {}  # float operators that the program runs
+        self.real: dict[fx.Node, RealCall | tuple[OpDef, Attrs]] = {}  # float operators that the program runs
         self.floats: dict[str, str] = {}  # value of levels -> its dequantized value
 
     # -- order ---------------------------------------------------------------------------------------------------
@@ -161,9 +162,10 @@ class _Builder:
             else:
                 read = tensor_nodes((node.args, node.kwargs))
                 needs = [n for n in read if n.op != "get_attr" and "dim" not in n.meta]
-                if (real := real_call(node, self.module)) is not None:
-                    self.real[node] = real
-                yield Unit((node,), tuple(dict.fromkeys(needs)), real is not None)
+                found = real_call(node, self.module) or move_of(node)
+                if found is not None:
+                    self.real[node] = found
+                yield Unit((node,), tuple(dict.fromkeys(needs)), found is not None)
 
     def _ready(self, unit: Unit) -> bool:
         return all(node in self.values for node in unit.needs)
@@ -181,7 +183,11 @@ class _Builder:
         elif levels_of(node) or levels_of(node, DType.U16) or quantized_to(node, DType.U16):
             self.values[node] = self.values[node.args[0]]
         elif node in self.real:
-            self._loop(node, self.real[node])
+            found = self.real[node]
+            if isinstance(found, RealCall):
+                self._loop(node, found)
+            else:
+                self._move(node, *found)
         else:
             self._quantize(node, quantized_to(node))
 
@@ -268,6 +274,8 @@ class _Builder:
             return
         if region.record.name in ANCHORS:
             current = self._anchor(region, stem)
+        elif region.record.name == "bmm":
+            current = self._product(region, stem)
         else:
             current = self.values[operands(region.anchor)[0]]
         if region.result is None:
@@ -282,7 +290,7 @@ class _Builder:
             name = self._add(total, region, current, stem, result, low, high)
         elif region.record.name in ANCHORS and (function := _function_of(region)) is not None:
             name = self._activate(function, tail.get("affine"), current, stem, result, where)
-        elif region.record.name in ANCHORS:
+        elif region.record.name in ACCUMULATING:
             acc = self.types[current].q
             factors = _each(numerics.multiplier(acc.scales, finest.step))
             factor = self._constant(f"{stem}_multiplier", factors, DType.F32)
@@ -334,6 +342,13 @@ class _Builder:
         q = QParams(scales, (0,) * len(scales), -128, 127, 0 if len(scales) > 1 else None)
         return self._weight(weight, levels, q), scales
 
+    def _product(self, region: IntegerRegion, stem: str) -> str:
+        """Two activations into an int32 accumulator."""
+        names = [self.values[value] for value in region.operands()]
+        unit = float(numerics.accumulator_scale(*[self.types[name].levels.step for name in names]))
+        kind = TensorType(tensor_type(region.anchor).shape, DType.I32, QParams((unit,), (0,), -(2**31), 2**31 - 1))
+        return self._op("bmm", names, f"{stem}_acc", kind, origin(region.anchor))
+
     def _scales(self, dequantize: fx.Node) -> tuple[float, ...]:
         scale = dequantize.args[1]
         return tuple(getattr(self.module, scale.target).tolist()) if isinstance(scale, fx.Node) else (float(scale),)
@@ -371,7 +386,7 @@ class _Builder:
         record = record_of(node)
         names = [acc, self._constant(f"{stem}_unit", _each(np.array(self.types[acc].levels.scales)), DType.F32)]
         if scaled is not None:
-            gain = getattr(self.module, operands(scaled)[2].target).numpy()
+            gain = getattr(self.module, operands(scaled)[1].target).numpy()
             names.append(self._constant(f"{stem}_gain", _each(gain), DType.F32))
         attrs = bind_precise(record.name, record.bind(call_of(node, record)))
         return self._op("activate", names, stem, result, where, **attrs)
@@ -489,6 +504,14 @@ class _Builder:
         for name, array in arrays.items():
             self.types[name], self.constants[name] = op.body.types[name], array
         self.ops.append(op)
+
+    def _move(self, node: fx.Node, record: OpDef, attrs: Attrs) -> None:
+        """A move of floats, integers or booleans."""
+        names = [
+            self._real_constant(value) if is_constant(value) else self._float(value)
+            for value in operands(node) if value is not None
+        ]  # fmt: skip
+        self.values[node] = self._op(record.name, names, node.name, tensor_type(node), origin(node), **attrs)
 
     def _real_constant(self, node: fx.Node) -> str:
         """A float parameter of the model, one for all that read it."""

@@ -102,13 +102,14 @@ def _halo(op: Op, graph: Graph) -> tuple[int, int]:
 
 def row_major(graph: Graph) -> frozenset[str]:
     """Values of three to five axes that lie row-major: all that linear layers touch, of the rest those of other than
-    four axes that no image operator touches."""
+    four axes, or whose second axis is free, that no image operator touches."""
     alike, image, linear = _components(graph)
     hinted = (_beside_rows(graph, alike, image | linear) | _free_channels(graph, alike)) - image
 
     def lies_in_rows(name: str, kind: TensorType) -> bool:
         group = alike.find(name)
-        return group in linear or group in hinted or (len(kind.shape) != 4 and group not in image)
+        apart = len(kind.shape) != 4 or not isinstance(kind.shape[1], int)  # channels that lie together are a number
+        return group in linear or group in hinted or (apart and group not in image)
 
     return frozenset(name for name, kind in graph.types.items() if _laid(kind) and lies_in_rows(name, kind))
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx
 
-from intaglio.calls import bind, dims_of, rebuild
+from intaglio.calls import bind, dims_of, initial_state, kept_state, rebuild
 from intaglio.ir import About, Dim, Graph, Op, Signature, evaluate, graph_text
 from intaglio.ops import OPS, OpDef, interpret
 from intaglio.quant.sites import Skip
@@ -50,8 +51,15 @@ class Lowered:
         leaves = bind(self.signature, args, kwargs)
         symbols = dims_of(self.signature, leaves, self.graph.byte_inputs())
         records = {**OPS, **self.hosts}
-        arrays = interpret(self.graph, [leaf.detach().numpy() for leaf in leaves], records, self.runner(symbols))
-        return rebuild(self.signature, tuple(_tensor(array) for array in arrays), symbols)
+        tensors = [leaf.detach().numpy() for leaf in (*leaves, *self.state)]
+        results = tuple(_tensor(array) for array in interpret(self.graph, tensors, records, self.runner(symbols)))
+        self.state[:] = kept_state(self.signature, results)
+        return rebuild(self.signature, results, symbols)
+
+    @cached_property
+    def state(self) -> list[torch.Tensor]:
+        """Values of the buffers the model changes: as captured, then as each call leaves them."""
+        return initial_state(self.signature)
 
     def runner(self, symbols: Mapping[str, int]) -> Any:
         """Callback of the interpreter for islands, for one set of free dimensions."""

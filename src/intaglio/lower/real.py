@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx
 
-from intaglio.capture.nodes import arguments, is_constant, operator, origin, resolve, tensor_nodes, tensor_type
+from intaglio.capture.nodes import (
+    arguments,
+    call_of,
+    is_constant,
+    operands,
+    operator,
+    origin,
+    record_of,
+    resolve,
+    tensor_nodes,
+    tensor_type,
+)
 from intaglio.ir import Graph, Op, TensorType
+from intaglio.ir.moves import MOVES
+from intaglio.ir.verify import MOVED
+from intaglio.ops import OpDef
+from intaglio.ops.opdef import Attrs
 from intaglio.ops.real import REAL_BY_TARGET, Body, RealCall, refusal, write_call
 
 STORED = (torch.float32, torch.bool, torch.int64)
@@ -31,6 +47,19 @@ def real_call(node: fx.Node, module: fx.GraphModule) -> RealCall | None:
     constants = {name: value.detach().numpy() for name, value in held.items()}
     call = RealCall(operator(node), given, result, constants)
     return call if refusal(record, call) is None else None
+
+
+def move_of(node: fx.Node) -> tuple[OpDef, Attrs] | None:
+    """The record and the attributes of an operator that moves elements of any type; ``None`` for any other."""
+    record, result = record_of(node), tensor_type(node)
+    if record is None or record.name not in MOVES or result is None or result.dtype not in MOVED:
+        return None
+    values = operands(node)
+    if None in values or any(tensor_type(value).dtype is not result.dtype for value in values if value is not None):
+        return None
+    call = call_of(node, record)
+    call = replace(call, floating=(True,) * len(call.floating))
+    return (record, record.bind(call)) if record.check(call) is None else None
 
 
 def _typed(value: Any) -> Any:

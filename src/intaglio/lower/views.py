@@ -125,8 +125,8 @@ def _lies(
 ) -> _Lying | None:  # fmt: skip
     """Of a value with memory of its own, which an alias of what is in ``apart`` gets, or with ``own`` as if it had."""
     kind = graph.types[name]
-    buffer = buffers.get(name) or Buffer(name, kind.shape, kind.dtype, rows=name in rows)
-    if buffer.part is not None or name in graph.constants:
+    buffer = buffers.get(name) or Buffer(name, kind.shape, kind.dtype, rows=name in rows or name in graph.constants)
+    if buffer.part is not None:
         return None
     (above, beside), (_, _, width, pixel) = buffer.halo, buffer.lies()
     start = (above * (width + 2 * beside) + beside) * pixel

@@ -81,6 +81,20 @@ static inline Reals gelu(Reals x) {
     return most_of(x, -87.0f) * (x < 0.0f ? tail : 1.0f - tail);
 }
 
+static inline Reals near_gelu(Reals x) {
+    const Reals bounded = least_of(most_of(x, -4.75f), 4.75f);
+    const Reals s = (bounded * bounded) * 0x1.6b149p-4f - 1.0f, square = s * s;
+    Reals even = 0x1.82ec94p-10f * square + 0x1.35e6e6p-8f, odd = -0x1.06d144p-8f * square + -0x1.bbfdcep-8f;
+    even = even * square + 0x1.bb1d8p-7f;
+    odd = odd * square + -0x1.661b76p-6f;
+    even = even * square + 0x1.f1fe6p-6f;
+    odd = odd * square + -0x1.4c0534p-5f;
+    even = even * square + 0x1.b416b8p-5f;
+    odd = odd * square + -0x1.2dbfe6p-4f;
+    even = even * square + 0x1.30a2fap-3f;
+    return most_of(x, -87.0f) * (bounded * (odd * s + even) + 0.5f);
+}
+
 static inline Reals gelu_tanh(Reals x) {
     const Reals inner = x * ((x * x) * 0x1.2444f2p-4f + 0x1.988454p0f);
     return most_of(x, -87.0f) * sigmoid(inner);

@@ -223,7 +223,7 @@ ACTIVATION(hardswish, hardswish(x))
 ACTIVATION(sigmoid, sigmoid(x))
 ACTIVATION(silu, silu(x))
 ACTIVATION(tanh, hyperbolic_tangent(x))
-ACTIVATION(gelu, gelu(x))
+ACTIVATION(gelu, near_gelu(x))
 ACTIVATION(gelu_tanh, gelu_tanh(x))
 #undef ACTIVATION
 

@@ -47,9 +47,10 @@ def fixed_heads(call: Call) -> str | None:
     for dim in (heads, groups, depth, width):
         if not isinstance(dim, int):
             return f"free dimension {dim}; the kernel takes free batches, queries and keys"
-    if not depth or not width or max(depth, width) > WIDEST_HEAD:
+    numbers = [dim for dim in (heads, groups, depth, width) if isinstance(dim, int)]
+    if not all(0 < size <= WIDEST_HEAD for size in numbers[2:]):
         return f"heads of {depth} and {width} values; the kernel takes 1 to {WIDEST_HEAD}"
-    if not groups or heads % groups:
+    if not numbers[1] or numbers[0] % numbers[1]:
         return f"{heads} heads over {groups} of keys"
     if isinstance(keys, int) and keys > MOST_KEYS:
         return f"{keys} keys; {MOST_KEYS} fit an int32 accumulator"
@@ -75,8 +76,8 @@ def attention_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[Tensor
     levels, y = [kind.levels for kind in types[:3]], out.levels
     q, k, v = (x.astype(np.int32) - own.zero for x, own in zip(args[:3], levels, strict=True))
     mask = args[3] if len(args) > 3 else None
-    factors = numerics.attention_factors(*(own.step for own in levels), y.step, op.attrs["scale"])
-    found = numerics.attention(q, k, v, mask, op.attrs["causal"], *factors, y.zero, y.qmin, y.qmax)
+    factor, ratio = numerics.attention_factors([own.step for own in levels], y.step, op.attrs["scale"])
+    found = numerics.attention(q, k, v, mask, op.attrs["causal"], factor, ratio, y.zero, y.qmin, y.qmax)
     return found.astype(np.uint8)
 
 
@@ -102,8 +103,8 @@ def bmm_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     """Batch axes broadcast, as numpy.matmul's do."""
     (*outer_a, rows, _), (*outer_b, _, columns) = shapes
     axes = max(len(outer_a), len(outer_b))
-    padded = ([1] * (axes - len(outer)) + list(outer) for outer in (outer_a, outer_b))
-    return (*(b if a == 1 else a for a, b in zip(*padded, strict=True)), rows, columns)
+    a, b = ((1,) * (axes - len(outer)) + tuple(outer) for outer in (outer_a, outer_b))
+    return (*(y if x == 1 else x for x, y in zip(a, b, strict=True)), rows, columns)
 
 
 def bmm_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
@@ -126,7 +127,7 @@ ATTENTION = OpDef(
 )
 BMM = OpDef(
     name="bmm",
-    targets=("aten.matmul.default", "aten.bmm.default"),
+    targets=("aten.matmul.default",),
     operands=("self", "other"),
     roles=Roles(x=(0, 1)),
     anchor=True,

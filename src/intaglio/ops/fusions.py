@@ -8,6 +8,8 @@ from intaglio.ir.rewrite import Pattern, any, op, seq
 from intaglio.ops.activate import FUNCTIONS
 
 ANCHORS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
+ACCUMULATING = (*ANCHORS, "bmm")
+"""What gives an int32 accumulator, which may leave its partition dequantized."""
 SUMS = ("add", "scaled_add")
 """Both are `add` in the integer graph; the second has a factor per channel."""
 

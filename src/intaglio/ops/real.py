@@ -162,6 +162,15 @@ def scaled(kind: str) -> Write:
     return write
 
 
+def scaled_sum(body: Body, call: RealCall, v: Values) -> str:
+    """``self + value * tensor1 * tensor2``; nothing is added where that is a constant of zeros."""
+    product = body("mul", v["tensor1"], v["tensor2"])
+    if (value := v.get("value", 1)) != 1:
+        product = body("mul", product, float(value))
+    zeros = call.constants.get("self")
+    return product if zeros is not None and not zeros.any() else body("add", v["self"], product)
+
+
 def reversed_difference(body: Body, call: RealCall, v: Values) -> str:
     alpha = v.get("alpha", 1)
     return body("sub", v["other"], v["self"] if alpha == 1 else body("mul", v["self"], float(alpha)))
@@ -401,6 +410,7 @@ REALS: tuple[RealDef, ...] = (
     RealDef(_forms("sub", "Tensor", "Scalar"), scaled("sub")),
     RealDef(_forms("rsub", "Tensor", "Scalar"), reversed_difference),
     RealDef(_forms("mul", "Tensor", "Scalar"), binary("mul")),
+    RealDef(_forms("addcmul", "default"), scaled_sum),
     RealDef(_forms("div", "Tensor", "Scalar", "Tensor_mode", "Scalar_mode"), binary("div"), plain_division),
     RealDef((*_forms("maximum", "default"), *_forms("max", "other")), binary("maximum")),
     RealDef((*_forms("minimum", "default"), *_forms("min", "other")), binary("minimum")),

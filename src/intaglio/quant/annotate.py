@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator as python_operator
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from intaglio.errors import UnsupportedError
 from intaglio.ir import DType, evaluate, numel, symbols_of
 from intaglio.ir.moves import MOVES
 from intaglio.ir.rewrite import match
-from intaglio.ops import FUSIONS, SUMS, OpDef
+from intaglio.ops import ACCUMULATING, FUSIONS, SUMS, OpDef
 from intaglio.ops.activate import FUNCTIONS
 from intaglio.ops.conv import output_axis
 from intaglio.ops.recurrent import RECURRENT
@@ -413,7 +413,7 @@ def fusable(nodes: Iterable[fx.Node]) -> bool:
 
 def _scales(node: fx.Node, anchor: fx.Node) -> bool:
     """A factor per channel of the anchor and nothing added; depthwise kernels take none."""
-    offset, _, factor = operands(node)
+    _, factor, offset = operands(node)
     if not is_constant(offset) or not is_constant(factor) or arguments(anchor).get("groups", 1) != 1:
         return False
     record, axes = record_of(node), len(tensor_type(node).shape)
@@ -465,7 +465,7 @@ def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:
     static = [region for region in regions if not region.dynamic]
     wanted = {value: region for region in reversed(static) for value in region.activations()}
     sites: dict[tuple[str, str], Site] = {}
-    symmetric = _second_factors(regions, produced)
+    symmetric = _second_factors(regions)
     for node in graph.nodes:
         if node in produced and (node in wanted or not _may_give_float(produced[node])):
             site = _output_site(produced[node], names)
@@ -490,16 +490,17 @@ def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:
     return tuple(sorted(shared.values(), key=lambda site: (order[site.value], rank[site.role])))
 
 
-def _second_factors(regions: Iterable[Region], produced: Mapping[fx.Node, Region]) -> set[fx.Node]:
-    """What kernels read as they read weights, keys and values of attention among it, and what that is moved from."""
+def _second_factors(regions: Sequence[Region]) -> set[fx.Node]:
+    """What kernels read as they read weights, keys and values of attention among it, and all that shares parameters
+    with that."""
     found: set[fx.Node] = set()
     for region in regions:
         if region.record.roles.weight is None and region.record.anchor and "whole" not in region.root.meta:
             values = operands(region.anchor)
             found.update(values[operand] for operand in region.record.roles.x[1:])
-    for region in reversed(list(regions)):
-        if region.root in found and region.shares:
-            found.update(region.activations())
+    alike = [{region.root, *region.activations()} for region in regions if region.shares]
+    while joined := [values for values in alike if values & found and not values <= found]:
+        found.update(*joined)
     return found
 
 
@@ -513,7 +514,7 @@ def _around_zero(site: Site) -> Site:
 def _may_give_float(region: Region) -> bool:
     """Whether an accumulator may leave the region dequantized."""
     alone = len(region.nodes) == 1 and region.record.anchor
-    return alone and (region.record.roles.weight is not None or region.record.name in RECURRENT)
+    return alone and region.record.name in (*ACCUMULATING, *RECURRENT)
 
 
 def _join(names: list[str], sites: dict[str, Site]) -> None:

@@ -24,7 +24,7 @@ def declare_images(
     The scale per channel goes into their weights, the fraction of the zero point into their biases.
     """
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    inputs = {entry.name: (entry, node) for entry, node in zip(signature.inputs, placeholders, strict=True)}
+    inputs = {entry.name: (entry, node) for entry, node in zip(signature.inputs, placeholders, strict=False)}
     notes = []
     for name, image in _by_name(quantizer.input or {}, list(inputs)).items():
         entry, node = inputs[name]

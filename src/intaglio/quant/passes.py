@@ -11,6 +11,7 @@ from torch import fx
 from intaglio.calls import DTYPES
 from intaglio.capture.attention import join_attention
 from intaglio.capture.canonical import fold_constants
+from intaglio.capture.moves import batch_first
 from intaglio.capture.nodes import arguments, is_constant, operator, origin, tensor_type
 from intaglio.capture.slices import lift_slices
 from intaglio.ir import TensorType
@@ -180,6 +181,7 @@ PTQ_PASSES: tuple[Callable[[fx.GraphModule], int], ...] = (
     constants_as_affine,
     splits_as_slices,
     selects_as_slices,
+    batch_first,
     stacks_as_concatenations,
     repeats_as_concatenations,
     rolls_as_concatenations,

@@ -1,4 +1,4 @@
-"""Values, dimensions, types, graphs and signatures <-> JSON. Decoding makes only what is listed here.
+"""Values, dimensions, types and graphs <-> JSON; `signatures` has the rest. Decoding makes only what is listed here.
 
 What is decoded ends up in names and comments of C++ text, so identifiers are identifiers and texts are one line.
 A malformed entry raises `ValueError`, `TypeError`, `KeyError` or `IndexError`; callers turn them into `ArtifactError`.
@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-import sys
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from intaglio.ir import (
     Dim,
@@ -24,15 +21,12 @@ from intaglio.ir import (
     Expression,
     Graph,
     Groups,
-    Input,
     Op,
     Origin,
-    Output,
     Packing,
     QParams,
     Ref,
     Rows,
-    Signature,
     TensorType,
 )
 from intaglio.ir.dims import FloorDiv
@@ -277,7 +271,7 @@ def _encode_constant(key: str, array: np.ndarray, packing: Packing | None) -> di
     """In few bits if its type says so, unless other numbers were put in that need eight."""
     packed = pack(array, packing) if packing is not None else None
     if packed is None:
-        return {key: np.ascontiguousarray(array)}
+        return {key: np.asarray(array, order="C")}  # ascontiguousarray would give a number an axis
     levels, multiples = packed
     return {key + LEVELS: levels} | ({key + MULTIPLES: multiples} if len(multiples) else {})
 
@@ -326,106 +320,3 @@ def _plain_attr(value: Any) -> Any:
 
 def _names(entry: Any) -> tuple[str, ...]:
     return tuple(map(value_name, entry))
-
-
-# ---- signatures ---------------------------------------------------------------------------------------------------
-
-
-def encode_signature(signature: Signature, numbers: Numbers) -> Any:
-    """Raises `NotStorableError` that names the leaf or container."""
-    return {
-        "inputs": [[entry.name, entry.leaf, encode_type(entry.type, numbers)] for entry in signature.inputs],
-        "outputs": [
-            {"value": output.value} if output.value is not None
-            else {"constant": _leaf(f"leaf {index} of the result", output.constant)}
-            for index, output in enumerate(signature.outputs)
-        ],
-        "in_tree": encode_tree(signature.in_tree, "the arguments"),
-        "out_tree": encode_tree(signature.out_tree, "the result"),
-        "fixed": [[leaf, _leaf(f"argument leaf {leaf}", value)] for leaf, value in signature.fixed.items()],
-        "written": [[leaf, name] for leaf, name in signature.written.items()],
-        "names": list(signature.names),
-        "ranges": [[name, low, high] for name, (low, high) in signature.ranges.items()],
-    }  # fmt: skip
-
-
-def decode_signature(entry: Any, numbers: Numbers) -> Signature:
-    inputs = [Input(str(name), whole(leaf), decode_type(kind, numbers)) for name, leaf, kind in entry["inputs"]]
-    outputs = [
-        Output(value_name(o["value"])) if "value" in o else Output(None, decode(o["constant"]))
-        for o in entry["outputs"]
-    ]  # fmt: skip
-    fixed = {whole(leaf): decode(value) for leaf, value in entry["fixed"]}
-    written = {whole(leaf): value_name(name) for leaf, name in entry["written"]}
-    in_tree, out_tree = decode_tree(entry["in_tree"]), decode_tree(entry["out_tree"])
-    ranges = {identifier(n): (whole(low), high and whole(high)) for n, low, high in entry.get("ranges", ())}
-    names = tuple(map(str, entry["names"]))
-    return Signature(tuple(inputs), tuple(outputs), in_tree, out_tree, fixed, written, names, ranges)
-
-
-def _leaf(where: str, value: Any) -> Any:
-    try:
-        return encode(value)
-    except NotStorableError as error:
-        raise NotStorableError(f"{where} is a {error}") from None
-
-
-def encode_tree(tree: pytree.TreeSpec | None, where: str) -> Any:
-    """Structure of nested tuples, lists and dictionaries, ``0`` where a leaf is."""
-    if tree is None:
-        return None
-    numbered = pytree.tree_unflatten([0] * tree.num_leaves, tree)
-    return _encode_structure(numbered, where)
-
-
-def _encode_structure(value: Any, where: str) -> Any:
-    kind = type(value)
-    if kind is int:
-        return 0
-    if kind in (tuple, list):
-        return [kind.__name__, [_encode_structure(item, where) for item in value]]
-    if kind in (dict, OrderedDict):
-        odd = [key for key in value if type(key) not in (str, int, bool)]
-        if not odd:
-            return [kind.__name__, list(value), [_encode_structure(item, where) for item in value.values()]]
-        raise NotStorableError(f"{where} hold a dictionary with the key {odd[0]!r}")
-    if _is_record(kind) and all(type(key) is str for key in value):
-        name = f"{kind.__module__}:{kind.__qualname__}"
-        return ["record", name, list(value), [_encode_structure(item, where) for item in value.values()]]
-    raise NotStorableError(f"{where} hold a {kind.__module__}.{kind.__qualname__}")
-
-
-def _is_record(kind: type) -> bool:
-    """A dictionary with fields that torch knows as a container, as results of transformers' models are."""
-    return issubclass(kind, OrderedDict) and kind in pytree.SUPPORTED_NODES
-
-
-def decode_tree(entry: Any) -> pytree.TreeSpec | None:
-    """A record is of its class where the program has imported that, else an OrderedDict: loading imports nothing."""
-    return None if entry is None else pytree.tree_structure(_decode_structure(entry))
-
-
-def _decode_structure(entry: Any) -> Any:
-    match entry:
-        case 0:
-            return 0
-        case ["tuple", items]:
-            return tuple(map(_decode_structure, items))
-        case ["list", items]:
-            return list(map(_decode_structure, items))
-        case ["dict", keys, items]:
-            return dict(zip(keys, map(_decode_structure, items), strict=True))
-        case ["OrderedDict", keys, items]:
-            return OrderedDict(zip(keys, map(_decode_structure, items), strict=True))
-        case ["record", name, keys, items]:
-            fields = OrderedDict(zip(map(identifier, keys), map(_decode_structure, items), strict=True))
-            kind = _imported(name)
-            return fields if kind is None else kind(**fields)
-    raise ValueError(f"no structure is {entry!r:.60}")
-
-
-def _imported(name: str) -> type | None:
-    """The class ``module:name``, if its module is imported and torch knows it as a container."""
-    module, _, path = name.partition(":")
-    kind = getattr(sys.modules.get(module), path, None)
-    return kind if isinstance(kind, type) and _is_record(kind) else None

@@ -25,14 +25,13 @@ from intaglio.runtime.encode import (
     Numbers,
     decode_dim,
     decode_graph,
-    decode_signature,
     encode_dim,
     encode_graph,
-    encode_signature,
     identifier,
     whole,
 )
 from intaglio.runtime.islands import Calls, FloatCalls, calls_of
+from intaglio.runtime.signatures import decode_signature, encode_signature
 
 REBUILT = ("integer", "partitions", "program")
 """Stages whose text follows from the graph."""
@@ -98,7 +97,7 @@ def save(saved: Saved, path: str | Path, version: str) -> None:
     calls = {key: calls_of(module) for key, (module, _) in saved.islands.items()}
     try:
         graph = encode_graph(saved.graph, numbers, arrays)
-        signature = encode_signature(saved.signature, numbers)
+        signature = encode_signature(saved.signature, numbers, arrays)
     except NotStorableError as error:
         raise ArtifactError(
             str(path), None, f"this model cannot be saved: {error}; a file holds numbers, texts, None, and tuples, "
@@ -198,7 +197,7 @@ def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> Saved:
     arrays = safetensors.numpy.load(_take(members, "weights.safetensors"))
     numbers = Numbers(arrays.pop(NUMBERS))
     graph = verify(decode_graph(from_json(_take(members, "graph.json")), numbers, arrays), "load")
-    signature = decode_signature(manifest["signature"], numbers)
+    signature = decode_signature(manifest["signature"], numbers, arrays)
     islands = _islands(
         from_json(_take(members, "islands.json")), safetensors.torch.load(_take(members, "islands.safetensors"))
     )
@@ -239,9 +238,10 @@ def _islands(entries: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, tup
 def _check_references(graph: Graph, signature: Signature, islands: Mapping[str, Any]) -> None:
     """Signature, graph and islands speak of the same values."""
     types = tuple(graph.types[name] for name in graph.inputs)
-    if types != tuple(entry.type for entry in signature.inputs):
+    if types != (*[entry.type for entry in signature.inputs], *[kept.type for kept in signature.state]):
         raise ValueError("the signature's inputs are not the graph's")
     results = sum(output.value is not None for output in signature.outputs) + len(signature.written)
+    results += len(signature.state)
     if results != len(graph.outputs):
         raise ValueError(f"{results} results in the signature, {len(graph.outputs)} in the graph")
     keys = [op.attrs["key"] for op in graph.ops if op.kind == "island"]

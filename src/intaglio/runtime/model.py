@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from intaglio import config
-from intaglio.calls import TORCH_DTYPES, bind, check_kinds, dims_of, rebuild
+from intaglio.calls import TORCH_DTYPES, bind, check_kinds, dims_of, initial_state, kept_state, rebuild
 from intaglio.errors import ArtifactError, BuildError, InputError
 from intaglio.ir import About, Dim, Graph, HostCall, Schedule, Signature
 from intaglio.native.limits import int8_rates
@@ -51,6 +51,9 @@ class QuantizedModel(nn.Module):
 
     It uses at most as many threads as ``torch.set_num_threads`` says, and fewer where more would gain nothing. Any
     number of Python threads may call it at once; they divide the cores. It has no gradients and no training mode.
+
+    Buffers that the float model changes while it runs are buffers of this model (``state0``, ...), with what they held
+    when it was captured; each call leaves new values there, so calls of such a model must come one after the other.
     """
 
     def __init__(
@@ -93,6 +96,8 @@ class QuantizedModel(nn.Module):
         self._warm: set[Any] = set()
         self._fell_back = False
         self._plain = _plain_tensors(signature)
+        for index, tensor in enumerate(initial_state(signature)):
+            self.register_buffer(f"state{index}", tensor)
         super().train(False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,13 +109,18 @@ class QuantizedModel(nn.Module):
                 return self._float[0](*args, **kwargs)
         shapes = self._shapes_of(leaves)
         with torch.no_grad():
-            values = self._run(leaves, shapes, torch.get_num_threads())
+            values = self._run([*leaves, *self._state()], shapes, torch.get_num_threads())
             results = [self._returned(values[name], leaves) for name in self._outputs]
-            for position, result in zip(self._overwritten, results[self._results :], strict=True):
+            for index, value in enumerate(kept_state(self.signature, results)):
+                setattr(self, f"state{index}", value)
+            for position, result in zip(self._overwritten, results[self._results :], strict=False):
                 leaves[position].copy_(result)
         if self._plain and self._results == 1 and self.signature.out_tree.is_leaf():
             return results[0]
         return rebuild(self.signature, tuple(results[: self._results]), shapes.symbols)
+
+    def _state(self) -> list[torch.Tensor]:
+        return [getattr(self, f"state{index}") for index in range(len(self.signature.state))]
 
     def _is_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         return 0 < len(args) == self._plain and not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
@@ -292,7 +302,7 @@ class QuantizedModel(nn.Module):
         program = self.artifact.program
         clock = Clock(len(program.steps), [step.island for step in program.steps if step.island])
         with torch.no_grad():
-            self._run(leaves, shapes, allowed, clock)
+            self._run([*leaves, *self._state()], shapes, allowed, clock)
         return clock
 
     def assert_int8(self, macs: float = 1.0) -> None:
@@ -345,7 +355,8 @@ class QuantizedModel(nn.Module):
     def _exact_digest(self, tensors: Sequence[torch.Tensor]) -> str:
         leaves = [tensor.clone() for tensor in tensors]
         with torch.no_grad():
-            values = self._run(leaves, self._shapes_of(leaves), torch.get_num_threads())
+            tensors = [*leaves, *initial_state(self.signature)]
+            values = self._run(tensors, self._shapes_of(leaves), torch.get_num_threads())
         exact = exact_values(self.graph)
         names = [*self._written, *self._outputs]
         return digest_of(values, [name for name in dict.fromkeys(names) if name in exact])

@@ -44,7 +44,7 @@ def channels_of_inputs(
     """The way to bytes of every input that convolutions can read channel by channel, by name; and a note for each."""
     inputs, notes = {}, []
     placeholders = [node for node in prepared.annotations.module.graph.nodes if node.op == "placeholder"]
-    for place, (node, entry) in enumerate(zip(placeholders, prepared.signature.inputs, strict=True)):
+    for place, (node, entry) in enumerate(zip(placeholders, prepared.signature.inputs, strict=False)):
         kind = tensor_type(node)
         plain = kind is not None and kind.dtype is DType.F32 and len(kind.shape) == 4 and isinstance(kind.shape[1], int)
         if not plain or entry.leaf in prepared.signature.written or not _wanted(node, prepared):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from intaglio.calls import bind, dims_of
+from intaglio.calls import bind, dims_of, initial_state
 from intaglio.ir import Signature
 from intaglio.quant.calibrate import batch_size
 from intaglio.quant.data import Binder, Call, batches, peek
@@ -23,12 +23,15 @@ SAMPLES = 256
 
 
 def kept_calls(signature: Signature, data: Any, samples: int = SAMPLES, group: Group | None = None) -> Calls:
-    """The tensors of the first batches, whole ones, until there are so many samples; of those, this rank's."""
+    """The tensors of the first batches, whole ones, until there are so many samples; of those, this rank's.
+
+    Each call starts from the state the model was captured with.
+    """
     found = []
     for args, kwargs in (call for _, call in _first(data, signature, samples, group or Group.current())):
         leaves = bind(signature, args, kwargs)
         dims_of(signature, leaves)
-        found.append([leaf.detach() for leaf in leaves])
+        found.append([leaf.detach() for leaf in (*leaves, *initial_state(signature))])
     return found
 
 

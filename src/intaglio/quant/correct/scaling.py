@@ -38,10 +38,11 @@ def equalized(prepared: Prepared, found: Equalization, report: str = "") -> Prep
     if unknown:
         raise CalibrationError("equalization", None, f"no values to divide: {', '.join(unknown[:5])}",
                                remedy="use it with the model and the recipe it was made for")  # fmt: skip
-    everything = {**smoothed, **values}
-    factors = {everything[site].name: torch.tensor(f, dtype=torch.float64) for site, f in found.factors.items()}
-    _rewrite(module, current.annotations.regions, [values[s] for s in found.factors if s in values], factors)
-    smooth(module, [smoothed[site] for site in found.factors if site not in values], factors)
+    factors = {site: torch.tensor(numbers, dtype=torch.float64) for site, numbers in found.factors.items()}
+    own = {smoothed[site].name: tensor for site, tensor in factors.items() if site in smoothed}
+    plain = {values[site].name: tensor for site, tensor in factors.items() if site not in smoothed}
+    _rewrite(module, current.annotations.regions, [values[s] for s in factors if s not in smoothed], plain)
+    smooth(module, [smoothed[site] for site in factors if site in smoothed], own)
     made = again(prepared, module)
     return replace(made, equalization=found, about=made.about.after(corrections=report) if report else made.about)
 
@@ -52,7 +53,7 @@ def with_inputs(prepared: Prepared, found: Equalization) -> Prepared:
         return prepared
     module = copy_graph(prepared.annotations.module)
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
-    inputs = {entry.name: node for entry, node in zip(prepared.signature.inputs, nodes, strict=True)}
+    inputs = {entry.name: node for entry, node in zip(prepared.signature.inputs, nodes, strict=False)}
     for name, pixels in found.inputs.items():
         if name not in inputs:
             raise CalibrationError("equalization", None, f"the model has no input {name!r}")

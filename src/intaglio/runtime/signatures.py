@@ -1,0 +1,140 @@
+"""Signatures, and the structures of calls and results <-> JSON. Decoding makes only what is listed here."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch.utils import _pytree as pytree
+
+from intaglio.ir import Input, Output, Signature, State
+from intaglio.runtime.encode import (
+    ARRAYS,
+    NotStorableError,
+    Numbers,
+    decode,
+    decode_type,
+    encode,
+    encode_type,
+    identifier,
+    one_line,
+    value_name,
+    whole,
+)
+
+STATE = "state "
+"""In front of the keys of what buffers held; a space keeps them out of the names of values."""
+
+
+def encode_signature(signature: Signature, numbers: Numbers, arrays: dict[str, np.ndarray]) -> Any:
+    """What buffers held goes to ``arrays``. Raises `NotStorableError` that names the leaf or container."""
+    arrays.update({STATE + entry.name: entry.initial for entry in signature.state})
+    return {
+        "inputs": [[entry.name, entry.leaf, encode_type(entry.type, numbers)] for entry in signature.inputs],
+        "outputs": [
+            {"value": output.value} if output.value is not None
+            else {"constant": _leaf(f"leaf {index} of the result", output.constant)}
+            for index, output in enumerate(signature.outputs)
+        ],
+        "in_tree": encode_tree(signature.in_tree, "the arguments"),
+        "out_tree": encode_tree(signature.out_tree, "the result"),
+        "fixed": [[leaf, _leaf(f"argument leaf {leaf}", value)] for leaf, value in signature.fixed.items()],
+        "written": [[leaf, name] for leaf, name in signature.written.items()],
+        "names": list(signature.names),
+        "state": [[entry.name, entry.value, entry.path, encode_type(entry.type, numbers)] for entry in signature.state],
+        "ranges": [[name, low, high] for name, (low, high) in signature.ranges.items()],
+    }  # fmt: skip
+
+
+def decode_signature(entry: Any, numbers: Numbers, arrays: Mapping[str, np.ndarray]) -> Signature:
+    inputs = [Input(str(name), whole(leaf), decode_type(kind, numbers)) for name, leaf, kind in entry["inputs"]]
+    outputs = [
+        Output(value_name(o["value"])) if "value" in o else Output(None, decode(o["constant"]))
+        for o in entry["outputs"]
+    ]  # fmt: skip
+    fixed = {whole(leaf): decode(value) for leaf, value in entry["fixed"]}
+    written = {whole(leaf): value_name(name) for leaf, name in entry["written"]}
+    in_tree, out_tree = decode_tree(entry["in_tree"]), decode_tree(entry["out_tree"])
+    ranges = {identifier(n): (whole(low), high and whole(high)) for n, low, high in entry.get("ranges", ())}
+    names = tuple(map(str, entry["names"]))
+    state = tuple(_decode_state(kept, numbers, arrays) for kept in entry.get("state", ()))
+    return Signature(tuple(inputs), tuple(outputs), in_tree, out_tree, fixed, written, names, ranges, state)
+
+
+def _decode_state(entry: Any, numbers: Numbers, arrays: Mapping[str, np.ndarray]) -> State:
+    name, value, path, kind = entry
+    found = State(value_name(name), value_name(value), one_line(path), decode_type(kind, numbers), arrays[STATE + name])
+    if found.initial.shape != found.type.shape or found.initial.dtype != ARRAYS.get(found.type.dtype):
+        raise ValueError(f"state %{name} holds {found.initial.dtype}{list(found.initial.shape)}, not {found.type}")
+    return found
+
+
+def _leaf(where: str, value: Any) -> Any:
+    try:
+        return encode(value)
+    except NotStorableError as error:
+        raise NotStorableError(f"{where} is a {error}") from None
+
+
+def encode_tree(tree: pytree.TreeSpec | None, where: str) -> Any:
+    """Structure of nested tuples, lists and dictionaries, ``0`` where a leaf is."""
+    if tree is None:
+        return None
+    numbered = pytree.tree_unflatten([0] * tree.num_leaves, tree)
+    return _encode_structure(numbered, where)
+
+
+def _encode_structure(value: Any, where: str) -> Any:
+    kind = type(value)
+    if kind is int:
+        return 0
+    if kind in (tuple, list):
+        return [kind.__name__, [_encode_structure(item, where) for item in value]]
+    if kind in (dict, OrderedDict):
+        odd = [key for key in value if type(key) not in (str, int, bool)]
+        if not odd:
+            return [kind.__name__, list(value), [_encode_structure(item, where) for item in value.values()]]
+        raise NotStorableError(f"{where} hold a dictionary with the key {odd[0]!r}")
+    if _is_record(kind) and all(type(key) is str for key in value):
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        return ["record", name, list(value), [_encode_structure(item, where) for item in value.values()]]
+    raise NotStorableError(f"{where} hold a {kind.__module__}.{kind.__qualname__}")
+
+
+def _is_record(kind: type) -> bool:
+    """A dictionary with fields that torch knows as a container, as results of transformers' models are."""
+    return issubclass(kind, OrderedDict) and kind in pytree.SUPPORTED_NODES
+
+
+def decode_tree(entry: Any) -> pytree.TreeSpec | None:
+    """A record is of its class where the program has imported that, else an OrderedDict: loading imports nothing."""
+    return None if entry is None else pytree.tree_structure(_decode_structure(entry))
+
+
+def _decode_structure(entry: Any) -> Any:
+    match entry:
+        case 0:
+            return 0
+        case ["tuple", items]:
+            return tuple(map(_decode_structure, items))
+        case ["list", items]:
+            return list(map(_decode_structure, items))
+        case ["dict", keys, items]:
+            return dict(zip(keys, map(_decode_structure, items), strict=True))
+        case ["OrderedDict", keys, items]:
+            return OrderedDict(zip(keys, map(_decode_structure, items), strict=True))
+        case ["record", name, keys, items]:
+            fields = OrderedDict(zip(map(identifier, keys), map(_decode_structure, items), strict=True))
+            kind = _imported(name)
+            return fields if kind is None else kind(**fields)
+    raise ValueError(f"no structure is {entry!r:.60}")
+
+
+def _imported(name: str) -> type | None:
+    """The class ``module:name``, if its module is imported and torch knows it as a container."""
+    module, _, path = name.partition(":")
+    kind = getattr(sys.modules.get(module), path, None)
+    return kind if isinstance(kind, type) and _is_record(kind) else None
