@@ -570,6 +570,43 @@ def activate(
         return finish(value * reciprocal(scale), zero_point, low, high)
 
 
+ROW_STEPS = 127
+SMALLEST_ROW = np.float32(2.0**-100)
+"""The largest magnitude of a row counts as at least this: both a row's scale and its inverse stay normal."""
+ROW_ZERO = 128
+
+
+def row_peaks(x: ArrayLike) -> F32:
+    """f32[..., K] -> f32[..., 1]: the largest magnitude of each row, `SMALLEST_ROW` at least; NaN where the row has a
+    NaN or an infinity."""
+    magnitudes = np.abs(np.asarray(x, np.float32)).max(-1, keepdims=True, initial=0)
+    peaks: F32 = np.where(np.isfinite(magnitudes), np.maximum(magnitudes, SMALLEST_ROW), np.float32(np.nan))
+    return peaks
+
+
+def quantize_rows(x: ArrayLike, peaks: ArrayLike) -> tuple[NDArray[np.uint8], F32]:
+    """f32[..., K] and the largest magnitude a of each row -> levels u8[..., K], scales f32[..., 1], made at run time.
+
+    ``a / 127``, and ``clamp(rne(x * (127 / a)), -127, 127) + 128``. Where a is NaN the scale is, and all levels 128:
+    everything that is computed of the row is NaN.
+    """
+    x, peaks = np.asarray(x, np.float32), np.asarray(peaks, np.float32)
+    known = np.isfinite(peaks)
+    inverse = np.float32(ROW_STEPS) / np.where(known, peaks, np.float32(1))
+    steps = np.rint(np.where(known, x, np.float32(0)) * inverse)
+    levels = np.clip(steps, np.float32(-ROW_STEPS), np.float32(ROW_STEPS)).astype(np.int32) + ROW_ZERO
+    return levels.astype(np.uint8), np.divide(peaks, np.float32(ROW_STEPS), dtype=np.float32)
+
+
+def dequantize_rows(acc: ArrayLike, rows: ArrayLike, columns: ArrayLike, bias: ArrayLike) -> F32:
+    """i32[..., C] of a product with rows of levels -> f32[..., C]: ``float32(acc) * rows * columns + bias``, left to
+    right; scales of rows f32[..., 1], of columns f32[C] or one, bias f32[C]."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = np.asarray(acc, np.int32).astype(np.float32) * np.asarray(rows, np.float32)
+        result: F32 = scaled * np.asarray(columns, np.float32) + np.asarray(bias, np.float32)
+    return result
+
+
 def zero_point_term(weight: ArrayLike, zero_points: int | Sequence[int], groups: int = 1) -> NDArray[np.int64]:
     """i64[C]: ``sum(zero_point * w)`` of each output channel, for one zero point or one per input channel.
 

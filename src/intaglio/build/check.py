@@ -7,16 +7,18 @@ from typing import Any
 
 import numpy as np
 
+from intaglio.build.check_rows import check_recurrent, check_rows
 from intaglio.codegen import ISAS, misfit
 from intaglio.ir import Buffer, DType, Graph, Op, Plan, Schedule, evaluate
 from intaglio.ir.moves import MOVES, boxes
-from intaglio.ir.verify import PRODUCTS
+from intaglio.ir.verify import PAIRS, PRODUCTS
 from intaglio.numerics import LARGEST
 from intaglio.ops import OPS, OpDef
 from intaglio.ops.activate import PRECISE
 from intaglio.ops.loop import check_loop
 from intaglio.ops.norm import LONGEST
 from intaglio.ops.pool import counts
+from intaglio.ops.recurrent import RECURRENT
 
 MANY = 4096
 """Stands for free sizes."""
@@ -55,7 +57,11 @@ def check_graph(graph: Graph, hosts: Mapping[str, OpDef] | None = None) -> None:
             _check_function(op, graph)
         shapes = [graph.types[name].shape for name in op.inputs]
         shape = tuple(record.infer(op.attrs, shapes))
-        for name in op.outputs:
+        if op.kind in ("quantize_rows", "dequantize_rows"):
+            check_rows(op, graph)
+        if op.kind in RECURRENT:
+            check_recurrent(op, graph)
+        for name in op.outputs[: 1 if op.kind in (*PAIRS, *RECURRENT) else None]:
             if shape != graph.types[name].shape:
                 raise ValueError(f"%{name} is {graph.types[name]}; {op.kind} gives {shape}")
         if op.kind == "table" and shapes[1] != (256,):

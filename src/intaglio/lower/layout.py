@@ -23,7 +23,7 @@ IMAGES = (
       for axes in (1, 2, 3)),
 )  # fmt: skip
 """Operators that want their channels last."""
-ROWS = ("linear", "layer_norm", "attention", "bmm")
+ROWS = ("linear", "layer_norm", "attention", "bmm", "quantize_rows", "dequantize_rows", "lstm", "gru")
 """Operators that want the last axis innermost."""
 POINTWISE = ("clamp", "table", "add", "mul", "requantize", "activate", "quantize", "dequantize")
 """Operators whose operands and result lie alike. A quantize reads any strides, so its float operand is free."""
@@ -185,8 +185,10 @@ def _components(graph: Graph) -> tuple[Sharing, set[str], set[str]]:
         read = [name for name in op.inputs if name not in graph.constants and _laid(graph.types[name])]
         made = [name for name in op.outputs if _laid(graph.types[name])]
         wanted = _wants(op, graph)
+        if op.kind in ("quantize", "quantize_rows"):
+            read = []
         if wanted == "alike":
-            ends = made if op.kind == "quantize" else [*read, *made]
+            ends = [*read, *made]
             if op.kind == "loop":
                 ends = [name for name in ends if graph.types[name].shape == space(body_of(op)) and name not in given]
             for name in ends[1:]:

@@ -251,6 +251,8 @@ ACTIVATION(gelu, near_gelus<COUNT>(x))
 ACTIVATION(gelu_tanh, EACH x[i] = gelu_tanh(x[i]))
 #undef ACTIVATION
 
+#include "rows.h"
+
 // -- matrix products ------------------------------------------------------------------------------------------------------
 
 // One call of a microkernel: `count` tiles side by side, each of `rows` output pixels by blocks of 16 channels. Strides in
@@ -298,6 +300,7 @@ struct Matmul {
     int64_t chunk_bytes;                   // input that stays in cache while all panels pass over it
     const uint8_t* table;                  // of results, for kernels that do not look them up; or null
     struct Activation activation;          // of results in float; `levels` may be null
+    struct ByRow by_row;                   // of accumulators as floats, in flat products; `scales` may be null
 };
 
 // Bytes of results that are looked up, or taken as floats, while they lie in the first-level cache; of a tile at most.
@@ -341,7 +344,7 @@ static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_
         while (i < tiles && done < last) {
             const int32_t equal = (i < longer ? longer : (int32_t)tiles) - i;
             const int32_t left = done + equal < last ? equal : (int32_t)(last - done);
-            const int32_t height = least + (i < longer), count = (m->table || activation) && left > warm ? warm : left;
+            const int32_t height = least + (i < longer), count = (m->table || activation || m->by_row.scales) && left > warm ? warm : left;
             uint8_t* first_pixel = t.out;
             t.count = count;
             if (activation) t.out = (uint8_t*)real;
@@ -350,6 +353,8 @@ static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_
                 activation->levels(activation, real, t.out_pixel / 4, height * count, first_pixel, out_pixel, channels);
                 t.out = first_pixel + height * count * out_pixel;
             }
+            if (m->by_row.scales)
+                dequantize_rows(&m->by_row, (float*)first_pixel, out_pixel / 4, (first_pixel - m->out.base) / out_pixel, height * count, channel, channels);
             if (m->table) look_up_here(first_pixel, height * count, out_pixel, channels, m->table);
             i += count, done += count;
         }
