@@ -424,8 +424,8 @@ def attention_scores(q: ArrayLike, k: ArrayLike, factor: ArrayLike, mask: NDArra
 
 
 def attention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, mask: NDArray[Any] | None, causal: bool, factor: ArrayLike, ratio: ArrayLike,
-    zero_point: int, low: int, high: int,
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, mask: NDArray[Any] | None, causal: bool, factor: ArrayLike,
+    ratio: ArrayLike, zero_point: int, low: int, high: int,
 ) -> I32:  # fmt: skip
     """i[B, H, queries, D], i[B, G, keys, D], i[B, G, keys, V] -> i32[B, H, queries, V]: levels of
     ``softmax(q k^T * scale + mask) v``; operands are differences from their zero points, ``H / G`` heads share a k, v.

@@ -46,6 +46,6 @@ OPS, BY_TARGET = index(
 )  # fmt: skip
 
 __all__ = [
-    "ACCUMULATING", "ANCHORS", "BY_TARGET", "FUSIONS", "OPS", "SUMS", "Call", "Fusion", "OpDef", "Roles", "index", "interpret",
-    "run_op",
+    "ACCUMULATING", "ANCHORS", "BY_TARGET", "FUSIONS", "OPS", "SUMS", "Call", "Fusion", "OpDef", "Roles", "index",
+    "interpret", "run_op",
 ]  # fmt: skip
