@@ -40,6 +40,7 @@ from intaglio.ops.resize import is_free, tables
 from intaglio.quant.annotate import Annotations, Chain, macs
 from intaglio.quant.convert import Reference
 from intaglio.quant.dynamic import rows_behind
+from intaglio.quant.embeddings import table_behind
 from intaglio.quant.patterns import is_host
 from intaglio.quant.qparams import each_output, per_output
 from intaglio.quant.recurrent import RECURRENT_CALL
@@ -57,6 +58,7 @@ def requantize(reference: Reference) -> Lowered:
     integer = sum(macs(node) for region in builder.regions for node in region.nodes) + sum(map(macs, stacks))
     total = sum(macs(node) for node in reference.module.graph.nodes)
     inside = {node.name for region in builder.regions for node in region.nodes}.union(node.name for node in stacks)
+    inside |= {node.name for node in builder.real if any(map(table_behind, node.args))}
     native = inside.union(node.name for node in builder.real)
     floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in native)
     floats += _simulated(reference.annotations, inside)
@@ -157,6 +159,8 @@ class _Builder:
             elif part_of_rows(node) or part_of_recurrent(node):
                 needs = [leaf for leaf in tensor_nodes(node.args) if leaf.op != "get_attr"]
                 yield Unit((node,), tuple(needs), True)
+            elif table_behind(node):
+                yield Unit((node,), (), True)
             elif (constant_of(node, DType.S8) or constant_of(node, DType.I32)) and inner.issuperset(node.users):
                 continue
             else:
@@ -180,6 +184,8 @@ class _Builder:
             quantize_rows(self, node)
         elif part_of_recurrent(node):
             recurrent(self, node)
+        elif table := table_behind(node):
+            self.values[node] = self._real_constant(table[0])
         elif levels_of(node) or levels_of(node, DType.U16) or quantized_to(node, DType.U16):
             self.values[node] = self.values[node.args[0]]
         elif node in self.real:
@@ -499,6 +505,7 @@ class _Builder:
         names: dict[fx.Node, str] = {}
         for leaf in dict.fromkeys(tensor_nodes((node.args, node.kwargs))):
             names[leaf] = self._real_constant(leaf) if leaf.op == "get_attr" else self._float(leaf)
+            names |= {part: self._real_constant(part) for part in table_behind(leaf) or ()}
         result = self._value(node.name, tensor_type(node), node)
         op, arrays = loop_of(node, call, names, self.types, result)
         for name, array in arrays.items():
