@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from intaglio.ops import activate, attention, channels, conv, loop, norm, pointwise, pool, resize, shape, unary
-from intaglio.ops.fusions import ACCUMULATING, ANCHORS, FUSIONS, SUMS, Fusion
+from intaglio.ops.fusions import ACCUMULATING, ANCHORS, FUSIONS, NUMBERS, SUMS, Fusion
 from intaglio.ops.interpret import interpret, run_op
 from intaglio.ops.opdef import Call, OpDef, Roles
 
@@ -32,6 +32,6 @@ OPS, BY_TARGET = index(
 )  # fmt: skip
 
 __all__ = [
-    "ACCUMULATING", "ANCHORS", "BY_TARGET", "FUSIONS", "OPS", "SUMS", "Call", "Fusion", "OpDef", "Roles", "index", "interpret",
+    "ACCUMULATING", "ANCHORS", "BY_TARGET", "FUSIONS", "NUMBERS", "OPS", "SUMS", "Call", "Fusion", "OpDef", "Roles", "index", "interpret",
     "run_op",
 ]  # fmt: skip
