@@ -17,6 +17,7 @@ from intaglio.codegen import ISAS, Isa
 from intaglio.ir.rewrite import Pattern
 from intaglio.native.machine import CPU_FLAGS
 from intaglio.ops import FUSIONS, OPS, OpDef
+from intaglio.ops.real import REALS
 
 MARK = re.compile(r"^\{\{ (\w+) \}\}$", re.MULTILINE)
 MEASURED = Path(__file__).parents[1] / "benchmarks" / "README.md"
@@ -48,8 +49,6 @@ def _notes(record: OpDef) -> Iterator[str]:
         yield "constant weight"
     if record.function is not None:
         yield "a table of 256 levels"
-    if record.real:
-        yield "float32 in and out, without an island behind an int8 operator"
     if record.variadic:
         yield "any number of operands, which share one range"
     elif len(record.roles.x) > 1:
@@ -62,6 +61,11 @@ def internal() -> str:
     """Operators that only the integer graph has."""
     found = [record for record in OPS.values() if not record.targets]
     return table(("operator", "kernel"), ((f"`{record.name}`", record.kernel or "host") for record in found))
+
+
+def reals() -> str:
+    """Operators that generated loops compute in float32: one row a record."""
+    return table(("ATen overloads",), ([", ".join(f"`{target}`" for target in record.targets)] for record in REALS))
 
 
 PRECISE_ONLY = ", if the recipe says `functions = \"precise\"`"
@@ -115,6 +119,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "operators": operators,
     "internal": internal,
     "fusions": fusions,
+    "reals": reals,
     "errors": error_classes,
     "kernels": kernels,
 }

@@ -94,7 +94,8 @@ def _reference_values(reference: Reference, leaves: list[Tensor]) -> dict[str, n
 
 
 def _array(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().numpy()
+    """As the interpreter holds it: bfloat16 is float32 there."""
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).detach().numpy()
 
 
 @functools.cache

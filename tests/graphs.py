@@ -27,6 +27,7 @@ from intaglio.ir import (
 from intaglio.lower import Lowered
 from intaglio.ops import OPS, run_op
 from intaglio.ops.pool import counts
+from intaglio.ops.rows import levels_of_rows, row_accumulator, row_levels, scales_shape
 
 N, H, W = symbol("n"), symbol("h"), symbol("w")
 
@@ -126,6 +127,26 @@ class Net:
             return self._op("requantize", [acc, factor], DType.U8, q, **bounds)
         other = self._constant(np.float32([self.types[add].levels.step / q.step]), DType.F32)
         return self._op("add", [acc, add, factor, other], DType.U8, q, **bounds)
+
+    def quantize_rows(self, x: str, mode: str = "token") -> tuple[str, str]:
+        """Levels and scales of rows."""
+        levels, scales = f"rows{len(self.ops)}", f"scales{len(self.ops)}"
+        shape = self.types[x].shape
+        self.types[levels] = TensorType(shape, DType.U8, row_levels(scales))
+        self.types[scales] = TensorType(scales_shape(shape), DType.F32)
+        self.ops.append(Op("quantize_rows", (x,), (levels, scales), {"mode": mode}, origin=Origin(levels)))
+        self.value[levels], self.value[scales] = levels_of_rows(self.value[x], mode)
+        return levels, scales
+
+    def linear_rows(self, levels: str, scales: str, outputs: int) -> str:
+        """A linear layer on rows, dequantized."""
+        weight = self._constant(self.draw.integers(-127, 128, (outputs, self.types[levels].shape[-1])).astype(np.int8),
+                                DType.S8)  # fmt: skip
+        start = self._constant(np.zeros(outputs, np.int32), DType.I32)
+        columns = self._constant(self.draw.uniform(0.001, 0.003, outputs).astype(np.float32), DType.F32)
+        bias = self._constant(self.draw.normal(size=outputs).astype(np.float32), DType.F32)
+        acc = self._op("linear", [levels, weight, start], DType.I32, row_accumulator(scales))
+        return self._op("dequantize_rows", [acc, scales, columns, bias], DType.F32, None)
 
     def centred(self, x: str) -> str:
         """The value with parameters that a second factor of a product of activations has: zero point 128, levels from

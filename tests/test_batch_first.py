@@ -63,7 +63,9 @@ def linears(body) -> Body:
 
 CARRIED = {
     "there and back": lambda m, x: m.a(x.transpose(0, 1)).transpose(0, 1),
-    "merged behind the sequence": lambda m, x: m.b(m.a(x.transpose(0, 1)).reshape(-1, 12)).view(7, -1, 6).transpose(0, 1),
+    "merged behind the sequence": lambda m, x: (
+        m.b(m.a(x.transpose(0, 1)).reshape(-1, 12)).view(7, -1, 6).transpose(0, 1)
+    ),
     "heads": lambda m, x: m.a(x.permute(1, 0, 2)).reshape(7, x.shape[0] * 4, 3).transpose(0, 1).view(-1, 4, 7, 3),
     "a part of the channels": lambda m, x: m.a(x.transpose(0, 1))[..., 4:10].permute(1, 2, 0),
 }  # fmt: skip

@@ -108,3 +108,12 @@ def test_every_kind_of_kernel_is_timed(isa, monkeypatch):
         found = kernels.measure(case, limits.int8_counter(isa), multiply, 1)
         assert case.macs == case.outputs * case.bytes > 0
         assert all(math.isfinite(found[key]) and found[key] > 0 for key in ("gmacs", "share", "cycles_per_64"))
+
+
+def test_lengths_in_turn_are_compared_with_the_same_in_a_row(capsys):
+    """A few short ones; the figures themselves are the machine's."""
+    script("lengths").main(["stack", "--count", "3", "--least", "2", "--most", "6", "--rounds", "1", "--threads", "1"])
+    (found,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert found["islands"] == 0
+    assert len(found["ratios"]) == len(found["milliseconds"]) == 3
+    assert all(ratio > 0 for ratio in (found["ratio"], found["first"], *found["ratios"].values()))

@@ -26,7 +26,7 @@ def run(*arguments: str, paths: tuple[str, ...] = ()) -> str:
 def test_document_003_is_walked_through():
     printed = run(str(ROOT / "examples/patterns_and_calibration.py"))
     kinds = [line.split(" = ")[1].split("(")[0] for line in printed.splitlines() if line.startswith("%")]
-    assert kinds == ["quantize", "reshape", "linear", "requantize", "linear", "dequantize", "softmax"]
+    assert kinds == ["quantize", "reshape", "linear", "requantize", "linear", "dequantize", "loop"]
     rows = [line.split() for line in printed.split("held out:")[1].splitlines() if line]
     exact, *others = (float(row[-2]) for row in rows)
     assert len(others) == 4
@@ -41,3 +41,15 @@ def test_a_newcomer_quantizes_saves_loads_and_compares(tmp_path):
     printed = run(script, "resnet18", "--images", "16", "--size", "64", paths=(str(tmp_path),))
     assert "100.0 % of" in printed
     assert "the new process gives the same bits" in printed
+
+
+def test_the_three_loops_of_document_002_are_printed():
+    printed = run(str(ROOT / "examples/generated_loops.py"))
+    first, second, third = (part.split("\n}\n")[0] for part in printed.split("// ---- ")[1:])
+    assert "quantize_lanes" in first
+    assert "dequantize_lanes" not in first
+    assert second.count("dequantize_lanes") == 1
+    assert " quantize_lanes" in second
+    assert "dequantize_lanes" in third
+    assert " quantize_lanes" not in third
+    assert "the same bits as the interpreter: True" in printed

@@ -5,14 +5,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.utils import _pytree as pytree
 
 import intaglio
-from compare import assert_equal_levels, quantized, tensors
+from compare import tensors
 from harness import HERE
 from intaglio import floats
 from intaglio.build.check import check_graph
@@ -21,13 +19,29 @@ from intaglio.ir import DType, Graph, Input, Op, Output, QParams, Signature, Ten
 from intaglio.ir.loops import VIEWS
 from intaglio.lower import Lowered
 from intaglio.lower.loops import merge_loops
+from intaglio.ops.body import Body as Inside
 from intaglio.ops.primitives import PRIMITIVES
-from intaglio.ops.real import Body as Inside
-from nets import Body, randomize
 
 N, C = symbol("n"), symbol("c")
 F32, BOOL, I64, U8, BF16 = DType.F32, DType.BOOL, DType.I64, DType.U8, DType.BF16
-STRANGE = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-40, 3.4e38, -3.4e38, 88.7, 88.73, -87.0, -88.0, 2.5, -3.5, 0.5]
+STRANGE = [
+    np.nan,
+    np.inf,
+    -np.inf,
+    0.0,
+    -0.0,
+    1e-45,
+    -1e-40,
+    3.4e38,
+    -3.4e38,
+    88.7,
+    88.73,
+    -87.0,
+    -88.0,
+    2.5,
+    -3.5,
+    0.5,
+]
 
 
 def test_every_operator_of_a_body_has_its_c():
@@ -51,7 +65,9 @@ def test_strange_numbers_are_as_in_torch():
     for ours, theirs in ((floats.exp, torch.exp), (floats.log, torch.log)):
         found = torch.from_numpy(ours(x.numpy()))
         torch.testing.assert_close(found, theirs(x), rtol=2e-7, atol=1.2e-38, equal_nan=True)
-    assert torch.equal(torch.from_numpy(floats.to_bfloat16(x.numpy())).nan_to_num(7), x.bfloat16().float().nan_to_num(7))
+    assert torch.equal(
+        torch.from_numpy(floats.to_bfloat16(x.numpy())).nan_to_num(7), x.bfloat16().float().nan_to_num(7)
+    )
 
 
 # ---- kernels: bodies written by hand and at random, against their meaning
@@ -131,13 +147,17 @@ def some(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.from_numpy(x)
 
 
-UNARY = [name for name, row in PRIMITIVES.items() if row.operands[0] == ((F32, BF16),) and not row.attrs and name != "cast"]
+UNARY = [
+    name for name, row in PRIMITIVES.items() if row.operands[0] == ((F32, BF16),) and not row.attrs and name != "cast"
+]
 ATTRS = {"leaky_relu": {"slope": 0.1}, "clamp": {"low": -1.0, "high": 2.0}}
 
 
 def each_operator() -> Lowered:
     """Every primitive once: between float ends, along rows of free length."""
-    net = Sample(x=TensorType((N, C), F32), y=TensorType((N, C), F32), ids=TensorType((N, C), I64), m=TensorType((N, C), BOOL))
+    net = Sample(
+        x=TensorType((N, C), F32), y=TensorType((N, C), F32), ids=TensorType((N, C), I64), m=TensorType((N, C), BOOL)
+    )
     for kind in UNARY:
         net.add(lambda b, kind=kind: b(kind, "x"))
     for kind, attrs in ATTRS.items():
@@ -178,7 +198,12 @@ def test_every_operator_is_its_meaning(operators, rows, columns, seed):
     lowered, model = operators
     draw = np.random.default_rng(seed)
     ids = torch.from_numpy(draw.integers(-(2**40), 2**40, (rows, columns)) * draw.integers(0, 2, (rows, columns)))
-    given = some((rows, columns), seed), some((rows, columns), seed + 1), ids, torch.from_numpy(draw.random((rows, columns)) < 0.5)
+    given = (
+        some((rows, columns), seed),
+        some((rows, columns), seed + 1),
+        ids,
+        torch.from_numpy(draw.random((rows, columns)) < 0.5),
+    )
     for name, found, expected in zip(lowered.graph.outputs, model(*given), lowered(*given), strict=True):
         assert equal(found, expected), name
 
@@ -187,7 +212,13 @@ def at_random(seed: int, columns: int) -> Lowered:
     """Loops of random operators and reductions over levels, floats and constants; some results read by others."""
     draw = np.random.default_rng(seed)
     net = Sample(x=TensorType((N, 3, columns), F32), y=TensorType((N, 1, columns), F32), z=TensorType((N, 3, 1), F32))
-    values = ["x", "y", "z", net.quantize("x", 0.03, 117), net.constant(draw.standard_normal(columns).astype(np.float32))]
+    values = [
+        "x",
+        "y",
+        "z",
+        net.quantize("x", 0.03, 117),
+        net.constant(draw.standard_normal(columns).astype(np.float32)),
+    ]
 
     def write(body: Inside) -> tuple[str, ...]:
         given = list(values)
@@ -197,7 +228,11 @@ def at_random(seed: int, columns: int) -> Lowered:
             kind = str(draw.choice(["binary", "unary", "sum"], p=[0.5, 0.3, 0.2]))
             if kind == "binary":
                 made = body(str(draw.choice(["add", "sub", "mul", "maximum"])), *picked)
-            elif kind == "unary" or body.types[picked[0]].shape[-1:] != (columns,) or body.types[picked[0]].shape == (columns,):
+            elif (
+                kind == "unary"
+                or body.types[picked[0]].shape[-1:] != (columns,)
+                or body.types[picked[0]].shape == (columns,)
+            ):
                 made = body(str(draw.choice(["relu", "tanh", "neg", "sigmoid"])), body("add", picked[0], "x"))
             else:
                 made = body(str(draw.choice(["mean", "max", "sum", "min"])), body("add", picked[0], "x"), axis=2)
@@ -261,3 +296,41 @@ def test_the_comparison_sees_one_bit():
     assert equal(x, x.clone())
     assert not equal(x, torch.nextafter(x, torch.tensor(2.0)))
     assert not equal(torch.tensor([0.0]), torch.tensor([-0.0]))
+
+
+# ---- files
+
+
+def broken(change) -> Graph:
+    """A softmax whose body ``change`` spoils."""
+    net = Sample(x=TensorType((N, 5), F32))
+
+    def write(b: Inside) -> str:
+        powers = b("exp", b("sub", "x", b("max", "x", axis=1)))
+        return b("div", powers, b("sum", powers, axis=1))
+
+    net.add(write)
+    graph = net.lowered().graph
+    (loop,) = graph.ops
+    return graph.replace(ops=(Op("loop", loop.inputs, loop.outputs, {}, change(loop.body)),))
+
+
+def with_op(body: Graph, index: int, **changes) -> Graph:
+    op = body.ops[index]
+    fields = {"kind": op.kind, "inputs": op.inputs, "outputs": op.outputs, "attrs": op.attrs} | changes
+    return Graph(
+        body.inputs, body.outputs, body.types, (*body.ops[:index], Op(**fields), *body.ops[index + 1 :]), body.constants
+    )
+
+
+@pytest.mark.parametrize(("change", "problem"), [
+    (lambda b: with_op(b, 2, kind="system"), "no operator of loops"),
+    (lambda b: with_op(b, 0, attrs={"axis": 0}), "another shape"),
+    (lambda b: with_op(b, 0, attrs={"axis": 7}), "axis 7"),
+    (lambda b: with_op(b, 2, kind="not"), "gives"),
+    (lambda b: with_op(b, 2, attrs={"low": 1.0}), "no operator of loops"),
+    (lambda b: with_op(b, 4, kind="squeeze", inputs=b.ops[3].inputs, attrs={"axis": 1}), "no 1"),
+])  # fmt: skip
+def test_a_body_from_a_file_is_checked(change, problem):
+    with pytest.raises(ValueError, match=problem):
+        check_graph(broken(change))

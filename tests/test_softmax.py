@@ -13,6 +13,7 @@ from harness import HERE
 from intaglio import floats, numerics
 from nets import Body, randomize
 
+
 def below_zero() -> np.ndarray:
     """Every power of two's range down to where the result is 0, ends included."""
     draw = np.random.default_rng(0)

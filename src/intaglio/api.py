@@ -78,17 +78,17 @@ def quantize(
 
     ``data``: any iterable of batches (tensors, tuples, dictionaries, (inputs, label) pairs), a `DataLoader`, or a
     function that is called with the model to calibrate, which leaves out `equalize` and `correct`: these look several
-    times at the first 256 samples, which are kept. ``example_inputs``: a tuple of arguments (default: the first
-    batch). ``recipe``: a `Recipe`, its name ("accurate"), its entries as a mapping, or the path of its TOML file.
-    ``parameters``: those of an earlier conversion (`Reference.parameters`), or the path of their file; nothing is
-    calibrated then, and ``data`` gives the example inputs only. ``skip`` and ``only`` are selectors (`Recipe`).
-    ``input``: what the bytes of images stand for (an `Image`; of several inputs, a mapping by name), so that uint8
-    images are taken too. ``patterns``, ``operators``, ``skip_first`` and ``skip_last`` as in `Quantizer`. ``samples``
-    stops calibration after that many. ``dynamic_shapes`` as torch.export takes them (default: the batch is free).
-    ``on_new_shape``: what a call of other shapes does than were planned, by `QuantizedModel.warm` or else by the first
-    call: "plan" them, in microseconds, or "fallback" to the float model, which the int8 model then refers to.
-    ``isa`` and ``tune`` as in `compile`; ``tune=True`` measures with the first entry of the example inputs' batch. The
-    model is never changed. Raises an `IntaglioError` that says what to do.
+    times at the first 256 samples, which are kept. ``example_inputs``: a tuple of arguments (default: the first batch).
+    ``recipe``: a `Recipe`, its name ("accurate", or "int8_dynamic", which needs no data), its entries as a mapping, or
+    the path of its TOML file. ``parameters``: those of an earlier conversion (`Reference.parameters`), or the path of
+    their file; nothing is calibrated then, and ``data`` gives the example inputs only. ``skip`` and ``only`` are
+    selectors (`Recipe`). ``input``: what the bytes of images stand for (an `Image`; of several inputs, a mapping by
+    name), so that uint8 images are taken too. ``patterns``, ``operators``, ``skip_first`` and ``skip_last`` as in
+    `Quantizer`. ``samples`` stops calibration after that many. ``dynamic_shapes`` as torch.export takes them (default:
+    the batch is free). ``on_new_shape``: what a call of other shapes does than were planned, by `QuantizedModel.warm`
+    or else by the first call: "plan" them, in microseconds, or "fallback" to the float model, which the int8 model then
+    refers to. ``isa`` and ``tune`` as in `compile`; ``tune=True`` measures with the first entry of the example inputs'
+    batch. The model is never changed. Raises an `IntaglioError` that says what to do.
     """
     _policy(on_new_shape, model)
     kwargs: dict[str, Any] = {}
@@ -124,7 +124,10 @@ def _policy(on_new_shape: str, float_model: nn.Module | None) -> None:
 
 
 def _converted(prepared: Prepared, data: Any, samples: int | None, progress: bool | None) -> Reference:
-    """Equalized, calibrated, corrected; a function that runs the model can only calibrate."""
+    """Equalized, calibrated, corrected; a function that runs the model can only calibrate, and where everything is
+    quantized while the model runs nothing is to be done."""
+    if not prepared.observers:
+        return convert(prepared)
     looked_at, data = keep(data, prepared.signature, SAMPLES if samples is None else min(samples, SAMPLES))
     if not looked_at and Group.current().size == 1:
         return convert(prepared, Calibrator(prepared, data, samples=samples, progress=progress).calibrate())

@@ -139,6 +139,6 @@ def to_bfloat16(x: ArrayLike) -> F32:
 
 def rows_of(table: NDArray[np.float32], ids: NDArray[np.int64]) -> F32:
     """f32[V, D], i64[..., 1] -> f32[..., D]. IndexError, as PyTorch's, for an id the table does not have."""
-    if ids.size and not (0 <= ids.min() and ids.max() < len(table)):
+    if ids.size and (ids.min() < 0 or ids.max() >= len(table)):
         raise IndexError("index out of range in self")
     return table[ids[..., 0]]

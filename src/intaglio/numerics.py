@@ -424,8 +424,8 @@ def attention_scores(q: ArrayLike, k: ArrayLike, factor: ArrayLike, mask: NDArra
 
 
 def attention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, mask: NDArray[Any] | None, causal: bool, factor: ArrayLike, ratio: ArrayLike,
-    zero_point: int, low: int, high: int,
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, mask: NDArray[Any] | None, causal: bool, factor: ArrayLike,
+    ratio: ArrayLike, zero_point: int, low: int, high: int,
 ) -> I32:  # fmt: skip
     """i[B, H, queries, D], i[B, G, keys, D], i[B, G, keys, V] -> i32[B, H, queries, V]: levels of
     ``softmax(q k^T * scale + mask) v``; operands are differences from their zero points, ``H / G`` heads share a k, v.
@@ -515,6 +515,36 @@ def gelu(x: ArrayLike) -> F32:
     return result
 
 
+NEAR_END = np.float32(4.75)
+"""From here on the normal distribution is 0 or 1."""
+NEAR_RATE = np.float32(2 / 4.75**2)
+NEAR_TERMS = tuple(np.float32(float.fromhex(term)) for term in (
+    "0x1.30a2fap-3", "-0x1.2dbfe6p-4", "0x1.b416b8p-5", "-0x1.4c0534p-5", "0x1.f1fe6p-6", "-0x1.661b76p-6",
+    "0x1.bb1d8p-7", "-0x1.bbfdcep-8", "0x1.35e6e6p-8", "-0x1.06d144p-8", "0x1.82ec94p-10",
+))  # fmt: skip
+"""``(normal distribution - 1/2) / x`` as a polynomial in ``2 (x / 4.75)^2 - 1``, lowest power first: the least largest
+error times x, and none at 4.75."""
+
+
+def near_gelu(x: ArrayLike) -> F32:
+    """f32 -> f32: x times the normal distribution up to x, within ``6e-6 * |x|`` of it, for results that become levels.
+
+    Even and odd powers of the polynomial are summed apart, from the highest.
+    """
+    x = np.asarray(x, np.float32)
+    bounded = np.minimum(np.maximum(x, -NEAR_END), NEAR_END)
+    s = (bounded * bounded) * NEAR_RATE - np.float32(1)
+    square = s * s
+    *even_terms, even = NEAR_TERMS[::2]
+    *odd_terms, odd = NEAR_TERMS[1::2]
+    for term in reversed(even_terms):
+        even = even * square + term
+    for term in reversed(odd_terms):
+        odd = odd * square + term
+    result: F32 = np.maximum(x, LOWEST_EXPONENT) * (bounded * (odd * s + even) + np.float32(0.5))
+    return result
+
+
 def gelu_tanh(x: ArrayLike) -> F32:
     """f32 -> f32: ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))``, within ``2e-7 * |x|`` of it.
 
@@ -538,6 +568,43 @@ def activate(
         real = np.asarray(acc, np.int32).astype(np.float32) * np.asarray(factor, np.float32)
         value = function(real) * np.asarray(gain, np.float32)
         return finish(value * reciprocal(scale), zero_point, low, high)
+
+
+ROW_STEPS = 127
+SMALLEST_ROW = np.float32(2.0**-100)
+"""The largest magnitude of a row counts as at least this: both a row's scale and its inverse stay normal."""
+ROW_ZERO = 128
+
+
+def row_peaks(x: ArrayLike) -> F32:
+    """f32[..., K] -> f32[..., 1]: the largest magnitude of each row, `SMALLEST_ROW` at least; NaN where the row has a
+    NaN or an infinity."""
+    magnitudes = np.abs(np.asarray(x, np.float32)).max(-1, keepdims=True, initial=0)
+    peaks: F32 = np.where(np.isfinite(magnitudes), np.maximum(magnitudes, SMALLEST_ROW), np.float32(np.nan))
+    return peaks
+
+
+def quantize_rows(x: ArrayLike, peaks: ArrayLike) -> tuple[NDArray[np.uint8], F32]:
+    """f32[..., K] and the largest magnitude a of each row -> levels u8[..., K], scales f32[..., 1], made at run time.
+
+    ``a / 127``, and ``clamp(rne(x * (127 / a)), -127, 127) + 128``. Where a is NaN the scale is, and all levels 128:
+    everything that is computed of the row is NaN.
+    """
+    x, peaks = np.asarray(x, np.float32), np.asarray(peaks, np.float32)
+    known = np.isfinite(peaks)
+    inverse = np.float32(ROW_STEPS) / np.where(known, peaks, np.float32(1))
+    steps = np.rint(np.where(known, x, np.float32(0)) * inverse)
+    levels = np.clip(steps, np.float32(-ROW_STEPS), np.float32(ROW_STEPS)).astype(np.int32) + ROW_ZERO
+    return levels.astype(np.uint8), np.divide(peaks, np.float32(ROW_STEPS), dtype=np.float32)
+
+
+def dequantize_rows(acc: ArrayLike, rows: ArrayLike, columns: ArrayLike, bias: ArrayLike) -> F32:
+    """i32[..., C] of a product with rows of levels -> f32[..., C]: ``float32(acc) * rows * columns + bias``, left to
+    right; scales of rows f32[..., 1], of columns f32[C] or one, bias f32[C]."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = np.asarray(acc, np.int32).astype(np.float32) * np.asarray(rows, np.float32)
+        result: F32 = scaled * np.asarray(columns, np.float32) + np.asarray(bias, np.float32)
+    return result
 
 
 def zero_point_term(weight: ArrayLike, zero_points: int | Sequence[int], groups: int = 1) -> NDArray[np.int64]:

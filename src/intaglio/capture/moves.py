@@ -54,8 +54,8 @@ class Layout:
 def batch_first(module: fx.GraphModule) -> int:
     """Linear layers read the batch as their input has it, in front; the moves around them shrink to what is left.
 
-    ``torch.nn.MultiheadAttention`` puts the sequence first: [n, s, c] -> [s, n, c] -> linear -> ... -> [n, heads, s, d].
-    A linear layer commutes with every move of the axes before its last.
+    ``torch.nn.MultiheadAttention`` puts the sequence first: [n, s, c] -> [s, n, c] -> linear -> ... ->
+    [n, heads, s, d]. A linear layer commutes with every move of the axes before its last.
     """
     hits = sum(_hoist(node) for node in list(module.graph.nodes) if operator(node) == LINEAR)
     ends = [n for n in module.graph.nodes if operator(n) in MOVES and any(operator(u) not in MOVES for u in n.users)]
@@ -67,7 +67,7 @@ def batch_first(module: fx.GraphModule) -> int:
 
 def _chain(end: fx.Node) -> tuple[fx.Node, Layout] | None:
     """The farthest source from where moves lead here, and how they do."""
-    moves = []
+    moves: list[fx.Node] = []
     while operator(end) in MOVES:
         moves.insert(0, end)
         end = end.args[0]

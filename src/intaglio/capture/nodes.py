@@ -149,7 +149,7 @@ def call_of(node: fx.Node, record: OpDef) -> Call:
         shapes=tuple(kind.shape if kind else None for kind in types),
         floating=tuple(kind.dtype is DType.F32 if kind else None for kind in types),
         constant=tuple(is_constant(value) if value is not None else None for value in found),
-        result=tensor_type(node).shape,
+        result=kind.shape if (kind := tensor_type(node)) else (),
     )
 
 

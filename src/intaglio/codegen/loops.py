@@ -56,7 +56,7 @@ class End:
 
 @dataclass(frozen=True)
 class Lines:
-    """The space as rows around one inner run. ``outer``: sizes; ``strides``: end -> those along them, then the inner."""
+    """The space as rows around one inner run. ``outer``: sizes; ``strides``: end -> along them, then the inner."""
 
     outer: Shape
     size: Dim
@@ -76,7 +76,9 @@ class Loop:
         self.tables = {step.output: step for step in self.body.ops if step.kind == "gather"}
         self.ends = {end.value: end for end in (*self._inputs(), *self._outputs())}
         self.lines = self._lines()
-        single = {name for name, steps in self.lines.strides.items() if steps[-1] == 0 and name not in self.body.outputs}
+        single = {
+            name for name, steps in self.lines.strides.items() if steps[-1] == 0 and name not in self.body.outputs
+        }
         self.rows = Rows(self.body, single | set(self.body.constants))
         self.names = _c_names(self.body)
 

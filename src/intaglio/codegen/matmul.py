@@ -20,8 +20,9 @@ from intaglio.codegen.writer import Code
 from intaglio.ir import Op, Partition, Schedule, is_flat, lies
 from intaglio.ir.phases import Phase, axis_phases
 
-RESULT = {"requantize": "u8", "add": "add", "dequantize": "f32", "activate": "f32"}
-"""What a microkernel makes for each tail; a function is applied to floats while they lie in the first-level cache."""
+RESULT = {"requantize": "u8", "add": "add", "dequantize": "f32", "activate": "f32", "dequantize_rows": "f32"}
+"""What a microkernel makes for each tail; functions and scales of rows are applied to floats while they lie in the
+first-level cache."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,14 @@ def _activation(tail: Op, context: Context) -> str:
     return f"(struct Activation){{{function}, {inverse}, {slope}, {context.limits(tail)}, {gain}}}"
 
 
+def rows_tail(tail: Op, context: Context) -> str:
+    """``struct ByRow`` of a tail that dequantizes rows."""
+    columns, bias = (context.graph.constants[name] for name in tail.inputs[2:])
+    parts = (np.broadcast_to(columns, bias.shape), bias)
+    constants = ", ".join(context.constant(np.ascontiguousarray(part), "float") for part in parts)
+    return f"(struct ByRow){{(const float*){context.strided(tail.inputs[1])[0]}, {constants}, 0}}"
+
+
 def _panel_bytes(plan: Packing, weight: np.ndarray) -> int:
     taps = weight.shape[2] * (1 if plan.joined else weight.shape[3])
     return taps * plan.run * 4 * 16 * plan.blocks
@@ -259,6 +268,11 @@ def _operands(code: Code, partition: Partition, context: Context, plan: Packing,
     if tail.kind == "dequantize":
         factor = np.array(graph.types[anchor.output].levels.scales, np.float64).astype(np.float32)
         code(f"m.tile.factor = {context.constant(pack_columns(factor, plan), 'float')};")
+        code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 4;")
+        return
+    if tail.kind == "dequantize_rows":
+        code(f"m.by_row = {rows_tail(tail, context)};")
+        code(f"m.tile.factor = {context.constant(pack_columns(np.ones(1, np.float32), plan), 'float')};")
         code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 4;")
         return
     factors = [graph.constants[name] for name in tail.inputs if name in graph.constants]

@@ -10,7 +10,7 @@ import numpy as np
 from intaglio import numerics
 from intaglio.codegen.context import Context, finish
 from intaglio.codegen.writer import Code
-from intaglio.ir import Op, Partition, numel
+from intaglio.ir import Op, Partition
 
 AXIS_NAMES = "zyx"
 WIDEST = 64
@@ -151,8 +151,8 @@ def emit_quantize(code: Code, partition: Partition, context: Context) -> None:
     buffer = context.plan.buffers[op.output]
     code(f"const struct Image out = {context.image(op.output)};")
     code(f"const struct Affine* q = {_affine(context, op.output)};")
-    code(f"const int64_t* s = {_source_strides(code, op.inputs[0], context)};")
-    code(f"const int64_t strides[] = {{{', '.join(_strides_read(len(buffer.shape), buffer.rows))}}};")
+    code(f"const int64_t* s = {source_strides(code, op.inputs[0], context)};")
+    code(f"const int64_t strides[] = {{{', '.join(strides_read(len(buffer.shape), buffer.rows))}}};")
     source = f"(const float*){context.strided(op.inputs[0])[0]}"
     if buffer.spatial and len(buffer.shape) == 5:
         depth = context.dim(buffer.shape[2])
@@ -165,7 +165,7 @@ def emit_quantize(code: Code, partition: Partition, context: Context) -> None:
         code("fill_halo(&out, (uint8_t)q->zero_point, thread, threads);")
 
 
-def _source_strides(code: Code, value: str, context: Context) -> str:
+def source_strides(code: Code, value: str, context: Context) -> str:
     """Of a tensor that came from outside, as it came; what the program itself wrote is dense."""
     if context.given(value):
         return context.strides(value)
@@ -174,7 +174,7 @@ def _source_strides(code: Code, value: str, context: Context) -> str:
     return "dense"
 
 
-def _strides_read(rank: int, rows: bool) -> list[str]:
+def strides_read(rank: int, rows: bool) -> list[str]:
     """Strides along images, channels, rows and columns of what is read, from those of its last five axes."""
     if rows or rank not in (3, 4, 5):
         axes = [rank - 4 if rank > 3 else 0, rank - 1, rank - 3 if rank > 3 else 1, rank - 2 if rank > 3 else -1]

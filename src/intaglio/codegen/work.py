@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from intaglio.codegen.context import Context
-from intaglio.ir import Dim, Partition, Step, Work, lies, numel
+from intaglio.codegen.recurrent import RECURRENT
+from intaglio.ir import Dim, Op, Partition, Step, Work, lies, numel
 from intaglio.ir.scratch import QUERIES
 from intaglio.ir.verify import PRODUCTS
 
@@ -18,9 +19,20 @@ def work_of(step: Step, context: Context) -> Work:
         return Work(*_product(partition, context), moved, step.phase, step.segment)
     if partition.anchor.kind in ("attention", "bmm"):
         return Work(*_pairs(partition, context), moved, step.phase, step.segment)
+    if partition.anchor.kind in RECURRENT:
+        return Work(*_steps(partition.anchor, context), moved, step.phase, step.segment)
     value = partition.ops[-1].outputs[0]
     images, lines, _, _ = lies(types[value].shape, value in context.plan.rows)
     return Work(0, images * lines, moved, step.phase, step.segment)
+
+
+def _steps(op: Op, context: Context) -> tuple[Dim, Dim]:
+    """Multiply-accumulates of an LSTM or GRU, and panels of one step's product."""
+    shape, constants = context.graph.types[op.inputs[0]].shape, context.graph.constants
+    weights = [constants[name] for name in op.inputs if name in constants and constants[name].ndim == 2]
+    batch = shape[0] if op.attrs["cell"] or op.attrs["batch_first"] else shape[1]
+    panels = -(-weights[0].shape[0] // (16 * context.isa.blocks))
+    return numel(shape[:-1]) * sum(weight.size for weight in weights), batch * (op.attrs["directions"] * panels)
 
 
 def _product(partition: Partition, context: Context) -> tuple[Dim, Dim]:

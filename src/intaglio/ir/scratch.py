@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from intaglio.ir.dims import Dim
+from intaglio.ir.dims import Dim, numel
 from intaglio.ir.graph import Op
 from intaglio.ir.types import TensorType
 
@@ -28,6 +28,22 @@ def scratch_lines(op: Op, types: Mapping[str, TensorType]) -> Dim:
         *_, inner, columns = types[op.inputs[1]].shape
         return _whole(columns, LINE) * (4 * _whole(inner, 4) + 4)
     return 0
+
+
+def recurrent_lines(op: Op, types: Mapping[str, TensorType]) -> Dim:
+    """Lines of 64 bytes that all threads of an LSTM or GRU share; 0 for other operators. Twin: ``cut_up`` of
+    native/recurrent.h, which takes the parts in the same order."""
+    if op.kind not in ("lstm", "gru"):
+        return 0
+    x, (gates, hidden) = types[op.inputs[0]].shape, types[op.inputs[2 + op.attrs["rows"]]].shape
+    d, batch, rows = op.attrs["directions"], x[int(not (op.attrs["cell"] or op.attrs["batch_first"]))], numel(x[:-1])
+    wide, cells = d * hidden, d * batch
+    state, result = cells * hidden, rows * wide
+    floats: tuple[Dim, ...] = (d * rows * gates, result, rows, cells * gates, state, state, cells)
+    total: Dim = 0
+    for size in (*(4 * count for count in floats), result, state):
+        total = total + _whole(size, LINE)
+    return total
 
 
 def _whole(size: Dim, step: int) -> Dim:

@@ -36,10 +36,14 @@ RULES: Rules = {
     "upsample_linear1d": (((U8,), (I32,), (F32,), (F32,)), (U8,)),
     "upsample_bilinear2d": (((U8,), (I32,), (F32,), (I32,), (F32,), (F32,)), (U8,)),
     "table": (((U8,), (U8,)), (U8,)),
+    "quantize_rows": (((F32,),), (U8, F32)),
+    "dequantize_rows": (((I32,), (F32,), (F32,), (F32,)), (F32,)),
     "attention": (((U8,), (U8,), (U8,)), (U8,)),
     "bmm": (((U8,), (U8,)), (I32,)),
 }
 """Kind -> element types each operand may have, and the result's. Kinds not listed carry any types."""
+PAIRS = ("quantize_rows",)
+"""They give levels and the scales of their rows."""
 BODY_RULES = {kind: RULES[kind] for kind in ("quantize", "dequantize")}
 """Of operators inside a loop, whose names are otherwise their own: ops/primitives.py has them."""
 KEEP_REST = ("requantize", "add")
@@ -96,8 +100,8 @@ def _check_op(op: Op, graph: Graph, defined: set[str], place: str, rules: Rules)
     for index in B_OPERANDS.get(op.kind, ()):
         q = graph.types[op.inputs[index]].levels
         _require((q.zeros, q.qmin, q.qmax) == ((128,), 1, 255), f"{label}: %{op.inputs[index]} is not symmetric")
-    most = 2 if op.kind in KEEP_REST else 1
-    _require(1 <= len(op.outputs) <= most, f"{label}: {len(op.outputs)} results")
+    least, most = 1 + (op.kind in PAIRS), 1 + (op.kind in (*KEEP_REST, *PAIRS))
+    _require(least <= len(op.outputs) <= most, f"{label}: {len(op.outputs)} results")
     for result in (graph.types[name] for name in op.outputs):
         _require(result.dtype in results, f"{label}: gives {result.dtype}")
         if op.kind in MOVES:

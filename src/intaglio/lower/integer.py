@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -27,18 +27,22 @@ from intaglio.lower.islands import Unit, island_of
 from intaglio.lower.lowered import Island, Lowered
 from intaglio.lower.passes import LOWER_PASSES
 from intaglio.lower.real import loop_of, move_of, real_call
+from intaglio.lower.recurrent import part_of_recurrent, recurrent
 from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
+from intaglio.lower.rows import part_of_rows, product_of_rows, quantize_rows
 from intaglio.ops import ACCUMULATING, ANCHORS, SUMS, OpDef
 from intaglio.ops.activate import bind_precise
+from intaglio.ops.body import RealCall
 from intaglio.ops.conv import output_axis
 from intaglio.ops.opdef import Attrs
 from intaglio.ops.pool import counts
-from intaglio.ops.real import RealCall
 from intaglio.ops.resize import is_free, tables
-from intaglio.quant.annotate import Annotations, macs
+from intaglio.quant.annotate import Annotations, Chain, macs
 from intaglio.quant.convert import Reference
+from intaglio.quant.dynamic import rows_behind
 from intaglio.quant.patterns import is_host
 from intaglio.quant.qparams import each_output, per_output
+from intaglio.quant.recurrent import RECURRENT_CALL
 from intaglio.quant.sites import Skip
 
 
@@ -49,9 +53,10 @@ def requantize(reference: Reference) -> Lowered:
     builder = _Builder(reference.module)
     builder.run()
     graph, _ = run_passes(verify(builder.graph(), "requantize"), LOWER_PASSES)
-    integer = sum(macs(node) for region in builder.regions for node in region.nodes)
+    stacks = [node for node in builder.items if operator(node) == RECURRENT_CALL]
+    integer = sum(macs(node) for region in builder.regions for node in region.nodes) + sum(map(macs, stacks))
     total = sum(macs(node) for node in reference.module.graph.nodes)
-    inside = {node.name for region in builder.regions for node in region.nodes}
+    inside = {node.name for region in builder.regions for node in region.nodes}.union(node.name for node in stacks)
     native = inside.union(node.name for node in builder.real)
     floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in native)
     floats += _simulated(reference.annotations, inside)
@@ -99,6 +104,7 @@ class _Builder:
         self.cut: list[list[fx.Node]] = []  # nodes of each island
         self.values: dict[fx.Node, str] = {}  # node -> value that holds it: levels behind Q and DQ, else float
         self.rests: dict[str, str] = {}  # value of levels -> what it has besides in 16 bits
+        self.items: dict[fx.Node, tuple[str, ...]] = {}  # node of several results -> their values
         self.real: dict[fx.Node, RealCall | tuple[OpDef, Attrs]] = {}  # float operators that the program runs
         self.floats: dict[str, str] = {}  # value of levels -> its dequantized value
 
@@ -133,7 +139,7 @@ class _Builder:
             if node in regions:
                 region = regions[node]
                 needs = [v for n in region.nodes for v in operands(n) if v is not None and v not in region.nodes]
-                needs = [n for n in needs if levels_of(n) or levels_of(n, DType.U16)]
+                needs = [n for n in needs if levels_of(n) or levels_of(n, DType.U16) or rows_behind(n)]
                 if region.record.name == "attention":
                     needs = [value for value in region.operands() if value is not None and not is_constant(value)]
                 yield Unit(region.nodes, tuple(needs), True, region)
@@ -148,6 +154,9 @@ class _Builder:
                 yield Unit((node,), image[:1], True)
             elif any(quantized_to(node, dtype) or levels_of(node, dtype) for dtype in (DType.U8, DType.U16)):
                 yield Unit((node,), (node.args[0],), True)
+            elif part_of_rows(node) or part_of_recurrent(node):
+                needs = [leaf for leaf in tensor_nodes(node.args) if leaf.op != "get_attr"]
+                yield Unit((node,), tuple(needs), True)
             elif (constant_of(node, DType.S8) or constant_of(node, DType.I32)) and inner.issuperset(node.users):
                 continue
             else:
@@ -163,8 +172,14 @@ class _Builder:
 
     def _emit(self, unit: Unit) -> None:
         node = unit.nodes[0]
-        if unit.region is not None:
+        if unit.region is not None and rows_behind(operands(node)[0]):
+            product_of_rows(self, unit.region)
+        elif unit.region is not None:
             self._region(unit.region)
+        elif part_of_rows(node):
+            quantize_rows(self, node)
+        elif part_of_recurrent(node):
+            recurrent(self, node)
         elif levels_of(node) or levels_of(node, DType.U16) or quantized_to(node, DType.U16):
             self.values[node] = self.values[node.args[0]]
         elif node in self.real:
@@ -187,7 +202,7 @@ class _Builder:
 
     def _constant(self, stem: str, array: np.ndarray, dtype: DType) -> str:
         name = self._value(stem, TensorType(array.shape, dtype))
-        self.constants[name] = np.ascontiguousarray(array)
+        self.constants[name] = np.asarray(array, order="C")  # ascontiguousarray would give a number an axis
         return name
 
     def _weight(self, node: fx.Node, array: np.ndarray, q: QParams) -> str:
@@ -306,24 +321,26 @@ class _Builder:
         """A convolution or linear layer into an int32 accumulator; its weight with all outputs first."""
         node, record = region.anchor, region.record
         values = operands(node)
-        x, weight = self.values[values[0]], constant_of(values[record.roles.weight], DType.S8)
-        levels = per_output(region, getattr(self.module, weight.target).numpy())
-        scales = self._scales(values[record.roles.weight])
-        scales = scales if len(scales) == 1 else tuple(map(float, each_output(scales, len(levels))))
-        w_q = QParams(scales, (0,) * len(scales), -128, 127, 0 if len(scales) > 1 else None)
+        x, (weight, scales) = self.values[values[0]], self.weight_of(region)
         unit = tuple(map(float, numerics.accumulator_scale(self.types[x].levels.step, scales)))
         axis = None if len(unit) == 1 else output_axis(record.name, len(tensor_type(node).shape))
         acc_q = QParams(unit, (0,) * len(unit), -(2**31), 2**31 - 1, axis)
         bias = constant_of(values[record.roles.bias], DType.I32)
-        steps = np.zeros(levels.shape[0], np.int32) if bias is None else getattr(self.module, bias.target).numpy()
-        operand_names = [
-            x,
-            self._weight(weight, levels, w_q),
-            self._constant(f"{stem}_bias", steps, DType.I32),
-        ]
+        outputs = self.constants[weight].shape[0]
+        steps = np.zeros(outputs, np.int32) if bias is None else getattr(self.module, bias.target).numpy()
+        operand_names = [x, weight, self._constant(f"{stem}_bias", steps, DType.I32)]
         attrs = record.bind(call_of(node, record))
         result = TensorType(tensor_type(node).shape, DType.I32, acc_q)
         return self._op(record.name, operand_names, f"{stem}_acc", result, origin(node), **attrs)
+
+    def weight_of(self, region: Chain) -> tuple[str, tuple[float, ...]]:
+        """The constant weight of an anchor, with all outputs first, and its scales: one, or one per output."""
+        node = operands(region.anchor)[region.record.roles.weight]
+        weight = constant_of(node, DType.S8)
+        levels, scales = per_output(region, getattr(self.module, weight.target).numpy()), self._scales(node)
+        scales = scales if len(scales) == 1 else tuple(map(float, each_output(scales, len(levels))))
+        q = QParams(scales, (0,) * len(scales), -128, 127, 0 if len(scales) > 1 else None)
+        return self._weight(weight, levels, q), scales
 
     def _product(self, region: IntegerRegion, stem: str) -> str:
         """Two activations into an int32 accumulator, whose unit is multiplied by the number behind it."""

@@ -23,7 +23,7 @@ IMAGES = (
       for axes in (1, 2, 3)),
 )  # fmt: skip
 """Operators that want their channels last."""
-ROWS = ("linear", "layer_norm", "attention", "bmm")
+ROWS = ("linear", "layer_norm", "attention", "bmm", "quantize_rows", "dequantize_rows", "lstm", "gru")
 """Operators that want the last axis innermost."""
 POINTWISE = ("clamp", "table", "add", "mul", "requantize", "activate", "quantize", "dequantize")
 """Operators whose operands and result lie alike. A quantize reads any strides, so its float operand is free."""
@@ -185,8 +185,10 @@ def _components(graph: Graph) -> tuple[Sharing, set[str], set[str]]:
         read = [name for name in op.inputs if name not in graph.constants and _laid(graph.types[name])]
         made = [name for name in op.outputs if _laid(graph.types[name])]
         wanted = _wants(op, graph)
+        if op.kind in ("quantize", "quantize_rows"):
+            read = []
         if wanted == "alike":
-            ends = made if op.kind == "quantize" else [*read, *made]
+            ends = [*read, *made]
             if op.kind == "loop":
                 ends = [name for name in ends if graph.types[name].shape == space(body_of(op)) and name not in given]
             for name in ends[1:]:
@@ -195,14 +197,15 @@ def _components(graph: Graph) -> tuple[Sharing, set[str], set[str]]:
             touched[wanted] += [*read, *made]
     image, linear = ({alike.find(name) for name in touched[wanted]} for wanted in ("image", "linear"))
     for op in graph.ops:
-        ends = {alike.find(name) for name in (*op.inputs, *op.outputs) if _laid(graph.types[name])}
-        if op.kind == "loop" and (wanted := _prefers(op)) is not None:
-            image, linear = (image | ends - linear, linear) if wanted == "image" else (image, linear | ends - image)
+        groups = {alike.find(name) for name in (*op.inputs, *op.outputs) if _laid(graph.types[name])}
+        preferred = _prefers(op) if op.kind == "loop" else None
+        image |= groups - linear if preferred == "image" else set()
+        linear |= groups - image if preferred == "linear" else set()
     return alike, image, linear
 
 
 def _prefers(op: Op) -> str | None:
-    """What makes the elements of a loop's rows neighbours. It reads and writes any strides, so nothing is moved for it."""
+    """What makes the elements of a loop's rows neighbours. It takes any strides, so nothing is moved for it."""
     axis, rank = row_axis(body_of(op)), len(space(body_of(op)))
     return "linear" if axis == rank - 1 else "image" if (axis, rank) == (1, 4) else None
 

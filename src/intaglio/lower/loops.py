@@ -60,7 +60,9 @@ class _Merging:
 
     def _fits(self, maker: int, reader: int) -> bool:
         first, second = self.ops[maker], as_loop(self.ops[reader], self.types)
-        return _same_rows(body_of(first), body_of(second)) and _links(first, second) and not self._between(maker, reader)
+        return (
+            _same_rows(body_of(first), body_of(second)) and _links(first, second) and not self._between(maker, reader)
+        )
 
     def _between(self, maker: int, reader: int) -> bool:
         """Whether a third operator reads the one and feeds the other."""
@@ -118,7 +120,7 @@ def _same_rows(first: Graph, second: Graph) -> bool:
 
 
 def _links(first: Op, second: Op) -> bool:
-    """All that the second reads of the first is there element by element: nothing without its axis, no table, no ids."""
+    """All that the second reads of the first is there element by element: with its axis, no table, no ids."""
     one, two = body_of(first), body_of(second)
     whole, axis = space(one), row_axis(one)
     shared = set(first.outputs) & set(second.inputs)

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from intaglio.calls import bind, dims_of, initial_state, kept_state, rebuild
-from intaglio.ir import About, Dim, Graph, Op, Signature, evaluate, graph_text
+from intaglio.ir import About, Dim, DType, Graph, Op, Signature, evaluate, graph_text
 from intaglio.ops import OPS, OpDef, interpret
 from intaglio.quant.sites import Skip
 
@@ -51,8 +51,9 @@ class Lowered:
         leaves = bind(self.signature, args, kwargs)
         symbols = dims_of(self.signature, leaves, self.graph.byte_inputs())
         records = {**OPS, **self.hosts}
-        tensors = [leaf.detach().numpy() for leaf in (*leaves, *self.state)]
-        results = tuple(_tensor(array) for array in interpret(self.graph, tensors, records, self.runner(symbols)))
+        arrays = [_array(leaf.detach()) for leaf in (*leaves, *self.state)]
+        found = interpret(self.graph, arrays, records, self.runner(symbols))
+        results = tuple(map(self._tensor, self.graph.outputs, found))
         self.state[:] = kept_state(self.signature, results)
         return rebuild(self.signature, results, symbols)
 
@@ -66,13 +67,19 @@ class Lowered:
 
         def run(op: Op, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
             island = self.islands[op.attrs["key"]]
-            tensors = [_tensor(array) for array in arrays]
+            tensors = list(map(self._tensor, op.inputs, arrays))
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 results = island.module(*tensors, *[evaluate(dim, symbols) for dim in island.dims])
-            return [result.numpy() for result in results]
+            return [_array(result) for result in results]
 
         return run
 
+    def _tensor(self, name: str, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(np.asarray(array, order="C"))  # ascontiguousarray would give a scalar an axis
+        return tensor.bfloat16() if self.graph.types[name].dtype is DType.BF16 else tensor
 
-def _tensor(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.asarray(array, order="C"))  # ascontiguousarray would give a scalar an axis
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """As the interpreter holds it: bfloat16 is float32 there."""
+    array: np.ndarray = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    return array

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from intaglio.ir import Buffer, DType, Graph, Op, Partition, Placement, Plan, Step, View, evaluate, symbols_of
 from intaglio.ir.moves import MOVES
-from intaglio.ir.scratch import LINE, SHARERS, scratch_lines
+from intaglio.ir.scratch import LINE, SHARERS, recurrent_lines, scratch_lines
 from intaglio.lower.fuse import fuse, join_epilogues, join_heads
 from intaglio.lower.layout import lay_out
 from intaglio.lower.views import find_views
@@ -95,12 +95,15 @@ def _sums(partitions: list[Partition], graph: Graph, buffers: Mapping[str, Buffe
 
 
 def _scratch(partitions: list[Partition], graph: Graph) -> dict[str, Buffer]:
-    """What threads need for themselves, side by side."""
+    """What threads need for themselves, side by side, or together."""
     found: dict[str, Buffer] = {}
     for partition in partitions:
         if lines := scratch_lines(partition.anchor, graph.types):
             name = f"{partition.output}.scratch"
             found[name] = Buffer(name, (SHARERS, lines, LINE), DType.U8, rows=True)
+        if lines := recurrent_lines(partition.anchor, graph.types):
+            name = f"{partition.output}.scratch"
+            found[name] = Buffer(name, (1, lines, LINE), DType.U8, rows=True)
     return found
 
 

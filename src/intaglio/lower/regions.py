@@ -15,6 +15,7 @@ from intaglio.ir.moves import MOVES
 from intaglio.ir.rewrite import match
 from intaglio.ops import ACCUMULATING, FUSIONS, NUMBERS, SUMS
 from intaglio.quant.annotate import Chain, fusable
+from intaglio.quant.dynamic import rows_behind
 from intaglio.quant.patterns import Whole, operands_of_whole
 
 QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
@@ -103,6 +104,8 @@ def _wholes(graph: fx.Graph) -> list[IntegerRegion]:
 
 
 def _region(nodes: tuple[fx.Node, ...]) -> IntegerRegion | None:
+    if rows_behind(operands(nodes[0])[0]) is not None:
+        return IntegerRegion(nodes, None) if len(nodes) == 1 and _has_levels(nodes[0]) else None
     if not fusable(nodes) or not all(_runs_on_integers(node, nodes) for node in nodes):
         return None
     record = record_of(nodes[0])
@@ -127,6 +130,12 @@ def _result(user: fx.Node) -> QParams | None:
     return next((q for q in again if q is not None), plain)
 
 
+def _has_levels(node: fx.Node) -> bool:
+    """Whether it is an operator with a weight, and that is integers."""
+    weight = record_of(node).roles.weight
+    return weight is not None and constant_of(operands(node)[weight], DType.S8) is not None
+
+
 def _runs_on_integers(node: fx.Node, region: tuple[fx.Node, ...]) -> bool:
     record, values = record_of(node), operands(node)
     carries = record.name in SUMS or (record.name in MOVES and not record.variadic)
@@ -135,10 +144,8 @@ def _runs_on_integers(node: fx.Node, region: tuple[fx.Node, ...]) -> bool:
         if levels is None and value not in region:
             return False
     if record.roles.weight is not None:
-        if constant_of(values[record.roles.weight], DType.S8) is None:
-            return False
         bias = values[record.roles.bias]
-        if bias is not None and constant_of(bias, DType.I32) is None:
+        if not _has_levels(node) or (bias is not None and constant_of(bias, DType.I32) is None):
             return False
     call = call_of(node, record)
     if record.roles.weight is not None:  # weights are behind a dequantize here, and constant all the same

@@ -2,6 +2,10 @@
 // Build with -ffp-contract=off. No libm.
 #pragma once
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include <stdint.h>
 
 #if defined(__AVX512F__)
@@ -15,8 +19,25 @@ typedef float Reals __attribute__((vector_size(4 * FLOATS)));
 typedef int32_t RealBits __attribute__((vector_size(4 * FLOATS)));
 
 static inline Reals every_lane(float x) { return x - (Reals){}; }
-static inline Reals most_of(Reals x, float y) { return x > y ? x : every_lane(y); }
-static inline Reals least_of(Reals x, float y) { return x < y ? x : every_lane(y); }
+// x > y ? x : y, and x < y ? x : y, which are instructions that the compiler does not find.
+static inline Reals most_of(Reals x, float y) {
+#if defined(__AVX512F__)
+    return (Reals)_mm512_max_ps((__m512)x, _mm512_set1_ps(y));
+#elif defined(__AVX2__)
+    return (Reals)_mm256_max_ps((__m256)x, _mm256_set1_ps(y));
+#else
+    return x > y ? x : every_lane(y);
+#endif
+}
+static inline Reals least_of(Reals x, float y) {
+#if defined(__AVX512F__)
+    return (Reals)_mm512_min_ps((__m512)x, _mm512_set1_ps(y));
+#elif defined(__AVX2__)
+    return (Reals)_mm256_min_ps((__m256)x, _mm256_set1_ps(y));
+#else
+    return x < y ? x : every_lane(y);
+#endif
+}
 static inline Reals absolute(Reals x) { return (Reals)((RealBits)x & 0x7fffffff); }
 
 // |x| <= 2^22 -> integral floats, ties to even, as the last bits of what comes of adding 1.5 * 2^23.
@@ -79,6 +100,35 @@ static inline Reals gelu(Reals x) {
     total = total * near + 0x1.04f20cp-3f;
     const Reals tail = (total * near) * power;
     return most_of(x, -87.0f) * (x < 0.0f ? tail : 1.0f - tail);
+}
+
+// Of several vectors, step by step: one alone would wait for itself at every step, and the scheduler is too short to find
+// work behind it (Zen 5: 3.5 ns a vector where one after the other takes 4.8).
+#define EACH _Pragma("GCC unroll 8") for (int i = 0; i < COUNT; ++i)
+template <int COUNT>
+static inline __attribute__((always_inline)) void near_gelus(Reals* x) {
+    Reals bounded[COUNT], s[COUNT], square[COUNT], even[COUNT], odd[COUNT];
+    EACH bounded[i] = least_of(most_of(x[i], -4.75f), 4.75f);
+    EACH s[i] = bounded[i] * bounded[i];
+    EACH s[i] = s[i] * 0x1.6b149p-4f - 1.0f;
+    EACH square[i] = s[i] * s[i];
+    EACH even[i] = 0x1.82ec94p-10f * square[i] + 0x1.35e6e6p-8f;
+    EACH odd[i] = -0x1.06d144p-8f * square[i] + -0x1.bbfdcep-8f;
+    EACH even[i] = even[i] * square[i] + 0x1.bb1d8p-7f;
+    EACH odd[i] = odd[i] * square[i] + -0x1.661b76p-6f;
+    EACH even[i] = even[i] * square[i] + 0x1.f1fe6p-6f;
+    EACH odd[i] = odd[i] * square[i] + -0x1.4c0534p-5f;
+    EACH even[i] = even[i] * square[i] + 0x1.b416b8p-5f;
+    EACH odd[i] = odd[i] * square[i] + -0x1.2dbfe6p-4f;
+    EACH even[i] = even[i] * square[i] + 0x1.30a2fap-3f;
+    EACH odd[i] = odd[i] * s[i] + even[i];
+    EACH odd[i] = bounded[i] * odd[i] + 0.5f;
+    EACH x[i] = most_of(x[i], -87.0f) * odd[i];
+}
+
+static inline Reals near_gelu(Reals x) {
+    near_gelus<1>(&x);
+    return x;
 }
 
 static inline Reals gelu_tanh(Reals x) {

@@ -21,25 +21,18 @@ typedef int64_t Longs __attribute__((vector_size(8 * FLOATS)));
 // -- ends: `count` elements `apart` from each other; lanes beyond hold zero, and are not stored ---------------------------
 
 #define END(name, Element, Vector)                                                                       \
+    typedef Vector name##_anywhere __attribute__((aligned(1), may_alias));                               \
     static inline __attribute__((always_inline)) Vector read_##name(const Element* from, int64_t apart, int64_t count) { \
-        Vector all;                                                                                      \
-        if (apart == 1 && count == FLOATS) {                                                             \
-            memcpy(&all, from, sizeof all);                                                              \
-        } else {                                                                                         \
-            Element each[FLOATS] = {0};                                                                  \
-            for (int64_t l = 0; l < count; ++l) each[l] = from[l * apart];                               \
-            memcpy(&all, each, sizeof all);                                                              \
-        }                                                                                                \
+        Vector all = {0};                                                                                \
+        if (apart == 1 && count == FLOATS) return *(const name##_anywhere*)from;                         \
+        for (int64_t l = 0; l < count; ++l) all[l] = from[l * apart];                                    \
         return all;                                                                                      \
     }                                                                                                    \
     static inline __attribute__((always_inline)) void write_##name(Element* to, int64_t apart, int64_t count, Vector all) { \
-        if (apart == 1 && count == FLOATS) {                                                             \
-            memcpy(to, &all, sizeof all);                                                                \
-        } else {                                                                                         \
-            Element each[FLOATS];                                                                        \
-            memcpy(each, &all, sizeof all);                                                              \
-            for (int64_t l = 0; l < count; ++l) to[l * apart] = each[l];                                 \
-        }                                                                                                \
+        if (apart == 1 && count == FLOATS)                                                               \
+            *(name##_anywhere*)to = all;                                                                 \
+        else                                                                                             \
+            for (int64_t l = 0; l < count; ++l) to[l * apart] = all[l];                                  \
     }
 END(f32, float, Reals)
 END(bytes, uint8_t, Bytes)
@@ -47,17 +40,39 @@ END(halves, uint16_t, Halves)
 END(i64, int64_t, Longs)
 #undef END
 
+// Bytes -> lanes and back, of which the low ones are kept. The compiler would take generic vectors apart.
+static inline RealBits widened(Bytes bytes) {
+#if defined(__AVX512F__)
+    return (RealBits)_mm512_cvtepu8_epi32((__m128i)bytes);
+#elif defined(__AVX2__)
+    return (RealBits)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
+#else
+    return __builtin_convertvector(bytes, RealBits);
+#endif
+}
+static inline Bytes narrowed(RealBits lanes) {
+#if defined(__AVX512F__)
+    return (Bytes)_mm512_cvtepi32_epi8((__m512i)lanes);
+#elif defined(__AVX2__)
+    const __m256i low = _mm256_and_si256((__m256i)lanes, _mm256_set1_epi32(255));
+    const __m128i pairs = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    return (Bytes)_mm_cvtsi128_si64(_mm_packus_epi16(pairs, pairs));
+#else
+    return __builtin_convertvector(lanes, Bytes);
+#endif
+}
+
 static inline RealBits read_bool(const uint8_t* from, int64_t apart, int64_t count) {
-    return __builtin_convertvector(read_bytes(from, apart, count), RealBits) != 0;
+    return widened(read_bytes(from, apart, count)) != 0;
 }
 static inline void write_bool(uint8_t* to, int64_t apart, int64_t count, RealBits x) {
-    write_bytes(to, apart, count, __builtin_convertvector(x & 1, Bytes));
+    write_bytes(to, apart, count, narrowed(x & 1));
 }
 static inline RealBits read_u8(const uint8_t* from, int64_t apart, int64_t count) {
-    return __builtin_convertvector(read_bytes(from, apart, count), RealBits);
+    return widened(read_bytes(from, apart, count));
 }
 static inline void write_u8(uint8_t* to, int64_t apart, int64_t count, RealBits x) {
-    write_bytes(to, apart, count, __builtin_convertvector(x, Bytes));
+    write_bytes(to, apart, count, narrowed(x));
 }
 static inline Reals read_bf16(const uint16_t* from, int64_t apart, int64_t count) {
     return (Reals)(__builtin_convertvector(read_halves(from, apart, count), RealBits) << 16);

@@ -190,42 +190,68 @@ static inline void narrow16(const RealBits* words, uint8_t* levels) {
 #endif
 }
 
-// Bounds are whole steps, so it does not matter that they are taken before rounding.
-#define ACTIVATION(name, value) \
-    static inline void name##_levels(const struct Activation* a, const float* from, int64_t from_pixel, int64_t pixels, uint8_t* to, int64_t to_pixel, int64_t channels) { \
-        const struct Limits* q = a->limits; \
-        const float inverse = a->inverse, slope = a->slope, least = (float)(q->low - q->zero_point), most = (float)(q->high - q->zero_point); \
-        const int32_t zero_point = q->zero_point; \
-        const float* const gain = a->gain; \
-        (void)slope; \
-        for (int64_t p = 0; p < pixels; ++p, from += from_pixel, to += to_pixel) \
-            for (int64_t c = 0; c < channels; c += 16) { \
-                RealBits words[16 / FLOATS]; \
-                uint8_t level[16]; \
-                for (int i = 0; i < 16 / FLOATS; ++i) { \
-                    Reals x; \
-                    memcpy(&x, from + c + i * FLOATS, sizeof x); \
-                    x = (value); \
-                    if (gain) { \
-                        Reals own; \
-                        memcpy(&own, gain + c + i * FLOATS, sizeof own); \
-                        x = x * own; \
-                    } \
-                    words[i] = whole(shifted(least_of(most_of(x * inverse, least), most))) + zero_point; \
-                } \
-                narrow16(words, level); \
-                memcpy(to + c, level, c + 16 <= channels ? 16 : (size_t)(channels - c)); \
-            } \
+// Of `COUNT` vectors of results, their levels. Bounds are whole steps, so it does not matter that they are taken before
+// rounding.
+template <int COUNT>
+static inline __attribute__((always_inline)) void levels_of(const struct Activation* a, Reals* x, const float* gain, RealBits* words) {
+    const struct Limits* q = a->limits;
+    const float inverse = a->inverse, least = (float)(q->low - q->zero_point), most = (float)(q->high - q->zero_point);
+    if (gain)
+        EACH {
+            Reals own;
+            memcpy(&own, gain + i * FLOATS, sizeof own);
+            x[i] = x[i] * own;
+        }
+    EACH x[i] = least_of(most_of(x[i] * inverse, least), most);
+    EACH words[i] = whole(shifted(x[i])) + q->zero_point;
+}
+
+// Channels of some pixels, 64 at a time as long as there are so many.
+template <class Function>
+static inline __attribute__((always_inline)) void function_levels(const struct Activation* a, const float* from, int64_t from_pixel, int64_t pixels, uint8_t* to, int64_t to_pixel, int64_t channels) {
+    enum { ONE = 16 / FLOATS, FOUR = 64 / FLOATS };
+    for (int64_t p = 0; p < pixels; ++p, from += from_pixel, to += to_pixel) {
+        int64_t c = 0;
+        for (; c + 64 <= channels; c += 64) {
+            Reals x[FOUR];
+            RealBits words[FOUR];
+            memcpy(x, from + c, sizeof x);
+            Function::template run<FOUR>(a, x);
+            levels_of<FOUR>(a, x, a->gain ? a->gain + c : 0, words);
+            for (int i = 0; i < 4; ++i) narrow16(words + i * ONE, to + c + 16 * i);
+        }
+        for (; c < channels; c += 16) {
+            Reals x[ONE];
+            RealBits words[ONE];
+            uint8_t level[16];
+            memcpy(x, from + c, sizeof x);
+            Function::template run<ONE>(a, x);
+            levels_of<ONE>(a, x, a->gain ? a->gain + c : 0, words);
+            narrow16(words, level);
+            memcpy(to + c, level, c + 16 <= channels ? 16 : (size_t)(channels - c));
+        }
     }
-ACTIVATION(leaky_relu, leaky_relu(x, slope))
-ACTIVATION(hardsigmoid, hardsigmoid(x))
-ACTIVATION(hardswish, hardswish(x))
-ACTIVATION(sigmoid, sigmoid(x))
-ACTIVATION(silu, silu(x))
-ACTIVATION(tanh, hyperbolic_tangent(x))
-ACTIVATION(gelu, gelu(x))
-ACTIVATION(gelu_tanh, gelu_tanh(x))
+}
+
+#define ACTIVATION(name, run_all) \
+    struct name##_function { \
+        template <int COUNT> \
+        static inline __attribute__((always_inline)) void run(const struct Activation* a, Reals* x) { (void)a; run_all; } \
+    }; \
+    static inline void name##_levels(const struct Activation* a, const float* from, int64_t from_pixel, int64_t pixels, uint8_t* to, int64_t to_pixel, int64_t channels) { \
+        function_levels<name##_function>(a, from, from_pixel, pixels, to, to_pixel, channels); \
+    }
+ACTIVATION(leaky_relu, EACH x[i] = leaky_relu(x[i], a->slope))
+ACTIVATION(hardsigmoid, EACH x[i] = hardsigmoid(x[i]))
+ACTIVATION(hardswish, EACH x[i] = hardswish(x[i]))
+ACTIVATION(sigmoid, EACH x[i] = sigmoid(x[i]))
+ACTIVATION(silu, EACH x[i] = silu(x[i]))
+ACTIVATION(tanh, EACH x[i] = hyperbolic_tangent(x[i]))
+ACTIVATION(gelu, near_gelus<COUNT>(x))
+ACTIVATION(gelu_tanh, EACH x[i] = gelu_tanh(x[i]))
 #undef ACTIVATION
+
+#include "rows.h"
 
 // -- epilogues ----------------------------------------------------------------------------------------------------------
 
@@ -284,6 +310,7 @@ struct Matmul {
     int64_t chunk_bytes;                   // input that stays in cache while all panels pass over it
     const uint8_t* table;                  // of results, for kernels that do not look them up; or null
     struct Activation activation;          // of results in float; `levels` may be null
+    struct ByRow by_row;                   // of accumulators as floats, in flat products; `scales` may be null
     struct Epilogue epilogue;              // `take` may be null; then `out` has sizes only
 };
 
@@ -318,6 +345,7 @@ static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_
     uint8_t* const warmed = activation ? levels : (uint8_t*)real;
     const int64_t warmed_pixel = activation ? (channels + 15) / 16 * 16 : t.out_pixel;
     const int32_t warm = (int32_t)(WARM / (m->rows * t.out_pixel)) + 1;
+    const int staged = m->table || activation || epilogue || m->by_row.scales;
     int32_t line = (int32_t)(first / tiles), i = (int32_t)(first % tiles);
     for (int64_t done = first; done < last;) {
         const int64_t n = m->flat ? 0 : line / per_image, y = m->flat ? 0 : line % per_image;
@@ -334,7 +362,7 @@ static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_
         while (i < tiles && done < last) {
             const int32_t equal = (i < longer ? longer : (int32_t)tiles) - i;
             const int32_t left = done + equal < last ? equal : (int32_t)(last - done);
-            const int32_t height = least + (i < longer), count = (m->table || activation || epilogue) && left > warm ? warm : left;
+            const int32_t height = least + (i < longer), count = staged && left > warm ? warm : left;
             uint8_t* first_pixel = t.out;
             t.count = count;
             if (activation || epilogue) t.out = (uint8_t*)real;
@@ -343,6 +371,7 @@ static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_
             if (epilogue) first_pixel = warmed;
             const int64_t apart = epilogue ? warmed_pixel : out_pixel;
             if (activation) activation->levels(activation, real, t.out_pixel / 4, height * count, first_pixel, apart, channels);
+            if (m->by_row.scales) dequantize_rows(&m->by_row, (float*)first_pixel, apart / 4, pixel, height * count, channel, channels);
             if (m->table) look_up_here(first_pixel, height * count, apart, channels, m->table);
             if (epilogue) epilogue->take(epilogue->run, warmed, warmed_pixel, pixel, height * count, channel, channels);
             pixel += height * count;

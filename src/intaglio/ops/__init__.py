@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from intaglio.ops import activate, attention, channels, conv, loop, norm, pointwise, pool, resize, shape, unary
+from intaglio.ops import (
+    activate,
+    attention,
+    channels,
+    conv,
+    loop,
+    norm,
+    pointwise,
+    pool,
+    recurrent,
+    resize,
+    rows,
+    shape,
+    unary,
+)
 from intaglio.ops.fusions import ACCUMULATING, ANCHORS, FUSIONS, NUMBERS, SUMS, Fusion
 from intaglio.ops.interpret import interpret, run_op
 from intaglio.ops.opdef import Call, OpDef, Roles
@@ -28,10 +42,10 @@ def index(*groups: Iterable[OpDef]) -> tuple[Mapping[str, OpDef], Mapping[str, O
 
 OPS, BY_TARGET = index(
     conv.OPS, pointwise.OPS, channels.OPS, pool.OPS, norm.OPS, resize.OPS, shape.OPS, unary.OPS, activate.OPS,
-    loop.OPS, attention.OPS,
+    loop.OPS, attention.OPS, rows.OPS, recurrent.OPS,
 )  # fmt: skip
 
 __all__ = [
-    "ACCUMULATING", "ANCHORS", "BY_TARGET", "FUSIONS", "NUMBERS", "OPS", "SUMS", "Call", "Fusion", "OpDef", "Roles", "index", "interpret",
-    "run_op",
+    "ACCUMULATING", "ANCHORS", "BY_TARGET", "FUSIONS", "NUMBERS", "OPS", "SUMS", "Call", "Fusion", "OpDef", "Roles",
+    "index", "interpret", "run_op",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ PRECISE: Mapping[str, Callable[..., numerics.F32]] = {
     "sigmoid": lambda x, a: numerics.sigmoid(x),
     "silu": lambda x, a: numerics.silu(x),
     "tanh": lambda x, a: numerics.hyperbolic_tangent(x),
-    "gelu": lambda x, a: numerics.gelu(x),
+    "gelu": lambda x, a: numerics.near_gelu(x),
     "gelu_tanh": lambda x, a: numerics.gelu_tanh(x),
 }
 """Attribute ``function`` of an `activate` -> its meaning on float32 ``x``, with the attributes ``a``."""

@@ -44,7 +44,7 @@ def check_loop(op: Op, graph: Graph) -> None:
         _check_step(step, op, body)
     axis, whole = row_axis(body), space(body)
     for step in body.ops:
-        if PRIMITIVES[step.kind].reduces and body.types[step.inputs[0]].shape[axis] != whole[axis]:
+        if axis is not None and PRIMITIVES[step.kind].reduces and body.types[step.inputs[0]].shape[axis] != whole[axis]:
             raise ValueError(f"%{op.output}: {step.kind} of what is one number a row")
 
 

@@ -6,97 +6,18 @@ the model's are.
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from intaglio.ir import DType, Op, TensorType, fresh
-from intaglio.ops.primitives import BOOL, F32, I64, PRIMITIVES, REAL, infer
+from intaglio.ir import TensorType
+from intaglio.ops.body import Body, RealCall
+from intaglio.ops.primitives import BOOL, F32, I64, REAL
 
 MOST_AXES = 5
 """Of a tensor; strides of the last five are known."""
-
-
-@dataclass(frozen=True)
-class RealCall:
-    """One call: ``arguments`` by schema name, a tensor as its type; ``constants``: those of them that never change."""
-
-    target: str
-    arguments: Mapping[str, Any]
-    result: TensorType
-    constants: Mapping[str, np.ndarray] = field(default_factory=dict)
-
-    def tensors(self) -> dict[str, TensorType]:
-        return {name: value for name, value in self.arguments.items() if isinstance(value, TensorType)}
-
-    def kind(self, name: str) -> TensorType:
-        """Of an argument that must be a tensor."""
-        found = self.arguments[name]
-        if not isinstance(found, TensorType):
-            raise TypeError(f"{self.target}: {name} is no tensor")
-        return found
-
-    def axis(self, name: str = "dim", of: str = "self") -> int:
-        """An argument that counts axes from either end."""
-        value = self.arguments[name]
-        given = value[0] if isinstance(value, (list, tuple)) else value
-        return int(given) % max(len(self.kind(of).shape), 1)
-
-
-class Body:
-    """Grows the body of one loop. Operands are names of values, or numbers; ``types``: of all values outside, whose
-    names are taken."""
-
-    def __init__(self, stem: str, types: Mapping[str, TensorType]) -> None:
-        self.stem, self.types = stem, ChainMap[str, TensorType]({}, dict(types))
-        self.constants: dict[str, np.ndarray] = {}
-        self.arrays: dict[str, np.ndarray] = {}  # constants of the graph, which the loop reads
-        self.ops: list[Op] = []
-
-    def __call__(self, kind: str, *operands: str | float, dtype: DType | None = None, **attrs: Any) -> str:
-        """One primitive; real operands of other types are cast first."""
-        row = PRIMITIVES[kind]
-        names = [name if isinstance(name, str) else self.number(name) for name in operands]
-        if row.operands[0] == (REAL,) * len(names) and kind != "cast":
-            whole = [self.types[name].dtype is I64 for name in names]
-            if len(row.operands) == 1 or not all(whole):
-                names = [self.real(name) for name in names]
-        shape = infer(kind, attrs, [self.types[name].shape for name in names])
-        given = dtype or row.gives or self.types[names[0]].dtype
-        name = self._name(kind)
-        self.types[name] = TensorType(shape, given)
-        self.ops.append(Op(kind, tuple(names), (name,), attrs))
-        return name
-
-    def real(self, name: str) -> str:
-        """The value as floats."""
-        return name if self.types[name].dtype in REAL else self("cast", name, dtype=F32)
-
-    def truth(self, name: str) -> str:
-        """Whether it is not zero."""
-        return name if self.types[name].dtype is BOOL else self("cast", name, dtype=BOOL)
-
-    def number(self, value: float) -> str:
-        array = np.asarray(value, np.float32).reshape(())
-        for name, known in self.constants.items():
-            if known.tobytes() == array.tobytes():
-                return name
-        name = self._name("number")
-        self.constants[name], self.types[name] = array, TensorType((), F32)
-        return name
-
-    def array(self, label: str, array: np.ndarray, dtype: DType = F32) -> str:
-        """A constant of several numbers."""
-        name = self._name(label)
-        self.arrays[name] = np.ascontiguousarray(array)
-        self.types[name] = TensorType(array.shape, dtype)
-        return name
-
-    def _name(self, label: str) -> str:
-        return fresh(self.types, f"{self.stem}_{label}")
 
 
 Write = Callable[..., str]
@@ -197,9 +118,9 @@ def small_power(call: RealCall) -> str | None:
 
 def bounds(body: Body, call: RealCall, v: Values) -> str:
     """clamp and hardtanh; a bound left out is infinite."""
-    low, high = (v.get(a) if a in v else v.get(b) for a, b in (("min", "min_val"), ("max", "max_val")))
-    limits = {"low": -np.inf if low is None else float(low), "high": np.inf if high is None else float(high)}
-    return body("clamp", v["self"], **limits)
+    low, high = v.get("min", v.get("min_val")), v.get("max", v.get("max_val"))
+    least, most = -np.inf if low is None else float(low), np.inf if high is None else float(high)
+    return body("clamp", v["self"], low=least, high=most)
 
 
 def relu6(body: Body, call: RealCall, v: Values) -> str:
@@ -222,21 +143,11 @@ def square(body: Body, call: RealCall, v: Values) -> str:
     return body("mul", v["self"], v["self"])
 
 
-
 def no_decimals(call: RealCall) -> str | None:
     return "rounding to decimals" if call.arguments.get("decimals") else None
 
 
-# ---- truth ------------------------------------------------------------------------------------------------------------
-
-
-def compared(kind: str) -> Write:
-    """Integers with a whole number are compared as floats: both are exact below 2^24."""
-
-    def write(body: Body, call: RealCall, v: Values) -> str:
-        return body(kind, v["self"], v["other"])
-
-    return write
+# ---- truth ----------------------------------------------------------------------------------------------------------
 
 
 def exact_comparison(call: RealCall) -> str | None:
@@ -244,7 +155,7 @@ def exact_comparison(call: RealCall) -> str | None:
     kinds = list(call.tensors().values())
     if any(kind.dtype is BOOL for kind in kinds):
         return "a comparison of booleans"
-    other = call.arguments.get("other")
+    other = call.arguments["other"]
     if len(kinds) == 1 and kinds[0].dtype is I64 and abs(float(other)) >= 2**24:
         return f"integers compared with {other}; floats tell those apart below 2^24"
     return None
@@ -281,7 +192,7 @@ def plain_cast(call: RealCall) -> str | None:
     return "a cast that changes nothing" if call.kind("self").dtype is call.result.dtype else None
 
 
-# ---- along an axis ------------------------------------------------------------------------------------------------------
+# ---- along an axis --------------------------------------------------------------------------------------------------
 
 
 def reduced(kind: str) -> Write:
@@ -421,10 +332,11 @@ REALS: tuple[RealDef, ...] = (
     RealDef(_forms("relu6", "default"), relu6),
     RealDef(_forms("gelu", "default"), gelu),
     RealDef(_forms("leaky_relu", "default"), leaky_relu),
-    *(RealDef(_forms(kind, "Tensor", "Scalar"), compared(kind), exact_comparison)
+    *(RealDef(_forms(kind, "Tensor", "Scalar"), binary(kind), exact_comparison)
       for kind in ("eq", "ne", "lt", "le", "gt", "ge")),
     *(RealDef((f"aten.logical_{kind}.default",), logical(kind)) for kind in ("and", "or", "xor", "not")),
-    *(RealDef(_forms(f"bitwise_{kind}", "Tensor"), logical(kind), bitwise) for kind in ("and", "or", "xor")),
+    *(RealDef((f"aten.bitwise_{kind}.Tensor", f"aten.__{kind}__.Tensor"), logical(kind), bitwise)
+      for kind in ("and", "or", "xor")),
     RealDef(_forms("bitwise_not", "default"), logical("not"), bitwise),
     RealDef(_forms("where", "self", "ScalarOther", "ScalarSelf", "Scalar"), chosen),
     RealDef(_forms("masked_fill", "Scalar", "Tensor"), filled),

@@ -30,6 +30,9 @@ from intaglio.ir.rewrite import match
 from intaglio.ops import ACCUMULATING, FUSIONS, NUMBERS, SUMS, OpDef
 from intaglio.ops.activate import FUNCTIONS
 from intaglio.ops.conv import output_axis
+from intaglio.ops.recurrent import RECURRENT
+from intaglio.ops.rows import ROW_MODES
+from intaglio.quant.dynamic import row_sites, unable_at_run_time
 from intaglio.quant.passes import BATCH_NORM
 from intaglio.quant.patterns import (
     Found,
@@ -44,6 +47,14 @@ from intaglio.quant.patterns import (
     whole_of,
 )
 from intaglio.quant.recipe import Quantizer, Recipe, Setting
+from intaglio.quant.recurrent import (
+    RECURRENT_CALL,
+    ZEROS,
+    is_recurrent,
+    recurrent_macs,
+    recurrent_refusal,
+    weight_sites,
+)
 from intaglio.quant.sites import Derived, Fixed, Observed, Shared, Site, Skip, groups
 
 
@@ -94,6 +105,23 @@ class Region(Chain):
     def moves(self) -> bool:
         """Whether it only puts the levels of one value elsewhere."""
         return len(self.nodes) == 1 and self.record.name in MOVES and not self.record.variadic
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether what it reads is quantized while the model runs."""
+        return self.setting.activations in ROW_MODES
+
+    @property
+    def x_role(self) -> str:
+        """Role of the sites it reads. Recurrent layers have rows only: entries of the batch lie along another axis."""
+        if not self.dynamic:
+            return "activation"
+        return "token" if self.record.name in RECURRENT else self.setting.activations
+
+    @property
+    def gives_float(self) -> bool:
+        """Whether its result is none of levels, whoever reads it."""
+        return self.dynamic or self.record.name in RECURRENT
 
     @property
     def adds_shortcut(self) -> bool:
@@ -286,11 +314,15 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         return f"{LOOSE_NORM}, and whose parameters are computed"
     if record is None:
         return "no int8 kernel for this operator"
+    if record.name in RECURRENT and setting.quantize:
+        return recurrent_refusal(node, setting)
     if tensor_type(node) is None or tensor_type(node).dtype is not DType.F32:
         kind = tensor_type(node)
         return "not a float32 tensor" + ("" if kind is None else f" but {kind.dtype}")
     if not setting.quantize:
         return "the recipe leaves it in float"
+    if setting.activations in ROW_MODES and (reason := unable_at_run_time(record, setting)) is not None:
+        return reason
     if setting.residual == "float" and not (record.anchor or record.shares or record.name in (*FUNCTIONS, "affine")):
         return "the recipe leaves what is between products in float"
     values = activations(node)
@@ -405,11 +437,12 @@ def _joins(node: fx.Node, anchor: fx.Node) -> bool:
 def _spread(regions: Iterable[Region]) -> set[Region]:
     """Anchors are quantized, and what patterns take for its own sake. Another region follows when all it reads is, or,
     if it only selects or clamps values, when all that read it are; where the residual stream is float only then, for
-    what reaches a sum must not be rounded on the way."""
+    what reaches a sum must not be rounded on the way. Layers that are quantized while the model runs read and give
+    floats: nothing follows them."""
     regions = list(regions)
     reader = {node: region for region in regions for node in region.nodes}
     active = {region for region in regions if region.record.anchor or (region.pattern and region.pattern.alone)}
-    roots = {region.root for region in active}
+    roots = {region.root for region in active if not region.gives_float}
     changed = True
     while changed:
         before = len(active)
@@ -419,18 +452,23 @@ def _spread(regions: Iterable[Region]) -> set[Region]:
                 active.add(region)
                 roots.add(region.root)
         for region in reversed(regions):
-            users = list(region.root.users)
-            if region not in active and region.shares and users and all(reader.get(u) in active for u in users):
+            readers = [reader.get(user) for user in region.root.users]
+            if region not in active and region.shares and readers and all(_reads_levels(r, active) for r in readers):
                 active.add(region)
                 roots.add(region.root)
         changed = len(active) != before
     return active
 
 
+def _reads_levels(region: Region | None, active: set[Region]) -> bool:
+    return region in active and not region.dynamic
+
+
 def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:
     names = _Names()
     produced = {region.root: region for region in regions}
-    wanted = {value: region for region in reversed(regions) for value in region.activations()}
+    static = [region for region in regions if not region.dynamic]
+    wanted = {value: region for region in reversed(static) for value in region.activations()}
     sites: dict[tuple[str, str], Site] = {}
     symmetric = _second_factors(regions)
     for node in graph.nodes:
@@ -442,12 +480,14 @@ def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:
             continue
         _put(sites, _around_zero(site) if node in symmetric else site)
     order = {node.name: index for index, node in enumerate(graph.nodes)}
+    for site in row_sites(regions, names.of):
+        _put(sites, site)
     for region in regions:
         _parameters(region, sites, names)
     for value, reason in find_shortcuts(regions).items():
         if reason is None:
             _put(sites, _shortcut(sites[value.name, "activation"]))
-    rank = {"activation": 0, "shortcut": 1, "weight": 2, "bias": 3}
+    rank = {"activation": 0, "shortcut": 1, **dict.fromkeys(ROW_MODES, 2), "weight": 3, "bias": 4}
     shared = {site.name: _share(site, produced, sites) for site in sites.values()}
     for region in regions:
         if region.record.variadic and region.shares:
@@ -479,7 +519,7 @@ def _around_zero(site: Site) -> Site:
 def _may_give_float(region: Region) -> bool:
     """Whether an accumulator may leave the region dequantized."""
     plain = len(region.nodes) == 1 or region.name == "product_number"
-    return plain and region.record.anchor and region.record.name in ACCUMULATING
+    return plain and region.record.anchor and region.record.name in (*ACCUMULATING, *RECURRENT)
 
 
 def _join(names: list[str], sites: dict[str, Site]) -> None:
@@ -530,6 +570,8 @@ def _share(site: Site, produced: Mapping[fx.Node, Region], sites: Mapping[tuple[
 def _parameters(region: Region, sites: dict[tuple[str, str], Site], names: _Names) -> None:
     """Weight and bias sites of an anchor: one per weight tensor, one bias per call."""
     record = region.record
+    for site in weight_sites(region.anchor, names.weight) if record.name in RECURRENT else ():
+        _put(sites, site)
     if record.roles.weight is None:
         return
     values = operands(region.anchor)
@@ -541,7 +583,9 @@ def _parameters(region: Region, sites: dict[tuple[str, str], Site], names: _Name
                        record.roles.outputs if per_channel else None, origin(region.anchor), kind.name,
                        group)  # fmt: skip
     _put(sites, weight_site)
-    if bias is not None and sites[weight.name, "weight"].native and sites[x.name, "activation"].native:
+    if region.dynamic or bias is None:
+        return
+    if sites[weight.name, "weight"].native and sites[x.name, "activation"].native:
         sources = (sites[x.name, "activation"].name, sites[weight.name, "weight"].name)
         _put(sites, Site(f"{names.of(region.anchor)}:bias", region.anchor.name, "bias", Derived(sources), DType.I32,
                          -(2**31), 2**31 - 1, 0 if per_channel else None, origin(region.anchor)))  # fmt: skip
@@ -600,6 +644,10 @@ def macs(node: fx.Node) -> int:
 
     Counted at batch 1 and, where other dimensions are free, at their size in the example.
     """
+    sizes = node.graph.owning_module.meta.get("sizes", {})
+    if is_recurrent(node) or operator(node) == RECURRENT_CALL:
+        work = recurrent_macs(node)
+        return evaluate(work, {name: sizes.get(name, 1) for name in symbols_of(work)})
     name = operator(node).split(".")[1] if operator(node).startswith("aten.") else ""
     kinds = [tensor_type(value) for value in node.all_input_nodes]
     if not name.startswith(PRODUCTS) or tensor_type(node) is None or len(kinds) < 2 or None in kinds[:2]:
@@ -613,7 +661,6 @@ def macs(node: fx.Node) -> int:
         total = numel(a) * b[-2] * 2
     else:
         total = numel(result) * (b[-1] if name == "addmm" else a[-1])
-    sizes = node.graph.owning_module.meta.get("sizes", {})
     return evaluate(total, {name: sizes.get(name, 1) for name in symbols_of(total)})
 
 
@@ -622,8 +669,10 @@ PRODUCTS = ("conv", "linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_produc
 
 
 def _counts(node: fx.Node) -> bool:
-    """Operators worth a line in the report: they compute floating-point tensors."""
+    """Operators worth a line in the report: they compute floating-point tensors. States that are zero are nobody's."""
     kind = tensor_type(node)
+    if operator(node) in ZEROS and node.users and all(is_recurrent(user) for user in node.users):
+        return False
     if node.target is python_operator.getitem or "dim" in node.meta:
         return False
     return kind is None or kind.dtype in (DType.F32, DType.F64, DType.F16, DType.BF16)

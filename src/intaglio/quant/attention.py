@@ -1,4 +1,4 @@
-"""Attention in the reference model, written out: what its kernel rounds inside is quantized and dequantized there too."""
+"""Attention in the reference model, written out: what its kernel rounds inside is quantized there too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def written_out(node: fx.Node, quantize: Any, dequantize: Any) -> fx.Node:
     aten = torch.ops.aten
     scores, results = (n, heads, queries, keys), (n, heads, queries, width)
     if groups != heads:
-        repeats = heads // groups
+        repeats = int(heads) // int(groups)  # type: ignore[arg-type]
         k = spell(aten.repeat_interleave.self_int, (k, repeats, 1), (n, heads, keys, depth))
         v = spell(aten.repeat_interleave.self_int, (v, repeats, 1), (n, heads, keys, width))
     turned = spell(aten.transpose.int, (k, -2, -1), (n, heads, depth, keys))
@@ -88,7 +88,7 @@ class _Speller:
 
     def reads(self, values: list[fx.Node]) -> tuple[tuple[str, int], ...]:
         """Where each value is read: by which of the operators made, as which of what that reads."""
-        places = {}
+        places: dict[fx.Node, tuple[str, int]] = {}
         for made in self.made:
             for place, value in enumerate(made.all_input_nodes):
                 places.setdefault(value, (made.name, place))

@@ -294,7 +294,7 @@ def _trial(walk: Walk, region: Region, chosen: Mapping[str, QParams]) -> Walk:
 def sites_of(annotations: Annotations, region: Region) -> RegionSites:
     """Names of a region's sites."""
     by_value = annotations.by_value
-    inputs = tuple(by_value[value.name, "activation"].name for value in region.activations())
+    inputs = tuple(by_value[value.name, region.x_role].name for value in region.activations())
     output = by_value.get((region.root.name, "activation"))
     weight = bias = None
     if region.record.roles.weight is not None:

@@ -18,12 +18,15 @@ from intaglio.capture.captured import GraphStage, expect, fx_text
 from intaglio.capture.nodes import arguments, operands, origin
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, DType, QParams, Signature, TensorType
+from intaglio.ops.recurrent import RECURRENT
+from intaglio.ops.rows import row_levels
 from intaglio.quant.annotate import Annotations, Region, find_shortcuts, reads_shortcut
 from intaglio.quant.attention import PROBABILITIES, written_out
 from intaglio.quant.correct.biases import with_biases
 from intaglio.quant.correct.scaling import equalized
 from intaglio.quant.corrections import Corrected, Corrections, Rounded
 from intaglio.quant.datatypes import FLOAT8
+from intaglio.quant.dynamic import quantize_at_run_time
 from intaglio.quant.float8 import float8
 from intaglio.quant.parameters import Parameters
 from intaglio.quant.prepare import Prepared, annotated, copy_graph
@@ -38,6 +41,7 @@ from intaglio.quant.qparams import (
     weight_qparams,
 )
 from intaglio.quant.ranges import Ranges
+from intaglio.quant.recurrent import quantize_recurrent, recurrent_qparams
 from intaglio.quant.sites import Site
 from intaglio.quant.weights import weight_grid
 
@@ -95,6 +99,8 @@ def convert(
         qparams = activation_qparams(prepared, ranges)
     remarks: list[str] = []
     qparams.update(weight_qparams(annotations, qparams, remarks, given, corrections.weights))
+    layers = [region.anchor for region in annotations.regions if region.record.name in RECURRENT]
+    qparams.update(recurrent_qparams(annotations.module, annotations.by_value, layers, given))
     module = copy_graph(annotations.module)
     _Rewriter(module, annotations, qparams, corrections).run()
     levels = {site: rounded.levels for site, rounded in corrections.weights.items()}
@@ -159,9 +165,12 @@ class _Rewriter:
         for site in self.annotations.sites:
             if site.role == "activation":
                 self._activation(site, readers, site.value in produced)
+        quantize_at_run_time(self.graph, self.annotations)
         for region in self.annotations.regions:
             if region.record.roles.weight is not None:
                 self._anchor(region)
+            elif region.record.name in RECURRENT:
+                quantize_recurrent(self.nodes[region.anchor.name], self.by_value, self.qparams, self._get)
             elif region.record.name == "attention":
                 self._attention(self.nodes[region.anchor.name])
         self.graph.eliminate_dead_code()
@@ -172,7 +181,7 @@ class _Rewriter:
     def _readers(self) -> dict[str, list[fx.Node]]:
         """Value name -> nodes inside regions that read it as levels."""
         readers: dict[str, list[fx.Node]] = {}
-        for region in self.annotations.regions:
+        for region in (region for region in self.annotations.regions if not region.dynamic):
             read = region.activations()
             for node in region.nodes:
                 for value in (value for value in node.all_input_nodes if value in read):
@@ -236,7 +245,7 @@ class _Rewriter:
         anchor, roles = self.nodes[region.anchor.name], region.record.roles
         x_site, w_site, b_site = anchor_sites(self.annotations, region)
         weight, bias = parameters_of(self.annotations.module, region)
-        w, x, kind = self.qparams[w_site.name], self.qparams[x_site.name], w_site.record
+        w, kind = self.qparams[w_site.name], w_site.record
         grid = weight_grid(weight, np.array(w.scales), kind, w_site.group, roles.outputs)
         names = [operands(anchor)[i] for i in (roles.weight, roles.bias)]
         if kind.floating:
@@ -245,9 +254,11 @@ class _Rewriter:
         chosen = self.chosen.get(w_site.name)
         levels = grid.stored(grid.nearest(weight)) if chosen is None else chosen.levels
         self._constant(anchor, names[0], w_site, levels, w)
-        if not x_site.native:
+        if region.dynamic:  # its bias stays float: there is no unit to count it in
+            self._prove(region, levels, np.zeros(len(levels), np.int32), row_levels(x_site.name))
+        if region.dynamic or not x_site.native:
             return
-        rows = per_output(region, levels)
+        x, rows = self.qparams[x_site.name], per_output(region, levels)
         steps = np.zeros(len(rows), np.int32)
         if bias is not None:
             steps = numerics.bias_steps(bias, x.step, each_output(w.scales, len(rows)))

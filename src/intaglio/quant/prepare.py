@@ -174,7 +174,8 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
 
 def _decided(quantizer: Quantizer, module: fx.GraphModule) -> Quantizer:
     """With a recipe that leaves nothing open for what is in the graph."""
-    attention = any((record := record_of(node)) is not None and record.name == "attention" for node in module.graph.nodes)
+    records = (record_of(node) for node in module.graph.nodes)
+    attention = any(record is not None and record.name == "attention" for record in records)
     return replace(quantizer, recipe=quantizer.recipe.decided(attention))
 
 

@@ -208,7 +208,7 @@ def anchor_sites(annotations: Annotations, region: Region) -> tuple[Site, Site, 
     record, values = region.record, operands(region.anchor)
     x, weight = values[record.roles.x[0]], values[record.roles.weight]
     by_value = annotations.by_value
-    return by_value[x.name, "activation"], by_value[weight.name, "weight"], by_value.get((region.anchor.name, "bias"))
+    return by_value[x.name, region.x_role], by_value[weight.name, "weight"], by_value.get((region.anchor.name, "bias"))
 
 
 def parameters_of(module: fx.GraphModule, region: Region) -> tuple[np.ndarray, np.ndarray | None]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from intaglio.errors import SelectorError
 from intaglio.ir import Origin
 from intaglio.ops import OpDef
+from intaglio.ops.rows import ROW_MODES
 from intaglio.quant.datatypes import DATATYPES, Datatype
 from intaglio.quant.image import Image
 from intaglio.quant.methods import method_of
@@ -40,17 +41,18 @@ LEVELS = ("op:", "type:", "")
 class Setting:
     """``None`` leaves a question to the next weaker setting.
 
-    quantize: int8 at all. method: range method of activations, "mse", "minmax", "percentile", "kl", "average" or
-    "ema", the third and the last also with a parameter, as in "percentile:99.99" (quant/methods.py). weights: "channel"
-    or "tensor" scales, or "group:32", where 32 neighbours of a channel have steps of 1..15 times its scale. bits: 8, or
-    7 for activations in 0..127. functions: "table" or "precise", how a function such as silu right behind a convolution
+    quantize: int8 at all. method: range method of activations, "mse", "minmax", "percentile", "kl", "average" or "ema",
+    the third and the last also with a parameter, as in "percentile:99.99" (quant/methods.py). weights: "channel" or
+    "tensor" scales, or "group:32", where 32 neighbours of a channel have steps of 1..15 times its scale. bits: 8, or 7
+    for activations in 0..127. functions: "table" or "precise", how a function such as silu right behind a convolution
     or linear layer is computed (ops/activate.py). shortcut: bits of what a sum behind one of these adds to it, 8 or 16.
     residual: "int8", or "float": what lies between convolutions, linear layers and products of activations stays in
     float32, sums and norms above all. weights_dtype, activations_dtype: names of `DATATYPES`; without, s8 and what
-    ``bits`` says. For `equalize` and
-    `correct`: equalize: share of each channel's deficit that is made up for before calibration, 0 to 1; rounding: of
-    weights, "gptq", "adaround" or "nearest"; bias: "none", "weights" (makes up for rounded weights) or "outputs" (for
-    all that quantization moved).
+    ``bits`` says. activations: "static", with parameters from calibration, or, of linear and recurrent layers,
+    quantized while the model runs, with a scale for every "token" (row of the last axis) or "tensor" (entry of the
+    batch). For `equalize` and `correct`: equalize: share of each channel's deficit that is made up for before
+    calibration, 0 to 1; rounding: of weights, "gptq", "adaround" or "nearest"; bias: "none", "weights" (makes up for
+    rounded weights) or "outputs" (for all that quantization moved).
     """
 
     quantize: bool | None = None
@@ -65,6 +67,7 @@ class Setting:
     activations_dtype: str | None = None
     shortcut: int | None = None
     residual: str | None = None
+    activations: str | None = None
 
     def __post_init__(self) -> None:
         allowed = {
@@ -77,6 +80,7 @@ class Setting:
             "weights_dtype": (None, *_names("weight")),
             "activations_dtype": (None, *_names("activation")),
             "shortcut": (None, 8, 16),
+            "activations": (None, "static", *ROW_MODES),
             "residual": (None, "int8", "float"),
         }
         for name, values in allowed.items():
@@ -128,7 +132,7 @@ def _names(role: str) -> tuple[str, ...]:
 
 DEFAULT = Setting(
     quantize=True, method="mse", weights="channel", bits=8, functions="table", rounding="gptq", bias="none",
-    equalize=0.75, shortcut=8, residual="int8",
+    equalize=0.75, shortcut=8, residual="int8", activations="static",
 )  # fmt: skip
 """Of a model without attention."""
 TRANSFORMER = dataclasses.replace(
@@ -138,8 +142,9 @@ TRANSFORMER = dataclasses.replace(
 rounded; smoothing does for accuracy what rounding of weights does elsewhere (docs/transformers.md)."""
 NAMED = {
     "default": Setting(), "convolutional": DEFAULT, "transformer": TRANSFORMER, "accurate": Setting(shortcut=16),
+    "int8_dynamic": Setting(activations="token"),
 }  # fmt: skip
-"""Name -> default setting. What "default" and "accurate" leave open is decided by what is in the model."""
+"""Name -> default setting. What these leave open is decided by what is in the model."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +164,10 @@ class Recipe:
 
     @staticmethod
     def named(name: str) -> Recipe:
-        """``"default"``; ``"accurate"``: what sums add to a convolution keeps 16 bits; ``"convolutional"`` or
-        ``"transformer"``: what the default is for a model without or with attention, whatever is in the model."""
+        """``"default"``; ``"accurate"``: what sums add to a convolution keeps 16 bits; ``"int8_dynamic"``: linear and
+        recurrent layers only, whose activations are quantized while the model runs, so that nothing is calibrated;
+        ``"convolutional"`` or ``"transformer"``: what the default is for a model without or with attention, whatever is
+        in the model."""
         if name not in NAMED:
             raise SelectorError("recipe", None, f"there is none called {name!r}; known are {', '.join(NAMED)}")
         return Recipe(default=NAMED[name])

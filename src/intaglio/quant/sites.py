@@ -43,7 +43,14 @@ class Derived:
     sources: tuple[str, ...]
 
 
-Spec = Observed | Fixed | Shared | Derived
+@dataclass(frozen=True)
+class Dynamic:
+    """Made while the model runs: by row of the last axis ("token") or by entry of the batch ("tensor"); ops/rows.py."""
+
+    mode: str
+
+
+Spec = Observed | Fixed | Shared | Derived | Dynamic
 
 
 NOWHERE = Origin()
@@ -54,9 +61,9 @@ class Site:
     """A value that carries quantization parameters.
 
     ``name`` is ``module.path#call/operator.number``; ``value`` the node of the prepared graph. ``role`` is
-    "activation", "weight", "bias", or "shortcut": the same value in 16 bits, for sums. ``datatype``: name of the record
-    behind dtype, qmin and qmax, if there is one; ``group``: neighbours of a weight that share a multiple of their
-    channel's scale.
+    "activation", "weight", "bias", "shortcut": the same value in 16 bits, for sums, or "token" and "tensor": the same
+    value with scales made while the model runs. ``datatype``: name of the record behind dtype, qmin and qmax, if there
+    is one; ``group``: neighbours of a weight that share a multiple of their channel's scale.
     """
 
     name: str
@@ -94,6 +101,8 @@ def _spec(spec: Spec) -> str:
         return f"fixed ({spec.scale:.6g}, {spec.zero_point})"
     if isinstance(spec, Shared):
         return f"shared with {spec.site}"
+    if isinstance(spec, Dynamic):
+        return f"while the model runs, by {spec.mode}"
     return f"derived from {', '.join(spec.sources)}"
 
 

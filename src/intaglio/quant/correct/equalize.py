@@ -47,15 +47,14 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = SAMPLES, group: Gr
     found = Equalization(inputs=inputs)
     current = with_inputs(prepared, found)
     module = current.annotations.module
-    values = [value for value in divisible(current) if value.region.setting.equalize]
-    rows = smoothable(current)
-    taken = {value.name for value in rows}
-    values = [value for value in values if value.name not in taken]
-    readers: dict[str, list[torch.Tensor]] = {value.name: value.weights for value in rows}
+    rows = {value.name: value for value in smoothable(current)}
+    values = [v for v in divisible(current) if v.region.setting.equalize and v.name not in rows]
+    sites = {value.name: value.site for value in values} | {name: value.site for name, value in rows.items()}
+    readers: dict[str, list[torch.Tensor]] = {name: value.weights for name, value in rows.items()}
     for value in values:
         if normalizes(value.region):
             readers[value.name] = [getattr(module, str(operands(use.node)[1].target)) for use in value.uses]
-    largest = _largest(module, {value.name: -1 if value.name in readers else 1 for value in (*values, *rows)}, calls, group)
+    largest = _largest(module, {name: -1 if name in readers else 1 for name in sites}, calls, group)
     chosen: dict[str, torch.Tensor] = {}
     smooth = _smoothings(readers, module, calls, largest, group)
     for value in values:
@@ -66,8 +65,8 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = SAMPLES, group: Gr
         factors = _factors(largest[value.name], float(value.region.setting.equalize or 0))
         if factors.isfinite().all() and arrives(value, factors):
             chosen[value.name] = factors
-    chosen |= {value.name: smooth[value.name].factors for value in rows if value.name in smooth}
-    by_site = {v.site: tuple(chosen[v.name].tolist()) for v in (*values, *rows) if v.name in chosen}
+    chosen |= {name: one.factors for name, one in smooth.items() if name in rows}
+    by_site = {site: tuple(chosen[name].tolist()) for name, site in sites.items() if name in chosen}
     plain = {name: factors for name, factors in chosen.items() if name not in smooth}
     steps = _gain(module, plain, calls[0]) if plain and calls else ()
     if smooth:

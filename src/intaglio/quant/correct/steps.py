@@ -87,7 +87,7 @@ class _Work:
         grid = weight_grid(weight, np.array(q.scales), site.record, site.group, record.roles.outputs)
         if site.record.floating:
             return
-        if unable(region, operand_site(annotations, region)):
+        if region.dynamic or unable(region, operand_site(annotations, region)):
             self._keep(weight_node, grid, grid.nearest(weight))
             return
         found = self._moments(region, x)
@@ -217,6 +217,8 @@ def _lacks_bias(annotations: Annotations, region: Region) -> bool:
     """Whether a bias is to be corrected that is not there."""
     roles = region.record.roles
     if roles.weight is None or region.setting.bias == "none" or operands(region.anchor)[roles.bias] is not None:
+        return False
+    if region.dynamic:
         return False
     return not unable(region, operand_site(annotations, region))
 

@@ -1,0 +1,184 @@
+"""Generated loops against a plain copy of as many bytes, interleaved: what share of memory's speed they reach.
+
+    python benchmarks/loops.py                  one JSON line a case
+    python benchmarks/loops.py --rounds 3       fewer rounds, to see that it runs
+
+Small sizes lie in the second-level cache, large ones in no cache. ``ratio`` is the median over rounds of the copy's
+time by the loop's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+import intaglio
+from intaglio.ir import DType, Graph, Input, Op, Output, QParams, Signature, TensorType, verify
+from intaglio.lower import Lowered
+from intaglio.native import machine
+from intaglio.native.compile import build, load
+from intaglio.native.library import parallel_address
+from intaglio.ops.body import Body
+
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
+"""Of mallopt: results keep their pages from call to call, as the copy's do."""
+LEVELS = QParams((0.03,), (128,), 0, 255)
+COPY = """
+#include "program.h"
+struct Call { const float* from; float* to; int64_t count; };
+static void body(void* context, int thread, int threads) {
+    const struct Call* c = (const struct Call*)context;
+    const int64_t first = share(c->count, thread, threads), last = share(c->count, thread + 1, threads);
+    for (int64_t i = first; i < last; ++i) c->to[i] = c->from[i];
+}
+extern "C" __attribute__((visibility("default")))
+void copy(const float* from, float* to, int64_t count, int threads, IntaglioParallel parallel) {
+    struct Call call = {from, to, count};
+    parallel(body, &call, threads);
+}
+extern "C" __attribute__((visibility("default"))) int64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000 + now.tv_nsec;
+}
+"""
+
+
+def dequantize(body: Body) -> tuple[str, ...]:
+    """dequantize -> operator."""
+    return (body("relu", body("dequantize", "a")),)
+
+
+def quantize(body: Body) -> tuple[str, ...]:
+    """operator -> quantize."""
+    return (_levels(body, body("relu", "x")),)
+
+
+def both(body: Body) -> tuple[str, ...]:
+    """dequantize -> operator -> quantize."""
+    return (_levels(body, body("add", body("dequantize", "a"), body("dequantize", "b"))),)
+
+
+def floats(body: Body) -> tuple[str, ...]:
+    return (body("add", "x", body("mul", "y", 0.5)),)
+
+
+def gelu(body: Body) -> tuple[str, ...]:
+    return (_levels(body, body("gelu", "x")),)
+
+
+def residual_norm(body: Body) -> tuple[str, ...]:
+    """What ends a block of a transformer: the sum as floats, its layer norm as floats and as levels."""
+    total = body("add", "x", "y")
+    axis = len(body.types[total].shape) - 1
+    centred = body("sub", total, body("mean", total, axis=axis))
+    spread = body("add", body("mean", body("mul", centred, centred), axis=axis), 1e-5)
+    normal = body("add", body("mul", body("mul", centred, body("reciprocal", body("sqrt", spread))), "w"), "w")
+    return normal, _levels(body, normal)
+
+
+def softmax(body: Body) -> tuple[str, ...]:
+    powers = body("exp", body("sub", "x", body("max", "x", axis=1)))
+    return (body("div", powers, body("sum", powers, axis=1)),)
+
+
+CASES: dict[str, tuple[Callable[[Body], tuple[str, ...]], tuple[int, int]]] = {
+    f"{case.__name__} {rows}x{columns}": (case, (rows, columns))
+    for case, shapes in (
+        (dequantize, ((128, 768), (8192, 1024))), (quantize, ((128, 768), (8192, 1024))),
+        (both, ((128, 768), (8192, 1024))), (floats, ((128, 768), (8192, 1024))), (gelu, ((128, 3072), (8192, 1024))),
+        (residual_norm, ((128, 768), (8192, 768))), (softmax, ((1536, 128), (1536, 384))),
+    )
+    for rows, columns in shapes
+}  # fmt: skip
+
+
+def _levels(body: Body, value: str) -> str:
+    name = body("quantize", value)
+    body.types[name] = TensorType(body.types[value].shape, DType.U8, LEVELS)
+    return name
+
+
+def model_of(write: Callable[[Body], tuple[str, ...]], shape: tuple[int, int]) -> intaglio.QuantizedModel:
+    """A program that quantizes what the loop reads as levels and dequantizes what it gives so."""
+    real, levels = TensorType(shape, DType.F32), TensorType(shape, DType.U8, LEVELS)
+    row = TensorType(shape[1:], DType.F32)
+    types = {"x": real, "y": real, "a": levels, "b": levels, "w": row}
+    body = Body("loop", types)
+    results = write(body)
+    made = {op.output for op in body.ops} | set(body.constants)
+    read = tuple(dict.fromkeys(name for op in body.ops for name in op.inputs if name not in made))
+    inner = Graph(read, results, {n: body.types[n] for n in (*read, *made)}, tuple(body.ops), body.constants)
+    types |= {name: body.types[name] for name in results}
+    ops = [Op("quantize", (source,), (name,)) for source, name in (("x", "a"), ("y", "b")) if name in read]
+    ops.append(Op("loop", read, results, {}, inner))
+    outputs = []
+    for name in results:
+        outputs.append(name)
+        if types[name].dtype is DType.U8:
+            outputs[-1] = f"{name}_real"
+            types[outputs[-1]] = real
+            ops.append(Op("dequantize", (name,), (outputs[-1],)))
+    constants = {"w": np.ones(shape[1], np.float32)} if "w" in read else {}
+    inputs = tuple(name for name in "xy" if name in read or {"x": "a", "y": "b"}[name] in read)
+    used = {*inputs, *constants, *(n for op in ops for n in (*op.inputs, *op.outputs))}
+    graph = Graph(inputs, tuple(outputs), {n: types[n] for n in used}, tuple(ops), constants)
+    entries = tuple(Input(name, leaf, real) for leaf, name in enumerate(inputs))
+    trees = pytree.tree_structure((inputs, {})), pytree.tree_structure(tuple(outputs))
+    signature = Signature(entries, tuple(map(Output, outputs)), *trees)
+    return intaglio.compile(Lowered(verify(graph), {}, signature))
+
+
+def measure(name: str, rounds: int, calls: int) -> dict[str, object]:
+    """Microseconds of the loop and of the copy, and their ratio."""
+    write, shape = CASES[name]
+    model, library = model_of(write, shape), load(build(COPY, name="copy", isa=machine.isas()[0]))
+    library.nanoseconds.restype = ctypes.c_int64
+    given = [torch.randn(shape) for _ in model.signature.inputs]
+    step = next(i for i, note in enumerate(model.artifact.program.steps) if note.kinds == "loop")
+    total = int(model.artifact.program.steps[step].work.bytes)
+    source, result = torch.ones(total // 8), torch.ones(total // 8)
+    ends = ctypes.c_void_p(source.data_ptr()), ctypes.c_void_p(result.data_ptr())
+    loops, copies = [], []
+    for _ in range(rounds):
+        found = model.profile(*given, calls=calls)
+        loops.append(next(one.microseconds for one in found.parts if one.kinds == "loop"))
+        times = []
+        for _ in range(calls):
+            begin = library.nanoseconds()
+            library.copy(
+                *ends, ctypes.c_int64(total // 8), torch.get_num_threads(), ctypes.c_void_p(parallel_address())
+            )
+            times.append((library.nanoseconds() - begin) / 1e3)
+        copies.append(statistics.median(times))
+    ratio = statistics.median(copy / loop for copy, loop in zip(copies, loops, strict=True))
+    return {
+        "case": name, "bytes": total, "loop_us": round(statistics.median(loops), 2),
+        "copy_us": round(statistics.median(copies), 2), "ratio": round(ratio, 3), "threads": torch.get_num_threads(),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(MMAP_THRESHOLD, 1 << 30), libc.mallopt(TRIM_THRESHOLD, 1 << 30)
+    for name in CASES:
+        if given.only in name:
+            print(json.dumps(measure(name, given.rounds, given.calls)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The three loops of "Quantization 2.0" (document 002) as intaglio generates them: dequantize -> operator, operator ->
+quantize, dequantize -> operator -> quantize.
+
+    python examples/generated_loops.py [isa]
+
+The convolutions read and give levels; the larger of a value and a learned bound is no integer operator here, so a loop
+stands between them: one pass over memory, floats only in registers.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import torch
+from torch import nn
+
+import intaglio
+
+
+class Bounded(nn.Module):
+    """A learned lower bound in front of, between and behind two convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU())
+        self.least = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(torch.maximum(x, self.least))
+        x = self.second(torch.maximum(x, self.least))
+        return torch.maximum(x, self.least)
+
+
+LOOP = re.compile(r"// [^\n]*: loop, [^\n]*\n.*?\n}\n", re.DOTALL)
+"""A step of the program that is a loop, its comment with it."""
+
+
+def main(isa: str | None = None) -> None:
+    torch.manual_seed(0)
+    data = [torch.randn(2, 3, 10, 10) for _ in range(4)]
+    prepared = intaglio.prepare(intaglio.capture(Bounded().eval(), data[0]))
+    lowered = intaglio.requantize(intaglio.convert(prepared, intaglio.calibrate(prepared, data)))
+    model = intaglio.compile(lowered, isa=isa)
+    print(model.text("integer"))
+    names = ("operator -> quantize", "dequantize -> operator -> quantize", "dequantize -> operator")
+    for name, text in zip(names, LOOP.findall(model.text("program")), strict=True):
+        print(f"// ---- {name}\n{text}")
+    print("the same bits as the interpreter:", torch.equal(model(data[0]), lowered(data[0])))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

@@ -1,0 +1,47 @@
+"""LSTM and GRU, from the operator of a reference to that of the integer graph."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from intaglio.capture.nodes import operator, origin
+from intaglio.ir import DType, Op, TensorType
+from intaglio.ops.recurrent import result_shapes
+from intaglio.quant.recurrent import RECURRENT_CALL
+
+if TYPE_CHECKING:
+    from intaglio.lower.integer import _Builder
+
+
+def part_of_recurrent(node: fx.Node) -> bool:
+    """Whether a node is the operator, or takes one of its results."""
+    source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    return operator(node) == RECURRENT_CALL or (source is not None and operator(source) == RECURRENT_CALL)
+
+
+def recurrent(builder: _Builder, node: fx.Node) -> None:
+    """Every result is a value; an item of the operator is one of them."""
+    if operator(node) != RECURRENT_CALL:
+        source, index = node.args
+        builder.values[node] = builder.items[source][index]
+        return
+    kind, x, scales, _, _, constants, states, layers, directions, batch_first, cell = node.args
+    attrs = {"layers": layers, "directions": directions, "batch_first": batch_first, "cell": cell,
+             "rows": scales is not None}  # fmt: skip
+    where = origin(node)
+    stem = where.path.replace("@", "_call") or kind
+    names = [builder.values[x], *([builder.values[scales]] if scales is not None else [])]
+    for constant in constants:
+        array = getattr(builder.module, constant.target).numpy()
+        dtype = constant.meta["type"].dtype
+        names.append(builder._weight(constant, array, constant.meta["type"].q) if dtype is DType.S8
+                     else builder._constant(constant.target, array, dtype))  # fmt: skip
+    names += [builder._float(state) for state in states]
+    shapes = result_shapes(kind, attrs, builder.types[names[0]].shape, constants[1].meta["type"].shape[1])
+    outputs = tuple(builder._value(f"{stem}_{part}", TensorType(shape, DType.F32))
+                    for part, shape in zip(("y", "h", "c")[cell:], shapes, strict=False))  # fmt: skip
+    builder.ops.append(Op(kind, tuple(names), outputs, attrs, origin=where))
+    builder.items[node] = outputs
+    builder.values[node] = outputs[0]

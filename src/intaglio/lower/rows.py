@@ -1,0 +1,64 @@
+"""Linear layers on rows that are quantized while the model runs, from the Q/DQ graph to the integer graph."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import fx
+
+from intaglio.capture.nodes import operands, operator, origin, tensor_type
+from intaglio.ir import DType, Op, TensorType
+from intaglio.ops.rows import row_accumulator, row_levels, scales_shape
+from intaglio.quant.annotate import Chain
+from intaglio.quant.dynamic import DEQUANTIZE_ROWS, QUANTIZE_ROWS, rows_behind
+
+if TYPE_CHECKING:
+    from intaglio.lower.integer import _Builder
+
+
+def part_of_rows(node: fx.Node) -> bool:
+    """Whether a node quantizes rows, takes a result of that, or stands between levels and what computes with them."""
+    source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    return operator(node) in (QUANTIZE_ROWS, DEQUANTIZE_ROWS) or (
+        source is not None and operator(source) == QUANTIZE_ROWS
+    )
+
+
+def quantize_rows(builder: _Builder, node: fx.Node) -> None:
+    """Levels and scales as two values; nodes between them and what computes with them are the levels."""
+    if operator(node) == DEQUANTIZE_ROWS:
+        builder.values[node] = builder.values[node.args[0]]
+        return
+    if operator(node) != QUANTIZE_ROWS:
+        source, index = node.args
+        builder.values[node] = builder.items[source][index]
+        return
+    source, mode = builder._float(node.args[0]), node.args[1]
+    shape = builder.types[source].shape
+    scales = builder._value(f"{source}_scales", TensorType(scales_shape(shape), DType.F32))
+    levels = builder._value(f"{source}_rows", TensorType(shape, DType.U8, row_levels(scales)))
+    builder.ops.append(Op("quantize_rows", (source,), (levels, scales), {"mode": mode}, origin=origin(node)))
+    builder.items[node] = levels, scales
+    builder.values[node] = levels
+
+
+def product_of_rows(builder: _Builder, region: Chain) -> None:
+    """A linear layer into an accumulator in units of its rows, dequantized with a bias in float."""
+    node, record = region.anchor, region.record
+    values = operands(node)
+    x, scales = (builder.values[part] for part in rows_behind(values[0]))
+    weight, columns = builder.weight_of(region)
+    where, shape, outputs = origin(node), tensor_type(node).shape, builder.constants[weight].shape[0]
+    stem = where.path.replace("@", "_call") or record.name
+    zeros = builder._constant(f"{stem}_start", np.zeros(outputs, np.int32), DType.I32)
+    acc = builder._op(record.name, [x, weight, zeros], f"{stem}_acc",
+                      TensorType(shape, DType.I32, row_accumulator(scales)), where)  # fmt: skip
+    given = values[record.roles.bias]
+    bias = np.zeros(outputs, np.float32) if given is None else getattr(builder.module, given.target).detach().numpy()
+    names = [
+        builder._constant(f"{stem}_{label}", array, DType.F32)
+        for label, array in (("columns", np.array(columns, np.float32)), ("bias", bias.astype(np.float32)))
+    ]
+    result = TensorType(shape, DType.F32)
+    builder.values[node] = builder._op("dequantize_rows", [acc, scales, *names], stem, result, where)

@@ -1,0 +1,92 @@
+"""A call of a float operator, and the body of primitives that is written for it."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from intaglio.ir import DType, Op, TensorType, fresh
+from intaglio.ops.primitives import BOOL, F32, I64, PRIMITIVES, REAL, infer
+
+
+@dataclass(frozen=True)
+class RealCall:
+    """One call: ``arguments`` by schema name, a tensor as its type; ``constants``: those of them that never change."""
+
+    target: str
+    arguments: Mapping[str, Any]
+    result: TensorType
+    constants: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, TensorType]:
+        return {name: value for name, value in self.arguments.items() if isinstance(value, TensorType)}
+
+    def kind(self, name: str) -> TensorType:
+        """Of an argument that must be a tensor."""
+        found = self.arguments[name]
+        if not isinstance(found, TensorType):
+            raise TypeError(f"{self.target}: {name} is no tensor")
+        return found
+
+    def axis(self, name: str = "dim", of: str = "self") -> int:
+        """An argument that counts axes from either end."""
+        value = self.arguments[name]
+        given = value[0] if isinstance(value, (list, tuple)) else value
+        return int(given) % max(len(self.kind(of).shape), 1)
+
+
+class Body:
+    """Grows the body of one loop. Operands are names of values, or numbers; ``types``: of all values outside, whose
+    names are taken."""
+
+    def __init__(self, stem: str, types: Mapping[str, TensorType]) -> None:
+        self.stem, self.types = stem, ChainMap[str, TensorType]({}, dict(types))
+        self.constants: dict[str, np.ndarray] = {}
+        self.arrays: dict[str, np.ndarray] = {}  # constants of the graph, which the loop reads
+        self.ops: list[Op] = []
+
+    def __call__(self, kind: str, *operands: str | float, dtype: DType | None = None, **attrs: Any) -> str:
+        """One primitive; real operands of other types are cast first."""
+        row = PRIMITIVES[kind]
+        names = [name if isinstance(name, str) else self.number(name) for name in operands]
+        if row.operands[0] == (REAL,) * len(names) and kind != "cast":
+            whole = [self.types[name].dtype is I64 for name in names]
+            if len(row.operands) == 1 or not all(whole):
+                names = [self.real(name) for name in names]
+        shape = infer(kind, attrs, [self.types[name].shape for name in names])
+        given = dtype or row.gives or self.types[names[0]].dtype
+        name = self._name(kind)
+        self.types[name] = TensorType(shape, given)
+        self.ops.append(Op(kind, tuple(names), (name,), attrs))
+        return name
+
+    def real(self, name: str) -> str:
+        """The value as floats."""
+        return name if self.types[name].dtype in REAL else self("cast", name, dtype=F32)
+
+    def truth(self, name: str) -> str:
+        """Whether it is not zero."""
+        return name if self.types[name].dtype is BOOL else self("cast", name, dtype=BOOL)
+
+    def number(self, value: float) -> str:
+        array = np.asarray(value, np.float32).reshape(())
+        for name, known in self.constants.items():
+            if known.tobytes() == array.tobytes():
+                return name
+        name = self._name("number")
+        self.constants[name], self.types[name] = array, TensorType((), F32)
+        return name
+
+    def array(self, label: str, array: np.ndarray, dtype: DType = F32) -> str:
+        """A constant of several numbers."""
+        name = self._name(label)
+        self.arrays[name] = np.ascontiguousarray(array)
+        self.types[name] = TensorType(array.shape, dtype)
+        return name
+
+    def _name(self, label: str) -> str:
+        return fresh(self.types, f"{self.stem}_{label}")

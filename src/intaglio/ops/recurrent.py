@@ -1,0 +1,184 @@
+"""LSTM and GRU: products in integers, gates in float32, hidden states quantized anew at every step.
+
+One operator is a call of the whole layer stack. Its operands are levels of x (and the scales of their rows where these
+are made while the model runs), then six for every layer and direction: weights s8[G, I] and s8[G, H], their scales, and
+both biases f32[G], with G = 4 H (input, forget, cell, output) or 3 H (reset, update, new); then initial states, if they
+are given. Results are y, the last hidden states and, of an LSTM, the last cell states; of a cell without y.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from intaglio import numerics
+from intaglio.ir import Op, Shape, TensorType
+from intaglio.ops.opdef import Attrs, Call, OpDef, first_reason, float_activations, rank
+from intaglio.ops.rows import levels_of_rows
+
+GATES = {"lstm": 4, "gru": 3}
+PER_DIRECTION = 6
+"""Operands of a layer and direction."""
+
+
+@dataclass(frozen=True)
+class Direction:
+    """Operands of one layer and direction."""
+
+    w_x: np.ndarray
+    w_h: np.ndarray
+    columns_x: np.ndarray
+    columns_h: np.ndarray
+    bias_x: np.ndarray
+    bias_h: np.ndarray
+
+
+def known(z: np.ndarray, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """A function that gives NaN for NaN."""
+    strange = np.isnan(z)
+    return np.where(strange, np.float32(np.nan), function(np.where(strange, np.float32(0), z)))
+
+
+def lstm_step(x: np.ndarray, h: np.ndarray, state: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """f32[B, 4 H] of x and of h, (hidden, cell) f32[B, H] -> hidden, cell; Hochreiter and Schmidhuber 1997, with forget
+    gates: ``c = f * c + i * g``, ``h = o * tanh(c)``."""
+    i, f, g, o = np.split(x + h, 4, -1)
+    gates = [known(z, numerics.sigmoid) for z in (i, f, o)]
+    cell = gates[1] * state[1] + gates[0] * known(g, numerics.hyperbolic_tangent)
+    return gates[2] * known(cell, numerics.hyperbolic_tangent), cell
+
+
+def gru_step(x: np.ndarray, h: np.ndarray, state: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """f32[B, 3 H] of x and of h, (hidden,) f32[B, H] -> (hidden,); Cho et al. 2014, with a bias inside the reset:
+    ``n = tanh(x_n + r * h_n)``, ``h = n + z * (h - n)``."""
+    (x_r, x_z, x_n), (h_r, h_z, h_n) = np.split(x, 3, -1), np.split(h, 3, -1)
+    r, z = known(x_r + h_r, numerics.sigmoid), known(x_z + h_z, numerics.sigmoid)
+    n = known(x_n + r * h_n, numerics.hyperbolic_tangent)
+    return (n + z * (state[0] - n),)
+
+
+STEPS = {"lstm": lstm_step, "gru": gru_step}
+
+
+def product(levels: np.ndarray, zero: int, rows: np.ndarray, weight: np.ndarray, columns: np.ndarray,
+            bias: np.ndarray) -> np.ndarray:  # fmt: skip
+    """u8[..., K] times s8[G, K] -> f32[..., G]: `numerics.dequantize_rows` of the exact accumulator."""
+    acc = (levels.astype(np.float64) - zero) @ weight.astype(np.float64).T
+    return numerics.dequantize_rows(acc.astype(np.int64).astype(np.int32), rows, columns, bias)
+
+
+def run_direction(
+    kind: str, of_x: np.ndarray, d: Direction, state: Sequence[np.ndarray], reverse: bool
+) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """Products of x f32[T, B, G] and initial states f32[B, H] -> y f32[T, B, H], last states. Every hidden state is
+    quantized by rows for the step that reads it."""
+    steps, batch = of_x.shape[:2]
+    y, now = np.zeros((steps, batch, d.w_h.shape[1]), np.float32), tuple(state)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for t in reversed(range(steps)) if reverse else range(steps):
+            levels, rows = levels_of_rows(now[0], "token")
+            of_h = product(levels, numerics.ROW_ZERO, rows, d.w_h, d.columns_h, d.bias_h)
+            now = STEPS[kind](of_x[t], of_h, now)
+            y[t] = now[0]
+    return y, now
+
+
+def recurrent_meaning(
+    op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
+) -> tuple[np.ndarray, ...]:
+    """Layer after layer; between them y is quantized by rows."""
+    attrs, rest = op.attrs, list(args)
+    levels = rest.pop(0)
+    rows = rest.pop(0) if attrs["rows"] else np.full((1,) * levels.ndim, types[0].levels.step, np.float32)
+    zero, count = types[0].levels.zero, attrs["layers"] * attrs["directions"]
+    parts = [Direction(*rest[PER_DIRECTION * i : PER_DIRECTION * (i + 1)]) for i in range(count)]
+    given = rest[PER_DIRECTION * count :]
+    if attrs["cell"]:
+        levels, rows, given = levels[None], rows[None], [state[None] for state in given]
+    elif attrs["batch_first"]:
+        levels, rows = levels.swapaxes(0, 1), rows.swapaxes(0, 1)
+    zeros = np.zeros((levels.shape[1], parts[0].w_h.shape[1]), np.float32)
+    last: list[tuple[np.ndarray, ...]] = []
+    for layer in range(attrs["layers"]):
+        found = []
+        for direction in range(attrs["directions"]):
+            d = parts[attrs["directions"] * layer + direction]
+            of_x = product(levels, zero, rows, d.w_x, d.columns_x, d.bias_x)
+            state = [s[len(last)] for s in given] or [zeros] * states(op.kind)
+            y, now = run_direction(op.kind, of_x, d, state, reverse=direction == 1)
+            found.append(y)
+            last.append(now)
+        y = np.concatenate(found, -1)
+        levels, rows = levels_of_rows(y, "token")
+        zero = numerics.ROW_ZERO
+    finals = tuple(np.stack(parts) for parts in zip(*last, strict=True))
+    if attrs["cell"]:
+        return tuple(state[0] for state in finals)
+    return (np.ascontiguousarray(y.swapaxes(0, 1)) if attrs["batch_first"] else y, *finals)
+
+
+def states(kind: str) -> int:
+    """Hidden states, and an LSTM's cell states."""
+    return 2 if kind == "lstm" else 1
+
+
+def result_shapes(kind: str, attrs: Attrs, x: Shape, hidden: int) -> tuple[Shape, ...]:
+    """Of every result."""
+    if attrs["cell"]:
+        return ((x[0], hidden),) * states(kind)
+    batch = x[0] if attrs["batch_first"] else x[1]
+    final = (attrs["layers"] * attrs["directions"], batch, hidden)
+    return ((*x[:2], attrs["directions"] * hidden), *[final] * states(kind))
+
+
+def infer_recurrent(kind: str) -> Callable[[Attrs, Sequence[Shape]], Shape]:
+    def infer(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+        hidden = shapes[2 + attrs["rows"]][1]
+        return result_shapes(kind, attrs, shapes[0], int(hidden))[0]  # type: ignore[arg-type]
+
+    return infer
+
+
+def bind_recurrent(call: Call) -> Attrs:
+    """Geometry of a call, of the stack or of one cell."""
+    given = call.arguments
+    cell = "_cell" in call.target
+    return {
+        "layers": 1 if cell else int(given["num_layers"]),
+        "directions": 1 if cell or not given["bidirectional"] else 2,
+        "batch_first": bool(given.get("batch_first", False)),
+        "cell": cell,
+    }
+
+
+def fixed_inputs(call: Call) -> str | None:
+    size = call.shape()[-1]
+    return None if isinstance(size, int) else f"free dimension {size} is the one reduced"
+
+
+def no_training(call: Call) -> str | None:
+    if call.arguments.get("train") and float(call.arguments.get("dropout", 0)) > 0:  # type: ignore[arg-type]
+        return "dropout between layers, as in training"
+    return None
+
+
+def _record(kind: str, targets: tuple[str, ...]) -> OpDef:
+    return OpDef(
+        name=kind,
+        targets=targets,
+        operands=("input",),
+        anchor=True,
+        bind=bind_recurrent,
+        check=first_reason(float_activations, rank(2, 3), fixed_inputs, no_training),
+        infer=infer_recurrent(kind),
+        meaning=recurrent_meaning,
+        kernel="recurrent",
+    )
+
+
+LSTM = _record("lstm", ("aten.lstm.input", "aten.lstm_cell.default"))
+GRU = _record("gru", ("aten.gru.input", "aten.gru_cell.default"))
+OPS = (LSTM, GRU)
+RECURRENT = tuple(record.name for record in OPS)
