@@ -163,7 +163,7 @@ def test_sizes_that_leave_nothing_are_refused_as_the_float_model_refuses_them(na
     x, own = torch.randn(SMALL[name]), stages(name)[1]
     with pytest.raises(RuntimeError):
         NETS[name][0](x)
-    with pytest.raises(InputError, match="of at least|fewer than 1"):
+    with pytest.raises(InputError, match=r"of at least|fewer than 1"):
         program(name, HERE[0])(x)
     found = [need for need in needs(own.graph) if evaluate(need.value, sizes_of(own.graph, [x.numpy()])) < 0]
     assert any("fewer than 1" in need.problem for need in found)

@@ -130,7 +130,8 @@ WITHIN = {
     "leaky_relu": lambda x, y: 1e-7 * abs(y), "hardsigmoid": lambda x, y: 1e-7, "hardswish": lambda x, y: 2e-7 * abs(y),
     "sigmoid": lambda x, y: np.where(x < -87, 1e-37, 2e-7 * y), "tanh": lambda x, y: 2e-7 * abs(y),
     "silu": lambda x, y: np.where(x < -87, 1e-35, 3e-7 * abs(y)),
-    "gelu": lambda x, y: 3e-7 * abs(x), "near_gelu": lambda x, y: 6e-6 * abs(x), "gelu_tanh": lambda x, y: 2e-7 * abs(x),
+    "gelu": lambda x, y: 3e-7 * abs(x), "near_gelu": lambda x, y: 6e-6 * abs(x),
+    "gelu_tanh": lambda x, y: 2e-7 * abs(x),
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from intaglio.calls import DTYPES
 from intaglio.errors import CaptureError
 from intaglio.ir import Dim, DType, Origin, TensorType, symbol
 from intaglio.ops import BY_TARGET, Call, OpDef
@@ -158,6 +159,19 @@ def tensor_nodes(value: Any) -> Iterator[fx.Node]:
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, fx.Node):
             yield leaf
+
+
+def constant_node(module: fx.GraphModule, name: str, path: str) -> fx.Node:
+    """One node per constant, so that readers of one tensor read one node."""
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and node.target == name:
+            return node
+    first = next(iter(module.graph.nodes))
+    with module.graph.inserting_before(first):
+        node = module.graph.get_attr(name)
+    tensor = getattr(module, name)
+    node.meta = {"type": TensorType(tuple(tensor.shape), DTYPES[tensor.dtype]), "path": path}
+    return node
 
 
 class FxView:

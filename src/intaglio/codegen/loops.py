@@ -292,7 +292,7 @@ def _table(code: Code, loop: Loop, name: str, step: Op) -> None:
     count, row = loop.body.types[step.inputs[0]].shape[0], loop.names[name]
     code(f"int64_t {row}_id = *{loop.names[step.inputs[1]]}_row;")
     code(f"if ({row}_id < 0 || {row}_id >= {loop.context.dim(count)}) *r->outside = 1, {row}_id = 0;")
-    code(f"const float* const {row}_row = (const float*){pointer} + {row}_id * {loop.context.dim(strides[0])};")
+    code(f"const float* const {row}_found = (const float*){pointer} + {row}_id * {loop.context.dim(strides[0])};")
 
 
 def _stage(code: Code, loop: Loop, stage: Stage, kept: Mapping[str, int]) -> None:
@@ -334,7 +334,7 @@ def _store_rows(code: Code, loop: Loop) -> None:
 
 def _load(name: str, loop: Loop) -> str:
     if name in loop.tables:
-        return f"read_f32({loop.names[name]}_row + i, 1, count)"
+        return f"read_f32({loop.names[name]}_found + i, 1, count)"
     end, step = loop.ends[name], loop.lines.strides[name][-1]
     return f"read_{end.dtype}({_element(name, loop)}, {loop.context.dim(step)}, count)"
 

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import fx
 
-from intaglio.calls import DTYPES
 from intaglio.capture.attention import join_attention
 from intaglio.capture.canonical import fold_constants
 from intaglio.capture.moves import batch_first
-from intaglio.capture.nodes import arguments, is_constant, operator, origin, tensor_type
+from intaglio.capture.nodes import arguments, constant_node, is_constant, operator, origin, tensor_type
 from intaglio.capture.slices import lift_slices
 from intaglio.ir import TensorType
 from intaglio.ops import ANCHORS, BY_TARGET, OPS
 from intaglio.ops.channels import channel_axis
+from intaglio.quant.projections import parts_as_layers, products_as_linear
 from intaglio.quant.spellings import (
     numbers_as_functions,
     repeats_as_concatenations,
@@ -173,6 +173,7 @@ def _with_number(module: fx.GraphModule, node: fx.Node) -> bool:
 
 PTQ_PASSES: tuple[Callable[[fx.GraphModule], int], ...] = (
     fold_constants,
+    products_as_linear,
     lift_slices,
     join_attention,
     fold_batch_norm_after,
@@ -182,6 +183,7 @@ PTQ_PASSES: tuple[Callable[[fx.GraphModule], int], ...] = (
     splits_as_slices,
     selects_as_slices,
     batch_first,
+    parts_as_layers,
     stacks_as_concatenations,
     repeats_as_concatenations,
     rolls_as_concatenations,
@@ -329,17 +331,3 @@ def _replace(
 
 def _bias_path(path: str) -> str:
     return path.removesuffix("weight") + "bias"
-
-
-def constant_node(module: fx.GraphModule, name: str, path: str) -> fx.Node:
-    """One node per constant, so that readers of one tensor read one node."""
-    for node in module.graph.nodes:
-        if node.op == "get_attr" and node.target == name:
-            return node
-    first = next(iter(module.graph.nodes))
-    with module.graph.inserting_before(first):
-        node = module.graph.get_attr(name)
-    tensor = getattr(module, name)
-    node.meta = {"type": TensorType(tuple(tensor.shape), DTYPES[tensor.dtype]), "path": path}
-    return node
-
