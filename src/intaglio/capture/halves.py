@@ -1,4 +1,4 @@
-"""Models in bfloat16 or float16: their products compute in float32, as accumulators do, and only the ends are halves."""
+"""Models in bfloat16 or float16: inside all is float32, as accumulators are, and only the ends are halves."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ def emit_attention(code: Code, partition: Partition, context: Context) -> None:
 
 
 def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
-    """Fill a ``struct Product`` and run it; its tail is a requantize, perhaps and a table, or a dequantize; then perhaps an
-    epilogue."""
+    """Fill a ``struct Product`` and run it; its tail is a requantize, perhaps and a table, or a dequantize; then
+    perhaps an epilogue."""
     (a, b), tail, types = partition.anchor.inputs, partition.tail[0], context.graph.types
     shape, inner = types[partition.anchor.output].shape, types[a].shape[-1]
     missing: list[Dim] = [1] * (HEAD_AXES - len(shape))
