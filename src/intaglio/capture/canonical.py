@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from intaglio.capture.halves import widen_halves
 from intaglio.capture.masks import resolve_masks
 from intaglio.capture.nodes import arguments, is_constant, operator, tensor_type
 from intaglio.ops.shape import END
@@ -141,4 +142,4 @@ def drop_checks(module: fx.GraphModule) -> int:
     return len(hits)
 
 
-CAPTURE_PASSES = (drop_checks, free_views, drop_identity, resolve_masks)
+CAPTURE_PASSES = (drop_checks, free_views, widen_halves, drop_identity, resolve_masks)

@@ -13,12 +13,15 @@ from torch.utils import _pytree as pytree
 
 from intaglio.calls import bind, dims_of
 from intaglio.capture.captured import Captured
+from intaglio.capture.halves import WIDENED
 from intaglio.errors import InputError
 from intaglio.ir import DType, Expression, evaluate, symbol, symbols_of
 
 BATCHES = (1, 3)
 LONGER = 3
 """Tokens more than in the example, where sequences are free."""
+SINGLE, HALF = (1e-3, 1e-4), (0.05, 0.05)
+"""How far a result may be off, relative to itself and to the largest: in float32, and where halves are rounded."""
 LENGTHS = (DType.I64, DType.I32, DType.BOOL)
 
 
@@ -57,7 +60,7 @@ def _differs(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[
         got = captured(*_copied(args), **_copied(kwargs))
     except Exception as error:
         return f"at {label} the graph fails: {error}"
-    difference = _difference(got, expected)
+    difference = _difference(got, expected, HALF if WIDENED in captured.notes else SINGLE)
     return difference and f"at {label} {difference}"
 
 
@@ -124,7 +127,7 @@ def _copied(value: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
-def _difference(got: Any, expected: Any) -> str | None:
+def _difference(got: Any, expected: Any, tolerance: tuple[float, float]) -> str | None:
     left, left_tree = pytree.tree_flatten(got)
     right, right_tree = pytree.tree_flatten(expected)
     if left_tree != right_tree:
@@ -133,7 +136,8 @@ def _difference(got: Any, expected: Any) -> str | None:
         if isinstance(b, torch.Tensor):
             if a.shape != b.shape:
                 return f"a result has shape {list(a.shape)}, the model's {list(b.shape)}"
-            if not torch.allclose(a.double(), b.double(), rtol=1e-3, atol=1e-4 * _peak(b), equal_nan=True):
+            near, far = tolerance
+            if not torch.allclose(a.double(), b.double(), rtol=near, atol=far * _peak(b), equal_nan=True):
                 return f"a result differs by {(a.double() - b.double()).abs().max():.3g}"
         elif a != b:
             return f"a result is {a!r}, the model's {b!r}"

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from intaglio.calls import DTYPES
 from intaglio.capture.canonical import CAPTURE_PASSES, run
 from intaglio.capture.captured import Captured, module_classes
+from intaglio.capture.halves import WIDENED
 from intaglio.capture.nodes import dim_of
 from intaglio.capture.symbols import example_sizes, ranges_of, symbol_names
 from intaglio.errors import CaptureError
@@ -120,10 +121,10 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
             raise CaptureError(node.name, str(node.target), f"a node of kind {node.op} (control flow is not captured)")
     module = fx.GraphModule(root, graph)
     module.meta["sizes"] = example_sizes(program, names, inputs)
-    run(module, CAPTURE_PASSES)
+    widened = run(module, CAPTURE_PASSES)["widen_halves"]
     signature = dataclasses.replace(_with_names(signature, model), ranges=ranges_of(program, names))
     size = sum(tensor.numel() * tensor.element_size() for tensor in module.buffers())
-    about = About(type(model).__name__, size, tuple(notes))
+    about = About(type(model).__name__, size, (*notes, *[WIDENED] * bool(widened)))
     return Captured(module, signature, module_classes(model), about, training)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.codegen.context import Context
+from intaglio.codegen.loops import epilogue, fill_frames
 from intaglio.codegen.tile import TileSpec
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim, Op, Partition
@@ -39,7 +40,8 @@ def emit_attention(code: Code, partition: Partition, context: Context) -> None:
 
 
 def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
-    """Fill a ``struct Product`` and run it; its tail is a requantize, perhaps and a table, or a dequantize."""
+    """Fill a ``struct Product`` and run it; its tail is a requantize, perhaps and a table, or a dequantize; then
+    perhaps an epilogue."""
     (a, b), tail, types = partition.anchor.inputs, partition.tail[0], context.graph.types
     shape, inner = types[partition.anchor.output].shape, types[a].shape[-1]
     missing: list[Dim] = [1] * (HEAD_AXES - len(shape))
@@ -47,7 +49,10 @@ def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
     base, (b_batch, b_head, depth_apart, column_apart) = _broadcast(b, context)
     code("struct Product p = {};")
     code(f"p.a = {_heads(a, context)};")
-    code(f"p.out = {_heads(partition.output, context)};")
+    if partition.epilogue is None:
+        code(f"p.out = {_heads(partition.output, context)};")
+    else:
+        code(f"p.epilogue = {epilogue(partition, context)};")
     code(f"p.b = {base}, p.b_batch = {b_batch}, p.b_head = {b_head};")
     code(f"p.depth_apart = {depth_apart}, p.column_apart = {column_apart};")
     code(f"p.batch = {context.dim(batch)}, p.heads = {context.dim(heads)}, p.rows = {context.dim(rows)};")
@@ -58,12 +63,14 @@ def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
         factor = context.graph.constants[tail.inputs[1]]
         code(f"p.limits = {context.limits(tail)};")
     code(f"p.factor = *{context.constant(factor, 'float')};")
-    if partition.tail[1:]:
-        table = context.graph.constants[partition.tail[1].inputs[1]]
+    if partition.table is not None:
+        table = context.graph.constants[partition.table.inputs[1]]
         code(f"p.table = {context.constant(table, 'uint8_t')};")
     _kernels(code, "p", (columns,), context)
     _scratch(code, "p", partition.output, context)
     code("product(&p, thread, threads);")
+    if partition.epilogue is not None:
+        fill_frames(code, partition.epilogue, context)
 
 
 def _number(dim: Dim) -> int:

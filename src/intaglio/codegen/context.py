@@ -69,13 +69,14 @@ class Context:
         self.plan, self.isa, self.schedules = plan, isa, schedules
         self.blob = Blob()
         self.kernels: dict[str, Kernel] = {}
+        self.functions: list[str] = []
         self.index = index
         self.symbols = plan.graph.symbols()
 
     def of_step(self) -> Context:
-        """The same program; ``kernels`` are those of one step."""
+        """The same program; ``kernels``, and text of ``functions`` to stand in front, are those of one step."""
         own = copy.copy(self)
-        own.kernels = {}
+        own.kernels, own.functions = {}, []
         return own
 
     @property

@@ -66,8 +66,12 @@ class Lines:
 class Loop:
     """One loop, and where everything it touches lies."""
 
-    def __init__(self, op: Op, context: Context) -> None:
+    def __init__(self, op: Op, context: Context, tile: str | None = None, channels: int | None = None) -> None:
+        """Of an epilogue, ``tile`` is what a product makes, some pixels of some of the ``channels`` (an axis) at a
+        time, and a row is those of one pixel."""
         self.op, self.context, self.body = op, context, body_of(op)
+        self.channels = channels
+        self.tile = None if tile is None else self.body.inputs[op.inputs.index(tile)]
         self.space, self.axis = space(self.body), row_axis(self.body)
         self.tables = {step.output: step for step in self.body.ops if step.kind in GATHERS}
         self.ends = {end.value: end for end in (*self._inputs(), *self._outputs())}
@@ -85,6 +89,10 @@ class Loop:
         read = {name for step in self.body.ops if step.kind not in ("unsqueeze", *GATHERS) for name in step.inputs}
         read |= {step.inputs[1] for step in self.tables.values()}
         for name in self.body.inputs:
+            if name == self.tile:
+                steps = tuple(int(axis == self.channels) for axis in range(len(self.space)))
+                found.append(End(name, self.body.types[name].dtype, "tile", steps))
+                continue
             pointer, strides = self._at(outer[name])
             dtype, shape = self.body.types[name].dtype, self.body.types[name].shape
             if name in read:
@@ -121,17 +129,18 @@ class Loop:
 
     def _lines(self) -> Lines:
         """Rows along the axis of reductions; of single elements, along what the first result has side by side."""
-        axes = [axis for axis, size in enumerate(self.space) if size != 1 and axis != self.axis]
-        if self.axis is None:
+        along = self.axis if self.channels is None else self.channels
+        axes = [axis for axis, size in enumerate(self.space) if size != 1 and axis != along]
+        if along is None:
             first = self.ends[self.body.outputs[0]]
             axes.sort(key=lambda axis: -evaluate(first.strides[axis], _Typical()))
         runs = [(self.space[axis], {e.value: e.strides[axis] for e in self.ends.values()}) for axis in axes]
-        if self.axis is None:
+        if along is None:
             runs = _joined(runs)
             *outer, inner = runs or [(1, dict.fromkeys(self.ends, 0))]
         else:
             outer = _joined(runs)
-            inner = self.space[self.axis], {e.value: e.strides[self.axis] for e in self.ends.values()}
+            inner = self.space[along], {e.value: e.strides[along] for e in self.ends.values()}
         steps = {name: (*(run[1][name] for run in outer), inner[1][name]) for name in self.ends}
         return Lines(tuple(size for size, _ in outer), inner[0], steps)
 
@@ -171,10 +180,7 @@ def emit_loop(code: Code, partition: Partition, context: Context) -> None:
     outputs = {name: loop.along(name) for name in loop.body.outputs}
     keeping, plain = (loop.rows.stages(outputs, keep) for keep in (True, False))
     code(f"const int64_t size = {context.dim(loop.lines.size)}, rows = {context.dim(numel(loop.lines.outer))};")
-    for end in loop.ends.values():
-        const = "" if end.value in loop.body.outputs else "const "
-        code(f"{const}{ELEMENT[end.dtype]}* const {loop.names[end.value]}_at = "
-             f"({const}{ELEMENT[end.dtype]}*){end.pointer};")  # fmt: skip
+    _ends(code, loop)
     count, size = len(loop.kept(keeping)), loop.lines.size
     if not count:
         _rows(code, loop, keeping)
@@ -187,10 +193,47 @@ def emit_loop(code: Code, partition: Partition, context: Context) -> None:
             _rows(code, loop, keeping, longest)
         with code.block("else"):
             _rows(code, loop, plain)
-    for name in partition.anchor.outputs:
+    fill_frames(code, partition.anchor, context)
+
+
+def _ends(code: Code, loop: Loop) -> None:
+    """Where the first element of every end is."""
+    for end in loop.ends.values():
+        const = "" if end.value in loop.body.outputs else "const "
+        if end.value != loop.tile:
+            code(f"{const}{ELEMENT[end.dtype]}* const {loop.names[end.value]}_at = "
+                 f"({const}{ELEMENT[end.dtype]}*){end.pointer};")  # fmt: skip
+
+
+def fill_frames(code: Code, op: Op, context: Context) -> None:
+    """The halos of what a loop makes."""
+    for name in op.outputs:
         if context.halo(name):
             with code.block(""):
                 finish(code, context, name, context.limits(Op("loop", (), (name,))))
+
+
+def epilogue(partition: Partition, context: Context) -> str:
+    """``struct Epilogue`` of a partition's last loop, whose function is printed in front of the step."""
+    op, made, anchor = partition.ops[-1], partition.ops[-2].output, partition.anchor
+    rank = len(context.graph.types[made].shape)
+    loop = Loop(op, context, made, 1 if anchor.kind.startswith("conv") else rank - 1)
+    body = Code()
+    _ends(body, loop)
+    with body.block("for (int64_t p = 0; p < pixels; ++p, tile += apart)"):
+        body("const int64_t row = pixel + p, first = 0, last = channels;")
+        _pointers(body, loop)
+        for stage in loop.rows.stages(dict.fromkeys(loop.body.outputs, True), keep=False):
+            _stage(body, loop, stage, {})
+    name, code = f"behind_{made}", Code()
+    head = ("const struct Run* r, const uint8_t* tile, int64_t apart, int64_t pixel, int64_t pixels, int64_t channel, "
+            "int64_t channels")  # fmt: skip
+    with code.block(f"static void {name}({head})"):
+        for line in context.dims_used(body.text()):
+            code(line)
+        code(body.text())
+    context.functions.append(code.text())
+    return f"(struct Epilogue){{{name}, r, {context.graph.types[made].dtype.bytes}}}"
 
 
 def _rows(code: Code, loop: Loop, stages: Sequence[Stage], longest: int = 0) -> None:
@@ -230,6 +273,11 @@ def _pointers(code: Code, loop: Loop) -> None:
         steps, name = loop.lines.strides[end.value][:-1], loop.names[end.value]
         terms = [f"{index} * {context.dim(step)}" for index, step in zip(indices, steps, strict=False) if step != 0]
         const = "" if end.value in loop.body.outputs else "const "
+        if end.value == loop.tile:
+            code(f"const {ELEMENT[end.dtype]}* const {name}_row = (const {ELEMENT[end.dtype]}*)tile;")
+            continue
+        if loop.channels is not None and loop.lines.strides[end.value][-1] != 0:
+            terms.append(f"channel * {context.dim(loop.lines.strides[end.value][-1])}")
         code(f"{const}{ELEMENT[end.dtype]}* const {name}_row = {' + '.join([f'{name}_at', *terms])};")
         if end.value in loop.rows.row and end.value not in loop.body.outputs:
             code(f"const {VECTOR[end.dtype]} {name} = all_{end.dtype}({name}_row);")

@@ -12,6 +12,7 @@ import numpy as np
 from intaglio import numerics
 from intaglio.codegen import depthwise
 from intaglio.codegen.context import Context
+from intaglio.codegen.loops import epilogue, fill_frames
 from intaglio.codegen.pack import Packing, pack_columns, pack_weights, packing
 from intaglio.codegen.steps import fill_pair
 from intaglio.codegen.tile import TileSpec
@@ -75,7 +76,9 @@ def emit_matmul(code: Code, partition: Partition, context: Context) -> None:
     for piece in parts:
         with code.block("") if len(parts) > 1 else nullcontext():
             _emit_piece(code, partition, context, piece)
-    if context.halo(partition.output):
+    if partition.epilogue is not None:
+        fill_frames(code, partition.epilogue, context)
+    elif context.halo(partition.output):
         code(f"const struct Image frame = {context.image(partition.output)};")
         zero_point = context.graph.types[partition.output].levels.zero
         code(f"fill_halo(&frame, {zero_point}, thread, threads);")
@@ -99,14 +102,18 @@ def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece
         return
     schedule = context.schedules[partition.output]
     plan = piece_packing(partition, context, schedule, piece)
-    looks_up = context.isa.looks_up if partition.tail[1:] and tail.kind == "requantize" else ""
+    looks_up = context.isa.looks_up if partition.table is not None and tail.kind == "requantize" else ""
     for look in (False, True)[: 2 if looks_up else 1]:
         kernels = _kernels(partition, context, plan, schedule, look)
         for name, symbols in zip(("kernels", "last_kernels"), kernels, strict=True):
             code(f"static const TileKernel {'table_' * look}{name}[] = {{0, {', '.join(symbols)}}};")
     code("struct Matmul m = {};")
     code(f"m.in = {_source(partition, context)};")
-    code(f"m.out = {_results(partition.output, context, piece)};")
+    if partition.epilogue is None:
+        code(f"m.out = {_results(partition.output, context, piece)};")
+    else:
+        code(f"m.out = {_sizes(anchor.output, anchor.kind == 'linear', context)};")
+        code(f"m.epilogue = {epilogue(partition, context)};")
     _geometry(code, context, plan, piece, anchor.attrs.get("groups", 1))
     _operands(code, partition, context, plan, piece)
     code(f"""
@@ -130,7 +137,12 @@ def _source(partition: Partition, context: Context) -> str:
     value = partition.anchor.inputs[0]
     if partition.head is None:
         return context.image(value)
-    sizes = ", ".join(map(context.dim, lies(context.graph.types[value].shape, rows=False)))
+    return _sizes(value, False, context)
+
+
+def _sizes(value: str, rows: bool, context: Context) -> str:
+    """The images of a value that lies nowhere."""
+    sizes = ", ".join(map(context.dim, lies(context.graph.types[value].shape, rows)))
     return f"image(0, {sizes}, 0, 0)"
 
 
@@ -156,11 +168,11 @@ def piece_packing(partition: Partition, context: Context, schedule: Schedule, pi
 
 def _table(partition: Partition, context: Context) -> str:
     """The 256 levels to look results up in, or none. A level out of the bounds stands for the bound."""
-    if not partition.tail[1:]:
+    if partition.table is None:
         return "0"
     low, high = context.bounds(partition.tail[0])
     inside = np.clip(np.arange(256), low, high)
-    return context.constant(context.graph.constants[partition.tail[1].inputs[1]][inside], "uint8_t")
+    return context.constant(context.graph.constants[partition.table.inputs[1]][inside], "uint8_t")
 
 
 def _activation(tail: Op, context: Context) -> str:

@@ -103,7 +103,7 @@ def emit(
         code('#include "recurrent.h"')
     if any(step.partition.anchor.kind in ("attention", "bmm") for step in plan.steps):
         code('#include "attention.h"')
-    if any(step.partition.anchor.kind == "loop" for step in plan.steps):
+    if any(op.kind == "loop" for step in plan.steps for op in step.partition.ops):
         code('#include "loops.h"')
     code(layout_checks() + depthwise_checks())
     code(table.support)
@@ -148,6 +148,8 @@ def _step(index: int, step: Step, context: Context) -> str:
     body = Code()
     EMITTERS[partition.anchor.kind](body, partition, context)
     code = Code()
+    for function in context.functions:
+        code(function)
     kinds = " + ".join(op.kind for op in partition.ops)
     code(f"// {partition.name}: {kinds}, {describe(partition, context.graph)}")
     attrs = ", ".join(f"{key} {value}" for key, value in sorted(partition.anchor.attrs.items()))

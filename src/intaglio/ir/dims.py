@@ -65,6 +65,9 @@ class Expression:
     __rmul__ = __mul__
 
 
+LONGEST = 16
+"""Terms of a quotient that division looks for."""
+
 Dim = int | Expression
 Shape = tuple[Dim, ...]
 
@@ -111,26 +114,25 @@ def _quotient(dim: Dim, divisor: int) -> Dim:
 
 
 def divide(a: Dim, b: Dim) -> Dim | None:
-    """The dimension that times ``b`` is ``a`` for all values of the symbols, where there is one."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a // b if b and a % b == 0 else None
-    if a == b:
-        return 1
-    if a == 0:
-        return 0
-    (monomial, coefficient), *others = _terms(b)
-    found = []
-    for atoms, count in _terms(a) if not others else list(_terms(a))[:1]:
+    """The dimension that times ``b`` is ``a`` for all values of the symbols, where there is one: long division."""
+    if b == 0:
+        return None
+    (leading, coefficient), *_ = _terms(b)
+    quotient: Dim = 0
+    for _ in range(LONGEST):
+        if a == 0:
+            return quotient
+        (atoms, count), *_ = _terms(a)
         left = list(atoms)
-        for atom in monomial:
+        for atom in leading:
             if atom not in left:
                 return None
             left.remove(atom)
-        if coefficient == 0 or count % coefficient:
+        if count % coefficient:
             return None
-        found.append((tuple(left), count // coefficient))
-    quotient = _collect(found)
-    return quotient if b * quotient == a else None
+        term = _collect([(tuple(left), count // coefficient)])
+        quotient, a = quotient + term, a - term * b
+    return None
 
 
 def evaluate(dim: Dim, symbols: Mapping[str, int]) -> int:

@@ -17,8 +17,9 @@ from intaglio.ir.types import DType
 class Partition:
     """An anchor and the tail that runs in its kernel: every int32 accumulator lives and dies in here.
 
-    The tail of a convolution or linear layer is what takes its accumulators, then perhaps a table of the levels. With
-    ``headed`` the first operator is a head: it makes what the anchor reads, some pixels at a time, just before.
+    The tail of a product is what takes its accumulators, then perhaps a table of the levels, then perhaps an epilogue:
+    a loop over single elements that alone reads them, some pixels at a time, just behind. With ``headed`` the first
+    operator is a head: it makes what the anchor reads, some pixels at a time, just before.
     """
 
     name: str
@@ -36,6 +37,14 @@ class Partition:
     @property
     def tail(self) -> tuple[Op, ...]:
         return self.ops[self.headed + 1 :]
+
+    @property
+    def table(self) -> Op | None:
+        return next((op for op in self.tail[1:] if op.kind == "table"), None)
+
+    @property
+    def epilogue(self) -> Op | None:
+        return next((op for op in self.tail[1:] if op.kind == "loop"), None)
 
     @property
     def output(self) -> str:

@@ -4,8 +4,12 @@ a product that weighs the channels of an image and the convolution of single pix
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from intaglio.ir import Buffer, DType, Graph, Op, Partition, is_flat
+from intaglio.ir.loops import GATHERS, REDUCTIONS, VIEWS, body_of, space
+from intaglio.ir.verify import PRODUCTS
+from intaglio.lower.loops import as_loop, is_plain
 
 WIDEST_HEAD = 4096
 """Channels of what a head makes: the tallest tile of it fits ``WEIGHED_BYTES``, and its terms ``TERMS``, of
@@ -52,6 +56,49 @@ def join_heads(partitions: Sequence[Partition], graph: Graph, buffers: Mapping[s
             partition = Partition(partition.name, (head, *partition.ops), headed=True)
         found[partition.ops[-1].outputs] = partition
     return list(found.values())
+
+
+def join_epilogues(partitions: Sequence[Partition], graph: Graph) -> list[Partition]:
+    """A loop over single elements, or a dequantize, that alone reads what a product makes runs in its kernel, while
+    that lies in cache. Of several products that a loop reads, the last one takes it."""
+    users, ends = graph.users(), {partition.output: partition for partition in partitions}
+    found: dict[tuple[str, ...], Partition] = {}
+    order = {partition.output: index for index, partition in enumerate(partitions)}
+    for partition in partitions:
+        loop = partition.anchor
+        found[partition.ops[-1].outputs] = partition
+        if loop.kind not in ("loop", "dequantize") or not is_plain(loop, graph.types):
+            continue
+        products = [
+            ends[name] for name in loop.inputs
+            if name in ends and len(users[name]) == 1 and name not in graph.outputs and _gives_tiles(ends[name], graph)
+        ]  # fmt: skip
+        loop = as_loop(loop, graph.types)
+        if products and _takes_tiles(loop, (product := max(products, key=lambda one: order[one.output])).output):
+            del found[product.ops[-1].outputs]
+            found[loop.outputs] = replace(product, ops=(*product.ops, loop))
+    return list(found.values())
+
+
+def _gives_tiles(partition: Partition, graph: Graph) -> bool:
+    """Whether kernels make all results of it some pixels at a time. Depthwise ones, and phases of transposed
+    convolutions, have an order of their own."""
+    anchor = partition.anchor
+    if len(partition.ops[-1].outputs) > 1 or not partition.tail or anchor.kind.startswith("conv_transpose"):
+        return False
+    if anchor.kind == "bmm":
+        return True
+    groups = anchor.attrs.get("groups", 1)
+    return anchor.kind in PRODUCTS and (groups == 1 or graph.constants[anchor.inputs[1]].shape[0] != groups)
+
+
+def _takes_tiles(loop: Op, value: str) -> bool:
+    """Whether a loop computes element by element, all of its space from a value of that size."""
+    body = body_of(loop)
+    if any(op.kind in (*REDUCTIONS, *VIEWS, *GATHERS) for op in body.ops):
+        return False
+    read = body.inputs[loop.inputs.index(value)]
+    return all(body.types[name].shape == space(body) for name in (read, *body.outputs))
 
 
 def _takes_pixels(partition: Partition, graph: Graph, buffers: Mapping[str, Buffer]) -> bool:

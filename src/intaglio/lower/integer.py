@@ -349,9 +349,12 @@ class _Builder:
         return self._weight(weight, levels, q), scales
 
     def _product(self, region: IntegerRegion, stem: str) -> str:
-        """Two activations into an int32 accumulator."""
+        """Two activations into an int32 accumulator, whose unit is multiplied by the number behind it."""
         names = [self.values[value] for value in region.operands()]
         unit = float(numerics.accumulator_scale(*[self.types[name].levels.step for name in names]))
+        for node in region.nodes[1:]:
+            number = float(arguments(node)["other"])
+            unit = unit * number if record_of(node).name == "mul_number" else unit / number
         kind = TensorType(tensor_type(region.anchor).shape, DType.I32, QParams((unit,), (0,), -(2**31), 2**31 - 1))
         return self._op("bmm", names, f"{stem}_acc", kind, origin(region.anchor))
 

@@ -34,13 +34,13 @@ class _Merging:
 
     def take_dequantizes(self) -> int:
         """Loops that read floats made of levels read the levels."""
-        made = {op.output: op for op in self.ops if op.kind == "dequantize" and _is_plain(op, self.types)}
+        made = {op.output: op for op in self.ops if op.kind == "dequantize" and is_plain(op, self.types)}
         count = 0
         for index, op in enumerate(self.ops):
             if op.kind == "loop":
                 found = [made[name] for name in op.inputs if name in made]
                 for one in found:
-                    op = _joined(_as_loop(one, self.types), op, set())
+                    op = _joined(as_loop(one, self.types), op, set())
                 self.ops[index] = op
                 count += len(found)
         return count
@@ -50,7 +50,7 @@ class _Merging:
         makers = {name: index for index, op in enumerate(self.ops) if op.kind == "loop" for name in op.outputs}
         for at in range(self.first, len(self.ops)):
             op = self.ops[at]
-            if op.kind not in ("loop", "quantize") or not _is_plain(op, self.types):
+            if op.kind not in ("loop", "quantize") or not is_plain(op, self.types):
                 continue
             for name in op.inputs:
                 if name in makers and self._fits(makers[name], at):
@@ -59,7 +59,7 @@ class _Merging:
         return None
 
     def _fits(self, maker: int, reader: int) -> bool:
-        first, second = self.ops[maker], _as_loop(self.ops[reader], self.types)
+        first, second = self.ops[maker], as_loop(self.ops[reader], self.types)
         return (
             _same_rows(body_of(first), body_of(second)) and _links(first, second) and not self._between(maker, reader)
         )
@@ -74,7 +74,7 @@ class _Merging:
 
     def merge(self, maker: int, reader: int) -> None:
         """What reads the maker moves behind the reader, what the reader needs stays in front."""
-        first, second = self.ops[maker], _as_loop(self.ops[reader], self.types)
+        first, second = self.ops[maker], as_loop(self.ops[reader], self.types)
         reached, before, behind = set(first.outputs), list[Op](), list[Op]()
         for op in self.ops[maker + 1 : reader]:
             if reached.intersection(op.inputs):
@@ -89,7 +89,7 @@ class _Merging:
         self.first = min(self.first, maker)
 
 
-def _is_plain(op: Op, types: Mapping[str, TensorType]) -> bool:
+def is_plain(op: Op, types: Mapping[str, TensorType]) -> bool:
     """A loop; or a quantize, or dequantize, of u8 levels that all have the same parameters."""
     if op.kind == "loop":
         return True
@@ -97,7 +97,8 @@ def _is_plain(op: Op, types: Mapping[str, TensorType]) -> bool:
     return kind.dtype is DType.U8 and kind.q is not None and kind.q.axis is None
 
 
-def _as_loop(op: Op, types: Mapping[str, TensorType]) -> Op:
+def as_loop(op: Op, types: Mapping[str, TensorType]) -> Op:
+    """A quantize or dequantize as a loop of one operator; a loop as it is."""
     if op.kind == "loop":
         return op
     ends = {name: types[name] for name in (*op.inputs, *op.outputs)}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from intaglio.ir import Buffer, DType, Graph, Op, Partition, Placement, Plan, Step, View, evaluate, symbols_of
 from intaglio.ir.moves import MOVES
 from intaglio.ir.scratch import LINE, SHARERS, recurrent_lines, scratch_lines
-from intaglio.lower.fuse import fuse, join_heads
+from intaglio.lower.fuse import fuse, join_epilogues, join_heads
 from intaglio.lower.layout import lay_out
 from intaglio.lower.views import find_views
 
@@ -24,7 +24,7 @@ def plan(graph: Graph) -> Plan:
     buffers, rows = lay_out(graph)
     views = find_views(graph, buffers, rows)
     buffers = {name: _behind(buffer, buffers, views) for name, buffer in buffers.items() if name not in views}
-    partitions = join_heads(fuse(graph), graph, buffers)
+    partitions = join_epilogues(join_heads(fuse(graph), graph, buffers), graph)
     partitions = [p for p in partitions if len(p.ops) > 1 or not (_is_view(p.ops[0], views) or _is_alias(p, buffers))]
     heads = {p.head.output for p in partitions if p.head is not None}
     buffers = {name: buffer for name, buffer in buffers.items() if name not in heads}  # never made as a whole

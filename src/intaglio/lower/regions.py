@@ -13,7 +13,7 @@ from intaglio.capture.nodes import FxView, activations, call_of, is_constant, op
 from intaglio.ir import DType, QParams
 from intaglio.ir.moves import MOVES
 from intaglio.ir.rewrite import match
-from intaglio.ops import ACCUMULATING, FUSIONS, SUMS
+from intaglio.ops import ACCUMULATING, FUSIONS, NUMBERS, SUMS
 from intaglio.quant.annotate import Chain, fusable
 from intaglio.quant.dynamic import rows_behind
 from intaglio.quant.patterns import Whole, operands_of_whole
@@ -116,7 +116,8 @@ def _region(nodes: tuple[fx.Node, ...]) -> IntegerRegion | None:
             return None
     if len(results) == len(wide) == 1 and None not in results:
         return IntegerRegion(nodes, results.pop(), wide.pop())
-    return IntegerRegion(nodes, None) if len(nodes) == 1 and record.name in ACCUMULATING else None
+    plain = all(record_of(node).name in NUMBERS for node in nodes[1:])
+    return IntegerRegion(nodes, None) if plain and record.name in ACCUMULATING else None
 
 
 def _result(user: fx.Node) -> QParams | None:

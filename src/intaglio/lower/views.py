@@ -58,7 +58,7 @@ def _written_in_place(
     graph: Graph, users: Mapping[str, tuple[Op, ...]], buffers: Mapping[str, Buffer], rows: frozenset[str]
 ) -> dict[str, _Lying]:
     found: dict[str, _Lying] = {}
-    for name in (name for op in graph.ops if op.kind in STRIDED for name in op.outputs):
+    for name in (name for op in graph.ops if op.kind in STRIDED for name in _results(op, users)):
         path, end = _moves_behind(name, users, graph)
         if not path or (all(op.kind in STRIDED for op in users[end]) and end not in graph.outputs):
             continue
@@ -74,6 +74,15 @@ def _written_in_place(
         if at is not None and _neighbours(at.view()):
             found.update(places)
     return found
+
+
+def _results(op: Op, users: Mapping[str, tuple[Op, ...]]) -> tuple[str, ...]:
+    """What an operator writes, a product by what takes its accumulator."""
+    if op.kind != "bmm":
+        return op.outputs
+    (tail,) = users[op.output]
+    tables = [reader for reader in users[tail.output] if reader.kind == "table" and len(users[tail.output]) == 1]
+    return (tables or [tail])[0].outputs
 
 
 def _moves_behind(name: str, users: Mapping[str, tuple[Op, ...]], graph: Graph) -> tuple[list[Op], str]:

@@ -253,6 +253,16 @@ ACTIVATION(gelu_tanh, EACH x[i] = gelu_tanh(x[i]))
 
 #include "rows.h"
 
+// -- epilogues ----------------------------------------------------------------------------------------------------------
+
+// What reads results while they lie in the first-level cache, floats or levels: some channels of pixels `apart` bytes from
+// each other. Pixels are counted through all images; where the results of this lie it knows itself.
+struct Epilogue {
+    void (*take)(const struct Run* r, const uint8_t* tile, int64_t apart, int64_t pixel, int64_t pixels, int64_t channel, int64_t channels);
+    const struct Run* run;
+    int64_t bytes;             // of an element it reads
+};
+
 // -- matrix products ------------------------------------------------------------------------------------------------------
 
 // One call of a microkernel: `count` tiles side by side, each of `rows` output pixels by blocks of 16 channels. Strides in
@@ -301,6 +311,7 @@ struct Matmul {
     const uint8_t* table;                  // of results, for kernels that do not look them up; or null
     struct Activation activation;          // of results in float; `levels` may be null
     struct ByRow by_row;                   // of accumulators as floats, in flat products; `scales` may be null
+    struct Epilogue epilogue;              // `take` may be null; then `out` has sizes only
 };
 
 // Bytes of results that are looked up, or taken as floats, while they lie in the first-level cache; of a tile at most.
@@ -328,7 +339,13 @@ static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_
         t.out_pixel = (channels + 15) / 16 * 64;
         if (channels % 16) memset(real, 0, sizeof real);  // a kernel leaves lanes behind the last channel as they are
     }
+    const struct Epilogue* epilogue = m->epilogue.take ? &m->epilogue : 0;
+    uint8_t levels[WARM + TILE_BYTES] __attribute__((aligned(64)));
+    if (epilogue && !activation) t.out_pixel = (channels + 15) / 16 * 16 * epilogue->bytes;
+    uint8_t* const warmed = activation ? levels : (uint8_t*)real;
+    const int64_t warmed_pixel = activation ? (channels + 15) / 16 * 16 : t.out_pixel;
     const int32_t warm = (int32_t)(WARM / (m->rows * t.out_pixel)) + 1;
+    const int staged = m->table || activation || epilogue || m->by_row.scales;
     int32_t line = (int32_t)(first / tiles), i = (int32_t)(first % tiles);
     for (int64_t done = first; done < last;) {
         const int64_t n = m->flat ? 0 : line / per_image, y = m->flat ? 0 : line % per_image;
@@ -337,6 +354,7 @@ static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_
         const uint8_t* other = m->other.base ? at(&m->other, n, y, 0) + channel : 0;
         const int64_t x = (int64_t)i * least + (i < longer ? i : longer);
         t.a = a + x * t.a_pixel;
+        int64_t pixel = line * width + x;
         t.out = out + x * out_pixel;
         t.other = other + x * t.other_pixel;
         if (m->rest.base) t.rest = at(&m->rest, n, y, 0) + channel + x * t.rest_pixel;
@@ -344,18 +362,19 @@ static __attribute__((noinline)) void matmul_span(const struct Matmul* m, int64_
         while (i < tiles && done < last) {
             const int32_t equal = (i < longer ? longer : (int32_t)tiles) - i;
             const int32_t left = done + equal < last ? equal : (int32_t)(last - done);
-            const int32_t height = least + (i < longer), count = (m->table || activation || m->by_row.scales) && left > warm ? warm : left;
+            const int32_t height = least + (i < longer), count = staged && left > warm ? warm : left;
             uint8_t* first_pixel = t.out;
             t.count = count;
-            if (activation) t.out = (uint8_t*)real;
+            if (activation || epilogue) t.out = (uint8_t*)real;
             kernels[height](&t);
-            if (activation) {
-                activation->levels(activation, real, t.out_pixel / 4, height * count, first_pixel, out_pixel, channels);
-                t.out = first_pixel + height * count * out_pixel;
-            }
-            if (m->by_row.scales)
-                dequantize_rows(&m->by_row, (float*)first_pixel, out_pixel / 4, (first_pixel - m->out.base) / out_pixel, height * count, channel, channels);
-            if (m->table) look_up_here(first_pixel, height * count, out_pixel, channels, m->table);
+            if (activation || epilogue) t.out = first_pixel + height * count * out_pixel;
+            if (epilogue) first_pixel = warmed;
+            const int64_t apart = epilogue ? warmed_pixel : out_pixel;
+            if (activation) activation->levels(activation, real, t.out_pixel / 4, height * count, first_pixel, apart, channels);
+            if (m->by_row.scales) dequantize_rows(&m->by_row, (float*)first_pixel, apart / 4, pixel, height * count, channel, channels);
+            if (m->table) look_up_here(first_pixel, height * count, apart, channels, m->table);
+            if (epilogue) epilogue->take(epilogue->run, warmed, warmed_pixel, pixel, height * count, channel, channels);
+            pixel += height * count;
             i += count, done += count;
         }
         i = 0;

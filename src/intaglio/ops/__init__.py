@@ -20,7 +20,7 @@ from intaglio.ops import (
     shape,
     unary,
 )
-from intaglio.ops.fusions import ACCUMULATING, ANCHORS, FUSIONS, SUMS, Fusion
+from intaglio.ops.fusions import ACCUMULATING, ANCHORS, FUSIONS, NUMBERS, SUMS, Fusion
 from intaglio.ops.interpret import interpret, run_op
 from intaglio.ops.opdef import Call, OpDef, Roles
 
@@ -46,6 +46,6 @@ OPS, BY_TARGET = index(
 )  # fmt: skip
 
 __all__ = [
-    "ACCUMULATING", "ANCHORS", "BY_TARGET", "FUSIONS", "OPS", "SUMS", "Call", "Fusion", "OpDef", "Roles", "index",
-    "interpret", "run_op",
+    "ACCUMULATING", "ANCHORS", "BY_TARGET", "FUSIONS", "NUMBERS", "OPS", "SUMS", "Call", "Fusion", "OpDef", "Roles",
+    "index", "interpret", "run_op",
 ]  # fmt: skip

@@ -14,6 +14,10 @@ SUMS = ("add", "scaled_add")
 """Both are `add` in the integer graph; the second has a factor per channel."""
 
 
+NUMBERS = ("mul_number", "div_number")
+"""Scale what they read; behind a product of two activations, its unit."""
+
+
 @dataclass(frozen=True)
 class Fusion:
     """A named pattern over operator names; its root is the value that may become a site, inner values never do.
@@ -31,6 +35,7 @@ FUSIONS = (
     Fusion("anchor_add_clamp", op("clamp", op(SUMS, op(ANCHORS, any("x")), any("other"), commutative=True))),
     Fusion("anchor_add", op(SUMS, op(ANCHORS, any("x")), any("other"), commutative=True)),
     Fusion("anchor_clamp", seq(ANCHORS, "clamp")),
+    Fusion("product_number", seq("bmm", NUMBERS)),
     Fusion("anchor_function", seq(ANCHORS, FUNCTIONS), precise=True),
     Fusion("add_clamp", op("clamp", op(SUMS, any("a"), any("b")))),
     Fusion("affine_clamp", seq("affine", "clamp")),

@@ -27,7 +27,7 @@ from intaglio.errors import UnsupportedError
 from intaglio.ir import DType, evaluate, numel, symbols_of
 from intaglio.ir.moves import MOVES
 from intaglio.ir.rewrite import match
-from intaglio.ops import ACCUMULATING, FUSIONS, SUMS, OpDef
+from intaglio.ops import ACCUMULATING, FUSIONS, NUMBERS, SUMS, OpDef
 from intaglio.ops.activate import FUNCTIONS
 from intaglio.ops.conv import output_axis
 from intaglio.ops.recurrent import RECURRENT
@@ -405,14 +405,19 @@ def _pattern_of(nodes: Iterable[fx.Node], owners: Mapping[fx.Node, Found]) -> Qu
 
 def fusable(nodes: Iterable[fx.Node]) -> bool:
     """Whether the kernel of a chain takes its operands: a sum that joins an accumulator does not broadcast, and a
-    factor per channel goes with the accumulator's channels."""
+    factor per channel goes with the accumulator's channels, and a unit is positive."""
     nodes = list(nodes)
     anchor = next((node for node in nodes if record_of(node).anchor), None)
     if anchor is None:
         return True
     joined = (node for node in nodes if record_of(node).name in SUMS)
     scaled = (node for node in nodes if record_of(node).name == "affine")
-    return all(_joins(node, anchor) for node in joined) and all(_scales(node, anchor) for node in scaled)
+    positive = all(_is_positive(arguments(node)["other"]) for node in nodes if record_of(node).name in NUMBERS)
+    return positive and all(_joins(node, anchor) for node in joined) and all(_scales(node, anchor) for node in scaled)
+
+
+def _is_positive(number: object) -> bool:
+    return isinstance(number, (int, float)) and 0 < number < float("inf")
 
 
 def _scales(node: fx.Node, anchor: fx.Node) -> bool:
@@ -517,8 +522,8 @@ def _around_zero(site: Site) -> Site:
 
 def _may_give_float(region: Region) -> bool:
     """Whether an accumulator may leave the region dequantized."""
-    alone = len(region.nodes) == 1 and region.record.anchor
-    return alone and region.record.name in (*ACCUMULATING, *RECURRENT)
+    plain = len(region.nodes) == 1 or region.name == "product_number"
+    return plain and region.record.anchor and region.record.name in (*ACCUMULATING, *RECURRENT)
 
 
 def _join(names: list[str], sites: dict[str, Site]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from intaglio.capture.canonical import run
+from intaglio.capture.canonical import Pass, run
 from intaglio.capture.captured import Captured, GraphStage, expect
 from intaglio.capture.nodes import operator, record_of
 from intaglio.errors import CalibrationError, SelectorError, UnsupportedError
@@ -20,6 +20,7 @@ from intaglio.quant.annotate import Annotations, annotate_graph, match_notes, no
 from intaglio.quant.corrections import Equalization
 from intaglio.quant.declare import declare_images
 from intaglio.quant.embeddings import table_notes
+from intaglio.quant.gates import join_gates
 from intaglio.quant.image import Image
 from intaglio.quant.methods import method_of
 from intaglio.quant.passes import PTQ_PASSES
@@ -141,7 +142,7 @@ def annotate(captured: Captured, quantizer: Quantizer | None = None) -> Annotati
     expect(captured, Captured, "annotate")
     quantizer = quantizer or Quantizer()
     module = copy_graph(captured.module)
-    run(module, PTQ_PASSES)
+    run(module, _passes(quantizer))
     quantizer = _decided(quantizer, module)
     declare_images(module, captured.signature, quantizer, captured.classes)
     return annotate_graph(module, quantizer, captured.classes)
@@ -152,7 +153,7 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
     expect(captured, Captured, "prepare")
     quantizer = quantizer or Quantizer()
     module = copy_graph(captured.module)
-    rewrites = run(module, PTQ_PASSES)
+    rewrites = run(module, _passes(quantizer))
     quantizer = _decided(quantizer, module)
     notes = declare_images(module, captured.signature, quantizer, captured.classes)
     annotations = annotate_graph(module, quantizer, captured.classes)
@@ -171,6 +172,11 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
     observed, observers, watch = _observed(annotations, captured.signature)
     return Prepared(observed, captured.signature, annotations, observers, about, rewrites, quantizer, captured.classes,
                     watch=watch)  # fmt: skip
+
+
+def _passes(quantizer: Quantizer) -> tuple[Pass, ...]:
+    """A user's patterns see operators as the model has them."""
+    return PTQ_PASSES if quantizer.patterns else (*PTQ_PASSES, join_gates)
 
 
 def _decided(quantizer: Quantizer, module: fx.GraphModule) -> Quantizer:
@@ -198,14 +204,10 @@ def again(prepared: Prepared, module: fx.GraphModule) -> Prepared:
     annotations = annotated(prepared, module)
     observed, observers, watch = _observed(annotations, prepared.signature)
     about = prepared.about.after(sites=annotations.text())
-    return replace(
-        prepared, module=observed, annotations=annotations, observers=observers, about=about, watch=watch
-    )
+    return replace(prepared, module=observed, annotations=annotations, observers=observers, about=about, watch=watch)
 
 
-def _observed(
-    annotations: Annotations, signature: Signature
-) -> tuple[fx.GraphModule, dict[str, Observer], Watch]:
+def _observed(annotations: Annotations, signature: Signature) -> tuple[fx.GraphModule, dict[str, Observer], Watch]:
     """A copy of the graph that counts, what it counts into, and what its observers share."""
     observed = copy_graph(annotations.module)
     nodes, watch = {node.name: node for node in observed.graph.nodes}, Watch()
