@@ -30,6 +30,7 @@ from intaglio.lower.real import loop_of, move_of, real_call
 from intaglio.lower.recurrent import part_of_recurrent, recurrent
 from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
 from intaglio.lower.rows import part_of_rows, product_of_rows, quantize_rows
+from intaglio.lower.tables import arange, embedding_bag, part_of_bag, range_of
 from intaglio.ops import ACCUMULATING, ANCHORS, SUMS, OpDef
 from intaglio.ops.activate import bind_precise
 from intaglio.ops.body import RealCall
@@ -58,8 +59,9 @@ def requantize(reference: Reference) -> Lowered:
     integer = sum(macs(node) for region in builder.regions for node in region.nodes) + sum(map(macs, stacks))
     total = sum(macs(node) for node in reference.module.graph.nodes)
     inside = {node.name for region in builder.regions for node in region.nodes}.union(node.name for node in stacks)
-    inside |= {node.name for node in builder.real if any(map(table_behind, node.args))}
-    native = inside.union(node.name for node in builder.real)
+    own = [*builder.real, *(node for node in builder.values if part_of_bag(node))]
+    inside |= {node.name for node in own if any(map(table_behind, node.args))}
+    native = inside.union(node.name for node in own)
     floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in native)
     floats += _simulated(reference.annotations, inside)
     floats += _without_reason(builder.cut, {skip.node for skip in floats})
@@ -156,7 +158,9 @@ class _Builder:
                 yield Unit((node,), image[:1], True)
             elif any(quantized_to(node, dtype) or levels_of(node, dtype) for dtype in (DType.U8, DType.U16)):
                 yield Unit((node,), (node.args[0],), True)
-            elif part_of_rows(node) or part_of_recurrent(node):
+            elif range_of(node) is not None:
+                yield Unit((node,), (), True)
+            elif part_of_rows(node) or part_of_recurrent(node) or part_of_bag(node):
                 needs = [leaf for leaf in tensor_nodes(node.args) if leaf.op != "get_attr"]
                 yield Unit((node,), tuple(needs), True)
             elif table_behind(node):
@@ -184,6 +188,10 @@ class _Builder:
             quantize_rows(self, node)
         elif part_of_recurrent(node):
             recurrent(self, node)
+        elif part_of_bag(node):
+            embedding_bag(self, node)
+        elif attrs := range_of(node):
+            arange(self, node, attrs)
         elif table := table_behind(node):
             self.values[node] = self._real_constant(table[0])
         elif levels_of(node) or levels_of(node, DType.U16) or quantized_to(node, DType.U16):

@@ -33,7 +33,7 @@ from intaglio.ops.conv import output_axis
 from intaglio.ops.recurrent import RECURRENT
 from intaglio.ops.rows import ROW_MODES
 from intaglio.quant.dynamic import row_sites, unable_at_run_time
-from intaglio.quant.embeddings import Table, find_tables, table_notes
+from intaglio.quant.embeddings import BAGS, Table, bag_refusal, find_tables, table_notes
 from intaglio.quant.passes import BATCH_NORM
 from intaglio.quant.patterns import (
     Found,
@@ -316,6 +316,8 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
     record = record_of(node)
     if operator(node) == BATCH_NORM:
         return f"{LOOSE_NORM}, and whose parameters are computed"
+    if operator(node) in BAGS:
+        return bag_refusal(node) or "its table is of floats"
     if record is None:
         return "no int8 kernel for this operator"
     if record.name in RECURRENT and setting.quantize:

@@ -5,18 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import getitem
 
 import numpy as np
 import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.capture.nodes import is_constant, operator, origin
+from intaglio.capture.nodes import arguments, is_constant, operator, origin
 from intaglio.ir import DType, TensorType
 from intaglio.quant.recipe import Setting
 
 EMBEDDING = "aten.embedding.default"
-BAGS = ("aten.embedding_bag.padding_idx", "aten.embedding_bag.default")
+BAGS = (
+    "aten.embedding_bag.padding_idx", "aten.embedding_bag.default", "aten._embedding_bag.default",
+    "aten._embedding_bag_forward_only.default",
+)  # fmt: skip
 DEQUANTIZE_CHANNEL = "quantized_decomposed.dequantize_per_channel.default"
 
 
@@ -38,15 +42,36 @@ def find_tables(settings: Mapping[fx.Node, Setting]) -> tuple[Table, ...]:
     return tuple(Table(node, _refusal(node.args[0])) for node in asked if operator(node) in (EMBEDDING, *BAGS))
 
 
-def _refusal(table: fx.Node) -> str | None:
-    if not is_constant(table) or table.meta["type"].dtype is not DType.F32:
+def _unread(table: fx.Node) -> str | None:
+    """Why no kernel reads a table of floats."""
+    kind = table.meta["type"]
+    if not is_constant(table) or kind.dtype is not DType.F32:
         return "it is no constant of float32"
+    return None if len(kind.shape) == 2 and 0 not in kind.shape else f"its shape is {list(kind.shape)}"
+
+
+def _refusal(table: fx.Node) -> str | None:
+    if (reason := _unread(table)) is not None:
+        return reason
     values = getattr(table.graph.owning_module, str(table.target)).detach()
-    if values.dim() != 2 or not values.numel():
-        return f"its shape is {list(values.shape)}"
-    with np.errstate(over="ignore", invalid="ignore"):
-        spans = values.amax(1) - values.amin(1)
+    spans = values.amax(1) - values.amin(1)
     return None if spans.isfinite().all() else "a row has values that are not finite, or too far apart"
+
+
+def bag_refusal(node: fx.Node) -> str | None:
+    """Why PyTorch computes a bag; ``None`` where the program does."""
+    given = arguments(node)
+    table, weights = given["weight"], given["per_sample_weights"]
+    if table_behind(table) is None and (reason := _unread(table)) is not None:
+        return f"its table: {reason}"
+    ids, offsets = (value.meta["type"] for value in (given["indices"], given["offsets"]))
+    if (ids.dtype, offsets.dtype) != (DType.I64, DType.I64) or (len(ids.shape), len(offsets.shape)) != (1, 1):
+        return f"ids {ids} and offsets {offsets}; the kernel takes i64 of one axis"
+    if weights is not None and weights.meta["type"].dtype is not DType.F32:
+        return f"weights of samples {weights.meta['type']}; the kernel takes f32"
+    if any(user.target is not getitem or user.args[1] != 0 for user in node.users):
+        return "more than its first result is read"
+    return None
 
 
 def table_notes(tables: Iterable[Table]) -> tuple[str, ...]:
