@@ -2,87 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 from torch import fx
 
 from intaglio.capture.nodes import arguments, call_before, operator, replace_node, size_of, tensor_type
+from intaglio.capture.ramps import VIEWS, Ramp, alike, ramp_of
 from intaglio.ir import Dim, DType, TensorType
 
 ATEN = torch.ops.aten
-ARANGES = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step")
 AND = ("aten.__and__.Tensor", "aten.bitwise_and.Tensor", "aten.logical_and.default")
 OR = ("aten.__or__.Tensor", "aten.bitwise_or.Tensor", "aten.logical_or.default")
 NOT = ("aten.logical_not.default", "aten.bitwise_not.default")
 ONES = ("aten.ones.default", "aten.new_ones.default", "aten.ones_like.default")
 ZEROS = ("aten.zeros.default", "aten.new_zeros.default", "aten.zeros_like.default")
 FULLS = ("aten.full.default", "aten.new_full.default", "aten.full_like.default")
-VIEWS = (
-    "aten.unsqueeze.default", "aten.squeeze.dim", "aten.expand.default", "aten.reshape.default", "aten.slice.Tensor",
-    "aten.transpose.int", "aten.permute.default", "aten._to_copy.default",
-)  # fmt: skip
 ATTENTION = "aten.scaled_dot_product_attention.default"
-
-
-@dataclass(frozen=True)
-class Ramp:
-    """``start``, ``start + 1``, ... along one axis, the same along every other, all of size 1."""
-
-    start: int
-    axis: int
-    length: Dim
-
-    @property
-    def last(self) -> int | None:
-        """The largest value, where the length is a number."""
-        return self.start + self.length - 1 if isinstance(self.length, int) else None
 
 
 def resolve_masks(module: fx.GraphModule) -> int:
     """Conditions that hold everywhere vanish from masks, and whole ranges that index a mask from the index.
 
-    ``x >= 0`` of an ``arange`` is true; ``and`` with what is true is the other operand; a mask indexed by the whole
-    range of each of its axes is that mask in another shape; attention under a mask that is all true has none, and
-    under one that is true on and below the diagonal alone is causal.
+    ``x >= 0`` of an ``arange`` is true, and so is that its neighbours differ by 1; ``and`` with what is true is the
+    other operand; a mask indexed by the whole range of each of its axes is that mask in another shape; attention under
+    a mask that is all true has none, and under one that is true on and below the diagonal alone is causal.
     """
     ramps: dict[fx.Node, Ramp] = {}
     always: dict[fx.Node, bool] = {}
+    numbers: dict[fx.Node, int] = {}
     hits = 0
     for node in list(module.graph.nodes):
         if node.op != "call_function" or tensor_type(node) is None:
             continue
-        if (ramp := _ramp(node, ramps)) is not None:
+        if (ramp := ramp_of(node, ramps)) is not None:
             ramps[node] = ramp
-        elif (held := _always(node, ramps, always)) is not None:
+        elif (number := alike(node, ramps, numbers, always)) is not None:
+            numbers[node] = number
+        elif (held := _always(node, ramps, numbers, always)) is not None:
             always[node] = held
         else:
             hits += _rewrite(node, ramps, always)
     return hits
 
 
-def _ramp(node: fx.Node, ramps: dict[fx.Node, Ramp]) -> Ramp | None:
-    name, shape = operator(node), tensor_type(node).shape
-    if name in ARANGES:
-        given = arguments(node)
-        start, step = given.get("start", 0), given.get("step", 1)
-        return Ramp(start, 0, shape[0]) if isinstance(start, int) and step == 1 else None
-    source = ramps.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
-    if source is None:
-        return None
-    if name in ("aten.add.Tensor", "aten.add.Scalar", "aten.sub.Tensor", "aten.sub.Scalar"):
-        number = node.args[1]
-        if not isinstance(number, int) or arguments(node).get("alpha", 1) != 1:
-            return None
-        return replace(source, start=source.start + (number if "add" in name else -number))
-    if name == "aten.unsqueeze.default":
-        axis = node.args[1] % len(shape)
-        return replace(source, axis=source.axis + (axis <= source.axis))
-    whole = name == "aten._to_copy.default" and tensor_type(node).dtype in (DType.I64, DType.I32)
-    return source if whole else None
-
-
-def _always(node: fx.Node, ramps: dict[fx.Node, Ramp], always: dict[fx.Node, bool]) -> bool | None:
+def _always(
+    node: fx.Node, ramps: dict[fx.Node, Ramp], numbers: dict[fx.Node, int], always: dict[fx.Node, bool]
+) -> bool | None:
     """The value a condition has everywhere."""
     name = operator(node)
     if tensor_type(node).dtype is not DType.BOOL:
@@ -99,7 +63,13 @@ def _always(node: fx.Node, ramps: dict[fx.Node, Ramp], always: dict[fx.Node, boo
         found = [always.get(value) for value in node.args[:2]]
         strong = name in OR  # one operand that decides
         return strong if strong in found else (not strong if None not in found else None)
-    return _compared(name, ramps.get(node.args[0]), node.args[1]) if len(node.args) == 2 else None
+    if len(node.args) != 2:
+        return None
+    number, other = numbers.get(node.args[0]), node.args[1]
+    other = numbers.get(other) if isinstance(other, fx.Node) else other
+    if number is not None and isinstance(other, int) and name.split(".")[1] in ("eq", "ne"):
+        return (number == other) is (name.split(".")[1] == "eq")
+    return _compared(name, ramps.get(node.args[0]), node.args[1])
 
 
 def _compared(name: str, ramp: Ramp | None, number: object) -> bool | None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from intaglio.capture.masks import ARANGES
 from intaglio.capture.nodes import arguments, is_constant, operator, origin, resolve, tensor_type
+from intaglio.capture.ramps import ARANGES
 from intaglio.ir import DType, Expression, Op, TensorType
 from intaglio.ops.tables import MODES, NO_PADDING
 from intaglio.quant.embeddings import BAGS, bag_refusal, table_behind
