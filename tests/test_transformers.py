@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import beside
+import intaglio
+from compare import lowered
+from intaglio import Recipe
 from intaglio.capture import Captured, capture, run
 from intaglio.capture.nodes import operator, tensor_type
 from intaglio.errors import InputError
@@ -96,6 +99,27 @@ def test_encoders_of_text_are_layers_two_look_ups_and_one_mask(library, name, at
     assert others == ["embedding", "_to_copy", *(["tanh"] if name == "Bert" else [])]
     assert found.count("scaled_dot_product_attention") == 2
     assert found[:4] == ["embedding", "slice", "add", "layer_norm"]
+
+
+def test_a_decoder_with_positions_of_its_own_has_no_island(library):
+    """Positions are a range of free length, the mask is causal, and nobody asks whether sequences are packed."""
+    config = library.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=90, n_positions=64, bos_token_id=0,
+                                eos_token_id=0)  # fmt: skip
+    model = library.GPT2Model(config).eval()
+    call = {"input_ids": torch.randint(90, (2, 16)), "use_cache": False}
+    captured = capture(model, (), example_kwargs=call)
+    names = [operator(node) for node in captured.module.graph.nodes]
+    assert not {"aten.diff.default", "aten.cumsum.default", "aten.eq.Tensor", "aten.le.Tensor"}.intersection(names)
+    _, graph = lowered(captured, recipe=Recipe.of({"type:Embedding": {"embeddings": "int8"}}), **call)
+    assert not graph.islands
+    assert graph.graph.ops[0].kind == "arange"
+    program = intaglio.compile(graph)
+    for shape in ((2, 16), (1, 3), (3, 64)):
+        ids = torch.randint(90, shape)
+        found = program(input_ids=ids, use_cache=False).last_hidden_state
+        assert torch.equal(found, graph(input_ids=ids, use_cache=False).last_hidden_state)
+        wanted = model(input_ids=ids, use_cache=False).last_hidden_state
+        assert (found - wanted).norm() < 0.1 * wanted.norm()
 
 
 def test_an_encoder_of_images_has_no_mask(library):

@@ -135,6 +135,8 @@ def _whole_index(node: fx.Node, ramps: dict[fx.Node, Ramp]) -> bool:
         return False
     reshaped = call_before(node, TensorType(result, tensor_type(node).dtype), ATEN.reshape.default, source, sizes)
     replace_node(node, reshaped)
+    if (ramp := ramp_of(reshaped, ramps)) is not None:
+        ramps[reshaped] = ramp
     return True
 
 
