@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -56,8 +57,8 @@ def inputs(shape: Shape, batch: int) -> tuple[torch.Tensor, ...]:
 
 def count_macs(model: nn.Module, shape: Shape) -> int:
     """Multiply-accumulates of convolutions, linear layers and products of activations for one image or text."""
-    torch.backends.mha.set_fastpath_enabled(False)  # the counter does not see into it
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    torch.backends.mha.set_fastpath_enabled(False)  # the counter sees neither into this nor into fused attention
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model(*inputs(shape, 1))
     return counter.get_total_flops() // 2
 
