@@ -1,4 +1,4 @@
-"""Loops that run behind the tiles of a product: operands of every shape, borders, panels, threads; and what stays apart."""
+"""Loops that run behind the tiles of a product: operands of every shape, borders, panels, threads; what stays apart."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def compiled(lowered: Lowered) -> list[intaglio.QuantizedModel]:
 
 
 def branches():
-    """Sums with operands that broadcast along every axis, behind convolutions of every rank; some read with a border."""
+    """Operands that broadcast along every axis, behind convolutions of every rank; one result has a border."""
 
     def body(m, x, y, rows, line):
         image = m.c(x)
