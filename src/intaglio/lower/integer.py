@@ -57,13 +57,13 @@ def requantize(reference: Reference) -> Lowered:
     integer = sum(macs(node) for region in builder.regions for node in region.nodes) + sum(map(macs, stacks))
     total = sum(macs(node) for node in reference.module.graph.nodes)
     inside = {node.name for region in builder.regions for node in region.nodes}.union(node.name for node in stacks)
-    native = inside.union(node.name for node in builder.real)
-    floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in native)
+    floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in inside)
     floats += _simulated(reference.annotations, inside)
     floats += _without_reason(builder.cut, {skip.node for skip in floats})
     about = reference.about.after(integer=graph_text(graph))
+    native = frozenset(node.name for node in builder.real)
     return Lowered(
-        graph, builder.islands, reference.signature, floats, (integer, total), len(inside), about, builder.hosts
+        graph, builder.islands, reference.signature, floats, (integer, total), len(inside), about, builder.hosts, native
     )
 
 
