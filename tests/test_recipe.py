@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import nets
-from compare import captured_net, kinds, lowered
+from compare import captured_net, lowered
 from intaglio.capture import capture
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.ir import Origin
