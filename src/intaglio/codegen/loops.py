@@ -214,7 +214,7 @@ def fill_frames(code: Code, op: Op, context: Context) -> None:
 
 
 def epilogue(partition: Partition, context: Context, width: int) -> str:
-    """``struct Epilogue`` of a partition's last loop, whose function is printed in front of the step; compiled once more
+    """``struct Epilogue`` of a partition's last loop, whose function is printed in front of the step, once more
     for ``width``, the channels of most panels."""
     op, made, anchor = partition.ops[-1], partition.ops[-2].output, partition.anchor
     rank = len(context.graph.types[made].shape)
