@@ -104,7 +104,8 @@ def convert(
     qparams.update(recurrent_qparams(annotations.module, annotations.by_value, layers, given))
     module = copy_graph(annotations.module)
     _Rewriter(module, annotations, qparams, corrections).run()
-    if count := store_integers(module, prepared.quantizer.recipe, prepared.classes, decomposed().dequantize_per_channel.default):
+    dequantize = decomposed().dequantize_per_channel.default
+    if count := store_integers(module, prepared.quantizer.recipe, prepared.classes, dequantize):
         remarks.append(f"weights only: {count} layers compute in float32 on int8 weights")
         drop_unused_constants(module)
         module.recompile()

@@ -261,9 +261,9 @@ def _schedules(entries: Any) -> dict[str, Schedule]:
 
 
 def _coverage(entry: Any, notes: tuple[str, ...]) -> Coverage:
-    parts = {key: tuple(FloatPart(**_checked_part(part)) for part in entry.get(key, ())) for key in PARTS}
+    floats, hosts, loops = (tuple(FloatPart(**_checked_part(part)) for part in entry.get(key, ())) for key in PARTS)
     numbers = {key: whole(value) for key, value in entry.items() if key not in PARTS}
-    return Coverage(**numbers, **parts, bytes_after=0, notes=notes)
+    return Coverage(**numbers, floats=floats, bytes_after=0, notes=notes, hosts=hosts, loops=loops)
 
 
 PARTS = ("floats", "hosts", "loops")
