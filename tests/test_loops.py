@@ -16,7 +16,7 @@ from intaglio import floats
 from intaglio.build.check import check_graph
 from intaglio.codegen.loops import CALLED, COMPARED, INFIX, SUMS, WITH_NUMBERS
 from intaglio.ir import DType, Graph, Input, Op, Output, QParams, Signature, TensorType, symbol, verify
-from intaglio.ir.loops import VIEWS
+from intaglio.ir.loops import GATHERS, VIEWS
 from intaglio.lower import Lowered
 from intaglio.lower.loops import merge_loops
 from intaglio.ops.body import Body as Inside
@@ -45,7 +45,7 @@ STRANGE = [
 
 
 def test_every_operator_of_a_body_has_its_c():
-    assert {*INFIX, *COMPARED, *CALLED, *SUMS, *WITH_NUMBERS, *VIEWS, "gather"} == set(PRIMITIVES)
+    assert {*INFIX, *COMPARED, *CALLED, *SUMS, *WITH_NUMBERS, *VIEWS, *GATHERS} == set(PRIMITIVES)
 
 
 # ---- numbers

@@ -139,6 +139,16 @@ def to_bfloat16(x: ArrayLike) -> F32:
 
 def rows_of(table: NDArray[np.float32], ids: NDArray[np.int64]) -> F32:
     """f32[V, D], i64[..., 1] -> f32[..., D]. IndexError, as PyTorch's, for an id the table does not have."""
-    if ids.size and (ids.min() < 0 or ids.max() >= len(table)):
+    return table[_known(ids, len(table))[..., 0]]
+
+
+def rows_of_levels(levels: NDArray[np.uint8], ids: NDArray[np.int64], scales: F32, zeros: F32) -> F32:
+    """u8[V, D], i64[..., 1], scales and zero points f32[V] -> f32[..., D]; ids as of `rows_of`."""
+    found = _known(ids, len(levels))[..., 0]
+    return numerics.dequantize_table(levels[found], scales[found], zeros[found])
+
+
+def _known(ids: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    if ids.size and (ids.min() < 0 or ids.max() >= count):
         raise IndexError("index out of range in self")
-    return table[ids[..., 0]]
+    return ids

@@ -607,6 +607,35 @@ def dequantize_rows(acc: ArrayLike, rows: ArrayLike, columns: ArrayLike, bias: A
     return result
 
 
+TABLE_STEPS = 255
+FLATTEST_ROW = np.float32(2.0**-23)
+"""A row of a table whose values lie in less than 255 times this has steps of 1."""
+
+
+def quantize_table(table: ArrayLike) -> tuple[NDArray[np.uint8], F32, F32]:
+    """f32[V, D] -> u8[V, D], scales f32[V], zero points f32[V]: every row from its least to its largest value.
+
+    ``s = (most - least) / 255``, 1 where that is no more than `FLATTEST_ROW`; ``z = -least / s``, which is no whole
+    number; ``q = clamp(rne(x * (1 / s) + z), 0, 255)``. Bit-equal to torch's per-channel float parameters (tests/
+    test_embeddings.py). The range of a row need not include 0.
+    """
+    table = np.asarray(table, np.float32)
+    least, most = table.min(1), table.max(1)
+    with np.errstate(over="ignore"):
+        steps = (most - least) / np.float32(TABLE_STEPS)
+    scales: F32 = np.where(steps > FLATTEST_ROW, steps, np.float32(1))
+    zeros: F32 = -least / scales
+    real = table * (np.float32(1) / scales)[:, None] + zeros[:, None]
+    return np.clip(np.rint(real), np.float32(0), np.float32(TABLE_STEPS)).astype(np.uint8), scales, zeros
+
+
+def dequantize_table(levels: ArrayLike, scales: ArrayLike, zeros: ArrayLike) -> F32:
+    """u8[..., D], scales and zero points f32[...] of its rows -> f32[..., D]: ``(float32(q) - z) * s``."""
+    real = np.asarray(levels).astype(np.float32) - np.asarray(zeros, np.float32)[..., None]
+    result: F32 = real * np.asarray(scales, np.float32)[..., None]
+    return result
+
+
 def zero_point_term(weight: ArrayLike, zero_points: int | Sequence[int], groups: int = 1) -> NDArray[np.int64]:
     """i64[C]: ``sum(zero_point * w)`` of each output channel, for one zero point or one per input channel.
 

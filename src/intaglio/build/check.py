@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from intaglio.build.check_rows import check_recurrent, check_rows
+from intaglio.build.check_tables import check_tables
 from intaglio.codegen import ISAS, misfit
 from intaglio.ir import Buffer, DType, Graph, Op, Plan, Schedule, evaluate
 from intaglio.ir.moves import MOVES, boxes
@@ -61,6 +62,8 @@ def check_graph(graph: Graph, hosts: Mapping[str, OpDef] | None = None) -> None:
             check_rows(op, graph)
         if op.kind in RECURRENT:
             check_recurrent(op, graph)
+        if op.kind in ("embedding_bag", "arange"):
+            check_tables(op, graph)
         for name in op.outputs[: 1 if op.kind in (*PAIRS, *RECURRENT) else None]:
             if shape != graph.types[name].shape:
                 raise ValueError(f"%{name} is {graph.types[name]}; {op.kind} gives {shape}")

@@ -12,7 +12,7 @@ from intaglio.codegen.context import Context, finish
 from intaglio.codegen.stages import Rows, Stage
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim, DType, Graph, Op, Partition, Shape, evaluate, numel
-from intaglio.ir.loops import body_of, row_axis, space
+from intaglio.ir.loops import GATHERS, body_of, row_axis, space
 from intaglio.ir.moves import Strides
 
 LONGEST_KEPT = 4096
@@ -73,7 +73,7 @@ class Loop:
         self.channels = channels
         self.tile = None if tile is None else self.body.inputs[op.inputs.index(tile)]
         self.space, self.axis = space(self.body), row_axis(self.body)
-        self.tables = {step.output: step for step in self.body.ops if step.kind == "gather"}
+        self.tables = {step.output: step for step in self.body.ops if step.kind in GATHERS}
         self.ends = {end.value: end for end in (*self._inputs(), *self._outputs())}
         self.lines = self._lines()
         single = {
@@ -86,7 +86,7 @@ class Loop:
         """As the body sees them: with the axes that it adds, tables left out."""
         outer = dict(zip(self.body.inputs, self.op.inputs, strict=True))
         found = []
-        read = {name for step in self.body.ops if step.kind not in ("unsqueeze", "gather") for name in step.inputs}
+        read = {name for step in self.body.ops if step.kind not in ("unsqueeze", *GATHERS) for name in step.inputs}
         read |= {step.inputs[1] for step in self.tables.values()}
         for name in self.body.inputs:
             if name == self.tile:
@@ -296,7 +296,10 @@ def _table(code: Code, loop: Loop, name: str, step: Op) -> None:
     count, row = loop.body.types[step.inputs[0]].shape[0], loop.names[name]
     code(f"int64_t {row}_id = *{loop.names[step.inputs[1]]}_row;")
     code(f"if ({row}_id < 0 || {row}_id >= {loop.context.dim(count)}) *r->outside = 1, {row}_id = 0;")
-    code(f"const float* const {row}_found = (const float*){pointer} + {row}_id * {loop.context.dim(strides[0])};")
+    dtype = ELEMENT[loop.body.types[step.inputs[0]].dtype]
+    code(f"const {dtype}* const {row}_found = (const {dtype}*){pointer} + {row}_id * {loop.context.dim(strides[0])};")
+    for label, name in zip(("scale", "zero"), step.inputs[2:], strict=False):
+        code(f"const float {row}_{label} = ((const float*){loop._at(outer[name])[0]})[{row}_id];")
 
 
 def _stage(code: Code, loop: Loop, stage: Stage, kept: Mapping[str, int]) -> None:
@@ -338,7 +341,10 @@ def _store_rows(code: Code, loop: Loop) -> None:
 
 def _load(name: str, loop: Loop) -> str:
     if name in loop.tables:
-        return f"read_f32({loop.names[name]}_found + i, 1, count)"
+        row = loop.names[name]
+        if loop.tables[name].kind == "gather_levels":
+            return f"dequantize_row(read_u8({row}_found + i, 1, count), {row}_scale, {row}_zero)"
+        return f"read_f32({row}_found + i, 1, count)"
     end, step = loop.ends[name], loop.lines.strides[name][-1]
     return f"read_{end.dtype}({_element(name, loop)}, {loop.context.dim(step)}, count)"
 

@@ -29,6 +29,7 @@ from intaglio.codegen.steps import (
     emit_quantize,
     emit_table,
 )
+from intaglio.codegen.tables import emit_arange, emit_embedding_bag
 from intaglio.codegen.tile import Isa, layout_checks
 from intaglio.codegen.turns import Turns, analytic_turns, emit_places, emit_turn, positions, turns_call
 from intaglio.codegen.work import work_of
@@ -69,6 +70,8 @@ EMITTERS: Mapping[str, Callable[[Code, Partition, Context], None]] = {
     "quantize": emit_quantize,
     "quantize_rows": emit_quantize_rows,
     **dict.fromkeys(RECURRENT, emit_recurrent),
+    "embedding_bag": emit_embedding_bag,
+    "arange": emit_arange,
     "pixels": emit_pixels,
     "dequantize": emit_dequantize,
 }
@@ -105,6 +108,8 @@ def emit(
         code('#include "attention.h"')
     if any(op.kind == "loop" for step in plan.steps for op in step.partition.ops):
         code('#include "loops.h"')
+    if any(step.partition.anchor.kind == "embedding_bag" for step in plan.steps):
+        code('#include "tables.h"')
     code(layout_checks() + depthwise_checks())
     code(table.support)
     for _, spec in sorted(context.kernels.items()):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from intaglio.ir import DType, Graph, Op
-from intaglio.ir.loops import REDUCTIONS, VIEWS
+from intaglio.ir.loops import GATHERS, REDUCTIONS, VIEWS
 
 CHEAP = 2
 """Operators on one loaded value that are done again rather than kept."""
@@ -37,7 +37,7 @@ class Rows:
     def __init__(self, body: Graph, single: Collection[str]) -> None:
         """``single``: ends and constants that are one number a row."""
         self.body = body
-        self.makers = {op.output: op for op in body.ops if op.kind not in (*VIEWS, "gather")}
+        self.makers = {op.output: op for op in body.ops if op.kind not in (*VIEWS, *GATHERS)}
         self.same = {op.output: op.inputs[0] for op in body.ops if op.kind == "squeeze"}
         self.row, self.stage = set(single), dict[str, int]()
         for op in self.makers.values():

@@ -7,6 +7,9 @@ from intaglio.ir.graph import Graph, Op
 
 REDUCTIONS = ("sum", "mean", "max", "min")
 """Operators of a body that take all elements of a row, along attribute ``axis``, whose size becomes 1."""
+GATHERS = ("gather", "gather_levels")
+"""Operators of a body that read rows of a table, their first operand, by ids, their second; what follows are parameters
+of the rows."""
 VIEWS = ("squeeze", "unsqueeze")
 """Operators of a body that compute nothing: an end of it has an axis more, or less, than what is inside."""
 
@@ -32,7 +35,7 @@ def broadcast(*shapes: Shape) -> Shape:
 def row_axis(body: Graph) -> int | None:
     """The axis that reductions go along; rows of a table lie along the last one. ``None``: of single elements."""
     axes = {op.attrs["axis"] for op in body.ops if op.kind in REDUCTIONS}
-    axes |= {len(body.types[op.output].shape) - 1 for op in body.ops if op.kind == "gather"}
+    axes |= {len(body.types[op.output].shape) - 1 for op in body.ops if op.kind in GATHERS}
     if len(axes) > 1:
         raise ValueError(f"reductions along axes {sorted(axes)}; a loop has one")
     return axes.pop() if axes else None
@@ -40,7 +43,7 @@ def row_axis(body: Graph) -> int | None:
 
 def space(body: Graph) -> Shape:
     """The shape that all that is computed inside broadcasts to: its rows and their elements."""
-    outside = {op.inputs[0] for op in body.ops if op.kind == "gather"}
+    outside = {name for op in body.ops if op.kind in GATHERS for name in (op.inputs[0], *op.inputs[2:])}
     outside |= {name for op in body.ops if op.kind == "squeeze" for name in op.outputs}
     outside |= {name for op in body.ops if op.kind == "unsqueeze" for name in op.inputs}
     return broadcast(*[kind.shape for name, kind in body.types.items() if name not in outside])

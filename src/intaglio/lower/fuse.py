@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from intaglio.ir import Buffer, DType, Graph, Op, Partition, is_flat
-from intaglio.ir.loops import REDUCTIONS, VIEWS, body_of, space
+from intaglio.ir.loops import GATHERS, REDUCTIONS, VIEWS, body_of, space
 from intaglio.ir.verify import PRODUCTS
 from intaglio.lower.loops import as_loop, is_plain
 
@@ -95,7 +95,7 @@ def _gives_tiles(partition: Partition, graph: Graph) -> bool:
 def _takes_tiles(loop: Op, value: str) -> bool:
     """Whether a loop computes element by element, all of its space from a value of that size."""
     body = body_of(loop)
-    if any(op.kind in (*REDUCTIONS, *VIEWS, "gather") for op in body.ops):
+    if any(op.kind in (*REDUCTIONS, *VIEWS, *GATHERS) for op in body.ops):
         return False
     read = body.inputs[loop.inputs.index(value)]
     return all(body.types[name].shape == space(body) for name in (read, *body.outputs))

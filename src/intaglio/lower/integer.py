@@ -30,6 +30,7 @@ from intaglio.lower.real import loop_of, move_of, real_call
 from intaglio.lower.recurrent import part_of_recurrent, recurrent
 from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
 from intaglio.lower.rows import part_of_rows, product_of_rows, quantize_rows
+from intaglio.lower.tables import arange, embedding_bag, part_of_bag, range_of
 from intaglio.ops import ACCUMULATING, ANCHORS, SUMS, OpDef
 from intaglio.ops.activate import bind_precise
 from intaglio.ops.body import RealCall
@@ -40,6 +41,7 @@ from intaglio.ops.resize import is_free, tables
 from intaglio.quant.annotate import Annotations, Chain, macs
 from intaglio.quant.convert import Reference
 from intaglio.quant.dynamic import rows_behind
+from intaglio.quant.embeddings import table_behind
 from intaglio.quant.patterns import is_host
 from intaglio.quant.qparams import each_output, per_output
 from intaglio.quant.recurrent import RECURRENT_CALL
@@ -57,11 +59,13 @@ def requantize(reference: Reference) -> Lowered:
     integer = sum(macs(node) for region in builder.regions for node in region.nodes) + sum(map(macs, stacks))
     total = sum(macs(node) for node in reference.module.graph.nodes)
     inside = {node.name for region in builder.regions for node in region.nodes}.union(node.name for node in stacks)
+    own = [*builder.real, *(node for node in builder.values if part_of_bag(node))]
+    inside |= {node.name for node in own if any(map(table_behind, node.args))}
     floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in inside)
     floats += _simulated(reference.annotations, inside)
     floats += _without_reason(builder.cut, {skip.node for skip in floats})
     about = reference.about.after(integer=graph_text(graph))
-    native = frozenset(node.name for node in builder.real)
+    native = frozenset(node.name for node in own)
     return Lowered(
         graph, builder.islands, reference.signature, floats, (integer, total), len(inside), about, builder.hosts, native
     )
@@ -154,9 +158,13 @@ class _Builder:
                 yield Unit((node,), image[:1], True)
             elif any(quantized_to(node, dtype) or levels_of(node, dtype) for dtype in (DType.U8, DType.U16)):
                 yield Unit((node,), (node.args[0],), True)
-            elif part_of_rows(node) or part_of_recurrent(node):
+            elif range_of(node) is not None:
+                yield Unit((node,), (), True)
+            elif part_of_rows(node) or part_of_recurrent(node) or part_of_bag(node):
                 needs = [leaf for leaf in tensor_nodes(node.args) if leaf.op != "get_attr"]
                 yield Unit((node,), tuple(needs), True)
+            elif table_behind(node):
+                yield Unit((node,), (), True)
             elif (constant_of(node, DType.S8) or constant_of(node, DType.I32)) and inner.issuperset(node.users):
                 continue
             else:
@@ -180,6 +188,12 @@ class _Builder:
             quantize_rows(self, node)
         elif part_of_recurrent(node):
             recurrent(self, node)
+        elif part_of_bag(node):
+            embedding_bag(self, node)
+        elif attrs := range_of(node):
+            arange(self, node, attrs)
+        elif table := table_behind(node):
+            self.values[node] = self._real_constant(table[0])
         elif levels_of(node) or levels_of(node, DType.U16) or quantized_to(node, DType.U16):
             self.values[node] = self.values[node.args[0]]
         elif node in self.real:
@@ -502,6 +516,7 @@ class _Builder:
         names: dict[fx.Node, str] = {}
         for leaf in dict.fromkeys(tensor_nodes((node.args, node.kwargs))):
             names[leaf] = self._real_constant(leaf) if leaf.op == "get_attr" else self._float(leaf)
+            names |= {part: self._real_constant(part) for part in table_behind(leaf) or ()}
         result = self._value(node.name, tensor_type(node), node)
         op, arrays = loop_of(node, call, names, self.types, result)
         for name, array in arrays.items():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from intaglio.ir import DType, Graph, Op, TensorType, fresh
-from intaglio.ir.loops import body_of, row_axis, space
+from intaglio.ir.loops import GATHERS, body_of, row_axis, space
 
 
 def merge_loops(graph: Graph) -> tuple[Graph, int]:
@@ -125,7 +125,7 @@ def _links(first: Op, second: Op) -> bool:
     whole, axis = space(one), row_axis(one)
     shared = set(first.outputs) & set(second.inputs)
     lost = {name for op in one.ops if op.kind == "squeeze" for name in op.outputs}
-    lost |= {name for op in two.ops if op.kind in ("unsqueeze", "gather") for name in op.inputs}
+    lost |= {name for op in two.ops if op.kind in ("unsqueeze", *GATHERS) for name in op.inputs}
     shapes = [whole] if axis is None else [whole, (*whole[:axis], 1, *whole[axis + 1 :])]
     return not shared & lost and all(one.types[name].shape in shapes for name in shared)
 

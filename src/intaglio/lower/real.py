@@ -29,6 +29,7 @@ from intaglio.ops import OpDef
 from intaglio.ops.body import Body, RealCall
 from intaglio.ops.opdef import Attrs
 from intaglio.ops.real import REAL_BY_TARGET, refusal, write_call
+from intaglio.quant.embeddings import table_behind
 
 STORED = (torch.float32, torch.bool, torch.int64)
 """Element types of constants that loops read."""
@@ -45,6 +46,8 @@ def real_call(node: fx.Node, module: fx.GraphModule) -> RealCall | None:
     read = [leaf for leaf in tensor_nodes((node.args, node.kwargs)) if leaf.op == "get_attr"]
     if any(getattr(module, str(leaf.target)).dtype not in STORED for leaf in read):
         return None
+    held |= {name: getattr(module, str(table[0].target)) for name, value in arguments(node).items()
+             if (table := table_behind(value)) is not None}  # fmt: skip
     constants = {name: value.detach().numpy() for name, value in held.items()}
     call = RealCall(operator(node), given, result, constants)
     return call if refusal(record, call) is None else None
@@ -78,7 +81,10 @@ def loop_of(
     """The operator as a loop that makes ``result``, and the constants that it brings along. ``names``: of the values
     its operands are."""
     body = Body(result, types)
-    values = {name: _value(value, names) for name, value in arguments(node).items()}
+    given = arguments(node)
+    values = {name: _value(value, names) for name, value in given.items()}
+    for table in filter(None, map(table_behind, given.values())):
+        values |= {name: names[part] for name, part in zip(("scales", "zero_points"), table[1:], strict=True)}
     found = write_call(REAL_BY_TARGET[call.target], call, body, values)
     ops = tuple(Op(op.kind, op.inputs, (result,) if op.output == found else op.outputs, op.attrs) for op in body.ops)
     made = {result, *body.constants, *(op.output for op in ops)}

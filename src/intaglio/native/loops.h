@@ -94,6 +94,11 @@ static inline Reals dequantize_lanes(RealBits levels, int32_t zero_point, float 
     return __builtin_convertvector(levels - zero_point, Reals) * scale;
 }
 
+// numerics.dequantize_table.
+static inline Reals dequantize_row(RealBits levels, float scale, float zero_point) {
+    return (__builtin_convertvector(levels, Reals) - zero_point) * scale;
+}
+
 // numerics.quantize. Bounds are whole steps from the zero point, so it does not matter that they are taken before rounding.
 static inline RealBits quantize_lanes(Reals x, float inverse, int32_t zero_point, float least, float most) {
     const Reals steps = x * inverse, bounded = least_of(most_of(steps, least), most);

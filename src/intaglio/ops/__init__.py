@@ -18,6 +18,7 @@ from intaglio.ops import (
     resize,
     rows,
     shape,
+    tables,
     unary,
 )
 from intaglio.ops.fusions import ACCUMULATING, ANCHORS, FUSIONS, NUMBERS, SUMS, Fusion
@@ -42,7 +43,7 @@ def index(*groups: Iterable[OpDef]) -> tuple[Mapping[str, OpDef], Mapping[str, O
 
 OPS, BY_TARGET = index(
     conv.OPS, pointwise.OPS, channels.OPS, pool.OPS, norm.OPS, resize.OPS, shape.OPS, unary.OPS, activate.OPS,
-    loop.OPS, attention.OPS, rows.OPS, recurrent.OPS,
+    loop.OPS, attention.OPS, rows.OPS, recurrent.OPS, tables.OPS,
 )  # fmt: skip
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from intaglio.ir import DType, Graph, Op, TensorType
-from intaglio.ir.loops import body_of, row_axis, space
+from intaglio.ir.loops import GATHERS, body_of, row_axis, space
 from intaglio.ops.opdef import OpDef, Result
 from intaglio.ops.primitives import PRIMITIVES, infer
 
@@ -34,9 +34,10 @@ def check_loop(op: Op, graph: Graph) -> None:
     for names, inner in ((op.inputs, body.inputs), (op.outputs, body.outputs)):
         if [_end(graph.types[name]) for name in names] != [_end(body.types[name]) for name in inner]:
             raise ValueError(f"%{op.output}: ends of other types than the body's")
+    tables = _tables(op, body, graph)
     for name in (*body.inputs, *body.outputs):
         kind = body.types[name]
-        if kind.dtype not in ENDS or (kind.dtype is DType.U8) != (kind.q is not None):
+        if kind.dtype not in ENDS or (kind.dtype is DType.U8 and name not in tables) != (kind.q is not None):
             raise ValueError(f"%{op.output}: a loop with an end of {kind}")
     if set(body.outputs) & {*body.inputs, *body.constants} or len(set(body.outputs)) != len(body.outputs):
         raise ValueError(f"%{op.output}: a loop that hands through what it reads")
@@ -46,6 +47,15 @@ def check_loop(op: Op, graph: Graph) -> None:
     for step in body.ops:
         if axis is not None and PRIMITIVES[step.kind].reduces and body.types[step.inputs[0]].shape[axis] != whole[axis]:
             raise ValueError(f"%{op.output}: {step.kind} of what is one number a row")
+
+
+def _tables(op: Op, body: Graph, graph: Graph) -> set[str]:
+    """Tables of levels that the body reads. ValueError for one, or its parameters, that is no constant."""
+    outer = dict(zip(body.inputs, op.inputs, strict=True))
+    reads = [(step.inputs[0], *step.inputs[2:]) for step in body.ops if step.kind == "gather_levels"]
+    if any(outer.get(name) not in graph.constants for names in reads for name in names):
+        raise ValueError(f"%{op.output}: a table of levels that is no constant")
+    return {names[0] for names in reads} - {n for s in body.ops if s.kind != "gather_levels" for n in s.inputs}
 
 
 def _end(kind: TensorType) -> tuple[object, ...]:
@@ -66,7 +76,9 @@ def _check_step(step: Op, op: Op, body: Graph) -> None:
     if infer(step.kind, step.attrs, [kind.shape for kind in types]) != result.shape:
         raise ValueError(f"{where} gives another shape than {result}")
     for name, kind in ((step.inputs[0], types[0]), (step.output, result)):
-        if kind.dtype is DType.U8 and (kind.q is None or kind.q.axis is not None or len(kind.q.scales) != 1):
+        if step.kind in GATHERS or kind.dtype is not DType.U8:
+            continue
+        if kind.q is None or kind.q.axis is not None or len(kind.q.scales) != 1:
             raise ValueError(f"{where}: %{name} has no parameters of its own")
     if step.kind == "quantize" and not 0 <= result.levels.qmin <= result.levels.zero <= result.levels.qmax <= 255:
         raise ValueError(f"{where}: zero point {result.levels.zero} of {result}")
@@ -74,7 +86,7 @@ def _check_step(step: Op, op: Op, body: Graph) -> None:
         raise ValueError(f"{where} with {dict(step.attrs)}")
     if step.kind == "unsqueeze" and step.inputs[0] not in body.inputs:
         raise ValueError(f"{where} of what the loop makes itself")
-    if step.kind == "gather" and not {*step.inputs} <= {*body.inputs, *_views(body)}:
+    if step.kind in GATHERS and not {*step.inputs} <= {*body.inputs, *_views(body)}:
         raise ValueError(f"{where} by what the loop makes itself")
     read = {name for other in body.ops for name in other.inputs}
     if step.kind == "squeeze" and (step.output in read or step.output not in body.outputs):

@@ -12,7 +12,7 @@ import numpy as np
 
 from intaglio import floats, numerics
 from intaglio.ir import DType, Op, Shape, TensorType
-from intaglio.ir.loops import broadcast
+from intaglio.ir.loops import GATHERS, broadcast
 from intaglio.ops.opdef import Attrs
 
 F32, BOOL, I64, BF16, U8 = DType.F32, DType.BOOL, DType.I64, DType.BF16, DType.U8
@@ -145,6 +145,7 @@ PRIMITIVES: Mapping[str, Primitive] = {
         Primitive("squeeze", ANY, None, _squeeze, ("axis",)),
         Primitive("unsqueeze", ANY, None, _unsqueeze, ("axis",)),
         Primitive("gather", (((F32,), WHOLE),), F32, _plain(floats.rows_of)),
+        Primitive("gather_levels", (((U8,), WHOLE, (F32,), (F32,)),), F32, _plain(floats.rows_of_levels)),
     )
 }
 
@@ -156,10 +157,10 @@ def infer(kind: str, attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     if not isinstance(axis, int) or not 0 <= axis < max(rank, 1):
         raise ValueError(f"{kind} along axis {axis} of {len(shapes[0])}")
     first = list(shapes[0])
-    if kind == "gather":
-        table, ids = shapes
-        if len(table) != 2 or not ids or ids[-1] != 1:
-            raise ValueError(f"a table of {len(table)} axes, ids of {list(ids)}")
+    if kind in GATHERS:
+        table, ids, *by_row = shapes
+        if len(table) != 2 or not ids or ids[-1] != 1 or any(shape != table[:1] for shape in by_row):
+            raise ValueError(f"a table of {list(table)}, ids of {list(ids)}, parameters of {by_row}")
         return (*ids[:-1], table[1])
     if kind == "unsqueeze":
         return (*first[:axis], 1, *first[axis:])

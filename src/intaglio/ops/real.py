@@ -14,7 +14,7 @@ import numpy as np
 
 from intaglio.ir import TensorType
 from intaglio.ops.body import Body, RealCall
-from intaglio.ops.primitives import BOOL, F32, I64, REAL
+from intaglio.ops.primitives import BOOL, F32, I64, REAL, U8
 
 MOST_AXES = 5
 """Of a tensor; strides of the last five are known."""
@@ -297,6 +297,8 @@ def constant_statistics(call: RealCall) -> str | None:
 
 def embedding(body: Body, call: RealCall, v: Values) -> str:
     ids = body("unsqueeze", v["indices"], axis=len(call.kind("indices").shape))
+    if body.types[v["weight"]].dtype is U8:
+        return body("gather_levels", v["weight"], ids, v["scales"], v["zero_points"])
     return body("gather", v["weight"], ids)
 
 

@@ -33,6 +33,7 @@ from intaglio.ops.conv import output_axis
 from intaglio.ops.recurrent import RECURRENT
 from intaglio.ops.rows import ROW_MODES
 from intaglio.quant.dynamic import row_sites, unable_at_run_time
+from intaglio.quant.embeddings import BAGS, Table, bag_refusal, find_tables, table_notes
 from intaglio.quant.passes import BATCH_NORM
 from intaglio.quant.patterns import (
     Found,
@@ -144,7 +145,7 @@ class Region(Chain):
 @dataclass(frozen=True)
 class Annotations:
     """What `annotate` decided. ``leaders``: site -> the site of its group that has the parameters. ``rejected``: what
-    patterns given to the `Quantizer` matched in vain."""
+    patterns given to the `Quantizer` matched in vain. ``tables``: of embeddings, where the recipe asks for levels."""
 
     module: fx.GraphModule
     sites: tuple[Site, ...]
@@ -152,6 +153,7 @@ class Annotations:
     skipped: tuple[Skip, ...]
     leaders: Mapping[str, str]
     rejected: tuple[Rejected, ...] = ()
+    tables: tuple[Table, ...] = ()
 
     @property
     def by_value(self) -> dict[tuple[str, str], Site]:
@@ -163,7 +165,7 @@ class Annotations:
 
     def text(self) -> str:
         """Sites, then what was skipped, then what patterns matched in vain, one line each."""
-        lines = [str(site) for site in self.sites] + [f"skipped {skip}" for skip in self.skipped]
+        lines = [*map(str, self.sites), *table_notes(self.tables), *(f"skipped {skip}" for skip in self.skipped)]
         return "\n".join(lines + [f"rejected {match}" for match in self.rejected]) + "\n"
 
 
@@ -186,9 +188,11 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
         reasons.update(_ends(graph, regions, quantizer))
         regions = _active(graph, settings, reasons, matches)
     sites = _sites(graph, regions)
+    tables = find_tables(settings)
     taken = {node for region in regions for node in region.nodes}
+    taken |= {table.node for table in tables if table.reason is None}
     skipped = [_skip(node, reasons[node]) for node in computing if node not in taken and _counts(node)]
-    return Annotations(module, sites, regions, tuple(skipped), groups(sites), tuple(rejected))
+    return Annotations(module, sites, regions, tuple(skipped), groups(sites), tuple(rejected), tables)
 
 
 def _follow(
@@ -315,6 +319,8 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
     record = record_of(node)
     if operator(node) == BATCH_NORM:
         return f"{LOOSE_NORM}, and whose parameters are computed"
+    if operator(node) in BAGS:
+        return bag_refusal(node) or "its table is of floats"
     if record is None:
         return "no int8 kernel for this operator"
     if record.name in RECURRENT and setting.quantize:

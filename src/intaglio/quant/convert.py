@@ -27,6 +27,7 @@ from intaglio.quant.correct.scaling import equalized
 from intaglio.quant.corrections import Corrected, Corrections, Rounded
 from intaglio.quant.datatypes import FLOAT8
 from intaglio.quant.dynamic import quantize_at_run_time
+from intaglio.quant.embeddings import quantize_table
 from intaglio.quant.float8 import float8
 from intaglio.quant.parameters import Parameters
 from intaglio.quant.prepare import Prepared, annotated, copy_graph
@@ -179,6 +180,8 @@ class _Rewriter:
                 quantize_recurrent(self.nodes[region.anchor.name], self.by_value, self.qparams, self._get)
             elif region.record.name == "attention":
                 self._attention(self.nodes[region.anchor.name])
+        for table in (table for table in self.annotations.tables if table.reason is None):
+            quantize_table(self.nodes[table.node.name], self._get)
         self.graph.eliminate_dead_code()
         drop_unused_constants(self.module)
         self.graph.lint()

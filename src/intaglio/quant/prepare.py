@@ -19,6 +19,7 @@ from intaglio.ir import About, Signature, symbols_of
 from intaglio.quant.annotate import Annotations, annotate_graph, match_notes, notes_of
 from intaglio.quant.corrections import Equalization
 from intaglio.quant.declare import declare_images
+from intaglio.quant.embeddings import table_notes
 from intaglio.quant.gates import join_gates
 from intaglio.quant.image import Image
 from intaglio.quant.methods import method_of
@@ -157,14 +158,15 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
     quantizer = _decided(quantizer, module)
     notes = declare_images(module, captured.signature, quantizer, captured.classes)
     annotations = annotate_graph(module, quantizer, captured.classes)
-    if not annotations.regions and not layers(module, quantizer.recipe, captured.classes):
+    integers = annotations.regions or layers(module, quantizer.recipe, captured.classes)
+    if not integers and all(table.reason for table in annotations.tables):
         worst = sorted(annotations.skipped, key=lambda skip: -skip.macs)[:3]
         reasons = "; ".join(dict.fromkeys(map(str, worst)))
         raise UnsupportedError(
             "model", None, "nothing in it can be quantized" + (f": {reasons}" if reasons else ""),
             remedy="check the recipe, and that the model has convolutions or linear layers with float32 constants",
         )  # fmt: skip
-    notes += notes_of(annotations.regions) + match_notes(annotations)
+    notes += notes_of(annotations.regions) + table_notes(annotations.tables) + match_notes(annotations)
     texts = {"captured": captured.text(), "quantizer": quantizer.to_toml(), "sites": annotations.text()}
     if not quantizer.has_text:
         del texts["quantizer"]

@@ -51,9 +51,10 @@ class Setting:
     ``bits`` says. activations: "static", with parameters from calibration, "float", so that of
     convolutions and linear layers only the weights are integers, or, of linear and recurrent layers,
     quantized while the model runs, with a scale for every "token" (row of the last axis) or "tensor" (entry of the
-    batch). For `equalize` and `correct`: equalize: share of each channel's deficit that is made up for before
-    calibration, 0 to 1; rounding: of weights, "gptq", "adaround" or "nearest"; bias: "none", "weights" (makes up for
-    rounded weights) or "outputs" (for all that quantization moved).
+    batch). embeddings: tables of embeddings in "float", or in "int8", with a scale and a zero point for every row. For
+    `equalize` and `correct`: equalize: share of each channel's deficit that is made up for before calibration, 0 to 1;
+    rounding: of weights, "gptq", "adaround" or "nearest"; bias: "none", "weights" (makes up for rounded weights) or
+    "outputs" (for all that quantization moved).
     """
 
     quantize: bool | None = None
@@ -69,6 +70,7 @@ class Setting:
     shortcut: int | None = None
     residual: str | None = None
     activations: str | None = None
+    embeddings: str | None = None
 
     def __post_init__(self) -> None:
         allowed = {
@@ -83,6 +85,7 @@ class Setting:
             "shortcut": (None, 8, 16),
             "activations": (None, "static", "float", *ROW_MODES),
             "residual": (None, "int8", "float"),
+            "embeddings": (None, "float", "int8"),
         }
         for name, values in allowed.items():
             value = "group:N" if name == "weights" and GROUPS.fullmatch(str(self.weights)) else getattr(self, name)
@@ -133,7 +136,7 @@ def _names(role: str) -> tuple[str, ...]:
 
 DEFAULT = Setting(
     quantize=True, method="mse", weights="channel", bits=8, functions="table", rounding="gptq", bias="none",
-    equalize=0.75, shortcut=8, residual="int8", activations="static",
+    equalize=0.75, shortcut=8, residual="int8", activations="static", embeddings="float",
 )  # fmt: skip
 """Of a model without attention."""
 TRANSFORMER = dataclasses.replace(

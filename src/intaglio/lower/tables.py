@@ -1,0 +1,72 @@
+"""Bags of embeddings and ranges of whole numbers, from the nodes of a reference to operators of the integer graph."""
+
+from __future__ import annotations
+
+from operator import getitem
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from intaglio.capture.masks import ARANGES
+from intaglio.capture.nodes import arguments, is_constant, operator, origin, resolve, tensor_type
+from intaglio.ir import DType, Expression, Op, TensorType
+from intaglio.ops.tables import MODES, NO_PADDING
+from intaglio.quant.embeddings import BAGS, bag_refusal, table_behind
+
+if TYPE_CHECKING:
+    from intaglio.lower.integer import _Builder
+
+
+def part_of_bag(node: fx.Node) -> bool:
+    """Whether a node is a bag that the program computes, or takes its result."""
+    if node.target is getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return operator(node) in BAGS and bag_refusal(node) is None
+
+
+def embedding_bag(builder: _Builder, node: fx.Node) -> None:
+    """The operator where its result is taken, which is the only one."""
+    if operator(node) in BAGS:
+        builder.values[node] = ""
+        return
+    bag = node.args[0]
+    given = arguments(bag)
+    names = [_named(builder, given[name]) for name in ("weight", "indices", "offsets")]
+    table = table_behind(given["weight"])
+    names += [_named(builder, part) for part in table[1:]] if table is not None else []
+    weighted = given["per_sample_weights"] is not None
+    names += [_named(builder, given["per_sample_weights"])] if weighted else []
+    attrs: dict[str, Any] = {"mode": MODES[given["mode"]], "ends": bool(given["include_last_offset"])}
+    attrs |= {"weighted": weighted, "padding": _padding(bag, given)}
+    where, kind = origin(bag), tensor_type(node)
+    stem = where.path.replace("@", "_call") or node.name
+    builder.values[node] = builder._op("embedding_bag", names, stem, TensorType(kind.shape, DType.F32), where, **attrs)
+
+
+def _named(builder: _Builder, node: fx.Node) -> str:
+    return builder._real_constant(node) if is_constant(node) else builder._float(node)
+
+
+def _padding(node: fx.Node, given: dict[str, Any]) -> int:
+    """The id that counts nowhere; from the end of the table where it is negative, but for the inner operators."""
+    padding = given.get("padding_idx")
+    if padding is None or (padding < 0 and "._" in operator(node)):
+        return NO_PADDING
+    return int(padding) % given["weight"].meta["type"].shape[0]
+
+
+def range_of(node: fx.Node) -> dict[str, Any] | None:
+    """Attributes of whole numbers equally far apart; ``None`` for any other node."""
+    kind = tensor_type(node)
+    if operator(node) not in ARANGES or kind.dtype is not DType.I64:
+        return None
+    given = {name: resolve(value) for name, value in arguments(node).items()}
+    start, step = given.get("start", 0), given.get("step", 1)
+    if not isinstance(start, (int, Expression)) or not isinstance(step, int):
+        return None
+    return {"start": start, "step": step, "size": kind.shape[0]}
+
+
+def arange(builder: _Builder, node: fx.Node, attrs: dict[str, Any]) -> None:
+    name = builder._value(node.name, tensor_type(node), node)
+    builder.ops.append(Op("arange", (), (name,), attrs, origin=origin(node)))
