@@ -105,7 +105,9 @@ def openvino_int8_model(model: nn.Module, example: Inputs, calibration: list[Inp
     nncf.set_log_level(logging.ERROR)
     source = ov.Core().read_model(onnx_file(model, example, folder))
     data = nncf.Dataset([named(inputs) for inputs in calibration])
-    return nncf.quantize(source, data, subset_size=len(calibration))
+    attention = any("ttention" in type(module).__name__ for module in model.modules())
+    kind = nncf.ModelType.TRANSFORMER if attention else None
+    return nncf.quantize(source, data, subset_size=len(calibration), model_type=kind)
 
 
 def intaglio(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:

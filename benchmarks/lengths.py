@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import networks
 import record
 import torch
 from torch import nn
@@ -64,6 +65,7 @@ class Encoder(nn.Module):
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
+        networks.declare_operators()
         from transformers import BertConfig, BertModel
 
         config = BertConfig(num_hidden_layers=layers, hidden_size=width, num_attention_heads=width // 64,

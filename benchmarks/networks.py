@@ -7,18 +7,26 @@ see, and batch norm statistics are drawn, so that folding them changes something
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 Shape = tuple[int, ...]
 
 
-def build(name: str, data: Path | None = None, image: int = 224) -> tuple[nn.Module, Shape]:
-    """Names: resnet18, resnet50, cifar_resnet20, cifar_resnet56 (these need ``data``), or a torchvision model."""
+def build(
+    name: str, data: Path | None = None, image: int = 224, sequence: int = 128
+) -> tuple[nn.Module, Shape]:
+    """Names: resnet18, resnet50, cifar_resnet20, cifar_resnet56 (these need ``data``), bert, minilm (these need
+    transformers), or a torchvision model. The shape of text is its length."""
+    if name in TEXTS:
+        return text_encoder(name), (sequence,)
     if name.startswith("cifar_resnet"):
         if data is None:
             raise SystemExit(f"{name} is a trained network: say where its weights are with --data")
@@ -26,6 +34,9 @@ def build(name: str, data: Path | None = None, image: int = 224) -> tuple[nn.Mod
     torch.manual_seed(0)
     model = OWN[name]() if name in OWN else torchvision_model(name)
     draw_batch_norms(model)
+    for module in model.modules():  # torchvision's vision transformers begin with a head of zeros
+        if isinstance(module, nn.Linear) and not module.weight.any():
+            nn.init.normal_(module.weight, std=0.02)
     return model.eval(), (3, image, image)
 
 
@@ -36,21 +47,43 @@ def draw_batch_norms(model: nn.Module) -> None:
             norm.running_var.uniform_(0.6, 1.4)
 
 
+def inputs(shape: Shape, batch: int) -> tuple[torch.Tensor, ...]:
+    """Random images; of text, ids and a mask that hides nothing."""
+    if len(shape) > 1:
+        return (torch.randn(batch, *shape),)
+    ids = torch.randint(0, 30000, (batch, *shape))
+    return ids, torch.ones_like(ids)
+
+
 def count_macs(model: nn.Module, shape: Shape) -> int:
-    """Multiply-accumulates of convolutions and linear layers for one image."""
-    total = 0
+    """Multiply-accumulates of convolutions, linear layers and products of activations for one image or text."""
+    torch.backends.mha.set_fastpath_enabled(False)  # the counter sees neither into this nor into fused attention
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        model(*inputs(shape, 1))
+    return counter.get_total_flops() // 2
 
-    def count(module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-        nonlocal total
-        total += output[0].numel() * module.weight[0].numel()
 
-    kinds = (nn.Conv2d, nn.Linear)
-    hooks = [module.register_forward_hook(count) for module in model.modules() if isinstance(module, kinds)]
-    with torch.no_grad():
-        model(torch.zeros(1, *shape))
-    for hook in hooks:
-        hook.remove()
-    return total
+TEXTS = {"bert": {}, "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536}}
+"""BERT-base, and the sizes of all-MiniLM-L6: 12 heads each."""
+
+
+class TextEncoder(nn.Module):
+    """Ids and mask by position; the last hidden state."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids, attention_mask=mask).last_hidden_state
+
+
+def text_encoder(name: str) -> nn.Module:
+    declare_operators()
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    return TextEncoder(BertModel(BertConfig(attn_implementation="sdpa", **TEXTS[name]))).eval()
 
 
 def conv_bn(inputs: int, outputs: int, kernel: int, stride: int = 1, relu: bool = True) -> nn.Sequential:
@@ -103,12 +136,18 @@ OWN = {
 }
 
 
-def torchvision_model(name: str) -> nn.Module:
-    # Beside a CPU build of torch, torchvision's own operators may not load; its models do not use them, but importing
-    # torchvision wants the two to exist.
+@cache
+def declare_operators() -> torch.library.Library:
+    """Beside a CPU build of torch, torchvision's own operators may not load; its models do not use them, but importing
+    torchvision, which transformers does, wants two to exist."""
     library = torch.library.Library("torchvision", "FRAGMENT")
     for operator in ("nms", "qnms"):
         library.define(f"{operator}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+    return library
+
+
+def torchvision_model(name: str) -> nn.Module:
+    declare_operators()
     import torchvision
 
     return torchvision.models.get_model(name, weights=None)

@@ -35,10 +35,10 @@ PAUSE = 0.3
 def serve(channel: Connection, engine: str, arguments: argparse.Namespace) -> None:
     """The process of one engine: build, check, then one block per request."""
     torch.set_num_threads(arguments.threads)
-    model, shape = networks.build(arguments.network, arguments.data, arguments.image)
+    model, shape = networks.build(arguments.network, arguments.data, arguments.image, arguments.sequence)
     torch.manual_seed(1)
-    calibration = [(torch.randn(arguments.batch, *shape),) for _ in range(arguments.calibration)]
-    example = (torch.randn(arguments.batch, *shape),)
+    calibration = [networks.inputs(shape, arguments.batch) for _ in range(arguments.calibration)]
+    example = networks.inputs(shape, arguments.batch)
     with torch.no_grad():
         expected = model(*example)
         begin = time.perf_counter()
@@ -65,12 +65,14 @@ def block(call, seconds: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("network", help="resnet18, resnet50, cifar_resnet20, cifar_resnet56 or a torchvision model")
+    known = "resnet18, resnet50, cifar_resnet20, cifar_resnet56, bert, minilm, or a torchvision model"
+    parser.add_argument("network", help=known)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     add_options(parser, engines=",".join(ENGINES), rounds=8, seconds=1.5)
     arguments = parser.parse_args()
-    macs = networks.count_macs(*networks.build(arguments.network, arguments.data, arguments.image))
+    built = networks.build(arguments.network, arguments.data, arguments.image, arguments.sequence)
+    macs = networks.count_macs(*built)
     found = measure(arguments, macs)
     record.append("race", arguments, found)
     report(arguments, found["engines"], found["limit_ms"], ranked=found["idle"] or arguments.anyway)
@@ -80,6 +82,7 @@ def add_options(parser: argparse.ArgumentParser, engines: str, rounds: int, seco
     """Those of every race, with these defaults."""
     parser.add_argument("--engines", type=known_engines, default=engines)
     parser.add_argument("--image", type=int, default=224)
+    parser.add_argument("--sequence", type=int, default=128, help="tokens of a text")
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--seconds", type=float, default=seconds)
     parser.add_argument("--calibration", type=int, default=4, help="batches of random images")

@@ -216,7 +216,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "test_functions.py::test_numbers_that_change_nothing_vanish",
         "test_cases_backend.py::test_backend_18_arithmetic_with_a_neutral_number_vanishes",
         "test_cases_backend.py::test_backend_18_numbers_and_tensors_of_one_element_keep_the_element_type",
-        "test_cases_backend.py::test_backend_18_a_scaled_and_masked_product_of_two_activations_is_one_float_part",
+        "test_cases_backend.py::test_backend_18_a_scaled_and_masked_product_of_two_activations_is_one_partition",
     ),
     "backend 22": (
         "test_cases_backend.py::test_backend_22_a_value_that_is_returned_and_read_on_is_the_levels_the_next_layer_reads",

@@ -404,7 +404,7 @@ def test_smoothing_leaves_the_float_function_alone_and_gains():
     exact = [y.detach() for y in model(x)]
     plain = prepared_of(model, x, equalize=0.0)
     smooth = intaglio.equalize(prepared_of(model, x), [x[:8], x[8:]])
-    assert "smooth: 1 layer norms" in report(smooth)
+    assert "smooth: 1 values" in report(smooth)
     for found, expected in zip(smooth(x), exact, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     errors = []

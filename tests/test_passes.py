@@ -166,7 +166,7 @@ def test_a_mean_in_another_type_is_left():
 SPELLED = {
     "select": (lambda m, x: m.c(x)[:, 1] + m.c(x)[:, -2], "selects_as_slices", 2),
     "select a row": (lambda m, x: m.c(x).select(2, 3), "selects_as_slices", 1),
-    "select an item of the batch": (lambda m, x: m.c(x)[0], "selects_as_slices", 0),
+    "select an item of the batch": (lambda m, x: m.c(x)[0], "selects_as_slices", 1),
     "unbind": (lambda m, x: m.c(x).unbind(1)[2] * m.c(x).unbind(1)[0], "selects_as_slices", 2),
     "stack": (lambda m, x: torch.stack([m.c(x), x[:, :6]], -1), "stacks_as_concatenations", 1),
     "repeat": (lambda m, x: m.c(x).repeat(1, 1, 3, 1), "repeats_as_concatenations", 1),

@@ -209,6 +209,8 @@ def swapped(m: nn.Module, x: Tensor) -> Tensor:
 
 
 MORE = (
+    Row("26 torch.bmm", lambda m, x, mask: torch.bmm(m.q(x), m.k(x).mT) - mask, (TOKENS, MASK),
+        "bmm + dequantize + loop(sub)", FACTORS, ("sub",)),
     Row("24 gated MLP", gated, (TOKENS,), "linear + dequantize + loop(silu mul)", ("linear + dequantize",),
         ("silu", "mul")),
     Row("27 bmm times a number plus mask", lambda m, x, mask: product(m, x) * 0.3 + mask, (TOKENS, MASK),
@@ -259,3 +261,13 @@ def test_row_31_a_norm_and_its_quantize_are_one_loop():
     assert_equal_levels(reference, lowered, TOKENS)
     for isa in HERE:
         assert torch.equal(intaglio.compile(lowered, isa=isa)(TOKENS), lowered(TOKENS))
+
+
+@pytest.mark.parametrize("alpha", [1, 0.3])
+def test_row_27_what_baddbmm_adds_is_added_in_the_kernel(alpha):
+    body = lambda m, x, mask: torch.baddbmm(mask, m.q(x), m.k(x).mT, alpha=alpha)  # noqa: E731
+    model = randomize(Body(body, q=nn.Linear(16, 8), k=nn.Linear(16, 8)))
+    reference, lowered = quantized(model, TOKENS, MASK, recipe=Recipe.of({"*": {"residual": "float"}}))
+    assert shown(plan(lowered.graph).steps[-1].partition) == "bmm + dequantize + loop(add)"
+    assert_equal_levels(reference, lowered, TOKENS, MASK)
+    assert torch.equal(intaglio.compile(lowered)(TOKENS, MASK), lowered(TOKENS, MASK))

@@ -253,3 +253,17 @@ def test_the_comparison_sees_a_wrong_zero_point_of_keys(block):
                for name, array in lowered.graph.constants.items()}  # fmt: skip
     assert not torch.equal(lowered(BATCHES[0]), type(lowered)(
         lowered.graph.replace(constants=spoiled), lowered.islands, lowered.signature)(BATCHES[0]))  # fmt: skip
+
+
+@pytest.mark.parametrize("body", [lambda m, x: m.c(x)[0], lambda m, x: m.c(x)[1:], lambda m, x: m.c(x)[-1] + 1])
+def test_parts_of_a_free_batch_are_moves(body):
+    model = Body(body, c=nn.Conv2d(3, 8, 3)).eval()
+    prepared = prepare(capture(model, (torch.randn(4, 3, 8, 8),)))
+    prepared(torch.randn(4, 3, 8, 8))
+    lowered = requantize(convert(prepared))
+    assert not lowered.islands
+    program = compile(lowered)
+    for n in (1, 2, 5):
+        x = torch.randn(n, 3, 8, 8)
+        assert torch.equal(program(x), lowered(x))
+        assert program(x).shape == model(x).shape

@@ -53,7 +53,7 @@ def _rearranged(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str
     if len(args) <= len(names) and not given.keys() & set(names[: len(args)]):
         given.update(zip(names, args, strict=False))
         positional = names[: len(example_args)]
-        given.update((n, _like(given[n], e)) for n, e in zip(positional, example_args, strict=True) if n in given)
+        given.update((n, _like(given[n], e)) for n, e in zip(positional, example_args, strict=False) if n in given)
         if set(given) == {*positional, *example_kwargs}:
             call = tuple(given[name] for name in positional), {name: given[name] for name in example_kwargs}
             leaves, tree = pytree.tree_flatten(call)

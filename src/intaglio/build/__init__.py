@@ -185,10 +185,13 @@ def _identifier(name: str) -> str:
 
 def _coverage(lowered: Lowered) -> Coverage:
     """All but the bytes after, which the program decides."""
-    floats = tuple(
-        FloatPart(skip.origin.path, skip.origin.operator, skip.reason, skip.macs, skip.origin.source)
-        for skip in lowered.skipped
-    )
+    floats, loops = (
+        tuple(
+            FloatPart(skip.origin.path, skip.origin.operator, skip.reason, skip.macs, skip.origin.source)
+            for skip in lowered.skipped if (skip.node in lowered.native) is native
+        )
+        for native in (False, True)
+    )  # fmt: skip
     hosts = tuple(
         FloatPart(op.origin.path, op.origin.operator, f"{op.attrs['operator']}: a meaning in NumPy, no kernel",
                   source=op.origin.source)
@@ -197,6 +200,6 @@ def _coverage(lowered: Lowered) -> Coverage:
     integer, total = lowered.macs
     operators = lowered.operators
     return Coverage(
-        integer, total, operators, operators + len(floats), len(lowered.islands), floats, lowered.about.bytes, 0,
-        lowered.about.notes, hosts,
+        integer, total, operators, operators + len(floats) + len(loops), len(lowered.islands), floats,
+        lowered.about.bytes, 0, lowered.about.notes, hosts, loops,
     )  # fmt: skip

@@ -102,6 +102,7 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
                     fixed[leaf] = spec.arg.value
                 else:
                     copies[node] = graph.placeholder(node.name)
+                    copies[node].target = copies[node].name  # a buffer may have its name already
                     _annotate(copies[node], node, names, program)
                     inputs.append(Input(node.name, leaf, copies[node].meta["type"]))
                 leaf += 1
@@ -110,6 +111,7 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
             if node.next.op != "placeholder":
                 for kept in state.values():  # behind the inputs of a call
                     copies[kept] = graph.placeholder(kept.name)
+                    copies[kept].target = copies[kept].name
                     _annotate(copies[kept], kept, names, program)
         elif node.op == "call_function":
             copies[node] = graph.node_copy(node, lambda n: copies[n])

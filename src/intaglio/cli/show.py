@@ -55,7 +55,8 @@ def coverage_result(coverage: Any) -> dict[str, Any]:
         "macs": coverage.macs,
         "operators": coverage.operators,
         **{name: getattr(coverage, name) for name in fields},
-        "floats": [{name: getattr(part, name) for name in parts} for part in coverage.floats],
+        **{kind: [{name: getattr(part, name) for name in parts} for part in getattr(coverage, kind)]
+           for kind in ("floats", "loops")},
         "notes": list(coverage.notes),
     }
 
@@ -72,11 +73,12 @@ def coverage_parts(coverage: Result) -> Iterator[RenderableType]:
         )
     )
     yield from floats_parts(coverage["floats"])
+    yield from floats_parts(coverage["loops"], "Float, in the program")
     for note in coverage["notes"]:
         yield f"note: {note}"
 
 
-def floats_parts(floats: Sequence[Result]) -> Iterator[RenderableType]:
+def floats_parts(floats: Sequence[Result], title: str = "Float") -> Iterator[RenderableType]:
     """What stays in float, by operator and reason, the most work first."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for part in floats:
@@ -87,7 +89,7 @@ def floats_parts(floats: Sequence[Result]) -> Iterator[RenderableType]:
     ]
     if rows:
         rows.sort(key=lambda row: -sum(part["macs"] for part in groups[row[0], row[1]]))
-        yield table(("operator", "why it stays in float", "where", "count", "M MACs"), rows, "Float", text=3)
+        yield table(("operator", "why it stays in float", "where", "count", "M MACs"), rows, title, text=3)
 
 
 def places(parts: Sequence[Result], shown: int = 3) -> str:

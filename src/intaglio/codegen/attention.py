@@ -52,7 +52,7 @@ def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
     if partition.epilogue is None:
         code(f"p.out = {_heads(partition.output, context)};")
     else:
-        code(f"p.epilogue = {epilogue(partition, context)};")
+        code(f"p.epilogue = {epilogue(partition, context, 16 * context.isa.blocks)};")
     code(f"p.b = {base}, p.b_batch = {b_batch}, p.b_head = {b_head};")
     code(f"p.depth_apart = {depth_apart}, p.column_apart = {column_apart};")
     code(f"p.batch = {context.dim(batch)}, p.heads = {context.dim(heads)}, p.rows = {context.dim(rows)};")

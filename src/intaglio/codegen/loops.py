@@ -213,8 +213,9 @@ def fill_frames(code: Code, op: Op, context: Context) -> None:
                 finish(code, context, name, context.limits(Op("loop", (), (name,))))
 
 
-def epilogue(partition: Partition, context: Context) -> str:
-    """``struct Epilogue`` of a partition's last loop, whose function is printed in front of the step."""
+def epilogue(partition: Partition, context: Context, width: int) -> str:
+    """``struct Epilogue`` of a partition's last loop, whose function is printed in front of the step, once more
+    for ``width``, the channels of most panels."""
     op, made, anchor = partition.ops[-1], partition.ops[-2].output, partition.anchor
     rank = len(context.graph.types[made].shape)
     loop = Loop(op, context, made, 1 if anchor.kind.startswith("conv") else rank - 1)
@@ -228,10 +229,13 @@ def epilogue(partition: Partition, context: Context) -> str:
     name, code = f"behind_{made}", Code()
     head = ("const struct Run* r, const uint8_t* tile, int64_t apart, int64_t pixel, int64_t pixels, int64_t channel, "
             "int64_t channels")  # fmt: skip
-    with code.block(f"static void {name}({head})"):
+    with code.block(f"static inline __attribute__((always_inline)) void some_{name}({head})"):
         for line in context.dims_used(body.text()):
             code(line)
         code(body.text())
+    with code.block(f"static void {name}({head})"):
+        code(f"if (channels == {width}) some_{name}(r, tile, apart, pixel, pixels, channel, {width});")
+        code(f"else some_{name}(r, tile, apart, pixel, pixels, channel, channels);")
     context.functions.append(code.text())
     return f"(struct Epilogue){{{name}, r, {context.graph.types[made].dtype.bytes}}}"
 

@@ -113,7 +113,7 @@ def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece
         code(f"m.out = {_results(partition.output, context, piece)};")
     else:
         code(f"m.out = {_sizes(anchor.output, anchor.kind == 'linear', context)};")
-        code(f"m.epilogue = {epilogue(partition, context)};")
+        code(f"m.epilogue = {epilogue(partition, context, 16 * plan.blocks)};")
     _geometry(code, context, plan, piece, anchor.attrs.get("groups", 1))
     _operands(code, partition, context, plan, piece)
     code(f"""

@@ -61,13 +61,13 @@ def requantize(reference: Reference) -> Lowered:
     inside = {node.name for region in builder.regions for node in region.nodes}.union(node.name for node in stacks)
     own = [*builder.real, *(node for node in builder.values if part_of_bag(node))]
     inside |= {node.name for node in own if any(map(table_behind, node.args))}
-    native = inside.union(node.name for node in own)
-    floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in native)
+    floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in inside)
     floats += _simulated(reference.annotations, inside)
     floats += _without_reason(builder.cut, {skip.node for skip in floats})
     about = reference.about.after(integer=graph_text(graph))
+    native = frozenset(node.name for node in own)
     return Lowered(
-        graph, builder.islands, reference.signature, floats, (integer, total), len(inside), about, builder.hosts
+        graph, builder.islands, reference.signature, floats, (integer, total), len(inside), about, builder.hosts, native
     )
 
 

@@ -48,8 +48,9 @@ def island_of(module: fx.GraphModule, nodes: list[fx.Node]) -> Part:
     for leaf in (*inputs, *symbols):
         copies[leaf] = graph.placeholder(leaf.name)
     for leaf in constants:
-        root.register_buffer(str(leaf.target), getattr(module, leaf.target))
-        copies[leaf] = graph.get_attr(str(leaf.target))
+        name = str(leaf.target) if str(leaf.target).isidentifier() else f"constant_{leaf.target}"  # "0_weight"
+        root.register_buffer(name, getattr(module, leaf.target))
+        copies[leaf] = graph.get_attr(name)
     for node in nodes:
         if node.op == "get_attr":
             root.register_buffer(str(node.target), getattr(module, node.target))

@@ -31,7 +31,7 @@ class Lowered:
     """What `requantize` makes: printable, and runnable in NumPy through `__call__`.
 
     ``macs``: multiply-accumulates at batch 1, (in int8, in all). ``operators``: operators of the model in int8.
-    ``hosts``: records of a user's own, by name.
+    ``hosts``: records of a user's own, by name. ``native``: nodes of float operators that the program runs itself.
     """
 
     graph: Graph
@@ -42,6 +42,7 @@ class Lowered:
     operators: int = 0
     about: About = field(default_factory=About)
     hosts: Mapping[str, OpDef] = field(default_factory=dict)
+    native: frozenset[str] = frozenset()
 
     def text(self) -> str:
         return graph_text(self.graph)

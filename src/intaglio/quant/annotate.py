@@ -311,6 +311,9 @@ def notes_of(regions: Iterable[Region]) -> tuple[str, ...]:
     return tuple(notes)
 
 
+WEIGHTS_ONLY = "weights only: its activations stay in float"
+
+
 def refusal(node: fx.Node, setting: Setting) -> str | None:
     """Why an operator stays in float under a setting; ``None`` when it need not."""
     record = record_of(node)
@@ -329,6 +332,8 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         return "the recipe leaves it in float"
     if setting.activations in ROW_MODES and (reason := unable_at_run_time(record, setting)) is not None:
         return reason
+    if setting.activations == "float":
+        return WEIGHTS_ONLY
     if setting.residual == "float" and not (record.anchor or record.shares or record.name in (*FUNCTIONS, "affine")):
         return "the recipe leaves what is between products in float"
     values = activations(node)

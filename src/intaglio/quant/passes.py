@@ -16,7 +16,7 @@ from intaglio.capture.slices import lift_slices
 from intaglio.ir import TensorType
 from intaglio.ops import ANCHORS, BY_TARGET, OPS
 from intaglio.ops.channels import channel_axis
-from intaglio.quant.projections import parts_as_layers, products_as_linear
+from intaglio.quant.projections import parts_as_layers, products_as_linear, products_as_matmul
 from intaglio.quant.spellings import (
     numbers_as_functions,
     repeats_as_concatenations,
@@ -176,6 +176,7 @@ PTQ_PASSES: tuple[Callable[[fx.GraphModule], int], ...] = (
     products_as_linear,
     lift_slices,
     join_attention,
+    products_as_matmul,
     fold_batch_norm_after,
     fold_batch_norm_before,
     norm_as_affine,

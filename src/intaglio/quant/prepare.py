@@ -27,6 +27,7 @@ from intaglio.quant.passes import PTQ_PASSES
 from intaglio.quant.recipe import Quantizer
 from intaglio.quant.sites import Observed, Shared, Site
 from intaglio.quant.statistics import Statistics
+from intaglio.quant.weights_only import layers
 
 
 @dataclass
@@ -157,7 +158,8 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
     quantizer = _decided(quantizer, module)
     notes = declare_images(module, captured.signature, quantizer, captured.classes)
     annotations = annotate_graph(module, quantizer, captured.classes)
-    if not annotations.regions and all(table.reason for table in annotations.tables):
+    integers = annotations.regions or layers(module, quantizer.recipe, captured.classes)
+    if not integers and all(table.reason for table in annotations.tables):
         worst = sorted(annotations.skipped, key=lambda skip: -skip.macs)[:3]
         reasons = "; ".join(dict.fromkeys(map(str, worst)))
         raise UnsupportedError(

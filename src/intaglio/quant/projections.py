@@ -1,11 +1,21 @@
-"""Passes over linear layers as they are written: products with a transposed weight, and one layer for several."""
+"""Passes over products as they are written: with a transposed weight, of two activations, one layer for several."""
 
 from __future__ import annotations
 
 import torch
 from torch import fx
 
-from intaglio.capture.nodes import arguments, constant_node, is_constant, operator, origin, resolve, tensor_type
+from intaglio.capture.nodes import (
+    arguments,
+    call_before,
+    constant_node,
+    is_constant,
+    operator,
+    origin,
+    replace_node,
+    resolve,
+    tensor_type,
+)
 from intaglio.ir import DType, TensorType, evaluate, symbols_of
 
 ATEN = torch.ops.aten
@@ -30,6 +40,30 @@ def products_as_linear(module: fx.GraphModule) -> int:
         node.replace_all_uses_with(linear)
         module.graph.erase_node(node)
     return len(hits)
+
+
+def products_as_matmul(module: fx.GraphModule) -> int:
+    """bmm, mm and baddbmm of what is computed -> matmul, times ``alpha``, plus what baddbmm adds."""
+    hits = [node for node in module.graph.nodes if _computed(node)]
+    for node in hits:
+        given, kind = arguments(node), tensor_type(node)
+        *added, a, b = node.args[:3]
+        made = call_before(node, kind, ATEN.matmul.default, a, b)
+        if added:
+            if given["alpha"] != 1:
+                made = call_before(node, kind, ATEN.mul.Scalar, made, given["alpha"])
+            made = call_before(node, kind, ATEN.add.Tensor, made, added[0])
+        replace_node(node, made)
+    return len(hits)
+
+
+def _computed(node: fx.Node) -> bool:
+    name = operator(node)
+    if name not in ("aten.bmm.default", "aten.mm.default", "aten.baddbmm.default"):
+        return False
+    added = name == "aten.baddbmm.default"
+    plain = tensor_type(node).dtype is DType.F32 and (not added or arguments(node)["beta"] == 1)
+    return plain and not any(is_constant(factor) for factor in node.args[added : added + 2])
 
 
 def _matrices(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:

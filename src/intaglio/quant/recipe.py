@@ -48,7 +48,8 @@ class Setting:
     or linear layer is computed (ops/activate.py). shortcut: bits of what a sum behind one of these adds to it, 8 or 16.
     residual: "int8", or "float": what lies between convolutions, linear layers and products of activations stays in
     float32, sums and norms above all. weights_dtype, activations_dtype: names of `DATATYPES`; without, s8 and what
-    ``bits`` says. activations: "static", with parameters from calibration, or, of linear and recurrent layers,
+    ``bits`` says. activations: "static", with parameters from calibration, "float", so that of
+    convolutions and linear layers only the weights are integers, or, of linear and recurrent layers,
     quantized while the model runs, with a scale for every "token" (row of the last axis) or "tensor" (entry of the
     batch). embeddings: tables of embeddings in "float", or in "int8", with a scale and a zero point for every row. For
     `equalize` and `correct`: equalize: share of each channel's deficit that is made up for before calibration, 0 to 1;
@@ -82,7 +83,7 @@ class Setting:
             "weights_dtype": (None, *_names("weight")),
             "activations_dtype": (None, *_names("activation")),
             "shortcut": (None, 8, 16),
-            "activations": (None, "static", *ROW_MODES),
+            "activations": (None, "static", "float", *ROW_MODES),
             "residual": (None, "int8", "float"),
             "embeddings": (None, "float", "int8"),
         }

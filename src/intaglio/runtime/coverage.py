@@ -31,7 +31,8 @@ class FloatPart:
 @dataclass(frozen=True)
 class Coverage:
     """Shares of a model that run in int8. ``islands`` counts the float parts the program stops for; ``notes`` says what
-    was decided on the way. ``hosts``: operators on int8 levels that it stops for too, as their meaning is a user's."""
+    was decided on the way. ``hosts``: operators on int8 levels that it stops for too, as their meaning is a user's.
+    ``loops``: float operators that it runs itself."""
 
     macs_int8: int
     macs_total: int
@@ -43,6 +44,7 @@ class Coverage:
     bytes_after: int
     notes: tuple[str, ...] = ()
     hosts: tuple[FloatPart, ...] = ()
+    loops: tuple[FloatPart, ...] = ()
 
     @property
     def macs(self) -> float:
@@ -63,6 +65,9 @@ class Coverage:
             f"{self.islands} float island{'s' * (self.islands != 1)}" + (":" if self.floats else ""),
         ]
         lines += _reasons(self.floats)
+        if self.loops:
+            lines += [f"{len(self.loops)} float operator{'s' * (len(self.loops) != 1)} in the program:",
+                      *_reasons(self.loops)]  # fmt: skip
         if self.hosts:
             lines += [f"{len(self.hosts)} host operator{'s' * (len(self.hosts) != 1)}:", *_reasons(self.hosts)]
         return "\n".join([*lines, *[f"note: {note}" for note in self.notes]])

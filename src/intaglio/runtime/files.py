@@ -261,12 +261,12 @@ def _schedules(entries: Any) -> dict[str, Schedule]:
 
 
 def _coverage(entry: Any, notes: tuple[str, ...]) -> Coverage:
-    floats, hosts = (tuple(FloatPart(**_checked_part(part)) for part in entry.get(key, ())) for key in PARTS)
+    floats, hosts, loops = (tuple(FloatPart(**_checked_part(part)) for part in entry.get(key, ())) for key in PARTS)
     numbers = {key: whole(value) for key, value in entry.items() if key not in PARTS}
-    return Coverage(**numbers, floats=floats, bytes_after=0, notes=notes, hosts=hosts)
+    return Coverage(**numbers, floats=floats, bytes_after=0, notes=notes, hosts=hosts, loops=loops)
 
 
-PARTS = ("floats", "hosts")
+PARTS = ("floats", "hosts", "loops")
 """Of a `Coverage`, what is no number."""
 
 
