@@ -3,8 +3,9 @@ quantize, dequantize -> operator -> quantize.
 
     python examples/generated_loops.py [isa]
 
-The convolutions read and give levels; the larger of a value and a learned bound is no integer operator here, so a loop
-stands between them: one pass over memory, floats only in registers.
+Convolutions and pools read and give levels; the larger of a value and a learned bound is no integer operator here, so
+a loop stands between them: one pass over memory, floats only in registers. Right behind a convolution it would be the
+epilogue of its kernel, and no pass at all.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import intaglio
 
 
 class Bounded(nn.Module):
-    """A learned lower bound in front of, between and behind two convolutions."""
+    """A learned lower bound in front of, between and behind two convolutions with pools."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
-        self.second = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU())
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2))
+        self.second = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.MaxPool2d(2))
         self.least = nn.Parameter(torch.tensor(0.1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
