@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from intaglio.capture.nodes import arguments, call_before, operator, replace_node, size_of, tensor_type
-from intaglio.ir import Dim, Expression, Shape, TensorType
+from intaglio.ir import Dim, Shape, TensorType
+from intaglio.ir.dims import divide
 
 ATEN = torch.ops.aten
 RESHAPES = (
@@ -131,7 +132,7 @@ def _reshape(layout: Layout, shape: Shape) -> bool:
             if not waiting:
                 return False
             atom = waiting[0]
-            smaller = _quotient(rest, atom.count)
+            smaller = divide(rest, atom.count) or None
             if smaller is None:
                 if not _split(layout, waiting, rest):
                     return False
@@ -146,7 +147,7 @@ def _reshape(layout: Layout, shape: Shape) -> bool:
 def _split(layout: Layout, waiting: list[Atom], outer: Dim) -> bool:
     """The first atom waiting as two, the outer one of this size."""
     atom = waiting[0]
-    inner = _quotient(atom.size, outer)
+    inner = divide(atom.size, outer) or None
     if inner is None or atom.count != atom.size:
         return False
     parts = [Atom(atom.axis, outer), Atom(atom.axis, inner)]
@@ -155,30 +156,6 @@ def _split(layout: Layout, waiting: list[Atom], outer: Dim) -> bool:
     own[place : place + 1] = parts
     waiting[:1] = parts
     return True
-
-
-def _quotient(a: Dim, b: Dim) -> Dim | None:
-    """``a / b`` where that is exact."""
-    if a == b:
-        return 1
-    if isinstance(b, int):
-        whole = a // b
-        return whole if whole * b == a and not (isinstance(whole, int) and whole == 0) else None
-    if isinstance(a, int) or len(b.terms) != 1:
-        return None
-    ((divisor, factor),) = b.terms
-    total: Dim = 0
-    for monomial, coefficient in a.terms:
-        rest = list(monomial)
-        for atom in divisor:
-            if atom not in rest:
-                return None
-            rest.remove(atom)
-        if coefficient % factor:
-            return None
-        part = coefficient // factor
-        total = total + (Expression(((tuple(rest), part),)) if rest else part)
-    return total
 
 
 # ---- moves anew -----------------------------------------------------------------------------------------------------
