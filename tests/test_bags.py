@@ -120,7 +120,7 @@ def test_frontend_c6_and_backend_30_a_bag_is_one_operator(name, recipe):
     call = example(4)
     reference, graph = quantized(model, *call, recipe=recipe)
     assert not graph.islands
-    assert not graph.skipped
+    assert {skip.node for skip in graph.skipped} <= graph.native
     assert kinds(graph)[-4:] == ["embedding_bag", "quantize", "linear", "dequantize"]
     assert graph.operators == 1 + (recipe is INT8)
     assert_equal_levels(reference, graph, *call)

@@ -79,7 +79,7 @@ def sums():
 def test_tables_are_levels_in_the_reference_and_in_the_loop_that_reads_them(sums):
     given, model, reference, lowered = sums
     assert not lowered.islands
-    assert not lowered.skipped
+    assert {skip.node for skip in lowered.skipped} <= lowered.native
     assert lowered.operators == 4
     assert kinds(lowered) == ["loop", "linear", "dequantize"]
     held = {name: str(kind) for name, kind in lowered.graph.types.items() if "levels" in name}
