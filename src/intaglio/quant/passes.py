@@ -18,6 +18,7 @@ from intaglio.ops import ANCHORS, BY_TARGET, OPS
 from intaglio.ops.channels import channel_axis
 from intaglio.quant.projections import parts_as_layers, products_as_linear, products_as_matmul
 from intaglio.quant.spellings import (
+    group_norms_as_layer_norms,
     numbers_as_functions,
     repeats_as_concatenations,
     rolls_as_concatenations,
@@ -180,6 +181,7 @@ PTQ_PASSES: tuple[Callable[[fx.GraphModule], int], ...] = (
     fold_batch_norm_after,
     fold_batch_norm_before,
     norm_as_affine,
+    group_norms_as_layer_norms,
     constants_as_affine,
     splits_as_slices,
     selects_as_slices,

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import operator as python_operator
 from typing import Any
 
 import torch
 from torch import fx
 
-from intaglio.capture.nodes import arguments, operator, origin, tensor_type
+from intaglio.capture.nodes import (
+    arguments,
+    constant_node,
+    is_constant,
+    operator,
+    origin,
+    size_of,
+    tensor_type,
+)
 from intaglio.ir import Shape, TensorType
 from intaglio.ops.shape import END
 
@@ -26,6 +35,37 @@ def _call(old: fx.Node, shape: Shape, target: Any, *args: Any) -> fx.Node:
 def _replace(old: fx.Node, new: fx.Node) -> None:
     old.replace_all_uses_with(new)
     old.graph.erase_node(old)
+
+
+def group_norms_as_layer_norms(module: fx.GraphModule) -> int:
+    """group_norm -> a layer norm of each group as a row, then the factor and the offset of each channel."""
+    norms = (node for node in module.graph.nodes if operator(node) == "aten.group_norm.default")
+    hits = [node for node in norms if _groups_are_rows(node)]
+    for node in hits:
+        given, shape = arguments(node), tensor_type(node).shape
+        length = math.prod(int(dim) for dim in shape[1:] if isinstance(dim, int)) // given["num_groups"]
+        rows = (shape[0], given["num_groups"], length)
+        sizes = size_of(node, shape[0])
+        x = _call(node, rows, ATEN.reshape.default, node.args[0], [sizes, *rows[1:]])
+        x = _call(node, rows, ATEN.layer_norm.default, x, [length], None, None, given["eps"])
+        x = _call(node, shape, ATEN.reshape.default, x, [sizes, *shape[1:]])
+        for target, value in ((ATEN.mul.Tensor, given["weight"]), (ATEN.add.Tensor, given["bias"])):
+            if value is not None:
+                name = f"{value.target}_channels"
+                if not hasattr(module, name):
+                    each = getattr(module, str(value.target)).reshape(-1, *[1] * (len(shape) - 2))
+                    module.register_buffer(name, each)
+                x = _call(node, shape, target, x, constant_node(module, name, value.meta.get("path", name)))
+        _replace(node, x)
+    return len(hits)
+
+
+def _groups_are_rows(node: fx.Node) -> bool:
+    """Whether a group has a known number of values, the batch a size that can be named, and constants go with it."""
+    given, kind = arguments(node), tensor_type(node)
+    constants = [given[name] for name in ("weight", "bias") if given[name] is not None]
+    fixed = kind is not None and all(isinstance(dim, int) for dim in kind.shape[1:])
+    return fixed and all(map(is_constant, constants)) and size_of(node, kind.shape[0]) is not None
 
 
 def splits_as_slices(module: fx.GraphModule) -> int:
