@@ -38,7 +38,7 @@ def blocks():
 def test_a_residual_block_is_few_loops_and_no_island(blocks):
     given, reference, lowered = blocks
     assert not lowered.islands
-    assert not lowered.skipped
+    assert all(skip.node in lowered.native for skip in lowered.skipped)
     assert [op.kind for op in lowered.graph.ops].count("loop") <= 4
     assert_equal_levels(reference, lowered, *given)
     found, expected = lowered(*given), reference(*given)
