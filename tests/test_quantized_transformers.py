@@ -1,5 +1,7 @@
 """Transformers as int8 programs: what is quantized and what stays float, the reference, the program, every length."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -247,12 +249,13 @@ def test_sizes_divide_or_do_not():
         assert evaluate(divide(a, b), {"n": 5, "m": 7}) * evaluate(b, {"n": 5, "m": 7}) == evaluate(a, {"n": 5, "m": 7})
 
 
-def test_the_comparison_sees_a_wrong_zero_point_of_keys(block):
+def test_the_comparison_sees_another_multiplier_of_keys(block):
     _, _, lowered = stages(block)
-    spoiled = {name: np.where(array == 0, array, array + 1) if "k_multiplier" in name else array
+    spoiled = {name: array * np.float32(1.1) if name == "k_multiplier" else array
                for name, array in lowered.graph.constants.items()}  # fmt: skip
-    assert not torch.equal(lowered(BATCHES[0]), type(lowered)(
-        lowered.graph.replace(constants=spoiled), lowered.islands, lowered.signature)(BATCHES[0]))  # fmt: skip
+    assert "k_multiplier" in spoiled
+    other = replace(lowered, graph=lowered.graph.replace(constants=spoiled))
+    assert not torch.equal(lowered(BATCHES[0]), other(BATCHES[0]))
 
 
 @pytest.mark.parametrize("body", [lambda m, x: m.c(x)[0], lambda m, x: m.c(x)[1:], lambda m, x: m.c(x)[-1] + 1])
