@@ -1,0 +1,240 @@
+"""`Activation`: one run along a chain; what was deferred, what is known, and how the rest is computed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from intaglio.eager.chain import Chain
+from intaglio.eager.events import Event, Extent, Held, Value, fill, leaves
+from intaglio.eager.slices import UnavailableError
+from intaglio.eager.tensor import QTensor, pending, plain
+
+if TYPE_CHECKING:
+    from intaglio.eager.session import Session
+
+HELD_HERE = 3
+"""References to a tensor that nobody outside holds: the table's, the loop's, the argument of getrefcount."""
+
+
+class Activation:
+    """``next``: the operator that is expected. ``bound``: tensors that stand for values made elsewhere; ``made``:
+    values made here, deferred or not."""
+
+    def __init__(self, session: Session, chain: Chain, start: int = 0) -> None:
+        self.session, self.chain, self.next = session, chain, start
+        self.events: Sequence[Event] = chain.events
+        self.count = len(chain.events)
+        self.bound: dict[int, torch.Tensor] = {}
+        self.made: dict[int, QTensor] = {}
+        self.symbols: dict[str, int] = {}
+        self.sizes: list[torch.Size | None] = []
+        self.counted: set[int] = set()
+        self.computed: set[int] = set()
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The arguments of the model, if they are nested like those it was recorded with."""
+        given, spec = pytree.tree_leaves((args, kwargs)), self.chain.call_leaves
+        if spec is None or len(given) != len(spec):
+            return
+        pairs = [(s.index, v) for s, v in zip(spec, given, strict=True) if type(s) is Value]
+        if all(isinstance(value, torch.Tensor) for _, value in pairs):
+            self.bind(dict(pairs))
+
+    # -- following -----------------------------------------------------------------------------------------------
+
+    def follows(self, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call is this operator on these values; what it settles about inputs is kept if so."""
+        if event.only >= 0 and len(args) == 1 and not kwargs:
+            given = args[0]
+            if type(given) is QTensor and given.activation is self:
+                return given.slot == event.only
+        if len(args) != len(event.args) or len(kwargs) != len(event.kwargs):
+            return False
+        trial: dict[int, torch.Tensor] = {}
+        for spec, value in zip(event.args, args, strict=True):
+            if not self._stands_for(spec, value, trial):
+                return False
+        for key, spec in event.kwargs.items():
+            if key not in kwargs or not self._stands_for(spec, kwargs[key], trial):
+                return False
+        return not trial or self.bind(trial)
+
+    def bind(self, trial: dict[int, torch.Tensor]) -> bool:
+        """These tensors for these values, if they have their types."""
+        symbols = dict(self.symbols)
+        with torch._C.DisableTorchFunction():
+            if self.chain.refused is None and not all(self.chain.fits(n, t, symbols) for n, t in trial.items()):
+                return False
+        self.bound.update(trial)
+        if not self.sizes or symbols != self.symbols:
+            self.symbols = symbols
+            self.sizes = self.chain.sizes(symbols) if self.chain.refused is None else []
+        return True
+
+    def _stands_for(self, spec: Any, value: Any, trial: dict[int, torch.Tensor]) -> bool:
+        kind = type(spec)
+        if kind is Value:
+            return isinstance(value, torch.Tensor) and self._is(spec.index, value, trial)
+        if kind is Held:
+            return value is self.session.held[spec.path]
+        if kind is Extent:
+            return isinstance(value, int) and value == self._extent(spec, trial)
+        if kind is tuple or kind is list or isinstance(spec, tuple):
+            return (
+                isinstance(value, (tuple, list)) and len(value) == len(spec)
+                and all(self._stands_for(s, v, trial) for s, v in zip(spec, value, strict=True))
+            )  # fmt: skip
+        if kind is dict:
+            return type(value) is dict and value.keys() == spec.keys() and all(
+                self._stands_for(entry, value[key], trial) for key, entry in spec.items()
+            )
+        if kind is slice:
+            return type(value) is slice and all(
+                self._stands_for(s, v, trial)
+                for s, v in zip((spec.start, spec.stop, spec.step), (value.start, value.stop, value.step), strict=True)
+            )
+        return value is spec or (not isinstance(value, torch.Tensor) and type(value) is kind and bool(value == spec))
+
+    def _is(self, number: int, value: torch.Tensor, trial: dict[int, torch.Tensor]) -> bool:
+        if type(value) is QTensor and value.activation is self:
+            return value.slot == number
+        if number in self.made:
+            return False
+        known = self.bound.get(number, trial.get(number))
+        if known is None:
+            trial[number] = value
+            return True
+        return known is value
+
+    def _extent(self, spec: Extent, trial: dict[int, torch.Tensor]) -> int | None:
+        def size(value: Value, axis: int) -> int:
+            known = self.bound.get(value.index, trial.get(value.index, self.made.get(value.index)))
+            found = known.shape if known is not None else self.sizes[value.index] if self.sizes else None
+            if found is None:
+                raise LookupError
+            return int(found[axis])
+
+        try:
+            return int(spec.evaluate(size))
+        except LookupError:
+            return None
+
+    # -- deferring -----------------------------------------------------------------------------------------------
+
+    def defer(self, event: Event, args: tuple[Any, ...]) -> Any:
+        """The result of the operator that was expected, not computed yet."""
+        self.next += 1
+        result = event.result
+        if event.changed is not None:
+            self._change(args[0], event.changed)
+            return args[0] if type(result) is Value else fill(result, self._result)
+        if type(result) is Value:
+            return self._pending(result.index)
+        return fill(result, self._result)
+
+    def _change(self, tensor: torch.Tensor, number: int) -> None:
+        """The caller's tensor stands for another value from now on."""
+        places = [at for at, known in self.bound.items() if known is tensor]
+        if type(tensor) is QTensor:
+            before, slot = tensor.activation, tensor.slot
+            twin = pending(tensor.shape, tensor.dtype, before, slot)
+            twin.content = tensor.content
+            if before.made.get(slot) is tensor:
+                before.made[slot] = twin
+            self.made[number] = tensor
+            tensor.activation, tensor.slot, tensor.content = self, number, None
+            self.bound.update(dict.fromkeys(places, twin))
+        else:
+            value, copied = self._pending(number), tensor.clone()
+            self.bound.update(dict.fromkeys(places, copied))
+            with torch._C.DisableTorchFunction():
+                tensor.copy_(value.numbers())
+            del self.made[number]
+            self.bound[number] = tensor
+
+    def _result(self, leaf: Any) -> Any:
+        if type(leaf) is Value:
+            return self._pending(leaf.index)
+        return self.session.held[leaf.path] if type(leaf) is Held else leaf
+
+    def _pending(self, number: int) -> Any:
+        known = self.made.get(number) if number in self.made else self.bound.get(number)
+        if known is not None:
+            return known
+        size = self.sizes[number] if self.sizes else None
+        if size is None:
+            size = self._inferred(number)
+        made = self.made[number] = pending(size, self.chain.recording.types[number], self, number)
+        return made
+
+    def _inferred(self, number: int) -> torch.Size:
+        """A size that the free sizes known so far do not give: by computing the value."""
+        real = self._replayed(number)
+        self.bound[number] = real
+        return real.shape
+
+    # -- computing -----------------------------------------------------------------------------------------------
+
+    def compute(self, wanted: Sequence[QTensor]) -> None:
+        """The numbers of these, and of others that are alive and will be read."""
+        with torch._C.DisableTorchFunction(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            chosen = {q.slot: q for q in wanted if q.content is None}
+            if self.next < self.count:
+                later = self.chain.last_use
+                for number, q in self.made.items():
+                    if q.content is None and later.get(number, -1) >= self.next and sys.getrefcount(q) > HELD_HERE:
+                        chosen[number] = q
+            order = tuple(sorted(chosen))
+            given = frozenset([*self.bound, *self.computed])
+            try:
+                self._run(given, order, chosen)
+            except UnavailableError:
+                for number, q in chosen.items():
+                    self._one_by_one(number, q)
+
+    def _run(self, given: frozenset[int], order: tuple[int, ...], chosen: dict[int, QTensor]) -> None:
+        reads, runner = self.chain.part(given, order, frozenset(self.counted))
+        results = runner([self._known(number) for number in reads])
+        self.counted.update(reads, order)
+        for number, result in zip(order, results, strict=True):
+            chosen[number].content = result
+            self.computed.add(number)
+
+    def _one_by_one(self, number: int, q: QTensor) -> None:
+        """A value by itself; by its float operator if the graph does not hold it."""
+        try:
+            self._run(frozenset([*self.bound, *self.computed]), (number,), {number: q})
+        except UnavailableError:
+            q.content = self._replayed(number)
+            self.computed.add(number)
+
+    def _known(self, number: int) -> torch.Tensor:
+        found = self.bound.get(number)
+        return plain(self.made[number] if found is None else found)
+
+    def _replayed(self, number: int) -> torch.Tensor:
+        """By the float operator itself, on operands as they are."""
+        if number in self.bound or number in self.computed:
+            return self._known(number)
+        event = next(event for event in self.events if number in event.outputs)
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            result = self.chain.run_event(event, self._operand)
+        made = {s.index: v for s, v in zip(leaves(result[0]), leaves(result[1]), strict=True) if type(s) is Value}
+        return made[number]
+
+    def _operand(self, number: int) -> torch.Tensor:
+        known = self.bound.get(number)
+        if known is not None:
+            return plain(known)
+        q = self.made.get(number)
+        if q is not None:
+            return q.numbers()
+        made = pending((0,), torch.float32, self, number)
+        self._one_by_one(number, made)
+        self.bound[number] = made.numbers()
+        return made.numbers()

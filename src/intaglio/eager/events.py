@@ -1,0 +1,185 @@
+"""What a running model did: one record an operator, with the values it took and gave."""
+
+from __future__ import annotations
+
+import operator as python_operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of a recording, by number."""
+
+    index: int
+
+    def __str__(self) -> str:
+        return f"v{self.index}"
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter, a buffer or another tensor that a module holds as an attribute."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return f"held(self, {self.path!r})"
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A number computed from the sizes of values: ``size`` of a value's axis, or an operator of numbers."""
+
+    operation: str
+    operands: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        if self.operation == "size":
+            return f"{self.operands[0]}.size({self.operands[1]})"
+        return f"{self.operation}({', '.join(map(str, self.operands))})"
+
+    def evaluate(self, size: Callable[[Value, int], Any]) -> Any:
+        """``size``: value, axis -> its extent."""
+        if self.operation == "size":
+            return size(*self.operands)
+        numbers = [o.evaluate(size) if isinstance(o, Extent) else o for o in self.operands]
+        return getattr(python_operator, self.operation)(*numbers)
+
+
+class Length(int):
+    """A size read from a tensor while recording: an int that remembers where it came from."""
+
+    origin: tuple[Any, ...]
+    """("size", tensor, axis), or (operator, operand, operand)."""
+
+    @classmethod
+    def of(cls, number: int, *origin: Any) -> Length:
+        made = cls(number)
+        made.origin = origin
+        return made
+
+
+def _arithmetic(name: str, swapped: bool) -> Callable[[Length, Any], Any]:
+    operation = getattr(python_operator, name)
+
+    def compute(self: Length, other: Any) -> Any:
+        if type(other) is not int and not isinstance(other, Length):
+            return NotImplemented if not isinstance(other, (float, bool)) else _plain(operation, self, other, swapped)
+        a, b = (other, self) if swapped else (self, other)
+        return Length.of(operation(int(a), int(b)), name, a, b)
+
+    return compute
+
+
+def _plain(operation: Callable[[Any, Any], Any], length: Length, other: Any, swapped: bool) -> Any:
+    return operation(other, int(length)) if swapped else operation(int(length), other)
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod"):
+    setattr(Length, f"__{_name}__", _arithmetic(_name, False))
+    setattr(Length, f"__r{_name}__", _arithmetic(_name, True))
+
+
+@dataclass(eq=False)
+class Event:
+    """One operator of a recording.
+
+    ``function``: what was called; ``None`` for the leaf module at ``path``. ``path``: else the module that called it,
+    for the ``call``-th time. ``args``, ``kwargs``, ``result``: as given and returned, `Value`, `Held` and `Extent` in
+    place of what they stand for. ``changed``: the value the first argument stands for from now on, of an operator that
+    works in place. ``alias``: the result is a view of the first argument. ``source``: ``file:line, in function``.
+    """
+
+    index: int
+    function: Callable[..., Any] | None
+    path: str
+    call: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    changed: int | None = None
+    alias: bool = False
+    source: str = ""
+    only: int = -1
+    """The value that is the only argument, if there is no other; a shortcut for who compares."""
+
+    def __post_init__(self) -> None:
+        if len(self.args) == 1 and not self.kwargs and isinstance(self.args[0], Value):
+            self.only = self.args[0].index
+
+    @property
+    def name(self) -> str:
+        """The operator, as an error names it."""
+        return "call of the module" if self.function is None else function_name(self.function)
+
+    @property
+    def key(self) -> tuple[str, Any]:
+        return self.path, self.function
+
+    @property
+    def inputs(self) -> list[int]:
+        return [leaf.index for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
+
+    @property
+    def outputs(self) -> list[int]:
+        """Values that this operator makes, not those it hands on."""
+        taken = set(self.inputs)
+        made = [leaf.index for leaf in leaves(self.result) if isinstance(leaf, Value) and leaf.index not in taken]
+        if self.changed is not None and self.changed not in made:
+            made.append(self.changed)
+        return made
+
+
+def leaves(spec: Any) -> Iterator[Any]:
+    """What is in nested containers, `Extent`s opened."""
+    if isinstance(spec, (tuple, list)):
+        for entry in spec:
+            yield from leaves(entry)
+    elif isinstance(spec, dict):
+        for entry in spec.values():
+            yield from leaves(entry)
+    elif isinstance(spec, slice):
+        yield from leaves((spec.start, spec.stop, spec.step))
+    elif isinstance(spec, Extent):
+        yield from leaves(spec.operands)
+    else:
+        yield spec
+
+
+def fill(spec: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The same containers with every leaf replaced; classes of containers are kept."""
+    if isinstance(spec, torch.Tensor):
+        return leaf(spec)
+    if isinstance(spec, tuple):
+        entries = [fill(entry, leaf) for entry in spec]
+        if hasattr(spec, "_fields"):
+            return type(spec)(*entries)
+        return type(spec)(entries) if type(spec).__module__ == "torch.return_types" else tuple(entries)
+    if isinstance(spec, list):
+        return [fill(entry, leaf) for entry in spec]
+    if isinstance(spec, dict):
+        return {key: fill(entry, leaf) for key, entry in spec.items()}
+    if isinstance(spec, slice):
+        return slice(fill(spec.start, leaf), fill(spec.stop, leaf), fill(spec.step, leaf))
+    return leaf(spec)
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def function_name(function: Any) -> str:
+    """As PyTorch's documentation has it, where it is there."""
+    return torch.overrides.resolve_name(function) or getattr(function, "__name__", str(function))
+
+
+def held(model: nn.Module, path: str) -> torch.Tensor:
+    """The tensor that a module of the model holds under this dotted name."""
+    owner, _, name = path.rpartition(".")
+    found: torch.Tensor = getattr(model.get_submodule(owner), name)
+    return found

@@ -1,0 +1,225 @@
+"""A recording -> Python text that runs it again -> the canonical graph that `capture` gives."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import itertools
+import linecache
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from intaglio.capture import CAPTURE_PASSES, Captured, capture, run
+from intaglio.capture.nodes import origin
+from intaglio.eager.events import Event, Extent, Held, Value, held, leaves
+from intaglio.eager.kinds import out_of_place, plain_name
+from intaglio.eager.recorder import Recording
+from intaglio.ir import Origin
+from intaglio.ir.dims import Shape
+
+FILES = itertools.count()
+
+
+def replay(recording: Recording, model: nn.Module) -> Captured:
+    """The recording as `capture` has it; every node knows the module path and source line of its operator.
+
+    ``model``: holds the modules and tensors; no call of it runs, and it is not changed. The last results of the graph
+    are the values of the recording, for `places`; the recording's own come first. Raises `CaptureError`.
+    """
+    text, names = text_of(recording, _parameters(model))
+    file = f"<recording {next(FILES)}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+    exec(compile(text, file, "exec"), names)
+    alike = copy.copy(model)
+    alike.__dict__ = dict(model.__dict__)
+    alike.forward = types.MethodType(names["forward"], alike)
+    args, kwargs = example_of(recording)
+    try:
+        captured = capture(alike, args, example_kwargs=kwargs)
+    finally:
+        del linecache.cache[file]
+    _name_origins(captured.module, recording.events, file)
+    return captured
+
+
+def example_of(recording: Recording) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    if recording.call is None:
+        return tuple(recording.inputs.values()), {}
+    call = pytree.tree_map(lambda v: recording.inputs[v.index] if isinstance(v, Value) else v, recording.call)
+    args, kwargs = call
+    return (*args, *[recording.inputs[number] for number in others(recording)]), kwargs
+
+
+def others(recording: Recording) -> list[int]:
+    """Inputs that are no arguments of the call."""
+    own = {leaf.index for leaf in leaves(recording.call) if isinstance(leaf, Value)}
+    return [number for number in recording.inputs if number not in own]
+
+
+def _parameters(model: nn.Module) -> list[str]:
+    """What the model's forward calls its positional arguments."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    found = inspect.signature(type(model).forward).parameters.values()
+    return [p.name for p in found if p.kind in kinds][1:]
+
+
+def text_of(recording: Recording, parameters: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
+    """Python text with one line an operator, behind the line of the signature; and the names it uses."""
+    writer = _Writer(recording)
+    lines = [writer.signature(parameters), *[writer.line(event) for event in recording.events], writer.results()]
+    return "\n".join(lines) + "\n", writer.names
+
+
+class _Writer:
+    """Names functions, and constants that have no text, as they come."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.names: dict[str, Any] = {"torch": torch, "held": held}
+
+    def signature(self, parameters: Sequence[str]) -> str:
+        """Two lines: parameters, and the values in them."""
+        recording = self.recording
+        if recording.call is None:
+            return f"def forward(self, {', '.join(f'v{number}' for number in recording.inputs)}):\n    pass"
+        args, kwargs = recording.call
+        places = [*parameters[: len(args)], *(f"a{index}" for index in range(len(parameters), len(args)))]
+        unpacked: list[str] = []
+        for place, spec in (*zip(places, args, strict=True), *kwargs.items()):
+            self._unpack(spec, place, unpacked)
+        names = [*places, *(f"v{number}" for number in others(recording)), *kwargs]
+        return f"def forward({', '.join(['self', *names])}):\n    {'; '.join(unpacked) or 'pass'}"
+
+    def _unpack(self, spec: Any, place: str, lines: list[str]) -> None:
+        if isinstance(spec, Value):
+            lines.append(f"v{spec.index} = {place}")
+        elif isinstance(spec, dict):
+            for key, entry in spec.items():
+                self._unpack(entry, f"{place}[{key!r}]", lines)
+        elif isinstance(spec, (tuple, list)):
+            for index, entry in enumerate(spec):
+                self._unpack(entry, f"{place}[{index}]", lines)
+
+    def line(self, event: Event) -> str:
+        args, options, function = [self._text(entry) for entry in event.args], event.kwargs, event.function
+        target = self._pattern(event.result)
+        if event.changed is not None:
+            target = f"v{event.changed}"
+            if options.get("inplace") is True:
+                options = {**options, "inplace": False}
+            elif function is not None and (function := out_of_place(function)) is None:
+                changed = self._call(event, event.function, [target, *args[1:]], options)
+                return f"    {target} = {args[0]}.clone(); {changed}"
+        return f"    {target} = {self._call(event, function, args, options)}"
+
+    def _call(self, event: Event, function: Any, args: list[str], options: Mapping[str, Any]) -> str:
+        given = ", ".join([*args, *[f"{key}={self._text(entry)}" for key, entry in options.items()]])
+        called = f"self.get_submodule({event.path!r})" if function is None else self._function(function)
+        return f"{called}({given})"
+
+    def _pattern(self, spec: Any) -> str:
+        if isinstance(spec, (tuple, list)):
+            return "(" + "".join(f"{self._pattern(entry)}, " for entry in spec) + ")"
+        return str(spec) if isinstance(spec, Value) else "_"
+
+    def _function(self, function: Callable[..., Any]) -> str:
+        stem = "".join(c if c.isalnum() else "_" for c in plain_name(function)).strip("_") or "function"
+        return self._named(stem, function)
+
+    def _named(self, stem: str, thing: Any) -> str:
+        for index in itertools.count():
+            name = f"{stem}_{index}" if index else stem + ("_" if stem in KEYWORDS else "")
+            if self.names.setdefault(name, thing) is thing:
+                return name
+        raise AssertionError
+
+    def _text(self, spec: Any) -> str:
+        if isinstance(spec, (Value, Held, Extent, bool, int, str, torch.dtype)) or spec is None or spec is ...:
+            return "..." if spec is ... else repr(spec) if isinstance(spec, str) else str(spec)
+        if isinstance(spec, float) and spec == spec and abs(spec) != float("inf"):
+            return repr(spec)
+        if isinstance(spec, slice):
+            return f"slice({self._text(spec.start)}, {self._text(spec.stop)}, {self._text(spec.step)})"
+        if type(spec) is tuple:
+            return "(" + "".join(f"{self._text(entry)}, " for entry in spec) + ")"
+        if type(spec) is list:
+            return "[" + ", ".join(map(self._text, spec)) + "]"
+        if type(spec) is dict:
+            return "{" + ", ".join(f"{key!r}: {self._text(entry)}" for key, entry in spec.items()) + "}"
+        return self._named("constant", spec)
+
+    def results(self) -> str:
+        made = [Value(number) for event in self.recording.events for number in event.outputs]
+        structure = self._structure()
+        return f"    return {structure}, ({''.join(f'{value}, ' for value in made)})"
+
+    def _structure(self) -> str:
+        """The model's result; classes of containers that torch knows are kept."""
+        tree, entries = self.recording.results
+        if tree.is_leaf():
+            return self._text(entries[0])
+        self.names["unflatten"] = pytree.tree_unflatten
+        return f"unflatten([{', '.join(map(self._text, entries))}], {self._named('structure', tree)})"
+
+
+KEYWORDS = ("and", "or", "not", "self", "run", "torch", "held", "structure", "unflatten", "constant")
+
+
+def _name_origins(module: fx.GraphModule, events: list[Event], file: str) -> None:
+    """Path and source of every node as the model has them, where the graph has lines of the recording's text."""
+    for node in module.graph.nodes:
+        event = event_of(node, events, file)
+        if event is None:
+            continue
+        found = origin(node)
+        path = found.path
+        if event.function is not None and event.path:
+            path = f"{event.path}@{event.call}" if event.call else event.path
+        node.meta["origin"] = Origin(path, found.operator, event.source)
+        node.meta["event"] = event.index
+
+
+def event_of(node: fx.Node, events: list[Event], file: str) -> Event | None:
+    """The operator on whose line of the text a node was made."""
+    if node.op != "call_function" or not origin(node).source.startswith(f"{file}:"):
+        return None
+    line = int(origin(node).source.removeprefix(f"{file}:").partition(",")[0])
+    return events[line - HEAD] if HEAD <= line < HEAD + len(events) else None
+
+
+HEAD = 3
+"""The line of the first operator, counted from 1."""
+
+
+def trimmed(captured: Captured, recording: Recording) -> tuple[Captured, dict[int, str], dict[int, Shape]]:
+    """The graph without the values as results; value -> node that holds it, value -> shape."""
+    module, signature = captured.module, captured.signature
+    made = [number for event in recording.events for number in event.outputs]
+    (output,) = [node for node in module.graph.nodes if node.op == "output"]
+    own = signature.outputs[: len(signature.outputs) - len(made)]
+    extra = signature.outputs[len(own) :]
+    first, results = sum(entry.value is not None for entry in own), list(output.args[0])
+    held_by = {number: entry.value for number, entry in zip(made, extra, strict=True) if entry.value is not None}
+    nodes = dict(zip(held_by, results[first : first + len(held_by)], strict=True))
+    output.args = ((*results[:first], *results[first + len(held_by) :]),)
+    nodes.update(_placeholders(captured, recording))
+    shapes = {number: node.meta["type"].shape for number, node in nodes.items()}
+    run(module, CAPTURE_PASSES)
+    left = set(module.graph.nodes)
+    signature = dataclasses.replace(signature, outputs=own, out_tree=signature.out_tree.children()[0])
+    names = {number: node.name for number, node in nodes.items() if node in left}
+    return dataclasses.replace(captured, signature=signature), names, shapes
+
+
+def _placeholders(captured: Captured, recording: Recording) -> dict[int, fx.Node]:
+    by_leaf = {entry.leaf: entry.name for entry in captured.signature.inputs}
+    by_name = {node.name: node for node in captured.module.graph.nodes if node.op == "placeholder"}
+    order = {id(leaf): index for index, leaf in enumerate(pytree.tree_leaves(example_of(recording)))}
+    found = {number: by_leaf.get(order[id(tensor)]) for number, tensor in recording.inputs.items()}
+    return {number: by_name[name] for number, name in found.items() if name is not None}

@@ -1,0 +1,200 @@
+"""`Run`: one call of a model whose operators are intercepted."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+
+from intaglio.eager.activation import Activation
+from intaglio.eager.events import Length, fill, tensors
+from intaglio.eager.kinds import is_question, plain_name, works_in_place
+from intaglio.eager.recorder import UNROLLED, Recorder, source_line
+from intaglio.eager.tensor import plain
+
+if TYPE_CHECKING:
+    from intaglio.eager.session import Session
+
+
+class _Current(threading.local):
+    run: Run | None = None
+
+
+current = _Current()
+"""The run of this thread."""
+
+
+class Interception(TorchFunctionMode):
+    """Hands functions of tensors to a run."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self.run.function(func, args, kwargs or {})
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """For our own work in the middle of a run: nothing of it is intercepted."""
+    if isinstance(_get_current_function_mode(), Interception):
+        with _pop_mode_temporarily(), uninterrupted():
+            yield
+    else:
+        with torch._C._EnableTorchFunction():
+            yield
+
+
+class Run:
+    """``path``: the module that runs now. ``at``: the recording that is followed; ``recorder``: else what records."""
+
+    def __init__(self, session: Session, path: str) -> None:
+        self.session, self.path, self.entry = session, path, path
+        self.interception = Interception(self)
+        self.at: Activation | None = None
+        self.recorder: Recorder | None = None
+        self.watches = session.records
+        self.calls: dict[str, int] = {path: 1}
+        self.inside: list[str] = [path]
+
+    # -- begin and end -------------------------------------------------------------------------------------------
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        session = self.session
+        if session.records and not session.chains:
+            self.recorder = Recorder(session.known)
+            with torch._C.DisableTorchFunction():
+                self.recorder.begin(args, kwargs)
+        elif session.chains and session.chains[0].refused is None and self.entry == "":
+            self.at = Activation(session, session.chains[0])
+            self.at.begin(args, kwargs)
+
+    def end(self, result: Any) -> Any:
+        if self.recorder is not None:
+            with torch._C.DisableTorchFunction():
+                self.recorder.end(result)
+                self.close()
+        return self.session.finished(self, result)
+
+    def enter(self, path: str) -> None:
+        self.calls[path] = self.calls.get(path, 0) + 1
+        self.inside.append(path)
+
+    def leave(self, path: str) -> None:
+        self.inside.pop()
+
+    # -- what is intercepted -------------------------------------------------------------------------------------
+
+    def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        at = self.at
+        if at is not None and at.next < at.count:
+            event = at.events[at.next]
+            if event.function is func and event.path == self.path and at.follows(event, args, kwargs):
+                return at.defer(event, args)
+        if is_question(func):
+            return self._answer(func, args, kwargs)
+        return self._elsewhere(func, self.path, args, kwargs, func)
+
+    def leaf(self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        at = self.at
+        if at is not None and at.next < at.count:
+            event = at.events[at.next]
+            if event.path == path and event.function is None and at.follows(event, args, kwargs):
+                return at.defer(event, args)
+        return self._elsewhere(None, path, args, kwargs, type(module).forward.__get__(module))
+
+    def opaque(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module that stays as it is, with all that is in it."""
+        self.close()
+        with torch._C.DisableTorchFunction():
+            return forward(*fill(args, plain), **fill(kwargs, plain))
+
+    # -- elsewhere -----------------------------------------------------------------------------------------------
+
+    def _answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A question about a tensor that its numbers are not needed for."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        return result if self.recorder is None else _lengths(plain_name(func), args, result)
+
+    def _elsewhere(
+        self, func: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]
+    ) -> Any:
+        """Not the operator that was expected: one of another place, a new one, or none of ours."""
+        with torch._C.DisableTorchFunction():
+            if self.recorder is not None and self._rolls(func, path):
+                self.close()
+            found = self.session.find(self.at, func, path, args, kwargs)
+            if found is not None:
+                self.close()
+                self.at = found
+                return found.defer(found.events[found.next], args)
+            return self._new(func, path, args, kwargs, compute)
+
+    def _rolls(self, func: Any, path: str) -> bool:
+        """Whether an operator that was recorded before begins a loop whose turns share their parameters: its length
+        depends on data, it is a recursion, or it is long."""
+        assert self.recorder is not None
+        events = [event for event in self.recorder.recording.events if event.key == (path, func)]
+        if not events:
+            return False
+        line = source_line()
+        same = [event for event in events if event.source == line]
+        recursive = len(set(self.inside)) < len(self.inside)
+        return bool(same) and (recursive or self.recorder.read > same[-1].index or len(same) >= UNROLLED)
+
+    def _new(
+        self, func: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]
+    ) -> Any:
+        """An operator that no recording has here."""
+        session, real, options = self.session, tuple(fill(list(args), plain)), fill(kwargs, plain)
+        known_float = (path, func) in session.floats
+        if session.records and not known_float and self.recorder is None:
+            self.recorder = Recorder(session.known)
+        recorder = self.recorder
+        if recorder is None or known_float or not recorder.takes(func, real, kwargs):
+            self.close()
+            result = compute(*real, **options)
+            if not session.records and not known_float and tensors(result):
+                session.unseen(func, path, self.at)
+            return result
+        in_place = works_in_place(func, kwargs) if func is not None else self._leaf_in_place(path)
+        given = recorder.arguments(real, options)
+        result = compute(*real, **options)
+        if not tensors(result) and not in_place:
+            recorder.look(tensors((real, options)))
+            return result
+        owner = path if func is not None else path.rpartition(".")[0]
+        recorder.record(func, path, self.calls.get(owner, 1) - 1, given, real, result, in_place)
+        return result
+
+    def _leaf_in_place(self, path: str) -> bool:
+        module = self.session.model.get_submodule(path)
+        return bool(getattr(module, "inplace", False)) and not isinstance(module, nn.modules.dropout._DropoutNd)
+
+    def close(self) -> None:
+        """Ends the recording, if there is one, and makes a chain of it."""
+        recorder, self.recorder = self.recorder, None
+        if recorder is not None and recorder.recording.events:
+            recorder.close()
+            with uninterrupted():
+                self.session.recorded(recorder.recording)
+
+
+def _lengths(name: str, args: tuple[Any, ...], result: Any) -> Any:
+    """Sizes that remember whose they are."""
+    if name in ("shape", "size") and isinstance(result, tuple):
+        return tuple(Length.of(size, "size", args[0], axis) for axis, size in enumerate(result))
+    if name == "size" and len(args) > 1:
+        return Length.of(result, "size", args[0], args[1])
+    return Length.of(result, "size", args[0], 0) if name == "__len__" else result
+
+

@@ -1,0 +1,108 @@
+"""A part of a stage's graph as a graph of its own: what leads from some of its values to others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from intaglio.capture.nodes import operator
+from intaglio.quant.prepare import Observer
+
+
+@dataclass(frozen=True)
+class Part:
+    """``module``: takes the values of ``inputs`` (names of nodes of the whole graph), gives those asked for."""
+
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+
+
+class UnavailableError(Exception):
+    """A value that the graph does not hold, or that depends on one that is not there."""
+
+
+def part_of(module: fx.GraphModule, given: Sequence[str], wanted: Sequence[str], observed: Collection[str]) -> Part:
+    """What computes ``wanted`` from ``given`` and constants. Raises `UnavailableError`.
+
+    Wanted values come as their readers see them: behind their observer, quantized and dequantized again where they are
+    quantized. ``observed``: those given that an observer has counted already.
+    """
+    nodes = {node.name: node for node in module.graph.nodes}
+    known = [name for name in given if name in nodes]
+    ends = [_as_read(nodes, name) for name in wanted]
+    needed = _reach([source for chain in ends for source in _sources(chain)], {nodes[name] for name in known})
+    graph, copies = fx.Graph(), {}
+    inputs = tuple(name for name in known if nodes[name] in needed)
+    for name in inputs:
+        copies[nodes[name]] = graph.placeholder(name)
+        copies[nodes[name]].meta = dict(nodes[name].meta)
+    for node in module.graph.nodes:
+        if node in needed and node not in copies:
+            if node.op == "call_module" and node.args[0] in copies and _counted(module, node, observed):
+                copies[node] = copies[node.args[0]]
+                continue
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = dict(node.meta)
+    graph.output(tuple(_last(graph, copies, chain) for chain in ends))
+    made = fx.GraphModule(module, graph)
+    made.meta = dict(module.meta)
+    return Part(made, inputs)
+
+
+def _counted(module: fx.GraphModule, node: fx.Node, observed: Collection[str]) -> bool:
+    return node.args[0].name in observed and isinstance(module.get_submodule(str(node.target)), Observer)
+
+
+def _as_read(nodes: dict[str, fx.Node], name: str) -> tuple[fx.Node, ...]:
+    """The node that readers of a value read, or the integers they read and one dequantize of them."""
+    if name not in nodes:
+        raise UnavailableError(name)
+    node = nodes[name]
+    for user in node.users:
+        if user.op == "call_module":
+            return (user,)
+        if (operator(user) or "").startswith("quantized_decomposed.quantize_per"):
+            back = [u for u in user.users if (operator(u) or "").startswith("quantized_decomposed.dequantize_per")]
+            if back and user.meta["type"].dtype.bytes == 1:
+                return user, back[0]
+    return (node,)
+
+
+def _sources(chain: tuple[fx.Node, ...]) -> list[fx.Node]:
+    return [chain[0]] if len(chain) == 1 else chain[1].all_input_nodes
+
+
+def _last(graph: fx.Graph, copies: dict[fx.Node, fx.Node], chain: tuple[fx.Node, ...]) -> fx.Node:
+    if len(chain) == 1:
+        return copies[chain[0]]
+    made = graph.node_copy(chain[1], copies.__getitem__)
+    made.meta = dict(chain[1].meta)
+    return made
+
+
+def _reach(ends: Sequence[fx.Node], given: Collection[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    todo = list(ends)
+    while todo:
+        node = todo.pop()
+        if node in found:
+            continue
+        if node.op == "placeholder" and node not in given:
+            raise UnavailableError(node.name)
+        found.add(node)
+        if node not in given:
+            todo.extend(node.all_input_nodes)
+    return found
+
+
+def has_integers(module: fx.GraphModule) -> bool:
+    """Whether anything in a part of a reference model is quantized."""
+    return any("quantized_decomposed" in (operator(node) or "") or _rows(node) for node in module.graph.nodes)
+
+
+def _rows(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "intaglio"
+

@@ -1,0 +1,63 @@
+"""`QTensor`: a value of a converted model that is not computed before somebody needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from intaglio.eager.events import fill
+
+if TYPE_CHECKING:
+    from intaglio.eager.activation import Activation
+
+_make = torch.Tensor._make_wrapper_subclass
+
+
+class QTensor(torch.Tensor):
+    """Shape and element type of the float model's value; its numbers are made when something asks for them.
+
+    ``activation`` and ``slot`` say which value of which recording it stands for. For everyone who is not part of a
+    converted model it is a tensor like any other: whatever reads it gets float numbers.
+    """
+
+    activation: Activation
+    slot: int
+    content: torch.Tensor | None
+
+    def numbers(self) -> torch.Tensor:
+        """The value as a plain tensor; what has to run for it runs now."""
+        if self.content is None:
+            self.activation.compute([self])
+        assert self.content is not None
+        return self.content
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*fill(args, plain), **fill(kwargs or {}, plain))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*fill(args, plain), **fill(kwargs or {}, plain))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.numbers().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.numbers().clone()
+
+
+def pending(size: tuple[int, ...], dtype: torch.dtype, activation: Activation, slot: int) -> QTensor:
+    made: QTensor = _make(QTensor, size, dtype=dtype)
+    made.activation, made.slot, made.content = activation, slot, None
+    return made
+
+
+def plain(value: Any) -> Any:
+    """A tensor with its numbers; anything else as it is."""
+    return value.numbers() if type(value) is QTensor else value
