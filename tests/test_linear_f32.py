@@ -18,6 +18,7 @@ from intaglio import Recipe, Setting, floats
 from intaglio.build.check import check_graph
 from intaglio.errors import UnsupportedError
 from intaglio.ir import DType, Graph, Op, QParams, TensorType, symbol
+from intaglio.runtime.threads import stretches
 from nets import Body, randomize
 from test_loops import Sample, equal
 from test_program import threads
@@ -236,6 +237,14 @@ def test_a_state_dict_puts_other_weights_in():
     models = [intaglio.quantize(layer, [x], recipe=HALF) for layer in (first, second)]
     models[0].load_state_dict(models[1].state_dict())
     assert equal(models[0](x), models[1](x))
+
+
+@pytest.mark.parametrize("recipe", [HALF, INT8], ids=["f16", "s8"])
+def test_threads_share_what_it_takes_to_read_weights(recipe):
+    """Of one row there is hardly any arithmetic."""
+    compiled = intaglio.compile(quantized(nn.Linear(1024, 1024), torch.randn(2, 1024), recipe=recipe)[1])
+    (stretch,) = stretches(compiled.artifact.program, {"n": 1})
+    assert stretch.threads(2) == 2
 
 
 # ---- refused

@@ -10,6 +10,8 @@ from intaglio.ir import DType, Partition, numel
 
 PANEL = 64
 """Outputs whose weights lie side by side, input after input: native/linear_f32.h."""
+BLOCK = 48
+"""Rows a thread takes at a time, at most: native/linear_f32.h."""
 ELEMENT = {DType.S8: "int8_t", DType.F16: "uint16_t"}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from intaglio.codegen.context import Context
-from intaglio.codegen.linear_f32 import PANEL
+from intaglio.codegen.linear_f32 import BLOCK, PANEL
 from intaglio.codegen.recurrent import RECURRENT
 from intaglio.ir import Dim, Op, Partition, Step, Work, lies, numel
 from intaglio.ir.scratch import QUERIES
@@ -51,10 +51,12 @@ def _product(partition: Partition, context: Context) -> tuple[Dim, Dim]:
 
 
 def _float_product(op: Op, context: Context, moved: Dim) -> tuple[Dim, Dim, Dim]:
-    """Multiply-accumulates, panels, and bytes with those of weights: of few rows these are what takes the time."""
+    """Multiply-accumulates, blocks of rows of all panels, and bytes with those of weights, which of few rows are what
+    takes the time."""
     weight = context.graph.constants[op.inputs[1]]
     rows = numel(context.graph.types[op.output].shape[:-1])
-    return rows * weight.size, -(-len(weight) // PANEL), moved + weight.nbytes
+    blocks = (rows + (BLOCK - 1)) // BLOCK
+    return rows * weight.size, blocks * -(-len(weight) // PANEL), moved + weight.nbytes
 
 
 def _pairs(partition: Partition, context: Context) -> tuple[Dim, Dim]:
