@@ -152,3 +152,14 @@ def _known(ids: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     if ids.size and (ids.min() < 0 or ids.max() >= count):
         raise IndexError("index out of range in self")
     return ids
+
+
+def linear(x: F32, weight: NDArray[np.float16 | np.int8], scales: F32 | None = None, bias: F32 | None = None) -> F32:
+    """f32[..., K] and [N, K] -> f32[..., N]: from 0, products with the weights as they are stored, one input after the
+    other; then times the scale of an output, then plus its bias."""
+    total = np.zeros((*x.shape[:-1], len(weight)), np.float32)
+    with np.errstate(all="ignore"):
+        for k, column in enumerate(weight.T.astype(np.float32)):
+            total = total + x[..., k, None] * column
+        total = total if scales is None else total * scales
+        return total if bias is None else total + bias

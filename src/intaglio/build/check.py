@@ -56,6 +56,8 @@ def check_graph(graph: Graph, hosts: Mapping[str, OpDef] | None = None) -> None:
             _check_norm(op, graph)
         if op.kind == "activate":
             _check_function(op, graph)
+        if op.kind == "linear_f32":
+            _check_stored(op, graph)
         shapes = [graph.types[name].shape for name in op.inputs]
         shape = tuple(record.infer(op.attrs, shapes))
         if op.kind in ("quantize_rows", "dequantize_rows"):
@@ -170,6 +172,19 @@ def _check_norm(op: Op, graph: Graph) -> None:
     found = [graph.types[name].shape for name in op.inputs[1:]]
     if found != [row, row, (1,)] or row[0] > LONGEST:
         raise ValueError(f"layer_norm of {graph.types[op.inputs[0]]} with constants of {found}")
+
+
+def _check_stored(op: Op, graph: Graph) -> None:
+    """A constant weight as wide as a row, levels with a scale for every output, and as many biases."""
+    x, weight, *bias = (graph.types[name] for name in op.inputs)
+    fits = len(weight.shape) == 2 and len(x.shape) > 0 and x.shape[-1] == weight.shape[1] and not op.attrs
+    scales = weight.q.scales if weight.q is not None else ()
+    axis = None if weight.q is None else weight.q.axis
+    wanted = (weight.shape[0], 0) if weight.dtype is DType.S8 else (0, None)
+    if not (fits and (len(scales), axis) == wanted and all(kind.shape == weight.shape[:1] for kind in bias)):
+        raise ValueError(f"linear_f32 of {x}, {weight} and {[str(kind) for kind in bias]}")
+    if not set(op.inputs[1:]) <= set(graph.constants):
+        raise ValueError(f"%{op.output}: a weight or bias that is no constant")
 
 
 def _check_function(op: Op, graph: Graph) -> None:

@@ -10,6 +10,7 @@ from intaglio.codegen import avx2, portable, vnni512
 from intaglio.codegen.attention import emit_attention, emit_bmm
 from intaglio.codegen.context import Context, describe
 from intaglio.codegen.depthwise import depthwise_checks
+from intaglio.codegen.linear_f32 import emit_linear_f32
 from intaglio.codegen.loops import emit_loop
 from intaglio.codegen.matmul import emit_matmul
 from intaglio.codegen.moves import emit_move, emit_reshape
@@ -70,6 +71,7 @@ EMITTERS: Mapping[str, Callable[[Code, Partition, Context], None]] = {
     "quantize": emit_quantize,
     "quantize_rows": emit_quantize_rows,
     **dict.fromkeys(RECURRENT, emit_recurrent),
+    "linear_f32": emit_linear_f32,
     "embedding_bag": emit_embedding_bag,
     "arange": emit_arange,
     "pixels": emit_pixels,
@@ -110,6 +112,8 @@ def emit(
         code('#include "loops.h"')
     if any(step.partition.anchor.kind == "embedding_bag" for step in plan.steps):
         code('#include "tables.h"')
+    if any(step.partition.anchor.kind == "linear_f32" for step in plan.steps):
+        code('#include "linear_f32.h"')
     code(layout_checks() + depthwise_checks())
     code(table.support)
     for _, spec in sorted(context.kernels.items()):

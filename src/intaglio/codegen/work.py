@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from intaglio.codegen.context import Context
+from intaglio.codegen.linear_f32 import BLOCK, PANEL
 from intaglio.codegen.recurrent import RECURRENT
 from intaglio.ir import Dim, Op, Partition, Step, Work, lies, numel
 from intaglio.ir.scratch import QUERIES
@@ -21,6 +22,8 @@ def work_of(step: Step, context: Context) -> Work:
         return Work(*_pairs(partition, context), moved, step.phase, step.segment)
     if partition.anchor.kind in RECURRENT:
         return Work(*_steps(partition.anchor, context), moved, step.phase, step.segment)
+    if partition.anchor.kind == "linear_f32":
+        return Work(*_float_product(partition.anchor, context, moved), step.phase, step.segment)
     value = partition.ops[-1].outputs[0]
     images, lines, _, _ = lies(types[value].shape, value in context.plan.rows)
     return Work(0, images * lines, moved, step.phase, step.segment)
@@ -45,6 +48,15 @@ def _product(partition: Partition, context: Context) -> tuple[Dim, Dim]:
     pixels = numel(shape[:-1] if anchor.kind == "linear" else (shape[0], *shape[2:]))
     tiles = (pixels + (schedule.tile_rows - 1)) // schedule.tile_rows
     return pixels * weight.size, tiles * -(-weight.shape[0] // (16 * schedule.tile_columns))
+
+
+def _float_product(op: Op, context: Context, moved: Dim) -> tuple[Dim, Dim, Dim]:
+    """Multiply-accumulates, blocks of rows of all panels, and bytes with those of weights, which of few rows are what
+    takes the time."""
+    weight = context.graph.constants[op.inputs[1]]
+    rows = numel(context.graph.types[op.output].shape[:-1])
+    blocks = (rows + (BLOCK - 1)) // BLOCK
+    return rows * weight.size, blocks * -(-len(weight) // PANEL), moved + weight.nbytes
 
 
 def _pairs(partition: Partition, context: Context) -> tuple[Dim, Dim]:

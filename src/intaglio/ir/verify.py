@@ -21,6 +21,7 @@ RULES: Rules = {
     "pixels": (((F32,), (F32,), (F32,)), (U8,)),
     "dequantize": (((*LEVELS, I32),), (F32,)),
     **dict.fromkeys(PRODUCTS, (((U8,), (S8,), (I32,)), (I32,))),
+    "linear_f32": (((F32,), (S8, DType.F16)), (F32,)),
     "requantize": (((I32,), (F32,)), (U8,)),
     "activate": (((I32,), (F32,)), (U8,)),
     "add": (((U8, I32), (U8,), (F32,), (F32,)), (U8,)),
@@ -48,8 +49,10 @@ BODY_RULES = {kind: RULES[kind] for kind in ("quantize", "dequantize")}
 """Of operators inside a loop, whose names are otherwise their own: ops/primitives.py has them."""
 KEEP_REST = ("requantize", "add")
 """They may give a value of 16 bits as a level and a rest; a sum may take one, the rest as its last operand."""
-OPTIONAL: dict[str, tuple[DType, ...]] = {"add": (U8,), "activate": (F32,), "attention": (BOOL, F32)}
-"""Kind -> element types of a last operand that may be left out: a rest, gains, a mask."""
+OPTIONAL: dict[str, tuple[DType, ...]] = {
+    "add": (U8,), "activate": (F32,), "attention": (BOOL, F32), "linear_f32": (F32,)
+}  # fmt: skip
+"""Kind -> element types of a last operand that may be left out: a rest, gains, a mask, a bias."""
 B_OPERANDS = {"attention": (1, 2), "bmm": (1,)}
 """Kind -> operands that kernels read as they read weights: symmetric, zero point 128, levels 1..255."""
 

@@ -31,6 +31,7 @@ from intaglio.lower.recurrent import part_of_recurrent, recurrent
 from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
 from intaglio.lower.rows import part_of_rows, product_of_rows, quantize_rows
 from intaglio.lower.tables import arange, embedding_bag, part_of_bag, range_of
+from intaglio.lower.weights_only import linear_f32, stored_weight, widens_stored
 from intaglio.ops import ACCUMULATING, ANCHORS, SUMS, OpDef
 from intaglio.ops.activate import bind_precise
 from intaglio.ops.body import RealCall
@@ -59,7 +60,7 @@ def requantize(reference: Reference) -> Lowered:
     integer = sum(macs(node) for region in builder.regions for node in region.nodes) + sum(map(macs, stacks))
     total = sum(macs(node) for node in reference.module.graph.nodes)
     inside = {node.name for region in builder.regions for node in region.nodes}.union(node.name for node in stacks)
-    own = [*builder.real, *(node for node in builder.values if part_of_bag(node))]
+    own = [*builder.real, *(node for node in builder.values if part_of_bag(node) or stored_weight(node))]
     inside |= {node.name for node in own if any(map(table_behind, node.args))}
     floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in inside)
     floats += _simulated(reference.annotations, inside)
@@ -163,9 +164,13 @@ class _Builder:
             elif part_of_rows(node) or part_of_recurrent(node) or part_of_bag(node):
                 needs = [leaf for leaf in tensor_nodes(node.args) if leaf.op != "get_attr"]
                 yield Unit((node,), tuple(needs), True)
+            elif stored_weight(node):
+                yield Unit((node,), tuple(x for x in operands(node)[:1] if not is_constant(x)), True)
             elif table_behind(node):
                 yield Unit((node,), (), True)
-            elif (constant_of(node, DType.S8) or constant_of(node, DType.I32)) and inner.issuperset(node.users):
+            elif widens_stored(node) or (
+                (constant_of(node, DType.S8) or constant_of(node, DType.I32)) and inner.issuperset(node.users)
+            ):
                 continue
             else:
                 read = tensor_nodes((node.args, node.kwargs))
@@ -190,6 +195,8 @@ class _Builder:
             recurrent(self, node)
         elif part_of_bag(node):
             embedding_bag(self, node)
+        elif stored_weight(node):
+            linear_f32(self, node)
         elif attrs := range_of(node):
             arange(self, node, attrs)
         elif table := table_behind(node):

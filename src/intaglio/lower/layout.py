@@ -23,7 +23,7 @@ IMAGES = (
       for axes in (1, 2, 3)),
 )  # fmt: skip
 """Operators that want their channels last."""
-ROWS = ("linear", "layer_norm", "attention", "bmm", "quantize_rows", "dequantize_rows", "lstm", "gru")
+ROWS = ("linear", "layer_norm", "attention", "bmm", "quantize_rows", "dequantize_rows", "lstm", "gru", "linear_f32")
 """Operators that want the last axis innermost."""
 POINTWISE = ("clamp", "table", "add", "mul", "requantize", "activate", "quantize", "dequantize")
 """Operators whose operands and result lie alike. A quantize reads any strides, so its float operand is free."""
@@ -165,15 +165,20 @@ def separate_layouts(graph: Graph) -> tuple[Graph, int]:
         inputs = tuple(renamed.get(name, name) for name in op.inputs)
         if op.outputs in cut:
             for name in inputs:
-                if types[name].dtype is DType.U8 and _laid(types[name]) and name not in {*moved, *graph.constants}:
+                if _relaid(op, types[name]) and _laid(types[name]) and name not in {*moved, *graph.constants}:
                     moved[name] = copy(name, f"{name}_rows", op)
             inputs = tuple(moved.get(name, name) for name in inputs)
         ops.append(Op(op.kind, inputs, op.outputs, op.attrs, op.body, op.origin))
         for name in op.outputs:
-            if op.outputs in cut and types[name].dtype is DType.U8:
+            if op.outputs in cut and _relaid(op, types[name]):
                 renamed[name] = copy(name, f"{name}_image", op)
     outputs = tuple(renamed.get(name, name) for name in graph.outputs)
     return graph.replace(ops=tuple(ops), types=types, outputs=outputs), len(moved) + len(renamed)
+
+
+def _relaid(op: Op, kind: TensorType) -> bool:
+    """Whether an operand or result needs to lie in rows: levels, and the floats of a product of floats."""
+    return kind.dtype is DType.U8 or op.kind == "linear_f32"
 
 
 def _components(graph: Graph) -> tuple[Sharing, set[str], set[str]]:

@@ -11,14 +11,14 @@ CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
 
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "avx512vnni": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"),
-    "avx2": ("-mavx2",),
+    "avx2": ("-mavx2", "-mf16c"),
     "portable": (),
 }
 """Instruction set -> compiler flags, best first. Sets are named, never taken from the building machine."""
 
 CPU_FLAGS: dict[str, frozenset[str]] = {
     "avx512vnni": frozenset({"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}),
-    "avx2": frozenset({"avx2"}),
+    "avx2": frozenset({"avx2", "f16c"}),
     "portable": frozenset(),
 }
 """Instruction set -> what /proc/cpuinfo must list for it."""

@@ -10,6 +10,7 @@ from intaglio.ops import (
     attention,
     channels,
     conv,
+    linear_f32,
     loop,
     norm,
     pointwise,
@@ -43,7 +44,7 @@ def index(*groups: Iterable[OpDef]) -> tuple[Mapping[str, OpDef], Mapping[str, O
 
 OPS, BY_TARGET = index(
     conv.OPS, pointwise.OPS, channels.OPS, pool.OPS, norm.OPS, resize.OPS, shape.OPS, unary.OPS, activate.OPS,
-    loop.OPS, attention.OPS, rows.OPS, recurrent.OPS, tables.OPS,
+    loop.OPS, attention.OPS, rows.OPS, recurrent.OPS, tables.OPS, linear_f32.OPS,
 )  # fmt: skip
 
 __all__ = [

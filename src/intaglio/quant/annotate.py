@@ -23,7 +23,6 @@ from intaglio.capture.nodes import (
     record_of,
     tensor_type,
 )
-from intaglio.errors import UnsupportedError
 from intaglio.ir import DType, evaluate, numel, symbols_of
 from intaglio.ir.moves import MOVES
 from intaglio.ir.rewrite import match
@@ -57,6 +56,7 @@ from intaglio.quant.recurrent import (
     weight_sites,
 )
 from intaglio.quant.sites import Derived, Fixed, Observed, Shared, Site, Skip, groups
+from intaglio.quant.weights import group_of
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ def notes_of(regions: Iterable[Region]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-WEIGHTS_ONLY = "weights only: its activations stay in float"
+FLOATS = "the recipe leaves activations in float"
 
 
 def refusal(node: fx.Node, setting: Setting) -> str | None:
@@ -333,7 +333,8 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
     if setting.activations in ROW_MODES and (reason := unable_at_run_time(record, setting)) is not None:
         return reason
     if setting.activations == "float":
-        return WEIGHTS_ONLY
+        own = record.roles.weight is not None
+        return f"{setting.weight.name} weights alone: its activations stay in float" if own else FLOATS
     if setting.residual == "float" and not (record.anchor or record.shares or record.name in (*FUNCTIONS, "affine")):
         return "the recipe leaves what is between products in float"
     values = activations(node)
@@ -588,7 +589,7 @@ def _parameters(region: Region, sites: dict[tuple[str, str], Site], names: _Name
     values = operands(region.anchor)
     x, weight, bias = (values[i] for i in (record.roles.x[0], record.roles.weight, record.roles.bias))
     per_channel, kind = region.setting.weights != "tensor", region.setting.weight
-    group = _group(region)
+    group = group_of(origin(region.anchor), region.setting, record.roles.outputs)
     low, high = kind.stored(group)
     weight_site = Site(names.weight(weight), weight.name, "weight", Observed("absmax", True), kind.storage, low, high,
                        record.roles.outputs if per_channel else None, origin(region.anchor), kind.name,
@@ -600,20 +601,6 @@ def _parameters(region: Region, sites: dict[tuple[str, str], Site], names: _Name
         sources = (sites[x.name, "activation"].name, sites[weight.name, "weight"].name)
         _put(sites, Site(f"{names.of(region.anchor)}:bias", region.anchor.name, "bias", Derived(sources), DType.I32,
                          -(2**31), 2**31 - 1, 0 if per_channel else None, origin(region.anchor)))  # fmt: skip
-
-
-def _group(region: Region) -> int:
-    """Size of a weight's groups. `UnsupportedError` where its datatype or operator has none."""
-    group, kind, where = region.setting.group, region.setting.weight, origin(region.anchor)
-    problem = None
-    if group and kind.multiples < 2:
-        problem = f"groups of {kind.name} weights; levels times multiples must stay in 8 bits"
-    elif group and region.record.roles.outputs:
-        problem = "groups of the weights of a transposed convolution; they run along the inputs of one output"
-    if problem is not None:
-        raise UnsupportedError(where.path or "model", where.operator, problem, source=where.source or None,
-                               remedy=f"another setting for [{where.path!r}]: weights = \"channel\"")  # fmt: skip
-    return group
 
 
 class _Names:

@@ -45,7 +45,7 @@ from intaglio.quant.ranges import Ranges
 from intaglio.quant.recurrent import quantize_recurrent, recurrent_qparams
 from intaglio.quant.sites import Site
 from intaglio.quant.weights import weight_grid
-from intaglio.quant.weights_only import store_integers
+from intaglio.quant.weights_only import store_weights
 
 
 def decomposed() -> Any:
@@ -106,8 +106,9 @@ def convert(
     module = copy_graph(annotations.module)
     _Rewriter(module, annotations, qparams, corrections).run()
     dequantize = decomposed().dequantize_per_channel.default
-    if count := store_integers(module, prepared.quantizer.recipe, prepared.classes, dequantize):
-        remarks.append(f"weights only: {count} layers compute in float32 on int8 weights")
+    if stored := store_weights(module, prepared.quantizer.recipe, prepared.classes, dequantize):
+        remarks += stored
+        module.graph.eliminate_dead_code()
         drop_unused_constants(module)
         module.recompile()
     levels = {site: rounded.levels for site, rounded in corrections.weights.items()}

@@ -65,6 +65,7 @@ DATATYPES: dict[str, Datatype] = {
         Datatype("s4", WEIGHT, DType.S8, -8, 7, bits=4, squares=True),
         Datatype("s3", WEIGHT, DType.S8, -4, 3, bits=3, squares=True),
         Datatype("s2", WEIGHT, DType.S8, -2, 1, bits=2, squares=True),
+        Datatype("f16", WEIGHT, DType.F16, -65504, 65504, bits=16),
         Datatype("f8e4m3", WEIGHT + ACTIVATION, DType.F8E4M3, -448, 448, native=False),
         Datatype("f8e5m2", WEIGHT + ACTIVATION, DType.F8E5M2, -57344, 57344, native=False),
     )

@@ -49,7 +49,7 @@ class Setting:
     residual: "int8", or "float": what lies between convolutions, linear layers and products of activations stays in
     float32, sums and norms above all. weights_dtype, activations_dtype: names of `DATATYPES`; without, s8 and what
     ``bits`` says. activations: "static", with parameters from calibration, "float", so that of
-    convolutions and linear layers only the weights are integers, or, of linear and recurrent layers,
+    convolutions and linear layers only the weights have fewer bits, as "f16" has, or, of linear and recurrent layers,
     quantized while the model runs, with a scale for every "token" (row of the last axis) or "tensor" (entry of the
     batch). embeddings: tables of embeddings in "float", or in "int8", with a scale and a zero point for every row. For
     `equalize` and `correct`: equalize: share of each channel's deficit that is made up for before calibration, 0 to 1;

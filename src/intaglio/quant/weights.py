@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from intaglio import numerics
+from intaglio.errors import UnsupportedError
+from intaglio.ir import DType, Origin
 from intaglio.numerics import F32, I32
 from intaglio.quant.datatypes import Datatype
 from intaglio.quant.recipe import DEFAULT, Setting
@@ -54,6 +56,25 @@ def weight_grid(weight: np.ndarray, scales: np.ndarray, kind: Datatype, group: i
     found = numerics.group_multiples(_groups(rows, group), scales, kind.qmin, kind.qmax, kind.multiples)
     multiples = np.repeat(found, group, axis=1)[:, : rows.shape[1]].reshape(weight.shape)
     return Grid(steps * multiples.astype(np.float32), multiples, kind.qmin, kind.qmax)
+
+
+def group_of(where: Origin, setting: Setting, outputs: int = 0) -> int:
+    """Size of a weight's groups, 0 without. ``outputs``: axis of the weight that holds output channels.
+    `UnsupportedError` where the datatype, the operator or what it computes with has none such."""
+    group, kind, alone = setting.group, setting.weight, setting.activations == "float"
+    problem, remedy = None, 'weights = "channel"'
+    if group and kind.multiples < 2:
+        problem = f"groups of {kind.name} weights; levels times multiples must stay in 8 bits"
+    elif group and outputs:
+        problem = "groups of the weights of a transposed convolution; they run along the inputs of one output"
+    elif kind.storage is DType.F16 and not alone:
+        problem, remedy = f"{kind.name} weights and activations that are levels", 'activations = "float"'
+    elif alone and not kind.native:
+        problem, remedy = f"{kind.name} weights alone; only s8, what is packed as s8, and f16", 'weights_dtype = "f16"'
+    if problem is not None:
+        raise UnsupportedError(where.path or "model", where.operator, problem, source=where.source or None,
+                               remedy=f"another setting for [{where.path!r}]: {remedy}")  # fmt: skip
+    return group
 
 
 def channel_scales(rows: np.ndarray, kind: Datatype, group: int = 0) -> F32:

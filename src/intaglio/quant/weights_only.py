@@ -1,7 +1,8 @@
-"""Layers whose weights alone are integers: a quarter of the bytes, computed in float32 on what they stand for."""
+"""Layers whose weights alone are stored in fewer bits, as integers or float16, and computed with in float32."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import fx
 from intaglio.capture.nodes import constant_node, is_constant, operands, operator, origin, record_of, tensor_type
 from intaglio.ir import DType, TensorType
 from intaglio.quant.recipe import Recipe, Setting
-from intaglio.quant.weights import channel_scales
+from intaglio.quant.weights import channel_scales, group_of, weight_grid
 
 
 def layers(module: fx.GraphModule, recipe: Recipe, classes: Mapping[str, str]) -> dict[fx.Node, Setting]:
@@ -29,24 +30,52 @@ def layers(module: fx.GraphModule, recipe: Recipe, classes: Mapping[str, str]) -
     return found
 
 
-def store_integers(module: fx.GraphModule, recipe: Recipe, classes: Mapping[str, str], dequantize: Any) -> int:
-    """Their weights as int8 and a scale per output channel, behind a dequantize; how many. Symmetric, absmax."""
+def store_weights(module: fx.GraphModule, recipe: Recipe, classes: Mapping[str, str], dequantize: Any) -> list[str]:
+    """Every such weight as its setting says, behind what makes it float32 again; calls of a weight share its constants.
+    A remark for each datatype. ``dequantize``: torch's, per channel."""
     found = layers(module, recipe, classes)
     for node, setting in found.items():
         weight = operands(node)[record_of(node).roles.weight]
-        values = getattr(module, str(weight.target)).detach().numpy()
-        scales = channel_scales(values.reshape(len(values), -1), setting.weight)
-        rows = values.reshape(len(values), -1) / scales[:, None]
-        levels = np.clip(np.rint(rows), setting.weight.qmin, setting.weight.qmax).astype(np.int8).reshape(values.shape)
-        names = []
-        for label, array in (("levels", levels), ("scale", scales), ("zero_point", np.zeros(len(scales), np.int64))):
-            name = f"{weight.target}_{label}"
-            if not hasattr(module, name):
-                module.register_buffer(name, torch.from_numpy(np.ascontiguousarray(array)))
-            names.append(constant_node(module, name, f"{weight.meta.get('path', weight.target)}.{label}"))
-        ends = setting.weight.qmin, setting.weight.qmax, torch.int8
+        group = group_of(origin(node), setting)
         with module.graph.inserting_before(node):
-            real = module.graph.call_function(dequantize, (*names, 0, *ends))
-        real.meta = {"type": TensorType(tuple(values.shape), DType.F32), "origin": origin(node)}
+            if setting.weight.storage is DType.F16:
+                half = _halves(module, weight)
+                real = module.graph.call_function(torch.ops.aten._to_copy.default, (half,), {"dtype": torch.float32})
+            else:
+                ends = *setting.weight.stored(group), torch.int8
+                real = module.graph.call_function(dequantize, (*_levels(module, weight, setting, group), 0, *ends))
+        real.meta = {"type": tensor_type(weight), "origin": origin(node)}
         node.replace_input_with(weight, real)
-    return len(found)
+    counts = Counter(setting.weight.name for setting in found.values())
+    return [f"weights only: {count} layers compute in float32 on {name} weights" for name, count in counts.items()]
+
+
+def _levels(module: fx.GraphModule, weight: fx.Node, setting: Setting, group: int) -> tuple[fx.Node, ...]:
+    """Levels, a scale for every output channel, and zero points, all 0."""
+    values, kind = _values(module, weight), setting.weight
+    rows = values.reshape(1 if setting.weights == "tensor" else len(values), -1)
+    scales = np.resize(channel_scales(rows, kind, group), len(values))
+    grid = weight_grid(values, scales, kind, group)
+    levels = _constant(module, weight, "levels", grid.stored(grid.nearest(values)))
+    levels.meta["type"] = TensorType(values.shape, DType.S8, packing=kind.packing(group))
+    zeros = np.zeros(len(values), np.int64)
+    return levels, _constant(module, weight, "scale", scales), _constant(module, weight, "zero_point", zeros)
+
+
+def _halves(module: fx.GraphModule, weight: fx.Node) -> fx.Node:
+    """The nearest float16, or the largest one: as torch's fp16 linear saturates."""
+    values, largest = _values(module, weight), np.finfo(np.float16).max
+    return _constant(module, weight, "f16", np.clip(values, -largest, largest).astype(np.float16))
+
+
+def _values(module: fx.GraphModule, weight: fx.Node) -> np.ndarray:
+    values: np.ndarray = getattr(module, str(weight.target)).detach().numpy()
+    return values
+
+
+def _constant(module: fx.GraphModule, weight: fx.Node, label: str, array: np.ndarray) -> fx.Node:
+    """Made of a weight, once."""
+    name = f"{weight.target}_{label}"
+    if not hasattr(module, name):
+        module.register_buffer(name, torch.from_numpy(np.ascontiguousarray(array)))
+    return constant_node(module, name, f"{weight.meta.get('path', weight.target)}.{label}")

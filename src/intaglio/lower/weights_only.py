@@ -1,0 +1,54 @@
+"""Linear layers of floats whose weights are stored in fewer bits, from a reference to the integer graph."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from intaglio.capture.nodes import is_constant, operands, operator, origin, record_of, tensor_type
+from intaglio.ir import DType, QParams, TensorType
+from intaglio.lower.regions import DEQUANTIZE_CHANNEL, constant_of, levels_of
+
+if TYPE_CHECKING:
+    from intaglio.lower.integer import _Builder
+
+WIDEN = "aten._to_copy.default"
+
+
+def stored_weight(node: fx.Node) -> fx.Node | None:
+    """The constant, float16 or levels with a scale for every output, behind the weight of a linear layer of floats;
+    ``None`` for any other node, and where activations are rounded as no kernel would."""
+    record = record_of(node)
+    if record is None or record.name != "linear":
+        return None
+    x, weight, bias = operands(node)
+    plain = all(value is None or tensor_type(value).dtype is DType.F32 for value in (x, bias))
+    simulated = ".dequantize_" in operator(x) and levels_of(x) is None
+    if not plain or simulated or not (bias is None or is_constant(bias)):
+        return None
+    if operator(weight) == WIDEN and is_constant(weight.args[0]):
+        return weight.args[0] if tensor_type(weight.args[0]).dtype is DType.F16 else None
+    return constant_of(weight, DType.S8) if operator(weight) == DEQUANTIZE_CHANNEL and weight.args[3] == 0 else None
+
+
+def widens_stored(node: fx.Node) -> bool:
+    """Whether all that a node does is to make floats of a stored weight for such layers."""
+    return bool(node.users) and all(stored_weight(user) in node.all_input_nodes for user in node.users)
+
+
+def linear_f32(builder: _Builder, node: fx.Node) -> None:
+    x, real, bias = operands(node)
+    stored, where = stored_weight(node), origin(node)
+    if tensor_type(stored).dtype is DType.F16:
+        weight = builder._real_constant(stored)
+    else:
+        low, high = real.args[4:6]
+        scales = tuple(getattr(builder.module, real.args[1].target).tolist())
+        levels = getattr(builder.module, stored.target).numpy()
+        weight = builder._weight(stored, levels, QParams(scales, (0,) * len(scales), low, high, 0))
+    names = [builder._real_constant(x) if is_constant(x) else builder._float(x), weight]
+    names += [] if bias is None else [builder._real_constant(bias)]
+    stem = where.path.replace("@", "_call") or node.name
+    result = TensorType(tensor_type(node).shape, DType.F32)
+    builder.values[node] = builder._op("linear_f32", names, stem, result, where)
