@@ -312,23 +312,52 @@ def _stage(code: Code, loop: Loop, stage: Stage, kept: Mapping[str, int]) -> Non
         code(f"Reals {names[op.output]}_lanes[GROUPS];")
         code(f"for (int g = 0; g < GROUPS; ++g) {names[op.output]}_lanes[g] = every_lane({SUMS[op.kind][0]});")
     group = "int g" if stage.sums else "int"
-    head = f"along(first, last, [&](int64_t i, int64_t count, {group}) __attribute__((always_inline))"
+    head = f"along(first, last, [&](int64_t e, int64_t count, {group}, auto vectors) __attribute__((always_inline))"
     with code.block(head, end="});"):
-        for name in stage.loads:
-            code(f"const {VECTOR[types[name].dtype]} {names[name]} = {_load(name, loop)};")
-        for name in stage.restored:
-            code(f"const Reals {names[name]} = read_f32(kept[{kept[name]}] + i, 1, FLOATS);")
-        for op in stage.ops:
-            code(f"const {VECTOR[types[op.output].dtype]} {names[op.output]} = {_value(op, loop)};")
-        for op in stage.sums:
-            lanes = f"{names[op.output]}_lanes[g]"
-            code(f"{lanes} = {SUMS[op.kind][1]}({lanes}, {_operand(op.inputs[0], loop)}, count);")
-        for name in stage.kept:
-            code(f"write_f32(kept[{kept[name]}] + i, 1, FLOATS, {names[name]});")
-        for name in stage.stored:
-            code(_store(name, loop))
+        code("enum { COUNT = decltype(vectors)::COUNT };")
+        _pass(code, loop, stage, kept)
     for op in stage.sums:
         code(f"const Reals {names[op.output]} = {SUMS[op.kind][2].format(f'{names[op.output]}_lanes')};")
+
+
+def _pass(code: Code, loop: Loop, stage: Stage, kept: Mapping[str, int]) -> None:
+    """What is done to some vectors, step by step to all of them."""
+    ends = _Levels(loop, stage)
+
+    def define(name: str, value: str) -> None:
+        code(f"{VECTOR[loop.body.types[name].dtype]} {loop.names[name]}[COUNT];")
+        code(f"EACH {_operand(name, loop)} = {value};")
+
+    for name in stage.loads:
+        if name not in ends.read:
+            define(name, _load(name, loop))
+    for name in stage.restored:
+        define(name, f"read_f32(kept[{kept[name]}] + e + i * FLOATS, 1, FLOATS)")
+    for op in stage.ops:
+        if op.output not in ends.written:
+            define(op.output, _load_levels(op, loop) if op.inputs[0] in ends.read else _value(op, loop))
+    for op in stage.sums:
+        lanes = f"{loop.names[op.output]}_lanes[(g + i) % GROUPS]"
+        code(f"EACH {lanes} = {SUMS[op.kind][1]}({lanes}, {_operand(op.inputs[0], loop)}, count);")
+    for name in stage.kept:
+        code(f"EACH write_f32(kept[{kept[name]}] + e + i * FLOATS, 1, FLOATS, {_operand(name, loop)});")
+    for name in stage.stored:
+        code(_store_levels(name, loop) if name in ends.written else f"EACH {_store(name, loop)}")
+
+
+class _Levels:
+    """Levels that need no variable in a pass: ``read`` only to be dequantized, ``written`` as they are quantized."""
+
+    def __init__(self, loop: Loop, stage: Stage) -> None:
+        kinds: dict[str, set[str]] = {name: set() for name in stage.loads}
+        used = {loop.rows.at(name) for name in stage.stored if loop.rows.at(name) != name}
+        for op in stage.ops:
+            used.update(op.inputs)
+            for name in op.inputs:
+                kinds.setdefault(name, set()).add(op.kind)
+        self.read = {name for name in stage.loads if name not in loop.tables and kinds[name] == {"dequantize"}}
+        makers = {op.output: op.kind for op in stage.ops}
+        self.written = {name for name in stage.stored if makers.get(name) == "quantize" and name not in used}
 
 
 def _store_rows(code: Code, loop: Loop) -> None:
@@ -341,29 +370,46 @@ def _store_rows(code: Code, loop: Loop) -> None:
 
 def _load(name: str, loop: Loop) -> str:
     if name in loop.tables:
-        row = loop.names[name]
+        row, place = loop.names[name], f"{loop.names[name]}_found + e + i * FLOATS"
         if loop.tables[name].kind == "gather_levels":
-            return f"dequantize_row(read_u8({row}_found + i, 1, count), {row}_scale, {row}_zero)"
-        return f"read_f32({row}_found + i, 1, count)"
-    end, step = loop.ends[name], loop.lines.strides[name][-1]
-    return f"read_{end.dtype}({_element(name, loop)}, {loop.context.dim(step)}, count)"
+            return f"dequantize_row(read_u8({place}, 1, count), {row}_scale, {row}_zero)"
+        return f"read_f32({place}, 1, count)"
+    return f"read_{loop.ends[name].dtype}({_elements(name, loop)}, count)"
+
+
+def _load_levels(op: Op, loop: Loop) -> str:
+    """A dequantize as its levels are read."""
+    (name,), q = op.inputs, loop.body.types[op.inputs[0]].levels
+    return f"read_levels({_elements(name, loop)}, count, {q.zero}, {number(q.step)})"
 
 
 def _store(name: str, loop: Loop) -> str:
-    end, step = loop.ends[name], loop.lines.strides[name][-1]
     value = _operand(loop.rows.at(name), loop)
-    return f"write_{end.dtype}({_element(name, loop)}, {loop.context.dim(step)}, count, {value});"
+    return f"write_{loop.ends[name].dtype}({_elements(name, loop)}, count, {value});"
 
 
-def _element(name: str, loop: Loop) -> str:
+def _store_levels(name: str, loop: Loop) -> str:
+    """A quantize as its levels are written, of all vectors at once."""
+    step, q = loop.lines.strides[name][-1], loop.body.types[name].levels
+    apart, (source,) = loop.context.dim(step), loop.rows.makers[name].inputs
+    at = f"{loop.names[name]}_row + e" + ("" if step == 1 else f" * {apart}")
+    inverse = number(numerics.reciprocal(q.step))
+    return f"write_levels<COUNT>({at}, {apart}, count, {loop.names[source]}, {inverse}, {q.zero}, {q.qmin}, {q.qmax});"
+
+
+def _elements(name: str, loop: Loop) -> str:
+    """Where the elements of the i-th vector are, and how far apart."""
     step = loop.lines.strides[name][-1]
-    return f"{loop.names[name]}_row + i" + ("" if step == 1 else f" * {loop.context.dim(step)}")
+    place = "e + i * FLOATS" if step == 1 else f"(e + i * FLOATS) * {loop.context.dim(step)}"
+    return f"{loop.names[name]}_row + {place}, {loop.context.dim(step)}"
 
 
 def _operand(name: str, loop: Loop) -> str:
-    """A variable, or a number in every lane."""
+    """A variable, the i-th of them where there is one for each vector, or a number in every lane."""
     array = loop.body.constants.get(name)
-    return loop.names[name] if array is None else f"every_lane({number(array)})"
+    if array is not None:
+        return f"every_lane({number(array)})"
+    return loop.names[name] if name in loop.rows.row else f"{loop.names[name]}[i]"
 
 
 def _value(op: Op, loop: Loop) -> str:

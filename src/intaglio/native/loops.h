@@ -12,6 +12,7 @@
 #include "numerics.h"
 
 enum { LANES = 16, GROUPS = LANES / FLOATS };  // of a sum; vectors that hold them
+enum { STEP = 4 };                             // vectors that are worked on side by side; levels of them fill one
 enum { PIECE = 1 << 14 };                      // elements of a row that a thread takes at a time, where all are alike
 
 typedef uint8_t Bytes __attribute__((vector_size(FLOATS)));
@@ -99,10 +100,63 @@ static inline Reals dequantize_row(RealBits levels, float scale, float zero_poin
     return (__builtin_convertvector(levels, Reals) - zero_point) * scale;
 }
 
+// Levels, as read_u8 has them -> what they stand for. A byte becomes the last bits of 2^23, and no conversion is needed.
+static inline Reals read_levels(const uint8_t* from, int64_t apart, int64_t count, int32_t zero_point, float scale) {
+#if defined(__AVX512F__)
+    if (apart == 1 && count == FLOATS) {
+        const __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)from));
+        const __m512i place = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        return ((Reals)_mm512_mask_shuffle_epi8(_mm512_set1_epi32(0x4b000000), 0x1111111111111111, bytes, place) -
+                (float)(8388608 + zero_point)) * scale;
+    }
+#endif
+    return dequantize_lanes(read_u8(from, apart, count), zero_point, scale);
+}
+
 // numerics.quantize. Bounds are whole steps from the zero point, so it does not matter that they are taken before rounding.
 static inline RealBits quantize_lanes(Reals x, float inverse, int32_t zero_point, float least, float most) {
     const Reals steps = x * inverse, bounded = least_of(most_of(steps, least), most);
     return whole(shifted(steps == steps ? bounded : every_lane(0.0f))) + zero_point;
+}
+
+// The levels of some vectors, one after the other. Of STEP full ones side by side, in one store: what is too low for an i32
+// becomes the least there is, and each packing bounds what it packs.
+template <int COUNT>
+static inline __attribute__((always_inline)) void write_levels(uint8_t* to, int64_t apart, int64_t count, const Reals* x,
+                                                               float inverse, int32_t zero_point, int32_t low, int32_t high) {
+    const float least = (float)(low - zero_point), most = (float)(high - zero_point);
+#if defined(__AVX512F__)
+    if (COUNT == STEP && apart == 1) {
+        __m512i steps[COUNT];
+        EACH {
+            const __m512 all = (__m512)(x[i] * inverse), lower = _mm512_min_ps(all, _mm512_set1_ps(most));
+            steps[i] = _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(all, all, _CMP_ORD_Q), lower);
+        }
+        const __m512i zero = _mm512_set1_epi16((short)zero_point);
+        const __m512i front = _mm512_adds_epi16(_mm512_packs_epi32(steps[0], steps[1 % COUNT]), zero);
+        const __m512i back = _mm512_adds_epi16(_mm512_packs_epi32(steps[2 % COUNT], steps[3 % COUNT]), zero);
+        const __m512i place = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+        const __m512i levels = _mm512_permutexvar_epi32(place, _mm512_packus_epi16(front, back));
+        _mm512_storeu_si512(to, low > 0 ? _mm512_max_epu8(levels, _mm512_set1_epi8((char)low)) : levels);
+        return;
+    }
+#elif defined(__AVX2__)
+    if (COUNT == STEP && apart == 1) {
+        __m256i steps[COUNT];
+        EACH {
+            const __m256 all = (__m256)(x[i] * inverse), lower = _mm256_min_ps(all, _mm256_set1_ps(most));
+            steps[i] = _mm256_and_si256(_mm256_cvtps_epi32(lower), (__m256i)_mm256_cmp_ps(all, all, _CMP_ORD_Q));
+        }
+        const __m256i zero = _mm256_set1_epi16((short)zero_point);
+        const __m256i front = _mm256_adds_epi16(_mm256_packs_epi32(steps[0], steps[1 % COUNT]), zero);
+        const __m256i back = _mm256_adds_epi16(_mm256_packs_epi32(steps[2 % COUNT], steps[3 % COUNT]), zero);
+        const __m256i place = _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0);
+        const __m256i levels = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(front, back), place);
+        _mm256_storeu_si256((__m256i*)to, low > 0 ? _mm256_max_epu8(levels, _mm256_set1_epi8((char)low)) : levels);
+        return;
+    }
+#endif
+    EACH write_u8(to + i * FLOATS * apart, apart, count, quantize_lanes(x[i], inverse, zero_point, least, most));
 }
 
 static inline Reals to_bfloat16(Reals x) {
@@ -115,9 +169,33 @@ static inline Reals to_bfloat16(Reals x) {
 // -- of one element -----------------------------------------------------------------------------------------------------
 
 static inline Reals of_number(Reals x, Reals value) { return x == x ? value : x; }  // NaN stays
-static inline Reals larger(Reals a, Reals b) { return ((a > b) | (a != a)) ? a : b; }
-static inline Reals smaller(Reals a, Reals b) { return ((a < b) | (a != a)) ? a : b; }
-static inline Reals relu(Reals x) { return x < 0.0f ? every_lane(0.0f) : x; }
+
+// a > b, or NaN ? a : b; the instruction alone gives b of NaN.
+static inline Reals larger(Reals a, Reals b) {
+#if defined(__AVX512F__)
+    return (Reals)_mm512_mask_max_ps((__m512)a, _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_ORD_Q), (__m512)a, (__m512)b);
+#else
+    return ((a > b) | (a != a)) ? a : b;
+#endif
+}
+static inline Reals smaller(Reals a, Reals b) {
+#if defined(__AVX512F__)
+    return (Reals)_mm512_mask_min_ps((__m512)a, _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_ORD_Q), (__m512)a, (__m512)b);
+#else
+    return ((a < b) | (a != a)) ? a : b;
+#endif
+}
+
+// 0 > x ? 0 : x, so NaN and -0 stay.
+static inline Reals relu(Reals x) {
+#if defined(__AVX512F__)
+    return (Reals)_mm512_max_ps(_mm512_setzero_ps(), (__m512)x);
+#elif defined(__AVX2__)
+    return (Reals)_mm256_max_ps(_mm256_setzero_ps(), (__m256)x);
+#else
+    return x < 0.0f ? every_lane(0.0f) : x;
+#endif
+}
 static inline Reals ones(RealBits truth) { return (Reals)(truth & (RealBits)every_lane(1.0f)); }
 
 static inline Reals clamp(Reals x, float low, float high) {
@@ -208,13 +286,12 @@ TREE(tree_of_most, b > a || b != b ? b : a)
 TREE(tree_of_least, b < a || b != b ? b : a)
 #undef TREE
 
-// take(first element, how many, which of the vectors that hold 16 lanes), along a row; the last vector may not be full.
+template <int N> struct Vectors { enum { COUNT = N }; };
+
+// take(first element, elements of each vector, which of the vectors that hold 16 lanes is the first, how many vectors), along a
+// row: STEP vectors at a time, then one by one, the last of which may not be full.
 template <typename Take> static inline __attribute__((always_inline)) void along(int64_t first, int64_t size, Take take) {
-    int64_t i = first;
-    for (; i + LANES <= size; i += LANES)
-#pragma GCC unroll 4
-        for (int g = 0; g < GROUPS; ++g) take(i + g * FLOATS, (int64_t)FLOATS, g);
-#pragma GCC unroll 4
-    for (int g = 0; g < GROUPS; ++g, i += FLOATS)
-        if (i < size) take(i, size - i < FLOATS ? size - i : (int64_t)FLOATS, g);
+    int64_t e = first;
+    for (; e + STEP * FLOATS <= size; e += STEP * FLOATS) take(e, (int64_t)FLOATS, 0, Vectors<STEP>());
+    for (int g = 0; e < size; e += FLOATS, ++g) take(e, size - e < FLOATS ? size - e : (int64_t)FLOATS, g, Vectors<1>());
 }
