@@ -9,7 +9,7 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.codegen.context import Context, finish
-from intaglio.codegen.stages import Rows, Stage
+from intaglio.codegen.stages import Rows, Stage, magnitudes
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim, DType, Graph, Op, Partition, Shape, evaluate, numel
 from intaglio.ir.loops import GATHERS, body_of, row_axis, space
@@ -19,6 +19,10 @@ LONGEST_KEPT = 4096
 """Elements of a row up to which values are kept from pass to pass."""
 KEPT_BYTES = 1 << 18
 """Of the stack, for the values of a row that are kept."""
+STREAMED = 1 << 24
+"""Bytes from which on a result of floats is written past the caches."""
+LARGEST_SMALL = 1 << 29
+"""Steps: what is proved to be less converts to i32 as it is."""
 TYPICAL = 7
 """Stands for every free dimension where strides are put in order."""
 
@@ -81,6 +85,7 @@ class Loop:
         }
         self.rows = Rows(self.body, single | set(self.body.constants))
         self.names = _c_names(self.body)
+        self.magnitudes = magnitudes(self.body)
 
     def _inputs(self) -> list[End]:
         """As the body sees them: with the axes that it adds, tables left out."""
@@ -147,6 +152,13 @@ class Loop:
     def along(self, output: str) -> bool:
         """Whether a result is stored along rows, not once for each."""
         return self.axis is None or self.rows.at(output) not in self.rows.row or self.lines.strides[output][-1] != 0
+
+    def is_streamed(self, output: str) -> bool:
+        """Whether a result may be too large for caches: floats side by side, which are no tile's."""
+        if self.tile is not None or self.ends[output].dtype is not DType.F32 or self.lines.strides[output][-1] != 1:
+            return False
+        elements = numel(self.space)
+        return self.along(output) and not (isinstance(elements, int) and 4 * elements < STREAMED)
 
     def kept(self, stages: Sequence[Stage]) -> dict[str, int]:
         """Values that are kept, each with its place."""
@@ -261,6 +273,8 @@ def _rows(code: Code, loop: Loop, stages: Sequence[Stage], longest: int = 0) -> 
         for stage in stages:
             _stage(code, loop, stage, kept)
         _store_rows(code, loop)
+    if any(map(loop.is_streamed, loop.body.outputs)):
+        code("end_streams();")
 
 
 def _pointers(code: Code, loop: Loop) -> None:
@@ -285,6 +299,8 @@ def _pointers(code: Code, loop: Loop) -> None:
         code(f"{const}{ELEMENT[end.dtype]}* const {name}_row = {' + '.join([f'{name}_at', *terms])};")
         if end.value in loop.rows.row and end.value not in loop.body.outputs:
             code(f"const {VECTOR[end.dtype]} {name} = all_{end.dtype}({name}_row);")
+        if end.value in loop.body.outputs and loop.is_streamed(end.value):
+            code(f"const int {name}_streamed = is_streamed({name}_row, 4 * rows * size);")
     for name, step in loop.tables.items():
         _table(code, loop, name, step)
 
@@ -322,42 +338,32 @@ def _stage(code: Code, loop: Loop, stage: Stage, kept: Mapping[str, int]) -> Non
 
 def _pass(code: Code, loop: Loop, stage: Stage, kept: Mapping[str, int]) -> None:
     """What is done to some vectors, step by step to all of them."""
-    ends = _Levels(loop, stage)
+    written = _written(loop, stage)
 
     def define(name: str, value: str) -> None:
         code(f"{VECTOR[loop.body.types[name].dtype]} {loop.names[name]}[COUNT];")
         code(f"EACH {_operand(name, loop)} = {value};")
 
     for name in stage.loads:
-        if name not in ends.read:
-            define(name, _load(name, loop))
+        define(name, _load(name, loop))
     for name in stage.restored:
         define(name, f"read_f32(kept[{kept[name]}] + e + i * FLOATS, 1, FLOATS)")
     for op in stage.ops:
-        if op.output not in ends.written:
-            define(op.output, _load_levels(op, loop) if op.inputs[0] in ends.read else _value(op, loop))
+        if op.output not in written:
+            define(op.output, _value(op, loop))
     for op in stage.sums:
         lanes = f"{loop.names[op.output]}_lanes[(g + i) % GROUPS]"
         code(f"EACH {lanes} = {SUMS[op.kind][1]}({lanes}, {_operand(op.inputs[0], loop)}, count);")
     for name in stage.kept:
         code(f"EACH write_f32(kept[{kept[name]}] + e + i * FLOATS, 1, FLOATS, {_operand(name, loop)});")
     for name in stage.stored:
-        code(_store_levels(name, loop) if name in ends.written else f"EACH {_store(name, loop)}")
+        code(_store_levels(name, loop) if name in written else _store(name, loop))
 
 
-class _Levels:
-    """Levels that need no variable in a pass: ``read`` only to be dequantized, ``written`` as they are quantized."""
-
-    def __init__(self, loop: Loop, stage: Stage) -> None:
-        kinds: dict[str, set[str]] = {name: set() for name in stage.loads}
-        used = {loop.rows.at(name) for name in stage.stored if loop.rows.at(name) != name}
-        for op in stage.ops:
-            used.update(op.inputs)
-            for name in op.inputs:
-                kinds.setdefault(name, set()).add(op.kind)
-        self.read = {name for name in stage.loads if name not in loop.tables and kinds[name] == {"dequantize"}}
-        makers = {op.output: op.kind for op in stage.ops}
-        self.written = {name for name in stage.stored if makers.get(name) == "quantize" and name not in used}
+def _written(loop: Loop, stage: Stage) -> set[str]:
+    """Levels that need no variable: quantized as they are written, and read by nobody."""
+    read = {name for op in stage.ops for name in op.inputs} | {loop.rows.same.get(name, "") for name in stage.stored}
+    return {op.output for op in stage.ops if op.kind == "quantize" and op.output in stage.stored} - read
 
 
 def _store_rows(code: Code, loop: Loop) -> None:
@@ -377,15 +383,12 @@ def _load(name: str, loop: Loop) -> str:
     return f"read_{loop.ends[name].dtype}({_elements(name, loop)}, count)"
 
 
-def _load_levels(op: Op, loop: Loop) -> str:
-    """A dequantize as its levels are read."""
-    (name,), q = op.inputs, loop.body.types[op.inputs[0]].levels
-    return f"read_levels({_elements(name, loop)}, count, {q.zero}, {number(q.step)})"
-
-
 def _store(name: str, loop: Loop) -> str:
-    value = _operand(loop.rows.at(name), loop)
-    return f"write_{loop.ends[name].dtype}({_elements(name, loop)}, count, {value});"
+    source = loop.rows.at(name)
+    if loop.is_streamed(name) and source not in loop.rows.row:
+        row = f"{loop.names[name]}_row"
+        return f"stream_f32<COUNT>({row} + e, count, {loop.names[source]}, {loop.names[name]}_streamed);"
+    return f"EACH write_{loop.ends[name].dtype}({_elements(name, loop)}, count, {_operand(source, loop)});"
 
 
 def _store_levels(name: str, loop: Loop) -> str:
@@ -393,8 +396,10 @@ def _store_levels(name: str, loop: Loop) -> str:
     step, q = loop.lines.strides[name][-1], loop.body.types[name].levels
     apart, (source,) = loop.context.dim(step), loop.rows.makers[name].inputs
     at = f"{loop.names[name]}_row + e" + ("" if step == 1 else f" * {apart}")
-    inverse = number(numerics.reciprocal(q.step))
-    return f"write_levels<COUNT>({at}, {apart}, count, {loop.names[source]}, {inverse}, {q.zero}, {q.qmin}, {q.qmax});"
+    inverse = numerics.reciprocal(q.step)
+    small = loop.magnitudes.get(source, np.inf) * inverse < LARGEST_SMALL
+    numbers = f"{number(inverse)}, {q.zero}, {q.qmin}, {q.qmax}, {int(small)}"
+    return f"write_levels<COUNT>({at}, {apart}, count, {loop.names[source]}, {numbers});"
 
 
 def _elements(name: str, loop: Loop) -> str:

@@ -13,6 +13,7 @@
 
 enum { LANES = 16, GROUPS = LANES / FLOATS };  // of a sum; vectors that hold them
 enum { STEP = 4 };                             // vectors that are worked on side by side; levels of them fill one
+enum { STREAMED = 1 << 24 };                    // bytes from which on a result of floats is written past the caches
 enum { PIECE = 1 << 14 };                      // elements of a row that a thread takes at a time, where all are alike
 
 typedef uint8_t Bytes __attribute__((vector_size(FLOATS)));
@@ -40,6 +41,37 @@ END(bytes, uint8_t, Bytes)
 END(halves, uint16_t, Halves)
 END(i64, int64_t, Longs)
 #undef END
+
+// Whether a result of so many bytes goes past the caches: none would still hold all of it when somebody reads it, and a line
+// that is written whole need not be read first.
+static inline int is_streamed(const void* row, int64_t bytes) {
+#if defined(__AVX2__)
+    return bytes >= STREAMED && (uintptr_t)row % (4 * FLOATS) == 0;
+#else
+    return (void)row, (void)bytes, 0;
+#endif
+}
+template <int COUNT>
+static inline __attribute__((always_inline)) void stream_f32(float* to, int64_t count, const Reals* x, int streamed) {
+#if defined(__AVX512F__)
+    if (streamed && COUNT == STEP) {
+        EACH _mm512_stream_ps(to + i * FLOATS, (__m512)x[i]);
+        return;
+    }
+#elif defined(__AVX2__)
+    if (streamed && COUNT == STEP) {
+        EACH _mm256_stream_ps(to + i * FLOATS, (__m256)x[i]);
+        return;
+    }
+#endif
+    (void)streamed;
+    EACH write_f32(to + i * FLOATS, 1, count, x[i]);
+}
+static inline void end_streams(void) {
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
+}
 
 // Bytes -> lanes and back, of which the low ones are kept. The compiler would take generic vectors apart.
 static inline RealBits widened(Bytes bytes) {
@@ -100,19 +132,6 @@ static inline Reals dequantize_row(RealBits levels, float scale, float zero_poin
     return (__builtin_convertvector(levels, Reals) - zero_point) * scale;
 }
 
-// Levels, as read_u8 has them -> what they stand for. A byte becomes the last bits of 2^23, and no conversion is needed.
-static inline Reals read_levels(const uint8_t* from, int64_t apart, int64_t count, int32_t zero_point, float scale) {
-#if defined(__AVX512F__)
-    if (apart == 1 && count == FLOATS) {
-        const __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)from));
-        const __m512i place = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-        return ((Reals)_mm512_mask_shuffle_epi8(_mm512_set1_epi32(0x4b000000), 0x1111111111111111, bytes, place) -
-                (float)(8388608 + zero_point)) * scale;
-    }
-#endif
-    return dequantize_lanes(read_u8(from, apart, count), zero_point, scale);
-}
-
 // numerics.quantize. Bounds are whole steps from the zero point, so it does not matter that they are taken before rounding.
 static inline RealBits quantize_lanes(Reals x, float inverse, int32_t zero_point, float least, float most) {
     const Reals steps = x * inverse, bounded = least_of(most_of(steps, least), most);
@@ -120,43 +139,48 @@ static inline RealBits quantize_lanes(Reals x, float inverse, int32_t zero_point
 }
 
 // The levels of some vectors, one after the other. Of STEP full ones side by side, in one store: what is too low for an i32
-// becomes the least there is, and each packing bounds what it packs.
+// becomes the least there is, and each packing bounds what it packs. `small`: all are numbers below 2^30 steps.
 template <int COUNT>
-static inline __attribute__((always_inline)) void write_levels(uint8_t* to, int64_t apart, int64_t count, const Reals* x,
-                                                               float inverse, int32_t zero_point, int32_t low, int32_t high) {
-    const float least = (float)(low - zero_point), most = (float)(high - zero_point);
+static inline __attribute__((always_inline)) void write_levels(uint8_t* to, int64_t apart, int64_t count, const Reals* x, float inverse,
+                                                               int32_t zero_point, int32_t low, int32_t high, int small) {
 #if defined(__AVX512F__)
     if (COUNT == STEP && apart == 1) {
         __m512i steps[COUNT];
         EACH {
-            const __m512 all = (__m512)(x[i] * inverse), lower = _mm512_min_ps(all, _mm512_set1_ps(most));
-            steps[i] = _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(all, all, _CMP_ORD_Q), lower);
+            const __m512 all = (__m512)(x[i] * inverse), lower = _mm512_min_ps(all, _mm512_set1_ps(32767.0f));
+            steps[i] = small ? _mm512_cvtps_epi32(all) : _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(all, all, _CMP_ORD_Q), lower);
         }
         const __m512i zero = _mm512_set1_epi16((short)zero_point);
         const __m512i front = _mm512_adds_epi16(_mm512_packs_epi32(steps[0], steps[1 % COUNT]), zero);
         const __m512i back = _mm512_adds_epi16(_mm512_packs_epi32(steps[2 % COUNT], steps[3 % COUNT]), zero);
         const __m512i place = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-        const __m512i levels = _mm512_permutexvar_epi32(place, _mm512_packus_epi16(front, back));
-        _mm512_storeu_si512(to, low > 0 ? _mm512_max_epu8(levels, _mm512_set1_epi8((char)low)) : levels);
+        __m512i levels = _mm512_permutexvar_epi32(place, _mm512_packus_epi16(front, back));
+        if (low > 0) levels = _mm512_max_epu8(levels, _mm512_set1_epi8((char)low));
+        if (high < 255) levels = _mm512_min_epu8(levels, _mm512_set1_epi8((char)high));
+        _mm512_storeu_si512(to, levels);
         return;
     }
 #elif defined(__AVX2__)
     if (COUNT == STEP && apart == 1) {
         __m256i steps[COUNT];
         EACH {
-            const __m256 all = (__m256)(x[i] * inverse), lower = _mm256_min_ps(all, _mm256_set1_ps(most));
-            steps[i] = _mm256_and_si256(_mm256_cvtps_epi32(lower), (__m256i)_mm256_cmp_ps(all, all, _CMP_ORD_Q));
+            const __m256 all = (__m256)(x[i] * inverse), lower = _mm256_min_ps(all, _mm256_set1_ps(32767.0f));
+            const __m256i number = (__m256i)_mm256_cmp_ps(all, all, _CMP_ORD_Q);
+            steps[i] = small ? _mm256_cvtps_epi32(all) : _mm256_and_si256(_mm256_cvtps_epi32(lower), number);
         }
         const __m256i zero = _mm256_set1_epi16((short)zero_point);
         const __m256i front = _mm256_adds_epi16(_mm256_packs_epi32(steps[0], steps[1 % COUNT]), zero);
         const __m256i back = _mm256_adds_epi16(_mm256_packs_epi32(steps[2 % COUNT], steps[3 % COUNT]), zero);
         const __m256i place = _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0);
-        const __m256i levels = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(front, back), place);
-        _mm256_storeu_si256((__m256i*)to, low > 0 ? _mm256_max_epu8(levels, _mm256_set1_epi8((char)low)) : levels);
+        __m256i levels = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(front, back), place);
+        if (low > 0) levels = _mm256_max_epu8(levels, _mm256_set1_epi8((char)low));
+        if (high < 255) levels = _mm256_min_epu8(levels, _mm256_set1_epi8((char)high));
+        _mm256_storeu_si256((__m256i*)to, levels);
         return;
     }
 #endif
-    EACH write_u8(to + i * FLOATS * apart, apart, count, quantize_lanes(x[i], inverse, zero_point, least, most));
+    (void)small;
+    EACH write_u8(to + i * FLOATS * apart, apart, count, quantize_lanes(x[i], inverse, zero_point, (float)(low - zero_point), (float)(high - zero_point)));
 }
 
 static inline Reals to_bfloat16(Reals x) {
