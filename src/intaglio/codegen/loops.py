@@ -37,7 +37,7 @@ CALLED = {
     "hardswish": "of_number({0}, hardswish({0}))", "hardsigmoid": "of_number({0}, hardsigmoid({0}))",
     "sigmoid": "of_number({0}, sigmoid({0}))", "tanh": "of_number({0}, hyperbolic_tangent({0}))",
     "silu": "of_number({0}, silu({0}))", "gelu": "of_number({0}, gelu({0}))",
-    "gelu_tanh": "of_number({0}, gelu_tanh({0}))",
+    "near_gelu": "of_number({0}, near_gelu({0}))", "gelu_tanh": "of_number({0}, gelu_tanh({0}))",
 }  # fmt: skip
 """Operator of a body -> C, over vectors; with those below it has all but reductions and views (tests/test_loops.py)."""
 SUMS = {"sum": ("0.0f", "added", "tree_of_sums({0})"), "mean": ("0.0f", "added", "tree_of_sums({0}) / (float)size"),

@@ -101,8 +101,10 @@ PLAIN = {"add", "sub", "mul", "neg", "abs", "relu", "maximum", "minimum", "cast"
 """Operators of about one instruction."""
 
 NEAR_ONE = ("sigmoid", "tanh", "hardsigmoid")
-NO_LARGER = ("neg", "abs", "relu", "leaky_relu", "maximum", "minimum", "hardswish", "silu", "gelu", "gelu_tanh", "max",
-             "min", "mean", "squeeze", "unsqueeze")  # fmt: skip
+NO_LARGER = (
+    "neg", "abs", "relu", "leaky_relu", "maximum", "minimum", "hardswish", "silu", "gelu", "near_gelu", "gelu_tanh",
+    "max", "min", "mean", "squeeze", "unsqueeze",
+)  # fmt: skip
 """Operators of numbers that give none larger than the largest of them; of ``leaky_relu`` where its slope is no more
 than 1."""
 
