@@ -40,6 +40,8 @@ CALLED = {
     "near_gelu": "of_number({0}, near_gelu({0}))", "gelu_tanh": "of_number({0}, gelu_tanh({0}))",
 }  # fmt: skip
 """Operator of a body -> C, over vectors; with those below it has all but reductions and views (tests/test_loops.py)."""
+SIDE_BY_SIDE = {"near_gelu": "near_gelus_of"}
+"""Operator -> C that takes several vectors a step at a time, where one alone would wait for itself."""
 SUMS = {"sum": ("0.0f", "added", "tree_of_sums({0})"), "mean": ("0.0f", "added", "tree_of_sums({0}) / (float)size"),
         "max": ("-__builtin_inff()", "raised", "tree_of_most({0})"),
         "min": ("__builtin_inff()", "lowered", "tree_of_least({0})")}  # fmt: skip
@@ -349,7 +351,10 @@ def _pass(code: Code, loop: Loop, stage: Stage, kept: Mapping[str, int]) -> None
     for name in stage.restored:
         define(name, f"read_f32(kept[{kept[name]}] + e + i * FLOATS, 1, FLOATS)")
     for op in stage.ops:
-        if op.output not in written:
+        if op.kind in SIDE_BY_SIDE and op.output not in loop.rows.row:
+            code(f"Reals {loop.names[op.output]}[COUNT];")
+            code(f"{SIDE_BY_SIDE[op.kind]}<COUNT>({loop.names[op.output]}, {loop.names[op.inputs[0]]});")
+        elif op.output not in written:
             define(op.output, _value(op, loop))
     for op in stage.sums:
         lanes = f"{loop.names[op.output]}_lanes[(g + i) % GROUPS]"

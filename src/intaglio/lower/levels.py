@@ -1,4 +1,4 @@
-"""Loops between levels: of 256 levels a table knows all results, and a function that becomes levels need be no nearer."""
+"""Loops between levels: a table knows what 256 levels become, and a function that becomes levels need be no nearer."""
 
 from __future__ import annotations
 

@@ -194,6 +194,13 @@ static inline Reals to_bfloat16(Reals x) {
 
 static inline Reals of_number(Reals x, Reals value) { return x == x ? value : x; }  // NaN stays
 
+template <int COUNT>
+static inline __attribute__((always_inline)) void near_gelus_of(Reals* to, const Reals* from) {
+    EACH to[i] = from[i];
+    near_gelus<COUNT>(to);
+    EACH to[i] = of_number(from[i], to[i]);
+}
+
 // a > b, or NaN ? a : b; the instruction alone gives b of NaN.
 static inline Reals larger(Reals a, Reals b) {
 #if defined(__AVX512F__)
