@@ -3,17 +3,18 @@
     python benchmarks/loops.py                  one JSON line a case
     python benchmarks/loops.py --rounds 3       fewer rounds, to see that it runs
 
-Small sizes lie in the second-level cache, large ones in no cache. The copy reads half of the loop's bytes and writes
-half, with stores that the caches take, as `memcpy` has them up to the size of the last cache; ``streamed`` goes past them. ``ratio``
-is the median over rounds of the copy's time by the loop's, ``of_streamed`` that of the streamed copy's.
-``ns_64`` is the loop's time for 64 elements, of all threads together: what its arithmetic alone takes is that of the
-small sizes.
+Small sizes lie in the second-level cache, large ones in no cache: copies of them take turns on `UNCACHED` bytes. The
+copy reads half of the loop's bytes and writes half, in a loop of C whose stores the caches take; of large ones there is
+another that goes past them, as large results of floats do. ``ratio`` is the median over rounds of the copy's time by
+the loop's, ``of_streamed`` that of the other copy's. ``ns_64`` is the loop's time for 64 elements, that of all threads
+added up: of the small sizes, what the arithmetic takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import statistics
 from collections.abc import Callable
@@ -33,6 +34,8 @@ from intaglio.ops.body import Body
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
 """Of mallopt: results keep their pages from call to call, as the copy's do."""
+UNCACHED = 1 << 28
+LARGE = 1 << 24
 LEVELS = QParams((0.03,), (128,), 0, 255)
 COPY = """
 #include "loops.h"
@@ -40,8 +43,9 @@ COPY = """
 struct Call { const float* from; float* to; int64_t count; };
 static void streamed_body(void* context, int thread, int threads) {
     const struct Call* c = (const struct Call*)context;
-    const int64_t lines = c->count / 64, first = share(lines, thread, threads), last = share(lines, thread + 1, threads);
-    along(first * 64, last * 64, [&](int64_t e, int64_t count, int, auto vectors) __attribute__((always_inline)) {
+    const int64_t lines = c->count / 64;
+    const int64_t first = share(lines, thread, threads) * 64, last = share(lines, thread + 1, threads) * 64;
+    along(first, last, [&](int64_t e, int64_t count, int, auto vectors) __attribute__((always_inline)) {
         enum { COUNT = decltype(vectors)::COUNT };
         Reals x[COUNT];
         EACH x[i] = read_f32(c->from + e + i * FLOATS, 1, count);
@@ -102,7 +106,7 @@ def residual_norm(body: Body) -> tuple[str, ...]:
 
 def softmax(body: Body) -> tuple[str, ...]:
     powers = body("exp", body("sub", "x", body("max", "x", axis=1)))
-    return (body("div", powers, body("sum", powers, axis=1)),)
+    return (body("mul", powers, body("reciprocal", body("sum", powers, axis=1))),)
 
 
 CASES: dict[str, tuple[Callable[[Body], tuple[str, ...]], tuple[int, int]]] = {
@@ -160,14 +164,17 @@ def measure(name: str, rounds: int, calls: int) -> dict[str, object]:
     given = [torch.randn(shape) for _ in model.signature.inputs]
     step = next(i for i, note in enumerate(model.artifact.program.steps) if note.kinds == "loop")
     total = int(model.artifact.program.steps[step].work.bytes)
-    source, result = torch.ones(total // 8), torch.ones(total // 8)
-    ends = ctypes.c_void_p(source.data_ptr()), ctypes.c_void_p(result.data_ptr())
+    half, places = total // 2 & -4096, UNCACHED // total if total >= LARGE else 1
+    source, result = torch.ones(half * places // 4), torch.ones(half * places // 4)
+    turn = itertools.cycle(range(0, half * places, half))
     loops, copies = list[float](), ([], [])
 
     def copy(streamed: int) -> float:
+        at = next(turn)
+        ends = (ctypes.c_void_p(array.data_ptr() + at) for array in (source, result))
+        count, parallel = ctypes.c_int64(half // 4), ctypes.c_void_p(parallel_address())
         begin = library.nanoseconds()
-        count, threads = ctypes.c_int64(total // 8), torch.get_num_threads()
-        library.copy(*ends, count, streamed, threads, ctypes.c_void_p(parallel_address()))
+        library.copy(*ends, count, streamed, torch.get_num_threads(), parallel)
         return (library.nanoseconds() - begin) / 1e3
 
     for _ in range(rounds):
@@ -181,7 +188,7 @@ def measure(name: str, rounds: int, calls: int) -> dict[str, object]:
     loop, threads = statistics.median(loops), torch.get_num_threads()
     return {
         "case": name, "bytes": total, "loop_us": round(loop, 2), "copy_us": round(statistics.median(copies[0]), 2),
-        "ratio": round(plain, 3), "of_streamed": round(streamed, 3),
+        "ratio": round(plain, 3), "of_streamed": round(streamed, 3) if total >= LARGE else None,
         "ns_64": round(1e3 * loop * threads * 64 / (shape[0] * shape[1]), 2), "threads": threads,
     }  # fmt: skip
 

@@ -40,8 +40,8 @@ CALLED = {
     "near_gelu": "of_number({0}, near_gelu({0}))", "gelu_tanh": "of_number({0}, gelu_tanh({0}))",
 }  # fmt: skip
 """Operator of a body -> C, over vectors; with those below it has all but reductions and views (tests/test_loops.py)."""
-SIDE_BY_SIDE = {"near_gelu": "near_gelus_of"}
-"""Operator -> C that takes several vectors a step at a time, where one alone would wait for itself."""
+SIDE_BY_SIDE = {"near_gelu": "near_gelus_of", "exp": "exp_negatives_of"}
+"""Operator -> C that takes several vectors a step at a time, where one alone would wait for itself; ``exp`` up to 0."""
 SUMS = {"sum": ("0.0f", "added", "tree_of_sums({0})"), "mean": ("0.0f", "added", "tree_of_sums({0}) / (float)size"),
         "max": ("-__builtin_inff()", "raised", "tree_of_most({0})"),
         "min": ("__builtin_inff()", "lowered", "tree_of_least({0})")}  # fmt: skip
@@ -161,6 +161,15 @@ class Loop:
             return False
         elements = numel(self.space)
         return self.along(output) and not (isinstance(elements, int) and 4 * elements < STREAMED)
+
+    def is_distance(self, name: str) -> bool:
+        """Whether a value is that of a row less the row's largest, so not above 0."""
+        makers = self.rows.makers
+        step = makers.get(name)
+        if step is None or step.kind != "sub" or step.inputs[1] not in makers:
+            return False
+        most = makers[step.inputs[1]]
+        return most.kind == "max" and most.inputs[0] == step.inputs[0]
 
     def kept(self, stages: Sequence[Stage]) -> dict[str, int]:
         """Values that are kept, each with its place."""
@@ -341,34 +350,53 @@ def _stage(code: Code, loop: Loop, stage: Stage, kept: Mapping[str, int]) -> Non
 def _pass(code: Code, loop: Loop, stage: Stage, kept: Mapping[str, int]) -> None:
     """What is done to some vectors, step by step to all of them."""
     written = _written(loop, stage)
+    in_turn = _goes_in_turn(loop, stage, written)
 
     def define(name: str, value: str) -> None:
         code(f"{VECTOR[loop.body.types[name].dtype]} {loop.names[name]}[COUNT];")
         code(f"EACH {_operand(name, loop)} = {value};")
 
-    for name in stage.loads:
+    for name in () if in_turn else stage.loads:
         define(name, _load(name, loop))
     for name in stage.restored:
         define(name, f"read_f32(kept[{kept[name]}] + e + i * FLOATS, 1, FLOATS)")
     for op in stage.ops:
-        if op.kind in SIDE_BY_SIDE and op.output not in loop.rows.row:
+        if _all_at_once(op, loop):
             code(f"Reals {loop.names[op.output]}[COUNT];")
             code(f"{SIDE_BY_SIDE[op.kind]}<COUNT>({loop.names[op.output]}, {loop.names[op.inputs[0]]});")
         elif op.output not in written:
-            define(op.output, _value(op, loop))
+            turn = in_turn and op.kind == "dequantize"
+            define(op.output, _load_in_turn(op, loop) if turn else _value(op, loop))
     for op in stage.sums:
         lanes = f"{loop.names[op.output]}_lanes[(g + i) % GROUPS]"
         code(f"EACH {lanes} = {SUMS[op.kind][1]}({lanes}, {_operand(op.inputs[0], loop)}, count);")
     for name in stage.kept:
         code(f"EACH write_f32(kept[{kept[name]}] + e + i * FLOATS, 1, FLOATS, {_operand(name, loop)});")
     for name in stage.stored:
-        code(_store_levels(name, loop) if name in written else _store(name, loop))
+        code(_store_levels(name, loop, in_turn) if name in written else _store(name, loop))
 
 
 def _written(loop: Loop, stage: Stage) -> set[str]:
     """Levels that need no variable: quantized as they are written, and read by nobody."""
     read = {name for op in stage.ops for name in op.inputs} | {loop.rows.same.get(name, "") for name in stage.stored}
     return {op.output for op in stage.ops if op.kind == "quantize" and op.output in stage.stored} - read
+
+
+def _all_at_once(op: Op, loop: Loop) -> bool:
+    return op.kind in SIDE_BY_SIDE and (op.kind != "exp" or loop.is_distance(op.inputs[0]))
+
+
+def _goes_in_turn(loop: Loop, stage: Stage, written: set[str]) -> bool:
+    """Whether all that a pass reads and writes are levels side by side, so that any order of them does."""
+    read = {name for op in stage.ops if op.kind == "dequantize" for name in op.inputs}
+    other = {name for op in stage.ops if op.kind != "dequantize" for name in op.inputs}
+    ends = {*stage.loads, *stage.stored}
+    return (
+        not (stage.sums or stage.kept or stage.restored)
+        and {*stage.loads} == read - other
+        and {*stage.stored} == written
+        and all(loop.ends[name].dtype is DType.U8 and loop.lines.strides[name][-1] == 1 for name in ends)
+    )
 
 
 def _store_rows(code: Code, loop: Loop) -> None:
@@ -388,6 +416,12 @@ def _load(name: str, loop: Loop) -> str:
     return f"read_{loop.ends[name].dtype}({_elements(name, loop)}, count)"
 
 
+def _load_in_turn(op: Op, loop: Loop) -> str:
+    """A dequantize as its levels are read."""
+    (name,), q = op.inputs, loop.body.types[op.inputs[0]].levels
+    return f"read_in_turn<COUNT>({loop.names[name]}_row + e, i, count, {q.zero}, {number(q.step)})"
+
+
 def _store(name: str, loop: Loop) -> str:
     source = loop.rows.at(name)
     if loop.is_streamed(name) and source not in loop.rows.row:
@@ -396,14 +430,14 @@ def _store(name: str, loop: Loop) -> str:
     return f"EACH write_{loop.ends[name].dtype}({_elements(name, loop)}, count, {_operand(source, loop)});"
 
 
-def _store_levels(name: str, loop: Loop) -> str:
+def _store_levels(name: str, loop: Loop, in_turn: bool) -> str:
     """A quantize as its levels are written, of all vectors at once."""
     step, q = loop.lines.strides[name][-1], loop.body.types[name].levels
     apart, (source,) = loop.context.dim(step), loop.rows.makers[name].inputs
     at = f"{loop.names[name]}_row + e" + ("" if step == 1 else f" * {apart}")
     inverse = numerics.reciprocal(q.step)
     small = loop.magnitudes.get(source, np.inf) * inverse < LARGEST_SMALL
-    numbers = f"{number(inverse)}, {q.zero}, {q.qmin}, {q.qmax}, {int(small)}"
+    numbers = f"{number(inverse)}, {q.zero}, {q.qmin}, {q.qmax}, {int(small)}, {int(in_turn)}"
     return f"write_levels<COUNT>({at}, {apart}, count, {loop.names[source]}, {numbers});"
 
 

@@ -45,14 +45,25 @@ static inline Reals shifted(Reals x) { return x + 12582912.0f; }
 static inline Reals integral(Reals shifted) { return shifted - 12582912.0f; }
 static inline RealBits whole(Reals shifted) { return (RealBits)shifted - 0x4b400000; }
 
-// exp(x) - 1 for x = bounded - n * ln 2. Coefficients are those of numerics.py, in the same order.
+// Of several vectors, step by step: one alone would wait for itself at every step, and the scheduler is too short to find
+// work behind it.
+#define EACH _Pragma("GCC unroll 8") for (int i = 0; i < COUNT; ++i)
+
+// exp(x) - 1 for x = bounded - n * ln 2, in place of `bounded`. Coefficients are those of numerics.py, in the same order.
+template <int COUNT>
+static inline __attribute__((always_inline)) void exp_rises(Reals* r, const Reals* n) {
+    Reals total[COUNT];
+    EACH r[i] = (r[i] - n[i] * 0.693359375f) - n[i] * -2.12194441701285541057586669921875e-4f;
+    EACH total[i] = 0x1.6a23cep-10f * r[i] + 0x1.123a2p-7f;
+    EACH total[i] = total[i] * r[i] + 0x1.5558f2p-5f;
+    EACH total[i] = total[i] * r[i] + 0x1.555492p-3f;
+    EACH total[i] = total[i] * r[i] + 0x1.fffffcp-2f;
+    EACH r[i] = total[i] * (r[i] * r[i]) + r[i];
+}
+
 static inline Reals exp_rise(Reals bounded, Reals n) {
-    const Reals r = (bounded - n * 0.693359375f) - n * -2.12194441701285541057586669921875e-4f;
-    Reals total = 0x1.6a23cep-10f * r + 0x1.123a2p-7f;
-    total = total * r + 0x1.5558f2p-5f;
-    total = total * r + 0x1.555492p-3f;
-    total = total * r + 0x1.fffffcp-2f;
-    return total * (r * r) + r;
+    exp_rises<1>(&bounded, &n);
+    return bounded;
 }
 
 // r and a power of two with exp(x) = (r + 1) * power, for x from -87 to 0; below as for -87.
@@ -62,10 +73,20 @@ static inline Reals exp_parts(Reals x, Reals* power) {
     return exp_rise(bounded, integral(rounded));
 }
 
+template <int COUNT>
+static inline __attribute__((always_inline)) void exp_negatives(Reals* x) {
+    Reals rise[COUNT], n[COUNT], power[COUNT];
+    EACH rise[i] = most_of(x[i], -87.0f);
+    EACH n[i] = shifted(rise[i] * 1.44269502162933349609375f);
+    EACH power[i] = (Reals)((whole(n[i]) + 127) << 23);
+    EACH n[i] = integral(n[i]);
+    exp_rises<COUNT>(rise, n);
+    EACH x[i] = x[i] < -87.0f ? every_lane(0.0f) : (rise[i] + 1.0f) * power[i];
+}
+
 static inline Reals exp_negative(Reals x) {
-    Reals power;
-    const Reals rise = exp_parts(x, &power);
-    return x < -87.0f ? every_lane(0.0f) : (rise + 1.0f) * power;
+    exp_negatives<1>(&x);
+    return x;
 }
 
 static inline Reals expm1_negative(Reals x) {
@@ -133,9 +154,6 @@ static inline Reals near_term(int power, RealBits place) {
 #endif
 }
 
-// Of several vectors, step by step: one alone would wait for itself at every step, and the scheduler is too short to find
-// work behind it.
-#define EACH _Pragma("GCC unroll 8") for (int i = 0; i < COUNT; ++i)
 template <int COUNT>
 static inline __attribute__((always_inline)) void near_gelus(Reals* x) {
     Reals size[COUNT], rest[COUNT], total[COUNT];

@@ -132,6 +132,19 @@ static inline Reals dequantize_row(RealBits levels, float scale, float zero_poin
     return (__builtin_convertvector(levels, Reals) - zero_point) * scale;
 }
 
+// Levels as read_u8 and dequantize_lanes have them, or of STEP vectors every STEP-th level in the i-th: an instruction then widens
+// them and takes the zero point off. `write_levels` puts them back in turn.
+template <int COUNT>
+static inline Reals read_in_turn(const uint8_t* from, int i, int64_t count, int32_t zero_point, float scale) {
+#if defined(__AVX512VNNI__)
+    if (COUNT == STEP) {
+        const __m512i all = _mm512_loadu_si512(from), own = _mm512_set1_epi32(1 << (8 * i));
+        return (Reals)_mm512_cvtepi32_ps(_mm512_dpbusd_epi32(_mm512_set1_epi32(-zero_point), all, own)) * scale;
+    }
+#endif
+    return dequantize_lanes(read_u8(from + i * FLOATS, 1, count), zero_point, scale);
+}
+
 // numerics.quantize. Bounds are whole steps from the zero point, so it does not matter that they are taken before rounding.
 static inline RealBits quantize_lanes(Reals x, float inverse, int32_t zero_point, float least, float most) {
     const Reals steps = x * inverse, bounded = least_of(most_of(steps, least), most);
@@ -139,11 +152,12 @@ static inline RealBits quantize_lanes(Reals x, float inverse, int32_t zero_point
 }
 
 // The levels of some vectors, one after the other. Of STEP full ones side by side, in one store: what is too low for an i32
-// becomes the least there is, and each packing bounds what it packs. `small`: all are numbers below 2^30 steps.
+// becomes the least there is, and each packing bounds what it packs. `small`: all are numbers below 2^30 steps; `in_turn`: as
+// read_in_turn has them.
 template <int COUNT>
 static inline __attribute__((always_inline)) void write_levels(uint8_t* to, int64_t apart, int64_t count, const Reals* x, float inverse,
-                                                               int32_t zero_point, int32_t low, int32_t high, int small) {
-#if defined(__AVX512F__)
+                                                               int32_t zero_point, int32_t low, int32_t high, int small, int in_turn) {
+#if defined(__AVX512VNNI__)
     if (COUNT == STEP && apart == 1) {
         __m512i steps[COUNT];
         EACH {
@@ -154,7 +168,9 @@ static inline __attribute__((always_inline)) void write_levels(uint8_t* to, int6
         const __m512i front = _mm512_adds_epi16(_mm512_packs_epi32(steps[0], steps[1 % COUNT]), zero);
         const __m512i back = _mm512_adds_epi16(_mm512_packs_epi32(steps[2 % COUNT], steps[3 % COUNT]), zero);
         const __m512i place = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-        __m512i levels = _mm512_permutexvar_epi32(place, _mm512_packus_epi16(front, back));
+        const __m512i turn = _mm512_broadcast_i32x4(_mm_set_epi8(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0));
+        __m512i levels = _mm512_packus_epi16(front, back);
+        levels = in_turn ? _mm512_shuffle_epi8(levels, turn) : _mm512_permutexvar_epi32(place, levels);
         if (low > 0) levels = _mm512_max_epu8(levels, _mm512_set1_epi8((char)low));
         if (high < 255) levels = _mm512_min_epu8(levels, _mm512_set1_epi8((char)high));
         _mm512_storeu_si512(to, levels);
@@ -179,7 +195,7 @@ static inline __attribute__((always_inline)) void write_levels(uint8_t* to, int6
         return;
     }
 #endif
-    (void)small;
+    (void)small, (void)in_turn;
     EACH write_u8(to + i * FLOATS * apart, apart, count, quantize_lanes(x[i], inverse, zero_point, (float)(low - zero_point), (float)(high - zero_point)));
 }
 
@@ -194,12 +210,18 @@ static inline Reals to_bfloat16(Reals x) {
 
 static inline Reals of_number(Reals x, Reals value) { return x == x ? value : x; }  // NaN stays
 
-template <int COUNT>
-static inline __attribute__((always_inline)) void near_gelus_of(Reals* to, const Reals* from) {
-    EACH to[i] = from[i];
-    near_gelus<COUNT>(to);
-    EACH to[i] = of_number(from[i], to[i]);
-}
+
+// Of several vectors; NaN stays.
+#define OF_NUMBERS(name)                                                                                  \
+    template <int COUNT>                                                                                 \
+    static inline __attribute__((always_inline)) void name##_of(Reals* to, const Reals* from) {           \
+        EACH to[i] = from[i];                                                                            \
+        name<COUNT>(to);                                                                                 \
+        EACH to[i] = of_number(from[i], to[i]);                                                          \
+    }
+OF_NUMBERS(near_gelus)
+OF_NUMBERS(exp_negatives)
+#undef OF_NUMBERS
 
 // a > b, or NaN ? a : b; the instruction alone gives b of NaN.
 static inline Reals larger(Reals a, Reals b) {
@@ -301,20 +323,30 @@ static inline Reals lowered(Reals least, Reals x, int64_t count) {
 }
 
 // 16 lanes -> one value in every lane: the upper half joins the lower, until there is one.
+static inline Reals upper(Reals x, int half) {
+    static const int32_t places[2 * LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    RealBits place;
+    memcpy(&place, places + half, sizeof place);
+    return __builtin_shuffle(x, place);
+}
 #define TREE(name, joined)                                                                               \
     static inline Reals name(const Reals* lanes) {                                                       \
-        float each[LANES];                                                                               \
+        Reals each[GROUPS];                                                                              \
         memcpy(each, lanes, sizeof each);                                                                \
-        for (int half = LANES / 2; half; half /= 2)                                                      \
-            for (int l = 0; l < half; ++l) {                                                             \
-                const float a = each[l], b = each[l + half];                                             \
-                each[l] = joined;                                                                        \
+        for (int half = GROUPS / 2; half; half /= 2)                                                     \
+            for (int g = 0; g < half; ++g) {                                                             \
+                const Reals a = each[g], b = each[g + half];                                             \
+                each[g] = joined;                                                                        \
             }                                                                                            \
-        return every_lane(each[0]);                                                                      \
+        _Pragma("GCC unroll 4") for (int half = FLOATS / 2; half; half /= 2) {                           \
+            const Reals a = each[0], b = upper(a, half);                                                 \
+            each[0] = joined;                                                                            \
+        }                                                                                                \
+        return every_lane(each[0][0]);                                                                   \
     }
 TREE(tree_of_sums, a + b)
-TREE(tree_of_most, b > a || b != b ? b : a)
-TREE(tree_of_least, b < a || b != b ? b : a)
+TREE(tree_of_most, larger(b, a))
+TREE(tree_of_least, smaller(b, a))
 #undef TREE
 
 template <int N> struct Vectors { enum { COUNT = N }; };
