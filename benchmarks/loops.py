@@ -2,6 +2,7 @@
 
     python benchmarks/loops.py                  one JSON line a case
     python benchmarks/loops.py --rounds 3       fewer rounds, to see that it runs
+    python benchmarks/loops.py --record         one line more in results/
 
 Small sizes lie in the second-level cache, large ones in no cache: copies of them take turns on `UNCACHED` bytes. The
 copy reads half of the loop's bytes and writes half, in a loop of C whose stores the caches take; of large ones there is
@@ -20,6 +21,7 @@ import statistics
 from collections.abc import Callable
 
 import numpy as np
+import record
 import torch
 from torch.utils import _pytree as pytree
 
@@ -34,8 +36,8 @@ from intaglio.ops.body import Body
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
 """Of mallopt: results keep their pages from call to call, as the copy's do."""
-UNCACHED = 1 << 28
-LARGE = 1 << 24
+LARGE, UNCACHED = 1 << 24, 1 << 28
+"""Bytes: copies of as many are large, and go around in so many."""
 LEVELS = QParams((0.03,), (128,), 0, 255)
 COPY = """
 #include "loops.h"
@@ -199,13 +201,18 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--record", action="store_true", help="add the figures to benchmarks/results")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     libc = ctypes.CDLL(None)
     libc.mallopt(MMAP_THRESHOLD, 1 << 30), libc.mallopt(TRIM_THRESHOLD, 1 << 30)
+    results = []
     for name in CASES:
         if given.only in name:
-            print(json.dumps(measure(name, given.rounds, given.calls)), flush=True)
+            results.append(measure(name, given.rounds, given.calls))
+            print(json.dumps(results[-1]), flush=True)
+    if given.record:
+        record.append("loops", given, {"idle": record.idle(), "rows": results})
 
 
 if __name__ == "__main__":
