@@ -78,7 +78,7 @@ def attach(session: Session) -> None:
     for path, module in session.model.named_modules():
         if id(module) in inside:
             continue
-        kind = call_of(module, session.leaf_classes)
+        kind = call_of(module, session.leaf_classes) if path else Call
         if kind is not Call:
             inside.update(map(id, module.modules()))
         else:
