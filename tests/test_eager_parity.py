@@ -1,4 +1,4 @@
-"""Both doors: a model that both take gets the same parameters, the same graph and the same integers (frontends.md A4)."""
+"""A model that both doors take gets the same parameters, graph and integers from both (frontends.md A4)."""
 
 import pytest
 import torch
