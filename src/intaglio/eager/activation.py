@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,17 +115,18 @@ class Activation:
         return known is value
 
     def _extent(self, spec: Extent, trial: dict[int, torch.Tensor]) -> int | None:
-        def size(value: Value, axis: int) -> int:
-            known = self.bound.get(value.index, trial.get(value.index, self.made.get(value.index)))
-            found = known.shape if known is not None else self.sizes[value.index] if self.sizes else None
-            if found is None:
-                raise LookupError
-            return int(found[axis])
-
         try:
-            return int(spec.evaluate(size))
+            return int(spec.evaluate(lambda value, axis: self._size(value.index, axis, trial)))
         except LookupError:
             return None
+
+    def _size(self, number: int, axis: int, trial: Mapping[int, torch.Tensor]) -> int:
+        """Of a value that is known, or whose size follows from those that are."""
+        known = self.bound.get(number, trial.get(number, self.made.get(number)))
+        found = known.shape if known is not None else self.sizes[number] if self.sizes else None
+        if found is None:
+            raise LookupError
+        return int(found[axis])
 
     # -- deferring -----------------------------------------------------------------------------------------------
 
@@ -226,7 +227,7 @@ class Activation:
             return self._known(number)
         event = next(event for event in self.events if number in event.outputs)
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            result = self.chain.run_event(event, self._operand)
+            result = self.chain.run_event(event, self._operand, lambda value, axis: self._size(value, axis, {}))
         made = {s.index: v for s, v in zip(leaves(result[0]), leaves(result[1]), strict=True) if type(s) is Value}
         return made[number]
 
@@ -234,10 +235,9 @@ class Activation:
         known = self.bound.get(number)
         if known is not None:
             return plain(known)
-        q = self.made.get(number)
-        if q is not None:
-            return q.numbers()
-        made = pending((0,), torch.float32, self, number)
-        self._one_by_one(number, made)
-        self.bound[number] = made.numbers()
-        return made.numbers()
+        made = self.made[number] if number in self.made else pending((0,), torch.float32, self, number)
+        if made.content is None:
+            self._one_by_one(number, made)
+        if number not in self.made:
+            self.bound[number] = plain(made)
+        return plain(made)  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from intaglio import build
-from intaglio.calls import _fits
+from intaglio.calls import settles
 from intaglio.eager.events import Event, Extent, Held, Value, fill, held, leaves
 from intaglio.eager.places import places
 from intaglio.eager.recorder import Recording
@@ -110,7 +110,7 @@ class Chain:
         shape = self.shapes.get(number)
         if shape is None or tensor.dim() != len(shape):
             return shape is None
-        return all(_fits(dim, size, symbols) for dim, size in zip(shape, tensor.shape, strict=True))
+        return all(settles(dim, size, symbols) for dim, size in zip(shape, tensor.shape, strict=True))
 
     def sizes(self, symbols: dict[str, int]) -> list[torch.Size | None]:
         """Size of every value; `None` where the free sizes known so far do not say."""
@@ -150,7 +150,9 @@ class Chain:
         self.prepared(*args, **kwargs)
         self.prepared.watch.batch = batch
 
-    def run_event(self, event: Event, value: Callable[[int], torch.Tensor]) -> tuple[Any, Any]:
+    def run_event(
+        self, event: Event, value: Callable[[int], torch.Tensor], size: Callable[[int, int], int]
+    ) -> tuple[Any, Any]:
         """One operator in float: its result as recorded, and as computed."""
         model = self.model
 
@@ -159,7 +161,7 @@ class Chain:
                 return value(spec.index)
             if type(spec) is Held:
                 return held(model, spec.path)
-            return spec.evaluate(lambda v, axis: value(v.index).shape[axis]) if type(spec) is Extent else spec
+            return spec.evaluate(lambda v, axis: size(v.index, axis)) if type(spec) is Extent else spec
 
         args, kwargs = fill(list(event.args), leaf), fill(event.kwargs, leaf)
         if event.changed is not None:

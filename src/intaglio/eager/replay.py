@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import itertools
 import linecache
+import operator as python_operator
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -126,6 +127,8 @@ class _Writer:
 
     def _call(self, event: Event, function: Any, args: list[str], options: Mapping[str, Any]) -> str:
         given = ", ".join([*args, *[f"{key}={self._text(entry)}" for key, entry in options.items()]])
+        if function is not None and event.args and isinstance(event.args[0], (int, float, Extent)):
+            function = getattr(python_operator, plain_name(function), function)  # ``2 * x`` calls x's method on (2, x)
         called = f"self.get_submodule({event.path!r})" if function is None else self._function(function)
         return f"{called}({given})"
 

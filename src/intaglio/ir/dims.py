@@ -148,6 +148,17 @@ def _atom(atom: Atom, symbols: Mapping[str, int]) -> int:
     return evaluate(atom.numerator, symbols) // atom.divisor
 
 
+def solve(dim: Dim, size: int, name: str, symbols: Mapping[str, int]) -> int | None:
+    """What the symbol must be for the dimension to be ``size``; ``None`` where that is no whole number, or the symbol
+    is anywhere but in one term of its own."""
+    factor = dict(_terms(dim)).get((name,), 0)
+    rest = dim - symbol(name) * factor
+    if not factor or name in symbols_of(rest):
+        return None
+    value, remainder = divmod(size - evaluate(rest, symbols), factor)
+    return None if remainder else value
+
+
 def substitute(dim: Dim, symbols: Mapping[str, Dim]) -> Dim:
     """The dimension with symbols replaced; those without a value stay."""
     if isinstance(dim, int):
