@@ -46,10 +46,10 @@ def test_a_newcomer_quantizes_saves_loads_and_compares(tmp_path):
 def test_the_three_loops_of_document_002_are_printed():
     printed = run(str(ROOT / "examples/generated_loops.py"))
     first, second, third = (part.split("\n}\n")[0] for part in printed.split("// ---- ")[1:])
-    assert "quantize_lanes" in first
+    assert "write_levels" in first
     assert "dequantize_lanes" not in first
     assert second.count("dequantize_lanes") == 1
-    assert " quantize_lanes" in second
+    assert "write_levels" in second
     assert "dequantize_lanes" in third
-    assert " quantize_lanes" not in third
+    assert "write_levels" not in third
     assert "the same bits as the interpreter: True" in printed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -25,6 +26,7 @@ from intaglio.lower import requantize
 from intaglio.quant import Parameters, Prepared, Quantizer, Reference, convert, prepare
 from intaglio.quant.statistics import Statistics
 
+logger = logging.getLogger("intaglio")
 Made = tuple[Sequence[int], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]
 """The values that a part reads, and what makes the wanted ones from them."""
 
@@ -139,8 +141,21 @@ class Chain:
         made.__dict__.update(self.__dict__)
         made.lock, made.parts = threading.Lock(), {}
         if self.prepared is not None:
+            if parameters is None:
+                self._complete()
             made.reference = convert(self.prepared, parameters)
         return made
+
+    def _complete(self) -> None:
+        """Sites that no call has reached count the tensors of the recording."""
+        assert self.prepared is not None
+        observers = self.prepared.observers.values()
+        counted = {observer: observer.statistics for observer in observers if observer.statistics.count}
+        if missing := len(observers) - len(counted):
+            self.observe()
+            for observer, statistics in counted.items():
+                observer.statistics = statistics
+            logger.info("%d sites were reached by the example inputs only", missing)
 
     def part(self, given: frozenset[int], wanted: tuple[int, ...], counted: frozenset[int]) -> Made:
         """What makes some values from others: the values it reads, and a function. Raises `UnavailableError`."""
