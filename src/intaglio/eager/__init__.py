@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -19,7 +20,7 @@ __all__ = ["AutoQuantizationState", "convert", "prepare", "rewrite"]
 def prepare(
     model: nn.Module,
     example_inputs: Any,
-    recipe: Recipe | Mapping[str, Any] | None = None,
+    recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     leaf_classes: tuple[type, ...] = (),
@@ -27,7 +28,7 @@ def prepare(
     """A copy of the model that observes as it runs."""
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     prepared = _copy(model)
-    quantizer = Quantizer(recipe if isinstance(recipe, Recipe) else Recipe.of(recipe or {}))
+    quantizer = Quantizer(Recipe.given(recipe))
     session = Session(prepared, _plain_copy(prepared), quantizer, leaf_classes=leaf_classes)
     attach(session)
     prepared(*args, **(example_kwargs or {}))
