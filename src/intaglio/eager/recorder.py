@@ -24,6 +24,7 @@ class Recording:
     ``inputs``: the values that come from elsewhere, with the tensors they were. ``call``: arguments of the model,
     values in place of tensors, of a recording that begins where the model does. ``results``: what the model returned
     if it ends there, else what is needed behind: a pytree spec and its leaves. ``types``: element type of each value.
+    ``free``: input -> axes, besides the batch, that calls of other sizes were seen for.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -31,6 +32,7 @@ class Recording:
     types: dict[int, torch.dtype] = field(default_factory=dict)
     call: tuple[Any, Any] | None = None
     results: Any = None
+    free: dict[int, set[int]] = field(default_factory=dict)
 
 
 class Recorder:
