@@ -16,14 +16,14 @@ from nets import Body
 from running import assert_like, assert_near, converted_on, integers, near, prepared_on, same, warnings_of
 
 
-def pictures(count: int = 3, batch: int = 2, channels: int = 3, size: int = 8, seed: int = 1) -> list[tuple[Tensor]]:
+def pictures(count: int = 4, batch: int = 2, channels: int = 3, size: int = 8, seed: int = 1) -> list[tuple[Tensor]]:
     draw = torch.Generator().manual_seed(seed)
     return [(torch.rand(batch, channels, size, size, generator=draw) * 2 - 1,) for _ in range(count)]
 
 
 def rows(count: int = 3, *shape: int, seed: int = 1) -> list[tuple[Tensor]]:
     draw = torch.Generator().manual_seed(seed)
-    return [(torch.rand(*(shape or (16, 8)), generator=draw) * 2 - 1,) for _ in range(count)]
+    return [(torch.rand(*(shape or (128, 8)), generator=draw) * 2 - 1,) for _ in range(count)]
 
 
 def conv(inputs: int = 3, outputs: int = 4) -> nn.Conv2d:

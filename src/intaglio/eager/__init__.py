@@ -46,7 +46,8 @@ def convert(prepared: nn.Module, *, strict: bool = False) -> nn.Module:
     converted = _copy(prepared)
     session = Session(converted, before.origin, before.quantizer, strict, before.leaf_classes)
     session.records, session.edges = False, {}
-    session.floats = set(before.floats)
+    session.floats, session.turns = set(before.floats), set(before.turns)
+    session.outside = set(before.outside)
     pairs = {chain: chain.converted() for chain in before.chains}
     for chain in pairs.values():
         session.chains.append(chain)
