@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from intaglio.eager.session import Session
+from intaglio.eager.session import Session, unchanged
 from intaglio.eager.state import AutoQuantizationState, attach
 from intaglio.errors import CalibrationError, InputError
 from intaglio.quant import Quantizer, Recipe, Reference
@@ -31,7 +32,8 @@ def prepare(
     quantizer = Quantizer(Recipe.given(recipe))
     session = Session(prepared, _plain_copy(prepared), quantizer, leaf_classes=leaf_classes)
     attach(session)
-    prepared(*args, **(example_kwargs or {}))
+    with unchanged(prepared):
+        prepared(*args, **(example_kwargs or {}))
     for chain in session.chains:
         chain.clear()
     session.runs = 0
@@ -96,9 +98,12 @@ def _plain_copy(model: nn.Module) -> nn.Module:
     """Modules of its own around the same tensors; operators of its modules do not work in place."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     copied: nn.Module = copy.deepcopy(model, dict(tensors))
-    for module in copied.modules():
+    for module in list(copied.modules()):
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]
+        for name, child in module.named_children():
+            if isinstance(child, torch.jit.ScriptModule):  # torch.export takes no model that has one
+                del module._modules[name]
     return copied
 
 

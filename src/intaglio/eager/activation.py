@@ -37,14 +37,16 @@ class Activation:
         self.counted: set[int] = set()
         self.computed: set[int] = set()
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The arguments of the model, if they are nested like those it was recorded with."""
-        given, spec = pytree.tree_leaves((args, kwargs)), self.chain.call_leaves
-        if spec is None or len(given) != len(spec):
-            return
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """The arguments of the model, if they are nested like those it was recorded with; whether they are."""
+        given, tree = pytree.tree_flatten((args, kwargs))
+        spec = self.chain.call_leaves
+        if spec is None or self.chain.call_tree != tree:
+            return spec is None
         pairs = [(s.index, v) for s, v in zip(spec, given, strict=True) if type(s) is Value]
         if all(isinstance(value, torch.Tensor) for _, value in pairs):
             self.bind(dict(pairs))
+        return True
 
     # -- following -----------------------------------------------------------------------------------------------
 

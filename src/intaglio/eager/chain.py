@@ -87,6 +87,11 @@ class Chain:
         return None if self.recording.call is None else pytree.tree_leaves(self.recording.call)
 
     @cached_property
+    def call_tree(self) -> Any:
+        """How the model's arguments are nested."""
+        return None if self.recording.call is None else pytree.tree_structure(self.recording.call)
+
+    @cached_property
     def constants(self) -> frozenset[str]:
         """Names of the tensors of the model that operators read."""
         specs = (leaf for event in self.events for leaf in leaves((event.args, event.kwargs)))

@@ -218,12 +218,14 @@ class Run:
         if session.records and not known_float and recorder is None:
             recorder = Recorder(session.known)
         if recorder is None or known_float or not recorder.takes(real, kwargs, in_place):
-            if not known_float and tensors((args, kwargs)):
-                session.apart(func, path, self.at, (args, kwargs))
             if in_place or "out" in kwargs:
+                session.apart(func, path, self.at, (args, kwargs))
                 return self._write(args, kwargs, compute)
             self.close()
-            return compute(*real, **options)
+            result = compute(*real, **options)
+            if not known_float and tensors(result):
+                session.apart(func, path, self.at, (args, kwargs))
+            return result
         if self.recorder is None:
             self.last, self.at, self.recorder = self.place, None, recorder
         given = recorder.arguments(real, options)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from intaglio.eager.recorder import Recorder, Recording, source_line
 from intaglio.eager.run import Run, current, uninterrupted
 from intaglio.eager.tensor import QTensor
 from intaglio.eager.writes import memory
-from intaglio.errors import CaptureError, UnsupportedError
+from intaglio.errors import CaptureError, InputError, UnsupportedError
 from intaglio.quant import Quantizer
 
 logger = logging.getLogger("intaglio")
@@ -95,7 +96,8 @@ class Session:
                 recorder.release(path, tensor)
             del self.held[path]
             self.known.pop(id(tensor), None)
-        retired = [chain for chain in self.chains if chain.refused is None and not changed.keys().isdisjoint(chain.constants)]
+        followed = [chain for chain in self.chains if chain.refused is None]
+        retired = [chain for chain in followed if not changed.keys().isdisjoint(chain.constants)]
         for chain in retired:
             chain.refused = f"the model writes to {', '.join(changed)}"
             if not self.records:
@@ -113,7 +115,8 @@ class Session:
             self.turns.add(pair)
         elif pair not in self.turns:
             seen = "the call ended" if after is None else f"{after} runs"
-            text = f"{seen} behind {before or 'the beginning'}, which calibration has not seen; expected {_expected(at)}"
+            behind = before or "the beginning"
+            text = f"{seen} behind {behind}, which calibration has not seen; expected {_expected(at)}"
             found = after or before
             where, name, line = (found.path, found.name, source_line()) if found else ("", "call", "")
             raise UnsupportedError(where or type(self.model).__name__, name, text, source=line, remedy=REMEDY)
@@ -123,8 +126,8 @@ class Session:
         now = dict(self.model.named_modules())
         for path in (*self.modules, *now):
             if now.get(path) is not self.modules.get(path):
-                raise CaptureError(path, None, "forward changes, adds or removes this module",
-                                   remedy="make modules in __init__, or name the class that does it in leaf_classes")  # fmt: skip
+                remedy = "make modules in __init__, or name the class that does it in leaf_classes"
+                raise CaptureError(path, None, "forward changes, adds or removes this module", remedy=remedy)
 
     def add(self, recording: Recording) -> Chain:
         chain = Chain(recording, self.origin, self.quantizer)
@@ -144,7 +147,10 @@ class Session:
         """The first recording, from its beginning, on the arguments of the model."""
         first = self.chains[0]
         made = Activation(self, first)
-        made.begin(args, kwargs)
+        if not made.begin(args, kwargs) and self.strict:
+            nested = pytree.tree_structure((args, kwargs))
+            raise InputError("arguments", None, f"nested as {nested}, calibrated as {first.call_tree}",
+                             remedy="call it as in calibration, or convert without strict=True")  # fmt: skip
         if made.misfits and self.records and self._widened(first, made):
             made = Activation(self, first)
             made.begin(args, kwargs)
@@ -203,7 +209,7 @@ class Session:
         place = path, operator_name(func), source_line()
         if self.records:
             self.outside.add(place)
-        elif place not in self.outside:
+        elif place not in self.outside and tensors(given):
             self._unseen(func, path, at, given)
 
     def _unseen(self, func: Any, path: str, at: Activation | None, given: Any) -> None:
@@ -230,6 +236,24 @@ def _expected(at: Activation | None) -> str:
 def _sizes(given: Any) -> str:
     """Types and sizes of tensors, as a message has them."""
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors(given))
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Buffers and attributes of modules are behind it what they were before."""
+    tables = [
+        (table, dict(table))
+        for module in model.modules()
+        for table in (vars(module), module._buffers, module._parameters, module._modules)
+    ]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    yield
+    for table, before in tables:
+        table.clear()
+        table.update(before)
+    for buffer, numbers in buffers:
+        if not torch.equal(buffer, numbers):
+            buffer.copy_(numbers)
 
 
 def _tensors_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
