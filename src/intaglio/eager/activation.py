@@ -112,9 +112,18 @@ class Activation:
             return False
         known = self.bound.get(number, trial.get(number))
         if known is None:
+            if number in self.chain.folded and not self._is_of_chain(value, number):
+                return False
             trial[number] = value
             return True
         return known is value
+
+    def _is_of_chain(self, value: torch.Tensor, number: int) -> bool:
+        """Whether it is this value from another run along the chain."""
+        return (
+            type(value) is QTensor and value.slot == number
+            and value.activation is not None and value.activation.chain is self.chain
+        )  # fmt: skip
 
     def _extent(self, spec: Extent, trial: dict[int, torch.Tensor]) -> int | None:
         def size(value: Value, axis: int) -> int:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from intaglio import build
 from intaglio.calls import _fits
 from intaglio.eager.events import Event, Extent, Held, Value, fill, held, leaves
+from intaglio.eager.kinds import is_factory
 from intaglio.eager.places import places
 from intaglio.eager.recorder import Recording
 from intaglio.eager.replay import example_of, replay, trimmed
@@ -97,7 +98,18 @@ class Chain:
         specs = (leaf for event in self.events for leaf in leaves((event.args, event.kwargs)))
         modules = tuple(f"{event.path}." if event.path else "" for event in self.events if event.function is None)
         names = {path for path, _ in (*self.model.named_parameters(), *self.model.named_buffers())}
-        return frozenset({leaf.path for leaf in specs if isinstance(leaf, Held)} | {n for n in names if n.startswith(modules)})
+        read = {leaf.path for leaf in specs if isinstance(leaf, Held)}
+        return frozenset(read | {name for name in names if name.startswith(modules)})
+
+    @cached_property
+    def folded(self) -> frozenset[int]:
+        """Values that depend on no number of an input: the graph has them as constants, so that another tensor cannot
+        stand for one."""
+        found: set[int] = set()
+        for event in self.events:
+            if is_factory(event.function) or found.issuperset(event.inputs):
+                found.update(event.outputs)
+        return frozenset(found)
 
     @cached_property
     def views(self) -> dict[int | str, list[int]]:

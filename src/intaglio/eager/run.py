@@ -234,7 +234,6 @@ class Run:
             recorder.look(tensors((real, options)))
             return result
         owner = path if func is not None else path.rpartition(".")[0]
-        before = self.place
         event = recorder.record(func, path, self.calls.get(owner, 1) - 1, given, real, result, in_place)
         if event.index == 0:
             self._turn(self.last, event, None)

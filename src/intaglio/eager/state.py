@@ -81,7 +81,7 @@ def attach(session: Session) -> None:
         kind = call_of(module, session.leaf_classes)
         if kind is not Call:
             inside.update(map(id, module.modules()))
-        else:
+        if kind is Call or module is session.model:
             object.__setattr__(module, "_auto_quant_state", AutoQuantizationState(session, path))
         object.__setattr__(module, "forward", kind(session, module, path))
 
