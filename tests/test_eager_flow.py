@@ -5,12 +5,13 @@ import threading
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity
 
 import nets
 from intaglio import eager
 from intaglio.errors import CalibrationError, CaptureError, InputError, UnsupportedError
 from nets import Body
-from running import assert_like, assert_near, converted_on, integers, near, prepared_on, same, warnings_of
+from running import assert_like, assert_near, converted_on, integers, near, prepared_on, warnings_of
 
 Tree = Tensor | tuple["Tree", "Tree"]
 
@@ -110,8 +111,8 @@ def test_a_beam_search_runs_as_long_as_its_data_say(caplog):
     for (x,) in draws(1, 16, count=3, seed=2):
         beams, scores = converted(x, 9)
         again, expected = model(x, 9)
-        assert beams.dtype is torch.long and beams.shape[0] == 3
-        assert (beams >= 0).all() and (beams < 12).all()
+        assert (beams.dtype, beams.shape[0]) == (torch.long, 3)
+        assert ((beams >= 0) & (beams < 12)).all()
         if torch.equal(beams, again):
             near(scores, expected)
     assert not warnings_of(caplog)
@@ -120,8 +121,8 @@ def test_a_beam_search_runs_as_long_as_its_data_say(caplog):
 class LanguageModel(nn.Module):
     def __init__(self, kind: type[nn.Module], words: int = 20, features: int = 16) -> None:
         super().__init__()
-        self.embed, self.cell, self.out = nn.Embedding(words, features), kind(features, features), nn.Linear(features, words)
-        self.features = features
+        self.embed, self.cell = nn.Embedding(words, features), kind(features, features)
+        self.out = nn.Linear(features, words)
 
     def forward(self, ids: Tensor) -> Tensor:
         embedded, state, found = self.embed(ids), None, []
@@ -236,7 +237,7 @@ def test_without_strict_a_new_sequence_is_right_and_new_operators_are_said_once(
     for _ in range(2):
         for mine in (uniform()[0], uniform(batch=7)[0]):
             with torch.no_grad():
-                assert torch.nn.functional.cosine_similarity(converted(mine, words), model(mine, words), dim=1).mean() > 0.9
+                assert cosine_similarity(converted(mine, words), model(mine, words), dim=1).mean() > 0.9
     messages = warnings_of(caplog)
     assert len(messages) == words.count("c")
     assert all("inner.c" in m and "call of the module" in m and "test_eager_flow.py:" in m for m in messages)
@@ -266,7 +267,7 @@ def test_one_warning_for_each_new_operator_that_names_where_it_is(caplog):
     messages = warnings_of(caplog)
     assert len(messages) == 3
     for message, name in zip(messages, ("h, call of the module", "torch.tanh", "torch.Tensor.mul"), strict=True):
-        assert name in message and "test_eager_flow.py:" in message and "not seen" in message
+        assert all(part in message for part in (name, "test_eager_flow.py:", "not seen"))
 
 
 # -- bad input ------------------------------------------------------------------------------------------------------
@@ -398,13 +399,10 @@ def test_eager_b10_a_converted_model_inside_another_that_is_prepared(caplog):
     """B10: it stays what it is, its calls are its own."""
     inner_model = nets.randomize(Body(lambda m, x: torch.relu(m.f(x)), f=nn.Linear(8, 8)))
     inner = converted_on(inner_model, [(x,) for x in uniform()])
-    make = lambda part: nets.randomize(Body(lambda m, x: m.h(part(m.g(x))) + 1, g=nn.Linear(8, 8), h=nn.Linear(8, 4)))
-    outer, model = make(inner), make(inner_model)
+    outer, model = (Body(lambda m, x: m.h(m.part(m.g(x))) + 1, g=nn.Linear(8, 8), h=nn.Linear(8, 4)) for _ in range(2))
     for owner, part in ((outer, inner), (model, inner_model)):
-        owner.body = lambda m, x: m.h(m.part(m.g(x))) + 1
-        owner.part = part
+        nets.randomize(owner).part = part
     prepared = eager.prepare(outer, uniform()[0])
-    converted = None
     for x in uniform():
         prepared(x)
     converted = eager.convert(prepared)
@@ -416,7 +414,10 @@ def test_eager_b10_a_converted_model_inside_another_that_is_prepared(caplog):
     assert not warnings_of(caplog)
 
 
-@pytest.mark.parametrize("around", [torch.no_grad, torch.enable_grad, torch.inference_mode, lambda: torch.autocast("cpu")])
+CONTEXTS = [torch.no_grad, torch.enable_grad, torch.inference_mode, lambda: torch.autocast("cpu")]
+
+
+@pytest.mark.parametrize("around", CONTEXTS)
 def test_contexts_around_the_calls_change_nothing(around, caplog):
     model = nets.randomize(Turning())
     with around():
