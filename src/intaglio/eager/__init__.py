@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from intaglio.eager.session import Session
+from intaglio.eager.session import Session, unchanged
 from intaglio.eager.state import AutoQuantizationState, attach
 from intaglio.errors import CalibrationError, InputError
 from intaglio.quant import Quantizer, Recipe, Reference
@@ -19,7 +21,7 @@ __all__ = ["AutoQuantizationState", "convert", "prepare", "rewrite"]
 def prepare(
     model: nn.Module,
     example_inputs: Any,
-    recipe: Recipe | Mapping[str, Any] | None = None,
+    recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     leaf_classes: tuple[type, ...] = (),
@@ -27,10 +29,11 @@ def prepare(
     """A copy of the model that observes as it runs."""
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     prepared = _copy(model)
-    quantizer = Quantizer(recipe if isinstance(recipe, Recipe) else Recipe.of(recipe or {}))
+    quantizer = Quantizer(Recipe.given(recipe))
     session = Session(prepared, _plain_copy(prepared), quantizer, leaf_classes=leaf_classes)
     attach(session)
-    prepared(*args, **(example_kwargs or {}))
+    with unchanged(prepared):
+        prepared(*args, **(example_kwargs or {}))
     for chain in session.chains:
         chain.clear()
     session.runs = 0
@@ -45,7 +48,8 @@ def convert(prepared: nn.Module, *, strict: bool = False) -> nn.Module:
     converted = _copy(prepared)
     session = Session(converted, before.origin, before.quantizer, strict, before.leaf_classes)
     session.records, session.edges = False, {}
-    session.floats = set(before.floats)
+    session.floats, session.turns = set(before.floats), set(before.turns)
+    session.outside = set(before.outside)
     pairs = {chain: chain.converted() for chain in before.chains}
     for chain in pairs.values():
         session.chains.append(chain)
@@ -94,9 +98,12 @@ def _plain_copy(model: nn.Module) -> nn.Module:
     """Modules of its own around the same tensors; operators of its modules do not work in place."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     copied: nn.Module = copy.deepcopy(model, dict(tensors))
-    for module in copied.modules():
+    for module in list(copied.modules()):
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]
+        for name, child in module.named_children():
+            if isinstance(child, torch.jit.ScriptModule):  # torch.export takes no model that has one
+                del module._modules[name]
     return copied
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,14 +38,16 @@ class Activation:
         self.counted: set[int] = set()
         self.computed: set[int] = set()
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The arguments of the model, if they are nested like those it was recorded with."""
-        given, spec = pytree.tree_leaves((args, kwargs)), self.chain.call_leaves
-        if spec is None or len(given) != len(spec):
-            return
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """The arguments of the model, if they are nested like those it was recorded with; whether they are."""
+        given, tree = pytree.tree_flatten((args, kwargs))
+        spec = self.chain.call_leaves
+        if spec is None or self.chain.call_tree != tree:
+            return spec is None
         pairs = [(s.index, v) for s, v in zip(spec, given, strict=True) if type(s) is Value]
         if all(isinstance(value, torch.Tensor) for _, value in pairs):
             self.bind(dict(pairs))
+        return True
 
     # -- following -----------------------------------------------------------------------------------------------
 
@@ -84,7 +87,7 @@ class Activation:
         if kind is Value:
             return isinstance(value, torch.Tensor) and self._is(spec.index, value, trial)
         if kind is Held:
-            return value is self.session.held[spec.path]
+            return value is self.session.held.get(spec.path)
         if kind is Extent:
             return isinstance(value, int) and value == self._extent(spec, trial)
         if kind is tuple or kind is list or isinstance(spec, tuple):
@@ -110,17 +113,26 @@ class Activation:
             return False
         known = self.bound.get(number, trial.get(number))
         if known is None:
+            if number in self.chain.folded and not self._is_of_chain(value, number):
+                return False
             trial[number] = value
             return True
         return known is value
 
+    def _is_of_chain(self, value: torch.Tensor, number: int) -> bool:
+        """Whether it is this value from another run along the chain."""
+        return (
+            type(value) is QTensor and value.slot == number
+            and value.activation is not None and value.activation.chain is self.chain
+        )  # fmt: skip
+
     def _extent(self, spec: Extent, trial: dict[int, torch.Tensor]) -> int | None:
         try:
-            return int(spec.evaluate(lambda value, axis: self._size(value.index, axis, trial)))
+            return int(spec.evaluate(lambda value, axis: self.size(value.index, axis, trial)))
         except LookupError:
             return None
 
-    def _size(self, number: int, axis: int, trial: Mapping[int, torch.Tensor]) -> int:
+    def size(self, number: int, axis: int, trial: Mapping[int, torch.Tensor] = MappingProxyType({})) -> int:
         """Of a value that is known, or whose size follows from those that are."""
         known = self.bound.get(number, trial.get(number, self.made.get(number)))
         found = known.shape if known is not None else self.sizes[number] if self.sizes else None
@@ -135,31 +147,25 @@ class Activation:
         self.next += 1
         result = event.result
         if event.changed is not None:
+            assert type(args[0]) is QTensor
             self._change(args[0], event.changed)
             return args[0] if type(result) is Value else fill(result, self._result)
         if type(result) is Value:
             return self._pending(result.index)
         return fill(result, self._result)
 
-    def _change(self, tensor: torch.Tensor, number: int) -> None:
-        """The caller's tensor stands for another value from now on."""
+    def _change(self, tensor: QTensor, number: int) -> None:
+        """The caller's tensor, which nobody sees through another, stands for another value from now on."""
         places = [at for at, known in self.bound.items() if known is tensor]
-        if type(tensor) is QTensor:
-            before, slot = tensor.activation, tensor.slot
-            twin = pending(tensor.shape, tensor.dtype, before, slot)
-            twin.content = tensor.content
-            if before.made.get(slot) is tensor:
-                before.made[slot] = twin
-            self.made[number] = tensor
-            tensor.activation, tensor.slot, tensor.content = self, number, None
-            self.bound.update(dict.fromkeys(places, twin))
-        else:
-            value, copied = self._pending(number), tensor.clone()
-            self.bound.update(dict.fromkeys(places, copied))
-            with torch._C.DisableTorchFunction():
-                tensor.copy_(value.numbers())
-            del self.made[number]
-            self.bound[number] = tensor
+        before, slot = tensor.activation, tensor.slot
+        assert before is not None
+        twin = pending(tensor.shape, tensor.dtype, before, slot)
+        twin.content = tensor.content
+        if before.made.get(slot) is tensor:
+            before.made[slot] = twin
+        self.made[number] = tensor
+        tensor.activation, tensor.slot, tensor.content = self, number, None
+        self.bound.update(dict.fromkeys(places, twin))
 
     def _result(self, leaf: Any) -> Any:
         if type(leaf) is Value:
@@ -182,7 +188,19 @@ class Activation:
         self.bound[number] = real
         return real.shape
 
+    def skip(self, event: Event, changed: torch.Tensor) -> None:
+        """The operator that was expected ran at once and wrote to this tensor."""
+        self.next = event.index + 1
+        assert event.changed is not None
+        self.bound[event.changed] = changed
+
     # -- computing -----------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """The numbers of every deferred value that somebody holds."""
+        wanted = [q for q in self.made.values() if q.content is None and sys.getrefcount(q) > HELD_HERE]
+        if wanted:
+            self.compute(wanted)
 
     def compute(self, wanted: Sequence[QTensor]) -> None:
         """The numbers of these, and of others that are alive and will be read."""
@@ -227,11 +245,12 @@ class Activation:
             return self._known(number)
         event = next(event for event in self.events if number in event.outputs)
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            result = self.chain.run_event(event, self._operand, lambda value, axis: self._size(value, axis, {}))
+            result = self.chain.run_event(event, self.operand, self.size)
         made = {s.index: v for s, v in zip(leaves(result[0]), leaves(result[1]), strict=True) if type(s) is Value}
         return made[number]
 
-    def _operand(self, number: int) -> torch.Tensor:
+    def operand(self, number: int) -> torch.Tensor:
+        """The numbers of a value, whatever it takes."""
         known = self.bound.get(number)
         if known is not None:
             return plain(known)

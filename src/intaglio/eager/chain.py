@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from intaglio import build
 from intaglio.calls import settles
 from intaglio.eager.events import Event, Extent, Held, Value, fill, held, leaves
+from intaglio.eager.kinds import is_factory
 from intaglio.eager.places import places
 from intaglio.eager.recorder import Recording
 from intaglio.eager.replay import example_of, replay, trimmed
@@ -85,6 +86,52 @@ class Chain:
     def call_leaves(self) -> list[Any] | None:
         """Leaves of the model's arguments as the recording has them."""
         return None if self.recording.call is None else pytree.tree_leaves(self.recording.call)
+
+    @cached_property
+    def call_tree(self) -> Any:
+        """How the model's arguments are nested."""
+        return None if self.recording.call is None else pytree.tree_structure(self.recording.call)
+
+    @cached_property
+    def constants(self) -> frozenset[str]:
+        """Names of the tensors of the model that operators read."""
+        specs = (leaf for event in self.events for leaf in leaves((event.args, event.kwargs)))
+        modules = tuple(f"{event.path}." if event.path else "" for event in self.events if event.function is None)
+        names = {path for path, _ in (*self.model.named_parameters(), *self.model.named_buffers())}
+        read = {leaf.path for leaf in specs if isinstance(leaf, Held)}
+        return frozenset(read | {name for name in names if name.startswith(modules)})
+
+    @cached_property
+    def folded(self) -> frozenset[int]:
+        """Values that depend on no number of an input: the graph has them as constants, so that another tensor cannot
+        stand for one."""
+        found: set[int] = set()
+        for event in self.events:
+            if is_factory(event.function) or found.issuperset(event.inputs):
+                found.update(event.outputs)
+        return frozenset(found)
+
+    @cached_property
+    def views(self) -> dict[int | str, list[int]]:
+        """Value, or name of a tensor the model holds -> operators that make views of its memory."""
+        roots: dict[int, int | str] = {}
+        found: dict[int | str, list[int]] = {}
+        for event in self.events:
+            base = event.args[0] if event.alias else None
+            if isinstance(base, (Value, Held)):
+                root = roots.get(base.index, base.index) if isinstance(base, Value) else base.path
+                roots.update(dict.fromkeys(event.outputs, root))
+                found.setdefault(root, []).append(event.index)
+        return found
+
+    @cached_property
+    def kin(self) -> dict[int, tuple[int | str, ...]]:
+        """Value that views share memory with -> all of that memory, the one that is no view first."""
+        found = {}
+        for root, events in self.views.items():
+            family = (root, *[number for index in events for number in self.events[index].outputs])
+            found.update({number: family for number in family if isinstance(number, int)})
+        return found
 
     def _last_uses(self) -> dict[int, int]:
         """Value -> index of the last operator that reads it; past the end for results."""

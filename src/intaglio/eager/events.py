@@ -115,7 +115,15 @@ class Event:
     @property
     def name(self) -> str:
         """The operator, as an error names it."""
-        return "call of the module" if self.function is None else function_name(self.function)
+        return operator_name(self.function)
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """The same for every run of a line of code."""
+        return self.path, self.name, self.source
+
+    def __str__(self) -> str:
+        return f"{self.name} in {self.path}" if self.function is not None and self.path else self.path or self.name
 
     @property
     def key(self) -> tuple[str, Any]:
@@ -173,8 +181,10 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def function_name(function: Any) -> str:
-    """As PyTorch's documentation has it, where it is there."""
+def operator_name(function: Any) -> str:
+    """What an event's function is called in messages: as PyTorch's documentation has it, where it is there."""
+    if function is None:
+        return "call of the module"
     return torch.overrides.resolve_name(function) or getattr(function, "__name__", str(function))
 
 

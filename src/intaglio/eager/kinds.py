@@ -40,6 +40,12 @@ def works_in_place(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool
     return name.endswith("_") and not name.endswith("__")
 
 
+def is_factory(function: Callable[..., Any] | None) -> bool:
+    """Whether a function reads sizes and types of its arguments, but none of their numbers."""
+    name = "" if function is None else plain_name(function)
+    return name.endswith("_like") or (name.startswith("new_") and name != "new_tensor")
+
+
 def out_of_place(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """The function that computes the same without changing its argument, if PyTorch has it under the usual name."""
     name = plain_name(function)

@@ -11,7 +11,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from intaglio.eager.events import Event, Extent, Held, Length, Value, fill, tensors
-from intaglio.eager.kinds import works_in_place
 
 UNROLLED = 64
 """So many runs of one line of code have parameters of their own; those behind share the last one's."""
@@ -80,6 +79,19 @@ class Recorder:
             entries, tree = pytree.tree_flatten(both)
             self.recording.results = tree, entries
 
+    def release(self, path: str, tensor: torch.Tensor) -> None:
+        """A tensor that the model holds is about to be written to: what was read of it so far is an input."""
+        number = self._new(tensor)
+        del self.slots[id(tensor)]
+        self.recording.inputs[number] = tensor.clone()
+
+        def swap(leaf: Any) -> Any:
+            return Value(number) if isinstance(leaf, Held) and leaf.path == path else leaf
+
+        for event in self.recording.events:
+            event.args, event.kwargs = fill(event.args, swap), fill(event.kwargs, swap)
+            event.result = fill(event.result, swap)
+
     def value(self, tensor: torch.Tensor) -> int:
         """Its number; a tensor seen for the first time comes from elsewhere."""
         if id(tensor) not in self.slots:
@@ -109,11 +121,12 @@ class Recorder:
             return Extent("size", (self._leaf(operands[0]), operands[1]))
         return Extent(operation, tuple(map(self._extent, operands)))
 
-    def takes(self, function: Callable[..., Any] | None, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether the operator can be part of a recording: it does not write where others may look."""
-        if "out" in kwargs:
+    def takes(self, args: Any, kwargs: dict[str, Any], in_place: bool) -> bool:
+        """Whether the operator can be part of a recording: it does not write where others may look, and has the types
+        that its inputs give it."""
+        if "out" in kwargs or torch.is_autocast_enabled("cpu"):
             return False
-        if function is None or not works_in_place(function, kwargs):
+        if not in_place:
             return True
         target = args[0] if args else None
         return isinstance(target, torch.Tensor) and self._owned(target)

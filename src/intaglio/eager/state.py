@@ -76,12 +76,12 @@ def attach(session: Session) -> None:
     """Has every module of the session's model intercepted."""
     inside: set[int] = set()
     for path, module in session.model.named_modules():
-        if id(module) in inside:
+        if id(module) in inside or isinstance(module, torch.jit.ScriptModule):  # what those run is not intercepted
             continue
         kind = call_of(module, session.leaf_classes) if path else Call
         if kind is not Call:
             inside.update(map(id, module.modules()))
-        else:
+        if kind is Call or module is session.model:
             object.__setattr__(module, "_auto_quant_state", AutoQuantizationState(session, path))
         object.__setattr__(module, "forward", kind(session, module, path))
 
@@ -89,7 +89,7 @@ def attach(session: Session) -> None:
 def call_of(module: nn.Module, leaf_classes: tuple[type, ...]) -> type[Call]:
     """How calls of a module are taken."""
     own = type(module)
-    if isinstance(module, (*leaf_classes, torch.jit.ScriptModule)):
+    if isinstance(module, leaf_classes):
         return OpaqueCall
     if isinstance(module, CONTAINERS):
         return Call

@@ -23,13 +23,15 @@ class QTensor(torch.Tensor):
     converted model it is a tensor like any other: whatever reads it gets float numbers.
     """
 
-    activation: Activation
+    activation: Activation | None
+    """`None` of one that was written to: it belongs to no recording any more."""
     slot: int
     content: torch.Tensor | None
 
     def numbers(self) -> torch.Tensor:
         """The value as a plain tensor; what has to run for it runs now."""
         if self.content is None:
+            assert self.activation is not None
             self.activation.compute([self])
         assert self.content is not None
         return self.content
