@@ -32,6 +32,19 @@ class Recording:
     call: tuple[Any, Any] | None = None
     results: Any = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The results as they are nested: a pytree's spec is for one version of PyTorch."""
+        tree, entries = self.results
+        return {**vars(self), "results": pytree.tree_unflatten(entries, tree)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        entries, tree = pytree.tree_flatten(state["results"])
+        vars(self).update(state, results=(tree, entries))
+
+    def __deepcopy__(self, memo: Any) -> Recording:
+        """Itself: once it is made a chain of, nobody changes it."""
+        return self
+
 
 class Recorder:
     """Knows tensors by identity while the model runs in float."""

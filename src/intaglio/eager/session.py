@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from intaglio.eager.activation import Activation
+from intaglio.eager.calls import LoggedRun
 from intaglio.eager.chain import Chain
+from intaglio.eager.copies import plain_copy
 from intaglio.eager.events import Event, function_name
 from intaglio.eager.recorder import Recording, source_line
-from intaglio.eager.run import Run, current
+from intaglio.eager.run import Run, current, uninterrupted
+from intaglio.eager.stored import Stored, restore, store
 from intaglio.eager.tensor import QTensor
 from intaglio.errors import UnsupportedError
 from intaglio.quant import Quantizer
@@ -28,24 +32,59 @@ class Session:
     ``records``: operators that were not seen yet are recorded; else they run in float, or with ``strict`` are errors.
     """
 
-    def __init__(self, model: nn.Module, origin: nn.Module, quantizer: Quantizer, strict: bool = False,
+    def __init__(self, model: nn.Module, quantizer: Quantizer, strict: bool = False,
                  leaf_classes: tuple[type, ...] = ()) -> None:  # fmt: skip
         self.leaf_classes = leaf_classes
-        self.model, self.origin, self.quantizer, self.strict = model, origin, quantizer, strict
-        self.records, self.runs = True, 0
+        self.model, self.quantizer, self.strict = model, quantizer, strict
+        self.records = True
+        self.stored: Stored | None = None
+        self.lock = threading.RLock()
+        self._empty()
+
+    def _empty(self) -> None:
+        """Nothing seen yet; tensors as the model has them now."""
+        self.origin, self.runs = plain_copy(self.model), 0
         self.chains: list[Chain] = []
-        self.held = dict(_tensors_of(model))
+        self.held = dict(_tensors_of(self.model))
         self.known = {id(tensor): path for path, tensor in self.held.items()}
         self.index: dict[Any, list[tuple[Chain, Event]]] = {}
         self.edges: dict[Any, list[tuple[Chain, int]]] = {}
         self.floats: set[Any] = set()
         self.warned: set[Any] = set()
 
+    # -- copies --------------------------------------------------------------------------------------------------
+
+    def kept(self) -> Stored:
+        """What outlives the graphs."""
+        with self.lock:
+            return store(self) if self.stored is None else self.stored
+
+    def suspend(self, stored: Stored) -> None:
+        """Graphs are made again from this at the next call."""
+        self.stored = stored
+
+    def resume(self) -> None:
+        """The graphs of what was kept, if they are not there."""
+        with self.lock, uninterrupted(), torch.inference_mode(False):
+            if self.stored is not None:
+                self._empty()
+                restore(self, self.stored)
+                self.stored = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("model", "quantizer", "strict", "leaf_classes", "records")
+        return {**{name: getattr(self, name) for name in names}, "stored": self.kept()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, lock=threading.RLock())
+
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def call(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model, or the module at ``path``, on its own."""
-        run, outer = Run(self, path), current.run
+        if self.stored is not None:
+            self.resume()
+        run, outer = Run(self, path) if current.log is None else LoggedRun(self, path, current.log), current.run
         current.run = run
         try:
             with torch.no_grad(), run.interception:
@@ -68,19 +107,18 @@ class Session:
 
     def recorded(self, recording: Recording) -> None:
         """A chain of it, which counts what was recorded."""
-        chain = self.add(recording)
+        chain = Chain(recording, self.origin, self.quantizer)
+        self.add(chain)
         if chain.prepared is not None:
             chain.observe()
 
-    def add(self, recording: Recording) -> Chain:
-        chain = Chain(recording, self.origin, self.quantizer)
+    def add(self, chain: Chain) -> None:
         if chain.refused is not None:
             logger.info("recording %d stays in float: %s", len(self.chains), chain.refused)
             self.floats.update(event.key for event in chain.events)
         else:
             self.enter(chain)
         self.chains.append(chain)
-        return chain
 
     def enter(self, chain: Chain) -> None:
         for event in chain.events:
