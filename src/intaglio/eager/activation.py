@@ -33,6 +33,7 @@ class Activation:
         self.made: dict[int, QTensor] = {}
         self.symbols: dict[str, int] = {}
         self.sizes: list[torch.Size | None] = []
+        self.misfits: dict[int, tuple[int, ...]] = {}
         self.counted: set[int] = set()
         self.computed: set[int] = set()
 
@@ -68,7 +69,9 @@ class Activation:
         """These tensors for these values, if they have their types."""
         symbols = dict(self.symbols)
         with torch._C.DisableTorchFunction():
-            if self.chain.refused is None and not all(self.chain.fits(n, t, symbols) for n, t in trial.items()):
+            chain = self.chain
+            if chain.refused is None and not all(chain.fits(n, t, symbols) for n, t in trial.items()):
+                self.misfits = {n: axes for n, t in trial.items() if (axes := chain.misfit(n, t))}
                 return False
         self.bound.update(trial)
         if not self.sizes or symbols != self.symbols:

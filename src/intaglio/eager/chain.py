@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +40,7 @@ class Chain:
 
     def __init__(self, recording: Recording, model: nn.Module, quantizer: Quantizer) -> None:
         self.recording, self.events, self.model = recording, recording.events, model
+        self.quantizer = quantizer
         self.refused: str | None = None
         self.given: Parameters | None = None
         self.prepared: Prepared | None = None
@@ -48,9 +49,13 @@ class Chain:
         self.parts: dict[Any, Made] = {}
         self._sizes: dict[Any, list[torch.Size | None]] = {}
         self.last_use = self._last_uses()
+        self._build()
+
+    def _build(self) -> None:
+        recording = self.recording
         try:
-            self.captured, nodes, self.shapes = trimmed(replay(recording, model), recording)
-            self.prepared = prepare(self.captured, quantizer)
+            self.captured, nodes, self.shapes = trimmed(replay(recording, self.model), recording)
+            self.prepared = prepare(self.captured, self.quantizer)
         except (CaptureError, UnsupportedError) as error:
             self.refused = str(error)
             return
@@ -58,6 +63,25 @@ class Chain:
         inputs = [given[entry.leaf] for entry in self.captured.signature.inputs]
         after = self.prepared.annotations.module
         self.places = places(self.captured.module, after, nodes, inputs)
+
+    def widen(self, misfits: Mapping[int, Collection[int]]) -> bool:
+        """Builds the graph anew with these axes of inputs free; whether the model's own code allows that. What was
+        observed stays."""
+        inputs = {number: axes for number, axes in misfits.items() if number in self.recording.inputs}
+        known = self.recording.free
+        if self.prepared is None or all(set(axes) <= known.get(number, set()) for number, axes in inputs.items()):
+            return False
+        for number, axes in inputs.items():
+            known.setdefault(number, set()).update(axes)
+        before = self.prepared
+        self._build()
+        for name, observer in self.prepared.observers.items():
+            if name in before.observers:
+                observer.statistics = before.observers[name].statistics
+        self.prepared.watch.batch = before.watch.batch
+        self.parts.clear()
+        self._sizes.clear()
+        return self.refused is None
 
     @cached_property
     def call_leaves(self) -> list[Any] | None:
@@ -69,6 +93,15 @@ class Chain:
         found = {number: event.index for event in self.events for number in event.inputs}
         results = [leaf.index for leaf in leaves(self.recording.results[1]) if isinstance(leaf, Value)]
         return {**found, **dict.fromkeys(results, len(self.events))}
+
+    def misfit(self, number: int, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Axes along which a tensor has another size than this value was recorded with, where that is all that
+        differs."""
+        shape = self.shapes.get(number, ())
+        if tensor.dtype is not self.recording.types[number] or tensor.dim() != len(shape):
+            return ()
+        fixed = enumerate(zip(shape, tensor.shape, strict=True))
+        return tuple(axis for axis, (dim, size) in fixed if isinstance(dim, int) and dim != size)
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 

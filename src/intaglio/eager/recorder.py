@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ class Recording:
     ``inputs``: the values that come from elsewhere, with the tensors they were. ``call``: arguments of the model,
     values in place of tensors, of a recording that begins where the model does. ``results``: what the model returned
     if it ends there, else what is needed behind: a pytree spec and its leaves. ``types``: element type of each value.
+    ``free``: input -> axes, besides the batch, that calls of other sizes were seen for.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -31,6 +33,7 @@ class Recording:
     types: dict[int, torch.dtype] = field(default_factory=dict)
     call: tuple[Any, Any] | None = None
     results: Any = None
+    free: dict[int, set[int]] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """The results as they are nested: a pytree's spec is for one version of PyTorch."""
@@ -42,8 +45,8 @@ class Recording:
         vars(self).update(state, results=(tree, entries))
 
     def __deepcopy__(self, memo: Any) -> Recording:
-        """Itself: once it is made a chain of, nobody changes it."""
-        return self
+        """Around the same tensors and operators: once it is made a chain of, only what is free changes."""
+        return dataclasses.replace(self, free={number: set(axes) for number, axes in self.free.items()})
 
 
 class Recorder:

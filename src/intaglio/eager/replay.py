@@ -41,7 +41,7 @@ def replay(recording: Recording, model: nn.Module) -> Captured:
     alike.forward = types.MethodType(names["forward"], alike)
     args, kwargs = example_of(recording)
     try:
-        captured = capture(alike, args, example_kwargs=kwargs)
+        captured = capture(alike, args, example_kwargs=kwargs, free=_free_leaves(recording))
     finally:
         del linecache.cache[file]
     _name_origins(captured.module, recording.events, file)
@@ -54,6 +54,12 @@ def example_of(recording: Recording) -> tuple[tuple[Any, ...], Mapping[str, Any]
     call = pytree.tree_map(lambda v: recording.inputs[v.index] if isinstance(v, Value) else v, recording.call)
     args, kwargs = call
     return (*args, *[recording.inputs[number] for number in others(recording)]), kwargs
+
+
+def _free_leaves(recording: Recording) -> dict[int, set[int]]:
+    """Leaf of the example -> axes that are to be free."""
+    order = {id(leaf): index for index, leaf in enumerate(pytree.tree_leaves(example_of(recording)))}
+    return {order[id(recording.inputs[number])]: axes for number, axes in recording.free.items()}
 
 
 def others(recording: Recording) -> list[int]:

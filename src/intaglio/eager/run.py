@@ -75,8 +75,7 @@ class Run:
             with torch._C.DisableTorchFunction():
                 self.recorder.begin(args, kwargs)
         elif session.chains and session.chains[0].refused is None and self.entry == "":
-            self.at = Activation(session, session.chains[0])
-            self.at.begin(args, kwargs)
+            self.at = session.entered(args, kwargs)
 
     def end(self, result: Any) -> Any:
         if self.recorder is not None:

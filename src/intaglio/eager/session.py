@@ -124,6 +124,20 @@ class Session:
         for event in chain.events:
             self.index.setdefault(event.key, []).append((chain, event))
 
+    def entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Activation:
+        """The first recording, from its beginning, on the arguments of the model."""
+        first = self.chains[0]
+        made = Activation(self, first)
+        made.begin(args, kwargs)
+        if made.misfits and self.records and self._widened(first, made):
+            made = Activation(self, first)
+            made.begin(args, kwargs)
+        return made
+
+    def _widened(self, chain: Chain, made: Activation) -> bool:
+        with uninterrupted():
+            return chain.widen(made.misfits)
+
     def find(
         self, at: Activation | None, func: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Activation | None:
@@ -145,12 +159,26 @@ class Session:
                 event.index if behind else -event.index,
             )  # fmt: skip
 
-        for chain, event in sorted(candidates, key=order):
-            found = Activation(self, chain, event.index)
-            if found.follows(event, args, kwargs):
-                if self.records and (chain, event.index) not in known:
-                    self.edges.setdefault(place, []).append((chain, event.index))
-                return found
+        candidates = sorted(candidates, key=order)
+        for widens in (False, True) if self.records else (False,):
+            for chain, event in candidates:
+                found = self._started(chain, event, args, kwargs, widens)
+                if found is not None:
+                    if self.records and (chain, event.index) not in known:
+                        self.edges.setdefault(place, []).append((chain, event.index))
+                    return found
+        return None
+
+    def _started(
+        self, chain: Chain, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any], widens: bool
+    ) -> Activation | None:
+        """An activation that begins with this operator on these operands; with ``widens``, for sizes that the recording
+        does not take yet."""
+        found = Activation(self, chain, event.index)
+        if found.follows(event, args, kwargs):
+            return found
+        if widens and found.misfits and self._widened(chain, found):
+            return self._started(chain, event, args, kwargs, False)
         return None
 
     def unseen(self, func: Any, path: str, at: Activation | None) -> None:

@@ -137,7 +137,7 @@ def attach(session: Session) -> None:
         module._load_state_dict_pre_hooks[KEY] = Loading(session, module is session.model)  # type: ignore[index]
         if id(module) in inside:
             continue
-        kind = call_of(module, session.leaf_classes)
+        kind = call_of(module, session.leaf_classes) if path else Call
         if kind is not Call:
             inside.update(map(id, module.modules()))
         else:

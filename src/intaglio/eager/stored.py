@@ -38,8 +38,9 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True)
 class Stored:
-    """``entries``: number of a recording, as text -> "operators" (lines), "weights" (digest), and "statistics" by site
-    with the number of their next "batch", or "parameters" (their JSON). Under `FLOW`: "runs", and what "follows" what.
+    """``entries``: number of a recording, as text -> "operators" (lines), "weights" (digest), axes of values that are
+    "free", and "statistics" by site with the number of their next "batch", or "parameters" (their JSON). Under `FLOW`:
+    "runs", and what "follows" what.
     """
 
     recordings: tuple[Recording, ...]
@@ -64,7 +65,8 @@ def store(session: Session) -> Stored:
 
 
 def _entry(chain: Chain, weights: str) -> Entry:
-    entry: Entry = {"version": VERSION, "operators": lines(chain.recording), "weights": weights}
+    free = {str(number): sorted(axes) for number, axes in chain.recording.free.items()}
+    entry: Entry = {"version": VERSION, "operators": lines(chain.recording), "weights": weights, "free": free}
     if chain.reference is not None:
         return {**entry, "parameters": chain.reference.parameters.to_json()}
     if chain.given is not None:
@@ -102,7 +104,9 @@ def restore(session: Session, stored: Stored) -> None:
     """
     weights, dropped = digest(session.origin), False
     for number, recording in enumerate(stored.recordings):
-        chain, entry = Chain(recording, session.origin, session.quantizer), stored.entries[str(number)]
+        entry = stored.entries[str(number)]
+        free = {int(number): set(axes) for number, axes in entry["free"].items()}
+        chain = Chain(replace(recording, free=free), session.origin, session.quantizer)
         same = entry["weights"] == weights
         if "parameters" in entry:
             given = Parameters.from_json(entry["parameters"])
