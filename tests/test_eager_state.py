@@ -159,12 +159,14 @@ def test_frontend_b11_another_process_loads_and_runs_it(tmp_path):
     converted = eager.convert(calibrated()[1])
     torch.save((converted, outputs(converted)), tmp_path / "model.pt")
     script = (
-        "import sys, torch, test_eager_state as tests\n"
+        "import importlib, sys, torch\n"
+        "sys.path += sys.argv[3:]\n"
         "model, expected = torch.load(sys.argv[1], weights_only=False)\n"
+        "tests = importlib.import_module(sys.argv[2])\n"
         "tests.assert_same(tests.outputs(model), expected)\n"
     )
-    command = [sys.executable, "-c", script, str(tmp_path / "model.pt")]
-    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True)
+    command = [sys.executable, "-c", script, str(tmp_path / "model.pt"), __name__, str(TESTS), str(TESTS.parent)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -189,11 +191,15 @@ def run_once(prepared: nn.Module) -> nn.Module:
     return prepared
 
 
-def test_a_users_function_in_a_copied_model_is_pickled_by_its_name():
-    model, prepared = calibrated("early exit")
-    assert {event.function for chain in eager.session_of(pickle.loads(pickle.dumps(prepared))).chains
-            for event in chain.events} == {event.function for chain in eager.session_of(prepared).chains
-                                           for event in chain.events}  # fmt: skip
+def test_functions_of_pytorch_are_pickled_by_their_names():
+    _, prepared = calibrated("early exit")
+    before, after = (functions(each) for each in (prepared, pickle.loads(pickle.dumps(prepared))))
+    assert before == after
+    assert torch.Tensor.mean in after
+
+
+def functions(model: nn.Module) -> set[object]:
+    return {event.function for chain in eager.session_of(model).chains for event in chain.events}
 
 
 # -- state dictionaries -----------------------------------------------------------------------------------------------
@@ -236,12 +242,7 @@ def test_frontend_a12_a_fresh_prepared_model_with_a_state_converts_to_the_origin
 def test_frontend_a12_a_converted_model_of_other_data_becomes_the_original(name):
     """A12: outputs differ before and are equal after."""
     original = eager.convert(calibrated(name)[1])
-    other = fresh(name)
-    for seed, scale in enumerate(SCALES):
-        other(MODELS[name][1](seed, scale * 3))
-    if len(eager.session_of(other).chains) != len(eager.session_of(original).chains):
-        pytest.skip("these weights do not take both ways")
-    other = eager.convert(other)
+    other = eager.convert(calibrated(name, first=20)[1])
     expected = outputs(original, name)
     assert differ(outputs(other, name), expected)
     other.load_state_dict(original.state_dict())
@@ -288,21 +289,19 @@ class Wider(Residual):
 def test_a_state_of_another_recording_is_refused():
     _, prepared = calibrated()
     other = eager.prepare(nets.randomize(Wider()), images(0))
-    with pytest.raises(InputError, match="the operators differ: .*return.* in the state, .*sigmoid.* here"):
+    with pytest.raises(InputError, match=r"the operators differ: .*return.* in the state, .*sigmoid.* here"):
         other.load_state_dict(prepared.state_dict())
-    state = calibrated("early exit")[1].state_dict()
-    assert "_auto_quant_state.1" in state
-    once = eager.prepare(nets.randomize(EarlyExit()), images(99))
-    if "_auto_quant_state.1" not in once.state_dict():
-        with pytest.raises(InputError, match=r"_auto_quant_state\.\d: a recording that begins with"):
-            once.load_state_dict(state)
+    model, both = calibrated("early exit")
+    once = eager.prepare(model, images(99))
+    with pytest.raises(InputError, match=r"_auto_quant_state\.\d: a recording that begins with"):
+        once.load_state_dict(both.state_dict())
 
 
 def test_a_damaged_state_is_refused():
     _, prepared = calibrated()
     state = prepared.state_dict()
     for broken in (torch.zeros(5, dtype=torch.uint8), torch.zeros(2), 3):
-        with pytest.raises(ArtifactError, match="_auto_quant_state.0: no state of a prepared or converted model"):
+        with pytest.raises(ArtifactError, match=r"_auto_quant_state\.0: no state of a prepared or converted model"):
             fresh().load_state_dict({**state, "_auto_quant_state.0": broken})
     later = torch.frombuffer(bytearray(b'{"version": 99}'), dtype=torch.uint8)
     with pytest.raises(ArtifactError, match="version 99"):
@@ -334,7 +333,7 @@ def test_weights_that_are_loaded_are_quantized_anew():
 def test_weights_that_are_loaded_into_one_module_are_noticed():
     converted = eager.convert(calibrated()[1])
     before = outputs(converted)
-    state = converted.head.state_dict()
+    state = copy.deepcopy(converted.head.state_dict())
     converted.head.load_state_dict({name: -tensor for name, tensor in state.items()})
     after = outputs(converted)
     assert differ(after, before)
@@ -387,7 +386,7 @@ def test_frontend_b13_a_recipe_file_with_parameters_reproduces_outputs_without_d
 
 def test_frontend_b13_an_operator_that_a_recipe_leaves_in_float_has_no_parameters():
     """B13: None for one operator takes effect."""
-    model, prepared = calibrated(recipe={"head": {"quantize": False}})
+    _, prepared = calibrated(recipe={"head": {"quantize": False}})
     assert not any("head" in name for name in eager.parameters(eager.convert(prepared))[0].entries)
     assert any("head" in name for name in eager.parameters(eager.convert(calibrated()[1]))[0].entries)
 
@@ -480,8 +479,8 @@ def test_frontend_b12_the_layer_that_was_made_bad_is_found():
     model, prepared = calibrated()
     (found,) = eager.parameters(eager.convert(prepared))
     site = next(name for name in found.entries if name.startswith("stem.2"))
-    bad = eager.convert(prepared, found.changed(site, scale=found.entries[site].scale[0] * 40))
-    data = [images(60 + seed) for seed in range(3)]
+    bad = eager.convert(prepared, found.changed(site, scale=found.entries[site].scale[0] * 100))
+    data = [images(60 + seed, scale) for seed, scale in enumerate(SCALES)]
     judged = intaglio.compare(model, bad, data)
     assert judged.worst.site == site
     assert judged.worst.path == "stem.2"
@@ -490,7 +489,7 @@ def test_frontend_b12_the_layer_that_was_made_bad_is_found():
     assert len(judged.results) == 1
     assert intaglio.compare(prepared, bad, data) == judged
     good = intaglio.compare(model, eager.convert(prepared), data)
-    assert good.worst.alone > judged.worst.alone + 20
+    assert good.worst.alone > judged.worst.alone + 15
     assert all(math.isfinite(result) and result > 20 for result in good.results)
     assert {row.node for row in good.rows} == {row.node for row in judged.rows}
 
