@@ -35,13 +35,15 @@ Made = tuple[Sequence[int], Callable[[Sequence[torch.Tensor]], Sequence[torch.Te
 class Chain:
     """A straight line of operators with one set of sites; runs whole or in parts.
 
-    ``refused``: why nothing of it can be quantized; its operators run as they are then.
+    ``refused``: why nothing of it can be quantized; its operators run as they are then. ``given``: parameters that a
+    state dictionary brought, for a model that has counted nothing.
     """
 
     def __init__(self, recording: Recording, model: nn.Module, quantizer: Quantizer) -> None:
         self.recording, self.events, self.model = recording, recording.events, model
         self.quantizer = quantizer
         self.refused: str | None = None
+        self.given: Parameters | None = None
         self.prepared: Prepared | None = None
         self.reference: Reference | None = None
         self.lock = threading.Lock()
@@ -217,10 +219,10 @@ class Chain:
         result = called(*args, **kwargs)
         return (Value(event.changed), args[0]) if event.changed is not None else (event.result, result)
 
-    def converted(self, parameters: Parameters | None = None) -> Chain:
-        """The same recording, its statistics made parameters."""
+    def converted(self, parameters: Parameters | None, model: nn.Module) -> Chain:
+        """The same recording of the model, its statistics made parameters, if none are given."""
         made = Chain.__new__(Chain)
-        made.__dict__.update(self.__dict__)
+        made.__dict__.update(self.__dict__, model=model, given=None)
         made.lock, made.parts = threading.Lock(), {}
         if self.prepared is not None:
             if parameters is None:

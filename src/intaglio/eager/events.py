@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from intaglio.eager.kinds import named, spelling
+
 
 @dataclass(frozen=True)
 class Value:
@@ -111,6 +113,15 @@ class Event:
     def __post_init__(self) -> None:
         if len(self.args) == 1 and not self.kwargs and isinstance(self.args[0], Value):
             self.only = self.args[0].index
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Functions of PyTorch by name: most of them cannot be pickled."""
+        parts = None if self.function is None else spelling(self.function)
+        return vars(self) if parts is None else {**vars(self), "function": parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        function = state["function"]
+        vars(self).update(state, function=named(function) if isinstance(function, tuple) else function)
 
     @property
     def name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,19 @@ class Recording:
     call: tuple[Any, Any] | None = None
     results: Any = None
     free: dict[int, set[int]] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The results as they are nested: a pytree's spec is for one version of PyTorch."""
+        tree, entries = self.results
+        return {**vars(self), "results": pytree.tree_unflatten(entries, tree)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        entries, tree = pytree.tree_flatten(state["results"])
+        vars(self).update(state, results=(tree, entries))
+
+    def __deepcopy__(self, memo: Any) -> Recording:
+        """Around the same tensors and operators: once it is made a chain of, only what is free changes."""
+        return dataclasses.replace(self, free={number: set(axes) for number, axes in self.free.items()})
 
 
 class Recorder:

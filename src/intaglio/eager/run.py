@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 class _Current(threading.local):
     run: Run | None = None
+    log: list[Any] | None = None
 
 
 current = _Current()
-"""The run of this thread."""
+"""The run of this thread, and where what is intercepted is written down, if it is (calls.py)."""
 
 
 class Interception(TorchFunctionMode):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,10 +15,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from intaglio.eager.activation import Activation
+from intaglio.eager.calls import LoggedRun
 from intaglio.eager.chain import Chain
+from intaglio.eager.copies import plain_copy
 from intaglio.eager.events import Event, operator_name, tensors
 from intaglio.eager.recorder import Recorder, Recording, source_line
 from intaglio.eager.run import Run, current, uninterrupted
+from intaglio.eager.stored import Stored, restore, store
 from intaglio.eager.tensor import QTensor
 from intaglio.eager.writes import memory
 from intaglio.errors import CaptureError, InputError, UnsupportedError
@@ -32,13 +36,20 @@ class Session:
     ``records``: operators that were not seen yet are recorded; else they run in float, or with ``strict`` are errors.
     """
 
-    def __init__(self, model: nn.Module, origin: nn.Module, quantizer: Quantizer, strict: bool = False,
+    def __init__(self, model: nn.Module, quantizer: Quantizer, strict: bool = False,
                  leaf_classes: tuple[type, ...] = ()) -> None:  # fmt: skip
         self.leaf_classes = leaf_classes
-        self.model, self.origin, self.quantizer, self.strict = model, origin, quantizer, strict
-        self.records, self.runs = True, 0
+        self.model, self.quantizer, self.strict = model, quantizer, strict
+        self.records = True
+        self.stored: Stored | None = None
+        self.lock = threading.RLock()
+        self._empty()
+
+    def _empty(self) -> None:
+        """Nothing seen yet; tensors as the model has them now."""
+        self.origin, self.runs = plain_copy(self.model), 0
         self.chains: list[Chain] = []
-        self.held = dict(_tensors_of(model))
+        self.held = dict(_tensors_of(self.model))
         self.known = {id(tensor): path for path, tensor in self.held.items()}
         self.index: dict[Any, list[tuple[Chain, Event]]] = {}
         self.edges: dict[Any, list[tuple[Chain, int]]] = {}
@@ -46,15 +57,43 @@ class Session:
         """Operators that followed each other while calibrating; ``None`` begins and ends a call."""
         self.outside: set[tuple[str, str, str]] = set()
         """Path, name and source line of operators that were seen but that no recording can have."""
-        self.modules = dict(model.named_modules())
+        self.modules = dict(self.model.named_modules())
         self.floats: set[Any] = set()
         self.warned: set[Any] = set()
+
+    # -- copies --------------------------------------------------------------------------------------------------
+
+    def kept(self) -> Stored:
+        """What outlives the graphs."""
+        with self.lock:
+            return store(self) if self.stored is None else self.stored
+
+    def suspend(self, stored: Stored) -> None:
+        """Graphs are made again from this at the next call."""
+        self.stored = stored
+
+    def resume(self) -> None:
+        """The graphs of what was kept, if they are not there."""
+        with self.lock, uninterrupted(), torch.inference_mode(False):
+            if self.stored is not None:
+                self._empty()
+                restore(self, self.stored)
+                self.stored = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("model", "quantizer", "strict", "leaf_classes", "records")
+        return {**{name: getattr(self, name) for name in names}, "stored": self.kept()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, lock=threading.RLock())
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def call(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model, or the module at ``path``, on its own."""
-        run, outer = Run(self, path), current.run
+        if self.stored is not None:
+            self.resume()
+        run, outer = Run(self, path) if current.log is None else LoggedRun(self, path, current.log), current.run
         if outer is not None:
             with torch._C.DisableTorchFunction():
                 outer.settle()
@@ -81,7 +120,8 @@ class Session:
 
     def recorded(self, recording: Recording) -> Chain:
         """A chain of it, which counts what was recorded."""
-        chain = self.add(recording)
+        chain = Chain(recording, self.origin, self.quantizer)
+        self.add(chain)
         self.turns.update((a.place, b.place) for a, b in itertools.pairwise(chain.events))
         if chain.prepared is not None:
             chain.observe()
@@ -129,15 +169,13 @@ class Session:
                 remedy = "make modules in __init__, or name the class that does it in leaf_classes"
                 raise CaptureError(path, None, "forward changes, adds or removes this module", remedy=remedy)
 
-    def add(self, recording: Recording) -> Chain:
-        chain = Chain(recording, self.origin, self.quantizer)
+    def add(self, chain: Chain) -> None:
         if chain.refused is not None:
             logger.info("recording %d stays in float: %s", len(self.chains), chain.refused)
             self.floats.update(event.key for event in chain.events)
         else:
             self.enter(chain)
         self.chains.append(chain)
-        return chain
 
     def enter(self, chain: Chain) -> None:
         for event in chain.events:
