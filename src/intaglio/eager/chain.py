@@ -19,6 +19,7 @@ from intaglio.eager.places import places
 from intaglio.eager.recorder import Recording
 from intaglio.eager.replay import example_of, replay, trimmed
 from intaglio.eager.slices import Part, UnavailableError, has_integers, part_of
+from intaglio.eager.tensor import QTensor
 from intaglio.errors import CaptureError, UnsupportedError
 from intaglio.ir import Input, Output, evaluate
 from intaglio.lower import requantize
@@ -43,7 +44,9 @@ class Chain:
         self.lock = threading.Lock()
         self.parts: dict[Any, Made] = {}
         self._sizes: dict[Any, list[torch.Size | None]] = {}
+        self.spare: dict[Any, dict[int, QTensor]] = {}
         self.last_use = self._last_uses()
+        self.changed = frozenset(event.changed for event in self.events)
         try:
             self.captured, nodes, self.shapes = trimmed(replay(recording, model), recording)
             self.prepared = prepare(self.captured, quantizer)
@@ -137,7 +140,7 @@ class Chain:
         """The same recording, its statistics made parameters."""
         made = Chain.__new__(Chain)
         made.__dict__.update(self.__dict__)
-        made.lock, made.parts = threading.Lock(), {}
+        made.lock, made.parts, made.spare = threading.Lock(), {}, {}
         if self.prepared is not None:
             made.reference = convert(self.prepared, parameters)
         return made

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 
 from intaglio.eager.activation import Activation
 from intaglio.eager.events import Length, fill, tensors
-from intaglio.eager.kinds import is_question, plain_name, works_in_place
+from intaglio.eager.kinds import QUESTION_FUNCTIONS, plain_name, works_in_place
 from intaglio.eager.recorder import UNROLLED, Recorder, source_line
 from intaglio.eager.tensor import plain
 
@@ -99,7 +99,7 @@ class Run:
             event = at.events[at.next]
             if event.function is func and event.path == self.path and at.follows(event, args, kwargs):
                 return at.defer(event, args)
-        if is_question(func):
+        if func in QUESTION_FUNCTIONS:
             return self._answer(func, args, kwargs)
         return self._elsewhere(func, self.path, args, kwargs, func)
 

@@ -51,7 +51,10 @@ class Session:
             with torch.no_grad(), run.interception:
                 run.begin(args, kwargs)
                 result = forward(*args, **kwargs)
-                return run.end(result)
+                result = run.end(result)
+                if run.at is not None:
+                    run.at.leave()
+                return result
         finally:
             current.run = outer
 
