@@ -59,18 +59,24 @@ class Activation:
 
     def follows(self, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is this operator on these values; what it settles about inputs is kept if so."""
-        if len(args) != len(event.args) or len(kwargs) != len(event.kwargs):
+        slots = event.slots
+        if len(args) != len(slots) or len(kwargs) != len(event.kwargs):
             return False
+        if len(slots) == 1 and not kwargs:
+            value = args[0]
+            if type(value) is QTensor and value.activation is self:
+                return value.slot == slots[0]
         trial: dict[int, torch.Tensor] = {}
-        for slot, spec, value in zip(event.slots, event.args, args, strict=True):
+        for slot, spec, value in zip(slots, event.args, args, strict=True):
             if slot >= 0 and type(value) is QTensor and value.activation is self:
                 if value.slot != slot:
                     return False
             elif value is not spec and not self._stands_for(spec, value, trial):  # code's constants are the same object
                 return False
-        for key, spec in event.kwargs.items():
-            if key not in kwargs or not self._stands_for(spec, kwargs[key], trial):
-                return False
+        if kwargs:
+            for key, spec in event.kwargs.items():
+                if key not in kwargs or not self._stands_for(spec, kwargs[key], trial):
+                    return False
         return not trial or self.bind(trial)
 
     def bind(self, trial: dict[int, torch.Tensor]) -> bool:
@@ -139,12 +145,12 @@ class Activation:
     def defer(self, event: Event, args: tuple[Any, ...]) -> Any:
         """The result of the operator that was expected, not computed yet."""
         self.next += 1
+        if event.makes >= 0:
+            return self._pending(event.makes)
         result = event.result
         if event.changed is not None:
             self._change(args[0], event.changed)
             return args[0] if type(result) is Value else fill(result, self._result)
-        if type(result) is Value:
-            return self._pending(result.index)
         return fill(result, self._result)
 
     def _change(self, tensor: torch.Tensor, number: int) -> None:

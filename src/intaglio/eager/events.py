@@ -107,9 +107,13 @@ class Event:
     source: str = ""
     slots: tuple[int, ...] = ()
     """The values among ``args``, and -1 in place of what is none; a shortcut for who compares."""
+    makes: int = -1
+    """The value that is the whole result, if it is one and nothing is changed in place; a shortcut for who defers."""
 
     def __post_init__(self) -> None:
         self.slots = tuple(spec.index if isinstance(spec, Value) else -1 for spec in self.args)
+        if isinstance(self.result, Value) and self.changed is None:
+            self.makes = self.result.index
 
     @property
     def name(self) -> str:

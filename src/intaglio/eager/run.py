@@ -29,23 +29,10 @@ current = _Current()
 """The run of this thread."""
 
 
-class Interception(TorchFunctionMode):
-    """Hands functions of tensors to a run."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self.run = run
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self.run.function(func, args, kwargs or {})
-
-
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
     """For our own work in the middle of a run: nothing of it is intercepted."""
-    if isinstance(_get_current_function_mode(), Interception):
+    if isinstance(_get_current_function_mode(), Run):
         with _pop_mode_temporarily(), uninterrupted():
             yield
     else:
@@ -53,12 +40,12 @@ def uninterrupted() -> Iterator[None]:
             yield
 
 
-class Run:
+class Run(TorchFunctionMode):
     """``path``: the module that runs now. ``at``: the recording that is followed; ``recorder``: else what records."""
 
     def __init__(self, session: Session, path: str) -> None:
+        super().__init__()
         self.session, self.path, self.entry = session, path, path
-        self.interception = Interception(self)
         self.at: Activation | None = None
         self.recorder: Recorder | None = None
         self.watches = session.records
@@ -93,8 +80,10 @@ class Run:
 
     # -- what is intercepted -------------------------------------------------------------------------------------
 
-    def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        at = self.at
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        at, kwargs = self.at, kwargs or {}
         if at is not None and at.next < at.count:
             event = at.events[at.next]
             if event.function is func and event.path == self.path and at.follows(event, args, kwargs):

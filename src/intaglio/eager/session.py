@@ -48,7 +48,7 @@ class Session:
         run, outer = Run(self, path), current.run
         current.run = run
         try:
-            with torch.no_grad(), run.interception:
+            with torch.no_grad(), run:
                 run.begin(args, kwargs)
                 result = forward(*args, **kwargs)
                 result = run.end(result)
