@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +44,8 @@ class Chain:
         self.reference: Reference | None = None
         self.lock = threading.Lock()
         self.parts: dict[Any, Made] = {}
+        self.programs: dict[Any, Made] = {}
+        """By what they read and make; parts that know more values may be the same program."""
         self._sizes: dict[Any, list[torch.Size | None]] = {}
         self.spare: dict[Any, dict[int, QTensor]] = {}
         self.last_use = self._last_uses()
@@ -140,14 +143,24 @@ class Chain:
         """The same recording, its statistics made parameters."""
         made = Chain.__new__(Chain)
         made.__dict__.update(self.__dict__)
-        made.lock, made.parts, made.spare = threading.Lock(), {}, {}
+        made.lock, made.parts, made.programs, made.spare = threading.Lock(), {}, {}, {}
         if self.prepared is not None:
             made.reference = convert(self.prepared, parameters)
+            made.compile_parts(dict.fromkeys((given, wanted) for given, wanted, _ in self.parts))
         return made
 
+    def compile_parts(self, asked: Iterable[tuple[frozenset[int], tuple[int, ...]]]) -> None:
+        """Ahead of the first call: those that calls of the prepared model used."""
+        for given, wanted in asked:
+            with contextlib.suppress(UnavailableError):
+                self.part(given, wanted, frozenset())
+
     def part(self, given: frozenset[int], wanted: tuple[int, ...], counted: frozenset[int]) -> Made:
-        """What makes some values from others: the values it reads, and a function. Raises `UnavailableError`."""
-        key = (given, wanted, counted)
+        """What makes some values from others: the values it reads, and a function. Raises `UnavailableError`.
+
+        ``counted``: those that observers have counted already, which is nothing to a reference model.
+        """
+        key = (given, wanted, counted if self.reference is None else frozenset())
         found = self.parts.get(key)
         if found is None:
             with self.lock:
@@ -166,7 +179,10 @@ class Chain:
         reads = [names[name] for name in part.inputs]
         if self.reference is None or not has_integers(part.module):
             return reads, lambda tensors: part.module(*tensors)
-        return self._compiled(part, reads)
+        key = (tuple(reads), wanted)
+        if key not in self.programs:
+            self.programs[key] = self._compiled(part, reads)
+        return self.programs[key]
 
     def _compiled(self, part: Part, reads: list[int]) -> Made:
         assert self.reference is not None
