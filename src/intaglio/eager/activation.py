@@ -156,9 +156,9 @@ class Activation:
     def _change(self, tensor: torch.Tensor, number: int) -> None:
         """The caller's tensor stands for another value from now on."""
         if type(tensor) is QTensor and tensor.activation is self and tensor.content is None:
-            before = tensor.slot
-            self.replaced[number] = self.replaced.get(before, before)
-            del self.made[before]
+            old = tensor.slot
+            self.replaced[number] = self.replaced.get(old, old)
+            del self.made[old]
             tensor.slot, self.made[number] = number, tensor
             return
         places = [at for at, known in self.bound.items() if known is tensor]
@@ -185,7 +185,7 @@ class Activation:
         return self.session.held[leaf.path] if type(leaf) is Held else leaf
 
     def _pending(self, number: int) -> Any:
-        known = self.made.get(number)
+        known: torch.Tensor | None = self.made.get(number)
         if known is None:
             known = self.bound.get(number)
         if known is not None:
@@ -208,8 +208,8 @@ class Activation:
         return real.shape
 
     def leave(self) -> None:
-        """Behind the end of a call: tensors that nobody holds serve the next call of these sizes, which saves two thirds
-        of what it costs to defer an operator."""
+        """Behind the end of a call: tensors that nobody holds serve the next call of these sizes. Making one is dearer
+        than all else of deferring an operator."""
         if not self.sizes:
             return
         spare, changed, first = {}, self.chain.changed, self.replaced
