@@ -34,7 +34,8 @@ def converted():
 def test_a_value_that_is_held_keeps_its_numbers(converted):
     converted.kept.clear()
     a, b = torch.randn(2, 8), torch.randn(2, 8)
-    converted(a), converted(b)
+    for x in (a, b):
+        converted(x)
     first, second = (kept + 0 for kept in converted.kept)
     assert not torch.equal(first, second)
     assert torch.allclose(first, converted.linear(a), atol=1e-5)
@@ -53,7 +54,8 @@ def test_parts_that_calibration_used_are_compiled_by_convert(converted):
     (chain,) = eager.session_of(converted).chains
     before = dict(chain.programs)
     converted(torch.randn(3, 8))
-    assert before and chain.programs == before
+    assert before
+    assert chain.programs == before
 
 
 def test_questions_are_known_by_function():
