@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from intaglio.eager.kinds import is_question, plain_name
+from intaglio.eager.kinds import QUESTION_FUNCTIONS, plain_name
 from intaglio.eager.run import Run, current
 
 if TYPE_CHECKING:
@@ -66,12 +66,14 @@ class LoggedRun(Run):
         super().leave(path)
         self._say(path, None, "end")
 
-    def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_question(func):
-            return super().function(func, args, kwargs)
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in QUESTION_FUNCTIONS:
+            return super().__torch_function__(func, types, args, kwargs)
         path, name = self.path, plain_name(func)
         self._say(path, name, "start")
-        result = super().function(func, args, kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)
         self._say(path, name, "end")
         return result
 

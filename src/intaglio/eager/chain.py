@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +22,7 @@ from intaglio.eager.places import places
 from intaglio.eager.recorder import Recording
 from intaglio.eager.replay import example_of, replay, trimmed
 from intaglio.eager.slices import Part, UnavailableError, has_integers, part_of
+from intaglio.eager.tensor import QTensor
 from intaglio.errors import CaptureError, UnsupportedError
 from intaglio.ir import Input, Output, evaluate
 from intaglio.lower import requantize
@@ -48,8 +50,12 @@ class Chain:
         self.reference: Reference | None = None
         self.lock = threading.Lock()
         self.parts: dict[Any, Made] = {}
+        self.programs: dict[Any, Made] = {}
+        """By what they read and make; parts that know more values may be the same program."""
         self._sizes: dict[Any, list[torch.Size | None]] = {}
+        self.spare: dict[Any, dict[int, QTensor]] = {}
         self.last_use = self._last_uses()
+        self.changed = frozenset(event.changed for event in self.events)
         self._build()
 
     def _build(self) -> None:
@@ -80,7 +86,8 @@ class Chain:
             if name in before.observers:
                 observer.statistics = before.observers[name].statistics
         self.prepared.watch.batch = before.watch.batch
-        self.parts.clear()
+        for kept in (self.parts, self.programs, self.spare):
+            kept.clear()
         self._sizes.clear()
         return self.refused is None
 
@@ -223,11 +230,12 @@ class Chain:
         """The same recording of the model, its statistics made parameters, if none are given."""
         made = Chain.__new__(Chain)
         made.__dict__.update(self.__dict__, model=model, given=None)
-        made.lock, made.parts = threading.Lock(), {}
+        made.lock, made.parts, made.programs, made.spare = threading.Lock(), {}, {}, {}
         if self.prepared is not None:
             if parameters is None:
                 self._complete()
             made.reference = convert(self.prepared, parameters)
+            made.compile_parts(dict.fromkeys((given, wanted) for given, wanted, _ in self.parts))
         return made
 
     def _complete(self) -> None:
@@ -240,10 +248,18 @@ class Chain:
             for observer, statistics in counted.items():
                 observer.statistics = statistics
             logger.info("%d sites were reached by the example inputs only", missing)
+    def compile_parts(self, asked: Iterable[tuple[frozenset[int], tuple[int, ...]]]) -> None:
+        """Ahead of the first call: those that calls of the prepared model used."""
+        for given, wanted in asked:
+            with contextlib.suppress(UnavailableError):
+                self.part(given, wanted, frozenset())
 
     def part(self, given: frozenset[int], wanted: tuple[int, ...], counted: frozenset[int]) -> Made:
-        """What makes some values from others: the values it reads, and a function. Raises `UnavailableError`."""
-        key = (given, wanted, counted)
+        """What makes some values from others: the values it reads, and a function. Raises `UnavailableError`.
+
+        ``counted``: those that observers have counted already, which is nothing to a reference model.
+        """
+        key = (given, wanted, counted if self.reference is None else frozenset())
         found = self.parts.get(key)
         if found is None:
             with self.lock:
@@ -262,7 +278,10 @@ class Chain:
         reads = [names[name] for name in part.inputs]
         if self.reference is None or not has_integers(part.module):
             return reads, lambda tensors: part.module(*tensors)
-        return self._compiled(part, reads)
+        key = (tuple(reads), wanted)
+        if key not in self.programs:
+            self.programs[key] = self._compiled(part, reads)
+        return self.programs[key]
 
     def _compiled(self, part: Part, reads: list[int]) -> Made:
         assert self.reference is not None

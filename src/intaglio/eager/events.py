@@ -107,12 +107,15 @@ class Event:
     changed: int | None = None
     alias: bool = False
     source: str = ""
-    only: int = -1
-    """The value that is the only argument, if there is no other; a shortcut for who compares."""
+    slots: tuple[int, ...] = ()
+    """The values among ``args``, and -1 in place of what is none; a shortcut for who compares."""
+    makes: int = -1
+    """The value that is the whole result, if it is one and nothing is changed in place; a shortcut for who defers."""
 
     def __post_init__(self) -> None:
-        if len(self.args) == 1 and not self.kwargs and isinstance(self.args[0], Value):
-            self.only = self.args[0].index
+        self.slots = tuple(spec.index if isinstance(spec, Value) else -1 for spec in self.args)
+        if isinstance(self.result, Value) and self.changed is None:
+            self.makes = self.result.index
 
     def __getstate__(self) -> dict[str, Any]:
         """Functions of PyTorch by name: most of them cannot be pickled."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,13 @@ QUESTIONS = frozenset({
     "storage_offset", "_version", "is_tensor", "result_type", "can_cast", "promote_types",
 })  # fmt: skip
 """Answered without the numbers of a tensor."""
+QUESTION_FUNCTIONS = frozenset(
+    getattr(found, "__get__", found) if inspect.isdatadescriptor(found) else found
+    for home in (torch.Tensor, torch)
+    for found in (getattr(home, name, None) for name in QUESTIONS)
+    if callable(found) or inspect.isdatadescriptor(found)
+)
+"""The same as functions; of a property it is the getter."""
 PROPERTIES_THAT_COMPUTE = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 
 
@@ -24,10 +32,6 @@ def plain_name(function: Callable[..., Any]) -> str:
     if name in ("__get__", "__set__", "__delete__"):
         return str(getattr(function.__self__, "__name__", "")) + ("" if name == "__get__" else f".{name}")  # type: ignore[attr-defined]
     return name
-
-
-def is_question(function: Callable[..., Any]) -> bool:
-    return plain_name(function) in QUESTIONS
 
 
 def works_in_place(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:

@@ -227,8 +227,8 @@ def trimmed(captured: Captured, recording: Recording) -> tuple[Captured, dict[in
 
 
 def _placeholders(captured: Captured, recording: Recording) -> dict[int, fx.Node]:
-    nodes = [node for node in captured.module.graph.nodes if node.op == "placeholder"]
-    by_leaf = {entry.leaf: node for entry, node in zip(captured.signature.inputs, nodes, strict=True)}
+    nodes = [node for node in captured.module.graph.nodes if node.op == "placeholder"]  # those of state come last
+    by_leaf = {entry.leaf: node for entry, node in zip(captured.signature.inputs, nodes, strict=False)}
     order = {id(leaf): index for index, leaf in enumerate(pytree.tree_leaves(example_of(recording)))}
     found = {number: by_leaf.get(order[id(tensor)]) for number, tensor in recording.inputs.items()}
     return {number: node for number, node in found.items() if node is not None}

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 
 from intaglio.eager.activation import Activation
 from intaglio.eager.events import Event, Length, fill, tensors
-from intaglio.eager.kinds import is_question, plain_name, works_in_place
+from intaglio.eager.kinds import QUESTION_FUNCTIONS, plain_name, works_in_place
 from intaglio.eager.recorder import UNROLLED, Recorder, source_line
 from intaglio.eager.tensor import QTensor, plain
 from intaglio.eager.writes import is_private, prepare_write, targets
@@ -32,23 +32,10 @@ current = _Current()
 """The run of this thread, and where what is intercepted is written down, if it is (calls.py)."""
 
 
-class Interception(TorchFunctionMode):
-    """Hands functions of tensors to a run."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self.run = run
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self.run.function(func, args, kwargs or {})
-
-
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
     """For our own work in the middle of a run: nothing of it is intercepted."""
-    if isinstance(_get_current_function_mode(), Interception):
+    if isinstance(_get_current_function_mode(), Run):
         with _pop_mode_temporarily(), uninterrupted():
             yield
     else:
@@ -56,15 +43,15 @@ def uninterrupted() -> Iterator[None]:
             yield
 
 
-class Run:
+class Run(TorchFunctionMode):
     """``path``: the module that runs now. ``at``: the recording that is followed; ``recorder``: else what records.
 
     ``activations``: all that have values somebody may still ask for. ``last``: the operator before those of ``at`` and
     ``recorder``."""
 
     def __init__(self, session: Session, path: str) -> None:
+        super().__init__()
         self.session, self.path, self.entry = session, path, path
-        self.interception = Interception(self)
         self.at: Activation | None = None
         self.activations: weakref.WeakSet[Activation] = weakref.WeakSet()
         self.recorder: Recorder | None = None
@@ -123,13 +110,15 @@ class Run:
 
     # -- what is intercepted -------------------------------------------------------------------------------------
 
-    def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        at = self.at
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        at, kwargs = self.at, kwargs or {}
         if at is not None and at.next < at.count:
             event = at.events[at.next]
             if event.function is func and event.path == self.path and at.follows(event, args, kwargs):
                 return at.defer(event, args) if event.changed is None else self._change(at, event, args, kwargs, func)
-        if is_question(func):
+        if func in QUESTION_FUNCTIONS:
             return self._answer(func, args, kwargs)
         return self._elsewhere(func, self.path, args, kwargs, func)
 

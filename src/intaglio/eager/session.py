@@ -99,10 +99,13 @@ class Session:
                 outer.settle()
         current.run = run
         try:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False), run.interception:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False), run:
                 run.begin(args, kwargs)
                 result = forward(*args, **kwargs)
-                return run.end(result)
+                result = run.end(result)
+                if run.at is not None:
+                    run.at.leave()
+                return result
         finally:
             current.run = outer
 

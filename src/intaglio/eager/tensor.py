@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from intaglio.eager.events import fill
-from intaglio.eager.kinds import is_question
+from intaglio.eager.kinds import QUESTION_FUNCTIONS
 
 if TYPE_CHECKING:
     from intaglio.eager.activation import Activation
@@ -40,7 +40,7 @@ class QTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if is_question(func):
+        if func in QUESTION_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return func(*fill(args, plain), **fill(kwargs or {}, plain))
