@@ -43,7 +43,7 @@ class Extent:
     def __str__(self) -> str:
         if self.operation == "size":
             return f"{self.operands[0]}.size({self.operands[1]})"
-        return f"{self.operation}({', '.join(map(str, self.operands))})"
+        return f"({f' {SIGNS[self.operation]} '.join(map(str, self.operands))})"
 
     def evaluate(self, size: Callable[[Value, int], Any]) -> Any:
         """``size``: value, axis -> its extent."""
@@ -51,6 +51,10 @@ class Extent:
             return size(*self.operands)
         numbers = [o.evaluate(size) if isinstance(o, Extent) else o for o in self.operands]
         return getattr(python_operator, self.operation)(*numbers)
+
+
+SIGNS = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}
+"""Operators of `Length`s that give one."""
 
 
 class Length(int):
@@ -82,7 +86,7 @@ def _plain(operation: Callable[[Any, Any], Any], length: Length, other: Any, swa
     return operation(other, int(length)) if swapped else operation(int(length), other)
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod"):
+for _name in SIGNS:
     setattr(Length, f"__{_name}__", _arithmetic(_name, False))
     setattr(Length, f"__r{_name}__", _arithmetic(_name, True))
 
