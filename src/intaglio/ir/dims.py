@@ -204,15 +204,16 @@ def numel(shape: Shape) -> Dim:
     return total
 
 
-def c_expression(dim: Dim, name: str = "{}") -> str:
-    """C text over int64 variables; ``name`` formats a symbol. Floor division is exact for dimensions (>= 0)."""
+def c_expression(dim: Dim, name: str = "{}", divide: str = "(({}) / {})") -> str:
+    """C text over int64 variables; ``name`` formats a symbol, ``divide`` a quotient: C's own is the floor of dimensions
+    (>= 0) only."""
     if isinstance(dim, int):
         return str(dim)
 
     def atom(value: Atom) -> str:
         if isinstance(value, str):
             return name.format(value)
-        return f"(({c_expression(value.numerator, name)}) / {value.divisor})"
+        return divide.format(c_expression(value.numerator, name, divide), value.divisor)
 
     parts = [" * ".join([*map(atom, m), *([str(c)] if c != 1 or not m else [])]) for m, c in dim.terms]
     return " + ".join(parts) if len(parts) == 1 else "(" + " + ".join(parts) + ")"

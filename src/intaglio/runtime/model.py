@@ -18,12 +18,13 @@ from torch import nn
 from intaglio import config
 from intaglio.calls import TORCH_DTYPES, bind, check_kinds, dims_of, initial_state, kept_state, rebuild
 from intaglio.errors import ArtifactError, BuildError, InputError
-from intaglio.ir import About, Dim, Graph, HostCall, Schedule, Signature
+from intaglio.ir import About, Dim, Graph, HostCall, Program, Schedule, Signature
 from intaglio.native.limits import int8_rates
 from intaglio.native.machine import ISA_FLAGS
 from intaglio.runtime import state
 from intaglio.runtime.artifact import Artifact
 from intaglio.runtime.coverage import Coverage
+from intaglio.runtime.export_c import export_c
 from intaglio.runtime.files import (
     Example,
     Library,
@@ -69,12 +70,15 @@ class QuantizedModel(nn.Module):
         remake: Callable[[QuantizedModel, Graph], QuantizedModel] | None = None,
         schedules: Mapping[str, Mapping[str, Schedule]] | None = None,
         hosts: Mapping[str, Host] | None = None,
+        emit: Callable[[QuantizedModel, str], Program] | None = None,
     ) -> None:
         """``graph`` is what the program was made of: files hold it. ``libraries``: for other instruction sets.
         ``remake``: makes a model like this one around a graph with other numbers. ``schedules``: those a search chose,
-        by instruction set and output value. ``hosts``: records of a user's own operators, by name."""
+        by instruction set and output value. ``hosts``: records of a user's own operators, by name. ``emit``: prints the
+        program of a model for another instruction set."""
         super().__init__()
-        self._remake, self.schedules, self.hosts = remake, dict(schedules or {}), dict(hosts or {})
+        self._emit, self._remake = emit, remake
+        self.schedules, self.hosts = dict(schedules or {}), dict(hosts or {})
         self.graph, self.example, self.libraries = graph, example, dict(libraries or {})
         self.artifact, self.signature, self.coverage, self.about = artifact, signature, coverage, about
         self.islands = nn.ModuleDict({key: module for key, (module, _) in islands.items()})
@@ -334,6 +338,23 @@ class QuantizedModel(nn.Module):
             self.on_new_shape,
         )  # fmt: skip
         save(saved, path, config.VERSION)
+
+    def export_c(self, folder: str | Path, *, isa: str | Sequence[str] | None = None) -> None:
+        """Write the program as C: sources, a header, weights, a CMake file, a small main and a README, to be built and
+        run without Python, with the same bits (docs/deploying.md, "Without Python").
+
+        ``isa``: one instruction set or several, of which the export runs the best that a processor has; default: the
+        one of this model. Files of these names in the folder are replaced. Raises `UnsupportedError` when parts of the
+        model run in Python.
+        """
+        export_c(self, folder, (isa,) if isinstance(isa, str) else isa)
+
+    def program_for(self, isa: str) -> Program:
+        """The program's text and constants for an instruction set; nothing is compiled."""
+        if isa == self.artifact.program.isa:
+            return self.artifact.program
+        assert self._emit is not None
+        return self._emit(self, isa)
 
     def verify(self) -> None:
         """Run the example stored with the model and compare every integer result, bit for bit.
