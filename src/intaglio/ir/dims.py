@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd, prod
+from math import gcd
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,16 @@ def divide(a: Dim, b: Dim) -> Dim | None:
 
 
 def evaluate(dim: Dim, symbols: Mapping[str, int]) -> int:
-    """The integer a dimension stands for; KeyError names a symbol without a value."""
+    """The integer a dimension stands for; KeyError names a symbol without a value. In loops, which torch.compile can
+    follow where the values are sizes of its own."""
     if isinstance(dim, int):
         return dim
-    return sum(c * prod(_atom(atom, symbols) for atom in monomial) for monomial, c in dim.terms)
+    total = 0
+    for monomial, product in dim.terms:
+        for atom in monomial:
+            product *= _atom(atom, symbols)
+        total += product
+    return total
 
 
 def _atom(atom: Atom, symbols: Mapping[str, int]) -> int:

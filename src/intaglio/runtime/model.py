@@ -39,6 +39,7 @@ from intaglio.runtime.files import (
 from intaglio.runtime.islands import Host, run_host
 from intaglio.runtime.profile import Clock, Profile, profile_of
 from intaglio.runtime.shapes import FRAMES, Frame, Read, Shapes, Sizes
+from intaglio.runtime.traced import came_channels_last, register
 
 LIMIT_SECONDS = 0.002
 """Of one of the repeats that measure the arithmetic limit."""
@@ -100,13 +101,14 @@ class QuantizedModel(nn.Module):
         self._warm: set[Any] = set()
         self._fell_back = False
         self._plain = _plain_tensors(signature)
+        self._number = register(self)
         for index, tensor in enumerate(initial_state(signature)):
             self.register_buffer(f"state{index}", tensor)
         super().train(False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_exporting():
-            raise InputError("call", None, "this part is quantized already; native code cannot be traced")
+        if torch.compiler.is_compiling() and not self._opaque:
+            return self._traced(args, kwargs)
         leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
         if self._float and not self._takes(leaves):
             with torch.no_grad():
@@ -122,6 +124,27 @@ class QuantizedModel(nn.Module):
         if self._plain and self._results == 1 and self.signature.out_tree.is_leaf():
             return results[0]
         return rebuild(self.signature, tuple(results[: self._results]), shapes.symbols)
+
+    def _traced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The call as one operator of the graph that a compiler makes."""
+        if torch.compiler.is_exporting():
+            raise InputError("call", None, "this part is quantized already; native code cannot be traced")
+        leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
+        results = torch.ops.intaglio.call([leaf.detach() for leaf in leaves], self._number)
+        if self._plain and self._results == 1 and self.signature.out_tree.is_leaf():
+            return results[0]
+        return rebuild(self.signature, tuple(results), dims_of(self.signature, leaves, self._byte_inputs))
+
+    def results(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors a call gives for its tensors, by position."""
+        with torch.no_grad():
+            values = self._run(leaves, self._shapes_of(leaves), torch.get_num_threads())
+            return [self._returned(values[name], leaves) for name in self._outputs]
+
+    @property
+    def _opaque(self) -> bool:
+        """Whether a call does more than its operator would say: changes something, or runs another model."""
+        return bool(self._float or self.signature.state or self.signature.written)
 
     def _state(self) -> list[torch.Tensor]:
         return [getattr(self, f"state{index}") for index in range(len(self.signature.state))]
@@ -255,8 +278,7 @@ class QuantizedModel(nn.Module):
     def _returned(self, value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """Contiguous, unless an input came with channels last."""
         if value.dim() == 4 and not value.is_contiguous():
-            last = torch.channels_last
-            if not any(x.dim() == 4 and x.is_contiguous(memory_format=last) and not x.is_contiguous() for x in leaves):
+            if not any(map(came_channels_last, leaves)):
                 return value.contiguous()
         return value
 
@@ -440,6 +462,10 @@ class QuantizedModel(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles start without plans and arenas."""
         return {**self.__dict__, "_shapes": OrderedDict(), "_frames": [], "_sizes": None, "_warm": set()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._number = register(self)
 
     def __repr__(self) -> str:
         share, count, hosts = self.coverage, self.coverage.islands, len(self.coverage.hosts)
