@@ -83,10 +83,10 @@ class Exported:
         return self.library.resize(self.handle, (P * (len(rows) + 1))(*[ctypes.addressof(row) for row in rows]))
 
     def outputs(self) -> list[Tensor]:
-        """Memory for them, of what lies there when nothing writes."""
+        """Memory for them."""
         values = [self.library.output(i).contents for i in range(self.library.outputs())]
         sizes = [self.library.output_sizes(self.handle, i) for i in range(len(values))]
-        made = [torch.zeros(s[: v.rank], dtype=torch.uint8).to(KINDS[v.dtype]) for s, v in zip(sizes, values, strict=True)]
+        made = [torch.zeros(s[: v.rank], dtype=KINDS[v.dtype]) for s, v in zip(sizes, values, strict=True)]
         assert [t.nbytes for t in made] == [self.library.output_bytes(self.handle, i) for i in range(len(made))]
         return made
 

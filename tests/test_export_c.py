@@ -138,9 +138,10 @@ def test_a_loaded_model_exports_the_same_files(tmp_path):
     for one, folder in ((model, tmp_path / "a"), (loaded, tmp_path / "b"), (loaded, tmp_path / "b")):
         one.export_c(folder, isa=("portable", *HERE))
     compared = filecmp.dircmp(tmp_path / "a", tmp_path / "b")
-    assert not (compared.left_only or compared.right_only or compared.diff_files)
-    assert not compared.subdirs["kernels"].diff_files
-    assert len(compared.subdirs["kernels"].common) > len(HERE)
+    kernels = compared.subdirs["kernels"]
+    different = [d.left_only + d.right_only + d.diff_files for d in (compared, kernels)]
+    assert different == [[], []]
+    assert len(kernels.common) > len(HERE)
 
 
 # ---- building -------------------------------------------------------------------------------------------------------
@@ -148,7 +149,9 @@ def test_a_loaded_model_exports_the_same_files(tmp_path):
 
 def test_libraries_of_c_alone_are_linked_and_all_names_are_the_networks_own(residual):
     (path,) = residual.glob("lib*.so")
-    needed = re.findall(r"NEEDED.*\[(.*)\]", subprocess.run(["readelf", "-d", path], capture_output=True, text=True).stdout)
+    dynamic = subprocess.run(["readelf", "-d", path], capture_output=True, text=True).stdout
+    needed = re.findall(r"NEEDED.*\[(.*)\]", dynamic)
+    assert needed
     assert {name.split(".")[0] for name in needed} <= {"libc", "libm", "libpthread", "ld-linux-x86-64"}
     symbols = subprocess.run(["nm", "-D", "--defined-only", path], capture_output=True, text=True).stdout.split("\n")
     assert {line.split()[-1].partition("_")[0] for line in symbols if line} == {"residual"}
@@ -159,10 +162,10 @@ def test_two_networks_are_linked_into_one_program(tmp_path):
     for name, net in (("a", nets.Residual), ("b", nets.ConvBnRelu)):
         compiled(net)[0].export_c(tmp_path / name)
         build(tmp_path / name)
-    text = '#include "a/residual.h"\n#include "b/convbnrelu.h"\nint main(void) { return residual_abi() - convbnrelu_abi(); }'
-    (tmp_path / "both.c").write_text(text)
-    subprocess.run(["sh", "-ec", "gcc -Wall -Werror -std=c99 -pthread both.c a/*.o b/*.o -o both && ./both"], cwd=tmp_path,
-                   check=True)  # fmt: skip
+    main = "int main(void) { return residual_abi() - convbnrelu_abi(); }"
+    (tmp_path / "both.c").write_text(f'#include "a/residual.h"\n#include "b/convbnrelu.h"\n{main}')
+    line = "gcc -Wall -Werror -std=c99 -pthread both.c a/*.o b/*.o -o both && ./both"
+    subprocess.run(["sh", "-ec", line], cwd=tmp_path, check=True)
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
@@ -201,7 +204,7 @@ def test_main_has_forty_lines_at_most_and_says_what_is_wrong(tmp_path):
     assert len((tmp_path / "main.c").read_text().splitlines()) <= 40
     subprocess.run(["sh", "-ec", "\n".join(c.commands(tmp_path))], cwd=tmp_path, check=True)
     for arguments, said in (((), ""), (("gone.bin",), "open: the file"), (("main.c",), "open: not the weights"),
-                            (("weights.bin", "-1"), "resize: sizes"), (("weights.bin", "1", "gone"), "gone: ")):  # fmt: skip
+                            (("weights.bin", "-1"), "resize: sizes"), (("weights.bin", "1", "gone"), "gone:")):  # fmt: skip
         ended = subprocess.run([tmp_path / "convbnrelu", *arguments], cwd=tmp_path, capture_output=True, text=True)
         assert ended.stderr.startswith(said)
         assert ended.returncode == bool(said)
@@ -217,8 +220,8 @@ def test_files_that_are_not_its_weights_are_refused(residual, tmp_path):
     damaged[len(content) // 2] ^= 1
     foreign = bytearray(content)
     foreign[16] ^= 1
-    cases = {b"": c.FOREIGN, b"intaglio": c.FOREIGN, b"x" * 4096: c.FOREIGN, content[:-64]: c.DAMAGED,
-             content + bytes(64): c.DAMAGED, bytes(damaged): c.DAMAGED, bytes(foreign): c.FOREIGN, content: c.OK}  # fmt: skip
+    cases = {**dict.fromkeys((b"", b"intaglio", b"x" * 4096, bytes(foreign)), c.FOREIGN),
+             **dict.fromkeys((content[:-64], content + bytes(64), bytes(damaged)), c.DAMAGED), content: c.OK}  # fmt: skip
     for bytes_, status in cases.items():
         (tmp_path / "weights.bin").write_bytes(bytes_)
         assert library.open(str(tmp_path / "weights.bin").encode(), ctypes.byref(handle)) == status
@@ -228,7 +231,8 @@ def test_files_that_are_not_its_weights_are_refused(residual, tmp_path):
 
 
 def test_weights_in_memory_serve_from_multiples_of_64(residual):
-    model, library, content = compiled(nets.Residual)[0], opened(residual).library, (residual / "weights.bin").read_bytes()
+    model, library = compiled(nets.Residual)[0], opened(residual).library
+    content = (residual / "weights.bin").read_bytes()
     memory = mmap.mmap(-1, len(content) + 64)
     memory[64 : 64 + len(content)] = content
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -243,8 +247,8 @@ def test_nulls_and_indices_of_nothing_are_errors(residual):
     found = opened(residual)
     library, handle = found.library, found.handle
     assert library.open(None, ctypes.byref(handle)) == library.open(b"x", None) == c.ARGUMENT
-    assert library.resize(None, None) == library.resize(handle, None) == library.resize(handle, (c.P * 1)()) == c.ARGUMENT
-    assert not library.input(1) and not library.input(-1) and not library.output(7)
+    assert {library.resize(*given) for given in ((None, None), (handle, None), (handle, (c.P * 1)()))} == {c.ARGUMENT}
+    assert not any((library.input(1), library.input(-1), library.output(7)))
     assert library.run(handle, None, None, 1) == library.read_as(handle, 0, 9, None) == c.UNPLANNED
     assert not library.output_sizes(handle, 0)
     assert library.output_bytes(handle, 0) == library.input_bytes(handle, 0) == 0

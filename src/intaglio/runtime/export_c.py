@@ -41,7 +41,7 @@ FLAGS = tuple(flag for flag in COMPILE_FLAGS if flag not in ("-std=c++17", "-sha
 WEIGHTS_VERSION = 1
 ALIGNMENT = 64
 HEADER = struct.Struct("<8s4Q24x")
-"""Of weights.bin, ``struct Header`` in net.cpp: magic, version, key of the export, bytes of the file, sum of the rest."""
+"""Of weights.bin, ``Header`` in net.cpp: magic, version, key of the export, bytes of the file, sum of the rest."""
 
 SLACK = 64
 """Bytes behind the last constant that vectors may read."""
@@ -50,8 +50,8 @@ SLACK = 64
 def export_c(model: QuantizedModel, folder: str | Path, isas: Sequence[str] | None) -> None:
     """Write sources, header, weights and build files for these instruction sets (default: the model's own).
 
-    Raises `UnsupportedError` for what C cannot run, `BuildError` for instruction sets there are none of, `ArtifactError`
-    when the folder cannot be written.
+    Raises `UnsupportedError` for what C cannot run, `BuildError` for instruction sets there are none of, and
+    `ArtifactError` when the folder cannot be written.
     """
     _check(model)
     programs = [model.program_for(isa) for isa in _ordered(model, isas)]
@@ -77,7 +77,7 @@ def _check(model: QuantizedModel) -> None:
     if model.islands:
         parts = [f"\n    {part}" for part in coverage.floats[:SHOWN]] + ["\n    ..."] * (len(coverage.floats) > SHOWN)
         raise UnsupportedError(
-            name, None, "float parts run in PyTorch, and an exported program has none: " + "".join(parts),
+            name, None, "float parts run in PyTorch, and an exported program has none:" + "".join(parts),
             remedy="write them with operators of docs/reference/operators.md, which run in the program (also those "
             "that stay float with skip=), or quantize the part of the model without them",
         )  # fmt: skip
@@ -87,7 +87,7 @@ def _check(model: QuantizedModel) -> None:
             remedy="quantize the part of the model without them",
         )  # fmt: skip
     if signature.state or signature.written:
-        paths = ", ".join([entry.path for entry in signature.state] or [f"argument {leaf}" for leaf in signature.written])
+        paths = ", ".join([*(kept.path for kept in signature.state), *(f"argument {i}" for i in signature.written)])
         raise UnsupportedError(
             name, None, f"the model changes what it is given or keeps: {paths}; exported calls only read and return",
             remedy="let the model take that as an input and return the new value",
@@ -124,7 +124,7 @@ def _named(text: str, name: str) -> str:
 
 
 def _output_names(signature: Signature) -> list[str]:
-    """Of tensors, by their place in the result: ``logits``, ``0``, ``boxes.1``; ``output`` of one that is the result."""
+    """Of tensors, by their place in the result: ``logits``, ``boxes.1``; ``output`` of one that is the result."""
     numbered = pytree.tree_unflatten(list(range(len(signature.outputs))), signature.out_tree)
     paths, _ = pytree.tree_flatten_with_path(numbered)
     keys = [".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
@@ -222,6 +222,7 @@ def _shape_text(shape: Shape) -> str:
 def _description(model: QuantizedModel, programs: Sequence[Program], weights: bytes, name: str) -> str:
     """Tables and size expressions; net.cpp includes them inside its unnamed namespace."""
     inputs, outputs, symbols = _inputs(model), _outputs(model), programs[0].symbols
+    _, _, key, *_ = HEADER.unpack_from(weights)
     numbers = {
         "kSymbols": len(symbols), "kInputs": len(inputs), "kOutputs": len(outputs),
         "kValues": len(inputs) + len(outputs), "kRank": _rank(inputs, outputs),
@@ -234,10 +235,10 @@ def _description(model: QuantizedModel, programs: Sequence[Program], weights: by
     }  # fmt: skip
     blocks = [
         f"// What {name}.cpp must know of the network.",
-        "\n".join(f"constexpr int32_t {key} = {value};" for key, value in numbers.items()),
-        f"constexpr uint64_t kWeightsVersion = {WEIGHTS_VERSION}, kWeightsKey = {HEADER.unpack_from(weights)[2]:#018x};",
+        "\n".join(f"constexpr int32_t {field} = {value};" for field, value in numbers.items()),
+        f"constexpr uint64_t kWeightsVersion = {WEIGHTS_VERSION}, kWeightsKey = {key:#018x};",
         "// Seconds, and what a thread does in one.\n"
-        + "\n".join(f"constexpr double {key} = {value!r};" for key, value in constants.items()),
+        + "\n".join(f"constexpr double {field} = {value!r};" for field, value in constants.items()),
         _value_table("input", inputs, name), _value_table("output", outputs, name),
         _entry_table("input", [_entry(model, value, i in model.graph.byte_inputs())
                                for i, value in enumerate(model.graph.inputs)]),
@@ -255,7 +256,8 @@ def _value_table(kind: str, values: Sequence[tuple[str, Shape, DType]], prefix: 
     for index, (name, shape, dtype) in enumerate(values):
         sizes = ", ".join(str(dim) if isinstance(dim, int) else "-1" for dim in shape) or "0"
         lines.append(f"const int64_t {kind}{index}[] = {{{sizes}}};")
-        rows.append(f'    {{{_c_text(name)}, "{_shape_text(shape)}", {prefix.upper()}_{dtype.value.upper()}, {len(shape)}, {kind}{index}}},')
+        code = f"{prefix.upper()}_{dtype.value.upper()}"
+        rows.append(f'    {{{_c_text(name)}, "{_shape_text(shape)}", {code}, {len(shape)}, {kind}{index}}},')
     return "\n".join([*lines, f"const {prefix}_value {kind}_values[] = {{", *(rows or ["    {},"]), "};"])
 
 
@@ -331,7 +333,8 @@ def _single(dim: Dim) -> tuple[str, int] | None:
 def _output_sizes(shapes: Sequence[Shape], symbols: Sequence[str]) -> str:
     lines = [f"    sizes[{i}][{axis}] = {_c(dim)};" for i, shape in enumerate(shapes) for axis, dim in enumerate(shape)]
     used = [dim for shape in shapes for dim in shape]
-    return "\n".join(["void output_sizes(const int64_t* dims, int64_t (*sizes)[kRank]) {", "    (void)dims, (void)sizes;",
+    head = "void output_sizes(const int64_t* dims, int64_t (*sizes)[kRank]) {"
+    return "\n".join([head, "    (void)dims, (void)sizes;",
                       *_dims(used, symbols), *lines, "}"])  # fmt: skip
 
 
@@ -340,7 +343,8 @@ def _amounts(program: Program) -> str:
     used = [dim for work in works for dim in (work.macs, work.bytes, work.units)]
     lines = [f"    steps[{i}][0] = {_c(work.macs)}, steps[{i}][1] = {_c(work.bytes)}, steps[{i}][2] = {_c(work.units)};"
              for i, work in enumerate(works)]  # fmt: skip
-    return "\n".join([f"void {program.isa}_amounts(const int64_t* dims, Amounts* steps) {{", "    (void)dims, (void)steps;",
+    head = f"void {program.isa}_amounts(const int64_t* dims, Amounts* steps) {{"
+    return "\n".join([head, "    (void)dims, (void)steps;",
                       *_dims(used, program.symbols), *lines, "}"])  # fmt: skip
 
 
@@ -356,10 +360,12 @@ def _program_table(programs: Sequence[Program], name: str) -> str:
     starts = _starts([program.constants for program in programs])
     for start, program in zip(starts, programs, strict=False):
         isa, phases = program.isa, {step.work.phase for step in program.steps}
-        declared.append(f'extern "C" void {name}_{isa}_run(Run*, int segment, int threads, IntaglioParallel parallel);\n'
-                        f'extern "C" int64_t {name}_{isa}_plan(const int64_t* dims, int64_t* offsets);')  # fmt: skip
-        rows.append(f'    {{"{isa}", {isa}_runs_here, {name}_{isa}_run, {name}_{isa}_plan, {isa}_amounts, {len(program.steps)}, '
-                    f"{max(len(phases) - 1, 0)}, {threads.MACS_PER_SECOND[isa]!r}, {start}, {program.constants.nbytes}}},")  # fmt: skip
+        declared += [f'extern "C" void {name}_{isa}_run(Run*, int segment, int threads, IntaglioParallel parallel);',
+                     f'extern "C" int64_t {name}_{isa}_plan(const int64_t* dims, int64_t* offsets);']  # fmt: skip
+        functions = ", ".join([f"{isa}_runs_here", f"{name}_{isa}_run", f"{name}_{isa}_plan", f"{isa}_amounts"])
+        barriers, rate = max(len(phases) - 1, 0), threads.MACS_PER_SECOND[isa]
+        numbers = f"{len(program.steps)}, {barriers}, {rate!r}, {start}, {program.constants.nbytes}"
+        rows.append(f'    {{"{isa}", {functions}, {numbers}}},')
     return "\n".join([*declared, "", "// Best first.", "const Program programs[] = {", *rows, "};"])
 
 

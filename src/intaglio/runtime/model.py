@@ -277,9 +277,8 @@ class QuantizedModel(nn.Module):
 
     def _returned(self, value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """Contiguous, unless an input came with channels last."""
-        if value.dim() == 4 and not value.is_contiguous():
-            if not any(map(came_channels_last, leaves)):
-                return value.contiguous()
+        if value.dim() == 4 and not value.is_contiguous() and not any(map(came_channels_last, leaves)):
+            return value.contiguous()
         return value
 
     # -- what a user asks ----------------------------------------------------------------------------------------
