@@ -203,8 +203,9 @@ def test_main_has_forty_lines_at_most_and_says_what_is_wrong(tmp_path):
     compiled(nets.ConvBnRelu)[0].export_c(tmp_path)
     assert len((tmp_path / "main.c").read_text().splitlines()) <= 40
     subprocess.run(["sh", "-ec", "\n".join(c.commands(tmp_path))], cwd=tmp_path, check=True)
-    for arguments, said in (((), ""), (("gone.bin",), "open: the file"), (("main.c",), "open: not the weights"),
-                            (("weights.bin", "-1"), "resize: sizes"), (("weights.bin", "1", "gone"), "gone:")):  # fmt: skip
+    for arguments, said in (((), ""), (("gone",), "open: the file"), (("main.c",), "open: not the weights"),
+                            (("weights.bin", "-1"), "resize: sizes"),
+                            (("weights.bin", "1", "gone"), "gone:")):  # fmt: skip
         ended = subprocess.run([tmp_path / "convbnrelu", *arguments], cwd=tmp_path, capture_output=True, text=True)
         assert ended.stderr.startswith(said)
         assert ended.returncode == bool(said)
@@ -221,7 +222,8 @@ def test_files_that_are_not_its_weights_are_refused(residual, tmp_path):
     foreign = bytearray(content)
     foreign[16] ^= 1
     cases = {**dict.fromkeys((b"", b"intaglio", b"x" * 4096, bytes(foreign)), c.FOREIGN),
-             **dict.fromkeys((content[:-64], content + bytes(64), bytes(damaged)), c.DAMAGED), content: c.OK}  # fmt: skip
+             **dict.fromkeys((content[:-64], content + bytes(64), bytes(damaged)), c.DAMAGED),
+             content: c.OK}  # fmt: skip
     for bytes_, status in cases.items():
         (tmp_path / "weights.bin").write_bytes(bytes_)
         assert library.open(str(tmp_path / "weights.bin").encode(), ctypes.byref(handle)) == status
