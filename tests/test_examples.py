@@ -53,3 +53,10 @@ def test_the_three_loops_of_document_002_are_printed():
     assert "dequantize_lanes" in third
     assert "write_levels" not in third
     assert "the same bits as the interpreter: True" in printed
+
+
+def test_the_listing_of_document_002_runs():
+    printed = run(str(ROOT / "examples/export_inductor.py"))
+    assert "InductorModel(M: 1 int8 call)" in printed
+    assert "int8 call   linear (aten.linear.default)  qlinear -> float32" in printed
+    assert float(printed.split("but for ")[1]) < 1e-5

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor, nn
 
 from intaglio import build
-from intaglio.backends.inductor import InductorModel
 from intaglio.build import load
 from intaglio.calls import bind
 from intaglio.capture import capture
@@ -42,6 +41,9 @@ from intaglio.quant.distributed import Group
 from intaglio.quant.recipe import NAMED
 from intaglio.runtime import QuantizedModel, example_of
 from intaglio.tune import compare, made_up, one_image, search
+
+if TYPE_CHECKING:
+    from intaglio.backends.inductor import InductorModel
 
 __all__ = [
     "annotate", "calibrate", "capture", "compare", "compile", "convert", "correct", "equalize", "load", "prepare",
@@ -160,9 +162,7 @@ def compile(
 
 
 @overload
-def compile(
-    stage: Reference, *, backend: Literal["inductor"], example_inputs: Any = None
-) -> InductorModel: ...
+def compile(stage: Reference, *, backend: Literal["inductor"], example_inputs: Any = None) -> InductorModel: ...
 
 
 def compile(
@@ -192,7 +192,10 @@ def compile(
     for ``tune``, to compile for at once (default: a batch of one, or the first call if more than the batch is free).
     """
     if backend == "inductor":
+        from intaglio.backends.inductor import InductorModel  # it imports TorchInductor, which takes seconds
+
         expect(stage, Reference, "compile")
+        assert isinstance(stage, Reference)
         _native_only(isa=isa, tune=tune or None, on_new_shape=None if on_new_shape == "plan" else on_new_shape,
                      float_model=float_model)  # fmt: skip
         return InductorModel(stage, _example(stage.signature, example_inputs))

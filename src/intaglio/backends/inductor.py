@@ -26,13 +26,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
-from intaglio.backends.inductor_graph import decompositions, graph_for_inductor
+from intaglio.backends.inductor_graph import graph_for_inductor
 from intaglio.backends.inductor_report import Report, report_of
 from intaglio.calls import TORCH_DTYPES, bind, dims_of, initial_state, kept_state, rebuild
 from intaglio.capture.nodes import operator, origin
 from intaglio.errors import ArtifactError, BuildError, InputError, UnsupportedError
 from intaglio.ir import Expression, Signature, evaluate, symbol, symbols_of
 from intaglio.quant import Reference
+from intaglio.quant.dynamic import decompositions
 
 SETTINGS = {
     "freezing": True,
@@ -102,17 +103,18 @@ class InductorModel(nn.Module):
 
     def _compiled(self, inputs: Sequence[torch.Tensor], free: bool) -> _Program:
         (graph,) = self._graph
-        mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
+        environment = ShapeEnv(duck_shape=False)
+        mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
         axes = self._free_axes() if free else [()] * len(inputs)
         fakes = [_fake(mode, index, *pair) for index, pair in enumerate(zip(inputs, axes, strict=True))]
         own, table = fx.GraphModule(graph, copy.deepcopy(graph.graph)), {**select_decomp_table(), **decompositions()}
         logger.info("%s: TorchInductor compiles for %s", self.about.name, [list(fake.shape) for fake in fakes])
         with lowering() as made:
-            call = compile_fx(own, fakes, decompositions=table)
+            call: Any = compile_fx(own, fakes, decompositions=table)
         self.report = report_of(graph.graph, made, _notes())
         self._example = self._example or [torch.empty_like(tensor) for tensor in inputs]
-        guards = mode.shape_env.produce_guards_expression(fakes) if free else None
-        return _Program(call, tuple(fake.shape for fake in fakes), mode.shape_env, guards)
+        guards = environment.produce_guards_expression(fakes) if free else None
+        return _Program(call, tuple(fake.shape for fake in fakes), environment, guards)
 
     def _free_axes(self) -> list[tuple[int, ...]]:
         """Of every input of the graph, the axes whose sizes a call decides."""
@@ -147,13 +149,15 @@ class InductorModel(nn.Module):
         opaque = [node for node in self._graph[0].graph.nodes if operator(node).startswith("intaglio.")]
         for node in (node for node in opaque if node.target not in decompositions()):
             where = origin(node)
-            raise UnsupportedError(where.path, operator(node), "its meaning is Python's, which a package has not",
-                                   remedy=f"leave it in float: skip=[{where.path!r}]", source=where.source or None)  # fmt: skip
+            raise UnsupportedError(
+                where.path, where.operator, "it is computed by Python, which a package does without",
+                remedy=f"leave it in float: skip=[{where.path!r}]", source=where.source or None,
+            )  # fmt: skip
         if not self._example:
             raise InputError("save_package", None, "more than the batch is free, and the model was never called",
                              remedy="call it once, or give compile(…, example_inputs=…)")  # fmt: skip
 
-    def _example_call(self) -> tuple[tuple[Any, ...], dict[str, Any], torch.export.ShapesCollection]:
+    def _example_call(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Arguments of a call with free sizes of 2 at least, which export would take for fixed ones otherwise."""
         entries, axes = self.signature.inputs, torch.export.ShapesCollection()
         sizes = {name: max(size, 2) for name, size in dims_of(self.signature, self._example).items()}
@@ -161,7 +165,8 @@ class InductorModel(nn.Module):
         for leaf, value in self.signature.fixed.items():
             leaves[leaf] = value
         for entry, free in zip(entries, self._free_axes(), strict=True):
-            tensor = torch.zeros([evaluate(dim, sizes) for dim in entry.type.shape], dtype=TORCH_DTYPES[entry.type.dtype])
+            shape = [evaluate(dim, sizes) for dim in entry.type.shape]
+            tensor = torch.zeros(shape, dtype=TORCH_DTYPES[entry.type.dtype])
             leaves[entry.leaf] = tensor
             if free:
                 axes[tensor] = dict.fromkeys(free, torch.export.Dim.AUTO)
@@ -235,18 +240,22 @@ def lowering() -> Iterator[list[fx.Node]]:
 
 def _fake(mode: FakeTensorMode, index: int, tensor: torch.Tensor, free: tuple[int, ...]) -> torch.Tensor:
     """A tensor without memory; free sizes of 0 and 1 are fixed, as code for all others is not right for them."""
-    kinds = [DimDynamic.DYNAMIC if axis in free and size > 1 else DimDynamic.STATIC for axis, size in enumerate(tensor.shape)]
-    context = StatelessSymbolicContext(dynamic_sizes=kinds)
+    is_free = [axis in free and size > 1 for axis, size in enumerate(tensor.shape)]
+    context = StatelessSymbolicContext([DimDynamic.DYNAMIC if one else DimDynamic.STATIC for one in is_free])
     return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"input{index}"))
 
 
 def _free_sizes(signature: Signature, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Of the free dimensions that are the size of an axis."""
-    pairs = ((dim, size) for entry, x in zip(signature.inputs, tensors, strict=True) for dim, size in zip(entry.type.shape, x.shape, strict=True))
-    return {name: size for dim, size in pairs for name in symbols_of(dim) if dim == symbol(name)}
+    found: dict[str, Any] = {}
+    for entry, tensor in zip(signature.inputs, tensors, strict=True):
+        for dim, size in zip(entry.type.shape, tensor.shape, strict=True):
+            found.update((name, size) for name in symbols_of(dim) if dim == symbol(name))
+    return found
 
 
 def _notes() -> tuple[str, ...]:
     if torch.cpu._is_vnni_supported():
         return ()
-    return ("this CPU has no VNNI: oneDNN adds pairs of u8 products in 16 bits, which saturate; activations of 7 bits do not",)
+    saturates = "this CPU has no VNNI: oneDNN adds pairs of products in 16 bits, which saturate"
+    return (f"{saturates}; those of activations of 7 bits do not",)

@@ -8,26 +8,26 @@ part or wrongly. The passes here write a reference so, with the meaning it has.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from intaglio import numerics
 from intaglio.capture.canonical import drop_unused_constants
 from intaglio.capture.nodes import is_constant, operator, origin
 from intaglio.quant import Reference
-from intaglio.quant.dynamic import DEQUANTIZE_ROWS, row_operators
+from intaglio.quant.dynamic import DEQUANTIZE_ROWS, ROW_UNITS
 
 ATEN = torch.ops.aten
 LAYERS = ("aten.conv1d.default", "aten.conv2d.default", "aten.linear.default")
 """What oneDNN has calls for. A transposed convolution is matched as if it were none, so it must not look quantized."""
 EMBEDDINGS = ("aten.embedding.default", "aten.embedding_bag.padding_idx", "aten.embedding_bag.default")
 MOVES = (
-    "aten.view.default", "aten.reshape.default", "aten.permute.default", "aten.transpose.int", "aten.flatten.using_ints",
-    "aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.slice.Tensor", "aten.select.int",
-    "aten.expand.default",
+    "aten.view.default", "aten.reshape.default", "aten.flatten.using_ints", "aten.permute.default",
+    "aten.transpose.int", "aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.slice.Tensor",
+    "aten.select.int", "aten.expand.default",
 )  # fmt: skip
 """Operators whose results are entries of their input, unchanged."""
 QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
@@ -42,7 +42,6 @@ LABEL = "intaglio"
 
 def graph_for_inductor(reference: Reference) -> fx.GraphModule:
     """A graph of its own that shares the constants of the reference's."""
-    row_operators()
     module = fx.GraphModule(reference.module, reference.module.graph.__deepcopy__())
     for rewrite in PASSES:
         rewrite(module)
@@ -75,8 +74,7 @@ def rows_behind_layers(module: fx.GraphModule) -> None:
             continue
         levels, scales = rows.args
         call = functools.partial(_before, linear)
-        units = 1.0, numerics.ROW_ZERO, 0, 255, torch.uint8
-        x = call(torch.ops.quantized_decomposed.dequantize_per_tensor.default, levels, *units)
+        x = call(torch.ops.quantized_decomposed.dequantize_per_tensor.default, levels, *ROW_UNITS)
         steps = call(ATEN.linear.default, x, weight)
         y = call(ATEN.mul.Tensor, steps, scales)
         if bias and bias[0] is not None:
@@ -111,6 +109,20 @@ def narrow_levels_clamped(module: fx.GraphModule) -> None:
         node.args = (clamped, scale, zero, *WHOLE[dtype], dtype)
 
 
+def sums_without_inputs(module: fx.GraphModule) -> None:
+    """``layer + value`` -> ``layer - (-value)``, the same number, where the value is an input or a constant: a call of
+    oneDNN would leave the sum in its memory, and Inductor does not see that it is not the call's to write."""
+    for add in [node for node in module.graph.nodes if operator(node) == "aten.add.Tensor" and not node.kwargs]:
+        for value, other in itertools.permutations(add.args):
+            if _is_outside(value) and isinstance(other, fx.Node) and not _is_outside(other):
+                add.replace_all_uses_with(_before(add, ATEN.sub.Tensor, other, _before(add, ATEN.neg.default, value)))
+                break
+
+
+def _is_outside(value: Any) -> bool:
+    return isinstance(value, fx.Node) and value.op in ("placeholder", "get_attr")
+
+
 def constants_for_layers(module: fx.GraphModule) -> None:
     """Weights of int8 layers by channel, with parameters of their own: Inductor merges equal dequantizes, then takes
     one apart that another layer reads. Every other dequantized constant becomes the float it stands for, but the
@@ -119,15 +131,15 @@ def constants_for_layers(module: fx.GraphModule) -> None:
         if not is_constant(node.args[0]) or any(operator(reader) in EMBEDDINGS for reader in node.users):
             continue
         if not all(is_int8_layer(reader) and reader.args[1] is node for reader in node.users):
-            folded = node.target(*[_tensor(module, given) if isinstance(given, fx.Node) else given for given in node.args])
-            node.replace_all_uses_with(_stored(module, node, "float", folded))
+            value = node.target(*[_tensor(module, given) for given in node.args])
+            node.replace_all_uses_with(_stored(module, node, "float", value))
             continue
         for reader in list(node.users):
             reader.replace_input_with(node, _by_channel(module, node, reader))
 
 
 def _by_channel(module: fx.GraphModule, weight: fx.Node, layer: fx.Node) -> fx.Node:
-    levels, scales, zeros = weight.args[0], *weight.args[1:3]
+    levels, scales, zeros = weight.args[:3]
     low, high = weight.args[3:5] if operator(weight) == DEQUANTIZE else weight.args[4:6]
     count = len(_tensor(module, levels))
     own = torch.as_tensor(_tensor(module, scales)).float().expand(count).clone()
@@ -157,31 +169,6 @@ def _before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
 
 
 PASSES: tuple[Callable[[fx.GraphModule], None], ...] = (
-    rows_behind_layers, levels_moved, narrow_levels_clamped, constants_for_layers,
+    rows_behind_layers, levels_moved, narrow_levels_clamped, sums_without_inputs, constants_for_layers,
 )  # fmt: skip
 """Rows first: what they leave is a layer like others. Constants last: only now it is known which layers are int8."""
-
-
-# ---- what Inductor cannot look into ---------------------------------------------------------------------------------
-
-
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Our operators in terms of ATen's, bit for bit what they are in a reference."""
-    ours = row_operators()
-    return {ours.quantize_rows.default: _quantize_rows, ours.dequantize_rows.default: _dequantize_rows}
-
-
-def _quantize_rows(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.rows.levels_of_rows`. Quotients are of two tensors: a number over a tensor is a reciprocal in PyTorch."""
-    largest = x.abs().amax(-1, keepdim=True)
-    peaks = torch.where(largest.isfinite(), largest.clamp_min(float(numerics.SMALLEST_ROW)), torch.nan)
-    if mode == "tensor" and x.dim() > 2:
-        peaks = peaks.amax(list(range(1, x.dim())), keepdim=True).expand_as(peaks)
-    known, count = peaks.isfinite(), torch.full_like(peaks, numerics.ROW_STEPS)
-    steps = (torch.where(known, x, 0.0) * (count / torch.where(known, peaks, 1.0))).round()
-    levels = steps.clamp(-numerics.ROW_STEPS, numerics.ROW_STEPS) + numerics.ROW_ZERO
-    return levels.to(torch.uint8), peaks / count
-
-
-def _dequantize_rows(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return (levels.to(torch.float32) - numerics.ROW_ZERO) * scales

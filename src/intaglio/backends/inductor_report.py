@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ KINDS = {
 INT8_CALLS = {"qconv": "qconv", "qconv_binary": "qconv", "qlinear": "qlinear", "qlinear_binary": "qlinear"}
 """Name of Inductor's lowering -> ours."""
 FLOAT_CALLS = (
-    "aten.convolution", "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_dot_product", "mkldnn.", "mkl.",
+    "aten.convolution", "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_dot_product", "mkldnn.",
+    "mkl.",
 )  # fmt: skip
 IDLE = ("quantized_decomposed.", "intaglio.quantize", "intaglio.dequantize", "aten.sym_size", "<built-in function")
 """What is no operator of the model: quantize, dequantize, sizes, items of tuples."""
@@ -80,9 +82,20 @@ def report_of(handed: fx.Graph, made: Iterable[fx.Node], notes: tuple[str, ...] 
     for node in handed.nodes:
         if operator(node) and not operator(node).startswith(IDLE):
             call = fused.get(node)
-            kind = _kind(targets.get(node.name, ())) if call is None else "int8 call" if is_int8_layer(node) else "fused"
-            placed.append(Placed(origin(node), kind, _spelled(call) if kind == "int8 call" else ""))
-    return Report(tuple(placed), notes)
+            if call is None:
+                placed.append(Placed(origin(node), _kind(targets.get(node.name, ()))))
+            elif is_int8_layer(node):
+                placed.append(Placed(origin(node), "int8 call", _spelled(call)))
+            else:
+                placed.append(Placed(origin(node), "fused"))
+    return Report(tuple(_joined(placed)), notes)
+
+
+def _joined(placed: list[Placed]) -> Iterator[Placed]:
+    """One line for the generated parts of one operator that stand next to each other."""
+    for before, here in itertools.pairwise([None, *placed]):
+        if here is not None and not (here == before and here.kind == "generated"):
+            yield here
 
 
 def _up_to_its_call(layer: fx.Node, targets: Mapping[str, list[Any]]) -> list[fx.Node]:
