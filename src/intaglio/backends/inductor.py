@@ -108,6 +108,8 @@ class InductorModel(nn.Module):
         axes = self._free_axes() if free else [()] * len(inputs)
         fakes = [_fake(mode, index, *pair) for index, pair in enumerate(zip(inputs, axes, strict=True))]
         own, table = fx.GraphModule(graph, copy.deepcopy(graph.graph)), {**select_decomp_table(), **decompositions()}
+        for product in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            table.pop(product, None)  # would take small layers of one row apart before patterns see them
         logger.info("%s: TorchInductor compiles for %s", self.about.name, [list(fake.shape) for fake in fakes])
         with lowering() as made:
             call: Any = compile_fx(own, fakes, decompositions=table)
