@@ -132,11 +132,20 @@ def intaglio_accurate(model: nn.Module, example: Inputs, calibration: list[Input
     return intaglio.quantize(model, calibration, example_inputs=example, recipe="accurate")
 
 
+def intaglio_inductor(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
+    """intaglio's reference model, compiled by TorchInductor."""
+    import intaglio
+
+    prepared = intaglio.prepare(intaglio.capture(model, example))
+    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, calibration))
+    return intaglio.compile(reference, backend="inductor", example_inputs=example)
+
+
 ENGINES: dict[str, Callable[..., Run]] = {
     engine.__name__: engine
     for engine in (
         eager, inductor, torchao, onnxruntime, onnxruntime_int8, openvino, openvino_int8, intaglio,
-        intaglio_precise, intaglio_accurate,
+        intaglio_precise, intaglio_accurate, intaglio_inductor,
     )
 }  # fmt: skip
 

@@ -74,3 +74,10 @@ def test_document_000_prints_states_and_the_order_of_calls():
     assert parts["intercepted"].splitlines() == [f"{number}. {call}" for number, call in enumerate(order, 1)]
     assert "result: torch.float32" in printed
     assert "the same bits: True" in printed
+
+
+def test_the_listing_of_document_002_runs():
+    printed = run(str(ROOT / "examples/export_inductor.py"))
+    assert "InductorModel(M: 1 int8 call)" in printed
+    assert "int8 call   linear (aten.linear.default)  qlinear -> float32" in printed
+    assert float(printed.split("but for ")[1]) < 1e-5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor, nn
 
@@ -15,7 +15,7 @@ from intaglio.calls import bind
 from intaglio.capture import capture
 from intaglio.capture.captured import expect
 from intaglio.errors import InputError
-from intaglio.ir import Schedule
+from intaglio.ir import Schedule, Signature
 from intaglio.lower import Lowered, requantize
 from intaglio.ops import OpDef
 from intaglio.quant import (
@@ -40,6 +40,9 @@ from intaglio.quant.correct.steps import correct
 from intaglio.quant.distributed import Group
 from intaglio.runtime import QuantizedModel, example_of
 from intaglio.tune import compare, made_up, one_image, search
+
+if TYPE_CHECKING:
+    from intaglio.backends.inductor import InductorModel
 
 __all__ = [
     "annotate", "calibrate", "capture", "compare", "compile", "convert", "correct", "equalize", "load", "prepare",
@@ -135,15 +138,33 @@ def _converted(prepared: Prepared, data: Any, samples: int | None, progress: boo
     return convert(prepared, ranges, correct(prepared, ranges, looked_at))
 
 
+@overload
 def compile(
     stage: Reference | Lowered,
     *,
+    backend: Literal["native"] = "native",
     isa: str | Iterable[str] | None = None,
     tune: Any = False,
     on_new_shape: str = "plan",
     float_model: nn.Module | None = None,
-) -> QuantizedModel:
-    """The native program of a reference model or an integer graph.
+) -> QuantizedModel: ...
+
+
+@overload
+def compile(stage: Reference, *, backend: Literal["inductor"], example_inputs: Any = None) -> InductorModel: ...
+
+
+def compile(
+    stage: Reference | Lowered,
+    *,
+    backend: str = "native",
+    isa: str | Iterable[str] | None = None,
+    tune: Any = False,
+    on_new_shape: str = "plan",
+    float_model: nn.Module | None = None,
+    example_inputs: Any = None,
+) -> QuantizedModel | InductorModel:
+    """The native program of a reference model or an integer graph; or what TorchInductor makes of a reference.
 
     ``isa``: instruction sets to build for, of "avx512vnni", "avx2", "portable" (default: the best of this machine).
     The model runs the best of them that this machine runs; `QuantizedModel.save` writes them all, and
@@ -155,7 +176,20 @@ def compile(
     same bits either way.
 
     ``on_new_shape`` as in `quantize`; "fallback" takes ``float_model``.
+
+    ``backend="inductor"`` takes a reference and, of the other arguments, only ``example_inputs``: a typical call, as
+    for ``tune``, to compile for at once (default: a batch of one, or the first call if more than the batch is free).
     """
+    if backend == "inductor":
+        from intaglio.backends.inductor import InductorModel  # it imports TorchInductor, which takes seconds
+
+        expect(stage, Reference, "compile")
+        assert isinstance(stage, Reference)
+        _native_only(isa=isa, tune=tune or None, on_new_shape=None if on_new_shape == "plan" else on_new_shape,
+                     float_model=float_model)  # fmt: skip
+        return InductorModel(stage, _example(stage.signature, example_inputs))
+    if backend != "native":
+        raise InputError("backend", None, f"no backend {backend!r}; there are native and inductor")
     _policy(on_new_shape, float_model)
     lowered = requantize(stage) if isinstance(stage, Reference) else stage
     expect(lowered, Lowered, "compile")
@@ -163,6 +197,22 @@ def compile(
     if on_new_shape == "fallback" and float_model is not None:
         return quantized.fall_back_to(float_model)
     return quantized
+
+
+def _native_only(**given: Any) -> None:
+    """`InputError` for what another backend would ignore."""
+    if ignored := [name for name, value in given.items() if value is not None]:
+        raise InputError("compile", None, f"{', '.join(ignored)}: of the native backend only")
+
+
+def _example(signature: Signature, given: Any) -> Sequence[Tensor] | None:
+    """Tensors of a typical call: those given, or of a batch of one; nothing if more than the batch is free."""
+    if given is not None:
+        return example_of(signature, given, ())
+    try:
+        return made_up(signature)
+    except InputError:
+        return None
 
 
 def _schedules(

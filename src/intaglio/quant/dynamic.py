@@ -23,6 +23,8 @@ from intaglio.quant.sites import Dynamic, Site
 if TYPE_CHECKING:
     from intaglio.quant.annotate import Annotations, Region
 
+ROW_UNITS = 1.0, numerics.ROW_ZERO, 0, 255, torch.uint8
+"""What torch's dequantize per tensor takes behind levels of rows, to give them in steps of their scales."""
 QUANTIZE_ROWS = "intaglio.quantize_rows.default"
 DEQUANTIZE_ROWS = "intaglio.dequantize_rows.default"
 
@@ -119,3 +121,21 @@ OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "dequantize_rows": ("(Tensor levels, Tensor scales) -> Tensor", _dequantize_rows, _fake_real),
 }
 """Schema, meaning, and the meaning on shapes alone."""
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """The operators in terms of ATen's, with the same bits."""
+    ops = row_operators()
+    return {ops.quantize_rows.default: _quantize_rows_in_aten, ops.dequantize_rows.default: _dequantize_rows}
+
+
+def _quantize_rows_in_aten(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.rows.levels_of_rows`. Quotients are of two tensors: a number over a tensor is a reciprocal in PyTorch."""
+    largest = x.abs().amax(-1, keepdim=True)
+    peaks = torch.where(largest.isfinite(), largest.clamp_min(float(numerics.SMALLEST_ROW)), torch.nan)
+    if mode == "tensor" and x.dim() > 2:
+        peaks = peaks.amax(list(range(1, x.dim())), keepdim=True).expand_as(peaks)
+    known, count = peaks.isfinite(), torch.full_like(peaks, numerics.ROW_STEPS)
+    steps = (torch.where(known, x, 0.0) * (count / torch.where(known, peaks, 1.0))).round()
+    levels = steps.clamp(-numerics.ROW_STEPS, numerics.ROW_STEPS) + numerics.ROW_ZERO
+    return levels.to(torch.uint8), peaks / count

@@ -1,0 +1,1 @@
+"""Other places a reference model can go than the native program."""

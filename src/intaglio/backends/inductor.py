@@ -1,0 +1,263 @@
+"""TorchInductor as a backend: oneDNN's int8 calls, and generated C++ around them.
+
+It runs on machines and operators that the native backend has no code for, and gives a second opinion on numbers: they
+are those of oneDNN's kernels, which differ from a reference's where a value lies near the middle of two levels.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.source import ConstantSource
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils import _pytree as pytree
+
+from intaglio.backends.inductor_graph import graph_for_inductor
+from intaglio.backends.inductor_report import Report, report_of
+from intaglio.calls import TORCH_DTYPES, bind, dims_of, initial_state, kept_state, rebuild
+from intaglio.capture.nodes import operator, origin
+from intaglio.errors import ArtifactError, BuildError, InputError, UnsupportedError
+from intaglio.ir import Expression, Signature, evaluate, symbol, symbols_of
+from intaglio.quant import Reference
+from intaglio.quant.dynamic import decompositions
+
+SETTINGS = {
+    "freezing": True,
+    "pre_grad_custom_pass": None,
+    "joint_custom_pre_pass": None,
+    "joint_custom_post_pass": None,
+    "post_grad_custom_pre_pass": None,
+}
+"""Of Inductor, while it compiles for us; a user's are neither read nor changed. Freezing makes weights constants, which
+are packed then. Passes are set by others: importing torchao's quantizer for x86 sets the first of them."""
+SHAPES = 256
+"""Sizes of calls whose program is remembered."""
+logger = logging.getLogger("intaglio")
+
+
+class InductorModel(nn.Module):
+    """Runs what Inductor made of a reference; takes and returns what the float model did.
+
+    The first program is for the sizes it is compiled for, and the fastest for them. The first call of other sizes
+    compiles one for all sizes of 2 and more; a size of 0 or 1 has a program of its own. Each takes seconds. ``report``
+    says what became of every operator in the latest one.
+    """
+
+    def __init__(self, reference: Reference, example: Sequence[torch.Tensor] | None = None) -> None:
+        """``example``: tensors of a call to compile for now."""
+        super().__init__()
+        self.signature, self.about = reference.signature, reference.about
+        self._graph = (graph_for_inductor(reference),)  # in a tuple, so that it is no part of this module
+        self._programs: list[_Program] = []
+        self._by_shape: dict[tuple[torch.Size, ...], _Program] = {}
+        self.report: Report | None = None
+        self._example: list[torch.Tensor] = []
+        for index, tensor in enumerate(initial_state(self.signature)):
+            self.register_buffer(f"state{index}", tensor)
+        super().train(False)
+        if example is not None:
+            self._program([*example, *self._state()])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = bind(self.signature, args, kwargs)
+        symbols = dims_of(self.signature, leaves)
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):  # the graph says every element type itself
+            inputs = [leaf.contiguous() for leaf in (*leaves, *self._state())]
+            results = self._program(inputs).call(*inputs)
+            for index, value in enumerate(kept_state(self.signature, results)):
+                setattr(self, f"state{index}", value)
+            written = results[sum(output.value is not None for output in self.signature.outputs) :]
+            for leaf, value in zip(self.signature.written, written, strict=False):
+                leaves[[entry.leaf for entry in self.signature.inputs].index(leaf)].copy_(value)
+        return rebuild(self.signature, tuple(results), symbols)
+
+    def _state(self) -> list[torch.Tensor]:
+        return [getattr(self, f"state{index}") for index in range(len(self.signature.state))]
+
+    def _program(self, inputs: Sequence[torch.Tensor]) -> _Program:
+        """The one that takes inputs of these sizes, compiled if there is none; the first one has no free sizes."""
+        key = tuple(tensor.shape for tensor in inputs)
+        if key not in self._by_shape:
+            found = next((program for program in self._programs if program.takes(inputs)), None)
+            if found is None:
+                found = self._compiled(inputs, free=bool(self._programs))
+                self._programs.append(found)
+            if len(self._by_shape) == SHAPES:
+                self._by_shape.clear()
+            self._by_shape[key] = found
+        return self._by_shape[key]
+
+    def _compiled(self, inputs: Sequence[torch.Tensor], free: bool) -> _Program:
+        (graph,) = self._graph
+        environment = ShapeEnv(duck_shape=False)
+        mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+        axes = self._free_axes() if free else [()] * len(inputs)
+        fakes = [_fake(mode, index, *pair) for index, pair in enumerate(zip(inputs, axes, strict=True))]
+        own, table = fx.GraphModule(graph, copy.deepcopy(graph.graph)), {**select_decomp_table(), **decompositions()}
+        for product in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            table.pop(product, None)  # would take small layers of one row apart before patterns see them
+        logger.info("%s: TorchInductor compiles for %s", self.about.name, [list(fake.shape) for fake in fakes])
+        with lowering() as made:
+            call: Any = compile_fx(own, fakes, decompositions=table)
+        self.report = report_of(graph.graph, made, _notes())
+        self._example = self._example or [torch.empty_like(tensor) for tensor in inputs]
+        guards = environment.produce_guards_expression(fakes) if free else None
+        return _Program(call, tuple(fake.shape for fake in fakes), environment, guards)
+
+    def _free_axes(self) -> list[tuple[int, ...]]:
+        """Of every input of the graph, the axes whose sizes a call decides."""
+        inputs = [entry.type.shape for entry in self.signature.inputs]
+        axes = [tuple(i for i, dim in enumerate(shape) if isinstance(dim, Expression)) for shape in inputs]
+        return axes + [()] * len(self.signature.state)
+
+    # -- what a user asks ----------------------------------------------------------------------------------------
+
+    def save_package(self, path: str | Path) -> Report:
+        """Compile ahead of time into a file that needs neither intaglio nor Python: free sizes stay free.
+
+        ``torch._inductor.aoti_load_package(path)`` in Python, or ``torch::inductor::AOTIModelPackageLoader`` in C++,
+        gives what is called like this model. Says of that program what ``report`` says of those in memory.
+        """
+        if not str(path).endswith(".pt2"):
+            raise InputError("save_package", None, f"{str(path)!r}; the name of a package ends in .pt2")
+        self._check_package()
+        args, kwargs, axes = self._example_call()
+        module = _AsModel(self._graph[0], self.signature)
+        with torch.no_grad():
+            exported = torch.export.export(module, args, kwargs, dynamic_shapes=axes)
+        with lowering() as made:
+            exported = exported.run_decompositions(decompositions())
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
+        return report_of(self._graph[0].graph, made, _notes())
+
+    def _check_package(self) -> None:
+        if self.signature.state or self.signature.written:
+            problem = "it changes buffers or inputs while it runs, which a package cannot"
+            raise UnsupportedError("save_package", None, problem, remedy="export_c of the native model can")
+        opaque = [node for node in self._graph[0].graph.nodes if operator(node).startswith("intaglio.")]
+        for node in (node for node in opaque if node.target not in decompositions()):
+            where = origin(node)
+            raise UnsupportedError(
+                where.path, where.operator, "it is computed by Python, which a package does without",
+                remedy=f"leave it in float: skip=[{where.path!r}]", source=where.source or None,
+            )  # fmt: skip
+        if not self._example:
+            raise InputError("save_package", None, "more than the batch is free, and the model was never called",
+                             remedy="call it once, or give compile(…, example_inputs=…)")  # fmt: skip
+
+    def _example_call(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """Arguments of a call with free sizes of 2 at least, which export would take for fixed ones otherwise."""
+        entries, axes = self.signature.inputs, torch.export.ShapesCollection()
+        sizes = {name: max(size, 2) for name, size in dims_of(self.signature, self._example).items()}
+        leaves: list[Any] = [None] * self.signature.in_tree.num_leaves
+        for leaf, value in self.signature.fixed.items():
+            leaves[leaf] = value
+        for entry, free in zip(entries, self._free_axes(), strict=True):
+            shape = [evaluate(dim, sizes) for dim in entry.type.shape]
+            tensor = torch.zeros(shape, dtype=TORCH_DTYPES[entry.type.dtype])
+            leaves[entry.leaf] = tensor
+            if free:
+                axes[tensor] = dict.fromkeys(free, torch.export.Dim.AUTO)
+        args, kwargs = pytree.tree_unflatten(leaves, self.signature.in_tree)
+        return args, kwargs, axes
+
+    def train(self, mode: bool = True) -> InductorModel:
+        """A compiled program cannot be trained; asking for it warns and changes nothing."""
+        if mode:
+            warnings.warn("a compiled int8 model has no training mode; it stays as it is", stacklevel=2)
+        return self
+
+    def __reduce__(self) -> Any:
+        raise ArtifactError(
+            "InductorModel", None, "what Inductor compiled into this process cannot be copied or pickled",
+            remedy="model.save_package('model.pt2') writes a file; compile the reference again for a copy",
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"InductorModel({self.about.name}: {self.report.summary if self.report else 'not compiled yet'})"
+
+
+@dataclass(frozen=True)
+class _Program:
+    """``call`` takes the graph's inputs. ``shapes``: of each input, numbers where the size is fixed. ``guards``: what
+    Inductor assumed of free sizes, in PyTorch's own words."""
+
+    call: Callable[..., Sequence[torch.Tensor]]
+    shapes: tuple[torch.Size, ...]
+    environment: ShapeEnv
+    guards: str | None
+
+    def takes(self, inputs: Sequence[torch.Tensor]) -> bool:
+        pairs = zip(self.shapes, (tensor.shape for tensor in inputs), strict=True)
+        sizes = (size for own, given in pairs for size in zip(own, given, strict=True))
+        if any(isinstance(own, int) and own != given for own, given in sizes):
+            return False
+        return not self.guards or bool(self.environment.evaluate_guards_expression(self.guards, list(inputs)))
+
+
+class _AsModel(nn.Module):
+    """A graph that is called as the float model was."""
+
+    def __init__(self, graph: fx.GraphModule, signature: Signature) -> None:
+        super().__init__()
+        self.model, self.signature = graph, signature
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaves[entry.leaf] for entry in self.signature.inputs]
+        with torch.fx.traceback.preserve_node_meta():  # labels, for the report
+            results = fx.Interpreter(self.model).run(*tensors)
+        return rebuild(self.signature, tuple(results), _free_sizes(self.signature, tensors))
+
+
+@contextmanager
+def lowering() -> Iterator[list[fx.Node]]:
+    """Inductor as this backend sets it, and nobody else; gives the nodes it will have generated code for by the end.
+
+    Errors of its become `BuildError`.
+    """
+    made: list[fx.Node] = []
+    settings = {**SETTINGS, "post_grad_custom_post_pass": lambda graph: made.extend(graph.nodes)}
+    try:
+        with torch.no_grad(), inductor_config.patch(settings), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "To copy construct from a tensor", UserWarning)  # its own code does
+            yield made
+    except (BackendCompilerFailed, RuntimeError) as error:
+        raise BuildError("inductor", None, str(error).strip().partition("\n")[0]) from error
+
+
+def _fake(mode: FakeTensorMode, index: int, tensor: torch.Tensor, free: tuple[int, ...]) -> torch.Tensor:
+    """A tensor without memory; free sizes of 0 and 1 are fixed, as code for all others is not right for them."""
+    is_free = [axis in free and size > 1 for axis, size in enumerate(tensor.shape)]
+    context = StatelessSymbolicContext([DimDynamic.DYNAMIC if one else DimDynamic.STATIC for one in is_free])
+    return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"input{index}"))
+
+
+def _free_sizes(signature: Signature, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Of the free dimensions that are the size of an axis."""
+    found: dict[str, Any] = {}
+    for entry, tensor in zip(signature.inputs, tensors, strict=True):
+        for dim, size in zip(entry.type.shape, tensor.shape, strict=True):
+            found.update((name, size) for name in symbols_of(dim) if dim == symbol(name))
+    return found
+
+
+def _notes() -> tuple[str, ...]:
+    if torch.cpu._is_vnni_supported():
+        return ()
+    saturates = "this CPU has no VNNI: oneDNN adds pairs of products in 16 bits, which saturate"
+    return (f"{saturates}; those of activations of 7 bits do not",)

@@ -1,0 +1,174 @@
+"""A reference model in the form that Inductor's patterns of quantized operators match.
+
+Inductor lowers ``dequantize(levels) -> layer -> quantize`` to one call of oneDNN where scales are numbers, weights have
+a scale for every output channel, biases are floats and every dequantize has one reader; anything else it matches in
+part or wrongly. The passes here write a reference so, with the meaning it has.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from intaglio.capture.canonical import drop_unused_constants
+from intaglio.capture.nodes import is_constant, operator, origin
+from intaglio.quant import Reference
+from intaglio.quant.dynamic import DEQUANTIZE_ROWS, ROW_UNITS
+
+ATEN = torch.ops.aten
+LAYERS = ("aten.conv1d.default", "aten.conv2d.default", "aten.linear.default")
+"""What oneDNN has calls for. A transposed convolution is matched as if it were none, so it must not look quantized."""
+EMBEDDINGS = ("aten.embedding.default", "aten.embedding_bag.padding_idx", "aten.embedding_bag.default")
+MOVES = (
+    "aten.view.default", "aten.reshape.default", "aten.flatten.using_ints", "aten.permute.default",
+    "aten.transpose.int", "aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.slice.Tensor",
+    "aten.select.int", "aten.expand.default",
+)  # fmt: skip
+"""Operators whose results are entries of their input, unchanged."""
+QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
+DEQUANTIZE = "quantized_decomposed.dequantize_per_tensor.default"
+DEQUANTIZE_CHANNELS = "quantized_decomposed.dequantize_per_channel.default"
+FLOAT8 = ("intaglio.dequantize_per_tensor.default", "intaglio.dequantize_per_channel.default")
+WHOLE = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
+"""Element types that oneDNN takes, and what it clamps their levels to."""
+LABEL = "intaglio"
+"""Key of a node's name in ``meta["custom"]``, which Inductor hands on to what it makes of the node."""
+
+
+def graph_for_inductor(reference: Reference) -> fx.GraphModule:
+    """A graph of its own that shares the constants of the reference's."""
+    module = fx.GraphModule(reference.module, reference.module.graph.__deepcopy__())
+    for rewrite in PASSES:
+        rewrite(module)
+        module.graph.eliminate_dead_code()
+    drop_unused_constants(module)
+    for node in module.graph.nodes:
+        node.meta["custom"] = {LABEL: node.name}
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def is_int8_layer(node: fx.Node) -> bool:
+    """Whether oneDNN computes it on levels: 8-bit activations with numbers for parameters, weights s8 by output."""
+    if operator(node) not in LAYERS:
+        return False
+    x, weight = node.args[0], node.args[1]
+    if not (isinstance(x, fx.Node) and operator(x) == DEQUANTIZE and x.args[5] in WHOLE and not is_constant(x.args[0])):
+        return False
+    if operator(weight) == DEQUANTIZE:
+        return is_constant(weight.args[0]) and weight.args[5] is torch.int8
+    return operator(weight) == DEQUANTIZE_CHANNELS and weight.args[3] == 0 and weight.args[6] is torch.int8
+
+
+def rows_behind_layers(module: fx.GraphModule) -> None:
+    """``linear(levels * scale of the row)`` -> ``linear(levels) * scale of the row``: oneDNN has no scale for a row."""
+    for linear in [node for node in module.graph.nodes if operator(node) == "aten.linear.default"]:
+        rows, weight, *bias = linear.args
+        if operator(rows) != DEQUANTIZE_ROWS:
+            continue
+        levels, scales = rows.args
+        call = functools.partial(_before, linear)
+        x = call(torch.ops.quantized_decomposed.dequantize_per_tensor.default, levels, *ROW_UNITS)
+        steps = call(ATEN.linear.default, x, weight)
+        y = call(ATEN.mul.Tensor, steps, scales)
+        if bias and bias[0] is not None:
+            y = call(ATEN.add.Tensor, y, bias[0])
+        linear.replace_all_uses_with(y)
+
+
+def levels_moved(module: fx.GraphModule) -> None:
+    """dequantize -> moves -> quantize with the same parameters -> the moves alone, of levels."""
+    for last in [node for node in module.graph.nodes if operator(node) == QUANTIZE]:
+        chain, node = [], last.args[0]
+        while operator(node) in MOVES:
+            chain.append(node)
+            node = node.args[0]
+        if operator(node) != DEQUANTIZE or node.args[1:] != last.args[1:]:
+            continue
+        value = node.args[0]
+        for move in reversed(chain):
+            with module.graph.inserting_before(last):
+                value = module.graph.call_function(move.target, (value, *move.args[1:]), move.kwargs)
+            value.meta = {**move.meta, "type": None}
+        last.replace_all_uses_with(value)
+
+
+def narrow_levels_clamped(module: fx.GraphModule) -> None:
+    """A quantize to fewer levels than its element type has: clamped in float, as oneDNN clamps to the type only."""
+    for node in [node for node in module.graph.nodes if operator(node) == QUANTIZE]:
+        x, scale, zero, low, high, dtype = node.args
+        if dtype not in WHOLE or (low, high) == WHOLE[dtype]:
+            continue
+        clamped = _before(node, ATEN.clamp.default, x, (low - zero) * scale, (high - zero) * scale)
+        node.args = (clamped, scale, zero, *WHOLE[dtype], dtype)
+
+
+def sums_without_inputs(module: fx.GraphModule) -> None:
+    """``layer + value`` -> ``layer - (-value)``, the same number, where the value is an input or a constant: a call of
+    oneDNN would leave the sum in its memory, and Inductor does not see that it is not the call's to write."""
+    for add in [node for node in module.graph.nodes if operator(node) == "aten.add.Tensor" and not node.kwargs]:
+        for value, other in itertools.permutations(add.args):
+            if _is_outside(value) and isinstance(other, fx.Node) and not _is_outside(other):
+                add.replace_all_uses_with(_before(add, ATEN.sub.Tensor, other, _before(add, ATEN.neg.default, value)))
+                break
+
+
+def _is_outside(value: Any) -> bool:
+    return isinstance(value, fx.Node) and value.op in ("placeholder", "get_attr")
+
+
+def constants_for_layers(module: fx.GraphModule) -> None:
+    """Weights of int8 layers by channel, with parameters of their own: Inductor merges equal dequantizes, then takes
+    one apart that another layer reads. Every other dequantized constant becomes the float it stands for, but the
+    tables of embeddings, of which a call reads a few rows."""
+    for node in [node for node in module.graph.nodes if operator(node) in (DEQUANTIZE, DEQUANTIZE_CHANNELS, *FLOAT8)]:
+        if not is_constant(node.args[0]) or any(operator(reader) in EMBEDDINGS for reader in node.users):
+            continue
+        if not all(is_int8_layer(reader) and reader.args[1] is node for reader in node.users):
+            value = node.target(*[_tensor(module, given) for given in node.args])
+            node.replace_all_uses_with(_stored(module, node, "float", value))
+            continue
+        for reader in list(node.users):
+            reader.replace_input_with(node, _by_channel(module, node, reader))
+
+
+def _by_channel(module: fx.GraphModule, weight: fx.Node, layer: fx.Node) -> fx.Node:
+    levels, scales, zeros = weight.args[:3]
+    low, high = weight.args[3:5] if operator(weight) == DEQUANTIZE else weight.args[4:6]
+    count = len(_tensor(module, levels))
+    own = torch.as_tensor(_tensor(module, scales)).float().expand(count).clone()
+    shifts = torch.as_tensor(_tensor(module, zeros)).long().expand(count).clone()
+    parameters = _stored(module, layer, "scales", own), _stored(module, layer, "zeros", shifts)
+    dequantize = torch.ops.quantized_decomposed.dequantize_per_channel.default
+    return _before(layer, dequantize, levels, *parameters, 0, low, high, torch.int8)
+
+
+def _tensor(module: fx.GraphModule, value: Any) -> Any:
+    """What a constant's node holds; a number as it is."""
+    return getattr(module, str(value.target)) if isinstance(value, fx.Node) else value
+
+
+def _stored(module: fx.GraphModule, node: fx.Node, label: str, value: torch.Tensor) -> fx.Node:
+    name = f"{node.name}_{label}"
+    module.register_buffer(name, value)
+    with module.graph.inserting_before(next(iter(module.graph.nodes))):
+        return module.graph.get_attr(name)
+
+
+def _before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(target, args)
+    made.meta = {"origin": origin(node)}
+    return made
+
+
+PASSES: tuple[Callable[[fx.GraphModule], None], ...] = (
+    rows_behind_layers, levels_moved, narrow_levels_clamped, sums_without_inputs, constants_for_layers,
+)  # fmt: skip
+"""Rows first: what they leave is a layer like others. Constants last: only now it is known which layers are int8."""

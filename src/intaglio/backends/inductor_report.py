@@ -1,0 +1,135 @@
+"""What became of every operator of a reference in a program of Inductor's."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from intaglio.backends.inductor_graph import LABEL, is_int8_layer
+from intaglio.capture.nodes import operator, origin
+from intaglio.ir import Origin
+
+KINDS = {
+    "int8 call": "a layer computed by a call of oneDNN on levels",
+    "fused": "computed by the call of the layer in front of it",
+    "generated": "in a loop of the C++ that Inductor generates",
+    "float call": "computed by a library, in float",
+    "callback": "computed by Python while the model runs",
+}
+"""Kind of an operator -> what it says."""
+INT8_CALLS = {"qconv": "qconv", "qconv_binary": "qconv", "qlinear": "qlinear", "qlinear_binary": "qlinear"}
+"""Name of Inductor's lowering -> ours."""
+FLOAT_CALLS = (
+    "aten.convolution", "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_dot_product", "mkldnn.",
+    "mkl.",
+)  # fmt: skip
+IDLE = ("quantized_decomposed.", "intaglio.quantize", "intaglio.dequantize", "aten.sym_size", "<built-in function")
+"""What is no operator of the model: quantize, dequantize, sizes, items of tuples."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One operator of the model: ``kind`` is one of `KINDS`; ``call`` what an int8 call does besides, in its order."""
+
+    origin: Origin
+    kind: str
+    call: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind:10}  {self.origin}" + (f"  {self.call}" if self.call else "")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every operator of the model in execution order. ``notes``: what holds for the whole program."""
+
+    operators: tuple[Placed, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    def of(self, kind: str) -> tuple[Placed, ...]:
+        return tuple(placed for placed in self.operators if placed.kind == kind)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many operators there are of each kind."""
+        found = Counter(placed.kind for placed in self.operators)
+        return {kind: found[kind] for kind in KINDS}
+
+    @property
+    def summary(self) -> str:
+        return ", ".join(f"{count} {kind}" for kind, count in self.counts.items() if count)
+
+    def __str__(self) -> str:
+        return "\n".join([self.summary, *self.notes, *map(str, self.operators)])
+
+
+def report_of(handed: fx.Graph, made: Iterable[fx.Node], notes: tuple[str, ...] = ()) -> Report:
+    """``handed``: what Inductor was given, `LABEL` on every node; ``made``: what it generates code for."""
+    targets: dict[str, list[Any]] = {}
+    for node in made:
+        if node.op == "call_function" and (label := node.meta.get("custom", {}).get(LABEL)):
+            targets.setdefault(label, []).append(node.target)
+    fused: dict[fx.Node, Any] = {}
+    for layer in (node for node in handed.nodes if is_int8_layer(node)):
+        chain = _up_to_its_call(layer, targets)
+        fused.update((node, _int8_call(targets[chain[-1].name])) for node in chain)
+    placed = []
+    for node in handed.nodes:
+        if operator(node) and not operator(node).startswith(IDLE):
+            call = fused.get(node)
+            if call is None:
+                placed.append(Placed(origin(node), _kind(targets.get(node.name, ()))))
+            elif is_int8_layer(node):
+                placed.append(Placed(origin(node), "int8 call", _spelled(call)))
+            else:
+                placed.append(Placed(origin(node), "fused"))
+    return Report(tuple(_joined(placed)), notes)
+
+
+def _joined(placed: list[Placed]) -> Iterator[Placed]:
+    """One line for the generated parts of one operator that stand next to each other."""
+    for before, here in itertools.pairwise([None, *placed]):
+        if here is not None and not (here == before and here.kind == "generated"):
+            yield here
+
+
+def _up_to_its_call(layer: fx.Node, targets: Mapping[str, list[Any]]) -> list[fx.Node]:
+    """The layer and those behind it up to the one whose name the int8 call bears; nothing where there is no call."""
+    chain = [layer]
+    while _int8_call(targets.get(chain[-1].name, ())) is None:
+        if chain[-1].name in targets or len(chain[-1].users) != 1:
+            return []
+        chain.append(next(iter(chain[-1].users)))
+    return chain
+
+
+def _int8_call(targets: Any) -> Any:
+    """The lowering of a quantized layer among these. Lowerings are partial functions of a match."""
+    found: Iterator[Any] = (target for target in targets if _lowering(target) in INT8_CALLS)
+    return next(found, None)
+
+
+def _lowering(target: Any) -> str:
+    return getattr(getattr(target, "func", None), "__name__", "")
+
+
+def _spelled(target: Any) -> str:
+    """``qconv + sum + relu -> uint8``."""
+    given = target.args[0].kwargs
+    steps = [given.get(key) for key in ("binary_op_name", "postop_name", "unary_op_name")]
+    dtype = str(given.get("output_dtype", "")).removeprefix("torch.")
+    names = [step for step in steps if step and step != "none"]
+    return " + ".join([INT8_CALLS[_lowering(target)], *names]) + f" -> {dtype}"
+
+
+def _kind(targets: Any) -> str:
+    names = [str(target) for target in targets]
+    if any(name.startswith("intaglio.") for name in names):
+        return "callback"
+    lowered = any(_lowering(target) and "pool" not in _lowering(target) for target in targets)
+    return "float call" if lowered or any(name.startswith(FLOAT_CALLS) for name in names) else "generated"
