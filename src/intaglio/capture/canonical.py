@@ -135,9 +135,14 @@ PARAMETRIZED = re.compile(r"\.parametrizations\.(\w+)\..*")
 """``conv.parametrizations.weight.original0`` is what ``conv.weight`` is made of."""
 
 
+DEQUANTIZE = "quantized_decomposed.dequantize"
+
+
 def _folds(node: fx.Node) -> bool:
     """Whether a node with constant operands has one value: it has operands, and draws no random numbers."""
     if node.op != "call_function" or not node.all_input_nodes or "dim" in node.meta:
+        return False
+    if operator(node).startswith(DEQUANTIZE):  # of a part that is quantized already: its weights stay integers
         return False
     return torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
 

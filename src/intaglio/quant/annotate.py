@@ -199,10 +199,18 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
     if quantizer.skip_first or quantizer.skip_last:
         reasons.update(_ends(graph, regions, quantizer))
         regions = _active(graph, settings, reasons, matches)
-    sites = _sites(graph, regions)
+    returned = _returned(graph) if quantizer.integers else {}
+    sites = _sites(graph, regions, {node: recipe.setting(origin(node), classes) for node in returned})
     tables = find_tables(settings)
-    skipped = _skipped(regions, tables, reasons)
-    return Annotations(module, sites, regions, skipped, groups(sites), tuple(rejected), tables)
+    skipped, outputs = _skipped(regions, tables, reasons), frozenset(node.name for node in returned)
+    return Annotations(module, sites, regions, skipped, groups(sites), tuple(rejected), tables, outputs=outputs)
+
+
+def _returned(graph: fx.Graph) -> dict[fx.Node, None]:
+    """Float32 results that operators make."""
+    results = next(node for node in graph.nodes if node.op == "output").args[0]
+    kinds = {node: tensor_type(node) for node in results if node.op == "call_function"}
+    return {node: None for node, kind in kinds.items() if kind is not None and kind.dtype is DType.F32}
 
 
 def _is_aside(node: fx.Node) -> bool:
@@ -544,7 +552,8 @@ def _reads_levels(region: Region | None, active: set[Region]) -> bool:
     return region in active and not region.dynamic
 
 
-def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:
+def _sites(graph: fx.Graph, regions: tuple[Region, ...], returned: Mapping[fx.Node, Setting]) -> tuple[Site, ...]:
+    """``returned``: values that leave as levels, and their settings."""
     names = _Names()
     produced = {region.root: region for region in regions}
     static = [region for region in regions if not region.dynamic]
@@ -552,10 +561,10 @@ def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:
     sites: dict[tuple[str, str], Site] = {}
     symmetric = _second_factors(regions)
     for node in graph.nodes:
-        if node in produced and (node in wanted or not _may_give_float(produced[node])):
+        if node in produced and (node in wanted or node in returned or not _may_give_float(produced[node])):
             site = _output_site(produced[node], names)
-        elif node in wanted and node not in produced:
-            site = _activation(names.of(node), node, wanted[node].setting)
+        elif (node in wanted or node in returned) and node not in produced:
+            site = _activation(names.of(node), node, wanted[node].setting if node in wanted else returned[node])
         else:
             continue
         _put(sites, _around_zero(site) if node in symmetric else site)
@@ -767,6 +776,8 @@ def _counts(node: fx.Node) -> bool:
     if operator(node) in ZEROS and node.users and all(is_recurrent(user) for user in node.users):
         return False
     if node.target is python_operator.getitem or "dim" in node.meta:
+        return False
+    if operator(node).startswith("quantized_decomposed."):  # of a part that is quantized already
         return False
     return kind is None or kind.dtype in (DType.F32, DType.F64, DType.F16, DType.BF16)
 

@@ -183,7 +183,7 @@ def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> Wr
     """What the annotations of a view say of the module it shows. A value whose readers state different parameters gets
     a node ``alias`` in front of those that differ from the rest; `convert` takes it out again.
 
-    `UnsupportedError` for sharing without an owner, or between places that state different levels.
+    `UnsupportedError` for sharing that leads to no place with levels of its own.
     """
     own = {node.name: node for node in module.graph.nodes}
     written = {node: annotation for node, annotation in written.items() if node.name in own}
@@ -276,13 +276,11 @@ class _Places:
             groups.setdefault(sharing.find(_name(place)), []).append(place)
         levels, leaders = {}, {}
         for group in groups.values():
-            stated = {said: place for place in group if isinstance(said := self.said[place], Levels)}
-            if len(stated) != 1:
-                problem = "state different ones" if stated else "none of them has"
+            leader = next((place for place in group if isinstance(self.said[place], Levels)), None)
+            if leader is None:
                 names = ", ".join(map(_name, group))
-                raise UnsupportedError(names, None, f"these share parameters and {problem}")
-            (found, leader), = stated.items()
-            levels[leader] = found
+                raise UnsupportedError(names, None, "these share parameters and none of them has any")
+            levels[leader] = self.said[leader]
             leaders.update(dict.fromkeys(group, leader))
         return levels, {by_name[_name(place)]: leader for place, leader in leaders.items()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -119,7 +119,24 @@ def convert(
     if report := prepared.about.texts.get("corrections", "") + "".join(f"{step}\n" for step in corrections.steps):
         texts["corrections"] = report
     about = prepared.about.after(tuple(remarks), **texts)
-    return Reference(module, prepared.signature, qparams, prepared.annotations, parameters, about)
+    signature = _with_levels(prepared, qparams) if prepared.quantizer.integers else prepared.signature
+    return Reference(module, signature, qparams, prepared.annotations, parameters, about)
+
+
+def _with_levels(prepared: Prepared, qparams: Mapping[str, QParams]) -> Signature:
+    """The signature, its results integers where they have parameters. `UnsupportedError` where kernels have no such
+    levels."""
+    results = next(n for n in prepared.annotations.module.graph.nodes if n.op == "output").args[0]
+    by_value, outputs, index = prepared.annotations.by_value, [], 0
+    for output in prepared.signature.outputs:
+        if output.value is not None:
+            site = by_value.get((results[index].name, "activation"))
+            index += 1
+            if site is not None and (site.dtype is not DType.U8 or site.axis is not None):
+                raise UnsupportedError(site.name, None, f"as a result it would be {site.datatype}; results are u8")
+            output = replace(output, levels=None if site is None else qparams[site.name])
+        outputs.append(output)
+    return replace(prepared.signature, outputs=tuple(outputs))
 
 
 def given_corrections(prepared: Prepared, given: Parameters) -> Corrections:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
+from intaglio.capture.attention import join_attention
 from intaglio.capture.canonical import Pass, copy_graph, run
 from intaglio.capture.captured import Captured, GraphStage, expect
 from intaglio.capture.nodes import operator, record_of
@@ -196,7 +197,9 @@ def prepare(captured: Captured, quantizer: Quantizer | Annotator | None = None) 
 
 def _passes(quantizer: Quantizer) -> tuple[Pass, ...]:
     """A user's patterns and annotators see operators as the model has them."""
-    return PTQ_PASSES if quantizer.patterns or quantizer.annotator else (*PTQ_PASSES, join_gates)
+    if quantizer.annotator is not None:
+        return tuple(step for step in PTQ_PASSES if step is not join_attention)
+    return PTQ_PASSES if quantizer.patterns else (*PTQ_PASSES, join_gates)
 
 
 def _decided(quantizer: Quantizer, module: fx.GraphModule) -> Quantizer:

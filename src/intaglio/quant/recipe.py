@@ -263,6 +263,7 @@ class Quantizer:
     ``operators``: records of a user's own. ``skip_first``, ``skip_last``: leave in float what computes and is reached
     from an input, or reaches an output, without crossing another quantized operator that computes. ``annotator``: says
     node by node what is quantized (`intaglio.annotation`); the recipe then says the rest, and what stays in float.
+    ``outputs``: "int8" makes of every float32 result of an operator levels with scale and zero point (`Integers`).
     """
 
     recipe: Recipe = Recipe()
@@ -272,10 +273,13 @@ class Quantizer:
     skip_first: bool = False
     skip_last: bool = False
     annotator: Annotator | None = None
+    outputs: str = "float"
 
     def __post_init__(self) -> None:
-        if self.annotator is not None and (self.patterns or self.skip_first or self.skip_last):
-            raise SelectorError("quantizer", None, "an annotator beside patterns or skipped ends",
+        if self.outputs not in ("float", "int8"):
+            raise SelectorError("quantizer", None, f"outputs = {self.outputs!r}; there are 'float' and 'int8'")
+        if self.annotator is not None and (self.patterns or self.skip_first or self.skip_last or self.integers):
+            raise SelectorError("quantizer", None, "an annotator beside patterns, skipped ends or outputs",
                                 remedy="let the annotator say what is quantized")  # fmt: skip
         if isinstance(self.patterns, str):
             object.__setattr__(self, "patterns", (self.patterns,))
@@ -293,9 +297,15 @@ class Quantizer:
         return Quantizer(annotator=given)
 
     @property
+    def integers(self) -> bool:
+        """Whether results leave as levels."""
+        return self.outputs == "int8"
+
+    @property
     def has_text(self) -> bool:
-        """Whether `to_toml` holds all of it: patterns, operators, skipped ends and annotators have no text."""
-        return not (self.patterns or self.operators or self.skip_first or self.skip_last or self.annotator)
+        """Whether `to_toml` holds all of it: patterns, operators, skipped ends, annotators and outputs have no text."""
+        ends = self.skip_first or self.skip_last or self.integers
+        return not (self.patterns or self.operators or ends or self.annotator)
 
     def to_toml(self) -> str:
         """The recipe's text without parameters, and a table ``[input."name"]`` an image; "" stands for the only input.
