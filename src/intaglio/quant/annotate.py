@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 
 from intaglio import numerics
+from intaglio.capture.canonical import COPIES
 from intaglio.capture.nodes import (
     FxView,
     activations,
@@ -209,7 +210,8 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
 def _returned(graph: fx.Graph) -> dict[fx.Node, None]:
     """Float32 results that operators make."""
     results = next(node for node in graph.nodes if node.op == "output").args[0]
-    kinds = {node: tensor_type(node) for node in results if node.op == "call_function"}
+    made = [node for node in results if node.op == "call_function" and operator(node) not in COPIES]
+    kinds = {node: tensor_type(node) for node in made}
     return {node: None for node, kind in kinds.items() if kind is not None and kind.dtype is DType.F32}
 
 

@@ -276,11 +276,12 @@ class _Places:
             groups.setdefault(sharing.find(_name(place)), []).append(place)
         levels, leaders = {}, {}
         for group in groups.values():
-            leader = next((place for place in group if isinstance(self.said[place], Levels)), None)
-            if leader is None:
+            stated = {place: said for place in group if isinstance(said := self.said[place], Levels)}
+            if not stated:
                 names = ", ".join(map(_name, group))
                 raise UnsupportedError(names, None, "these share parameters and none of them has any")
-            levels[leader] = self.said[leader]
+            leader = next(iter(stated))
+            levels[leader] = stated[leader]
             leaders.update(dict.fromkeys(group, leader))
         return levels, {by_name[_name(place)]: leader for place, leader in leaders.items()}
 
