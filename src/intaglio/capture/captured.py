@@ -71,14 +71,14 @@ class _StageModule(nn.Module):
 
     def __init__(self, stage: GraphStage) -> None:
         super().__init__()
-        self.graph, self.signature = stage.module, stage.signature
+        self.operators, self.signature = stage.module, stage.signature  # "graph" is taken once export has seen it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = bind(self.signature, args, kwargs)
         traced = torch.compiler.is_compiling() or torch.compiler.is_exporting()
         symbols = {} if traced else dims_of(self.signature, leaves)
         with torch.no_grad():
-            return rebuild(self.signature, self.graph(*leaves), symbols)
+            return rebuild(self.signature, self.operators(*leaves), symbols)
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,8 @@ def _with_levels(prepared: Prepared, qparams: Mapping[str, QParams]) -> Signatur
     by_value, outputs, index = prepared.annotations.by_value, [], 0
     for output in prepared.signature.outputs:
         if output.value is not None:
-            site = by_value.get((results[index].name, "activation"))
+            name = results[index].name
+            site = by_value[name, "activation"] if name in prepared.annotations.outputs else None
             index += 1
             if site is not None and (site.dtype is not DType.U8 or site.axis is not None):
                 raise UnsupportedError(site.name, None, f"as a result it would be {site.datatype}; results are u8")
