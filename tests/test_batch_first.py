@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from intaglio.capture import capture, run
+from intaglio.capture.canonical import copy_graph
 from intaglio.capture.moves import batch_first
 from intaglio.capture.nodes import operator, tensor_type
 from intaglio.ir import DType, TensorType, symbols_of
 from intaglio.quant.passes import PTQ_PASSES
-from intaglio.quant.prepare import copy_graph
 from nets import Body
 
 ATEN = torch.ops.aten

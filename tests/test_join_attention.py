@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from intaglio.capture import capture, run
+from intaglio.capture.canonical import copy_graph
 from intaglio.capture.nodes import operator
 from intaglio.quant.passes import PTQ_PASSES
-from intaglio.quant.prepare import copy_graph
 from nets import Body
 
 HEADS, WIDTH = 2, 8

@@ -8,10 +8,10 @@ from torch.nn import functional as F
 import nets
 from compare import captured_net
 from intaglio.capture import capture, run
+from intaglio.capture.canonical import copy_graph
 from intaglio.capture.nodes import operator
 from intaglio.quant import annotate
 from intaglio.quant.passes import PTQ_PASSES, mean_as_pool
-from intaglio.quant.prepare import copy_graph
 from nets import Body
 
 X = torch.randn(4, 8, 9, 9, generator=torch.Generator().manual_seed(1))

@@ -13,10 +13,10 @@ import intaglio
 from compare import lowered
 from intaglio import Recipe
 from intaglio.capture import Captured, capture, run
+from intaglio.capture.canonical import copy_graph
 from intaglio.capture.nodes import operator, tensor_type
 from intaglio.errors import InputError
 from intaglio.quant.passes import PTQ_PASSES
-from intaglio.quant.prepare import copy_graph
 from intaglio.runtime.encode import Numbers
 from intaglio.runtime.signatures import decode_signature, encode_signature
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
 from intaglio.errors import InputError
-from intaglio.ir import Dim, DType, Expression, Signature, evaluate, solve, symbols_of
+from intaglio.ir import Dim, DType, Expression, QParams, Signature, evaluate, solve, symbols_of
 
 DTYPES = {
     torch.uint8: DType.U8,
@@ -167,13 +168,31 @@ def kept_state(signature: Signature, results: Sequence[torch.Tensor]) -> list[to
     return [value.clone() for value in results[len(results) - len(signature.state) :]]
 
 
+class Integers(NamedTuple):
+    """A result as levels: ``(values - zero_point) * scale`` is what it stands for."""
+
+    values: torch.Tensor
+    scale: float
+    zero_point: int
+
+    @staticmethod
+    def of(real: torch.Tensor, q: QParams) -> Integers:
+        """From dequantized levels. A level times its scale is off by half a unit in the last place, so it is found."""
+        levels = torch.round(real * float(np.float32(1) / np.float32(q.step))) + q.zero
+        return Integers(levels.to(torch.uint8), q.step, q.zero)
+
+    def dequantize(self) -> torch.Tensor:
+        """The float values that the levels stand for."""
+        return (self.values.to(torch.int32) - self.zero_point).to(torch.float32) * self.scale
+
+
 def rebuild(signature: Signature, results: tuple[Any, ...], symbols: Mapping[str, int]) -> Any:
     """The model's result from the graph's tensor results, structure and constants restored."""
     values = iter(results)
     leaves = []
     for output in signature.outputs:
         if output.value is not None:
-            leaves.append(next(values))
+            leaves.append(next(values) if output.levels is None else Integers.of(next(values), output.levels))
         elif isinstance(output.constant, Expression):
             leaves.append(evaluate(output.constant, symbols))
         else:

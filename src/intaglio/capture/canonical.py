@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from intaglio.capture.halves import widen_halves
 from intaglio.capture.masks import resolve_masks
@@ -39,6 +40,23 @@ def run(module: fx.GraphModule, passes: Iterable[Pass]) -> dict[str, int]:
     module.recompile()
     drop_unused_constants(module)
     return counts
+
+
+def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph that can be rewritten freely; tensors are shared with the original, never written."""
+    root = nn.Module()
+    for name, tensor in module._buffers.items():
+        root.register_buffer(name, tensor)
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(module.graph, mapping)
+    if output is not None:
+        graph.output(output)
+    for old, new in mapping.items():
+        new.meta = dict(old.meta)
+    copied = fx.GraphModule(root, graph)
+    copied.meta = copy.deepcopy(module.meta)
+    return copied
 
 
 def free_views(module: fx.GraphModule) -> int:
@@ -117,9 +135,14 @@ PARAMETRIZED = re.compile(r"\.parametrizations\.(\w+)\..*")
 """``conv.parametrizations.weight.original0`` is what ``conv.weight`` is made of."""
 
 
+DEQUANTIZE = "quantized_decomposed.dequantize"
+
+
 def _folds(node: fx.Node) -> bool:
     """Whether a node with constant operands has one value: it has operands, and draws no random numbers."""
     if node.op != "call_function" or not node.all_input_nodes or "dim" in node.meta:
+        return False
+    if operator(node).startswith(DEQUANTIZE):  # of a part that is quantized already: its weights stay integers
         return False
     return torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
 

@@ -33,6 +33,12 @@ class GraphStage:
             self.state[:] = kept_state(self.signature, results)
         return rebuild(self.signature, results, symbols)
 
+    def as_module(self) -> nn.Module:
+        """The same as a part of a float model: `torch.export` and `intaglio.capture` see the operators inside."""
+        if self.signature.state:
+            raise InputError("as_module", None, "the model changes its buffers; such a stage is called as it is")
+        return _StageModule(self)
+
     @functools.cached_property
     def state(self) -> list[torch.Tensor]:
         """Values of the buffers the model changes: as captured, then as each call leaves them. A copy of a stage, and
@@ -58,6 +64,21 @@ class GraphStage:
             type(self).__name__, None, "a stage between the models cannot be pickled",
             remedy="save what it follows from: the recipe and ranges.save(path); the int8 model can be pickled",
         )  # fmt: skip
+
+
+class _StageModule(nn.Module):
+    """Called as the float model was; without gradients."""
+
+    def __init__(self, stage: GraphStage) -> None:
+        super().__init__()
+        self.operators, self.signature = stage.module, stage.signature  # "graph" is taken once export has seen it
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = bind(self.signature, args, kwargs)
+        traced = torch.compiler.is_compiling() or torch.compiler.is_exporting()
+        symbols = {} if traced else dims_of(self.signature, leaves)
+        with torch.no_grad():
+            return rebuild(self.signature, self.operators(*leaves), symbols)
 
 
 @dataclass(frozen=True)

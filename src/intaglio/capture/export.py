@@ -123,6 +123,7 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
             raise CaptureError(node.name, str(node.target), f"a node of kind {node.op} (control flow is not captured)")
     module = fx.GraphModule(root, graph)
     module.meta["sizes"] = example_sizes(program, names, inputs)
+    module.meta["types"] = {name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in model.named_modules()}
     widened = run(module, CAPTURE_PASSES)["widen_halves"]
     signature = dataclasses.replace(_with_names(signature, model), ranges=ranges_of(program, names))
     size = sum(tensor.numel() * tensor.element_size() for tensor in module.buffers())

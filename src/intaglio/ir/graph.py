@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from intaglio.ir.dims import Dim, symbols_of
-from intaglio.ir.types import DType, TensorType
+from intaglio.ir.types import DType, QParams, TensorType
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,14 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One leaf of the model's result: a graph value, or a constant of the call (``None``, a number, a string)."""
+    """One leaf of the model's result: a graph value, or a constant of the call (``None``, a number, a string).
+
+    ``levels``: parameters of a value that is returned as integers.
+    """
 
     value: str | None
     constant: Any = None
+    levels: QParams | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 
 from intaglio import numerics
+from intaglio.capture.canonical import COPIES
 from intaglio.capture.nodes import (
     FxView,
     activations,
@@ -23,6 +24,7 @@ from intaglio.capture.nodes import (
     record_of,
     tensor_type,
 )
+from intaglio.errors import UnsupportedError
 from intaglio.ir import DType, evaluate, numel, symbols_of
 from intaglio.ir.moves import MOVES
 from intaglio.ir.rewrite import match
@@ -31,8 +33,10 @@ from intaglio.ops.activate import FUNCTIONS
 from intaglio.ops.conv import output_axis
 from intaglio.ops.recurrent import RECURRENT
 from intaglio.ops.rows import ROW_MODES
+from intaglio.quant.annotation import Annotator, Written, is_apart, resolve
 from intaglio.quant.dynamic import row_sites, unable_at_run_time
 from intaglio.quant.embeddings import BAGS, Table, bag_refusal, find_tables, table_notes
+from intaglio.quant.foreign import annotations_of, torch_view
 from intaglio.quant.passes import BATCH_NORM
 from intaglio.quant.patterns import (
     Found,
@@ -145,7 +149,9 @@ class Region(Chain):
 @dataclass(frozen=True)
 class Annotations:
     """What `annotate` decided. ``leaders``: site -> the site of its group that has the parameters. ``rejected``: what
-    patterns given to the `Quantizer` matched in vain. ``tables``: of embeddings, where the recipe asks for levels."""
+    patterns given to the `Quantizer` matched in vain. ``tables``: of embeddings, where the recipe asks for levels.
+    ``edges``: (value, reader) by name, where an annotator wants levels outside of regions too; ``outputs``: values that
+    everyone reads as levels."""
 
     module: fx.GraphModule
     sites: tuple[Site, ...]
@@ -154,6 +160,8 @@ class Annotations:
     leaders: Mapping[str, str]
     rejected: tuple[Rejected, ...] = ()
     tables: tuple[Table, ...] = ()
+    edges: frozenset[tuple[str, str]] = frozenset()
+    outputs: frozenset[str] = frozenset()
 
     @property
     def by_value(self) -> dict[tuple[str, str], Site]:
@@ -173,9 +181,12 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
     """Sites and skips of a graph that the PTQ passes have been over."""
     recipe, graph = quantizer.recipe, module.graph
     name_operators(graph, quantizer.operators)
-    computing = [node for node in graph.nodes if node.op == "call_function" and "zero_points" not in node.meta]
+    written = None if quantizer.annotator is None else _written(module, quantizer.annotator)
+    computing = [node for node in graph.nodes if node.op == "call_function" and not _is_aside(node)]
     recipe.check((origin(node) for node in computing), classes)
     settings = {node: recipe.setting(origin(node), classes) for node in computing}
+    if written is not None:
+        settings = {node: written.setting(node, setting) for node, setting in settings.items()}
     reasons = {node: refusal(node, settings[node]) for node in computing}
     rejected: list[Rejected] = []
     matches: dict[fx.Node, Found] | None = None
@@ -183,16 +194,77 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
         won, rejected = find(graph, patterns_of(quantizer.patterns), reasons)
         matches = {node: found for found in won for node in found.nodes}
         _follow(matches, recipe, classes, settings, reasons)
+    if written is not None:
+        return _annotated(module, quantizer.annotator, written, settings, reasons)
     regions = _active(graph, settings, reasons, matches)
     if quantizer.skip_first or quantizer.skip_last:
         reasons.update(_ends(graph, regions, quantizer))
         regions = _active(graph, settings, reasons, matches)
-    sites = _sites(graph, regions)
+    returned = _returned(graph) if quantizer.integers else {}
+    sites = _sites(graph, regions, {node: recipe.setting(origin(node), classes) for node in returned})
     tables = find_tables(settings)
+    skipped, outputs = _skipped(regions, tables, reasons), frozenset(node.name for node in returned)
+    return Annotations(module, sites, regions, skipped, groups(sites), tuple(rejected), tables, outputs=outputs)
+
+
+def _returned(graph: fx.Graph) -> dict[fx.Node, None]:
+    """Float32 results that operators make."""
+    results = next(node for node in graph.nodes if node.op == "output").args[0]
+    made = [node for node in results if node.op == "call_function" and operator(node) not in COPIES]
+    kinds = {node: tensor_type(node) for node in made}
+    return {node: None for node, kind in kinds.items() if kind is not None and kind.dtype is DType.F32}
+
+
+def _is_aside(node: fx.Node) -> bool:
+    """Whether a node only holds a place: of pixels less their zero points, of a reader with parameters of its own."""
+    return "zero_points" in node.meta or is_apart(node)
+
+
+def _written(module: fx.GraphModule, annotator: Annotator) -> Written:
+    view = torch_view(module)
+    return resolve(module, annotations_of(view, annotator))
+
+
+def _annotated(
+    module: fx.GraphModule, annotator: Annotator, written: Written, settings: Mapping[fx.Node, Setting],
+    reasons: dict[fx.Node, str | None],
+) -> Annotations:  # fmt: skip
+    """What an annotator said. Regions lie where fusion rows and operators fit between the values it wants as levels;
+    around all else that it annotated levels are made and taken back."""
+    for node in settings:
+        if reasons[node] is None and node not in written.nodes:
+            reasons[node] = "no annotation"
+    regions = tuple(_regions(module.graph, settings, reasons, None, written))
+    sites = _replaced(_annotated_sites(module.graph, regions, written), annotator)
+    tables = find_tables({node: setting for node, setting in settings.items() if node in written.tables})
+    inside = {node for region in regions for node in region.nodes}
+    for node in settings:
+        if reasons[node] is None and node not in inside:
+            reasons[node] = "levels are not wanted where a kernel reads or gives them"
+    edges = frozenset((value.name, reader.name) for value, reader in written.edges if reader not in written.rows)
+    outputs = frozenset(node.name for node in written.outputs)
+    return Annotations(module, sites, regions, _skipped(regions, tables, reasons), groups(sites), (), tables, edges,
+                       outputs)  # fmt: skip
+
+
+def _skipped(
+    regions: Iterable[Region], tables: Iterable[Table], reasons: Mapping[fx.Node, str | None]
+) -> tuple[Skip, ...]:
     taken = {node for region in regions for node in region.nodes}
     taken |= {table.node for table in tables if table.reason is None}
-    skipped = [_skip(node, reasons[node]) for node in computing if node not in taken and _counts(node)]
-    return Annotations(module, sites, regions, tuple(skipped), groups(sites), tuple(rejected), tables)
+    return tuple(_skip(node, reason) for node, reason in reasons.items() if node not in taken and _counts(node))
+
+
+def _replaced(sites: tuple[Site, ...], annotator: Annotator) -> tuple[Site, ...]:
+    """With the specs that an annotator puts in place of those it asked for."""
+    if not hasattr(annotator, "specs"):
+        return sites
+    found = annotator.specs(sites)
+    known = {site.name for site in sites if isinstance(site.spec, (Observed, Fixed))}
+    if unknown := sorted(set(found) - known):
+        raise UnsupportedError(unknown[0], None, "specs() names it, and no site called that has parameters of its own",
+                               remedy="sites that share parameters follow the one they name")  # fmt: skip
+    return tuple(replace(site, spec=found.get(site.name, site.spec)) for site in sites)
 
 
 def _follow(
@@ -353,10 +425,10 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
 
 def _regions(
     graph: fx.Graph, settings: Mapping[fx.Node, Setting], reasons: Mapping[fx.Node, str | None],
-    matches: Mapping[fx.Node, Found] | None,
+    matches: Mapping[fx.Node, Found] | None, written: Written | None = None,
 ) -> list[Region]:  # fmt: skip
     """Every fusion row where it fits, longest first, then single operators; in execution order. With patterns, only
-    inside one match; what has a meaning of its own is one region."""
+    inside one match; what has a meaning of its own is one region. With annotations, where they allow it."""
     view, owners = FxView(graph), matches or {}
     nodes = [node for node in settings if reasons[node] is None]
     found = [_whole_region(one, settings) for one in dict.fromkeys(owners.values()) if _is_whole(one, reasons)]
@@ -370,16 +442,22 @@ def _regions(
                 continue
             if row.precise and settings[node].functions != "precise":
                 continue
-            if len({replace(settings[n], functions=None, shortcut=None, residual=None) for n in hit.nodes}) == 1:
-                chain = tuple(sorted(hit.nodes, key=view.position))
-                found.append(Region(chain, row.name, settings[node], _pattern_of(chain, owners)))
+            chain = tuple(sorted(hit.nodes, key=view.position))
+            if _alike(chain, settings) if written is None else written.fits(chain):
+                setting = settings[node if written is None else chain[0]]
+                found.append(Region(chain, row.name, setting, _pattern_of(chain, owners)))
                 taken.update(chain)
     found += [
         Region((node,), record_of(node).name, settings[node], _pattern_of((node,), owners))
         for node in nodes
-        if node not in taken and not _behind_only(node, settings[node])
+        if node not in taken and (written.fits((node,)) if written else not _behind_only(node, settings[node]))
     ]
     return sorted(found, key=lambda region: view.position(region.root))
+
+
+def _alike(nodes: Iterable[fx.Node], settings: Mapping[fx.Node, Setting]) -> bool:
+    """Whether one setting holds for a chain, in what concerns all of it."""
+    return len({replace(settings[node], functions=None, shortcut=None, residual=None) for node in nodes}) == 1
 
 
 def _behind_only(node: fx.Node, setting: Setting) -> bool:
@@ -476,7 +554,8 @@ def _reads_levels(region: Region | None, active: set[Region]) -> bool:
     return region in active and not region.dynamic
 
 
-def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:
+def _sites(graph: fx.Graph, regions: tuple[Region, ...], returned: Mapping[fx.Node, Setting]) -> tuple[Site, ...]:
+    """``returned``: values that leave as levels, and their settings."""
     names = _Names()
     produced = {region.root: region for region in regions}
     static = [region for region in regions if not region.dynamic]
@@ -484,27 +563,54 @@ def _sites(graph: fx.Graph, regions: tuple[Region, ...]) -> tuple[Site, ...]:
     sites: dict[tuple[str, str], Site] = {}
     symmetric = _second_factors(regions)
     for node in graph.nodes:
-        if node in produced and (node in wanted or not _may_give_float(produced[node])):
+        if node in produced and (node in wanted or node in returned or not _may_give_float(produced[node])):
             site = _output_site(produced[node], names)
-        elif node in wanted and node not in produced:
-            site = _activation(names.of(node), node, wanted[node].setting)
+        elif (node in wanted or node in returned) and node not in produced:
+            site = _activation(names.of(node), node, wanted[node].setting if node in wanted else returned[node])
         else:
             continue
         _put(sites, _around_zero(site) if node in symmetric else site)
-    order = {node.name: index for index, node in enumerate(graph.nodes)}
-    for site in row_sites(regions, names.of):
-        _put(sites, site)
-    for region in regions:
-        _parameters(region, sites, names)
+    _operand_sites(regions, sites, names)
     for value, reason in find_shortcuts(regions).items():
         if reason is None:
             _put(sites, _shortcut(sites[value.name, "activation"]))
-    rank = {"activation": 0, "shortcut": 1, **dict.fromkeys(ROW_MODES, 2), "weight": 3, "bias": 4}
     shared = {site.name: _share(site, produced, sites) for site in sites.values()}
     for region in regions:
         if region.record.variadic and region.shares:
             _join([sites[value.name, "activation"].name for value in region.activations()], shared)
-    return tuple(sorted(shared.values(), key=lambda site: (order[site.value], rank[site.role])))
+    return _in_order(graph, shared.values())
+
+
+def _annotated_sites(graph: fx.Graph, regions: tuple[Region, ...], written: Written) -> tuple[Site, ...]:
+    """Of every value that an annotator wants as levels. All of a group are counted, but for those that are selected
+    from another of it."""
+    names = _Names()
+    sites: dict[tuple[str, str], Site] = {}
+    second = {written.leaders.get(node) for node in _second_factors(regions)}
+    selected = {region.root for region in regions if region.shares}
+    plain = {node: written.levels[node].site(names.of(node), node) for node in graph.nodes if node in written.levels}
+    for node, site in plain.items():
+        leader = written.leaders[node]
+        found = _around_zero(site) if leader in second else site
+        if leader is not node:
+            found = replace(found, spec=Shared(plain[leader].name, observed=node not in selected))
+        _put(sites, found)
+    _operand_sites(regions, sites, names)
+    return _in_order(graph, sites.values())
+
+
+def _operand_sites(regions: Iterable[Region], sites: dict[tuple[str, str], Site], names: _Names) -> None:
+    """Of rows, weights and biases."""
+    for site in row_sites(regions, names.of):
+        _put(sites, site)
+    for region in regions:
+        _parameters(region, sites, names)
+
+
+def _in_order(graph: fx.Graph, sites: Iterable[Site]) -> tuple[Site, ...]:
+    order = {node.name: index for index, node in enumerate(graph.nodes)}
+    rank = {"activation": 0, "shortcut": 1, **dict.fromkeys(ROW_MODES, 2), "weight": 3, "bias": 4}
+    return tuple(sorted(sites, key=lambda site: (order[site.value], rank[site.role])))
 
 
 def _second_factors(regions: Sequence[Region]) -> set[fx.Node]:
@@ -672,6 +778,8 @@ def _counts(node: fx.Node) -> bool:
     if operator(node) in ZEROS and node.users and all(is_recurrent(user) for user in node.users):
         return False
     if node.target is python_operator.getitem or "dim" in node.meta:
+        return False
+    if operator(node).startswith("quantized_decomposed."):  # of a part that is quantized already
         return False
     return kind is None or kind.dtype in (DType.F32, DType.F64, DType.F16, DType.BF16)
 

@@ -101,7 +101,12 @@ def _gathered(prepared: Prepared, seen: dict[int, Seen], group: Group) -> Ranges
         for others in group.gather(seen):
             seen = {**seen, **others}
     count = sum(one.samples for one in seen.values())
-    ranges = Ranges(statistics, len(seen), count, prepared.fingerprint, dict(sorted(seen.items())))
+    own = {name: q for name, observer in prepared.observers.items() if (q := observer.chosen()) is not None}
+    if own and group.size > 1:
+        raise CalibrationError("ranges", None, f"observers of a user's own ({', '.join(own)}) on {group.size} ranks",
+                               remedy="their results cannot be merged: calibrate in one process")  # fmt: skip
+    ranges = Ranges(statistics, len(seen), count, prepared.fingerprint, dict(sorted(seen.items())),
+                    parameters=own or None)  # fmt: skip
     if group.size > 1:
         chosen = activation_ranges(prepared, {name: s for name, s in statistics.items() if s.finite})
         group.agree([ranges.to_json(), *(f"{name}: {ends}" for name, ends in chosen.items())], "ranges")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.calls import TORCH_DTYPES
-from intaglio.capture.canonical import drop_unused_constants
+from intaglio.capture.canonical import copy_graph, drop_unused_constants
 from intaglio.capture.captured import GraphStage, expect, fx_text
 from intaglio.capture.nodes import arguments, operands, origin
 from intaglio.errors import CalibrationError, UnsupportedError
@@ -21,6 +21,7 @@ from intaglio.ir import About, DType, QParams, Signature, TensorType
 from intaglio.ops.recurrent import RECURRENT
 from intaglio.ops.rows import row_levels
 from intaglio.quant.annotate import Annotations, Region, find_shortcuts, reads_shortcut
+from intaglio.quant.annotation import is_apart
 from intaglio.quant.attention import PROBABILITIES, written_out
 from intaglio.quant.correct.biases import with_biases
 from intaglio.quant.correct.scaling import equalized
@@ -30,7 +31,7 @@ from intaglio.quant.dynamic import quantize_at_run_time
 from intaglio.quant.embeddings import quantize_table
 from intaglio.quant.float8 import float8
 from intaglio.quant.parameters import Parameters
-from intaglio.quant.prepare import Prepared, annotated, copy_graph
+from intaglio.quant.prepare import Prepared, annotated
 from intaglio.quant.qparams import (
     activation_qparams,
     anchor_sites,
@@ -118,7 +119,25 @@ def convert(
     if report := prepared.about.texts.get("corrections", "") + "".join(f"{step}\n" for step in corrections.steps):
         texts["corrections"] = report
     about = prepared.about.after(tuple(remarks), **texts)
-    return Reference(module, prepared.signature, qparams, prepared.annotations, parameters, about)
+    signature = _with_levels(prepared, qparams) if prepared.quantizer.integers else prepared.signature
+    return Reference(module, signature, qparams, prepared.annotations, parameters, about)
+
+
+def _with_levels(prepared: Prepared, qparams: Mapping[str, QParams]) -> Signature:
+    """The signature, its results integers where they have parameters. `UnsupportedError` where kernels have no such
+    levels."""
+    results = next(n for n in prepared.annotations.module.graph.nodes if n.op == "output").args[0]
+    by_value, outputs, index = prepared.annotations.by_value, [], 0
+    for output in prepared.signature.outputs:
+        if output.value is not None:
+            name = results[index].name
+            site = by_value[name, "activation"] if name in prepared.annotations.outputs else None
+            index += 1
+            if site is not None and (site.dtype is not DType.U8 or site.axis is not None):
+                raise UnsupportedError(site.name, None, f"as a result it would be {site.datatype}; results are u8")
+            output = replace(output, levels=None if site is None else qparams[site.name])
+        outputs.append(output)
+    return replace(prepared.signature, outputs=tuple(outputs))
 
 
 def given_corrections(prepared: Prepared, given: Parameters) -> Corrections:
@@ -172,7 +191,8 @@ class _Rewriter:
         produced = {region.root.name for region in self.annotations.regions}
         for site in self.annotations.sites:
             if site.role == "activation":
-                self._activation(site, readers, site.value in produced)
+                everyone = site.value in produced or site.value in self.annotations.outputs
+                self._activation(site, readers, everyone)
         quantize_at_run_time(self.graph, self.annotations)
         for region in self.annotations.regions:
             if region.record.roles.weight is not None:
@@ -183,14 +203,19 @@ class _Rewriter:
                 self._attention(self.nodes[region.anchor.name])
         for table in (table for table in self.annotations.tables if table.reason is None):
             quantize_table(self.nodes[table.node.name], self._get)
+        for node in filter(is_apart, list(self.graph.nodes)):
+            node.replace_all_uses_with(node.args[0])
         self.graph.eliminate_dead_code()
         drop_unused_constants(self.module)
         self.graph.lint()
         self.module.recompile()
 
     def _readers(self) -> dict[str, list[fx.Node]]:
-        """Value name -> nodes inside regions that read it as levels."""
+        """Value name -> nodes that read it as levels: inside regions, and where an annotator wants them to."""
         readers: dict[str, list[fx.Node]] = {}
+        for value, reader in sorted(self.annotations.edges):
+            if reader not in self.inside:
+                readers.setdefault(value, []).append(self.nodes[reader])
         for region in (region for region in self.annotations.regions if not region.dynamic):
             read = region.activations()
             for node in region.nodes:
@@ -198,7 +223,7 @@ class _Rewriter:
                     readers.setdefault(value.name, []).append(self.nodes[node.name])
         return readers
 
-    def _activation(self, site: Site, readers: Mapping[str, list[fx.Node]], produced: bool) -> None:
+    def _activation(self, site: Site, readers: Mapping[str, list[fx.Node]], everyone: bool) -> None:
         """Readers inside regions get a dequantize each; the rest one together, or the float value if there is one. A
         shortcut is quantized to 16 bits first, which some of its readers take."""
         node, q = self.nodes[site.value], self.qparams[site.name]
@@ -212,7 +237,7 @@ class _Rewriter:
         with self.graph.inserting_after(source):
             levels = self.graph.call_function(quantize, (source, *parameters))
         levels.meta = self._meta(node, site.dtype, q)
-        for group in [[user] for user in own] + ([others] if others and produced else []):
+        for group in [[user] for user in own] + ([others] if others and everyone else []):
             with self.graph.inserting_before(group[0] if len(group) == 1 else levels.next):
                 real = self.graph.call_function(dequantize, (levels, *parameters))
             real.meta = {"type": node.meta["type"], "origin": origin(group[0] if len(group) == 1 else node)}

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 
-from intaglio.capture.canonical import Pass, run
+from intaglio.capture.attention import join_attention
+from intaglio.capture.canonical import Pass, copy_graph, run
 from intaglio.capture.captured import Captured, GraphStage, expect
 from intaglio.capture.nodes import operator, record_of
 from intaglio.errors import CalibrationError, SelectorError, UnsupportedError
-from intaglio.ir import About, Signature, symbols_of
+from intaglio.ir import About, QParams, Signature, symbols_of
 from intaglio.quant.annotate import Annotations, annotate_graph, match_notes, notes_of
+from intaglio.quant.annotation import Annotator
 from intaglio.quant.corrections import Equalization
 from intaglio.quant.declare import declare_images
 from intaglio.quant.embeddings import table_notes
@@ -55,6 +57,8 @@ class Observer(nn.Module):
         self.site, self.samples, self.watch = site, samples, watch or Watch()
         self.channels = site.axis if isinstance(site.axis, int) else None
         self.statistics = Statistics()
+        make = site.spec.observer if isinstance(site.spec, Observed) else None
+        self.own = None if make is None else make()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values = x.detach().contiguous() if self.samples or self.channels is not None else _in_memory_order(x.detach())
@@ -72,7 +76,20 @@ class Observer(nn.Module):
                 "nonfinite='ignore') leaves them out where there are others",
             )  # fmt: skip
         self.statistics = self.statistics.merge(found)
+        if self.own is not None:
+            self.own(x.detach())
         return x
+
+    def chosen(self) -> QParams | None:
+        """What an observer of a user's own makes of what it saw; ``None`` if statistics decide, or it saw nothing."""
+        if self.own is None or not self.statistics.count:
+            return None
+        scale, zero_point = (np.asarray(value).reshape(-1) for value in self.own.calculate_qparams())
+        shift = 128 if getattr(self.own, "dtype", None) is torch.int8 else 0
+        if len(scale) != 1:
+            problem = f"its observer gives {len(scale)} scales; an activation has one"
+            raise CalibrationError(self.site.name, self.site.origin.operator or None, problem)
+        return QParams((float(np.float32(scale[0])),), (int(zero_point[0]) + shift,), self.site.qmin, self.site.qmax)
 
     def extra_repr(self) -> str:
         return f"{self.site.name}, count={self.statistics.count}"
@@ -138,10 +155,10 @@ class Prepared(GraphStage):
         return replace(self, annotations=replace(self.annotations, sites=sites))
 
 
-def annotate(captured: Captured, quantizer: Quantizer | None = None) -> Annotations:
+def annotate(captured: Captured, quantizer: Quantizer | Annotator | None = None) -> Annotations:
     """Sites, and why the rest is skipped, for a captured model after the passes of post-training quantization."""
     expect(captured, Captured, "annotate")
-    quantizer = quantizer or Quantizer()
+    quantizer = Quantizer.of(quantizer)
     module = copy_graph(captured.module)
     run(module, _passes(quantizer))
     quantizer = _decided(quantizer, module)
@@ -149,17 +166,19 @@ def annotate(captured: Captured, quantizer: Quantizer | None = None) -> Annotati
     return annotate_graph(module, quantizer, captured.classes)
 
 
-def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
-    """Fold what can be folded, find the sites, put an observer on each. `UnsupportedError` when there is none."""
+def prepare(captured: Captured, quantizer: Quantizer | Annotator | None = None) -> Prepared:
+    """Fold what can be folded, find the sites, put an observer on each. `UnsupportedError` when there is none.
+
+    ``quantizer``: a `Quantizer`, or what annotates nodes (`intaglio.annotation`), as torchao's quantizers do."""
     expect(captured, Captured, "prepare")
-    quantizer = quantizer or Quantizer()
+    quantizer = Quantizer.of(quantizer)
     module = copy_graph(captured.module)
     rewrites = run(module, _passes(quantizer))
     quantizer = _decided(quantizer, module)
     notes = declare_images(module, captured.signature, quantizer, captured.classes)
     annotations = annotate_graph(module, quantizer, captured.classes)
     integers = annotations.regions or layers(module, quantizer.recipe, captured.classes)
-    if not integers and all(table.reason for table in annotations.tables):
+    if not (integers or annotations.edges or annotations.outputs) and all(table.reason for table in annotations.tables):
         worst = sorted(annotations.skipped, key=lambda skip: -skip.macs)[:3]
         reasons = "; ".join(dict.fromkeys(map(str, worst)))
         raise UnsupportedError(
@@ -177,7 +196,9 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
 
 
 def _passes(quantizer: Quantizer) -> tuple[Pass, ...]:
-    """A user's patterns see operators as the model has them."""
+    """A user's patterns and annotators see operators as the model has them."""
+    if quantizer.annotator is not None:
+        return tuple(step for step in PTQ_PASSES if step is not join_attention)
     return PTQ_PASSES if quantizer.patterns else (*PTQ_PASSES, join_gates)
 
 
@@ -243,20 +264,3 @@ def _insert(module: fx.GraphModule, node: fx.Node, name: str, observer: Observer
     call.meta = {"type": node.meta["type"], "origin": observer.site.origin}
     for user in users:
         user.replace_input_with(node, call)
-
-
-def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
-    """A graph that can be rewritten freely; tensors are shared with the original, never written."""
-    root = nn.Module()
-    for name, tensor in module._buffers.items():
-        root.register_buffer(name, tensor)
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(module.graph, mapping)
-    if output is not None:
-        graph.output(output)
-    for old, new in mapping.items():
-        new.meta = dict(old.meta)
-    copied = fx.GraphModule(root, graph)
-    copied.meta = copy.deepcopy(module.meta)
-    return copied

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from intaglio.errors import SelectorError
+from intaglio.errors import InputError, SelectorError
 from intaglio.ir import Origin
 from intaglio.ops import OpDef
 from intaglio.ops.rows import ROW_MODES
@@ -28,6 +28,7 @@ else:
     import tomli as tomllib
 
 if TYPE_CHECKING:
+    from intaglio.quant.annotation import Annotator
     from intaglio.quant.patterns import QuantizerPattern
 
 PARAMETERS = "parameters"
@@ -271,7 +272,9 @@ class Quantizer:
     ``input``: what the bytes of the only input stand for, or of several by name. ``patterns``: if any, only what these
     match is quantized, and what selects or clamps values beside it; names stand for built-in ones (`patterns.builtin`).
     ``operators``: records of a user's own. ``skip_first``, ``skip_last``: leave in float what computes and is reached
-    from an input, or reaches an output, without crossing another quantized operator that computes.
+    from an input, or reaches an output, without crossing another quantized operator that computes. ``annotator``: says
+    node by node what is quantized (`intaglio.annotation`); the recipe then says the rest, and what stays in float.
+    ``outputs``: "int8" makes of every float32 result of an operator levels with scale and zero point (`Integers`).
     """
 
     recipe: Recipe = Recipe()
@@ -280,17 +283,40 @@ class Quantizer:
     operators: Iterable[OpDef] = ()
     skip_first: bool = False
     skip_last: bool = False
+    annotator: Annotator | None = None
+    outputs: str = "float"
 
     def __post_init__(self) -> None:
+        if self.outputs not in ("float", "int8"):
+            raise SelectorError("quantizer", None, f"outputs = {self.outputs!r}; there are 'float' and 'int8'")
+        if self.annotator is not None and (self.patterns or self.skip_first or self.skip_last or self.integers):
+            raise SelectorError("quantizer", None, "an annotator beside patterns, skipped ends or outputs",
+                                remedy="let the annotator say what is quantized")  # fmt: skip
         if isinstance(self.patterns, str):
             object.__setattr__(self, "patterns", (self.patterns,))
         for name in ("patterns", "operators"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
+    @staticmethod
+    def of(given: Quantizer | Annotator | None) -> Quantizer:
+        """What `prepare` was given: one of these, what it annotates by, or nothing."""
+        if given is None or isinstance(given, Quantizer):
+            return given or Quantizer()
+        if not hasattr(given, "annotate"):
+            raise InputError("quantizer", None, f"takes a Quantizer, or what has a method annotate(module), got a "
+                             f"{type(given).__name__}")  # fmt: skip
+        return Quantizer(annotator=given)
+
+    @property
+    def integers(self) -> bool:
+        """Whether results leave as levels."""
+        return self.outputs == "int8"
+
     @property
     def has_text(self) -> bool:
-        """Whether `to_toml` holds all of it: patterns, operators and skipped ends have no text."""
-        return not (self.patterns or self.operators or self.skip_first or self.skip_last)
+        """Whether `to_toml` holds all of it: patterns, operators, skipped ends, annotators and outputs have no text."""
+        ends = self.skip_first or self.skip_last or self.integers
+        return not (self.patterns or self.operators or ends or self.annotator)
 
     def to_toml(self) -> str:
         """The recipe's text without parameters, and a table ``[input."name"]`` an image; "" stands for the only input.

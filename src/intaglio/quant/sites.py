@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from intaglio.errors import UnsupportedError
 from intaglio.ir import Axis, DType, Origin
@@ -12,10 +13,12 @@ from intaglio.quant.datatypes import DATATYPES, Datatype
 
 @dataclass(frozen=True)
 class Observed:
-    """Parameters come from statistics through a range method (weights: from the weight itself)."""
+    """Parameters come from statistics through a range method (weights: from the weight itself). ``observer``: makes a
+    module that is shown every value and whose ``calculate_qparams()`` is asked instead: scale and zero point."""
 
     method: str = "mse"
     symmetric: bool = False
+    observer: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ class Site:
 
 def _spec(spec: Spec) -> str:
     if isinstance(spec, Observed):
-        return f"observed ({spec.method}{', symmetric' if spec.symmetric else ''})"
+        how = spec.method if spec.observer is None else "an observer of its own"
+        return f"observed ({how}{', symmetric' if spec.symmetric else ''})"
     if isinstance(spec, Fixed):
         return f"fixed ({spec.scale:.6g}, {spec.zero_point})"
     if isinstance(spec, Shared):

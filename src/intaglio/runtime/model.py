@@ -102,6 +102,8 @@ class QuantizedModel(nn.Module):
         self._fell_back = False
         self._plain = _plain_tensors(signature)
         self._number = register(self)
+        alone = signature.out_tree is not None and signature.out_tree.is_leaf()
+        self._returns_tensor = alone and self._results == 1 and signature.outputs[0].levels is None
         for index, tensor in enumerate(initial_state(signature)):
             self.register_buffer(f"state{index}", tensor)
         super().train(False)
@@ -121,7 +123,7 @@ class QuantizedModel(nn.Module):
                 setattr(self, f"state{index}", value)
             for position, result in zip(self._overwritten, results[self._results :], strict=False):
                 leaves[position].copy_(result)
-        if self._plain and self._results == 1 and self.signature.out_tree.is_leaf():
+        if self._plain and self._returns_tensor:
             return results[0]
         return rebuild(self.signature, tuple(results[: self._results]), shapes.symbols)
 

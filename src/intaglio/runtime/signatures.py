@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch.utils import _pytree as pytree
 
-from intaglio.ir import Input, Output, Signature, State
+from intaglio.ir import Input, Output, QParams, Signature, State
 from intaglio.runtime.encode import (
     ARRAYS,
     NotStorableError,
@@ -35,7 +35,7 @@ def encode_signature(signature: Signature, numbers: Numbers, arrays: dict[str, n
     return {
         "inputs": [[entry.name, entry.leaf, encode_type(entry.type, numbers)] for entry in signature.inputs],
         "outputs": [
-            {"value": output.value} if output.value is not None
+            {"value": output.value, **_encode_levels(output.levels)} if output.value is not None
             else {"constant": _leaf(f"leaf {index} of the result", output.constant)}
             for index, output in enumerate(signature.outputs)
         ],
@@ -52,7 +52,7 @@ def encode_signature(signature: Signature, numbers: Numbers, arrays: dict[str, n
 def decode_signature(entry: Any, numbers: Numbers, arrays: Mapping[str, np.ndarray]) -> Signature:
     inputs = [Input(str(name), whole(leaf), decode_type(kind, numbers)) for name, leaf, kind in entry["inputs"]]
     outputs = [
-        Output(value_name(o["value"])) if "value" in o else Output(None, decode(o["constant"]))
+        Output(value_name(o["value"]), None, _decode_levels(o)) if "value" in o else Output(None, decode(o["constant"]))
         for o in entry["outputs"]
     ]  # fmt: skip
     fixed = {whole(leaf): decode(value) for leaf, value in entry["fixed"]}
@@ -70,6 +70,17 @@ def _decode_state(entry: Any, numbers: Numbers, arrays: Mapping[str, np.ndarray]
     if found.initial.shape != found.type.shape or found.initial.dtype != ARRAYS.get(found.type.dtype):
         raise ValueError(f"state %{name} holds {found.initial.dtype}{list(found.initial.shape)}, not {found.type}")
     return found
+
+
+def _encode_levels(q: QParams | None) -> dict[str, Any]:
+    return {} if q is None else {"levels": [q.step.hex(), q.zero, q.qmin, q.qmax]}
+
+
+def _decode_levels(entry: Mapping[str, Any]) -> QParams | None:
+    if "levels" not in entry:
+        return None
+    scale, zero_point, low, high = entry["levels"]
+    return QParams((float.fromhex(scale),), (whole(zero_point),), whole(low), whole(high))
 
 
 def _leaf(where: str, value: Any) -> Any:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from intaglio import eager
 from intaglio.calls import bind, dims_of
 from intaglio.capture import Captured, capture, run
+from intaglio.capture.canonical import copy_graph
 from intaglio.capture.captured import GraphStage
 from intaglio.capture.nodes import is_constant, operator, origin, tensor_type
 from intaglio.errors import InputError, IntaglioError
@@ -37,7 +38,6 @@ from intaglio.quant import (
 from intaglio.quant.convert import decomposed
 from intaglio.quant.float8 import float8
 from intaglio.quant.passes import PTQ_PASSES
-from intaglio.quant.prepare import copy_graph
 from intaglio.runtime import QuantizedModel
 from intaglio.tune.comparison import Comparison, Row, Use
 

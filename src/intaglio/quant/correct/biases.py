@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from intaglio.capture.canonical import copy_graph
 from intaglio.capture.nodes import origin
 from intaglio.ir import DType, TensorType
-from intaglio.quant.prepare import copy_graph
 
 
 def with_biases(module: fx.GraphModule, biases: Mapping[str, torch.Tensor]) -> fx.GraphModule:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from intaglio.capture.canonical import copy_graph
 from intaglio.capture.nodes import arguments, call_of, is_constant, operands, operator, origin, record_of, tensor_type
 from intaglio.errors import CalibrationError
 from intaglio.ir import Dim, evaluate, symbols_of
@@ -17,7 +18,7 @@ from intaglio.quant.annotate import Region
 from intaglio.quant.correct.smoothed import smooth, smoothable
 from intaglio.quant.corrections import Equalization
 from intaglio.quant.passes import constant_node, read_affine
-from intaglio.quant.prepare import Prepared, again, copy_graph
+from intaglio.quant.prepare import Prepared, again
 
 
 def equalized(prepared: Prepared, found: Equalization, report: str = "") -> Prepared:

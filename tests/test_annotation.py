@@ -1,0 +1,325 @@
+"""Annotations on nodes and edges: what is written, what it comes to, what cannot be."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import intaglio
+import nets
+from compare import assert_equal_levels
+from intaglio.annotation import (
+    Annotation,
+    Composed,
+    Dynamic,
+    Fixed,
+    Levels,
+    Observed,
+    SameAs,
+    annotate_node,
+    annotation_of,
+)
+from intaglio.capture.nodes import operator
+from intaglio.errors import InputError, SelectorError, UnsupportedError
+from intaglio.quant import Quantizer, Ranges, Recipe, calibrate, convert, prepare
+from nets import Body
+
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+U8, WEIGHT = Levels(), Levels("s8")
+CONV = "aten.conv2d.default"
+
+
+def conv(inputs: int = 3, outputs: int = 4) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, padding=1)
+
+
+class By:
+    """An annotator from a table: operator -> function of a node that gives its annotation."""
+
+    def __init__(self, **rules):
+        self.rules = rules
+
+    def annotate(self, module):
+        for node in module.graph.nodes:
+            for name, rule in self.rules.items():
+                if operator(node).split(".")[1:2] == [name]:
+                    annotate_node(node, rule(node))
+
+
+def layer(node, x=U8, output=None, sharing=True) -> Annotation:
+    return Annotation({node.args[0]: x, node.args[1]: WEIGHT}, output, sharing)
+
+
+def reads(levels=U8, output=None):
+    return lambda node: Annotation(dict.fromkeys(node.all_input_nodes, levels), output)
+
+
+def prepared(model, annotator, *example):
+    return prepare(intaglio.capture(nets.randomize(model), example or (X,)), annotator)
+
+
+def reference(model, annotator, *example):
+    stage = prepared(model, annotator, *example)
+    stage(*(example or (X,)))
+    return convert(stage)
+
+
+def counts(reference) -> str:
+    """quantize : dequantize : dequantize of weights."""
+    names = [operator(node).removeprefix("quantized_decomposed.") for node in reference.module.graph.nodes]
+    integers = [node.args[-1] for node in reference.module.graph.nodes if "dequantize_per_channel" in operator(node)]
+    per_tensor = [name.partition("_per_")[0] for name in names if name.endswith("_per_tensor.default")]
+    return f"{per_tensor.count('quantize')}:{per_tensor.count('dequantize')}:{integers.count(torch.int8)}"
+
+
+def test_only_what_is_annotated_is_quantized():
+    model = Body(lambda m, x: torch.sigmoid(m.b(F.relu(m.a(x)))), a=conv(), b=conv(4))
+    stage = prepared(model, By(conv2d=layer))
+    assert [region.name for region in stage.annotations.regions] == ["conv2d", "conv2d"]
+    assert {skip.origin.operator: skip.reason for skip in stage.annotations.skipped} == {
+        "aten.relu.default": "no annotation", "aten.sigmoid.default": "no annotation",
+    }  # fmt: skip
+
+
+def test_a_chain_without_levels_inside_is_one_region_and_with_them_is_two():
+    def relu(node):
+        return Annotation(output=U8)
+
+    model = Body(lambda m, x: F.relu(m.a(x)), a=conv())
+    assert [r.name for r in prepared(model, By(conv2d=layer, relu=relu)).annotations.regions] == ["anchor_clamp"]
+
+    split = By(conv2d=lambda n: layer(n, output=U8), relu=lambda n: Annotation({n.args[0]: U8}, SameAs(n.args[0])))
+    assert [r.name for r in prepared(model, split).annotations.regions] == ["conv2d", "clamp"]
+
+
+def test_frontend_b15_three_annotated_readers_have_a_dequantize_each_and_the_float_one_its_own():
+    """B15: no quantize beside the producer's."""
+    model = Body(lambda m, x: (lambda y: m.b(y) + m.c(y) + m.d(y) + torch.exp(y))(m.a(x)),
+                 a=conv(), b=conv(4), c=conv(4), d=conv(4))  # fmt: skip
+    found = reference(model, By(conv2d=layer))
+    quantizes = [n for n in found.module.graph.nodes if operator(n).endswith("quantize_per_tensor.default")]
+    (y,) = [n for n in quantizes if "dequantize" not in operator(n) and operator(n.args[0]) == CONV]
+    assert sorted(operator(user) for node in y.users for user in node.users) == [CONV] * 3 + ["aten.exp.default"]
+    assert len(y.users) == 4
+
+
+def test_values_that_are_levels_around_a_float_operator_are_rounded_there():
+    """An operator without a kernel for it reads and gives dequantized levels."""
+    model = Body(lambda m, x: torch.softmax(m.a(x), 1), a=conv())
+    found = reference(model, By(softmax=reads(U8, Levels(spec=Fixed(1 / 256, 0)))))
+    assert counts(found) == "2:2:0"
+    y = found(X)
+    assert torch.equal(y, torch.round(y * 256) / 256)
+    lowered = intaglio.requantize(found)
+    assert torch.allclose(intaglio.compile(lowered)(X), y)
+
+
+def test_frontend_b18_fixed_parameters_are_taken_and_nothing_observes_them():
+    """B18: sigmoid gives 1/256, tanh 2/256 around 128."""
+    model = Body(lambda m, x: m.b(torch.tanh(m.a(torch.sigmoid(x)))), a=conv(), b=conv(4))
+    rules = By(
+        sigmoid=reads(U8, Levels(spec=Fixed(1 / 256, 0))), tanh=reads(U8, Levels(spec=Fixed(2 / 256, 128))),
+        conv2d=lambda n: layer(n, Levels(spec=Fixed(1 / 256, 0) if "sigmoid" in n.args[0].name else
+                                         Fixed(2 / 256, 128)), U8 if n.name == "conv2d" else None),
+    )  # fmt: skip
+    stage = prepared(model, rules)
+    assert set(stage.observers) == {"#0/input.args_0", "a#0/conv2d.0"}
+    stage(X)
+    qparams = convert(stage).qparams
+    assert (qparams["#0/sigmoid.0"].step, qparams["#0/sigmoid.0"].zero) == (1 / 256, 0)
+    assert (qparams["#0/tanh.0"].step, qparams["#0/tanh.0"].zero) == (2 / 256, 128)
+
+
+def test_frontend_b16_a_place_may_share_with_one_that_comes_later():
+    """B16: anchor later in the graph, and transitive."""
+    model = Body(lambda m, x: m.a(x) + m.b(x), a=conv(), b=conv())
+
+    def add(node):
+        first, second = node.args
+        return Annotation({first: SameAs((second, node)), second: SameAs(node)}, U8)
+
+    stage = prepared(model, By(conv2d=layer, add=add))
+    assert len({stage.annotations.leaders[s] for s in ("a#0/conv2d.0", "b#0/conv2d.0", "#0/add.0")}) == 1
+    stage(X)
+    assert len(stage.observers) == 2
+    found = convert(stage)
+    assert found.qparams["a#0/conv2d.0"] == found.qparams["b#0/conv2d.0"] == found.qparams["#0/add.0"]
+    assert_equal_levels(found, intaglio.requantize(found), X)
+
+
+@pytest.mark.parametrize(
+    ("levels", "problem"),
+    [(lambda n: SameAs(n.args[1]), "no annotation gives any"), (lambda n: SameAs((n.args[0], n)), "none of them")],
+)
+def test_frontend_b16_sharing_without_an_owner_says_so(levels, problem):
+    """B16, 2.10.7: an anchor that is missing, or that is oneself, is an error and not a recursion."""
+    model = Body(lambda m, x: m.a(x) + x.sum(), a=conv())
+    with pytest.raises(UnsupportedError, match=problem):
+        prepared(model, By(add=lambda n: Annotation({n.args[0]: levels(n)})))
+
+
+def test_frontend_b16_without_implicit_sharing_a_reader_has_parameters_of_its_own():
+    """B16: the producer's levels and the reader's differ; with sharing they are one."""
+    model = Body(lambda m, x: m.b(m.a(x)), a=conv(), b=conv(4))
+
+    def rules(sharing):
+        return By(conv2d=lambda n: layer(n, output=U8 if n.name == "conv2d" else None, sharing=sharing))
+
+    assert counts(reference(model, rules(True))) == "2:2:2"
+    found = reference(model, rules(False))
+    assert counts(found) == "3:3:2"
+    assert "a#0/alias.0" in found.qparams
+    assert not [n for n in found.module.graph.nodes if "alias" in operator(n)]
+    assert_equal_levels(found, intaglio.requantize(found), X)
+
+
+def test_readers_that_want_different_levels_have_them():
+    model = Body(lambda m, x: (lambda y: m.b(y) + m.c(y))(m.a(x)), a=conv(), b=conv(4), c=conv(4))
+    found = reference(model, By(conv2d=lambda n: layer(n, Levels("u7") if n.name == "conv2d_2" else U8)))
+    assert found.qparams["a#0/conv2d.0"].qmax == 255
+    assert found.qparams["a#0/alias.0"].qmax == 127
+    assert_equal_levels(found, intaglio.requantize(found), X)
+
+
+def test_a_second_preparation_of_the_same_graph_finds_the_same_sites():
+    """Equalization annotates anew."""
+    model = Body(lambda m, x: m.b(F.relu(m.a(x))), a=conv(), b=conv(4))
+    rules = By(conv2d=lambda n: layer(n, output=U8 if n.name == "conv2d" else None, sharing=False), relu=reads(U8))
+    stage = prepared(model, rules)
+    again = intaglio.equalize(stage, [X])
+    assert again.annotations.sites_text() == stage.annotations.sites_text()
+
+
+def test_a_layer_quantized_while_the_model_runs():
+    model = Body(lambda m, x: m.b(m.a(x)), a=nn.Linear(8, 8), b=nn.Linear(8, 4))
+    stage = prepared(model, By(linear=lambda n: layer(n, Levels(spec=Dynamic("token")))), X)
+    assert not stage.observers
+    assert {site.role for site in stage.annotations.sites} == {"token", "weight"}
+    found = convert(stage)
+    assert torch.allclose(intaglio.compile(found)(X), found(X), atol=1e-5)
+
+
+def test_frontend_c7_annotators_are_composed_and_a_later_one_leaves_alone_what_is_there():
+    """C7: embedding, run-time linear and static convolution together."""
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.conv, self.head = nn.Embedding(10, 3), conv(), nn.Linear(4, 5)
+
+        def forward(self, ids):
+            x = self.table(ids).permute(0, 3, 1, 2)
+            return self.head(self.conv(x).mean((2, 3)))
+
+    ids = torch.randint(0, 10, (2, 8, 8))
+    together = Composed([
+        By(embedding=lambda n: Annotation({n.args[0]: Levels("u8")})),
+        By(linear=lambda n: layer(n, Levels(spec=Dynamic("token")))),
+        By(conv2d=layer),
+    ])  # fmt: skip
+    stage = prepared(Net(), together, ids)
+    assert [table.reason for table in stage.annotations.tables] == [None]
+    assert [(r.name, r.dynamic) for r in stage.annotations.regions] == [("conv2d", False), ("linear", True)]
+
+
+class Changes:
+    def annotate(self, module):
+        for node in module.graph.nodes:
+            if (found := annotation_of(node)) is not None:
+                found.output = U8
+
+
+class Removes:
+    def annotate(self, module):
+        for node in module.graph.nodes:
+            node.meta.pop("quantization_annotation", None)
+
+
+@pytest.mark.parametrize(("second", "done"), [(Changes(), "Changes changed"), (Removes(), "Removes removed")])
+def test_frontend_c7_a_later_annotator_that_alters_an_earlier_one_is_an_error(second, done):
+    with pytest.raises(UnsupportedError, match=f"{done} what By wrote"):
+        prepared(Body(lambda m, x: m.a(x), a=conv()), Composed([By(conv2d=layer), second]))
+
+
+def test_a_node_is_annotated_once():
+    class Twice(By):
+        def annotate(self, module):
+            super().annotate(module)
+            super().annotate(module)
+
+    with pytest.raises(UnsupportedError, match="annotated already"):
+        prepared(Body(lambda m, x: m.a(x), a=conv()), Twice(conv2d=layer))
+
+
+def test_an_annotation_of_what_is_no_node_is_an_error():
+    model = Body(lambda m, x: m.a(x) + 1.0, a=conv())
+    with pytest.raises(UnsupportedError, match="no node"):
+        prepared(model, By(add=lambda n: Annotation({n.args[1]: U8})))
+
+
+class Doubling(nn.Module):
+    """Twice the extremum seen, around 128."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0.0
+
+    def forward(self, x):
+        self.most = max(self.most, x.abs().max().item())
+        return x
+
+    def calculate_qparams(self):
+        return torch.tensor([2 * self.most / 127]), torch.tensor([128])
+
+
+def test_an_observer_of_ones_own_chooses_the_parameters(tmp_path):
+    model = Body(lambda m, x: m.a(x), a=conv())
+    stage = prepared(model, By(conv2d=lambda n: layer(n, Levels(spec=Observed(observer=Doubling)))))
+    ranges = calibrate(stage, [X])
+    wanted = torch.tensor([2 * X.abs().max() / 127]).item()
+    q = convert(stage, ranges).qparams["#0/input.args_0"]
+    assert (q.step, q.zero) == (wanted, 128)
+    ranges.save(tmp_path / "ranges.json")
+    assert convert(stage, Ranges.load(tmp_path / "ranges.json")).qparams["#0/input.args_0"] == q
+    assert convert(stage).qparams["#0/input.args_0"] == q
+
+
+def test_the_hook_replaces_the_observer_of_a_whole_group():
+    """2.2: one site's spec, and all that share with it follow."""
+    class Hooked(By):
+        def specs(self, sites):
+            (name,) = (site.name for site in sites if site.name.endswith("conv2d.0"))
+            return {name: Fixed(0.125, 42)}
+
+    model = Body(lambda m, x: F.max_pool2d(m.a(x), 2), a=conv())
+    rules = {"conv2d": layer, "max_pool2d": lambda n: Annotation({n.args[0]: U8}, SameAs((n.args[0], n)))}
+    found = reference(model, Hooked(**rules))
+    assert found.qparams["a#0/conv2d.0"] == found.qparams["#0/max_pool2d.0"]
+    assert (found.qparams["#0/max_pool2d.0"].step, found.qparams["#0/max_pool2d.0"].zero) == (0.125, 42)
+
+
+def test_a_recipe_beside_an_annotator_says_the_rest():
+    model = Body(lambda m, x: m.b(m.a(x)), a=conv(), b=conv(4))
+    captured = intaglio.capture(nets.randomize(model), X)
+    recipe = Recipe.of({"b": None})
+    stage = prepare(captured, Quantizer(recipe, annotator=By(conv2d=layer)))
+    assert [region.anchor.name for region in stage.annotations.regions] == ["conv2d"]
+
+
+def test_a_quantizer_is_one_or_annotates():
+    captured = intaglio.capture(conv(), X)
+    with pytest.raises(InputError, match="annotate"):
+        prepare(captured, "int8")
+    with pytest.raises(SelectorError, match="annotator beside patterns"):
+        Quantizer(patterns=["conv2d"], annotator=By())
+
+
+def test_nothing_annotated_is_an_error():
+    """2.10.2: a quantizer that finds none of its operators says nothing; here it is an error."""
+    with pytest.raises(UnsupportedError, match="nothing in it can be quantized"):
+        prepared(Body(lambda m, x: m.a(x), a=conv()), By(conv3d=layer))
+
+
+@pytest.mark.parametrize(("given", "problem"), [({"datatype": "u9"}, "u9"), ({"span": (0, 300)}, r"0\.\.300")])
+def test_levels_that_there_are_not(given, problem):
+    with pytest.raises(UnsupportedError, match=problem):
+        Levels(**given)
