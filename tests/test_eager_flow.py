@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
+import intaglio
 import nets
 from intaglio import eager
 from intaglio.errors import CalibrationError, CaptureError, InputError, UnsupportedError
@@ -431,3 +432,23 @@ def test_contexts_around_the_calls_change_nothing(around, caplog):
     assert inside.dtype is torch.float32
     near(inside, model(uniform()[0], "abr").detach())
     assert not warnings_of(caplog)
+
+
+@pytest.mark.parametrize("kind", ["converted", "program"])
+def test_a_part_that_is_int8_already_stays_what_it_is_inside_a_prepared_model(kind):
+    draw = torch.Generator().manual_seed(0)
+    data = [torch.randn(4, 8, generator=draw) for _ in range(3)]
+    inner = nets.randomize(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
+    if kind == "program":
+        part = intaglio.quantize(inner, data)
+    else:
+        prepared = eager.prepare(inner, data[0])
+        for batch in data:
+            prepared(batch)
+        part = eager.convert(prepared)
+    outer = Body(lambda m, x: m.head(torch.relu(m.part(x))), part=part, head=nn.Linear(8, 3)).eval()
+    watched = eager.prepare(outer, data[0])
+    for batch in data:
+        assert torch.equal(watched(batch), outer(batch))
+    assert watched.part is not part
+    assert torch.equal(eager.convert(watched).part(data[0]), part(data[0]))

@@ -255,11 +255,10 @@ class Activation:
         """The numbers of these, and of others that are alive and will be read."""
         with torch._C.DisableTorchFunction(), torch.no_grad(), torch.autocast("cpu", enabled=False):
             chosen = {q.slot: q for q in wanted if q.content is None}
-            if self.next < self.count:
-                later = self.chain.last_use
-                for q in self.made.values():
-                    if q.content is None and later.get(q.slot, -1) >= self.next and getrefcount(q) > HELD_HERE:
-                        chosen[q.slot] = q
+            later = self.chain.last_use
+            for q in self.made.values():
+                if q.content is None and later.get(q.slot, -1) >= self.next and getrefcount(q) > HELD_HERE:
+                    chosen[q.slot] = q
             order = tuple(sorted(chosen))
             given = frozenset([*self.bound, *self.computed])
             try:

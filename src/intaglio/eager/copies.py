@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from intaglio.runtime import QuantizedModel
+
 
 class Attachment:
     """Base of what a preparation attaches to modules; copies for another preparation leave it out."""
@@ -19,31 +21,46 @@ ABSENT = object()
 
 
 def bare(model: nn.Module, tensors: dict[int, torch.Tensor] | None = None) -> nn.Module:
-    """Modules of its own, without attachments. ``tensors``: by id, those that both have; else they are copied too."""
+    """Modules of its own, without what its own preparation attached; a part that was prepared by itself stays what it
+    is. ``tensors``: by id, those that both have; else they are copied too."""
     memo: dict[int, Any] = dict(tensors or {})
-    for module in model.modules():
-        for home in _homes(module):
-            memo.update({id(value): ABSENT for value in home.values() if isinstance(value, Attachment)})
+    for home in _attached(model):
+        memo.update({id(value): ABSENT for value in home.values() if isinstance(value, Attachment)})
     copied: nn.Module = copy.deepcopy(model, memo)
-    for module in copied.modules():
-        for home in _homes(module):
-            for name in [name for name, value in home.items() if value is ABSENT]:
-                del home[name]
+    for home in _attached(copied):
+        for name in [name for name, value in home.items() if value is ABSENT]:
+            del home[name]
     return copied
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """A bare copy around the same tensors; operators of its modules do not work in place."""
+    """A bare copy around the same tensors, for torch.export: without the parts that it does not take, and operators of
+    its modules do not work in place."""
     copied = bare(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     for module in list(copied.modules()):
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]
-        for name, child in module.named_children():
-            if isinstance(child, torch.jit.ScriptModule):  # torch.export takes no model that has one
+        for name, child in list(module.named_children()):
+            if isinstance(child, (torch.jit.ScriptModule, QuantizedModel)) or is_prepared(child):
                 del module._modules[name]
     return copied
 
 
-def _homes(module: nn.Module) -> Iterator[dict[Any, Any]]:
-    """Where attachments are: attributes, and hooks of the state dictionary."""
-    yield from (vars(module), module._state_dict_hooks, module._load_state_dict_pre_hooks)
+def is_prepared(module: nn.Module) -> bool:
+    """Whether it was prepared, or converted, by itself."""
+    state: Any = vars(module).get("_auto_quant_state")
+    return state is not None and state.session.model is module
+
+
+def parts_prepared(model: nn.Module) -> set[int]:
+    """Ids of the modules in it that belong to another preparation."""
+    roots = [module for module in model.modules() if module is not model and is_prepared(module)]
+    return {id(inner) for root in roots for inner in root.modules()}
+
+
+def _attached(model: nn.Module) -> Iterator[dict[Any, Any]]:
+    """Where attachments of its own preparation are: attributes, and hooks of the state dictionary."""
+    others = parts_prepared(model)
+    for module in model.modules():
+        if id(module) not in others:
+            yield from (vars(module), module._state_dict_hooks, module._load_state_dict_pre_hooks)

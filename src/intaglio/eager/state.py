@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from intaglio.eager.copies import Attachment
+from intaglio.eager.copies import Attachment, parts_prepared
 from intaglio.eager.run import current
 from intaglio.eager.seen import Seen, SeenOpInfo
 from intaglio.eager.session import Session
 from intaglio.eager.stored import KEY, Loading, Saving
 from intaglio.ir import QParams
+from intaglio.runtime import QuantizedModel
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -132,8 +133,11 @@ class OpaqueCall(Call):
 def attach(session: Session) -> None:
     """Has every module of the session's model intercepted, and what is loaded into it noticed."""
     inside: set[int] = set()
+    others = parts_prepared(session.model)
     session.model._state_dict_hooks[KEY] = Saving(session)  # type: ignore[index]
     for path, module in session.model.named_modules():
+        if id(module) in others:
+            continue
         module._load_state_dict_pre_hooks[KEY] = Loading(session, module is session.model)  # type: ignore[index]
         if id(module) in inside or isinstance(module, torch.jit.ScriptModule):  # what those run is not intercepted
             continue
@@ -148,7 +152,7 @@ def attach(session: Session) -> None:
 def call_of(module: nn.Module, leaf_classes: tuple[type, ...]) -> type[Call]:
     """How calls of a module are taken."""
     own = type(module)
-    if isinstance(module, leaf_classes):
+    if isinstance(module, (*leaf_classes, QuantizedModel)):
         return OpaqueCall
     if isinstance(module, CONTAINERS):
         return Call
