@@ -143,7 +143,7 @@ def annotate(captured: Captured, quantizer: Quantizer | None = None) -> Annotati
     expect(captured, Captured, "annotate")
     quantizer = quantizer or Quantizer()
     module = copy_graph(captured.module)
-    run(module, _passes(quantizer))
+    run(module, _passes(quantizer, PTQ_PASSES))
     quantizer = _decided(quantizer, module)
     declare_images(module, captured.signature, quantizer, captured.classes)
     return annotate_graph(module, quantizer, captured.classes)
@@ -152,9 +152,14 @@ def annotate(captured: Captured, quantizer: Quantizer | None = None) -> Annotati
 def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
     """Fold what can be folded, find the sites, put an observer on each. `UnsupportedError` when there is none."""
     expect(captured, Captured, "prepare")
-    quantizer = quantizer or Quantizer()
-    module = copy_graph(captured.module)
-    rewrites = run(module, _passes(quantizer))
+    return prepared_by(copy_graph(captured.module), captured, quantizer or Quantizer(), PTQ_PASSES)
+
+
+def prepared_by(
+    module: fx.GraphModule, captured: Captured, quantizer: Quantizer, passes: tuple[Pass, ...]
+) -> Prepared:
+    """`prepare`, of a module that is rewritten in place, by passes of one's own."""
+    rewrites = run(module, _passes(quantizer, passes))
     quantizer = _decided(quantizer, module)
     notes = declare_images(module, captured.signature, quantizer, captured.classes)
     annotations = annotate_graph(module, quantizer, captured.classes)
@@ -176,9 +181,9 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None) -> Prepared:
                     watch=watch)  # fmt: skip
 
 
-def _passes(quantizer: Quantizer) -> tuple[Pass, ...]:
+def _passes(quantizer: Quantizer, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
     """A user's patterns see operators as the model has them."""
-    return PTQ_PASSES if quantizer.patterns else (*PTQ_PASSES, join_gates)
+    return passes if quantizer.patterns else (*passes, join_gates)
 
 
 def _decided(quantizer: Quantizer, module: fx.GraphModule) -> Quantizer:
