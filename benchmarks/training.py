@@ -47,7 +47,7 @@ def after_training(rounding: str, model, calibration, arguments):
 
 
 def trained(model, calibration, arguments, report):
-    """Two epochs from the float weights: images flipped and shifted, labels smoothed by the float model's own logits."""
+    """From the float weights: images flipped and shifted; half of each target is what the float model gives."""
     torch.manual_seed(arguments.seed)
     images, labels = training_set(arguments.data)
     captured = intaglio.capture(model, calibration[0], train=True)

@@ -281,7 +281,9 @@ class Rewriter:
             self._constant(anchor, names[1], b_site, steps, self.qparams[b_site.name])
 
     def _attention(self, node: fx.Node) -> None:
-        node.replace_all_uses_with(written_out(node, *quantizing(PROBABILITIES, DType.U8)))
+        result = written_out(node, *quantizing(PROBABILITIES, DType.U8))
+        result.meta = {**node.meta, **result.meta}
+        node.replace_all_uses_with(result)
         self.graph.erase_node(node)
 
     def _prove(self, region: Region, levels: np.ndarray, steps: np.ndarray, x: QParams) -> None:

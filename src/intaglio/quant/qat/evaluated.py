@@ -13,7 +13,7 @@ from torch import fx
 from intaglio.capture.attention import PRODUCTS
 from intaglio.capture.canonical import CAPTURE_PASSES, run
 from intaglio.capture.captured import Captured
-from intaglio.capture.nodes import arguments, constant_node, operator, origin, tensor_type
+from intaglio.capture.nodes import arguments, constant_node, operator, origin, record_of, tensor_type
 from intaglio.errors import UnsupportedError
 from intaglio.ir import State
 from intaglio.quant.prepare import copy_graph
@@ -69,7 +69,7 @@ def evaluated(captured: Captured) -> Captured:
     _drop_dropout(module)
     _drop_counters(module, states, known)
     for node in module.graph.nodes:
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and operator(node) != ATTENTION:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and record_of(node) is None:
             raise _unable(node, "random numbers that are no dropout", "train the parts of the model around it")
     with followed(module):
         run(module, CAPTURE_PASSES)
@@ -163,8 +163,8 @@ def _map_dropout(node: fx.Node) -> tuple[fx.Node, float, tuple[int, ...]] | None
 
 def _without(value: fx.Node, source: fx.Node, p: float, whole: tuple[int, ...], number: int) -> None:
     """Readers of the dropout's value read its source."""
-    call = value.args[0] if operator(value) == "" else value
-    alone = set(source.users) == {call} or source.users.keys() <= {call, *_shape_readers(source)}
+    call = value.args[0] if value.target is python_operator.getitem else value
+    alone = source.users.keys() <= {call, *_shape_readers(source)}
     readers = () if alone else tuple(user.name for user in value.users)
     where = origin(call).path
     value.replace_all_uses_with(source)
@@ -194,6 +194,17 @@ def _mark(node: fx.Node, mark: Norm | Dropout) -> None:
 def marks_of(module: fx.GraphModule) -> list[tuple[fx.Node, Norm | Dropout]]:
     """Every mark with the node that has it, in order."""
     return [(node, mark) for node in module.graph.nodes for mark in node.meta.get(MARKS, ())]
+
+
+def settle(module: fx.GraphModule) -> None:
+    """A mark that went along with a part of its value, too, stays with the value."""
+    above: dict[fx.Node, set[tuple[type, int]]] = {}
+    for node in module.graph.nodes:
+        inherited = set[tuple[type, int]]().union(*(above[source] for source in node.all_input_nodes))
+        marks = node.meta.get(MARKS, ())
+        if marks:
+            node.meta[MARKS] = tuple(mark for mark in marks if (type(mark), mark.number) not in inherited)
+        above[node] = inherited | {(type(mark), mark.number) for mark in marks}
 
 
 @contextlib.contextmanager

@@ -39,13 +39,15 @@ class RoundToLevels(torch.autograd.Function):
     ``s * m`` for groups of weights with multiples m.
 
     With v = x / (s * m): the gradient passes where low <= v + zp <= high, and is 0 outside (straight-through). That of
-    s is ``round(v) - v`` inside and ``level - zp`` outside, times m (Esser et al. 2020, eq. 3), that of zp ``-s`` outside
-    and 0 inside (Bhalgat et al. 2020, eq. 5); both times ``share``, which is 1/sqrt(n * high) for n values a scale.
+    s is ``round(v) - v`` inside and ``level - zp`` outside, times m (Esser et al. 2020, eq. 3); that of zp ``-s``
+    outside and 0 inside (Bhalgat et al. 2020, eq. 5); both times ``share``: 1/sqrt(n * high) for n values a scale.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, multiples: torch.Tensor | None,
-                low: int, high: int, share: float) -> torch.Tensor:  # fmt: skip
+    def forward(
+        ctx: Any, x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, multiples: torch.Tensor | None,
+        low: int, high: int, share: float,
+    ) -> torch.Tensor:  # fmt: skip
         steps = scale if multiples is None else scale * multiples
         v = x * (1.0 / steps)
         level = torch.round(v).add_(zero_point).clamp_(low, high).sub_(zero_point)
@@ -227,21 +229,39 @@ def fake_bias(bias: torch.Tensor, x: FakeQuantize, weight: FakeQuantizeWeight) -
 
 
 def fake_shortcut(x: torch.Tensor, levels: FakeQuantize, low: int, high: int) -> torch.Tensor:
-    """The 16 bits of a value whose levels have 8; its gradient is theirs, without one for the scale."""
+    """The 16 bits of a value whose levels have 8: `numerics.widen`, with gradients for the scale of these."""
     if not levels.mode.quantize or not levels.seen:
         return x
-    scale, zero_point = numerics.widen(levels.qparams().step, levels.qparams().zero)
-    return fake_fixed(x, scale, zero_point, low, high)
+    scale, zero_point = levels.parameters_of_levels()
+    q = levels.qparams()
+    wide = numerics.widen(q.step, q.zero)
+    share = (max(x.numel() // max(len(x), 1), 1) * high) ** -0.5
+    fine = scale.reshape([]) / numerics.STEPS
+    fine = fine + (wide.scale - fine).detach()
+    shifted = zero_point.reshape([]) * numerics.STEPS + (wide.zero_point - q.zero * numerics.STEPS)
+    return RoundToLevels.apply(x, fine, shifted, None, low, high, share)
 
 
-def fake_fixed(x: torch.Tensor, scale: float, zero_point: int, low: int, high: int) -> torch.Tensor:
+class Switch(nn.Module):
+    """Tells functions without parameters of their own whether values are rounded."""
+
+    def __init__(self, mode: Mode) -> None:
+        super().__init__()
+        self.mode = mode
+
+
+def fake_fixed(switch: Switch, x: torch.Tensor, scale: float, zero_point: int, low: int, high: int) -> torch.Tensor:
     """Levels whose parameters are known beforehand."""
+    if not switch.mode.quantize:
+        return x
     values = torch.tensor(scale), torch.tensor(float(zero_point))
     return RoundToLevels.apply(x, *values, None, low, high, 0.0)
 
 
-def fake_rows(x: torch.Tensor, mode: str) -> torch.Tensor:
+def fake_rows(switch: Switch, x: torch.Tensor, mode: str) -> torch.Tensor:
     """What is quantized while the model runs; nothing is clipped, so all of the gradient passes."""
+    if not switch.mode.quantize:
+        return x
     ops = row_operators()
     with torch.no_grad():
         real = ops.dequantize_rows(*ops.quantize_rows(x.detach().contiguous(), mode))

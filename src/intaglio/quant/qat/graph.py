@@ -22,6 +22,7 @@ from intaglio.quant.qat.fake import (
     FakeQuantize,
     FakeQuantizeWeight,
     Mode,
+    Switch,
     fake_bias,
     fake_fixed,
     fake_rows,
@@ -57,6 +58,7 @@ class TrainingGraph:
         self.factors = {path: self.graph.placeholder(f"factor{i}") for i, path in enumerate(tree.norms)}
         self.forms = {node.name: [new] for node, new in self.env.items()}
         self.inside = self._dropouts_inside()
+        self.switch: str | None = None
         self.dropouts: dict[tuple[str, float, tuple[int, ...]], str] = {}
 
     def write(self) -> fx.Graph:
@@ -76,7 +78,7 @@ class TrainingGraph:
 
     def _modules(self) -> dict[str, str]:
         """Site -> path of what rounds its values; sites that share parameters are left to their leader."""
-        calls, found = {node.name: node for node in self.source.graph.nodes}, dict[str, str]()
+        calls, found = {node.name: node for node in self.annotations.module.graph.nodes}, dict[str, str]()
         for site in self.annotations.sites:
             if site.role == "activation" and self.annotations.leaders[site.name] == site.name:
                 shape = tensor_type(calls[site.value]).shape
@@ -116,12 +118,14 @@ class TrainingGraph:
         wholes: dict[int, str] = {}
         for node in self.source.graph.nodes:
             reads = node.args[0] if operator(node) == "aten.matmul.default" else None
-            if "whole" in node.meta and isinstance(reads, fx.Node) and operator(reads).startswith(DEQUANTIZE):
-                if "site" not in reads.args[0].meta:
-                    wholes[id(node.meta["whole"])] = node.name
+            dequantized = isinstance(reads, fx.Node) and operator(reads).startswith(DEQUANTIZE)
+            if "whole" in node.meta and dequantized and "site" not in reads.args[0].meta:
+                wholes[id(node.meta["whole"])] = node.name
         found = dict[str, Dropout]()
         for attention, product in zip(written, wholes.values(), strict=True):
-            found.update({product: m for m in attention.meta.get(MARKS, ()) if isinstance(m, Dropout) and m.inside})
+            for mark in attention.meta.get(MARKS, ()):
+                if isinstance(mark, Dropout) and mark.inside:
+                    found[product] = mark
         return found
 
     def _call(self, node: fx.Node) -> Any:
@@ -131,7 +135,9 @@ class TrainingGraph:
         if name.startswith(DEQUANTIZE):
             return self.env[source] if "site" not in node.meta else self._constant(node, self.sites[node.meta["site"]])
         if name == QUANTIZE_ROWS:
-            return self.graph.call_function(fake_rows, (self.env[source], node.args[1]))
+            made = self.graph.call_function(fake_rows, (self._switch(), self.env[source], node.args[1]))
+            self.forms[source.name].append(made)
+            return made
         if name == DEQUANTIZE_ROWS or (node.target is getitem and operator(source) == QUANTIZE_ROWS):
             return self.env[source]
         inside = [m for m in node.meta.get(MARKS, ()) if isinstance(m, Dropout) and m.inside]
@@ -166,7 +172,7 @@ class TrainingGraph:
     def _rounded(self, node: fx.Node, x: fx.Node) -> fx.Node:
         """Fake-quantize for a quantize: one form more of the site's value."""
         if "site" not in node.meta:
-            return self.graph.call_function(fake_fixed, (x, *node.args[1:5]))
+            return self.graph.call_function(fake_fixed, (self._switch(), x, *node.args[1:5]))
         site = self.sites[node.meta["site"]]
         if site.role == "shortcut":
             of = self.sites[site.spec.sources[0]]
@@ -190,6 +196,11 @@ class TrainingGraph:
         bias = self.constants[self._operand(region, region.record.roles.bias)]
         return self.graph.call_function(fake_bias, (bias, *map(self.graph.get_attr, modules)))
 
+    def _switch(self) -> fx.Node:
+        if self.switch is None:
+            self.switch = self.tree.place_quantizer("switch", Switch(self.mode))
+        return self.graph.get_attr(self.switch)
+
     def _module(self, module: DropoutMask, mark: Dropout) -> str:
         """Path of a dropout's module: the float model's own, for all its calls."""
         path = mark.path.partition("@")[0]
@@ -209,8 +220,8 @@ class TrainingGraph:
         if mark.readers:
             allowed = {self.env[n] for n in self.source.graph.nodes if n.name in mark.readers and n in self.env}
             if len(allowed) != len(mark.readers):
-                raise UnsupportedError(mark.path, None, "a value that is read with and without dropout, by operators "
-                                       "that are rewritten", remedy="capture the model without this dropout")  # fmt: skip
+                problem = "a value that is read with and without dropout, by operators that are rewritten"
+                raise UnsupportedError(mark.path, None, problem, remedy="capture the model without this dropout")
             users = [user for user in users if user in allowed]
         users = [user for user in users if user.target is not torch.ops.aten.sym_size.int]
         read = [form for form in forms if any(user in form.users for user in users)]

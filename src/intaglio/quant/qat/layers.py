@@ -40,7 +40,7 @@ def folded_norm(
 ) -> Affine:
     """Weight, bias, mean and variance to fold, and the factor per channel that they fold in.
 
-    Where the weight is 0 the factor is as if it were 1: nothing could be divided by 0, and it is trained like any other.
+    Where the weight is 0 the factor is as if it were 1: nothing could be divided by 0, and it trains like any other.
     """
     factor = torch.rsqrt(var.double() + norm.eps).float()
     if not norm.counts:

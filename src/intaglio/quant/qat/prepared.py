@@ -18,7 +18,7 @@ from intaglio.errors import ArtifactError, CalibrationError, InputError, Unsuppo
 from intaglio.quant.datatypes import FLOAT8
 from intaglio.quant.passes import QAT_PASSES
 from intaglio.quant.prepare import Prepared, copy_graph, prepared_by
-from intaglio.quant.qat.evaluated import evaluated, followed, marks_of
+from intaglio.quant.qat.evaluated import evaluated, followed, marks_of, settle
 from intaglio.quant.qat.fake import FakeQuantize, FakeQuantizeWeight, Mode
 from intaglio.quant.qat.graph import TrainingGraph
 from intaglio.quant.qat.tape import Tape
@@ -169,6 +169,7 @@ def prepare_qat(captured: Captured, quantizer: Quantizer | None = None) -> Prepa
     module = copy_graph(evaluation.module)
     with tape, followed(module):
         prepared = prepared_by(module, evaluation, quantizer or Quantizer(), QAT_PASSES)
+    settle(prepared.annotations.module)
     _check(prepared, evaluation)
     root, mode = PreparedQat(), Mode()
     tree = Tree(root, captured, evaluation, mode)
@@ -193,8 +194,8 @@ def _check(prepared: Prepared, evaluation: Captured) -> None:
     refused += [(node, "weights alone in fewer bits") for node in alone]
     for site in annotations.sites:
         if site.dtype in FLOAT8:
-            raise UnsupportedError(site.name, site.origin.operator, f"{site.datatype} while training; only integers",
-                                   remedy="another datatype in the recipe")  # fmt: skip
+            raise UnsupportedError(site.name, site.origin.operator, f"{site.datatype} while training",
+                                   remedy="a datatype of integers in the recipe")  # fmt: skip
     for node, problem in refused:
         where = origin(node)
         raise UnsupportedError(where.path or "model", where.operator, f"{problem}, while training",
@@ -202,8 +203,8 @@ def _check(prepared: Prepared, evaluation: Captured) -> None:
     kept = {(type(mark), mark.number) for _, mark in marks_of(annotations.module)}
     for _, mark in marks_of(evaluation.module):
         if (type(mark), mark.number) not in kept:
-            raise UnsupportedError(mark.path or "model", None, f"a {type(mark).__name__.lower()} that is rewritten into "
-                                   "something else", remedy="train the model without it")  # fmt: skip
+            problem = f"a {type(mark).__name__.lower()} that is rewritten into something else"
+            raise UnsupportedError(mark.path or "model", None, problem, remedy="train the model without it")
 
 
 def _unread(root: nn.Module, *graphs: fx.Graph) -> list[str]:

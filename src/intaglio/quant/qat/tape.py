@@ -80,7 +80,8 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.tape.alive.append((args, kwargs, result))
-        if func._schema.is_mutable:
+        given = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)}
+        if func._schema.is_mutable or id(result) in given:
             return result
         if isinstance(result, torch.Tensor):
             self.tape.steps[id(result)] = _Step(func, args, kwargs or {}, None)
