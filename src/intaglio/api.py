@@ -132,7 +132,13 @@ def prepare(captured: Captured, quantizer: Quantizer | None = None, qat: bool = 
 
 
 def calibrate(prepared: Prepared | PreparedQat, data: Any, **options: Any) -> Ranges:
-    """Statistics of every site over the data, which is read once; options as in `quant.calibrate.calibrate`.
+    """Statistics of every site over the data, which is read once.
+
+    ``data``: an iterable of tensors, tuples, dictionaries or (inputs, label) pairs; a `DataLoader`; or a function that
+    is called with the prepared model. Options: ``samples`` stops after that many; ``progress``: whether a bar is shown;
+    ``nonfinite``: a NaN or an infinity is an "error", or "ignore" leaves it out; ``first_batch``: index of the first
+    batch (default: the one after those the model has seen); ``group``: the processes that calibrate together (default:
+    those of torch.distributed, where it is initialised). On an error the statistics are as they were before.
 
     A model prepared for training is calibrated as it evaluates, and its scales start from what is found.
     """
@@ -144,8 +150,13 @@ def calibrate(prepared: Prepared | PreparedQat, data: Any, **options: Any) -> Ra
 def convert(
     prepared: Prepared | PreparedQat, ranges: Ranges | Parameters | None = None, corrections: Corrections | None = None
 ) -> Reference:
-    """Ranges (default: what the prepared model has seen) become parameters, weights and biases integers; further as in
-    `quant.convert.convert`. A trained model has its parameters already, and takes no others."""
+    """Ranges (default: what the prepared model has seen) become parameters, weights and biases integers.
+
+    `Parameters` are taken as they are, and no data is needed; only a weight's scale that its bias does not fit grows.
+    ``corrections``: integers and biases that `correct` found better than the nearest ones. A trained model has its
+    parameters already, and takes no others. Raises `CalibrationError` when a site has seen no data, `UnsupportedError`
+    when an accumulator could overflow.
+    """
     if not isinstance(prepared, PreparedQat):
         return convert_prepared(prepared, ranges, corrections)
     if ranges is not None or corrections is not None:

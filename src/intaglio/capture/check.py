@@ -37,8 +37,8 @@ def free_symbols(captured: Captured) -> set[str]:
 
 
 def disagreement(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
-    """Where graph and model differ, or ``None``. Tried at every batch in `BATCHES` (`TRAINING`) if it is free, and at two
-    lengths of sequences that are."""
+    """Where graph and model differ, or ``None``. Tried at every batch in `BATCHES` (`TRAINING`) if the batch is free,
+    and at two lengths of sequences that are."""
     try:
         dims_of(captured.signature, bind(captured.signature, args, kwargs))
     except InputError as error:
