@@ -133,9 +133,9 @@ class FakeQuantize(nn.Module):
     @torch.no_grad()
     def follow(self) -> None:
         """Scale and zero point from the averages."""
-        ends = zip(self.low.tolist(), self.high.tolist(), strict=True)
+        ends = list(zip(self.low.tolist(), self.high.tolist(), strict=True))
         if isinstance(self.site.spec, Observed) and self.site.spec.symmetric:
-            ends = ((min(low, -high), max(high, -low)) for low, high in ends)
+            ends = [(min(low, -high), max(high, -low)) for low, high in ends]
         found = [numerics.affine(low, high, self.site.qmin, self.site.qmax) for low, high in ends]
         scales, zeros = zip(*found, strict=True)
         self.scale.copy_(torch.tensor(scales))
@@ -186,7 +186,7 @@ class FakeQuantizeWeight(nn.Module):
             return weight
         if self.mode.observe:
             self.follow(weight)
-        site, kind, axis = self.site, self.site.record, 0 if self.site.axis is None else self.site.axis
+        site, kind, axis = self.site, self.site.record, self.own.axis or 0
         scale, multiples = self.positive_scale(), None
         if site.group:
             grid = weight_grid(weight.detach().numpy(), scale.detach().numpy(), kind, site.group, axis)

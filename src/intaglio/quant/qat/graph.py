@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from intaglio.capture.nodes import arguments, operands, operator, origin, tensor_type
 from intaglio.errors import UnsupportedError
-from intaglio.ir import QParams
+from intaglio.ir import QParams, Shape
 from intaglio.quant.annotate import Annotations, Region
 from intaglio.quant.convert import Rewriter
 from intaglio.quant.corrections import Corrections
@@ -31,7 +31,7 @@ from intaglio.quant.qat.fake import (
 from intaglio.quant.qat.layers import DropoutMask, attended, normalized
 from intaglio.quant.qat.tree import Tree
 from intaglio.quant.qparams import OwnScales, anchor_sites, fixed_qparams, weight_qparams, widened
-from intaglio.quant.sites import Fixed, Shared, Site
+from intaglio.quant.sites import Derived, Fixed, Shared, Site
 
 NORMED = (*FOLDABLE, "aten.addcmul.default")
 """What a batch norm can be folded into."""
@@ -82,7 +82,7 @@ class TrainingGraph:
         for site in self.annotations.sites:
             if site.role == "activation" and self.annotations.leaders[site.name] == site.name:
                 shape = tensor_type(calls[site.value]).shape
-                channels = int(shape[site.axis]) if isinstance(site.axis, int) else 1
+                channels = _channels(shape, site)
                 found[site.name] = self._place(FakeQuantize(site, channels, len(shape), self.mode))
         for region in self.anchors.values():
             site = anchor_sites(self.annotations, region)[1]
@@ -174,7 +174,7 @@ class TrainingGraph:
         if "site" not in node.meta:
             return self.graph.call_function(fake_fixed, (self._switch(), x, *node.args[1:5]))
         site = self.sites[node.meta["site"]]
-        if site.role == "shortcut":
+        if isinstance(site.spec, Derived):
             of = self.sites[site.spec.sources[0]]
             module = self.graph.get_attr(self.quantizers[self.annotations.leaders[of.name]])
             made = self.graph.call_function(fake_shortcut, (x, module, site.qmin, site.qmax))
@@ -188,7 +188,7 @@ class TrainingGraph:
     def _constant(self, node: fx.Node, site: Site) -> fx.Node:
         """A weight or bias, rounded."""
         if site.role == "weight":
-            name = self.tree.root.get_submodule(self.quantizers[site.name]).constant
+            name = str(self.tree.root.get_submodule(self.quantizers[site.name]).constant)
             return self.graph.call_module(self.quantizers[site.name], (self.constants[name],))
         region = self.anchors[site.value]
         x_site, w_site, _ = anchor_sites(self.annotations, region)
@@ -244,6 +244,13 @@ def _taken(root: nn.Module, path: str) -> bool:
     return True
 
 
+def _channels(shape: Shape, site: Site) -> int:
+    """Scales of an activation site: one, or one for each channel, of which there is a fixed number."""
+    size = shape[site.axis] if isinstance(site.axis, int) else 1
+    assert isinstance(size, int)
+    return size
+
+
 def _quantized(annotations: Annotations) -> fx.GraphModule:
     """The Q/DQ graph with parameters that mean nothing yet: where each of them goes is what it is for."""
     by_name, qparams = {site.name: site for site in annotations.sites}, dict[str, QParams]()
@@ -251,7 +258,7 @@ def _quantized(annotations: Annotations) -> fx.GraphModule:
     for site in annotations.sites:
         if site.role == "activation":
             leader = by_name[annotations.leaders[site.name]]
-            channels = int(shapes[site.value].shape[site.axis]) if isinstance(site.axis, int) else 1
+            channels = _channels(shapes[site.value].shape, site)
             zero = min(max(0, site.qmin), site.qmax)
             plain = QParams((1.0,) * channels, (zero,) * channels, site.qmin, site.qmax, site.axis)
             qparams[site.name] = fixed_qparams(leader, leader.spec) if isinstance(leader.spec, Fixed) else plain
