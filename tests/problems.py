@@ -206,6 +206,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "test_cases_frontends.py::test_frontend_b24_modes_of_what_came_out_do_nothing_or_say_so",
         "test_cases_frontends.py::test_frontend_b24_the_float_model_keeps_the_mode_it_had",
         "test_model.py::test_training_mode_is_refused_with_a_warning",
+        "test_training.py::test_frontend_b24_train_and_eval_do_what_they_say",
     ),
     "backend 15": ("test_cases_backend.py::test_backend_15_nothing_stands_around_a_concatenation_of_equal_scales",),
     "backend 16": (

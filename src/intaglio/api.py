@@ -13,7 +13,7 @@ from intaglio import build
 from intaglio.build import load
 from intaglio.calls import bind
 from intaglio.capture import capture
-from intaglio.capture.captured import expect
+from intaglio.capture.captured import Captured, expect
 from intaglio.errors import InputError
 from intaglio.ir import Schedule, Signature
 from intaglio.lower import Lowered, requantize
@@ -25,19 +25,22 @@ from intaglio.quant import (
     Prepared,
     Quantizer,
     QuantizerPattern,
+    Ranges,
     Recipe,
     Reference,
     annotate,
     binder_for,
-    calibrate,
-    convert,
     peek,
-    prepare,
 )
+from intaglio.quant import calibrate as calibrate_prepared
+from intaglio.quant import convert as convert_prepared
+from intaglio.quant import prepare as prepare_captured
 from intaglio.quant.correct.equalize import equalize
 from intaglio.quant.correct.kept import SAMPLES, keep
 from intaglio.quant.correct.steps import correct
+from intaglio.quant.corrections import Corrections
 from intaglio.quant.distributed import Group
+from intaglio.quant.qat import PreparedQat, calibrate_qat, convert_qat, prepare_qat
 from intaglio.runtime import QuantizedModel, example_of
 from intaglio.tune import compare, made_up, one_image, search
 
@@ -118,6 +121,53 @@ def quantize(
     quantized = build.compile(lowered, isa=isa, schedules=chosen)
     logger.info("%r\n%s", quantized, quantized.coverage)
     return quantized.fall_back_to(model) if on_new_shape == "fallback" else quantized
+
+
+@overload
+def prepare(captured: Captured, quantizer: Quantizer | None = None, qat: Literal[False] = False) -> Prepared: ...
+@overload
+def prepare(captured: Captured, quantizer: Quantizer | None = None, *, qat: Literal[True]) -> PreparedQat: ...
+@overload
+def prepare(captured: Captured, quantizer: Quantizer | None, qat: Literal[True]) -> PreparedQat: ...
+def prepare(captured: Captured, quantizer: Quantizer | None = None, qat: bool = False) -> Prepared | PreparedQat:
+    """Fold what can be folded, find the sites, put an observer on each, or with ``qat=True`` fake-quantize, for a model
+    that was captured with ``train=True``. `UnsupportedError` where nothing can be quantized, or something not trained.
+    """
+    return prepare_qat(captured, quantizer) if qat else prepare_captured(captured, quantizer)
+
+
+def calibrate(prepared: Prepared | PreparedQat, data: Any, **options: Any) -> Ranges:
+    """Statistics of every site over the data, which is read once.
+
+    ``data``: an iterable of tensors, tuples, dictionaries or (inputs, label) pairs; a `DataLoader`; or a function that
+    is called with the prepared model. Options: ``samples`` stops after that many; ``progress``: whether a bar is shown;
+    ``nonfinite``: a NaN or an infinity is an "error", or "ignore" leaves it out; ``first_batch``: index of the first
+    batch (default: the one after those the model has seen); ``group``: the processes that calibrate together (default:
+    those of torch.distributed, where it is initialised). On an error the statistics are as they were before.
+
+    A model prepared for training is calibrated as it evaluates, and its scales start from what is found.
+    """
+    if isinstance(prepared, PreparedQat):
+        return calibrate_qat(prepared, data, **options)
+    return calibrate_prepared(prepared, data, **options)
+
+
+def convert(
+    prepared: Prepared | PreparedQat, ranges: Ranges | Parameters | None = None, corrections: Corrections | None = None
+) -> Reference:
+    """Ranges (default: what the prepared model has seen) become parameters, weights and biases integers.
+
+    `Parameters` are taken as they are, and no data is needed; only a weight's scale that its bias does not fit grows.
+    ``corrections``: integers and biases that `correct` found better than the nearest ones. A trained model has its
+    parameters already, and takes no others. Raises `CalibrationError` when a site has seen no data, `UnsupportedError`
+    when an accumulator could overflow.
+    """
+    if not isinstance(prepared, PreparedQat):
+        return convert_prepared(prepared, ranges, corrections)
+    if ranges is not None or corrections is not None:
+        raise InputError("convert", None, "ranges or corrections for a model that was trained with its own",
+                         remedy="convert(prepared) alone; calibrate(prepared, data) takes ranges over")  # fmt: skip
+    return convert_qat(prepared)
 
 
 def _policy(on_new_shape: str, float_model: nn.Module | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,10 +19,14 @@ from intaglio.errors import InputError
 from intaglio.ir import DType, Expression, evaluate, symbol, symbols_of
 
 BATCHES = (1, 3)
+TRAINING = (2, 3)
+"""Batches at which graph and model are compared: a batch norm that trains takes no batch of one vector."""
 LONGER = 3
 """Tokens more than in the example, where sequences are free."""
 SINGLE, HALF = (1e-3, 1e-4), (0.05, 0.05)
 """How far a result may be off, relative to itself and to the largest: in float32, and where halves are rounded."""
+ANY = (0.0, math.inf)
+"""Where the model draws random numbers, which graph and model draw differently."""
 LENGTHS = (DType.I64, DType.I32, DType.BOOL)
 
 
@@ -32,15 +37,15 @@ def free_symbols(captured: Captured) -> set[str]:
 
 
 def disagreement(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
-    """Where graph and model differ, or ``None``. Tried at every batch in `BATCHES` if the batch is free, and at two
-    lengths of sequences that are."""
+    """Where graph and model differ, or ``None``. Tried at every batch in `BATCHES` (`TRAINING`) if the batch is free,
+    and at two lengths of sequences that are."""
     try:
         dims_of(captured.signature, bind(captured.signature, args, kwargs))
     except InputError as error:
         return f"it does not take the example inputs: {error.problem}"
     if not free_symbols(captured):
         return _differs(captured, model, args, kwargs, "the example inputs")
-    for batch in BATCHES:
+    for batch in TRAINING if captured.training else BATCHES:
         sizes = _sizes(captured, args, kwargs, batch, longer=batch > 1)
         some_args, some_kwargs = resized(captured, args, kwargs, sizes)
         if (reason := _differs(captured, model, some_args, some_kwargs, f"batch {batch}")) is not None:
@@ -60,8 +65,15 @@ def _differs(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[
         got = captured(*_copied(args), **_copied(kwargs))
     except Exception as error:
         return f"at {label} the graph fails: {error}"
-    difference = _difference(got, expected, HALF if WIDENED in captured.notes else SINGLE)
+    near = HALF if WIDENED in captured.notes else SINGLE
+    difference = _difference(got, expected, ANY if _draws(captured) else near)
     return difference and f"at {label} {difference}"
+
+
+def _draws(captured: Captured) -> bool:
+    """Whether it draws random numbers, as dropout in training does."""
+    tags = [getattr(node.target, "tags", ()) for node in captured.module.graph.nodes]
+    return captured.training and any(torch.Tag.nondeterministic_seeded in own for own in tags)
 
 
 def with_least_lengths(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Captured:

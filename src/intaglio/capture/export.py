@@ -143,6 +143,8 @@ def _constant(graph: fx.Graph, root: nn.Module, program: ExportedProgram, node: 
     root.register_buffer(name, tensor.detach())
     copy_ = graph.get_attr(name)
     copy_.meta = {"type": _type_of(tensor, {}), "path": target}
+    if isinstance(tensor, nn.Parameter):
+        copy_.meta["trained"] = tensor.requires_grad
     return copy_
 
 

@@ -20,6 +20,7 @@ from intaglio.quant.methods import METHODS
 from intaglio.quant.parameters import Parameter, Parameters
 from intaglio.quant.patterns import QuantizerPattern
 from intaglio.quant.prepare import Observer, Prepared, annotate, prepare
+from intaglio.quant.qat import PreparedQat
 from intaglio.quant.ranges import Finding, Ranges
 from intaglio.quant.recipe import Quantizer, Recipe, Setting
 from intaglio.quant.sites import Derived, Fixed, Observed, Shared, Site, Skip, groups
@@ -49,6 +50,7 @@ __all__ = [
     "Parameter",
     "Parameters",
     "Prepared",
+    "PreparedQat",
     "Quantizer",
     "QuantizerPattern",
     "Ranges",

@@ -105,7 +105,7 @@ def convert(
     layers = [region.anchor for region in annotations.regions if region.record.name in RECURRENT]
     qparams.update(recurrent_qparams(annotations.module, annotations.by_value, layers, given))
     module = copy_graph(annotations.module)
-    _Rewriter(module, annotations, qparams, corrections).run()
+    Rewriter(module, annotations, qparams, corrections).run()
     dequantize = decomposed().dequantize_per_channel.default
     if stored := store_weights(module, prepared.quantizer.recipe, prepared.classes, dequantize):
         remarks += stored
@@ -172,8 +172,11 @@ def quantizing(q: QParams, dtype: DType) -> tuple[Any, Any]:
     return ops.quantize_per_channel.default, ops.dequantize_per_channel.default
 
 
-class _Rewriter:
-    """Puts quantize and dequantize around the regions of a graph: one quantize a value, one dequantize a reader."""
+class Rewriter:
+    """Puts quantize and dequantize around the regions of a graph: one quantize a value, one dequantize a reader.
+
+    A quantize, and the dequantize of a constant, says in ``meta["site"]`` whose parameters it has.
+    """
 
     def __init__(
         self, module: fx.GraphModule, annotations: Annotations, qparams: Mapping[str, QParams], corrections: Corrections
@@ -236,7 +239,7 @@ class _Rewriter:
         parameters = self._parameters(site.name, q, site.dtype)
         with self.graph.inserting_after(source):
             levels = self.graph.call_function(quantize, (source, *parameters))
-        levels.meta = self._meta(node, site.dtype, q)
+        levels.meta = self._meta(node, site, q)
         for group in [[user] for user in own] + ([others] if others and everyone else []):
             with self.graph.inserting_before(group[0] if len(group) == 1 else levels.next):
                 real = self.graph.call_function(dequantize, (levels, *parameters))
@@ -251,7 +254,7 @@ class _Rewriter:
         parameters = self._parameters(site.name, q, site.dtype)
         with self.graph.inserting_after(node):
             wide = self.graph.call_function(quantize, (node, *parameters))
-        wide.meta = self._meta(node, site.dtype, q)
+        wide.meta = self._meta(node, site, q)
         for user in self._wide_readers(node):
             with self.graph.inserting_before(user):
                 real = self.graph.call_function(dequantize, (wide, *parameters))
@@ -272,8 +275,9 @@ class _Rewriter:
                     found.append(self.nodes[own.name])
         return found
 
-    def _meta(self, node: fx.Node, dtype: DType, q: QParams) -> dict[str, Any]:
-        return {"type": TensorType(node.meta["type"].shape, dtype, q), "origin": origin(node)}
+    def _meta(self, node: fx.Node, site: Site, q: QParams) -> dict[str, Any]:
+        kind = TensorType(node.meta["type"].shape, site.dtype, q)
+        return {"type": kind, "origin": origin(node), "site": site.name}
 
     def _anchor(self, region: Region) -> None:
         """Integer weight and bias, each behind a dequantize of this call's own."""
@@ -302,7 +306,9 @@ class _Rewriter:
             self._constant(anchor, names[1], b_site, steps, self.qparams[b_site.name])
 
     def _attention(self, node: fx.Node) -> None:
-        node.replace_all_uses_with(written_out(node, *quantizing(PROBABILITIES, DType.U8)))
+        result = written_out(node, *quantizing(PROBABILITIES, DType.U8))
+        result.meta = {**node.meta, **result.meta}
+        node.replace_all_uses_with(result)
         self.graph.erase_node(node)
 
     def _prove(self, region: Region, levels: np.ndarray, steps: np.ndarray, x: QParams) -> None:
@@ -321,7 +327,7 @@ class _Rewriter:
         with self.graph.inserting_before(anchor):
             dequantize = quantizing(q, site.dtype)[1]
             real = self.graph.call_function(dequantize, (source, *self._parameters(site.name, q, site.dtype)))
-        real.meta = {"type": TensorType(array.shape, DType.F32), "origin": origin(anchor)}
+        real.meta = {"type": TensorType(array.shape, DType.F32), "origin": origin(anchor), "site": site.name}
         anchor.replace_input_with(old, real)
 
     def _parameters(self, site: str, q: QParams, dtype: DType) -> tuple[Any, ...]:

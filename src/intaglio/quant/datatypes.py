@@ -60,6 +60,7 @@ DATATYPES: dict[str, Datatype] = {
     for row in (
         Datatype("u8", ACTIVATION, DType.U8, 0, 255, zero_point=True),
         Datatype("u7", ACTIVATION, DType.U8, 0, 127, zero_point=True),
+        Datatype("u4", ACTIVATION, DType.U8, 0, 15, zero_point=True),
         Datatype("s16", ACTIVATION, DType.I16, -32767, 32767, native=False),
         Datatype("s8", WEIGHT, DType.S8, -127, 127),
         Datatype("s4", WEIGHT, DType.S8, -8, 7, bits=4, squares=True),

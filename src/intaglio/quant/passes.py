@@ -196,6 +196,9 @@ PTQ_PASSES: tuple[Callable[[fx.GraphModule], int], ...] = (
     numbers_as_functions,
 )
 
+QAT_PASSES = tuple(step for step in PTQ_PASSES if step is not fold_batch_norm_before)
+"""For training: the weights behind such a norm would have to follow its statistics, so it stays an operator."""
+
 
 def _batch_norms(module: fx.GraphModule) -> list[fx.Node]:
     """Norms in evaluation mode whose only reader takes their first result."""

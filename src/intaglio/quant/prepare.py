@@ -160,7 +160,7 @@ def annotate(captured: Captured, quantizer: Quantizer | Annotator | None = None)
     expect(captured, Captured, "annotate")
     quantizer = Quantizer.of(quantizer)
     module = copy_graph(captured.module)
-    run(module, _passes(quantizer))
+    run(module, _passes(quantizer, PTQ_PASSES))
     quantizer = _decided(quantizer, module)
     declare_images(module, captured.signature, quantizer, captured.classes)
     return annotate_graph(module, quantizer, captured.classes)
@@ -171,9 +171,14 @@ def prepare(captured: Captured, quantizer: Quantizer | Annotator | None = None) 
 
     ``quantizer``: a `Quantizer`, or what annotates nodes (`intaglio.annotation`), as torchao's quantizers do."""
     expect(captured, Captured, "prepare")
-    quantizer = Quantizer.of(quantizer)
-    module = copy_graph(captured.module)
-    rewrites = run(module, _passes(quantizer))
+    return prepared_by(copy_graph(captured.module), captured, Quantizer.of(quantizer), PTQ_PASSES)
+
+
+def prepared_by(
+    module: fx.GraphModule, captured: Captured, quantizer: Quantizer, passes: tuple[Pass, ...]
+) -> Prepared:
+    """`prepare`, of a module that is rewritten in place, by passes of one's own."""
+    rewrites = run(module, _passes(quantizer, passes))
     quantizer = _decided(quantizer, module)
     notes = declare_images(module, captured.signature, quantizer, captured.classes)
     annotations = annotate_graph(module, quantizer, captured.classes)
@@ -195,11 +200,11 @@ def prepare(captured: Captured, quantizer: Quantizer | Annotator | None = None) 
                     watch=watch)  # fmt: skip
 
 
-def _passes(quantizer: Quantizer) -> tuple[Pass, ...]:
+def _passes(quantizer: Quantizer, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
     """A user's patterns and annotators see operators as the model has them."""
     if quantizer.annotator is not None:
-        return tuple(step for step in PTQ_PASSES if step is not join_attention)
-    return PTQ_PASSES if quantizer.patterns else (*PTQ_PASSES, join_gates)
+        return tuple(step for step in passes if step is not join_attention)
+    return passes if quantizer.patterns else (*passes, join_gates)
 
 
 def _decided(quantizer: Quantizer, module: fx.GraphModule) -> Quantizer:

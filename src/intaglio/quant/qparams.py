@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from torch import fx
@@ -14,6 +15,7 @@ from intaglio.ir import QParams
 from intaglio.ops.conv import outputs_first
 from intaglio.quant.annotate import Annotations, Chain, Region
 from intaglio.quant.corrections import Rounded
+from intaglio.quant.datatypes import Datatype
 from intaglio.quant.lint import softmax_operands
 from intaglio.quant.methods import channel_ranges, method_of, without_mask
 from intaglio.quant.prepare import Prepared
@@ -62,10 +64,10 @@ def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, Q
                 result[leader.name] = fixed.get(leader.name) or _activation(leader, chosen)
             result[site.name] = result[leader.name]
     levels = {site.name: result[site.name] for site in by_name.values() if site.role == "activation"}
-    return levels | {site.name: _widened(site, levels) for site in by_name.values() if site.role == "shortcut"}
+    return levels | {site.name: widened(site, levels) for site in by_name.values() if site.role == "shortcut"}
 
 
-def _widened(site: Site, qparams: Mapping[str, QParams]) -> QParams:
+def widened(site: Site, qparams: Mapping[str, QParams]) -> QParams:
     """Parameters of 16 bits, from those of the levels."""
     assert isinstance(site.spec, Derived)
     levels = qparams[site.spec.sources[0]]
@@ -81,11 +83,11 @@ def given_qparams(annotations: Annotations, given: Mapping[str, QParams]) -> dic
         if site.role == "activation":
             leader = by_name[annotations.leaders[site.name]]
             spec = leader.spec
-            result[site.name] = _fixed(leader, spec) if isinstance(spec, Fixed) else given[leader.name]
-    return result | {site.name: _widened(site, result) for site in annotations.sites if site.role == "shortcut"}
+            result[site.name] = fixed_qparams(leader, spec) if isinstance(spec, Fixed) else given[leader.name]
+    return result | {site.name: widened(site, result) for site in annotations.sites if site.role == "shortcut"}
 
 
-def _fixed(site: Site, spec: Fixed) -> QParams:
+def fixed_qparams(site: Site, spec: Fixed) -> QParams:
     zeros = spec.zero_point if isinstance(spec.zero_point, tuple) else (spec.zero_point,)
     return QParams((spec.scale,) * len(zeros), zeros, site.qmin, site.qmax, site.axis)
 
@@ -107,7 +109,7 @@ def activation_ranges(prepared: Prepared, found: Mapping[str, Statistics]) -> di
 
 def _activation(site: Site, chosen: Mapping[str, list[Range]]) -> QParams:
     if isinstance(site.spec, Fixed):
-        return _fixed(site, site.spec)
+        return fixed_qparams(site, site.spec)
     if isinstance(site.spec, Observed):
         try:
             symmetric = site.spec.symmetric
@@ -173,11 +175,11 @@ def _fitted_scales(
     A transposed convolution's axis holds the outputs of one group, so its groups share scales. Channels of zeros do
     not count as enlarged.
     """
-    rows = per_output(region, weight)
+    rows, own = per_output(region, weight), OwnScales.of(region, site)
     absmax = np.abs(rows.reshape(len(rows), -1)).max(1)
-    count = weight.shape[site.axis] if isinstance(site.axis, int) else 1
-    sharing = rows.reshape(len(rows) // count, count, -1).swapaxes(0, 1).reshape(count, -1)
-    plain = channel_scales(sharing, site.record, site.group) if given is None else np.array(given, np.float32)
+    sharing = own.sharing(weight)
+    count = len(sharing)
+    plain = own(weight) if given is None else np.array(given, np.float32)
     if len(plain) != count:
         raise CalibrationError(f"parameters of {site.name}", None, f"{len(plain)} scales; the weight has {count}")
     fitted = numerics.fit_weight_scale(each_output(plain, len(rows)), absmax, bias, scale_x)
@@ -185,11 +187,40 @@ def _fitted_scales(
     return np.where(np.abs(sharing).max(1, initial=0) == 0, fitted, plain), fitted
 
 
+@dataclass(frozen=True)
+class OwnScales:
+    """f32 weight -> f32[C], the scales that its values ask for. ``groups``: of a transposed convolution, whose axis
+    holds the outputs of one group; else 0."""
+
+    kind: Datatype
+    group: int
+    axis: int | None
+    groups: int
+
+    @staticmethod
+    def of(region: Chain, site: Site) -> OwnScales:
+        axis = site.axis if isinstance(site.axis, int) else None
+        return OwnScales(site.record, site.group, axis, _groups(region) if region.record.roles.outputs else 0)
+
+    def sharing(self, weight: np.ndarray) -> np.ndarray:
+        """[C, K]: what shares each scale."""
+        rows = outputs_first(weight, self.groups) if self.groups else weight
+        count = 1 if self.axis is None else weight.shape[self.axis]
+        return rows.reshape(len(rows) // count, count, -1).swapaxes(0, 1).reshape(count, -1)
+
+    def __call__(self, weight: np.ndarray) -> np.ndarray:
+        return channel_scales(self.sharing(weight), self.kind, self.group)
+
+
+def _groups(region: Chain) -> int:
+    return int(call_of(region.anchor, region.record).arguments.get("groups", 1))
+
+
 def per_output(region: Chain, weight: np.ndarray) -> np.ndarray:
     """A weight with all its output channels first, group after group."""
     if not region.record.roles.outputs:
         return weight
-    return outputs_first(weight, int(call_of(region.anchor, region.record).arguments.get("groups", 1)))
+    return outputs_first(weight, _groups(region))
 
 
 def each_output(scales: Sequence[float] | np.ndarray, outputs: int) -> np.ndarray:

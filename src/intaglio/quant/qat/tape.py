@@ -1,0 +1,91 @@
+"""How passes compute the constants of a graph, recorded: so that the same can be computed of other values, and
+differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ATEN = torch.ops.aten
+SAME = (ATEN.detach.default, ATEN.alias.default, ATEN.clone.default)
+"""What makes no other value. A parameter behind ``detach`` would not be trained."""
+
+
+Fixed = Callable[[torch.Tensor], fx.Node]
+
+
+@dataclass(frozen=True)
+class _Step:
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    place: int | None
+    """Which of the results it is; ``None``: the only one."""
+
+
+@dataclass
+class Tape:
+    """While it is entered, every operator that makes a tensor is kept, and the tensor too, as its identity counts."""
+
+    steps: dict[int, _Step] = field(default_factory=dict)
+    alive: list[Any] = field(default_factory=list)
+
+    def __enter__(self) -> Tape:
+        self.mode = _Recording(self)
+        self.mode.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.mode.__exit__(*raised)
+
+    def write(self, graph: fx.Graph, tensor: torch.Tensor, known: dict[int, fx.Node], fixed: Fixed) -> fx.Node | None:
+        """The node that computes a tensor of the constants ``known``, by identity, which it is added to; ``None``
+        where it does not come from them. ``fixed`` gives a node for a tensor that something known is combined with."""
+        if id(tensor) in known:
+            return known[id(tensor)]
+        step = self.steps.get(id(tensor))
+        if step is None:
+            return None
+        leaves = pytree.tree_leaves((step.args, dict(step.kwargs)))
+        sources = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        nodes = {key: self.write(graph, source, known, fixed) for key, source in sources.items()}
+        if not any(nodes.values()):
+            return None
+        if step.target in SAME:
+            (node,) = nodes.values()
+        else:
+            nodes = {key: node or fixed(sources[key]) for key, node in nodes.items()}
+            args, kwargs = pytree.tree_map(
+                lambda leaf: nodes[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf, (step.args, dict(step.kwargs))
+            )
+            node = graph.call_function(step.target, args, kwargs)
+            if step.place is not None:
+                node = graph.call_function(getitem, (node, step.place))
+        known[id(tensor)] = node
+        return node
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.tape.alive.append((args, kwargs, result))
+        given = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)}
+        if func._schema.is_mutable or id(result) in given:
+            return result
+        if isinstance(result, torch.Tensor):
+            self.tape.steps[id(result)] = _Step(func, args, kwargs or {}, None)
+        elif isinstance(result, (tuple, list)):
+            for place, one in enumerate(result):
+                self.tape.steps[id(one)] = _Step(func, args, kwargs or {}, place)
+        return result
