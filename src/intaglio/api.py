@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from intaglio import build
+from intaglio.backends import to_onnx
 from intaglio.build import load
 from intaglio.calls import bind
 from intaglio.capture import capture
@@ -44,7 +45,7 @@ from intaglio.tune import compare, made_up, one_image, search
 
 __all__ = [
     "annotate", "calibrate", "capture", "compare", "compile", "convert", "correct", "equalize", "load", "prepare",
-    "quantize", "requantize",
+    "quantize", "requantize", "to_onnx",
 ]  # fmt: skip
 
 POLICIES = ("plan", "fallback")
