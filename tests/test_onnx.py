@@ -67,16 +67,15 @@ class Written:
         return {entry.name: entry for entry in self.model.graph.initializer}
 
     def assert_close(self, *x: Tensor, level: float, given: tuple[Tensor, ...] | None = None) -> None:
-        """As written: equal but for what float32 sums differ by, and then for a level in a thousand. Optimized: at most
-        a level apart, and the same class."""
-        for running, most in ((self.plain, 1e-3), (self.fast, 1e-2)):
+        """At most a level apart, and the same class; as written, most values are equal but for the order of sums."""
+        for running in (self.plain, self.fast):
             for got, wanted in zip(results(running, *(given or x)), tensors(self.reference(*x)), strict=True):
                 wanted = wanted.detach().numpy()
                 assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
                 far = np.abs(got.astype(np.float64) - wanted)
-                assert far.max(initial=0) <= 1.01 * level
-                assert (far > 1e-5 * max(1, np.abs(wanted).max())).mean() <= most + 1 / far.size
-                assert (got.argmax(-1) == wanted.argmax(-1)).mean() >= 1 - most - 1 / far.size
+                assert far.max() <= 1.01 * level
+                assert running is self.fast or np.median(far) <= 1e-5 * np.abs(wanted).max()
+                assert got.ndim != 2 or np.array_equal(got.argmax(-1), wanted.argmax(-1))
 
 
 def level_of(reference: Reference) -> float:
@@ -118,12 +117,12 @@ def test_images_are_taken_as_bytes(tmp_path):
     written.assert_close(x, given=(pixels,), level=level_of(written.reference))
 
 
-def test_who_reads_the_image_in_float_gets_the_pixels_of_the_bytes(tmp_path):
+def test_an_image_that_something_reads_in_float_stays_float(tmp_path):
     model = randomize(Body(lambda m, x: (m.conv(x), torch.erf(x)), conv=nn.Conv2d(3, 4, 3)))
-    image, pixels = intaglio.Image(0.5, 0.25), torch.arange(192, dtype=torch.uint8).reshape(1, 3, 8, 8)
-    x = image.normalize(pixels)
-    written = Written(reference_of(model, x, input=image), tmp_path)
-    for got, wanted in zip(results(written.plain, pixels), written.reference(x), strict=True):
+    x = torch.randn(2, 3, 8, 8)
+    written = Written(reference_of(model, x, input=intaglio.Image(0.5, 0.25)), tmp_path)
+    assert list(written.file.inputs.values()) == ["FLOAT[n,3,8,8]"]
+    for got, wanted in zip(results(written.plain, x), written.reference(x), strict=True):
         np.testing.assert_allclose(got, wanted.detach().numpy(), atol=1e-5)
 
 
@@ -157,7 +156,8 @@ def test_rows_quantized_while_the_model_runs(tmp_path):
 def test_scales_of_rows_are_the_references(mode, tmp_path):
     recipe = Recipe(default=intaglio.Setting(activations=mode))
     torch.manual_seed(0)
-    written = Written(reference_of(nn.Linear(24, 5, bias=mode == "token"), torch.randn(2, 3, 24), recipe=recipe), tmp_path)
+    model = nn.Linear(24, 5, bias=mode == "token")
+    written = Written(reference_of(model, torch.randn(2, 3, 24), recipe=recipe), tmp_path)
     x = torch.randn(4, 3, 24) * torch.tensor([1e-3, 1, 1e3])[:, None]
     got, wanted = results(written.plain, x)[0], written.reference(x).detach().numpy()
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())

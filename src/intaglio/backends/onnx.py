@@ -1,4 +1,4 @@
-"""`to_onnx`: a reference as an ONNX file of standard operators, with QuantizeLinear and DequantizeLinear written out."""
+"""`to_onnx`: a reference as an ONNX file of standard operators, QuantizeLinear and DequantizeLinear among them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def to_onnx(reference: Reference, path: str | Path) -> OnnxFile:
     notes: list[str] = []
     names = input_names(reference.signature, inputs, notes), output_names(reference.signature, notes)
     if any(str(node.target) == RECURRENT_CALL for node in reference.module.graph.nodes):
-        notes.append("recurrent layers: ONNX has none of levels; theirs is of float32, and hidden states are not rounded")
+        notes.append("recurrent layers are of float32 on integer weights, and hidden states are not rounded")
     written = _translated(_exported(module, inputs), *names)
     _name_dimensions(written.model, inputs)
     _name_nodes(written.model)
@@ -70,13 +70,16 @@ def to_onnx(reference: Reference, path: str | Path) -> OnnxFile:
     written.model.doc_string = "\n".join((*reference.notes, *notes))
     written.save(path)
     graph = written.model.graph
-    types = [{str(v.name): f"{v.dtype}{v.shape}" for v in values} for values in (graph.inputs, graph.outputs)]
-    return OnnxFile(Path(path), *types, tuple(notes))
+    return OnnxFile(Path(path), _types(graph.inputs), _types(graph.outputs), tuple(notes))
+
+
+def _types(values: Sequence[Any]) -> dict[str, str]:
+    return {str(value.name): f"{value.dtype}{value.shape}" for value in values}
 
 
 def _require() -> None:
     try:
-        import onnx
+        import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise BuildError("to_onnx", None, f"it needs a package that is not installed: {error.name}",
@@ -92,8 +95,8 @@ def input_names(signature: Signature, inputs: Sequence[fx.Node], notes: list[str
     for node, entry in zip(inputs, signature.inputs, strict=False):
         if tensor_type(node).dtype is not entry.type.dtype:
             notes.append(f"input '{entry.name}': u8, the bytes of its images")
-    for entry in signature.state:
-        notes.append(f"buffer '{entry.path}': an input, and '{entry.path}_after' an output; hand it on from call to call")
+    for path in (kept.path for kept in signature.state):
+        notes.append(f"buffer '{path}': an input, and '{path}_after' an output; hand it on from call to call")
     return names
 
 
@@ -114,7 +117,7 @@ def output_names(signature: Signature, notes: list[str]) -> list[str]:
     for leaf in signature.written:
         names.append(f"{next(entry.name for entry in signature.inputs if entry.leaf == leaf)}_after")
         notes.append(f"output '{names[-1]}': what the model writes into that input")
-    return names + [f"{entry.path}_after" for entry in signature.state]
+    return [*names, *[f"{entry.path}_after" for entry in signature.state]]
 
 
 def _name_dimensions(model: Any, inputs: Sequence[fx.Node]) -> None:
@@ -148,7 +151,7 @@ def _name_nodes(model: Any) -> None:
     taken: Counter[str] = Counter()
     for node in model.graph:
         scopes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
-        place = "/".join([scope for scope in scopes[:-1] if scope][-1:] + [node.op_type])
+        place = "/".join([*[scope for scope in scopes[:-1] if scope][-1:], node.op_type])
         taken[place] += 1
         node.name = place if taken[place] == 1 else f"{place}_{taken[place]}"
         node.metadata_props.clear()

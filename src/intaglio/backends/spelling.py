@@ -54,24 +54,13 @@ def spelled(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def take_bytes(module: fx.GraphModule, node: fx.Node) -> None:
-    """An input whose bytes stand for pixels is those bytes, and they are the levels; who reads it in float gets
-    ``(byte - zero point - shift) / gain``."""
+    """An input whose bytes stand for pixels is those bytes, and they are the levels, if nothing reads it in float."""
     if (image := pixels_of(node)) is None or image[0].op != "placeholder":
         return
-    (x, gain, shift), zeros = image, node.args[2]
-    others = [user for user in x.users if user is not node.args[0] and tensor_type(user)]
-    if others:
-        with module.graph.inserting_after(x):
-            real = module.graph.call_function(pixels_from_bytes, (x, zeros, shift, gain))
-        real.meta = {"type": tensor_type(x)}
-        for user in others:
-            user.replace_input_with(x, real)
-    x.meta["type"] = TensorType(tensor_type(x).shape, DType.U8)
-    replace_node(node, x)
-
-
-def pixels_from_bytes(x: torch.Tensor, zeros: torch.Tensor, shift: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-    return (x.to(torch.float32) - zeros.reshape(shift.shape).to(torch.float32) - shift) / gain
+    x = image[0]
+    if all(user is node.args[0] for user in x.users if tensor_type(user) is not None):
+        x.meta["type"] = TensorType(tensor_type(x).shape, DType.U8)
+        replace_node(node, x)
 
 
 # ---- rows quantized while the model runs ----------------------------------------------------------------------------
@@ -80,7 +69,7 @@ def pixels_from_bytes(x: torch.Tensor, zeros: torch.Tensor, shift: torch.Tensor,
 def multiply_rows(module: fx.GraphModule, node: fx.Node) -> None:
     """A linear layer of rows with scales of their own -> a product of integers, scaled by row and by column.
 
-    QuantizeLinear takes no scales that are computed for each row; MatmulInteger and the two factors are what the
+    QuantizeLinear takes no scales that are computed for each row; MatMulInteger and the two factors are what the
     engines run in int8.
     """
     if operator(node) != LINEAR:
@@ -134,7 +123,9 @@ def gather_levels(module: fx.GraphModule, node: fx.Node) -> None:
     are no whole numbers, which DequantizeLinear has not."""
     if operator(node) == EMBEDDING and (table := table_behind(node.args[0])) is not None:
         replace_node(node, call_before(node, tensor_type(node), rows_of_table, *table, node.args[1]))
-    elif (table := table_behind(node)) is not None and tensor_type(table[2]).dtype is DType.F32:
+        return
+    table, alone = table_behind(node), all(operator(user) == EMBEDDING for user in node.users)
+    if table is not None and not alone and tensor_type(table[2]).dtype is DType.F32:
         replace_node(node, call_before(node, tensor_type(node), values_of_table, *table))
 
 
@@ -199,7 +190,7 @@ def multiply_few_bits(module: fx.GraphModule, node: fx.Node) -> None:
     """
     if operator(node) != LINEAR or operator(node.args[1]) != DEQUANTIZE_CHANNEL:
         return
-    (x, weight, *bias), dequantized = node.args, node.args[1].args
+    (x, _, *bias), dequantized = node.args, node.args[1].args
     packing = tensor_type(dequantized[0]).packing if is_constant(dequantized[0]) else None
     if packing is None or operator(x).startswith("quantized_decomposed.dequantize"):
         return
@@ -227,9 +218,8 @@ def linear_of_groups(
     x: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, group: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """f32[..., K], int4[K, N], f32[K / group, N] -> f32[..., N]."""
-    attrs = {"axis": 0, "block_size": group}
-    weight = torch.onnx.ops.symbolic("DequantizeLinear", (levels, scales), attrs, dtype=torch.float32,
-                                     shape=levels.shape, version=21)  # fmt: skip
+    weight = torch.onnx.ops.symbolic("DequantizeLinear", (levels, scales), {"axis": 0, "block_size": group},
+                                     dtype=torch.float32, shape=levels.shape, version=21)  # fmt: skip
     y = torch.matmul(x, weight)
     return y if bias is None else y + bias
 
@@ -242,7 +232,7 @@ def multiply_matrices(module: fx.GraphModule, node: fx.Node) -> None:
     """
     if operator(node) != LINEAR or len(tensor_type(node.args[0]).shape) == 2:
         return
-    (x, weight, *bias), dequantize = node.args, node.args[1]
+    (x, _, *bias), dequantize = node.args, node.args[1]
     if operator(dequantize) != DEQUANTIZE_CHANNEL or not is_constant(dequantize.args[0]):
         return
     columns = transposed(module, dequantize.args[0])

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
 from intaglio.quant.convert import decomposed
 from intaglio.quant.float8 import float8
@@ -22,7 +21,8 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     def constant(value: float, dtype: int) -> Any:
         kind = ir.DataType(dtype)
-        return op.Constant(value=ir.Tensor(np.array(value, kind.numpy()), dtype=kind))
+        tensor: Any = ir.Tensor(np.array(value, kind.numpy()), dtype=kind)
+        return op.Constant(value=tensor)
 
     def clip(levels: Any, low: int, high: int, dtype: int) -> Any:
         """Levels narrower than their type: Clip behind QuantizeLinear, where engines still see the operator in front
@@ -47,7 +47,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     def dequantize_channels(q: Any, scales: Any, zeros: Any, axis: int, low: int, high: int, dtype: int) -> Any:
         return op.DequantizeLinear(q, scales, zeros, axis=axis)
 
-    found = {}
+    found: dict[Callable[..., Any], Callable[..., Any]] = {}
     for ops in (decomposed(), float8()):
         found |= {
             ops.quantize_per_tensor.default: quantize,
