@@ -274,14 +274,15 @@ def type_zero_points(module: fx.GraphModule, node: fx.Node) -> None:
     values = _tensor(module, zeros)
     if values.dtype is not dtype:
         name = f"{zeros.target}_{str(dtype).rpartition('.')[2]}"
-        typed = constant(module, name, values.to(dtype).numpy(), zeros.meta.get("path", name))
+        typed = constant(module, name, values.to(dtype), zeros.meta.get("path", name))
         node.update_arg(2, typed)
 
 
-def constant(module: fx.GraphModule, name: str, array: np.ndarray, path: str) -> fx.Node:
+def constant(module: fx.GraphModule, name: str, values: np.ndarray | torch.Tensor, path: str) -> fx.Node:
     """A constant made once by its name; ``path`` is what the file calls it."""
     if not hasattr(module, name):
-        module.register_buffer(name, torch.from_numpy(np.ascontiguousarray(array)))
+        held = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(values))
+        module.register_buffer(name, held)
     return constant_node(module, name, path)
 
 
