@@ -233,8 +233,9 @@ def _refusal(program: ExportedProgram, error: BaseException) -> UnsupportedError
     while reason is not None and not (found := UNKNOWN.search(str(reason))):
         reason = reason.__cause__
     name = found[1] if reason is not None and found else ""
-    nodes = [node for node in program.run_decompositions().graph.nodes if str(node.target) == name]
-    paths = [path for node in nodes for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    own = name.split(".")[1] if "." in name else name  # prims.erf of aten.special_erf
+    nodes = [node for node in program.graph.nodes if own and own in str(node.target)]
+    paths = [node.meta.get("custom", {}).get("path", "") for node in nodes]
     return UnsupportedError(
         next(iter(paths), "") or "model", name or None, "there are no ONNX operators for it",
         remedy="write this part of the model with other operators, or export what is in front of it and behind it",
