@@ -2,26 +2,33 @@
 
     python benchmarks/loops.py                  one JSON line a case
     python benchmarks/loops.py --rounds 3       fewer rounds, to see that it runs
+    python benchmarks/loops.py --record         one line more in results/
 
-Small sizes lie in the second-level cache, large ones in no cache. ``ratio`` is the median over rounds of the copy's
-time by the loop's.
+Small sizes lie in the second-level cache, large ones in no cache: copies of them take turns on `UNCACHED` bytes. The
+copy reads half of the loop's bytes and writes half, in a loop of C whose stores the caches take; of large ones there is
+another that goes past them, as large results of floats do. ``ratio`` is the median over rounds of the copy's time by
+the loop's, ``of_streamed`` that of the other copy's. ``ns_64`` is the loop's time for 64 elements, that of all threads
+added up: of the small sizes, what the arithmetic takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import statistics
 from collections.abc import Callable
 
 import numpy as np
+import record
 import torch
 from torch.utils import _pytree as pytree
 
 import intaglio
 from intaglio.ir import DType, Graph, Input, Op, Output, QParams, Signature, TensorType, verify
 from intaglio.lower import Lowered
+from intaglio.lower.levels import near_functions
 from intaglio.native import machine
 from intaglio.native.compile import build, load
 from intaglio.native.library import parallel_address
@@ -29,19 +36,34 @@ from intaglio.ops.body import Body
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
 """Of mallopt: results keep their pages from call to call, as the copy's do."""
+LARGE, UNCACHED = 1 << 24, 1 << 28
+"""Bytes: copies of as many are large, and go around in so many."""
 LEVELS = QParams((0.03,), (128,), 0, 255)
 COPY = """
+#include "loops.h"
 #include "program.h"
 struct Call { const float* from; float* to; int64_t count; };
+static void streamed_body(void* context, int thread, int threads) {
+    const struct Call* c = (const struct Call*)context;
+    const int64_t lines = c->count / 64;
+    const int64_t first = share(lines, thread, threads) * 64, last = share(lines, thread + 1, threads) * 64;
+    along(first, last, [&](int64_t e, int64_t count, int, auto vectors) __attribute__((always_inline)) {
+        enum { COUNT = decltype(vectors)::COUNT };
+        Reals x[COUNT];
+        EACH x[i] = read_f32(c->from + e + i * FLOATS, 1, count);
+        stream_f32<COUNT>(c->to + e, count, x, is_streamed(c->to, STREAMED));
+    });
+    end_streams();
+}
 static void body(void* context, int thread, int threads) {
     const struct Call* c = (const struct Call*)context;
     const int64_t first = share(c->count, thread, threads), last = share(c->count, thread + 1, threads);
     for (int64_t i = first; i < last; ++i) c->to[i] = c->from[i];
 }
 extern "C" __attribute__((visibility("default")))
-void copy(const float* from, float* to, int64_t count, int threads, IntaglioParallel parallel) {
+void copy(const float* from, float* to, int64_t count, int streamed, int threads, IntaglioParallel parallel) {
     struct Call call = {from, to, count};
-    parallel(body, &call, threads);
+    parallel(streamed ? streamed_body : body, &call, threads);
 }
 extern "C" __attribute__((visibility("default"))) int64_t nanoseconds(void) {
     struct timespec now;
@@ -86,7 +108,7 @@ def residual_norm(body: Body) -> tuple[str, ...]:
 
 def softmax(body: Body) -> tuple[str, ...]:
     powers = body("exp", body("sub", "x", body("max", "x", axis=1)))
-    return (body("div", powers, body("sum", powers, axis=1)),)
+    return (body("mul", powers, body("reciprocal", body("sum", powers, axis=1))),)
 
 
 CASES: dict[str, tuple[Callable[[Body], tuple[str, ...]], tuple[int, int]]] = {
@@ -133,7 +155,7 @@ def model_of(write: Callable[[Body], tuple[str, ...]], shape: tuple[int, int]) -
     entries = tuple(Input(name, leaf, real) for leaf, name in enumerate(inputs))
     trees = pytree.tree_structure((inputs, {})), pytree.tree_structure(tuple(outputs))
     signature = Signature(entries, tuple(map(Output, outputs)), *trees)
-    return intaglio.compile(Lowered(verify(graph), {}, signature))
+    return intaglio.compile(Lowered(verify(near_functions(graph)[0]), {}, signature))
 
 
 def measure(name: str, rounds: int, calls: int) -> dict[str, object]:
@@ -144,24 +166,32 @@ def measure(name: str, rounds: int, calls: int) -> dict[str, object]:
     given = [torch.randn(shape) for _ in model.signature.inputs]
     step = next(i for i, note in enumerate(model.artifact.program.steps) if note.kinds == "loop")
     total = int(model.artifact.program.steps[step].work.bytes)
-    source, result = torch.ones(total // 8), torch.ones(total // 8)
-    ends = ctypes.c_void_p(source.data_ptr()), ctypes.c_void_p(result.data_ptr())
-    loops, copies = [], []
+    half, places = total // 2 & -4096, UNCACHED // total if total >= LARGE else 1
+    source, result = torch.ones(half * places // 4), torch.ones(half * places // 4)
+    turn = itertools.cycle(range(0, half * places, half))
+    loops, copies = list[float](), ([], [])
+
+    def copy(streamed: int) -> float:
+        at = next(turn)
+        ends = (ctypes.c_void_p(array.data_ptr() + at) for array in (source, result))
+        count, parallel = ctypes.c_int64(half // 4), ctypes.c_void_p(parallel_address())
+        begin = library.nanoseconds()
+        library.copy(*ends, count, streamed, torch.get_num_threads(), parallel)
+        return (library.nanoseconds() - begin) / 1e3
+
     for _ in range(rounds):
         found = model.profile(*given, calls=calls)
         loops.append(next(one.microseconds for one in found.parts if one.kinds == "loop"))
-        times = []
-        for _ in range(calls):
-            begin = library.nanoseconds()
-            library.copy(
-                *ends, ctypes.c_int64(total // 8), torch.get_num_threads(), ctypes.c_void_p(parallel_address())
-            )
-            times.append((library.nanoseconds() - begin) / 1e3)
-        copies.append(statistics.median(times))
-    ratio = statistics.median(copy / loop for copy, loop in zip(copies, loops, strict=True))
+        for streamed, times in enumerate(copies):
+            times.append(statistics.median(copy(streamed) for _ in range(calls)))
+    plain, streamed = (
+        statistics.median(copy / loop for copy, loop in zip(times, loops, strict=True)) for times in copies
+    )
+    loop, threads = statistics.median(loops), torch.get_num_threads()
     return {
-        "case": name, "bytes": total, "loop_us": round(statistics.median(loops), 2),
-        "copy_us": round(statistics.median(copies), 2), "ratio": round(ratio, 3), "threads": torch.get_num_threads(),
+        "case": name, "bytes": total, "loop_us": round(loop, 2), "copy_us": round(statistics.median(copies[0]), 2),
+        "ratio": round(plain, 3), "of_streamed": round(streamed, 3) if total >= LARGE else None,
+        "ns_64": round(1e3 * loop * threads * 64 / (shape[0] * shape[1]), 2), "threads": threads,
     }  # fmt: skip
 
 
@@ -171,13 +201,18 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--record", action="store_true", help="add the figures to benchmarks/results")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     libc = ctypes.CDLL(None)
     libc.mallopt(MMAP_THRESHOLD, 1 << 30), libc.mallopt(TRIM_THRESHOLD, 1 << 30)
+    results = []
     for name in CASES:
         if given.only in name:
-            print(json.dumps(measure(name, given.rounds, given.calls)), flush=True)
+            results.append(measure(name, given.rounds, given.calls))
+            print(json.dumps(results[-1]), flush=True)
+    if given.record:
+        record.append("loops", given, {"idle": record.idle(), "rows": results})
 
 
 if __name__ == "__main__":

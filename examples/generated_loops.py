@@ -5,7 +5,8 @@ quantize, dequantize -> operator -> quantize.
 
 Convolutions and pools read and give levels; the larger of a value and a learned bound is no integer operator here, so
 a loop stands between them: one pass over memory, floats only in registers. Right behind a convolution it would be the
-epilogue of its kernel, and no pass at all.
+epilogue of its kernel, and no pass at all; with one bound for all channels, the second loop would be a table of 256
+levels.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ import intaglio
 
 
 class Bounded(nn.Module):
-    """A learned lower bound in front of, between and behind two convolutions with pools."""
+    """Learned lower bounds, one a channel, in front of, between and behind two convolutions with pools."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2))
         self.second = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.MaxPool2d(2))
-        self.least = nn.Parameter(torch.tensor(0.1))
+        self.least = nn.ParameterList(0.2 * torch.rand(channels, 1, 1) for channels in (3, 8, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(torch.maximum(x, self.least))
-        x = self.second(torch.maximum(x, self.least))
-        return torch.maximum(x, self.least)
+        x = self.first(torch.maximum(x, self.least[0]))
+        x = self.second(torch.maximum(x, self.least[1]))
+        return torch.maximum(x, self.least[2])
 
 
 LOOP = re.compile(r"// [^\n]*: loop, [^\n]*\n.*?\n}\n", re.DOTALL)

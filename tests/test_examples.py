@@ -46,10 +46,31 @@ def test_a_newcomer_quantizes_saves_loads_and_compares(tmp_path):
 def test_the_three_loops_of_document_002_are_printed():
     printed = run(str(ROOT / "examples/generated_loops.py"))
     first, second, third = (part.split("\n}\n")[0] for part in printed.split("// ---- ")[1:])
-    assert "quantize_lanes" in first
+    assert "write_levels" in first
     assert "dequantize_lanes" not in first
     assert second.count("dequantize_lanes") == 1
-    assert " quantize_lanes" in second
+    assert "write_levels" in second
     assert "dequantize_lanes" in third
-    assert " quantize_lanes" not in third
+    assert "write_levels" not in third
     assert "the same bits as the interpreter: True" in printed
+
+
+def test_document_000_prints_states_and_the_order_of_calls():
+    """Frontends A5: of parent and child, before and after convert."""
+    printed = run(str(ROOT / "examples/define_by_run.py"))
+    parts = dict(part.split(":\n", 1) for part in printed.split("\n\n") if ":\n" in part)
+    assert parts["given"].splitlines()[:3] == ["m (Parent)", "   conv (Conv2d)", "   child (Child)"]
+    assert parts["prepared"].splitlines() == [
+        "m (Parent)", "   _auto_quant_state (AutoQuantizationState)", "   conv (Conv2d)",
+        "   child (Child)", "      _auto_quant_state (AutoQuantizationState)",
+    ]  # fmt: skip
+    assert "(seen_op_infos): {\n    0: (type): torch.Tensor.add\n" in parts["m.child, prepared"]
+    assert "QTensorInfo(id=2, inf_dtype=torch.quint8)" in parts["m.child, prepared"]
+    assert "(2): Observer(child#0/add.0, count=512)" in parts["m.child, prepared"]
+    assert "(before): quantize 0" in parts["m, converted"]
+    assert "(after): dequantize 2" in parts["m.child, converted"]
+    order = ["m start", "m.conv start", "m.conv end", "m.child start", "m.child::add start", "m.child::add end",
+             "m.child end", "m end"]  # fmt: skip
+    assert parts["intercepted"].splitlines() == [f"{number}. {call}" for number, call in enumerate(order, 1)]
+    assert "result: torch.float32" in printed
+    assert "the same bits: True" in printed

@@ -128,6 +128,18 @@ def test_a_third_operator_between_two_loops_keeps_them_apart():
     assert [op.kind for op in lowered.graph.ops][-3:] == ["loop", "island", "loop"]
 
 
+@pytest.mark.parametrize("isa", HERE)
+def test_a_loop_writes_into_the_memory_that_a_move_behind_it_owns(isa):
+    def stacked(m, x):
+        y = m.conv(x).clone()
+        y[:, 0] = 0
+        return torch.stack([y, y * 2]).sum(0)
+
+    x = torch.randn(2, 8, 10, 10, generator=torch.Generator().manual_seed(0))
+    _, lowered = quantized(Body(stacked, conv=nn.Conv2d(8, 8, 3)), x)
+    assert equal(intaglio.compile(lowered, isa=isa)(x), lowered(x))
+
+
 def test_what_nobody_else_reads_is_not_stored():
     """A sum, its layer norm, the levels of that: the sum and the levels are results."""
 

@@ -1,6 +1,7 @@
 """intaglio: a float PyTorch model and a few batches of data in, a fast int8 model for the CPU out."""
 
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ __all__ = [
     "compile",
     "convert",
     "correct",
+    "eager",
     "equalize",
     "errors",
     "load",
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from intaglio import eager
     from intaglio.api import (
         annotate,
         calibrate,
@@ -84,6 +87,8 @@ else:
         """Public names at their first use: PyTorch takes seconds to import, and `intaglio --help` needs none of it."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name == "eager":
+            return import_module("intaglio.eager")
         from intaglio.api import __dict__ as verbs
         from intaglio.backends import __dict__ as backends
         from intaglio.lower import __dict__ as lower

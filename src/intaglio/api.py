@@ -39,7 +39,6 @@ from intaglio.quant.correct.equalize import equalize
 from intaglio.quant.correct.kept import SAMPLES, keep
 from intaglio.quant.correct.steps import correct
 from intaglio.quant.distributed import Group
-from intaglio.quant.recipe import NAMED
 from intaglio.runtime import QuantizedModel, example_of
 from intaglio.tune import compare, made_up, one_image, search
 
@@ -101,7 +100,7 @@ def quantize(
     captured = capture(model, args, example_kwargs=kwargs, dynamic_shapes=dynamic_shapes)
     if not isinstance(tune, bool):  # before the work, not after it
         example_of(captured.signature, tune, range(len(captured.signature.inputs)) if input else ())
-    selected = _recipe(recipe).with_selection(skip, only)
+    selected = Recipe.given(recipe).with_selection(skip, only)
     quantizer = Quantizer(
         selected, input or {}, patterns=patterns, operators=operators, skip_first=skip_first, skip_last=skip_last
     )
@@ -135,16 +134,6 @@ def _converted(prepared: Prepared, data: Any, samples: int | None, progress: boo
     prepared = equalize(prepared, looked_at)
     ranges = Calibrator(prepared, data, samples=samples, progress=progress).calibrate()
     return convert(prepared, ranges, correct(prepared, ranges, looked_at))
-
-
-def _recipe(recipe: Recipe | Mapping[str, Any] | str | Path | None) -> Recipe:
-    if recipe is None:
-        return Recipe()
-    if isinstance(recipe, str) and recipe in NAMED:
-        return Recipe.named(recipe)
-    if isinstance(recipe, (str, Path)):
-        return Recipe.load(recipe)
-    return recipe if isinstance(recipe, Recipe) else Recipe.of(recipe)
 
 
 def compile(

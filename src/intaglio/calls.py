@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from intaglio.errors import InputError
-from intaglio.ir import DType, Expression, Signature, evaluate
+from intaglio.ir import Dim, DType, Expression, Signature, evaluate, solve, symbols_of
 
 DTYPES = {
     torch.uint8: DType.U8,
@@ -91,7 +91,8 @@ def dims_of(signature: Signature, leaves: Sequence[Any], byte_inputs: Collection
     symbols: dict[str, int] = {}
     for entry, value in zip(signature.inputs, leaves, strict=True):
         shape, where = entry.type.shape, f"input '{entry.name}'"
-        if value.dim() != len(shape) or not all(_fits(d, s, symbols) for d, s in zip(shape, value.shape, strict=True)):
+        sizes = zip(shape, value.shape, strict=False)
+        if value.dim() != len(shape) or not all(settles(dim, size, symbols) for dim, size in sizes):
             raise InputError(where, None, f"shape {list(value.shape)}; the model takes {_shape_text(shape)}")
         if (limits := _beyond(signature, symbols)) is not None:
             raise InputError(
@@ -145,17 +146,15 @@ def unfit(tensor: torch.Tensor) -> str | None:
 TO_DENSE_ON_CPU = "call .cpu(), .to_dense() or torch.nested.to_padded_tensor"
 
 
-def _fits(dim: Any, size: int, symbols: dict[str, int]) -> bool:
-    if not isinstance(dim, Expression):
-        return dim == size
-    if len(dim.terms) == 1 and len(dim.terms[0][0]) == 1:
-        ((name,), factor) = dim.terms[0]
-        if isinstance(name, str) and name not in symbols and size % factor == 0:
-            symbols[name] = size // factor
-    try:
-        return evaluate(dim, symbols) == size
-    except KeyError:
-        return False
+def settles(dim: Dim, size: int, symbols: dict[str, int]) -> bool:
+    """Whether an axis may have this size; the one symbol of its expression that was not known is known from now on."""
+    unknown = symbols_of(dim) - symbols.keys()
+    if len(unknown) == 1:
+        (name,) = unknown
+        if (value := solve(dim, size, name, symbols)) is None:
+            return False
+        symbols[name] = value
+    return len(unknown) < 2 and evaluate(dim, symbols) == size
 
 
 def initial_state(signature: Signature) -> list[torch.Tensor]:

@@ -136,8 +136,13 @@ def _model(saved: Saved, planned: Plan, artifact: Artifact, hosts: Mapping[str, 
     others = {isa: library for isa, library in saved.libraries.items() if isa != artifact.program.isa}
     return QuantizedModel(
         artifact, saved.signature, graph, islands, coverage, about, saved.example, others, remake, saved.schedules,
-        hosts,
+        hosts, emit_for,
     )  # fmt: skip
+
+
+def emit_for(model: QuantizedModel, isa: str) -> Program:
+    """The model's program for another instruction set, with the schedules it keeps for that."""
+    return _emit(plan(model.graph), isa, model.about.name, model.schedules.get(isa))
 
 
 def remake(model: QuantizedModel, graph: Graph) -> QuantizedModel:

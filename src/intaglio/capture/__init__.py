@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -20,14 +21,17 @@ def capture(
     *,
     example_kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
+    free: Mapping[int, Collection[int]] = MappingProxyType({}),
     train: bool = False,
 ) -> Captured:
     """The model as a functional ATen graph; its batch is free where the model's own code allows.
 
     ``example_inputs``: a tuple of positional arguments (or one tensor). torch specialises an example of batch 1, so it
-    is repeated to 2. The graph is checked against the model at batch 1 and 3; where they differ the shapes of the
-    example stay fixed and ``notes`` says why. The model is copied and never changed. Raises `CaptureError`.
+    is repeated to 2. ``free``: leaf of the call -> axes to leave free besides the batch, and the length of token ids,
+    where the model's own code allows; or ``dynamic_shapes``, as torch.export takes them, says it all. The graph is
+    checked against the model at batch 1 and 3; where they differ the shapes of the example stay fixed and ``notes``
+    says why. The model is copied and never changed. Raises `CaptureError`.
     """
     from intaglio.capture.trace import trace  # torch.export takes a third of a second to import
 
-    return trace(model, example_inputs, example_kwargs, dynamic_shapes, train)
+    return trace(model, example_inputs, example_kwargs, dynamic_shapes, train, free)

@@ -10,7 +10,7 @@ import inspect
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -261,17 +261,20 @@ def with_named_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> nn.Modul
 
 
 def free_axes(
-    model: nn.Module, args: tuple, kwargs: Mapping[str, Any], sequences: bool, length: Any = TorchDim.AUTO
-) -> Any:
-    """dynamic_shapes that leave the first axis of every tensor free where the model's own code allows; with
-    ``sequences`` the second axis of token ids and masks too, or as ``length`` says."""
+    model: nn.Module, args: tuple, kwargs: Mapping[str, Any], axes: Sequence[Collection[int]],
+    second: Any = TorchDim.AUTO,
+) -> Any:  # fmt: skip
+    """dynamic_shapes that leave these axes of each leaf of the call free where the model's own code allows; the second
+    axis as ``second`` says."""
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    wanted = {id(leaf): free for leaf, free in zip(leaves, axes, strict=True) if isinstance(leaf, torch.Tensor)}
 
     def spec(leaf: Any) -> Any:
         if _is_record(leaf):  # torch.export wants a list of what is in it
             return [pytree.tree_map(spec, child, is_leaf=_is_record) for child in _fields(leaf)]
         if not isinstance(leaf, torch.Tensor) or not leaf.dim():
             return None
-        return {0: TorchDim.AUTO, **({1: length} if sequences and is_sequence(leaf) else {})}
+        return {axis: second if axis == 1 else TorchDim.AUTO for axis in wanted[id(leaf)] if axis < leaf.dim()}
 
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,9 @@ from intaglio.errors import CaptureError
 
 
 def trace(
-    model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None, dynamic_shapes: Any, train: bool
-) -> Captured:
+    model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None, dynamic_shapes: Any, train: bool,
+    free: Mapping[int, Collection[int]],
+) -> Captured:  # fmt: skip
     """What `capture` does, behind the import of torch.export."""
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     args = tuple(map(plain_mapping, args))
@@ -34,7 +35,9 @@ def trace(
             _try(own, args, kwargs)
             for name, buffer in own.named_buffers():
                 buffer.copy_(buffers[name])
-        return _capture(own, args, kwargs, dynamic_shapes, train)
+        if dynamic_shapes is not None:
+            return _checked(to_captured(export(own, args, kwargs, dynamic_shapes), own, (), train), own, args, kwargs)
+        return _capture(own, args, kwargs, free, train)
 
 
 def _check_example(args: tuple, kwargs: Mapping[str, Any]) -> None:
@@ -60,12 +63,12 @@ def _clone(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _capture(own: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic_shapes: Any, train: bool) -> Captured:
-    if dynamic_shapes is not None:
-        return _checked(to_captured(export(own, args, kwargs, dynamic_shapes), own, (), train), own, args, kwargs)
+def _capture(
+    own: nn.Module, args: tuple, kwargs: dict[str, Any], free: Mapping[int, Collection[int]], train: bool
+) -> Captured:
     notes: tuple[str, ...] = ()
     for sequences in (True, False) if any(map(is_sequence, pytree.tree_leaves((args, kwargs)))) else (False,):
-        captured, reason = _with_free_axes(own, args, kwargs, sequences, train)
+        captured, reason = _with_free_axes(own, args, kwargs, _free(args, kwargs, sequences, free), train)
         if captured is not None:
             notes += _fixed_lengths(captured, own, args, kwargs) if sequences else ()
             return replace(captured, about=captured.about.after(notes))
@@ -76,13 +79,13 @@ def _capture(own: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic_shapes
 
 
 def _with_free_axes(
-    own: nn.Module, args: tuple, kwargs: dict[str, Any], sequences: bool, train: bool
+    own: nn.Module, args: tuple, kwargs: dict[str, Any], axes: Sequence[Collection[int]], train: bool
 ) -> tuple[Captured | None, str | None]:
-    """The graph with a free batch, and free lengths if asked for; else why there is none."""
+    """The graph with these axes free, of each leaf of the call; else why there is none."""
     reason = None
-    for wide_args, wide_kwargs in _examples(args, kwargs, sequences):
+    for wide_args, wide_kwargs in _examples(args, kwargs, axes):
         try:
-            shapes = free_axes(own, wide_args, wide_kwargs, sequences)
+            shapes = free_axes(own, wide_args, wide_kwargs, axes)
             captured = to_captured(export(own, wide_args, wide_kwargs, shapes), own, (), train)
             found = disagreement(captured, own, args, kwargs) if free_symbols(captured) else "the model fixes it"
         except CaptureError as error:
@@ -93,15 +96,25 @@ def _with_free_axes(
     return None, reason
 
 
+def _free(
+    args: tuple, kwargs: dict[str, Any], sequences: bool, free: Mapping[int, Collection[int]]
+) -> list[tuple[int, ...]]:
+    """Axes of each leaf of a call that are to be free: the first, the second of token ids, and those asked for."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    second = [(1,) if sequences and is_sequence(leaf) else () for leaf in leaves]
+    return [(0, *more, *free.get(index, ())) for index, more in enumerate(second)]
+
+
 def _fixed_lengths(captured: Captured, own: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[str, ...]:
     """Which second axes of integer matrices torch.export made constants of, and why."""
     leaves = pytree.tree_leaves((args, kwargs))
     inputs = [e for e in captured.signature.inputs if is_sequence(leaves[e.leaf]) and isinstance(e.type.shape[1], int)]
     if not inputs:
         return ()
-    wide_args, wide_kwargs = next(_examples(args, kwargs, True))
+    axes = _free(args, kwargs, True, {})
+    wide_args, wide_kwargs = next(_examples(args, kwargs, axes))
     try:
-        export(own, wide_args, wide_kwargs, free_axes(own, wide_args, wide_kwargs, True, TorchDim.DYNAMIC))
+        export(own, wide_args, wide_kwargs, free_axes(own, wide_args, wide_kwargs, axes, TorchDim.DYNAMIC))
         reason = "the model fixes it"
     except CaptureError as error:
         reason = error.problem
@@ -117,23 +130,25 @@ def _checked(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[
     return captured
 
 
-def _examples(args: tuple, kwargs: dict[str, Any], sequences: bool) -> Iterator[tuple[tuple, dict[str, Any]]]:
+def _examples(
+    args: tuple, kwargs: dict[str, Any], axes: Sequence[Collection[int]]
+) -> Iterator[tuple[tuple, dict[str, Any]]]:
     """Every axis that is to be free and has size 1 repeated to 2; then, where others have another batch, the example
     as it is."""
-    leaves = _with_axes((args, kwargs))
-    sizes = {v.shape[0] for v in leaves}
-
-    def widen(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
-            return leaf
-        leaf = torch.cat([leaf, leaf]) if len(leaf) == 1 else leaf
-        return torch.cat([leaf, leaf], 1) if sequences and is_sequence(leaf) and leaf.shape[1] == 1 else leaf
-
-    wide = pytree.tree_map(widen, (args, kwargs))
-    if any(a.shape != b.shape for a, b in zip(leaves, _with_axes(wide), strict=True)):
-        yield wide
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    sizes = {leaf.shape[0] for leaf in _with_axes((args, kwargs))}
+    wide = [_widened(leaf, free) for leaf, free in zip(leaves, axes, strict=True)]
+    if any(a is not b for a, b in zip(leaves, wide, strict=True)):
+        yield pytree.tree_unflatten(wide, tree)
     if sizes != {1}:
         yield args, kwargs
+
+
+def _widened(leaf: Any, axes: Collection[int]) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        for axis in axes:
+            leaf = torch.cat([leaf, leaf], axis) if axis < leaf.dim() and leaf.shape[axis] == 1 else leaf
+    return leaf
 
 
 def _with_axes(call: Any) -> list[torch.Tensor]:

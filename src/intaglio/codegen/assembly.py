@@ -31,9 +31,10 @@ def function(spec: TileSpec, lines: Sequence[str]) -> str:
 
 
 def kernel_text(name: str, argument: str, note: str, lines: Sequence[str]) -> str:
-    """A function of one pointer to a struct, as it stands in a program."""
+    """A function of one pointer to a struct, as it stands in a program. Its name is local to the object: programs for
+    several instruction sets may be linked into one."""
     body = "\n".join(f'    "{line}\\n"' for line in lines)
-    head = f'    ".text\\n.p2align 6\\n.globl {name}\\n.hidden {name}\\n.type {name},@function\\n{name}:\\n"'
+    head = f'    ".text\\n.p2align 6\\n.type {name},@function\\n{name}:\\n"'
     return (
         f'// {note}\nextern "C" void {name}(struct {argument}*);\n'
         f'__asm__(\n{head}\n{body}\n    ".size {name},.-{name}\\n");\n'

@@ -1,26 +1,24 @@
-"""Loops: one pass over memory for each stretch between reductions, a vector at a time, with an exact tail."""
+"""Loops: one pass over memory for each stretch between reductions, some vectors at a time, with an exact tail."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from intaglio import numerics
 from intaglio.codegen.context import Context, finish
-from intaglio.codegen.stages import Rows, Stage
+from intaglio.codegen.ends import Loop
+from intaglio.codegen.stages import Stage
 from intaglio.codegen.writer import Code
-from intaglio.ir import Dim, DType, Graph, Op, Partition, Shape, evaluate, numel
-from intaglio.ir.loops import GATHERS, body_of, row_axis, space
-from intaglio.ir.moves import Strides
+from intaglio.ir import DType, Op, Partition, numel
 
 LONGEST_KEPT = 4096
 """Elements of a row up to which values are kept from pass to pass."""
 KEPT_BYTES = 1 << 18
 """Of the stack, for the values of a row that are kept."""
-TYPICAL = 7
-"""Stands for every free dimension where strides are put in order."""
+LARGEST_SMALL = 1 << 29
+"""Steps: what is proved to be less converts to i32 as it is."""
 
 ELEMENT = {DType.F32: "float", DType.BF16: "uint16_t", DType.U8: "uint8_t", DType.BOOL: "uint8_t", DType.I64: "int64_t"}
 VECTOR = {DType.F32: "Reals", DType.BF16: "Reals", DType.U8: "RealBits", DType.BOOL: "RealBits", DType.I64: "Longs"}
@@ -33,145 +31,16 @@ CALLED = {
     "hardswish": "of_number({0}, hardswish({0}))", "hardsigmoid": "of_number({0}, hardsigmoid({0}))",
     "sigmoid": "of_number({0}, sigmoid({0}))", "tanh": "of_number({0}, hyperbolic_tangent({0}))",
     "silu": "of_number({0}, silu({0}))", "gelu": "of_number({0}, gelu({0}))",
-    "gelu_tanh": "of_number({0}, gelu_tanh({0}))",
+    "near_gelu": "of_number({0}, near_gelu({0}))", "gelu_tanh": "of_number({0}, gelu_tanh({0}))",
 }  # fmt: skip
 """Operator of a body -> C, over vectors; with those below it has all but reductions and views (tests/test_loops.py)."""
+SIDE_BY_SIDE = {"near_gelu": "near_gelus_of", "exp": "exp_negatives_of"}
+"""Operator -> C that takes several vectors a step at a time, where one alone would wait for itself; ``exp`` up to 0."""
 SUMS = {"sum": ("0.0f", "added", "tree_of_sums({0})"), "mean": ("0.0f", "added", "tree_of_sums({0}) / (float)size"),
         "max": ("-__builtin_inff()", "raised", "tree_of_most({0})"),
         "min": ("__builtin_inff()", "lowered", "tree_of_least({0})")}  # fmt: skip
 """Reduction -> where lanes begin, what joins them, and what comes of them in the end."""
 WITH_NUMBERS = ("leaky_relu", "clamp", "cast", "quantize", "dequantize")
-
-
-@dataclass(frozen=True)
-class End:
-    """An operand or a result of the loop: C of its first element, elements between neighbours along the axes of the
-    space."""
-
-    value: str
-    dtype: DType
-    pointer: str
-    strides: Strides
-
-
-@dataclass(frozen=True)
-class Lines:
-    """The space as rows around one inner run. ``outer``: sizes; ``strides``: end -> along them, then the inner."""
-
-    outer: Shape
-    size: Dim
-    strides: Mapping[str, Strides]
-
-
-class Loop:
-    """One loop, and where everything it touches lies."""
-
-    def __init__(self, op: Op, context: Context, tile: str | None = None, channels: int | None = None) -> None:
-        """Of an epilogue, ``tile`` is what a product makes, some pixels of some of the ``channels`` (an axis) at a
-        time, and a row is those of one pixel."""
-        self.op, self.context, self.body = op, context, body_of(op)
-        self.channels = channels
-        self.tile = None if tile is None else self.body.inputs[op.inputs.index(tile)]
-        self.space, self.axis = space(self.body), row_axis(self.body)
-        self.tables = {step.output: step for step in self.body.ops if step.kind in GATHERS}
-        self.ends = {end.value: end for end in (*self._inputs(), *self._outputs())}
-        self.lines = self._lines()
-        single = {
-            name for name, steps in self.lines.strides.items() if steps[-1] == 0 and name not in self.body.outputs
-        }
-        self.rows = Rows(self.body, single | set(self.body.constants))
-        self.names = _c_names(self.body)
-
-    def _inputs(self) -> list[End]:
-        """As the body sees them: with the axes that it adds, tables left out."""
-        outer = dict(zip(self.body.inputs, self.op.inputs, strict=True))
-        found = []
-        read = {name for step in self.body.ops if step.kind not in ("unsqueeze", *GATHERS) for name in step.inputs}
-        read |= {step.inputs[1] for step in self.tables.values()}
-        for name in self.body.inputs:
-            if name == self.tile:
-                steps = tuple(int(axis == self.channels) for axis in range(len(self.space)))
-                found.append(End(name, self.body.types[name].dtype, "tile", steps))
-                continue
-            pointer, strides = self._at(outer[name])
-            dtype, shape = self.body.types[name].dtype, self.body.types[name].shape
-            if name in read:
-                found.append(End(name, dtype, pointer, self._aligned(shape, strides)))
-            for step in self.body.ops:
-                if step.kind == "unsqueeze" and step.inputs[0] == name:
-                    axis = step.attrs["axis"]
-                    wide = (*shape[:axis], 1, *shape[axis:]), (*strides[:axis], 0, *strides[axis:])
-                    found.append(End(step.output, dtype, pointer, self._aligned(*wide)))
-        return found
-
-    def _outputs(self) -> list[End]:
-        lost = {step.output: step.attrs["axis"] for step in self.body.ops if step.kind == "squeeze"}
-        found = []
-        for name, inner in zip(self.op.outputs, self.body.outputs, strict=True):
-            (pointer, strides), kind = self.context.strided(name), self.body.types[inner]
-            shape, axis = kind.shape, lost.get(inner)
-            if axis is not None:
-                shape, strides = (*shape[:axis], 1, *shape[axis:]), (*strides[:axis], 0, *strides[axis:])
-            found.append(End(inner, kind.dtype, pointer, self._aligned(shape, strides)))
-        return found
-
-    def _at(self, value: str) -> tuple[str, Strides]:
-        array = self.context.graph.constants.get(value)
-        if array is None:
-            return self.context.strided(value)
-        steps = [int(np.prod(array.shape[axis + 1 :])) for axis in range(array.ndim)]
-        return f"({self.context.constant(array, 'uint8_t')})", tuple(steps)
-
-    def _aligned(self, shape: Shape, strides: Strides) -> Strides:
-        """Along the axes of the space; 0 where there is one element."""
-        own = tuple(0 if size == 1 else step for size, step in zip(shape, strides, strict=True))
-        return (0,) * (len(self.space) - len(own)) + own
-
-    def _lines(self) -> Lines:
-        """Rows along the axis of reductions; of single elements, along what the first result has side by side."""
-        along = self.axis if self.channels is None else self.channels
-        axes = [axis for axis, size in enumerate(self.space) if size != 1 and axis != along]
-        if along is None:
-            first = self.ends[self.body.outputs[0]]
-            axes.sort(key=lambda axis: -evaluate(first.strides[axis], _Typical()))
-        runs = [(self.space[axis], {e.value: e.strides[axis] for e in self.ends.values()}) for axis in axes]
-        if along is None:
-            runs = _joined(runs)
-            *outer, inner = runs or [(1, dict.fromkeys(self.ends, 0))]
-        else:
-            outer = _joined(runs)
-            inner = self.space[along], {e.value: e.strides[along] for e in self.ends.values()}
-        steps = {name: (*(run[1][name] for run in outer), inner[1][name]) for name in self.ends}
-        return Lines(tuple(size for size, _ in outer), inner[0], steps)
-
-    def along(self, output: str) -> bool:
-        """Whether a result is stored along rows, not once for each."""
-        return self.axis is None or self.rows.at(output) not in self.rows.row or self.lines.strides[output][-1] != 0
-
-    def kept(self, stages: Sequence[Stage]) -> dict[str, int]:
-        """Values that are kept, each with its place."""
-        return {name: place for place, name in enumerate(name for stage in stages for name in stage.kept)}
-
-
-class _Typical(dict[str, int]):
-    def __missing__(self, key: str) -> int:
-        return TYPICAL
-
-
-def _joined(runs: Sequence[tuple[Dim, dict[str, Dim]]]) -> list[tuple[Dim, dict[str, Dim]]]:
-    """Axes that lie behind each other in all ends count as one."""
-    found: list[tuple[Dim, dict[str, Dim]]] = []
-    for size, steps in runs:
-        if found and all(found[-1][1][name] == step * size for name, step in steps.items()):
-            found[-1] = found[-1][0] * size, steps
-        else:
-            found.append((size, steps))
-    return found
-
-
-def _c_names(body: Graph) -> dict[str, str]:
-    """Names of variables: those of the values where C can have them."""
-    return {name: f"v_{name}" if name.isascii() else f"v{index}" for index, name in enumerate(body.types)}
 
 
 def emit_loop(code: Code, partition: Partition, context: Context) -> None:
@@ -261,6 +130,8 @@ def _rows(code: Code, loop: Loop, stages: Sequence[Stage], longest: int = 0) -> 
         for stage in stages:
             _stage(code, loop, stage, kept)
         _store_rows(code, loop)
+    if any(map(loop.is_streamed, loop.body.outputs)):
+        code("end_streams();")
 
 
 def _pointers(code: Code, loop: Loop) -> None:
@@ -285,6 +156,8 @@ def _pointers(code: Code, loop: Loop) -> None:
         code(f"{const}{ELEMENT[end.dtype]}* const {name}_row = {' + '.join([f'{name}_at', *terms])};")
         if end.value in loop.rows.row and end.value not in loop.body.outputs:
             code(f"const {VECTOR[end.dtype]} {name} = all_{end.dtype}({name}_row);")
+        if end.value in loop.body.outputs and loop.is_streamed(end.value):
+            code(f"const int {name}_streamed = is_streamed({name}_row, 4 * rows * size);")
     for name, step in loop.tables.items():
         _table(code, loop, name, step)
 
@@ -312,23 +185,64 @@ def _stage(code: Code, loop: Loop, stage: Stage, kept: Mapping[str, int]) -> Non
         code(f"Reals {names[op.output]}_lanes[GROUPS];")
         code(f"for (int g = 0; g < GROUPS; ++g) {names[op.output]}_lanes[g] = every_lane({SUMS[op.kind][0]});")
     group = "int g" if stage.sums else "int"
-    head = f"along(first, last, [&](int64_t i, int64_t count, {group}) __attribute__((always_inline))"
+    head = f"along(first, last, [&](int64_t e, int64_t count, {group}, auto vectors) __attribute__((always_inline))"
     with code.block(head, end="});"):
-        for name in stage.loads:
-            code(f"const {VECTOR[types[name].dtype]} {names[name]} = {_load(name, loop)};")
-        for name in stage.restored:
-            code(f"const Reals {names[name]} = read_f32(kept[{kept[name]}] + i, 1, FLOATS);")
-        for op in stage.ops:
-            code(f"const {VECTOR[types[op.output].dtype]} {names[op.output]} = {_value(op, loop)};")
-        for op in stage.sums:
-            lanes = f"{names[op.output]}_lanes[g]"
-            code(f"{lanes} = {SUMS[op.kind][1]}({lanes}, {_operand(op.inputs[0], loop)}, count);")
-        for name in stage.kept:
-            code(f"write_f32(kept[{kept[name]}] + i, 1, FLOATS, {names[name]});")
-        for name in stage.stored:
-            code(_store(name, loop))
+        code("enum { COUNT = decltype(vectors)::COUNT };")
+        _pass(code, loop, stage, kept)
     for op in stage.sums:
         code(f"const Reals {names[op.output]} = {SUMS[op.kind][2].format(f'{names[op.output]}_lanes')};")
+
+
+def _pass(code: Code, loop: Loop, stage: Stage, kept: Mapping[str, int]) -> None:
+    """What is done to some vectors, step by step to all of them."""
+    written = _written(loop, stage)
+    in_turn = _goes_in_turn(loop, stage, written)
+
+    def define(name: str, value: str) -> None:
+        code(f"{VECTOR[loop.body.types[name].dtype]} {loop.names[name]}[COUNT];")
+        code(f"EACH {_operand(name, loop)} = {value};")
+
+    for name in () if in_turn else stage.loads:
+        define(name, _load(name, loop))
+    for name in stage.restored:
+        define(name, f"read_f32(kept[{kept[name]}] + e + i * FLOATS, 1, FLOATS)")
+    for op in stage.ops:
+        if _all_at_once(op, loop):
+            code(f"Reals {loop.names[op.output]}[COUNT];")
+            code(f"{SIDE_BY_SIDE[op.kind]}<COUNT>({loop.names[op.output]}, {loop.names[op.inputs[0]]});")
+        elif op.output not in written:
+            turn = in_turn and op.kind == "dequantize"
+            define(op.output, _load_in_turn(op, loop) if turn else _value(op, loop))
+    for op in stage.sums:
+        lanes = f"{loop.names[op.output]}_lanes[(g + i) % GROUPS]"
+        code(f"EACH {lanes} = {SUMS[op.kind][1]}({lanes}, {_operand(op.inputs[0], loop)}, count);")
+    for name in stage.kept:
+        code(f"EACH write_f32(kept[{kept[name]}] + e + i * FLOATS, 1, FLOATS, {_operand(name, loop)});")
+    for name in stage.stored:
+        code(_store_levels(name, loop, in_turn) if name in written else _store(name, loop))
+
+
+def _written(loop: Loop, stage: Stage) -> set[str]:
+    """Levels that need no variable: quantized as they are written, and read by nobody."""
+    read = {name for op in stage.ops for name in op.inputs} | {loop.rows.same.get(name, "") for name in stage.stored}
+    return {op.output for op in stage.ops if op.kind == "quantize" and op.output in stage.stored} - read
+
+
+def _all_at_once(op: Op, loop: Loop) -> bool:
+    return op.kind in SIDE_BY_SIDE and (op.kind != "exp" or loop.is_distance(op.inputs[0]))
+
+
+def _goes_in_turn(loop: Loop, stage: Stage, written: set[str]) -> bool:
+    """Whether all that a pass reads and writes are levels side by side, so that any order of them does."""
+    read = {name for op in stage.ops if op.kind == "dequantize" for name in op.inputs}
+    other = {name for op in stage.ops if op.kind != "dequantize" for name in op.inputs}
+    ends = {*stage.loads, *stage.stored}
+    return (
+        not (stage.sums or stage.kept or stage.restored)
+        and {*stage.loads} == read - other
+        and {*stage.stored} == written
+        and all(loop.ends[name].dtype is DType.U8 and loop.lines.strides[name][-1] == 1 for name in ends)
+    )
 
 
 def _store_rows(code: Code, loop: Loop) -> None:
@@ -341,29 +255,51 @@ def _store_rows(code: Code, loop: Loop) -> None:
 
 def _load(name: str, loop: Loop) -> str:
     if name in loop.tables:
-        row = loop.names[name]
+        row, place = loop.names[name], f"{loop.names[name]}_found + e + i * FLOATS"
         if loop.tables[name].kind == "gather_levels":
-            return f"dequantize_row(read_u8({row}_found + i, 1, count), {row}_scale, {row}_zero)"
-        return f"read_f32({row}_found + i, 1, count)"
-    end, step = loop.ends[name], loop.lines.strides[name][-1]
-    return f"read_{end.dtype}({_element(name, loop)}, {loop.context.dim(step)}, count)"
+            return f"dequantize_row(read_u8({place}, 1, count), {row}_scale, {row}_zero)"
+        return f"read_f32({place}, 1, count)"
+    return f"read_{loop.ends[name].dtype}({_elements(name, loop)}, count)"
+
+
+def _load_in_turn(op: Op, loop: Loop) -> str:
+    """A dequantize as its levels are read."""
+    (name,), q = op.inputs, loop.body.types[op.inputs[0]].levels
+    return f"read_in_turn<COUNT>({loop.names[name]}_row + e, i, count, {q.zero}, {number(q.step)})"
 
 
 def _store(name: str, loop: Loop) -> str:
-    end, step = loop.ends[name], loop.lines.strides[name][-1]
-    value = _operand(loop.rows.at(name), loop)
-    return f"write_{end.dtype}({_element(name, loop)}, {loop.context.dim(step)}, count, {value});"
+    source = loop.rows.at(name)
+    if loop.is_streamed(name) and source not in loop.rows.row:
+        row = f"{loop.names[name]}_row"
+        return f"stream_f32<COUNT>({row} + e, count, {loop.names[source]}, {loop.names[name]}_streamed);"
+    return f"EACH write_{loop.ends[name].dtype}({_elements(name, loop)}, count, {_operand(source, loop)});"
 
 
-def _element(name: str, loop: Loop) -> str:
+def _store_levels(name: str, loop: Loop, in_turn: bool) -> str:
+    """A quantize as its levels are written, of all vectors at once."""
+    step, q = loop.lines.strides[name][-1], loop.body.types[name].levels
+    apart, (source,) = loop.context.dim(step), loop.rows.makers[name].inputs
+    at = f"{loop.names[name]}_row + e" + ("" if step == 1 else f" * {apart}")
+    inverse = numerics.reciprocal(q.step)
+    small = loop.magnitudes.get(source, np.inf) * inverse < LARGEST_SMALL
+    numbers = f"{number(inverse)}, {q.zero}, {q.qmin}, {q.qmax}, {int(small)}, {int(in_turn)}"
+    return f"write_levels<COUNT>({at}, {apart}, count, {loop.names[source]}, {numbers});"
+
+
+def _elements(name: str, loop: Loop) -> str:
+    """Where the elements of the i-th vector are, and how far apart."""
     step = loop.lines.strides[name][-1]
-    return f"{loop.names[name]}_row + i" + ("" if step == 1 else f" * {loop.context.dim(step)}")
+    place = "e + i * FLOATS" if step == 1 else f"(e + i * FLOATS) * {loop.context.dim(step)}"
+    return f"{loop.names[name]}_row + {place}, {loop.context.dim(step)}"
 
 
 def _operand(name: str, loop: Loop) -> str:
-    """A variable, or a number in every lane."""
+    """A variable, the i-th of them where there is one for each vector, or a number in every lane."""
     array = loop.body.constants.get(name)
-    return loop.names[name] if array is None else f"every_lane({number(array)})"
+    if array is not None:
+        return f"every_lane({number(array)})"
+    return loop.names[name] if name in loop.rows.row else f"{loop.names[name]}[i]"
 
 
 def _value(op: Op, loop: Loop) -> str:

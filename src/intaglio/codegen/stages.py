@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -98,3 +99,44 @@ class Rows:
 
 PLAIN = {"add", "sub", "mul", "neg", "abs", "relu", "maximum", "minimum", "cast", "dequantize"}
 """Operators of about one instruction."""
+
+NEAR_ONE = ("sigmoid", "tanh", "hardsigmoid")
+NO_LARGER = (
+    "neg", "abs", "relu", "leaky_relu", "maximum", "minimum", "hardswish", "silu", "gelu", "near_gelu", "gelu_tanh",
+    "max", "min", "mean", "squeeze", "unsqueeze",
+)  # fmt: skip
+"""Operators of numbers that give none larger than the largest of them; of ``leaky_relu`` where its slope is no more
+than 1."""
+
+
+LARGEST = 2.0**100
+"""Sizes below it stay finite through any sum of a row."""
+
+
+def magnitudes(body: Graph) -> dict[str, float]:
+    """Value -> a bound of its size, for those that are finite numbers whatever the loop reads: what is made of levels
+    and constants by a few operators. Rounding adds less than the factor of two that users of this leave."""
+    found = {name: abs(float(array)) for name, array in body.constants.items() if abs(float(array)) < LARGEST}
+    for op in body.ops:
+        size = _magnitude(op, body, found)
+        if size is not None and size < LARGEST:
+            found[op.output] = size
+    return found
+
+
+def _magnitude(op: Op, body: Graph, found: Mapping[str, float]) -> float | None:
+    if op.kind == "dequantize":
+        q = body.types[op.inputs[0]].levels
+        return max(q.zero, 255 - q.zero) * float(q.step)
+    if not found.keys() >= {*op.inputs}:
+        return None
+    sizes = [found[name] for name in op.inputs]
+    if op.kind in ("add", "sub"):
+        return sum(sizes)
+    if op.kind == "mul":
+        return math.prod(sizes)
+    if op.kind in NEAR_ONE:
+        return 1.0
+    if op.kind == "clamp":
+        return max(abs(op.attrs["low"]), abs(op.attrs["high"]), *sizes)
+    return max(sizes) if op.kind in NO_LARGER and abs(op.attrs.get("slope", 1)) <= 1 else None

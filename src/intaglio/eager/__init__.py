@@ -2,55 +2,78 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from intaglio.eager.session import Session
+from intaglio.capture import Captured
+from intaglio.eager.calls import Intercepted, calls
+from intaglio.eager.chain import Chain
+from intaglio.eager.copies import bare, plain_copy
+from intaglio.eager.fusion import fused
+from intaglio.eager.replay import replay, trimmed
+from intaglio.eager.script import scriptable
+from intaglio.eager.seen import QTensorInfo, SeenOpInfo
+from intaglio.eager.session import Session, unchanged
 from intaglio.eager.state import AutoQuantizationState, attach
 from intaglio.errors import CalibrationError, InputError
-from intaglio.quant import Quantizer, Recipe, Reference
+from intaglio.quant import Parameters, Quantizer, Recipe, Reference
 
-__all__ = ["AutoQuantizationState", "convert", "prepare", "rewrite"]
+__all__ = [
+    "AutoQuantizationState", "Intercepted", "QTensorInfo", "SeenOpInfo", "calls", "convert", "fusions", "parameters",
+    "prepare", "rewrite", "scriptable",
+]  # fmt: skip
 
 
 def prepare(
     model: nn.Module,
     example_inputs: Any,
-    recipe: Recipe | Mapping[str, Any] | None = None,
+    recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     leaf_classes: tuple[type, ...] = (),
 ) -> nn.Module:
-    """A copy of the model that observes as it runs."""
+    """A copy of the model, in evaluation mode, that observes as it runs; the example is not counted.
+
+    ``example_inputs``: a tuple of arguments, or the only one. ``leaf_classes``: modules of these classes stay in float
+    with all that is in them. Copies, pickles and the state dictionary of the result have what it has seen: entries of
+    their own beside the model's, under ``_auto_quant_state``.
+    """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    prepared = _copy(model)
-    quantizer = Quantizer(recipe if isinstance(recipe, Recipe) else Recipe.of(recipe or {}))
-    session = Session(prepared, _plain_copy(prepared), quantizer, leaf_classes=leaf_classes)
+    prepared = bare(model).eval()
+    quantizer = Quantizer(Recipe.given(recipe))
+    session = Session(prepared, quantizer, leaf_classes=leaf_classes)
     attach(session)
-    prepared(*args, **(example_kwargs or {}))
+    with unchanged(prepared):
+        prepared(*args, **(example_kwargs or {}))
     for chain in session.chains:
         chain.clear()
     session.runs = 0
     return prepared
 
 
-def convert(prepared: nn.Module, *, strict: bool = False) -> nn.Module:
-    """A model that runs int8, still plain Python."""
+def convert(
+    prepared: nn.Module, parameters: Parameters | Sequence[Parameters] | None = None, *, strict: bool = False
+) -> nn.Module:
+    """A model that runs int8, still plain Python.
+
+    ``parameters``: those of an earlier conversion (`parameters`), one a recording; no data is needed then. Without, a
+    model that was calibrated takes what was counted, one that was not what it has: from a state dictionary, or from its
+    recipe. ``strict``: an operator that calibration has not seen is an error instead of a warning.
+    """
     before = session_of(prepared)
-    if before.runs == 0:
-        raise CalibrationError("model", None, "it was never run", remedy="call the prepared model with a few batches")
-    converted = _copy(prepared)
-    session = Session(converted, before.origin, before.quantizer, strict, before.leaf_classes)
-    session.records, session.edges = False, {}
-    session.floats = set(before.floats)
-    pairs = {chain: chain.converted() for chain in before.chains}
+    given = _given(before, parameters)
+    converted = bare(prepared)
+    session = Session(converted, before.quantizer, strict, before.leaf_classes)
+    session.records = False
+    session.turns, session.outside = set(before.turns), set(before.outside)
+    pairs = {
+        chain: chain.converted(own, session.origin) for chain, own in zip(before.chains, given, strict=True)
+    }  # fmt: skip
     for chain in pairs.values():
-        session.chains.append(chain)
-        if chain.refused is None:
-            session.enter(chain)
+        session.add(chain)
     for place, ends in before.edges.items():
         key = None if place is None else (pairs[place[0]], place[1])
         session.edges[key] = [(pairs[chain], index) for chain, index in ends]
@@ -58,13 +81,78 @@ def convert(prepared: nn.Module, *, strict: bool = False) -> nn.Module:
     return converted
 
 
+def _given(before: Session, parameters: Parameters | Sequence[Parameters] | None) -> list[Parameters | None]:
+    """Parameters by recording; `None` where what was counted is to be taken."""
+    chains = before.chains
+    if parameters is None and before.runs:
+        return [None] * len(chains)
+    recipe = before.quantizer.recipe.parameters
+    if parameters is None and any(chain.given is not None for chain in chains):
+        return [chain.given for chain in chains]
+    if parameters is None:
+        parameters = recipe
+    if parameters is None:
+        raise CalibrationError("model", None, "it was never run", remedy="call the prepared model with a few batches")
+    found = [parameters] if isinstance(parameters, Parameters) else list(parameters)
+    if len(found) != len(chains):
+        raise InputError(
+            "parameters", None, f"of {len(found)} recordings; the prepared model has {_listed(chains)}",
+            remedy="let the prepared model run the ways that they were made for",
+        )  # fmt: skip
+    return list(found)
+
+
+def parameters(converted: nn.Module) -> tuple[Parameters, ...]:
+    """What conversion came to, one a recording: `convert` takes them in place of data, a recipe keeps them."""
+    references = [chain.reference for chain in session_of(converted).chains]
+    return tuple(Parameters({}) if found is None else found.parameters for found in references)
+
+
 def rewrite(converted: nn.Module) -> Reference:
-    """The explicit graph."""
-    chains = session_of(converted).chains
-    if len(chains) != 1 or chains[0].reference is None:
-        raise InputError("rewrite", None, f"the model has {len(chains)} recordings; a graph is one straight line")
+    """The explicit graph of a converted model that always runs the same way, for `compile`.
+
+    Raises `InputError` for a model with several recordings, and says where they part.
+    """
+    session = session_of(converted)
+    if session.records:
+        raise InputError("rewrite", None, "the model is prepared, not converted", remedy="eager.convert(model) first")
+    chains = session.chains
+    if len(chains) != 1:
+        raise InputError(
+            "rewrite", None, f"a graph is one straight line; the model has {_listed(chains)}",
+            remedy="rewrite modules of it that always run the same way, prepared by themselves",
+        )  # fmt: skip
+    if chains[0].reference is None:
+        raise InputError("rewrite", None, f"nothing is quantized: {chains[0].refused}")
     reference: Reference = chains[0].reference
     return reference
+
+
+def fusions(
+    model: nn.Module,
+    example_inputs: Any,
+    recipe: Recipe | Mapping[str, Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+) -> list[tuple[str, ...]]:
+    """What would run as one, in the order it runs: module paths, and ``path::function`` of functions they call.
+
+    The model runs once, with the example inputs; it is not changed, and nothing is calibrated.
+    """
+    found = session_of(prepare(model, example_inputs, recipe, example_kwargs)).chains
+    return list(dict.fromkeys(names for chain in found for names in fused(chain)))
+
+
+def captured(quantized: nn.Module, model: nn.Module) -> Captured:
+    """A float model the way the only recording of a prepared or converted one has it."""
+    chains = session_of(quantized).chains
+    if len(chains) != 1:
+        raise InputError("model", None, f"one recording is wanted; the model has {_listed(chains)}")
+    return trimmed(replay(chains[0].recording, plain_copy(model)), chains[0].recording)[0]
+
+
+def is_session(model: Any) -> bool:
+    """Whether `prepare` or `convert` made it."""
+    return isinstance(getattr(model, "_auto_quant_state", None), AutoQuantizationState)
 
 
 def session_of(model: nn.Module) -> Session:
@@ -76,27 +164,11 @@ def session_of(model: nn.Module) -> Session:
     return session
 
 
-def _copy(model: nn.Module) -> nn.Module:
-    """Modules of its own, tensors too, in evaluation mode, without what a preparation attached."""
-    attached = {id(v): None for m in model.modules() for n, v in vars(m).items() if n in ATTACHED}
-    copied: nn.Module = copy.deepcopy(model, dict(attached)).eval()
-    for module in copied.modules():
-        for name in ATTACHED:
-            if name in vars(module) and vars(module)[name] is None:
-                delattr(module, name)
-    return copied
-
-
-ATTACHED = ("forward", "_auto_quant_state")
-
-
-def _plain_copy(model: nn.Module) -> nn.Module:
-    """Modules of its own around the same tensors; operators of its modules do not work in place."""
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    copied: nn.Module = copy.deepcopy(model, dict(tensors))
-    for module in copied.modules():
-        if getattr(module, "inplace", False) is True:
-            module.inplace = False  # type: ignore[assignment]
-    return copied
-
-
+def _listed(chains: Sequence[Chain]) -> str:
+    """Recordings, each by its first operator and the line of code it begins on."""
+    firsts = [chain.events[0] for chain in chains]
+    texts = [
+        f"  {number}: {len(chain.events)} operators from {first.path or 'model'} ({first.name}) at {first.source}"
+        for number, (chain, first) in enumerate(zip(chains, firsts, strict=True))
+    ]
+    return "\n".join([f"{len(chains)} recordings", *texts])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from sys import getrefcount
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from weakref import getweakrefcount
 
 import torch
 from torch.utils import _pytree as pytree
@@ -18,12 +20,19 @@ if TYPE_CHECKING:
     from intaglio.eager.session import Session
 
 HELD_HERE = 3
-"""References to a tensor that nobody outside holds: the table's, the loop's, the argument of getrefcount."""
+"""References to a tensor that nobody outside holds, in a loop over the values of a table: the table's, the loop's, the
+argument of getrefcount."""
+KEPT = 8
+"""Sets of sizes whose tensors a chain keeps for the next call."""
+ATTRIBUTES = 3
+"""Of a `QTensor` that nobody gave another one."""
 
 
 class Activation:
     """``next``: the operator that is expected. ``bound``: tensors that stand for values made elsewhere; ``made``:
-    values made here, deferred or not."""
+    values made here, deferred or not; ``replaced``: values whose tensor stood for another one before, with the first it
+    stood for. ``spare``:
+    tensors of an earlier call, by value, to be taken instead of making new ones."""
 
     def __init__(self, session: Session, chain: Chain, start: int = 0) -> None:
         self.session, self.chain, self.next = session, chain, start
@@ -32,48 +41,61 @@ class Activation:
         self.bound: dict[int, torch.Tensor] = {}
         self.made: dict[int, QTensor] = {}
         self.symbols: dict[str, int] = {}
+        self.replaced: dict[int, int] = {}
         self.sizes: list[torch.Size | None] = []
+        self.misfits: dict[int, tuple[int, ...]] = {}
+        self.spare: dict[int, QTensor] = {}
         self.counted: set[int] = set()
         self.computed: set[int] = set()
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The arguments of the model, if they are nested like those it was recorded with."""
-        given, spec = pytree.tree_leaves((args, kwargs)), self.chain.call_leaves
-        if spec is None or len(given) != len(spec):
-            return
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """The arguments of the model, if they are nested like those it was recorded with; whether they are."""
+        given, tree = pytree.tree_flatten((args, kwargs))
+        spec = self.chain.call_leaves
+        if spec is None or self.chain.call_tree != tree:
+            return spec is None
         pairs = [(s.index, v) for s, v in zip(spec, given, strict=True) if type(s) is Value]
         if all(isinstance(value, torch.Tensor) for _, value in pairs):
             self.bind(dict(pairs))
+        return True
 
     # -- following -----------------------------------------------------------------------------------------------
 
     def follows(self, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is this operator on these values; what it settles about inputs is kept if so."""
-        if event.only >= 0 and len(args) == 1 and not kwargs:
-            given = args[0]
-            if type(given) is QTensor and given.activation is self:
-                return given.slot == event.only
-        if len(args) != len(event.args) or len(kwargs) != len(event.kwargs):
+        slots = event.slots
+        if len(args) != len(slots) or len(kwargs) != len(event.kwargs):
             return False
+        if len(slots) == 1 and not kwargs:
+            value = args[0]
+            if type(value) is QTensor and value.activation is self:
+                return value.slot == slots[0]
         trial: dict[int, torch.Tensor] = {}
-        for spec, value in zip(event.args, args, strict=True):
-            if not self._stands_for(spec, value, trial):
+        for slot, spec, value in zip(slots, event.args, args, strict=True):
+            if slot >= 0 and type(value) is QTensor and value.activation is self:
+                if value.slot != slot:
+                    return False
+            elif value is not spec and not self._stands_for(spec, value, trial):  # code's constants are the same object
                 return False
-        for key, spec in event.kwargs.items():
-            if key not in kwargs or not self._stands_for(spec, kwargs[key], trial):
-                return False
+        if kwargs:
+            for key, spec in event.kwargs.items():
+                if key not in kwargs or not self._stands_for(spec, kwargs[key], trial):
+                    return False
         return not trial or self.bind(trial)
 
     def bind(self, trial: dict[int, torch.Tensor]) -> bool:
         """These tensors for these values, if they have their types."""
         symbols = dict(self.symbols)
         with torch._C.DisableTorchFunction():
-            if self.chain.refused is None and not all(self.chain.fits(n, t, symbols) for n, t in trial.items()):
+            chain = self.chain
+            if chain.refused is None and not all(chain.fits(n, t, symbols) for n, t in trial.items()):
+                self.misfits = {n: axes for n, t in trial.items() if (axes := chain.misfit(n, t))}
                 return False
         self.bound.update(trial)
         if not self.sizes or symbols != self.symbols:
             self.symbols = symbols
             self.sizes = self.chain.sizes(symbols) if self.chain.refused is None else []
+            self.spare = self.chain.spare.pop(tuple(symbols.items()), {})
         return True
 
     def _stands_for(self, spec: Any, value: Any, trial: dict[int, torch.Tensor]) -> bool:
@@ -81,7 +103,7 @@ class Activation:
         if kind is Value:
             return isinstance(value, torch.Tensor) and self._is(spec.index, value, trial)
         if kind is Held:
-            return value is self.session.held[spec.path]
+            return value is self.session.held.get(spec.path)
         if kind is Extent:
             return isinstance(value, int) and value == self._extent(spec, trial)
         if kind is tuple or kind is list or isinstance(spec, tuple):
@@ -103,59 +125,69 @@ class Activation:
     def _is(self, number: int, value: torch.Tensor, trial: dict[int, torch.Tensor]) -> bool:
         if type(value) is QTensor and value.activation is self:
             return value.slot == number
-        if number in self.made:
+        if number in self.made or number in self.replaced or number in self.replaced.values():
             return False
         known = self.bound.get(number, trial.get(number))
         if known is None:
+            if number in self.chain.folded and not self._is_of_chain(value, number):
+                return False
             trial[number] = value
             return True
         return known is value
 
-    def _extent(self, spec: Extent, trial: dict[int, torch.Tensor]) -> int | None:
-        def size(value: Value, axis: int) -> int:
-            known = self.bound.get(value.index, trial.get(value.index, self.made.get(value.index)))
-            found = known.shape if known is not None else self.sizes[value.index] if self.sizes else None
-            if found is None:
-                raise LookupError
-            return int(found[axis])
+    def _is_of_chain(self, value: torch.Tensor, number: int) -> bool:
+        """Whether it is this value from another run along the chain."""
+        return (
+            type(value) is QTensor and value.slot == number
+            and value.activation is not None and value.activation.chain is self.chain
+        )  # fmt: skip
 
+    def _extent(self, spec: Extent, trial: dict[int, torch.Tensor]) -> int | None:
         try:
-            return int(spec.evaluate(size))
+            return int(spec.evaluate(lambda value, axis: self.size(value.index, axis, trial)))
         except LookupError:
             return None
+
+    def size(self, number: int, axis: int, trial: Mapping[int, torch.Tensor] = MappingProxyType({})) -> int:
+        """Of a value that is known, or whose size follows from those that are."""
+        known = self.bound.get(number, trial.get(number, self.made.get(number)))
+        found = known.shape if known is not None else self.sizes[number] if self.sizes else None
+        if found is None:
+            raise LookupError
+        return int(found[axis])
 
     # -- deferring -----------------------------------------------------------------------------------------------
 
     def defer(self, event: Event, args: tuple[Any, ...]) -> Any:
         """The result of the operator that was expected, not computed yet."""
         self.next += 1
+        if event.makes >= 0:
+            return self._pending(event.makes)
         result = event.result
         if event.changed is not None:
+            assert type(args[0]) is QTensor
             self._change(args[0], event.changed)
             return args[0] if type(result) is Value else fill(result, self._result)
-        if type(result) is Value:
-            return self._pending(result.index)
         return fill(result, self._result)
 
-    def _change(self, tensor: torch.Tensor, number: int) -> None:
-        """The caller's tensor stands for another value from now on."""
+    def _change(self, tensor: QTensor, number: int) -> None:
+        """The caller's tensor, which nobody sees through another, stands for another value from now on."""
+        if tensor.activation is self and tensor.content is None:
+            old = tensor.slot
+            self.replaced[number] = self.replaced.get(old, old)
+            del self.made[old]
+            tensor.slot, self.made[number] = number, tensor
+            return
         places = [at for at, known in self.bound.items() if known is tensor]
-        if type(tensor) is QTensor:
-            before, slot = tensor.activation, tensor.slot
-            twin = pending(tensor.shape, tensor.dtype, before, slot)
-            twin.content = tensor.content
-            if before.made.get(slot) is tensor:
-                before.made[slot] = twin
-            self.made[number] = tensor
-            tensor.activation, tensor.slot, tensor.content = self, number, None
-            self.bound.update(dict.fromkeys(places, twin))
-        else:
-            value, copied = self._pending(number), tensor.clone()
-            self.bound.update(dict.fromkeys(places, copied))
-            with torch._C.DisableTorchFunction():
-                tensor.copy_(value.numbers())
-            del self.made[number]
-            self.bound[number] = tensor
+        before, slot = tensor.activation, tensor.slot
+        assert before is not None
+        twin = pending(tensor.shape, tensor.dtype, before, slot)
+        twin.content = tensor.content
+        if before.made.get(slot) is tensor:
+            before.made[slot] = twin
+        self.made[number] = tensor
+        tensor.activation, tensor.slot, tensor.content = self, number, None
+        self.bound.update(dict.fromkeys(places, twin))
 
     def _result(self, leaf: Any) -> Any:
         if type(leaf) is Value:
@@ -163,9 +195,16 @@ class Activation:
         return self.session.held[leaf.path] if type(leaf) is Held else leaf
 
     def _pending(self, number: int) -> Any:
-        known = self.made.get(number) if number in self.made else self.bound.get(number)
+        known: torch.Tensor | None = self.made.get(number)
+        if known is None:
+            known = self.bound.get(number)
         if known is not None:
             return known
+        spare = self.spare.pop(number, None)
+        if spare is not None:
+            spare.activation, spare.slot = self, number
+            self.made[number] = spare
+            return spare
         size = self.sizes[number] if self.sizes else None
         if size is None:
             size = self._inferred(number)
@@ -178,7 +217,39 @@ class Activation:
         self.bound[number] = real
         return real.shape
 
+    def skip(self, event: Event, changed: torch.Tensor) -> None:
+        """The operator that was expected ran at once and wrote to this tensor."""
+        self.next = event.index + 1
+        assert event.changed is not None
+        self.bound[event.changed] = changed
+    def leave(self) -> None:
+        """Behind the end of a call: tensors that nobody holds serve the next call of these sizes. Making one is dearer
+        than all else of deferring an operator."""
+        if not self.sizes:
+            return
+        spare, changed, first = {}, self.chain.changed, self.replaced
+        for q in self.made.values():
+            if getrefcount(q) == HELD_HERE and len(q.__dict__) == ATTRIBUTES and not getweakrefcount(q):
+                slot = first.get(q.slot, q.slot)
+                if slot not in changed:
+                    spare[slot] = q
+            elif q.content is None:
+                return  # its numbers may still be asked for
+        self.made.clear()
+        for q in spare.values():
+            q.content = None
+            del q.activation
+        if len(self.chain.spare) >= KEPT:
+            self.chain.spare.clear()
+        self.chain.spare[tuple(self.symbols.items())] = spare
+
     # -- computing -----------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """The numbers of every deferred value that somebody holds."""
+        wanted = [q for q in self.made.values() if q.content is None and getrefcount(q) > HELD_HERE]
+        if wanted:
+            self.compute(wanted)
 
     def compute(self, wanted: Sequence[QTensor]) -> None:
         """The numbers of these, and of others that are alive and will be read."""
@@ -186,9 +257,9 @@ class Activation:
             chosen = {q.slot: q for q in wanted if q.content is None}
             if self.next < self.count:
                 later = self.chain.last_use
-                for number, q in self.made.items():
-                    if q.content is None and later.get(number, -1) >= self.next and sys.getrefcount(q) > HELD_HERE:
-                        chosen[number] = q
+                for q in self.made.values():
+                    if q.content is None and later.get(q.slot, -1) >= self.next and getrefcount(q) > HELD_HERE:
+                        chosen[q.slot] = q
             order = tuple(sorted(chosen))
             given = frozenset([*self.bound, *self.computed])
             try:
@@ -223,18 +294,18 @@ class Activation:
             return self._known(number)
         event = next(event for event in self.events if number in event.outputs)
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            result = self.chain.run_event(event, self._operand)
+            result = self.chain.run_event(event, self.operand, self.size)
         made = {s.index: v for s, v in zip(leaves(result[0]), leaves(result[1]), strict=True) if type(s) is Value}
         return made[number]
 
-    def _operand(self, number: int) -> torch.Tensor:
+    def operand(self, number: int) -> torch.Tensor:
+        """The numbers of a value, whatever it takes."""
         known = self.bound.get(number)
         if known is not None:
             return plain(known)
-        q = self.made.get(number)
-        if q is not None:
-            return q.numbers()
-        made = pending((0,), torch.float32, self, number)
-        self._one_by_one(number, made)
-        self.bound[number] = made.numbers()
-        return made.numbers()
+        made = self.made[number] if number in self.made else pending((0,), torch.float32, self, number)
+        if made.content is None:
+            self._one_by_one(number, made)
+        if number not in self.made:
+            self.bound[number] = plain(made)
+        return plain(made)  # type: ignore[no-any-return]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,18 +15,21 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from intaglio import build
-from intaglio.calls import _fits
+from intaglio.calls import settles
 from intaglio.eager.events import Event, Extent, Held, Value, fill, held, leaves
+from intaglio.eager.kinds import is_factory
 from intaglio.eager.places import places
 from intaglio.eager.recorder import Recording
 from intaglio.eager.replay import example_of, replay, trimmed
 from intaglio.eager.slices import Part, UnavailableError, has_integers, part_of
+from intaglio.eager.tensor import QTensor
 from intaglio.errors import CaptureError, UnsupportedError
 from intaglio.ir import Input, Output, evaluate
 from intaglio.lower import requantize
 from intaglio.quant import Parameters, Prepared, Quantizer, Reference, convert, prepare
 from intaglio.quant.statistics import Statistics
 
+logger = logging.getLogger("intaglio")
 Made = tuple[Sequence[int], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]
 """The values that a part reads, and what makes the wanted ones from them."""
 
@@ -32,21 +37,32 @@ Made = tuple[Sequence[int], Callable[[Sequence[torch.Tensor]], Sequence[torch.Te
 class Chain:
     """A straight line of operators with one set of sites; runs whole or in parts.
 
-    ``refused``: why nothing of it can be quantized; its operators run as they are then.
+    ``refused``: why nothing of it can be quantized; its operators run as they are then. ``given``: parameters that a
+    state dictionary brought, for a model that has counted nothing.
     """
 
     def __init__(self, recording: Recording, model: nn.Module, quantizer: Quantizer) -> None:
         self.recording, self.events, self.model = recording, recording.events, model
+        self.quantizer = quantizer
         self.refused: str | None = None
+        self.given: Parameters | None = None
         self.prepared: Prepared | None = None
         self.reference: Reference | None = None
         self.lock = threading.Lock()
         self.parts: dict[Any, Made] = {}
+        self.programs: dict[Any, Made] = {}
+        """By what they read and make; parts that know more values may be the same program."""
         self._sizes: dict[Any, list[torch.Size | None]] = {}
+        self.spare: dict[Any, dict[int, QTensor]] = {}
         self.last_use = self._last_uses()
+        self.changed = frozenset(event.changed for event in self.events)
+        self._build()
+
+    def _build(self) -> None:
+        recording = self.recording
         try:
-            self.captured, nodes, self.shapes = trimmed(replay(recording, model), recording)
-            self.prepared = prepare(self.captured, quantizer)
+            self.captured, nodes, self.shapes = trimmed(replay(recording, self.model), recording)
+            self.prepared = prepare(self.captured, self.quantizer)
         except (CaptureError, UnsupportedError) as error:
             self.refused = str(error)
             return
@@ -55,16 +71,91 @@ class Chain:
         after = self.prepared.annotations.module
         self.places = places(self.captured.module, after, nodes, inputs)
 
+    def widen(self, misfits: Mapping[int, Collection[int]]) -> bool:
+        """Builds the graph anew with these axes of inputs free; whether the model's own code allows that. What was
+        observed stays."""
+        inputs = {number: axes for number, axes in misfits.items() if number in self.recording.inputs}
+        known = self.recording.free
+        if self.prepared is None or all(set(axes) <= known.get(number, set()) for number, axes in inputs.items()):
+            return False
+        for number, axes in inputs.items():
+            known.setdefault(number, set()).update(axes)
+        before = self.prepared
+        self._build()
+        for name, observer in self.prepared.observers.items():
+            if name in before.observers:
+                observer.statistics = before.observers[name].statistics
+        self.prepared.watch.batch = before.watch.batch
+        for kept in (self.parts, self.programs, self.spare):
+            kept.clear()
+        self._sizes.clear()
+        return self.refused is None
+
     @cached_property
     def call_leaves(self) -> list[Any] | None:
         """Leaves of the model's arguments as the recording has them."""
         return None if self.recording.call is None else pytree.tree_leaves(self.recording.call)
+
+    @cached_property
+    def call_tree(self) -> Any:
+        """How the model's arguments are nested."""
+        return None if self.recording.call is None else pytree.tree_structure(self.recording.call)
+
+    @cached_property
+    def constants(self) -> frozenset[str]:
+        """Names of the tensors of the model that operators read."""
+        specs = (leaf for event in self.events for leaf in leaves((event.args, event.kwargs)))
+        modules = tuple(f"{event.path}." if event.path else "" for event in self.events if event.function is None)
+        names = {path for path, _ in (*self.model.named_parameters(), *self.model.named_buffers())}
+        read = {leaf.path for leaf in specs if isinstance(leaf, Held)}
+        return frozenset(read | {name for name in names if name.startswith(modules)})
+
+    @cached_property
+    def folded(self) -> frozenset[int]:
+        """Values that depend on no number of an input: the graph has them as constants, so that another tensor cannot
+        stand for one."""
+        found: set[int] = set()
+        for event in self.events:
+            if is_factory(event.function) or found.issuperset(event.inputs):
+                found.update(event.outputs)
+        return frozenset(found)
+
+    @cached_property
+    def views(self) -> dict[int | str, list[int]]:
+        """Value, or name of a tensor the model holds -> operators that make views of its memory."""
+        roots: dict[int, int | str] = {}
+        found: dict[int | str, list[int]] = {}
+        for event in self.events:
+            base = event.args[0] if event.alias else None
+            if isinstance(base, (Value, Held)):
+                root = roots.get(base.index, base.index) if isinstance(base, Value) else base.path
+                roots.update(dict.fromkeys(event.outputs, root))
+                found.setdefault(root, []).append(event.index)
+        return found
+
+    @cached_property
+    def kin(self) -> dict[int, tuple[int | str, ...]]:
+        """Value that views share memory with -> all of that memory, the one that is no view first."""
+        found = {}
+        for root, events in self.views.items():
+            family = (root, *[number for index in events for number in self.events[index].outputs])
+            found.update({number: family for number in family if isinstance(number, int)})
+        return found
 
     def _last_uses(self) -> dict[int, int]:
         """Value -> index of the last operator that reads it; past the end for results."""
         found = {number: event.index for event in self.events for number in event.inputs}
         results = [leaf.index for leaf in leaves(self.recording.results[1]) if isinstance(leaf, Value)]
         return {**found, **dict.fromkeys(results, len(self.events))}
+
+    def misfit(self, number: int, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Axes along which a tensor has another size than this value was recorded with, where that is all that
+        differs."""
+        shape = self.shapes.get(number, ())
+        if tensor.dtype is not self.recording.types[number] or tensor.dim() != len(shape):
+            return ()
+        fixed = enumerate(zip(shape, tensor.shape, strict=True))
+        return tuple(axis for axis, (dim, size) in fixed if isinstance(dim, int) and dim != size)
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
@@ -75,7 +166,7 @@ class Chain:
         shape = self.shapes.get(number)
         if shape is None or tensor.dim() != len(shape):
             return shape is None
-        return all(_fits(dim, size, symbols) for dim, size in zip(shape, tensor.shape, strict=True))
+        return all(settles(dim, size, symbols) for dim, size in zip(shape, tensor.shape, strict=True))
 
     def sizes(self, symbols: dict[str, int]) -> list[torch.Size | None]:
         """Size of every value; `None` where the free sizes known so far do not say."""
@@ -115,7 +206,9 @@ class Chain:
         self.prepared(*args, **kwargs)
         self.prepared.watch.batch = batch
 
-    def run_event(self, event: Event, value: Callable[[int], torch.Tensor]) -> tuple[Any, Any]:
+    def run_event(
+        self, event: Event, value: Callable[[int], torch.Tensor], size: Callable[[int, int], int]
+    ) -> tuple[Any, Any]:
         """One operator in float: its result as recorded, and as computed."""
         model = self.model
 
@@ -124,7 +217,7 @@ class Chain:
                 return value(spec.index)
             if type(spec) is Held:
                 return held(model, spec.path)
-            return spec.evaluate(lambda v, axis: value(v.index).shape[axis]) if type(spec) is Extent else spec
+            return spec.evaluate(lambda v, axis: size(v.index, axis)) if type(spec) is Extent else spec
 
         args, kwargs = fill(list(event.args), leaf), fill(event.kwargs, leaf)
         if event.changed is not None:
@@ -133,18 +226,40 @@ class Chain:
         result = called(*args, **kwargs)
         return (Value(event.changed), args[0]) if event.changed is not None else (event.result, result)
 
-    def converted(self, parameters: Parameters | None = None) -> Chain:
-        """The same recording, its statistics made parameters."""
+    def converted(self, parameters: Parameters | None, model: nn.Module) -> Chain:
+        """The same recording of the model, its statistics made parameters, if none are given."""
         made = Chain.__new__(Chain)
-        made.__dict__.update(self.__dict__)
-        made.lock, made.parts = threading.Lock(), {}
+        made.__dict__.update(self.__dict__, model=model, given=None)
+        made.lock, made.parts, made.programs, made.spare = threading.Lock(), {}, {}, {}
         if self.prepared is not None:
+            if parameters is None:
+                self._complete()
             made.reference = convert(self.prepared, parameters)
+            made.compile_parts(dict.fromkeys((given, wanted) for given, wanted, _ in self.parts))
         return made
 
+    def _complete(self) -> None:
+        """Sites that no call has reached count the tensors of the recording."""
+        assert self.prepared is not None
+        observers = self.prepared.observers.values()
+        counted = {observer: observer.statistics for observer in observers if observer.statistics.count}
+        if missing := len(observers) - len(counted):
+            self.observe()
+            for observer, statistics in counted.items():
+                observer.statistics = statistics
+            logger.info("%d sites were reached by the example inputs only", missing)
+    def compile_parts(self, asked: Iterable[tuple[frozenset[int], tuple[int, ...]]]) -> None:
+        """Ahead of the first call: those that calls of the prepared model used."""
+        for given, wanted in asked:
+            with contextlib.suppress(UnavailableError):
+                self.part(given, wanted, frozenset())
+
     def part(self, given: frozenset[int], wanted: tuple[int, ...], counted: frozenset[int]) -> Made:
-        """What makes some values from others: the values it reads, and a function. Raises `UnavailableError`."""
-        key = (given, wanted, counted)
+        """What makes some values from others: the values it reads, and a function. Raises `UnavailableError`.
+
+        ``counted``: those that observers have counted already, which is nothing to a reference model.
+        """
+        key = (given, wanted, counted if self.reference is None else frozenset())
         found = self.parts.get(key)
         if found is None:
             with self.lock:
@@ -163,7 +278,10 @@ class Chain:
         reads = [names[name] for name in part.inputs]
         if self.reference is None or not has_integers(part.module):
             return reads, lambda tensors: part.module(*tensors)
-        return self._compiled(part, reads)
+        key = (tuple(reads), wanted)
+        if key not in self.programs:
+            self.programs[key] = self._compiled(part, reads)
+        return self.programs[key]
 
     def _compiled(self, part: Part, reads: list[int]) -> Made:
         assert self.reference is not None

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from intaglio.eager.kinds import named, spelling
+
 
 @dataclass(frozen=True)
 class Value:
@@ -41,7 +43,7 @@ class Extent:
     def __str__(self) -> str:
         if self.operation == "size":
             return f"{self.operands[0]}.size({self.operands[1]})"
-        return f"{self.operation}({', '.join(map(str, self.operands))})"
+        return f"({f' {SIGNS[self.operation]} '.join(map(str, self.operands))})"
 
     def evaluate(self, size: Callable[[Value, int], Any]) -> Any:
         """``size``: value, axis -> its extent."""
@@ -49,6 +51,10 @@ class Extent:
             return size(*self.operands)
         numbers = [o.evaluate(size) if isinstance(o, Extent) else o for o in self.operands]
         return getattr(python_operator, self.operation)(*numbers)
+
+
+SIGNS = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}
+"""Operators of `Length`s that give one."""
 
 
 class Length(int):
@@ -80,7 +86,7 @@ def _plain(operation: Callable[[Any, Any], Any], length: Length, other: Any, swa
     return operation(other, int(length)) if swapped else operation(int(length), other)
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod"):
+for _name in SIGNS:
     setattr(Length, f"__{_name}__", _arithmetic(_name, False))
     setattr(Length, f"__r{_name}__", _arithmetic(_name, True))
 
@@ -105,17 +111,37 @@ class Event:
     changed: int | None = None
     alias: bool = False
     source: str = ""
-    only: int = -1
-    """The value that is the only argument, if there is no other; a shortcut for who compares."""
+    slots: tuple[int, ...] = ()
+    """The values among ``args``, and -1 in place of what is none; a shortcut for who compares."""
+    makes: int = -1
+    """The value that is the whole result, if it is one and nothing is changed in place; a shortcut for who defers."""
 
     def __post_init__(self) -> None:
-        if len(self.args) == 1 and not self.kwargs and isinstance(self.args[0], Value):
-            self.only = self.args[0].index
+        self.slots = tuple(spec.index if isinstance(spec, Value) else -1 for spec in self.args)
+        if isinstance(self.result, Value) and self.changed is None:
+            self.makes = self.result.index
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Functions of PyTorch by name: most of them cannot be pickled."""
+        parts = None if self.function is None else spelling(self.function)
+        return vars(self) if parts is None else {**vars(self), "function": parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        function = state["function"]
+        vars(self).update(state, function=named(function) if isinstance(function, tuple) else function)
 
     @property
     def name(self) -> str:
         """The operator, as an error names it."""
-        return "call of the module" if self.function is None else function_name(self.function)
+        return operator_name(self.function)
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """The same for every run of a line of code."""
+        return self.path, self.name, self.source
+
+    def __str__(self) -> str:
+        return f"{self.name} in {self.path}" if self.function is not None and self.path else self.path or self.name
 
     @property
     def key(self) -> tuple[str, Any]:
@@ -173,8 +199,10 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def function_name(function: Any) -> str:
-    """As PyTorch's documentation has it, where it is there."""
+def operator_name(function: Any) -> str:
+    """What an event's function is called in messages: as PyTorch's documentation has it, where it is there."""
+    if function is None:
+        return "call of the module"
     return torch.overrides.resolve_name(function) or getattr(function, "__name__", str(function))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,13 @@ QUESTIONS = frozenset({
     "storage_offset", "_version", "is_tensor", "result_type", "can_cast", "promote_types",
 })  # fmt: skip
 """Answered without the numbers of a tensor."""
+QUESTION_FUNCTIONS = frozenset(
+    getattr(found, "__get__", found) if inspect.isdatadescriptor(found) else found
+    for home in (torch.Tensor, torch)
+    for found in (getattr(home, name, None) for name in QUESTIONS)
+    if callable(found) or inspect.isdatadescriptor(found)
+)
+"""The same as functions; of a property it is the getter."""
 PROPERTIES_THAT_COMPUTE = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 
 
@@ -26,10 +34,6 @@ def plain_name(function: Callable[..., Any]) -> str:
     return name
 
 
-def is_question(function: Callable[..., Any]) -> bool:
-    return plain_name(function) in QUESTIONS
-
-
 def works_in_place(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     """Whether a call changes its first argument."""
     name = plain_name(function)
@@ -38,6 +42,12 @@ def works_in_place(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool
     if name.startswith("__"):
         return name.startswith("__i") and name.endswith("__") and hasattr(torch.Tensor, "__" + name[3:])
     return name.endswith("_") and not name.endswith("__")
+
+
+def is_factory(function: Callable[..., Any] | None) -> bool:
+    """Whether a function reads sizes and types of its arguments, but none of their numbers."""
+    name = "" if function is None else plain_name(function)
+    return name.endswith("_like") or (name.startswith("new_") and name != "new_tensor")
 
 
 def out_of_place(function: Callable[..., Any]) -> Callable[..., Any] | None:

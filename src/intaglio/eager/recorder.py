@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +12,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from intaglio.eager.events import Event, Extent, Held, Length, Value, fill, tensors
-from intaglio.eager.kinds import works_in_place
 
 UNROLLED = 64
 """So many runs of one line of code have parameters of their own; those behind share the last one's."""
@@ -24,6 +24,7 @@ class Recording:
     ``inputs``: the values that come from elsewhere, with the tensors they were. ``call``: arguments of the model,
     values in place of tensors, of a recording that begins where the model does. ``results``: what the model returned
     if it ends there, else what is needed behind: a pytree spec and its leaves. ``types``: element type of each value.
+    ``free``: input -> axes, besides the batch, that calls of other sizes were seen for.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -31,6 +32,20 @@ class Recording:
     types: dict[int, torch.dtype] = field(default_factory=dict)
     call: tuple[Any, Any] | None = None
     results: Any = None
+    free: dict[int, set[int]] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The results as they are nested: a pytree's spec is for one version of PyTorch."""
+        tree, entries = self.results
+        return {**vars(self), "results": pytree.tree_unflatten(entries, tree)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        entries, tree = pytree.tree_flatten(state["results"])
+        vars(self).update(state, results=(tree, entries))
+
+    def __deepcopy__(self, memo: Any) -> Recording:
+        """Around the same tensors and operators: once it is made a chain of, only what is free changes."""
+        return dataclasses.replace(self, free={number: set(axes) for number, axes in self.free.items()})
 
 
 class Recorder:
@@ -78,6 +93,19 @@ class Recorder:
             entries, tree = pytree.tree_flatten(both)
             self.recording.results = tree, entries
 
+    def release(self, path: str, tensor: torch.Tensor) -> None:
+        """A tensor that the model holds is about to be written to: what was read of it so far is an input."""
+        number = self._new(tensor)
+        del self.slots[id(tensor)]
+        self.recording.inputs[number] = tensor.clone()
+
+        def swap(leaf: Any) -> Any:
+            return Value(number) if isinstance(leaf, Held) and leaf.path == path else leaf
+
+        for event in self.recording.events:
+            event.args, event.kwargs = fill(event.args, swap), fill(event.kwargs, swap)
+            event.result = fill(event.result, swap)
+
     def value(self, tensor: torch.Tensor) -> int:
         """Its number; a tensor seen for the first time comes from elsewhere."""
         if id(tensor) not in self.slots:
@@ -107,11 +135,12 @@ class Recorder:
             return Extent("size", (self._leaf(operands[0]), operands[1]))
         return Extent(operation, tuple(map(self._extent, operands)))
 
-    def takes(self, function: Callable[..., Any] | None, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether the operator can be part of a recording: it does not write where others may look."""
-        if "out" in kwargs:
+    def takes(self, args: Any, kwargs: dict[str, Any], in_place: bool) -> bool:
+        """Whether the operator can be part of a recording: it does not write where others may look, and has the types
+        that its inputs give it."""
+        if "out" in kwargs or torch.is_autocast_enabled("cpu"):
             return False
-        if function is None or not works_in_place(function, kwargs):
+        if not in_place:
             return True
         target = args[0] if args else None
         return isinstance(target, torch.Tensor) and self._owned(target)

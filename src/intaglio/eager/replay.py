@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import itertools
 import linecache
+import operator as python_operator
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -41,7 +42,7 @@ def replay(recording: Recording, model: nn.Module) -> Captured:
     alike.forward = types.MethodType(names["forward"], alike)
     args, kwargs = example_of(recording)
     try:
-        captured = capture(alike, args, example_kwargs=kwargs)
+        captured = capture(alike, args, example_kwargs=kwargs, free=_free_leaves(recording))
     finally:
         del linecache.cache[file]
     _name_origins(captured.module, recording.events, file)
@@ -54,6 +55,12 @@ def example_of(recording: Recording) -> tuple[tuple[Any, ...], Mapping[str, Any]
     call = pytree.tree_map(lambda v: recording.inputs[v.index] if isinstance(v, Value) else v, recording.call)
     args, kwargs = call
     return (*args, *[recording.inputs[number] for number in others(recording)]), kwargs
+
+
+def _free_leaves(recording: Recording) -> dict[int, set[int]]:
+    """Leaf of the example -> axes that are to be free."""
+    order = {id(leaf): index for index, leaf in enumerate(pytree.tree_leaves(example_of(recording)))}
+    return {order[id(recording.inputs[number])]: axes for number, axes in recording.free.items()}
 
 
 def others(recording: Recording) -> list[int]:
@@ -120,6 +127,8 @@ class _Writer:
 
     def _call(self, event: Event, function: Any, args: list[str], options: Mapping[str, Any]) -> str:
         given = ", ".join([*args, *[f"{key}={self._text(entry)}" for key, entry in options.items()]])
+        if function is not None and event.args and isinstance(event.args[0], (int, float, Extent)):
+            function = getattr(python_operator, plain_name(function), function)  # ``2 * x`` calls x's method on (2, x)
         called = f"self.get_submodule({event.path!r})" if function is None else self._function(function)
         return f"{called}({given})"
 
@@ -218,8 +227,8 @@ def trimmed(captured: Captured, recording: Recording) -> tuple[Captured, dict[in
 
 
 def _placeholders(captured: Captured, recording: Recording) -> dict[int, fx.Node]:
-    by_leaf = {entry.leaf: entry.name for entry in captured.signature.inputs}
-    by_name = {node.name: node for node in captured.module.graph.nodes if node.op == "placeholder"}
+    nodes = [node for node in captured.module.graph.nodes if node.op == "placeholder"]  # those of state come last
+    by_leaf = {entry.leaf: node for entry, node in zip(captured.signature.inputs, nodes, strict=False)}
     order = {id(leaf): index for index, leaf in enumerate(pytree.tree_leaves(example_of(recording)))}
     found = {number: by_leaf.get(order[id(tensor)]) for number, tensor in recording.inputs.items()}
-    return {number: by_name[name] for number, name in found.items() if name is not None}
+    return {number: node for number, node in found.items() if node is not None}

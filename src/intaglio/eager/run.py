@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from intaglio.eager.activation import Activation
-from intaglio.eager.events import Length, fill, tensors
-from intaglio.eager.kinds import is_question, plain_name, works_in_place
+from intaglio.eager.events import Event, Length, fill, tensors
+from intaglio.eager.kinds import QUESTION_FUNCTIONS, plain_name, works_in_place
 from intaglio.eager.recorder import UNROLLED, Recorder, source_line
-from intaglio.eager.tensor import plain
+from intaglio.eager.tensor import QTensor, plain
+from intaglio.eager.writes import is_private, prepare_write, targets
 
 if TYPE_CHECKING:
     from intaglio.eager.session import Session
@@ -23,29 +25,17 @@ if TYPE_CHECKING:
 
 class _Current(threading.local):
     run: Run | None = None
+    log: list[Any] | None = None
 
 
 current = _Current()
-"""The run of this thread."""
-
-
-class Interception(TorchFunctionMode):
-    """Hands functions of tensors to a run."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self.run = run
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self.run.function(func, args, kwargs or {})
+"""The run of this thread, and where what is intercepted is written down, if it is (calls.py)."""
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
     """For our own work in the middle of a run: nothing of it is intercepted."""
-    if isinstance(_get_current_function_mode(), Interception):
+    if isinstance(_get_current_function_mode(), Run):
         with _pop_mode_temporarily(), uninterrupted():
             yield
     else:
@@ -53,14 +43,19 @@ def uninterrupted() -> Iterator[None]:
             yield
 
 
-class Run:
-    """``path``: the module that runs now. ``at``: the recording that is followed; ``recorder``: else what records."""
+class Run(TorchFunctionMode):
+    """``path``: the module that runs now. ``at``: the recording that is followed; ``recorder``: else what records.
+
+    ``activations``: all that have values somebody may still ask for. ``last``: the operator before those of ``at`` and
+    ``recorder``."""
 
     def __init__(self, session: Session, path: str) -> None:
+        super().__init__()
         self.session, self.path, self.entry = session, path, path
-        self.interception = Interception(self)
         self.at: Activation | None = None
+        self.activations: weakref.WeakSet[Activation] = weakref.WeakSet()
         self.recorder: Recorder | None = None
+        self.last: Event | None = None
         self.watches = session.records
         self.calls: dict[str, int] = {path: 1}
         self.inside: list[str] = [path]
@@ -74,15 +69,37 @@ class Run:
             with torch._C.DisableTorchFunction():
                 self.recorder.begin(args, kwargs)
         elif session.chains and session.chains[0].refused is None and self.entry == "":
-            self.at = Activation(session, session.chains[0])
-            self.at.begin(args, kwargs)
+            self._move(session.entered(args, kwargs))
 
     def end(self, result: Any) -> Any:
         if self.recorder is not None:
             with torch._C.DisableTorchFunction():
                 self.recorder.end(result)
                 self.close()
+        self._turn(self.place, None, self.at)
+        with torch._C.DisableTorchFunction():
+            self.settle()
         return self.session.finished(self, result)
+
+    def settle(self) -> None:
+        """The numbers of all that was deferred and that somebody holds."""
+        for activation in list(self.activations):
+            activation.settle()
+
+    @property
+    def place(self) -> Event | None:
+        """The last operator that a recording has."""
+        if self.recorder is not None and self.recorder.recording.events:
+            return self.recorder.recording.events[-1]
+        return self.at.events[self.at.next - 1] if self.at is not None and self.at.next > 0 else self.last
+
+    def _turn(self, before: Event | None, after: Event | None, at: Activation | None) -> None:
+        if self.entry == "":
+            self.session.turn(before, after, at)
+
+    def _move(self, at: Activation) -> None:
+        self.at = at
+        self.activations.add(at)
 
     def enter(self, path: str) -> None:
         self.calls[path] = self.calls.get(path, 0) + 1
@@ -93,13 +110,15 @@ class Run:
 
     # -- what is intercepted -------------------------------------------------------------------------------------
 
-    def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        at = self.at
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        at, kwargs = self.at, kwargs or {}
         if at is not None and at.next < at.count:
             event = at.events[at.next]
             if event.function is func and event.path == self.path and at.follows(event, args, kwargs):
-                return at.defer(event, args)
-        if is_question(func):
+                return at.defer(event, args) if event.changed is None else self._change(at, event, args, kwargs, func)
+        if func in QUESTION_FUNCTIONS:
             return self._answer(func, args, kwargs)
         return self._elsewhere(func, self.path, args, kwargs, func)
 
@@ -108,13 +127,16 @@ class Run:
         if at is not None and at.next < at.count:
             event = at.events[at.next]
             if event.path == path and event.function is None and at.follows(event, args, kwargs):
-                return at.defer(event, args)
+                if event.changed is None:
+                    return at.defer(event, args)
+                return self._change(at, event, args, kwargs, type(module).forward.__get__(module))
         return self._elsewhere(None, path, args, kwargs, type(module).forward.__get__(module))
 
     def opaque(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module that stays as it is, with all that is in it."""
-        self.close()
         with torch._C.DisableTorchFunction():
+            self.close()
+            self.settle()
             return forward(*fill(args, plain), **fill(kwargs, plain))
 
     # -- elsewhere -----------------------------------------------------------------------------------------------
@@ -135,9 +157,34 @@ class Run:
             found = self.session.find(self.at, func, path, args, kwargs)
             if found is not None:
                 self.close()
-                self.at = found
-                return found.defer(found.events[found.next], args)
+                event = found.events[found.next]
+                self._turn(self.place, event, self.at)
+                self._move(found)
+                if event.changed is None:
+                    return found.defer(event, args)
+                return self._change(found, event, args, kwargs, compute)
             return self._new(func, path, args, kwargs, compute)
+
+    def _change(
+        self, at: Activation, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]
+    ) -> Any:
+        """An operator in place that was expected; it runs at once where others see its tensor."""
+        if is_private(args[0], self.activations):
+            return at.defer(event, args)
+        with torch._C.DisableTorchFunction():
+            result = self._write(args, kwargs, compute)
+            at.skip(event, args[0])
+            return result
+
+    def _write(self, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]) -> Any:
+        """An operator that writes to memory others may see."""
+        places = prepare_write(targets(args, kwargs), self.activations)
+        if self.session.written(places, self.recorder) and self.at is not None and self.at.chain.refused is not None:
+            self.last, self.at = self.place, None
+        self.close()
+        real, options = tuple(fill(list(args), plain)), fill(kwargs, plain)
+        given = {id(plain(tensor)): tensor for tensor in tensors((args, kwargs)) if type(tensor) is QTensor}
+        return fill(compute(*real, **options), lambda leaf: given.get(id(leaf), leaf))
 
     def _rolls(self, func: Any, path: str) -> bool:
         """Whether an operator that was recorded before begins a loop whose turns share their parameters: its length
@@ -155,25 +202,31 @@ class Run:
         self, func: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]
     ) -> Any:
         """An operator that no recording has here."""
-        session, real, options = self.session, tuple(fill(list(args), plain)), fill(kwargs, plain)
-        known_float = (path, func) in session.floats
-        if session.records and not known_float and self.recorder is None:
-            self.recorder = Recorder(session.known)
-        recorder = self.recorder
-        if recorder is None or known_float or not recorder.takes(func, real, kwargs):
+        session, recorder, known_float = self.session, self.recorder, (path, func) in self.session.floats
+        in_place = works_in_place(func, kwargs) if func is not None else self._leaf_in_place(path)
+        real, options = tuple(fill(list(args), plain)), fill(kwargs, plain)
+        if session.records and not known_float and recorder is None:
+            recorder = Recorder(session.known)
+        if recorder is None or known_float or not recorder.takes(real, kwargs, in_place):
+            if in_place or "out" in kwargs:
+                session.apart(func, path, self.at, (args, kwargs))
+                return self._write(args, kwargs, compute)
             self.close()
             result = compute(*real, **options)
-            if not session.records and not known_float and tensors(result):
-                session.unseen(func, path, self.at)
+            if not known_float and tensors(result):
+                session.apart(func, path, self.at, (args, kwargs))
             return result
-        in_place = works_in_place(func, kwargs) if func is not None else self._leaf_in_place(path)
+        if self.recorder is None:
+            self.last, self.at, self.recorder = self.place, None, recorder
         given = recorder.arguments(real, options)
         result = compute(*real, **options)
         if not tensors(result) and not in_place:
             recorder.look(tensors((real, options)))
             return result
         owner = path if func is not None else path.rpartition(".")[0]
-        recorder.record(func, path, self.calls.get(owner, 1) - 1, given, real, result, in_place)
+        event = recorder.record(func, path, self.calls.get(owner, 1) - 1, given, real, result, in_place)
+        if event.index == 0:
+            self._turn(self.last, event, None)
         return result
 
     def _leaf_in_place(self, path: str) -> bool:
@@ -186,7 +239,9 @@ class Run:
         if recorder is not None and recorder.recording.events:
             recorder.close()
             with uninterrupted():
-                self.session.recorded(recorder.recording)
+                chain = self.session.recorded(recorder.recording)
+            if chain.refused is None:
+                self.last = recorder.recording.events[-1]
 
 
 def _lengths(name: str, args: tuple[Any, ...], result: Any) -> Any:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
-from collections.abc import Callable
+import threading
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,12 +15,16 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from intaglio.eager.activation import Activation
+from intaglio.eager.calls import LoggedRun
 from intaglio.eager.chain import Chain
-from intaglio.eager.events import Event, function_name
-from intaglio.eager.recorder import Recording, source_line
-from intaglio.eager.run import Run, current
+from intaglio.eager.copies import plain_copy
+from intaglio.eager.events import Event, operator_name, tensors
+from intaglio.eager.recorder import Recorder, Recording, source_line
+from intaglio.eager.run import Run, current, uninterrupted
+from intaglio.eager.stored import Stored, restore, store
 from intaglio.eager.tensor import QTensor
-from intaglio.errors import UnsupportedError
+from intaglio.eager.writes import memory
+from intaglio.errors import CaptureError, InputError, UnsupportedError
 from intaglio.quant import Quantizer
 
 logger = logging.getLogger("intaglio")
@@ -28,30 +36,76 @@ class Session:
     ``records``: operators that were not seen yet are recorded; else they run in float, or with ``strict`` are errors.
     """
 
-    def __init__(self, model: nn.Module, origin: nn.Module, quantizer: Quantizer, strict: bool = False,
+    def __init__(self, model: nn.Module, quantizer: Quantizer, strict: bool = False,
                  leaf_classes: tuple[type, ...] = ()) -> None:  # fmt: skip
         self.leaf_classes = leaf_classes
-        self.model, self.origin, self.quantizer, self.strict = model, origin, quantizer, strict
-        self.records, self.runs = True, 0
+        self.model, self.quantizer, self.strict = model, quantizer, strict
+        self.records = True
+        self.stored: Stored | None = None
+        self.lock = threading.RLock()
+        self._empty()
+
+    def _empty(self) -> None:
+        """Nothing seen yet; tensors as the model has them now."""
+        self.origin, self.runs = plain_copy(self.model), 0
         self.chains: list[Chain] = []
-        self.held = dict(_tensors_of(model))
+        self.held = dict(_tensors_of(self.model))
         self.known = {id(tensor): path for path, tensor in self.held.items()}
         self.index: dict[Any, list[tuple[Chain, Event]]] = {}
         self.edges: dict[Any, list[tuple[Chain, int]]] = {}
+        self.turns: set[tuple[Any, Any]] = set()
+        """Operators that followed each other while calibrating; ``None`` begins and ends a call."""
+        self.outside: set[tuple[str, str, str]] = set()
+        """Path, name and source line of operators that were seen but that no recording can have."""
+        self.modules = dict(self.model.named_modules())
         self.floats: set[Any] = set()
         self.warned: set[Any] = set()
+
+    # -- copies --------------------------------------------------------------------------------------------------
+
+    def kept(self) -> Stored:
+        """What outlives the graphs."""
+        with self.lock:
+            return store(self) if self.stored is None else self.stored
+
+    def suspend(self, stored: Stored) -> None:
+        """Graphs are made again from this at the next call."""
+        self.stored = stored
+
+    def resume(self) -> None:
+        """The graphs of what was kept, if they are not there."""
+        with self.lock, uninterrupted(), torch.inference_mode(False):
+            if self.stored is not None:
+                self._empty()
+                restore(self, self.stored)
+                self.stored = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("model", "quantizer", "strict", "leaf_classes", "records")
+        return {**{name: getattr(self, name) for name in names}, "stored": self.kept()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, lock=threading.RLock())
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def call(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model, or the module at ``path``, on its own."""
-        run, outer = Run(self, path), current.run
+        if self.stored is not None:
+            self.resume()
+        run, outer = Run(self, path) if current.log is None else LoggedRun(self, path, current.log), current.run
+        if outer is not None:
+            with torch._C.DisableTorchFunction():
+                outer.settle()
         current.run = run
         try:
-            with torch.no_grad(), run.interception:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False), run:
                 run.begin(args, kwargs)
                 result = forward(*args, **kwargs)
-                return run.end(result)
+                result = run.end(result)
+                if run.at is not None:
+                    run.at.leave()
+                return result
         finally:
             current.run = outer
 
@@ -61,30 +115,91 @@ class Session:
         """The result of a call without deferred values; one batch more for the observers."""
         found = plain_results(result)
         if self.records:
+            self.check_modules()
             for chain in self.chains:
                 chain.next_batch()
             self.runs += 1
         return found
 
-    def recorded(self, recording: Recording) -> None:
+    def recorded(self, recording: Recording) -> Chain:
         """A chain of it, which counts what was recorded."""
-        chain = self.add(recording)
+        chain = Chain(recording, self.origin, self.quantizer)
+        self.add(chain)
+        self.turns.update((a.place, b.place) for a, b in itertools.pairwise(chain.events))
         if chain.prepared is not None:
             chain.observe()
+        return chain
 
-    def add(self, recording: Recording) -> Chain:
-        chain = Chain(recording, self.origin, self.quantizer)
+    def written(self, places: set[int], recorder: Recorder | None) -> bool:
+        """Memory is about to be written to; whether recordings had taken a tensor of the model that lies there as a
+        constant. They are not followed any more."""
+        changed = {path: tensor for path, tensor in self.held.items() if memory(tensor) in places}
+        for path, tensor in changed.items():
+            if recorder is not None:
+                recorder.release(path, tensor)
+            del self.held[path]
+            self.known.pop(id(tensor), None)
+        followed = [chain for chain in self.chains if chain.refused is None]
+        retired = [chain for chain in followed if not changed.keys().isdisjoint(chain.constants)]
+        for chain in retired:
+            chain.refused = f"the model writes to {', '.join(changed)}"
+            if not self.records:
+                logger.warning("%s: written to for the first time; its operators run in float", ", ".join(changed))
+        for key, entries in list(self.index.items()):
+            self.index[key] = [entry for entry in entries if entry[0] not in retired]
+        return bool(retired)
+
+    def turn(self, before: Event | None, after: Event | None, at: Activation | None) -> None:
+        """One operator behind another, or the end: known while calibrating, else with ``strict`` an error if new."""
+        if not self.records and not self.strict:
+            return
+        pair = before and before.place, after and after.place
+        if self.records:
+            self.turns.add(pair)
+        elif pair not in self.turns:
+            seen = "the call ended" if after is None else f"{after} runs"
+            behind = before or "the beginning"
+            text = f"{seen} behind {behind}, which calibration has not seen; expected {_expected(at)}"
+            found = after or before
+            where, name, line = (found.path, found.name, source_line()) if found else ("", "call", "")
+            raise UnsupportedError(where or type(self.model).__name__, name, text, source=line, remedy=REMEDY)
+
+    def check_modules(self) -> None:
+        """A forward that replaces modules leaves the recordings with those it had before."""
+        now = dict(self.model.named_modules())
+        for path in (*self.modules, *now):
+            if now.get(path) is not self.modules.get(path):
+                remedy = "make modules in __init__, or name the class that does it in leaf_classes"
+                raise CaptureError(path, None, "forward changes, adds or removes this module", remedy=remedy)
+
+    def add(self, chain: Chain) -> None:
         if chain.refused is not None:
             logger.info("recording %d stays in float: %s", len(self.chains), chain.refused)
             self.floats.update(event.key for event in chain.events)
         else:
             self.enter(chain)
         self.chains.append(chain)
-        return chain
 
     def enter(self, chain: Chain) -> None:
         for event in chain.events:
             self.index.setdefault(event.key, []).append((chain, event))
+
+    def entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Activation:
+        """The first recording, from its beginning, on the arguments of the model."""
+        first = self.chains[0]
+        made = Activation(self, first)
+        if not made.begin(args, kwargs) and self.strict:
+            nested = pytree.tree_structure((args, kwargs))
+            raise InputError("arguments", None, f"nested as {nested}, calibrated as {first.call_tree}",
+                             remedy="call it as in calibration, or convert without strict=True")  # fmt: skip
+        if made.misfits and self.records and self._widened(first, made):
+            made = Activation(self, first)
+            made.begin(args, kwargs)
+        return made
+
+    def _widened(self, chain: Chain, made: Activation) -> bool:
+        with uninterrupted():
+            return chain.widen(made.misfits)
 
     def find(
         self, at: Activation | None, func: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -104,30 +219,82 @@ class Session:
             behind = same and at is not None and event.index >= at.next
             return (
                 (chain, event.index) not in known, event.source != line, not same, not behind,
-                event.index if behind else -event.index,
+                event.index if behind or at is None else -event.index,
             )  # fmt: skip
 
-        for chain, event in sorted(candidates, key=order):
-            found = Activation(self, chain, event.index)
-            if found.follows(event, args, kwargs):
-                if self.records and (chain, event.index) not in known:
-                    self.edges.setdefault(place, []).append((chain, event.index))
-                return found
+        candidates = sorted(candidates, key=order)
+        for widens in (False, True) if self.records else (False,):
+            for chain, event in candidates:
+                found = self._started(chain, event, args, kwargs, widens)
+                if found is not None:
+                    if self.records and (chain, event.index) not in known:
+                        self.edges.setdefault(place, []).append((chain, event.index))
+                    return found
         return None
 
-    def unseen(self, func: Any, path: str, at: Activation | None) -> None:
-        """An operator that calibration has not seen: said once for each line of code."""
-        name, line = "call of the module" if func is None else function_name(func), source_line()
+    def _started(
+        self, chain: Chain, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any], widens: bool
+    ) -> Activation | None:
+        """An activation that begins with this operator on these operands; with ``widens``, for sizes that the recording
+        does not take yet."""
+        found = Activation(self, chain, event.index)
+        if found.follows(event, args, kwargs):
+            return found
+        if widens and found.misfits and self._widened(chain, found):
+            return self._started(chain, event, args, kwargs, False)
+        return None
+
+    def apart(self, func: Any, path: str, at: Activation | None, given: Any) -> None:
+        """An operator that no recording has, because it cannot or because calibration has not seen it: that is said,
+        once for each line of code."""
+        place = path, operator_name(func), source_line()
+        if self.records:
+            self.outside.add(place)
+        elif place not in self.outside and tensors(given):
+            self._unseen(func, path, at, given)
+
+    def _unseen(self, func: Any, path: str, at: Activation | None, given: Any) -> None:
+        self.check_modules()
+        name, line = operator_name(func), source_line()
         if (path, func, line) in self.warned:
             return
-        expected = "nothing more" if at is None or at.next >= at.count else str(at.events[at.next])
+        known = self.index.get((path, func))
+        what = f"not seen in calibration on {_sizes(given)}" if known else "not seen in calibration"
         if self.strict:
-            raise UnsupportedError(
-                path or type(self.model).__name__, name, f"not seen in calibration; expected {expected}", source=line,
-                remedy="calibrate with data that takes this way, or convert without strict=True",
-            )  # fmt: skip
+            text = f"{what}; expected {_expected(at)}"
+            raise UnsupportedError(path or type(self.model).__name__, name, text, source=line, remedy=REMEDY)
         self.warned.add((path, func, line))
-        logger.warning("%s, %s (%s): not seen in calibration; it runs in float", path or "the model", name, line)
+        logger.warning("%s, %s (%s): %s; it runs in float", path or type(self.model).__name__, name, line, what)
+
+
+REMEDY = "calibrate with data that takes this way, or convert without strict=True"
+
+
+def _expected(at: Activation | None) -> str:
+    return "nothing more" if at is None or at.next >= at.count else str(at.events[at.next])
+
+
+def _sizes(given: Any) -> str:
+    """Types and sizes of tensors, as a message has them."""
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors(given))
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Buffers and attributes of modules are behind it what they were before."""
+    tables = [
+        (table, dict(table))
+        for module in model.modules()
+        for table in (vars(module), module._buffers, module._parameters, module._modules)
+    ]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    yield
+    for table, before in tables:
+        table.clear()
+        table.update(before)
+    for buffer, numbers in buffers:
+        if not torch.equal(buffer, numbers):
+            buffer.copy_(numbers)
 
 
 def _tensors_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -145,7 +312,26 @@ def plain_results(result: Any) -> Any:
         return result.numbers()
     if isinstance(result, torch.Tensor):
         return result
-    pendings = [leaf for leaf in pytree.tree_leaves(result) if type(leaf) is QTensor and leaf.content is None]
-    for activation in {id(q.activation): q.activation for q in pendings}.values():
-        activation.compute([q for q in pendings if q.activation is activation])
-    return pytree.tree_map(lambda leaf: leaf.numbers() if type(leaf) is QTensor else leaf, result)
+    return pytree.tree_map(lambda leaf: leaf.numbers() if type(leaf) is QTensor else _plain_object(leaf, {}), result)
+
+
+def _plain_object(thing: Any, known: dict[int, Any]) -> Any:
+    """An object that PyTorch knows no structure of: its attributes and entries are replaced where they are."""
+    if type(thing) is QTensor:
+        return thing.numbers()
+    if id(thing) in known or isinstance(thing, (torch.Tensor, nn.Module, type, types.ModuleType)) or callable(thing):
+        return thing
+    known[id(thing)] = thing
+    if type(thing) is tuple:
+        return tuple(_plain_object(entry, known) for entry in thing)
+    if isinstance(thing, dict):
+        for key, entry in list(dict.items(thing)):
+            if (found := _plain_object(entry, known)) is not entry:
+                dict.__setitem__(thing, key, found)
+    elif isinstance(thing, list):
+        thing[:] = [_plain_object(entry, known) for entry in thing]
+    attributes = getattr(thing, "__dict__", None)
+    if isinstance(attributes, dict):
+        for key, entry in list(attributes.items()):
+            attributes[key] = _plain_object(entry, known)
+    return thing

@@ -8,20 +8,77 @@ from typing import Any
 import torch
 from torch import nn
 
+from intaglio.eager.copies import Attachment
 from intaglio.eager.run import current
+from intaglio.eager.seen import Seen, SeenOpInfo
 from intaglio.eager.session import Session
+from intaglio.eager.stored import KEY, Loading, Saving
+from intaglio.ir import QParams
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-class AutoQuantizationState:
-    """Of one module that is made of others; an attribute of it that no one who iterates modules sees."""
+class AutoQuantizationState(Attachment):
+    """Of one module that is made of others; an attribute of it that no one who iterates modules sees.
+
+    It prints what the module saw; tensors have one number in all of the model.
+    """
 
     def __init__(self, session: Session, path: str) -> None:
-        self.session, self.path = session, path
+        self._session, self.path = session, path
+
+    @property
+    def session(self) -> Session:
+        """What all modules of the model share; its graphs are there."""
+        self._session.resume()
+        return self._session
+
+    def _seen(self) -> list[Seen]:
+        session, first, found = self.session, 0, []
+        for chain in session.chains:
+            found.append(Seen(chain, first, session.model))
+            first += len(chain.recording.types)
+        return found
+
+    @property
+    def seen_op_infos(self) -> dict[int, SeenOpInfo]:
+        """Operators that the module's code or its leaf modules are, in the order they were seen."""
+        return dict(enumerate(info for seen in self._seen() for info in seen.infos(self.path)))
+
+    @property
+    def tensor_id_to_observer(self) -> nn.ModuleDict:
+        """Observers of a prepared model, of the tensors that the module makes or is the first to read."""
+        found = {}
+        for seen in self._seen():
+            if seen.chain.prepared is not None and seen.chain.reference is None:
+                observers, leaders = seen.chain.prepared.observers, seen.chain.prepared.annotations.leaders
+                sites = seen.observed(self.path).items()
+                found.update({str(n): observers[leaders[s.name]] for n, s in sites if leaders[s.name] in observers})
+        return nn.ModuleDict(found)
+
+    @property
+    def tensor_id_to_qparams(self) -> dict[int, QParams]:
+        """Parameters in a converted model, of the same tensors."""
+        found = {}
+        for seen in self._seen():
+            if seen.chain.reference is not None:
+                sites = seen.observed(self.path).items()
+                found.update({number: seen.chain.reference.qparams[site.name] for number, site in sites})
+        return found
+
+    def __repr__(self) -> str:
+        converted = not self.session.records
+        infos = [line for index, info in self.seen_op_infos.items() for line in info.lines(index, converted)]
+        lines = ["(seen_op_infos): {", *[f"  {line}" for line in infos], "}"]
+        if converted:
+            known = self.tensor_id_to_qparams.items()
+            lines += ["(tensor_id_to_qparams): {", *[f"  ({number}): {q}" for number, q in known], "}"]
+        else:
+            lines += f"(tensor_id_to_observer): {self.tensor_id_to_observer}".splitlines()
+        return "\n".join(["AutoQuantizationState(", *[f"  {line}" for line in lines], ")"])
 
 
-class Call:
+class Call(Attachment):
     """The forward of a module that is made of others."""
 
     def __init__(self, session: Session, module: nn.Module, path: str) -> None:
@@ -73,15 +130,17 @@ class OpaqueCall(Call):
 
 
 def attach(session: Session) -> None:
-    """Has every module of the session's model intercepted."""
+    """Has every module of the session's model intercepted, and what is loaded into it noticed."""
     inside: set[int] = set()
+    session.model._state_dict_hooks[KEY] = Saving(session)  # type: ignore[index]
     for path, module in session.model.named_modules():
-        if id(module) in inside:
+        module._load_state_dict_pre_hooks[KEY] = Loading(session, module is session.model)  # type: ignore[index]
+        if id(module) in inside or isinstance(module, torch.jit.ScriptModule):  # what those run is not intercepted
             continue
-        kind = call_of(module, session.leaf_classes)
+        kind = call_of(module, session.leaf_classes) if path else Call
         if kind is not Call:
             inside.update(map(id, module.modules()))
-        else:
+        if kind is Call or module is session.model:
             object.__setattr__(module, "_auto_quant_state", AutoQuantizationState(session, path))
         object.__setattr__(module, "forward", kind(session, module, path))
 
@@ -89,7 +148,7 @@ def attach(session: Session) -> None:
 def call_of(module: nn.Module, leaf_classes: tuple[type, ...]) -> type[Call]:
     """How calls of a module are taken."""
     own = type(module)
-    if isinstance(module, (*leaf_classes, torch.jit.ScriptModule)):
+    if isinstance(module, leaf_classes):
         return OpaqueCall
     if isinstance(module, CONTAINERS):
         return Call

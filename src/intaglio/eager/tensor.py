@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from intaglio.eager.events import fill
+from intaglio.eager.kinds import QUESTION_FUNCTIONS
 
 if TYPE_CHECKING:
     from intaglio.eager.activation import Activation
@@ -22,13 +23,15 @@ class QTensor(torch.Tensor):
     converted model it is a tensor like any other: whatever reads it gets float numbers.
     """
 
-    activation: Activation
+    activation: Activation | None
+    """`None` of one that was written to: it belongs to no recording any more."""
     slot: int
     content: torch.Tensor | None
 
     def numbers(self) -> torch.Tensor:
         """The value as a plain tensor; what has to run for it runs now."""
         if self.content is None:
+            assert self.activation is not None
             self.activation.compute([self])
         assert self.content is not None
         return self.content
@@ -37,6 +40,9 @@ class QTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in QUESTION_FUNCTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         return func(*fill(args, plain), **fill(kwargs or {}, plain))
 
     @classmethod

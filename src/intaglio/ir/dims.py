@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd, prod
+from math import gcd
 
 
 @dataclass(frozen=True)
@@ -136,16 +136,33 @@ def divide(a: Dim, b: Dim) -> Dim | None:
 
 
 def evaluate(dim: Dim, symbols: Mapping[str, int]) -> int:
-    """The integer a dimension stands for; KeyError names a symbol without a value."""
+    """The integer a dimension stands for; KeyError names a symbol without a value. In loops, which torch.compile can
+    follow where the values are sizes of its own."""
     if isinstance(dim, int):
         return dim
-    return sum(c * prod(_atom(atom, symbols) for atom in monomial) for monomial, c in dim.terms)
+    total = 0
+    for monomial, product in dim.terms:
+        for atom in monomial:
+            product *= _atom(atom, symbols)
+        total += product
+    return total
 
 
 def _atom(atom: Atom, symbols: Mapping[str, int]) -> int:
     if isinstance(atom, str):
         return symbols[atom]
     return evaluate(atom.numerator, symbols) // atom.divisor
+
+
+def solve(dim: Dim, size: int, name: str, symbols: Mapping[str, int]) -> int | None:
+    """What the symbol must be for the dimension to be ``size``; ``None`` where that is no whole number, or the symbol
+    is anywhere but in one term of its own."""
+    factor = dict(_terms(dim)).get((name,), 0)
+    rest = dim - symbol(name) * factor
+    if not factor or name in symbols_of(rest):
+        return None
+    value, remainder = divmod(size - evaluate(rest, symbols), factor)
+    return None if remainder else value
 
 
 def substitute(dim: Dim, symbols: Mapping[str, Dim]) -> Dim:
@@ -204,15 +221,16 @@ def numel(shape: Shape) -> Dim:
     return total
 
 
-def c_expression(dim: Dim, name: str = "{}") -> str:
-    """C text over int64 variables; ``name`` formats a symbol. Floor division is exact for dimensions (>= 0)."""
+def c_expression(dim: Dim, name: str = "{}", divide: str = "(({}) / {})") -> str:
+    """C text over int64 variables; ``name`` formats a symbol, ``divide`` a quotient: C's own is the floor of dimensions
+    (>= 0) only."""
     if isinstance(dim, int):
         return str(dim)
 
     def atom(value: Atom) -> str:
         if isinstance(value, str):
             return name.format(value)
-        return f"(({c_expression(value.numerator, name)}) / {value.divisor})"
+        return divide.format(c_expression(value.numerator, name, divide), value.divisor)
 
     parts = [" * ".join([*map(atom, m), *([str(c)] if c != 1 or not m else [])]) for m, c in dim.terms]
     return " + ".join(parts) if len(parts) == 1 else "(" + " + ".join(parts) + ")"

@@ -1,4 +1,4 @@
-"""Passes over the integer graph. Each keeps every bit of the result."""
+"""Passes over the integer graph. Each keeps every bit of the result, but for `near_functions`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from intaglio.ir import Graph, Op, TensorType, fresh
 from intaglio.lower.layout import separate_layouts
+from intaglio.lower.levels import loops_as_tables, near_functions
 from intaglio.lower.loops import merge_loops
 from intaglio.ops.shape import pad_shape, unfold_depth_shape
 
@@ -100,4 +101,6 @@ def _unfolded(op: Op, weight: np.ndarray) -> tuple[list[tuple[str, dict[str, Any
     return [*moves, ("unfold_depth", unfold)], flat, np.ascontiguousarray(joined)
 
 
-LOWER_PASSES = (drop_identity, depth_as_channels, merge_loops, separate_layouts)
+LOWER_PASSES = (
+    drop_identity, depth_as_channels, merge_loops, loops_as_tables, near_functions, separate_layouts,
+)  # fmt: skip

@@ -98,8 +98,9 @@ def _read_in_place(
     graph: Graph, buffers: Mapping[str, Buffer], rows: frozenset[str], written: Mapping[str, _Lying], refused: set[str]
 ) -> dict[str, _Lying]:
     found: dict[str, _Lying] = {}
+    own = {*written, *(at.root for at in written.values()), *refused, *graph.outputs}
     for op in graph.ops:
-        if op.kind not in VIEWED or op.output in written or op.output in refused or op.output in graph.outputs:
+        if op.kind not in VIEWED or op.output in own:
             continue
         buffer, source = buffers.get(op.output), found.get(op.inputs[0]) or written.get(op.inputs[0])
         if buffer is None or any(buffer.halo) or (buffer.alias is not None and buffer.alias not in found):

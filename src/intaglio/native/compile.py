@@ -79,7 +79,7 @@ def build(source: str, *, name: str, isa: str, headers: tuple[str, ...] = (), fo
 def text_key(source: str, isa: str) -> str:
     """Digest of what a library is compiled from: text, headers, instruction set. The compiler is no part of it."""
     parts = [CACHE_FORMAT, isa, source]
-    parts += [part for item in sorted(_included(source, ()).items()) for part in item]
+    parts += [part for item in sorted(included(source).items()) for part in item]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -148,13 +148,13 @@ def _version(compiler: str) -> str:
 
 
 def _key(source: str, command: tuple[str, ...], isa: str, headers: tuple[str, ...]) -> str:
-    texts = _included(source, headers)
+    texts = included(source, headers)
     parts = [CACHE_FORMAT, isa, *command, *LINK_FLAGS, _version(command[0]), source]
     parts += [part for name in sorted(texts) for part in (name, texts[name])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _included(source: str, headers: tuple[str, ...]) -> dict[str, str]:
+def included(source: str, headers: tuple[str, ...] = ()) -> dict[str, str]:
     """Name -> text of every file of this folder that ``source`` includes, directly or not, and of ``headers``."""
     texts: dict[str, str] = {}
     waiting = [*headers, *_INCLUDE.findall(source)]

@@ -12,6 +12,8 @@
 #include "numerics.h"
 
 enum { LANES = 16, GROUPS = LANES / FLOATS };  // of a sum; vectors that hold them
+enum { STEP = 4 };                             // vectors that are worked on side by side; levels of them fill one
+enum { STREAMED = 1 << 24 };                    // bytes from which on a result of floats is written past the caches
 enum { PIECE = 1 << 14 };                      // elements of a row that a thread takes at a time, where all are alike
 
 typedef uint8_t Bytes __attribute__((vector_size(FLOATS)));
@@ -39,6 +41,37 @@ END(bytes, uint8_t, Bytes)
 END(halves, uint16_t, Halves)
 END(i64, int64_t, Longs)
 #undef END
+
+// Whether a result of so many bytes goes past the caches: none would still hold all of it when somebody reads it, and a line
+// that is written whole need not be read first.
+static inline int is_streamed(const void* row, int64_t bytes) {
+#if defined(__AVX2__)
+    return bytes >= STREAMED && (uintptr_t)row % (4 * FLOATS) == 0;
+#else
+    return (void)row, (void)bytes, 0;
+#endif
+}
+template <int COUNT>
+static inline __attribute__((always_inline)) void stream_f32(float* to, int64_t count, const Reals* x, int streamed) {
+#if defined(__AVX512F__)
+    if (streamed && COUNT == STEP) {
+        EACH _mm512_stream_ps(to + i * FLOATS, (__m512)x[i]);
+        return;
+    }
+#elif defined(__AVX2__)
+    if (streamed && COUNT == STEP) {
+        EACH _mm256_stream_ps(to + i * FLOATS, (__m256)x[i]);
+        return;
+    }
+#endif
+    (void)streamed;
+    EACH write_f32(to + i * FLOATS, 1, count, x[i]);
+}
+static inline void end_streams(void) {
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
+}
 
 // Bytes -> lanes and back, of which the low ones are kept. The compiler would take generic vectors apart.
 static inline RealBits widened(Bytes bytes) {
@@ -99,10 +132,71 @@ static inline Reals dequantize_row(RealBits levels, float scale, float zero_poin
     return (__builtin_convertvector(levels, Reals) - zero_point) * scale;
 }
 
+// Levels as read_u8 and dequantize_lanes have them, or of STEP vectors every STEP-th level in the i-th: an instruction then widens
+// them and takes the zero point off. `write_levels` puts them back in turn.
+template <int COUNT>
+static inline Reals read_in_turn(const uint8_t* from, int i, int64_t count, int32_t zero_point, float scale) {
+#if defined(__AVX512VNNI__)
+    if (COUNT == STEP) {
+        const __m512i all = _mm512_loadu_si512(from), own = _mm512_set1_epi32(1 << (8 * i));
+        return (Reals)_mm512_cvtepi32_ps(_mm512_dpbusd_epi32(_mm512_set1_epi32(-zero_point), all, own)) * scale;
+    }
+#endif
+    return dequantize_lanes(read_u8(from + i * FLOATS, 1, count), zero_point, scale);
+}
+
 // numerics.quantize. Bounds are whole steps from the zero point, so it does not matter that they are taken before rounding.
 static inline RealBits quantize_lanes(Reals x, float inverse, int32_t zero_point, float least, float most) {
     const Reals steps = x * inverse, bounded = least_of(most_of(steps, least), most);
     return whole(shifted(steps == steps ? bounded : every_lane(0.0f))) + zero_point;
+}
+
+// The levels of some vectors, one after the other. Of STEP full ones side by side, in one store: what is too low for an i32
+// becomes the least there is, and each packing bounds what it packs. `small`: all are numbers below 2^30 steps; `in_turn`: as
+// read_in_turn has them.
+template <int COUNT>
+static inline __attribute__((always_inline)) void write_levels(uint8_t* to, int64_t apart, int64_t count, const Reals* x, float inverse,
+                                                               int32_t zero_point, int32_t low, int32_t high, int small, int in_turn) {
+#if defined(__AVX512VNNI__)
+    if (COUNT == STEP && apart == 1) {
+        __m512i steps[COUNT];
+        EACH {
+            const __m512 all = (__m512)(x[i] * inverse), lower = _mm512_min_ps(all, _mm512_set1_ps(32767.0f));
+            steps[i] = small ? _mm512_cvtps_epi32(all) : _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(all, all, _CMP_ORD_Q), lower);
+        }
+        const __m512i zero = _mm512_set1_epi16((short)zero_point);
+        const __m512i front = _mm512_adds_epi16(_mm512_packs_epi32(steps[0], steps[1 % COUNT]), zero);
+        const __m512i back = _mm512_adds_epi16(_mm512_packs_epi32(steps[2 % COUNT], steps[3 % COUNT]), zero);
+        const __m512i place = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+        const __m512i turn = _mm512_broadcast_i32x4(_mm_set_epi8(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0));
+        __m512i levels = _mm512_packus_epi16(front, back);
+        levels = in_turn ? _mm512_shuffle_epi8(levels, turn) : _mm512_permutexvar_epi32(place, levels);
+        if (low > 0) levels = _mm512_max_epu8(levels, _mm512_set1_epi8((char)low));
+        if (high < 255) levels = _mm512_min_epu8(levels, _mm512_set1_epi8((char)high));
+        _mm512_storeu_si512(to, levels);
+        return;
+    }
+#elif defined(__AVX2__)
+    if (COUNT == STEP && apart == 1) {
+        __m256i steps[COUNT];
+        EACH {
+            const __m256 all = (__m256)(x[i] * inverse), lower = _mm256_min_ps(all, _mm256_set1_ps(32767.0f));
+            const __m256i number = (__m256i)_mm256_cmp_ps(all, all, _CMP_ORD_Q);
+            steps[i] = small ? _mm256_cvtps_epi32(all) : _mm256_and_si256(_mm256_cvtps_epi32(lower), number);
+        }
+        const __m256i zero = _mm256_set1_epi16((short)zero_point);
+        const __m256i front = _mm256_adds_epi16(_mm256_packs_epi32(steps[0], steps[1 % COUNT]), zero);
+        const __m256i back = _mm256_adds_epi16(_mm256_packs_epi32(steps[2 % COUNT], steps[3 % COUNT]), zero);
+        const __m256i place = _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0);
+        __m256i levels = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(front, back), place);
+        if (low > 0) levels = _mm256_max_epu8(levels, _mm256_set1_epi8((char)low));
+        if (high < 255) levels = _mm256_min_epu8(levels, _mm256_set1_epi8((char)high));
+        _mm256_storeu_si256((__m256i*)to, levels);
+        return;
+    }
+#endif
+    (void)small, (void)in_turn;
+    EACH write_u8(to + i * FLOATS * apart, apart, count, quantize_lanes(x[i], inverse, zero_point, (float)(low - zero_point), (float)(high - zero_point)));
 }
 
 static inline Reals to_bfloat16(Reals x) {
@@ -115,9 +209,46 @@ static inline Reals to_bfloat16(Reals x) {
 // -- of one element -----------------------------------------------------------------------------------------------------
 
 static inline Reals of_number(Reals x, Reals value) { return x == x ? value : x; }  // NaN stays
-static inline Reals larger(Reals a, Reals b) { return ((a > b) | (a != a)) ? a : b; }
-static inline Reals smaller(Reals a, Reals b) { return ((a < b) | (a != a)) ? a : b; }
-static inline Reals relu(Reals x) { return x < 0.0f ? every_lane(0.0f) : x; }
+
+
+// Of several vectors; NaN stays.
+#define OF_NUMBERS(name)                                                                                  \
+    template <int COUNT>                                                                                 \
+    static inline __attribute__((always_inline)) void name##_of(Reals* to, const Reals* from) {           \
+        EACH to[i] = from[i];                                                                            \
+        name<COUNT>(to);                                                                                 \
+        EACH to[i] = of_number(from[i], to[i]);                                                          \
+    }
+OF_NUMBERS(near_gelus)
+OF_NUMBERS(exp_negatives)
+#undef OF_NUMBERS
+
+// a > b, or NaN ? a : b; the instruction alone gives b of NaN.
+static inline Reals larger(Reals a, Reals b) {
+#if defined(__AVX512F__)
+    return (Reals)_mm512_mask_max_ps((__m512)a, _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_ORD_Q), (__m512)a, (__m512)b);
+#else
+    return ((a > b) | (a != a)) ? a : b;
+#endif
+}
+static inline Reals smaller(Reals a, Reals b) {
+#if defined(__AVX512F__)
+    return (Reals)_mm512_mask_min_ps((__m512)a, _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_ORD_Q), (__m512)a, (__m512)b);
+#else
+    return ((a < b) | (a != a)) ? a : b;
+#endif
+}
+
+// 0 > x ? 0 : x, so NaN and -0 stay.
+static inline Reals relu(Reals x) {
+#if defined(__AVX512F__)
+    return (Reals)_mm512_max_ps(_mm512_setzero_ps(), (__m512)x);
+#elif defined(__AVX2__)
+    return (Reals)_mm256_max_ps(_mm256_setzero_ps(), (__m256)x);
+#else
+    return x < 0.0f ? every_lane(0.0f) : x;
+#endif
+}
 static inline Reals ones(RealBits truth) { return (Reals)(truth & (RealBits)every_lane(1.0f)); }
 
 static inline Reals clamp(Reals x, float low, float high) {
@@ -192,29 +323,38 @@ static inline Reals lowered(Reals least, Reals x, int64_t count) {
 }
 
 // 16 lanes -> one value in every lane: the upper half joins the lower, until there is one.
+static inline Reals upper(Reals x, int half) {
+    static const int32_t places[2 * LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    RealBits place;
+    memcpy(&place, places + half, sizeof place);
+    return __builtin_shuffle(x, place);
+}
 #define TREE(name, joined)                                                                               \
     static inline Reals name(const Reals* lanes) {                                                       \
-        float each[LANES];                                                                               \
+        Reals each[GROUPS];                                                                              \
         memcpy(each, lanes, sizeof each);                                                                \
-        for (int half = LANES / 2; half; half /= 2)                                                      \
-            for (int l = 0; l < half; ++l) {                                                             \
-                const float a = each[l], b = each[l + half];                                             \
-                each[l] = joined;                                                                        \
+        for (int half = GROUPS / 2; half; half /= 2)                                                     \
+            for (int g = 0; g < half; ++g) {                                                             \
+                const Reals a = each[g], b = each[g + half];                                             \
+                each[g] = joined;                                                                        \
             }                                                                                            \
-        return every_lane(each[0]);                                                                      \
+        _Pragma("GCC unroll 4") for (int half = FLOATS / 2; half; half /= 2) {                           \
+            const Reals a = each[0], b = upper(a, half);                                                 \
+            each[0] = joined;                                                                            \
+        }                                                                                                \
+        return every_lane(each[0][0]);                                                                   \
     }
 TREE(tree_of_sums, a + b)
-TREE(tree_of_most, b > a || b != b ? b : a)
-TREE(tree_of_least, b < a || b != b ? b : a)
+TREE(tree_of_most, larger(b, a))
+TREE(tree_of_least, smaller(b, a))
 #undef TREE
 
-// take(first element, how many, which of the vectors that hold 16 lanes), along a row; the last vector may not be full.
+template <int N> struct Vectors { enum { COUNT = N }; };
+
+// take(first element, elements of each vector, which of the vectors that hold 16 lanes is the first, how many vectors), along a
+// row: STEP vectors at a time, then one by one, the last of which may not be full.
 template <typename Take> static inline __attribute__((always_inline)) void along(int64_t first, int64_t size, Take take) {
-    int64_t i = first;
-    for (; i + LANES <= size; i += LANES)
-#pragma GCC unroll 4
-        for (int g = 0; g < GROUPS; ++g) take(i + g * FLOATS, (int64_t)FLOATS, g);
-#pragma GCC unroll 4
-    for (int g = 0; g < GROUPS; ++g, i += FLOATS)
-        if (i < size) take(i, size - i < FLOATS ? size - i : (int64_t)FLOATS, g);
+    int64_t e = first;
+    for (; e + STEP * FLOATS <= size; e += STEP * FLOATS) take(e, (int64_t)FLOATS, 0, Vectors<STEP>());
+    for (int g = 0; e < size; e += FLOATS, ++g) take(e, size - e < FLOATS ? size - e : (int64_t)FLOATS, g, Vectors<1>());
 }

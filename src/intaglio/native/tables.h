@@ -31,17 +31,26 @@ static inline int joined_rows(const struct Bags* b, float* out, int64_t first, i
         const int64_t id = b->ids[i];
         if (id < 0 || id >= b->rows) return 0;
         if (id == b->padding) continue;
-        along(0, b->width, [&](int64_t d, int64_t count, int) __attribute__((always_inline)) {
-            Reals row = row_of(b, id, d, count);
-            if (b->weights) row = row * b->weights[i];
-            const Reals total = read_f32(out + d, 1, count);
-            write_f32(out + d, 1, count, b->mode != BAG_MAX ? total + row : joined ? larger(row, total) : row);
+        const float weight = b->weights ? b->weights[i] : 1.0f;
+        along(0, b->width, [&](int64_t first, int64_t count, int, auto vectors) __attribute__((always_inline)) {
+            enum { COUNT = decltype(vectors)::COUNT };
+            EACH {
+                const int64_t d = first + i * FLOATS;
+                Reals row = row_of(b, id, d, count);
+                if (b->weights) row = row * weight;
+                const Reals total = read_f32(out + d, 1, count);
+                write_f32(out + d, 1, count, b->mode != BAG_MAX ? total + row : joined ? larger(row, total) : row);
+            }
         });
         ++joined;
     }
     if (b->mode == BAG_MEAN && joined)
-        along(0, b->width, [&](int64_t d, int64_t count, int) __attribute__((always_inline)) {
-            write_f32(out + d, 1, count, read_f32(out + d, 1, count) / (float)joined);
+        along(0, b->width, [&](int64_t first, int64_t count, int, auto vectors) __attribute__((always_inline)) {
+            enum { COUNT = decltype(vectors)::COUNT };
+            EACH {
+                const int64_t d = first + i * FLOATS;
+                write_f32(out + d, 1, count, read_f32(out + d, 1, count) / (float)joined);
+            }
         });
     return 1;
 }

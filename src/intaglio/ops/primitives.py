@@ -121,6 +121,7 @@ PRIMITIVES: Mapping[str, Primitive] = {
         _real("tanh", floats.of_numbers(numerics.hyperbolic_tangent)),
         _real("silu", floats.of_numbers(numerics.silu)),
         _real("gelu", floats.of_numbers(numerics.gelu)),
+        _real("near_gelu", floats.of_numbers(numerics.near_gelu)),
         _real("gelu_tanh", floats.of_numbers(numerics.gelu_tanh)),
         Primitive("leaky_relu", ((REAL,),), F32, _leaky_relu, ("slope",)),
         Primitive("clamp", ((REAL,),), F32, _clamp, ("low", "high")),

@@ -239,9 +239,9 @@ def fixed_axis(call: RealCall) -> str | None:
 
 
 def softmax(body: Body, call: RealCall, v: Values) -> str:
-    """``exp(x - max(x))`` over its sum: `numerics.softmax`."""
+    """``exp(x - max(x)) * (1 / its sum)``: one division a row, where each would take as long as the power."""
     powers, axis = _powers(body, call, v), call.axis()
-    return body("div", powers, body("sum", powers, axis=axis))
+    return body("mul", powers, body("reciprocal", body("sum", powers, axis=axis)))
 
 
 def log_softmax(body: Body, call: RealCall, v: Values) -> str:

@@ -181,6 +181,17 @@ class Recipe:
         """From a mapping; ``None`` means "leave in float", a dictionary is a `Setting`'s fields."""
         return Recipe(tuple((selector, _setting(selector, value)) for selector, value in entries.items()), default)
 
+    @staticmethod
+    def given(recipe: Recipe | Mapping[str, Any] | str | Path | None) -> Recipe:
+        """What a user may say: nothing, a name, a file, a mapping, or a recipe."""
+        if recipe is None:
+            return Recipe()
+        if isinstance(recipe, str) and recipe in NAMED:
+            return Recipe.named(recipe)
+        if isinstance(recipe, (str, Path)):
+            return Recipe.load(recipe)
+        return recipe if isinstance(recipe, Recipe) else Recipe.of(recipe)
+
     def with_selection(self, skip: Iterable[str] = (), only: Iterable[str] = ()) -> Recipe:
         """``only``: nothing else is quantized; ``skip``: these are not. Both are selectors."""
         skip, only = _tuple(skip), _tuple(only)

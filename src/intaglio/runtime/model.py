@@ -18,12 +18,13 @@ from torch import nn
 from intaglio import config
 from intaglio.calls import TORCH_DTYPES, bind, check_kinds, dims_of, initial_state, kept_state, rebuild
 from intaglio.errors import ArtifactError, BuildError, InputError
-from intaglio.ir import About, Dim, Graph, HostCall, Schedule, Signature
+from intaglio.ir import About, Dim, Graph, HostCall, Program, Schedule, Signature
 from intaglio.native.limits import int8_rates
 from intaglio.native.machine import ISA_FLAGS
 from intaglio.runtime import state
 from intaglio.runtime.artifact import Artifact
 from intaglio.runtime.coverage import Coverage
+from intaglio.runtime.export_c import export_c
 from intaglio.runtime.files import (
     Example,
     Library,
@@ -38,6 +39,7 @@ from intaglio.runtime.files import (
 from intaglio.runtime.islands import Host, run_host
 from intaglio.runtime.profile import Clock, Profile, profile_of
 from intaglio.runtime.shapes import FRAMES, Frame, Read, Shapes, Sizes
+from intaglio.runtime.traced import came_channels_last, register
 
 LIMIT_SECONDS = 0.002
 """Of one of the repeats that measure the arithmetic limit."""
@@ -69,12 +71,15 @@ class QuantizedModel(nn.Module):
         remake: Callable[[QuantizedModel, Graph], QuantizedModel] | None = None,
         schedules: Mapping[str, Mapping[str, Schedule]] | None = None,
         hosts: Mapping[str, Host] | None = None,
+        emit: Callable[[QuantizedModel, str], Program] | None = None,
     ) -> None:
         """``graph`` is what the program was made of: files hold it. ``libraries``: for other instruction sets.
         ``remake``: makes a model like this one around a graph with other numbers. ``schedules``: those a search chose,
-        by instruction set and output value. ``hosts``: records of a user's own operators, by name."""
+        by instruction set and output value. ``hosts``: records of a user's own operators, by name. ``emit``: prints the
+        program of a model for another instruction set."""
         super().__init__()
-        self._remake, self.schedules, self.hosts = remake, dict(schedules or {}), dict(hosts or {})
+        self._emit, self._remake = emit, remake
+        self.schedules, self.hosts = dict(schedules or {}), dict(hosts or {})
         self.graph, self.example, self.libraries = graph, example, dict(libraries or {})
         self.artifact, self.signature, self.coverage, self.about = artifact, signature, coverage, about
         self.islands = nn.ModuleDict({key: module for key, (module, _) in islands.items()})
@@ -96,13 +101,14 @@ class QuantizedModel(nn.Module):
         self._warm: set[Any] = set()
         self._fell_back = False
         self._plain = _plain_tensors(signature)
+        self._number = register(self)
         for index, tensor in enumerate(initial_state(signature)):
             self.register_buffer(f"state{index}", tensor)
         super().train(False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_exporting():
-            raise InputError("call", None, "this part is quantized already; native code cannot be traced")
+        if torch.compiler.is_compiling() and not self._opaque:
+            return self._traced(args, kwargs)
         leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
         if self._float and not self._takes(leaves):
             with torch.no_grad():
@@ -118,6 +124,27 @@ class QuantizedModel(nn.Module):
         if self._plain and self._results == 1 and self.signature.out_tree.is_leaf():
             return results[0]
         return rebuild(self.signature, tuple(results[: self._results]), shapes.symbols)
+
+    def _traced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The call as one operator of the graph that a compiler makes."""
+        if torch.compiler.is_exporting():
+            raise InputError("call", None, "this part is quantized already; native code cannot be traced")
+        leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
+        results = torch.ops.intaglio.call([leaf.detach() for leaf in leaves], self._number)
+        if self._plain and self._results == 1 and self.signature.out_tree.is_leaf():
+            return results[0]
+        return rebuild(self.signature, tuple(results), dims_of(self.signature, leaves, self._byte_inputs))
+
+    def results(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors a call gives for its tensors, by position."""
+        with torch.no_grad():
+            values = self._run(leaves, self._shapes_of(leaves), torch.get_num_threads())
+            return [self._returned(values[name], leaves) for name in self._outputs]
+
+    @property
+    def _opaque(self) -> bool:
+        """Whether a call does more than its operator would say: changes something, or runs another model."""
+        return bool(self._float or self.signature.state or self.signature.written)
 
     def _state(self) -> list[torch.Tensor]:
         return [getattr(self, f"state{index}") for index in range(len(self.signature.state))]
@@ -250,10 +277,8 @@ class QuantizedModel(nn.Module):
 
     def _returned(self, value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """Contiguous, unless an input came with channels last."""
-        if value.dim() == 4 and not value.is_contiguous():
-            last = torch.channels_last
-            if not any(x.dim() == 4 and x.is_contiguous(memory_format=last) and not x.is_contiguous() for x in leaves):
-                return value.contiguous()
+        if value.dim() == 4 and not value.is_contiguous() and not any(map(came_channels_last, leaves)):
+            return value.contiguous()
         return value
 
     # -- what a user asks ----------------------------------------------------------------------------------------
@@ -334,6 +359,23 @@ class QuantizedModel(nn.Module):
             self.on_new_shape,
         )  # fmt: skip
         save(saved, path, config.VERSION)
+
+    def export_c(self, folder: str | Path, *, isa: str | Sequence[str] | None = None) -> None:
+        """Write the program as C: sources, a header, weights, a CMake file, a small main and a README, to be built and
+        run without Python, with the same bits (docs/deploying.md, "Without Python").
+
+        ``isa``: one instruction set or several, of which the export runs the best that a processor has; default: the
+        one of this model. Files of these names in the folder are replaced. Raises `UnsupportedError` when parts of the
+        model run in Python.
+        """
+        export_c(self, folder, (isa,) if isinstance(isa, str) else isa)
+
+    def program_for(self, isa: str) -> Program:
+        """The program's text and constants for an instruction set; nothing is compiled."""
+        if isa == self.artifact.program.isa:
+            return self.artifact.program
+        assert self._emit is not None
+        return self._emit(self, isa)
 
     def verify(self) -> None:
         """Run the example stored with the model and compare every integer result, bit for bit.
@@ -419,6 +461,10 @@ class QuantizedModel(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles start without plans and arenas."""
         return {**self.__dict__, "_shapes": OrderedDict(), "_frames": [], "_sizes": None, "_warm": set()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._number = register(self)
 
     def __repr__(self) -> str:
         share, count, hosts = self.coverage, self.coverage.islands, len(self.coverage.hosts)

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from intaglio import eager
 from intaglio.calls import bind, dims_of
 from intaglio.capture import Captured, capture, run
 from intaglio.capture.captured import GraphStage
@@ -46,15 +47,16 @@ def compare(
 ) -> Comparison:
     """How much of the float model's values is left, over the same batches for both.
 
-    ``quantized``: a `Reference`, or an int8 model, saved or not, whose reference is made again from the float model and
-    the parameters it keeps. Where that gives another integer graph, as after corrections of weights, and for other
-    stages there are results only, and no row per operator. ``data``: an iterable of batches, as for `calibrate`, read
-    once; ``samples`` stops after that many. Raises `InputError` when both are not of one model.
+    ``quantized``: a `Reference`, a model of the eager door that always runs the same way, or an int8 model, saved or
+    not, whose reference is made again from the float model and the parameters it keeps. Where that gives another
+    integer graph, as after corrections of weights, and for other stages there are results only, and no row per
+    operator. ``data``: an iterable of batches, as for `calibrate`, read once; ``samples`` stops after that many. Raises
+    `InputError` when both are not of one model.
     """
     first, items = peek(data)
-    stage = exact if isinstance(exact, GraphStage) else _captured(exact, first)
+    stage = exact if isinstance(exact, GraphStage) else _captured(exact, quantized, first)
     binder, total, seen = Binder.of(stage.signature), _Totals(), 0
-    reference = quantized if isinstance(quantized, Reference) else _made_again(stage, quantized)
+    reference = _reference(stage, quantized)
     pair = _Pair(_float_graph(stage), reference) if reference is not None else None
     for item in items:
         args, kwargs = binder(item)
@@ -72,13 +74,23 @@ def compare(
     return Comparison(pair.rows(total) if pair else (), results, seen)
 
 
-def _captured(model: nn.Module, item: Any) -> Captured:
+def _captured(model: nn.Module, quantized: Any, item: Any) -> Captured:
+    """As the quantized model saw it, or by its first call."""
+    if eager.is_session(quantized):
+        return eager.captured(quantized, model)
     args, kwargs = binder_for(model)(item)
     return capture(model, args, example_kwargs=kwargs)
 
 
+def _reference(stage: GraphStage, quantized: Any) -> Reference | None:
+    """The reference behind an int8 model, if it can be had."""
+    if isinstance(quantized, Reference):
+        return quantized
+    return eager.rewrite(quantized) if eager.is_session(quantized) else _made_again(stage, quantized)
+
+
 def _made_again(stage: GraphStage, quantized: Any) -> Reference | None:
-    """The reference behind an int8 model, if it can be had from its float model and its texts."""
+    """From the float model and the texts that the int8 model keeps."""
     texts = quantized.about.texts if isinstance(quantized, (Lowered, QuantizedModel)) else {}
     if not isinstance(stage, (Captured, Prepared)) or not {"quantizer", "parameters", "integer"} <= texts.keys():
         return None

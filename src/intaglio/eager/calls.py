@@ -1,0 +1,87 @@
+"""`calls`: the order in which calls of a prepared or converted model are intercepted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from intaglio.eager.kinds import QUESTION_FUNCTIONS, plain_name
+from intaglio.eager.run import Run, current
+
+if TYPE_CHECKING:
+    from intaglio.eager.session import Session
+
+
+@dataclass(frozen=True)
+class Intercepted:
+    """``path``: the module that is called, or whose code calls the function ``operator``. ``moment``: start or end."""
+
+    path: str
+    operator: str | None
+    moment: str
+
+    def __str__(self) -> str:
+        where = self.path or "model"
+        return f"{where if self.operator is None else f'{where}::{self.operator}'} {self.moment}"
+
+
+@contextlib.contextmanager
+def calls() -> Iterator[list[Intercepted]]:
+    """All that is intercepted in this thread inside the ``with``, in order; questions such as shapes left out."""
+    outer, current.log = current.log, []
+    try:
+        yield current.log
+    finally:
+        current.log = outer
+
+
+class LoggedRun(Run):
+    """A run that says what it intercepts."""
+
+    def __init__(self, session: Session, path: str, log: list[Intercepted]) -> None:
+        super().__init__(session, path)
+        self.watches, self.log = True, log
+        self.leaves_alone = getattr(session.model.get_submodule(path), "_auto_quant_state", None) is None
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.leaves_alone:
+            self._say(self.entry, None, "start")
+        super().begin(args, kwargs)
+
+    def end(self, result: Any) -> Any:
+        found = super().end(result)
+        if not self.leaves_alone:
+            self._say(self.entry, None, "end")
+        return found
+
+    def enter(self, path: str) -> None:
+        self._say(path, None, "start")
+        super().enter(path)
+
+    def leave(self, path: str) -> None:
+        super().leave(path)
+        self._say(path, None, "end")
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in QUESTION_FUNCTIONS:
+            return super().__torch_function__(func, types, args, kwargs)
+        path, name = self.path, plain_name(func)
+        self._say(path, name, "start")
+        result = super().__torch_function__(func, types, args, kwargs)
+        self._say(path, name, "end")
+        return result
+
+    def leaf(self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._say(path, None, "start")
+        result = super().leaf(module, path, args, kwargs)
+        self._say(path, None, "end")
+        return result
+
+    def _say(self, path: str, operator: str | None, moment: str) -> None:
+        self.log.append(Intercepted(path, operator, moment))

@@ -1,0 +1,122 @@
+"""What one module of a prepared or converted model saw: its operators, their tensors, and what is done about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from intaglio.eager.chain import Chain
+from intaglio.eager.events import Event, Value, leaves
+from intaglio.eager.fusion import computing, regions_of, spelled
+from intaglio.ir import DType
+from intaglio.quant import Site
+
+LEVELS = {DType.U8: torch.quint8, DType.S8: torch.qint8}
+"""What a tensor of levels is called in PyTorch."""
+
+
+@dataclass(frozen=True)
+class QTensorInfo:
+    """``id``: of the tensor, in all of the model. ``inf_dtype``: what flows there when the converted model runs."""
+
+    id: int
+    inf_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class SeenOpInfo:
+    """One operator, once for each time it was recorded. ``type``: the function, or the class of the leaf module.
+
+    ``before``, ``instead``, ``after``: what a converted model does about it: tensors quantized or dequantized for it,
+    the region that runs in its place, and whether its result is dequantized for who called the model.
+    """
+
+    type: str
+    path: str
+    input_tensor_infos: tuple[QTensorInfo, ...]
+    output_tensor_infos: tuple[QTensorInfo, ...]
+    before: str
+    instead: str
+    after: str
+
+    def lines(self, index: int, converted: bool) -> list[str]:
+        """As `AutoQuantizationState` prints it."""
+        found = [f"{index}: (type): {self.type}" + (f" ({self.path})" if self.path else "")]
+        for name in ("input_tensor_infos", "output_tensor_infos"):
+            infos = [f"     {info}," for info in getattr(self, name)]
+            found += [f"   ({name}): [", *infos, "   ],"]
+        if converted:
+            found += [f"   ({name}): {getattr(self, name)}" for name in ("before", "instead", "after")]
+        return found
+
+
+class Seen:
+    """One recording as `AutoQuantizationState` shows it. ``first``: what is added to its numbers of values."""
+
+    def __init__(self, chain: Chain, first: int, model: torch.nn.Module) -> None:
+        self.chain, self.first, self.model = chain, first, model
+        self.sites: dict[int, Site] = {}
+        self.instead: dict[int, str] = {}
+        self.levels: dict[int, torch.dtype] = {}
+        self.computing: set[int] = {event.index for event in chain.events}
+        if chain.prepared is not None:
+            self._annotated()
+
+    def _annotated(self) -> None:
+        assert self.chain.prepared is not None
+        annotations = self.chain.prepared.annotations
+        self.computing = computing(self.chain)
+        roots = {region.root.name for region in annotations.regions}
+        for region, events in regions_of(self.chain):
+            names = ", ".join(map(spelled, events))
+            self.instead.update({event.index: f"{region.name} in int8 of {names}" for event in events})
+        for number, name in self.chain.places.items():
+            site = annotations.by_value.get((name, "activation"))
+            if site is not None:
+                self.sites[number] = site
+                if name in roots:
+                    self.levels[number] = LEVELS.get(site.dtype, torch.float32)
+
+    def infos(self, path: str) -> Iterator[SeenOpInfo]:
+        """Operators of the module at ``path``."""
+        results = {leaf.index for leaf in leaves(self.chain.recording.results[1]) if isinstance(leaf, Value)}
+        for event in self.chain.events:
+            if owner(event) == path:
+                yield self._info(event, results)
+
+    def _info(self, event: Event, results: set[int]) -> SeenOpInfo:
+        read, made = event.inputs, [leaf.index for leaf in leaves(event.result) if isinstance(leaf, Value)]
+        alone = "in float" if event.index in self.computing else "handed on"
+        inside = alone == "handed on" or event.index in self.instead
+        quantized = [n for n in dict.fromkeys(read) if inside and n in self.sites and n not in self.levels]
+        real = [n for n in dict.fromkeys(read) if not inside and n in self.levels]
+        before = [f"quantize {self.first + n}" for n in quantized] + [f"dequantize {self.first + n}" for n in real]
+        after = [f"dequantize {self.first + n}" for n in made if n in results and n in self.levels]
+        kind = type(self.model.get_submodule(event.path)).__name__ if event.function is None else event.name
+        return SeenOpInfo(
+            kind, event.path if event.function is None else "", self._tensors(read), self._tensors(made),
+            ", ".join(before) or "nothing", self.instead.get(event.index, alone),
+            ", ".join(after) or "nothing",
+        )  # fmt: skip
+
+    def _tensors(self, numbers: list[int]) -> tuple[QTensorInfo, ...]:
+        types = {**self.chain.recording.types, **self.levels}
+        return tuple(QTensorInfo(self.first + number, types[number]) for number in numbers)
+
+    def observed(self, path: str) -> dict[int, Site]:
+        """Tensor id -> site, of what the module's operators make, and of what they are the first to read."""
+        known: set[int] = set()
+        found = {}
+        for event in self.chain.events:
+            fresh = [number for number in (*event.inputs, *event.outputs) if number not in known]
+            known.update(fresh)
+            if owner(event) == path:
+                found.update({self.first + n: self.sites[n] for n in fresh if n in self.sites})
+        return found
+
+
+def owner(event: Event) -> str:
+    """The module whose operator it is."""
+    return event.path if event.function is not None else event.path.rpartition(".")[0]

@@ -1,0 +1,420 @@
+// Opens weights, plans shapes, runs calls. What the network is stands in kernels/description.h. C++ without its library.
+#pragma GCC visibility push(default)
+#include "net.h"
+#pragma GCC visibility pop
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+// Names of this network's own: several may be linked into one program.
+#define intaglio_parallel net_parallel
+#define intaglio_parallel_shared net_parallel_shared
+#include "kernels/pool.cpp"
+#include "kernels/program.h"
+
+#if defined(__FAST_MATH__)
+#error "results would not be those of the network: compile without -ffast-math and -Ofast"
+#endif
+
+namespace {
+
+// How the program reads a tensor of the caller: each axis by its stride, or without gaps in one of two orders. What it
+// writes is dense in one of them.
+enum Layout { ANY_STRIDES, ROW_MAJOR, CHANNELS_LAST };
+
+// `external`: index in the program's table of the caller's tensors, -1 if nothing reads it. `as_bytes`: bytes will do.
+struct Entry {
+    int32_t external;
+    Layout layout;
+    int32_t as_bytes;
+};
+
+// Macs, bytes and units of a step.
+typedef int64_t Amounts[3];
+
+struct Program {
+    const char* isa;
+    int (*runs_here)(void);
+    void (*run)(Run*, int segment, int threads, IntaglioParallel parallel);
+    int64_t (*plan)(const int64_t* dims, int64_t* offsets);
+    void (*amounts)(const int64_t* dims, Amounts* steps);
+    int32_t steps, barriers;
+    double macs_per_second;
+    size_t first, bytes;  // of its part of the weights
+};
+
+#include "kernels/description.h"
+
+constexpr int64_t kLargestSize = INT32_MAX;
+constexpr int64_t kLargestTensor = int64_t(1) << 40;  // elements
+constexpr int64_t kLargestArena = int64_t(1) << 46;
+
+// First bytes of the weights. `sum` is over the 64-bit words behind them.
+struct Header {
+    char magic[8];
+    uint64_t version, key, bytes, sum;
+    char rest[24];
+};
+
+int64_t bytes_of(int32_t dtype) {
+    static const int8_t bytes[] = {0, 1, 1, 2, 2, 4, 8, 2, 2, 4, 8, 1};
+    return bytes[dtype];
+}
+
+int64_t elements(const int64_t* sizes, int32_t rank) {
+    int64_t count = 1;
+    for (int32_t axis = 0; axis < rank; ++axis) count *= sizes[axis];
+    return count;
+}
+
+// Strides of a dense tensor in the order of a layout.
+void dense_strides(const int64_t* sizes, int32_t rank, Layout layout, int64_t* strides) {
+    int64_t step = 1;
+    const int32_t last = layout == CHANNELS_LAST ? 1 : rank;
+    if (last < rank) strides[last] = step, step *= sizes[last] > 1 ? sizes[last] : 1;
+    for (int32_t axis = rank - 1; axis >= 0; --axis) {
+        if (axis == last) continue;
+        strides[axis] = step;
+        step *= sizes[axis] > 1 ? sizes[axis] : 1;
+    }
+}
+
+// Whether two sets of strides name the same places: those of axes of one element say nothing.
+bool same_places(const int64_t* a, const int64_t* b, const int64_t* sizes, int32_t rank) {
+    for (int32_t axis = 0; axis < rank; ++axis)
+        if (sizes[axis] > 1 && a[axis] != b[axis]) return false;
+    return true;
+}
+
+struct Copy {
+    uint8_t* to;
+    const uint8_t* from;
+    const int64_t *sizes, *to_strides, *from_strides;
+    int32_t rank;
+    int64_t bytes;
+};
+
+template <typename T>
+void copy_line(uint8_t* to, const uint8_t* from, int64_t count, int64_t to_step, int64_t from_step) {
+    for (int64_t i = 0; i < count; ++i) memcpy(to + i * to_step, from + i * from_step, sizeof(T));
+}
+
+// This thread's lines along the last axis.
+void copy_lines(void* context, int thread, int threads) {
+    const Copy& c = *static_cast<const Copy*>(context);
+    const int32_t last = c.rank - 1;
+    const int64_t lines = elements(c.sizes, last), to_step = c.to_strides[last] * c.bytes, from_step = c.from_strides[last] * c.bytes;
+    for (int64_t line = share(lines, thread, threads); line < share(lines, thread + 1, threads); ++line) {
+        uint8_t* to = c.to;
+        const uint8_t* from = c.from;
+        int64_t left = line;
+        for (int32_t axis = last - 1; axis >= 0; left /= c.sizes[axis], --axis) {
+            to += left % c.sizes[axis] * c.to_strides[axis] * c.bytes;
+            from += left % c.sizes[axis] * c.from_strides[axis] * c.bytes;
+        }
+        if (c.bytes == 1) copy_line<uint8_t>(to, from, c.sizes[last], to_step, from_step);
+        if (c.bytes == 2) copy_line<uint16_t>(to, from, c.sizes[last], to_step, from_step);
+        if (c.bytes == 4) copy_line<uint32_t>(to, from, c.sizes[last], to_step, from_step);
+        if (c.bytes == 8) copy_line<uint64_t>(to, from, c.sizes[last], to_step, from_step);
+    }
+}
+
+// Elements in their logical order, from one set of strides to another.
+void copy_strided(Copy copy, int threads) {
+    if (copy.rank == 0) {
+        memcpy(copy.to, copy.from, size_t(copy.bytes));
+    } else if (elements(copy.sizes, copy.rank)) {
+        net_parallel_shared(copy_lines, &copy, threads);
+    }
+}
+
+// Predicted seconds on so many threads: each step divides as far as its units do.
+double seconds(const Program& p, const Amounts* steps, int threads) {
+    double total = p.steps * kStep;
+    for (int32_t i = 0; i < p.steps; ++i) {
+        const double units = double(steps[i][2] > 1 ? steps[i][2] : 1);
+        const int64_t largest = (int64_t(units) + threads - 1) / threads;
+        total += (double(steps[i][0]) / p.macs_per_second + double(steps[i][1]) / kBytesPerSecond) * double(largest) / units;
+    }
+    return threads == 1 ? total : total + kStart + p.barriers * (kBarrier + kBarrierThread * threads);
+}
+
+// The fewest threads whose time is close to the best.
+int threads_worth(const Program& p, const Amounts* steps, int most) {
+    double best = seconds(p, steps, 1);
+    for (int threads = 2; threads <= most; ++threads) {
+        const double time = seconds(p, steps, threads);
+        if (time < best) best = time;
+    }
+    int threads = 1;
+    while (threads < most && seconds(p, steps, threads) > kClose * best) ++threads;
+    return threads;
+}
+
+const Program* best_program() {
+    for (const Program& program : programs)
+        if (program.runs_here()) return &program;
+    return nullptr;
+}
+
+uint64_t sum_of(const uint8_t* bytes, size_t count) {
+    uint64_t sum = 0, word;
+    for (size_t i = 0; i < count / sizeof word; ++i) {
+        memcpy(&word, bytes + i * sizeof word, sizeof word);
+        sum += word * (2 * i + 1);
+    }
+    return sum;
+}
+
+int32_t check_weights(const uint8_t* weights, size_t bytes) {
+    Header header;
+    if (bytes < sizeof header) return NET_FOREIGN;
+    memcpy(&header, weights, sizeof header);
+    if (memcmp(header.magic, "intaglio", 8) != 0 || header.version != kWeightsVersion || header.key != kWeightsKey)
+        return NET_FOREIGN;
+    if (header.bytes != bytes || header.sum != sum_of(weights + sizeof header, bytes - sizeof header)) return NET_DAMAGED;
+    return NET_OK;
+}
+
+}  // namespace
+
+// `sizes` and `strides` are those of all inputs, then of all outputs; so are `scratch`, memory behind the program's own
+// for tensors that come or go in another order than it has.
+struct net_model {
+    const Program* program;
+    const uint8_t* weights;
+    size_t bytes, mapped;
+    bool planned;
+    int32_t allowed, threads;  // the last number asked for, and what it is worth; 0: not known
+    int64_t dims[kSymbols + 1], offsets[kBuffers + 1];
+    int64_t sizes[kValues][kRank], strides[kValues][kRank], scratch[kValues];
+    int32_t dtypes[kInputs + 1];
+    uint8_t* arena;
+    int64_t arena_bytes;
+    Amounts amounts[kSteps + 1];
+};
+
+namespace {
+
+const net_value& value_of(int32_t index) { return index < kInputs ? input_values[index] : output_values[index - kInputs]; }
+
+const Entry& entry_of(int32_t index) { return index < kInputs ? input_entries[index] : output_entries[index - kInputs]; }
+
+// Where tensors lie that have to be copied; returns the bytes of program and copies together.
+int64_t place_scratch(const int64_t (*sizes)[kRank], int64_t arena, int64_t* scratch) {
+    int64_t end = (arena + 127) / 64 * 64;
+    for (int32_t i = 0; i < kValues; ++i) {
+        scratch[i] = end;
+        const Entry& entry = entry_of(i);
+        if (entry.external < 0 || entry.layout == ANY_STRIDES || (i >= kInputs && entry.layout == ROW_MAJOR)) continue;
+        const int64_t bytes = elements(sizes[i], value_of(i).rank) * bytes_of(value_of(i).dtype);
+        end += (bytes + 127) / 64 * 64;
+    }
+    return end;
+}
+
+// An input as the program reads it: the caller's memory, or a copy in another order.
+const uint8_t* readable(net_model* m, int32_t i, const void* given, int64_t* strides, int threads) {
+    const int32_t rank = value_of(i).rank;
+    const uint8_t* from = static_cast<const uint8_t*>(given);
+    memcpy(strides, m->strides[i], sizeof m->strides[i]);
+    const Layout layout = entry_of(i).layout;
+    if (layout == ANY_STRIDES) return from;
+    int64_t wanted[kRank];
+    dense_strides(m->sizes[i], rank, layout, wanted);
+    if (same_places(strides, wanted, m->sizes[i], rank)) return from;
+    uint8_t* to = m->arena + m->scratch[i];
+    copy_strided({to, from, m->sizes[i], wanted, strides, rank, bytes_of(m->dtypes[i])}, threads);
+    memcpy(strides, wanted, sizeof wanted);
+    return to;
+}
+
+// Where the program writes an output: the caller's memory if its order is dense there too.
+uint8_t* writable(net_model* m, int32_t i, void* given) {
+    const int32_t rank = value_of(i).rank;
+    int64_t made[kRank], wanted[kRank];
+    dense_strides(m->sizes[i], rank, entry_of(i).layout, made);
+    dense_strides(m->sizes[i], rank, ROW_MAJOR, wanted);
+    return same_places(made, wanted, m->sizes[i], rank) ? static_cast<uint8_t*>(given) : m->arena + m->scratch[i];
+}
+
+// Outputs whose memory the program did not write itself: another order, or a value that is returned twice.
+void give_back(net_model* m, uint8_t* const* external, void* const* outputs, int threads) {
+    for (int32_t i = kInputs; i < kValues; ++i) {
+        const int32_t rank = value_of(i).rank;
+        uint8_t* to = static_cast<uint8_t*>(outputs[i - kInputs]);
+        const uint8_t* from = external[entry_of(i).external];
+        if (from == to) continue;
+        int64_t made[kRank], wanted[kRank];
+        dense_strides(m->sizes[i], rank, entry_of(i).layout, made);
+        dense_strides(m->sizes[i], rank, ROW_MAJOR, wanted);
+        copy_strided({to, from, m->sizes[i], wanted, made, rank, bytes_of(value_of(i).dtype)}, threads);
+    }
+}
+
+int32_t open_weights(const uint8_t* weights, size_t bytes, size_t mapped, net_model** opened) {
+    const int32_t status = check_weights(weights, bytes);
+    if (status != NET_OK) return status;
+    const Program* program = best_program();
+    if (!program) return NET_PROCESSOR;
+    net_model* model = static_cast<net_model*>(calloc(1, sizeof(net_model)));
+    if (!model) return NET_MEMORY;
+    model->program = program, model->weights = weights, model->bytes = bytes, model->mapped = mapped;
+    *opened = model;
+    return NET_OK;
+}
+
+bool complete(const void* const* pointers, int32_t first, int32_t count, const net_model* m) {
+    if (!pointers && count) return false;
+    for (int32_t i = 0; i < count; ++i)
+        if (!pointers[i] && elements(m->sizes[first + i], value_of(first + i).rank)) return false;
+    return true;
+}
+
+}  // namespace
+
+int32_t net_abi(void) { return NET_ABI; }
+
+const char* net_error(int32_t status) {
+    static const char* const texts[] = {
+        "no error", "a null pointer, an index or an element type that is none", "the file of weights cannot be read",
+        "not the weights of this network: exported from another one, or at another time",
+        "the weights are damaged: copy the file again", "exported for none of the instruction sets of this processor",
+        "out of memory", "sizes the network does not take: see the shapes of its inputs", "net_resize comes first",
+        "an id among the inputs is none of the table's rows"};
+    return status >= 0 && status < int32_t(sizeof texts / sizeof *texts) ? texts[status] : "no such status";
+}
+
+int32_t net_inputs(void) { return kInputs; }
+
+int32_t net_outputs(void) { return kOutputs; }
+
+const net_value* net_input(int32_t index) { return index >= 0 && index < kInputs ? &input_values[index] : nullptr; }
+
+const net_value* net_output(int32_t index) { return index >= 0 && index < kOutputs ? &output_values[index] : nullptr; }
+
+int32_t net_open(const char* path, net_model** opened) {
+    if (!path || !opened) return NET_ARGUMENT;
+    *opened = nullptr;
+    const int file = open(path, O_RDONLY | O_CLOEXEC);
+    struct stat info;
+    if (file < 0) return NET_FILE;
+    const bool known = fstat(file, &info) == 0 && S_ISREG(info.st_mode);
+    const size_t bytes = known ? size_t(info.st_size) : 0;
+    void* mapped = bytes ? mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE, file, 0) : MAP_FAILED;
+    close(file);
+    if (mapped == MAP_FAILED) return known ? (bytes ? NET_FILE : NET_FOREIGN) : NET_FILE;
+    const int32_t status = open_weights(static_cast<const uint8_t*>(mapped), bytes, bytes, opened);
+    if (status != NET_OK) munmap(mapped, bytes);
+    return status;
+}
+
+int32_t net_open_memory(const void* weights, size_t bytes, net_model** opened) {
+    if (!weights || !opened) return NET_ARGUMENT;
+    *opened = nullptr;
+    if (uintptr_t(weights) % 64) return NET_ARGUMENT;
+    return open_weights(static_cast<const uint8_t*>(weights), bytes, 0, opened);
+}
+
+void net_close(net_model* model) {
+    if (!model) return;
+    if (model->mapped) munmap(const_cast<uint8_t*>(model->weights), model->mapped);
+    free(model->arena);
+    free(model);
+}
+
+const char* net_isa(const net_model* model) { return model ? model->program->isa : nullptr; }
+
+int32_t net_resize(net_model* model, const int64_t* const* sizes) {
+    if (!model || (!sizes && kInputs)) return NET_ARGUMENT;
+    int64_t dims[kSymbols + 1], offsets[kBuffers + 1], all[kValues][kRank] = {}, scratch[kValues];
+    for (int32_t i = 0; i < kInputs; ++i) {
+        const int32_t rank = value_of(i).rank;
+        if (!sizes[i] && rank) return NET_ARGUMENT;
+        int64_t count = 1;
+        for (int32_t axis = 0; axis < rank; ++axis) {
+            const int64_t size = sizes[i][axis];
+            if (size < 0 || size > kLargestSize || (size && count > kLargestTensor / size)) return NET_SHAPE;
+            count *= size ? size : 1;
+            all[i][axis] = size;
+        }
+    }
+    if (!free_sizes(all, dims)) return NET_SHAPE;
+    output_sizes(dims, all + kInputs);
+    const int64_t own = model->program->plan(dims, offsets);
+    if (own < 0 || own > kLargestArena) return NET_MEMORY;
+    const int64_t bytes = place_scratch(all, own, scratch);
+    if (bytes > model->arena_bytes) {
+        void* arena = nullptr;
+        if (posix_memalign(&arena, 64, size_t(bytes))) return NET_MEMORY;
+        free(model->arena);
+        model->arena = static_cast<uint8_t*>(arena), model->arena_bytes = bytes;
+    }
+    memcpy(model->dims, dims, sizeof dims);
+    memcpy(model->offsets, offsets, sizeof offsets);
+    memcpy(model->sizes, all, sizeof all);
+    memcpy(model->scratch, scratch, sizeof scratch);
+    for (int32_t i = 0; i < kInputs; ++i) {
+        dense_strides(all[i], value_of(i).rank, ROW_MAJOR, model->strides[i]);
+        model->dtypes[i] = value_of(i).dtype;
+    }
+    model->program->amounts(dims, model->amounts);
+    model->planned = true, model->allowed = 0;
+    return NET_OK;
+}
+
+const int64_t* net_output_sizes(const net_model* model, int32_t index) {
+    return model && model->planned && net_output(index) ? model->sizes[kInputs + index] : nullptr;
+}
+
+size_t net_output_bytes(const net_model* model, int32_t index) {
+    const int64_t* sizes = net_output_sizes(model, index);
+    return sizes ? size_t(elements(sizes, net_output(index)->rank) * bytes_of(net_output(index)->dtype)) : 0;
+}
+
+size_t net_input_bytes(const net_model* model, int32_t index) {
+    if (!model || !model->planned || !net_input(index)) return 0;
+    return size_t(elements(model->sizes[index], net_input(index)->rank) * bytes_of(model->dtypes[index]));
+}
+
+int32_t net_read_as(net_model* model, int32_t index, int32_t dtype, const int64_t* strides) {
+    if (!model || !net_input(index)) return NET_ARGUMENT;
+    if (!model->planned) return NET_UNPLANNED;
+    const net_value& value = input_values[index];
+    if (dtype != value.dtype && !(dtype == NET_U8 && input_entries[index].as_bytes)) return NET_ARGUMENT;
+    model->dtypes[index] = dtype;
+    dense_strides(model->sizes[index], value.rank, ROW_MAJOR, model->strides[index]);
+    for (int32_t axis = 0; strides && axis < value.rank; ++axis) model->strides[index][axis] = strides[axis];
+    return NET_OK;
+}
+
+int32_t net_run(net_model* model, const void* const* inputs, void* const* outputs, int32_t threads) {
+    if (!model || threads < 0) return NET_ARGUMENT;
+    if (!model->planned) return NET_UNPLANNED;
+    if (!complete(inputs, 0, kInputs, model) || !complete(outputs, kInputs, kOutputs, model)) return NET_ARGUMENT;
+    const int cores = intaglio_cores(), most = threads && threads < cores ? threads : cores;
+    if (model->allowed != most)
+        model->threads = threads_worth(*model->program, model->amounts, most), model->allowed = most;
+    uint8_t* external[kExternals + 1] = {};
+    uint8_t as_bytes[kExternals + 1] = {};
+    int64_t strides[5 * kExternals + 1] = {};
+    for (int32_t i = 0; i < kInputs; ++i) {
+        const int32_t at = input_entries[i].external, rank = input_values[i].rank, read = rank < 5 ? rank : 5;
+        if (at < 0) continue;
+        int64_t own[kRank];
+        external[at] = const_cast<uint8_t*>(readable(model, i, inputs[i], own, model->threads));
+        memcpy(strides + 5 * at, own + rank - read, sizeof *own * size_t(read));
+        as_bytes[at] = model->dtypes[i] == NET_U8;
+    }
+    for (int32_t i = kValues - 1; i >= kInputs; --i)
+        external[entry_of(i).external] = writable(model, i, outputs[i - kInputs]);
+    int32_t outside = 0;
+    Run run = {model->dims, model->offsets, model->arena, model->weights + model->program->first, external, strides,
+               nullptr, as_bytes, nullptr, &outside};
+    model->program->run(&run, 0, model->threads, net_parallel_shared);
+    if (outside) return NET_INDEX;
+    give_back(model, external, outputs, model->threads);
+    return NET_OK;
+}

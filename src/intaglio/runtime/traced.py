@@ -1,0 +1,95 @@
+"""A quantized model inside `torch.compile`: one operator to the compiler, whose sizes follow from the signature.
+
+A graph names the model by a number, as operators take no modules; the compiler's guards hold the module itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+import torch
+
+from intaglio.calls import TORCH_DTYPES, dims_of
+from intaglio.ir import evaluate
+from intaglio.runtime.shapes import lies
+
+if TYPE_CHECKING:
+    from intaglio.runtime.model import QuantizedModel
+
+_MODELS: WeakValueDictionary[int, QuantizedModel] = WeakValueDictionary()
+_NUMBERS = count()
+
+
+def register(model: QuantizedModel) -> int:
+    """The number that stands for a model in graphs; never used again."""
+    number = next(_NUMBERS)
+    _MODELS[number] = model
+    return number
+
+
+@torch.library.custom_op("intaglio::call", mutates_args=(), device_types="cpu")
+def call(inputs: list[torch.Tensor], model: int) -> list[torch.Tensor]:
+    """Tensor results of a call by position, in memory of their own."""
+    found = _MODELS[model]
+    held = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    results = []
+    for tensor, strides in zip(found.results(inputs), _strides(found, inputs, _symbols(found, inputs)), strict=True):
+        if tensor.untyped_storage().data_ptr() in held or not _lies_so(tensor, strides):
+            tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu").copy_(tensor)
+        held.add(tensor.untyped_storage().data_ptr())
+        results.append(tensor)
+    return results
+
+
+@call.register_fake
+def _(inputs: list[torch.Tensor], model: int) -> list[torch.Tensor]:
+    """Their sizes, strides and element types; the checks of a call, of which those on sizes become guards."""
+    found = _MODELS[model]
+    symbols = _symbols(found, inputs)
+    types = [found.graph.types[name] for name in found.graph.outputs]
+    return [
+        torch.empty_strided([evaluate(dim, symbols) for dim in kind.shape], strides, dtype=TORCH_DTYPES[kind.dtype],
+                            device="cpu")
+        for kind, strides in zip(types, _strides(found, inputs, symbols), strict=True)
+    ]  # fmt: skip
+
+
+def _symbols(model: QuantizedModel, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
+    return dims_of(model.signature, inputs, model.graph.byte_inputs())
+
+
+def _strides(
+    model: QuantizedModel, inputs: Sequence[torch.Tensor], symbols: dict[str, int]
+) -> list[tuple[int, ...]]:
+    """As a call of the model returns results: what the program makes as it lies, but images as they came; all else
+    dense."""
+    made = {external.value: external for external in model.artifact.program.externals if external.written}
+    last = any(came_channels_last(tensor) for tensor in inputs)
+    found = []
+    for name in model.graph.outputs:
+        sizes = [evaluate(dim, symbols) for dim in model.graph.types[name].shape]
+        if name in made and (len(sizes) != 4 or last):
+            found.append(lies(made[name], sizes))
+        else:
+            found.append(_dense(sizes))
+    return found
+
+
+def _dense(sizes: Sequence[int]) -> tuple[int, ...]:
+    steps = [1]
+    for size in reversed(sizes[1:]):
+        steps.append(steps[-1] * torch.sym_max(size, 1))
+    return tuple(reversed(steps[: len(sizes)]))
+
+
+def _lies_so(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether it has these strides, but for axes of one element."""
+    return all(a == b or size == 1 for a, b, size in zip(tensor.stride(), strides, tensor.shape, strict=True))
+
+
+def came_channels_last(tensor: torch.Tensor) -> bool:
+    last = torch.channels_last
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()
