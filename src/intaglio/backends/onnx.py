@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx, nn
@@ -18,15 +18,17 @@ from torch.fx import traceback
 from torch.utils import _pytree as pytree
 
 from intaglio.backends.spelling import spelled
+from intaglio.backends.sums import quantize_terms
 from intaglio.backends.translation import translations
 from intaglio.calls import TORCH_DTYPES
 from intaglio.capture.captured import expect
 from intaglio.capture.nodes import origin, tensor_type
-from intaglio.errors import BuildError, UnsupportedError
+from intaglio.errors import BuildError, InputError, UnsupportedError
 from intaglio.ir import Expression, Signature, evaluate, symbols_of
 from intaglio.quant.convert import Reference
 from intaglio.quant.recurrent import RECURRENT_CALL
 
+Sums = Literal["levels", "float"]
 OPSET = 21
 """The first with levels of 16 and 4 bits and scales for blocks."""
 LEAST = 2
@@ -46,7 +48,7 @@ class OnnxFile:
     notes: tuple[str, ...] = ()
 
 
-def to_onnx(reference: Reference, path: str | Path) -> OnnxFile:
+def to_onnx(reference: Reference, path: str | Path, *, sums: Sums = "levels") -> OnnxFile:
     """Writes the reference as ONNX of opset 21: weights as integers, a quantize and a dequantize wherever it has them,
     free dimensions by name, nodes called after the model's modules. Needs the extra ``onnx``.
 
@@ -54,12 +56,21 @@ def to_onnx(reference: Reference, path: str | Path) -> OnnxFile:
     keys of a nested result; buffers that the model changes are inputs and outputs behind all others. Tensors of more
     than 2 GB lie beside the file, in ``<path>.data``. Raises `UnsupportedError` for an operator that ONNX has no form
     of, and where it stands.
+
+    sums: what a convolution hands to the sum behind it. "levels": u8 between the bounds beyond which the sum saturates
+    (`backends.sums.wanted`), without which ONNX Runtime computes that convolution in float32; it rounds once more than
+    the reference does, by half a level of the sum and half a level of its other operand at most. "float": as in the
+    reference.
     """
     expect(reference, Reference, "to_onnx")
+    if sums not in get_args(Sums):
+        raise InputError("to_onnx", None, f"sums={sums!r}; there are {' and '.join(get_args(Sums))}")
     _require()
     module = spelled(reference.module)
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     notes: list[str] = []
+    if sums == "levels" and (terms := quantize_terms(module)):
+        notes.append(f"convolutions in front of sums are rounded to u8 there: {len(terms)}; sums='float' leaves it")
     names = input_names(reference.signature, inputs, notes), output_names(reference.signature, notes)
     if any(str(node.target) == RECURRENT_CALL for node in reference.module.graph.nodes):
         notes.append("recurrent layers are of float32 on integer weights, and hidden states are not rounded")
