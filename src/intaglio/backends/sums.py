@@ -26,12 +26,13 @@ def quantize_terms(module: fx.GraphModule) -> list[fx.Node]:
     """Puts a quantize to u8 and its dequantize between every convolution of levels, or its ReLU, and the sum that reads
     it, where sums and ReLUs alone lead to a quantize to u8. The convolutions."""
     found = []
-    for node in [node for node in module.graph.nodes if operator(node) in CONVOLUTIONS]:
+    for node in [node for node in module.graph.nodes if operator(node) in CONVOLUTIONS and len(node.users) == 1]:
         reader = next(iter(node.users))
         term, reader = (reader, next(iter(reader.users))) if operator(reader) == RELU else (node, reader)
         if levels_of(node.args[0]) is None or operator(reader) != ADD or (bounds := wanted(term)) is None:
             continue
-        how = *numerics.affine(*bounds, LOW, HIGH), LOW, HIGH, torch.uint8
+        low, high = bounds
+        how = *numerics.affine(0.0 if operator(term) == RELU else low, high, LOW, HIGH), LOW, HIGH, torch.uint8
         levels = call_before(reader, tensor_type(node), decomposed().quantize_per_tensor.default, term, *how)
         values = call_before(reader, tensor_type(node), decomposed().dequantize_per_tensor.default, levels, *how)
         for inserted in (levels, values):
@@ -58,9 +59,8 @@ def wanted(node: fx.Node) -> Range | None:
         return None if behind is None else (max(behind[0], 0.0), behind[1])
     if operator(reader) != ADD or arguments(reader)["alpha"] != 1:
         return None
-    x, r = reader.args[:2]
-    other = levels_of(r if x is node else x)
-    behind = wanted(reader)
+    others = [value for value in reader.args[:2] if value is not node and isinstance(value, fx.Node)]
+    other, behind = levels_of(others[0]) if others else None, wanted(reader)
     if other is None or behind is None or (added := ends(other)) is None:
         return None
     return behind[0] - added[1], behind[1] - added[0]
@@ -68,6 +68,6 @@ def wanted(node: fx.Node) -> Range | None:
 
 def ends(q: QParams) -> Range | None:
     """The values of the least and the greatest level; ``None`` for parameters per channel."""
-    if q.axis is not None:
+    if q.axis is not None or not isinstance(q.zero_point, tuple):
         return None
-    return (q.qmin - q.zero_point[0]) * q.scale[0], (q.qmax - q.zero_point[0]) * q.scale[0]
+    return (q.qmin - q.zero_point[0]) * q.step, (q.qmax - q.zero_point[0]) * q.step
