@@ -18,6 +18,7 @@ __all__ = [
     "DatasetManager",
     "GlobalCalibrationCallback",
     "Image",
+    "OnnxFile",
     "Parameters",
     "QuantizedModel",
     "Quantizer",
@@ -41,6 +42,7 @@ __all__ = [
     "quantize",
     "requantize",
     "share",
+    "to_onnx",
 ]
 
 if TYPE_CHECKING:
@@ -58,7 +60,9 @@ if TYPE_CHECKING:
         prepare,
         quantize,
         requantize,
+        to_onnx,
     )
+    from intaglio.backends import OnnxFile
     from intaglio.lower import Requantizer
     from intaglio.quant import (
         AverageMaxCalibrationCallback,
@@ -86,11 +90,12 @@ else:
         if name == "eager":
             return import_module("intaglio.eager")
         from intaglio.api import __dict__ as verbs
+        from intaglio.backends import __dict__ as backends
         from intaglio.lower import __dict__ as lower
         from intaglio.quant import __dict__ as quant
         from intaglio.runtime import __dict__ as runtime
 
-        found = next(home[name] for home in (verbs, lower, quant, runtime) if name in home)
+        found = next(home[name] for home in (verbs, backends, lower, quant, runtime) if name in home)
         globals()[name] = found
         return found
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch import Tensor, nn
 
 from intaglio import build
+from intaglio.backends import to_onnx
 from intaglio.build import load
 from intaglio.calls import bind
 from intaglio.capture import capture
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "annotate", "calibrate", "capture", "compare", "compile", "convert", "correct", "equalize", "load", "prepare",
-    "quantize", "requantize",
+    "quantize", "requantize", "to_onnx",
 ]  # fmt: skip
 
 POLICIES = ("plan", "fallback")

@@ -1,0 +1,298 @@
+"""A reference, spelled so that every operator is one that ONNX has: passes over a copy of its graph.
+
+What a pass puts in is a Python function of this file; the exporter traces through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from intaglio import numerics
+from intaglio.capture.nodes import (
+    arguments,
+    call_before,
+    constant_node,
+    is_constant,
+    operator,
+    replace_node,
+    tensor_type,
+)
+from intaglio.ir import DType, TensorType
+from intaglio.lower.regions import pixels_of
+from intaglio.quant.convert import decomposed
+from intaglio.quant.dynamic import DEQUANTIZE_ROWS, QUANTIZE_ROWS, rows_behind
+from intaglio.quant.embeddings import DEQUANTIZE_CHANNEL, EMBEDDING, table_behind
+from intaglio.quant.prepare import copy_graph
+from intaglio.quant.recurrent import RECURRENT_CALL
+from intaglio.runtime.pack import pack, unpack_bits
+
+LINEAR = "aten.linear.default"
+PER_CHANNEL = (
+    "quantized_decomposed.quantize_per_channel.default", DEQUANTIZE_CHANNEL, "intaglio.quantize_per_channel.default",
+    "intaglio.dequantize_per_channel.default",
+)  # fmt: skip
+
+
+def spelled(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a reference's graph after `PASSES`. Nodes keep their types and origins."""
+    copied = copy_graph(module)
+    for rewrite in PASSES:
+        for node in list(copied.graph.nodes):
+            rewrite(copied, node)
+        copied.graph.eliminate_dead_code()
+    copied.graph.lint()
+    copied.recompile()
+    return copied
+
+
+# ---- images ---------------------------------------------------------------------------------------------------------
+
+
+def take_bytes(module: fx.GraphModule, node: fx.Node) -> None:
+    """An input whose bytes stand for pixels is those bytes, and they are the levels, if nothing reads it in float."""
+    if (image := pixels_of(node)) is None or image[0].op != "placeholder":
+        return
+    x = image[0]
+    if all(user is node.args[0] for user in x.users if tensor_type(user) is not None):
+        x.meta["type"] = TensorType(tensor_type(x).shape, DType.U8)
+        replace_node(node, x)
+
+
+# ---- rows quantized while the model runs ----------------------------------------------------------------------------
+
+
+def multiply_rows(module: fx.GraphModule, node: fx.Node) -> None:
+    """A linear layer of rows with scales of their own -> a product of integers, scaled by row and by column.
+
+    QuantizeLinear takes no scales that are computed for each row; MatMulInteger and the two factors are what the
+    engines run in int8.
+    """
+    if operator(node) != LINEAR:
+        return
+    rows, (_, weight, *bias) = rows_behind(node.args[0]), node.args
+    if rows is None or operator(weight) != DEQUANTIZE_CHANNEL:
+        return
+    levels, scales = weight.args[:2]
+    columns = transposed(module, levels)
+    made = call_before(node, tensor_type(node), linear_of_rows, *rows, columns, scales, *bias)
+    replace_node(node, made)
+
+
+def linear_of_rows(
+    x: torch.Tensor, row_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """u8[..., K], f32[..., 1], s8[K, N], f32[N], f32[N] -> f32[..., N], in the order of `numerics.dequantize_rows`."""
+    zero = torch.full((), numerics.ROW_ZERO, dtype=torch.uint8)
+    shape = (*x.shape[:-1], weight.shape[1])
+    acc = torch.onnx.ops.symbolic("MatMulInteger", (x, weight, zero), dtype=torch.int32, shape=shape)
+    real = acc.to(torch.float32) * row_scales * scales
+    return real if bias is None else real + bias
+
+
+def write_rows(module: fx.GraphModule, node: fx.Node) -> None:
+    """Quantize and dequantize of rows, in arithmetic."""
+    meaning = {QUANTIZE_ROWS: levels_of_rows, DEQUANTIZE_ROWS: values_of_rows}.get(operator(node))
+    if meaning is not None:
+        node.target = meaning
+
+
+def levels_of_rows(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.rows.levels_of_rows`, but for rows with values that are not finite."""
+    peaks = x.abs().amax(list(range(1, x.dim())) if mode == "tensor" and x.dim() > 2 else [-1], keepdim=True)
+    peaks = peaks.expand(*x.shape[:-1], 1).clamp_min(float(numerics.SMALLEST_ROW))
+    most = float(numerics.ROW_STEPS)
+    steps = (x * (most / peaks)).round().clamp(-most, most) + numerics.ROW_ZERO
+    return steps.to(torch.uint8), peaks / most
+
+
+def values_of_rows(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return (levels.to(torch.float32) - numerics.ROW_ZERO) * scales
+
+
+# ---- tables, recurrent layers ---------------------------------------------------------------------------------------
+
+
+def gather_levels(module: fx.GraphModule, node: fx.Node) -> None:
+    """Rows of a table of levels: gathered first, then made float, so that the table stays as it is. Its zero points
+    are no whole numbers, which DequantizeLinear has not."""
+    if operator(node) == EMBEDDING and (table := table_behind(node.args[0])) is not None:
+        replace_node(node, call_before(node, tensor_type(node), rows_of_table, *table, node.args[1]))
+        return
+    table, alone = table_behind(node), all(operator(user) == EMBEDDING for user in node.users)
+    if table is not None and not alone and tensor_type(table[2]).dtype is DType.F32:
+        replace_node(node, call_before(node, tensor_type(node), values_of_table, *table))
+
+
+def rows_of_table(
+    levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    gathered = (torch.nn.functional.embedding(ids, part) for part in (levels, zeros[:, None], scales[:, None]))
+    rows, zero, scale = gathered
+    return (rows.to(torch.float32) - zero) * scale
+
+
+def values_of_table(levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    return (levels.to(torch.float32) - zeros[:, None]) * scales[:, None]
+
+
+def write_recurrent(module: fx.GraphModule, node: fx.Node) -> None:
+    """The composite operator -> torch's own on dequantized values: ONNX has no recurrent layer of levels."""
+    if operator(node) == RECURRENT_CALL:
+        node.target = recurrent_of_values
+
+
+def recurrent_of_values(
+    kind: str, levels: torch.Tensor, scales: torch.Tensor | None, scale: float, zero: int,
+    constants: list[torch.Tensor], states: list[torch.Tensor], layers: int, directions: int, batch_first: bool,
+    cell: bool,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """As `ops.recurrent.recurrent_meaning`, but hidden states are not rounded."""
+    if scales is not None:
+        x = values_of_rows(levels, scales)
+    else:
+        x = decomposed().dequantize_per_tensor.default(levels, scale, zero, 0, 255, torch.uint8)
+    x = x[None] if cell else x
+    parameters = []
+    for i in range(0, len(constants), 6):
+        w_x, w_h, s_x, s_h, b_x, b_h = constants[i : i + 6]
+        parameters += [_channels(w_x, s_x), _channels(w_h, s_h), b_x, b_h]
+    hidden, batch = constants[1].shape[1], x.shape[0] if batch_first and not cell else x.shape[1]
+    if states:
+        given = [state[None] for state in states] if cell else list(states)
+    else:
+        given = [x.new_zeros(layers * directions, batch, hidden)] * (2 if kind == "lstm" else 1)
+    fixed = (True, layers, 0.0, False, directions == 2, batch_first and not cell)
+    if kind == "lstm":
+        y, *finals = torch.ops.aten.lstm.input(x, given, parameters, *fixed)
+    else:
+        y, *finals = torch.ops.aten.gru.input(x, given[0], parameters, *fixed)
+    return tuple(state[0] for state in finals) if cell else (y, *finals)
+
+
+def _channels(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return decomposed().dequantize_per_channel.default(levels, scales, None, 0, -127, 127, torch.int8)
+
+
+# ---- products with weights ------------------------------------------------------------------------------------------
+
+
+def multiply_few_bits(module: fx.GraphModule, node: fx.Node) -> None:
+    """A linear layer of floats whose weight has 4 bits or fewer: int4[K, N] with a scale for every group.
+
+    Beside quantized activations such a weight stays int8, levels times multiples: kernels of both engines multiply
+    8 bits by 8 bits, and would dequantize one of 4 bits to multiply in float.
+    """
+    if operator(node) != LINEAR or operator(node.args[1]) != DEQUANTIZE_CHANNEL:
+        return
+    (x, _, *bias), dequantized = node.args, node.args[1].args
+    packing = tensor_type(dequantized[0]).packing if is_constant(dequantized[0]) else None
+    if packing is None or operator(x).startswith("quantized_decomposed.dequantize"):
+        return
+    stored = _tensor(module, dequantized[0]).numpy()
+    packed = pack(stored, packing)
+    rows, depth = stored.shape
+    group = min(packing.group, depth) if packing.group else depth
+    if packed is None or depth % group:
+        return
+    levels = unpack_bits(packed[0], packing.bits, stored.size).astype(np.int8) + np.int8(packing.low)
+    multiples = np.ones((rows, depth // group), np.float32)
+    if packing.group:
+        multiples = unpack_bits(packed[1], 4, multiples.size).reshape(multiples.shape).astype(np.float32) + 1
+    scales = _tensor(module, dequantized[1]).numpy()[:, None] * multiples
+    name = f"{dequantized[0].target}_int4"
+    path = dequantized[0].meta.get("path", name)
+    held = constant(module, name, levels.reshape(rows, depth).T, path)
+    held.meta["int4"] = True
+    steps = constant(module, f"{name}_scale", scales.T, f"{path}:scale")
+    made = call_before(node, tensor_type(node), linear_of_groups, x, held, steps, group, *bias)
+    replace_node(node, made)
+
+
+def linear_of_groups(
+    x: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, group: int, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """f32[..., K], int4[K, N], f32[K / group, N] -> f32[..., N]."""
+    weight = torch.onnx.ops.symbolic("DequantizeLinear", (levels, scales), {"axis": 0, "block_size": group},
+                                     dtype=torch.float32, shape=levels.shape, version=21)  # fmt: skip
+    y = torch.matmul(x, weight)
+    return y if bias is None else y + bias
+
+
+def multiply_matrices(module: fx.GraphModule, node: fx.Node) -> None:
+    """A linear layer of more axes than two: times s8[K, N], plus a bias in float.
+
+    ONNX has Gemm for two axes only, whose bias may be int32. An integer product in front of a sum is what ONNX Runtime
+    runs; a Transpose behind the weight's dequantize would be computed in every call.
+    """
+    if operator(node) != LINEAR or len(tensor_type(node.args[0]).shape) == 2:
+        return
+    (x, _, *bias), dequantize = node.args, node.args[1]
+    if operator(dequantize) != DEQUANTIZE_CHANNEL or not is_constant(dequantize.args[0]):
+        return
+    columns = transposed(module, dequantize.args[0])
+    args = columns, *dequantize.args[1:3], 1, *dequantize.args[4:]
+    kind = TensorType(tensor_type(columns).shape, DType.F32)
+    real = call_before(node, kind, dequantize.target, *args)
+    made = call_before(node, tensor_type(node), torch.matmul, x, real)
+    if bias and bias[0] is not None:
+        made = call_before(node, tensor_type(node), torch.ops.aten.add.Tensor, made, _real(module, bias[0]))
+    replace_node(node, made)
+
+
+def _real(module: fx.GraphModule, bias: fx.Node) -> fx.Node:
+    """A bias as constant float: counts times their unit."""
+    if operator(bias) != DEQUANTIZE_CHANNEL or not is_constant(bias.args[0]):
+        return bias
+    levels, scales = (_tensor(module, value) for value in bias.args[:2])
+    path = bias.args[0].meta.get("path", str(bias.args[0].target))
+    return constant(module, f"{bias.args[0].target}_f32", (levels.to(torch.float32) * scales).numpy(), path)
+
+
+def transposed(module: fx.GraphModule, matrix: fx.Node) -> fx.Node:
+    """The constant [N, K] as [K, N]."""
+    path = matrix.meta.get("path", str(matrix.target))
+    return constant(module, f"{matrix.target}_columns", _tensor(module, matrix).numpy().T, path)
+
+
+# ---- parameters -----------------------------------------------------------------------------------------------------
+
+
+def type_zero_points(module: fx.GraphModule, node: fx.Node) -> None:
+    """Zero points of channels in the element type of the levels, as ONNX wants them."""
+    if operator(node) not in PER_CHANNEL:
+        return
+    given = arguments(node)
+    zeros, dtype = given["zero_points"], given["dtype"]
+    if zeros is None or not is_constant(zeros):
+        return
+    values = _tensor(module, zeros)
+    if values.dtype is not dtype:
+        name = f"{zeros.target}_{str(dtype).rpartition('.')[2]}"
+        typed = constant(module, name, values.to(dtype), zeros.meta.get("path", name))
+        node.update_arg(2, typed)
+
+
+def constant(module: fx.GraphModule, name: str, values: np.ndarray | torch.Tensor, path: str) -> fx.Node:
+    """A constant made once by its name; ``path`` is what the file calls it."""
+    if not hasattr(module, name):
+        held = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(values))
+        module.register_buffer(name, held)
+    return constant_node(module, name, path)
+
+
+def _tensor(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
+    found: torch.Tensor = getattr(module, str(node.target)).detach()
+    return found
+
+
+PASSES: tuple[Callable[[fx.GraphModule, fx.Node], Any], ...] = (
+    take_bytes, multiply_rows, write_rows, gather_levels, write_recurrent, multiply_few_bits, multiply_matrices,
+    type_zero_points,
+)  # fmt: skip
+"""Rows before what writes them out; few bits before matrices, which takes the linear layers that are left."""

@@ -1,0 +1,73 @@
+"""Convolutions in front of sums: levels of their own, from the ranges of what stands behind them.
+
+In a reference such a convolution is rounded together with the sum. ONNX Runtime runs a convolution in int8 only where a
+quantize follows, and this one would be float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from intaglio import numerics
+from intaglio.capture.nodes import arguments, call_before, operator, origin, tensor_type
+from intaglio.ir import QParams
+from intaglio.lower.regions import levels_of, quantized_to
+from intaglio.quant.convert import decomposed
+
+CONVOLUTIONS = ("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default")
+RELU, ADD = "aten.relu.default", "aten.add.Tensor"
+LOW, HIGH = 0, 255
+
+Range = tuple[float, float]
+
+
+def quantize_terms(module: fx.GraphModule) -> list[fx.Node]:
+    """Puts a quantize to u8 and its dequantize between every convolution of levels, or its ReLU, and the sum that reads
+    it, where sums and ReLUs alone lead to a quantize to u8. The convolutions."""
+    found = []
+    for node in [node for node in module.graph.nodes if operator(node) in CONVOLUTIONS and len(node.users) == 1]:
+        reader = next(iter(node.users))
+        term, reader = (reader, next(iter(reader.users))) if operator(reader) == RELU else (node, reader)
+        if levels_of(node.args[0]) is None or operator(reader) != ADD or (bounds := wanted(term)) is None:
+            continue
+        low, high = bounds
+        how = *numerics.affine(0.0 if operator(term) == RELU else low, high, LOW, HIGH), LOW, HIGH, torch.uint8
+        levels = call_before(reader, tensor_type(node), decomposed().quantize_per_tensor.default, term, *how)
+        values = call_before(reader, tensor_type(node), decomposed().dequantize_per_tensor.default, levels, *how)
+        for inserted in (levels, values):
+            inserted.meta["origin"] = origin(node)
+        reader.replace_input_with(term, values)
+        found.append(node)
+    return found
+
+
+def wanted(node: fx.Node) -> Range | None:
+    """Between which bounds a value can be told apart behind its only readers: what is beyond them saturates there all
+    the same. ``None`` where they are not known.
+
+    A sum ``x + r`` that is quantized to low..high, r being levels of r_low..r_high: x below ``low - r_high`` gives
+    low, x above ``high - r_low`` gives high, whatever r is.
+    """
+    if len(node.users) != 1:
+        return None
+    reader = next(iter(node.users))
+    if (q := quantized_to(reader)) is not None:
+        return ends(q)
+    if operator(reader) == RELU:
+        behind = wanted(reader)
+        return None if behind is None else (max(behind[0], 0.0), behind[1])
+    if operator(reader) != ADD or arguments(reader)["alpha"] != 1:
+        return None
+    others = [value for value in reader.args[:2] if value is not node and isinstance(value, fx.Node)]
+    other, behind = levels_of(others[0]) if others else None, wanted(reader)
+    if other is None or behind is None or (added := ends(other)) is None:
+        return None
+    return behind[0] - added[1], behind[1] - added[0]
+
+
+def ends(q: QParams) -> Range | None:
+    """The values of the least and the greatest level; ``None`` for parameters per channel."""
+    if q.axis is not None or not isinstance(q.zero_point, tuple):
+        return None
+    return (q.qmin - q.zero_point[0]) * q.step, (q.qmax - q.zero_point[0]) * q.step

@@ -1,0 +1,72 @@
+"""Torch's quantize and dequantize as ONNX operators: what the exporter asks for each of their overloads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from intaglio.quant.convert import decomposed
+from intaglio.quant.float8 import float8
+
+CLIPPED = {"UINT8": (0, 255), "INT8": (-128, 127)}
+"""Element types that Clip takes, and the levels QuantizeLinear saturates at."""
+
+FLOAT = 1
+"""ONNX's number of float32."""
+
+
+def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Overload -> function that records its ONNX operators. Made on demand: it imports onnxscript."""
+    import onnx_ir as ir
+    from onnxscript import opset21 as op
+
+    def constant(value: float, dtype: int) -> Any:
+        kind = ir.DataType(dtype)
+        tensor: Any = ir.Tensor(np.array(value, kind.numpy()), dtype=kind)
+        return op.Constant(value=tensor)
+
+    def clip(levels: Any, low: int, high: int, dtype: int) -> Any:
+        """Levels narrower than their type: Clip behind QuantizeLinear, where engines still see the operator in front
+        of it quantized."""
+        name = ir.DataType(dtype).name
+        if name not in CLIPPED or (low, high) == CLIPPED[name]:
+            return levels
+        return op.Clip(levels, constant(low, dtype), constant(high, dtype))
+
+    def quantize(x: Any, scale: float, zero: int, low: int, high: int, dtype: int) -> Any:
+        if ir.DataType(dtype) == ir.DataType.INT16:  # there is no Clip of 16 bits; nothing reads a value beyond it
+            x = op.Clip(x, constant((low - zero) * scale, FLOAT), constant((high - zero) * scale, FLOAT))
+        levels = op.QuantizeLinear(x, constant(scale, FLOAT), constant(zero, dtype))
+        return clip(levels, low, high, dtype)
+
+    def dequantize(q: Any, scale: float, zero: int, low: int, high: int, dtype: int) -> Any:
+        return op.DequantizeLinear(q, constant(scale, FLOAT), constant(zero, dtype))
+
+    def quantize_float8(x: Any, scale: float, zero: int, low: int, high: int, dtype: int) -> Any:
+        """Arithmetic, as the reference has it. ONNX Runtime takes QuantizeLinear and DequantizeLinear of any element
+        type for those of its integer operators: it drops a ReLU in front of zero point 0, and fuses a Conv between
+        them into QLinearConv, which then refuses float8."""
+        steps = op.Mul(x, constant(1.0 / scale, FLOAT))
+        return op.Cast(op.Clip(steps, constant(low, FLOAT), constant(high, FLOAT)), to=dtype)
+
+    def dequantize_float8(q: Any, scale: float, zero: int, low: int, high: int, dtype: int) -> Any:
+        return op.Mul(op.Cast(q, to=FLOAT), constant(scale, FLOAT))
+
+    def quantize_channels(x: Any, scales: Any, zeros: Any, axis: int, low: int, high: int, dtype: int) -> Any:
+        return clip(op.QuantizeLinear(x, scales, zeros, axis=axis), low, high, dtype)
+
+    def dequantize_channels(q: Any, scales: Any, zeros: Any, axis: int, low: int, high: int, dtype: int) -> Any:
+        return op.DequantizeLinear(q, scales, zeros, axis=axis)
+
+    tensors = {decomposed(): (quantize, dequantize), float8(): (quantize_float8, dequantize_float8)}
+    found: dict[Callable[..., Any], Callable[..., Any]] = {}
+    for ops, (quantize_tensor, dequantize_tensor) in tensors.items():
+        found |= {
+            ops.quantize_per_tensor.default: quantize_tensor,
+            ops.dequantize_per_tensor.default: dequantize_tensor,
+            ops.quantize_per_channel.default: quantize_channels,
+            ops.dequantize_per_channel.default: dequantize_channels,
+        }
+    return found
