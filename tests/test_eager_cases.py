@@ -97,8 +97,8 @@ FUNCTIONAL = {
     "keywords": (lambda m, x: F.conv2d(input=x, weight=m.w, bias=m.b, stride=(2, 2)), (4, 3, 3, 3), (2, 3, 8, 8)),
     "no bias": (lambda m, x: torch.conv2d(x, m.w, padding="same"), (4, 3, 3, 3), (2, 3, 8, 8)),
     "conv3d": (lambda m, x: F.conv3d(x, m.w, m.b, padding=1), (4, 3, 3, 3, 3), (2, 3, 4, 4, 4)),
-    "linear": (lambda m, x: F.linear(x, m.w), (4, 8), (3, 8)),
-    "linear keywords": (lambda m, x: F.linear(x, bias=m.b, weight=m.w), (4, 8), (3, 8)),
+    "linear": (lambda m, x: F.linear(x, m.w), (4, 8), (32, 8)),
+    "linear keywords": (lambda m, x: F.linear(x, bias=m.b, weight=m.w), (4, 8), (32, 8)),
 }
 
 
@@ -153,7 +153,7 @@ def test_eager_b4_operators_that_stay_float_between_those_that_do_not(case, capl
     between = BETWEEN[case]
     model = Body(lambda m, x: m.d(between(m, m.c(x))), c=conv(), d=conv(4), silu=nn.SiLU(inplace=True))
     batch = 4 if case == "unbind" else 5
-    check(model, pictures(batch=batch if case == "unbind" else 2), pictures(batch=batch, seed=2), caplog)
+    check(model, pictures(batch=batch if case == "unbind" else 32), pictures(batch=batch, seed=2), caplog)
 
 
 # -- B5: outputs ----------------------------------------------------------------------------------------------------

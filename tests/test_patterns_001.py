@@ -237,7 +237,7 @@ def test_row_29_a_product_is_written_where_a_transpose_and_a_reshape_put_it():
 
 
 def test_row_30_a_softmax_and_its_quantize_are_one_loop():
-    row = Row("", lambda m, x: m.c(x).softmax(-1), (TOKENS,), "loop(max sub exp sum div quantize)",
+    row = Row("", lambda m, x: m.c(x).softmax(-1), (TOKENS,), "loop(max sub exp sum reciprocal mul quantize)",
               ("linear + dequantize",))  # fmt: skip
     check(row, nn.Linear(20, 4), ("linear + dequantize",))
 

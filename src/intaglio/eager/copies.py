@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,6 +38,8 @@ def plain_copy(model: nn.Module) -> nn.Module:
     its modules do not work in place."""
     copied = bare(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     for module in list(copied.modules()):
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]
         for name, child in list(module.named_children()):
@@ -48,8 +50,8 @@ def plain_copy(model: nn.Module) -> nn.Module:
 
 def is_prepared(module: nn.Module) -> bool:
     """Whether it was prepared, or converted, by itself."""
-    state: Any = vars(module).get("_auto_quant_state")
-    return state is not None and state.session.model is module
+    state = vars(module).get("_auto_quant_state")
+    return isinstance(state, Attachment) and cast("Any", state)._session.model is module
 
 
 def parts_prepared(model: nn.Module) -> set[int]:

@@ -285,6 +285,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     tables = [
         (table, dict(table))
         for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
         for table in (vars(module), module._buffers, module._parameters, module._modules)
     ]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
