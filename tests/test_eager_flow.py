@@ -401,8 +401,8 @@ def test_eager_b10_a_converted_model_inside_another_that_is_prepared(caplog):
     inner_model = nets.randomize(Body(lambda m, x: torch.relu(m.f(x)), f=nn.Linear(8, 8)))
     inner = converted_on(inner_model, [(x,) for x in uniform()])
     outer, model = (Body(lambda m, x: m.h(m.part(m.g(x))) + 1, g=nn.Linear(8, 8), h=nn.Linear(8, 4)) for _ in range(2))
-    for owner, part in ((outer, inner), (model, inner_model)):
-        nets.randomize(owner).part = part
+    for owner in (outer, model):
+        nets.randomize(owner).part = inner
     prepared = eager.prepare(outer, uniform()[0])
     for x in uniform():
         prepared(x)

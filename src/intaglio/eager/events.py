@@ -203,6 +203,8 @@ def operator_name(function: Any) -> str:
     """What an event's function is called in messages: as PyTorch's documentation has it, where it is there."""
     if function is None:
         return "call of the module"
+    if isinstance(function, torch.ScriptMethod):
+        return str(function.name)
     return torch.overrides.resolve_name(function) or getattr(function, "__name__", str(function))
 
 

@@ -98,8 +98,9 @@ class Session:
             with torch._C.DisableTorchFunction():
                 outer.settle()
         current.run = run
+        turn = self.lock if self.records else contextlib.nullcontext()  # of threads that calibrate
         try:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False), run:
+            with turn, torch.no_grad(), torch.autocast("cpu", enabled=False), run:
                 run.begin(args, kwargs)
                 result = forward(*args, **kwargs)
                 result = run.end(result)
