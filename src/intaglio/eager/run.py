@@ -202,7 +202,8 @@ class Run(TorchFunctionMode):
         self, func: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]
     ) -> Any:
         """An operator that no recording has here."""
-        session, recorder, known_float = self.session, self.recorder, (path, func) in self.session.floats
+        session, recorder = self.session, self.recorder
+        known_float = (path, func) in session.floats or isinstance(func, torch.ScriptMethod)
         in_place = works_in_place(func, kwargs) if func is not None else self._leaf_in_place(path)
         real, options = tuple(fill(list(args), plain)), fill(kwargs, plain)
         if session.records and not known_float and recorder is None:
@@ -211,6 +212,8 @@ class Run(TorchFunctionMode):
             if in_place or "out" in kwargs:
                 session.apart(func, path, self.at, (args, kwargs))
                 return self._write(args, kwargs, compute)
+            if self.recorder is not None:
+                self.recorder.look(tensors((real, options)))
             self.close()
             result = compute(*real, **options)
             if not known_float and tensors(result):
