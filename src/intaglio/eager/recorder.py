@@ -109,8 +109,16 @@ class Recorder:
     def value(self, tensor: torch.Tensor) -> int:
         """Its number; a tensor seen for the first time comes from elsewhere."""
         if id(tensor) not in self.slots:
+            self._read_elsewhere()
             self.recording.inputs[self._new(tensor)] = tensor
         return self.slots[id(tensor)]
+
+    def _read_elsewhere(self) -> None:
+        """A tensor comes from where nothing is intercepted, as from TorchScript; it may be made of values that no
+        operator of the recording reads."""
+        read = {number for event in self.recording.events for number in event.inputs}
+        made = [number for event in self.recording.events for number in event.outputs if number not in read]
+        self.looked_at.update(dict.fromkeys(map(Value, made)))
 
     def _new(self, tensor: torch.Tensor) -> int:
         number = len(self.recording.types)
