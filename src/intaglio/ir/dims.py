@@ -161,8 +161,8 @@ def solve(dim: Dim, size: int, name: str, symbols: Mapping[str, int]) -> int | N
     rest = dim - symbol(name) * factor
     if not factor or name in symbols_of(rest):
         return None
-    value, remainder = divmod(size - evaluate(rest, symbols), factor)
-    return None if remainder else value
+    product = size - evaluate(rest, symbols)
+    return None if product % factor else product // factor  # no divmod, which torch's symbolic sizes do not have
 
 
 def substitute(dim: Dim, symbols: Mapping[str, Dim]) -> Dim:
