@@ -9,7 +9,7 @@ call of its own. The difference of the two times, divided by the number of opera
 model's own loop, PyTorch's dispatch to the interception, deferring, and starting the program take. For modules it
 holds the call of the module as well. `nothing`: time of a model with the operators, less that without them, and the
 same of the float model, which pays for its own calls too. A network is run four ways: converted, rewritten to its
-native program, in float, and in float by torch.compile.
+native program, in float, and in float by torch.compile with its weights frozen.
 
 Before anything is timed, the converted model must give the bits of its program. Ways take turns, in blocks of calls; a
 block counts by its median call (of a chain by its best), *best* is the best block and *median* the median one. All in
@@ -28,6 +28,7 @@ from statistics import median
 import networks
 import record
 import torch
+import torch._inductor.config
 from torch import nn
 
 import intaglio
@@ -179,7 +180,7 @@ def network(name: str, blocks: int, length: int) -> dict:
     for batch in data:
         captured(batch)
     same = intaglio.compile(intaglio.convert(captured)).text("program") == program.text("program")
-    with torch.no_grad():
+    with torch.no_grad(), torch._inductor.config.patch(freezing=True):
         compiled = torch.compile(model)
         ways = {"converted": own, "program": program, "float": model, "torch.compile": compiled}
         found = times(ways, x, blocks, length, median)

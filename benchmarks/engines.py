@@ -136,16 +136,45 @@ def intaglio_inductor(model: nn.Module, example: Inputs, calibration: list[Input
     """intaglio's reference model, compiled by TorchInductor."""
     import intaglio
 
+    return intaglio.compile(intaglio_reference(model, example, calibration), backend="inductor", example_inputs=example)
+
+
+def intaglio_onnxruntime(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
+    """intaglio's reference model, written as ONNX and run by ONNX Runtime."""
+    with tempfile.TemporaryDirectory() as folder:
+        return onnxruntime_call(intaglio_onnx_file(model, example, calibration, Path(folder)), threads)
+
+
+def intaglio_openvino(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
+    """The same file, run by OpenVINO."""
+    import openvino as ov
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = intaglio_onnx_file(model, example, calibration, Path(folder))
+        return openvino_call(ov.Core().read_model(file), threads)
+
+
+def intaglio_onnx_file(model: nn.Module, example: Inputs, calibration: list[Inputs], folder: Path) -> Path:
+    import intaglio
+
+    path = folder / "intaglio.onnx"
+    intaglio.to_onnx(intaglio_reference(model, example, calibration), path)
+    return path
+
+
+def intaglio_reference(model: nn.Module, example: Inputs, calibration: list[Inputs]) -> Any:
+    """With integer weights and quantize and dequantize, which every backend takes."""
+    import intaglio
+
     prepared = intaglio.prepare(intaglio.capture(model, example))
-    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, calibration))
-    return intaglio.compile(reference, backend="inductor", example_inputs=example)
+    return intaglio.convert(prepared, intaglio.calibrate(prepared, calibration))
 
 
 ENGINES: dict[str, Callable[..., Run]] = {
     engine.__name__: engine
     for engine in (
         eager, inductor, torchao, onnxruntime, onnxruntime_int8, openvino, openvino_int8, intaglio,
-        intaglio_precise, intaglio_accurate, intaglio_inductor,
+        intaglio_precise, intaglio_accurate, intaglio_inductor, intaglio_onnxruntime, intaglio_openvino,
     )
 }  # fmt: skip
 
@@ -171,7 +200,10 @@ def onnxruntime_call(path: Path, threads: int) -> Run:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     built = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    return lambda *inputs: torch.from_numpy(built.run(None, named(inputs))[0])
+    names = [given.name for given in built.get_inputs()]
+    return lambda *inputs: torch.from_numpy(
+        built.run(None, {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)})[0]
+    )
 
 
 def openvino_call(model: object, threads: int) -> Run:
@@ -179,4 +211,4 @@ def openvino_call(model: object, threads: int) -> Run:
 
     settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
     asked = ov.Core().compile_model(model, "CPU", settings).create_infer_request()
-    return lambda *inputs: torch.from_numpy(asked.infer(named(inputs))[0])
+    return lambda *inputs: torch.from_numpy(asked.infer([tensor.numpy() for tensor in inputs])[0])
