@@ -4,11 +4,11 @@
     python benchmarks/loops.py --rounds 3       fewer rounds, to see that it runs
     python benchmarks/loops.py --record         one line more in results/
 
-Small sizes lie in the second-level cache; of large ones, every operand that is read to its end has long left the caches
-when the next call begins, of loop and copy alike. The copy reads half of the loop's bytes and writes half, in a loop of
-C whose stores the caches take; of large ones there is another that goes past them, as large results of floats do. ``ratio`` is the median over rounds of the copy's time by
-the loop's, ``of_streamed`` that of the other copy's. ``ns_64`` is the loop's time for 64 elements, that of all threads
-added up: of the small sizes, what the arithmetic takes.
+Small sizes lie in the second-level cache. Of large ones, what is read to its end has long left the caches when the
+next call begins, of loop and copy alike. The copy reads half of the loop's bytes and writes half, in a loop of C whose
+stores the caches take; of large ones there is another that goes past them, as large results of floats do. ``ratio`` is
+the median over rounds of the copy's time by the loop's, ``of_streamed`` that of the other copy's. ``ns_64`` is the
+loop's time for 64 elements, that of all threads added up: of the small sizes, what the arithmetic takes.
 """
 
 from __future__ import annotations
@@ -114,8 +114,9 @@ CASES: dict[str, tuple[Callable[[Body], tuple[str, ...]], tuple[int, int]]] = {
     f"{case.__name__} {rows}x{columns}": (case, (rows, columns))
     for case, shapes in (
         (dequantize, ((128, 768), (65536, 1024))), (quantize, ((128, 768), (65536, 1024))),
-        (both, ((128, 768), (65536, 1024))), (floats, ((128, 768), (65536, 1024))), (gelu, ((128, 3072), (65536, 1024))),
-        (residual_norm, ((128, 768), (65536, 768))), (softmax, ((1536, 128), (65536, 384))),
+        (both, ((128, 768), (65536, 1024))), (floats, ((128, 768), (65536, 1024))),
+        (gelu, ((128, 3072), (65536, 1024))), (residual_norm, ((128, 768), (65536, 768))),
+        (softmax, ((1536, 128), (65536, 384))),
     )
     for rows, columns in shapes
 }  # fmt: skip
