@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import intaglio
 import nets
 from intaglio.quant import Quantizer, Recipe, Setting
+from intaglio.quant.correct.factor import DAMPINGS, LEAST, factor_of, taken
 from intaglio.quant.correct.moments import Moments, moments
 from intaglio.quant.correct.rounding import ROUNDINGS, loss, nearest
 from intaglio.quant.correct.smooth import Rows, smoothing
@@ -202,10 +203,24 @@ def test_moments_add_up_whatever_the_split():
     region, q = region_of(layer, x)
     levels = torch.randint(0, 256, x.shape, dtype=torch.uint8)
     whole, parts = moments(region, [levels], q), [moments(region, [part], q) for part in (levels[4:], levels[:4])]
-    total = parts[0] + parts[1]
-    assert torch.equal(whole.products, total.products)
-    assert torch.equal(whole.sums, total.sums)
-    assert whole.count == total.count
+    assert torch.equal(whole.products, parts[0].products + parts[1].products)
+    assert torch.equal(whole.sums, parts[0].sums + parts[1].sums)
+    assert whole.count == parts[0].count + parts[1].count
+    assert torch.equal(whole.products, moments(region, levels.split(1), q).products)
+
+
+@pytest.mark.parametrize("k", [1, 7, 200, 517])
+def test_the_factor_is_of_the_inverse(k):
+    x = torch.randn(2, k, 2 * k + 3, dtype=torch.float64)
+    order, factor = factor_of(x @ x.transpose(1, 2))
+    ordered = taken(x, order, 1)
+    matrix = ordered @ ordered.transpose(1, 2)
+    diagonal = matrix.diagonal(dim1=1, dim2=2)
+    assert (diagonal.diff(dim=1) <= 0).all()
+    assert torch.equal(factor, factor.triu())
+    added = DAMPINGS[0] * diagonal.mean(1, keepdim=True) + LEAST * diagonal.amax(1, keepdim=True)
+    product = factor.transpose(1, 2) @ factor @ (matrix + torch.diag_embed(added.expand(2, k)))
+    torch.testing.assert_close(product, torch.eye(k, dtype=torch.float64).expand(2, k, k), rtol=0, atol=1e-9)
 
 
 # -- rounding --------------------------------------------------------------------------------------------------------

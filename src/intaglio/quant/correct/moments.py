@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from intaglio.capture.nodes import call_of, tensor_type
 from intaglio.ir import DType, QParams
 from intaglio.quant.annotate import Region
+from intaglio.quant.correct.factor import factor_of
 from intaglio.quant.distributed import Group
 from intaglio.quant.sites import Site
 
@@ -20,6 +22,8 @@ HALF = 128
 """Levels less this are signed bytes, whose products one instruction adds up."""
 ROWS = 1 << 16
 """Positions multiplied at once: 2^16 products of bytes fit an int32 sum."""
+GATHERED = 1 << 25
+"""Bytes of columns that are multiplied together, if batches are small."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,15 @@ class Moments:
     sums: torch.Tensor
     count: int
 
-    def __add__(self, other: Moments) -> Moments:
-        return Moments(self.products + other.products, self.sums + other.sums, self.count + other.count)
+    @cached_property
+    def matrix(self) -> torch.Tensor:
+        """``products`` as float64."""
+        return self.products.double()
+
+    @cached_property
+    def factor(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As `factor_of` gives it."""
+        return factor_of(self.matrix)
 
 
 def unable(region: Region, site: Site) -> bool:
@@ -46,11 +57,15 @@ def moments(region: Region, levels: Iterable[torch.Tensor], q: QParams) -> Momen
     weight = tensor_type(region.anchor.args[1])
     groups = int(call_of(region.anchor, region.record).arguments.get("groups", 1))
     k = int(np.prod([int(size) for size in weight.shape[1:]]))  # type: ignore[union-attr,arg-type]
-    total = Moments(torch.zeros(groups, k, k, dtype=torch.int64), torch.zeros(groups, k, dtype=torch.int64), 0)
-    for batch in levels:
-        for part in _columns(region, batch, q):
-            total = total + _of(*part)
-    return total
+    parts = (part for batch in levels for part in _columns(region, batch, q))
+    products, sums = torch.zeros(groups, k, k, dtype=torch.int64), torch.zeros(groups, k, dtype=torch.int64)
+    count = 0
+    for columns in _gathered(parts):
+        signed = (columns.to(torch.int16) - HALF).to(torch.int8)
+        _add_products(products, signed)
+        sums += signed.sum(2, dtype=torch.int64)
+        count += signed.shape[2]
+    return _moved(Moments(products, sums, count), HALF - _zeros(region, q, groups, k))
 
 
 def over_ranks(found: Moments, group: Group) -> Moments:
@@ -63,45 +78,61 @@ def over_ranks(found: Moments, group: Group) -> Moments:
     return Moments(products.view_as(found.products), sums.view_as(found.sums), int(count))
 
 
-def _of(columns: torch.Tensor, zeros: torch.Tensor) -> Moments:
-    """u8 [groups, k, positions] and zero points [groups, k] -> moments of the differences."""
-    signed = (columns.to(torch.int16) - HALF).to(torch.int8)
-    groups, k, count = signed.shape
-    offset = (HALF - zeros).to(torch.int64)
-    sums = signed.sum(2, dtype=torch.int64)
-    products = torch.zeros(groups, k, k, dtype=torch.int64)
+def _gathered(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """[groups, k, positions], as few as `GATHERED` allows: each costs a pass over [groups, k, k]."""
+    held: list[torch.Tensor] = []
+    for part in parts:
+        held.append(part)
+        if sum(one.numel() for one in held) >= GATHERED:
+            yield torch.cat(held, 2)
+            held = []
+    if held:
+        yield torch.cat(held, 2)
+
+
+def _add_products(total: torch.Tensor, signed: torch.Tensor) -> None:
+    """Of int8 [groups, k, positions], onto int64 [groups, k, k]."""
+    groups, _, count = signed.shape
     rows = ROWS if groups == 1 else max(1, ROWS // groups)
     for start in range(0, count, rows):
         part = signed[:, :, start : start + rows]
         if groups == 1:
             part = F.pad(part, (0, 1)) if part.shape[2] == 1 else part  # _int_mm misreads the strides of one column
-            products[0] += torch._int_mm(part[0], part[0].t()).to(torch.int64)
+            total[0] += torch._int_mm(part[0], part[0].t())
         else:  # small groups: float64 holds these sums exactly, and takes all groups at once
             wide = part.double()
-            products += (wide @ wide.transpose(1, 2)).to(torch.int64)
-    cross = offset[:, :, None] * sums[:, None, :]
-    products += cross + cross.transpose(1, 2) + count * offset[:, :, None] * offset[:, None, :]
-    return Moments(products, sums + count * offset, count)
+            total += (wide @ wide.transpose(1, 2)).to(torch.int64)
 
 
-def _columns(region: Region, batch: torch.Tensor, q: QParams) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """u8 columns [groups, k, positions] of some images at a time, and the zero point of every row of a weight."""
+def _moved(total: Moments, offset: torch.Tensor) -> Moments:
+    """Moments of x + offset, int64 [groups, k], from those of x."""
+    cross = offset[:, :, None] * total.sums[:, None, :]
+    squares = total.count * offset[:, :, None] * offset[:, None, :]
+    products = total.products + cross + cross.transpose(1, 2) + squares
+    return Moments(products, total.sums + total.count * offset, total.count)
+
+
+def _zeros(region: Region, q: QParams, groups: int, k: int) -> torch.Tensor:
+    """Zero points of what the columns of a weight's row are multiplied by: int64 [groups, k]."""
+    zeros = torch.tensor(q.zeros)
+    if len(q.zeros) == 1 or region.record.name == "linear":
+        return zeros.expand(groups, k)
+    return zeros.reshape(groups, -1).repeat_interleave(k * groups // len(q.zeros), 1)
+
+
+def _columns(region: Region, batch: torch.Tensor, q: QParams) -> Iterable[torch.Tensor]:
+    """u8 columns [groups, k, positions] of some images at a time."""
     if region.record.name == "linear":
-        rows = batch.reshape(-1, batch.shape[-1])
-        zeros = torch.tensor(q.zeros).expand(rows.shape[1])
-        yield rows.t().contiguous()[None], zeros[None]
+        yield batch.reshape(-1, batch.shape[-1]).t().contiguous()[None]
         return
     given = call_of(region.anchor, region.record).arguments
     images = batch[:, :, None] if batch.dim() == 3 else batch
     kernel = tuple(tensor_type(region.anchor.args[1]).shape[2:])  # type: ignore[union-attr]
     window = Window.of(given, kernel, batch.dim() - 2)
-    groups = given["groups"]
     zeros = torch.tensor(q.zeros).expand(images.shape[1])
-    per_weight = zeros.reshape(groups, -1).repeat_interleave(window.taps, 1)
     size = max(1, (1 << 25) // max(1, images[0].numel() * window.taps))
     for part in images.split(size):
-        padded = _padded(part, zeros, window.padding)
-        yield _patches(padded, window, groups), per_weight
+        yield _patches(_padded(part, zeros, window.padding), window, given["groups"])
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,9 @@ from collections.abc import Callable
 
 import torch
 
+from intaglio.quant.correct.factor import taken
 from intaglio.quant.correct.moments import Moments
 
-DAMPINGS = (0.01, 0.1, 1.0)
-"""Shares of the mean diagonal that are added to it, so that it can be inverted; the first that suffices."""
-LEAST = 1e-6
-"""The same of the largest diagonal element: two operands that are nearly one leave little else in float64."""
 BLOCK = 128
 ITERATIONS = 600
 RATE = 0.01
@@ -37,12 +34,10 @@ def gptq(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, hig
     Columns stand in the order of their moments, largest first. A row that would lose by it keeps nearest rounding.
     """
     plain = nearest(weight, step, found, low, high)
-    matrix = found.products.double()
-    order = matrix.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
-    factor = _factor(_taken(_taken(matrix, order, 1), order, 2))
-    if factor is None:
+    if found.factor is None:
         return plain
-    free, steps = _taken(weight, order, 2), _taken(step.expand_as(weight), order, 2)
+    order, factor = found.factor
+    free, steps = taken(weight, order, 2), taken(step.expand_as(weight), order, 2)
     levels = torch.zeros_like(free)
     width = free.shape[2]
     for start in range(0, width, BLOCK):
@@ -56,7 +51,7 @@ def gptq(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, hig
             levels[..., at], errors[..., i] = level, error
         free[..., stop:] -= errors @ factor[:, start:stop, stop:]
     chosen = torch.zeros_like(levels).scatter(2, order[:, None].expand_as(levels), levels)
-    return _better(chosen, plain, weight, step, matrix)
+    return _better(chosen, plain, weight, step, found.matrix)
 
 
 def adaround(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, high: int) -> torch.Tensor:
@@ -65,7 +60,7 @@ def adaround(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int,
     ``ITERATIONS`` steps of Adam; a row that did not gain keeps nearest rounding.
     """
     plain = nearest(weight, step, found, low, high)
-    matrix = found.products.double()
+    matrix = found.matrix
     scale = (weight**2 @ matrix.diagonal(dim1=1, dim2=2)[..., None]).mean().clamp_min(1e-300)
     floor = (weight / step).floor()
     rest = (weight / step - floor - STRETCH[0]) / (STRETCH[1] - STRETCH[0])
@@ -99,24 +94,3 @@ def _better(
 ) -> torch.Tensor:
     gains = loss(chosen, weight, step, matrix) < loss(plain, weight, step, matrix)
     return torch.where(gains[..., None], chosen, plain)
-
-
-def _taken(matrix: torch.Tensor, order: torch.Tensor, axis: int) -> torch.Tensor:
-    """Reordered along an axis, group by group."""
-    shape = [order.shape[0], 1, 1]
-    shape[axis] = order.shape[1]
-    return matrix.gather(axis, order.reshape(shape).expand_as(matrix))
-
-
-def _factor(matrix: torch.Tensor) -> torch.Tensor | None:
-    """Upper Cholesky factor of the damped inverse, or ``None``; columns that nothing reaches have a moment of one."""
-    diagonal = matrix.diagonal(dim1=1, dim2=2)
-    mean, most = diagonal.mean(1, keepdim=True), diagonal.amax(1, keepdim=True)
-    for damping in DAMPINGS:
-        added = torch.where(diagonal == 0, torch.ones_like(diagonal), damping * mean + LEAST * most)
-        lower, failed = torch.linalg.cholesky_ex(matrix + torch.diag_embed(added))
-        if not failed.any():
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not failed.any():
-                return upper
-    return None

@@ -117,7 +117,7 @@ class _Work:
         return over_ranks(self.group.together(lambda: moments(region, batches, q)), self.group)
 
     def _report(self, name: str, rows: Any, step: Any, nearest: Any, levels: Any, found: Moments) -> None:
-        matrix = found.products.double()
+        matrix = found.matrix
         signal = loss(torch.zeros_like(rows), rows, step, matrix).sum().item()
         plain = loss(nearest, rows, step, matrix).sum().item()
         chosen = loss(levels, rows, step, matrix).sum().item()
@@ -138,7 +138,7 @@ class _Work:
             mean = found.sums.double() / max(found.count, 1)
             lost = (error @ mean[..., None])[..., 0]
             moved = lost.reshape(-1) * self.walk.qparams[self.walk.sites[x.name].name].step
-            matrix = found.products.double()
+            matrix = found.matrix
             signal, before = (((part @ matrix) * part).sum().item() for part in (rows, error))
             if signal > 0:
                 after = before - found.count * lost.square().sum().item()
@@ -183,7 +183,7 @@ def _rescaled(
     q: QParams, rounding: Round, rows: torch.Tensor, step: torch.Tensor, found: Moments, grid: Grid
 ) -> QParams:
     """Scales, one per output channel, with which rounding leaves the least error in the results."""
-    matrix = found.products.double()
+    matrix = found.matrix
 
     def error(factor: float) -> torch.Tensor:
         return loss(rounding(rows, step * factor, found, grid.low, grid.high), rows, step * factor, matrix)
