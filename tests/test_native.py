@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from intaglio import config
-from intaglio.errors import BuildError
+from intaglio.errors import BuildError, InputError
 from intaglio.native import library, machine
 from intaglio.native.compile import build, is_intact, load
 
@@ -161,6 +161,17 @@ def test_the_entry_just_built_survives_a_limit_of_zero(fresh_cache, monkeypatch)
     age(old, 1000)
     assert load(build(answer(2), name="new", isa="portable")).answer() == 2
     assert not old.exists()
+
+
+@pytest.mark.parametrize("value", ["1 GB", "-1", "1.5"])
+@pytest.mark.parametrize(("variable", "read"), [("INTAGLIO_CACHE_MB", config.cache_limit_bytes),
+                                                ("INTAGLIO_PLANS", config.plans)])  # fmt: skip
+def test_a_setting_that_is_no_number_is_named(variable, read, value, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(InputError, match=f"(?s){variable}.*{value}.*unset it"):
+        read()
+    monkeypatch.setenv(variable, "")
+    assert read() > 0
 
 
 def test_what_a_killed_process_left_is_removed_by_a_later_build(fresh_cache):

@@ -7,6 +7,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from intaglio.errors import InputError
+
 VERSION = "0.1.0"
 """Of this package; saved models name it."""
 
@@ -22,13 +24,21 @@ def cache_dir() -> Path:
 
 def cache_limit_bytes() -> int:
     """Size the kernel cache is kept below: ``INTAGLIO_CACHE_MB``, 1024 by default."""
-    return int(os.environ.get("INTAGLIO_CACHE_MB", "1024")) << 20
+    return _number("INTAGLIO_CACHE_MB", 1024) << 20
 
 
 def plans() -> int:
     """Sets of shapes whose plans a model keeps, the least recently used out first: ``INTAGLIO_PLANS``, 256 by default.
     A plan is some kilobytes; memory of activations is shared by all."""
-    return max(1, int(os.environ.get("INTAGLIO_PLANS", "256")))
+    return max(1, _number("INTAGLIO_PLANS", 256))
+
+
+def _number(variable: str, default: int) -> int:
+    value = os.environ.get(variable) or str(default)
+    if not value.strip().isdecimal():
+        problem = f"{value!r}, which is no whole number"
+        raise InputError(f"environment variable {variable}", None, problem, remedy=f"unset it for {default}")
+    return int(value)
 
 
 def compiler() -> str | None:
