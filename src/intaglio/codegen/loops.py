@@ -31,10 +31,10 @@ CALLED = {
     "hardswish": "of_number({0}, hardswish({0}))", "hardsigmoid": "of_number({0}, hardsigmoid({0}))",
     "sigmoid": "of_number({0}, sigmoid({0}))", "tanh": "of_number({0}, hyperbolic_tangent({0}))",
     "silu": "of_number({0}, silu({0}))", "gelu": "of_number({0}, gelu({0}))",
-    "near_gelu": "of_number({0}, near_gelu({0}))", "gelu_tanh": "of_number({0}, gelu_tanh({0}))",
+    "near_gelu": "near_gelu({0})", "gelu_tanh": "of_number({0}, gelu_tanh({0}))",
 }  # fmt: skip
 """Operator of a body -> C, over vectors; with those below it has all but reductions and views (tests/test_loops.py)."""
-SIDE_BY_SIDE = {"near_gelu": "near_gelus_of", "exp": "exp_negatives_of"}
+SIDE_BY_SIDE = {"near_gelu": "near_gelus", "exp": "exp_negatives"}
 """Operator -> C that takes several vectors a step at a time, where one alone would wait for itself; ``exp`` up to 0."""
 SUMS = {"sum": ("0.0f", "added", "tree_of_sums({0})"), "mean": ("0.0f", "added", "tree_of_sums({0}) / (float)size"),
         "max": ("-__builtin_inff()", "raised", "tree_of_most({0})"),
@@ -209,7 +209,8 @@ def _pass(code: Code, loop: Loop, stage: Stage, kept: Mapping[str, int]) -> None
     for op in stage.ops:
         if _all_at_once(op, loop):
             code(f"Reals {loop.names[op.output]}[COUNT];")
-            code(f"{SIDE_BY_SIDE[op.kind]}<COUNT>({loop.names[op.output]}, {loop.names[op.inputs[0]]});")
+            code(f"EACH {_operand(op.output, loop)} = {_operand(op.inputs[0], loop)};")
+            code(f"{SIDE_BY_SIDE[op.kind]}<COUNT>({loop.names[op.output]});")
         elif op.output not in written:
             turn = in_turn and op.kind == "dequantize"
             define(op.output, _load_in_turn(op, loop) if turn else _value(op, loop))

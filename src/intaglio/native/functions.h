@@ -39,6 +39,24 @@ static inline Reals least_of(Reals x, float y) {
 #endif
 }
 static inline Reals absolute(Reals x) { return (Reals)((RealBits)x & 0x7fffffff); }
+// least_of(absolute(x), y) for y above 0; y of NaN.
+static inline Reals size_up_to(Reals x, float y) {
+#if defined(__AVX512DQ__)
+    return (Reals)_mm512_range_ps((__m512)x, _mm512_set1_ps(y), 10);  // 2: of magnitudes the least; 8: without a sign
+#else
+    return least_of(absolute(x), y);
+#endif
+}
+// 0 > x ? 0 : x, so NaN and -0 stay.
+static inline Reals relu(Reals x) {
+#if defined(__AVX512F__)
+    return (Reals)_mm512_max_ps(_mm512_setzero_ps(), (__m512)x);
+#elif defined(__AVX2__)
+    return (Reals)_mm256_max_ps(_mm256_setzero_ps(), (__m256)x);
+#else
+    return x < 0.0f ? every_lane(0.0f) : x;
+#endif
+}
 
 // |x| <= 2^22 -> integral floats, ties to even, as the last bits of what comes of adding 1.5 * 2^23.
 static inline Reals shifted(Reals x) { return x + 12582912.0f; }
@@ -73,15 +91,17 @@ static inline Reals exp_parts(Reals x, Reals* power) {
     return exp_rise(bounded, integral(rounded));
 }
 
+// NaN stays. Steps of what is below -87 are those of any x and n; what they give is not taken.
 template <int COUNT>
 static inline __attribute__((always_inline)) void exp_negatives(Reals* x) {
-    Reals rise[COUNT], n[COUNT], power[COUNT];
-    EACH rise[i] = most_of(x[i], -87.0f);
-    EACH n[i] = shifted(rise[i] * 1.44269502162933349609375f);
+    Reals n[COUNT], power[COUNT];
+    RealBits below[COUNT];
+    EACH below[i] = x[i] < -87.0f;
+    EACH n[i] = shifted(below[i] ? every_lane(0.0f) : x[i] * 1.44269502162933349609375f);
     EACH power[i] = (Reals)((whole(n[i]) + 127) << 23);
     EACH n[i] = integral(n[i]);
-    exp_rises<COUNT>(rise, n);
-    EACH x[i] = x[i] < -87.0f ? every_lane(0.0f) : (rise[i] + 1.0f) * power[i];
+    exp_rises<COUNT>(x, n);
+    EACH x[i] = below[i] ? every_lane(0.0f) : (x[i] + 1.0f) * power[i];
 }
 
 static inline Reals exp_negative(Reals x) {
@@ -125,18 +145,18 @@ static inline Reals gelu(Reals x) {
 
 // numerics.NEAR_TERMS.
 static const float near_terms[4][16] __attribute__((aligned(64))) = {
-    {0.0f, 0x1.fcee32p-4f, 0x1.e4d814p-3f, 0x1.50d63ap-2f, 0x1.96e5fep-2f, 0x1.c5f78p-2f, 0x1.e2983p-2f, 0x1.f25b98p-2f,
-     0x1.fa3738p-2f, 0x1.fdc30cp-2f, 0x1.ff35f2p-2f, 0x1.ffbf1ep-2f, 0x1.ffed0cp-2f, 0x1.fffaf8p-2f, 0x1.fffecap-2f,
-     0x1p-1f},
-    {0x1.02bacap-3f, 0x1.ec259p-4f, 0x1.a76b84p-4f, 0x1.49886cp-4f, 0x1.cffcccp-5f, 0x1.277bb2p-5f, 0x1.546ff6p-6f,
-     0x1.62cdb6p-7f, 0x1.4e7d76p-8f, 0x1.1d3f36p-9f, 0x1.b813bep-11f, 0x1.33131cp-12f, 0x1.83a2bp-14f, 0x1.ba9f8ap-16f,
-     0x1.c92a08p-18f, 0x1.2bd7aep-16f},
-    {-0x1.4301cp-17f, -0x1.886eb4p-8f, -0x1.51d708p-7f, -0x1.8acdaep-7f, -0x1.73222p-7f, -0x1.27fe5p-7f, -0x1.9a2b4cp-8f,
-     -0x1.f4159p-9f, -0x1.0e4062p-9f, -0x1.04341cp-10f, -0x1.bfd6f2p-12f, -0x1.594684p-13f, -0x1.ddd17ep-15f,
-     -0x1.291e8cp-16f, -0x1.4c69c6p-18f, 0x1.0c4a62p-14f},
-    {-0x1.11c3bp-9f, -0x1.d7414ap-10f, -0x1.0e98acp-10f, -0x1.1b5cfcp-13f, 0x1.2836cp-11f, 0x1.d8ddep-11f, 0x1.d9466cp-11f,
-     0x1.72e362p-11f, 0x1.e58cp-12f, 0x1.111a3cp-12f, 0x1.0c0666p-13f, 0x1.cf3096p-15f, 0x1.62815ap-16f, 0x1.e2a76ap-18f,
-     0x1.251fc2p-19f, 0x1.3b61b2p-14f},
+    {0x1p-1f, 0x1.000f98p-1f, 0x1.01ecd2p-1f, 0x1.0ab202p-1f, 0x1.1b66bap-1f, 0x1.289444p-1f, 0x1.1ff3b6p-1f,
+     0x1.f0e2c2p-2f, 0x1.74f3f2p-2f, 0x1.e385e4p-3f, 0x1.0e9182p-3f, 0x1.05fe04p-4f, 0x1.b8628p-6f, 0x1.424da6p-7f,
+     0x1.9c0f8p-9f, 0.0f},
+    {-0x1.988574p-2f, -0x1.9a1c52p-2f, -0x1.af5682p-2f, -0x1.ede6ap-2f, -0x1.22322p-1f, -0x1.3d3ac4p-1f, -0x1.2fc148p-1f,
+     -0x1.f2b8ccp-2f, -0x1.5def9cp-2f, -0x1.a53244p-3f, -0x1.b50dccp-4f, -0x1.88ef62p-5f, -0x1.33719p-6f,
+     -0x1.a445aep-8f, -0x1.f77208p-10f, 0.0f},
+    {0x1.d55798p-14f, 0x1.c2a298p-8f, 0x1.7f84ccp-5f, 0x1.eb377ep-4f, 0x1.8b5e6ep-3f, 0x1.d56cb6p-3f, 0x1.b96528p-3f,
+     0x1.55745ap-3f, 0x1.bc9252p-4f, 0x1.ee4768p-5f, 0x1.d9fa66p-6f, 0x1.8ad01p-7f, 0x1.1f2dd4p-8f, 0x1.6e4604p-10f,
+     0x1.9ad56ep-12f, 0.0f},
+    {0x1.0d194ap-4f, 0x1.c77edep-5f, 0x1.e3a5a8p-6f, 0x1.5e20acp-13f, -0x1.5825ap-6f, -0x1.df94bep-6f, -0x1.b8c1d8p-6f,
+     -0x1.3e3a12p-6f, -0x1.7dbe26p-7f, -0x1.864754p-8f, -0x1.58db46p-9f, -0x1.09a4b4p-10f, -0x1.66ced2p-12f,
+     -0x1.aa9c26p-14f, -0x1.bfc994p-16f, 0.0f},
 };
 
 // The number of the piece that the last bits of `place` name.
@@ -154,19 +174,17 @@ static inline Reals near_term(int power, RealBits place) {
 #endif
 }
 
+// NaN stays.
 template <int COUNT>
 static inline __attribute__((always_inline)) void near_gelus(Reals* x) {
-    Reals size[COUNT], rest[COUNT], total[COUNT];
+    Reals size[COUNT], total[COUNT];
     RealBits place[COUNT];
-    EACH x[i] = most_of(x[i], -87.0f);
-    EACH size[i] = absolute(x[i]);
-    EACH rest[i] = least_of(size[i] * 0x1.9435e6p+1f, 15.0f);
-    EACH place[i] = (RealBits)shifted(rest[i]);
-    EACH rest[i] = rest[i] - integral((Reals)place[i]);
-    EACH total[i] = near_term(3, place[i]) * rest[i] + near_term(2, place[i]);
-    EACH total[i] = total[i] * rest[i] + near_term(1, place[i]);
-    EACH total[i] = total[i] * rest[i] + near_term(0, place[i]);
-    EACH x[i] = x[i] * 0.5f + size[i] * total[i];
+    EACH size[i] = size_up_to(x[i], 5.0f);
+    EACH place[i] = (RealBits)shifted(size[i] * 3.0f);
+    EACH total[i] = near_term(3, place[i]) * size[i] + near_term(2, place[i]);
+    EACH total[i] = total[i] * size[i] + near_term(1, place[i]);
+    EACH total[i] = total[i] * size[i] + near_term(0, place[i]);
+    EACH x[i] = relu(x[i]) - size[i] * total[i];
 }
 
 static inline Reals near_gelu(Reals x) {

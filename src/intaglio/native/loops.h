@@ -210,19 +210,6 @@ static inline Reals to_bfloat16(Reals x) {
 
 static inline Reals of_number(Reals x, Reals value) { return x == x ? value : x; }  // NaN stays
 
-
-// Of several vectors; NaN stays.
-#define OF_NUMBERS(name)                                                                                  \
-    template <int COUNT>                                                                                 \
-    static inline __attribute__((always_inline)) void name##_of(Reals* to, const Reals* from) {           \
-        EACH to[i] = from[i];                                                                            \
-        name<COUNT>(to);                                                                                 \
-        EACH to[i] = of_number(from[i], to[i]);                                                          \
-    }
-OF_NUMBERS(near_gelus)
-OF_NUMBERS(exp_negatives)
-#undef OF_NUMBERS
-
 // a > b, or NaN ? a : b; the instruction alone gives b of NaN.
 static inline Reals larger(Reals a, Reals b) {
 #if defined(__AVX512F__)
@@ -239,16 +226,6 @@ static inline Reals smaller(Reals a, Reals b) {
 #endif
 }
 
-// 0 > x ? 0 : x, so NaN and -0 stay.
-static inline Reals relu(Reals x) {
-#if defined(__AVX512F__)
-    return (Reals)_mm512_max_ps(_mm512_setzero_ps(), (__m512)x);
-#elif defined(__AVX2__)
-    return (Reals)_mm256_max_ps(_mm256_setzero_ps(), (__m256)x);
-#else
-    return x < 0.0f ? every_lane(0.0f) : x;
-#endif
-}
 static inline Reals ones(RealBits truth) { return (Reals)(truth & (RealBits)every_lane(1.0f)); }
 
 static inline Reals clamp(Reals x, float low, float high) {
