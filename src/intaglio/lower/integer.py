@@ -39,14 +39,15 @@ from intaglio.ops.conv import output_axis
 from intaglio.ops.opdef import Attrs
 from intaglio.ops.pool import counts
 from intaglio.ops.resize import is_free, tables
-from intaglio.quant.annotate import Annotations, Chain, macs
 from intaglio.quant.convert import Reference
 from intaglio.quant.dynamic import rows_behind
 from intaglio.quant.embeddings import table_behind
 from intaglio.quant.patterns import is_host
 from intaglio.quant.qparams import each_output, per_output
 from intaglio.quant.recurrent import RECURRENT_CALL
+from intaglio.quant.regions import Annotations, Chain
 from intaglio.quant.sites import Skip
+from intaglio.quant.skips import macs
 
 
 def requantize(reference: Reference) -> Lowered:

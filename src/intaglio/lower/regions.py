@@ -14,9 +14,10 @@ from intaglio.ir import DType, QParams
 from intaglio.ir.moves import MOVES
 from intaglio.ir.rewrite import match
 from intaglio.ops import ACCUMULATING, FUSIONS, NUMBERS, SUMS
-from intaglio.quant.annotate import Chain, fusable
 from intaglio.quant.dynamic import rows_behind
+from intaglio.quant.find_regions import fusable
 from intaglio.quant.patterns import Whole, operands_of_whole
+from intaglio.quant.regions import Chain
 
 QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
 QUANTIZE_CHANNEL = "quantized_decomposed.quantize_per_channel.default"

@@ -20,7 +20,6 @@ from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, DType, QParams, Signature, TensorType
 from intaglio.ops.recurrent import RECURRENT
 from intaglio.ops.rows import row_levels
-from intaglio.quant.annotate import Annotations, Region, find_shortcuts, reads_shortcut
 from intaglio.quant.annotation import is_apart
 from intaglio.quant.attention import PROBABILITIES, written_out
 from intaglio.quant.correct.biases import with_biases
@@ -29,6 +28,7 @@ from intaglio.quant.corrections import Corrected, Corrections, Rounded
 from intaglio.quant.datatypes import FLOAT8
 from intaglio.quant.dynamic import quantize_at_run_time
 from intaglio.quant.embeddings import quantize_table
+from intaglio.quant.find_regions import find_shortcuts, reads_shortcut
 from intaglio.quant.float8 import float8
 from intaglio.quant.parameters import Parameters
 from intaglio.quant.prepare import Prepared, annotated
@@ -44,6 +44,7 @@ from intaglio.quant.qparams import (
 )
 from intaglio.quant.ranges import Ranges
 from intaglio.quant.recurrent import quantize_recurrent, recurrent_qparams
+from intaglio.quant.regions import Annotations, Region
 from intaglio.quant.sites import Site
 from intaglio.quant.weights import weight_grid
 from intaglio.quant.weights_only import store_weights

@@ -17,7 +17,7 @@ from intaglio.capture.captured import Captured, GraphStage, expect
 from intaglio.capture.nodes import operator, record_of
 from intaglio.errors import CalibrationError, SelectorError, UnsupportedError
 from intaglio.ir import About, QParams, Signature, symbols_of
-from intaglio.quant.annotate import Annotations, annotate_graph, match_notes, notes_of
+from intaglio.quant.annotate import annotate_graph, match_notes, notes_of
 from intaglio.quant.annotation import Annotator
 from intaglio.quant.corrections import Equalization
 from intaglio.quant.declare import declare_images
@@ -27,6 +27,7 @@ from intaglio.quant.image import Image
 from intaglio.quant.methods import method_of
 from intaglio.quant.passes import PTQ_PASSES
 from intaglio.quant.recipe import Quantizer
+from intaglio.quant.regions import Annotations
 from intaglio.quant.sites import Observed, Shared, Site
 from intaglio.quant.statistics import Statistics
 from intaglio.quant.weights_only import layers
