@@ -13,6 +13,7 @@ from intaglio.capture.nodes import operator, origin, record_of, tensor_type
 from intaglio.ir import DType
 from intaglio.quant.annotated import annotated, written_by
 from intaglio.quant.annotation import is_apart
+from intaglio.quant.buffers import checked_buffers, chosen_buffers, names_of
 from intaglio.quant.embeddings import find_tables
 from intaglio.quant.find_regions import PRECISE_ROWS, active_regions, end_reasons, find_shortcuts
 from intaglio.quant.find_sites import sites_of
@@ -40,18 +41,21 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
         won, rejected = find(graph, patterns_of(quantizer.patterns), reasons)
         matches = {node: found for found in won for node in found.nodes}
         _follow(matches, recipe, classes, settings, reasons)
+    buffers = chosen_buffers(graph, quantizer.buffers)
     if written is not None:
-        return annotated(module, quantizer.annotator, written, settings, reasons)
+        return annotated(module, quantizer.annotator, written, settings, reasons, buffers)
     regions = active_regions(graph, settings, reasons, matches)
     if quantizer.skip_first or quantizer.skip_last:
         reasons.update(end_reasons(graph, regions, quantizer))
         regions = active_regions(graph, settings, reasons, matches)
     returned = _returned(graph) if quantizer.integers else {}
-    sites = sites_of(graph, regions, {node: recipe.setting(origin(node), classes) for node in returned})
+    returned |= dict.fromkeys([*buffers, *buffers.values()])
+    leaving = {node: recipe.setting(origin(buffers.get(node, node)), classes) for node in returned}
+    sites = checked_buffers(buffers, sites_of(graph, regions, leaving, buffers))
     tables = find_tables(settings)
     outputs = frozenset(node.name for node in returned)
     return Annotations(module, sites, regions, skipped(regions, tables, reasons), groups(sites), tuple(rejected),
-                       tables, outputs=outputs)  # fmt: skip
+                       tables, outputs=outputs, buffers=names_of(buffers))  # fmt: skip
 
 
 def _returned(graph: fx.Graph) -> dict[fx.Node, None]:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from torch import fx
 
 from intaglio.errors import UnsupportedError
-from intaglio.quant.annotation import Annotator, Written, resolve
+from intaglio.quant.annotation import Annotator, Levels, Written, resolve
+from intaglio.quant.buffers import checked_buffers, names_of
 from intaglio.quant.embeddings import find_tables
 from intaglio.quant.find_regions import regions_of
-from intaglio.quant.find_sites import Names, around_zero, in_order, operand_sites, put, second_factors
+from intaglio.quant.find_sites import Names, around_zero, in_order, join_buffers, operand_sites, put, second_factors
 from intaglio.quant.foreign import annotations_of, torch_view
 from intaglio.quant.recipe import Setting
 from intaglio.quant.regions import Annotations, Region
@@ -21,7 +22,7 @@ from intaglio.quant.skips import skipped
 
 def annotated(
     module: fx.GraphModule, annotator: Annotator, written: Written, settings: Mapping[fx.Node, Setting],
-    reasons: dict[fx.Node, str | None],
+    reasons: dict[fx.Node, str | None], buffers: Mapping[fx.Node, fx.Node],
 ) -> Annotations:  # fmt: skip
     """What an annotator said. Regions lie where fusion rows and operators fit between the values it wants as levels;
     around all else that it annotated levels are made and taken back."""
@@ -29,16 +30,17 @@ def annotated(
         if reasons[node] is None and node not in written.nodes:
             reasons[node] = "no annotation"
     regions = tuple(regions_of(module.graph, settings, reasons, None, written))
-    sites = _replaced(_annotated_sites(module.graph, regions, written), annotator)
+    sites = _replaced(_annotated_sites(module.graph, regions, written, buffers), annotator)
+    sites = checked_buffers(buffers, sites)
     tables = find_tables({node: setting for node, setting in settings.items() if node in written.tables})
     inside = {node for region in regions for node in region.nodes}
     for node in settings:
         if reasons[node] is None and node not in inside:
             reasons[node] = "levels are not wanted where a kernel reads or gives them"
     edges = frozenset((value.name, reader.name) for value, reader in written.edges if reader not in written.rows)
-    outputs = frozenset(node.name for node in written.outputs)
+    outputs = frozenset(node.name for node in (*written.outputs, *buffers, *buffers.values()))
     return Annotations(module, sites, regions, skipped(regions, tables, reasons), groups(sites), (), tables, edges,
-                       outputs)  # fmt: skip
+                       outputs, names_of(buffers))  # fmt: skip
 
 
 def written_by(module: fx.GraphModule, annotator: Annotator) -> Written:
@@ -46,12 +48,15 @@ def written_by(module: fx.GraphModule, annotator: Annotator) -> Written:
     return resolve(module, annotations_of(view, annotator))
 
 
-def _annotated_sites(graph: fx.Graph, regions: tuple[Region, ...], written: Written) -> tuple[Site, ...]:
-    """Of every value that an annotator wants as levels. All of a group are counted, but for those that are selected
-    from another of it."""
+def _annotated_sites(
+    graph: fx.Graph, regions: tuple[Region, ...], written: Written, buffers: Mapping[fx.Node, fx.Node]
+) -> tuple[Site, ...]:
+    """Of every value that an annotator wants as levels, and of buffers. All of a group are counted, but for those that
+    are selected from another of it."""
     names = Names()
     sites: dict[tuple[str, str], Site] = {}
-    second = {written.leaders.get(node) for node in second_factors(regions)}
+    symmetric = second_factors(regions, buffers)
+    second = {written.leaders.get(node) for node in symmetric}
     selected = {region.root for region in regions if region.shares}
     plain = {node: written.levels[node].site(names.of(node), node) for node in graph.nodes if node in written.levels}
     for node, site in plain.items():
@@ -60,6 +65,12 @@ def _annotated_sites(graph: fx.Graph, regions: tuple[Region, ...], written: Writ
         if leader is not node:
             found = replace(found, spec=Shared(plain[leader].name, observed=node not in selected))
         put(sites, found)
+    for node in dict.fromkeys(node for pair in buffers.items() for node in pair):
+        site = Levels().site(names.of(node), node)
+        put(sites, around_zero(site) if node in symmetric else site)
+    named = {site.name: site for site in sites.values()}
+    join_buffers(buffers, sites, named)
+    sites = {(site.value, site.role): site for site in named.values()}
     operand_sites(regions, sites, names)
     return in_order(graph, sites.values())
 

@@ -17,6 +17,7 @@ from intaglio.capture.nodes import activations, is_constant, operands, operator,
 from intaglio.errors import UnsupportedError
 from intaglio.ir import Origin
 from intaglio.ops import ACCUMULATING
+from intaglio.quant.buffers import is_destination
 from intaglio.quant.datatypes import DATATYPES
 from intaglio.quant.embeddings import BAGS, EMBEDDING
 from intaglio.quant.recipe import Setting
@@ -230,9 +231,12 @@ def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> Wr
 
 
 def _role(reader: fx.Node, value: fx.Node) -> str:
-    """What a value is to a node that reads it: "activation", "weight", "table", or "" for other constants."""
+    """What a value is to a node that reads it: "activation", "weight", "table", or "" for other constants and for
+    buffers that it writes into."""
     if operator(reader) in (EMBEDDING, *BAGS):
         return "table" if value is reader.args[0] else ""
+    if is_destination(reader, value):
+        return ""
     record = record_of(reader)
     if record is not None and record.roles.weight is not None and operands(reader)[record.roles.weight] is value:
         return "weight"

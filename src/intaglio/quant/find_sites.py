@@ -22,14 +22,18 @@ from intaglio.quant.sites import Derived, Fixed, Observed, Shared, Site
 from intaglio.quant.weights import group_of
 
 
-def sites_of(graph: fx.Graph, regions: tuple[Region, ...], returned: Mapping[fx.Node, Setting]) -> tuple[Site, ...]:
-    """``returned``: values that leave as levels, and their settings."""
+def sites_of(
+    graph: fx.Graph, regions: tuple[Region, ...], returned: Mapping[fx.Node, Setting],
+    buffers: Mapping[fx.Node, fx.Node],
+) -> tuple[Site, ...]:  # fmt: skip
+    """``returned``: values that leave as levels, and their settings. ``buffers``: those kept as levels -> what they are
+    after a call; both are among ``returned``."""
     names = Names()
     produced = {region.root: region for region in regions}
     static = [region for region in regions if not region.dynamic]
     wanted = {value: region for region in reversed(static) for value in region.activations()}
     sites: dict[tuple[str, str], Site] = {}
-    symmetric = second_factors(regions)
+    symmetric = second_factors(regions, buffers)
     for node in graph.nodes:
         if node in produced and (node in wanted or node in returned or not _may_give_float(produced[node])):
             site = _output_site(produced[node], names)
@@ -46,6 +50,7 @@ def sites_of(graph: fx.Graph, regions: tuple[Region, ...], returned: Mapping[fx.
     for region in regions:
         if region.record.variadic and region.shares:
             _join([sites[value.name, "activation"].name for value in region.activations()], shared)
+    join_buffers(buffers, sites, shared)
     return in_order(graph, shared.values())
 
 
@@ -63,7 +68,7 @@ def in_order(graph: fx.Graph, sites: Iterable[Site]) -> tuple[Site, ...]:
     return tuple(sorted(sites, key=lambda site: (order[site.value], rank[site.role])))
 
 
-def second_factors(regions: Sequence[Region]) -> set[fx.Node]:
+def second_factors(regions: Sequence[Region], buffers: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
     """What kernels read as they read weights, keys and values of attention among it, and all that shares parameters
     with that."""
     found: set[fx.Node] = set()
@@ -72,6 +77,7 @@ def second_factors(regions: Sequence[Region]) -> set[fx.Node]:
             values = operands(region.anchor)
             found.update(values[operand] for operand in region.record.roles.x[1:])
     alike = [{region.root, *region.activations()} for region in regions if region.shares]
+    alike += [set(pair) for pair in buffers.items()]
     while joined := [values for values in alike if values & found and not values <= found]:
         found.update(*joined)
     return found
@@ -91,7 +97,8 @@ def _may_give_float(region: Region) -> bool:
 
 
 def _join(names: list[str], sites: dict[str, Site]) -> None:
-    """The operands of a concatenation share parameters: the owners behind all of them follow the first."""
+    """The operands of a concatenation share parameters, as a buffer does with what it becomes: the owners behind all of
+    them follow the first."""
 
     def owner(name: str) -> str:
         while isinstance(spec := sites[name].spec, Shared):
@@ -100,7 +107,16 @@ def _join(names: list[str], sites: dict[str, Site]) -> None:
 
     for name in names[1:]:
         if owner(name) != owner(names[0]):
-            sites[owner(name)] = replace(sites[owner(name)], spec=Shared(owner(names[0]), observed=True))
+            first, own = owner(names[0]), owner(name)
+            sites[own] = replace(sites[own], spec=Shared(first, observed=isinstance(sites[first].spec, Observed)))
+
+
+def join_buffers(
+    buffers: Mapping[fx.Node, fx.Node], sites: Mapping[tuple[str, str], Site], shared: dict[str, Site]
+) -> None:
+    """A buffer has the parameters of what it is after a call, and both count: what it held at first among it."""
+    for before, after in buffers.items():
+        _join([sites[node.name, "activation"].name for node in (after, before)], shared)
 
 
 def put(sites: dict[tuple[str, str], Site], site: Site) -> None:
@@ -184,6 +200,8 @@ class Names:
     def _new(self, node: fx.Node) -> str:
         if "zero_points" in node.meta:
             node = node.args[1]
+        if "buffer" in node.meta:
+            return str(node.meta["buffer"])
         if node.op == "placeholder":
             return f"#0/input.{node.name}"
         path, _, call = origin(node).path.partition("@")

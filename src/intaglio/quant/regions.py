@@ -107,7 +107,7 @@ class Annotations:
     """What `annotate` decided. ``leaders``: site -> the site of its group that has the parameters. ``rejected``: what
     patterns given to the `Quantizer` matched in vain. ``tables``: of embeddings, where the recipe asks for levels.
     ``edges``: (value, reader) by name, where an annotator wants levels outside of regions too; ``outputs``: values that
-    everyone reads as levels."""
+    everyone reads as levels; ``buffers``: the inputs that are buffers kept as levels -> what they are after a call."""
 
     module: fx.GraphModule
     sites: tuple[Site, ...]
@@ -118,6 +118,7 @@ class Annotations:
     tables: tuple[Table, ...] = ()
     edges: frozenset[tuple[str, str]] = frozenset()
     outputs: frozenset[str] = frozenset()
+    buffers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def by_value(self) -> dict[tuple[str, str], Site]:
