@@ -38,9 +38,10 @@ def annotated(
         if reasons[node] is None and node not in inside:
             reasons[node] = "levels are not wanted where a kernel reads or gives them"
     edges = frozenset((value.name, reader.name) for value, reader in written.edges if reader not in written.rows)
+    own = {(value.name, reader and reader.name): make for (value, reader), make in written.own.items()}
     outputs = frozenset(node.name for node in (*written.outputs, *buffers, *buffers.values()))
     return Annotations(module, sites, regions, skipped(regions, tables, reasons), groups(sites), (), tables, edges,
-                       outputs, names_of(buffers))  # fmt: skip
+                       outputs, names_of(buffers), own)  # fmt: skip
 
 
 def written_by(module: fx.GraphModule, annotator: Annotator) -> Written:

@@ -6,7 +6,7 @@ values that carry parameters, the edges that read them, and who shares them with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -71,14 +71,23 @@ class SameAs:
     place: Place
 
 
+@dataclass(frozen=True)
+class Own:
+    """Levels that an observer writes itself. ``observer()`` gives an nn.Module that is shown every value; its
+    ``convert(module, node)`` puts operators of its choice in place of the node that calls it. No kernel knows them:
+    they and what reads them run in float32, as they are written."""
+
+    observer: Callable[[], Any]
+
+
 @dataclass
 class Annotation:
     """Of one node. ``inputs``: value that the node reads -> what that edge carries (``None``: float). ``output``: what
     its result becomes for all who read it. ``sharing``: edges of this node with equal levels have the parameters of the
     value they read, and of its other readers."""
 
-    inputs: dict[fx.Node, Levels | SameAs | None] = field(default_factory=dict)
-    output: Levels | SameAs | None = None
+    inputs: dict[fx.Node, Levels | SameAs | Own | None] = field(default_factory=dict)
+    output: Levels | SameAs | Own | None = None
     sharing: bool = True
 
 
@@ -142,7 +151,8 @@ class Written:
     ``nodes``: those that have one. ``levels``: value -> what it becomes; ``leaders``: value -> the value whose
     parameters it has. ``edges``: (value, reader) that carry levels; ``outputs``: values that all who read them read as
     levels. ``weights``: layer -> what its weight becomes; ``rows``: layer -> "token" or "tensor", where its activation
-    becomes levels while the model runs; ``tables``: embeddings whose table becomes levels.
+    becomes levels while the model runs; ``tables``: embeddings whose table becomes levels; ``own``: (value, reader, or
+    ``None`` for all) -> what makes the observer that writes levels there.
     """
 
     nodes: frozenset[fx.Node]
@@ -153,6 +163,7 @@ class Written:
     weights: Mapping[fx.Node, Levels]
     rows: Mapping[fx.Node, str]
     tables: frozenset[fx.Node]
+    own: Mapping[tuple[fx.Node, fx.Node | None], Callable[[], Any]]
 
     def setting(self, node: fx.Node, setting: Setting) -> Setting:
         """A recipe's setting of a node, with what its annotation says of weights and modes in its place."""
@@ -173,7 +184,9 @@ class Written:
             return False
         if record.roles.weight is not None and anchor not in self.weights:
             return False
-        if any(node in self.levels for node in nodes[:-1]):
+        if any(node in self.levels or (node, None) in self.own for node in nodes[:-1]):
+            return False
+        if any((value, node) in self.own for node in nodes for value in node.all_input_nodes):
             return False
         if record.shares and len(nodes) == 1:
             return root in self.levels and all(self.leaders[root] is self.leaders.get(value) for value, _ in outside)
@@ -192,12 +205,16 @@ def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> Wr
     rows: dict[fx.Node, str] = {}
     weights: dict[fx.Node, Levels] = {}
     tables: set[fx.Node] = set()
+    custom: dict[tuple[fx.Node, fx.Node | None], Callable[[], Any]] = {}
     for seen, annotation in written.items():
         reader = own[seen.name]
         for value, levels in annotation.inputs.items():
             if not isinstance(value, fx.Node):
                 raise UnsupportedError(reader.name, operator(reader), f"its annotation has {value!r}, which is no node")
             if levels is None or value.name not in own:
+                continue
+            if isinstance(levels, Own):
+                custom[own[value.name], reader] = levels.observer
                 continue
             role = _role(reader, own[value.name])
             if role == "table":
@@ -208,7 +225,9 @@ def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> Wr
                 rows[reader] = levels.spec.mode
             elif role == "activation":
                 places.add((own[value.name], reader), _own(levels, own), annotation.sharing)
-        if annotation.output is not None:
+        if isinstance(annotation.output, Own):
+            custom[reader, None] = annotation.output.observer
+        elif annotation.output is not None:
             places.add(reader, _own(annotation.output, own), annotation.sharing)
     values, leaders = places.settled()
     aliases = _apart(module, leaders)
@@ -227,6 +246,7 @@ def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> Wr
         weights=weights,
         rows=rows,
         tables=frozenset(tables),
+        own=custom,
     )
 
 

@@ -31,6 +31,7 @@ from intaglio.quant.dynamic import quantize_at_run_time
 from intaglio.quant.embeddings import quantize_table
 from intaglio.quant.find_regions import find_shortcuts, reads_shortcut
 from intaglio.quant.float8 import float8
+from intaglio.quant.own import write_own
 from intaglio.quant.parameters import Parameters
 from intaglio.quant.prepare import Prepared, annotated
 from intaglio.quant.qparams import (
@@ -111,6 +112,7 @@ def convert(
     held = {before: annotations.by_value[before, "activation"].name for before in annotations.buffers}
     signature, computed = store_levels(module, prepared.signature, held, qparams)
     remarks += computed
+    write_own(module, annotations.own, prepared.module)
     dequantize = decomposed().dequantize_per_channel.default
     if stored := store_weights(module, prepared.quantizer.recipe, prepared.classes, dequantize):
         remarks += stored

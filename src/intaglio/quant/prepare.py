@@ -25,6 +25,7 @@ from intaglio.quant.embeddings import table_notes
 from intaglio.quant.gates import join_gates
 from intaglio.quant.image import Image
 from intaglio.quant.methods import method_of
+from intaglio.quant.own import insert_own
 from intaglio.quant.passes import PTQ_PASSES
 from intaglio.quant.recipe import Quantizer
 from intaglio.quant.regions import Annotations
@@ -184,7 +185,8 @@ def prepared_by(
     notes = declare_images(module, captured.signature, quantizer, captured.classes)
     annotations = annotate_graph(module, quantizer, captured.classes)
     integers = annotations.regions or layers(module, quantizer.recipe, captured.classes)
-    if not (integers or annotations.edges or annotations.outputs) and all(table.reason for table in annotations.tables):
+    wanted = integers or annotations.edges or annotations.outputs or annotations.own
+    if not wanted and all(table.reason for table in annotations.tables):
         worst = sorted(annotations.skipped, key=lambda skip: -skip.macs)[:3]
         reasons = "; ".join(dict.fromkeys(map(str, worst)))
         raise UnsupportedError(
@@ -250,6 +252,7 @@ def _observed(annotations: Annotations, signature: Signature) -> tuple[fx.GraphM
         leader = annotations.leaders[site.name]
         if site.name in observers or (isinstance(site.spec, Shared) and site.spec.observed):
             _insert(observed, nodes[site.value], places[leader], observers[leader])
+    insert_own(observed, annotations.own)
     observed.recompile()
     return observed, observers, watch
 

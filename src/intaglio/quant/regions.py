@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,7 +107,8 @@ class Annotations:
     """What `annotate` decided. ``leaders``: site -> the site of its group that has the parameters. ``rejected``: what
     patterns given to the `Quantizer` matched in vain. ``tables``: of embeddings, where the recipe asks for levels.
     ``edges``: (value, reader) by name, where an annotator wants levels outside of regions too; ``outputs``: values that
-    everyone reads as levels; ``buffers``: the inputs that are buffers kept as levels -> what they are after a call."""
+    everyone reads as levels; ``buffers``: the inputs that are buffers kept as levels -> what they are after a call;
+    ``own``: (value, reader, or ``None`` for everyone) -> what makes an observer that writes levels of its own there."""
 
     module: fx.GraphModule
     sites: tuple[Site, ...]
@@ -119,6 +120,7 @@ class Annotations:
     edges: frozenset[tuple[str, str]] = frozenset()
     outputs: frozenset[str] = frozenset()
     buffers: Mapping[str, str] = field(default_factory=dict)
+    own: Mapping[tuple[str, str | None], Callable[[], Any]] = field(default_factory=dict)
 
     @property
     def by_value(self) -> dict[tuple[str, str], Site]:
