@@ -314,6 +314,37 @@ def test_a_quantizer_is_one_or_annotates():
         Quantizer(patterns=["conv2d"], annotator=By())
 
 
+@pytest.mark.parametrize("body", [lambda m, x: m.a(x), lambda m, x: F.relu(m.a(x)), lambda m, x: torch.sin(m.a(x))],
+                         ids=["conv", "relu", "sin"])  # fmt: skip
+def test_results_leave_as_integers_whatever_an_annotator_says_of_them(body):
+    annotator = By(conv2d=layer, relu=lambda n: Annotation())
+    quantizer = Quantizer(annotator=annotator, outputs="int8")
+    captured = intaglio.capture(nets.randomize(Body(body, a=conv())), X)
+    stage = prepare(captured, quantizer)
+    stage(X)
+    found = convert(stage)
+    given, native = found(X), intaglio.compile(found)(X)
+    assert given.values.dtype == native.values.dtype == torch.uint8
+    assert (given.values.int() - native.values.int()).abs().max() <= 1
+    assert given[1:] == native[1:]
+    plain = convert(_seen(prepare(captured, annotator)))(X)
+    assert (given.dequantize() - plain).abs().max() <= given.scale
+
+
+def _seen(stage):
+    stage(X)
+    return stage
+
+
+def test_levels_that_no_result_can_have_are_an_error():
+    captured = intaglio.capture(nets.randomize(Body(lambda m, x: m.a(x), a=conv())), X)
+    annotator = By(conv2d=lambda n: layer(n, output=Levels("s16")))
+    stage = prepare(captured, Quantizer(annotator=annotator, outputs="int8"))
+    stage(X)
+    with pytest.raises(UnsupportedError, match="results are u8"):
+        convert(stage)
+
+
 def test_nothing_annotated_is_an_error():
     """2.10.2: a quantizer that finds none of its operators says nothing; here it is an error."""
     with pytest.raises(UnsupportedError, match="nothing in it can be quantized"):

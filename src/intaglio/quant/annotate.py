@@ -42,14 +42,14 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
         matches = {node: found for found in won for node in found.nodes}
         _follow(matches, recipe, classes, settings, reasons)
     buffers = chosen_buffers(graph, quantizer.buffers)
+    returned = _returned(graph) if quantizer.integers else {}
+    returned |= dict.fromkeys([*buffers, *buffers.values()])
     if written is not None:
-        return annotated(module, quantizer.annotator, written, settings, reasons, buffers)
+        return annotated(module, quantizer.annotator, written.also(returned), settings, reasons, buffers)
     regions = active_regions(graph, settings, reasons, matches)
     if quantizer.skip_first or quantizer.skip_last:
         reasons.update(end_reasons(graph, regions, quantizer))
         regions = active_regions(graph, settings, reasons, matches)
-    returned = _returned(graph) if quantizer.integers else {}
-    returned |= dict.fromkeys([*buffers, *buffers.values()])
     leaving = {node: recipe.setting(origin(buffers.get(node, node)), classes) for node in returned}
     sites = checked_buffers(buffers, sites_of(graph, regions, leaving, buffers))
     tables = find_tables(settings)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from intaglio.errors import UnsupportedError
-from intaglio.quant.annotation import Annotator, Levels, Written, resolve
+from intaglio.quant.annotation import Annotator, Written, resolve
 from intaglio.quant.buffers import checked_buffers, names_of
 from intaglio.quant.embeddings import find_tables
 from intaglio.quant.find_regions import regions_of
@@ -39,7 +39,7 @@ def annotated(
             reasons[node] = "levels are not wanted where a kernel reads or gives them"
     edges = frozenset((value.name, reader.name) for value, reader in written.edges if reader not in written.rows)
     own = {(value.name, reader and reader.name): make for (value, reader), make in written.own.items()}
-    outputs = frozenset(node.name for node in (*written.outputs, *buffers, *buffers.values()))
+    outputs = frozenset(node.name for node in written.outputs)
     return Annotations(module, sites, regions, skipped(regions, tables, reasons), groups(sites), (), tables, edges,
                        outputs, names_of(buffers), own)  # fmt: skip
 
@@ -52,12 +52,11 @@ def written_by(module: fx.GraphModule, annotator: Annotator) -> Written:
 def _annotated_sites(
     graph: fx.Graph, regions: tuple[Region, ...], written: Written, buffers: Mapping[fx.Node, fx.Node]
 ) -> tuple[Site, ...]:
-    """Of every value that an annotator wants as levels, and of buffers. All of a group are counted, but for those that
-    are selected from another of it."""
+    """Of every value that is to be levels: for the annotator, as a buffer, as a result. All of a group are counted, but
+    for those that are selected from another of it."""
     names = Names()
     sites: dict[tuple[str, str], Site] = {}
-    symmetric = second_factors(regions, buffers)
-    second = {written.leaders.get(node) for node in symmetric}
+    second = {written.leaders.get(node) for node in second_factors(regions, buffers)}
     selected = {region.root for region in regions if region.shares}
     plain = {node: written.levels[node].site(names.of(node), node) for node in graph.nodes if node in written.levels}
     for node, site in plain.items():
@@ -66,9 +65,6 @@ def _annotated_sites(
         if leader is not node:
             found = replace(found, spec=Shared(plain[leader].name, observed=node not in selected))
         put(sites, found)
-    for node in dict.fromkeys(node for pair in buffers.items() for node in pair):
-        site = Levels().site(names.of(node), node)
-        put(sites, around_zero(site) if node in symmetric else site)
     named = {site.name: site for site in sites.values()}
     join_buffers(buffers, sites, named)
     sites = {(site.value, site.role): site for site in named.values()}

@@ -165,6 +165,14 @@ class Written:
     tables: frozenset[fx.Node]
     own: Mapping[tuple[fx.Node, fx.Node | None], Callable[[], Any]]
 
+    def also(self, values: Iterable[fx.Node]) -> Written:
+        """With levels of a byte for everyone who reads these values, where nothing else is said of them."""
+        values = list(values)
+        new = [value for value in values if value not in self.levels]
+        return replace(self, levels={**self.levels, **dict.fromkeys(new, Levels())},
+                       leaders={**self.leaders, **dict(zip(new, new, strict=True))},
+                       outputs=self.outputs.union(values))  # fmt: skip
+
     def setting(self, node: fx.Node, setting: Setting) -> Setting:
         """A recipe's setting of a node, with what its annotation says of weights and modes in its place."""
         found = replace(setting, residual="int8", functions="precise", shortcut=8,

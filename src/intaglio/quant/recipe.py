@@ -292,8 +292,8 @@ class Quantizer:
     def __post_init__(self) -> None:
         if self.outputs not in ("float", "int8"):
             raise SelectorError("quantizer", None, f"outputs = {self.outputs!r}; there are 'float' and 'int8'")
-        if self.annotator is not None and (self.patterns or self.skip_first or self.skip_last or self.integers):
-            raise SelectorError("quantizer", None, "an annotator beside patterns, skipped ends or outputs",
+        if self.annotator is not None and (self.patterns or self.skip_first or self.skip_last):
+            raise SelectorError("quantizer", None, "an annotator beside patterns or skipped ends",
                                 remedy="let the annotator say what is quantized")  # fmt: skip
         if isinstance(self.patterns, str):
             object.__setattr__(self, "patterns", (self.patterns,))
