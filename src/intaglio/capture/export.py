@@ -143,7 +143,7 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
         elif node.op == "output":
             signature = _outputs(program, node, copies, graph, inputs, fixed, state, names)
         else:
-            raise CaptureError(node.name, str(node.target), f"a node of kind {node.op} (control flow is not captured)")
+            raise _control_flow(next(iter(node.users)), program)
     module = fx.GraphModule(root, graph)
     module.meta["sizes"] = example_sizes(program, names, inputs)
     module.meta["types"] = {name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in model.named_modules()}
@@ -156,6 +156,16 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
 
 def _tensor(program: ExportedProgram, target: str) -> torch.Tensor:
     return program.state_dict[target] if target in program.state_dict else program.constants[target]
+
+
+def _control_flow(node: fx.Node, program: ExportedProgram) -> CaptureError:
+    """Of an operator whose operands are graphs: a loop, a branch. Of its line torch.export keeps none."""
+    return CaptureError(
+        _path(node, program) or node.name, f"torch.ops.higher_order.{node.target}",
+        "its body is a graph of its own, run as the data says; what is captured runs straight through",
+        remedy="write a loop of a fixed count in Python, which is unrolled; or quantize the modules in the body, "
+        "one by one",
+    )  # fmt: skip
 
 
 def _constant(graph: fx.Graph, root: nn.Module, program: ExportedProgram, node: fx.Node, target: str) -> fx.Node:
