@@ -15,6 +15,7 @@ from intaglio.annotation import (
     Fixed,
     Levels,
     Observed,
+    Own,
     SameAs,
     annotate_node,
     annotation_of,
@@ -313,6 +314,37 @@ def test_a_quantizer_is_one_or_annotates():
         Quantizer(patterns=["conv2d"], annotator=By())
 
 
+@pytest.mark.parametrize("body", [lambda m, x: m.a(x), lambda m, x: F.relu(m.a(x)), lambda m, x: torch.sin(m.a(x))],
+                         ids=["conv", "relu", "sin"])  # fmt: skip
+def test_results_leave_as_integers_whatever_an_annotator_says_of_them(body):
+    annotator = By(conv2d=layer, relu=lambda n: Annotation())
+    quantizer = Quantizer(annotator=annotator, outputs="int8")
+    captured = intaglio.capture(nets.randomize(Body(body, a=conv())), X)
+    stage = prepare(captured, quantizer)
+    stage(X)
+    found = convert(stage)
+    given, native = found(X), intaglio.compile(found)(X)
+    assert given.values.dtype == native.values.dtype == torch.uint8
+    assert (given.values.int() - native.values.int()).abs().max() <= 1
+    assert given[1:] == native[1:]
+    plain = convert(_seen(prepare(captured, annotator)))(X)
+    assert (given.dequantize() - plain).abs().max() <= given.scale
+
+
+def _seen(stage):
+    stage(X)
+    return stage
+
+
+def test_levels_that_no_result_can_have_are_an_error():
+    captured = intaglio.capture(nets.randomize(Body(lambda m, x: m.a(x), a=conv())), X)
+    annotator = By(conv2d=lambda n: layer(n, output=Levels("s16")))
+    stage = prepare(captured, Quantizer(annotator=annotator, outputs="int8"))
+    stage(X)
+    with pytest.raises(UnsupportedError, match="results are u8"):
+        convert(stage)
+
+
 def test_nothing_annotated_is_an_error():
     """2.10.2: a quantizer that finds none of its operators says nothing; here it is an error."""
     with pytest.raises(UnsupportedError, match="nothing in it can be quantized"):
@@ -323,3 +355,93 @@ def test_nothing_annotated_is_an_error():
 def test_levels_that_there_are_not(given, problem):
     with pytest.raises(UnsupportedError, match=problem):
         Levels(**given)
+
+
+class Grouped(nn.Module):
+    """Four bits for every 8 inputs of an output, written with operators of its own choice."""
+
+    def forward(self, x):
+        self.peaks = x.reshape(len(x), -1, 8).abs().amax(-1)
+        return x
+
+    def convert(self, module, node):
+        ops, graph = torch.ops.quantized_decomposed, module.graph
+        module.register_buffer("weight_scales", self.peaks / 7)
+        module.register_buffer("weight_zeros", torch.zeros_like(self.peaks, dtype=torch.int64))
+        with graph.inserting_before(node):
+            given = (graph.get_attr("weight_scales"), graph.get_attr("weight_zeros"), -8, 7, torch.int8, 8)
+            levels = graph.call_function(ops.quantize_per_channel_group.default, (node.args[0], *given))
+            back = graph.call_function(ops.dequantize_per_channel_group.default, (levels, *given, torch.float32))
+        node.replace_all_uses_with(back)
+        graph.erase_node(node)
+
+
+class Shifted(nn.Module):
+    """Signed bytes around -3, for an activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0.0
+
+    def forward(self, x):
+        self.most = max(self.most, x.abs().max().item())
+        return x
+
+    def convert(self, module, node):
+        ops, given = torch.ops.quantized_decomposed, (self.most / 100, -3, -128, 127, torch.int8)
+        with module.graph.inserting_before(node):
+            levels = module.graph.call_function(ops.quantize_per_tensor.default, (node.args[0], *given))
+            back = module.graph.call_function(ops.dequantize_per_tensor.default, (levels, *given))
+        node.replace_all_uses_with(back)
+        module.graph.erase_node(node)
+
+
+def four_bits(weight):
+    scales = weight.reshape(len(weight), -1, 8).abs().amax(-1, keepdim=True) / 7
+    levels = (weight.reshape(len(weight), -1, 8) / scales).round().clamp(-8, 7)
+    return (levels * scales).reshape(weight.shape)
+
+
+def test_frontend_c10_what_an_observer_writes_itself_passes_through_unchanged():
+    """C10: int4 per group in front of one linear layer, int8 in the other; integers are folded, dequantize is not."""
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(2))
+    model = nets.randomize(Body(lambda m, x: m.b(m.a(x)), a=nn.Linear(16, 16), b=nn.Linear(16, 5)))
+
+    def rule(node):
+        weight = Own(Grouped) if node.args[1].meta["path"] == "a.weight" else WEIGHT
+        return Annotation({node.args[0]: Own(Shifted) if isinstance(weight, Own) else U8, node.args[1]: weight})
+
+    found = reference(model, By(linear=rule), x)
+    (back,) = (node for node in found.module.graph.nodes if "per_channel_group" in operator(node))
+    held = getattr(found.module, back.args[0].target)
+    assert (held.dtype, held.min() >= -8, held.max() <= 7) == (torch.int8, True, True)
+    written = [operator(n).split(".")[1] for n in found.module.graph.nodes if n.meta.get("own") and operator(n)]
+    assert sorted(written) == ["dequantize_per_channel_group", "dequantize_per_tensor", "quantize_per_tensor"]
+    step = x.abs().max() / 100
+    rounded = ((x / step).round() - 3).clamp(-128, 127) + 3
+    wanted = F.linear(rounded * step, four_bits(model.a.weight), model.a.bias)
+    inner = found.module.graph.nodes
+    (first,) = (node for node in inner if operator(node) == "aten.linear.default" and node.args[1] is back)
+    held = {}
+
+    class Keep(torch.fx.Interpreter):
+        def run_node(self, n):
+            held[n.name] = super().run_node(n)
+            return held[n.name]
+
+    with torch.no_grad():
+        Keep(found.module).run(x)
+    torch.testing.assert_close(held[first.name], wanted)
+    lowered = intaglio.requantize(found)
+    for stage in (lowered, intaglio.compile(lowered)):
+        torch.testing.assert_close(stage(x), found(x), atol=0.02, rtol=0)
+        assert stage(x[:2]).shape == (2, 5)
+
+
+def test_frontend_c10_an_observer_that_leaves_its_node_is_told_so():
+    class Forgets(Shifted):
+        def convert(self, module, node):
+            pass
+
+    with pytest.raises(UnsupportedError, match=r"Forgets\.convert left its node"):
+        reference(Body(lambda m, x: m.a(x), a=conv()), By(conv2d=lambda n: layer(n, Own(Forgets))))

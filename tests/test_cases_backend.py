@@ -17,6 +17,7 @@ from intaglio.capture.nodes import operator
 from intaglio.ir import DType
 from intaglio.lower import plan
 from intaglio.lower.regions import QUANTIZE
+from intaglio.ops import OPS, interpret
 from models import assert_same, compiled
 from nets import Body
 
@@ -152,6 +153,36 @@ def test_backend_27_extreme_weights_and_inputs_are_exact_on_every_instruction_se
     assert set(np.unique(weight)) == {-127, 127}
     levels = intaglio.compile(lowered, isa=isa)
     assert torch.equal(levels(x), lowered(x))
+
+
+def saturating(levels: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """``levels @ weight.T`` as vpmaddubsw computes it: the two products of neighbours are added in 16 bits, which
+    saturate, and pairs of these in 32."""
+    products = levels[:, None, :].astype(np.int64) * weight[None].astype(np.int64)
+    pairs = products.reshape(*products.shape[:2], -1, 2).sum(-1)
+    return pairs.clip(-(2**15), 2**15 - 1).sum(-1)
+
+
+@pytest.mark.parametrize("bits", [7, 8])
+def test_frontend_b26_seven_bits_do_not_saturate_pairs_of_products_and_eight_are_not_computed_so(bits):
+    """B26: integers of a converted model, the largest there are. With 8 bits the emulated hardware is wrong, and our
+    kernel for processors without VNNI, which widens to 16 bits first, is not: it gives the bits of the interpreter."""
+    model = nn.Linear(68, 20)
+    with torch.no_grad():
+        model.weight.copy_(torch.where(torch.rand(20, 68) < 0.5, -1.0, 1.0))
+        model.weight[:2] = torch.tensor([[1.0], [-1.0]])
+    x = torch.rand(9, 68)
+    x[:2], x[2, ::2] = 1.0, 0.0
+    _, lowered = quantized(model.eval(), x, recipe=intaglio.Recipe.of({"*": {"bits": bits, "method": "minmax"}}))
+    seen: dict[str, np.ndarray] = {}
+    found = interpret(lowered.graph, [x.numpy()], OPS, watch=seen.__setitem__)[0]
+    (op,) = (op for op in lowered.graph.ops if op.kind == "linear")
+    levels, weight = seen[op.inputs[0]], lowered.graph.constants[op.inputs[1]]
+    assert (levels.max(), weight.min(), weight.max()) == (2**bits - 1, -127, 127)
+    exact = levels.astype(np.int64) @ weight.T.astype(np.int64)
+    assert np.array_equal(saturating(levels, weight), exact) == (bits == 7)
+    for isa in HERE:
+        assert np.array_equal(intaglio.compile(lowered, isa=isa)(x).numpy(), found)
 
 
 def test_backend_32_weights_belong_to_the_model_that_was_made_from_them():

@@ -16,7 +16,7 @@ from intaglio.capture.nodes import operator
 from intaglio.errors import UnsupportedError
 from intaglio.quant import convert, prepare
 from nets import Body
-from test_annotation import conv
+from test_annotation import Shifted, conv
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 CONV = torch.ops.aten.conv2d.default
@@ -192,3 +192,18 @@ def test_what_they_share_is_shared():
 
     stage = prepared(Pools(), Body(lambda m, x: F.max_pool2d(m.a(x), 2), a=conv()))
     assert stage.annotations.leaders["#0/max_pool2d.0"] == "a#0/conv2d.0"
+
+
+def test_frontend_c10_an_observer_that_converts_itself_is_let_to():
+    """C10: known by its method, as in torchao's flow."""
+    class Quantizes(Backend):
+        spec = QuantizationSpec(torch.int8, Shifted, -128, 127, torch.per_tensor_affine)
+        output = None
+
+    stage = prepared(Quantizes())
+    stage(X)
+    layers = [node for node in convert(stage).module.graph.nodes if node.target is CONV]
+    for node in layers:
+        assert node.args[0].meta["own"] is True
+        assert operator(node.args[0]) == "quantized_decomposed.dequantize_per_tensor.default"
+        assert node.args[0].args[2] == -3

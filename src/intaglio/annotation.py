@@ -1,8 +1,9 @@
 """For those who decide node by node what is quantized.
 
 What has a method ``annotate(module)`` is a quantizer that `intaglio.prepare` takes. It writes an `Annotation` on nodes
-with `annotate_node`: `Levels` on the edges they read and on what they give, or `SameAs` another place. `Observed`,
-`Fixed` and `Dynamic` say where parameters come from. `Composed` joins several; `X86Quantizer` is one.
+with `annotate_node`: `Levels` on the edges they read and on what they give, or `SameAs` another place, or `Own`, an
+observer that writes levels itself. `Observed`, `Fixed` and `Dynamic` say where parameters come from. `Composed` joins
+several; `X86Quantizer` is one.
 """
 
 from intaglio.quant.annotation import (
@@ -10,6 +11,7 @@ from intaglio.quant.annotation import (
     Annotator,
     Composed,
     Levels,
+    Own,
     SameAs,
     annotate_node,
     annotation_of,
@@ -18,6 +20,6 @@ from intaglio.quant.presets import X86Quantizer, get_symmetric_quantization_conf
 from intaglio.quant.sites import Dynamic, Fixed, Observed, Site
 
 __all__ = [
-    "Annotation", "Annotator", "Composed", "Dynamic", "Fixed", "Levels", "Observed", "SameAs", "Site", "X86Quantizer",
-    "annotate_node", "annotation_of", "get_symmetric_quantization_config",
+    "Annotation", "Annotator", "Composed", "Dynamic", "Fixed", "Levels", "Observed", "Own", "SameAs", "Site",
+    "X86Quantizer", "annotate_node", "annotation_of", "get_symmetric_quantization_config",
 ]  # fmt: skip

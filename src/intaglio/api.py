@@ -74,6 +74,7 @@ def quantize(
     skip_first: bool = False,
     skip_last: bool = False,
     outputs: str = "float",
+    int8_buffers: bool | Selectors = (),
     samples: int | None = None,
     dynamic_shapes: Any = None,
     isa: str | Iterable[str] | None = None,
@@ -91,12 +92,13 @@ def quantize(
     their file; nothing is calibrated then, and ``data`` gives the example inputs only. ``skip`` and ``only`` are
     selectors (`Recipe`). ``input``: what the bytes of images stand for (an `Image`; of several inputs, a mapping by
     name), so that uint8 images are taken too. ``patterns``, ``operators``, ``skip_first`` and ``skip_last`` as in
-    `Quantizer`; ``outputs="int8"`` gives results as integers with scale and zero point. ``samples`` stops calibration
-    after that many. ``dynamic_shapes`` as torch.export takes them (default: the batch is free). ``on_new_shape``: what
-    a call of other shapes does than were planned, by `QuantizedModel.warm` or else by the first call: "plan" them, in
-    microseconds, or "fallback" to the float model, which the int8 model then refers to. ``isa`` and ``tune`` as in
-    `compile`; ``tune=True`` measures with the first entry of the example inputs' batch. The model is never changed.
-    Raises an `IntaglioError` that says what to do.
+    `Quantizer`; ``outputs="int8"`` gives results as integers with scale and zero point, and ``int8_buffers`` names
+    buffers that the model changes and that are kept as integers. ``samples`` stops calibration after that many.
+    ``dynamic_shapes`` as torch.export takes them (default: the batch is free). ``on_new_shape``: what a call of other
+    shapes does than were planned, by `QuantizedModel.warm` or else by the first call: "plan" them, in microseconds, or
+    "fallback" to the float model, which the int8 model then refers to. ``isa`` and ``tune`` as in `compile`;
+    ``tune=True`` measures with the first entry of the example inputs' batch. The model is never changed. Raises an
+    `IntaglioError` that says what to do.
     """
     _policy(on_new_shape, model)
     kwargs: dict[str, Any] = {}
@@ -111,7 +113,7 @@ def quantize(
     selected = Recipe.given(recipe).with_selection(skip, only)
     quantizer = Quantizer(
         selected, input or {}, patterns=patterns, operators=operators, skip_first=skip_first, skip_last=skip_last,
-        outputs=outputs,
+        outputs=outputs, int8_buffers=int8_buffers,
     )
     prepared = prepare(captured, quantizer)
     given: Parameters | None = quantizer.recipe.parameters

@@ -29,6 +29,7 @@ from intaglio.runtime import (
     load_saved,
     open_artifact,
 )
+from intaglio.runtime.state import with_levels_of
 
 logger = logging.getLogger("intaglio")
 
@@ -157,7 +158,8 @@ def remake(model: QuantizedModel, graph: Graph) -> QuantizedModel:
     texts = {stage: text for stage, text in model.about.texts.items() if stage != "reference"}
     islands = {key: (module, model.island_dims[key]) for key, module in model.islands.items()}
     about = replace(model.about, texts=texts)
-    saved = Saved(graph, model.signature, islands, model.coverage, about, libraries, schedules=model.schedules)
+    signature = with_levels_of(model.signature, graph)
+    saved = Saved(graph, signature, islands, model.coverage, about, libraries, schedules=model.schedules)
     return _model(saved, planned, artifact, hosts)
 
 

@@ -43,10 +43,31 @@ def export(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], shapes: Any
             program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes)
             return program.run_decompositions({})
     except Exception as error:
+        if ALIASED in str(error) and (shared := _shared_memory(model)):
+            raise CaptureError(
+                shared[0], None, f"forward writes into memory that it shares with {', '.join(shared[1:])}",
+                remedy="give each a tensor of its own: register_buffer(name, tensor.clone())",
+            ) from error  # fmt: skip
         raise CaptureError(
             type(model).__name__, None, f"torch.export cannot trace it: {_first_lines(error)}",
             remedy=_remedy(str(error), shapes),
         ) from error  # fmt: skip
+
+
+ALIASED = "expected compiled_fn to be GraphModule"
+"""What torch.export says of writes into one of several tensors that share memory."""
+
+
+def _shared_memory(model: nn.Module) -> list[str]:
+    """Names of tensors of the model that lie where a buffer lies, itself first."""
+    found: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = {**module._buffers, **module._parameters, **vars(module)}
+        for name, tensor in own.items():
+            if isinstance(tensor, torch.Tensor):
+                memory = tensor.untyped_storage().data_ptr()
+                found.setdefault(memory, []).append(f"{path}.{name}" if path else name)
+    return next((names for names in found.values() if len(names) > 1), [])
 
 
 def _remedy(said: str, shapes: Any) -> str:
@@ -113,6 +134,8 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
                     copies[kept] = graph.placeholder(kept.name)
                     copies[kept].target = copies[kept].name
                     _annotate(copies[kept], kept, names, program)
+                for path, kept in state.items():
+                    copies[kept].meta["buffer"] = path
         elif node.op == "call_function":
             copies[node] = graph.node_copy(node, lambda n: copies[n])
             copies[node].meta = {}
@@ -120,7 +143,7 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
         elif node.op == "output":
             signature = _outputs(program, node, copies, graph, inputs, fixed, state, names)
         else:
-            raise CaptureError(node.name, str(node.target), f"a node of kind {node.op} (control flow is not captured)")
+            raise _control_flow(next(iter(node.users)), program)
     module = fx.GraphModule(root, graph)
     module.meta["sizes"] = example_sizes(program, names, inputs)
     module.meta["types"] = {name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in model.named_modules()}
@@ -133,6 +156,16 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
 
 def _tensor(program: ExportedProgram, target: str) -> torch.Tensor:
     return program.state_dict[target] if target in program.state_dict else program.constants[target]
+
+
+def _control_flow(node: fx.Node, program: ExportedProgram) -> CaptureError:
+    """Of an operator whose operands are graphs: a loop, a branch. Of its line torch.export keeps none."""
+    return CaptureError(
+        _path(node, program) or node.name, f"torch.ops.higher_order.{node.target}",
+        "its body is a graph of its own, run as the data says; what is captured runs straight through",
+        remedy="write a loop of a fixed count in Python, which is unrolled; or quantize the modules in the body, "
+        "one by one",
+    )  # fmt: skip
 
 
 def _constant(graph: fx.Graph, root: nn.Module, program: ExportedProgram, node: fx.Node, target: str) -> fx.Node:

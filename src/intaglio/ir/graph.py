@@ -84,6 +84,12 @@ class Graph:
         read = {i: users[name] for i, name in enumerate(self.inputs) if name not in self.outputs}
         return frozenset(i for i, ops in read.items() if ops and all(op.attrs.get("bytes") for op in ops))
 
+    def outside(self) -> frozenset[str]:
+        """Values that callers and islands see: they lie in tensors of PyTorch's."""
+        islands = [op for op in self.ops if op.kind == "island"]
+        ends = (name for op in islands for name in (*op.inputs, *op.outputs))
+        return frozenset((*self.inputs, *self.outputs, *ends))
+
     def symbols(self) -> tuple[str, ...]:
         """Free dimensions of the inputs, sorted."""
         names = [symbols_of(dim) for name in self.inputs for dim in self.types[name].shape]
@@ -137,7 +143,8 @@ class State:
     """A buffer the model changes while it runs.
 
     The graph reads it as input ``name``, after those of the call, and gives what it is afterwards as ``value``, after
-    all other results. ``path``: its name in the model; ``initial``: what it held when the model was captured.
+    all other results. ``path``: its name in the model; ``initial``: what it held when the model was captured, as levels
+    where ``type`` has parameters.
     """
 
     name: str

@@ -39,14 +39,15 @@ from intaglio.ops.conv import output_axis
 from intaglio.ops.opdef import Attrs
 from intaglio.ops.pool import counts
 from intaglio.ops.resize import is_free, tables
-from intaglio.quant.annotate import Annotations, Chain, macs
 from intaglio.quant.convert import Reference
 from intaglio.quant.dynamic import rows_behind
 from intaglio.quant.embeddings import table_behind
 from intaglio.quant.patterns import is_host
 from intaglio.quant.qparams import each_output, per_output
 from intaglio.quant.recurrent import RECURRENT_CALL
+from intaglio.quant.regions import Annotations, Chain
 from intaglio.quant.sites import Skip
+from intaglio.quant.skips import macs
 
 
 def requantize(reference: Reference) -> Lowered:
@@ -112,6 +113,8 @@ class _Builder:
         self.items: dict[fx.Node, tuple[str, ...]] = {}  # node of several results -> their values
         self.real: dict[fx.Node, RealCall | tuple[OpDef, Attrs]] = {}  # float operators that the program runs
         self.floats: dict[str, str] = {}  # value of levels -> its dequantized value
+        self.outside: dict[str, str] = {}  # value of levels that kernels have -> as callers and islands have it
+        self.inside: dict[str, str] = {}  # the other way round
 
     # -- order ---------------------------------------------------------------------------------------------------
 
@@ -119,7 +122,7 @@ class _Builder:
         """All integer work that is ready, then one island of all float work that is ready, and again."""
         for node in self.module.graph.nodes:
             if node.op == "placeholder":
-                self.inputs.append(self._value(node.name, tensor_type(node), node))
+                self.inputs.append(self._given(node))
         pending = list(self._units())
         while pending:
             ready = next((unit for unit in pending if unit.native and self._ready(unit)), None)
@@ -134,7 +137,7 @@ class _Builder:
             pending = [unit for unit in pending if unit.nodes[0] not in batch]
             self._island(batch)
         results = next(node for node in self.module.graph.nodes if node.op == "output").args[0]
-        self.outputs = [self._float(node) for node in results]
+        self.outputs = [self._returned(node) for node in results]
 
     def _units(self) -> Iterable[Unit]:
         inner = {node for region in self.regions for node in region.nodes}
@@ -175,7 +178,8 @@ class _Builder:
             else:
                 read = tensor_nodes((node.args, node.kwargs))
                 needs = [n for n in read if n.op != "get_attr" and "dim" not in n.meta]
-                found = real_call(node, self.module) or move_of(node)
+                levels = tensor_type(node) is not None and tensor_type(node).q is not None  # of a buffer
+                found = (None if levels else real_call(node, self.module)) or move_of(node)
                 if found is not None:
                     self.real[node] = found
                 yield Unit((node,), tuple(dict.fromkeys(needs)), found is not None)
@@ -202,7 +206,7 @@ class _Builder:
         elif table := table_behind(node):
             self.values[node] = self._real_constant(table[0])
         elif levels_of(node) or levels_of(node, DType.U16) or quantized_to(node, DType.U16):
-            self.values[node] = self.values[node.args[0]]
+            self.values[node] = self._levels(node.args[0])
         elif node in self.real:
             found = self.real[node]
             if isinstance(found, RealCall):
@@ -257,6 +261,33 @@ class _Builder:
             where = origin(node)
             self.floats[name] = self._op("dequantize", [name], f"{name}_f32", TensorType(kind.shape, DType.F32), where)
         return self.floats[name]
+
+    def _given(self, node: fx.Node) -> str:
+        """A value that comes from outside; levels of a buffer lie there as PyTorch has them."""
+        name, kind = self._value(node.name, tensor_type(node), node), tensor_type(node)
+        if kind is not None and kind.q is not None:
+            self.inside[name] = ""
+        return name
+
+    def _levels(self, node: fx.Node) -> str:
+        """Levels as kernels have them, of a node that is levels."""
+        name = self.values[node]
+        if self.inside.get(name) == "":
+            self.inside[name] = self._laid_anew(name, "levels", node)
+        return self.inside.get(name, name)
+
+    def _returned(self, node: fx.Node) -> str:
+        """A value for callers and islands: levels of a buffer as they are, else float."""
+        name, kind = self.values[node], tensor_type(node)
+        if kind is None or kind.dtype is not DType.U8 or kind.q is None:
+            return self._float(node)
+        if name not in self.inside and name not in self.outside:
+            self.outside[name] = self._laid_anew(name, "bytes", node)
+        return self.outside.get(name, name)
+
+    def _laid_anew(self, name: str, stem: str, node: fx.Node) -> str:
+        kind = self.types[name]
+        return self._op("reshape", [name], f"{name}_{stem}", kind, origin(node), shape=kind.shape, relayout=True)
 
     # -- operators -----------------------------------------------------------------------------------------------
 
@@ -531,9 +562,11 @@ class _Builder:
         self.ops.append(op)
 
     def _move(self, node: fx.Node, record: OpDef, attrs: Attrs) -> None:
-        """A move of floats, integers or booleans."""
+        """A move of floats, integers or booleans, or of the levels of a buffer."""
+        of_levels = tensor_type(node).q is not None
         names = [
-            self._real_constant(value) if is_constant(value) else self._float(value)
+            self._real_constant(value) if is_constant(value)
+            else self._levels(value) if of_levels else self._float(value)
             for value in operands(node) if value is not None
         ]  # fmt: skip
         self.values[node] = self._op(record.name, names, node.name, tensor_type(node), origin(node), **attrs)
@@ -551,8 +584,8 @@ class _Builder:
     def _island(self, nodes: list[fx.Node]) -> None:
         key = f"island{len(self.islands)}"
         part = island_of(self.module, nodes)
-        inputs = [self._float(node) for node in part.inputs]
-        outputs = [self._value(node.name, tensor_type(node), node) for node in part.outputs]
+        inputs = [self._returned(node) for node in part.inputs]
+        outputs = [self._given(node) for node in part.outputs]
         self.islands[key] = Island(part.module, part.dims, tuple(operator(node) for node in nodes))
         self.ops.append(Op("island", tuple(inputs), tuple(outputs), {"key": key}, origin=origin(nodes[0])))
         self.cut.append(nodes)

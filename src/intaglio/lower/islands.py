@@ -13,6 +13,7 @@ from intaglio.capture.nodes import operator, tensor_nodes, tensor_type
 from intaglio.ir import Dim
 from intaglio.lower.regions import IntegerRegion
 from intaglio.quant.datatypes import FLOAT8
+from intaglio.quant.own import OWN
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def island_of(module: fx.GraphModule, nodes: list[fx.Node]) -> Part:
     for node in nodes:
         if node.op == "get_attr":
             root.register_buffer(str(node.target), getattr(module, node.target))
-        write = ROUNDING.get(operator(node).partition(".")[2])
+        write = None if OWN in node.meta else ROUNDING.get(operator(node).partition(".")[2])
         copies[node] = write(graph, node, copies) if write else graph.node_copy(node, lambda n: copies[n])
     graph.output(tuple(copies[node] for node in outputs))
     return Part(fx.GraphModule(root, graph), tuple(inputs), tuple(leaf.meta["dim"] for leaf in symbols), outputs)

@@ -39,11 +39,11 @@ def lay_out(graph: Graph) -> tuple[dict[str, Buffer], frozenset[str]]:
         if op.kind in (*CONVOLUTIONS, *TRANSPOSED):
             (y, x), (wide_y, wide_x) = _halo(op, graph), halos.get(op.inputs[0], (0, 0))
             halos[op.inputs[0]] = max(y, wide_y), max(x, wide_x)
-    rows, inside = row_major(graph), _stays_inside(graph)
+    rows, inside, outside = row_major(graph), _stays_inside(graph), graph.outside()
     buffers: dict[str, Buffer] = {}
     for name in [*graph.inputs, *(output for op in graph.ops for output in op.outputs)]:
         kind = graph.types[name]
-        if (kind.dtype is DType.U8 and kind.q is not None) or name in inside:
+        if name in inside or (kind.dtype is DType.U8 and kind.q is not None and name not in outside):
             halo = halos.get(name, (0, 0))
             buffers[name] = Buffer(name, kind.shape, kind.dtype, halo, None, name in rows)
     for op in graph.ops:

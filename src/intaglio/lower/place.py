@@ -131,6 +131,7 @@ def _typical(buffer: Buffer) -> int:
 def _external(graph: Graph, buffers: Mapping[str, Buffer]) -> tuple[str, ...]:
     """Values in tensors of the caller, in order of appearance: everything that is no buffer and no constant."""
     inside = {output for op in graph.ops for output in op.outputs if graph.types[output].q is not None}
+    inside -= graph.outside()
     names = [*graph.inputs, *(output for op in graph.ops for output in op.outputs), *graph.outputs]
     skipped = inside.union(buffers, graph.constants)
     return tuple(dict.fromkeys(name for name in names if name not in skipped))

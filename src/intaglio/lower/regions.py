@@ -14,9 +14,11 @@ from intaglio.ir import DType, QParams
 from intaglio.ir.moves import MOVES
 from intaglio.ir.rewrite import match
 from intaglio.ops import ACCUMULATING, FUSIONS, NUMBERS, SUMS
-from intaglio.quant.annotate import Chain, fusable
 from intaglio.quant.dynamic import rows_behind
+from intaglio.quant.find_regions import fusable
+from intaglio.quant.own import OWN
 from intaglio.quant.patterns import Whole, operands_of_whole
+from intaglio.quant.regions import Chain
 
 QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
 QUANTIZE_CHANNEL = "quantized_decomposed.quantize_per_channel.default"
@@ -37,12 +39,14 @@ def levels_of(node: fx.Node | None, dtype: DType = DType.U8) -> QParams | None:
     """Parameters of the levels (of 16 bits: u16) behind a dequantize of an activation; ``None`` for any other node."""
     if node is None or operator(node) not in (DEQUANTIZE, DEQUANTIZE_CHANNEL) or is_constant(node.args[0]):
         return None
+    if OWN in node.meta:
+        return None
     return _qparams(node, dtype)
 
 
 def quantized_to(node: fx.Node, dtype: DType = DType.U8) -> QParams | None:
     """Parameters of a quantize to u8, or to u16; ``None`` for any other node."""
-    return _qparams(node, dtype) if operator(node) in (QUANTIZE, QUANTIZE_CHANNEL) else None
+    return _qparams(node, dtype) if operator(node) in (QUANTIZE, QUANTIZE_CHANNEL) and OWN not in node.meta else None
 
 
 def pixels_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
@@ -66,6 +70,8 @@ def _qparams(node: fx.Node, dtype: DType) -> QParams | None:
 def constant_of(node: fx.Node | None, dtype: DType) -> fx.Node | None:
     """The integer constant behind a dequantize of a weight or bias."""
     if node is None or operator(node) not in (DEQUANTIZE, DEQUANTIZE_CHANNEL) or not is_constant(node.args[0]):
+        return None
+    if OWN in node.meta:
         return None
     given = node.args[5] if operator(node) == DEQUANTIZE else node.args[6]
     return node.args[0] if DTYPES.get(given) is dtype else None

@@ -10,8 +10,8 @@ from torch import fx
 from intaglio.capture.nodes import operands, operator, origin, tensor_type
 from intaglio.ir import DType, Op, TensorType
 from intaglio.ops.rows import row_accumulator, row_levels, scales_shape
-from intaglio.quant.annotate import Chain
 from intaglio.quant.dynamic import DEQUANTIZE_ROWS, QUANTIZE_ROWS, rows_behind
+from intaglio.quant.regions import Chain
 
 if TYPE_CHECKING:
     from intaglio.lower.integer import _Builder

@@ -1,6 +1,6 @@
 """Canonical graph -> sites -> statistics -> parameters -> the Q/DQ reference model."""
 
-from intaglio.quant.annotate import Annotations, Region, annotate_graph, macs
+from intaglio.quant.annotate import annotate_graph
 from intaglio.quant.calibrate import calibrate
 from intaglio.quant.callbacks import (
     AverageMaxCalibrationCallback,
@@ -23,7 +23,9 @@ from intaglio.quant.prepare import Observer, Prepared, annotate, prepare
 from intaglio.quant.qat import PreparedQat
 from intaglio.quant.ranges import Finding, Ranges
 from intaglio.quant.recipe import Quantizer, Recipe, Setting
+from intaglio.quant.regions import Annotations, Region
 from intaglio.quant.sites import Derived, Fixed, Observed, Shared, Site, Skip, groups
+from intaglio.quant.skips import macs
 from intaglio.quant.statistics import Statistics
 from intaglio.quant.weights import Grid, weight_grid, weight_scales
 

@@ -6,7 +6,7 @@ values that carry parameters, the edges that read them, and who shares them with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -17,6 +17,7 @@ from intaglio.capture.nodes import activations, is_constant, operands, operator,
 from intaglio.errors import UnsupportedError
 from intaglio.ir import Origin
 from intaglio.ops import ACCUMULATING
+from intaglio.quant.buffers import is_destination
 from intaglio.quant.datatypes import DATATYPES
 from intaglio.quant.embeddings import BAGS, EMBEDDING
 from intaglio.quant.recipe import Setting
@@ -70,14 +71,23 @@ class SameAs:
     place: Place
 
 
+@dataclass(frozen=True)
+class Own:
+    """Levels that an observer writes itself. ``observer()`` gives an nn.Module that is shown every value; its
+    ``convert(module, node)`` puts operators of its choice in place of the node that calls it. No kernel knows them:
+    they and what reads them run in float32, as they are written."""
+
+    observer: Callable[[], Any]
+
+
 @dataclass
 class Annotation:
     """Of one node. ``inputs``: value that the node reads -> what that edge carries (``None``: float). ``output``: what
     its result becomes for all who read it. ``sharing``: edges of this node with equal levels have the parameters of the
     value they read, and of its other readers."""
 
-    inputs: dict[fx.Node, Levels | SameAs | None] = field(default_factory=dict)
-    output: Levels | SameAs | None = None
+    inputs: dict[fx.Node, Levels | SameAs | Own | None] = field(default_factory=dict)
+    output: Levels | SameAs | Own | None = None
     sharing: bool = True
 
 
@@ -141,7 +151,8 @@ class Written:
     ``nodes``: those that have one. ``levels``: value -> what it becomes; ``leaders``: value -> the value whose
     parameters it has. ``edges``: (value, reader) that carry levels; ``outputs``: values that all who read them read as
     levels. ``weights``: layer -> what its weight becomes; ``rows``: layer -> "token" or "tensor", where its activation
-    becomes levels while the model runs; ``tables``: embeddings whose table becomes levels.
+    becomes levels while the model runs; ``tables``: embeddings whose table becomes levels; ``own``: (value, reader, or
+    ``None`` for all) -> what makes the observer that writes levels there.
     """
 
     nodes: frozenset[fx.Node]
@@ -152,6 +163,15 @@ class Written:
     weights: Mapping[fx.Node, Levels]
     rows: Mapping[fx.Node, str]
     tables: frozenset[fx.Node]
+    own: Mapping[tuple[fx.Node, fx.Node | None], Callable[[], Any]]
+
+    def also(self, values: Iterable[fx.Node]) -> Written:
+        """With levels of a byte for everyone who reads these values, where nothing else is said of them."""
+        values = list(values)
+        new = [value for value in values if value not in self.levels]
+        return replace(self, levels={**self.levels, **dict.fromkeys(new, Levels())},
+                       leaders={**self.leaders, **dict(zip(new, new, strict=True))},
+                       outputs=self.outputs.union(values))  # fmt: skip
 
     def setting(self, node: fx.Node, setting: Setting) -> Setting:
         """A recipe's setting of a node, with what its annotation says of weights and modes in its place."""
@@ -172,7 +192,9 @@ class Written:
             return False
         if record.roles.weight is not None and anchor not in self.weights:
             return False
-        if any(node in self.levels for node in nodes[:-1]):
+        if any(node in self.levels or (node, None) in self.own for node in nodes[:-1]):
+            return False
+        if any((value, node) in self.own for node in nodes for value in node.all_input_nodes):
             return False
         if record.shares and len(nodes) == 1:
             return root in self.levels and all(self.leaders[root] is self.leaders.get(value) for value, _ in outside)
@@ -191,12 +213,16 @@ def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> Wr
     rows: dict[fx.Node, str] = {}
     weights: dict[fx.Node, Levels] = {}
     tables: set[fx.Node] = set()
+    custom: dict[tuple[fx.Node, fx.Node | None], Callable[[], Any]] = {}
     for seen, annotation in written.items():
         reader = own[seen.name]
         for value, levels in annotation.inputs.items():
             if not isinstance(value, fx.Node):
                 raise UnsupportedError(reader.name, operator(reader), f"its annotation has {value!r}, which is no node")
             if levels is None or value.name not in own:
+                continue
+            if isinstance(levels, Own):
+                custom[own[value.name], reader] = levels.observer
                 continue
             role = _role(reader, own[value.name])
             if role == "table":
@@ -207,7 +233,9 @@ def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> Wr
                 rows[reader] = levels.spec.mode
             elif role == "activation":
                 places.add((own[value.name], reader), _own(levels, own), annotation.sharing)
-        if annotation.output is not None:
+        if isinstance(annotation.output, Own):
+            custom[reader, None] = annotation.output.observer
+        elif annotation.output is not None:
             places.add(reader, _own(annotation.output, own), annotation.sharing)
     values, leaders = places.settled()
     aliases = _apart(module, leaders)
@@ -226,13 +254,17 @@ def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> Wr
         weights=weights,
         rows=rows,
         tables=frozenset(tables),
+        own=custom,
     )
 
 
 def _role(reader: fx.Node, value: fx.Node) -> str:
-    """What a value is to a node that reads it: "activation", "weight", "table", or "" for other constants."""
+    """What a value is to a node that reads it: "activation", "weight", "table", or "" for other constants and for
+    buffers that it writes into."""
     if operator(reader) in (EMBEDDING, *BAGS):
         return "table" if value is reader.args[0] else ""
+    if is_destination(reader, value):
+        return ""
     record = record_of(reader)
     if record is not None and record.roles.weight is not None and operands(reader)[record.roles.weight] is value:
         return "weight"

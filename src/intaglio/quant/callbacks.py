@@ -16,13 +16,13 @@ from intaglio.capture.captured import expect
 from intaglio.capture.nodes import operands
 from intaglio.errors import CalibrationError
 from intaglio.ir import QParams
-from intaglio.quant.annotate import Annotations, Region
 from intaglio.quant.calibrate import calibrate
 from intaglio.quant.data import Binder, peek
 from intaglio.quant.patterns import QuantizerPattern
 from intaglio.quant.prepare import Prepared
 from intaglio.quant.qparams import activation_qparams, anchor_sites, each_output, weight_qparams
 from intaglio.quant.ranges import Ranges
+from intaglio.quant.regions import Annotations, Region
 from intaglio.quant.sites import Fixed, Site
 from intaglio.quant.walk import CACHE, Walk
 from intaglio.quant.weights import weight_grid

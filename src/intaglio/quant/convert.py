@@ -20,16 +20,18 @@ from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, DType, QParams, Signature, TensorType
 from intaglio.ops.recurrent import RECURRENT
 from intaglio.ops.rows import row_levels
-from intaglio.quant.annotate import Annotations, Region, find_shortcuts, reads_shortcut
 from intaglio.quant.annotation import is_apart
 from intaglio.quant.attention import PROBABILITIES, written_out
+from intaglio.quant.buffers import store_levels
 from intaglio.quant.correct.biases import with_biases
 from intaglio.quant.correct.scaling import equalized
 from intaglio.quant.corrections import Corrected, Corrections, Rounded
 from intaglio.quant.datatypes import FLOAT8
 from intaglio.quant.dynamic import quantize_at_run_time
 from intaglio.quant.embeddings import quantize_table
+from intaglio.quant.find_regions import find_shortcuts, reads_shortcut
 from intaglio.quant.float8 import float8
+from intaglio.quant.own import write_own
 from intaglio.quant.parameters import Parameters
 from intaglio.quant.prepare import Prepared, annotated
 from intaglio.quant.qparams import (
@@ -44,6 +46,7 @@ from intaglio.quant.qparams import (
 )
 from intaglio.quant.ranges import Ranges
 from intaglio.quant.recurrent import quantize_recurrent, recurrent_qparams
+from intaglio.quant.regions import Annotations, Region
 from intaglio.quant.sites import Site
 from intaglio.quant.weights import weight_grid
 from intaglio.quant.weights_only import store_weights
@@ -106,12 +109,16 @@ def convert(
     qparams.update(recurrent_qparams(annotations.module, annotations.by_value, layers, given))
     module = copy_graph(annotations.module)
     Rewriter(module, annotations, qparams, corrections).run()
+    held = {before: annotations.by_value[before, "activation"].name for before in annotations.buffers}
+    signature, computed = store_levels(module, prepared.signature, held, qparams)
+    remarks += computed
+    write_own(module, annotations.own, prepared.module)
     dequantize = decomposed().dequantize_per_channel.default
     if stored := store_weights(module, prepared.quantizer.recipe, prepared.classes, dequantize):
         remarks += stored
         module.graph.eliminate_dead_code()
-        drop_unused_constants(module)
-        module.recompile()
+    drop_unused_constants(module)
+    module.recompile()
     levels = {site: rounded.levels for site, rounded in corrections.weights.items()}
     corrected = Corrected(prepared.equalization, levels, corrections.biases)
     parameters = Parameters.of(annotations.sites, annotations.leaders, qparams, corrected)
@@ -119,16 +126,16 @@ def convert(
     if report := prepared.about.texts.get("corrections", "") + "".join(f"{step}\n" for step in corrections.steps):
         texts["corrections"] = report
     about = prepared.about.after(tuple(remarks), **texts)
-    signature = _with_levels(prepared, qparams) if prepared.quantizer.integers else prepared.signature
+    signature = _with_levels(signature, prepared, qparams) if prepared.quantizer.integers else signature
     return Reference(module, signature, qparams, prepared.annotations, parameters, about)
 
 
-def _with_levels(prepared: Prepared, qparams: Mapping[str, QParams]) -> Signature:
+def _with_levels(signature: Signature, prepared: Prepared, qparams: Mapping[str, QParams]) -> Signature:
     """The signature, its results integers where they have parameters. `UnsupportedError` where kernels have no such
     levels."""
     results = next(n for n in prepared.annotations.module.graph.nodes if n.op == "output").args[0]
     by_value, outputs, index = prepared.annotations.by_value, [], 0
-    for output in prepared.signature.outputs:
+    for output in signature.outputs:
         if output.value is not None:
             name = results[index].name
             site = by_value[name, "activation"] if name in prepared.annotations.outputs else None
@@ -137,7 +144,7 @@ def _with_levels(prepared: Prepared, qparams: Mapping[str, QParams]) -> Signatur
                 raise UnsupportedError(site.name, None, f"as a result it would be {site.datatype}; results are u8")
             output = replace(output, levels=None if site is None else qparams[site.name])
         outputs.append(output)
-    return replace(prepared.signature, outputs=tuple(outputs))
+    return replace(signature, outputs=tuple(outputs))
 
 
 def given_corrections(prepared: Prepared, given: Parameters) -> Corrections:

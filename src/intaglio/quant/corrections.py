@@ -13,7 +13,7 @@ import numpy as np
 from intaglio.ir import QParams
 
 if TYPE_CHECKING:
-    from intaglio.quant.annotate import Annotations  # which reads recipes, which hold parameters, which hold these
+    from intaglio.quant.regions import Annotations  # which reads recipes, which hold parameters, which hold these
 
 
 @dataclass(frozen=True)

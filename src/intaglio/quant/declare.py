@@ -10,10 +10,10 @@ from torch import fx
 from intaglio.capture.nodes import operator, origin, record_of
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.ir import DType, Signature
-from intaglio.quant.annotate import refusal
 from intaglio.quant.image import Image
 from intaglio.quant.passes import read_affine
 from intaglio.quant.recipe import Quantizer
+from intaglio.quant.skips import refusal
 
 
 def declare_images(

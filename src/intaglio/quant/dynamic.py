@@ -21,7 +21,7 @@ from intaglio.quant.recipe import Setting
 from intaglio.quant.sites import Dynamic, Site
 
 if TYPE_CHECKING:
-    from intaglio.quant.annotate import Annotations, Region
+    from intaglio.quant.regions import Annotations, Region
 
 ROW_UNITS = 1.0, numerics.ROW_ZERO, 0, 255, torch.uint8
 """What torch's dequantize per tensor takes behind levels of rows, to give them in steps of their scales."""

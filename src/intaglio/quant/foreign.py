@@ -20,7 +20,7 @@ from intaglio.capture.canonical import copy_graph
 from intaglio.capture.nodes import operator, origin, tensor_type
 from intaglio.errors import UnsupportedError
 from intaglio.ir import DType, evaluate, symbols_of
-from intaglio.quant.annotation import KEY, Annotation, Levels, SameAs, is_apart
+from intaglio.quant.annotation import KEY, Annotation, Levels, Own, SameAs, is_apart
 from intaglio.quant.sites import Dynamic, Fixed, Observed
 
 aten = torch.ops.aten
@@ -141,10 +141,10 @@ def _translated(node: fx.Node, record: Any) -> Annotation:
     return Annotation(inputs, _levels(node, record.output_qspec), record.allow_implicit_sharing)
 
 
-def _levels(node: fx.Node, spec: Any) -> Levels | SameAs | None:
+def _levels(node: fx.Node, spec: Any) -> Levels | SameAs | Own | None:
     """A spec of torchao's by the name of its class. One that derives parameters gives a bias int32, as every bias of
     int8 layers is; float types mean that nothing is done."""
-    if spec is None or isinstance(spec, (Levels, SameAs)):
+    if spec is None or isinstance(spec, (Levels, SameAs, Own)):
         return spec
     kind = type(spec).__name__
     if kind == "SharedQuantizationSpec":
@@ -156,6 +156,8 @@ def _levels(node: fx.Node, spec: Any) -> Levels | SameAs | None:
         return Levels(datatype, Fixed(float(spec.scale), int(spec.zero_point) + shift), span)
     if kind != "QuantizationSpec":
         raise UnsupportedError(node.name, operator(node), f"its annotation has an unknown {kind}")
+    if hasattr(_made_by(spec.observer_or_fake_quant_ctr)[0], "convert"):
+        return Own(spec.observer_or_fake_quant_ctr)
     if spec.dtype in (torch.float32, torch.float16, torch.bfloat16) and not spec.is_dynamic:
         return None
     if spec.is_dynamic:
@@ -199,13 +201,18 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
 """Class of an observer -> the method that chooses as it does. Any other observer is run itself."""
 
 
-def _observed(make: Any, symmetric: bool) -> Observed:
+def _made_by(make: Any) -> tuple[Any, dict[str, Any]]:
+    """The class behind what ``with_args`` makes, and the arguments."""
     given: dict[str, Any] = {}
-    inner = make
-    while hasattr(inner, "p") or hasattr(inner, "func"):  # what with_args() makes
-        inner = getattr(inner, "p", inner)
-        given |= getattr(inner, "keywords", {})
-        inner = getattr(inner, "func", inner)
+    while hasattr(make, "p") or hasattr(make, "func"):
+        make = getattr(make, "p", make)
+        given |= getattr(make, "keywords", {})
+        make = getattr(make, "func", make)
+    return make, given
+
+
+def _observed(make: Any, symmetric: bool) -> Observed:
+    inner, given = _made_by(make)
     method = METHODS.get(getattr(inner, "__name__", ""))
     if method is None:
         return Observed("minmax", symmetric, make)

@@ -17,7 +17,7 @@ from intaglio.capture.captured import Captured, GraphStage, expect
 from intaglio.capture.nodes import operator, record_of
 from intaglio.errors import CalibrationError, SelectorError, UnsupportedError
 from intaglio.ir import About, QParams, Signature, symbols_of
-from intaglio.quant.annotate import Annotations, annotate_graph, match_notes, notes_of
+from intaglio.quant.annotate import annotate_graph, match_notes, notes_of
 from intaglio.quant.annotation import Annotator
 from intaglio.quant.corrections import Equalization
 from intaglio.quant.declare import declare_images
@@ -25,8 +25,10 @@ from intaglio.quant.embeddings import table_notes
 from intaglio.quant.gates import join_gates
 from intaglio.quant.image import Image
 from intaglio.quant.methods import method_of
+from intaglio.quant.own import insert_own
 from intaglio.quant.passes import PTQ_PASSES
 from intaglio.quant.recipe import Quantizer
+from intaglio.quant.regions import Annotations
 from intaglio.quant.sites import Observed, Shared, Site
 from intaglio.quant.statistics import Statistics
 from intaglio.quant.weights_only import layers
@@ -183,7 +185,8 @@ def prepared_by(
     notes = declare_images(module, captured.signature, quantizer, captured.classes)
     annotations = annotate_graph(module, quantizer, captured.classes)
     integers = annotations.regions or layers(module, quantizer.recipe, captured.classes)
-    if not (integers or annotations.edges or annotations.outputs) and all(table.reason for table in annotations.tables):
+    wanted = integers or annotations.edges or annotations.outputs or annotations.own
+    if not wanted and all(table.reason for table in annotations.tables):
         worst = sorted(annotations.skipped, key=lambda skip: -skip.macs)[:3]
         reasons = "; ".join(dict.fromkeys(map(str, worst)))
         raise UnsupportedError(
@@ -249,6 +252,7 @@ def _observed(annotations: Annotations, signature: Signature) -> tuple[fx.GraphM
         leader = annotations.leaders[site.name]
         if site.name in observers or (isinstance(site.spec, Shared) and site.spec.observed):
             _insert(observed, nodes[site.value], places[leader], observers[leader])
+    insert_own(observed, annotations.own)
     observed.recompile()
     return observed, observers, watch
 

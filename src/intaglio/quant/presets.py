@@ -18,7 +18,7 @@ from intaglio.capture.nodes import FxView, activations, arguments, operands, ope
 from intaglio.errors import SelectorError
 from intaglio.ir.rewrite import any as value
 from intaglio.ir.rewrite import match, op, seq
-from intaglio.quant.annotation import Annotation, Levels, SameAs, annotate_node, annotation_of
+from intaglio.quant.annotation import Annotation, Levels, Own, SameAs, annotate_node, annotation_of
 from intaglio.quant.recipe import DEFAULT, Setting, matches
 from intaglio.quant.sites import Dynamic, Observed
 
@@ -166,7 +166,7 @@ def _annotate_row(nodes: Sequence[fx.Node], extra: fx.Node | None, config: Setti
     for accuracy."""
     anchor = nodes[-1]
     for node in nodes:
-        inputs: dict[fx.Node, Levels | SameAs | None] = {}
+        inputs: dict[fx.Node, Levels | SameAs | Own | None] = {}
         if config is not None and node is anchor:
             inputs = _reads(anchor, config)
         elif config is not None and operator(node) == ADD and operator(anchor) == CONV2D and extra is not None:
@@ -174,9 +174,9 @@ def _annotate_row(nodes: Sequence[fx.Node], extra: fx.Node | None, config: Setti
         annotate_node(node, Annotation(inputs))
 
 
-def _reads(anchor: fx.Node, config: Setting) -> dict[fx.Node, Levels | SameAs | None]:
+def _reads(anchor: fx.Node, config: Setting) -> dict[fx.Node, Levels | SameAs | Own | None]:
     """Edges of a layer or a product."""
-    found: dict[fx.Node, Levels | SameAs | None] = {}
+    found: dict[fx.Node, Levels | SameAs | Own | None] = {}
     for one in activations(anchor):
         if one is not None:
             found[one] = _activation(config)

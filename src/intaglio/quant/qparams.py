@@ -13,13 +13,13 @@ from intaglio.capture.nodes import call_of, operands
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import QParams
 from intaglio.ops.conv import outputs_first
-from intaglio.quant.annotate import Annotations, Chain, Region
 from intaglio.quant.corrections import Rounded
 from intaglio.quant.datatypes import Datatype
 from intaglio.quant.lint import softmax_operands
 from intaglio.quant.methods import channel_ranges, method_of, without_mask
 from intaglio.quant.prepare import Prepared
 from intaglio.quant.ranges import Ranges
+from intaglio.quant.regions import Annotations, Chain, Region
 from intaglio.quant.sites import Derived, Fixed, Observed, Site
 from intaglio.quant.statistics import Range, Statistics
 from intaglio.quant.weights import channel_scales

@@ -275,6 +275,8 @@ class Quantizer:
     from an input, or reaches an output, without crossing another quantized operator that computes. ``annotator``: says
     node by node what is quantized (`intaglio.annotation`); the recipe then says the rest, and what stays in float.
     ``outputs``: "int8" makes of every float32 result of an operator levels with scale and zero point (`Integers`).
+    ``int8_buffers``: float32 buffers that the model changes and that are to be kept as levels: their names, with the
+    wildcards of selectors, or ``True`` for all.
     """
 
     recipe: Recipe = Recipe()
@@ -285,15 +287,18 @@ class Quantizer:
     skip_last: bool = False
     annotator: Annotator | None = None
     outputs: str = "float"
+    int8_buffers: bool | str | Iterable[str] = ()
 
     def __post_init__(self) -> None:
         if self.outputs not in ("float", "int8"):
             raise SelectorError("quantizer", None, f"outputs = {self.outputs!r}; there are 'float' and 'int8'")
-        if self.annotator is not None and (self.patterns or self.skip_first or self.skip_last or self.integers):
-            raise SelectorError("quantizer", None, "an annotator beside patterns, skipped ends or outputs",
+        if self.annotator is not None and (self.patterns or self.skip_first or self.skip_last):
+            raise SelectorError("quantizer", None, "an annotator beside patterns or skipped ends",
                                 remedy="let the annotator say what is quantized")  # fmt: skip
         if isinstance(self.patterns, str):
             object.__setattr__(self, "patterns", (self.patterns,))
+        if not isinstance(self.int8_buffers, (bool, str)):
+            object.__setattr__(self, "int8_buffers", tuple(self.int8_buffers))
         for name in ("patterns", "operators"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
@@ -308,14 +313,20 @@ class Quantizer:
         return Quantizer(annotator=given)
 
     @property
+    def buffers(self) -> tuple[str, ...]:
+        """Selectors of the buffers that are to be levels."""
+        return ("*",) if self.int8_buffers is True else _tuple(self.int8_buffers or ())
+
+    @property
     def integers(self) -> bool:
         """Whether results leave as levels."""
         return self.outputs == "int8"
 
     @property
     def has_text(self) -> bool:
-        """Whether `to_toml` holds all of it: patterns, operators, skipped ends, annotators and outputs have no text."""
-        ends = self.skip_first or self.skip_last or self.integers
+        """Whether `to_toml` holds all of it: patterns, operators, skipped ends, annotators, outputs and buffers have no
+        text."""
+        ends = self.skip_first or self.skip_last or self.integers or self.buffers
         return not (self.patterns or self.operators or ends or self.annotator)
 
     def to_toml(self) -> str:

@@ -17,8 +17,9 @@ from torch.utils import _pytree as pytree
 
 from intaglio.calls import TORCH_DTYPES
 from intaglio.ir import QParams
-from intaglio.quant.annotate import Annotations, Region, find_shortcuts, reads_shortcut
 from intaglio.quant.convert import quantizing
+from intaglio.quant.find_regions import find_shortcuts, reads_shortcut
+from intaglio.quant.regions import Annotations, Region
 from intaglio.quant.sites import Site
 
 CACHE = 1 << 30

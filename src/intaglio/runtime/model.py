@@ -56,6 +56,7 @@ class QuantizedModel(nn.Module):
 
     Buffers that the float model changes while it runs are buffers of this model (``state0``, ...), with what they held
     when it was captured; each call leaves new values there, so calls of such a model must come one after the other.
+    Those that its `Quantizer` was asked to keep as levels (``int8_buffers``) are uint8.
     """
 
     def __init__(
@@ -332,6 +333,11 @@ class QuantizedModel(nn.Module):
             self._run([*leaves, *self._state()], shapes, allowed, clock)
         return clock
 
+    def reset(self) -> None:
+        """The buffers that calls change hold again what they did when the float model was captured."""
+        for index, tensor in enumerate(initial_state(self.signature)):
+            setattr(self, f"state{index}", tensor)
+
     def assert_int8(self, macs: float = 1.0) -> None:
         """AssertionError, with the reasons, when a smaller share of the multiply-accumulates runs in int8."""
         if self.coverage.macs < macs:
@@ -437,7 +443,7 @@ class QuantizedModel(nn.Module):
             return
         assert self._remake is not None
         made = self._remake(self, graph)
-        self.graph, self.artifact, self.libraries = graph, made.artifact, made.libraries
+        self.graph, self.artifact, self.libraries, self.signature = graph, made.artifact, made.libraries, made.signature
         self.about, self.coverage, self.example, self._shapes = made.about, made.coverage, None, OrderedDict()
         self._frames, self._sizes = [], None
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from intaglio import numerics
 from intaglio.errors import ArtifactError
-from intaglio.ir import Graph, Op, VerifyError, verify
+from intaglio.ir import Graph, Op, Signature, State, TensorType, VerifyError, verify
 from intaglio.runtime.archive import from_json, to_json
 from intaglio.runtime.encode import Numbers, decode_graph, encode_graph
 from intaglio.runtime.files import NUMBERS
@@ -44,6 +46,20 @@ def graph_of(state: Mapping[str, Any], like: Graph) -> Graph:
     if (different := difference(graph, like)) is not None:
         raise ArtifactError("load_state_dict", None, f"the state of another model: {different}", remedy=REMEDY)
     return graph
+
+
+def with_levels_of(signature: Signature, graph: Graph) -> Signature:
+    """With buffers of levels as a graph of other numbers has them; what they held at first is rounded to these."""
+    return replace(signature, state=tuple(_in_levels(kept, graph.types[kept.name]) for kept in signature.state))
+
+
+def _in_levels(kept: State, kind: TensorType) -> State:
+    if kept.type.q is None or kept.type == kind:
+        return kept
+    old, new = kept.type.q, kind.levels
+    real = numerics.dequantize(kept.initial, old.step, old.zero)
+    levels = numerics.quantize(real, new.step, new.zero, new.qmin, new.qmax).astype(kept.initial.dtype)
+    return replace(kept, type=kind, initial=levels)
 
 
 def difference(graph: Graph, like: Graph) -> str | None:

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from intaglio.capture.nodes import call_of, tensor_type
 from intaglio.ir import DType, QParams
-from intaglio.quant.annotate import Region
 from intaglio.quant.correct.factor import factor_of
 from intaglio.quant.distributed import Group
+from intaglio.quant.regions import Region
 from intaglio.quant.sites import Site
 
 HALF = 128

@@ -14,11 +14,11 @@ from intaglio.capture.nodes import arguments, call_of, is_constant, operands, op
 from intaglio.errors import CalibrationError
 from intaglio.ir import Dim, evaluate, symbols_of
 from intaglio.ops import BY_TARGET
-from intaglio.quant.annotate import Region
 from intaglio.quant.correct.smoothed import smooth, smoothable
 from intaglio.quant.corrections import Equalization
 from intaglio.quant.passes import constant_node, read_affine
 from intaglio.quant.prepare import Prepared, again
+from intaglio.quant.regions import Region
 
 
 def equalized(prepared: Prepared, found: Equalization, report: str = "") -> Prepared:

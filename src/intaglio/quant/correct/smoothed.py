@@ -15,9 +15,9 @@ from torch import fx
 
 from intaglio.capture.nodes import call_of, is_constant, operands, origin, record_of, tensor_type
 from intaglio.ir import TensorType
-from intaglio.quant.annotate import Region
 from intaglio.quant.passes import constant_node
 from intaglio.quant.prepare import Prepared
+from intaglio.quant.regions import Region
 
 MOVES = ("reshape", "permute", "slice")
 """Between a value and its readers; they leave channels where they are, on the last axis."""

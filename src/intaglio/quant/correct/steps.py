@@ -15,7 +15,6 @@ from intaglio import numerics
 from intaglio.capture.captured import expect
 from intaglio.capture.nodes import call_of, operands
 from intaglio.ir import QParams
-from intaglio.quant.annotate import Annotations, Region
 from intaglio.quant.correct.biases import with_biases
 from intaglio.quant.correct.kept import SAMPLES, kept_calls
 from intaglio.quant.correct.moments import Moments, moments, over_ranks, unable
@@ -25,6 +24,7 @@ from intaglio.quant.distributed import Group
 from intaglio.quant.prepare import Prepared, annotated
 from intaglio.quant.qparams import activation_qparams, anchor_sites, parameters_of, weight_qparams
 from intaglio.quant.ranges import Ranges
+from intaglio.quant.regions import Annotations, Region
 from intaglio.quant.sites import Site
 from intaglio.quant.walk import CACHE, Walk
 from intaglio.quant.weights import Grid, weight_grid

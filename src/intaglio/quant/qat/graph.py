@@ -11,7 +11,6 @@ from torch import fx, nn
 from intaglio.capture.nodes import arguments, operands, operator, origin, tensor_type
 from intaglio.errors import UnsupportedError
 from intaglio.ir import QParams, Shape
-from intaglio.quant.annotate import Annotations, Region
 from intaglio.quant.convert import Rewriter
 from intaglio.quant.corrections import Corrections
 from intaglio.quant.dynamic import DEQUANTIZE_ROWS, QUANTIZE_ROWS
@@ -31,6 +30,7 @@ from intaglio.quant.qat.fake import (
 from intaglio.quant.qat.layers import DropoutMask, attended, normalized
 from intaglio.quant.qat.tree import Tree
 from intaglio.quant.qparams import OwnScales, anchor_sites, fixed_qparams, weight_qparams, widened
+from intaglio.quant.regions import Annotations, Region
 from intaglio.quant.sites import Derived, Fixed, Shared, Site
 
 NORMED = (*FOLDABLE, "aten.addcmul.default")
