@@ -61,6 +61,7 @@ from intaglio.quant.recurrent import (
 )
 from intaglio.quant.sites import Derived, Fixed, Observed, Shared, Site, Skip, groups
 from intaglio.quant.weights import group_of
+from intaglio.quant.weights_only import layers
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class Annotations:
     """What `annotate` decided. ``leaders``: site -> the site of its group that has the parameters. ``rejected``: what
     patterns given to the `Quantizer` matched in vain. ``tables``: of embeddings, where the recipe asks for levels.
     ``edges``: (value, reader) by name, where an annotator wants levels outside of regions too; ``outputs``: values that
-    everyone reads as levels."""
+    everyone reads as levels. ``alone``: layers by name whose weights alone have fewer bits, and how."""
 
     module: fx.GraphModule
     sites: tuple[Site, ...]
@@ -162,6 +163,7 @@ class Annotations:
     tables: tuple[Table, ...] = ()
     edges: frozenset[tuple[str, str]] = frozenset()
     outputs: frozenset[str] = frozenset()
+    alone: Mapping[str, Setting] = field(default_factory=dict)
 
     @property
     def by_value(self) -> dict[tuple[str, str], Site]:
@@ -204,7 +206,13 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
     sites = _sites(graph, regions, {node: recipe.setting(origin(node), classes) for node in returned})
     tables = find_tables(settings)
     skipped, outputs = _skipped(regions, tables, reasons), frozenset(node.name for node in returned)
-    return Annotations(module, sites, regions, skipped, groups(sites), tuple(rejected), tables, outputs=outputs)
+    return Annotations(module, sites, regions, skipped, groups(sites), tuple(rejected), tables, outputs=outputs,
+                       alone=_alone(regions, settings))  # fmt: skip
+
+
+def _alone(regions: Iterable[Region], settings: Mapping[fx.Node, Setting]) -> dict[str, Setting]:
+    taken = {node for region in regions for node in region.nodes}
+    return layers({node: setting for node, setting in settings.items() if node not in taken})
 
 
 def _returned(graph: fx.Graph) -> dict[fx.Node, None]:
@@ -244,7 +252,7 @@ def _annotated(
     edges = frozenset((value.name, reader.name) for value, reader in written.edges if reader not in written.rows)
     outputs = frozenset(node.name for node in written.outputs)
     return Annotations(module, sites, regions, _skipped(regions, tables, reasons), groups(sites), (), tables, edges,
-                       outputs)  # fmt: skip
+                       outputs, _alone(regions, settings))  # fmt: skip
 
 
 def _skipped(

@@ -107,7 +107,7 @@ def convert(
     module = copy_graph(annotations.module)
     Rewriter(module, annotations, qparams, corrections).run()
     dequantize = decomposed().dequantize_per_channel.default
-    if stored := store_weights(module, prepared.quantizer.recipe, prepared.classes, dequantize):
+    if stored := store_weights(module, annotations.alone, dequantize):
         remarks += stored
         module.graph.eliminate_dead_code()
         drop_unused_constants(module)

@@ -49,18 +49,19 @@ def row_sites(regions: Iterable[Region], name_of: Callable[[fx.Node], str]) -> I
 
 
 def quantize_at_run_time(graph: fx.Graph, annotations: Annotations) -> None:
-    """Levels and scales of what dynamic layers read, once for all layers that read a value, a dequantize for each."""
+    """Levels and scales of what dynamic layers read, and their dequantize, once for all layers that read a value."""
     nodes, ops = {node.name: node for node in graph.nodes}, row_operators()
-    made: dict[tuple[fx.Node, str], tuple[fx.Node, fx.Node]] = {}
+    readers: dict[tuple[fx.Node, str], list[fx.Node]] = {}
     for region in (region for region in annotations.regions if region.dynamic):
         anchor = nodes[region.anchor.name]
-        x, mode = anchor.args[0], region.x_role
-        if (x, mode) not in made:
-            made[x, mode] = _quantized(graph, ops, x, mode)
-        with graph.inserting_before(anchor):
-            real = graph.call_function(ops.dequantize_rows.default, made[x, mode])
-        real.meta = {"type": x.meta["type"], "origin": origin(anchor)}
-        anchor.replace_input_with(x, real)
+        readers.setdefault((anchor.args[0], region.x_role), []).append(anchor)
+    for (x, mode), anchors in readers.items():
+        levels, scales = _quantized(graph, ops, x, mode)
+        with graph.inserting_after(scales):
+            real = graph.call_function(ops.dequantize_rows.default, (levels, scales))
+        real.meta = {"type": x.meta["type"], "origin": origin(anchors[0] if len(anchors) == 1 else x)}
+        for anchor in anchors:
+            anchor.replace_input_with(x, real)
 
 
 def _quantized(graph: fx.Graph, ops: Any, x: fx.Node, mode: str) -> tuple[fx.Node, fx.Node]:
