@@ -257,7 +257,8 @@ def test_a_configuration_says_levels_and_where_they_come_from(given, activation,
     """Weights are -127..127 here, a symmetric range, where torchao's are -128..127."""
     config = get_symmetric_quantization_config(is_per_channel=channels, **given)
     stage = prepare(intaglio.capture(nets.randomize(conv()), IMAGE), X86Quantizer().set_global(config))
-    x, weight, bias = sorted(stage.annotations.sites, key=lambda site: ("activation", "weight", "bias").index(site.role))
+    by_role = {site.role: site for site in stage.annotations.sites}
+    x, weight, bias = (by_role[role] for role in ("activation", "weight", "bias"))
     assert (x.datatype, x.qmax, x.spec.method, x.spec.symmetric) == (*activation, method, False)
     assert (weight.datatype, weight.qmin, weight.qmax) == ("s8", -127, 127)
     assert (weight.axis, bias.axis) == ((0, 0) if channels else (None, None))
@@ -363,6 +364,20 @@ def test_frontend_b14_what_is_added_is_not_fused_wrongly(body):
     assert same.mean() < 1e-3 * max(steps)
 
 
+@pytest.mark.parametrize("channels", [True, False])
+def test_frontend_b17_a_bias_is_counted_in_the_product_of_both_scales(channels):
+    """B17: int32, zero point 0, per tensor and per channel; also in the numbers of the graph."""
+    config = get_symmetric_quantization_config(is_per_channel=channels)
+    model = Body(lambda m, x: m.a(x), a=conv())
+    found = reference(model, X86Quantizer().set_global(config))
+    x, weight, bias = (found.qparams[name] for name in ("#0/input.args_0", "a.weight", "a#0/conv2d.0:bias"))
+    assert bias.scales == pytest.approx([x.step * scale for scale in weight.scales], rel=1e-6)
+    assert set(bias.zeros) == {0}
+    (levels,) = [buffer for buffer in found.module.buffers() if buffer.dtype is torch.int32]
+    steps = torch.tensor(bias.scales, dtype=torch.float64)
+    assert levels.tolist() == (model.a.bias.double() / steps).round().tolist()
+
+
 def test_seven_bits_and_scales_per_tensor():
     config = get_symmetric_quantization_config(is_per_channel=False, reduce_range=True)
     found = reference(MODELS["convolution"][0], X86Quantizer().set_global(config))
@@ -404,3 +419,49 @@ def test_an_executorch_style_quantizer_agrees_with_torchaos_own_flow():
     real, other = model(IMAGE), convert_pt2e(theirs)(IMAGE)
     assert (found(IMAGE) - real).norm() < 1.5 * (other - real).norm() + 0.01 * real.norm()
     assert not intaglio.requantize(found).islands
+
+
+def theirs_in_training():
+    x86 = pytest.importorskip("torchao.quantization.pt2e.quantizer.x86_inductor_quantizer")
+    return x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config(is_qat=True))
+
+
+@pytest.mark.parametrize("name", ["convolution and norm", "function and pool", "no norm"])
+def test_torchaos_own_quantizer_trains(name):
+    """It looks for norms to round what they give. Here these are folded when it looks, and a float reader has floats."""
+    body, _ = TRAINING[name]
+    model = nets.randomize(Body(body, a=conv(), b=nn.BatchNorm2d(4))).train()
+    prepared = intaglio.prepare(intaglio.capture(model, IMAGE, train=True), theirs_in_training(), qat=True)
+    prepared(IMAGE).square().mean().backward()
+    assert counts(intaglio.convert(prepared)) == ("3:3:1" if "pool" in name else "1:1:1")
+
+
+def test_torchaos_own_quantizer_stores_float16_weights():
+    x86 = pytest.importorskip("torchao.quantization.pt2e.quantizer.x86_inductor_quantizer")
+    theirs = x86.X86InductorQuantizer().set_global(x86.get_x86_inductor_linear_dynamic_fp16_config())
+    model, ours = MODELS["linear and function"][0], X86Quantizer().set_global(HALF)
+    assert reference(model, theirs).text() == reference(model, ours).text()
+
+
+@pytest.mark.parametrize("dynamic", ["attention", "a sum of two linear", "linear in series"])
+def test_torchaos_own_quantizer_makes_the_same_levels_while_the_model_runs(dynamic):
+    x86 = pytest.importorskip("torchao.quantization.pt2e.quantizer.x86_inductor_quantizer")
+    theirs = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config(is_dynamic=True))
+    ours = X86Quantizer().set_global(DYNAMIC)
+    assert reference(MODELS[dynamic][0], theirs).text() == reference(MODELS[dynamic][0], ours).text()
+
+
+def test_frontend_c7_torchaos_composed_quantizers():
+    """C7: embedding and static convolution by quantizers of theirs, composed by theirs."""
+    x86 = pytest.importorskip("torchao.quantization.pt2e.quantizer.x86_inductor_quantizer")
+    from torchao.quantization.pt2e.quantizer import ComposableQuantizer
+    from torchao.quantization.pt2e.quantizer.embedding_quantizer import EmbeddingQuantizer
+
+    convolutions = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+    model = Body(lambda m, ids: m.c(m.t(ids).permute(0, 3, 1, 2)), t=nn.Embedding(10, 3), c=conv())
+    ids = torch.randint(0, 10, (2, 8, 8))
+    stage = prepare(intaglio.capture(nets.randomize(model), ids), ComposableQuantizer([EmbeddingQuantizer(), convolutions]))
+    assert [table.reason for table in stage.annotations.tables] == [None]
+    assert [region.name for region in stage.annotations.regions] == ["conv2d"]
+    stage(ids)
+    assert (convert(stage)(ids) - model(ids)).norm() < 0.02 * model(ids).norm()

@@ -13,6 +13,7 @@ from torch import fx
 from intaglio import numerics
 from intaglio.capture.canonical import COPIES
 from intaglio.capture.nodes import (
+    TAG,
     FxView,
     activations,
     arguments,
@@ -230,7 +231,11 @@ def _is_aside(node: fx.Node) -> bool:
 
 def _written(module: fx.GraphModule, annotator: Annotator) -> Written:
     view = torch_view(module)
-    return resolve(module, annotations_of(view, annotator))
+    annotations = annotations_of(view, annotator)
+    tags = {node.name: node.meta[TAG] for node in view.graph.nodes if TAG in node.meta}
+    for node in module.graph.nodes:
+        node.meta |= {TAG: tags[node.name]} if node.name in tags else {}
+    return resolve(module, annotations)
 
 
 def _annotated(

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.capture.nodes import operator, origin
+from intaglio.capture.nodes import operator, origin, provenance
 from intaglio.ir import DType, TensorType
 from intaglio.ops import OpDef
 from intaglio.ops.recurrent import RECURRENT
@@ -59,7 +59,7 @@ def quantize_at_run_time(graph: fx.Graph, annotations: Annotations) -> None:
         levels, scales = _quantized(graph, ops, x, mode)
         with graph.inserting_after(scales):
             real = graph.call_function(ops.dequantize_rows.default, (levels, scales))
-        real.meta = {"type": x.meta["type"], "origin": origin(anchors[0] if len(anchors) == 1 else x)}
+        real.meta = {"type": x.meta["type"], **provenance(anchors[0] if len(anchors) == 1 else x)}
         for anchor in anchors:
             anchor.replace_input_with(x, real)
 
@@ -69,13 +69,13 @@ def _quantized(graph: fx.Graph, ops: Any, x: fx.Node, mode: str) -> tuple[fx.Nod
     shape = x.meta["type"].shape
     with graph.inserting_after(x):
         pair = graph.call_function(ops.quantize_rows.default, (x, mode))
-    pair.meta = {"origin": origin(x)}
+    pair.meta = provenance(x)
     with graph.inserting_after(pair):
         scales = graph.call_function(getitem, (pair, 1))
     with graph.inserting_after(pair):
         levels = graph.call_function(getitem, (pair, 0))
-    levels.meta = {"type": TensorType(shape, DType.U8, row_levels(scales.name)), "origin": origin(x)}
-    scales.meta = {"type": TensorType(scales_shape(shape), DType.F32), "origin": origin(x)}
+    levels.meta = {"type": TensorType(shape, DType.U8, row_levels(scales.name)), **provenance(x)}
+    scales.meta = {"type": TensorType(scales_shape(shape), DType.F32), **provenance(x)}
     return levels, scales
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from intaglio.capture.nodes import constant_node, is_constant, operands, origin, record_of, tensor_type
+from intaglio.capture.nodes import constant_node, is_constant, operands, origin, provenance, record_of, tensor_type
 from intaglio.ir import DType, TensorType
 from intaglio.quant.recipe import Setting
 from intaglio.quant.weights import channel_scales, group_of, weight_grid
@@ -45,7 +45,7 @@ def store_weights(module: fx.GraphModule, found: Mapping[str, Setting], dequanti
             else:
                 ends = *setting.weight.stored(group), torch.int8
                 real = module.graph.call_function(dequantize, (*_levels(module, weight, setting, group), 0, *ends))
-        real.meta = {"type": tensor_type(weight), "origin": origin(node)}
+        real.meta = {"type": tensor_type(weight), **provenance(node)}
         node.replace_input_with(weight, real)
     counts = Counter(setting.weight.name for setting in found.values())
     return [f"weights only: {count} layers compute in float32 on {name} weights" for name, count in counts.items()]
