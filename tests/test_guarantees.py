@@ -180,7 +180,8 @@ def test_frontend_c11_a_part_that_was_trained_is_left_alone_when_the_whole_is_ca
     inner = intaglio.convert(trained)
     whole = nn.Sequential(nn.Tanh(), inner.as_module(), nn.Linear(256, 5)).eval()
     found = reference(whole)
-    before, after = ([b for b in one.module.buffers() if b.dtype in (torch.int8, torch.int32)] for one in (inner, found))
+    kinds = (torch.int8, torch.int32)
+    before, after = ([b for b in one.module.buffers() if b.dtype in kinds] for one in (inner, found))
     assert len(before) == 2
     assert all(any(b.shape == a.shape and torch.equal(a, b) for a in after) for b in before)
     assert (found(X) - whole(X)).abs().max() < 0.05 * whole(X).abs().max()
