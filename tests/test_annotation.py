@@ -131,6 +131,35 @@ def test_frontend_b18_fixed_parameters_are_taken_and_nothing_observes_them():
     assert (qparams["#0/tanh.0"].step, qparams["#0/tanh.0"].zero) == (2 / 256, 128)
 
 
+def test_frontend_b18_equal_fixed_parameters_on_both_sides_of_a_value_are_one():
+    """B18: a value that is fixed where it is made and where it is read is rounded once, however many read it."""
+    fixed = Levels(spec=Fixed(1 / 256, 0))
+    model = Body(lambda m, x: (lambda y: y + torch.sigmoid(m.a(x)) + y)(torch.sigmoid(x[:, :1])), a=conv(3, 1))
+    rules = By(sigmoid=lambda n: Annotation(output=fixed), add=lambda n: Annotation(
+        {value: fixed for value in n.all_input_nodes if "sigmoid" in value.name}))  # fmt: skip
+    stage = prepared(model, rules)
+    assert not stage.observers
+    assert counts(reference(model, rules)) == "2:3:0"
+
+
+@pytest.mark.parametrize("owner", [0, 1, 2])
+def test_frontend_b16_a_circle_of_places_with_one_owner_is_one_group(owner):
+    """B16: each shares with the next, around; whichever states levels has the parameters of all."""
+    model = Body(lambda m, x: torch.cat([m.a(x), m.b(x)], 1), a=conv(), b=conv())
+
+    def cat(node):
+        first, second = node.args[0]
+        places = [(first, node), (second, node), node]
+        said = [U8 if place == owner else SameAs(places[(place + 1) % 3]) for place in range(3)]
+        return Annotation({first: said[0], second: said[1]}, said[2])
+
+    stage = prepared(model, By(conv2d=layer, cat=cat))
+    assert len({stage.annotations.leaders[s] for s in ("a#0/conv2d.0", "b#0/conv2d.0", "#0/cat.0")}) == 1
+    without = By(conv2d=layer, cat=lambda n: Annotation({n.args[0][0]: SameAs(n)}, SameAs((n.args[0][0], n))))
+    with pytest.raises(UnsupportedError, match="none of them"):
+        prepared(model, without)
+
+
 def test_frontend_b16_a_place_may_share_with_one_that_comes_later():
     """B16: anchor later in the graph, and transitive."""
     model = Body(lambda m, x: m.a(x) + m.b(x), a=conv(), b=conv())

@@ -1,5 +1,6 @@
 """What a reference model promises to whoever takes it further."""
 
+import copy
 import io
 import pickle
 
@@ -10,6 +11,7 @@ from torch import nn
 
 import intaglio
 import nets
+from intaglio.annotation import Annotation, Levels, annotate_node
 from intaglio.capture.nodes import operator, origin
 from intaglio.errors import InputError, SelectorError, UnsupportedError
 from intaglio.quant import Quantizer, Recipe, convert, prepare
@@ -68,6 +70,70 @@ def test_frontend_c9_quantize_and_dequantize_say_whose_they_are():
     assert {"0.weight", "2.weight", "4.weight"} <= paths
 
 
+TAG = "quantization_tag"
+
+
+class Tagging:
+    """Convolutions, each with its name for a tag."""
+
+    def annotate(self, module):
+        for node in module.graph.nodes:
+            if node.target is torch.ops.aten.conv2d.default:
+                annotate_node(node, Annotation({node.args[0]: Levels(), node.args[1]: Levels("s8")}))
+                node.meta[TAG] = node.name
+
+
+@pytest.mark.parametrize("annotates", [True, False])
+def test_frontend_c9_tags_go_along_to_quantize_and_dequantize(annotates):
+    """C9: a quantizer's or a user's own; from a reader to its dequantize, from a producer to its quantize."""
+    captured = intaglio.capture(nets.randomize(nn.Sequential(conv(), conv(4), nn.Tanh())), X)
+    for node in captured.module.graph.nodes if not annotates else ():
+        node.meta |= {TAG: node.name} if operator(node) == "aten.conv2d.default" else {}
+        node.meta |= {TAG: "kept"} if node.meta.get("path") == "1.weight" else {}
+    stage = prepare(captured, Tagging() if annotates else None)
+    stage(X)
+    found = convert(stage)
+    for node in quantizing(found):
+        of = next(iter(node.users)) if "dequantize" in operator(node) else node.args[0]
+        assert node.meta.get(TAG) == of.meta.get(TAG)
+    tagged = [node.meta[TAG] for node in quantizing(found) if TAG in node.meta]
+    assert {"conv2d", "conv2d_1"} == set(tagged)
+    assert tagged.count("conv2d_1") == (3 if annotates else 4)
+    weight = next(node for node in found.module.graph.nodes if node.meta.get("path") == "1.weight")
+    assert weight.meta.get(TAG) == (None if annotates else "kept")
+
+
+def test_frontend_c9_tags_survive_what_is_folded_and_rewritten():
+    model = nets.randomize(nn.Sequential(conv(), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten(), nn.Linear(256, 5)))
+    captured = intaglio.capture(model, X)
+    for node in captured.module.graph.nodes:
+        node.meta |= {TAG: origin(node).path} if node.op == "call_function" else {}
+    stage = prepare(captured)
+    stage(X)
+    calls = [node for node in convert(stage).module.graph.nodes if node.op == "call_function" and TAG in node.meta]
+    assert {node.meta[TAG] for node in calls} >= {"0", "4"}
+    assert all(node.meta[TAG] == origin(node).path for node in calls)
+
+
+@pytest.mark.parametrize("again", [
+    copy.deepcopy,
+    lambda model: torch.export.export(model, (X,), dynamic_shapes=FREE).module(),
+    lambda model: torch.export.export(model, (X,), dynamic_shapes=FREE).run_decompositions({}).module(),
+], ids=["copied", "exported", "decomposed"])  # fmt: skip
+def test_frontend_c9_names_of_sites_survive(again):
+    """C9: what identifies a value is the same in every form of one model; so are parameters that go by it."""
+    parts = (conv(), nn.BatchNorm2d(4), nn.GELU(), conv(4), nn.Flatten(), nn.Linear(256, 5))
+    model = nets.randomize(nn.Sequential(*parts))
+    first, second = reference(model), reference(again(model))
+    assert list(second.qparams) == list(first.qparams)
+    assert torch.equal(second(X), first(X))
+    sources = [origin(node).path for node in second.module.graph.nodes]
+    assert sources == [origin(node).path for node in first.module.graph.nodes]
+
+
+FREE = {"input": {0: torch.export.Dim.AUTO}}
+
+
 @pytest.mark.parametrize("recipe", ["default", "int8_dynamic"])
 def test_a_reference_survives_torch_export_save_and_load(recipe):
     found = reference(backbone(), quantizer=Quantizer(Recipe.named(recipe)))
@@ -106,6 +172,35 @@ def test_frontend_c11_a_quantized_part_is_left_alone_when_the_whole_is_quantized
     assert (model(X) - found(X)).abs().max() < 0.05
 
 
+def test_frontend_c11_a_part_that_was_trained_is_left_alone_when_the_whole_is_calibrated():
+    """C11: a submodule is trained and converted, then the model around it goes through post-training quantization."""
+    part = nets.randomize(nn.Sequential(conv(), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())).train()
+    trained = intaglio.prepare(intaglio.capture(part, X, train=True), qat=True)
+    trained(X).square().mean().backward()
+    inner = intaglio.convert(trained)
+    whole = nn.Sequential(nn.Tanh(), inner.as_module(), nn.Linear(256, 5)).eval()
+    found = reference(whole)
+    kinds = (torch.int8, torch.int32)
+    before, after = ([b for b in one.module.buffers() if b.dtype in kinds] for one in (inner, found))
+    assert len(before) == 2
+    assert all(any(b.shape == a.shape and torch.equal(a, b) for a in after) for b in before)
+    assert (found(X) - whole(X)).abs().max() < 0.05 * whole(X).abs().max()
+    model = intaglio.compile(found)
+    assert model.coverage.macs == 1
+    assert (model(X) - found(X)).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("stage", ["part", "whole"])
+def test_frontend_c11_what_is_converted_is_not_converted_or_prepared_again(stage):
+    """C11: each of them says which call makes what it takes."""
+    found = reference(backbone())
+    if stage == "whole":
+        found = reference(nn.Sequential(found.as_module(), nn.Linear(5, 2)).eval())
+    for step in (convert, prepare, lambda given: intaglio.prepare(given, qat=True)):
+        with pytest.raises(InputError, match="got a Reference"):
+            step(found)
+
+
 def test_frontend_c11_a_native_part_says_that_it_cannot_be_traced():
     whole = nn.Sequential(intaglio.quantize(backbone(), [X]), nn.Linear(5, 2))
     assert whole(X).shape == (4, 2)
@@ -113,8 +208,8 @@ def test_frontend_c11_a_native_part_says_that_it_cannot_be_traced():
         intaglio.capture(whole, X)
 
 
-def test_an_observer_taken_out_by_hand_does_not_stop_the_conversion():
-    """2.6: the value with several readers keeps the parameters its statistics give."""
+def test_frontend_c11_an_observer_taken_out_by_hand_does_not_stop_the_conversion():
+    """C11, 2.6: the value with several readers keeps the parameters its statistics give."""
     model = nets.randomize(Body(lambda m, x: (lambda y: m.b(y) + m.c(y))(m.a(x)), a=conv(), b=conv(4), c=conv(4)))
     stage = prepare(intaglio.capture(model, X))
     stage(X)

@@ -1,4 +1,4 @@
-"""The x86 preset: what gets quantize and dequantize, whose setting wins, and torchao's own quantizers beside it."""
+"""The x86 preset: what gets quantize and dequantize, and whose setting wins."""
 
 import warnings
 
@@ -9,13 +9,25 @@ from torch import nn
 
 import intaglio
 import nets
-from intaglio.annotation import X86Quantizer, get_symmetric_quantization_config
+from intaglio.annotation import (
+    Annotation,
+    X86Quantizer,
+    annotation_of,
+    get_linear_dynamic_fp16_config,
+    get_symmetric_quantization_config,
+)
+from intaglio.capture.nodes import operator
 from intaglio.errors import SelectorError
 from intaglio.quant import convert, prepare
+from intaglio.quant.foreign import torch_view
+from intaglio.quant.presets import TYPES
 from nets import Body
 from test_annotation import conv, counts
 
 INT8 = get_symmetric_quantization_config()
+DYNAMIC = get_symmetric_quantization_config(is_dynamic=True)
+TRAINED = get_symmetric_quantization_config(is_qat=True)
+HALF = get_linear_dynamic_fp16_config()
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 ROWS = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(2))
 
@@ -60,6 +72,12 @@ MODELS = {
     "a linear called twice": (Body(lambda m, x: m.a(m.a(x)), a=linear()), "2:2:2"),
     "attention": (Body(scores, q=linear(), k=linear(), v=linear()), "1:3:3"),
     "attention with products": (Body(scores, q=linear(), k=linear(), v=linear()), "5:7:3"),
+    "convolution of one axis and function": (
+        Body(lambda m, x: F.relu(m.a(x.flatten(2))), a=nn.Conv1d(3, 4, 3)), "1:1:1",
+    ),
+    "a product of equal shapes": (Body(lambda m, x: m.a(x) * torch.sin(m.b(x)), a=linear(), b=linear()), "3:4:2"),
+    "a product that broadcasts": (Body(lambda m, x: m.a(x) * m.a(x).mean(-1, keepdim=True), a=linear()), "1:2:2"),
+    "a product with a number": (Body(lambda m, x: m.a(x) * 3, a=linear()), "1:1:1"),
 }  # fmt: skip
 """Model -> quantize : dequantize : dequantize of weights. All are those of torchao's quantizer in tests of its own but
 for "concatenation and pool": there two inputs are convolved, here it is one, which is quantized once."""
@@ -91,14 +109,60 @@ def test_a_concatenation_of_two_inputs_convolved_has_six():
     assert counts(convert(stage)) == "6:6:3"
 
 
-def test_dynamic_linear_layers_on_one_input_make_its_levels_once():
-    """torchao's graph has 1:1:3 and one node that chooses parameters; ours a dequantize a layer: rows have scales of
-    their own, and the layers take them as operands."""
-    found = reference(MODELS["attention"][0], X86Quantizer().set_global(
-        get_symmetric_quantization_config(is_dynamic=True)))  # fmt: skip
-    names = [str(node.target) for node in found.module.graph.nodes]
-    assert names.count("intaglio.quantize_rows.default") == 1
-    assert names.count("intaglio.dequantize_rows.default") == 3
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("attention", "1:1:3"), ("a sum of two linear", "1:1:2"), ("linear in series", "3:3:4"), ("linear", "1:1:1")],
+)
+def test_dynamic_linear_layers_on_one_input_make_its_levels_once(name, wanted):
+    """As many as torchao's ``quantize`` and ``dequantize``; its ``choose_qparams`` is part of our quantize, which gives
+    the scales beside the levels."""
+    found = reference(MODELS[name][0], X86Quantizer().set_global(DYNAMIC))
+    assert dynamic_counts(found) == wanted
+    assert counts(found).startswith("0:0:")
+
+
+def dynamic_counts(found) -> str:
+    names = [operator(node) for node in found.module.graph.nodes]
+    rows = [names.count(f"intaglio.{kind}_rows.default") for kind in ("quantize", "dequantize")]
+    return ":".join(map(str, [*rows, counts(found).split(":")[-1]]))
+
+
+@pytest.mark.parametrize("after", [None, F.relu])
+def test_float16_weights_are_one_conversion_and_nothing_else(after):
+    """torchao's graph has two: to float16, which we fold as every quantize of a weight is, and back."""
+    model = Body(lambda m, x: m.a(x) if after is None else after(m.a(x)), a=linear())
+    found = reference(model, X86Quantizer().set_global(HALF))
+    assert counts(found) == "0:0:0"
+    (cast,) = [node for node in found.module.graph.nodes if operator(node) == "aten._to_copy.default"]
+    assert getattr(found.module, cast.args[0].target).dtype is torch.float16
+    model = nets.randomize(model)
+    with torch.no_grad():
+        rounded = F.linear(ROWS, model.a.weight.half().float(), model.a.bias)
+        assert torch.equal(found(ROWS), rounded if after is None else after(rounded))
+    assert torch.allclose(intaglio.compile(found)(ROWS), found(ROWS), atol=1e-5)
+
+
+TRAINING = {
+    "convolution and norm": (lambda m, x: m.b(m.a(x)), "2:2:1"),
+    "function and pool": (lambda m, x: F.max_pool2d(F.relu(m.b(m.a(x))), 2), "3:3:1"),
+    "function": (lambda m, x: F.silu(m.b(m.a(x))), "2:2:1"),
+    "sum": (lambda m, x: m.b(m.a(x)) + torch.exp(x[:, :1]).expand(-1, 4, -1, -1), "3:3:1"),
+    "sum and function": (lambda m, x: F.relu(m.b(m.a(x)) + torch.exp(x[:, :1]).expand(-1, 4, -1, -1)), "3:3:1"),
+    "no norm": (lambda m, x: m.a(x), "1:1:1"),
+}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_in_training_what_a_norm_goes_into_gives_levels(name):
+    """As torchao's quantizer has it for training, also where a float operator reads them."""
+    body, wanted = TRAINING[name]
+    model = nets.randomize(Body(body, a=conv(), b=nn.BatchNorm2d(4))).train()
+    captured = intaglio.capture(model, IMAGE, train=True)
+    prepared = intaglio.prepare(captured, X86Quantizer().set_global(TRAINED), qat=True)
+    prepared(IMAGE).square().mean().backward()
+    found = intaglio.convert(prepared)
+    assert counts(found) == wanted
+    assert torch.equal(found(IMAGE), prepared.eval()(IMAGE))
 
 
 def regions(model, quantizer) -> list[str]:
@@ -127,20 +191,139 @@ def test_frontend_a17_names_beat_types_beat_the_rest(quantizer, on):
         assert regions(model, quantizer) == on
 
 
-def test_frontend_b19_a_pattern_that_lies_half_in_a_module_is_not_fused_across_its_border():
-    """B19."""
-    model = Body(lambda m, x: m.act(m.a(x)), a=conv(), act=nn.ReLU())
-    stage = prepare(intaglio.capture(nets.randomize(model), IMAGE), X86Quantizer().set_module_name("a", INT8))
-    assert [region.name for region in stage.annotations.regions] == ["conv2d"]
+@pytest.mark.parametrize(("name", "fused"), [("part.conv_1", False), ("part.act_1", None), ("part", True)])
+def test_frontend_b19_a_pattern_that_lies_half_in_a_module_is_not_fused_across_its_border(name, fused):
+    """B19: names with underscores, of parts of parts; a function alone is nothing."""
+    part = nn.Sequential()
+    part.add_module("conv_1", conv())
+    part.add_module("act_1", nn.Hardswish())
+    found = annotated(Body(lambda m, x: torch.exp(m.part(x)), part=part), X86Quantizer().set_module_name(name, INT8))
+    wanted = {None: [], False: ["aten.conv2d.default"], True: ["aten.conv2d.default", "aten.hardswish.default"]}
+    assert list(found) == wanted[fused]
 
 
-@pytest.mark.parametrize("other", [{"is_dynamic": True}, {"is_qat": True}])
-def test_frontend_b20_a_setting_of_another_mode_is_ignored_with_a_warning(other):
-    """B20: the earlier one holds."""
-    quantizer = X86Quantizer().set_global(INT8)
-    with pytest.warns(UserWarning, match="mixes training or run-time"):
-        quantizer.set_module_name("b", get_symmetric_quantization_config(**other))
-    assert regions(Body(lambda m, x: m.b(m.a(x)), a=linear(), b=linear()), quantizer) == ["linear", "linear_1"]
+MODES = {"static": INT8, "dynamic": DYNAMIC, "trained": TRAINED}
+
+
+@pytest.mark.parametrize("later", MODES)
+@pytest.mark.parametrize("earlier", MODES)
+def test_frontend_b20_a_setting_of_another_mode_is_ignored_with_a_warning(earlier, later):
+    """B20: the earlier one holds, whichever setter the later one comes by."""
+    setters = {"set_global": [], "set_module_name": ["b"], "set_module_type": [nn.Linear],
+               "set_function_type": [F.linear]}  # fmt: skip
+    for name, place in setters.items():
+        quantizer = X86Quantizer().set_module_name("a", MODES[earlier])
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            getattr(quantizer, name)(*place, MODES[later])
+        assert ["mixes training or run-time" in str(one.message) for one in said] == [True] * (earlier != later)
+        found = annotated(Body(lambda m, x: m.b(torch.exp(m.a(x))), a=linear(), b=linear()), quantizer)
+        assert len(found) == 1 + (earlier == later)
+
+
+def annotated(model, quantizer) -> dict[str, Annotation]:
+    """Annotations by operator; of calls of one operator by its number too."""
+    view = torch_view(intaglio.capture(nets.randomize(model), example(model)).module)
+    quantizer.annotate(view)
+    found: dict[str, Annotation] = {}
+    for node in view.graph.nodes:
+        if annotation_of(node) is not None:
+            found[operator(node) + "'" * sum(name.startswith(operator(node)) for name in found)] = annotation_of(node)
+    return found
+
+
+# -- what can be set --------------------------------------------------------------------------------------------------
+
+
+def test_setters_return_the_quantizer_and_the_global_setting_can_be_read():
+    quantizer = X86Quantizer()
+    assert quantizer.get_global() is None
+    chained = quantizer.set_global(INT8).set_module_name("a", INT8).set_module_type(nn.Linear, None)
+    assert chained.set_function_type(torch.matmul, INT8) is quantizer
+    assert quantizer.get_global() is INT8
+
+
+@pytest.mark.parametrize(
+    ("given", "activation", "method"),
+    [
+        ({}, ("u8", 255), "mse"),
+        ({"reduce_range": True}, ("u7", 127), "mse"),
+        ({"is_qat": True}, ("u8", 255), "ema:0.01"),
+        ({"is_qat": True, "reduce_range": True}, ("u7", 127), "ema:0.01"),
+    ],
+)
+@pytest.mark.parametrize("channels", [True, False])
+def test_a_configuration_says_levels_and_where_they_come_from(given, activation, method, channels):
+    """Weights are -127..127 here, a symmetric range, where torchao's are -128..127."""
+    config = get_symmetric_quantization_config(is_per_channel=channels, **given)
+    stage = prepare(intaglio.capture(nets.randomize(conv()), IMAGE), X86Quantizer().set_global(config))
+    by_role = {site.role: site for site in stage.annotations.sites}
+    x, weight, bias = (by_role[role] for role in ("activation", "weight", "bias"))
+    assert (x.datatype, x.qmax, x.spec.method, x.spec.symmetric) == (*activation, method, False)
+    assert (weight.datatype, weight.qmin, weight.qmax) == ("s8", -127, 127)
+    assert (weight.axis, bias.axis) == ((0, 0) if channels else (None, None))
+
+
+@pytest.mark.parametrize("qat", [False, True])
+def test_a_dynamic_configuration_needs_no_data(qat):
+    config = get_symmetric_quantization_config(is_qat=qat, is_dynamic=True)
+    captured = intaglio.capture(nets.randomize(nn.Sequential(linear())).train(qat), ROWS, train=qat)
+    found = intaglio.convert(intaglio.prepare(captured, X86Quantizer().set_global(config), qat=qat))
+    assert dynamic_counts(found) == "1:1:1"
+
+
+def every_type(m, x):
+    y = F.avg_pool2d(torch.cat([F.max_pool2d(m.a(x), 2)] * 2, 1), 2)
+    z = m.b(torch.flatten(F.adaptive_avg_pool2d(y, 1), 1))
+    return torch.matmul(z * torch.exp(z), m.c(z.unsqueeze(1)))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_type_can_be_left_out(kind):
+    """Modules and the functions of the same name are one type. torchao's table has ``nn.Conv2d`` in the place of
+    ``nn.Conv1d``; ours has what is meant."""
+    model = Body(every_type, a=conv(), b=linear(8, 6), c=nn.Conv1d(1, 6, 1))
+    quantizer = X86Quantizer().set_function_type(torch.matmul, INT8)
+    everything = annotated(model, quantizer.set_global(INT8))
+    assert {name for name, one in everything.items() if one.inputs} == set(TYPES.values())
+    setter = quantizer.set_module_type if isinstance(kind, type) else quantizer.set_function_type
+    assert annotated(model, setter(kind, None))[TYPES[kind]] == Annotation()
+
+
+def test_a_convolution_left_out_takes_its_function_along_and_a_pool_does_not_take_the_convolution():
+    model = Body(lambda m, x: F.max_pool2d(F.relu(m.a(x)), 2), a=conv())
+    found = annotated(model, X86Quantizer().set_global(INT8).set_function_type(F.max_pool2d, None))
+    assert found["aten.max_pool2d.default"] == Annotation()
+    assert found["aten.conv2d.default"].inputs
+    model = Body(lambda m, x: m.b(F.relu(m.a(x)).mean((2, 3))), a=conv(), b=linear(4, 4))
+    found = annotated(model, X86Quantizer().set_global(INT8).set_module_type(nn.Conv2d, None))
+    assert found["aten.conv2d.default"] == found["aten.relu.default"] == Annotation()
+    assert found["aten.linear.default"].inputs
+
+
+@pytest.mark.parametrize("function", [nn.ReLU, nn.Hardtanh, nn.Hardswish, nn.ReLU6, nn.SiLU])
+def test_a_convolution_takes_the_function_behind_it(function):
+    model = Body(lambda m, x: torch.exp(m.f(m.a(x))), a=conv(), f=function())
+    assert list(annotated(model, X86Quantizer().set_global(INT8)).values())[1:] == [Annotation()]
+
+
+@pytest.mark.parametrize("function", [nn.ReLU(), nn.LeakyReLU(), nn.Tanh(), nn.GELU(), nn.GELU("tanh")])
+def test_a_linear_layer_takes_the_function_behind_it(function):
+    model = Body(lambda m, x: torch.exp(m.f(m.a(x))), a=linear(), f=function)
+    assert list(annotated(model, X86Quantizer().set_global(INT8)).values())[1:] == [Annotation()]
+    model = Body(lambda m, x: torch.exp(m.f(m.a(x))), a=linear(), f=nn.SiLU())
+    assert len(annotated(model, X86Quantizer().set_global(INT8))) == 1
+
+
+@pytest.mark.parametrize("other", [INT8, DYNAMIC])
+def test_float16_weights_go_with_any_other_setting(other):
+    quantizer = X86Quantizer().set_global(other).set_module_name("b", HALF)
+    found = reference(Body(lambda m, x: m.b(m.a(x)), a=linear(), b=linear()), quantizer)
+    assert (dynamic_counts(found) if other is DYNAMIC else counts(found)) == "1:1:1"
+    assert found.module.get_buffer("b_weight_f16").dtype is torch.float16
+
+
+# -- what follows a product -------------------------------------------------------------------------------------------
 
 
 def test_a_type_without_a_rule_is_ignored_with_a_warning():
@@ -159,12 +342,40 @@ def test_a_name_of_no_module_is_an_error():
         regions(Body(lambda m, x: m.a(x), a=conv()), X86Quantizer().set_module_name("b", INT8))
 
 
-def test_frontend_b14_what_is_added_is_not_fused_where_it_broadcasts_or_is_a_number():
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: m.a(x) + m.b(x).mean((2, 3), keepdim=True) + 3,
+        lambda m, x: m.a(x) + m.a.weight.sum(),
+        lambda m, x: (lambda y: F.relu(m.a(x) + y) + m.c(y) + torch.exp(y))(m.b(x)),
+        lambda m, x: (lambda y: F.relu(y + m.b(x)) + y)(m.a(x)),
+        lambda m, x: (lambda y: m.c(y) + y + y)(m.a(x)),
+        lambda m, x: (lambda y: y + y)(m.a(x)),
+    ],
+    ids=["broadcast", "number", "read elsewhere", "two readers", "own input", "itself"],
+)
+def test_frontend_b14_what_is_added_is_not_fused_wrongly(body):
     """B14: results are those of operators one by one."""
-    model = Body(lambda m, x: m.a(x) + m.b(x).mean((2, 3), keepdim=True) + 3, a=conv(), b=conv())
-    found = reference(model, X86Quantizer().set_global(INT8))
+    found = reference(Body(body, a=conv(), b=conv(), c=conv(4)), X86Quantizer().set_global(INT8))
     lowered = intaglio.requantize(found)
-    assert torch.allclose(intaglio.compile(lowered)(IMAGE), found(IMAGE), atol=1e-5)
+    steps = [q.step for name, q in found.qparams.items() if "weight" not in name and "bias" not in name]
+    same = (intaglio.compile(lowered, isa="portable")(IMAGE) - found(IMAGE)).abs()
+    assert same.max() <= 1.001 * max(steps)
+    assert same.mean() < 1e-3 * max(steps)
+
+
+@pytest.mark.parametrize("channels", [True, False])
+def test_frontend_b17_a_bias_is_counted_in_the_product_of_both_scales(channels):
+    """B17: int32, zero point 0, per tensor and per channel; also in the numbers of the graph."""
+    config = get_symmetric_quantization_config(is_per_channel=channels)
+    model = Body(lambda m, x: m.a(x), a=conv())
+    found = reference(model, X86Quantizer().set_global(config))
+    x, weight, bias = (found.qparams[name] for name in ("#0/input.args_0", "a.weight", "a#0/conv2d.0:bias"))
+    assert bias.scales == pytest.approx([x.step * scale for scale in weight.scales], rel=1e-6)
+    assert set(bias.zeros) == {0}
+    (levels,) = [buffer for buffer in found.module.buffers() if buffer.dtype is torch.int32]
+    steps = torch.tensor(bias.scales, dtype=torch.float64)
+    assert levels.tolist() == (model.a.bias.double() / steps).round().tolist()
 
 
 def test_seven_bits_and_scales_per_tensor():
@@ -172,39 +383,3 @@ def test_seven_bits_and_scales_per_tensor():
     found = reference(MODELS["convolution"][0], X86Quantizer().set_global(config))
     x, weight = found.qparams["#0/input.args_0"], found.qparams["a.weight"]
     assert (x.qmax, len(weight.scales)) == (127, 1)
-
-
-# -- quantizers of torchao --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_torchaos_own_quantizer_puts_them_at_the_same_places(name):
-    pytest.importorskip("torchao")
-    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
-
-    config = x86.get_default_x86_inductor_quantization_config()
-    quantizer = x86.X86InductorQuantizer().set_global(config)
-    if "products" in name:
-        quantizer.set_function_type_qconfig(torch.matmul, config)
-    assert counts(reference(MODELS[name][0], quantizer)) == MODELS[name][1]
-
-
-def test_an_executorch_style_quantizer_agrees_with_torchaos_own_flow():
-    pytest.importorskip("torchao")
-    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
-    from torchao.testing.pt2e import _xnnpack_quantizer as xnnpack
-
-    model = nets.randomize(Body(lambda m, x: m.l(F.relu(m.b(F.relu(m.a(x))) + m.c(x)).mean((2, 3))),
-                                a=conv(), b=conv(4), c=conv(), l=linear(4, 5)))  # fmt: skip
-
-    def quantizer():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return xnnpack.XNNPACKQuantizer().set_global(xnnpack.get_symmetric_quantization_config(is_per_channel=True))
-
-    theirs = prepare_pt2e(torch.export.export(model, (IMAGE,)).module(), quantizer())
-    theirs(IMAGE)
-    found = reference(model, quantizer())
-    real, other = model(IMAGE), convert_pt2e(theirs)(IMAGE)
-    assert (found(IMAGE) - real).norm() < 1.5 * (other - real).norm() + 0.01 * real.norm()
-    assert not intaglio.requantize(found).islands

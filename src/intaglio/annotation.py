@@ -16,10 +16,15 @@ from intaglio.quant.annotation import (
     annotate_node,
     annotation_of,
 )
-from intaglio.quant.presets import X86Quantizer, get_symmetric_quantization_config
+from intaglio.quant.presets import (
+    X86Quantizer,
+    get_linear_dynamic_fp16_config,
+    get_symmetric_quantization_config,
+)
 from intaglio.quant.sites import Dynamic, Fixed, Observed, Site
 
 __all__ = [
     "Annotation", "Annotator", "Composed", "Dynamic", "Fixed", "Levels", "Observed", "Own", "SameAs", "Site",
-    "X86Quantizer", "annotate_node", "annotation_of", "get_symmetric_quantization_config",
+    "X86Quantizer", "annotate_node", "annotation_of", "get_linear_dynamic_fp16_config",
+    "get_symmetric_quantization_config",
 ]  # fmt: skip

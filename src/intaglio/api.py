@@ -36,6 +36,7 @@ from intaglio.quant import (
 from intaglio.quant import calibrate as calibrate_prepared
 from intaglio.quant import convert as convert_prepared
 from intaglio.quant import prepare as prepare_captured
+from intaglio.quant.annotation import Annotator
 from intaglio.quant.correct.equalize import equalize
 from intaglio.quant.correct.kept import SAMPLES, keep
 from intaglio.quant.correct.steps import correct
@@ -127,14 +128,21 @@ def quantize(
 
 
 @overload
-def prepare(captured: Captured, quantizer: Quantizer | None = None, qat: Literal[False] = False) -> Prepared: ...
+def prepare(
+    captured: Captured, quantizer: Quantizer | Annotator | None = None, qat: Literal[False] = False
+) -> Prepared: ...
 @overload
-def prepare(captured: Captured, quantizer: Quantizer | None = None, *, qat: Literal[True]) -> PreparedQat: ...
+def prepare(
+    captured: Captured, quantizer: Quantizer | Annotator | None = None, *, qat: Literal[True]
+) -> PreparedQat: ...
 @overload
-def prepare(captured: Captured, quantizer: Quantizer | None, qat: Literal[True]) -> PreparedQat: ...
-def prepare(captured: Captured, quantizer: Quantizer | None = None, qat: bool = False) -> Prepared | PreparedQat:
+def prepare(captured: Captured, quantizer: Quantizer | Annotator | None, qat: Literal[True]) -> PreparedQat: ...
+def prepare(
+    captured: Captured, quantizer: Quantizer | Annotator | None = None, qat: bool = False
+) -> Prepared | PreparedQat:
     """Fold what can be folded, find the sites, put an observer on each, or with ``qat=True`` fake-quantize, for a model
-    that was captured with ``train=True``. `UnsupportedError` where nothing can be quantized, or something not trained.
+    that was captured with ``train=True``. ``quantizer``: a `Quantizer`, or what annotates nodes
+    (`intaglio.annotation`). `UnsupportedError` where nothing can be quantized, or something not trained.
     """
     return prepare_qat(captured, quantizer) if qat else prepare_captured(captured, quantizer)
 

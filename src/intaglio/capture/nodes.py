@@ -97,11 +97,20 @@ def origin(node: fx.Node) -> Origin:
     return node.meta.get("origin", Origin())
 
 
+TAG = "quantization_tag"
+"""Key of a node's meta: whatever a user or a quantizer wrote there. It goes along with the origin."""
+
+
+def provenance(node: fx.Node) -> dict[str, Any]:
+    """Meta of a node that is made for another: whose it is, and the tag that one has."""
+    return {"origin": origin(node)} | ({TAG: node.meta[TAG]} if TAG in node.meta else {})
+
+
 def call_before(old: fx.Node, kind: TensorType, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A node of this type in front of the one it helps to replace, with its origin."""
     with old.graph.inserting_before(old):
         node = old.graph.call_function(target, args, kwargs)
-    node.meta = {"type": kind, "origin": origin(old)}
+    node.meta = {"type": kind, **provenance(old)}
     return node
 
 
@@ -126,7 +135,7 @@ def size_of(before: fx.Node, dim: Dim) -> int | fx.Node | None:
         if node.op == "placeholder" and kind is not None and dim in kind.shape:
             with before.graph.inserting_before(before):
                 asked = before.graph.call_function(torch.ops.aten.sym_size.int, (node, kind.shape.index(dim)))
-            asked.meta = {"dim": dim, "origin": origin(before)}
+            asked.meta = {"dim": dim, **provenance(before)}
             return asked
     return None
 

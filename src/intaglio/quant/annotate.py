@@ -22,6 +22,7 @@ from intaglio.quant.recipe import Quantizer, Recipe, Setting
 from intaglio.quant.regions import Annotations, Region
 from intaglio.quant.sites import groups
 from intaglio.quant.skips import refusal, skipped
+from intaglio.quant.weights_only import alone
 
 
 def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mapping[str, str]) -> Annotations:
@@ -55,7 +56,7 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
     tables = find_tables(settings)
     outputs = frozenset(node.name for node in returned)
     return Annotations(module, sites, regions, skipped(regions, tables, reasons), groups(sites), tuple(rejected),
-                       tables, outputs=outputs, buffers=names_of(buffers))  # fmt: skip
+                       tables, outputs=outputs, buffers=names_of(buffers), alone=alone(regions, settings))  # fmt: skip
 
 
 def _returned(graph: fx.Graph) -> dict[fx.Node, None]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from intaglio.capture.nodes import TAG
 from intaglio.errors import UnsupportedError
 from intaglio.quant.annotation import Annotator, Written, resolve
 from intaglio.quant.buffers import checked_buffers, names_of
@@ -18,6 +19,7 @@ from intaglio.quant.recipe import Setting
 from intaglio.quant.regions import Annotations, Region
 from intaglio.quant.sites import Fixed, Observed, Shared, Site, groups
 from intaglio.quant.skips import skipped
+from intaglio.quant.weights_only import alone
 
 
 def annotated(
@@ -41,12 +43,16 @@ def annotated(
     own = {(value.name, reader and reader.name): make for (value, reader), make in written.own.items()}
     outputs = frozenset(node.name for node in written.outputs)
     return Annotations(module, sites, regions, skipped(regions, tables, reasons), groups(sites), (), tables, edges,
-                       outputs, names_of(buffers), own)  # fmt: skip
+                       outputs, names_of(buffers), own, alone(regions, settings))  # fmt: skip
 
 
 def written_by(module: fx.GraphModule, annotator: Annotator) -> Written:
     view = torch_view(module)
-    return resolve(module, annotations_of(view, annotator))
+    annotations = annotations_of(view, annotator)
+    tags = {node.name: node.meta[TAG] for node in view.graph.nodes if TAG in node.meta}
+    for node in module.graph.nodes:
+        node.meta |= {TAG: tags[node.name]} if node.name in tags else {}
+    return resolve(module, annotations)
 
 
 def _annotated_sites(

@@ -175,14 +175,19 @@ class Written:
 
     def setting(self, node: fx.Node, setting: Setting) -> Setting:
         """A recipe's setting of a node, with what its annotation says of weights and modes in its place."""
+        alone = self._weight_alone(node) if node in self.nodes else setting.activations == "float"
         found = replace(setting, residual="int8", functions="precise", shortcut=8,
-                        activations=self.rows.get(node, "static"))  # fmt: skip
+                        activations="float" if alone else self.rows.get(node, "static"))  # fmt: skip
         if node in self.weights:
             weight = self.weights[node]
             found = replace(found, weights="channel" if weight.channels else "tensor", weights_dtype=weight.datatype)
         if node in self.tables:
             found = replace(found, embeddings="int8")
         return found
+
+    def _weight_alone(self, node: fx.Node) -> bool:
+        """Whether a layer's weight is annotated and none of its activations."""
+        return node in self.weights and not any((value, node) in self.edges for value in activations(node))
 
     def fits(self, nodes: Sequence[fx.Node]) -> bool:
         """Whether a chain reads levels wherever it reads from outside, has none inside, and gives what is wanted."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intaglio.capture.nodes import call_of, operands, origin, record_of, tensor_type
+from intaglio.capture.nodes import call_of, operands, provenance, record_of, tensor_type
 from intaglio.ir import DType, QParams, Shape, TensorType
 from intaglio.quant.patterns import Whole
 
@@ -65,7 +65,7 @@ class _Speller:
     def __call__(self, target: Any, args: tuple[Any, ...], shape: Shape, kind: TensorType | None = None) -> fx.Node:
         with self.node.graph.inserting_before(self.node):
             made = self.node.graph.call_function(target, args)
-        made.meta = {"type": kind or TensorType(shape, DType.F32), "origin": origin(self.node)}
+        made.meta = {"type": kind or TensorType(shape, DType.F32), **provenance(self.node)}
         self.made.append(made)
         return made
 
@@ -76,7 +76,7 @@ class _Speller:
         with self.node.graph.inserting_before(self.node):
             sizes = [self.node.graph.call_function(aten.sym_size.int, (scores, axis)) for axis in (2, 3)]
         for size, dim in zip(sizes, (queries, keys), strict=True):
-            size.meta = {"dim": dim, "origin": origin(self.node)}
+            size.meta = {"dim": dim, **provenance(self.node)}
             self.made.append(size)
         rows, columns = (
             self(aten.arange.default, (size,), (dim,), TensorType((dim,), DType.I64))

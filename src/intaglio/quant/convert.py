@@ -15,7 +15,7 @@ from intaglio import numerics
 from intaglio.calls import TORCH_DTYPES
 from intaglio.capture.canonical import copy_graph, drop_unused_constants
 from intaglio.capture.captured import GraphStage, expect, fx_text
-from intaglio.capture.nodes import arguments, operands, origin
+from intaglio.capture.nodes import TAG, arguments, operands, origin, provenance
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, DType, QParams, Signature, TensorType
 from intaglio.ops.recurrent import RECURRENT
@@ -114,7 +114,7 @@ def convert(
     remarks += computed
     write_own(module, annotations.own, prepared.module)
     dequantize = decomposed().dequantize_per_channel.default
-    if stored := store_weights(module, prepared.quantizer.recipe, prepared.classes, dequantize):
+    if stored := store_weights(module, annotations.alone, dequantize):
         remarks += stored
         module.graph.eliminate_dead_code()
     drop_unused_constants(module)
@@ -250,7 +250,7 @@ class Rewriter:
         for group in [[user] for user in own] + ([others] if others and everyone else []):
             with self.graph.inserting_before(group[0] if len(group) == 1 else levels.next):
                 real = self.graph.call_function(dequantize, (levels, *parameters))
-            real.meta = {"type": node.meta["type"], "origin": origin(group[0] if len(group) == 1 else node)}
+            real.meta = {"type": node.meta["type"], **provenance(group[0] if len(group) == 1 else node)}
             for user in group:
                 user.replace_input_with(node, real)
 
@@ -265,11 +265,11 @@ class Rewriter:
         for user in self._wide_readers(node):
             with self.graph.inserting_before(user):
                 real = self.graph.call_function(dequantize, (wide, *parameters))
-            real.meta = {"type": node.meta["type"], "origin": origin(user)}
+            real.meta = {"type": node.meta["type"], **provenance(user)}
             user.replace_input_with(node, real)
         with self.graph.inserting_after(wide):
             source = self.graph.call_function(dequantize, (wide, *parameters))
-        source.meta = {"type": node.meta["type"], "origin": origin(node)}
+        source.meta = {"type": node.meta["type"], **provenance(node)}
         return source
 
     def _wide_readers(self, node: fx.Node) -> list[fx.Node]:
@@ -284,7 +284,7 @@ class Rewriter:
 
     def _meta(self, node: fx.Node, site: Site, q: QParams) -> dict[str, Any]:
         kind = TensorType(node.meta["type"].shape, site.dtype, q)
-        return {"type": kind, "origin": origin(node), "site": site.name}
+        return {"type": kind, **provenance(node), "site": site.name}
 
     def _anchor(self, region: Region) -> None:
         """Integer weight and bias, each behind a dequantize of this call's own."""
@@ -331,10 +331,11 @@ class Rewriter:
     def _constant(self, anchor: fx.Node, old: fx.Node, site: Site, array: np.ndarray, q: QParams) -> None:
         packing = site.record.packing(site.group) if site.role == "weight" else None
         source = self._get(site.name, array, TensorType(array.shape, site.dtype, q, packing))
+        source.meta |= {TAG: old.meta[TAG]} if TAG in old.meta else {}
         with self.graph.inserting_before(anchor):
             dequantize = quantizing(q, site.dtype)[1]
             real = self.graph.call_function(dequantize, (source, *self._parameters(site.name, q, site.dtype)))
-        real.meta = {"type": TensorType(array.shape, DType.F32), "origin": origin(anchor), "site": site.name}
+        real.meta = {"type": TensorType(array.shape, DType.F32), **provenance(anchor), "site": site.name}
         anchor.replace_input_with(old, real)
 
     def _parameters(self, site: str, q: QParams, dtype: DType) -> tuple[Any, ...]:

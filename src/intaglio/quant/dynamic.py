@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.capture.nodes import operator, origin
+from intaglio.capture.nodes import operator, origin, provenance
 from intaglio.ir import DType, TensorType
 from intaglio.ops import OpDef
 from intaglio.ops.recurrent import RECURRENT
@@ -49,18 +49,19 @@ def row_sites(regions: Iterable[Region], name_of: Callable[[fx.Node], str]) -> I
 
 
 def quantize_at_run_time(graph: fx.Graph, annotations: Annotations) -> None:
-    """Levels and scales of what dynamic layers read, once for all layers that read a value, a dequantize for each."""
+    """Levels and scales of what dynamic layers read, and their dequantize, once for all layers that read a value."""
     nodes, ops = {node.name: node for node in graph.nodes}, row_operators()
-    made: dict[tuple[fx.Node, str], tuple[fx.Node, fx.Node]] = {}
+    readers: dict[tuple[fx.Node, str], list[fx.Node]] = {}
     for region in (region for region in annotations.regions if region.dynamic):
         anchor = nodes[region.anchor.name]
-        x, mode = anchor.args[0], region.x_role
-        if (x, mode) not in made:
-            made[x, mode] = _quantized(graph, ops, x, mode)
-        with graph.inserting_before(anchor):
-            real = graph.call_function(ops.dequantize_rows.default, made[x, mode])
-        real.meta = {"type": x.meta["type"], "origin": origin(anchor)}
-        anchor.replace_input_with(x, real)
+        readers.setdefault((anchor.args[0], region.x_role), []).append(anchor)
+    for (x, mode), anchors in readers.items():
+        levels, scales = _quantized(graph, ops, x, mode)
+        with graph.inserting_after(scales):
+            real = graph.call_function(ops.dequantize_rows.default, (levels, scales))
+        real.meta = {"type": x.meta["type"], **provenance(anchors[0] if len(anchors) == 1 else x)}
+        for anchor in anchors:
+            anchor.replace_input_with(x, real)
 
 
 def _quantized(graph: fx.Graph, ops: Any, x: fx.Node, mode: str) -> tuple[fx.Node, fx.Node]:
@@ -68,13 +69,13 @@ def _quantized(graph: fx.Graph, ops: Any, x: fx.Node, mode: str) -> tuple[fx.Nod
     shape = x.meta["type"].shape
     with graph.inserting_after(x):
         pair = graph.call_function(ops.quantize_rows.default, (x, mode))
-    pair.meta = {"origin": origin(x)}
+    pair.meta = provenance(x)
     with graph.inserting_after(pair):
         scales = graph.call_function(getitem, (pair, 1))
     with graph.inserting_after(pair):
         levels = graph.call_function(getitem, (pair, 0))
-    levels.meta = {"type": TensorType(shape, DType.U8, row_levels(scales.name)), "origin": origin(x)}
-    scales.meta = {"type": TensorType(scales_shape(shape), DType.F32), "origin": origin(x)}
+    levels.meta = {"type": TensorType(shape, DType.U8, row_levels(scales.name)), **provenance(x)}
+    scales.meta = {"type": TensorType(scales_shape(shape), DType.F32), **provenance(x)}
     return levels, scales
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.capture.nodes import arguments, is_constant, operator, origin
+from intaglio.capture.nodes import arguments, is_constant, operator, origin, provenance
 from intaglio.ir import DType, TensorType
 from intaglio.quant.recipe import Setting
 
@@ -97,7 +97,7 @@ def quantize_table(node: fx.Node, store: Store) -> None:
         real = graph.call_function(
             torch.ops.quantized_decomposed.dequantize_per_channel.default, (*constants, 0, 0, 255, torch.uint8)
         )
-    real.meta = {"type": table.meta["type"], "origin": origin(node)}
+    real.meta = {"type": table.meta["type"], **provenance(node)}
     node.replace_input_with(table, real)
 
 

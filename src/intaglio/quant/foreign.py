@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from intaglio.calls import DTYPES, TORCH_DTYPES
 from intaglio.capture.canonical import copy_graph
-from intaglio.capture.nodes import operator, origin, tensor_type
+from intaglio.capture.nodes import operands, operator, origin, record_of, tensor_type
 from intaglio.errors import UnsupportedError
 from intaglio.ir import DType, evaluate, symbols_of
 from intaglio.quant.annotation import KEY, Annotation, Levels, Own, SameAs, is_apart
@@ -137,13 +137,23 @@ def annotations_of(view: fx.GraphModule, annotator: Any) -> dict[fx.Node, Annota
 def _translated(node: fx.Node, record: Any) -> Annotation:
     if isinstance(record, Annotation):
         return record
-    inputs = {value: _levels(node, spec) for value, spec in (record.input_qspec_map or {}).items()}
+    given = record.input_qspec_map or {}
+    inputs = {value: _half_weight(node, value, spec) or _levels(node, spec) for value, spec in given.items()}
     return Annotation(inputs, _levels(node, record.output_qspec), record.allow_implicit_sharing)
+
+
+def _half_weight(node: fx.Node, value: Any, spec: Any) -> Levels | None:
+    """Of a float16 spec of a layer's weight, which is stored so."""
+    record, dtype = record_of(node), getattr(spec, "dtype", None)
+    weight = None if record is None else record.roles.weight
+    if dtype is not torch.float16 or weight is None or operands(node)[weight] is not value:
+        return None
+    return Levels("f16")
 
 
 def _levels(node: fx.Node, spec: Any) -> Levels | SameAs | Own | None:
     """A spec of torchao's by the name of its class. One that derives parameters gives a bias int32, as every bias of
-    int8 layers is; float types mean that nothing is done."""
+    int8 layers is; float types of activations mean that nothing is done."""
     if spec is None or isinstance(spec, (Levels, SameAs, Own)):
         return spec
     kind = type(spec).__name__

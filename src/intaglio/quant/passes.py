@@ -11,7 +11,7 @@ from torch import fx
 from intaglio.capture.attention import join_attention
 from intaglio.capture.canonical import fold_constants
 from intaglio.capture.moves import batch_first
-from intaglio.capture.nodes import arguments, constant_node, is_constant, operator, origin, tensor_type
+from intaglio.capture.nodes import arguments, constant_node, is_constant, operator, origin, provenance, tensor_type
 from intaglio.capture.slices import lift_slices
 from intaglio.ir import TensorType
 from intaglio.ops import ANCHORS, BY_TARGET, OPS
@@ -69,11 +69,11 @@ def mean_as_pool(module: fx.GraphModule) -> int:
         kept = TensorType((*source.shape[:2], 1, 1), source.dtype)
         with module.graph.inserting_before(node):
             pool = module.graph.call_function(torch.ops.aten.adaptive_avg_pool2d.default, (node.args[0], [1, 1]))
-            pool.meta = {"type": kept, "origin": origin(node)}
+            pool.meta = {"type": kept, **provenance(node)}
             result = pool
             if not given["keepdim"]:
                 result = module.graph.call_function(torch.ops.aten.flatten.using_ints, (pool, 1, 3))
-                result.meta = {"type": tensor_type(node), "origin": origin(node)}
+                result.meta = {"type": tensor_type(node), **provenance(node)}
         node.replace_all_uses_with(result)
         module.graph.erase_node(node)
     return len(hits)
@@ -92,7 +92,7 @@ def norm_as_affine(module: fx.GraphModule) -> int:
         with module.graph.inserting_before(norm):
             scale, shift = (constant_node(module, name, f"{origin(norm).path}.{name}") for name in names)
             node = module.graph.call_function(torch.ops.aten.addcmul.default, (shift, norm.args[0], scale))
-        node.meta = {"type": tensor_type(value), "origin": origin(norm)}
+        node.meta = {"type": tensor_type(value), **provenance(norm)}
         value.replace_all_uses_with(node)
         module.graph.erase_node(value)
         module.graph.erase_node(norm)
@@ -113,7 +113,7 @@ def constants_as_affine(module: fx.GraphModule) -> int:
         with module.graph.inserting_before(node):
             factor, offset = (constant_node(module, name, f"{origin(node).path}.{name}") for name in names)
             result = module.graph.call_function(torch.ops.aten.addcmul.default, (offset, x, factor))
-        result.meta = {"type": tensor_type(node), "origin": origin(node)}
+        result.meta = {"type": tensor_type(node), **provenance(node)}
         node.replace_all_uses_with(result)
         module.graph.erase_node(node)
     return len(hits)
@@ -285,7 +285,7 @@ def read_affine(module: fx.GraphModule, node: fx.Node, gain: torch.Tensor, shift
     factor, offset = constants
     with module.graph.inserting_before(first):
         value = module.graph.call_function(torch.ops.aten.addcmul.default, (offset, node, factor))
-    value.meta = {"type": tensor_type(node), "origin": origin(node)}
+    value.meta = {"type": tensor_type(node), **provenance(node)}
     for user in [user for user in node.users if user is not value and "dim" not in user.meta]:
         _absorb(module, user, 1 / gain.double(), -shift.double() / gain.double(), f"{node.name}|image")
         user.replace_input_with(node, value)

@@ -31,7 +31,6 @@ from intaglio.quant.recipe import Quantizer
 from intaglio.quant.regions import Annotations
 from intaglio.quant.sites import Observed, Shared, Site
 from intaglio.quant.statistics import Statistics
-from intaglio.quant.weights_only import layers
 
 
 @dataclass
@@ -184,8 +183,7 @@ def prepared_by(
     quantizer = _decided(quantizer, module)
     notes = declare_images(module, captured.signature, quantizer, captured.classes)
     annotations = annotate_graph(module, quantizer, captured.classes)
-    integers = annotations.regions or layers(module, quantizer.recipe, captured.classes)
-    wanted = integers or annotations.edges or annotations.outputs or annotations.own
+    wanted = annotations.regions or annotations.alone or annotations.edges or annotations.outputs or annotations.own
     if not wanted and all(table.reason for table in annotations.tables):
         worst = sorted(annotations.skipped, key=lambda skip: -skip.macs)[:3]
         reasons = "; ".join(dict.fromkeys(map(str, worst)))

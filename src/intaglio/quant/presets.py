@@ -19,6 +19,7 @@ from intaglio.errors import SelectorError
 from intaglio.ir.rewrite import any as value
 from intaglio.ir.rewrite import match, op, seq
 from intaglio.quant.annotation import Annotation, Levels, Own, SameAs, annotate_node, annotation_of
+from intaglio.quant.qat.evaluated import MARKS, Norm
 from intaglio.quant.recipe import DEFAULT, Setting, matches
 from intaglio.quant.sites import Dynamic, Observed
 
@@ -71,6 +72,12 @@ def get_symmetric_quantization_config(
     )
 
 
+def get_linear_dynamic_fp16_config() -> Setting:
+    """The setting of a preset that stores weights as float16 and computes in float32; activations stay as they are.
+    Its name is torchao's, where nothing is dynamic either."""
+    return Setting(quantize=True, activations="float", weights_dtype="f16")
+
+
 class X86Quantizer:
     """Convolutions and linear layers with what follows them, then what passes levels on.
 
@@ -90,6 +97,10 @@ class X86Quantizer:
         if self._goes_with(config):
             self._rest = config
         return self
+
+    def get_global(self) -> Setting | None:
+        """What `set_global` has set."""
+        return self._rest
 
     def set_module_name(self, name: str, config: Setting | None) -> X86Quantizer:
         """For what lies in one module; a fused pattern has to lie there altogether."""
@@ -116,7 +127,7 @@ class X86Quantizer:
                         continue
                     if operator(node) != MUL or _equal_shapes(node):
                         _annotate_row(hit.nodes, dict(hit.bound).get("extra"), config)
-                        ends |= {node} if config is not None else set()
+                        ends |= {node} if _kept(config) is not None else set()
             for node in module.graph.nodes:
                 if operator(node) in PASSING and annotation_of(node) is None and covers((node,)):
                     ends |= {node} if _pass_on(node, config, ends) else set()
@@ -140,9 +151,11 @@ class X86Quantizer:
         return self
 
     def _goes_with(self, config: Setting | None) -> bool:
-        """Whether a setting's mode is that of those before."""
-        earlier = [one for one in (*self._names.values(), *self._types.values(), self._rest) if one is not None]
-        mixed = config is not None and len({_mode(one) for one in (config, *earlier)}) > 1
+        """Whether a setting's mode is that of those before. One that leaves activations in float goes with any of the
+        same training."""
+        given = [one for one in (config, *self._names.values(), *self._types.values(), self._rest) if one is not None]
+        when = {one.activations or "static" for one in given} - {"float"}
+        mixed = config is not None and (len(when) > 1 or len(set(map(_trains, given))) > 1)
         if mixed:
             warnings.warn("this setting mixes training or run-time scales with an earlier one; ignored", stacklevel=4)
         return not mixed
@@ -156,22 +169,24 @@ def _has_one(kinds: Collection[str], nodes: Sequence[fx.Node]) -> bool:
     return sum(operator(node) in kinds for node in nodes) == 1
 
 
-def _mode(config: Setting) -> tuple[bool, str]:
-    """Whether a setting is for training, and when activations get their scales."""
-    return (config.method or "").startswith("ema"), config.activations or "static"
+def _trains(config: Setting) -> bool:
+    """Whether a setting is for training."""
+    return (config.method or "").startswith("ema")
 
 
 def _annotate_row(nodes: Sequence[fx.Node], extra: fx.Node | None, config: Setting | None) -> None:
     """One pattern, root first: what its layer reads, and what a convolution adds; what a linear layer adds stays float,
-    for accuracy."""
-    anchor = nodes[-1]
+    for accuracy. In training, what a batch norm was folded into gives levels, whoever reads it."""
+    root, anchor = nodes[0], nodes[-1]
+    normed = any(isinstance(mark, Norm) for mark in anchor.meta.get(MARKS, ()))
     for node in nodes:
         inputs: dict[fx.Node, Levels | SameAs | Own | None] = {}
         if config is not None and node is anchor:
             inputs = _reads(anchor, config)
         elif config is not None and operator(node) == ADD and operator(anchor) == CONV2D and extra is not None:
-            inputs = {extra: _activation(config)}
-        annotate_node(node, Annotation(inputs))
+            inputs = {extra: _kept(config)}
+        trained = node is root and normed and config is not None and _trains(config)
+        annotate_node(node, Annotation(inputs, _kept(config) if trained else None))
 
 
 def _reads(anchor: fx.Node, config: Setting) -> dict[fx.Node, Levels | SameAs | Own | None]:
@@ -188,11 +203,20 @@ def _reads(anchor: fx.Node, config: Setting) -> dict[fx.Node, Levels | SameAs | 
     return found
 
 
-def _activation(config: Setting) -> Levels:
+def _activation(config: Setting | None) -> Levels | None:
+    """What activations become under a setting; ``None``: they stay in float."""
+    if config is None or config.activations == "float":
+        return None
     whole = config.over(DEFAULT)
     if whole.activations in ("token", "tensor"):
         return Levels(spec=Dynamic(whole.activations))
     return Levels(whole.activation.name, Observed(whole.method or "mse"))
+
+
+def _kept(config: Setting | None) -> Levels | None:
+    """Levels of a value whoever reads it; ``None`` also where they are made while the model runs, for one layer."""
+    levels = _activation(config)
+    return None if levels is None or isinstance(levels.spec, Dynamic) else levels
 
 
 def _equal_shapes(node: fx.Node) -> bool:
@@ -203,7 +227,7 @@ def _equal_shapes(node: fx.Node) -> bool:
 def _pass_on(node: fx.Node, config: Setting | None, ends: Collection[fx.Node]) -> bool:
     """Levels in and out with one set of parameters, if all that is read is the end of something quantized."""
     read = list(dict.fromkeys(arguments(node)["tensors"] if operator(node) == CAT else node.all_input_nodes[:1]))
-    if config is None:
+    if (levels := _kept(config)) is None:
         annotate_node(node, Annotation())
         return False
     if any(one not in ends for one in read):
@@ -214,5 +238,5 @@ def _pass_on(node: fx.Node, config: Setting | None, ends: Collection[fx.Node]) -
         return False
     first, *others = read
     shared = SameAs((first, node))
-    annotate_node(node, Annotation({first: _activation(config), **dict.fromkeys(others, shared)}, shared))
+    annotate_node(node, Annotation({first: levels, **dict.fromkeys(others, shared)}, shared))
     return True

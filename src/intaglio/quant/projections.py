@@ -11,7 +11,7 @@ from intaglio.capture.nodes import (
     constant_node,
     is_constant,
     operator,
-    origin,
+    provenance,
     replace_node,
     resolve,
     tensor_type,
@@ -36,7 +36,7 @@ def products_as_linear(module: fx.GraphModule) -> int:
         weight = constant_node(module, name, matrix.meta.get("path", name))
         with module.graph.inserting_before(node):
             linear = module.graph.call_function(ATEN.linear.default, (x, weight, *([bias] if bias else [])))
-        linear.meta = {"type": tensor_type(node), "origin": origin(node)}
+        linear.meta = {"type": tensor_type(node), **provenance(node)}
         node.replace_all_uses_with(linear)
         module.graph.erase_node(node)
     return len(hits)
@@ -104,7 +104,7 @@ def parts_as_layers(module: fx.GraphModule) -> int:
                 constants.append(constant_node(module, name, path))
             with module.graph.inserting_before(node):
                 layer = module.graph.call_function(ATEN.linear.default, (node.args[0], *constants))
-            layer.meta = {"type": TensorType(tensor_type(leaf).shape, DType.F32), "origin": origin(node)}
+            layer.meta = {"type": TensorType(tensor_type(leaf).shape, DType.F32), **provenance(node)}
             leaf.replace_all_uses_with(layer)
         count += 1
     module.graph.eliminate_dead_code()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from intaglio.capture.nodes import arguments, call_of, is_constant, operator, origin, record_of
+from intaglio.capture.nodes import arguments, call_of, is_constant, operator, origin, provenance, record_of
 from intaglio.ir import Dim, DType, Op, QParams, TensorType, numel
 from intaglio.ops.recurrent import RECURRENT, bind_recurrent, recurrent_meaning, result_shapes
 from intaglio.ops.rows import row_levels
@@ -149,7 +149,7 @@ def quantize_recurrent(
     with graph.inserting_before(node):
         call = graph.call_function(recurrent_operator(), (
             kind, x, scale_node, float(step), int(zero), constants, list(parts.states), *geometry))  # fmt: skip
-        call.meta = {"origin": origin(node)}
+        call.meta = provenance(node)
         if "type" in node.meta and node.meta["type"] is not None:
             result = graph.call_function(getitem, (call, 0))
             result.meta = dict(node.meta)

@@ -108,7 +108,8 @@ class Annotations:
     patterns given to the `Quantizer` matched in vain. ``tables``: of embeddings, where the recipe asks for levels.
     ``edges``: (value, reader) by name, where an annotator wants levels outside of regions too; ``outputs``: values that
     everyone reads as levels; ``buffers``: the inputs that are buffers kept as levels -> what they are after a call;
-    ``own``: (value, reader, or ``None`` for everyone) -> what makes an observer that writes levels of its own there."""
+    ``own``: (value, reader, or ``None`` for everyone) -> what makes an observer that writes levels of its own there;
+    ``alone``: layers by name whose weights alone have fewer bits, and how."""
 
     module: fx.GraphModule
     sites: tuple[Site, ...]
@@ -121,6 +122,7 @@ class Annotations:
     outputs: frozenset[str] = frozenset()
     buffers: Mapping[str, str] = field(default_factory=dict)
     own: Mapping[tuple[str, str | None], Callable[[], Any]] = field(default_factory=dict)
+    alone: Mapping[str, Setting] = field(default_factory=dict)
 
     @property
     def by_value(self) -> dict[tuple[str, str], Site]:

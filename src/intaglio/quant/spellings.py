@@ -9,15 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intaglio.capture.nodes import (
-    arguments,
-    constant_node,
-    is_constant,
-    operator,
-    origin,
-    size_of,
-    tensor_type,
-)
+from intaglio.capture.nodes import arguments, constant_node, is_constant, operator, provenance, size_of, tensor_type
 from intaglio.ir import Shape, TensorType
 from intaglio.ops.shape import END
 
@@ -28,7 +20,7 @@ def _call(old: fx.Node, shape: Shape, target: Any, *args: Any) -> fx.Node:
     """A node of this shape in front of the one it helps to replace."""
     with old.graph.inserting_before(old):
         node = old.graph.call_function(target, args)
-    node.meta = {"type": TensorType(shape, tensor_type(old).dtype), "origin": origin(old)}
+    node.meta = {"type": TensorType(shape, tensor_type(old).dtype), **provenance(old)}
     return node
 
 
@@ -78,7 +70,7 @@ def splits_as_slices(module: fx.GraphModule) -> int:
         with module.graph.inserting_before(node):
             call = (source.args[0], axis, start, start + sizes[index])
             part = module.graph.call_function(torch.ops.aten.slice.Tensor, call)
-        part.meta = {"type": tensor_type(node), "origin": origin(source)}
+        part.meta = {"type": tensor_type(node), **provenance(source)}
         node.replace_all_uses_with(part)
         module.graph.erase_node(node)
     return len(hits)
@@ -99,7 +91,7 @@ def selects_as_slices(module: fx.GraphModule) -> int:
     """``x[:, 3]`` and parts of unbind, taken one by one -> a slice of one element without its axis."""
     hits = [(node, found) for node in module.graph.nodes if (found := _selected(node)) is not None]
     for node, (source, axis, index) in hits:
-        node.meta = {**node.meta, "origin": origin(node.args[0] if node.target is python_operator.getitem else node)}
+        node.meta = {**node.meta, **provenance(node.args[0] if node.target is python_operator.getitem else node)}
         shape = tensor_type(source).shape
         one, stop = (*shape[:axis], 1, *shape[axis + 1 :]), index + 1 or END
         part = _call(node, one, ATEN.slice.Tensor, source, axis, index, stop)

@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx
 
-from intaglio.capture.nodes import constant_node, is_constant, operands, operator, origin, record_of, tensor_type
+from intaglio.capture.nodes import constant_node, is_constant, operands, origin, provenance, record_of, tensor_type
 from intaglio.ir import DType, TensorType
-from intaglio.quant.recipe import Recipe, Setting
+from intaglio.quant.recipe import Setting
+from intaglio.quant.regions import Region
 from intaglio.quant.weights import channel_scales, group_of, weight_grid
 
 
-def layers(module: fx.GraphModule, recipe: Recipe, classes: Mapping[str, str]) -> dict[fx.Node, Setting]:
-    """Convolutions and linear layers that the recipe says it of, each with a float32 weight that never changes."""
-    found = {}
-    for node in module.graph.nodes:
-        record = record_of(node) if operator(node) else None
-        if record is None or record.roles.weight is None or record.roles.outputs:
+def alone(regions: Iterable[Region], settings: Mapping[fx.Node, Setting]) -> dict[str, Setting]:
+    """Convolutions and linear layers outside of regions whose setting says it, by name, each with a float32 weight that
+    never changes."""
+    taken, found = {node for region in regions for node in region.nodes}, {}
+    for node, setting in settings.items():
+        record = record_of(node)
+        if node in taken or record is None or record.roles.weight is None or record.roles.outputs:
             continue
-        setting, weight = recipe.setting(origin(node), classes), operands(node)[record.roles.weight]
+        weight = operands(node)[record.roles.weight]
         stored = weight is not None and is_constant(weight) and tensor_type(weight).dtype is DType.F32
         if stored and setting.quantize and setting.activations == "float":
-            found[node] = setting
+            found[node.name] = setting
     return found
 
 
-def store_weights(module: fx.GraphModule, recipe: Recipe, classes: Mapping[str, str], dequantize: Any) -> list[str]:
-    """Every such weight as its setting says, behind what makes it float32 again; calls of a weight share its constants.
-    A remark for each datatype. ``dequantize``: torch's, per channel."""
-    found = layers(module, recipe, classes)
-    for node, setting in found.items():
+def store_weights(module: fx.GraphModule, found: Mapping[str, Setting], dequantize: Any) -> list[str]:
+    """The weights of such layers as their settings say, behind what makes them float32 again; calls of a weight share
+    its constants. A remark for each datatype. ``dequantize``: torch's, per channel."""
+    nodes = {node.name: node for node in module.graph.nodes}
+    for name, setting in found.items():
+        node = nodes[name]
         weight = operands(node)[record_of(node).roles.weight]
         group = group_of(origin(node), setting)
         with module.graph.inserting_before(node):
@@ -44,7 +47,7 @@ def store_weights(module: fx.GraphModule, recipe: Recipe, classes: Mapping[str, 
             else:
                 ends = *setting.weight.stored(group), torch.int8
                 real = module.graph.call_function(dequantize, (*_levels(module, weight, setting, group), 0, *ends))
-        real.meta = {"type": tensor_type(weight), "origin": origin(node)}
+        real.meta = {"type": tensor_type(weight), **provenance(node)}
         node.replace_input_with(weight, real)
     counts = Counter(setting.weight.name for setting in found.values())
     return [f"weights only: {count} layers compute in float32 on {name} weights" for name, count in counts.items()]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from intaglio.capture.nodes import call_of, is_constant, operands, origin, record_of, tensor_type
+from intaglio.capture.nodes import call_of, is_constant, operands, origin, provenance, record_of, tensor_type
 from intaglio.ir import TensorType
 from intaglio.quant.passes import constant_node
 from intaglio.quant.prepare import Prepared
@@ -106,7 +106,7 @@ def smooth(module: fx.GraphModule, values: Sequence[Smoothed], factors: Mapping[
             constants.append(constant_node(module, name, f"{origin(node).path}.{label}"))
         with module.graph.inserting_after(node):
             divided = module.graph.call_function(torch.ops.aten.addcmul.default, (constants[0], node, constants[1]))
-        divided.meta = {"type": TensorType(tensor_type(node).shape, tensor_type(node).dtype), "origin": origin(node)}
+        divided.meta = {"type": TensorType(tensor_type(node).shape, tensor_type(node).dtype), **provenance(node)}
         for user in value.users:
             nodes[user.name].replace_input_with(node, divided)
         for reader in value.readers:

@@ -13,7 +13,7 @@ from torch import fx
 from intaglio.capture.attention import PRODUCTS
 from intaglio.capture.canonical import CAPTURE_PASSES, run
 from intaglio.capture.captured import Captured
-from intaglio.capture.nodes import arguments, constant_node, operator, origin, record_of, tensor_type
+from intaglio.capture.nodes import arguments, constant_node, operator, origin, provenance, record_of, tensor_type
 from intaglio.errors import UnsupportedError
 from intaglio.ir import State
 from intaglio.quant.prepare import copy_graph
@@ -92,7 +92,7 @@ def _evaluate_norms(module: fx.GraphModule, states: Mapping[str, State]) -> set[
             norm = module.graph.call_function(EVALUATED_NORM, (x, weight, bias, *constants, momentum, eps))
             value = module.graph.call_function(python_operator.getitem, (norm, 0))
         first = next(user for user in node.users if user.args[1] == 0)
-        norm.meta, value.meta = {"origin": origin(node)}, dict(first.meta)
+        norm.meta, value.meta = provenance(node), dict(first.meta)
         path = counted[0].path.rpartition(".")[0]
         names = tuple(None if c is None else str(c.target) for c in (weight, bias, *constants))
         _mark(value, Norm(path, names, float(momentum), float(eps), number))

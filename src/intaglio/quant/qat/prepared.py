@@ -15,6 +15,7 @@ from intaglio.calls import bind, dims_of, rebuild
 from intaglio.capture.captured import Captured, expect
 from intaglio.capture.nodes import origin
 from intaglio.errors import ArtifactError, CalibrationError, InputError, UnsupportedError
+from intaglio.quant.annotation import Annotator
 from intaglio.quant.datatypes import FLOAT8
 from intaglio.quant.passes import QAT_PASSES
 from intaglio.quant.prepare import Prepared, copy_graph, prepared_by
@@ -25,7 +26,6 @@ from intaglio.quant.qat.tape import Tape
 from intaglio.quant.qat.tree import Tree
 from intaglio.quant.recipe import Quantizer
 from intaglio.quant.recurrent import is_recurrent
-from intaglio.quant.weights_only import layers
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class PreparedQat(nn.Module):
 SWITCHES = ("observe", "learn", "quantize", "frozen")
 
 
-def prepare_qat(captured: Captured, quantizer: Quantizer | None = None) -> PreparedQat:
+def prepare_qat(captured: Captured, quantizer: Quantizer | Annotator | None = None) -> PreparedQat:
     """A model captured in training -> one that trains rounded. `UnsupportedError` for what cannot be trained."""
     expect(captured, Captured, "prepare")
     if not captured.training:
@@ -168,7 +168,7 @@ def prepare_qat(captured: Captured, quantizer: Quantizer | None = None) -> Prepa
     evaluation, tape = evaluated(captured), Tape()
     module = copy_graph(evaluation.module)
     with tape, followed(module):
-        prepared = prepared_by(module, evaluation, quantizer or Quantizer(), QAT_PASSES)
+        prepared = prepared_by(module, evaluation, Quantizer.of(quantizer), QAT_PASSES)
     settle(prepared.annotations.module)
     _check(prepared, evaluation)
     root, mode = PreparedQat(), Mode()
@@ -187,10 +187,10 @@ def prepare_qat(captured: Captured, quantizer: Quantizer | None = None) -> Prepa
 
 def _check(prepared: Prepared, evaluation: Captured) -> None:
     """`UnsupportedError` for what has no gradient here, and for marks that no node has any more."""
-    annotations, quantizer = prepared.annotations, prepared.quantizer
+    annotations = prepared.annotations
     refused = [(region.anchor, "a recurrent layer") for region in annotations.regions if is_recurrent(region.anchor)]
     refused += [(table.node, "a table of embeddings in levels") for table in annotations.tables if table.reason is None]
-    alone = layers(annotations.module, quantizer.recipe, prepared.classes)
+    alone = [node for node in annotations.module.graph.nodes if node.name in annotations.alone]
     refused += [(node, "weights alone in fewer bits") for node in alone]
     for site in annotations.sites:
         if site.dtype in FLOAT8:
