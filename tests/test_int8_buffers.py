@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import intaglio
 import nets
 from compare import kinds, sqnr
+from harness import HERE
 from intaglio.annotation import Annotation, Levels, annotate_node
 from intaglio.errors import CaptureError, SelectorError, UnsupportedError
 from intaglio.quant import Quantizer, convert, prepare
@@ -289,3 +290,52 @@ def test_frontend_c8_an_annotator_and_int8_buffers():
     assert native.state0.dtype == torch.uint8
     for call in CALLS[Window]:
         assert sqnr(native(*call), model(*call)) > 20
+
+
+class Heads(nn.Module):
+    """Two heads over a cache of four axes; written by position, or pushed along."""
+
+    def __init__(self, pushed: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+        self.pushed = pushed
+        self.register_buffer("keys", torch.zeros(1, 2, 8, 16))
+        self.register_buffer("values", torch.zeros(1, 2, 8, 16))
+
+    def put(self, cache: Tensor, new: Tensor, at: Tensor) -> None:
+        if self.pushed:
+            cache.copy_(torch.cat([cache[:, :, 2:], new], 2))
+        else:
+            cache[:, :, at] = new
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        q, k, v = (layer(x).view(1, -1, 2, 16).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        self.put(self.keys, k, at)
+        self.put(self.values, v, at)
+        found = torch.softmax(q @ self.keys.transpose(2, 3) / 4, -1) @ self.values
+        return self.o(found.transpose(1, 2).reshape(1, -1, 32))
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+def test_frontend_c8_attention_reads_the_bytes_of_its_cache_on_every_instruction_set(pushed):
+    """Keys and values go from the layer that makes them to the kernel that reads them without a float between."""
+    model = nets.randomize(Heads(pushed))
+    calls = [(torch.randn(1, 2, 32), torch.arange(2 * i, 2 * i + 2)) for i in range(4)]
+    prepared = prepare(intaglio.capture(model, calls[0]), Quantizer(int8_buffers=True))
+    for call in calls:
+        prepared(*call)
+    found = convert(prepared)
+    graph = intaglio.requantize(found)
+    assert kinds(graph).count("quantize") == kinds(graph).count("dequantize") == kinds(graph).count("attention") == 1
+    (attention,) = (op for op in graph.graph.ops if op.kind == "attention")
+    assert [graph.graph.types[name].levels for name in attention.inputs[1:]] == [
+        entry.type.levels for entry in graph.signature.state
+    ]
+    models = [intaglio.compile(graph, isa=isa) for isa in HERE]
+    for call in calls:
+        wanted, exact = graph(*call), model(*call)
+        assert sqnr(wanted, exact) > 20
+        for native in models:
+            assert torch.equal(native(*call), wanted)
+            assert torch.equal(native.state0, graph.state[0])
+            assert torch.equal(native.state1, graph.state[1])

@@ -159,7 +159,8 @@ class _Mover:
                 return moved
             self.rounded |= operator(source) == QUANTIZE and self._reads_stored(source)
             return source
-        return self._moved(value) if self._moves_stored(value) else self._quantized(value)
+        alone = operator(value) in MOVED and len(value.users) == 1  # what is in front of it is quantized instead
+        return self._moved(value) if alone or self._moves_stored(value) else self._quantized(value)
 
     def _moved(self, value: fx.Node) -> fx.Node:
         own = [arguments(value)[name] for name in MOVED[operator(value)]]
