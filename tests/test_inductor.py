@@ -10,8 +10,9 @@ from torch import nn
 from torch._inductor import config as inductor_config
 
 import intaglio
+from intaglio.backends.images import byte_inputs
 from intaglio.backends.inductor import SETTINGS, lowering
-from intaglio.backends.inductor_graph import graph_for_inductor
+from intaglio.backends.inductor_graph import graph_for_inductor, graph_of_bytes, is_int8_layer
 from intaglio.errors import BuildError, InputError, UnsupportedError
 from intaglio.ops.rows import levels_of_rows
 from intaglio.quant.dynamic import decompositions
@@ -20,9 +21,9 @@ OWN_SUMS = 1e-5
 """Share of the largest result by which float sums in another order differ."""
 
 
-def converted(model, *inputs, recipe=None, dynamic_shapes=None):
+def converted(model, *inputs, recipe=None, dynamic_shapes=None, image=None):
     captured = intaglio.capture(model.eval(), inputs, dynamic_shapes=dynamic_shapes)
-    prepared = intaglio.prepare(captured, intaglio.Quantizer(intaglio.Recipe.of(recipe or {})))
+    prepared = intaglio.prepare(captured, intaglio.Quantizer(intaglio.Recipe.of(recipe or {}), input=image))
     ranges = intaglio.calibrate(prepared, [inputs]) if prepared.observers else None
     return intaglio.convert(prepared, ranges)
 
@@ -225,6 +226,69 @@ def test_moves_are_of_levels():
     moved = [node for node in handed.graph.nodes if str(node.target) == "aten.permute.default"]
     assert moved
     assert not any("dequantize" in str(node.args[0].target) for node in moved)
+
+
+# ---- images ---------------------------------------------------------------------------------------------------------
+
+IMAGE = intaglio.Image((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
+
+
+def pixels(*shape):
+    return torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+class Stem(nn.Module):
+    """Two convolutions of an image, one of which pads, one not, and groups."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Conv2d(3, 6, 3, stride=2, padding=(2, 1), bias=False)
+        self.grouped = nn.Conv2d(3, 6, (4, 3), stride=2, groups=3)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.wide(x)).mean((2, 3)) + self.grouped(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("image", [IMAGE, intaglio.Image(0.5, 0.25)], ids=["by_channel", "one_mean"])
+def test_convolutions_of_images_are_of_levels_with_one_zero_point(image):
+    torch.manual_seed(0)
+    bytes_ = pixels(2, 3, 11, 9)
+    x = image.normalize(bytes_)
+    handed = graph(Stem(), x, image=image)
+    assert sum(map(is_int8_layer, handed.graph.nodes)) == 3
+    taken = graph_of_bytes(handed, byte_inputs(handed))
+    with torch.no_grad():
+        np.testing.assert_array_equal(taken(bytes_)[0], handed(x)[0])
+    assert not any("addcmul" in target for target in targets(taken))
+
+
+def test_an_input_with_a_scale_for_every_channel_is_no_bytes():
+    torch.manual_seed(0)
+    x = torch.rand(8, 3, 11, 9) * torch.tensor([1.0, 5.0, 20.0])[:, None, None]
+    captured = intaglio.capture(Stem().eval(), x)
+    prepared = intaglio.prepare(captured, intaglio.Quantizer(intaglio.Recipe.of({"*": {"equalize": True}})))
+    prepared = intaglio.equalize(prepared, [x])
+    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, [x]))
+    handed = graph_for_inductor(reference)
+    assert not byte_inputs(handed)
+    assert sum(map(is_int8_layer, handed.graph.nodes)) == 3
+    with torch.no_grad():
+        assert_close(handed(x)[0], reference(x))
+
+
+@pytest.mark.slow
+def test_images_are_bytes_or_floats(tmp_path):
+    torch.manual_seed(0)
+    bytes_ = pixels(3, 3, 11, 9)
+    x = IMAGE.normalize(bytes_)
+    reference = converted(Stem(), x, image=IMAGE)
+    model = intaglio.compile(reference, backend="inductor", example_inputs=bytes_)
+    assert model.report.counts["int8 call"] == 3
+    for given in (bytes_, x):
+        assert_close(model(given), reference(x))
+    model.save_package(tmp_path / "model.pt2")
+    assert_close(torch._inductor.aoti_load_package(str(tmp_path / "model.pt2"))(bytes_), reference(x))
 
 
 # ---- larger ---------------------------------------------------------------------------------------------------------

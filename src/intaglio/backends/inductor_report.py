@@ -80,7 +80,7 @@ def report_of(handed: fx.Graph, made: Iterable[fx.Node], notes: tuple[str, ...] 
         fused.update((node, _int8_call(targets[chain[-1].name])) for node in chain)
     placed = []
     for node in handed.nodes:
-        if operator(node) and not operator(node).startswith(IDLE):
+        if origin(node).operator and operator(node) and not operator(node).startswith(IDLE):
             call = fused.get(node)
             if call is None:
                 placed.append(Placed(origin(node), _kind(targets.get(node.name, ()))))
