@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._inductor import config as inductor_config
 
+import beside
 import intaglio
 from intaglio.backends.images import byte_inputs
 from intaglio.backends.inductor import SETTINGS, lowering
@@ -169,7 +170,7 @@ def test_fewer_levels_than_the_type_has_are_clamped_to():
     reference = converted(net, x, recipe={"*": {"activations_dtype": "u7"}})
     model = intaglio.compile(reference, backend="inductor", example_inputs=x)
     assert_close(model(8 * x), reference(8 * x))
-    assert model.report.counts["int8 call"] == 2
+    assert [one.call for one in model.report.of("int8 call")] == ["qlinear + relu -> uint8", "qlinear -> float32"]
 
 
 def test_a_transposed_convolution_is_computed_in_float():
@@ -304,6 +305,44 @@ def test_a_transformer_block_of_any_batch():
     for batch in (1, 5):
         x = torch.randn(batch, 6, 32)
         assert_close(model(x), reference(x))
+
+
+@pytest.fixture
+def bert():
+    beside.import_torchvision()  # transformers imports it where it is installed
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    torch.manual_seed(0)
+    return transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes))
+
+
+@pytest.mark.slow
+def test_bert_with_masks_and_as_a_package(bert, tmp_path):
+    ids, mask = torch.randint(50, (2, 7)), torch.ones(2, 7, dtype=torch.long)
+    mask[1, 4:] = 0
+    reference = converted(bert, ids, mask)
+    model = intaglio.compile(reference, backend="inductor", example_inputs=(ids, mask))
+    own = "encoder.layer.0."
+    assert [(one.origin.path.removeprefix(own), one.call) for one in model.report.of("int8 call")] == [
+        ("attention.self.query", "qlinear -> uint8"),
+        ("attention.self.key", "qlinear -> uint8"),
+        ("attention.self.value", "qlinear -> uint8"),
+        ("attention.output.dense", "qlinear + sum -> float32"),
+        ("intermediate.dense", "qlinear + gelu -> uint8"),
+        ("output.dense", "qlinear + sum -> float32"),
+        ("pooler.dense", "qlinear -> float32"),
+    ]
+    assert [one.origin.operator for one in model.report.of("float call")] == [
+        "aten.scaled_dot_product_attention.default"
+    ]
+    assert model.save_package(tmp_path / "model.pt2").counts["int8 call"] == 7
+    package = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2"))
+    longer = torch.randint(50, (3, 9)), torch.ones(3, 9, dtype=torch.long)
+    for run, given in ((model, (ids, mask)), (package, (ids, mask)), (package, longer)):
+        got, wanted = run(*given), reference(*given)
+        assert type(got) is type(wanted)
+        for name in ("last_hidden_state", "pooler_output"):
+            assert_close(got[name], wanted[name])
 
 
 @pytest.mark.slow

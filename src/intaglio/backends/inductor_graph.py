@@ -122,13 +122,14 @@ def levels_moved(module: fx.GraphModule) -> None:
 
 
 def narrow_levels_clamped(module: fx.GraphModule) -> None:
-    """A quantize to fewer levels than its element type has: clamped in float, as oneDNN clamps to the type only."""
+    """A quantize to fewer levels than its element type has -> one to all of them, which oneDNN clamps to, and a clamp
+    of those."""
     for node in [node for node in module.graph.nodes if operator(node) == QUANTIZE]:
         x, scale, zero, low, high, dtype = node.args
         if dtype not in WHOLE or (low, high) == WHOLE[dtype]:
             continue
-        clamped = _before(node, ATEN.clamp.default, x, (low - zero) * scale, (high - zero) * scale)
-        node.args = (clamped, scale, zero, *WHOLE[dtype], dtype)
+        levels = _before(node, node.target, x, scale, zero, *WHOLE[dtype], dtype)
+        node.replace_all_uses_with(_before(node, ATEN.clamp.default, levels, low, high))
 
 
 def sums_without_inputs(module: fx.GraphModule) -> None:
