@@ -124,8 +124,8 @@ IMAGES, ROWS = (2, 8, 8, 8), (2, 16)
          "linear_add", "concatenated", "read_twice"],
 )  # fmt: skip
 def test_matches_of_small_networks(build, shape, wanted, monkeypatch):
-    """Promotion, prepack, unary, binary. Equal to the counts in PyTorch's own tests where no line says otherwise; layers
-    that end in a quantize count as unary, with or without a function in front of it."""
+    """Promotion, prepack, unary, binary. Equal to the counts in PyTorch's own tests where no line says otherwise;
+    layers that end in a quantize count as unary, with or without a function in front of it."""
     torch.manual_seed(0)
     assert lowered(build(), torch.randn(shape), monkeypatch)[0] == wanted
 
