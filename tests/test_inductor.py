@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch._inductor import config as inductor_config
 
+import beside
 import intaglio
+from intaglio.backends.images import byte_inputs
 from intaglio.backends.inductor import SETTINGS, lowering
-from intaglio.backends.inductor_graph import graph_for_inductor
+from intaglio.backends.inductor_graph import graph_for_inductor, graph_of_bytes, is_int8_layer
 from intaglio.errors import BuildError, InputError, UnsupportedError
 from intaglio.ops.rows import levels_of_rows
 from intaglio.quant.dynamic import decompositions
@@ -20,9 +22,9 @@ OWN_SUMS = 1e-5
 """Share of the largest result by which float sums in another order differ."""
 
 
-def converted(model, *inputs, recipe=None, dynamic_shapes=None):
+def converted(model, *inputs, recipe=None, dynamic_shapes=None, image=None):
     captured = intaglio.capture(model.eval(), inputs, dynamic_shapes=dynamic_shapes)
-    prepared = intaglio.prepare(captured, intaglio.Quantizer(intaglio.Recipe.of(recipe or {})))
+    prepared = intaglio.prepare(captured, intaglio.Quantizer(intaglio.Recipe.of(recipe or {}), input=image))
     ranges = intaglio.calibrate(prepared, [inputs]) if prepared.observers else None
     return intaglio.convert(prepared, ranges)
 
@@ -168,7 +170,7 @@ def test_fewer_levels_than_the_type_has_are_clamped_to():
     reference = converted(net, x, recipe={"*": {"activations_dtype": "u7"}})
     model = intaglio.compile(reference, backend="inductor", example_inputs=x)
     assert_close(model(8 * x), reference(8 * x))
-    assert model.report.counts["int8 call"] == 2
+    assert [one.call for one in model.report.of("int8 call")] == ["qlinear + relu -> uint8", "qlinear -> float32"]
 
 
 def test_a_transposed_convolution_is_computed_in_float():
@@ -227,6 +229,69 @@ def test_moves_are_of_levels():
     assert not any("dequantize" in str(node.args[0].target) for node in moved)
 
 
+# ---- images ---------------------------------------------------------------------------------------------------------
+
+IMAGE = intaglio.Image((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
+
+
+def pixels(*shape):
+    return torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+class Stem(nn.Module):
+    """Two convolutions of an image, one of which pads, one not, and groups."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Conv2d(3, 6, 3, stride=2, padding=(2, 1), bias=False)
+        self.grouped = nn.Conv2d(3, 6, (4, 3), stride=2, groups=3)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.wide(x)).mean((2, 3)) + self.grouped(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("image", [IMAGE, intaglio.Image(0.5, 0.25)], ids=["by_channel", "one_mean"])
+def test_convolutions_of_images_are_of_levels_with_one_zero_point(image):
+    torch.manual_seed(0)
+    bytes_ = pixels(2, 3, 11, 9)
+    x = image.normalize(bytes_)
+    handed = graph(Stem(), x, image=image)
+    assert sum(map(is_int8_layer, handed.graph.nodes)) == 3
+    taken = graph_of_bytes(handed, byte_inputs(handed))
+    with torch.no_grad():
+        np.testing.assert_array_equal(taken(bytes_)[0], handed(x)[0])
+    assert not any("addcmul" in target for target in targets(taken))
+
+
+def test_an_input_with_a_scale_for_every_channel_is_no_bytes():
+    torch.manual_seed(0)
+    x = torch.rand(8, 3, 11, 9) * torch.tensor([1.0, 5.0, 20.0])[:, None, None]
+    captured = intaglio.capture(Stem().eval(), x)
+    prepared = intaglio.prepare(captured, intaglio.Quantizer(intaglio.Recipe.of({"*": {"equalize": True}})))
+    prepared = intaglio.equalize(prepared, [x])
+    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, [x]))
+    handed = graph_for_inductor(reference)
+    assert not byte_inputs(handed)
+    assert sum(map(is_int8_layer, handed.graph.nodes)) == 3
+    with torch.no_grad():
+        assert_close(handed(x)[0], reference(x))
+
+
+@pytest.mark.slow
+def test_images_are_bytes_or_floats(tmp_path):
+    torch.manual_seed(0)
+    bytes_ = pixels(3, 3, 11, 9)
+    x = IMAGE.normalize(bytes_)
+    reference = converted(Stem(), x, image=IMAGE)
+    model = intaglio.compile(reference, backend="inductor", example_inputs=bytes_)
+    assert model.report.counts["int8 call"] == 3
+    for given in (bytes_, x):
+        assert_close(model(given), reference(x))
+    model.save_package(tmp_path / "model.pt2")
+    assert_close(torch._inductor.aoti_load_package(str(tmp_path / "model.pt2"))(bytes_), reference(x))
+
+
 # ---- larger ---------------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +305,44 @@ def test_a_transformer_block_of_any_batch():
     for batch in (1, 5):
         x = torch.randn(batch, 6, 32)
         assert_close(model(x), reference(x))
+
+
+@pytest.fixture
+def bert():
+    beside.import_torchvision()  # transformers imports it where it is installed
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    torch.manual_seed(0)
+    return transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes))
+
+
+@pytest.mark.slow
+def test_bert_with_masks_and_as_a_package(bert, tmp_path):
+    ids, mask = torch.randint(50, (2, 7)), torch.ones(2, 7, dtype=torch.long)
+    mask[1, 4:] = 0
+    reference = converted(bert, ids, mask)
+    model = intaglio.compile(reference, backend="inductor", example_inputs=(ids, mask))
+    own = "encoder.layer.0."
+    assert [(one.origin.path.removeprefix(own), one.call) for one in model.report.of("int8 call")] == [
+        ("attention.self.query", "qlinear -> uint8"),
+        ("attention.self.key", "qlinear -> uint8"),
+        ("attention.self.value", "qlinear -> uint8"),
+        ("attention.output.dense", "qlinear + sum -> float32"),
+        ("intermediate.dense", "qlinear + gelu -> uint8"),
+        ("output.dense", "qlinear + sum -> float32"),
+        ("pooler.dense", "qlinear -> float32"),
+    ]
+    assert [one.origin.operator for one in model.report.of("float call")] == [
+        "aten.scaled_dot_product_attention.default"
+    ]
+    assert model.save_package(tmp_path / "model.pt2").counts["int8 call"] == 7
+    package = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2"))
+    longer = torch.randint(50, (3, 9)), torch.ones(3, 9, dtype=torch.long)
+    for run, given in ((model, (ids, mask)), (package, (ids, mask)), (package, longer)):
+        got, wanted = run(*given), reference(*given)
+        assert type(got) is type(wanted)
+        for name in ("last_hidden_state", "pooler_output"):
+            assert_close(got[name], wanted[name])
 
 
 @pytest.mark.slow

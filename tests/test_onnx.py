@@ -161,7 +161,21 @@ def test_images_are_taken_as_bytes(tmp_path):
     written = Written(reference_of(model, x, input=image), tmp_path)
     assert written.file.inputs == {"input": "UINT8[n,3,12,12]"}
     assert "bytes" in written.file.notes[0]
-    written.assert_close(x, given=(pixels,))
+    assert "Conv" in written.operators
+    assert not {"Conv", "FusedConv"} & set(written.engine)
+    for batch in (1, 3):
+        written.assert_close(x[:batch], given=(pixels[:batch],))
+
+
+def test_an_input_with_a_scale_for_every_channel_is_no_bytes(tmp_path):
+    model = randomize(nets.ConvBnRelu())
+    x = torch.rand(3, 3, 12, 12) * torch.tensor([1.0, 5.0, 20.0])[:, None, None]
+    captured = intaglio.capture(model.eval(), x)
+    prepared = intaglio.equalize(prepare(captured, Quantizer(Recipe(default=intaglio.Setting(equalize=True)))), [x])
+    written = Written(convert(prepared, calibrate(prepared, [x])), tmp_path)
+    assert written.file.inputs == {"input": "FLOAT[n,3,12,12]"}
+    assert not {"Conv", "FusedConv"} & set(written.engine)
+    written.assert_close(x)
 
 
 def test_an_image_that_something_reads_in_float_stays_float(tmp_path):

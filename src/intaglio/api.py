@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from intaglio import build
 from intaglio.backends import to_onnx
+from intaglio.backends.images import byte_inputs
 from intaglio.build import load
 from intaglio.calls import bind
 from intaglio.capture import capture
 from intaglio.capture.captured import Captured, expect
 from intaglio.errors import InputError
-from intaglio.ir import Schedule, Signature
+from intaglio.ir import Schedule
 from intaglio.lower import Lowered, requantize
 from intaglio.ops import OpDef
 from intaglio.quant import (
@@ -251,7 +252,7 @@ def compile(
         assert isinstance(stage, Reference)
         _native_only(isa=isa, tune=tune or None, on_new_shape=None if on_new_shape == "plan" else on_new_shape,
                      float_model=float_model)  # fmt: skip
-        return InductorModel(stage, _example(stage.signature, example_inputs))
+        return InductorModel(stage, _example(stage, example_inputs))
     if backend != "native":
         raise InputError("backend", None, f"no backend {backend!r}; there are native and inductor")
     _policy(on_new_shape, float_model)
@@ -269,12 +270,12 @@ def _native_only(**given: Any) -> None:
         raise InputError("compile", None, f"{', '.join(ignored)}: of the native backend only")
 
 
-def _example(signature: Signature, given: Any) -> Sequence[Tensor] | None:
+def _example(reference: Reference, given: Any) -> Sequence[Tensor] | None:
     """Tensors of a typical call: those given, or of a batch of one; nothing if more than the batch is free."""
     if given is not None:
-        return example_of(signature, given, ())
+        return example_of(reference.signature, given, byte_inputs(reference.module))
     try:
-        return made_up(signature)
+        return made_up(reference.signature)
     except InputError:
         return None
 

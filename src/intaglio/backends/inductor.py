@@ -26,9 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
-from intaglio.backends.inductor_graph import graph_for_inductor
+from intaglio.backends.images import byte_inputs
+from intaglio.backends.inductor_graph import graph_for_inductor, graph_of_bytes
 from intaglio.backends.inductor_report import Report, report_of
-from intaglio.calls import TORCH_DTYPES, bind, dims_of, initial_state, kept_state, rebuild
+from intaglio.calls import bind, dims_of, initial_state, kept_state, rebuild
 from intaglio.capture.nodes import operator, origin
 from intaglio.errors import ArtifactError, BuildError, InputError, UnsupportedError
 from intaglio.ir import Expression, Signature, evaluate, symbol, symbols_of
@@ -46,6 +47,7 @@ SETTINGS = {
 are packed then. Passes are set by others: importing torchao's quantizer for x86 sets the first of them."""
 SHAPES = 256
 """Sizes of calls whose program is remembered."""
+_Type = tuple[torch.dtype, torch.Size]
 logger = logging.getLogger("intaglio")
 
 
@@ -61,9 +63,10 @@ class InductorModel(nn.Module):
         """``example``: tensors of a call to compile for now."""
         super().__init__()
         self.signature, self.about = reference.signature, reference.about
-        self._graph = (graph_for_inductor(reference),)  # in a tuple, so that it is no part of this module
+        self._graphs = {frozenset[int](): graph_for_inductor(reference)}  # by which inputs are bytes
+        self._byte_inputs = byte_inputs(self._graphs[frozenset()])
         self._programs: list[_Program] = []
-        self._by_shape: dict[tuple[torch.Size, ...], _Program] = {}
+        self._by_type: dict[tuple[_Type, ...], _Program] = {}
         self.report: Report | None = None
         self._example: list[torch.Tensor] = []
         for index, tensor in enumerate(initial_state(self.signature)):
@@ -74,7 +77,7 @@ class InductorModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = bind(self.signature, args, kwargs)
-        symbols = dims_of(self.signature, leaves)
+        symbols = dims_of(self.signature, leaves, self._byte_inputs)
         with torch.no_grad(), torch.autocast("cpu", enabled=False):  # the graph says every element type itself
             inputs = [leaf.contiguous() for leaf in (*leaves, *self._state())]
             results = self._program(inputs).call(*inputs)
@@ -89,20 +92,27 @@ class InductorModel(nn.Module):
         return [getattr(self, f"state{index}") for index in range(len(self.signature.state))]
 
     def _program(self, inputs: Sequence[torch.Tensor]) -> _Program:
-        """The one that takes inputs of these sizes, compiled if there is none; the first one has no free sizes."""
-        key = tuple(tensor.shape for tensor in inputs)
-        if key not in self._by_shape:
+        """The one that takes such inputs, compiled if there is none; the first one has no free sizes."""
+        key = tuple((tensor.dtype, tensor.shape) for tensor in inputs)
+        if key not in self._by_type:
             found = next((program for program in self._programs if program.takes(inputs)), None)
             if found is None:
                 found = self._compiled(inputs, free=bool(self._programs))
                 self._programs.append(found)
-            if len(self._by_shape) == SHAPES:
-                self._by_shape.clear()
-            self._by_shape[key] = found
-        return self._by_shape[key]
+            if len(self._by_type) == SHAPES:
+                self._by_type.clear()
+            self._by_type[key] = found
+        return self._by_type[key]
+
+    def _graph(self, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+        """With inputs of bytes where these are."""
+        key = frozenset(index for index in self._byte_inputs if inputs[index].dtype is torch.uint8)
+        if key not in self._graphs:
+            self._graphs[key] = graph_of_bytes(self._graphs[frozenset()], key)
+        return self._graphs[key]
 
     def _compiled(self, inputs: Sequence[torch.Tensor], free: bool) -> _Program:
-        (graph,) = self._graph
+        graph = self._graph(inputs)
         environment = ShapeEnv(duck_shape=False)
         mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
         axes = self._free_axes() if free else [()] * len(inputs)
@@ -116,7 +126,7 @@ class InductorModel(nn.Module):
         self.report = report_of(graph.graph, made, _notes())
         self._example = self._example or [torch.empty_like(tensor) for tensor in inputs]
         guards = environment.produce_guards_expression(fakes) if free else None
-        return _Program(call, tuple(fake.shape for fake in fakes), environment, guards)
+        return _Program(call, tuple((fake.dtype, fake.shape) for fake in fakes), environment, guards)
 
     def _free_axes(self) -> list[tuple[int, ...]]:
         """Of every input of the graph, the axes whose sizes a call decides."""
@@ -136,19 +146,20 @@ class InductorModel(nn.Module):
             raise InputError("save_package", None, f"{str(path)!r}; the name of a package ends in .pt2")
         self._check_package()
         args, kwargs, axes = self._example_call()
-        module = _AsModel(self._graph[0], self.signature)
+        graph = self._graph(self._example)
+        module = _AsModel(graph, self.signature)
         with torch.no_grad():
             exported = torch.export.export(module, args, kwargs, dynamic_shapes=axes)
         with lowering() as made:
             exported = exported.run_decompositions(decompositions())
             torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
-        return report_of(self._graph[0].graph, made, _notes())
+        return report_of(graph.graph, made, _notes())
 
     def _check_package(self) -> None:
         if self.signature.state or self.signature.written:
             problem = "it changes buffers or inputs while it runs, which a package cannot"
             raise UnsupportedError("save_package", None, problem, remedy="export_c of the native model can")
-        opaque = [node for node in self._graph[0].graph.nodes if operator(node).startswith("intaglio.")]
+        opaque = [node for node in self._graphs[frozenset()].graph.nodes if operator(node).startswith("intaglio.")]
         for node in (node for node in opaque if node.target not in decompositions()):
             where = origin(node)
             raise UnsupportedError(
@@ -162,13 +173,13 @@ class InductorModel(nn.Module):
     def _example_call(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Arguments of a call with free sizes of 2 at least, which export would take for fixed ones otherwise."""
         entries, axes = self.signature.inputs, torch.export.ShapesCollection()
-        sizes = {name: max(size, 2) for name, size in dims_of(self.signature, self._example).items()}
+        sizes = {name: max(size, 2) for name, size in dims_of(self.signature, self._example, self._byte_inputs).items()}
         leaves: list[Any] = [None] * self.signature.in_tree.num_leaves
         for leaf, value in self.signature.fixed.items():
             leaves[leaf] = value
-        for entry, free in zip(entries, self._free_axes(), strict=True):
+        for entry, example, free in zip(entries, self._example, self._free_axes(), strict=True):
             shape = [evaluate(dim, sizes) for dim in entry.type.shape]
-            tensor = torch.zeros(shape, dtype=TORCH_DTYPES[entry.type.dtype])
+            tensor = torch.zeros(shape, dtype=example.dtype)
             leaves[entry.leaf] = tensor
             if free:
                 axes[tensor] = dict.fromkeys(free, torch.export.Dim.AUTO)
@@ -193,19 +204,19 @@ class InductorModel(nn.Module):
 
 @dataclass(frozen=True)
 class _Program:
-    """``call`` takes the graph's inputs. ``shapes``: of each input, numbers where the size is fixed. ``guards``: what
+    """``call`` takes the graph's inputs. ``types``: of each input, numbers where a size is fixed. ``guards``: what
     Inductor assumed of free sizes, in PyTorch's own words."""
 
     call: Callable[..., Sequence[torch.Tensor]]
-    shapes: tuple[torch.Size, ...]
+    types: tuple[_Type, ...]
     environment: ShapeEnv
     guards: str | None
 
     def takes(self, inputs: Sequence[torch.Tensor]) -> bool:
-        pairs = zip(self.shapes, (tensor.shape for tensor in inputs), strict=True)
-        sizes = (size for own, given in pairs for size in zip(own, given, strict=True))
-        if any(isinstance(own, int) and own != given for own, given in sizes):
-            return False
+        for (dtype, shape), given in zip(self.types, inputs, strict=True):
+            sizes = zip(shape, given.shape, strict=True)
+            if dtype is not given.dtype or any(isinstance(own, int) and own != size for own, size in sizes):
+                return False
         return not self.guards or bool(self.environment.evaluate_guards_expression(self.guards, list(inputs)))
 
 

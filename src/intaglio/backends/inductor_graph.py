@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import fx
 
-from intaglio.capture.canonical import drop_unused_constants
+from intaglio.backends.images import image_of, one_zero_point, take_bytes
+from intaglio.capture.canonical import copy_graph, drop_unused_constants
 from intaglio.capture.nodes import is_constant, operator, origin
 from intaglio.quant import Reference
 from intaglio.quant.dynamic import DEQUANTIZE_ROWS, ROW_UNITS
@@ -46,6 +47,21 @@ def graph_for_inductor(reference: Reference) -> fx.GraphModule:
     for rewrite in PASSES:
         rewrite(module)
         module.graph.eliminate_dead_code()
+    return _labelled(module)
+
+
+def graph_of_bytes(module: fx.GraphModule, inputs: Collection[int]) -> fx.GraphModule:
+    """`graph_for_inductor`'s, with these of its `byte_inputs` as uint8; constants are shared."""
+    own = copy_graph(module)
+    placeholders = [node for node in own.graph.nodes if node.op == "placeholder"]
+    for node in list(own.graph.nodes):
+        if image_of(node) in [placeholders[index] for index in inputs]:
+            take_bytes(own, node)
+    own.graph.eliminate_dead_code()
+    return _labelled(own)
+
+
+def _labelled(module: fx.GraphModule) -> fx.GraphModule:
     drop_unused_constants(module)
     for node in module.graph.nodes:
         node.meta["custom"] = {LABEL: node.name}
@@ -82,6 +98,12 @@ def rows_behind_layers(module: fx.GraphModule) -> None:
         linear.replace_all_uses_with(y)
 
 
+def images_with_one_zero_point(module: fx.GraphModule) -> None:
+    """oneDNN's convolutions take one zero point for a tensor, and pad with it."""
+    for node in list(module.graph.nodes):
+        one_zero_point(module, node)
+
+
 def levels_moved(module: fx.GraphModule) -> None:
     """dequantize -> moves -> quantize with the same parameters -> the moves alone, of levels."""
     for last in [node for node in module.graph.nodes if operator(node) == QUANTIZE]:
@@ -100,13 +122,14 @@ def levels_moved(module: fx.GraphModule) -> None:
 
 
 def narrow_levels_clamped(module: fx.GraphModule) -> None:
-    """A quantize to fewer levels than its element type has: clamped in float, as oneDNN clamps to the type only."""
+    """A quantize to fewer levels than its element type has -> one to all of them, which oneDNN clamps to, and a clamp
+    of those."""
     for node in [node for node in module.graph.nodes if operator(node) == QUANTIZE]:
         x, scale, zero, low, high, dtype = node.args
         if dtype not in WHOLE or (low, high) == WHOLE[dtype]:
             continue
-        clamped = _before(node, ATEN.clamp.default, x, (low - zero) * scale, (high - zero) * scale)
-        node.args = (clamped, scale, zero, *WHOLE[dtype], dtype)
+        levels = _before(node, node.target, x, scale, zero, *WHOLE[dtype], dtype)
+        node.replace_all_uses_with(_before(node, ATEN.clamp.default, levels, low, high))
 
 
 def sums_without_inputs(module: fx.GraphModule) -> None:
@@ -169,6 +192,7 @@ def _before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
 
 
 PASSES: tuple[Callable[[fx.GraphModule], None], ...] = (
-    rows_behind_layers, levels_moved, narrow_levels_clamped, sums_without_inputs, constants_for_layers,
+    rows_behind_layers, images_with_one_zero_point, levels_moved, narrow_levels_clamped, sums_without_inputs,
+    constants_for_layers,
 )  # fmt: skip
 """Rows first: what they leave is a layer like others. Constants last: only now it is known which layers are int8."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +21,8 @@ KINDS = {
     "callback": "computed by Python while the model runs",
 }
 """Kind of an operator -> what it says."""
+MOST_FIRST = ("int8 call", "callback", "float call", "fused", "generated")
+"""Which kind an operator of several parts has."""
 INT8_CALLS = {"qconv": "qconv", "qconv_binary": "qconv", "qlinear": "qlinear", "qlinear_binary": "qlinear"}
 """Name of Inductor's lowering -> ours."""
 FLOAT_CALLS = (
@@ -78,24 +79,37 @@ def report_of(handed: fx.Graph, made: Iterable[fx.Node], notes: tuple[str, ...] 
     for layer in (node for node in handed.nodes if is_int8_layer(node)):
         chain = _up_to_its_call(layer, targets)
         fused.update((node, _int8_call(targets[chain[-1].name])) for node in chain)
-    placed = []
+    return Report(tuple(_joined(_each_placed(handed, targets, fused))), notes)
+
+
+def _each_placed(
+    handed: fx.Graph, targets: Mapping[str, list[Any]], fused: Mapping[fx.Node, Any]
+) -> Iterator[tuple[Placed, bool]]:
+    """Every node that computes, and whether it is only a part of the operator it comes from."""
     for node in handed.nodes:
-        if operator(node) and not operator(node).startswith(IDLE):
-            call = fused.get(node)
-            if call is None:
-                placed.append(Placed(origin(node), _kind(targets.get(node.name, ()))))
-            elif is_int8_layer(node):
-                placed.append(Placed(origin(node), "int8 call", _spelled(call)))
-            else:
-                placed.append(Placed(origin(node), "fused"))
-    return Report(tuple(_joined(placed)), notes)
+        where = origin(node)
+        if not where.operator or not operator(node) or operator(node).startswith(IDLE):
+            continue
+        call = fused.get(node)
+        if call is None:
+            placed = Placed(where, _kind(targets.get(node.name, ())))
+        elif is_int8_layer(node):
+            placed = Placed(where, "int8 call", _spelled(call))
+        else:
+            placed = Placed(where, "fused")
+        yield placed, operator(node) != where.operator
 
 
-def _joined(placed: list[Placed]) -> Iterator[Placed]:
-    """One line for the generated parts of one operator that stand next to each other."""
-    for before, here in itertools.pairwise([None, *placed]):
-        if here is not None and not (here == before and here.kind == "generated"):
-            yield here
+def _joined(each: Iterable[tuple[Placed, bool]]) -> list[Placed]:
+    """One for the parts of one operator that stand next to each other: of the kind that says most."""
+    found: list[tuple[Placed, bool]] = []
+    for here, part in each:
+        if not found or found[-1][0].origin != here.origin or not (part or found[-1][1]):
+            found.append((here, part))
+            continue
+        before, whole = found[-1][0], not (part and found[-1][1])
+        found[-1] = min(before, here, key=lambda placed: MOST_FIRST.index(placed.kind)), not whole
+    return [placed for placed, _ in found]
 
 
 def _up_to_its_call(layer: fx.Node, targets: Mapping[str, list[Any]]) -> list[fx.Node]:

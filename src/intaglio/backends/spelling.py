@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from intaglio import numerics
+from intaglio.backends.images import one_zero_point, take_bytes
 from intaglio.capture.nodes import (
     arguments,
     call_before,
@@ -23,7 +24,6 @@ from intaglio.capture.nodes import (
     tensor_type,
 )
 from intaglio.ir import DType, TensorType
-from intaglio.lower.regions import pixels_of
 from intaglio.quant.convert import decomposed
 from intaglio.quant.dynamic import DEQUANTIZE_ROWS, QUANTIZE_ROWS, rows_behind
 from intaglio.quant.embeddings import DEQUANTIZE_CHANNEL, EMBEDDING, table_behind
@@ -48,19 +48,6 @@ def spelled(module: fx.GraphModule) -> fx.GraphModule:
     copied.graph.lint()
     copied.recompile()
     return copied
-
-
-# ---- images ---------------------------------------------------------------------------------------------------------
-
-
-def take_bytes(module: fx.GraphModule, node: fx.Node) -> None:
-    """An input whose bytes stand for pixels is those bytes, and they are the levels, if nothing reads it in float."""
-    if (image := pixels_of(node)) is None or image[0].op != "placeholder":
-        return
-    x = image[0]
-    if all(user is node.args[0] for user in x.users if tensor_type(user) is not None):
-        x.meta["type"] = TensorType(tensor_type(x).shape, DType.U8)
-        replace_node(node, x)
 
 
 # ---- rows quantized while the model runs ----------------------------------------------------------------------------
@@ -292,7 +279,7 @@ def _tensor(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
 
 
 PASSES: tuple[Callable[[fx.GraphModule, fx.Node], Any], ...] = (
-    take_bytes, multiply_rows, write_rows, gather_levels, write_recurrent, multiply_few_bits, multiply_matrices,
-    type_zero_points,
+    take_bytes, one_zero_point, multiply_rows, write_rows, gather_levels, write_recurrent, multiply_few_bits,
+    multiply_matrices, type_zero_points,
 )  # fmt: skip
 """Rows before what writes them out; few bits before matrices, which takes the linear layers that are left."""
