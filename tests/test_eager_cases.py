@@ -415,3 +415,26 @@ def test_eager_a14_batches_of_other_sizes(caplog):
     model = Body(lambda m, x: m.g(m.d(torch.relu(m.c(x))).mean((2, 3))), c=conv(), d=conv(4), g=nn.Linear(4, 4))
     others = [*pictures(1, batch=7, seed=2), *pictures(1, batch=1, seed=3), *pictures(1, batch=2, size=10, seed=4)]
     check(model, [*pictures(batch=1), *pictures(1, size=12)], others, caplog)
+
+
+# -- models of users ------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_result_are_taken_apart_one_element_after_the_other(caplog):
+    """As a detection head reads its boxes: an element of a row that is itself taken from a tensor."""
+
+    def body(m, x):
+        a, b = m.f(x).view(-1, 2, 4).unbind(1)
+        return m.g(torch.stack([a[:, 0], a[:, 1], b[:, 2], b[:, 3]], 1))
+
+    check(Body(body, f=nn.Linear(8, 8), g=nn.Linear(4, 4)), rows(), rows(1, seed=2), caplog)
+
+
+def test_a_cell_that_begins_with_a_word_of_the_code(caplog):
+    """What a quantized operator reads is a constant of the graph: the embedding of a number in the code."""
+
+    def body(m, x):
+        return m.g(m.c(m.e(torch.tensor([1])), x))
+
+    model = Body(body, e=nn.Embedding(5, 8), c=nn.GRUCell(8, 8), g=nn.Linear(8, 4))
+    check(model, rows(8, 1, 8), rows(1, 1, 8), caplog)

@@ -1,6 +1,7 @@
 """Models with real Python in them: early exits, recursion, beams, loops over time; and what goes wrong with them."""
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -146,6 +147,8 @@ def test_a_language_model_that_loops_over_time_takes_sentences_of_any_length(kin
     assert_near(converted, model, sentences((2, 4), (1, 1), (4, 9), seed=2))
     assert not warnings_of(caplog)
     assert any("quantize" in name or "rows" in name for name in integers(converted))
+    for (ids,) in sentences((2, 2), (2, 8)):
+        assert not torch.equal(converted(ids), model(ids)), "shorter and longer sentences run in float"
 
 
 class Settling(nn.Module):
@@ -355,6 +358,40 @@ def test_eager_b10_an_exception_in_forward_leaves_nothing_behind():
         assert torch.overrides._get_current_function_mode() is None
         assert torch.is_grad_enabled()
         assert_like(running, model, (uniform()[0],), near)
+
+
+@pytest.mark.parametrize("where", ["", "f"])
+def test_a_forward_that_is_an_attribute_is_refused_by_name(where):
+    """It would be lost in the copies, or call the model it was made for."""
+    model = nets.randomize(Body(lambda m, x: m.f(x), f=nn.Linear(8, 8)))
+    owner = model.get_submodule(where)
+    owner.forward = lambda x: x * 2
+    with pytest.raises(CaptureError, match=f"^{where or 'Body'}: .*forward of its own"):
+        eager.prepare(model, uniform()[0])
+
+
+class Breaking(str):
+    """Words that end with an error."""
+
+    def __iter__(self) -> Iterator[str]:
+        yield from str.__iter__(self)
+        raise ArithmeticError("on purpose")
+
+
+@pytest.mark.parametrize("words", ["abr", "aab", "rrb", "c"])
+def test_a_calibrating_call_that_fails_leaves_no_trace(words):
+    """Its numbers are not counted, its operators not recorded, wherever it ends: in a known sequence or a new one."""
+    model = nets.randomize(Turning())
+    kept, failed = (eager.prepare(model, (uniform()[0], "abr")) for _ in range(2))
+    for x in uniform():
+        kept(x, "abr")
+        failed(x, "abr")
+        with pytest.raises(ArithmeticError):
+            failed(x * 50, Breaking(words))
+        assert failed.state_dict().keys() == kept.state_dict().keys()
+        for name, found in kept.state_dict().items():
+            assert torch.equal(failed.state_dict()[name], found), name
+    assert failed(uniform()[0], words).shape == model(uniform()[0], words).shape
 
 
 def test_eager_b10_threads_with_two_models_and_with_the_same():

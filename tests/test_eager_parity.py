@@ -75,7 +75,7 @@ def batches(kind):
 
 
 @pytest.mark.parametrize("kind", [*IMAGES, *OTHERS], ids=lambda kind: kind.__name__)
-def test_both_doors_give_the_same_parameters_program_and_integers(kind):
+def test_frontend_a4_both_doors_give_the_same_parameters_program_and_integers(kind):
     model, data = batches(kind)
     prepared = intaglio.prepare(intaglio.capture(model, (data[0],)))
     watched = eager.prepare(model, (data[0],))

@@ -269,6 +269,45 @@ def test_a_converted_model_inside_another_keeps_its_state_there():
     assert_same(outputs(other), outputs(original))
 
 
+MOVABLE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f, self.g = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        x = torch.relu(self.f(x))
+        torch.add(self.calls, 1, out=self.calls)
+        return self.g(torch.relu(x - 0.1))
+"""
+
+
+def test_strict_does_not_depend_on_where_the_code_lies(tmp_path):
+    """Turns and operators outside of recordings are known by path, operator and order, not by file."""
+
+    def calibrated_in(folder: str, first_line: str) -> nn.Module:
+        file = tmp_path / folder / "movable.py"
+        file.parent.mkdir()
+        file.write_text(first_line + MOVABLE)
+        names = {"__name__": "movable"}
+        exec(compile(file.read_text(), str(file), "exec"), names)
+        torch.manual_seed(0)
+        prepared = eager.prepare(names["Net"]().eval(), torch.randn(4, 8))
+        for _ in range(3):
+            prepared(torch.randn(4, 8))
+        return eager.convert(prepared, strict=True)
+
+    here, there = calibrated_in("here", ""), calibrated_in("there", "# moved down\n")
+    there.load_state_dict(here.state_dict())
+    x = torch.randn(4, 8)
+    assert torch.equal(there(x), here(x))
+    assert str(tmp_path) not in bytes(here.state_dict()["_auto_quant_state.flow"].tolist()).decode()
+
+
 def test_missing_and_unexpected_entries_are_told_as_pytorch_does():
     model, prepared = calibrated()
     with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"_auto_quant_state.0\""):

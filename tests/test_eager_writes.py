@@ -93,9 +93,58 @@ def data(m: Any, x: Tensor) -> Any:
     return m.g(y), z
 
 
+def view_by_keyword(m: Any, x: Tensor) -> Any:
+    y = m.f(x)
+    z = torch.transpose(input=y, dim0=0, dim1=1)
+    y.add_(1)
+    return m.g(y), z
+
+
+def views_of_several(m: Any, x: Tensor) -> Any:
+    y, z = m.f(x), m.f(x + 1)
+    a, b = torch.broadcast_tensors(z[:, :1], y)
+    y.mul_(2)
+    z.neg_()
+    return m.g(b), a
+
+
+def view_of_a_list(m: Any, x: Tensor) -> Any:
+    y = m.f(x)
+    other, a = torch.atleast_3d([torch.tanh(y), y])
+    a.add_(1)
+    return m.g(y), a, other
+
+
+def shape_in_place(m: Any, x: Tensor) -> Any:
+    y = m.f(x)
+    y.unsqueeze_(0)
+    assert y.shape == (1, *x.shape)
+    z = m.g(y)
+    assert y.squeeze_(0) is y
+    y.t_()
+    assert y.shape == x.shape[::-1]
+    return z, y, m.g(y.t())
+
+
+def shape_in_place_beside_a_view(m: Any, x: Tensor) -> Any:
+    y = m.f(x)
+    first = y[0]
+    y.t_()
+    y.add_(1)
+    assert y.shape == x.shape[::-1]
+    return first, y, m.g(y.t())
+
+
+def size_in_place(m: Any, x: Tensor) -> Any:
+    y = m.f(x)
+    y.resize_(len(x) // 2, 16)
+    return m.g(y.view(-1, 8)), y
+
+
 BODIES = [
-    view_and_base, item_and_base, views_of_a_dead_base, sibling_views, the_argument, a_view_of_the_argument,
-    out_argument, set_item, in_place_twice, data,
+    view_by_keyword, views_of_several, view_of_a_list, shape_in_place, view_and_base, item_and_base,
+    views_of_a_dead_base, sibling_views, the_argument, a_view_of_the_argument, out_argument, set_item, in_place_twice,
+    data,
 ]  # fmt: skip
 
 
@@ -104,6 +153,15 @@ def test_what_is_written_is_seen_wherever_the_float_model_sees_it(body, caplog):
     model = nets.randomize(Body(body, f=nn.Linear(8, 8), g=nn.Linear(8, 4)))
     converted = converted_on(model, rows())
     for call in (*rows(), *rows(1, batch=200, seed=2)):
+        assert_like(converted, model, call, near)
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.parametrize("body", [shape_in_place_beside_a_view, size_in_place], ids=lambda body: body.__name__)
+def test_shapes_that_no_recording_can_change_are_changed(body, caplog):
+    model = nets.randomize(Body(body, f=nn.Linear(8, 8), g=nn.Linear(8, 4)))
+    converted = converted_on(model, rows())
+    for call in rows():
         assert_like(converted, model, call, near)
     assert not warnings_of(caplog)
 

@@ -205,3 +205,9 @@ class FxView:
 
     def position(self, node: fx.Node) -> int:
         return self._position[node]
+
+
+def name_of(node: fx.Node) -> str:
+    """In the graph before conversion: of what stands in a reference in place of one node, that node's name."""
+    name: str = node.meta.get("replaces", node.name)
+    return name

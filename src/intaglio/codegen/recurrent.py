@@ -36,7 +36,7 @@ def emit_recurrent(code: Code, partition: Partition, context: Context) -> None:
     code(f"q.steps = {context.dim(steps)}, q.batch = {context.dim(batch)};")
     code(f"q.inputs = {shape[-1]}, q.hidden = {hidden};")
     code(f"q.row_t = {context.dim(row_t)}, q.row_b = {context.dim(row_b)};")
-    code(f"q.x = {context.strided(x)[0]}, q.of_x = of_x, q.of_h = of_h;")
+    code(f"q.x = (uint8_t*){context.strided(x)[0]}, q.of_x = of_x, q.of_h = of_h;")
     if rows:
         code(f"q.x_scales = (const float*){context.strided(op.inputs[1])[0]};")
     else:

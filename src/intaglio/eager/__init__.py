@@ -8,16 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from intaglio.capture import Captured
 from intaglio.eager.calls import Intercepted, calls
 from intaglio.eager.chain import Chain
-from intaglio.eager.copies import bare, plain_copy
+from intaglio.eager.copies import bare
 from intaglio.eager.fusion import fused
-from intaglio.eager.replay import replay, trimmed
 from intaglio.eager.script import scriptable
 from intaglio.eager.seen import QTensorInfo, SeenOpInfo
 from intaglio.eager.session import Session, unchanged
-from intaglio.eager.state import AutoQuantizationState, attach
+from intaglio.eager.state import AutoQuantizationState, attach, session_of
 from intaglio.errors import CalibrationError, InputError
 from intaglio.quant import Parameters, Quantizer, Recipe, Reference
 
@@ -67,16 +65,8 @@ def convert(
     given = _given(before, parameters)
     converted = bare(prepared)
     session = Session(converted, before.quantizer, strict, before.leaf_classes)
-    session.records = False
-    session.turns, session.outside = set(before.turns), set(before.outside)
-    pairs = {
-        chain: chain.converted(own, session.origin) for chain, own in zip(before.chains, given, strict=True)
-    }  # fmt: skip
-    for chain in pairs.values():
-        session.add(chain)
-    for place, ends in before.edges.items():
-        key = None if place is None else (pairs[place[0]], place[1])
-        session.edges[key] = [(pairs[chain], index) for chain, index in ends]
+    made = [chain.converted(own, session.origin) for chain, own in zip(before.chains, given, strict=True)]
+    session.follow(before, made)
     attach(session)
     return converted
 
@@ -142,26 +132,9 @@ def fusions(
     return list(dict.fromkeys(names for chain in found for names in fused(chain)))
 
 
-def captured(quantized: nn.Module, model: nn.Module) -> Captured:
-    """A float model the way the only recording of a prepared or converted one has it."""
-    chains = session_of(quantized).chains
-    if len(chains) != 1:
-        raise InputError("model", None, f"one recording is wanted; the model has {_listed(chains)}")
-    return trimmed(replay(chains[0].recording, plain_copy(model)), chains[0].recording)[0]
-
-
 def is_session(model: Any) -> bool:
     """Whether `prepare` or `convert` made it."""
     return isinstance(getattr(model, "_auto_quant_state", None), AutoQuantizationState)
-
-
-def session_of(model: nn.Module) -> Session:
-    state = getattr(model, "_auto_quant_state", None)
-    if state is None:
-        found = f"a {type(model).__name__} that is not prepared"
-        raise InputError("model", None, found, remedy="eager.prepare(model, example_inputs) makes one")
-    session: Session = state.session
-    return session
 
 
 def _listed(chains: Sequence[Chain]) -> str:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from intaglio.eager.chain import Chain
 from intaglio.eager.events import Event, Extent, Held, Value, fill, leaves
 from intaglio.eager.slices import UnavailableError
-from intaglio.eager.tensor import QTensor, pending, plain
+from intaglio.eager.tensor import QTensor, become, pending, plain
 
 if TYPE_CHECKING:
     from intaglio.eager.session import Session
@@ -66,10 +66,14 @@ class Activation:
         slots = event.slots
         if len(args) != len(slots) or len(kwargs) != len(event.kwargs):
             return False
-        if len(slots) == 1 and not kwargs:
+        if len(slots) == 1:
             value = args[0]
             if type(value) is QTensor and value.activation is self:
-                return value.slot == slots[0]
+                for key, spec in event.kwargs.items():
+                    if kwargs.get(key, self) is not spec:
+                        break
+                else:
+                    return value.slot == slots[0]
         trial: dict[int, torch.Tensor] = {}
         for slot, spec, value in zip(slots, event.args, args, strict=True):
             if slot >= 0 and type(value) is QTensor and value.activation is self:
@@ -79,7 +83,8 @@ class Activation:
                 return False
         if kwargs:
             for key, spec in event.kwargs.items():
-                if key not in kwargs or not self._stands_for(spec, kwargs[key], trial):
+                value = kwargs.get(key, self)
+                if value is not spec and (value is self or not self._stands_for(spec, value, trial)):
                     return False
         return not trial or self.bind(trial)
 
@@ -167,6 +172,9 @@ class Activation:
         if event.changed is not None:
             assert type(args[0]) is QTensor
             self._change(args[0], event.changed)
+            if self.chain.shapes.get(event.slots[0]) != self.chain.shapes.get(event.changed):
+                size = self.sizes[event.changed] if self.sizes else None
+                become(args[0], self._inferred(event.changed) if size is None else size)
             return args[0] if type(result) is Value else fill(result, self._result)
         return fill(result, self._result)
 
@@ -222,6 +230,7 @@ class Activation:
         self.next = event.index + 1
         assert event.changed is not None
         self.bound[event.changed] = changed
+
     def leave(self) -> None:
         """Behind the end of a call: tensors that nobody holds serve the next call of these sizes. Making one is dearer
         than all else of deferring an operator."""
@@ -231,7 +240,7 @@ class Activation:
         for q in self.made.values():
             if getrefcount(q) == HELD_HERE and len(q.__dict__) == ATTRIBUTES and not getweakrefcount(q):
                 slot = first.get(q.slot, q.slot)
-                if slot not in changed:
+                if slot not in changed and (slot == q.slot or q.shape == self.sizes[slot]):
                     spare[slot] = q
             elif q.content is None:
                 return  # its numbers may still be asked for

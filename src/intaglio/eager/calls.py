@@ -32,11 +32,9 @@ class Intercepted:
 @contextlib.contextmanager
 def calls() -> Iterator[list[Intercepted]]:
     """All that is intercepted in this thread inside the ``with``, in order; questions such as shapes left out."""
-    outer, current.log = current.log, []
-    try:
-        yield current.log
-    finally:
-        current.log = outer
+    log: list[Intercepted] = []
+    with current.made_as(lambda session, path: LoggedRun(session, path, log)):
+        yield log
 
 
 class LoggedRun(Run):

@@ -121,26 +121,21 @@ class Chain:
         return frozenset(found)
 
     @cached_property
-    def views(self) -> dict[int | str, list[int]]:
-        """Value, or name of a tensor the model holds -> operators that make views of its memory."""
-        roots: dict[int, int | str] = {}
-        found: dict[int | str, list[int]] = {}
+    def roots(self) -> dict[int, int | str]:
+        """View -> the value, or the name of the tensor the model holds, whose memory it lies in."""
+        found: dict[int, int | str] = {}
         for event in self.events:
-            base = event.args[0] if event.alias else None
-            if isinstance(base, (Value, Held)):
-                root = roots.get(base.index, base.index) if isinstance(base, Value) else base.path
-                roots.update(dict.fromkeys(event.outputs, root))
-                found.setdefault(root, []).append(event.index)
+            for number, base in event.views:
+                found[number] = found.get(base.index, base.index) if isinstance(base, Value) else base.path
         return found
 
     @cached_property
     def kin(self) -> dict[int, tuple[int | str, ...]]:
         """Value that views share memory with -> all of that memory, the one that is no view first."""
-        found = {}
-        for root, events in self.views.items():
-            family = (root, *[number for index in events for number in self.events[index].outputs])
-            found.update({number: family for number in family if isinstance(number, int)})
-        return found
+        families: dict[int | str, tuple[int | str, ...]] = {}
+        for number, root in self.roots.items():
+            families[root] = (*families.get(root, (root,)), number)
+        return {number: family for family in families.values() for number in family if isinstance(number, int)}
 
     def _last_uses(self) -> dict[int, int]:
         """Value -> index of the last operator that reads it; past the end for results."""
@@ -228,14 +223,26 @@ class Chain:
 
     def converted(self, parameters: Parameters | None, model: nn.Module) -> Chain:
         """The same recording of the model, its statistics made parameters, if none are given."""
-        made = Chain.__new__(Chain)
-        made.__dict__.update(self.__dict__, model=model, given=None)
-        made.lock, made.parts, made.programs, made.spare = threading.Lock(), {}, {}, {}
+        made = self._of(model)
         if self.prepared is not None:
             if parameters is None:
                 self._complete()
             made.reference = convert(self.prepared, parameters)
             made.compile_parts(dict.fromkeys((given, wanted) for given, wanted, _ in self.parts))
+        return made
+
+    def exact(self, model: nn.Module) -> Chain:
+        """The same recording of the model in float: the graph that was quantized, as it was before."""
+        made = self._of(model)
+        made.reference = None
+        if self.prepared is not None:
+            made.prepared = dataclasses.replace(self.prepared, module=self.prepared.annotations.module)
+        return made
+
+    def _of(self, model: nn.Module) -> Chain:
+        made = Chain.__new__(Chain)
+        made.__dict__.update(self.__dict__, model=model, given=None)
+        made.lock, made.parts, made.programs, made.spare = threading.Lock(), {}, {}, {}
         return made
 
     def _complete(self) -> None:
@@ -248,6 +255,7 @@ class Chain:
             for observer, statistics in counted.items():
                 observer.statistics = statistics
             logger.info("%d sites were reached by the example inputs only", missing)
+
     def compile_parts(self, asked: Iterable[tuple[frozenset[int], tuple[int, ...]]]) -> None:
         """Ahead of the first call: those that calls of the prepared model used."""
         for given, wanted in asked:

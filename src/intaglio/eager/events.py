@@ -98,7 +98,8 @@ class Event:
     ``function``: what was called; ``None`` for the leaf module at ``path``. ``path``: else the module that called it,
     for the ``call``-th time. ``args``, ``kwargs``, ``result``: as given and returned, `Value`, `Held` and `Extent` in
     place of what they stand for. ``changed``: the value the first argument stands for from now on, of an operator that
-    works in place. ``alias``: the result is a view of the first argument. ``source``: ``file:line, in function``.
+    works in place. ``views``: values of the result that are views, each with what of. ``source``: ``file:line, in
+    function``.
     """
 
     index: int
@@ -109,7 +110,7 @@ class Event:
     kwargs: dict[str, Any]
     result: Any
     changed: int | None = None
-    alias: bool = False
+    views: tuple[tuple[int, Value | Held], ...] = ()
     source: str = ""
     slots: tuple[int, ...] = ()
     """The values among ``args``, and -1 in place of what is none; a shortcut for who compares."""
@@ -134,11 +135,6 @@ class Event:
     def name(self) -> str:
         """The operator, as an error names it."""
         return operator_name(self.function)
-
-    @property
-    def place(self) -> tuple[str, str, str]:
-        """The same for every run of a line of code."""
-        return self.path, self.name, self.source
 
     def __str__(self) -> str:
         return f"{self.name} in {self.path}" if self.function is not None and self.path else self.path or self.name

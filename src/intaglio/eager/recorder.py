@@ -167,18 +167,18 @@ class Recorder:
 
     def record(
         self, function: Callable[..., Any] | None, path: str, call: int, given: tuple[Any, dict[str, Any]],
-        args: tuple[Any, ...], result: Any, in_place: bool,
+        args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, in_place: bool,
     ) -> Event:  # fmt: skip
-        """``given``: what `arguments` said; ``args``, ``result``: the tensors themselves."""
+        """``given``: what `arguments` said; ``args``, ``kwargs``, ``result``: the tensors themselves."""
         changed = None
         if in_place:
             self.slots.pop(id(args[0]), None)
             changed = self._new(args[0])
         made = fill(result, lambda leaf: self._result(leaf) if isinstance(leaf, torch.Tensor) else leaf)
         recorded = self.recording
-        alias = not in_place and _shares(args, result)
+        views = () if in_place else self._views(tensors((args, kwargs)), tensors(result))
         event = Event(
-            len(recorded.events), function, path, call, *given, made, changed, alias, source_line()
+            len(recorded.events), function, path, call, *given, made, changed, views, source_line()
         )  # fmt: skip
         recorded.events.append(event)
         return event
@@ -189,17 +189,23 @@ class Recorder:
             return Held(path)
         return Value(self.slots[id(tensor)] if id(tensor) in self.slots else self._new(tensor))
 
+    def _views(self, taken: list[torch.Tensor], made: list[torch.Tensor]) -> tuple[tuple[int, Value | Held], ...]:
+        """Values of results that lie in the memory of something taken, with that."""
+        bases: dict[int, torch.Tensor] = {}
+        for tensor in taken:
+            bases.setdefault(tensor.untyped_storage()._cdata, tensor)
+        same = {id(tensor) for tensor in taken}
+        found = []
+        for tensor in made:
+            base = bases.get(tensor.untyped_storage()._cdata)
+            if base is not None and id(tensor) not in same and id(tensor) in self.slots:
+                found.append((self.slots[id(tensor)], self._leaf(base)))
+        return tuple(found)
+
 
 def _alive(tensor: torch.Tensor) -> bool:
     """Whether anyone but the recorder holds it."""
     return sys.getrefcount(tensor) > 4
-
-
-def _shares(args: tuple[Any, ...], result: Any) -> bool:
-    if not args or not isinstance(args[0], torch.Tensor):
-        return False
-    place = args[0].untyped_storage()._cdata
-    return any(t is not args[0] and t.untyped_storage()._cdata == place for t in tensors(result))
 
 
 def source_line() -> str:
@@ -212,3 +218,8 @@ def source_line() -> str:
             return f"{code.co_filename}:{frame.f_lineno}, in {code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def in_file(source: str) -> str:
+    """A source line without the folder its file lies in."""
+    return source.replace("\\", "/").rpartition("/")[2]

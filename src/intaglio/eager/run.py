@@ -17,19 +17,31 @@ from intaglio.eager.events import Event, Length, fill, tensors
 from intaglio.eager.kinds import QUESTION_FUNCTIONS, plain_name, works_in_place
 from intaglio.eager.recorder import UNROLLED, Recorder, source_line
 from intaglio.eager.tensor import QTensor, plain
-from intaglio.eager.writes import is_private, prepare_write, targets
+from intaglio.eager.writes import is_private, prepare_write, reshape, targets
 
 if TYPE_CHECKING:
     from intaglio.eager.session import Session
 
 
 class _Current(threading.local):
+    """Of a thread: the call that runs, and what makes the next one."""
+
     run: Run | None = None
-    log: list[Any] | None = None
+
+    def __init__(self) -> None:
+        self.make: Callable[[Session, str], Run] = lambda session, path: Run(session, path)
+
+    @contextlib.contextmanager
+    def made_as(self, make: Callable[[Session, str], Run]) -> Iterator[None]:
+        """Calls inside the ``with`` are runs of another kind."""
+        outer, self.make = self.make, make
+        try:
+            yield
+        finally:
+            self.make = outer
 
 
 current = _Current()
-"""The run of this thread, and where what is intercepted is written down, if it is (calls.py)."""
 
 
 @contextlib.contextmanager
@@ -178,13 +190,16 @@ class Run(TorchFunctionMode):
 
     def _write(self, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]) -> Any:
         """An operator that writes to memory others may see."""
-        places = prepare_write(targets(args, kwargs), self.activations)
+        written = targets(args, kwargs)
+        places = prepare_write(written, self.activations)
         if self.session.written(places, self.recorder) and self.at is not None and self.at.chain.refused is not None:
             self.last, self.at = self.place, None
         self.close()
         real, options = tuple(fill(list(args), plain)), fill(kwargs, plain)
         given = {id(plain(tensor)): tensor for tensor in tensors((args, kwargs)) if type(tensor) is QTensor}
-        return fill(compute(*real, **options), lambda leaf: given.get(id(leaf), leaf))
+        result = compute(*real, **options)
+        reshape(written)
+        return fill(result, lambda leaf: given.get(id(leaf), leaf))
 
     def _rolls(self, func: Any, path: str) -> bool:
         """Whether an operator that was recorded before begins a loop whose turns share their parameters: its length
@@ -227,7 +242,7 @@ class Run(TorchFunctionMode):
             recorder.look(tensors((real, options)))
             return result
         owner = path if func is not None else path.rpartition(".")[0]
-        event = recorder.record(func, path, self.calls.get(owner, 1) - 1, given, real, result, in_place)
+        event = recorder.record(func, path, self.calls.get(owner, 1) - 1, given, real, options, result, in_place)
         if event.index == 0:
             self._turn(self.last, event, None)
         return result

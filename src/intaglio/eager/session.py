@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +15,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from intaglio.eager.activation import Activation
-from intaglio.eager.calls import LoggedRun
 from intaglio.eager.chain import Chain
 from intaglio.eager.copies import plain_copy
 from intaglio.eager.events import Event, operator_name, tensors
-from intaglio.eager.recorder import Recorder, Recording, source_line
+from intaglio.eager.recorder import Recorder, Recording, in_file, source_line
 from intaglio.eager.run import Run, current, uninterrupted
 from intaglio.eager.stored import Stored, restore, store
 from intaglio.eager.tensor import QTensor
+from intaglio.eager.undo import Undo
 from intaglio.eager.writes import memory
 from intaglio.errors import CaptureError, InputError, UnsupportedError
 from intaglio.quant import Quantizer
@@ -54,9 +54,11 @@ class Session:
         self.index: dict[Any, list[tuple[Chain, Event]]] = {}
         self.edges: dict[Any, list[tuple[Chain, int]]] = {}
         self.turns: set[tuple[Any, Any]] = set()
-        """Operators that followed each other while calibrating; ``None`` begins and ends a call."""
+        """Places of operators that followed each other while calibrating; ``None`` begins and ends a call."""
+        self.lines: dict[tuple[str, str], list[str]] = {}
+        """Path and name of an operator -> the lines of code it was recorded on."""
         self.outside: set[tuple[str, str, str]] = set()
-        """Path, name and source line of operators that were seen but that no recording can have."""
+        """Path, name and calling function of operators that were seen but that no recording can have."""
         self.modules = dict(self.model.named_modules())
         self.floats: set[Any] = set()
         self.warned: set[Any] = set()
@@ -93,14 +95,14 @@ class Session:
         """The model, or the module at ``path``, on its own."""
         if self.stored is not None:
             self.resume()
-        run, outer = Run(self, path) if current.log is None else LoggedRun(self, path, current.log), current.run
+        run, outer = current.make(self, path), current.run
         if outer is not None:
             with torch._C.DisableTorchFunction():
                 outer.settle()
         current.run = run
-        turn = self.lock if self.records else contextlib.nullcontext()  # of threads that calibrate
+        counts = self._all_or_nothing() if self.records else contextlib.nullcontext()
         try:
-            with turn, torch.no_grad(), torch.autocast("cpu", enabled=False), run:
+            with counts, torch.no_grad(), torch.autocast("cpu", enabled=False), run:
                 run.begin(args, kwargs)
                 result = forward(*args, **kwargs)
                 result = run.end(result)
@@ -109,6 +111,17 @@ class Session:
                 return result
         finally:
             current.run = outer
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """A call that calibrates: of one thread at a time, and without a trace if it fails."""
+        with self.lock:
+            undo = Undo(self)
+            try:
+                yield
+            except BaseException:
+                undo()
+                raise
 
     # -- recordings ----------------------------------------------------------------------------------------------
 
@@ -126,7 +139,7 @@ class Session:
         """A chain of it, which counts what was recorded."""
         chain = Chain(recording, self.origin, self.quantizer)
         self.add(chain)
-        self.turns.update((a.place, b.place) for a, b in itertools.pairwise(chain.events))
+        self.turns.update(itertools.pairwise(map(self.place, chain.events)))
         if chain.prepared is not None:
             chain.observe()
         return chain
@@ -154,7 +167,7 @@ class Session:
         """One operator behind another, or the end: known while calibrating, else with ``strict`` an error if new."""
         if not self.records and not self.strict:
             return
-        pair = before and before.place, after and after.place
+        pair = before and self.place(before), after and self.place(after)
         if self.records:
             self.turns.add(pair)
         elif pair not in self.turns:
@@ -164,6 +177,13 @@ class Session:
             found = after or before
             where, name, line = (found.path, found.name, source_line()) if found else ("", "call", "")
             raise UnsupportedError(where or type(self.model).__name__, name, text, source=line, remedy=REMEDY)
+
+    def place(self, event: Event) -> tuple[str, str, int]:
+        """Path, name, and the how-many-th line of code: the same for every run of a line, wherever the code lies."""
+        lines = self.lines.setdefault((event.path, event.name), [])
+        if event.source not in lines:
+            lines.append(event.source)
+        return event.path, event.name, lines.index(event.source)
 
     def check_modules(self) -> None:
         """A forward that replaces modules leaves the recordings with those it had before."""
@@ -180,6 +200,18 @@ class Session:
         else:
             self.enter(chain)
         self.chains.append(chain)
+
+    def follow(self, before: Session, made: Sequence[Chain]) -> None:
+        """Runs along ``made``, of the chains of another session, the way that one does; nothing is recorded."""
+        self.records = False
+        self.turns, self.outside = set(before.turns), set(before.outside)
+        self.lines = {key: list(lines) for key, lines in before.lines.items()}
+        pairs = dict(zip(before.chains, made, strict=True))
+        for chain in made:
+            self.add(chain)
+        for place, ends in before.edges.items():
+            key = None if place is None else (pairs[place[0]], place[1])
+            self.edges[key] = [(pairs[chain], index) for chain, index in ends]
 
     def enter(self, chain: Chain) -> None:
         for event in chain.events:
@@ -212,14 +244,14 @@ class Session:
             return None
         place = (at.chain, at.next) if at is not None else None
         known = self.edges.get(place, [])
-        line = source_line() if len(candidates) > 1 else ""
+        line = in_file(source_line()) if len(candidates) > 1 else ""
 
         def order(candidate: tuple[Chain, Event]) -> tuple[bool, bool, bool, bool, int]:
             chain, event = candidate
             same = at is not None and chain is at.chain
             behind = same and at is not None and event.index >= at.next
             return (
-                (chain, event.index) not in known, event.source != line, not same, not behind,
+                (chain, event.index) not in known, in_file(event.source) != line, not same, not behind,
                 event.index if behind or at is None else -event.index,
             )  # fmt: skip
 
@@ -248,7 +280,7 @@ class Session:
     def apart(self, func: Any, path: str, at: Activation | None, given: Any) -> None:
         """An operator that no recording has, because it cannot or because calibration has not seen it: that is said,
         once for each line of code."""
-        place = path, operator_name(func), source_line()
+        place = path, operator_name(func), source_line().rpartition(", in ")[2]
         if self.records:
             self.outside.add(place)
         elif place not in self.outside and tensors(given):

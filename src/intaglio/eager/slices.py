@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from intaglio.capture.nodes import operator
+from intaglio.capture.nodes import name_of, operator
 from intaglio.quant.prepare import Observer
 
 
 @dataclass(frozen=True)
 class Part:
-    """``module``: takes the values of ``inputs`` (names of nodes of the whole graph), gives those asked for."""
+    """``module``: takes the values of ``inputs`` (`name_of` nodes of the whole graph), gives those asked for."""
 
     module: fx.GraphModule
     inputs: tuple[str, ...]
@@ -30,7 +30,7 @@ def part_of(module: fx.GraphModule, given: Sequence[str], wanted: Sequence[str],
     Wanted values come as their readers see them: behind their observer, quantized and dequantized again where they are
     quantized. ``observed``: those given that an observer has counted already.
     """
-    nodes = {node.name: node for node in module.graph.nodes}
+    nodes = {name_of(node): node for node in module.graph.nodes}
     known = [name for name in given if name in nodes]
     ends = [_as_read(nodes, name) for name in wanted]
     needed = _reach([source for chain in ends for source in _sources(chain)], {nodes[name] for name in known})

@@ -13,6 +13,7 @@ from intaglio.eager.run import current
 from intaglio.eager.seen import Seen, SeenOpInfo
 from intaglio.eager.session import Session
 from intaglio.eager.stored import KEY, Loading, Saving
+from intaglio.errors import CaptureError, InputError
 from intaglio.ir import QParams
 from intaglio.runtime import QuantizedModel
 
@@ -141,12 +142,27 @@ def attach(session: Session) -> None:
         module._load_state_dict_pre_hooks[KEY] = Loading(session, module is session.model)  # type: ignore[index]
         if id(module) in inside or isinstance(module, torch.jit.ScriptModule):  # what those run is not intercepted
             continue
+        if "forward" in vars(module):
+            raise CaptureError(
+                path or type(module).__name__, None, "it has a forward of its own, an attribute beside its class",
+                remedy="make it the forward of a class; a wrapper that set it can mostly undo it",
+            )  # fmt: skip
         kind = call_of(module, session.leaf_classes) if path else Call
         if kind is not Call:
             inside.update(map(id, module.modules()))
         if kind is Call or module is session.model:
             object.__setattr__(module, "_auto_quant_state", AutoQuantizationState(session, path))
         object.__setattr__(module, "forward", kind(session, module, path))
+
+
+def session_of(model: nn.Module) -> Session:
+    """What all modules of a prepared or converted model share."""
+    state = getattr(model, "_auto_quant_state", None)
+    if state is None:
+        found = f"a {type(model).__name__} that is not prepared"
+        raise InputError("model", None, found, remedy="eager.prepare(model, example_inputs) makes one")
+    session: Session = state.session
+    return session
 
 
 def call_of(module: nn.Module, leaf_classes: tuple[type, ...]) -> type[Call]:

@@ -32,7 +32,7 @@ logger = logging.getLogger("intaglio")
 KEY = "_auto_quant_state"
 """First part of our names in a state dictionary; behind it the number of a recording, or `FLOW`."""
 FLOW = "flow"
-VERSION = 1
+VERSION = 2
 Entry = dict[str, Any]
 
 
@@ -121,10 +121,12 @@ def restore(session: Session, stored: Stored) -> None:
         else:
             dropped = dropped or bool(stored.entries[FLOW]["runs"])
         session.add(chain)
+        for event in chain.events:
+            session.place(event)
     session.runs = 0 if dropped else stored.entries[FLOW]["runs"]
     turns = stored.entries[FLOW]["turns"]
     session.turns = {(first and tuple(first), second and tuple(second)) for first, second in turns}
-    session.outside = {(path, name, line) for path, name, line in stored.entries[FLOW]["outside"]}
+    session.outside = {(path, name, function) for path, name, function in stored.entries[FLOW]["outside"]}
     for start, index, end, event in stored.entries[FLOW]["follows"]:
         place = None if start < 0 else (session.chains[start], index)
         session.edges.setdefault(place, []).append((session.chains[end], event))

@@ -64,6 +64,12 @@ def pending(size: tuple[int, ...], dtype: torch.dtype, activation: Activation, s
     return made
 
 
+def become(tensor: QTensor, size: tuple[int, ...]) -> None:
+    """The same object has another shape from now on."""
+    with torch._C.DisableTorchFunction():
+        tensor.data = _make(QTensor, size, dtype=tensor.dtype)
+
+
 def plain(value: Any) -> Any:
     """A tensor with its numbers; anything else as it is."""
     return value.numbers() if type(value) is QTensor else value

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from intaglio.eager.activation import HELD_HERE, Activation
-from intaglio.eager.events import Held, Value, leaves, tensors
-from intaglio.eager.tensor import QTensor, pending, plain
+from intaglio.eager.events import Value, leaves, tensors
+from intaglio.eager.tensor import QTensor, become, pending, plain
 
 
 def targets(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -54,6 +54,13 @@ def prepare_write(written: Sequence[torch.Tensor], activations: Collection[Activ
     return places
 
 
+def reshape(written: Sequence[torch.Tensor]) -> None:
+    """What was written to has the shape that its numbers got, as by ``resize_``."""
+    for tensor in written:
+        if type(tensor) is QTensor and tensor.content is not None and tensor.content.shape != tensor.shape:
+            become(tensor, tensor.content.shape)
+
+
 def release(activation: Activation, number: int) -> None:
     """The value and all that is a view of the same memory become tensors that share it and belong to no recording; the
     recording keeps copies."""
@@ -80,17 +87,15 @@ def _contents(activation: Activation, kin: Sequence[int | str]) -> dict[int, tor
             base = base.clone()
         found[root] = base
     for event in activation.events[: activation.next]:
-        if event.alias and event.index in chain.views[root] and _source(event.args[0], found):
+        views = [number for number, _ in event.views if chain.roots[number] == root]
+        if views:
             spec, result = chain.run_event(
                 event, lambda n: found[n] if n in found else activation.operand(n), activation.size
             )
-            pairs = zip(leaves(spec), leaves(result), strict=True)
-            found.update({leaf.index: tensor for leaf, tensor in pairs if isinstance(leaf, Value)})
+            made = {leaf: tensor for leaf, tensor in zip(leaves(spec), leaves(result), strict=True)
+                    if isinstance(leaf, Value)}  # fmt: skip
+            found.update({number: made[Value(number)] for number in views})
     return found
-
-
-def _source(spec: Any, found: Collection[int]) -> bool:
-    return isinstance(spec, Held) or (isinstance(spec, Value) and spec.index in found)
 
 
 def _is_shared(activation: Activation, base: torch.Tensor, kin: Sequence[int | str]) -> bool:

@@ -161,7 +161,7 @@ class _Builder:
             elif image := pixels_of(node):
                 yield Unit((node,), image[:1], True)
             elif any(quantized_to(node, dtype) or levels_of(node, dtype) for dtype in (DType.U8, DType.U16)):
-                yield Unit((node,), (node.args[0],), True)
+                yield Unit((node,), () if is_constant(node.args[0]) else (node.args[0],), True)
             elif range_of(node) is not None:
                 yield Unit((node,), (), True)
             elif part_of_rows(node) or part_of_recurrent(node) or part_of_bag(node):
@@ -292,9 +292,15 @@ class _Builder:
     # -- operators -----------------------------------------------------------------------------------------------
 
     def _quantize(self, node: fx.Node, q: QParams) -> None:
-        """Float -> levels; levels of other parameters -> a table; equal parameters -> nothing."""
+        """Float -> levels; levels of other parameters -> a table; equal parameters -> nothing; constants at once."""
         if image := pixels_of(node):
             self._pixels(node, image, q)
+            return
+        if is_constant(node.args[0]):
+            stem = str(node.args[0].target)
+            levels = numerics.quantize(getattr(self.module, stem).detach(), q.step, q.zero, q.qmin, q.qmax)
+            name = self.values[node] = self._value(f"{stem}_u8", TensorType(levels.shape, DType.U8, q))
+            self.constants[name] = levels.astype(np.uint8)
             return
         source = self.values[node.args[0]]
         kind = self.types[source]

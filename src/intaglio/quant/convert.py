@@ -314,7 +314,7 @@ class Rewriter:
 
     def _attention(self, node: fx.Node) -> None:
         result = written_out(node, *quantizing(PROBABILITIES, DType.U8))
-        result.meta = {**node.meta, **result.meta}
+        result.meta = {**node.meta, **result.meta, "replaces": node.name}
         node.replace_all_uses_with(result)
         self.graph.erase_node(node)
 

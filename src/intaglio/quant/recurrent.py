@@ -152,7 +152,7 @@ def quantize_recurrent(
         call.meta = provenance(node)
         if "type" in node.meta and node.meta["type"] is not None:
             result = graph.call_function(getitem, (call, 0))
-            result.meta = dict(node.meta)
+            result.meta = {**node.meta, "replaces": node.name}
             call = result
     node.replace_all_uses_with(call)
     graph.erase_node(node)

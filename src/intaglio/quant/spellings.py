@@ -89,14 +89,18 @@ def _split_sizes(node: fx.Node) -> list[int]:
 
 def selects_as_slices(module: fx.GraphModule) -> int:
     """``x[:, 3]`` and parts of unbind, taken one by one -> a slice of one element without its axis."""
-    hits = [(node, found) for node in module.graph.nodes if (found := _selected(node)) is not None]
-    for node, (source, axis, index) in hits:
+    count = 0
+    for node in list(module.graph.nodes):
+        found = _selected(node)  # not before its turn: the source may be one of these, and another node by now
+        if found is None:
+            continue
+        (source, axis, index), count = found, count + 1
         node.meta = {**node.meta, **provenance(node.args[0] if node.target is python_operator.getitem else node)}
         shape = tensor_type(source).shape
         one, stop = (*shape[:axis], 1, *shape[axis + 1 :]), index + 1 or END
         part = _call(node, one, ATEN.slice.Tensor, source, axis, index, stop)
         _replace(node, _call(node, tensor_type(node).shape, ATEN.squeeze.dim, part, axis))
-    return len(hits)
+    return count
 
 
 def _selected(node: fx.Node) -> tuple[fx.Node, int, int] | None:

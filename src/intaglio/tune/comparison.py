@@ -31,7 +31,8 @@ class Row:
     Signal to quantization noise in decibels: ``alone`` with exact operands, so of its own weights' and result's
     rounding; ``so_far`` with everything before it quantized too. Infinite where nothing is lost. The cosines are of
     the angle between exact and quantized values. ``low`` and ``high`` bound the float model's values. ``skip``: the
-    selector that leaves this operator in float, with what is fused to it; "" for an input.
+    selector that leaves this operator in float, with what is fused to it; "" for an input. ``recording``: of a model
+    of the eager door, by number.
     """
 
     node: str
@@ -47,6 +48,7 @@ class Row:
     high: float = 0.0
     use: Use | None = None
     skip: str = ""
+    recording: int = 0
 
     def __str__(self) -> str:
         cut, levels = _used(self.use)
@@ -56,11 +58,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``rows``: operators, the one that alone loses most first. ``results``: decibels of each tensor of the result."""
+    """``rows``: operators, the one that alone loses most first. ``results``: decibels of each tensor of the result.
+
+    ``parted``: calls of a model of the eager door whose numbers took another way in int8; what ran behind that is in
+    no row.
+    """
 
     rows: tuple[Row, ...]
     results: tuple[float, ...]
     samples: int
+    parted: int = 0
 
     @property
     def worst(self) -> Row:
@@ -79,19 +86,21 @@ class Comparison:
 
     def __str__(self) -> str:
         """A line for the result, then one an operator, the worst first."""
-        heading = f"result: {', '.join(_decibels(r).strip() for r in self.results)} over {self.samples} samples"
         if not self.rows:
-            return f"{heading}\noperators: {NEEDS_REFERENCE}"
+            return f"{self._heading()}\noperators: {NEEDS_REFERENCE}"
         names = f"{'alone':>10} {'so far':>10} {'cut off':>8} {'levels':>7}  operator"
-        return "\n".join([heading, names, *map(str, self.rows)])
+        return "\n".join([self._heading(), names, *map(str, self.rows)])
+
+    def _heading(self) -> str:
+        found = f"result: {', '.join(_decibels(r).strip() for r in self.results)} over {self.samples} samples"
+        return found + (f"; {self.parted} calls took another way in int8" if self.parted else "")
 
     def __rich__(self) -> Table:
         """All of a row, as a table for `rich`."""
         from rich.table import Table
         from rich.text import Text
 
-        heading = f"result: {', '.join(_decibels(r).strip() for r in self.results)} over {self.samples} samples"
-        table = Table(title=heading, title_justify="left", caption="" if self.rows else NEEDS_REFERENCE)
+        table = Table(title=self._heading(), title_justify="left", caption="" if self.rows else NEEDS_REFERENCE)
         table.add_column("operator", overflow="fold")
         for name in ("alone", "so far", "cosine", "values", "cut off", "levels"):
             table.add_column(name, justify="right")
@@ -106,7 +115,8 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """For JSON: decibels of what is exact are ``None``."""
         rows = [{key: _finite(value) for key, value in asdict(row).items()} for row in self.rows]
-        return {"results": [_finite(value) for value in self.results], "samples": self.samples, "rows": rows}
+        results = [_finite(value) for value in self.results]
+        return {"results": results, "samples": self.samples, "parted": self.parted, "rows": rows}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)

@@ -1,0 +1,112 @@
+"""What calls of a converted model ran, recording by recording, and the same of its float model: for who compares."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from intaglio.capture import Captured
+from intaglio.eager.activation import Activation
+from intaglio.eager.chain import Chain
+from intaglio.eager.copies import bare, plain_copy
+from intaglio.eager.replay import replay, trimmed
+from intaglio.eager.run import Run, current
+from intaglio.eager.session import Session
+from intaglio.eager.state import attach, session_of
+from intaglio.eager.tensor import plain
+from intaglio.errors import InputError
+from intaglio.quant import Binder, Reference, binder_for
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Operators ``first`` up to ``end`` of recording ``number``, which ran one behind the other.
+
+    ``given``: node of the recording's graph -> what it was, of values that come from elsewhere.
+    """
+
+    number: int
+    first: int
+    end: int
+    given: Mapping[str, torch.Tensor]
+
+    @property
+    def extent(self) -> tuple[int, int, int]:
+        return self.number, self.first, self.end
+
+
+class TracedRun(Run):
+    """A run that remembers where it went."""
+
+    def __init__(self, session: Session, path: str, found: list[Stretch]) -> None:
+        super().__init__(session, path)
+        self.taken: list[tuple[Activation, int]] = []
+        self.found = found
+
+    def _move(self, at: Activation) -> None:
+        super()._move(at)
+        self.taken.append((at, at.next))
+
+    def end(self, result: Any) -> Any:
+        returned = super().end(result)
+        for at, first in self.taken:
+            if at.next > first and at.chain.refused is None:
+                places = at.chain.places
+                given = {places[number]: plain(tensor) for number, tensor in at.bound.items() if number in places}
+                self.found.append(Stretch(self.session.chains.index(at.chain), first, at.next, given))
+        return returned
+
+
+def traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[Stretch]]:
+    """The result of a call of a converted model, and what ran."""
+    session, found = session_of(model), list[Stretch]()
+    with current.made_as(lambda own, path: TracedRun(own, path, found) if own is session else Run(own, path)):
+        return model(*args, **kwargs), found
+
+
+def exact_twin(converted: nn.Module) -> nn.Module:
+    """A model that follows the same recordings, in float: the graphs as they were before anything was quantized."""
+    before = session_of(converted)
+    if before.records:
+        raise InputError("compare", None, "the model is prepared, not converted", remedy="eager.convert(model) first")
+    twin = bare(converted)
+    session = Session(twin, before.quantizer, leaf_classes=before.leaf_classes)
+    session.follow(before, [chain.exact(session.origin) for chain in before.chains])
+    session.warned = before.warned  # one warning for a line that neither has seen
+    attach(session)
+    return twin
+
+
+def float_copy(model: nn.Module) -> nn.Module:
+    """A float model of its own, of one that may be prepared."""
+    return bare(model).eval()
+
+
+def captures(converted: nn.Module, model: nn.Module) -> dict[int, tuple[Captured, Reference]]:
+    """Number of a recording -> a float model the way that recording has it, and what conversion made of it."""
+    plain_model, found = plain_copy(model), {}
+    for number, chain in enumerate(session_of(converted).chains):
+        if chain.reference is not None:
+            found[number] = _captured(chain, plain_model), chain.reference
+    return found
+
+
+def _captured(chain: Chain, model: nn.Module) -> Captured:
+    return trimmed(replay(chain.recording, model), chain.recording)[0]
+
+
+def binder_of(converted: nn.Module) -> Binder:
+    """Items of data -> calls that are nested like the one that was recorded first."""
+    chains = session_of(converted).chains
+    call = chains[0].recording.call if chains else None
+    if call is None:
+        return binder_for(converted)
+    args, kwargs = call
+    names = list(inspect.signature(type(converted).forward).parameters)[1:]
+    nested = type(args[0]) if args and isinstance(args[0], (tuple, list, Mapping)) else None
+    return Binder(tuple(names), len(args), tuple(kwargs), nested)
