@@ -254,9 +254,10 @@ class Layer(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        of_heads = (part(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        parts = (part(x).unflatten(2, (self.heads, -1)) for part in (self.query, self.key, self.value))
+        q, k, v = (part.transpose(1, 2) for part in parts)
         p = self.p if self.training else 0.0
-        y = F.scaled_dot_product_attention(*of_heads, attn_mask=mask[:, None, None], dropout_p=p)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None], dropout_p=p)
         x = self.norms[0](x + self.dropout(self.out(y.transpose(1, 2).flatten(2))))
         return self.norms[1](x + self.dropout(self.narrow(F.gelu(self.wide(x)))))
 
