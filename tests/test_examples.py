@@ -76,6 +76,15 @@ def test_document_000_prints_states_and_the_order_of_calls():
     assert "the same bits: True" in printed
 
 
+@pytest.mark.skipif(find_spec("sklearn") is None, reason="examples/training.py needs scikit-learn")
+def test_training_in_four_bits_wins_back_what_rounding_cost():
+    lines = run(str(ROOT / "examples/training.py")).splitlines()
+    exact, rounded, trained, same = (float(line.split()[-2]) for line in lines)
+    assert exact > 80
+    assert trained > rounded
+    assert same > 99
+
+
 def test_the_listing_of_document_002_runs():
     printed = run(str(ROOT / "examples/export_inductor.py"))
     assert "InductorModel(M: 1 int8 call)" in printed

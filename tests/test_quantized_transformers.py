@@ -8,8 +8,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from compare import assert_equal_levels
 from harness import HERE
-from intaglio import Quantizer, Recipe, capture, compile, convert, equalize, prepare, quantize, requantize
+from intaglio import (
+    Quantizer,
+    Recipe,
+    Setting,
+    calibrate,
+    capture,
+    compile,
+    convert,
+    equalize,
+    prepare,
+    quantize,
+    requantize,
+)
 from intaglio.capture.nodes import operator
 from intaglio.ir import evaluate, symbol
 from intaglio.ir.dims import divide
@@ -270,3 +283,21 @@ def test_parts_of_a_free_batch_are_moves(body):
         x = torch.randn(n, 3, 8, 8)
         assert torch.equal(program(x), lowered(x))
         assert program(x).shape == model(x).shape
+
+
+@pytest.mark.parametrize("setting", [{"bits": 7}, {"activations_dtype": "u4"}])
+def test_keys_and_values_of_fewer_bits_lie_around_128_and_their_parameters_can_be_loaded(setting):
+    def attend(m, x):
+        q, k, v = (part(x).unflatten(2, (2, 4)).transpose(1, 2) for part in (m.q, m.k, m.v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    torch.manual_seed(0)
+    model = Body(attend, **{name: nn.Linear(8, 8) for name in "qkv"}).eval()
+    x, recipe = torch.randn(3, 6, 8), Recipe.of({}, Setting(**setting))
+    prepared = prepare(capture(model, x), Quantizer(recipe))
+    reference = convert(prepared, calibrate(prepared, [x]))
+    half = 63 if "bits" in setting else 7
+    keys = reference.qparams["k#0/linear.0"]
+    assert (keys.zeros, keys.qmin, keys.qmax) == ((128,), 128 - half, 128 + half)
+    assert_equal_levels(reference, requantize(reference), x)
+    assert dict(convert(prepared, reference.parameters).qparams) == dict(reference.qparams)

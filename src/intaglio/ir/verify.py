@@ -102,7 +102,8 @@ def _check_op(op: Op, graph: Graph, defined: set[str], place: str, rules: Rules)
         _require(graph.types[name].dtype in allowed, f"{label}: %{name} is {graph.types[name].dtype}")
     for index in B_OPERANDS.get(op.kind, ()):
         q = graph.types[op.inputs[index]].levels
-        _require((q.zeros, q.qmin, q.qmax) == ((128,), 1, 255), f"{label}: %{op.inputs[index]} is not symmetric")
+        around = q.zeros == (128,) and q.qmin >= 1 and q.qmin + q.qmax == 256
+        _require(around, f"{label}: %{op.inputs[index]} is not symmetric")
     least, most = 1 + (op.kind in PAIRS), 1 + (op.kind in (*KEEP_REST, *PAIRS))
     _require(least <= len(op.outputs) <= most, f"{label}: {len(op.outputs)} results")
     for result in (graph.types[name] for name in op.outputs):

@@ -1,6 +1,7 @@
 """Products of two activations: attention as one operator, and matrix products by themselves.
 
-The second factor is symmetric, with zero point 128 and levels 1..255, so that kernels read it as they read weights.
+The second factor is symmetric, with zero point 128 and levels within 1..255, so that kernels read it as they read
+weights.
 """
 
 from __future__ import annotations

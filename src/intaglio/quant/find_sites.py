@@ -84,10 +84,11 @@ def second_factors(regions: Sequence[Region], buffers: Mapping[fx.Node, fx.Node]
 
 
 def around_zero(site: Site) -> Site:
-    """With levels 1..255 around 128."""
+    """With levels around 128, which kernels read as signed ones: 1..255, or as many as fewer bits have."""
     if not isinstance(site.spec, Observed) or site.dtype is not DType.U8:
         return site
-    return replace(site, spec=replace(site.spec, symmetric=True), qmin=max(site.qmin, 1))
+    half = (site.qmax - site.qmin) // 2
+    return replace(site, spec=replace(site.spec, symmetric=True), qmin=128 - half, qmax=128 + half)
 
 
 def _may_give_float(region: Region) -> bool:

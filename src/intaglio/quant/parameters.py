@@ -164,14 +164,15 @@ def owners(sites: Iterable[Site], leaders: Mapping[str, str]) -> list[Site]:
 def _fitting(entry: Parameter, site: Site) -> QParams:
     """`CalibrationError` when the entry is not one that the site could have."""
     kind, problem = site.record, None
+    low, high = min(kind.qmin, site.qmin), max(kind.qmax, site.qmax)  # a product's second factor has 128 as its zero
     if (entry.dtype, entry.group) != (site.datatype, site.group):
         problem = f"{_type(entry.dtype, entry.group)}; the recipe makes it {_type(site.datatype, site.group)}"
     elif len(entry.scale) != 1 and site.axis is None:
         problem = f"{len(entry.scale)} scales; it has one for all channels"
     elif any(entry.zero_point) and not kind.zero_point:
         problem = f"zero point {max(entry.zero_point, key=abs)}; {kind.name} has none"
-    elif not (kind.qmin <= entry.qmin and entry.qmax <= kind.qmax):
-        problem = f"levels {entry.qmin}..{entry.qmax}; {kind.name} has {kind.qmin}..{kind.qmax}"
+    elif not (low <= entry.qmin and entry.qmax <= high):
+        problem = f"levels {entry.qmin}..{entry.qmax}; {kind.name} has {low}..{high}"
     elif site.role == "weight" and (entry.qmin, entry.qmax) != (kind.qmin, kind.qmax):
         problem = f"levels {entry.qmin}..{entry.qmax}; those of a weight are its datatype's"
     if problem is not None:

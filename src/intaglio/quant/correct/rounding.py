@@ -14,8 +14,10 @@ from intaglio.quant.correct.factor import taken
 from intaglio.quant.correct.moments import Moments
 
 BLOCK = 128
-ITERATIONS = 600
-RATE = 0.01
+ITERATIONS = 10_000
+RATE = 0.001
+WARM = 0.2
+"""Share of the iterations before anything is pushed to an end."""
 REGULARIZATION = 0.01
 STRETCH = (-0.1, 1.1)
 """Rectified sigmoids reach both ends at finite arguments (Nagel et al. 2020, eq. 23)."""
@@ -55,29 +57,31 @@ def gptq(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, hig
 
 
 def adaround(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, high: int) -> torch.Tensor:
-    """Up or down for every weight, learned by gradient descent on the same measure (Nagel et al. 2020).
+    """Up or down for every weight, learned by gradient descent on the same measure (Nagel et al. 2020, section 3.3).
 
-    ``ITERATIONS`` steps of Adam; a row that did not gain keeps nearest rounding.
+    ``ITERATIONS`` steps of Adam, as many as in the paper, in float32; a row that did not gain keeps nearest rounding.
     """
-    plain = nearest(weight, step, found, low, high)
-    matrix = found.matrix
-    scale = (weight**2 @ matrix.diagonal(dim1=1, dim2=2)[..., None]).mean().clamp_min(1e-300)
+    plain, moments = nearest(weight, step, found, low, high), found.matrix
+    signal = (weight**2 @ moments.diagonal(dim1=1, dim2=2)[..., None]).mean().clamp_min(1e-300)
     floor = (weight / step).floor()
     rest = (weight / step - floor - STRETCH[0]) / (STRETCH[1] - STRETCH[0])
-    logits = torch.logit(rest.clamp(1e-6, 1 - 1e-6)).requires_grad_()
+    logits = torch.logit(rest.clamp(1e-6, 1 - 1e-6)).float().requires_grad_()
+    exact, steps, below, matrix = weight.float(), step.float(), floor.float(), (moments / signal).float()
     optimizer = torch.optim.Adam([logits], lr=RATE)
     with torch.enable_grad():
         for i in range(ITERATIONS):
             soft = (logits.sigmoid() * (STRETCH[1] - STRETCH[0]) + STRETCH[0]).clamp(0, 1)
-            error = weight - (floor + soft).clamp(low, high) * step
-            sharpness = 20 - 18 * max(0.0, (i / ITERATIONS - 0.2) / 0.8)
-            between = (1 - (2 * soft - 1).abs() ** sharpness).sum() if i > 0.2 * ITERATIONS else 0.0
-            loss = ((error @ matrix) * error).sum() / scale + REGULARIZATION * between
+            error = exact - (below + soft).clamp(low, high) * steps
+            # The gradient of e M e^T is 2 M e, as M is symmetric: one product a step instead of two.
+            loss = 2 * ((error.detach() @ matrix) * error).sum()
+            if i > WARM * ITERATIONS:
+                sharpness = 20 - 18 * (i / ITERATIONS - WARM) / (1 - WARM)
+                loss = loss + REGULARIZATION * (1 - (2 * soft - 1).abs() ** sharpness).sum()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
     chosen = (floor + (logits.detach() >= 0)).clamp(low, high)
-    return _better(chosen, plain, weight, step, matrix)
+    return _better(chosen, plain, weight, step, moments)
 
 
 ROUNDINGS: dict[str, Round] = {"nearest": nearest, "gptq": gptq, "adaround": adaround}

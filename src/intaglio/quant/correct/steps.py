@@ -18,7 +18,7 @@ from intaglio.ir import QParams
 from intaglio.quant.correct.biases import with_biases
 from intaglio.quant.correct.kept import SAMPLES, kept_calls
 from intaglio.quant.correct.moments import Moments, moments, over_ranks, unable
-from intaglio.quant.correct.rounding import ROUNDINGS, Round, loss, nearest
+from intaglio.quant.correct.rounding import ROUNDINGS, gptq, loss, nearest
 from intaglio.quant.corrections import Corrections, Rounded, Step
 from intaglio.quant.distributed import Group
 from intaglio.quant.prepare import Prepared, annotated
@@ -94,7 +94,7 @@ class _Work:
         rows, step = (_grouped(region, np.broadcast_to(part, weight.shape)) for part in (weight, grid.steps))
         if site.name not in self.weights and setting.rounding != "nearest":
             if site.record.squares and not site.group and len(q.scales) == len(weight):
-                q = _rescaled(q, ROUNDINGS[setting.rounding], rows, step, found, grid)
+                q = _rescaled(q, rows, step, found, grid)
                 grid = weight_grid(weight, np.array(q.scales), site.record, 0, record.roles.outputs)
                 step = _grouped(region, np.broadcast_to(grid.steps, weight.shape))
             levels = ROUNDINGS[setting.rounding](rows, step, found, grid.low, grid.high)
@@ -179,14 +179,15 @@ FACTORS = (0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2)
 """Of scales that were chosen for the weights alone; with few levels the operand says which are better."""
 
 
-def _rescaled(
-    q: QParams, rounding: Round, rows: torch.Tensor, step: torch.Tensor, found: Moments, grid: Grid
-) -> QParams:
-    """Scales, one per output channel, with which rounding leaves the least error in the results."""
+def _rescaled(q: QParams, rows: torch.Tensor, step: torch.Tensor, found: Moments, grid: Grid) -> QParams:
+    """Scales, one per output channel, with which GPTQ leaves the least error in the results.
+
+    It speaks for AdaRound too, which takes too long to be run for every factor.
+    """
     matrix = found.matrix
 
     def error(factor: float) -> torch.Tensor:
-        return loss(rounding(rows, step * factor, found, grid.low, grid.high), rows, step * factor, matrix)
+        return loss(gptq(rows, step * factor, found, grid.low, grid.high), rows, step * factor, matrix)
 
     least, best = error(1.0), torch.ones(rows.shape[:2], dtype=torch.float64)
     for factor in FACTORS:

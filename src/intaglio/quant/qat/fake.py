@@ -104,8 +104,11 @@ class FakeQuantize(nn.Module):
 
     def forward(self, x: torch.Tensor, counts: bool = True) -> torch.Tensor:
         """``counts``: whether the values enter the averages."""
-        if self.training and counts and self.mode.observe and self.observed:
-            self._observe(x.detach())
+        if self.mode.observe and self.observed:
+            if self.training and counts:
+                self._observe(x.detach())
+            elif self.seen:
+                self.follow()  # averages may have come from another process, as buffers do
         if not self.mode.quantize or not self.seen:
             return x
         scale, zero_point = self.parameters_of_levels()

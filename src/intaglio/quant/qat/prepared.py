@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import linecache
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,7 +46,8 @@ class Plan:
 
 class PreparedQat(nn.Module):
     """Called, trained, saved and loaded like the float model, whose parameters, buffers and batch norms it has under
-    their own names; ``quantizers`` round values to their levels.
+    their own names; ``quantizers`` round values to their levels. It loads state dicts of its own, and with
+    ``strict=False`` those of the float model.
 
     ``train()`` and ``eval()`` switch batch norms and dropout. Scales follow the values, which is how it begins
     (`observe_ranges`: moving averages of activations while training, weights as they are), or are trained
@@ -55,6 +56,11 @@ class PreparedQat(nn.Module):
 
     _plan: Plan
     _mode: Mode
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A hook and not `load_state_dict`, which a parent that loads its own state does not call.
+        self.register_load_state_dict_post_hook(_switch_as_loaded)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The float model's results, values rounded on the way."""
@@ -136,12 +142,6 @@ class PreparedQat(nn.Module):
         for name, value in zip(SWITCHES, state.tolist(), strict=True):
             setattr(self._mode, name, value)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Of this model; or of the float model with ``strict=False``."""
-        result = super().load_state_dict(state_dict, strict, assign)
-        self._switch()
-        return result
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ArtifactError(
             type(self).__name__, None, "a prepared model cannot be pickled",
@@ -157,6 +157,11 @@ class PreparedQat(nn.Module):
 
 
 SWITCHES = ("observe", "learn", "quantize", "frozen")
+
+
+def _switch_as_loaded(prepared: PreparedQat, incompatible: Any) -> None:
+    """What is trained follows from the switches that were loaded, and from the zero points."""
+    prepared._switch()
 
 
 def prepare_qat(captured: Captured, quantizer: Quantizer | Annotator | None = None) -> PreparedQat:
