@@ -1,5 +1,6 @@
 """The kernel cache and the thread pool: what is promised when things go wrong, and when many do it at once."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -100,13 +102,23 @@ def test_a_damaged_entry_is_built_again(fresh_cache, damage):
 def test_an_interrupt_ends_the_compiler_and_leaves_nothing_half_written(fresh_cache, tmp_path, monkeypatch):
     pid = tmp_path / "pid"
     body = f'[ "$1" = --version ] && exit\nsleep 600 & echo $! > {pid}\nkill -INT $PPID\nwait'
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, heard(signal.SIGINT):
         patch.setenv("CXX", str(script(tmp_path / "endless", body)))
         with pytest.raises(KeyboardInterrupt):
             build(answer(3), name="interrupted", isa="portable")
     assert [file.suffix for file in (fresh_cache / "kernels").iterdir()] == [".cpp"]
     wait_for_end(int(pid.read_text()))
     assert load(build(answer(3), name="interrupted", isa="portable")).answer() == 3
+
+
+@contextlib.contextmanager
+def heard(number: signal.Signals) -> Iterator[None]:
+    """A signal that shells have what they run in the background ignore."""
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def wait_for_end(pid: int) -> None:
