@@ -175,7 +175,7 @@ def test_a_documented_name_is_what_the_package_exports(path):
 
 
 def test_every_variable_of_the_environment_is_described():
-    read = re.findall(r'environ(?:\.get\(|\[)"(\w+)"', inspect.getsource(config))
+    read = re.findall(r'(?:environ(?:\.get\(|\[)|_number\()"(\w+)"', inspect.getsource(config))
     described = re.findall(r"^\| `(\w+)` \|", PAGES["deploying.md"], re.MULTILINE)
     assert sorted(set(read) - {"XDG_CACHE_HOME"}) == sorted(described)
 
