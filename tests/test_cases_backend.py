@@ -1,4 +1,5 @@
-"""Conformance cases of the native backend, by number; 24, 25 and 40 are in test_cases_operators.py."""
+"""Conformance cases of the native backend, by number; 24, 25 and 40 are in test_cases_operators.py. With them stands
+the case of the frontends that asks the same of integers, B27."""
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import nets
 from compare import assert_equal_levels, kinds, quantized, sqnr
 from harness import HERE
 from intaglio.capture.nodes import operator
+from intaglio.errors import SelectorError
 from intaglio.ir import DType
 from intaglio.lower import plan
 from intaglio.lower.regions import QUANTIZE
@@ -278,3 +280,71 @@ def test_backend_34_another_number_of_threads_for_every_call(net, many_threads):
     assert_same([call(count) for count in counts], [expected] * len(counts))
     with ThreadPoolExecutor(2) as pool:
         assert_same(list(pool.map(call, counts * 5)), [expected] * 5 * len(counts))
+
+
+# -- recipes -----------------------------------------------------------------------------------------------------------
+
+PLACES = {
+    "convolution + convolution": (lambda m, x: m.c(x) + m.d(x), {"c": conv(outputs=3), "d": conv(outputs=3)}, 3),
+    "convolution + input": (lambda m, x: m.c(x) + x, {"c": conv(outputs=3)}, 2),
+    "linear + input": (lambda m, x: m.a(x) + x, {"a": nn.Linear(8, 8)}, 2),
+    "a sum of functions": (lambda m, x: (m.c(x), torch.sigmoid(x) + torch.tanh(x)), {"c": conv()}, 1),
+    "a sum of sums": (lambda m, x: m.c((x.exp() + x.sin()) + (x.cos() + x)), {"c": conv()}, 1),
+    "a pool alone": (lambda m, x: (m.c(x), F.max_pool2d(x.exp(), 2)), {"c": conv()}, 1),
+    "a pool behind a layer": (lambda m, x: F.max_pool2d(m.c(x), 2), {"c": conv()}, 3),
+    "flatten and concatenation": (
+        lambda m, x: m.e(torch.cat([m.c(x).flatten(2), m.d(x).flatten(2)], 2).transpose(1, 2)),
+        {"c": conv(outputs=3), "d": conv(outputs=3), "e": nn.Linear(3, 3)},
+        7,
+    ),
+}
+"""Model, and how many values become levels. As in IPEX's recipe a layer's result is not one of them before it is added,
+the other operand is, and sums and pools are levels only among layers. Unlike there a sum gives levels, also behind
+linear layers, whose other operand may stay float by ``residual="float"``."""
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_backend_37_what_the_default_recipe_quantizes(name):
+    body, layers, expected = PLACES[name]
+    reference, _ = quantized(nets.randomize(Body(body, **layers)), torch.randn(2, 3, 8, 8))
+    assert sum(operator(node) == QUANTIZE for node in reference.module.graph.nodes) == expected
+
+
+def test_backend_36_a_recipe_goes_to_a_file_and_back_and_can_be_edited_there(tmp_path):
+    body, layers, _ = PLACES["flatten and concatenation"]
+    model = nets.randomize(Body(body, **layers)).eval()
+    prepared = intaglio.prepare(intaglio.capture(model, (X,)))
+    first = intaglio.convert(prepared, intaglio.calibrate(prepared, [X]))
+    intaglio.Recipe().with_parameters(first.parameters).save(tmp_path / "once.toml")
+    intaglio.Recipe.load(tmp_path / "once.toml").save(tmp_path / "twice.toml")
+    assert (tmp_path / "once.toml").read_bytes() == (tmp_path / "twice.toml").read_bytes()
+    again = intaglio.quantize(model, example_inputs=X * 0, recipe=tmp_path / "twice.toml")
+    assert torch.equal(again(X), intaglio.compile(first)(X))
+    intaglio.Recipe().with_selection(skip="d").save(tmp_path / "edited.toml")
+    fewer = intaglio.quantize(model, [X], recipe=tmp_path / "edited.toml")
+    assert "skipped d (aten.conv2d.default): the recipe leaves it in float" in fewer.text("sites")
+    with pytest.raises(SelectorError, match="nowhere"):
+        intaglio.quantize(model, [X], skip="nowhere")
+
+
+# -- integers alone ----------------------------------------------------------------------------------------------------
+
+INTEGERS = {
+    "linear": (lambda m, x: m.f(m.a(x)), {"a": nn.Linear(8, 8), "f": nn.Linear(8, 5)}),
+    "convolution": (lambda m, x: m.d(m.c(x)), {"c": conv(), "d": conv(4)}),
+    "sum": (lambda m, x: m.e(m.c(x) + m.d(x)), {"c": conv(), "d": conv(), "e": conv(4)}),
+    "sum, relu": (lambda m, x: m.e(F.relu(m.c(x) + m.d(x))), {"c": conv(), "d": conv(), "e": conv(4)}),
+    "max pool": (lambda m, x: m.d(F.max_pool2d(m.c(x), 2)), {"c": conv(), "d": conv(4)}),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_frontend_b27_integers_alone_agree_with_quantize_and_dequantize(name):
+    """B27 allows two levels; ours is one, on the same integers. Biases are int32."""
+    body, layers = INTEGERS[name]
+    reference, lowered = quantized(nets.randomize(Body(body, **layers)), X)
+    assert_equal_levels(reference, lowered, X)
+    kinds_of = {lowered.graph.types[n].dtype for op in lowered.graph.ops for n in op.outputs if op.kind != "dequantize"}
+    assert kinds_of <= {DType.U8, DType.I32}
+    anchors = [op for op in lowered.graph.ops if op.kind in ("conv2d", "linear")]
+    assert [lowered.graph.constants[op.inputs[2]].dtype for op in anchors] == [np.int32] * len(anchors)
