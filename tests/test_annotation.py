@@ -286,8 +286,8 @@ def test_an_annotation_of_what_is_no_node_is_an_error():
         prepared(model, By(add=lambda n: Annotation({n.args[1]: U8})))
 
 
-class Doubling(nn.Module):
-    """Twice the extremum seen, around 128."""
+class Extremum(nn.Module):
+    """Sees values and keeps the largest magnitude."""
 
     def __init__(self):
         super().__init__()
@@ -296,6 +296,10 @@ class Doubling(nn.Module):
     def forward(self, x):
         self.most = max(self.most, x.abs().max().item())
         return x
+
+
+class Doubling(Extremum):
+    """Twice the extremum seen, around 128."""
 
     def calculate_qparams(self):
         return torch.tensor([2 * self.most / 127]), torch.tensor([128])
@@ -405,16 +409,8 @@ class Grouped(nn.Module):
         graph.erase_node(node)
 
 
-class Shifted(nn.Module):
+class Shifted(Extremum):
     """Signed bytes around -3, for an activation."""
-
-    def __init__(self):
-        super().__init__()
-        self.most = 0.0
-
-    def forward(self, x):
-        self.most = max(self.most, x.abs().max().item())
-        return x
 
     def convert(self, module, node):
         ops, given = torch.ops.quantized_decomposed, (self.most / 100, -3, -128, 127, torch.int8)
