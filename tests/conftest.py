@@ -1,4 +1,5 @@
-"""Fixtures and options all tests share: golden texts, fixed seeds, a private cache, Hypothesis profiles."""
+"""Fixtures and options all tests share: golden texts, fixed seeds, a private cache, a compiler that has read the
+headers before, Hypothesis profiles."""
 
 import difflib
 import os
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+
+from precompiled import compiler
 
 GOLDEN = Path(__file__).parent / "golden"
 DIFF_LINES = 40
@@ -24,6 +27,11 @@ settings.load_profile(os.environ.get("INTAGLIO_HYPOTHESIS", "default"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/golden from what the tests produce")
+
+
+def pytest_configure() -> None:
+    if path := compiler():
+        os.environ["CXX"] = path
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import nets
 from compare import captured_net
 from intaglio.capture import CAPTURE_PASSES, capture
+from intaglio.capture.export import _functional
 from intaglio.errors import CaptureError, InputError
 from intaglio.ir import Expression
 from intaglio.quant import Quantizer, Recipe, calibrate, convert, prepare
@@ -338,3 +339,19 @@ def test_a_model_that_draws_random_numbers_does_not_move_the_generator_of_the_ca
     with pytest.raises(CaptureError):
         capture(model, X)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("model", "example"),
+    [
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten()), (2, 3, 6, 6)),
+        (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (2, 5, 8)),
+        (nn.GRU(8, 4, batch_first=True), (2, 3, 8)),
+    ],
+    ids=["convolution", "attention", "recurrent"],
+)
+def test_the_short_way_to_a_graph_without_writes_gives_torchs_own(model, example):
+    program = torch.export.export(model.eval(), (torch.randn(example),))
+    short, long = _functional(program), program.run_decompositions({})
+    assert short.graph_module.code == long.graph_module.code
+    assert short.graph_signature == long.graph_signature

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.export import Dim as TorchDim
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
@@ -40,8 +41,7 @@ def export(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], shapes: Any
     try:
         with warnings.catch_warnings(), _quiet(), torch.no_grad():
             warnings.simplefilter("ignore")
-            program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes)
-            return program.run_decompositions({})
+            return _functional(torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes))
     except Exception as error:
         if ALIASED in str(error) and (shared := _shared_memory(model)):
             raise CaptureError(
@@ -52,6 +52,29 @@ def export(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], shapes: Any
             type(model).__name__, None, f"torch.export cannot trace it: {_first_lines(error)}",
             remedy=_remedy(str(error), shapes),
         ) from error  # fmt: skip
+
+
+def _functional(program: ExportedProgram) -> ExportedProgram:
+    """``program.run_decompositions({})``: nothing writes in place, composite operators stay whole.
+
+    torch sets up each of its 600 composite operators for that, and undoes it, which takes two thirds of the call; here
+    those of this graph are. A torch whose steps are others is called as users call it.
+    """
+    try:
+        from torch._export.utils import _is_preservable_cia_op as is_composite
+        from torch.export.exported_program import _decompose_exported_program as decompose
+        from torch.export.exported_program import _special_op_to_preserve_cia as whole
+
+        graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
+        used = {n.target for graph in graphs for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
+        composite = {op: whole for op in used if is_composite(op)}
+        with unset_fake_temporarily():
+            return decompose(
+                program, cia_to_decomp=composite, python_decomp_table={}, joint_loss_index=None,
+                decompose_custom_triton_ops=False,
+            )  # fmt: skip
+    except (ImportError, TypeError):
+        return program.run_decompositions({})
 
 
 ALIASED = "expected compiled_fn to be GraphModule"
