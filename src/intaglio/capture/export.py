@@ -67,7 +67,7 @@ def _functional(program: ExportedProgram) -> ExportedProgram:
 
         graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
         used = {n.target for graph in graphs for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
-        composite = {op: whole for op in used if is_composite(op)}
+        composite: dict[Any, Any] = {op: whole for op in used if is_composite(op)}
         with unset_fake_temporarily():
             return decompose(
                 program, cia_to_decomp=composite, python_decomp_table={}, joint_loss_index=None,
