@@ -13,7 +13,8 @@ import torch
 from intaglio.quant.correct.factor import taken
 from intaglio.quant.correct.moments import Moments
 
-BLOCK = 128
+FEW = 32
+"""Columns that are rounded one by one; of more, a half and then the other."""
 ITERATIONS = 10_000
 RATE = 0.001
 WARM = 0.2
@@ -40,20 +41,30 @@ def gptq(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, hig
         return plain
     order, factor = found.factor
     free, steps = taken(weight, order, 2), taken(step.expand_as(weight), order, 2)
-    levels = torch.zeros_like(free)
-    width = free.shape[2]
-    for start in range(0, width, BLOCK):
-        stop = min(start + BLOCK, width)
-        block, errors = free[..., start:stop].clone(), torch.zeros_like(free[..., start:stop])
-        for i in range(stop - start):
-            at = start + i
-            level = (block[..., i] / steps[..., at]).round().clamp(low, high)
-            error = (block[..., i] - level * steps[..., at]) / factor[:, at, at, None]
-            block[..., i:] -= error[..., None] * factor[:, None, at, at:stop]
-            levels[..., at], errors[..., i] = level, error
-        free[..., stop:] -= errors @ factor[:, start:stop, stop:]
+    levels, _ = _spread(free, steps, factor, low, high)
     chosen = torch.zeros_like(levels).scatter(2, order[:, None].expand_as(levels), levels)
     return _better(chosen, plain, weight, step, found.matrix)
+
+
+def _spread(
+    free: torch.Tensor, steps: torch.Tensor, factor: torch.Tensor, low: int, high: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers and errors that are left, [groups, rows, k], of columns in their order. What the first half leaves is
+    spread over the second in one product; columns one by one only where few are left."""
+    width = free.shape[2]
+    if width > FEW:
+        half = width // 2
+        first, errors = _spread(free[..., :half], steps[..., :half], factor[:, :half, :half], low, high)
+        rest = free[..., half:] - errors @ factor[:, :half, half:]
+        last, more = _spread(rest, steps[..., half:], factor[:, half:, half:], low, high)
+        return torch.cat((first, last), 2), torch.cat((errors, more), 2)
+    columns, sizes = free.mT.clone(memory_format=torch.contiguous_format), steps.mT
+    levels, errors = torch.empty_like(columns), torch.empty_like(columns)
+    for i in range(width):
+        levels[:, i] = (columns[:, i] / sizes[:, i]).round().clamp(low, high)
+        errors[:, i] = (columns[:, i] - levels[:, i] * sizes[:, i]) / factor[:, i, i, None]
+        columns[:, i + 1 :] -= factor[:, i, i + 1 :, None] * errors[:, i, None]
+    return levels.mT, errors.mT
 
 
 def adaround(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, high: int) -> torch.Tensor:
