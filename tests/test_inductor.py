@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor import config as inductor_config
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import beside
 import intaglio
 from intaglio.backends.images import byte_inputs
 from intaglio.backends.inductor import SETTINGS, lowering
 from intaglio.backends.inductor_graph import graph_for_inductor, graph_of_bytes, is_int8_layer
+from intaglio.backends.inductor_sizes import sizes_of_inputs
 from intaglio.errors import BuildError, InputError, UnsupportedError
 from intaglio.ops.rows import levels_of_rows
 from intaglio.quant.dynamic import decompositions
@@ -229,6 +231,28 @@ def test_moves_are_of_levels():
     assert not any("dequantize" in str(node.args[0].target) for node in moved)
 
 
+# ---- free sizes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (lambda x: (y := torch.relu(x @ torch.ones(9, 4))).view(y.shape[0] * y.shape[1], -1), {"x_1"}),
+        (lambda x: torch.zeros(nn.functional.avg_pool1d(x, 3, 2).shape), {"x_1"}),
+        (lambda x: torch.zeros(torch.nonzero(x).shape[0], x.sum(1).shape[1]), {"x_1", "nonzero"}),
+    ],
+    ids=["as_they_are", "computed", "found_in_values"],
+)
+def test_sizes_are_read_off_inputs(function, wanted):
+    made = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(torch.ones(2, 5, 9))
+    sizes_of_inputs(made.graph)
+    made.graph.lint()
+    made.recompile()
+    assert {node.args[0].name for node in calls(made) if node.target is torch.ops.aten.sym_size.int} == wanted
+    x = torch.randn(3, 8, 9)
+    assert torch.equal(made(x), function(x))
+
+
 # ---- images ---------------------------------------------------------------------------------------------------------
 
 IMAGE = intaglio.Image((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
@@ -335,14 +359,19 @@ def test_bert_with_masks_and_as_a_package(bert, tmp_path):
     assert [one.origin.operator for one in model.report.of("float call")] == [
         "aten.scaled_dot_product_attention.default"
     ]
-    assert model.save_package(tmp_path / "model.pt2").counts["int8 call"] == 7
+    fixed = model.report.operators
+    assert model.save_package(tmp_path / "model.pt2").operators == fixed
     package = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2"))
-    longer = torch.randint(50, (3, 9)), torch.ones(3, 9, dtype=torch.long)
-    for run, given in ((model, (ids, mask)), (package, (ids, mask)), (package, longer)):
+    sizes = {model: [(2, 7), (3, 9), (5, 2), (1, 6)], package: [(2, 7), (3, 9), (1, 6), (4, 1), (1, 1)]}
+    for run, shape in [(run, shape) for run, shapes in sizes.items() for shape in shapes]:
+        given = torch.randint(50, shape), torch.ones(shape, dtype=torch.long)
+        given[1][-1, shape[1] // 2 + 1 :] = 0
         got, wanted = run(*given), reference(*given)
         assert type(got) is type(wanted)
         for name in ("last_hidden_state", "pooler_output"):
             assert_close(got[name], wanted[name])
+        assert model.report.operators == fixed
+    assert len(model._programs) == 3
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
+from torch.export import Dim
 
 import intaglio
 from intaglio.backends import inductor
@@ -20,8 +21,8 @@ class Lowered(BaseException):
     """All passes have run, and nothing is to be generated."""
 
 
-def lowered(model, x, monkeypatch):
-    """Counts of PyTorch's counters, and of the lowerings in the last graph."""
+def lowered(model, x, monkeypatch, free=()):
+    """Counts of PyTorch's counters, and of the lowerings in the last graph. ``free``: axes with sizes of any call."""
     found = []
 
     def stop(graph):
@@ -34,11 +35,13 @@ def lowered(model, x, monkeypatch):
             yield []
 
     monkeypatch.setattr(inductor, "lowering", lowering)
-    prepared = intaglio.prepare(intaglio.capture(model.eval(), x))
+    sizes = dict.fromkeys(free, Dim.AUTO)
+    shapes = ((sizes,),) if isinstance(model, Body) else (sizes,)
+    prepared = intaglio.prepare(intaglio.capture(model.eval(), x, dynamic_shapes=shapes))
     reference = intaglio.convert(prepared, intaglio.calibrate(prepared, [x]))
     counters.clear()
     with suppress(Lowered):
-        intaglio.compile(reference, backend="inductor", example_inputs=x)
+        inductor.InductorModel(reference)._compiled([x], free=True)
     assert found
     kinds = "dequant_promotion", "weight_prepack", "unary", "binary"
     counted = counters["inductor"].items()
@@ -97,8 +100,25 @@ def basic(inputs, outputs, projected):
                 second_norm=nn.BatchNorm2d(outputs), shortcut=shortcut)  # fmt: skip
 
 
-IMAGES, ROWS = (2, 8, 8, 8), (2, 16)
+def attention():
+    """A block of a transformer: what reads the sizes of a layer's result is no second reader of the result."""
 
+    def body(m, x):
+        query, key, value = (layer(x) for layer in (m.query, m.key, m.value))
+        heads = [y.view(*y.shape[:2], 2, 8).transpose(1, 2) for y in (query, key, value)]
+        y = m.norm(m.last(nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)))
+        return m.down(nn.functional.gelu(m.up(y))) + y
+
+    layers = {name: linear() for name in ("query", "key", "value", "last", "up", "down")}
+    return Body(body, **layers, norm=nn.LayerNorm(16))
+
+
+IMAGES, ROWS, TEXTS = (2, 8, 8, 8), (2, 16), (2, 5, 16)
+SIZES = {IMAGES: (0, 2, 3), ROWS: (0,), TEXTS: (0, 1)}
+"""Axes that calls may decide."""
+
+
+@pytest.mark.parametrize("free", [False, True], ids=["fixed", "free"])
 
 @pytest.mark.parametrize(
     ("build", "shape", "wanted"),
@@ -119,24 +139,30 @@ IMAGES, ROWS = (2, 8, 8, 8), (2, 16)
         # PyTorch's: binary 1. Here both sums have levels of their own and every reader a dequantize of its own, so
         # neither call writes what another reads
         (read_twice, IMAGES, (2, 3, 1, 2)),
+        # Not among PyTorch's
+        (lambda: nn.Sequential(conv(), nn.Upsample(scale_factor=2), conv()), IMAGES, (0, 2, 1, 0)),
+        (lambda: one_sum(linear), TEXTS, (1, 3, 2, 1)),
+        (lambda: two_sums(linear, nn.ReLU()), TEXTS, (2, 4, 2, 2)),
+        (attention, TEXTS, (2, 6, 4, 1)),
     ],
     ids=["conv_conv_conv", "conv_relu", "conv_add", "conv_add_relu", "conv_sum", "linear_linear", "linear_sum",
-         "linear_add", "concatenated", "read_twice"],
+         "linear_add", "concatenated", "read_twice", "upsampled", "texts_sum", "texts_add_relu", "attention"],
 )  # fmt: skip
-def test_matches_of_small_networks(build, shape, wanted, monkeypatch):
+def test_matches_of_small_networks(build, shape, wanted, free, monkeypatch):
     """Promotion, prepack, unary, binary. Equal to the counts in PyTorch's own tests where no line says otherwise;
-    layers that end in a quantize count as unary, with or without a function in front of it."""
+    layers that end in a quantize count as unary, with or without a function in front of it. Free sizes take nothing."""
     torch.manual_seed(0)
-    assert lowered(build(), torch.randn(shape), monkeypatch)[0] == wanted
+    assert lowered(build(), torch.randn(shape), monkeypatch, SIZES[shape] if free else ())[0] == wanted
 
 
-def test_a_small_residual_network(monkeypatch):
+@pytest.mark.parametrize("free", [(), (0,)], ids=["fixed", "free"])
+def test_a_small_residual_network(free, monkeypatch):
     """As PyTorch's, but for one quantize less: levels in front of the pool are those behind it."""
     torch.manual_seed(0)
     net = nn.Sequential(
         conv(), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), basic(8, 8, False), basic(8, 16, True),
         basic(16, 16, True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4),
     )  # fmt: skip
-    _, made = lowered(net, torch.randn(IMAGES), monkeypatch)
+    _, made = lowered(net, torch.randn(IMAGES), monkeypatch, free)
     assert [made[name] for name in ("qconv", "qconv_binary", "qlinear", "qmaxpool2d")] == [6, 3, 1, 1]
     assert made["quantize_per_tensor.default"] == 2

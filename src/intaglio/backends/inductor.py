@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from intaglio.backends.images import byte_inputs
 from intaglio.backends.inductor_graph import graph_for_inductor, graph_of_bytes
 from intaglio.backends.inductor_report import Report, report_of
+from intaglio.backends.inductor_sizes import sizes_of_inputs
 from intaglio.calls import bind, dims_of, initial_state, kept_state, rebuild
 from intaglio.capture.nodes import operator, origin
 from intaglio.errors import ArtifactError, BuildError, InputError, UnsupportedError
@@ -40,11 +41,12 @@ SETTINGS = {
     "freezing": True,
     "pre_grad_custom_pass": None,
     "joint_custom_pre_pass": None,
-    "joint_custom_post_pass": None,
+    "joint_custom_post_pass": sizes_of_inputs,
     "post_grad_custom_pre_pass": None,
 }
 """Of Inductor, while it compiles for us; a user's are neither read nor changed. Freezing makes weights constants, which
-are packed then. Passes are set by others: importing torchao's quantizer for x86 sets the first of them."""
+are packed then. Passes are set by others: importing torchao's quantizer for x86 sets the first of them. Ours is the
+last in front of those that match layers."""
 SHAPES = 256
 """Sizes of calls whose program is remembered."""
 _Type = tuple[torch.dtype, torch.Size]
