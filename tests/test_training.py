@@ -14,8 +14,10 @@ import intaglio
 import nets
 from intaglio import numerics
 from intaglio.errors import ArtifactError, CalibrationError, InputError, UnsupportedError
+from intaglio.ir import DType
 from intaglio.quant import PreparedQat
-from intaglio.quant.qat.fake import FakeQuantize, RoundToLevels
+from intaglio.quant.qat.fake import FakeQuantize, Mode, RoundToLevels
+from intaglio.quant.sites import Observed, Site
 from nets import Body
 from trained import assert_evaluates_alike, trainable
 
@@ -307,7 +309,7 @@ def test_frontend_c13_gradients_of_scale_and_zero_point_are_those_of_the_papers(
 
 
 def test_frontend_c13_the_share_counts_the_values_of_a_scale():
-    """C13: values of one sample for an activation, of one channel for a weight; 1/sqrt(n * qmax)."""
+    """C13: values of one sample for an activation, of one channel for a weight; 1/sqrt(n * levels above zero)."""
     x = example("conv", 2)
     prepared = trainable(normed("conv", 2, True, True), x)
     prepared(x)
@@ -321,8 +323,28 @@ def test_frontend_c13_the_share_counts_the_values_of_a_scale():
     site = next(m for m in prepared.rounding() if isinstance(m, FakeQuantize))
     site.zero_grad()
     site(torch.full_like(x, 1e6)).sum().backward()
-    expected = x.numel() * (255 - site.zero_point.item()) * (4 * 5 * 5 * 255) ** -0.5
+    above = 255 - site.zero_point.item()
+    assert 0 < above < 255
+    expected = x.numel() * above * (4 * 5 * 5 * max(above, 255 - above)) ** -0.5
     assert site.scale.grad.item() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ends", "levels"),
+    [(0, 255, (0.0, 4.0), 255), (1, 255, (-4.0, 4.0), 127), (0, 15, (-1.0, 2.0), 10), (0, 255, (-4.0, 0.0), 255)],
+)
+def test_frontend_c13_levels_of_a_share_are_those_on_the_longer_side_of_the_zero_point(low, high, ends, levels):
+    """C13: Esser et al. 2020, section 2.2; an unsigned type with its zero point in the middle is a signed one."""
+    site = Site("x", "x", "activation", Observed("minmax", low == 1), DType.U8, low, high)
+    rounding = FakeQuantize(site, 1, 2, Mode())
+    rounding(torch.tensor([ends]))
+    rounding.mode.observe, rounding.mode.learn = False, True
+    rounding.scale.requires_grad_(True)
+    x = torch.full((2, 50), 1e6 if ends[1] else -1e6)
+    rounding(x).sum().backward()
+    side = high if ends[1] else low
+    expected = 100 * (side - rounding.zero_point.item()) * (50 * levels) ** -0.5
+    assert rounding.scale.grad.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_frontend_c13_observing_ends_learning_and_learning_ends_observing():
