@@ -172,14 +172,33 @@ def test_a_part_of_the_model_can_be_put_into_evaluation():
     assert torch.equal(prepared.get_buffer("1.running_mean"), before)
 
 
-def test_frozen_batch_norms_use_running_statistics_and_leave_them():
-    model, x = normed("conv", 2, True, True), example("conv", 2)
+@pytest.mark.parametrize(("kind", "axes"), [("conv", 2), ("transposed", 1), ("linear", 1)])
+def test_frozen_batch_norms_use_running_statistics_leave_them_and_train_as_the_float_model_s_do(kind, axes):
+    """From the first step; gradients of factors and shifts too."""
+    model, x = normed(kind, axes, True, True), example(kind, axes)
     prepared = trainable(model, x).round_values(False).freeze_batch_norms()
-    expected = copy.deepcopy(model).eval()
-    (prepared(x) * x[:, :1]).sum().backward()
-    (expected(x) * x[:, :1]).sum().backward()
-    assert_same_gradients(prepared, expected)
+    model[1].eval()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, prepared)]
+    for step in range(5):
+        for module, optimizer in zip((model, prepared), optimizers, strict=True):
+            optimizer.zero_grad()
+            module(example(kind, axes, step)).square().mean().backward()
+        assert_same_gradients(prepared, model)
+        for optimizer in optimizers:
+            optimizer.step()
     assert torch.equal(prepared.get_buffer("1.running_var"), model[1].running_var)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_values_that_diverged_are_an_error_that_names_the_site_and_leave_the_averages(value):
+    x = example("conv", 2)
+    prepared = trainable(normed("conv", 2, True, True), x)
+    prepared(x)
+    averages = [m.high.clone() for m in prepared.rounding() if isinstance(m, FakeQuantize)]
+    with pytest.raises(CalibrationError, match="not finite") as raised:
+        prepared(torch.where(torch.arange(5) == 2, value, x))
+    assert raised.value.where == "#0/input.input_1"
+    assert all(map(torch.equal, averages, [m.high for m in prepared.rounding() if isinstance(m, FakeQuantize)]))
 
 
 def test_a_norm_that_no_layer_takes_in_evaluates_with_running_statistics():

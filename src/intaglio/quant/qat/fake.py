@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from intaglio import numerics
+from intaglio.errors import CalibrationError
 from intaglio.ir import QParams
 from intaglio.quant.dynamic import row_operators
 from intaglio.quant.qparams import OwnScales
@@ -143,6 +144,12 @@ class FakeQuantize(nn.Module):
             return
         axes = None if self.site.axis is None else [axis for axis in range(x.dim()) if axis != self.site.axis]
         low, high = (x.amin(axes), x.amax(axes)) if axes else torch.aminmax(x)
+        if not (low.isfinite().all() and high.isfinite().all()):
+            raise CalibrationError(
+                self.site.name, self.site.origin.operator or None, "values that are not finite while training",
+                source=self.site.origin.source or None,
+                remedy="check the data; if training diverged, a lower rate, or batch norms that are not frozen yet",
+            )  # fmt: skip
         share = AVERAGING if self.seen else 1.0
         self.low.lerp_(low.double().reshape(-1), share)
         self.high.lerp_(high.double().reshape(-1), share)

@@ -92,7 +92,12 @@ class PreparedQat(nn.Module):
         return self._switch(quantize=on)
 
     def freeze_batch_norms(self, on: bool = True) -> PreparedQat:
-        """Whether batch norms use their running statistics in training too, and leave them as they are."""
+        """Whether batch norms use their running statistics in training too, and leave them as they are.
+
+        They are constants to the gradient then, as in a float model whose norms evaluate, and nothing normalises what
+        a step makes of the layers before: statistics that do not fit the data yet, or a rate that needs norms, let
+        training diverge, in float as well. For trained weights, or the last epochs.
+        """
         return self._switch(frozen=on)
 
     def scale_parameters(self) -> list[nn.Parameter]:
