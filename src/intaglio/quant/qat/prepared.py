@@ -200,8 +200,9 @@ def _check(prepared: Prepared, evaluation: Captured) -> None:
     annotations = prepared.annotations
     refused = [(region.anchor, "a recurrent layer") for region in annotations.regions if is_recurrent(region.anchor)]
     refused += [(table.node, "a table of embeddings in levels") for table in annotations.tables if table.reason is None]
-    alone = [node for node in annotations.module.graph.nodes if node.name in annotations.alone]
-    refused += [(node, "weights alone in fewer bits") for node in alone]
+    nodes = {node.name: node for node in annotations.module.graph.nodes}
+    refused += [(nodes[name], "weights alone in fewer bits") for name in annotations.alone]
+    refused += [(nodes[reader or value], "levels that an observer writes itself") for value, reader in annotations.own]
     for site in annotations.sites:
         if site.dtype in FLOAT8:
             raise UnsupportedError(site.name, site.origin.operator, f"{site.datatype} while training",
