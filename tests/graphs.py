@@ -59,6 +59,15 @@ class Net:
         self.value[name] = drawn > 0 if dtype is DType.BOOL else drawn.astype(np.float32)
         return name
 
+    def input_levels(self, *shape: Dim) -> str:
+        """Levels that the caller holds."""
+        name = f"x{len(self.inputs)}"
+        self.inputs.append(name)
+        self.types[name] = TensorType(shape, DType.U8, self._q(1.0, None))
+        drawn = self.draw.integers(0, 256, [evaluate(d, sizes(2)) for d in shape])
+        self.value[name] = drawn.astype(np.uint8)
+        return name
+
     def constant(self, array: np.ndarray) -> str:
         return self._constant(array, DType.F32)
 
@@ -219,7 +228,11 @@ class Net:
         draw = np.random.default_rng(seed)
         found = []
         for name in self.inputs:
-            x = draw.normal(size=[evaluate(d, sizes(size)) for d in self.types[name].shape]).astype(np.float32)
+            shape = [evaluate(d, sizes(size)) for d in self.types[name].shape]
+            if self.types[name].dtype is DType.U8:
+                found.append(torch.from_numpy(draw.integers(0, 256, shape).astype(np.uint8)))
+                continue
+            x = draw.normal(size=shape).astype(np.float32)
             if self.types[name].dtype is DType.BOOL:
                 found.append(torch.from_numpy(x > -0.5))
                 continue

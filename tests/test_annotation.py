@@ -1,5 +1,8 @@
 """Annotations on nodes and edges: what is written, what it comes to, what cannot be."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,8 +24,8 @@ from intaglio.annotation import (
     annotation_of,
 )
 from intaglio.capture.nodes import operator
-from intaglio.errors import InputError, SelectorError, UnsupportedError
-from intaglio.quant import Quantizer, Ranges, Recipe, calibrate, convert, prepare
+from intaglio.errors import CalibrationError, InputError, SelectorError, UnsupportedError
+from intaglio.quant import Parameters, Prepared, Quantizer, Ranges, Recipe, calibrate, convert, prepare
 from nets import Body
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -461,6 +464,68 @@ def test_frontend_c10_what_an_observer_writes_itself_passes_through_unchanged():
     for stage in (lowered, intaglio.compile(lowered)):
         torch.testing.assert_close(stage(x), found(x), atol=0.02, rtol=0)
         assert stage(x[:2]).shape == (2, 5)
+
+
+def with_own_levels(activation=U8) -> Prepared:
+    """A weight in groups of four bits, in front of a layer in int8."""
+
+    def rule(node):
+        grouped = node.args[1].meta["path"] == "a.weight"
+        x, weight = (activation, Own(Grouped)) if grouped else (U8, WEIGHT)
+        return Annotation({node.args[0]: x, node.args[1]: weight})
+
+    model = Body(lambda m, x: m.b(m.a(x)), a=nn.Linear(16, 16), b=nn.Linear(16, 5))
+    return prepared(model, By(linear=rule), ROWS)
+
+
+ROWS = torch.randn(4, 16, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("activation", [U8, Own(Shifted)])
+def test_frontend_c10_a_model_with_an_observer_s_own_levels_is_saved_and_loaded(activation, tmp_path):
+    """C10: in a process that has not imported torch's operators of levels either."""
+    stage = with_own_levels(activation)
+    found = convert(stage, calibrate(stage, [ROWS]))
+    program = torch.export.export(found.module, (ROWS,))
+    torch.export.save(program, tmp_path / "reference.pt2")
+    assert torch.equal(torch.export.load(tmp_path / "reference.pt2").module()(ROWS)[0], found(ROWS))
+    model = intaglio.compile(found)
+    model.save(tmp_path / "m", example=ROWS)
+    torch.save(ROWS, tmp_path / "rows")
+    code = """if True:
+        import sys, torch, intaglio
+        loaded = intaglio.load(sys.argv[1])
+        torch.save(loaded(torch.load(sys.argv[2])), sys.argv[3])"""
+    given = [str(tmp_path / name) for name in ("m", "rows", "found")]
+    subprocess.run([sys.executable, "-c", code, *given], check=True, timeout=300)
+    assert torch.equal(torch.load(tmp_path / "found"), model(ROWS))
+
+
+def test_frontend_c10_files_of_ranges_and_parameters_go_with_an_observer_that_has_seen_data(tmp_path):
+    """C10: of a weight they are enough; what an observer of activations has seen is in no file, and said so."""
+    stage = with_own_levels()
+    ranges = calibrate(stage, [ROWS])
+    ranges.save(tmp_path / "ranges")
+    found = convert(stage, ranges)
+    found.parameters.save(tmp_path / "parameters")
+    files = (Ranges.load(tmp_path / "ranges"), Parameters.load(tmp_path / "parameters"))
+    assert all(torch.equal(convert(with_own_levels(), file)(ROWS), found(ROWS)) for file in files)
+    stage = with_own_levels(Own(Shifted))
+    ranges = calibrate(stage, [ROWS])
+    wanted = convert(stage, ranges)
+    for known in (ranges, wanted.parameters):
+        again = with_own_levels(Own(Shifted))
+        with pytest.raises(CalibrationError, match=r"Shifted.* has seen no data\n  remedy: .*prepared\(batch\)"):
+            convert(again, known)
+        again(ROWS)
+        assert torch.equal(convert(again, known)(ROWS), wanted(ROWS))
+
+
+def test_frontend_c10_an_observer_that_writes_its_own_levels_takes_no_part_in_training():
+    captured = intaglio.capture(nn.Sequential(nn.Linear(16, 5)), ROWS, train=True)
+    rule = By(linear=lambda n: Annotation({n.args[0]: U8, n.args[1]: Own(Grouped)}))
+    with pytest.raises(UnsupportedError, match=r"0 .*levels that an observer writes itself, while training"):
+        intaglio.prepare(captured, rule, qat=True)
 
 
 def test_frontend_c10_an_observer_that_leaves_its_node_is_told_so():

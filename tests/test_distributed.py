@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import nets
 from compare import captured_net
+from intaglio.annotation import Annotation, Own, annotate_node
 from intaglio.capture import capture
+from intaglio.capture.nodes import operator
 from intaglio.errors import CalibrationError
 from intaglio.quant import METHODS, Group, Quantizer, Ranges, Recipe, Setting, calibrate, convert, prepare, share
 from intaglio.quant.correct.equalize import equalize
@@ -193,6 +195,20 @@ def test_bad_data_on_one_rank_is_an_error_on_all_and_changes_nothing():
     assert "batch 4, #0/input.x" in str(errors[1])
     assert all("rank 1: failed" in str(errors[rank]) and "#0/input.x" in str(errors[rank]) for rank in (0, 2))
     assert all(observer.statistics.count == 0 for one in prepared for observer in one.observers.values())
+
+
+def test_an_observer_that_writes_its_own_levels_is_for_one_process():
+    """What it saw cannot be merged, and every rank would convert to another model."""
+
+    class Annotator:
+        def annotate(self, module):
+            node = next(node for node in module.graph.nodes if operator(node) == "aten.conv2d.default")
+            annotate_node(node, Annotation({node.args[0]: Own(torch.nn.Identity)}))
+
+    stages = [prepare(CAPTURED, Annotator()) for _ in range(2)]
+    for error in Ranks(2).run(lambda group: calibrate(stages[group.rank], share(BATCHES, group), group=group)):
+        assert isinstance(error, CalibrationError)
+        assert "observers of a user's own (x) on 2 ranks" in str(error)
 
 
 def test_no_data_on_any_rank_is_an_error_on_all():

@@ -380,3 +380,22 @@ def test_the_text_of_a_tiny_net_can_be_read(isa, golden):
     y = net.conv(net.same("max_pool2d", y, **window), 8, 1, f32=True)
     source = emit(plan(net.graph(y)), isa, CACHES, "tiny").source
     golden(source[source.index("// quantize") :])
+
+
+def callers_levels(net: Net) -> tuple[str, ...]:
+    """Levels come in, and levels that leave are read inside too: by convolutions that pad and by what does not."""
+    x = net.input_levels(N, 5, H, W)
+    plain, padded, deep = net.conv(x, 6, 3), net.conv(x, 6, 3, padding=1), net.conv(x, 5, 3, padding=1, groups=5)
+    again = net.conv(padded, 7, (1, 3), padding=(0, 0, 1, 1))
+    return plain, padded, net.dequantize(deep), net.dequantize(again), net.dequantize(x)
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_levels_of_the_caller_are_padded_as_levels_inside_are(isa):
+    """Its tensors have no halo: what stood there was whatever lay beside them."""
+    net, lowered = built(callers_levels)
+    model = build.compile(lowered, isa=isa)
+    for size in (1, 2, 5):
+        inputs = net.batch(size, seed=size)
+        assert all(map(torch.equal, model(*inputs), lowered(*inputs)))
+    assert "reshape" not in [op.kind for op in lowered.graph.ops]

@@ -14,8 +14,10 @@ import intaglio
 import nets
 from intaglio import numerics
 from intaglio.errors import ArtifactError, CalibrationError, InputError, UnsupportedError
+from intaglio.ir import DType
 from intaglio.quant import PreparedQat
-from intaglio.quant.qat.fake import FakeQuantize, RoundToLevels
+from intaglio.quant.qat.fake import FakeQuantize, Mode, RoundToLevels
+from intaglio.quant.sites import Observed, Site
 from nets import Body
 from trained import assert_evaluates_alike, trainable
 
@@ -170,14 +172,33 @@ def test_a_part_of_the_model_can_be_put_into_evaluation():
     assert torch.equal(prepared.get_buffer("1.running_mean"), before)
 
 
-def test_frozen_batch_norms_use_running_statistics_and_leave_them():
-    model, x = normed("conv", 2, True, True), example("conv", 2)
+@pytest.mark.parametrize(("kind", "axes"), [("conv", 2), ("transposed", 1), ("linear", 1)])
+def test_frozen_batch_norms_use_running_statistics_leave_them_and_train_as_the_float_model_s_do(kind, axes):
+    """From the first step; gradients of factors and shifts too."""
+    model, x = normed(kind, axes, True, True), example(kind, axes)
     prepared = trainable(model, x).round_values(False).freeze_batch_norms()
-    expected = copy.deepcopy(model).eval()
-    (prepared(x) * x[:, :1]).sum().backward()
-    (expected(x) * x[:, :1]).sum().backward()
-    assert_same_gradients(prepared, expected)
+    model[1].eval()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, prepared)]
+    for step in range(5):
+        for module, optimizer in zip((model, prepared), optimizers, strict=True):
+            optimizer.zero_grad()
+            module(example(kind, axes, step)).square().mean().backward()
+        assert_same_gradients(prepared, model)
+        for optimizer in optimizers:
+            optimizer.step()
     assert torch.equal(prepared.get_buffer("1.running_var"), model[1].running_var)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_values_that_diverged_are_an_error_that_names_the_site_and_leave_the_averages(value):
+    x = example("conv", 2)
+    prepared = trainable(normed("conv", 2, True, True), x)
+    prepared(x)
+    averages = [m.high.clone() for m in prepared.rounding() if isinstance(m, FakeQuantize)]
+    with pytest.raises(CalibrationError, match="not finite") as raised:
+        prepared(torch.where(torch.arange(5) == 2, value, x))
+    assert raised.value.where == "#0/input.input_1"
+    assert all(map(torch.equal, averages, [m.high for m in prepared.rounding() if isinstance(m, FakeQuantize)]))
 
 
 def test_a_norm_that_no_layer_takes_in_evaluates_with_running_statistics():
@@ -307,7 +328,7 @@ def test_frontend_c13_gradients_of_scale_and_zero_point_are_those_of_the_papers(
 
 
 def test_frontend_c13_the_share_counts_the_values_of_a_scale():
-    """C13: values of one sample for an activation, of one channel for a weight; 1/sqrt(n * qmax)."""
+    """C13: values of one sample for an activation, of one channel for a weight; 1/sqrt(n * levels above zero)."""
     x = example("conv", 2)
     prepared = trainable(normed("conv", 2, True, True), x)
     prepared(x)
@@ -321,8 +342,28 @@ def test_frontend_c13_the_share_counts_the_values_of_a_scale():
     site = next(m for m in prepared.rounding() if isinstance(m, FakeQuantize))
     site.zero_grad()
     site(torch.full_like(x, 1e6)).sum().backward()
-    expected = x.numel() * (255 - site.zero_point.item()) * (4 * 5 * 5 * 255) ** -0.5
+    above = 255 - site.zero_point.item()
+    assert 0 < above < 255
+    expected = x.numel() * above * (4 * 5 * 5 * max(above, 255 - above)) ** -0.5
     assert site.scale.grad.item() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ends", "levels"),
+    [(0, 255, (0.0, 4.0), 255), (1, 255, (-4.0, 4.0), 127), (0, 15, (-1.0, 2.0), 10), (0, 255, (-4.0, 0.0), 255)],
+)
+def test_frontend_c13_levels_of_a_share_are_those_on_the_longer_side_of_the_zero_point(low, high, ends, levels):
+    """C13: Esser et al. 2020, section 2.2; an unsigned type with its zero point in the middle is a signed one."""
+    site = Site("x", "x", "activation", Observed("minmax", low == 1), DType.U8, low, high)
+    rounding = FakeQuantize(site, 1, 2, Mode())
+    rounding(torch.tensor([ends]))
+    rounding.mode.observe, rounding.mode.learn = False, True
+    rounding.scale.requires_grad_(True)
+    x = torch.full((2, 50), 1e6 if ends[1] else -1e6)
+    rounding(x).sum().backward()
+    side = high if ends[1] else low
+    expected = 100 * (side - rounding.zero_point.item()) * (50 * levels) ** -0.5
+    assert rounding.scale.grad.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_frontend_c13_observing_ends_learning_and_learning_ends_observing():

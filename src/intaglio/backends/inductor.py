@@ -36,6 +36,7 @@ from intaglio.errors import ArtifactError, BuildError, InputError, UnsupportedEr
 from intaglio.ir import Expression, Signature, evaluate, symbol, symbols_of
 from intaglio.quant import Reference
 from intaglio.quant.dynamic import decompositions
+from intaglio.writing import check_file
 
 SETTINGS = {
     "freezing": True,
@@ -146,6 +147,7 @@ class InductorModel(nn.Module):
         """
         if not str(path).endswith(".pt2"):
             raise InputError("save_package", None, f"{str(path)!r}; the name of a package ends in .pt2")
+        check_file(path)
         self._check_package()
         args, kwargs, axes = self._example_call()
         graph = self._graph(self._example)

@@ -27,6 +27,7 @@ from intaglio.errors import BuildError, InputError, UnsupportedError
 from intaglio.ir import Expression, Signature, evaluate, symbols_of
 from intaglio.quant.convert import Reference
 from intaglio.quant.recurrent import RECURRENT_CALL
+from intaglio.writing import check_file
 
 Sums = Literal["levels", "float"]
 OPSET = 21
@@ -55,7 +56,7 @@ def to_onnx(reference: Reference, path: str | Path, *, sums: Sums = "levels") ->
     Inputs have the names of the model's; an input declared as `Image` takes the bytes. Outputs are called after the
     keys of a nested result; buffers that the model changes are inputs and outputs behind all others. Tensors of more
     than 2 GB lie beside the file, in ``<path>.data``. Raises `UnsupportedError` for an operator that ONNX has no form
-    of, and where it stands.
+    of, and where it stands; `ArtifactError`, before all work, where no file can be written.
 
     sums: what a convolution hands to the sum behind it. "levels": u8 between the bounds beyond which the sum saturates
     (`backends.sums.wanted`), without which ONNX Runtime computes that convolution in float32; it rounds once more than
@@ -66,6 +67,7 @@ def to_onnx(reference: Reference, path: str | Path, *, sums: Sums = "levels") ->
     if sums not in get_args(Sums):
         raise InputError("to_onnx", None, f"sums={sums!r}; there are {' and '.join(get_args(Sums))}")
     _require()
+    check_file(path)
     module = spelled(reference.module)
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     notes: list[str] = []

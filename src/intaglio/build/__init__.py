@@ -130,7 +130,7 @@ def _model(saved: Saved, planned: Plan, artifact: Artifact, hosts: Mapping[str, 
     Of the file's libraries only those go into the model that were built here or that a user trusts: it saves them.
     """
     graph, islands = saved.graph, saved.islands
-    parts = partitions_text(tuple(step.partition for step in planned.steps), graph)
+    parts = partitions_text(tuple(step.partition for step in planned.steps), planned.graph)
     about = saved.about.after(integer=graph_text(graph), partitions=parts, program=artifact.program.source)
     size = artifact.constants.nbytes + sum(b.nbytes for module, _ in islands.values() for b in module.buffers())
     coverage = replace(saved.coverage, bytes_after=size)

@@ -9,6 +9,7 @@ import functools
 import inspect
 import io
 import logging
+import traceback
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -50,7 +51,7 @@ def export(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], shapes: Any
             ) from error  # fmt: skip
         raise CaptureError(
             type(model).__name__, None, f"torch.export cannot trace it: {_first_lines(error)}",
-            remedy=_remedy(str(error), shapes),
+            remedy=_remedy(error, shapes),
         ) from error  # fmt: skip
 
 
@@ -93,7 +94,10 @@ def _shared_memory(model: nn.Module) -> list[str]:
     return next((names for names in found.values() if len(names) > 1), [])
 
 
-def _remedy(said: str, shapes: Any) -> str:
+def _remedy(error: Exception, shapes: Any) -> str:
+    said = str(error)
+    if LOOKS_AT_MASK in (frame.name for frame in traceback.extract_tb(error.__traceback__)):
+        return "say in the call of the encoder whether its mask is causal: is_causal=False, or True"
     if "register" in said:
         return "torch.export.register_dataclass(YourClass), once, says what is in it"
     if "quantized already" in said:
@@ -101,6 +105,10 @@ def _remedy(said: str, shapes: Any) -> str:
     if shapes is not None and ("dynamic_shapes" in said or "Constraints violated" in said):
         return "give dynamic_shapes that fit the model"
     return "quantize the submodules that do not depend on data one by one"
+
+
+LOOKS_AT_MASK = "_detect_is_causal_mask"
+"""The function of torch's encoders and decoders that compares a mask's values with a causal one's, unless told."""
 
 
 @contextlib.contextmanager

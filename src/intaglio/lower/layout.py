@@ -31,6 +31,23 @@ MOVED_ALIKE = ("slice", "pad", "cat", "expand", "shuffle", "pixel_shuffle", "pix
 """Moves between any layouts; left alone, the result lies as what it is made of."""
 
 
+def copy_for_halos(graph: Graph) -> Graph:
+    """Levels that callers hold, copied for convolutions that pad them: tensors of callers have no room for a halo."""
+    outside, types, copies, ops = graph.outside(), dict(graph.types), dict[str, str](), list[Op]()
+    for op in graph.ops:
+        inputs = op.inputs
+        if op.kind in (*CONVOLUTIONS, *TRANSPOSED) and inputs[0] in outside and any(_halo(op, graph)):
+            x = inputs[0]
+            if x not in copies:
+                copies[x] = fresh(types, f"{x}_inside")
+                types[copies[x]] = types[x]
+                attrs = {"shape": types[x].shape, "relayout": True}
+                ops.append(Op("reshape", (x,), (copies[x],), attrs, origin=op.origin))
+            inputs = (copies[x], *inputs[1:])
+        ops.append(replace(op, inputs=inputs))
+    return graph.replace(ops=tuple(ops), types=types) if copies else graph
+
+
 def lay_out(graph: Graph) -> tuple[dict[str, Buffer], frozenset[str]]:
     """A buffer for every value of levels and every other one that stays inside, and the values of three to five axes
     that are row-major. A halo exists only where a convolution pads; moves that move no byte alias."""

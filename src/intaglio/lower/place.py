@@ -9,7 +9,7 @@ from intaglio.ir import Buffer, DType, Graph, Op, Partition, Placement, Plan, St
 from intaglio.ir.moves import MOVES
 from intaglio.ir.scratch import LINE, SHARERS, recurrent_lines, scratch_lines
 from intaglio.lower.fuse import fuse, join_epilogues, join_heads
-from intaglio.lower.layout import lay_out
+from intaglio.lower.layout import copy_for_halos, lay_out
 from intaglio.lower.views import find_views
 
 SHARES = 8
@@ -20,7 +20,10 @@ FEW_CHANNELS = 192
 
 def plan(graph: Graph) -> Plan:
     """Partitions in order, grouped into phases (steps of one phase do not depend on each other) and segments (native
-    stretches between islands), with buffers and the order in which they get their place."""
+    stretches between islands), with buffers and the order in which they get their place. The graph of the plan has
+    the copies of `copy_for_halos` in it.
+    """
+    graph = copy_for_halos(graph)
     buffers, rows = lay_out(graph)
     views = find_views(graph, buffers, rows)
     buffers = {name: _behind(buffer, buffers, views) for name, buffer in buffers.items() if name not in views}

@@ -20,6 +20,7 @@ from intaglio.ir import Signature
 from intaglio.quant.data import Binder, batches, peek
 from intaglio.quant.distributed import Group, merge_statistics
 from intaglio.quant.lint import lint
+from intaglio.quant.own import of_activations
 from intaglio.quant.prepare import Prepared
 from intaglio.quant.qparams import activation_ranges
 from intaglio.quant.ranges import Ranges, Seen
@@ -102,8 +103,9 @@ def _gathered(prepared: Prepared, seen: dict[int, Seen], group: Group) -> Ranges
             seen = {**seen, **others}
     count = sum(one.samples for one in seen.values())
     own = {name: q for name, observer in prepared.observers.items() if (q := observer.chosen()) is not None}
-    if own and group.size > 1:
-        raise CalibrationError("ranges", None, f"observers of a user's own ({', '.join(own)}) on {group.size} ranks",
+    alone = [*own, *(value for value, _ in of_activations(prepared.annotations.module, prepared.annotations.own))]
+    if alone and group.size > 1:
+        raise CalibrationError("ranges", None, f"observers of a user's own ({', '.join(alone)}) on {group.size} ranks",
                                remedy="their results cannot be merged: calibrate in one process")  # fmt: skip
     ranges = Ranges(statistics, len(seen), count, prepared.fingerprint, dict(sorted(seen.items())),
                     parameters=own or None)  # fmt: skip

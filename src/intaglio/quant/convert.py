@@ -112,7 +112,7 @@ def convert(
     held = {before: annotations.by_value[before, "activation"].name for before in annotations.buffers}
     signature, computed = store_levels(module, prepared.signature, held, qparams)
     remarks += computed
-    write_own(module, annotations.own, prepared.module)
+    write_own(module, annotations.own, prepared.module, prepared.watch.shown)
     dequantize = decomposed().dequantize_per_channel.default
     if stored := store_weights(module, annotations.alone, dequantize):
         remarks += stored

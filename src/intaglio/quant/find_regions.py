@@ -218,12 +218,14 @@ def _spread(regions: Iterable[Region]) -> set[Region]:
                 roots.add(region.root)
         for region in reversed(regions):
             readers = [reader.get(user) for user in region.root.users]
-            if region not in active and region.shares and readers and all(_reads_levels(r, active) for r in readers):
+            wanted = readers and all(_reads_levels(r, region.root, active) for r in readers)
+            if region not in active and region.shares and wanted:
                 active.add(region)
                 roots.add(region.root)
         changed = len(active) != before
     return active
 
 
-def _reads_levels(region: Region | None, active: set[Region]) -> bool:
-    return region in active and not region.dynamic
+def _reads_levels(region: Region | None, value: fx.Node, active: set[Region]) -> bool:
+    """Of a value; attention reads its mask as it is."""
+    return region in active and not region.dynamic and value in region.activations()

@@ -5,7 +5,8 @@ Of what they write for a constant, all up to its integers is computed once: dequ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import fx, nn
 
 from intaglio.calls import DTYPES
 from intaglio.capture.nodes import is_constant, operator, origin, tensor_nodes
-from intaglio.errors import InputError, UnsupportedError
+from intaglio.errors import CalibrationError, InputError, UnsupportedError
 from intaglio.ir import DType, TensorType
 
 OWN = "own"
@@ -22,15 +23,27 @@ Edge = tuple[str, str | None]
 """Name of a value and of who reads it; ``None``: everyone."""
 
 
-def insert_own(module: fx.GraphModule, own: Mapping[Edge, Any]) -> None:
-    """A call of each observer on its edge. ``own``: edge -> what makes the observer."""
+def insert_own(module: fx.GraphModule, own: Mapping[Edge, Any], shown: set[Edge]) -> None:
+    """A call of each observer on its edge. ``own``: edge -> what makes the observer; ``shown``: edges whose values it
+    was shown, added to when the module runs."""
     nodes = {node.name: node for node in module.graph.nodes}
     for index, (edge, make) in enumerate(own.items()):
         observer = make()
         if not isinstance(observer, nn.Module):
             raise InputError(edge[0], None, f"an observer that writes its own levels is an nn.Module, not a "
                              f"{type(observer).__name__}")  # fmt: skip
+        observer.register_forward_hook(partial(_note, shown, edge))
         _insert(module, nodes, edge, f"own_{index}", observer)
+
+
+def _note(shown: set[Edge], edge: Edge, *call: Any) -> None:
+    shown.add(edge)
+
+
+def of_activations(module: fx.GraphModule, own: Iterable[Edge]) -> list[Edge]:
+    """Edges whose values only data tells."""
+    nodes = {node.name: node for node in module.graph.nodes}
+    return [edge for edge in own if not is_constant(nodes[edge[0]])]
 
 
 def _insert(
@@ -59,11 +72,18 @@ def _read_as(reader: fx.Node, value: fx.Node) -> fx.Node:
     raise UnsupportedError(reader.name, operator(reader), f"does not read {value.name} any more")
 
 
-def write_own(module: fx.GraphModule, own: Iterable[Edge], observed: fx.GraphModule) -> None:
-    """Each observer's ``convert(module, node)`` in place of the node that calls it. ``observed``: has the observers."""
+def write_own(module: fx.GraphModule, own: Iterable[Edge], observed: fx.GraphModule, shown: Collection[Edge]) -> None:
+    """Each observer's ``convert(module, node)`` in place of the node that calls it. ``observed``: has the observers;
+    ``shown``: edges whose values they have seen. `CalibrationError` for an activation of which one has seen none."""
     calls = {node.meta[OWN]: node for node in observed.graph.nodes if OWN in node.meta}
     for edge in own:
         name, nodes = str(calls[edge].target), {node.name: node for node in module.graph.nodes}
+        if edge not in shown and not is_constant(nodes[edge[0]]):
+            where, kind = calls[edge].meta["origin"], type(observed.get_submodule(name)).__name__
+            raise CalibrationError(
+                where.path or edge[0], where.operator or None, f"{kind} writes its own levels and has seen no data",
+                remedy="run prepared(batch) or calibrate first: ranges and parameters of a file hold nothing of it",
+            )  # fmt: skip
         call = _insert(module, nodes, edge, name, observed.get_submodule(name))
         written = _written(module, call)
         module.delete_submodule(name)

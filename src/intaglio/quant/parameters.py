@@ -17,6 +17,7 @@ from intaglio.numerics import SMALLEST_SCALE
 from intaglio.quant.corrections import Corrected
 from intaglio.quant.datatypes import DATATYPES, WEIGHT
 from intaglio.quant.sites import Observed, Site
+from intaglio.writing import write_text
 
 VERSION = 1
 KEYS = ("dtype", "qmin", "qmax", "scale", "zero_point", "group")
@@ -149,7 +150,7 @@ class Parameters:
         return Parameters({name: Parameter.from_dict(name, entry) for name, entry in entries.items()}, corrected)
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        write_text(path, self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> Parameters:

@@ -25,7 +25,7 @@ from intaglio.quant.embeddings import table_notes
 from intaglio.quant.gates import join_gates
 from intaglio.quant.image import Image
 from intaglio.quant.methods import method_of
-from intaglio.quant.own import insert_own
+from intaglio.quant.own import Edge, insert_own
 from intaglio.quant.passes import PTQ_PASSES
 from intaglio.quant.recipe import Quantizer
 from intaglio.quant.regions import Annotations
@@ -38,12 +38,14 @@ class Watch:
     """What the observers of a model have in common.
 
     ``batch``: index of the next batch, ``stride``: what lies between it and the one behind it. ``ignore``: NaN and
-    infinities are left out instead of an error, unless all values are.
+    infinities are left out instead of an error, unless all values are. ``shown``: edges whose values went through an
+    observer that writes its own levels.
     """
 
     batch: int = 0
     stride: int = 1
     ignore: bool = False
+    shown: set[Edge] = field(default_factory=set)
 
 
 class Observer(nn.Module):
@@ -250,7 +252,7 @@ def _observed(annotations: Annotations, signature: Signature) -> tuple[fx.GraphM
         leader = annotations.leaders[site.name]
         if site.name in observers or (isinstance(site.spec, Shared) and site.spec.observed):
             _insert(observed, nodes[site.value], places[leader], observers[leader])
-    insert_own(observed, annotations.own)
+    insert_own(observed, annotations.own, watch.shown)
     observed.recompile()
     return observed, observers, watch
 

@@ -12,6 +12,7 @@ from typing import Any
 from intaglio.errors import ArtifactError, CalibrationError
 from intaglio.ir import QParams
 from intaglio.quant.statistics import Range, Statistics
+from intaglio.writing import write_text
 
 VERSION = 2
 
@@ -122,7 +123,7 @@ class Ranges:
             raise ArtifactError("ranges", None, f"not a ranges file: {error}") from error
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        write_text(path, self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> Ranges:

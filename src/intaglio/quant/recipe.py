@@ -21,6 +21,7 @@ from intaglio.quant.datatypes import DATATYPES, Datatype
 from intaglio.quant.image import Image
 from intaglio.quant.methods import method_of
 from intaglio.quant.parameters import Parameters
+from intaglio.writing import write_text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -262,7 +263,7 @@ class Recipe:
         return Recipe.from_toml(Path(path).read_text(encoding="utf-8"))
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_toml(), encoding="utf-8")
+        write_text(path, self.to_toml())
 
 
 @dataclass(frozen=True)

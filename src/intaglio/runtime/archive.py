@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from intaglio.errors import ArtifactError
+from intaglio.writing import FILE, unwritable
 
 FORMAT = "intaglio model"
 VERSION = 1
@@ -47,10 +48,7 @@ def write(path: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes])
             with contextlib.suppress(FileNotFoundError):
                 draft.unlink()
     except OSError as error:
-        raise ArtifactError(
-            str(path), None, f"cannot be written: {error.strerror or error}",
-            remedy="choose a file in a folder that exists, can be written and has room",
-        ) from error  # fmt: skip
+        raise unwritable(path, error, FILE) from error
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:

@@ -19,13 +19,14 @@ import numpy as np
 from torch.utils import _pytree as pytree
 
 from intaglio import config
-from intaglio.errors import ArtifactError, BuildError, UnsupportedError
+from intaglio.errors import BuildError, UnsupportedError
 from intaglio.ir import Dim, DType, Expression, External, Program, Shape, Signature, c_expression, needs, symbols_of
 from intaglio.native.compile import COMPILE_FLAGS, HEADER_FOLDER, included
 from intaglio.native.machine import CPU_FLAGS, ISA_FLAGS
 from intaglio.runtime import threads
 from intaglio.runtime.coverage import SHOWN
 from intaglio.runtime.shapes import is_image
+from intaglio.writing import FOLDER, check_folder, unwritable
 
 if TYPE_CHECKING:
     from intaglio.runtime.model import QuantizedModel
@@ -54,6 +55,7 @@ def export_c(model: QuantizedModel, folder: str | Path, isas: Sequence[str] | No
     `ArtifactError` when the folder cannot be written.
     """
     _check(model)
+    check_folder(folder)
     programs = [model.program_for(isa) for isa in _ordered(model, isas)]
     name, weights = _name(model.about.name), _weights([program.constants for program in programs])
     values, texts = _values(model, programs, name), dict[str, str]()
@@ -375,7 +377,4 @@ def _write(folder: Path, members: Mapping[str, bytes]) -> None:
         for path, content in members.items():
             (folder / path).write_bytes(content)
     except OSError as error:
-        raise ArtifactError(
-            str(folder), None, f"cannot be written: {error.strerror or error}",
-            remedy="choose a folder that can be made and has room",
-        ) from error  # fmt: skip
+        raise unwritable(folder, error, FOLDER) from error

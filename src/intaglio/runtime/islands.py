@@ -26,21 +26,25 @@ PYTHON_CALLS: Mapping[str, Callable[..., Any]] = {
 REFUSED = frozenset({"from_file", "set_data", "record_stream"})
 """ATen operators that reach beyond their arguments, or past the checks on them."""
 
-_NAME = re.compile(r"aten\.([A-Za-z_][A-Za-z0-9_]*)\.([A-Za-z_][A-Za-z0-9_]*)")
+_NAME = re.compile(r"(aten|quantized_decomposed)\.([A-Za-z_][A-Za-z0-9_]*)\.([A-Za-z_][A-Za-z0-9_]*)")
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """``aten.<operator>.<overload>`` -> the operator, if it is one that gives tensors or numbers and writes none.
+    """``aten.<operator>.<overload>``, or one of torch's operators of levels under ``quantized_decomposed`` -> the
+    operator, if it is one that gives tensors or numbers and writes none.
 
-    `ArtifactError` for every other name; nothing is imported to find it.
+    `ArtifactError` for every other name; nothing is imported to find it but torch's own module of the latter.
     """
     if name in PYTHON_CALLS:
         return PYTHON_CALLS[name]
     parts = _NAME.fullmatch(name)
     if parts is None:
-        raise ArtifactError(name, None, "not an operator of ATen; float parts of a file are lists of those")
-    packet_name, overload = parts.groups()
-    packet = getattr(torch.ops.aten, packet_name, None)
+        problem = "not an operator of ATen, nor one of levels; float parts of a file are lists of those"
+        raise ArtifactError(name, None, problem)
+    library, packet_name, overload = parts.groups()
+    if library == "quantized_decomposed":
+        from torch.ao.quantization.fx import _decomposed  # noqa: F401
+    packet = getattr(getattr(torch.ops, library), packet_name, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket) or overload not in packet.overloads():
         raise ArtifactError(
             name, None, f"PyTorch {torch.__version__} has no such operator", remedy="install the version that saved it"
@@ -182,7 +186,7 @@ def _filled(value: Any, held: Mapping[str, Any]) -> Any:
 def calls_of(module: nn.Module) -> Calls:
     """What a float part does, from the torch.fx module that lowering cut out (or from a loaded one).
 
-    `ArtifactError` for an operator that is none of ATen's, or an argument that has no text.
+    `ArtifactError` for an operator that is none of those, or an argument that has no text.
     """
     if isinstance(module, FloatCalls):
         return module.calls

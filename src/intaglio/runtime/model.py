@@ -40,6 +40,7 @@ from intaglio.runtime.islands import Host, run_host
 from intaglio.runtime.profile import Clock, Profile, profile_of
 from intaglio.runtime.shapes import FRAMES, Frame, Read, Shapes, Sizes
 from intaglio.runtime.traced import came_channels_last, register
+from intaglio.writing import check_file
 
 LIMIT_SECONDS = 0.002
 """Of one of the repeats that measure the arithmetic limit."""
@@ -352,6 +353,7 @@ class QuantizedModel(nn.Module):
         instruction set, for those who load with ``trust=True``. Raises `ArtifactError`, and leaves an existing file
         as it is.
         """
+        check_file(path)
         program = self.artifact.program
         stored = self.example
         if example is not None:

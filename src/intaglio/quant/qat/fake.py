@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from intaglio import numerics
+from intaglio.errors import CalibrationError
 from intaglio.ir import QParams
 from intaglio.quant.dynamic import row_operators
 from intaglio.quant.qparams import OwnScales
@@ -40,7 +41,7 @@ class RoundToLevels(torch.autograd.Function):
 
     With v = x / (s * m): the gradient passes where low <= v + zp <= high, and is 0 outside (straight-through). That of
     s is ``round(v) - v`` inside and ``level - zp`` outside, times m (Esser et al. 2020, eq. 3); that of zp ``-s``
-    outside and 0 inside (Bhalgat et al. 2020, eq. 5); both times ``share``: 1/sqrt(n * high) for n values a scale.
+    outside and 0 inside (Bhalgat et al. 2020, eq. 5); both times ``share``, see `gradient_share`.
     """
 
     @staticmethod
@@ -70,6 +71,21 @@ class RoundToLevels(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_zero = (grad * ~inside * -scale).sum_to_size(zero_point.shape) * ctx.share
         return grad_x, grad_scale, grad_zero, None, None, None, None
+
+
+def gradient_share(values: int, levels: int) -> float:
+    """1/sqrt(n * levels) for n values a scale: what its gradient is multiplied by, so that scales move as weights do
+    (Esser et al. 2020, section 2.2).
+
+    ``levels`` is the paper's Q_P, how many are above zero. Their start, 2 * mean|x| / sqrt(Q_P) there, is here what
+    calibration or the moving averages found, and for weights what `convert` would give them.
+    """
+    return (max(values, 1) * levels) ** -0.5
+
+
+def longer_side(low: int, high: int, zero: int) -> int:
+    """Levels above the zero point, or below it where those are more: half of all where it lies in the middle."""
+    return max(high - zero, zero - low)
 
 
 class FakeQuantize(nn.Module):
@@ -112,9 +128,10 @@ class FakeQuantize(nn.Module):
         if not self.mode.quantize or not self.seen:
             return x
         scale, zero_point = self.parameters_of_levels()
-        share = (max(x.numel() // max(len(x), 1), 1) * self.site.qmax) ** -0.5
-        shaped = scale.reshape(self.shape), zero_point.reshape(self.shape)
-        return RoundToLevels.apply(x, *shaped, None, self.site.qmin, self.site.qmax, share)
+        low, high = self.site.qmin, self.site.qmax
+        levels = max(longer_side(low, high, int(zero)) for zero in zero_point.tolist())
+        share = gradient_share(x.numel() // max(len(x), 1), levels)
+        return RoundToLevels.apply(x, scale.reshape(self.shape), zero_point.reshape(self.shape), None, low, high, share)
 
     def parameters_of_levels(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and zero point as they are used: positive, and a whole number within the levels."""
@@ -127,6 +144,12 @@ class FakeQuantize(nn.Module):
             return
         axes = None if self.site.axis is None else [axis for axis in range(x.dim()) if axis != self.site.axis]
         low, high = (x.amin(axes), x.amax(axes)) if axes else torch.aminmax(x)
+        if not (low.isfinite().all() and high.isfinite().all()):
+            raise CalibrationError(
+                self.site.name, self.site.origin.operator or None, "values that are not finite while training",
+                source=self.site.origin.source or None,
+                remedy="check the data; if training diverged, a lower rate, or batch norms that are not frozen yet",
+            )  # fmt: skip
         share = AVERAGING if self.seen else 1.0
         self.low.lerp_(low.double().reshape(-1), share)
         self.high.lerp_(high.double().reshape(-1), share)
@@ -196,7 +219,7 @@ class FakeQuantizeWeight(nn.Module):
             multiples = torch.from_numpy(grid.multiples.astype(np.float32))
         shape = [1] * weight.dim()
         shape[axis] = len(scale)
-        share = (weight.numel() // len(scale) * kind.qmax) ** -0.5
+        share = gradient_share(weight.numel() // len(scale), kind.qmax)
         zero = torch.zeros(())
         return RoundToLevels.apply(weight, scale.reshape(shape), zero, multiples, kind.qmin, kind.qmax, share)
 
@@ -238,7 +261,7 @@ def fake_shortcut(x: torch.Tensor, levels: FakeQuantize, low: int, high: int) ->
     scale, zero_point = levels.parameters_of_levels()
     q = levels.qparams()
     wide = numerics.widen(q.step, q.zero)
-    share = (max(x.numel() // max(len(x), 1), 1) * high) ** -0.5
+    share = gradient_share(x.numel() // max(len(x), 1), longer_side(low, high, wide.zero_point))
     fine = scale.reshape([]) / numerics.STEPS
     fine = fine + (wide.scale - fine).detach()
     shifted = zero_point.reshape([]) * numerics.STEPS + (wide.zero_point - q.zero * numerics.STEPS)

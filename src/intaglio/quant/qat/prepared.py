@@ -92,7 +92,12 @@ class PreparedQat(nn.Module):
         return self._switch(quantize=on)
 
     def freeze_batch_norms(self, on: bool = True) -> PreparedQat:
-        """Whether batch norms use their running statistics in training too, and leave them as they are."""
+        """Whether batch norms use their running statistics in training too, and leave them as they are.
+
+        They are constants to the gradient then, as in a float model whose norms evaluate, and nothing normalises what
+        a step makes of the layers before: statistics that do not fit the data yet, or a rate that needs norms, let
+        training diverge, in float as well. For trained weights, or the last epochs.
+        """
         return self._switch(frozen=on)
 
     def scale_parameters(self) -> list[nn.Parameter]:
@@ -195,8 +200,9 @@ def _check(prepared: Prepared, evaluation: Captured) -> None:
     annotations = prepared.annotations
     refused = [(region.anchor, "a recurrent layer") for region in annotations.regions if is_recurrent(region.anchor)]
     refused += [(table.node, "a table of embeddings in levels") for table in annotations.tables if table.reason is None]
-    alone = [node for node in annotations.module.graph.nodes if node.name in annotations.alone]
-    refused += [(node, "weights alone in fewer bits") for node in alone]
+    nodes = {node.name: node for node in annotations.module.graph.nodes}
+    refused += [(nodes[name], "weights alone in fewer bits") for name in annotations.alone]
+    refused += [(nodes[reader or value], "levels that an observer writes itself") for value, reader in annotations.own]
     for site in annotations.sites:
         if site.dtype in FLOAT8:
             raise UnsupportedError(site.name, site.origin.operator, f"{site.datatype} while training",
