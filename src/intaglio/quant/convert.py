@@ -64,7 +64,8 @@ class Reference(GraphStage):
     """The quantized model in float: every quantize and dequantize explicit, weights as integers. Slow; for judging.
 
     ``qparams``: site name -> parameters. ``parameters``: those of sites that have their own, and all that was
-    corrected: `convert` takes them in place of ranges. ``about.notes``: what was adjusted on the way.
+    corrected: `convert` takes them in place of ranges. ``about.notes``: what was adjusted on the way. ``rewrites``: by
+    pass, how many it made of the float graph.
     """
 
     module: fx.GraphModule
@@ -73,6 +74,7 @@ class Reference(GraphStage):
     annotations: Annotations
     parameters: Parameters
     about: About = field(default_factory=About)
+    rewrites: Mapping[str, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"Reference({len(self.qparams)} sites; a simulation in float, slower than the float model)"
@@ -127,7 +129,7 @@ def convert(
         texts["corrections"] = report
     about = prepared.about.after(tuple(remarks), **texts)
     signature = _with_levels(signature, prepared, qparams) if prepared.quantizer.integers else signature
-    return Reference(module, signature, qparams, prepared.annotations, parameters, about)
+    return Reference(module, signature, qparams, prepared.annotations, parameters, about, prepared.rewrites)
 
 
 def _with_levels(signature: Signature, prepared: Prepared, qparams: Mapping[str, QParams]) -> Signature:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -199,6 +199,13 @@ def prepared_by(
     observed, observers, watch = _observed(annotations, captured.signature)
     return Prepared(observed, captured.signature, annotations, observers, about, rewrites, quantizer, captured.classes,
                     watch=watch)  # fmt: skip
+
+
+def rewritten(module: fx.GraphModule, names: Collection[str]) -> fx.GraphModule:
+    """A copy of a captured graph, after those passes of post-training quantization."""
+    copied = copy_graph(module)
+    run(copied, [step for step in (*PTQ_PASSES, join_gates) if step.__name__ in names])
+    return copied
 
 
 def _passes(quantizer: Quantizer, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
