@@ -235,6 +235,20 @@ def annotated(prepared: Prepared, module: fx.GraphModule) -> Annotations:
     return replace(found, sites=sites)
 
 
+def whole(prepared: Prepared) -> Annotations:
+    """As if nothing were left in float: of the model itself, so the same for all recipes that differ in that only.
+
+    With patterns or an annotator what is quantized is more than the recipe's to say: these are the annotations there
+    are.
+    """
+    quantizer = prepared.quantizer
+    ends = quantizer.skip_first or quantizer.skip_last
+    if quantizer.patterns or quantizer.annotator or not (ends or quantizer.recipe.leaves_float):
+        return prepared.annotations
+    everything = replace(quantizer, recipe=quantizer.recipe.of_everything(), skip_first=False, skip_last=False)
+    return annotate_graph(copy_graph(prepared.annotations.module), everything, prepared.classes)
+
+
 def again(prepared: Prepared, module: fx.GraphModule) -> Prepared:
     """Of a module that computes what ``prepared.annotations.module`` does: annotated alike, nothing observed yet."""
     annotations = annotated(prepared, module)
