@@ -154,3 +154,13 @@ def test_frontend_b16_sharing_that_cannot_be_says_so(sites, problem):
         return
     with pytest.raises(UnsupportedError, match=problem):
         groups(sites)
+
+
+def test_equal_operators_of_one_module_keep_their_numbers_when_one_of_them_is_no_site():
+    def body(m, x):
+        return m.d(torch.relu(m.c(torch.relu(x)) + 1))
+
+    model = nets.randomize(Body(body, c=nn.Conv2d(3, 4, 1), d=nn.Conv2d(4, 2, 1)))
+    captured = capture(model, torch.randn(2, 3, 4, 4))
+    some = annotate(captured, Quantizer(Recipe().with_selection(skip=["c"])))
+    assert {"#0/relu.1"} == {site.name for site in some.sites if site.role == "activation" and "relu" in site.name}

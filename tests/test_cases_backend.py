@@ -348,3 +348,46 @@ def test_frontend_b27_integers_alone_agree_with_quantize_and_dequantize(name):
     assert kinds_of <= {DType.U8, DType.I32}
     anchors = [op for op in lowered.graph.ops if op.kind in ("conv2d", "linear")]
     assert [lowered.graph.constants[op.inputs[2]].dtype for op in anchors] == [np.int32] * len(anchors)
+
+
+def outlier() -> nn.Module:
+    """A classifier by small differences: in front of `head`, one channel is ten thousand times the others and counts
+    for nothing, so with one scale for all the others vanish."""
+    size = torch.ones(16)
+    size[0] = 1e4
+
+    def body(m: nn.Module, x: Tensor) -> Tensor:
+        return m.head(torch.tanh(m.stem(x)) * size)
+
+    model = nets.randomize(Body(body, stem=nn.Linear(12, 16), head=nn.Linear(16, 5)))
+    with torch.no_grad():
+        model.head.weight[:, 0] = 0
+    return model
+
+
+def test_backend_38_the_operator_that_does_the_damage_falls_back():
+    """Case 38: whatever the function measures, an operator in int8 that it does not bear is found."""
+    body = lambda m, x: m.d(F.relu(m.c(F.relu(m.b(F.relu(m.a(x)))))))  # noqa: E731
+    model = nets.randomize(Body(body, a=conv(), b=conv(4), c=conv(4), d=conv(4)))
+
+    def evaluate(m: nn.Module) -> float:
+        return 0.5 if isinstance(m, intaglio.QuantizedModel) and "skipped b " not in m.text("sites") else 0.8
+
+    tuned = intaglio.autotune(model, [X], evaluate, max_drop=0.01)
+    assert tuned.chosen.metric >= (1 - 0.01) * tuned.baseline
+    assert tuned.left == ("b",)
+    assert {part.path for part in tuned.model.coverage.floats} <= {"b", ""}
+
+
+def test_backend_38_an_outlier_that_levels_cannot_hold_is_found():
+    """Case 38, measured: accuracy is that of the float model again. What makes the values and what reads them is float,
+    and nothing else is."""
+    model = outlier()
+    x = torch.randn(512, 12, generator=torch.Generator().manual_seed(2))
+    label = model(x).argmax(1)
+    accuracy = lambda m: (m(x).argmax(1) == label).float().mean()  # noqa: E731
+    tuned = intaglio.autotune(model, [x[:64]], accuracy, max_drop=0.01)
+    assert tuned.trials[0].metric < 0.9
+    assert tuned.chosen.metric >= 0.99
+    assert "head" in tuned.left
+    assert len(tuned.left) == 2

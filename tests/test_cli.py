@@ -17,6 +17,7 @@ from intaglio.cli.show import show
 from intaglio.native import limits, machine
 
 BROUGHT = """
+import intaglio
 import torch
 from torch import nn
 
@@ -47,6 +48,9 @@ def loader():
 def calibrate(model):
     for batch in batches:
         model(batch)
+
+def accuracy(model):
+    return 0.5 if isinstance(model, intaglio.QuantizedModel) and "skipped layer2 " not in model.text("sites") else 0.8
 
 def broken(size):
     return Net()
@@ -301,6 +305,23 @@ def test_quantize_tunes_when_asked(run, monkeypatch):
     assert not asked
     ok(run(*QUANTIZE, "--tune"))
     assert len(asked) == 1
+
+
+def test_quantize_reaches_a_metric_and_writes_the_recipe_that_does(run):
+    words = ("--evaluate", f"{MODULE}:accuracy", "--max-drop", "0.01", "--recipe-out", "found.toml")
+    text = ok(run(*QUANTIZE, *words))
+    assert "0.792 or more is wanted" in text
+    assert "reached: 0.8, 1 left in float" in text
+    found = parsed(run(*QUANTIZE, *words, "--json"))
+    assert found["autotune"]["left"] == ["layer2"]
+    assert found["autotune"]["trials"][0]["metric"] == 0.5
+    again = parsed(run(*QUANTIZE, "--recipe", "found.toml", "--json"))
+    assert again["coverage"] == found["coverage"]
+
+
+@pytest.mark.parametrize("words", [("--recipe-out", "found.toml"), ("--tune", "--evaluate", f"{MODULE}:accuracy")])
+def test_options_of_a_metric_that_make_no_sense_are_refused(run, words):
+    assert run(*QUANTIZE, *words)[0] == 2
 
 
 def test_data_may_be_a_function_that_runs_the_model(run, folder):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import intaglio
 import nets
-from compare import captured_net, quantized
+from compare import captured_net, quantized, sqnr
 from intaglio.errors import ArtifactError, CalibrationError
 from intaglio.ir import Origin
 from intaglio.quant import Parameter, Parameters, Quantizer, Recipe, calibrate, convert, prepare
@@ -143,6 +143,46 @@ def test_unknown_and_missing_sites_are_listed():
     assert "recipe" in raised.value.remedy
     with pytest.raises(CalibrationError, match="no site 'nothing'"):
         reference(PLAIN).parameters.changed("nothing", scale=1.0)
+
+
+def skipping(*selectors: str):
+    return prepare(CAPTURED, Quantizer(Recipe().with_selection(skip=selectors)))
+
+
+@pytest.mark.parametrize("selectors", [("stem",), ("fc",), ("blocks.0.conv1",), ("type:Linear", "blocks.1")])
+def test_parameters_of_what_the_recipe_leaves_in_float_are_left_out(selectors):
+    """The rest keeps its bits; weights that were equalized together still belong together."""
+    made, fresh = reference({"bias": "weights"}), skipping(*selectors)
+    assert made.parameters.corrected.equalization.factors
+    found = convert(fresh, made.parameters)
+    assert set(found.qparams) < set(made.qparams)
+    assert all(made.qparams[name] == q for name, q in found.qparams.items())
+    assert sqnr(found(X), MODEL(X)) > sqnr(made(X), MODEL(X)) - 0.5
+    again = convert(skipping(*selectors), found.parameters)
+    assert again.text() == found.text()
+    assert torch.equal(again(X), found(X))
+
+
+def test_a_value_that_was_fused_away_needs_parameters_of_its_own():
+    """A sum whose rectifier is float ends its convolution."""
+    with pytest.raises(CalibrationError, match=r"not those of this model: missing blocks\.0#0/add\.0"):
+        convert(skipping("op:aten.relu"), reference().parameters)
+
+
+def test_names_that_fit_nothing_are_errors_whatever_is_skipped():
+    made = reference()
+    odd = Parameters({**made.parameters.entries, "stm.0.weight": made.parameters.entries["fc.weight"]})
+    with pytest.raises(CalibrationError, match=r"not those of this model: unknown stm\.0\.weight\n"):
+        convert(skipping("stem"), odd)
+
+
+@pytest.mark.parametrize("selectors", [("stem",), ("blocks.0.conv2",), ("op:aten.add",), ("blocks.*", "fc")])
+def test_a_value_is_called_the_same_whatever_stays_in_float(selectors):
+    every = {(site.value, site.role): site.name for site in prepared().annotations.sites}
+    some = {(site.value, site.role): site.name for site in skipping(*selectors).annotations.sites}
+    assert some
+    assert all(every.get(value, name) == name for value, name in some.items())
+    assert len(set(some.values())) == len(some)
 
 
 @pytest.mark.parametrize(("name", "change", "problem"), [

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import intaglio
 import nets
 from compare import captured_net, lowered, quantized, sqnr
+from intaglio.annotation import X86Quantizer, get_symmetric_quantization_config
 from intaglio.errors import InputError
 from models import compiled
 from nets import Body
@@ -232,3 +234,34 @@ def test_a_float_minimum_used_as_a_mask_is_seen_in_the_report():
     assert all(0 < scale < math.inf for q in reference.qparams.values() for scale in q.scales)
     assert torch.isfinite(reference(X)).all()
     assert intaglio.compare(model, reference, [X]).rows
+
+
+def heads(m: nn.Module, x: torch.Tensor, attention: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Four of them: (batch, heads, length, dim)."""
+    q, k, v = (layer(x).view(*x.shape[:2], 4, -1).transpose(1, 2) for layer in (m.q, m.k, m.v))
+    return m.o(attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(q @ k.transpose(-2, -1) / 2, -1) @ v
+
+
+QUANTIZERS = {
+    "annotated": X86Quantizer().set_global(get_symmetric_quantization_config()),
+    "by patterns": intaglio.Quantizer(patterns=["linear"]),
+    "as integers": intaglio.Quantizer(outputs="int8"),
+    "by the recipe": intaglio.Quantizer(),
+}
+
+
+@pytest.mark.parametrize("attention", [F.scaled_dot_product_attention, written_out])
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_attention_of_four_axes_is_compared_however_it_is_quantized(name, attention):
+    """Annotators see attention as it is written; so is the float graph that a reference is held against."""
+    layers = {layer: nn.Linear(16, 16) for layer in "qkvo"}
+    model = nets.randomize(Body(lambda m, x: heads(m, x, attention), **layers))
+    x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1))
+    prepared = intaglio.prepare(intaglio.capture(model, x), QUANTIZERS[name])
+    report = intaglio.compare(model, intaglio.convert(prepared, intaglio.calibrate(prepared, [x])), [x])
+    assert {"q", "k", "v", "o"} <= {row.path for row in report.rows}
+    assert 20 < report.results[0] < math.inf

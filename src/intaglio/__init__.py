@@ -28,6 +28,7 @@ __all__ = [
     "Requantizer",
     "Setting",
     "annotate",
+    "autotune",
     "calibrate",
     "capture",
     "compare",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from intaglio import eager
     from intaglio.api import (
         annotate,
+        autotune,
         calibrate,
         capture,
         compare,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -42,17 +43,18 @@ from intaglio.quant.correct.equalize import equalize
 from intaglio.quant.correct.kept import SAMPLES, keep
 from intaglio.quant.correct.steps import correct
 from intaglio.quant.corrections import Corrections
+from intaglio.quant.data import Call
 from intaglio.quant.distributed import Group
 from intaglio.quant.qat import PreparedQat, calibrate_qat, convert_qat, prepare_qat
 from intaglio.runtime import QuantizedModel, example_of
-from intaglio.tune import compare, made_up, one_image, search
+from intaglio.tune import Criterion, Start, Tuned, autotuned, compare, made_up, one_image, search
 
 if TYPE_CHECKING:
     from intaglio.backends.inductor import InductorModel
 
 __all__ = [
-    "annotate", "calibrate", "capture", "compare", "compile", "convert", "correct", "equalize", "load", "prepare",
-    "quantize", "requantize", "to_onnx",
+    "annotate", "autotune", "calibrate", "capture", "compare", "compile", "convert", "correct", "equalize", "load",
+    "prepare", "quantize", "requantize", "to_onnx",
 ]  # fmt: skip
 
 POLICIES = ("plan", "fallback")
@@ -103,12 +105,7 @@ def quantize(
     `IntaglioError` that says what to do.
     """
     _policy(on_new_shape, model)
-    kwargs: dict[str, Any] = {}
-    if example_inputs is None:
-        first, data = peek(data)
-        args, kwargs = binder_for(model)(first)
-    else:
-        args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    (args, kwargs), data = _first_call(model, data, example_inputs)
     captured = capture(model, args, example_kwargs=kwargs, dynamic_shapes=dynamic_shapes)
     if not isinstance(tune, bool):  # before the work, not after it
         example_of(captured.signature, tune, range(len(captured.signature.inputs)) if input else ())
@@ -121,11 +118,65 @@ def quantize(
     given: Parameters | None = quantizer.recipe.parameters
     if parameters is not None:
         given = parameters if isinstance(parameters, Parameters) else Parameters.load(parameters)
-    lowered = requantize(_converted(prepared, data, samples, progress) if given is None else convert(prepared, given))
+    lowered = requantize(_calibrated(prepared, data, samples, progress) if given is None else convert(prepared, given))
     chosen = _schedules(lowered, isa, tune, (args, kwargs))
     quantized = build.compile(lowered, isa=isa, schedules=chosen)
     logger.info("%r\n%s", quantized, quantized.coverage)
     return quantized.fall_back_to(model) if on_new_shape == "fallback" else quantized
+
+
+def autotune(
+    model: nn.Module,
+    data: Any,
+    evaluate: Callable[[Any], Any],
+    *,
+    max_drop: float = 0.01,
+    relative: bool = True,
+    evaluations: int = 20,
+    example_inputs: Any = None,
+    recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
+    skip: Selectors = (),
+    only: Selectors = (),
+    input: Image | Mapping[str, Image] | None = None,
+    patterns: Iterable[QuantizerPattern | str] = (),
+    operators: Iterable[OpDef] = (),
+    samples: int | None = None,
+    dynamic_shapes: Any = None,
+    isa: str | Iterable[str] | None = None,
+    progress: bool | None = None,
+) -> Tuned:
+    """An int8 model whose metric is near the float model's, with as few operators left in float as that takes.
+
+    ``evaluate``: a function of a model, the float one or an int8 one, that returns a number; higher is better, so of a
+    loss return minus the loss. It is called without gradients, at most ``evaluations`` times, the float model first.
+    The metric may be lower than that by ``max_drop``, a share of it, or with ``relative=False`` a difference.
+
+    If what `quantize` gives is good enough, that is all. Otherwise operators are ranked by what rounding them alone
+    does (`compare`); the worst are left in float, twice as many each time until the metric holds, then as few of those
+    as will do. Everything is calibrated and corrected once; trials only convert and compile. Where nothing that was
+    tried holds, the best is returned, with a warning; `Tuned.reached` tells. With an ``evaluate`` that always says the
+    same of the same model, so is the result.
+
+    ``data`` are batches, which a function of the model cannot be; other arguments as in `quantize`. What they leave in
+    float stays there. The float model is never changed. Raises `InputError` that names ``evaluate`` when it fails or
+    returns anything but one finite number.
+    """
+    criterion = Criterion(evaluate, max_drop, relative, evaluations)
+    (args, kwargs), data = _first_call(model, data, example_inputs)
+    captured = capture(model, args, example_kwargs=kwargs, dynamic_shapes=dynamic_shapes)
+    selected = Recipe.given(recipe).with_selection(skip, only)
+    quantizer = Quantizer(selected, input or {}, patterns=patterns, operators=operators)
+    prepared = prepare(captured, quantizer)
+    looked_at, data = _kept(prepared, data, samples)
+    if not looked_at:
+        raise InputError("data", None, "a function that runs the model, and operators are ranked over batches",
+                         remedy="pass an iterable of batches")  # fmt: skip
+    if selected.parameters is not None or not prepared.observers:
+        reference = convert(prepared, selected.parameters)
+    else:
+        reference = _converted(prepared, looked_at, data, samples, progress)
+    exact = copy.deepcopy(model).eval() if any(part.training for part in model.modules()) else model
+    return autotuned(Start(captured, quantizer, reference, looked_at), criterion, exact, isa)
 
 
 @overload
@@ -190,12 +241,30 @@ def _policy(on_new_shape: str, float_model: nn.Module | None) -> None:
         raise InputError("on_new_shape", None, "nothing to fall back to", remedy="give float_model=")
 
 
-def _converted(prepared: Prepared, data: Any, samples: int | None, progress: bool | None) -> Reference:
-    """Equalized, calibrated, corrected; a function that runs the model can only calibrate, and where everything is
-    quantized while the model runs nothing is to be done."""
+def _first_call(model: nn.Module, data: Any, example_inputs: Any) -> tuple[Call, Any]:
+    """The example inputs, or else the first batch, and data that still starts with it."""
+    if example_inputs is None:
+        first, data = peek(data)
+        return binder_for(model)(first), data
+    return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), {}), data
+
+
+def _calibrated(prepared: Prepared, data: Any, samples: int | None, progress: bool | None) -> Reference:
+    """Of data that is read once; where everything is quantized while the model runs, of none."""
     if not prepared.observers:
         return convert(prepared)
-    looked_at, data = keep(data, prepared.signature, SAMPLES if samples is None else min(samples, SAMPLES))
+    return _converted(prepared, *_kept(prepared, data, samples), samples, progress)
+
+
+def _kept(prepared: Prepared, data: Any, samples: int | None) -> tuple[list[Any], Any]:
+    """Batches to be looked at several times, and data that still starts with them."""
+    return keep(data, prepared.signature, SAMPLES if samples is None else min(samples, SAMPLES))
+
+
+def _converted(
+    prepared: Prepared, looked_at: list[Any], data: Any, samples: int | None, progress: bool | None
+) -> Reference:
+    """Equalized, calibrated, corrected; a function that runs the model can only calibrate."""
     if not looked_at and Group.current().size == 1:
         return convert(prepared, Calibrator(prepared, data, samples=samples, progress=progress).calibrate())
     prepared = equalize(prepared, looked_at)

@@ -99,15 +99,32 @@ def quantize(
         str | None, typer.Option(metavar="MODULE:NAME", help="Arguments of one call. Default: the first batch.")
     ] = None,
     tune: Tune = False,
+    evaluate: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:NAME", help="A function of a model that returns a metric, higher for better."),
+    ] = None,
+    max_drop: Annotated[float, typer.Option(min=0, help="By what share the metric may be below that in float.")] = 0.01,
+    evaluations: Annotated[int, typer.Option(min=2, help="How often the function may be called.")] = 20,
+    recipe_out: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="File for the recipe that reaches the metric.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Turn a float model into an int8 file."""
+    """Turn a float model into an int8 file; with --evaluate leave in float what a metric needs there."""
     import intaglio.cli.quantize as command
     from intaglio.cli.show import show
 
     with _stdout_kept_for_json(json):
         isas = tuple(name.strip() for name in isa.split(",")) if isa else None
-        result = command.run(target, data, out, skip or (), only or (), recipe, samples, isas, example, tune)
+        request = command.Request(target, data, out, skip or (), only or (), recipe, samples, isas, example)
+        if evaluate is None:
+            if recipe_out is not None:
+                raise typer.BadParameter("only what --evaluate found is written", param_hint="--recipe-out")
+            result = command.run(request, tune)
+        else:
+            if tune:
+                raise typer.BadParameter("looks for speed; a metric is evaluated without it", param_hint="--tune")
+            result = command.run_autotune(request, evaluate, max_drop, evaluations, recipe_out)
     show(result, json, command.render)
 
 

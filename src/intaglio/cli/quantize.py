@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +17,64 @@ from intaglio.cli.show import Result, coverage_parts, coverage_result
 from intaglio.errors import ArtifactError
 
 
-def run(
-    target: str,
-    data: str,
-    out: Path,
-    skip: Sequence[str],
-    only: Sequence[str],
-    recipe: str | None,
-    samples: int | None,
-    isa: Sequence[str] | None,
-    example: str | None,
-    tune: bool = False,
+@dataclass(frozen=True)
+class Request:
+    """What the command line says, as text."""
+
+    target: str
+    data: str
+    out: Path
+    skip: Sequence[str]
+    only: Sequence[str]
+    recipe: str | None
+    samples: int | None
+    isa: Sequence[str] | None
+    example: str | None
+
+    def check(self, *others: Path | None) -> None:
+        """Before the work, not after it: that files can be written."""
+        if not hasattr(intaglio.QuantizedModel, "save"):
+            problem = "this version of intaglio writes no files"
+            raise ArtifactError(str(self.out), None, problem, remedy="use a newer one")
+        for path in (self.out, *others):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise typer.BadParameter(f"there is no folder {str(path.parent)!r}", param_hint="--out")
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of `intaglio.quantize`, the model apart."""
+        batches = targets.batches(self.data)
+        inputs = targets.example(self.example) if self.example else None
+        if inputs is None and callable(batches) and not isinstance(batches, Iterable):
+            raise typer.BadParameter("data that is a function of the model needs --example", param_hint="--data")
+        return {
+            "data": batches, "example_inputs": inputs, "recipe": targets.recipe(self.recipe), "skip": self.skip,
+            "only": self.only, "samples": self.samples, "isa": self.isa,
+        }  # fmt: skip
+
+
+def run(request: Request, tune: bool = False) -> dict[str, Any]:
+    request.check()
+    model, options, begin = targets.float_model(request.target), request.options(), time.perf_counter()
+    return _saved(intaglio.quantize(model, **options, tune=tune), request.out, begin)
+
+
+def run_autotune(
+    request: Request, evaluate: str, max_drop: float, evaluations: int, recipe_out: Path | None
 ) -> dict[str, Any]:
-    if not hasattr(intaglio.QuantizedModel, "save"):  # before the work, not after it
-        raise ArtifactError(str(out), None, "this version of intaglio writes no files", remedy="use a newer one")
-    if not out.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {str(out.parent)!r}", param_hint="--out")
-    model, batches = targets.float_model(target), targets.batches(data)
-    inputs = targets.example(example) if example else None
-    if inputs is None and callable(batches) and not isinstance(batches, Iterable):
-        raise typer.BadParameter("data that is a function of the model needs --example", param_hint="--data")
-    chosen, begin = targets.recipe(recipe), time.perf_counter()
-    quantized: Any = intaglio.quantize(
-        model, batches, example_inputs=inputs, recipe=chosen, skip=skip, only=only, samples=samples, isa=isa, tune=tune
-    )
+    request.check(recipe_out)
+    model, metric = targets.float_model(request.target), targets.located(evaluate, "--evaluate")
+    options, begin = request.options(), time.perf_counter()
+    tuned = intaglio.autotune(model, evaluate=metric, max_drop=max_drop, evaluations=evaluations, **options)
+    if recipe_out is not None:
+        tuned.recipe.save(recipe_out)
+    found = {
+        "baseline": tuned.baseline, "floor": tuned.floor, "reached": tuned.reached, "left": tuned.left,
+        "trials": [asdict(trial) for trial in tuned.trials],
+    }  # fmt: skip
+    return {**_saved(tuned.model, request.out, begin), "autotune": found, "report": str(tuned)}
+
+
+def _saved(quantized: Any, out: Path, begin: float) -> dict[str, Any]:
     quantized.save(out)
     return {
         "model": quantized.about.name,
@@ -52,5 +87,7 @@ def run(
 
 def render(result: Result) -> Iterator[RenderableType]:
     yield from coverage_parts(result["coverage"])
+    if "report" in result:
+        yield result["report"]
     megabytes = result["file_bytes"] / 1e6
     yield f"{result['model']} -> {result['out']}, {megabytes:.2f} MB, in {result['seconds']:.1f} s"

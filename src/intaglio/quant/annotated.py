@@ -60,7 +60,7 @@ def _annotated_sites(
 ) -> tuple[Site, ...]:
     """Of every value that is to be levels: for the annotator, as a buffer, as a result. All of a group are counted, but
     for those that are selected from another of it."""
-    names = Names()
+    names = Names(graph)
     sites: dict[tuple[str, str], Site] = {}
     second = {written.leaders.get(node) for node in second_factors(regions, buffers)}
     selected = {region.root for region in regions if region.shares}

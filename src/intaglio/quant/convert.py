@@ -30,10 +30,11 @@ from intaglio.quant.datatypes import FLOAT8
 from intaglio.quant.dynamic import quantize_at_run_time
 from intaglio.quant.embeddings import quantize_table
 from intaglio.quant.find_regions import find_shortcuts, reads_shortcut
+from intaglio.quant.find_sites import Names
 from intaglio.quant.float8 import float8
 from intaglio.quant.own import write_own
 from intaglio.quant.parameters import Parameters
-from intaglio.quant.prepare import Prepared, annotated
+from intaglio.quant.prepare import Prepared, annotated, whole
 from intaglio.quant.qparams import (
     activation_qparams,
     anchor_sites,
@@ -64,7 +65,8 @@ class Reference(GraphStage):
     """The quantized model in float: every quantize and dequantize explicit, weights as integers. Slow; for judging.
 
     ``qparams``: site name -> parameters. ``parameters``: those of sites that have their own, and all that was
-    corrected: `convert` takes them in place of ranges. ``about.notes``: what was adjusted on the way.
+    corrected: `convert` takes them in place of ranges. ``about.notes``: what was adjusted on the way. ``rewrites``: by
+    pass, how many it made of the float graph.
     """
 
     module: fx.GraphModule
@@ -73,6 +75,7 @@ class Reference(GraphStage):
     annotations: Annotations
     parameters: Parameters
     about: About = field(default_factory=About)
+    rewrites: Mapping[str, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"Reference({len(self.qparams)} sites; a simulation in float, slower than the float model)"
@@ -84,12 +87,14 @@ def convert(
     """Ranges (default: what the prepared model has seen) become parameters, weights and biases integers.
 
     `Parameters` are taken as they are, and no data is needed; only a weight's scale that its bias does not fit grows.
+    Those of what the recipe leaves in float are not looked at, so that they may be of a recipe that leaves less.
     ``corrections``: integers and biases that `correct` found better than the nearest ones. Raises `CalibrationError`
     when a site has seen no data, `UnsupportedError` when an accumulator could overflow.
     """
     expect(prepared, Prepared, "convert")
     if isinstance(ranges, Parameters):
         prepared = equalized(prepared, ranges.corrected.equalization)
+        ranges = ranges.without(*left_in_float(prepared))
         corrections = corrections or given_corrections(prepared, ranges)
     corrections = corrections or Corrections(prepared.annotations)
     annotations = corrections.annotations
@@ -127,7 +132,7 @@ def convert(
         texts["corrections"] = report
     about = prepared.about.after(tuple(remarks), **texts)
     signature = _with_levels(signature, prepared, qparams) if prepared.quantizer.integers else signature
-    return Reference(module, signature, qparams, prepared.annotations, parameters, about)
+    return Reference(module, signature, qparams, prepared.annotations, parameters, about, prepared.rewrites)
 
 
 def _with_levels(signature: Signature, prepared: Prepared, qparams: Mapping[str, QParams]) -> Signature:
@@ -145,6 +150,16 @@ def _with_levels(signature: Signature, prepared: Prepared, qparams: Mapping[str,
             output = replace(output, levels=None if site is None else qparams[site.name])
         outputs.append(output)
     return replace(signature, outputs=tuple(outputs))
+
+
+def left_in_float(prepared: Prepared) -> tuple[set[str], set[str]]:
+    """Names of sites, and of anchors' nodes, that the `whole` model could have and this one has not."""
+    every, here = whole(prepared), prepared.annotations
+    names = Names(every.module.graph)
+    values = {value for region in every.regions for value in (*region.nodes, *region.activations())}
+    sites = {*map(names.of, values), *(site.name for site in every.sites)} if every is not here else set()
+    anchors = {region.anchor.name for region in every.regions}
+    return sites - {site.name for site in here.sites}, anchors - {region.anchor.name for region in here.regions}
 
 
 def given_corrections(prepared: Prepared, given: Parameters) -> Corrections:

@@ -202,8 +202,9 @@ def _joins(node: fx.Node, anchor: fx.Node) -> bool:
 def _spread(regions: Iterable[Region]) -> set[Region]:
     """Anchors are quantized, and what patterns take for its own sake. Another region follows when all it reads is, or,
     if it only selects or clamps values, when all that read it are; where the residual stream is float only then, for
-    what reaches a sum must not be rounded on the way. Layers that are quantized while the model runs read and give
-    floats: nothing follows them."""
+    what reaches a sum must not be rounded on the way. What clamps the result of a float operator stays float with it:
+    levels are finer behind the clamp. Layers that are quantized while the model runs read and give floats: nothing
+    follows them."""
     regions = list(regions)
     reader = {node: region for region in regions for node in region.nodes}
     active = {region for region in regions if region.record.anchor or (region.pattern and region.pattern.alone)}
@@ -218,12 +219,18 @@ def _spread(regions: Iterable[Region]) -> set[Region]:
                 roots.add(region.root)
         for region in reversed(regions):
             readers = [reader.get(user) for user in region.root.users]
-            wanted = readers and all(_reads_levels(r, region.root, active) for r in readers)
-            if region not in active and region.shares and wanted:
+            if region in active or not region.shares or _clamps_float(region):
+                continue
+            if readers and all(_reads_levels(r, region.root, active) for r in readers):
                 active.add(region)
                 roots.add(region.root)
         changed = len(active) != before
     return active
+
+
+def _clamps_float(region: Region) -> bool:
+    """Whether it clamps what an operator gives, which is float where a region did not follow what it reads."""
+    return region.record.name == "clamp" and region.activations()[0].op == "call_function"
 
 
 def _reads_levels(region: Region | None, value: fx.Node, active: set[Region]) -> bool:

@@ -28,7 +28,7 @@ def sites_of(
 ) -> tuple[Site, ...]:  # fmt: skip
     """``returned``: values that leave as levels, and their settings. ``buffers``: those kept as levels -> what they are
     after a call; both are among ``returned``."""
-    names = Names()
+    names = Names(graph)
     produced = {region.root: region for region in regions}
     static = [region for region in regions if not region.dynamic]
     wanted = {value: region for region in reversed(static) for value in region.activations()}
@@ -177,17 +177,25 @@ def _parameters(region: Region, sites: dict[tuple[str, str], Site], names: Names
 
 
 class Names:
-    """``module.path#call/operator.number``: number counts equal operators of one module call."""
+    """``module.path#call/operator.number``: number counts equal operators of one module call, sites or not, so that a
+    value is called the same whatever a recipe leaves in float."""
 
-    def __init__(self) -> None:
-        self._count: dict[str, int] = {}
-        self._known: dict[fx.Node, str] = {}
+    def __init__(self, graph: fx.Graph) -> None:
         self._weights: dict[str, fx.Node] = {}
+        self._known: dict[fx.Node, str] = {}
+        count: dict[str, int] = {}
+        for node in (node for node in graph.nodes if node.op == "call_function"):
+            if (source := _source(node)) is not node:
+                continue
+            stem = _stem(source)
+            number = count[stem] = count.get(stem, -1) + 1
+            self._known[node] = f"{stem}.{number}"
 
     def of(self, node: fx.Node) -> str:
-        if node not in self._known:
-            self._known[node] = self._new(node)
-        return self._known[node]
+        source = _source(node)
+        if "buffer" in source.meta:
+            return str(source.meta["buffer"])
+        return f"#0/input.{source.name}" if source.op == "placeholder" else self._known[source]
 
     def weight(self, node: fx.Node) -> str:
         """The parameter's name; ``@1`` marks another tensor made from it (calls that fold different batch norms)."""
@@ -198,15 +206,17 @@ class Names:
             name = f"{path}@{number}"
         return name
 
-    def _new(self, node: fx.Node) -> str:
-        if "zero_points" in node.meta:
-            node = node.args[1]
-        if "buffer" in node.meta:
-            return str(node.meta["buffer"])
-        if node.op == "placeholder":
-            return f"#0/input.{node.name}"
-        path, _, call = origin(node).path.partition("@")
-        kind = origin(node).operator.split(".")[1] if "." in origin(node).operator else str(node.target)
-        stem = f"{path}#{call or 0}/{kind}"
-        number = self._count[stem] = self._count.get(stem, -1) + 1
-        return f"{stem}.{number}"
+
+def _source(node: fx.Node) -> fx.Node:
+    """The value that a node holds in another form: pixels, or what was divided by factors."""
+    return node.args[1] if MADE_OF_ANOTHER.intersection(node.meta) else node
+
+
+MADE_OF_ANOTHER = frozenset({"zero_points", "smooths"})
+"""Marks of an affine operator that `equalized` put behind a value, in whose name it then stands."""
+
+
+def _stem(node: fx.Node) -> str:
+    path, _, call = origin(node).path.partition("@")
+    kind = origin(node).operator.split(".")[1] if "." in origin(node).operator else str(node.target)
+    return f"{path}#{call or 0}/{kind}"

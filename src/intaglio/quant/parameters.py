@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,14 @@ class Parameters:
         """Activations only, and what they are divided by."""
         kept = {name: entry for name, entry in self.entries.items() if DATATYPES[entry.dtype].roles != WEIGHT}
         return Parameters(kept, Corrected(self.corrected.equalization, biases=self.corrected.biases))
+
+    def without(self, sites: Collection[str], anchors: Collection[str]) -> Parameters:
+        """Those of all other sites, and corrections of all others and of biases of other anchors (names of nodes)."""
+        old = self.corrected
+        levels = {name: values for name, values in old.levels.items() if name not in sites}
+        biases = {name: values for name, values in old.biases.items() if name not in anchors}
+        kept = {name: entry for name, entry in self.entries.items() if name not in sites}
+        return Parameters(kept, Corrected(old.equalization, levels, biases))
 
     def changed(self, name: str, **fields: Any) -> Parameters:
         """With other fields of one entry: ``scale=0.02``, ``zero_point=3``."""

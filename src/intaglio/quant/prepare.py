@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -203,6 +203,13 @@ def prepared_by(
                     watch=watch)  # fmt: skip
 
 
+def rewritten(module: fx.GraphModule, names: Collection[str]) -> fx.GraphModule:
+    """A copy of a captured graph, after those passes of post-training quantization."""
+    copied = copy_graph(module)
+    run(copied, [step for step in (*PTQ_PASSES, join_gates) if step.__name__ in names])
+    return copied
+
+
 def _passes(quantizer: Quantizer, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
     """A user's patterns and annotators see operators as the model has them."""
     if quantizer.annotator is not None:
@@ -228,6 +235,20 @@ def annotated(prepared: Prepared, module: fx.GraphModule) -> Annotations:
         for site in found.sites
     )
     return replace(found, sites=sites)
+
+
+def whole(prepared: Prepared) -> Annotations:
+    """As if nothing were left in float: of the model itself, so the same for all recipes that differ in that only.
+
+    With patterns or an annotator what is quantized is more than the recipe's to say: these are the annotations there
+    are.
+    """
+    quantizer = prepared.quantizer
+    ends = quantizer.skip_first or quantizer.skip_last
+    if quantizer.patterns or quantizer.annotator or not (ends or quantizer.recipe.leaves_float):
+        return prepared.annotations
+    everything = replace(quantizer, recipe=quantizer.recipe.of_everything(), skip_first=False, skip_last=False)
+    return annotate_graph(copy_graph(prepared.annotations.module), everything, prepared.classes)
 
 
 def again(prepared: Prepared, module: fx.GraphModule) -> Prepared:

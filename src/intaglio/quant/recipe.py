@@ -206,6 +206,16 @@ class Recipe:
         """The same settings, and these parameters of their sites."""
         return replace(self, parameters=parameters)
 
+    @property
+    def leaves_float(self) -> bool:
+        """Whether anything is said to stay in float."""
+        return any(setting.quantize is False for setting in (self.default, *(s for _, s in self.entries)))
+
+    def of_everything(self) -> Recipe:
+        """The same settings, and nothing said to stay in float."""
+        entries = tuple((selector, _unskipped(setting)) for selector, setting in self.entries)
+        return replace(self, entries=entries, default=_unskipped(self.default))
+
     def decided(self, attention: bool) -> Recipe:
         """With a default that leaves nothing open, for a model with or without attention."""
         return replace(self, default=self.default.over(TRANSFORMER if attention else DEFAULT))
@@ -418,6 +428,10 @@ def _setting(selector: str, value: Setting | Mapping[str, Any] | None) -> Settin
                 remedy=f"did you mean {close[0]!r}?" if close else None,
             )  # fmt: skip
     return Setting(**value)
+
+
+def _unskipped(setting: Setting) -> Setting:
+    return replace(setting, quantize=setting.quantize or None)
 
 
 def _keys(setting: Setting) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from intaglio import eager
-from intaglio.calls import bind, dims_of
-from intaglio.capture import Captured, capture, run
+from intaglio.calls import Integers, bind, dims_of
+from intaglio.capture import Captured, capture
 from intaglio.capture.canonical import copy_graph
 from intaglio.capture.captured import GraphStage
 from intaglio.eager.traced import binder_of, captures, exact_twin, float_copy, traced
@@ -32,7 +32,7 @@ from intaglio.quant import (
     peek,
     prepare,
 )
-from intaglio.quant.passes import PTQ_PASSES
+from intaglio.quant.prepare import rewritten
 from intaglio.runtime import QuantizedModel
 from intaglio.tune.comparison import Comparison
 from intaglio.tune.pair import Pair, Totals
@@ -180,14 +180,14 @@ def _float_graph(stage: GraphStage, reference: Reference) -> fx.GraphModule:
     text = reference.about.texts.get("quantizer")
     if isinstance(stage, Captured) and text is not None:
         return annotate(stage, Quantizer.from_toml(text)).module
-    module = copy_graph(stage.module)
-    run(module, PTQ_PASSES)
-    return module
+    return rewritten(stage.module, reference.rewrites)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return [leaf for leaf in leaves if leaf.is_floating_point()]
+    """Floating-point tensors, and those that levels stand for."""
+    leaves = pytree.tree_leaves(value, is_leaf=lambda part: isinstance(part, Integers))
+    leaves = [leaf.dequantize() if isinstance(leaf, Integers) else leaf for leaf in leaves]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
 def _copied(value: Any) -> Any:

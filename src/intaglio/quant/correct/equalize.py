@@ -24,7 +24,7 @@ from intaglio.quant.correct.smooth import Rows, Smoothing, smoothing
 from intaglio.quant.correct.smoothed import smoothable
 from intaglio.quant.corrections import Equalization, Step
 from intaglio.quant.distributed import Group
-from intaglio.quant.prepare import Prepared
+from intaglio.quant.prepare import Prepared, whole
 from intaglio.quant.walk import decibels
 
 FLOOR = 0.1
@@ -47,8 +47,9 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = SAMPLES, group: Gr
     found = Equalization(inputs=inputs)
     current = with_inputs(prepared, found)
     module = current.annotations.module
-    rows = {value.name: value for value in smoothable(current)}
-    values = [v for v in divisible(current) if v.region.setting.equalize and v.name not in rows]
+    every, here = whole(current), {site.name for site in current.annotations.sites}
+    rows = {value.name: value for value in smoothable(every) if value.site in here}
+    values = [v for v in divisible(every) if v.site in here and v.region.setting.equalize and v.name not in rows]
     sites = {value.name: value.site for value in values} | {name: value.site for name, value in rows.items()}
     readers: dict[str, list[torch.Tensor]] = {name: value.weights for name, value in rows.items()}
     for value in values:

@@ -17,12 +17,14 @@ from intaglio.ops import BY_TARGET
 from intaglio.quant.correct.smoothed import smooth, smoothable
 from intaglio.quant.corrections import Equalization
 from intaglio.quant.passes import constant_node, read_affine
-from intaglio.quant.prepare import Prepared, again
-from intaglio.quant.regions import Region
+from intaglio.quant.prepare import Prepared, again, whole
+from intaglio.quant.regions import Annotations, Region
 
 
 def equalized(prepared: Prepared, found: Equalization, report: str = "") -> Prepared:
     """`CalibrationError` when it names inputs or values that this model does not have, or cannot divide.
+
+    Factors go to the weights of the regions that the `whole` model has, so they mean the same whatever stays in float.
 
     ``report``: what it gained, for the stage's text "corrections".
     """
@@ -32,9 +34,9 @@ def equalized(prepared: Prepared, found: Equalization, report: str = "") -> Prep
         raise CalibrationError("equalization", None, "the model is equalized already",
                                remedy="start from prepare(captured) again")  # fmt: skip
     current = with_inputs(prepared, found)
-    module = copy_graph(current.annotations.module)
-    values = {value.site: value for value in divisible(current)}
-    smoothed = {value.site: value for value in smoothable(current)}
+    module, every = copy_graph(current.annotations.module), whole(current)
+    values = {value.site: value for value in divisible(every)}
+    smoothed = {value.site: value for value in smoothable(every)}
     unknown = sorted(set(found.factors) - set(values) - set(smoothed))
     if unknown:
         raise CalibrationError("equalization", None, f"no values to divide: {', '.join(unknown[:5])}",
@@ -42,7 +44,7 @@ def equalized(prepared: Prepared, found: Equalization, report: str = "") -> Prep
     factors = {site: torch.tensor(numbers, dtype=torch.float64) for site, numbers in found.factors.items()}
     own = {smoothed[site].name: tensor for site, tensor in factors.items() if site in smoothed}
     plain = {values[site].name: tensor for site, tensor in factors.items() if site not in smoothed}
-    _rewrite(module, current.annotations.regions, [values[s] for s in factors if s not in smoothed], plain)
+    _rewrite(module, every.regions, [values[s] for s in factors if s not in smoothed], plain)
     smooth(module, [smoothed[site] for site in factors if site in smoothed], own)
     made = again(prepared, module)
     return replace(made, equalization=found, about=made.about.after(corrections=report) if report else made.about)
@@ -85,9 +87,9 @@ class Value:
         return self.region.root.name
 
 
-def divisible(prepared: Prepared) -> list[Value]:
+def divisible(annotations: Annotations) -> list[Value]:
     """Every value that factors could be put on."""
-    regions, by_value = prepared.annotations.regions, prepared.annotations.by_value
+    regions, by_value = annotations.regions, annotations.by_value
     member = {node: region for region in regions for node in region.nodes}
     found = []
     for region in regions:

@@ -16,8 +16,7 @@ from torch import fx
 from intaglio.capture.nodes import call_of, is_constant, operands, origin, provenance, record_of, tensor_type
 from intaglio.ir import TensorType
 from intaglio.quant.passes import constant_node
-from intaglio.quant.prepare import Prepared
-from intaglio.quant.regions import Region
+from intaglio.quant.regions import Annotations, Region
 
 MOVES = ("reshape", "permute", "slice")
 """Between a value and its readers; they leave channels where they are, on the last axis."""
@@ -43,12 +42,12 @@ class Smoothed:
         return [getattr(module, str(operands(reader)[1].target)) for reader in self.readers]
 
 
-def smoothable(prepared: Prepared) -> list[Smoothed]:
+def smoothable(annotations: Annotations) -> list[Smoothed]:
     """Every value that factors can be put behind, where the recipe leaves sums in float."""
-    member = {node: region for region in prepared.annotations.regions for node in region.nodes}
-    sites = {site.value: site.name for site in prepared.annotations.sites if site.role == "activation"}
+    member = {node: region for region in annotations.regions for node in region.nodes}
+    sites = {site.value: site.name for site in annotations.sites if site.role == "activation"}
     found = []
-    for node in prepared.annotations.module.graph.nodes:
+    for node in annotations.module.graph.nodes:
         region = member.get(node)
         if node.name not in sites or (region is not None and not _ends_in_function(region, node)):
             continue
@@ -106,7 +105,8 @@ def smooth(module: fx.GraphModule, values: Sequence[Smoothed], factors: Mapping[
             constants.append(constant_node(module, name, f"{origin(node).path}.{label}"))
         with module.graph.inserting_after(node):
             divided = module.graph.call_function(torch.ops.aten.addcmul.default, (constants[0], node, constants[1]))
-        divided.meta = {"type": TensorType(tensor_type(node).shape, tensor_type(node).dtype), **provenance(node)}
+        divided.meta = {"type": TensorType(tensor_type(node).shape, tensor_type(node).dtype), **provenance(node),
+                        "smooths": True}  # fmt: skip
         for user in value.users:
             nodes[user.name].replace_input_with(node, divided)
         for reader in value.readers:

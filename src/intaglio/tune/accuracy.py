@@ -1,0 +1,169 @@
+"""An int8 model whose metric stays near the float model's: operators are left in float until it does."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from intaglio import build
+from intaglio.capture import Captured
+from intaglio.errors import InputError, UnsupportedError
+from intaglio.lower import requantize
+from intaglio.quant import Parameters, Prepared, Quantizer, Reference, calibrate, convert, prepare
+from intaglio.quant.correct.scaling import equalized
+from intaglio.quant.parameters import Parameter, owners
+from intaglio.quant.qparams import activation_qparams
+from intaglio.runtime import QuantizedModel
+from intaglio.tune.compare import compare
+from intaglio.tune.fallback import Left, Search, preference
+from intaglio.tune.tuned import Trial, Tuned
+
+SAMPLES = 32
+"""Operators are ranked by what they do to so many samples."""
+
+Evaluate = Callable[[Any], Any]
+logger = logging.getLogger("intaglio")
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """``max_drop``: how far below the float model's the metric may be, as a share of its magnitude or, without
+    ``relative``, as it is. ``evaluations``: how often ``evaluate`` may be called, once for the float model."""
+
+    evaluate: Evaluate
+    max_drop: float = 0.01
+    relative: bool = True
+    evaluations: int = 20
+
+    def __post_init__(self) -> None:
+        if not callable(self.evaluate):
+            raise InputError("evaluate", None, f"a {type(self.evaluate).__name__} cannot be called",
+                             remedy="give a function that takes a model and returns its metric")  # fmt: skip
+        if not 0 <= self.max_drop < math.inf:
+            raise InputError("max_drop", None, f"{self.max_drop}; it is a number from 0 on")
+        if self.evaluations < 2:
+            raise InputError("evaluations", None, f"{self.evaluations}; the float model and the int8 model take two")
+
+    def floor(self, baseline: float) -> float:
+        return baseline - self.max_drop * (abs(baseline) if self.relative else 1.0)
+
+    def of(self, model: Any, name: str) -> float:
+        """Of one model; ``name`` says which in an `InputError`, for a function that fails or gives no finite number."""
+        try:
+            with torch.no_grad():
+                found = self.evaluate(model)
+        except Exception as error:
+            problem = f"it raised {type(error).__name__} for {name}: {error}"
+            raise InputError("evaluate", None, problem) from error
+        number = _number(found)
+        if number is None or not math.isfinite(number):
+            shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
+            remedy = "return one finite number, higher for better; of a loss, minus the loss"
+            raise InputError("evaluate", None, f"it returned {shown} for {name}", remedy=remedy)
+        return number
+
+
+def _number(found: Any) -> float | None:
+    if isinstance(found, (torch.Tensor, np.ndarray, np.generic)):
+        return float(found.item()) if math.prod(found.shape) == 1 and np.isrealobj(found) else None
+    return float(found) if isinstance(found, (int, float)) else None
+
+
+@dataclass(frozen=True)
+class Start:
+    """What every trial starts from: the float model's graph, what annotates it, the reference that the recipe alone
+    gives, and batches to look at."""
+
+    captured: Captured
+    quantizer: Quantizer
+    reference: Reference
+    batches: Sequence[Any]
+
+    def leaving(self, left: Iterable[str]) -> Quantizer:
+        return replace(self.quantizer, recipe=self.quantizer.recipe.with_selection(skip=left))
+
+    def without(self, left: Left) -> Reference:
+        """With more in float, and the numbers there are: nothing is calibrated again but values that had no levels of
+        their own before, because an operator that stays in float now took them along."""
+        prepared = prepare(self.captured, self.leaving(left))
+        return convert(prepared, self._with_missing(prepared))
+
+    def _with_missing(self, prepared: Prepared) -> Parameters:
+        known = self.reference.parameters
+        prepared = equalized(prepared, known.corrected.equalization)
+        sites = [site for site in owners(prepared.annotations.sites, prepared.annotations.leaders)
+                 if site.role == "activation" and site.name not in known.entries]  # fmt: skip
+        if not sites:
+            return known
+        found = activation_qparams(prepared, calibrate(prepared, self.batches, progress=False))
+        entries = {site.name: Parameter(site.datatype, q.qmin, q.qmax, q.scales, q.zeros)
+                   for site in sites for q in [found[site.name]]}  # fmt: skip
+        return replace(known, entries={**known.entries, **entries})
+
+    def ranked(self) -> list[str]:
+        """Selectors of quantized operators, those first whose own rounding, or that of what they have rounded for them,
+        loses most; without one, as something is to be quantized."""
+        report = compare(self.captured, self.reference, self.batches, samples=SAMPLES)
+        alone = {row.node: row.alone for row in report.rows}
+        selectors = {row.node: row.skip for row in report.rows}
+        regions = self.reference.annotations.regions
+        inside = {node.name for region in regions for node in region.nodes}
+        losses: dict[str, float] = {}
+        for region in regions:
+            own = [node.name for node in region.nodes]
+            read = [value.name for value in region.activations() if value.name not in inside]
+            selector = next((found for name in own if (found := selectors.get(name))), None)
+            if selector is not None:
+                worst = min(alone.get(name, math.inf) for name in (*own, *read))
+                losses[selector] = min(losses.get(selector, math.inf), worst)
+        return self._beside_one(sorted(losses, key=lambda name: (losses[name], name)))
+
+    def _beside_one(self, ranked: list[str]) -> list[str]:
+        """Without the least harmful one that can be int8 by itself: with all of them in float nothing would be left."""
+        for kept in reversed(ranked):
+            others = [selector for selector in ranked if selector != kept]
+            try:
+                prepare(self.captured, self.leaving(others))
+                return others
+            except UnsupportedError:
+                continue
+        return []
+
+
+def autotuned(start: Start, criterion: Criterion, exact: nn.Module, isa: str | Iterable[str] | None) -> Tuned:
+    """The search, trial by trial; a warning where nothing that was tried holds."""
+    baseline = criterion.of(exact, "the float model")
+    floor, trials = criterion.floor(baseline), list[Trial]()
+    best: tuple[Trial, Reference, QuantizedModel] | None = None
+
+    def measure(left: Left) -> float:
+        nonlocal best
+        reference = start.without(left) if left else start.reference
+        model = build.compile(requantize(reference), isa=isa)
+        metric = criterion.of(model, f"the int8 model with {', '.join(left) or 'nothing more'} in float")
+        trial = Trial(left, metric, metric >= floor, model.coverage.macs)
+        trials.append(trial)
+        logger.info("%s", trial)
+        if best is None or preference(left, metric, floor) > preference(best[0].left, best[0].metric, floor):
+            best = trial, reference, model
+        return metric
+
+    search = Search(measure, floor, criterion.evaluations - 1)
+    if not search.holds(()):
+        search.run(start.ranked())
+    assert best is not None
+    chosen, reference, model = best
+    recipe = start.leaving(chosen.left).recipe.with_parameters(reference.parameters)
+    tuned = Tuned(model, reference, recipe, baseline, floor, tuple(trials), chosen)
+    if not tuned.reached:
+        warnings.warn(f"autotune: {chosen.metric:.6g} is the best of {len(trials)} trials, {floor:.6g} was wanted; "
+                      "more evaluations, a larger max_drop or another recipe may help", stacklevel=3)  # fmt: skip
+    return tuned
