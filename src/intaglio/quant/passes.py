@@ -16,6 +16,8 @@ from intaglio.capture.slices import lift_slices
 from intaglio.ir import TensorType
 from intaglio.ops import ANCHORS, BY_TARGET, OPS
 from intaglio.ops.channels import channel_axis
+from intaglio.quant.carry_levels import carry_levels
+from intaglio.quant.levels import pair_levels, separate_levels, spell_levels
 from intaglio.quant.projections import parts_as_layers, products_as_linear, products_as_matmul
 from intaglio.quant.spellings import (
     group_norms_as_layer_norms,
@@ -27,6 +29,7 @@ from intaglio.quant.spellings import (
     splits_as_slices,
     stacks_as_concatenations,
 )
+from intaglio.quant.stored_levels import count_biases, store_levels
 
 BATCH_NORM = "aten._native_batch_norm_legit_no_training.default"
 FOLDABLE = tuple(target for name in ANCHORS for target in OPS[name].targets)
@@ -194,7 +197,16 @@ PTQ_PASSES: tuple[Callable[[fx.GraphModule], int], ...] = (
     mean_as_pool,
     constants_as_numbers,
     numbers_as_functions,
+    spell_levels,
+    separate_levels,
+    store_levels,
+    pair_levels,
+    carry_levels,
+    separate_levels,
+    count_biases,
 )
+"""Levels that a model has already come last. Of these, spelling is first, as all others read it; constants come before
+activations, so that what is left has no constant behind it; biases last, when layers read levels directly."""
 
 QAT_PASSES = tuple(step for step in PTQ_PASSES if step is not fold_batch_norm_before)
 """For training: the weights behind such a norm would have to follow its statistics, so it stays an operator."""
