@@ -200,15 +200,13 @@ def from_qdq(
     """
     if isinstance(model, Captured):
         return from_captured(model)
-    if isinstance(model, ExportedProgram):
-        if example_inputs is None and model.example_inputs is not None:
-            example_inputs, example_kwargs = model.example_inputs
-        model = model.module()
+    module: nn.Module = model.module() if isinstance(model, ExportedProgram) else model
+    if example_inputs is None and isinstance(model, ExportedProgram) and model.example_inputs is not None:
+        example_inputs, example_kwargs = model.example_inputs
     if example_inputs is None:
         raise InputError("from_qdq", None, "no example inputs", remedy="from_qdq(model, example_inputs)")
-    return from_captured(
-        capture(model, example_inputs, example_kwargs=example_kwargs, dynamic_shapes=dynamic_shapes)
-    )
+    captured = capture(module, example_inputs, example_kwargs=example_kwargs, dynamic_shapes=dynamic_shapes)
+    return from_captured(captured)
 
 
 def _policy(on_new_shape: str, float_model: nn.Module | None) -> None:

@@ -213,10 +213,10 @@ def _for_empty_channels(
 
 def _put_bias(module: fx.GraphModule, node: fx.Node, bias: fx.Node, steps: np.ndarray, units: np.ndarray) -> None:
     held = bias if is_constant(bias) else bias.args[0]
-    stem, scales = f"{held.target}_steps", torch.from_numpy(units.astype(np.float32))
+    stem, kind = f"{held.target}_steps", TensorType(steps.shape, DType.F32)
     source = stored(module, stem, torch.from_numpy(steps), held)
-    parameters = (stored(module, f"{stem}_scale", scales, held),
-                  stored(module, f"{stem}_zero_point", torch.zeros(len(steps), dtype=torch.int64), held))  # fmt: skip
-    kind, parameters = TensorType(steps.shape, DType.F32), (*parameters, 0, *INT32, torch.int32)
-    real = call_before(node, kind, target("dequantize_per_channel"), source, *parameters)
+    scales = stored(module, f"{stem}_scale", torch.from_numpy(units.astype(np.float32)), held)
+    zeros = stored(module, f"{stem}_zero_point", torch.zeros(len(steps), dtype=torch.int64), held)
+    dequantize = target("dequantize_per_channel")
+    real = call_before(node, kind, dequantize, source, scales, zeros, 0, *INT32, torch.int32)
     node.replace_input_with(bias, real)
