@@ -13,14 +13,13 @@ from intaglio.errors import UnsupportedError
 from intaglio.ir import DType
 from intaglio.quant.convert import Reference
 from intaglio.quant.find_sites import Names
-from intaglio.quant.levels import LIBRARY, QUANTIZE, dequantizes
+from intaglio.quant.levels import LIBRARY, QUANTIZE, UNFIT, dequantizes
 from intaglio.quant.parameters import Parameters
 from intaglio.quant.passes import PTQ_PASSES
 from intaglio.quant.qparams import fixed_qparams
 from intaglio.quant.regions import Annotations
 from intaglio.quant.sites import Fixed, Site
 from intaglio.quant.skips import skipped
-from intaglio.quant.stored_levels import UNFIT
 
 
 def from_qdq(captured: Captured) -> Reference:
@@ -63,8 +62,8 @@ def _reason(node: fx.Node) -> str:
     if tensor_type(node) is None or tensor_type(node).dtype is not DType.F32:
         return "not a float32 tensor"
     weight = None if record.roles.weight is None else operands(node)[record.roles.weight]
-    if weight is not None and UNFIT in weight.meta:
-        return str(weight.meta[UNFIT])
+    for unfit in (value for value in (node, weight) if value is not None and UNFIT in value.meta):
+        return str(unfit.meta[UNFIT])
     if weight is not None and not dequantizes(weight):
         return "its weight is not quantized"
     if not all(value is not None and dequantizes(value) for value in activations(node)):

@@ -21,8 +21,10 @@ from intaglio.capture.nodes import (
     call_before,
     constant_node,
     is_constant,
+    operands,
     operator,
     origin,
+    record_of,
     replace_node,
     tensor_type,
 )
@@ -33,6 +35,8 @@ from intaglio.quant.own import OWN
 LIBRARY = "quantized_decomposed."
 QUANTIZE, QUANTIZE_CHANNEL = f"{LIBRARY}quantize_per_tensor.default", f"{LIBRARY}quantize_per_channel.default"
 DEQUANTIZE, DEQUANTIZE_CHANNEL = f"{LIBRARY}dequantize_per_tensor.default", f"{LIBRARY}dequantize_per_channel.default"
+UNFIT = "unfit"
+"""In ``meta``: why a constant that was levels is not, or why an operator does not compute with those it reads."""
 KINDS = ("quantize_per_tensor", "dequantize_per_tensor", "quantize_per_channel", "dequantize_per_channel")
 SHIFT = {torch.uint8: 0, torch.int8: 128}
 """Element types of activations that kernels have -> what is added to their levels: all are u8."""
@@ -159,6 +163,27 @@ def pair_levels(module: fx.GraphModule) -> int:
     return hits
 
 
+def write_factors(module: fx.GraphModule) -> int:
+    """The second factor of a product of activations, which kernels read as signed levels, 1..255 around 128: any other
+    is written out. So is attention's, which a kernel would compute with levels of its own between its products."""
+    hits = 0
+    for node in list(module.graph.nodes):
+        record = record_of(node)
+        if record is None or not record.anchor or record.roles.weight is not None or record.variadic:
+            continue
+        values = operands(node)
+        for value in [values[i] for i in record.roles.x[1:]]:
+            q = None if value is None else levels_behind(value)
+            if q is None or (record.name != "attention" and (q.zero, q.qmin + q.qmax) == (128, 256)):
+                continue
+            found = f"{q.qmin}..{q.qmax} around {q.zero}"
+            node.meta[UNFIT] = f"its second factor has levels {found}; kernels read 1..255 around 128"
+            real = _write_dequantize(value, _write_quantize(value.args[0]))
+            replace_node(value, real)
+            hits += 1
+    return hits
+
+
 def _is_own(node: fx.Node) -> bool:
     """Levels that only our references have: bytes of an image, channel by channel, and a value's 16 bits."""
     if operator(node) == QUANTIZE_CHANNEL:
@@ -241,27 +266,33 @@ def _write_quantize(node: fx.Node) -> fx.Node:
     aten, (low, high, dtype), x = torch.ops.aten, node.args[-3:], node.args[0]
     kind = TensorType(tensor_type(node).shape, DType.F32)
     if tensor_type(x).dtype is not DType.F32:
-        x = call_before(node, kind, aten._to_copy.default, x, dtype=torch.float32)
+        x = _written(node, kind, aten._to_copy.default, x, dtype=torch.float32)
     module = node.graph.owning_module
     if operator(node) == QUANTIZE_CHANNEL:
         inverse = 1.0 / tensor_of(module, node, node.args[1])
-        steps = call_before(node, kind, aten.mul.Tensor, x, _along(node, "inverse", inverse))
+        steps = _written(node, kind, aten.mul.Tensor, x, _along(node, "inverse", inverse))
     else:
-        steps = call_before(node, kind, aten.mul.Tensor, x, 1.0 / node.args[1])
-    whole = call_before(node, kind, aten.round.default, steps)
-    moved = call_before(node, kind, aten.add.Tensor, whole, _zero_of(node))
-    bounded = call_before(node, kind, aten.clamp.default, moved, low, high)
-    return call_before(node, TensorType(kind.shape, DTYPES[dtype]), aten._to_copy.default, bounded, dtype=dtype)
+        steps = _written(node, kind, aten.mul.Tensor, x, 1.0 / node.args[1])
+    whole = _written(node, kind, aten.round.default, steps)
+    moved = _written(node, kind, aten.add.Tensor, whole, _zero_of(node))
+    bounded = _written(node, kind, aten.clamp.default, moved, low, high)
+    return _written(node, TensorType(kind.shape, DTYPES[dtype]), aten._to_copy.default, bounded, dtype=dtype)
 
 
-def _write_dequantize(node: fx.Node) -> fx.Node:
+def _write_dequantize(node: fx.Node, levels: fx.Node | None = None) -> fx.Node:
     aten, kind = torch.ops.aten, TensorType(tensor_type(node).shape, DType.F32)
-    real = call_before(node, kind, aten._to_copy.default, node.args[0], dtype=torch.float32)
-    moved = call_before(node, kind, aten.sub.Tensor, real, _zero_of(node))
+    real = _written(node, kind, aten._to_copy.default, levels or node.args[0], dtype=torch.float32)
+    moved = _written(node, kind, aten.sub.Tensor, real, _zero_of(node))
     scale = node.args[1]
     if operator(node) == DEQUANTIZE_CHANNEL:
         scale = _along(node, "scale", tensor_of(node.graph.owning_module, node, scale))
-    return call_before(node, kind, aten.mul.Tensor, moved, scale)
+    return _written(node, kind, aten.mul.Tensor, moved, scale)
+
+
+def _written(node: fx.Node, kind: TensorType, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    made = call_before(node, kind, target, *args, **kwargs)
+    made.meta[UNFIT] = "part of quantize or dequantize with levels that no kernel has"
+    return made
 
 
 def _zero_of(node: fx.Node) -> Any:

@@ -17,6 +17,7 @@ from intaglio.quant.levels import (
     DEQUANTIZE,
     DEQUANTIZE_CHANNEL,
     SHIFT,
+    UNFIT,
     dequantizes,
     levels_behind,
     quantizes,
@@ -26,8 +27,6 @@ from intaglio.quant.levels import (
 )
 
 INT32 = (-(2**31), 2**31 - 1)
-UNFIT = "unfit"
-"""In ``meta`` of a constant: why kernels do not compute with the levels that it was."""
 
 
 def store_levels(module: fx.GraphModule) -> int:
