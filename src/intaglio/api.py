@@ -17,6 +17,7 @@ from intaglio.build import load
 from intaglio.calls import bind
 from intaglio.capture import capture
 from intaglio.capture.captured import Captured, expect
+from intaglio.capture.refused import refuse_quantized
 from intaglio.errors import InputError
 from intaglio.ir import Schedule
 from intaglio.lower import Lowered, requantize
@@ -105,6 +106,7 @@ def quantize(
     `IntaglioError` that says what to do.
     """
     _policy(on_new_shape, model)
+    refuse_quantized(model)
     kwargs: dict[str, Any] = {}
     if example_inputs is None:
         first, data = peek(data)

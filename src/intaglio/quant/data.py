@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from intaglio.capture.refused import refuse_quantized
-from intaglio.errors import CalibrationError
+from intaglio.errors import CalibrationError, CaptureError
 from intaglio.ir import Signature
 
 logger = logging.getLogger("intaglio")
@@ -133,7 +132,8 @@ class Binder:
 
 def binder_for(model: torch.nn.Module) -> Binder:
     """Before anything is captured: the parameters of forward that have no default."""
-    refuse_quantized(model)
+    if not isinstance(model, torch.nn.Module):
+        raise CaptureError(type(model).__name__, None, "not an nn.Module", remedy="pass the float model")
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = {p.kind for p in parameters}
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
