@@ -9,13 +9,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.ao.quantization import (
+    DeQuantStub,
+    QuantStub,
+    get_default_qconfig,
+    get_default_qconfig_mapping,
+    prepare,
+    quantize_dynamic,
+)
+from torch.ao.quantization.quantize_fx import _convert_to_reference_decomposed_fx, prepare_fx
 
 import intaglio
 import nets
 from compare import assert_equal_levels, kinds, quantized, sqnr
 from harness import HERE
 from intaglio.capture.nodes import operator
-from intaglio.errors import SelectorError
+from intaglio.errors import IntaglioError, SelectorError, UnsupportedError
 from intaglio.ir import DType
 from intaglio.lower import plan
 from intaglio.lower.regions import QUANTIZE
@@ -280,6 +289,127 @@ def test_backend_34_another_number_of_threads_for_every_call(net, many_threads):
     assert_same([call(count) for count in counts], [expected] * len(counts))
     with ThreadPoolExecutor(2) as pool:
         assert_same(list(pool.map(call, counts * 5)), [expected] * 5 * len(counts))
+
+
+# -- models that are quantized already --------------------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    """What torch.fx can trace symbolically."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.l = conv(), conv(4), nn.Linear(64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.max_pool2d(F.relu(self.a(x)), 2)
+        return self.l(F.relu(self.b(y) + y).flatten(1))
+
+
+def by_fx(backend: str) -> nn.Module:
+    """A residual network as PyTorch's own flow quantizes it: weights are floats behind quantize and dequantize."""
+    prepared = prepare_fx(nets.randomize(Residual()).eval(), get_default_qconfig_mapping(backend), (X,))
+    prepared(X)
+    return _convert_to_reference_decomposed_fx(prepared)
+
+
+@pytest.mark.parametrize("backend", ["x86", "qnnpack"])
+@pytest.mark.parametrize("isa", HERE)
+def test_backend_35_a_reference_model_of_others_is_fused(backend, isa):
+    """Case 35: 7 and 8 bits, weights by channel and by tensor."""
+    given = by_fx(backend)
+    reference = intaglio.from_qdq(given, X)
+    lowered = intaglio.requantize(reference)
+    assert kinds(lowered) == [
+        "quantize", "conv2d", "requantize", "max_pool2d", "conv2d", "requantize", "add", "reshape", "linear",
+        "requantize", "dequantize",
+    ]  # fmt: skip
+    step = [q.step for q in reference.qparams.values()][-1]
+    assert ((reference(X) - given(X)).abs() / step).max() < 2.01
+    native = intaglio.compile(lowered, isa=isa)
+    assert torch.equal(native(X), lowered(X))
+    assert native.coverage.operators == 1
+    assert "quantized by others" in str(native.coverage)
+
+
+def test_backend_35_a_program_brings_its_example_and_goes_to_other_backends(tmp_path):
+    """Case 35: the same reference from an exported program; ONNX Runtime and Inductor compute what it does."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    given = by_fx("qnnpack")
+    free = {"input": {0: torch.export.Dim.AUTO}}
+    reference = intaglio.from_qdq(torch.export.export(nn.Sequential(given), (X,), dynamic_shapes=free))
+    assert torch.equal(reference(X), intaglio.from_qdq(given, X)(X))
+    step = [q.step for q in reference.qparams.values()][-1]
+    session = onnxruntime.InferenceSession(intaglio.to_onnx(reference, tmp_path / "model.onnx").path)
+    (found,) = session.run(None, {session.get_inputs()[0].name: X.numpy()})
+    assert np.abs(found - reference(X).numpy()).max() <= 2.01 * step
+    inductor = intaglio.compile(reference, backend="inductor", example_inputs=X)
+    assert (inductor(X) - reference(X)).abs().max() <= 2.01 * step
+
+
+def test_backend_35_a_part_that_others_quantized_is_left_alone():
+    """Case 35: its levels are those it has, and are not rounded again for what reads them."""
+    part = by_fx("x86")
+    whole = nn.Sequential(part, nn.Linear(5, 3)).eval()
+    reference, lowered = quantized(whole, X)
+    assert [kinds(lowered).count(kind) for kind in ("quantize", "table", "dequantize")] == [1, 0, 1]
+    assert not lowered.islands
+    taken = intaglio.from_qdq(part, X)
+    assert list(taken.qparams.values())[-1] in reference.qparams.values()
+    assert_equal_levels(reference, lowered, X)
+
+
+def packed(prepared: bool = False) -> nn.Module:
+    model = nn.Sequential(QuantStub(), nn.Linear(8, 4), DeQuantStub()).eval()
+    model.qconfig = get_default_qconfig("x86")
+    model = prepare(model)
+    model(torch.randn(4, 8))
+    return model if prepared else torch.ao.quantization.convert(model)
+
+
+def by_us(stage: str):
+    captured = intaglio.capture(nn.Sequential(nn.Linear(8, 4)), torch.randn(4, 8))
+    prepared = intaglio.prepare(captured)
+    prepared(torch.randn(4, 8))
+    reference = intaglio.convert(prepared)
+    return {"captured": captured, "reference": reference, "lowered": intaglio.requantize(reference),
+            "part": nn.Sequential(intaglio.compile(reference), nn.ReLU()), "module": reference.as_module()}[stage]
+
+
+def define_by_run() -> nn.Module:
+    prepared = intaglio.eager.prepare(nn.Sequential(nn.Linear(8, 4)).eval(), torch.randn(4, 8))
+    prepared(torch.randn(4, 8))
+    return intaglio.eager.convert(prepared)
+
+
+ALREADY = {
+    "a program of ours": (lambda: by_us("part"), "0 (QuantizedModel): this part is quantized already", "float model"),
+    "a reference": (lambda: by_us("reference"), "Reference", "compile(reference)"),
+    "an integer graph": (lambda: by_us("lowered"), "Lowered", "compile(lowered)"),
+    "a captured graph": (lambda: by_us("captured"), "Captured", "prepare(captured)"),
+    "a module of a reference": (lambda: by_us("module"), "quantized already", "from_qdq"),
+    "define-by-run": (define_by_run, "define-by-run", "eager.rewrite"),
+    "packed weights": (packed, "Quantize): quantized already", "float model"),
+    "packed and dynamic": (lambda: quantize_dynamic(nn.Sequential(nn.Linear(8, 4))), "0 (Linear)", "float model"),
+    "prepared elsewhere": (lambda: packed(True), "HistogramObserver", "from_qdq"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALREADY)
+def test_backend_35_what_is_quantized_already_says_what_it_is_and_what_takes_it(name):
+    """Case 35: never quantized again in silence."""
+    make, problem, remedy = ALREADY[name]
+    with pytest.raises(IntaglioError) as raised:
+        intaglio.quantize(make(), [torch.randn(4, 8)], progress=False)
+    assert problem in str(raised.value)
+    assert remedy in raised.value.remedy
+
+
+def test_backend_35_a_graph_of_others_is_not_quantized_again():
+    """Case 35."""
+    with pytest.raises(UnsupportedError, match="quantized already") as raised:
+        intaglio.quantize(by_fx("x86"), [X], progress=False)
+    assert "from_qdq" in raised.value.remedy
 
 
 # -- recipes -----------------------------------------------------------------------------------------------------------

@@ -89,3 +89,25 @@ def test_frontend_c7_torchaos_composed_quantizers(x86):
     assert [region.name for region in stage.annotations.regions] == ["conv2d"]
     stage(ids)
     assert (convert(stage)(ids) - model(ids)).norm() < 0.02 * model(ids).norm()
+
+
+@pytest.mark.parametrize("folded", [True, False])
+def test_backend_35_what_torchaos_flow_converted_is_taken_as_it_is(x86, folded):
+    """Case 35: a residual network, weights stored as integers or behind quantize and dequantize."""
+    flow = pytest.importorskip(f"{PT2E}.quantize_pt2e")
+    body = lambda m, x: m.l(F.relu(m.b(y := F.max_pool2d(F.relu(m.a(x)), 2)) + y).mean((2, 3)))  # noqa: E731
+    model = nets.randomize(Body(body, a=conv(), b=conv(4), l=linear(4, 5)))
+    program = torch.export.export(model, (IMAGE,), dynamic_shapes={"args": ({0: torch.export.Dim.AUTO},)})
+    quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+    prepared = flow.prepare_pt2e(program.module(), quantizer)
+    prepared(IMAGE)
+    with pytest.raises(intaglio.errors.CaptureError, match="prepared by another tool"):
+        intaglio.quantize(prepared, [IMAGE], progress=False)
+    given = flow.convert_pt2e(prepared, fold_quantize=folded)
+    found = intaglio.from_qdq(given, IMAGE)
+    lowered = intaglio.requantize(found)
+    assert lowered.macs[0] == lowered.macs[1] > 0
+    assert torch.equal(intaglio.compile(lowered)(IMAGE), lowered(IMAGE))
+    assert (found(IMAGE) - given(IMAGE)).abs().max() < 0.01 * given(IMAGE).abs().max()
+    with pytest.raises(intaglio.errors.UnsupportedError, match="quantized already"):
+        intaglio.quantize(given, [IMAGE], progress=False)

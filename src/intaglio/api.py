@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from intaglio import build
 from intaglio.backends import to_onnx
@@ -17,6 +18,7 @@ from intaglio.build import load
 from intaglio.calls import bind
 from intaglio.capture import capture
 from intaglio.capture.captured import Captured, expect
+from intaglio.capture.refused import refuse_quantized
 from intaglio.errors import InputError
 from intaglio.ir import Schedule
 from intaglio.lower import Lowered, requantize
@@ -45,6 +47,7 @@ from intaglio.quant.correct.steps import correct
 from intaglio.quant.corrections import Corrections
 from intaglio.quant.data import Call
 from intaglio.quant.distributed import Group
+from intaglio.quant.from_qdq import from_qdq as from_captured
 from intaglio.quant.qat import PreparedQat, calibrate_qat, convert_qat, prepare_qat
 from intaglio.runtime import QuantizedModel, example_of
 from intaglio.tune import Criterion, Start, Tuned, autotuned, compare, made_up, one_image, search
@@ -53,8 +56,8 @@ if TYPE_CHECKING:
     from intaglio.backends.inductor import InductorModel
 
 __all__ = [
-    "annotate", "autotune", "calibrate", "capture", "compare", "compile", "convert", "correct", "equalize", "load",
-    "prepare", "quantize", "requantize", "to_onnx",
+    "annotate", "autotune", "calibrate", "capture", "compare", "compile", "convert", "correct", "equalize", "from_qdq",
+    "load", "prepare", "quantize", "requantize", "to_onnx",
 ]  # fmt: skip
 
 POLICIES = ("plan", "fallback")
@@ -105,6 +108,7 @@ def quantize(
     `IntaglioError` that says what to do.
     """
     _policy(on_new_shape, model)
+    refuse_quantized(model)
     (args, kwargs), data = _first_call(model, data, example_inputs)
     captured = capture(model, args, example_kwargs=kwargs, dynamic_shapes=dynamic_shapes)
     if not isinstance(tune, bool):  # before the work, not after it
@@ -161,6 +165,7 @@ def autotune(
     float stays there. The float model is never changed. Raises `InputError` that names ``evaluate`` when it fails or
     returns anything but one finite number.
     """
+    refuse_quantized(model)
     criterion = Criterion(evaluate, max_drop, relative, evaluations)
     (args, kwargs), data = _first_call(model, data, example_inputs)
     captured = capture(model, args, example_kwargs=kwargs, dynamic_shapes=dynamic_shapes)
@@ -231,6 +236,31 @@ def convert(
         raise InputError("convert", None, "ranges or corrections for a model that was trained with its own",
                          remedy="convert(prepared) alone; calibrate(prepared, data) takes ranges over")  # fmt: skip
     return convert_qat(prepared)
+
+
+def from_qdq(
+    model: nn.Module | ExportedProgram | Captured,
+    example_inputs: Any = None,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> Reference:
+    """The reference of a model that another tool quantized, with its scales and zero points; nothing is calibrated.
+
+    ``model``: what `convert_pt2e` gives, a program that was exported from it, or any module whose graph holds
+    ``quantized_decomposed.quantize_per_tensor`` and its kin. ``example_inputs`` as in `capture`; a program has its own.
+    Operators between dequantize and quantize that have no int8 kernel stay in float, as they are. Raises
+    `UnsupportedError` for levels that are not taken over, such as those whose scales are computed while the model runs.
+    """
+    if isinstance(model, Captured):
+        return from_captured(model)
+    module: nn.Module = model.module() if isinstance(model, ExportedProgram) else model
+    if example_inputs is None and isinstance(model, ExportedProgram) and model.example_inputs is not None:
+        example_inputs, example_kwargs = model.example_inputs
+    if example_inputs is None:
+        raise InputError("from_qdq", None, "no example inputs", remedy="from_qdq(model, example_inputs)")
+    captured = capture(module, example_inputs, example_kwargs=example_kwargs, dynamic_shapes=dynamic_shapes)
+    return from_captured(captured)
 
 
 def _policy(on_new_shape: str, float_model: nn.Module | None) -> None:

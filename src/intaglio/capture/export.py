@@ -27,6 +27,7 @@ from intaglio.capture.canonical import CAPTURE_PASSES, run
 from intaglio.capture.captured import Captured, module_classes
 from intaglio.capture.halves import WIDENED
 from intaglio.capture.nodes import dim_of
+from intaglio.capture.refused import refuse_quantized
 from intaglio.capture.symbols import example_sizes, ranges_of, symbol_names
 from intaglio.errors import CaptureError
 from intaglio.ir import About, DType, Input, Origin, Output, Signature, State, TensorType
@@ -100,8 +101,6 @@ def _remedy(error: Exception, shapes: Any) -> str:
         return "say in the call of the encoder whether its mask is causal: is_causal=False, or True"
     if "register" in said:
         return "torch.export.register_dataclass(YourClass), once, says what is in it"
-    if "quantized already" in said:
-        return "quantize the float model, or put the int8 part in afterwards"
     if shapes is not None and ("dynamic_shapes" in said or "Constraints violated" in said):
         return "give dynamic_shapes that fit the model"
     return "quantize the submodules that do not depend on data one by one"
@@ -292,7 +291,8 @@ def _with_names(signature: Signature, model: nn.Module) -> Signature:
 
 def frozen_copy(model: nn.Module, training: bool) -> nn.Module:
     """A deep copy in the wanted mode, so that nothing that follows can reach the caller's model."""
-    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+    refuse_quantized(model)
+    if isinstance(model, torch.jit.ScriptModule):
         kind = type(model).__name__
         raise CaptureError(kind, None, "not an nn.Module written in Python", remedy="pass the module it is made of")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -302,7 +302,10 @@ def frozen_copy(model: nn.Module, training: bool) -> nn.Module:
                 remedy="load its weights first" if tensor.is_meta else "pass model.cpu(), and batches on the CPU",
             )  # fmt: skip
     try:
-        return copy.deepcopy(model).train(training)
+        own = copy.deepcopy(model)
+        if isinstance(own, fx.GraphModule):  # of a graph that was exported, others replace it by what raises
+            vars(own).pop("train", None)
+        return own.train(training)
     except Exception as error:
         raise CaptureError(
             type(model).__name__, None, f"it cannot be copied: {error}", remedy="copy.deepcopy(model) must work"

@@ -15,6 +15,7 @@ from intaglio.ops.recurrent import RECURRENT
 from intaglio.ops.rows import ROW_MODES
 from intaglio.quant.dynamic import row_sites
 from intaglio.quant.find_regions import find_shortcuts
+from intaglio.quant.levels import levels_behind
 from intaglio.quant.recipe import Setting
 from intaglio.quant.recurrent import weight_sites
 from intaglio.quant.regions import Region
@@ -41,7 +42,7 @@ def sites_of(
             site = activation_site(names.of(node), node, wanted[node].setting if node in wanted else returned[node])
         else:
             continue
-        put(sites, around_zero(site) if node in symmetric else site)
+        put(sites, _as_given(around_zero(site) if node in symmetric else site, node))
     operand_sites(regions, sites, names)
     for value, reason in find_shortcuts(regions).items():
         if reason is None:
@@ -122,6 +123,16 @@ def join_buffers(
 
 def put(sites: dict[tuple[str, str], Site], site: Site) -> None:
     sites.setdefault((site.value, site.role), site)
+
+
+def _as_given(site: Site, node: fx.Node) -> Site:
+    """A value that is levels already keeps them, but where a kernel needs others."""
+    q = levels_behind(node)
+    if q is None or site.dtype is not DType.U8 or not isinstance(site.spec, Observed):
+        return site
+    if site.spec.symmetric and (q.zero, q.qmin + q.qmax) != (128, 256):
+        return site
+    return replace(site, spec=Fixed(q.step, q.zero), qmin=q.qmin, qmax=q.qmax, datatype="u8")
 
 
 def _output_site(region: Region, names: Names) -> Site:

@@ -16,6 +16,8 @@ from intaglio.capture.slices import lift_slices
 from intaglio.ir import TensorType
 from intaglio.ops import ANCHORS, BY_TARGET, OPS
 from intaglio.ops.channels import channel_axis
+from intaglio.quant.carry_levels import carry_levels
+from intaglio.quant.levels import pair_levels, separate_levels, spell_levels, write_factors
 from intaglio.quant.projections import parts_as_layers, products_as_linear, products_as_matmul
 from intaglio.quant.spellings import (
     group_norms_as_layer_norms,
@@ -27,6 +29,7 @@ from intaglio.quant.spellings import (
     splits_as_slices,
     stacks_as_concatenations,
 )
+from intaglio.quant.stored_levels import count_biases, store_levels
 
 BATCH_NORM = "aten._native_batch_norm_legit_no_training.default"
 FOLDABLE = tuple(target for name in ANCHORS for target in OPS[name].targets)
@@ -172,6 +175,19 @@ def _with_number(module: fx.GraphModule, node: fx.Node) -> bool:
     return node.args[0] is x or (operator(node) != "aten.div.Tensor" and arguments(node).get("alpha", 1) == 1)
 
 
+LEVEL_PASSES: tuple[Callable[[fx.GraphModule], int], ...] = (
+    spell_levels,
+    separate_levels,
+    store_levels,
+    pair_levels,
+    carry_levels,
+    separate_levels,
+    write_factors,
+    count_biases,
+)
+"""Levels that a model has already. Spelling first, as all others read it; constants before activations, so that what is
+left has no constant behind it; factors and biases last, when operators read levels directly."""
+
 PTQ_PASSES: tuple[Callable[[fx.GraphModule], int], ...] = (
     fold_constants,
     products_as_linear,
@@ -194,6 +210,7 @@ PTQ_PASSES: tuple[Callable[[fx.GraphModule], int], ...] = (
     mean_as_pool,
     constants_as_numbers,
     numbers_as_functions,
+    *LEVEL_PASSES,
 )
 
 QAT_PASSES = tuple(step for step in PTQ_PASSES if step is not fold_batch_norm_before)

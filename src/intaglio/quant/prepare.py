@@ -24,6 +24,7 @@ from intaglio.quant.declare import declare_images
 from intaglio.quant.embeddings import table_notes
 from intaglio.quant.gates import join_gates
 from intaglio.quant.image import Image
+from intaglio.quant.levels import quantizes
 from intaglio.quant.methods import method_of
 from intaglio.quant.own import Edge, insert_own
 from intaglio.quant.passes import PTQ_PASSES
@@ -189,6 +190,9 @@ def prepared_by(
     if not wanted and all(table.reason for table in annotations.tables):
         worst = sorted(annotations.skipped, key=lambda skip: -skip.macs)[:3]
         reasons = "; ".join(dict.fromkeys(map(str, worst)))
+        if any(map(quantizes, module.graph.nodes)):
+            raise UnsupportedError("model", None, "it is quantized already, and nothing else in it can be",
+                                   remedy="from_qdq(model, example_inputs) takes it as it is")  # fmt: skip
         raise UnsupportedError(
             "model", None, "nothing in it can be quantized" + (f": {reasons}" if reasons else ""),
             remedy="check the recipe, and that the model has convolutions or linear layers with float32 constants",
