@@ -155,17 +155,11 @@ def _while(m, x):
     return torch._higher_order_ops.while_loop(lambda i, x: i < 3, step, (torch.tensor(0), x))[1]
 
 
-def _scan(m, x):
-    from torch._higher_order_ops.scan import scan
-
-    return scan(lambda carry, y: (m.a(carry) + y, carry.clone()), x[0], x)[1]
-
-
 def _cond(m, x):
     return torch.cond(x.sum() > 0, lambda x: m.a(x), lambda x: x * 2, (x,))
 
 
-@pytest.mark.parametrize(("body", "name"), [(_while, "while_loop"), (_scan, "scan"), (_cond, "cond")])
+@pytest.mark.parametrize(("body", "name"), [(_while, "while_loop"), (_cond, "cond")])
 def test_frontend_c8_loops_and_branches_with_bodies_of_their_own_are_refused_by_name(body, name):
     """C8: the operator, the module in its body, and what to do."""
     with pytest.raises(CaptureError, match=rf"torch\.ops\.higher_order\.{name}.*a graph of its own") as raised:

@@ -24,7 +24,8 @@ from intaglio.calls import DTYPES
 from intaglio.capture.canonical import CAPTURE_PASSES, run
 from intaglio.capture.captured import Captured, module_classes
 from intaglio.capture.halves import WIDENED
-from intaglio.capture.nodes import dim_of
+from intaglio.capture.nodes import TURN, dim_of
+from intaglio.capture.scans import unroll
 from intaglio.capture.symbols import example_sizes, ranges_of, symbol_names
 from intaglio.errors import CaptureError
 from intaglio.ir import About, DType, Input, Origin, Output, Signature, State, TensorType
@@ -101,6 +102,7 @@ def _first_lines(error: BaseException, lines: int = 10) -> str:
 
 def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str], training: bool) -> Captured:
     """Exported program -> graph whose parameters are attributes and whose nodes carry our types and origins."""
+    unroll(program)
     graph, root = fx.Graph(), nn.Module()
     names = symbol_names(program)
     copies: dict[fx.Node, fx.Node] = {}
@@ -193,21 +195,26 @@ def _annotate(copied: fx.Node, node: fx.Node, names: Mapping[Any, str], program:
         copied.meta["dim"] = dim_of(value, names)
     if copied.op == "call_function":
         copied.meta["origin"] = Origin(_path(node, program), str(node.target), _source(node))
+        copied.meta |= {TURN: node.meta[TURN]} if TURN in node.meta else {}
 
 
 def _path(node: fx.Node, program: ExportedProgram) -> str:
-    """Module path; ``@1`` marks the second call of a module. A parameter's owner wins over a bare root."""
+    """Module path; ``@1`` marks the second call of a module, ``@scan[1]`` the second iteration of a loop. A parameter's
+    owner wins over a bare root, and over the module around a loop: of those in its body torch.export keeps none."""
     stack = [entry for entry in node.meta.get("nn_module_stack", {}).items() if isinstance(entry[1], tuple)]
     key, (path, _) = stack[-1] if stack else ("", ("", ""))
-    if not path or path.startswith("_empty"):
+    if not path or path.startswith("_empty") or TURN in node.meta:
         owners = [program.graph_signature.inputs_to_parameters.get(n.name, "") for n in node.all_input_nodes]
-        path = next((owner.rpartition(".")[0] for owner in owners if owner), "")
+        path = next((owner.rpartition(".")[0] for owner in owners if owner), path)
+    if TURN in node.meta:
+        return f"{path}@{node.meta[TURN]}"
     return f"{path}@{key.rpartition('@')[2]}" if "@" in key and path else path
 
 
 def _source(node: fx.Node) -> str:
     """``file:line, in function`` of the innermost line that is not torch's own."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if 'File "' in line]
+    lines = [line for line in lines if '"<eval_with_key>' not in line]  # what torch made of a loop or branch
     own = [line for line in lines if "/torch/" not in line] or lines
     if not own:
         return ""
