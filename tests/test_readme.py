@@ -54,8 +54,8 @@ def python_blocks(page: Path) -> list[Block]:
 def run_block(page: Path, block: Block, namespace: dict) -> None:
     printed = io.StringIO()
     try:
-        # Newlines in front: tracebacks, and the source lines torch records, are those of the page. Not by the page's own
-        # name, as torch reads a file of that name as Python.
+        # Newlines in front: tracebacks, and the source lines torch records, are those of the page; under another
+        # name, as torch reads a file of the page's own as Python.
         lines, name = page.read_text(encoding="utf-8").splitlines(keepends=True), f"<{page}>"
         linecache.cache[name] = (len(lines), None, lines, name)
         with contextlib.redirect_stdout(printed):

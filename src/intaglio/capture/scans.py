@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.export import ExportedProgram
 
 from intaglio.capture.nodes import TURN, Turn
 from intaglio.errors import CaptureError
@@ -17,13 +16,12 @@ MOST_OPERATORS = 2048
 """That the bodies of all loops of a model may come to: each is a step of the program, which is compiled as a whole."""
 
 
-def unroll(program: ExportedProgram) -> None:
+def unroll(module: fx.GraphModule) -> None:
     """`scan` and `map` -> their bodies, one after the other, and one stack for each result of all iterations.
 
     Each iteration reads the same parameters. Its nodes say in ``meta[TURN]`` which operator of the body they are, and
     whose turn it is, so that one site serves all iterations. A loop inside the body is unrolled as well.
     """
-    module = program.graph_module
     if (count := _unrolled_operators(module)) > MOST_OPERATORS:
         longest = max(filter(_is_loop, module.graph.nodes), key=lambda node: _count(node) * _operators(_body(node)))
         raise CaptureError(

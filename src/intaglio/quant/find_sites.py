@@ -234,7 +234,8 @@ class Names:
         if node.op == "placeholder":
             return f"#0/input.{node.name}"
         path, _, call = origin(node).path.partition("@")
-        kind = origin(node).operator.split(".")[1] if "." in origin(node).operator else str(node.target)
+        written = origin(node).operator
+        kind = written.split(".")[1] if "." in written else getattr(node.target, "__name__", str(node.target))
         stem = f"{path}#{call or 0}/{kind}"
         number = self._count[stem] = self._count.get(stem, -1) + 1
         return f"{stem}.{number}"
