@@ -170,8 +170,8 @@ def _control_flow(node: fx.Node, program: ExportedProgram) -> CaptureError:
     return CaptureError(
         path_of(node, program) or node.name, f"torch.ops.higher_order.{node.target}",
         "its body is a graph of its own, run as the data says; what is captured runs straight through",
-        remedy="write a loop of a fixed count in Python, which is unrolled; or quantize the modules in the body, "
-        "one by one",
+        remedy="compute both branches and select with torch.where, or write the loop with scan or while_loop; or "
+        "quantize the modules in the body, one by one",
     )  # fmt: skip
 
 
