@@ -6,6 +6,7 @@ lines. A block titled "needs PACKAGE" stands on its own and is skipped where the
 
 import contextlib
 import io
+import linecache
 import logging
 import re
 import sys
@@ -53,9 +54,12 @@ def python_blocks(page: Path) -> list[Block]:
 def run_block(page: Path, block: Block, namespace: dict) -> None:
     printed = io.StringIO()
     try:
-        # Newlines in front: tracebacks, and the source lines torch records, are those of the page.
+        # Newlines in front: tracebacks, and the source lines torch records, are those of the page; under another
+        # name, as torch reads a file of the page's own as Python.
+        lines, name = page.read_text(encoding="utf-8").splitlines(keepends=True), f"<{page}>"
+        linecache.cache[name] = (len(lines), None, lines, name)
         with contextlib.redirect_stdout(printed):
-            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+            exec(compile("\n" * (block.line - 1) + block.code, name, "exec"), namespace)
     except Exception as error:
         raise AssertionError(f"{page.name}:{block.line}: this block fails with {error!r}") from error
     if block.prints is not None and not pattern(block.prints).fullmatch(printed.getvalue().rstrip("\n") + "\n"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -198,3 +198,15 @@ def rebuild(signature: Signature, results: tuple[Any, ...], symbols: Mapping[str
         else:
             leaves.append(output.constant)
     return pytree.tree_unflatten(leaves, signature.out_tree)
+
+
+def repeated(
+    condition: Callable[..., Sequence[torch.Tensor]], body: Callable[..., Sequence[torch.Tensor]], carried: int,
+    values: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """What ``while condition(*values): values = (*body(*values), *beside)`` leaves of the first values, those that are
+    carried, in memory of their own."""
+    held, beside = [value.clone() for value in values[:carried]], values[carried:]
+    while condition(*held, *beside)[0]:
+        held = list(body(*held, *beside))
+    return tuple(held)

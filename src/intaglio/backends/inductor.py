@@ -32,6 +32,7 @@ from intaglio.backends.inductor_report import Report, report_of
 from intaglio.backends.inductor_sizes import sizes_of_inputs
 from intaglio.calls import bind, dims_of, initial_state, kept_state, rebuild
 from intaglio.capture.nodes import operator, origin
+from intaglio.capture.whiles import SCAN_INSTEAD, refuse_loops
 from intaglio.errors import ArtifactError, BuildError, InputError, UnsupportedError
 from intaglio.ir import Expression, Signature, evaluate, symbol, symbols_of
 from intaglio.quant import Reference
@@ -65,6 +66,7 @@ class InductorModel(nn.Module):
     def __init__(self, reference: Reference, example: Sequence[torch.Tensor] | None = None) -> None:
         """``example``: tensors of a call to compile for now."""
         super().__init__()
+        refuse_loops(reference.module, "Inductor compiles no loop with a body of int8", SCAN_INSTEAD)
         self.signature, self.about = reference.signature, reference.about
         self._graphs = {frozenset[int](): graph_for_inductor(reference)}  # by which inputs are bytes
         self._byte_inputs = byte_inputs(self._graphs[frozenset()])

@@ -23,6 +23,7 @@ from intaglio.backends.translation import translations
 from intaglio.calls import TORCH_DTYPES
 from intaglio.capture.captured import expect
 from intaglio.capture.nodes import origin, tensor_type
+from intaglio.capture.whiles import SCAN_INSTEAD, refuse_loops
 from intaglio.errors import BuildError, InputError, UnsupportedError
 from intaglio.ir import Expression, Signature, evaluate, symbols_of
 from intaglio.quant.convert import Reference
@@ -64,6 +65,7 @@ def to_onnx(reference: Reference, path: str | Path, *, sums: Sums = "levels") ->
     reference.
     """
     expect(reference, Reference, "to_onnx")
+    refuse_loops(reference.module, "ONNX files of a loop with a body are not written", SCAN_INSTEAD)
     if sums not in get_args(Sums):
         raise InputError("to_onnx", None, f"sums={sums!r}; there are {' and '.join(get_args(Sums))}")
     _require()

@@ -13,7 +13,7 @@ from intaglio.build.check import check_graph, check_schedules
 from intaglio.codegen import ISAS, CacheSizes, emit
 from intaglio.errors import ArtifactError, BuildError
 from intaglio.ir import Graph, Plan, Program, Schedule, graph_text, partitions_text
-from intaglio.lower import Lowered, plan
+from intaglio.lower import Island, Lowered, plan
 from intaglio.native import machine
 from intaglio.native.compile import install, text_key
 from intaglio.ops import OpDef
@@ -21,12 +21,15 @@ from intaglio.runtime import (
     Artifact,
     Coverage,
     FloatPart,
+    HostLoop,
     QuantizedModel,
     Saved,
     build_artifact,
     build_library,
+    float_calls,
     host_names,
     load_saved,
+    loops_in,
     open_artifact,
 )
 from intaglio.runtime.state import with_levels_of
@@ -47,12 +50,23 @@ def compile(
     planned, name = plan(lowered.graph), lowered.about.name
     artifact = build_artifact(_emit(planned, here, name, schedules))
     libraries = {other: build_library(_emit(planned, other, name, None)) for other in others}
-    islands = {key: (island.module, island.dims) for key, island in lowered.islands.items()}
+    bodies = {name: compile(body, isa=isa) for name, body in lowered.bodies.items()}
+    islands = {
+        key: (float_calls(island.module, _loops(island, bodies)) if island.loops else island.module, island.dims)
+        for key, island in lowered.islands.items()
+    }
     chosen = {here: dict(schedules)} if schedules else {}
     saved = Saved(
         lowered.graph, lowered.signature, islands, _coverage(lowered), lowered.about, libraries, schedules=chosen
     )  # fmt: skip
     return _model(saved, planned, artifact, lowered.hosts)
+
+
+def _loops(island: Island, bodies: Mapping[str, QuantizedModel]) -> dict[str, HostLoop]:
+    return {
+        name: HostLoop(carried, float_calls(condition), bodies[name])
+        for name, (carried, condition) in island.loops.items()
+    }
 
 
 def load(
@@ -66,9 +80,19 @@ def load(
     so only for files whose origin you know. ``operators``: records of host operators in the model, which no file can
     hold: those its `Quantizer` had. Raises `ArtifactError` and `BuildError`.
     """
-    chosen, given = choose(isa)[0], {record.name: record for record in operators}
+    given = {record.name: record for record in operators}
     with _without_collector():
         saved = load_saved(path)
+    return _opened(saved, path, trust, isa, given)
+
+
+def _opened(saved: Saved, path: str | Path, trust: bool, isa: str | None, given: Mapping[str, OpDef]) -> QuantizedModel:
+    """What a file holds, with programs; bodies of loops first."""
+    chosen = choose(isa)[0]
+    loops = {name: loop for module, _ in saved.islands.values() for name, loop in loops_in(module).items()}
+    for name, body in saved.bodies.items():
+        loops[name].body = _opened(body, path, trust, isa, given)
+    with _without_collector():
         present = [one for one in runnable() if one in saved.libraries and isa in (None, one)] if trust else []
         library = saved.libraries[present[0]] if present else None
         try:
@@ -131,8 +155,12 @@ def _model(saved: Saved, planned: Plan, artifact: Artifact, hosts: Mapping[str, 
     """
     graph, islands = saved.graph, saved.islands
     parts = partitions_text(tuple(step.partition for step in planned.steps), planned.graph)
-    about = saved.about.after(integer=graph_text(graph), partitions=parts, program=artifact.program.source)
+    bodies = {name: loop.body for module, _ in islands.values() for name, loop in loops_in(module).items()}
+    text = graph_text(graph) + "".join(f"body of {name}:\n{one.text('integer')}" for name, one in bodies.items())
+    about = saved.about.after(integer=text, partitions=parts, program=artifact.program.source)
     size = artifact.constants.nbytes + sum(b.nbytes for module, _ in islands.values() for b in module.buffers())
+    inner = (one for module, _ in islands.values() for one in module.modules() if isinstance(one, QuantizedModel))
+    size += sum(one.artifact.constants.nbytes for one in inner)
     coverage = replace(saved.coverage, bytes_after=size)
     others = {isa: library for isa, library in saved.libraries.items() if isa != artifact.program.isa}
     return QuantizedModel(
@@ -206,7 +234,10 @@ def _coverage(lowered: Lowered) -> Coverage:
     )  # fmt: skip
     integer, total = lowered.macs
     operators = lowered.operators
-    return Coverage(
+    own = Coverage(
         integer, total, operators, operators + len(floats) + len(loops), len(lowered.islands), floats,
         lowered.about.bytes, 0, lowered.about.notes, hosts, loops,
     )  # fmt: skip
+    for body in lowered.bodies.values():
+        own = own.with_body(_coverage(body))
+    return own

@@ -22,15 +22,17 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from intaglio.calls import DTYPES
 from intaglio.capture.canonical import CAPTURE_PASSES, run
 from intaglio.capture.captured import Captured, module_classes
+from intaglio.capture.exported import constant, describe, module_around, path_of, source_of, tensor_of
 from intaglio.capture.halves import WIDENED
 from intaglio.capture.nodes import dim_of
 from intaglio.capture.refused import refuse_quantized
+from intaglio.capture.scans import unroll
 from intaglio.capture.symbols import example_sizes, ranges_of, symbol_names
+from intaglio.capture.whiles import WHILE, loops_of, parts_of, while_loop
 from intaglio.errors import CaptureError
-from intaglio.ir import About, DType, Input, Origin, Output, Signature, State, TensorType
+from intaglio.ir import About, DType, Input, Origin, Output, Signature, State
 
 CONSTANTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -131,6 +133,7 @@ def _first_lines(error: BaseException, lines: int = 10) -> str:
 
 def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str], training: bool) -> Captured:
     """Exported program -> graph whose parameters are attributes and whose nodes carry our types and origins."""
+    unroll(program.graph_module)
     graph, root = fx.Graph(), nn.Module()
     names = symbol_names(program)
     copies: dict[fx.Node, fx.Node] = {}
@@ -147,14 +150,14 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
                 state[spec.target] = node
             elif spec.kind in CONSTANTS:
                 if node.users:
-                    copies[node] = _constant(graph, root, program, node, spec.target)
+                    copies[node] = constant(graph, root, program, spec.target)
             elif spec.kind is InputKind.USER_INPUT:
                 if isinstance(spec.arg, ConstantArgument):
                     fixed[leaf] = spec.arg.value
                 else:
                     copies[node] = graph.placeholder(node.name)
                     copies[node].target = copies[node].name  # a buffer may have its name already
-                    _annotate(copies[node], node, names, program)
+                    describe(copies[node], node, names, program)
                     inputs.append(Input(node.name, leaf, copies[node].meta["type"]))
                 leaf += 1
             else:
@@ -163,86 +166,43 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
                 for kept in state.values():  # behind the inputs of a call
                     copies[kept] = graph.placeholder(kept.name)
                     copies[kept].target = copies[kept].name
-                    _annotate(copies[kept], kept, names, program)
+                    describe(copies[kept], kept, names, program)
                 for path, kept in state.items():
                     copies[kept].meta["buffer"] = path
+        elif node.op == "call_function" and str(node.target) == WHILE:
+            held = {own: specs[own.name].target for own in copies if copies[own].op == "get_attr"}
+            loop, operands = while_loop(node, program, names, held, model, training)
+            copies[node] = graph.call_function(loop, tuple(copies[operand] for operand in operands))
+            copies[node].meta["origin"] = Origin(module_around(node), str(loop), source_of(node))
         elif node.op == "call_function":
             copies[node] = graph.node_copy(node, lambda n: copies[n])
             copies[node].meta = {}
-            _annotate(copies[node], node, names, program)
+            describe(copies[node], node, names, program)
         elif node.op == "output":
             signature = _outputs(program, node, copies, graph, inputs, fixed, state, names)
-        else:
+        elif any(str(user.target) != WHILE for user in node.users):
             raise _control_flow(next(iter(node.users)), program)
     module = fx.GraphModule(root, graph)
     module.meta["sizes"] = example_sizes(program, names, inputs)
     module.meta["types"] = {name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in model.named_modules()}
+    for node in loops_of(module):
+        node.target.body.module.meta |= module.meta
     widened = run(module, CAPTURE_PASSES)["widen_halves"]
     signature = dataclasses.replace(_with_names(signature, model), ranges=ranges_of(program, names))
-    size = sum(tensor.numel() * tensor.element_size() for tensor in module.buffers())
+    tensors = {id(one): one for part in (module, *parts_of(module)) for one in part.buffers()}.values()
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     about = About(type(model).__name__, size, (*notes, *[WIDENED] * bool(widened)))
     return Captured(module, signature, module_classes(model), about, training)
-
-
-def _tensor(program: ExportedProgram, target: str) -> torch.Tensor:
-    return program.state_dict[target] if target in program.state_dict else program.constants[target]
 
 
 def _control_flow(node: fx.Node, program: ExportedProgram) -> CaptureError:
     """Of an operator whose operands are graphs: a loop, a branch. Of its line torch.export keeps none."""
     return CaptureError(
-        _path(node, program) or node.name, f"torch.ops.higher_order.{node.target}",
+        path_of(node, program) or node.name, f"torch.ops.higher_order.{node.target}",
         "its body is a graph of its own, run as the data says; what is captured runs straight through",
-        remedy="write a loop of a fixed count in Python, which is unrolled; or quantize the modules in the body, "
-        "one by one",
+        remedy="compute both branches and select with torch.where, or write the loop with scan or while_loop; or "
+        "quantize the modules in the body, one by one",
     )  # fmt: skip
-
-
-def _constant(graph: fx.Graph, root: nn.Module, program: ExportedProgram, node: fx.Node, target: str) -> fx.Node:
-    tensor = _tensor(program, target)
-    name = target.replace(".", "_")
-    while hasattr(root, name):
-        name += "_"
-    root.register_buffer(name, tensor.detach())
-    copy_ = graph.get_attr(name)
-    copy_.meta = {"type": _type_of(tensor, {}), "path": target}
-    if isinstance(tensor, nn.Parameter):
-        copy_.meta["trained"] = tensor.requires_grad
-    return copy_
-
-
-def _type_of(value: torch.Tensor, names: Mapping[Any, str]) -> TensorType:
-    return TensorType(tuple(dim_of(size, names) for size in value.shape), DTYPES.get(value.dtype, DType.OTHER))
-
-
-def _annotate(copied: fx.Node, node: fx.Node, names: Mapping[Any, str], program: ExportedProgram) -> None:
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        copied.meta["type"] = _type_of(value, names)
-    elif isinstance(value, torch.SymInt):
-        copied.meta["dim"] = dim_of(value, names)
-    if copied.op == "call_function":
-        copied.meta["origin"] = Origin(_path(node, program), str(node.target), _source(node))
-
-
-def _path(node: fx.Node, program: ExportedProgram) -> str:
-    """Module path; ``@1`` marks the second call of a module. A parameter's owner wins over a bare root."""
-    stack = [entry for entry in node.meta.get("nn_module_stack", {}).items() if isinstance(entry[1], tuple)]
-    key, (path, _) = stack[-1] if stack else ("", ("", ""))
-    if not path or path.startswith("_empty"):
-        owners = [program.graph_signature.inputs_to_parameters.get(n.name, "") for n in node.all_input_nodes]
-        path = next((owner.rpartition(".")[0] for owner in owners if owner), "")
-    return f"{path}@{key.rpartition('@')[2]}" if "@" in key and path else path
-
-
-def _source(node: fx.Node) -> str:
-    """``file:line, in function`` of the innermost line that is not torch's own."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if 'File "' in line]
-    own = [line for line in lines if "/torch/" not in line] or lines
-    if not own:
-        return ""
-    file, _, rest = own[-1].removeprefix('File "').partition('", line ')
-    return f"{file}:{rest}"
 
 
 def _outputs(program, node, copies, graph, inputs, fixed, state, names) -> Signature:
@@ -274,7 +234,7 @@ def _outputs(program, node, copies, graph, inputs, fixed, state, names) -> Signa
 
 
 def _state(program: ExportedProgram, path: str, node: fx.Node, value: fx.Node) -> State:
-    tensor, kind = _tensor(program, path), node.meta["type"]
+    tensor, kind = tensor_of(program, path), node.meta["type"]
     if kind.dtype in (DType.BF16, DType.F8E4M3, DType.F8E5M2, DType.OTHER):
         raise CaptureError(
             path, None, f"the model changes this buffer while it runs, and its element type is {tensor.dtype}",

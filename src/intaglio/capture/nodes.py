@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,9 +102,29 @@ TAG = "quantization_tag"
 """Key of a node's meta: whatever a user or a quantizer wrote there. It goes along with the origin."""
 
 
+TURN = "turn"
+"""Key of the meta of a node that stands in the body of a loop: its `Turn`."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Which operator of a loop's body a node is, and in which iteration: loops and iterations outermost first."""
+
+    loops: tuple[tuple[str, int], ...] = ()
+    operator: str = ""
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """The same for all iterations."""
+        return (*[loop for loop, _ in self.loops], self.operator)
+
+    def __str__(self) -> str:
+        return "".join(f"{loop}[{index}]" for loop, index in self.loops)
+
+
 def provenance(node: fx.Node) -> dict[str, Any]:
-    """Meta of a node that is made for another: whose it is, and the tag that one has."""
-    return {"origin": origin(node)} | ({TAG: node.meta[TAG]} if TAG in node.meta else {})
+    """Meta of a node that is made for another: whose it is, and the tag and the turn that one has."""
+    return {"origin": origin(node)} | {key: node.meta[key] for key in (TAG, TURN) if key in node.meta}
 
 
 def call_before(old: fx.Node, kind: TensorType, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from intaglio.capture.nodes import (
     tensor_nodes,
     tensor_type,
 )
-from intaglio.ir import DType, Graph, Op, Origin, QParams, TensorType, fresh, graph_text, verify
+from intaglio.capture.whiles import loops_of, with_bodies
+from intaglio.ir import DType, Graph, Op, Origin, QParams, TensorType, fresh, verify
 from intaglio.ir.rewrite import run_passes
 from intaglio.lower.islands import Unit, island_of
 from intaglio.lower.lowered import Island, Lowered
@@ -66,11 +68,16 @@ def requantize(reference: Reference) -> Lowered:
     floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in inside)
     floats += _simulated(reference.annotations, inside)
     floats += _without_reason(builder.cut, {skip.node for skip in floats})
-    about = reference.about.after(integer=graph_text(graph))
+    bodies = {name: requantize(body) for name, body in reference.bodies.items()}
+    for island in builder.islands.values():
+        with_bodies(island.module, bodies)
     native = frozenset(node.name for node in own)
-    return Lowered(
-        graph, builder.islands, reference.signature, floats, (integer, total), len(inside), about, builder.hosts, native
-    )
+    lowered = Lowered(
+        graph, builder.islands, reference.signature, floats, (integer, total), len(inside), reference.about,
+        builder.hosts, native, bodies,
+    )  # fmt: skip
+    notes = tuple(f"{name} runs in Python, its body in a program of its own, which counts once" for name in bodies)
+    return replace(lowered, about=reference.about.after(notes, integer=lowered.text()))
 
 
 def _without_reason(cut: Iterable[list[fx.Node]], named: set[str]) -> tuple[Skip, ...]:
@@ -592,7 +599,9 @@ class _Builder:
         part = island_of(self.module, nodes)
         inputs = [self._returned(node) for node in part.inputs]
         outputs = [self._given(node) for node in part.outputs]
-        self.islands[key] = Island(part.module, part.dims, tuple(operator(node) for node in nodes))
+        found = [node.target for node in loops_of(part.module)]
+        loops = {loop.name: (loop.carried, loop.condition.module) for loop in found}
+        self.islands[key] = Island(part.module, part.dims, tuple(operator(node) for node in nodes), loops)
         self.ops.append(Op("island", tuple(inputs), tuple(outputs), {"key": key}, origin=origin(nodes[0])))
         self.cut.append(nodes)
         for node in nodes:

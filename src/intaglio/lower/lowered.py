@@ -19,11 +19,13 @@ from intaglio.quant.sites import Skip
 
 @dataclass(frozen=True)
 class Island:
-    """A float part of the model: a torch.fx module of tensors, then of the free dimensions it needs."""
+    """A float part of the model: a torch.fx module of tensors, then of the free dimensions it needs. ``loops``: name ->
+    how many values it carries, and its condition."""
 
     module: fx.GraphModule
     dims: tuple[Dim, ...]
     operators: tuple[str, ...]
+    loops: Mapping[str, tuple[int, fx.GraphModule]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Lowered:
 
     ``macs``: multiply-accumulates at batch 1, (in int8, in all). ``operators``: operators of the model in int8.
     ``hosts``: records of a user's own, by name. ``native``: nodes of float operators that the program runs itself.
+    ``bodies``: of loops that islands run, by name; their work is counted apart.
     """
 
     graph: Graph
@@ -43,9 +46,11 @@ class Lowered:
     about: About = field(default_factory=About)
     hosts: Mapping[str, OpDef] = field(default_factory=dict)
     native: frozenset[str] = frozenset()
+    bodies: Mapping[str, Lowered] = field(default_factory=dict)
 
     def text(self) -> str:
-        return graph_text(self.graph)
+        bodies = [f"body of {name}:\n{body.text()}" for name, body in self.bodies.items()]
+        return "".join([graph_text(self.graph), *bodies])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result by the integer interpreter: exact, slow, kernels must equal it bit for bit."""

@@ -10,6 +10,7 @@ from torch import fx
 
 from intaglio.capture.canonical import COPIES
 from intaglio.capture.nodes import operator, origin, record_of, tensor_type
+from intaglio.capture.whiles import everything_in
 from intaglio.ir import DType
 from intaglio.quant.annotated import annotated, written_by
 from intaglio.quant.annotation import is_apart
@@ -31,7 +32,7 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
     name_operators(graph, quantizer.operators)
     written = None if quantizer.annotator is None else written_by(module, quantizer.annotator)
     computing = [node for node in graph.nodes if node.op == "call_function" and not _is_aside(node)]
-    recipe.check((origin(node) for node in computing), classes)
+    recipe.check((origin(node) for node in everything_in(module) if node.op == "call_function"), classes)
     settings = {node: recipe.setting(origin(node), classes) for node in computing}
     if written is not None:
         settings = {node: written.setting(node, setting) for node, setting in settings.items()}

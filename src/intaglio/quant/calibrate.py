@@ -151,8 +151,8 @@ def _look(signature: Signature, args: tuple, kwargs: dict[str, Any]) -> Seen:
     digest, inputs, leaves = hashlib.blake2b(digest_size=8), {}, bind(signature, args, kwargs)
     dims_of(signature, leaves)
     for entry, tensor in zip(signature.inputs, leaves, strict=True):
-        plain = tensor.detach().contiguous()
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+        plain = tensor.detach().contiguous().reshape(-1)
+        digest.update(plain.view(torch.uint8).numpy().data)
         finite = plain[torch.isfinite(plain)] if plain.is_floating_point() else plain[:0]
         if finite.numel():
             low, high = finite.aminmax()

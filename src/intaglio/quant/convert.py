@@ -16,6 +16,7 @@ from intaglio.calls import TORCH_DTYPES
 from intaglio.capture.canonical import copy_graph, drop_unused_constants
 from intaglio.capture.captured import GraphStage, expect, fx_text
 from intaglio.capture.nodes import TAG, arguments, operands, origin, provenance
+from intaglio.capture.whiles import with_bodies
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.ir import About, DType, QParams, Signature, TensorType
 from intaglio.ops.recurrent import RECURRENT
@@ -66,7 +67,7 @@ class Reference(GraphStage):
 
     ``qparams``: site name -> parameters. ``parameters``: those of sites that have their own, and all that was
     corrected: `convert` takes them in place of ranges. ``about.notes``: what was adjusted on the way. ``rewrites``: by
-    pass, how many it made of the float graph.
+    pass, how many it made of the float graph. ``bodies``: of loops, by name; their sites are among those of the model.
     """
 
     module: fx.GraphModule
@@ -76,6 +77,7 @@ class Reference(GraphStage):
     parameters: Parameters
     about: About = field(default_factory=About)
     rewrites: Mapping[str, int] = field(default_factory=dict)
+    bodies: Mapping[str, Reference] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"Reference({len(self.qparams)} sites; a simulation in float, slower than the float model)"
@@ -92,6 +94,10 @@ def convert(
     when a site has seen no data, `UnsupportedError` when an accumulator could overflow.
     """
     expect(prepared, Prepared, "convert")
+    bodies: dict[str, Reference] = {}
+    for name, part in prepared.bodies.items():
+        ranges, inner = _apart(ranges, part)
+        bodies[name] = convert(part, inner)
     if isinstance(ranges, Parameters):
         prepared = equalized(prepared, ranges.corrected.equalization)
         ranges = ranges.without(*left_in_float(prepared))
@@ -123,16 +129,33 @@ def convert(
         remarks += stored
         module.graph.eliminate_dead_code()
     drop_unused_constants(module)
+    with_bodies(module, {name: body.module for name, body in bodies.items()})
     module.recompile()
     levels = {site: rounded.levels for site, rounded in corrections.weights.items()}
     corrected = Corrected(prepared.equalization, levels, corrections.biases)
     parameters = Parameters.of(annotations.sites, annotations.leaders, qparams, corrected)
-    texts = {"reference": fx_text(module.graph), "parameters": parameters.without_weights().to_json()}
+    text = fx_text(module.graph)
+    for name, body in bodies.items():
+        qparams |= body.qparams
+        parameters = replace(parameters, entries={**parameters.entries, **body.parameters.entries})
+        text += f"body of {name}:\n{body.text()}"
+    texts = {"reference": text, "parameters": parameters.without_weights().to_json()}
     if report := prepared.about.texts.get("corrections", "") + "".join(f"{step}\n" for step in corrections.steps):
         texts["corrections"] = report
     about = prepared.about.after(tuple(remarks), **texts)
     signature = _with_levels(signature, prepared, qparams) if prepared.quantizer.integers else signature
-    return Reference(module, signature, qparams, prepared.annotations, parameters, about, prepared.rewrites)
+    return Reference(module, signature, qparams, prepared.annotations, parameters, about, prepared.rewrites, bodies)
+
+
+def _apart(
+    ranges: Ranges | Parameters | None, body: Prepared
+) -> tuple[Ranges | Parameters | None, Ranges | Parameters | None]:
+    """What was given for a model, and what of it is for the body of a loop."""
+    if isinstance(ranges, Parameters):
+        return ranges.split(site.name for site in body.annotations.sites)
+    if ranges is None or not body.observers.keys() <= ranges.statistics.keys():  # refused when the model looks
+        return ranges, None
+    return ranges, replace(ranges, statistics={name: ranges.statistics[name] for name in body.observers}, graph="")
 
 
 def _with_levels(signature: Signature, prepared: Prepared, qparams: Mapping[str, QParams]) -> Signature:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
 from intaglio import numerics
-from intaglio.capture.nodes import operands, origin
+from intaglio.capture.nodes import TURN, operands, operator, origin
 from intaglio.ir import DType
 from intaglio.ops import ACCUMULATING
 from intaglio.ops.recurrent import RECURRENT
@@ -52,6 +54,7 @@ def sites_of(
         if region.record.variadic and region.shares:
             _join([sites[value.name, "activation"].name for value in region.activations()], shared)
     join_buffers(buffers, sites, shared)
+    join_iterations(graph, shared)
     return in_order(graph, shared.values())
 
 
@@ -101,16 +104,17 @@ def _may_give_float(region: Region) -> bool:
 def _join(names: list[str], sites: dict[str, Site]) -> None:
     """The operands of a concatenation share parameters, as a buffer does with what it becomes: the owners behind all of
     them follow the first."""
-
-    def owner(name: str) -> str:
-        while isinstance(spec := sites[name].spec, Shared):
-            name = spec.site
-        return name
-
     for name in names[1:]:
-        if owner(name) != owner(names[0]):
-            first, own = owner(names[0]), owner(name)
+        first, own = _owner(names[0], sites), _owner(name, sites)
+        if own != first:
             sites[own] = replace(sites[own], spec=Shared(first, observed=isinstance(sites[first].spec, Observed)))
+
+
+def _owner(name: str, sites: Mapping[str, Site]) -> str:
+    """The site whose parameters it has in the end."""
+    while isinstance(spec := sites[name].spec, Shared):
+        name = spec.site
+    return name
 
 
 def join_buffers(
@@ -119,6 +123,30 @@ def join_buffers(
     """A buffer has the parameters of what it is after a call, and both count: what it held at first among it."""
     for before, after in buffers.items():
         _join([sites[node.name, "activation"].name for node in (after, before)], shared)
+
+
+def join_iterations(graph: fx.Graph, sites: dict[str, Site]) -> None:
+    """What an operator in the body of a loop gives has one range for all iterations, and all of them count. Where the
+    levels of an iteration are of another kind (its value leaves the loop as a second factor) it keeps its own."""
+    nodes = {node.name: node for node in graph.nodes}
+    seen: Counter[Any] = Counter()
+    first: dict[Any, str] = {}
+    for site in list(sites.values()):
+        node = nodes[site.value]
+        if site.role != "activation" or TURN not in node.meta:
+            continue
+        turn, kind = node.meta[TURN], operator(node)
+        number = seen[turn, kind] = seen[turn, kind] + 1  # of those that a pass has put in place of one operator
+        partner = first.setdefault((turn.place, kind, number), site.name)
+        owners = [sites[_owner(name, sites)] for name in (partner, site.name)]
+        alike = {(one.spec, one.dtype, one.qmin, one.qmax, one.axis) for one in owners}
+        if len(alike) == 1 and isinstance(owners[0].spec, Observed) and not _selects(site):
+            _join([partner, site.name], sites)
+
+
+def _selects(site: Site) -> bool:
+    """Whether its values are among those of the site that it shares parameters with."""
+    return isinstance(site.spec, Shared) and not site.spec.observed
 
 
 def put(sites: dict[tuple[str, str], Site], site: Site) -> None:
@@ -229,5 +257,6 @@ MADE_OF_ANOTHER = frozenset({"zero_points", "smooths"})
 
 def _stem(node: fx.Node) -> str:
     path, _, call = origin(node).path.partition("@")
-    kind = origin(node).operator.split(".")[1] if "." in origin(node).operator else str(node.target)
+    written = origin(node).operator
+    kind = written.split(".")[1] if "." in written else getattr(node.target, "__name__", str(node.target))
     return f"{path}#{call or 0}/{kind}"

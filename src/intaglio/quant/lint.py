@@ -12,7 +12,7 @@ from intaglio.quant.image import MOST, Image
 from intaglio.quant.methods import FAR, mask_of
 from intaglio.quant.prepare import Prepared
 from intaglio.quant.ranges import Finding, Ranges
-from intaglio.quant.sites import Observed
+from intaglio.quant.sites import Observed, Site
 
 FEW = 32
 """Samples below which extrema are those of the samples, not of the data."""
@@ -87,20 +87,19 @@ def not_finite(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
 
 def masks(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
     """Large negative numbers added to what a softmax reads."""
-    logits = softmax_operands(prepared.annotations.module)
-    by_name = {site.name: site for site in prepared.annotations.sites}
-    masked = [name for name, s in ranges.statistics.items() if by_name[name].value in logits and mask_of(s)]
+    by_name = _sites_of(prepared)
+    masked = [name for name, s in ranges.statistics.items() if by_name[name][1] and mask_of(s)]
     if masked:
         yield Finding("masks", _sites(masked), "holds a mask's large negative numbers; they are kept out of the range, "
                       "at its lower end softmax makes nothing of them")  # fmt: skip
 
 
 def outliers(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
-    logits = softmax_operands(prepared.annotations.module)
-    by_name = {site.name: site for site in prepared.annotations.sites}
+    by_name = _sites_of(prepared)
     far: dict[str, list[str]] = {}
     for name, statistics in ranges.statistics.items():
-        spec, known = by_name[name].spec, by_name[name].value in logits and mask_of(statistics)
+        site, logits = by_name[name]
+        known, spec = logits and mask_of(statistics), site.spec
         if statistics.largest > FAR * statistics.usual and not known and isinstance(spec, Observed):
             far.setdefault(spec.method.partition(":")[0], []).append(name)
     for method, names in far.items():
@@ -130,6 +129,15 @@ CHECKS: tuple[Check, ...] = (
     few_samples, constant_batches, duplicate_batches, pixels_as_bytes, never_hit, not_finite, masks, outliers,
     growing_ranges,
 )  # fmt: skip
+
+def _sites_of(prepared: Prepared) -> dict[str, tuple[Site, bool]]:
+    """Site by name, bodies of loops included, and whether a softmax reads it."""
+    logits = softmax_operands(prepared.annotations.module)
+    found = {site.name: (site, site.value in logits) for site in prepared.annotations.sites}
+    for body in prepared.bodies.values():
+        found |= _sites_of(body)
+    return found
+
 
 CARRIERS = ("add", "sub", "where", "masked_fill", "view", "reshape", "expand", "unsqueeze", "clone", "contiguous")
 """ATen operators between a mask and the softmax it is for."""

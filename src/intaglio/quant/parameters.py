@@ -102,6 +102,13 @@ class Parameters:
         kept = {name: entry for name, entry in self.entries.items() if name not in sites}
         return Parameters(kept, Corrected(old.equalization, levels, biases))
 
+    def split(self, names: Iterable[str]) -> tuple[Parameters, Parameters]:
+        """The others, with all that was corrected, and those of these sites."""
+        inner = set(names)
+        own = {name: entry for name, entry in self.entries.items() if name not in inner}
+        part = {name: entry for name, entry in self.entries.items() if name in inner}
+        return replace(self, entries=own), Parameters(part)
+
     def changed(self, name: str, **fields: Any) -> Parameters:
         """With other fields of one entry: ``scale=0.02``, ``zero_point=3``."""
         if name not in self.entries:

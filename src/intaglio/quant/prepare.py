@@ -14,7 +14,8 @@ from torch import fx, nn
 from intaglio.capture.attention import join_attention
 from intaglio.capture.canonical import Pass, copy_graph, run
 from intaglio.capture.captured import Captured, GraphStage, expect
-from intaglio.capture.nodes import operator, record_of
+from intaglio.capture.nodes import operator, origin, record_of
+from intaglio.capture.whiles import everything_in, loops_of, with_bodies
 from intaglio.errors import CalibrationError, SelectorError, UnsupportedError
 from intaglio.ir import About, QParams, Signature, symbols_of
 from intaglio.quant.annotate import annotate_graph, match_notes, notes_of
@@ -111,7 +112,8 @@ class Prepared(GraphStage):
     """Runs like the float model and counts what it sees. ``observers``: site name -> observer.
 
     ``quantizer`` and ``classes`` (module path -> class name) are what it was annotated by;
-    ``equalization`` is what was done to the float model since.
+    ``equalization`` is what was done to the float model since. ``bodies``: of loops, by name; their observers are among
+    those of the model.
     """
 
     module: fx.GraphModule
@@ -124,6 +126,7 @@ class Prepared(GraphStage):
     classes: Mapping[str, str] = field(default_factory=dict)
     equalization: Equalization = field(default_factory=Equalization)
     watch: Watch = field(default_factory=Watch)
+    bodies: Mapping[str, Prepared] = field(default_factory=dict)
 
     @property
     def images(self) -> Mapping[str, Image]:
@@ -136,6 +139,11 @@ class Prepared(GraphStage):
         results = super().__call__(*args, **kwargs)
         self.watch.batch += self.watch.stride
         return results
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = super().__deepcopy__(memo)
+        with_bodies(copied.module, {name: body.module for name, body in copied.bodies.items()})
+        return copied
 
     @property
     def fingerprint(self) -> str:
@@ -156,7 +164,8 @@ class Prepared(GraphStage):
             else site
             for site in self.annotations.sites
         )
-        return replace(self, annotations=replace(self.annotations, sites=sites))
+        bodies = {name: body.with_method(method) for name, body in self.bodies.items()}
+        return replace(self, annotations=replace(self.annotations, sites=sites), bodies=bodies)
 
 
 def annotate(captured: Captured, quantizer: Quantizer | Annotator | None = None) -> Annotations:
@@ -182,12 +191,9 @@ def prepared_by(
     module: fx.GraphModule, captured: Captured, quantizer: Quantizer, passes: tuple[Pass, ...]
 ) -> Prepared:
     """`prepare`, of a module that is rewritten in place, by passes of one's own."""
-    rewrites = run(module, _passes(quantizer, passes))
-    quantizer = _decided(quantizer, module)
-    notes = declare_images(module, captured.signature, quantizer, captured.classes)
-    annotations = annotate_graph(module, quantizer, captured.classes)
-    wanted = annotations.regions or annotations.alone or annotations.edges or annotations.outputs or annotations.own
-    if not wanted and all(table.reason for table in annotations.tables):
+    prepared = _prepared(module, captured, quantizer, passes)
+    if not any(_is_wanted(one.annotations) for one in (prepared, *prepared.bodies.values())):
+        annotations = prepared.annotations
         worst = sorted(annotations.skipped, key=lambda skip: -skip.macs)[:3]
         reasons = "; ".join(dict.fromkeys(map(str, worst)))
         if any(map(quantizes, module.graph.nodes)):
@@ -197,14 +203,45 @@ def prepared_by(
             "model", None, "nothing in it can be quantized" + (f": {reasons}" if reasons else ""),
             remedy="check the recipe, and that the model has convolutions or linear layers with float32 constants",
         )  # fmt: skip
+    return prepared
+
+
+def _is_wanted(annotations: Annotations) -> bool:
+    wanted = annotations.regions or annotations.alone or annotations.edges or annotations.outputs or annotations.own
+    return bool(wanted) or not all(table.reason for table in annotations.tables)
+
+
+def _prepared(
+    module: fx.GraphModule, captured: Captured, quantizer: Quantizer, passes: tuple[Pass, ...],
+    watch: Watch | None = None,
+) -> Prepared:  # fmt: skip
+    """``watch``: of the model around, for the body of a loop."""
+    watch = watch or Watch()
+    bodies = {
+        loop.name: _prepared(copy_graph(loop.body.module), loop.body, _inside(quantizer, loop.body), passes, watch)
+        for loop in (node.target for node in loops_of(module))
+    }
+    rewrites = run(module, _passes(quantizer, passes))
+    quantizer = _decided(quantizer, module)
+    notes = declare_images(module, captured.signature, quantizer, captured.classes)
+    annotations = annotate_graph(module, quantizer, captured.classes)
     notes += notes_of(annotations.regions) + table_notes(annotations.tables) + match_notes(annotations)
-    texts = {"captured": captured.text(), "quantizer": quantizer.to_toml(), "sites": annotations.text()}
+    sites = "".join([annotations.text(), *[body.annotations.text() for body in bodies.values()]])
+    texts = {"captured": captured.text(), "quantizer": quantizer.to_toml(), "sites": sites}
     if not quantizer.has_text:
         del texts["quantizer"]
     about = captured.about.after(notes, **texts)
-    observed, observers, watch = _observed(annotations, captured.signature)
+    observed, observers = _observed(annotations, captured.signature, watch, bodies)
     return Prepared(observed, captured.signature, annotations, observers, about, rewrites, quantizer, captured.classes,
-                    watch=watch)  # fmt: skip
+                    watch=watch, bodies=bodies)  # fmt: skip
+
+
+def _inside(quantizer: Quantizer, body: Captured) -> Quantizer:
+    """Of the body of a loop: what it takes and gives is no end of the model."""
+    origins = [origin(node) for node in everything_in(body.module) if node.op == "call_function"]
+    recipe = quantizer.recipe.within(origins, body.classes)
+    return replace(quantizer, recipe=recipe, input=None, skip_first=False, skip_last=False, outputs="float",
+                   int8_buffers=())  # fmt: skip
 
 
 def rewritten(module: fx.GraphModule, names: Collection[str]) -> fx.GraphModule:
@@ -258,15 +295,26 @@ def whole(prepared: Prepared) -> Annotations:
 def again(prepared: Prepared, module: fx.GraphModule) -> Prepared:
     """Of a module that computes what ``prepared.annotations.module`` does: annotated alike, nothing observed yet."""
     annotations = annotated(prepared, module)
-    observed, observers, watch = _observed(annotations, prepared.signature)
+    watch = Watch()
+    bodies = {name: _again(body, watch) for name, body in prepared.bodies.items()}
+    observed, observers = _observed(annotations, prepared.signature, watch, bodies)
     about = prepared.about.after(sites=annotations.text())
-    return replace(prepared, module=observed, annotations=annotations, observers=observers, about=about, watch=watch)
+    return replace(prepared, module=observed, annotations=annotations, observers=observers, about=about, watch=watch,
+                   bodies=bodies)  # fmt: skip
 
 
-def _observed(annotations: Annotations, signature: Signature) -> tuple[fx.GraphModule, dict[str, Observer], Watch]:
-    """A copy of the graph that counts, what it counts into, and what its observers share."""
+def _again(body: Prepared, watch: Watch) -> Prepared:
+    """The body of a loop, nothing observed yet."""
+    observed, observers = _observed(body.annotations, body.signature, watch, {})
+    return replace(body, module=observed, observers=observers, watch=watch)
+
+
+def _observed(
+    annotations: Annotations, signature: Signature, watch: Watch, bodies: Mapping[str, Prepared]
+) -> tuple[fx.GraphModule, dict[str, Observer]]:
+    """A copy of the graph that counts, and what it counts into, bodies of its loops among it."""
     observed = copy_graph(annotations.module)
-    nodes, watch = {node.name: node for node in observed.graph.nodes}, Watch()
+    nodes = {node.name: node for node in observed.graph.nodes}
     observers = {
         site.name: Observer(site, _sample_axis(nodes[site.value], signature), watch)
         for site in annotations.sites
@@ -278,8 +326,9 @@ def _observed(annotations: Annotations, signature: Signature) -> tuple[fx.GraphM
         if site.name in observers or (isinstance(site.spec, Shared) and site.spec.observed):
             _insert(observed, nodes[site.value], places[leader], observers[leader])
     insert_own(observed, annotations.own, watch.shown)
+    with_bodies(observed, {name: body.module for name, body in bodies.items()})
     observed.recompile()
-    return observed, observers, watch
+    return observed, observers | {name: one for body in bodies.values() for name, one in body.observers.items()}
 
 
 def _sample_axis(node: fx.Node, signature: Signature) -> int | None:

@@ -243,6 +243,15 @@ class Recipe:
                     remedy=_nearest(selector, origins, classes),
                 )  # fmt: skip
 
+    def within(self, origins: Iterable[Origin], classes: Mapping[str, str]) -> Recipe:
+        """Without the selectors that match none of these operators: for a part of a model."""
+        origins = list(origins)
+        entries = [
+            (selector, setting) for selector, setting in self.entries
+            if any(matches(selector, origin, classes) is not None for origin in origins)
+        ]  # fmt: skip
+        return replace(self, entries=tuple(entries))
+
     def to_toml(self) -> str:
         """TOML text that `from_toml` reads back to an equal recipe."""
         merged: dict[str, Setting] = {}

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from intaglio.capture.nodes import activations, call_of, is_constant, operands, operator, origin, record_of, tensor_type
+from intaglio.capture.whiles import WhileLoop
 from intaglio.ir import DType, evaluate, numel, symbols_of
 from intaglio.ops.activate import FUNCTIONS
 from intaglio.ops.recurrent import RECURRENT
@@ -31,6 +32,8 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         return f"{LOOSE_NORM}, and whose parameters are computed"
     if operator(node) in BAGS:
         return bag_refusal(node) or "its table is of floats"
+    if isinstance(node.target, WhileLoop):
+        return "it runs in Python as long as its condition says; its body is a program of its own"
     if record is None:
         return "no int8 kernel for this operator"
     if record.name in RECURRENT and setting.quantize:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SHOWN = 3
 """Places named per reason."""
@@ -45,6 +45,15 @@ class Coverage:
     notes: tuple[str, ...] = ()
     hosts: tuple[FloatPart, ...] = ()
     loops: tuple[FloatPart, ...] = ()
+
+    def with_body(self, body: Coverage) -> Coverage:
+        """Of a model whose float parts run a loop over this body, which counts once however often it runs."""
+        return replace(
+            self, macs_int8=self.macs_int8 + body.macs_int8, macs_total=self.macs_total + body.macs_total,
+            operators_int8=self.operators_int8 + body.operators_int8,
+            operators_total=self.operators_total + body.operators_total, islands=self.islands + body.islands,
+            floats=self.floats + body.floats, hosts=self.hosts + body.hosts, loops=self.loops + body.loops,
+        )  # fmt: skip
 
     @property
     def macs(self) -> float:

@@ -30,7 +30,7 @@ from intaglio.runtime.encode import (
     identifier,
     whole,
 )
-from intaglio.runtime.islands import Calls, FloatCalls, calls_of
+from intaglio.runtime.islands import Calls, FloatCalls, HostLoop, calls_of, loops_in
 from intaglio.runtime.signatures import decode_signature, encode_signature
 
 REBUILT = ("integer", "partitions", "program")
@@ -75,7 +75,7 @@ def build_library(program: Program) -> Library:
 class Saved:
     """All that a file holds. ``coverage`` lacks the bytes after, which depend on the instruction set. ``schedules``:
     those a search chose, by instruction set and output value. ``on_new_shape``: what the model did; a file has no
-    float model."""
+    float model. ``bodies``: of loops that float parts run, by name."""
 
     graph: Graph
     signature: Signature
@@ -86,6 +86,7 @@ class Saved:
     example: Example | None = None
     schedules: Mapping[str, Mapping[str, Schedule]] = field(default_factory=dict)
     on_new_shape: str = "plan"
+    bodies: Mapping[str, Saved] = field(default_factory=dict)
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------
@@ -93,6 +94,11 @@ class Saved:
 
 def save(saved: Saved, path: str | Path, version: str) -> None:
     """Write all of it or, with an `ArtifactError`, nothing."""
+    write(Path(path), *_members(saved, path, version))
+
+
+def _members(saved: Saved, path: str | Path, version: str) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Manifest and members; those of the body of a loop behind its name."""
     numbers, arrays = Numbers(), dict[str, np.ndarray]()
     calls = {key: calls_of(module) for key, (module, _) in saved.islands.items()}
     try:
@@ -132,7 +138,11 @@ def save(saved: Saved, path: str | Path, version: str) -> None:
         "signature": signature,
         "example": saved.example and saved.example.digest,
     }
-    write(Path(path), manifest, members)
+    for name, body in saved.bodies.items():
+        inner, parts = _members(body, path, version)
+        manifest["bodies"] = {**manifest.get("bodies", {}), name: inner}
+        members |= {f"{name}/{member}": content for member, content in parts.items()}
+    return manifest, members
 
 
 def _island_members(
@@ -142,15 +152,24 @@ def _island_members(
     tensors: dict[str, torch.Tensor] = {}
     keys: dict[Any, str] = {}
     entries = {}
-    for key, (module, dims) in islands.items():
+
+    def part(key: str, module: nn.Module, calls: Calls) -> dict[str, Any]:
         own = {}
-        for name, tensor in module.named_buffers():
+        for name, tensor in module.named_buffers(recurse=False):
             same = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
             if same not in keys or not tensor.numel():
                 keys[same] = f"{key}/{name}"
                 tensors[f"{key}/{name}"] = _stored(tensor)
             own[name] = keys[same]
-        entries[key] = {"dims": [encode_dim(dim) for dim in dims], "tensors": own, **calls[key].to_json()}
+        return {"tensors": own, **calls.to_json()}
+
+    for key, (module, dims) in islands.items():
+        entries[key] = {"dims": [encode_dim(dim) for dim in dims], **part(key, module, calls[key])}
+        found = {
+            name: {"carried": loop.carried, **part(f"{key}/{name}", loop.condition, loop.condition.calls)}
+            for name, loop in loops_in(module).items()
+        }
+        entries[key] |= {"loops": found} if found else {}
     return tensors, entries
 
 
@@ -208,14 +227,21 @@ def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> Saved:
         inputs = safetensors.torch.load(_take(members, "example.safetensors"))
         tensors = tuple(inputs[f"input{i}"] for i in range(len(signature.inputs)))
         example = Example(tensors, _text(manifest["example"]))
+    bodies = {}
+    for name, inner in manifest.get("bodies", {}).items():
+        parts = [member for member in members if member.startswith(f"{identifier(name)}/")]
+        bodies[name] = _decoded(inner, {member.partition("/")[2]: members.pop(member) for member in parts})
     libraries = {isa: _library(_take(members, f"program-{isa}.so"), e) for isa, e in manifest["libraries"].items()}
     chosen = {_text(isa): _schedules(entry) for isa, entry in manifest.get("schedules", {}).items()}
     if members:
         raise ValueError(f"nothing says what {', '.join(sorted(members))} is")
     _check_references(graph, signature, islands)
+    loops = {name for module, _ in islands.values() for name in loops_in(module)}
+    if loops != set(bodies):
+        raise ValueError(f"loops {sorted(loops)}, but bodies of {sorted(bodies)}")
     coverage = _coverage(manifest["coverage"], about.notes)
     return Saved(graph, signature, islands, coverage, about, libraries, example, chosen,
-                 _text(manifest.get("on_new_shape", "plan")))  # fmt: skip
+                 _text(manifest.get("on_new_shape", "plan")), bodies)  # fmt: skip
 
 
 def _take(members: dict[str, bytes], name: str) -> bytes:
@@ -224,15 +250,27 @@ def _take(members: dict[str, bytes], name: str) -> bytes:
     return members.pop(name)
 
 
-def _islands(entries: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[nn.Module, tuple[Dim, ...]]]:
-    islands: dict[str, tuple[nn.Module, tuple[Dim, ...]]] = {}
+def _islands(entries: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[FloatCalls, tuple[Dim, ...]]]:
+    """Loops among them lack their bodies."""
+    islands: dict[str, tuple[FloatCalls, tuple[Dim, ...]]] = {}
     for key, entry in entries.items():
-        calls = Calls.of_json(entry)
-        own = {identifier(name): tensors[stored] for name, stored in entry["tensors"].items()}
-        if missing := {target for _, target in calls.constants} - set(own):
-            raise ValueError(f"{key} has no tensor {', '.join(sorted(missing))}")
-        islands[identifier(key)] = FloatCalls(calls, own), tuple(decode_dim(dim) for dim in entry["dims"])
+        loops = {
+            identifier(name): HostLoop(whole(loop["carried"]), _float_part(name, loop, tensors, {}))
+            for name, loop in entry.get("loops", {}).items()
+        }
+        part = _float_part(key, entry, tensors, loops)
+        islands[identifier(key)] = part, tuple(decode_dim(dim) for dim in entry["dims"])
     return islands
+
+
+def _float_part(
+    key: str, entry: Any, tensors: Mapping[str, torch.Tensor], loops: Mapping[str, HostLoop]
+) -> FloatCalls:
+    calls = Calls.of_json(entry)
+    own = {identifier(name): tensors[stored] for name, stored in entry["tensors"].items()}
+    if missing := {target for _, target in calls.constants} - set(own):
+        raise ValueError(f"{key} has no tensor {', '.join(sorted(missing))}")
+    return FloatCalls(calls, own, loops)
 
 
 def _check_references(graph: Graph, signature: Signature, islands: Mapping[str, Any]) -> None:

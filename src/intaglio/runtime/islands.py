@@ -7,12 +7,14 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import fx, nn
 
+from intaglio.calls import repeated
 from intaglio.errors import ArtifactError, InputError
 from intaglio.ir import Graph, HostCall, Op, Place, TensorType, evaluate
 from intaglio.runtime.encode import NotStorableError, decode, encode, identifier
@@ -108,15 +110,42 @@ class Calls:
         return Calls(tuple(entry["inputs"]), constants, tuple(calls), tuple(entry["outputs"]))
 
 
-class FloatCalls(nn.Module):
-    """Runs `Calls`. Tensors are buffers under the names they had in the float model's graph."""
+class HostLoop(nn.Module):
+    """Runs a body, a program of its own, as long as its condition, a float part, says."""
 
-    def __init__(self, calls: Calls, tensors: Mapping[str, torch.Tensor]) -> None:
+    condition: FloatCalls
+    body: Any
+
+    def __init__(self, carried: int, condition: FloatCalls, body: nn.Module | None = None) -> None:
+        """A loop of a file gets its body, a `QuantizedModel`, when that is built."""
         super().__init__()
-        self.calls = calls
+        self.carried, self.condition, self.body = carried, condition, body
+
+    def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return repeated(self.condition, self.body, self.carried, values)
+
+
+def loops_in(module: nn.Module) -> dict[str, HostLoop]:
+    """Loops of a float part, by name."""
+    inner = module.loops.items() if isinstance(module, FloatCalls) else ()
+    return {name: loop for name, loop in inner if isinstance(loop, HostLoop)}
+
+
+LOOP = "loop."
+"""Before the name of a loop, where others have the name of an operator."""
+
+
+class FloatCalls(nn.Module):
+    """Runs `Calls`. Tensors are buffers under the names they had in the float model's graph; ``loops`` by name."""
+
+    def __init__(
+        self, calls: Calls, tensors: Mapping[str, torch.Tensor], loops: Mapping[str, HostLoop] = MappingProxyType({})
+    ) -> None:
+        super().__init__()
+        self.calls, self.loops = calls, nn.ModuleDict(loops)
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
-        self._steps = _steps(calls)
+        self._steps = _steps(calls, self.loops)
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
         held = dict(zip(self.calls.inputs, values, strict=True))
@@ -133,7 +162,7 @@ class FloatCalls(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._steps = _steps(self.calls)
+        self._steps = _steps(self.calls, self.loops)
 
 
 @dataclass(frozen=True)
@@ -141,14 +170,16 @@ class _Value:
     name: str
 
 
-def _steps(calls: Calls) -> list[tuple[str, Callable[..., Any], Any, dict[str, Any], list[str]]]:
+def _steps(calls: Calls, loops: nn.ModuleDict) -> list[tuple[str, Callable[..., Any], Any, dict[str, Any], list[str]]]:
     """Calls ready to run, each with the values nobody reads after it."""
     steps, later = [], set(calls.outputs)
     for call in reversed(calls.calls):
         read = _values([call.arguments, list(call.keywords.values())])
         arguments = _decoded(call.arguments)
         keywords = {key: _decoded(value) for key, value in call.keywords.items()}
-        steps.append((call.name, function_of(call.function), arguments, keywords, sorted(read - later)))
+        loop = call.function.removeprefix(LOOP) if call.function.startswith(LOOP) else None
+        function = function_of(call.function) if loop is None else loops[loop]
+        steps.append((call.name, function, arguments, keywords, sorted(read - later)))
         later |= read
     return steps[::-1]
 
@@ -183,6 +214,11 @@ def _filled(value: Any, held: Mapping[str, Any]) -> Any:
 # ---- torch.fx -> calls --------------------------------------------------------------------------------------------
 
 
+def float_calls(module: fx.GraphModule, loops: Mapping[str, HostLoop] = MappingProxyType({})) -> FloatCalls:
+    """A part that lowering cut out, as a loaded one is."""
+    return FloatCalls(calls_of(module), dict(module.named_buffers()), loops)
+
+
 def calls_of(module: nn.Module) -> Calls:
     """What a float part does, from the torch.fx module that lowering cut out (or from a loaded one).
 
@@ -213,7 +249,8 @@ def _call(node: fx.Node) -> Call:
     name = python or str(node.target)
     where = node.name
     try:
-        function_of(name)
+        if not name.startswith(LOOP):
+            function_of(name)
         arguments = [_encoded(value) for value in node.args]
         keywords = {key: _encoded(value) for key, value in node.kwargs.items()}
     except (ArtifactError, NotStorableError) as error:

@@ -36,7 +36,7 @@ from intaglio.runtime.files import (
     library_of,
     save,
 )  # fmt: skip
-from intaglio.runtime.islands import Host, run_host
+from intaglio.runtime.islands import Host, HostLoop, loops_in, run_host
 from intaglio.runtime.profile import Clock, Profile, profile_of
 from intaglio.runtime.shapes import FRAMES, Frame, Read, Shapes, Sizes
 from intaglio.runtime.traced import came_channels_last, register
@@ -354,21 +354,29 @@ class QuantizedModel(nn.Module):
         as it is.
         """
         check_file(path)
-        program = self.artifact.program
         stored = self.example
         if example is not None:
             tensors = example_of(self.signature, example, self._byte_inputs)
             stored = Example(tensors, self._exact_digest(tensors))
-        libraries = {}
+        save(self._saved(stored, library), path, config.VERSION)
+
+    def _saved(self, example: Example | None, library: bool) -> Saved:
+        """What a file holds of it."""
+        program, libraries = self.artifact.program, {}
         if library:
             built = {**self.libraries, program.isa: library_of(program, self.artifact.library_bytes())}
             libraries = {isa: built[isa] for isa in ISA_FLAGS if isa in built}
         islands = {key: (module, self.island_dims[key]) for key, module in self.islands.items()}
-        saved = Saved(
-            self.graph, self.signature, islands, self.coverage, self.about, libraries, stored, self.schedules,
-            self.on_new_shape,
+        bodies = {name: loop.body._saved(None, library) for name, loop in self.loops.items()}
+        return Saved(
+            self.graph, self.signature, islands, self.coverage, self.about, libraries, example, self.schedules,
+            self.on_new_shape, bodies,
         )  # fmt: skip
-        save(saved, path, config.VERSION)
+
+    @property
+    def loops(self) -> dict[str, HostLoop]:
+        """What runs in Python as long as the data says, by name; the body of each is a `QuantizedModel`."""
+        return {name: loop for module in self.islands.values() for name, loop in loops_in(module).items()}
 
     def export_c(self, folder: str | Path, *, isa: str | Sequence[str] | None = None) -> None:
         """Write the program as C: sources, a header, weights, a CMake file, a small main and a README, to be built and

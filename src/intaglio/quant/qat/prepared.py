@@ -14,6 +14,7 @@ from torch import fx, nn
 from intaglio.calls import bind, dims_of, rebuild
 from intaglio.capture.captured import Captured, expect
 from intaglio.capture.nodes import origin
+from intaglio.capture.whiles import refuse_loops
 from intaglio.errors import ArtifactError, CalibrationError, InputError, UnsupportedError
 from intaglio.quant.annotation import Annotator
 from intaglio.quant.datatypes import FLOAT8
@@ -175,6 +176,7 @@ def prepare_qat(captured: Captured, quantizer: Quantizer | Annotator | None = No
     if not captured.training:
         raise InputError("prepare", None, "a model captured in evaluation; training needs its batch norms and dropout",
                          remedy="capture(model, example_inputs, train=True)")  # fmt: skip
+    refuse_loops(captured.module, "its body is not trained", "write a loop of a fixed count")
     evaluation, tape = evaluated(captured), Tape()
     module = copy_graph(evaluation.module)
     with tape, followed(module):
