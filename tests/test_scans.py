@@ -159,6 +159,7 @@ def test_frontend_c8_selectors_reach_the_modules_of_a_body():
 
 def test_frontend_c8_the_batch_beside_the_steps_may_be_free():
     model, (x, h) = model_of("cell")
+    capture(model, (x, h))  # what torch compiles of it, for one batch, is not used again
     free = torch.export.Dim.DYNAMIC
     captured = capture(model, (x, h), dynamic_shapes={"args": ({1: free}, {0: free})})
     prepared = prepare(captured)

@@ -6,15 +6,18 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import importlib
 import inspect
 import io
 import logging
 import traceback
+import types
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import fx, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.export import Dim as TorchDim
@@ -45,6 +48,7 @@ def export(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], shapes: Any
     try:
         with warnings.catch_warnings(), _quiet(), torch.no_grad():
             warnings.simplefilter("ignore")
+            _forget_loops()
             return _functional(torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes))
     except Exception as error:
         if ALIASED in str(error) and (shared := _shared_memory(model)):
@@ -56,6 +60,17 @@ def export(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], shapes: Any
             type(model).__name__, None, f"torch.export cannot trace it: {_first_lines(error)}",
             remedy=_remedy(error, shapes),
         ) from error  # fmt: skip
+
+
+def _forget_loops() -> None:
+    """Drop what torch compiled of its loops. It compiles each, in an export too, and would take what it has of an
+    earlier one for this one, and its sizes for those that are free here."""
+    for name in ("scan", "map", "while_loop"):
+        module = importlib.import_module(f"torch._higher_order_ops.{name}")
+        for function in [value for value in vars(module).values() if isinstance(value, types.FunctionType)]:
+            for code in function.__code__.co_consts:  # what it hands to torch.compile is defined inside
+                if isinstance(code, types.CodeType):
+                    torch._dynamo.eval_frame.remove_from_cache(code)
 
 
 def _functional(program: ExportedProgram) -> ExportedProgram:
