@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from compare import assert_equal_levels, quantized, sqnr
 from intaglio import calibrate, capture, compile, prepare
+from intaglio.capture.trace import PADDING_SKIPPED
 from intaglio.errors import CalibrationError, CaptureError
 from nets import Body
 
@@ -100,6 +101,7 @@ def test_a_mask_stays_float_and_everything_else_is_int8(way):
     assert_equal_levels(reference, lowered, X, mask)
     running = compile(lowered)
     assert running.coverage.macs == 1
+    assert not running.islands
     found, exact, wanted = (several(run(X, mask)) for run in (running, lowered, model))
     assert all(map(torch.equal, found, exact))
     assert min(map(sqnr, found, wanted)) > 30
@@ -137,3 +139,15 @@ def test_an_encoder_that_looks_whether_its_mask_is_causal_is_told():
     model.body = lambda m, x, mask: m.layers(x, mask=mask)
     with pytest.raises(CaptureError, match="is_causal=False"):
         capture(model, (X, mask))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_that_skips_padding_is_quantized_with_a_note():
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True)
+    model = Body(over_keys, layers=nn.TransformerEncoder(layer, 1)).eval()
+    assert [PADDING_SKIPPED in capture(model, (X, mask)).notes for mask in (PADDING, PADDING & False)] == [True, False]
+    captured = capture(model, (X, PADDING))
+    with torch.no_grad():
+        skipped, computed = model(X, PADDING), captured(X, PADDING)
+    assert not skipped[PADDING].any()
+    torch.testing.assert_close(skipped[~PADDING], computed[~PADDING], rtol=1e-4, atol=1e-5)

@@ -93,13 +93,25 @@ def _rewrite(node: fx.Node, ramps: dict[fx.Node, Ramp], always: dict[fx.Node, bo
         fills = "fill" in name
         held = always.get(node.args[1] if fills else node.args[0])
         if held is None or (fills and held):
-            return False
+            return fills and held is None and _chosen(node)
         other = node.args[0] if fills else node.args[1 if held else 2]
         same = isinstance(other, fx.Node) and tensor_type(other).dtype is tensor_type(node).dtype
         return same and _widened(node, other)
     if name == "aten.index.Tensor":
         return _whole_index(node, ramps)
     return name == ATTENTION and _without_mask(node, ramps, always)
+
+
+def _chosen(node: fx.Node) -> bool:
+    """Zeros or ones, filled where a condition holds -> one number or the other, by the condition."""
+    base, condition, fill = node.args
+    kind, name = tensor_type(node), operator(base)
+    if name not in (*ZEROS, *ONES) or isinstance(fill, fx.Node) or kind.dtype is not DType.F32:
+        return False
+    if tensor_type(condition).shape != kind.shape:
+        return False
+    replace_node(node, call_before(node, kind, ATEN.where.Scalar, condition, float(fill), float(name in ONES)))
+    return True
 
 
 def _widened(node: fx.Node, value: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,8 +37,28 @@ def trace(
             for name, buffer in own.named_buffers():
                 buffer.copy_(buffers[name])
         if dynamic_shapes is not None:
-            return _checked(to_captured(export(own, args, kwargs, dynamic_shapes), own, (), train), own, args, kwargs)
-        return _capture(own, args, kwargs, free, train)
+            captured = to_captured(export(own, args, kwargs, dynamic_shapes), own, (), train)
+            captured = _checked(captured, own, args, kwargs)
+        else:
+            captured = _capture(own, args, kwargs, free, train)
+    return _with_padding(captured, own, args, kwargs)
+
+
+PADDING_SKIPPED = (
+    "at places that are padding, results are what the layers compute; nn.TransformerEncoder gives zeros there when it "
+    "evaluates without gradients (enable_nested_tensor)"
+)
+
+
+def _with_padding(captured: Captured, own: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
+    """A note where the model, called as its users call it, skips what is padding, and the graph does not."""
+    skips = any(isinstance(part, nn.TransformerEncoder) and part.use_nested_tensor for part in own.modules())
+    if not skips or captured.training:
+        return captured
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about its prototype
+        differs = disagreement(captured, own, args, kwargs) is not None
+    return replace(captured, about=captured.about.after((PADDING_SKIPPED,))) if differs else captured
 
 
 def _check_example(args: tuple, kwargs: Mapping[str, Any]) -> None:
