@@ -234,7 +234,9 @@ class Names:
         source = _source(node)
         if "buffer" in source.meta:
             return str(source.meta["buffer"])
-        return f"#0/input.{source.name}" if source.op == "placeholder" else self._known[source]
+        if source.op == "placeholder":
+            return f"#0/input.{source.name}"
+        return self._known.get(source) or f"{_stem(source)}.0"  # constants have names of their own
 
     def weight(self, node: fx.Node) -> str:
         """The parameter's name; ``@1`` marks another tensor made from it (calls that fold different batch norms)."""
