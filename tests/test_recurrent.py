@@ -17,6 +17,8 @@ import intaglio
 from compare import kinds, quantized, tensors
 from harness import HERE
 from intaglio.build.check import check_graph
+from intaglio.capture.check import free_symbols
+from intaglio.capture.nodes import operator
 from intaglio.errors import CaptureError
 from intaglio.ir import DType, Op, QParams, TensorType, symbol
 from intaglio.ops.recurrent import RECURRENT, recurrent_meaning, states
@@ -309,3 +311,15 @@ def test_graphs_that_lead_kernels_astray_are_refused():
     ):  # fmt: skip
         with pytest.raises((ValueError, IndexError)):
             check_graph(bad)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_steps_are_as_free_as_the_caller_says(kind):
+    """torch.export alone runs every step, and takes their number for a constant."""
+    model = Body(lambda m, x: m.layer(x)[0], layer=kind(4, 6, batch_first=True)).eval()
+    captured = intaglio.capture(model, torch.randn(2, 3, 4), dynamic_shapes=(({0: Dim.AUTO, 1: Dim.AUTO},),))
+    assert len(free_symbols(captured)) == 2
+    x = torch.randn(3, 7, 4)
+    torch.testing.assert_close(captured(x), model(x))
+    whole = f"aten.{'rnn_tanh' if kind is nn.RNN else kind.__name__.lower()}.input"
+    assert [operator(node) for node in captured.module.graph.nodes].count(whole) == 1

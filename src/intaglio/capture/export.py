@@ -30,6 +30,7 @@ from intaglio.capture.captured import Captured, module_classes
 from intaglio.capture.exported import constant, describe, module_around, path_of, source_of, tensor_of
 from intaglio.capture.halves import WIDENED
 from intaglio.capture.nodes import dim_of
+from intaglio.capture.recurrent import Whole, as_torch_has_them
 from intaglio.capture.refused import refuse_quantized
 from intaglio.capture.scans import unroll
 from intaglio.capture.symbols import example_sizes, ranges_of, symbol_names
@@ -49,7 +50,9 @@ def export(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], shapes: Any
         with warnings.catch_warnings(), _quiet(), torch.no_grad():
             warnings.simplefilter("ignore")
             _forget_loops()
-            return _functional(torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes))
+            with Whole():
+                program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes)
+            return as_torch_has_them(_functional(program))
     except Exception as error:
         if ALIASED in str(error) and (shared := _shared_memory(model)):
             raise CaptureError(

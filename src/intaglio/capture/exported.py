@@ -52,7 +52,7 @@ def path_of(node: fx.Node, program: ExportedProgram) -> str:
     """Module path; ``@1`` marks the second call of a module, ``@scan[1]`` the second iteration of a loop. A parameter's
     owner wins over a bare root, and over the module around a loop: of those in its body torch.export keeps none."""
     key, path = _innermost(node)
-    if not path or path.startswith("_empty") or TURN in node.meta:
+    if not path or TURN in node.meta:
         owners = [program.graph_signature.inputs_to_parameters.get(n.name, "") for n in node.all_input_nodes]
         path = next((owner.rpartition(".")[0] for owner in owners if owner), path)
     if TURN in node.meta:
@@ -62,15 +62,14 @@ def path_of(node: fx.Node, program: ExportedProgram) -> str:
 
 def module_around(node: fx.Node) -> str:
     """Path of the module whose forward has the call."""
-    _, path = _innermost(node)
-    return "" if path.startswith("_empty") else path
+    return _innermost(node)[1]
 
 
 def _innermost(node: fx.Node) -> tuple[str, str]:
-    """Key and path of the last module that was entered, as torch.export has them."""
+    """Key and path of the last module that was entered, as torch.export has them; it makes some up."""
     stack = [entry for entry in node.meta.get("nn_module_stack", {}).items() if isinstance(entry[1], tuple)]
     key, (path, _) = stack[-1] if stack else ("", ("", ""))
-    return key, path
+    return key, "" if path.startswith("_empty") else path
 
 
 def source_of(node: fx.Node) -> str:
