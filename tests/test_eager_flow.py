@@ -140,7 +140,7 @@ def sentences(*sizes: tuple[int, int], seed: int = 1) -> list[tuple[Tensor]]:
 
 
 @pytest.mark.parametrize("recipe", [None, "int8_dynamic"])
-@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+@pytest.mark.parametrize("kind", [nn.LSTMCell, pytest.param(nn.GRUCell, marks=pytest.mark.slow), nn.RNNCell])
 def test_a_language_model_that_loops_over_time_takes_sentences_of_any_length(kind, recipe, caplog):
     model = nets.randomize(LanguageModel(kind))
     converted = converted_on(model, sentences((2, 4), (2, 6), (3, 3)), recipe)
