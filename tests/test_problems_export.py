@@ -7,7 +7,7 @@
 | 3 train and eval overwrite dropout and batch norm; 4 standalone norms; 5 linear and norm of three axes; 6 tied weights; 11 eval | test_training.py |
 | 7 sharing | test_annotation.py (B16) |
 | 8, 9, 10, 12, 14, 16 | below |
-| 13 slower from one version to the next | benchmarks/, by the clock |
+| 13 slower from one version to the next | below, by the passes over memory that a call takes; benchmarks/, by the clock |
 | 15 folded dequantize | test_guarantees.py |
 """  # noqa: E501
 
@@ -116,6 +116,47 @@ def test_export_problem_12_values_at_the_border_between_levels_get_the_same_leve
     results = interpret(graph.graph, [x], OPS, watch=seen.__setitem__)
     assert np.array_equal(seen["args_0_u8"], theirs.numpy())
     assert np.array_equal(intaglio.compile(graph)(torch.from_numpy(x)).numpy(), results[0])
+
+
+def dense(m, x):
+    features = [F.relu(m.stem(x))]
+    for norm, layer in zip(m.norms, m.layers, strict=True):
+        features.append(layer(F.relu(norm(torch.cat(features, 1)))))
+    return m.head(torch.cat(features, 1).mean((2, 3)))
+
+
+def mobile(m, x):
+    x = F.hardswish(m.stem(x))
+    y = F.hardswish(m.depthwise(F.hardswish(m.expand(x))))
+    y = y * F.hardsigmoid(m.rise(F.relu(m.squeeze(y.mean((2, 3), keepdim=True)))))
+    return m.head((x + m.project(y)).mean((2, 3)))
+
+
+def grown(widths: tuple[int, ...]) -> dict[str, nn.Module]:
+    norms, layers = [nn.BatchNorm2d(width) for width in widths], [conv(width, 8) for width in widths]
+    return {"norms": nn.ModuleList(norms), "layers": nn.ModuleList(layers), "head": nn.Linear(widths[-1] + 8, 10)}
+
+
+LAYER, CURVED = "conv2d + requantize", "conv2d + requantize + table"
+POOL, HEAD = "adaptive_avg_pool2d", "linear + dequantize"
+STEPS = {
+    dense: ({"stem": nets.conv_bn(3, 16), **grown((16, 24))},
+            ["pixels", LAYER, "affine", LAYER, "cat", "affine", LAYER, "cat", POOL, HEAD]),
+    mobile: ({"stem": nets.conv_bn(3, 16, 3, 2), "expand": nets.conv_bn(16, 64, 1), "squeeze": nn.Conv2d(64, 16, 1),
+              "depthwise": nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, groups=64), nn.BatchNorm2d(64)),
+              "rise": nn.Conv2d(16, 64, 1), "project": nets.conv_bn(64, 16, 1), "head": nn.Linear(16, 10)},
+             ["pixels", CURVED, CURVED, CURVED, POOL, LAYER, CURVED, "mul + conv2d + add", POOL, HEAD]),
+}  # fmt: skip
+"""The two networks of the report in small: how they go on, and every pass over memory that their programs take."""
+
+
+@pytest.mark.parametrize("body", STEPS)
+def test_export_problem_13_no_network_takes_more_passes_than_it_did(body):
+    parts, steps = STEPS[body]
+    model = nets.randomize(Body(body, **parts)).eval()
+    native = intaglio.quantize(model, [torch.randn(4, 3, 32, 32)], progress=False)
+    assert [step.kinds for step in native.artifact.program.steps] == steps
+    assert not native.islands
 
 
 @pytest.mark.parametrize("train", [False, True])
