@@ -19,8 +19,9 @@ from intaglio.capture.nodes import (
     tensor_type,
 )
 from intaglio.ir import DType, TensorType
-from intaglio.lower.regions import DEQUANTIZE_CHANNEL, constant_of, levels_of, pixels_of
+from intaglio.lower.regions import constant_of, levels_of, pixels_of
 from intaglio.quant.convert import decomposed
+from intaglio.quant.levels import DEQUANTIZE_CHANNEL
 
 CONVOLUTION = "aten.conv2d.default"
 

@@ -20,6 +20,7 @@ from intaglio.capture.canonical import copy_graph, drop_unused_constants
 from intaglio.capture.nodes import is_constant, operator, origin
 from intaglio.quant import Reference
 from intaglio.quant.dynamic import DEQUANTIZE_ROWS, ROW_UNITS
+from intaglio.quant.levels import DEQUANTIZE, DEQUANTIZE_CHANNEL, QUANTIZE
 
 ATEN = torch.ops.aten
 LAYERS = ("aten.conv1d.default", "aten.conv2d.default", "aten.linear.default")
@@ -31,9 +32,6 @@ MOVES = (
     "aten.select.int", "aten.expand.default",
 )  # fmt: skip
 """Operators whose results are entries of their input, unchanged."""
-QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
-DEQUANTIZE = "quantized_decomposed.dequantize_per_tensor.default"
-DEQUANTIZE_CHANNELS = "quantized_decomposed.dequantize_per_channel.default"
 FLOAT8 = ("intaglio.dequantize_per_tensor.default", "intaglio.dequantize_per_channel.default")
 WHOLE = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
 """Element types that oneDNN takes, and what it clamps their levels to."""
@@ -79,7 +77,7 @@ def is_int8_layer(node: fx.Node) -> bool:
         return False
     if operator(weight) == DEQUANTIZE:
         return is_constant(weight.args[0]) and weight.args[5] is torch.int8
-    return operator(weight) == DEQUANTIZE_CHANNELS and weight.args[3] == 0 and weight.args[6] is torch.int8
+    return operator(weight) == DEQUANTIZE_CHANNEL and weight.args[3] == 0 and weight.args[6] is torch.int8
 
 
 def rows_behind_layers(module: fx.GraphModule) -> None:
@@ -150,7 +148,7 @@ def constants_for_layers(module: fx.GraphModule) -> None:
     """Weights of int8 layers by channel, with parameters of their own: Inductor merges equal dequantizes, then takes
     one apart that another layer reads. Every other dequantized constant becomes the float it stands for, but the
     tables of embeddings, of which a call reads a few rows."""
-    for node in [node for node in module.graph.nodes if operator(node) in (DEQUANTIZE, DEQUANTIZE_CHANNELS, *FLOAT8)]:
+    for node in [node for node in module.graph.nodes if operator(node) in (DEQUANTIZE, DEQUANTIZE_CHANNEL, *FLOAT8)]:
         if not is_constant(node.args[0]) or any(operator(reader) in EMBEDDINGS for reader in node.users):
             continue
         if not all(is_int8_layer(reader) and reader.args[1] is node for reader in node.users):

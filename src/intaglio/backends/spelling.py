@@ -26,14 +26,15 @@ from intaglio.capture.nodes import (
 from intaglio.ir import DType, TensorType
 from intaglio.quant.convert import decomposed
 from intaglio.quant.dynamic import DEQUANTIZE_ROWS, QUANTIZE_ROWS, rows_behind
-from intaglio.quant.embeddings import DEQUANTIZE_CHANNEL, EMBEDDING, table_behind
+from intaglio.quant.embeddings import EMBEDDING, table_behind
+from intaglio.quant.levels import DEQUANTIZE_CHANNEL, QUANTIZE_CHANNEL
 from intaglio.quant.prepare import copy_graph
 from intaglio.quant.recurrent import RECURRENT_CALL
 from intaglio.runtime.pack import pack, unpack_bits
 
 LINEAR = "aten.linear.default"
 PER_CHANNEL = (
-    "quantized_decomposed.quantize_per_channel.default", DEQUANTIZE_CHANNEL, "intaglio.quantize_per_channel.default",
+    QUANTIZE_CHANNEL, DEQUANTIZE_CHANNEL, "intaglio.quantize_per_channel.default",
     "intaglio.dequantize_per_channel.default",
 )  # fmt: skip
 

@@ -16,14 +16,10 @@ from intaglio.ir.rewrite import match
 from intaglio.ops import ACCUMULATING, FUSIONS, NUMBERS, SUMS
 from intaglio.quant.dynamic import rows_behind
 from intaglio.quant.find_regions import fusable
+from intaglio.quant.levels import DEQUANTIZE, DEQUANTIZE_CHANNEL, QUANTIZE, QUANTIZE_CHANNEL
 from intaglio.quant.own import OWN
 from intaglio.quant.patterns import Whole, operands_of_whole
 from intaglio.quant.regions import Chain
-
-QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
-QUANTIZE_CHANNEL = "quantized_decomposed.quantize_per_channel.default"
-DEQUANTIZE = "quantized_decomposed.dequantize_per_tensor.default"
-DEQUANTIZE_CHANNEL = "quantized_decomposed.dequantize_per_channel.default"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from torch import fx
 
 from intaglio.capture.nodes import is_constant, operands, operator, origin, record_of, tensor_type
 from intaglio.ir import DType, QParams, TensorType
-from intaglio.lower.regions import DEQUANTIZE_CHANNEL, constant_of, levels_of
+from intaglio.lower.regions import constant_of, levels_of
+from intaglio.quant.levels import DEQUANTIZE_CHANNEL
 
 if TYPE_CHECKING:
     from intaglio.lower.integer import _Builder

@@ -19,6 +19,7 @@ from intaglio import numerics
 from intaglio.capture.nodes import arguments, is_constant, operator, origin, tensor_nodes, tensor_type
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.ir import DType, QParams, Signature, State, TensorType
+from intaglio.quant.levels import DEQUANTIZE, QUANTIZE
 from intaglio.quant.sites import Site
 
 MOVED: Mapping[str, tuple[str, ...]] = {
@@ -39,8 +40,6 @@ MOVED: Mapping[str, tuple[str, ...]] = {
 WRITES = ("aten.index_put.default", "aten.slice_scatter.default", "aten.select_scatter.default",
           "aten.index_copy.default", "aten.scatter.src", "aten.copy.default")  # fmt: skip
 """Operators that give their first argument with a part of it written over."""
-QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
-DEQUANTIZE = "quantized_decomposed.dequantize_per_tensor.default"
 
 
 # -- which, and their sites -------------------------------------------------------------------------------------------

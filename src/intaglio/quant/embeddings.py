@@ -14,6 +14,7 @@ from torch import fx
 from intaglio import numerics
 from intaglio.capture.nodes import arguments, is_constant, operator, origin, provenance
 from intaglio.ir import DType, TensorType
+from intaglio.quant.levels import DEQUANTIZE_CHANNEL
 from intaglio.quant.recipe import Setting
 
 EMBEDDING = "aten.embedding.default"
@@ -21,7 +22,6 @@ BAGS = (
     "aten.embedding_bag.padding_idx", "aten.embedding_bag.default", "aten._embedding_bag.default",
     "aten._embedding_bag_forward_only.default",
 )  # fmt: skip
-DEQUANTIZE_CHANNEL = "quantized_decomposed.dequantize_per_channel.default"
 
 
 @dataclass(frozen=True)
