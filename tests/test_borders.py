@@ -8,7 +8,7 @@ import pytest
 
 from harness import EXPORT, HERE, Memory
 from intaglio import numerics
-from intaglio.codegen.steps import affine_bytes
+from intaglio.codegen.emit_steps import affine_bytes
 from intaglio.native.compile import build, load
 from intaglio.native.library import parallel_address
 

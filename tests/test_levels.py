@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from harness import EXPORT, HERE, SLACK, Image, Memory
 from intaglio.codegen.context import limits
-from intaglio.codegen.steps import WIDEST
+from intaglio.codegen.emit_steps import WIDEST
 from intaglio.ir import DType, Op, QParams, TensorType
 from intaglio.native.compile import build, load
 from intaglio.native.library import parallel_address

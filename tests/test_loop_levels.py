@@ -7,7 +7,7 @@ import torch
 import intaglio
 from compare import tensors
 from harness import HERE
-from intaglio.codegen.stages import magnitudes
+from intaglio.codegen.loop_stages import magnitudes
 from intaglio.ir import DType, Op, QParams, TensorType, prune, verify
 from intaglio.lower import Lowered
 from intaglio.lower.levels import loops_as_tables, near_functions

@@ -14,7 +14,7 @@ from compare import tensors
 from harness import HERE
 from intaglio import floats
 from intaglio.build.check import check_graph
-from intaglio.codegen.loops import CALLED, COMPARED, INFIX, SUMS, WITH_NUMBERS
+from intaglio.codegen.emit_loops import CALLED, COMPARED, INFIX, SUMS, WITH_NUMBERS
 from intaglio.ir import DType, Graph, Input, Op, Output, QParams, Signature, TensorType, symbol, verify
 from intaglio.ir.loops import GATHERS, VIEWS
 from intaglio.lower import Lowered

@@ -1,4 +1,4 @@
-"""One convolution as the kernels see it: numbers drawn from a seed, packed by `codegen.pack`, run by `harness`."""
+"""A convolution as kernels see it: numbers drawn from a seed, packed by `codegen.weight_packing`, run by `harness`."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -9,7 +9,7 @@ from harness import SLACK, Image, Memory, kernels
 from intaglio import numerics
 from intaglio.codegen import ISAS, TileSpec
 from intaglio.codegen.context import limits
-from intaglio.codegen.pack import Packing, pack_columns, pack_weights, packing
+from intaglio.codegen.weight_packing import Packing, pack_columns, pack_weights, packing
 from intaglio.ir import DType, Op, QParams, TensorType
 from intaglio.ops import OPS
 
@@ -231,7 +231,7 @@ def _address(table) -> int:
 
 
 def _fields(case: Case, given: Numbers, plan: Packing, image: Image) -> dict[str, int]:
-    """Geometry and schedule, as `codegen.matmul` prints them."""
+    """Geometry and schedule, as `codegen.emit_matmul` prints them."""
     taps = 1 if plan.joined else case.taps[1]
     flat = case.taps == case.stride == (1, 1) and not any(case.padding) and not any(case.halos)
     return {

@@ -7,18 +7,18 @@ from itertools import zip_longest
 from math import prod
 
 from intaglio.codegen import avx2, portable, vnni512
-from intaglio.codegen.attention import emit_attention, emit_bmm
 from intaglio.codegen.context import Context, describe
 from intaglio.codegen.depthwise import depthwise_checks
-from intaglio.codegen.linear_f32 import emit_linear_f32
-from intaglio.codegen.loops import emit_loop
-from intaglio.codegen.matmul import emit_matmul
-from intaglio.codegen.moves import emit_move, emit_reshape
-from intaglio.codegen.recurrent import RECURRENT, emit_recurrent
-from intaglio.codegen.resize import emit_linear, emit_nearest
-from intaglio.codegen.rows import emit_quantize_rows
-from intaglio.codegen.schedule import CacheSizes, schedules
-from intaglio.codegen.steps import (
+from intaglio.codegen.emit_attention import emit_attention, emit_bmm
+from intaglio.codegen.emit_data_movement import emit_move, emit_reshape
+from intaglio.codegen.emit_dynamic_quant import emit_quantize_rows
+from intaglio.codegen.emit_embedding import emit_arange, emit_embedding_bag
+from intaglio.codegen.emit_linear_f32 import emit_linear_f32
+from intaglio.codegen.emit_loops import emit_loop
+from intaglio.codegen.emit_matmul import emit_matmul
+from intaglio.codegen.emit_recurrent import RECURRENT, emit_recurrent
+from intaglio.codegen.emit_resize import emit_linear, emit_nearest
+from intaglio.codegen.emit_steps import (
     emit_affine,
     emit_clamp,
     emit_dequantize,
@@ -30,7 +30,7 @@ from intaglio.codegen.steps import (
     emit_quantize,
     emit_table,
 )
-from intaglio.codegen.tables import emit_arange, emit_embedding_bag
+from intaglio.codegen.schedule import CacheSizes, schedules
 from intaglio.codegen.tile import Isa, layout_checks
 from intaglio.codegen.turns import Turns, analytic_turns, emit_places, emit_turn, positions, turns_call
 from intaglio.codegen.work import work_of

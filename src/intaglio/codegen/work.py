@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from intaglio.codegen.context import Context
-from intaglio.codegen.linear_f32 import BLOCK, PANEL
-from intaglio.codegen.recurrent import RECURRENT
+from intaglio.codegen.emit_linear_f32 import BLOCK, PANEL
+from intaglio.codegen.emit_recurrent import RECURRENT
 from intaglio.ir import Dim, Op, Partition, Step, Work, lies, numel
 from intaglio.ir.scratch import QUERIES
 from intaglio.ir.verify import PRODUCTS

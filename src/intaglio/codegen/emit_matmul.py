@@ -12,10 +12,10 @@ import numpy as np
 from intaglio import numerics
 from intaglio.codegen import depthwise
 from intaglio.codegen.context import Context
-from intaglio.codegen.loops import epilogue, fill_frames
-from intaglio.codegen.pack import Packing, pack_columns, pack_weights, packing
-from intaglio.codegen.steps import fill_pair
+from intaglio.codegen.emit_loops import epilogue, fill_frames
+from intaglio.codegen.emit_steps import fill_pair
 from intaglio.codegen.tile import TileSpec
+from intaglio.codegen.weight_packing import Packing, pack_columns, pack_weights, packing
 from intaglio.codegen.writer import Code
 from intaglio.ir import Op, Partition, Schedule, is_flat, lies
 from intaglio.ir.phases import Phase, axis_phases

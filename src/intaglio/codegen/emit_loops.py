@@ -8,8 +8,8 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.codegen.context import Context, finish
-from intaglio.codegen.ends import Loop
-from intaglio.codegen.stages import Stage
+from intaglio.codegen.loop_access import Loop
+from intaglio.codegen.loop_stages import Stage
 from intaglio.codegen.writer import Code
 from intaglio.ir import DType, Op, Partition, numel
 

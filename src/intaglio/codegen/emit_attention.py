@@ -8,7 +8,7 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.codegen.context import Context
-from intaglio.codegen.loops import epilogue, fill_frames
+from intaglio.codegen.emit_loops import epilogue, fill_frames
 from intaglio.codegen.tile import TileSpec
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim, Op, Partition

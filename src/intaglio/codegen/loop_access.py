@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from intaglio.codegen.context import Context
-from intaglio.codegen.stages import Rows, Stage, magnitudes
+from intaglio.codegen.loop_stages import Rows, Stage, magnitudes
 from intaglio.ir import Dim, DType, Graph, Op, Shape, evaluate, numel
 from intaglio.ir.loops import GATHERS, body_of, row_axis, space
 from intaglio.ir.moves import Strides

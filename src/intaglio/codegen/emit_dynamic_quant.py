@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from intaglio.codegen.context import Context
-from intaglio.codegen.steps import source_strides, strides_read
+from intaglio.codegen.emit_steps import source_strides, strides_read
 from intaglio.codegen.writer import Code
 from intaglio.ir import Partition, numel
 
