@@ -23,9 +23,19 @@ import intaglio
 from intaglio.native.machine import isas
 
 NETWORKS = (
-    "mobilenet_v2", "mobilenet_v3_small", "mobilenet_v3_large", "efficientnet_b0", "squeezenet1_0", "densenet121",
-    "googlenet", "regnet_y_400mf", "shufflenet_v2_x1_0", "vgg11_bn", "resnext50_32x4d", "convnext_tiny",
-)  # fmt: skip
+    "mobilenet_v2",
+    "mobilenet_v3_small",
+    "mobilenet_v3_large",
+    "efficientnet_b0",
+    "squeezenet1_0",
+    "densenet121",
+    "googlenet",
+    "regnet_y_400mf",
+    "shufflenet_v2_x1_0",
+    "vgg11_bn",
+    "resnext50_32x4d",
+    "convnext_tiny",
+)
 
 
 def examine(name: str, image: int) -> dict:
@@ -45,9 +55,14 @@ def examine(name: str, image: int) -> dict:
         first.save(path := Path(folder) / "model")
         size = path.stat().st_size
     return {
-        "macs_int8": first.coverage.macs, "islands": first.coverage.islands, "operators": first.coverage.operators,
-        "file_mb": size / 1e6, "float_mb": first.coverage.bytes_before / 1e6, "equal_bits": equal, "isas": isas(),
-    }  # fmt: skip
+        "macs_int8": first.coverage.macs,
+        "islands": first.coverage.islands,
+        "operators": first.coverage.operators,
+        "file_mb": size / 1e6,
+        "float_mb": first.coverage.bytes_before / 1e6,
+        "equal_bits": equal,
+        "isas": isas(),
+    }
 
 
 def main() -> None:
@@ -60,8 +75,14 @@ def main() -> None:
     for name in arguments.networks:
         results[name] = found = examine(name, arguments.image)
         bits = f"{'yes' if found['equal_bits'] else 'NO'}: {', '.join(found['isas'])}"
-        table.add_row(name, f"{100 * found['macs_int8']:.2f} %", str(found["islands"]), f"{found['float_mb']:.1f}",
-                      f"{found['file_mb']:.1f}", bits)  # fmt: skip
+        table.add_row(
+            name,
+            f"{100 * found['macs_int8']:.2f} %",
+            str(found["islands"]),
+            f"{found['float_mb']:.1f}",
+            f"{found['file_mb']:.1f}",
+            bits,
+        )
     Console(width=120).print(table)
     record.append("breadth", arguments, results)
 

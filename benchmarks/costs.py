@@ -195,8 +195,14 @@ def main() -> None:
     console.print(table)
     if not quiet:
         console.print("Others used this machine: figures that are not worth quoting.")
-    results = {"idle": quiet, "import_s": importing, "calibration": times, "memory": memory, "stages": stages,
-               "load": loaded}  # fmt: skip
+    results = {
+        "idle": quiet,
+        "import_s": importing,
+        "calibration": times,
+        "memory": memory,
+        "stages": stages,
+        "load": loaded,
+    }
     record.append("costs", arguments, results)
 
 

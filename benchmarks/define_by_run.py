@@ -118,8 +118,9 @@ def program_of(model: nn.Module, x: torch.Tensor) -> nn.Module:
     return program
 
 
-def times(calls: dict[str, Call], x: torch.Tensor, blocks: int, length: int, of_block: Callable[[list[float]], float]
-          ) -> dict[str, dict[str, float]]:  # fmt: skip
+def times(
+    calls: dict[str, Call], x: torch.Tensor, blocks: int, length: int, of_block: Callable[[list[float]], float]
+) -> dict[str, dict[str, float]]:
     """Way -> microseconds of the best block and the median one."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -184,8 +185,14 @@ def network(name: str, blocks: int, length: int) -> dict:
         compiled = torch.compile(model)
         ways = {"converted": own, "program": program, "float": model, "torch.compile": compiled}
         found = times(ways, x, blocks, length, median)
-    row = {"case": name, "threads": torch.get_num_threads(), "same program as by export": same,
-           "seconds to convert": made - begin, "seconds of the first call": first, "microseconds": found}  # fmt: skip
+    row = {
+        "case": name,
+        "threads": torch.get_num_threads(),
+        "same program as by export": same,
+        "seconds to convert": made - begin,
+        "seconds of the first call": first,
+        "microseconds": found,
+    }
     print(json.dumps(row), flush=True)
     return row
 

@@ -78,9 +78,14 @@ def onnxruntime_int8_file(model: nn.Module, example: Inputs, calibration: list[I
     clean, target = source.with_name("clean.onnx"), source.with_name("int8.onnx")
     quant_pre_process(source, clean)
     quantization.quantize_static(
-        clean, target, Batches(), quant_format=quantization.QuantFormat.QDQ, per_channel=True,
-        activation_type=quantization.QuantType.QUInt8, weight_type=quantization.QuantType.QInt8,
-    )  # fmt: skip
+        clean,
+        target,
+        Batches(),
+        quant_format=quantization.QuantFormat.QDQ,
+        per_channel=True,
+        activation_type=quantization.QuantType.QUInt8,
+        weight_type=quantization.QuantType.QInt8,
+    )
     return target
 
 
@@ -173,10 +178,21 @@ def intaglio_reference(model: nn.Module, example: Inputs, calibration: list[Inpu
 ENGINES: dict[str, Callable[..., Run]] = {
     engine.__name__: engine
     for engine in (
-        eager, inductor, torchao, onnxruntime, onnxruntime_int8, openvino, openvino_int8, intaglio,
-        intaglio_precise, intaglio_accurate, intaglio_inductor, intaglio_onnxruntime, intaglio_openvino,
+        eager,
+        inductor,
+        torchao,
+        onnxruntime,
+        onnxruntime_int8,
+        openvino,
+        openvino_int8,
+        intaglio,
+        intaglio_precise,
+        intaglio_accurate,
+        intaglio_inductor,
+        intaglio_onnxruntime,
+        intaglio_openvino,
     )
-}  # fmt: skip
+}
 
 
 def channels_last(tensor: torch.Tensor) -> torch.Tensor:

@@ -154,13 +154,17 @@ def sizes(spec: TileSpec | DepthwiseSpec) -> list[TileSpec | DepthwiseSpec]:
 
 def source(isa: Isa, tiles: Sequence[TileSpec], depthwise: Sequence[DepthwiseSpec]) -> str:
     kernels = {one.name: one for spec in (*tiles, *depthwise) for one in sizes(spec)}
-    return "\n".join([
-        '#include "program.h"', layout_checks() + depthwise_checks(), isa.support,
-        *[isa.print(spec) for spec in kernels.values()],
-        *table("TileKernel", "tile_tables", [["0", *(one.name for one in sizes(spec))] for spec in tiles]),
-        *table("DepthwiseKernel", "depthwise_tables", [[one.name for one in sizes(spec)] for spec in depthwise]),
-        SOURCE,
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            '#include "program.h"',
+            layout_checks() + depthwise_checks(),
+            isa.support,
+            *[isa.print(spec) for spec in kernels.values()],
+            *table("TileKernel", "tile_tables", [["0", *(one.name for one in sizes(spec))] for spec in tiles]),
+            *table("DepthwiseKernel", "depthwise_tables", [[one.name for one in sizes(spec)] for spec in depthwise]),
+            SOURCE,
+        ]
+    )
 
 
 def table(kind: str, name: str, rows: list[list[str]]) -> Iterator[str]:
@@ -175,14 +179,21 @@ def tile_case(library: Any, index: int, spec: TileSpec, summed: int) -> Case:
     tiles = max(1, min(MOST_TILES, INPUT_BYTES // (rows * summed)))
     pixels, item, zero = rows * tiles, 4 if spec.result == "f32" else 1, 0 if spec.natural else 128
     values = [
-        pixels, channels, summed, item, rows, memory.random(pixels * summed, np.uint8, 0, 256),
-        memory.random(pixels * channels * item, np.uint8, 0, 1), memory.random(summed * channels, np.int8, -127, 128),
-        memory.random(channels, np.int32, -4000, 4000), memory.hold(np.full(channels, 2.0**-12, np.float32)),
+        pixels,
+        channels,
+        summed,
+        item,
+        rows,
+        memory.random(pixels * summed, np.uint8, 0, 256),
+        memory.random(pixels * channels * item, np.uint8, 0, 1),
+        memory.random(summed * channels, np.int8, -127, 128),
+        memory.random(channels, np.int32, -4000, 4000),
+        memory.hold(np.full(channels, 2.0**-12, np.float32)),
         memory.hold(limits(zero, 0, 255, zero)),
         memory.random(pixels * channels, np.uint8, 0, 256) if spec.result == "add" else 0,
         memory.random(256, np.uint8, 0, 256),
         *(memory.random(pixels * channels, np.uint8, 0, 255) if has else 0 for has in (spec.rest, spec.other_rest)),
-    ]  # fmt: skip
+    ]
     return Case(spec.name, summed, pixels * channels, timer(library.kernels_matmul, index, values), memory)
 
 
@@ -192,11 +203,21 @@ def depthwise_case(library: Any, index: int, spec: DepthwiseSpec) -> Case:
     weight = np.random.default_rng(1).integers(-127, 128, (CHANNELS, 1, taps, taps)).astype(np.int8)
     inputs = ((height - 1) * stride + taps) * ((width - 1) * stride + taps) * CHANNELS
     values = [
-        height, width, CHANNELS, stride, taps, spec.rows, spec.columns, memory.random(inputs, np.uint8, 0, 256),
-        memory.random(height * width * CHANNELS, np.uint8, 0, 1), memory.hold(pack_depthwise(weight, spec)),
-        memory.random(CHANNELS, np.int32, -4000, 4000), memory.hold(np.full(CHANNELS, 2.0**-12, np.float32)),
-        memory.hold(limits(128, 0, 255, 0)), memory.random(256, np.uint8, 0, 256),
-    ]  # fmt: skip
+        height,
+        width,
+        CHANNELS,
+        stride,
+        taps,
+        spec.rows,
+        spec.columns,
+        memory.random(inputs, np.uint8, 0, 256),
+        memory.random(height * width * CHANNELS, np.uint8, 0, 1),
+        memory.hold(pack_depthwise(weight, spec)),
+        memory.random(CHANNELS, np.int32, -4000, 4000),
+        memory.hold(np.full(CHANNELS, 2.0**-12, np.float32)),
+        memory.hold(limits(128, 0, 255, 0)),
+        memory.random(256, np.uint8, 0, 256),
+    ]
     timed = timer(library.kernels_depthwise, index, values)
     return Case(spec.name, taps * taps, height * width * CHANNELS, timed, memory)
 
@@ -218,8 +239,14 @@ def measure(case: Case, peak: Callable[[float], float], multiply: Timer, rounds:
         cycle = min(cycle, multiply(multiplications) / multiplications / 3)
     rate = case.macs / best / 1e9
     cycles = best / cycle * 64 / case.outputs
-    return {"kernel": case.kernel, "bytes": case.bytes, "gmacs": rate, "peak": best_peak, "share": rate / best_peak,
-            "cycles_per_64": cycles}  # fmt: skip
+    return {
+        "kernel": case.kernel,
+        "bytes": case.bytes,
+        "gmacs": rate,
+        "peak": best_peak,
+        "share": rate / best_peak,
+        "cycles_per_64": cycles,
+    }
 
 
 def repeats(time: Timer) -> int:

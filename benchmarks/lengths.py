@@ -68,8 +68,9 @@ class Encoder(nn.Module):
         networks.declare_operators()
         from transformers import BertConfig, BertModel
 
-        config = BertConfig(num_hidden_layers=layers, hidden_size=width, num_attention_heads=width // 64,
-                            intermediate_size=4 * width)  # fmt: skip
+        config = BertConfig(
+            num_hidden_layers=layers, hidden_size=width, num_attention_heads=width // 64, intermediate_size=4 * width
+        )
         self.bert = BertModel(config, add_pooling_layer=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -113,13 +113,16 @@ def softmax(body: Body) -> tuple[str, ...]:
 CASES: dict[str, tuple[Callable[[Body], tuple[str, ...]], tuple[int, int]]] = {
     f"{case.__name__} {rows}x{columns}": (case, (rows, columns))
     for case, shapes in (
-        (dequantize, ((128, 768), (65536, 1024))), (quantize, ((128, 768), (65536, 1024))),
-        (both, ((128, 768), (65536, 1024))), (floats, ((128, 768), (65536, 1024))),
-        (gelu, ((128, 3072), (65536, 1024))), (residual_norm, ((128, 768), (65536, 768))),
+        (dequantize, ((128, 768), (65536, 1024))),
+        (quantize, ((128, 768), (65536, 1024))),
+        (both, ((128, 768), (65536, 1024))),
+        (floats, ((128, 768), (65536, 1024))),
+        (gelu, ((128, 3072), (65536, 1024))),
+        (residual_norm, ((128, 768), (65536, 768))),
         (softmax, ((1536, 128), (65536, 384))),
     )
     for rows, columns in shapes
-}  # fmt: skip
+}
 
 
 def _levels(body: Body, value: str) -> str:
@@ -187,10 +190,15 @@ def measure(name: str, rounds: int, calls: int) -> dict[str, object]:
     )
     loop, threads = statistics.median(loops), torch.get_num_threads()
     return {
-        "case": name, "bytes": total, "loop_us": round(loop, 2), "copy_us": round(statistics.median(copies[0]), 2),
-        "ratio": round(plain, 3), "of_streamed": round(streamed, 3) if total >= LARGE else None,
-        "ns_64": round(1e3 * loop * threads * 64 / (shape[0] * shape[1]), 2), "threads": threads,
-    }  # fmt: skip
+        "case": name,
+        "bytes": total,
+        "loop_us": round(loop, 2),
+        "copy_us": round(statistics.median(copies[0]), 2),
+        "ratio": round(plain, 3),
+        "of_streamed": round(streamed, 3) if total >= LARGE else None,
+        "ns_64": round(1e3 * loop * threads * 64 / (shape[0] * shape[1]), 2),
+        "threads": threads,
+    }
 
 
 def main() -> None:

@@ -26,9 +26,20 @@ import race
 import record
 
 NETWORKS = (
-    "resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0", "shufflenet_v2_x1_0",
-    "regnet_y_400mf", "squeezenet1_1", "googlenet", "densenet121", "resnext50_32x4d", "convnext_tiny", "vgg11_bn",
-)  # fmt: skip
+    "resnet18",
+    "resnet50",
+    "mobilenet_v2",
+    "mobilenet_v3_large",
+    "efficientnet_b0",
+    "shufflenet_v2_x1_0",
+    "regnet_y_400mf",
+    "squeezenet1_1",
+    "googlenet",
+    "densenet121",
+    "resnext50_32x4d",
+    "convnext_tiny",
+    "vgg11_bn",
+)
 ENGINES = ("onnxruntime_int8", "openvino_int8", "torchao", "intaglio")
 TITLES = {"onnxruntime_int8": "ONNX Runtime int8", "openvino_int8": "OpenVINO int8", "torchao": "torchao int8"}
 CELL = ("network", "batch", "threads", "image")

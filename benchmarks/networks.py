@@ -20,9 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 Shape = tuple[int, ...]
 
 
-def build(
-    name: str, data: Path | None = None, image: int = 224, sequence: int = 128
-) -> tuple[nn.Module, Shape]:
+def build(name: str, data: Path | None = None, image: int = 224, sequence: int = 128) -> tuple[nn.Module, Shape]:
     """Names: resnet18, resnet50, cifar_resnet20, cifar_resnet56 (these need ``data``), bert, minilm (these need
     transformers), or a torchvision model. The shape of text is its length."""
     if name in TEXTS:

@@ -85,8 +85,12 @@ def append(name: str, arguments: argparse.Namespace, results: dict) -> None:
     given = {key: value for key, value in vars(arguments).items() if not isinstance(value, Path)}
     line = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(), "cpu": cpu(), "versions": versions(), "arguments": given, "results": results,
-    }  # fmt: skip
+        "commit": commit(),
+        "cpu": cpu(),
+        "versions": versions(),
+        "arguments": given,
+        "results": results,
+    }
     path = FOLDER / "results" / f"{name}.jsonl"
     path.parent.mkdir(exist_ok=True)
     with path.open("a", encoding="utf-8") as file:

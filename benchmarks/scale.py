@@ -66,8 +66,17 @@ def measure(name: str, batches: list[int], threads: list[int], rounds: int, seco
             chosen = shares(program, symbols, allowed)
             parts = zip(stretches(program, symbols), chosen, strict=True)
             predicted = CALL + sum(stretch.time(count) for stretch, count in parts)
-            rows.append({"network": name, "batch": batch, "allowed": allowed, "threads": max(chosen), "x": x,
-                         "predicted_us": predicted * 1e6, "measured_us": float("inf")})  # fmt: skip
+            rows.append(
+                {
+                    "network": name,
+                    "batch": batch,
+                    "allowed": allowed,
+                    "threads": max(chosen),
+                    "x": x,
+                    "predicted_us": predicted * 1e6,
+                    "measured_us": float("inf"),
+                }
+            )
     for _ in range(rounds):
         for row in rows:
             torch.set_num_threads(row["allowed"])
@@ -93,9 +102,13 @@ def main() -> None:
         for row in measure(name, batches, threads, arguments.rounds, arguments.seconds):
             ratio = row["measured_us"] / row["predicted_us"]
             table.add_row(
-                str(row["batch"]), str(row["allowed"]), str(row["threads"]), f"{row['predicted_us']:.1f}",
-                f"{row['measured_us']:.1f}", f"{ratio:.2f}",
-            )  # fmt: skip
+                str(row["batch"]),
+                str(row["allowed"]),
+                str(row["threads"]),
+                f"{row['predicted_us']:.1f}",
+                f"{row['measured_us']:.1f}",
+                f"{ratio:.2f}",
+            )
             rows.append(row)
         console.print(table)
     quiet = record.busy() <= record.IDLE and quiet

@@ -58,9 +58,11 @@ def trained(model, calibration, arguments, report):
     others = [p for p in prepared.parameters() if p.requires_grad and all(p is not s for s in scales)]
     steps = arguments.epochs * (len(images) // arguments.train_batch)
     optimizer = torch.optim.SGD(
-        [{"params": others, "weight_decay": 1e-4}, {"params": scales, "weight_decay": 0.0}], lr=arguments.rate,
-        momentum=0.9, nesterov=True,
-    )  # fmt: skip
+        [{"params": others, "weight_decay": 1e-4}, {"params": scales, "weight_decay": 0.0}],
+        lr=arguments.rate,
+        momentum=0.9,
+        nesterov=True,
+    )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for epoch in range(arguments.epochs):
         prepared.train()

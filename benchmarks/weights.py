@@ -59,9 +59,12 @@ def lines(given: argparse.Namespace) -> Iterator[dict[str, object]]:
         for rows in given.rows:
             times = best(runs, torch.randn(rows, inputs), given.rounds)
             ratios = {name: round(times["torch"] / times[name], 2) for name in DATATYPES}
-            print(f"{inputs} x {outputs}, {rows} rows: "
-                  + ", ".join(f"{name} {value:.0f} us" for name, value in times.items()) + f"; torch / ours {ratios}",
-                  flush=True)  # fmt: skip
+            print(
+                f"{inputs} x {outputs}, {rows} rows: "
+                + ", ".join(f"{name} {value:.0f} us" for name, value in times.items())
+                + f"; torch / ours {ratios}",
+                flush=True,
+            )
             yield {"inputs": inputs, "outputs": outputs, "rows": rows, "us": times, "ratios": ratios}
 
 

@@ -68,7 +68,7 @@ def reals() -> str:
     return table(("ATen overloads",), ([", ".join(f"`{target}`" for target in record.targets)] for record in REALS))
 
 
-PRECISE_ONLY = ", if the recipe says `functions = \"precise\"`"
+PRECISE_ONLY = ', if the recipe says `functions = "precise"`'
 
 
 def fusions() -> str:

@@ -1,6 +1,6 @@
 """Document 000's `Parent` and `Child`, quantized while they run: the state each module has, and what is intercepted.
 
-    python examples/define_by_run.py
+python examples/define_by_run.py
 """
 
 from __future__ import annotations

@@ -11,14 +11,17 @@ from torch.utils import _pytree as pytree
 
 import nets
 from intaglio import numerics
-from intaglio.calls import bind, dims_of
-from intaglio.capture import Captured, capture
 from intaglio.ir import DType
 from intaglio.lower.integer import _Builder, requantize
 from intaglio.lower.lowered import Lowered
 from intaglio.lower.regions import quantized_to
 from intaglio.ops import OPS, run_op
-from intaglio.quant import Quantizer, Reference, calibrate, convert, prepare
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.qdq.convert import Reference, convert
+from intaglio.quant.recipes.recipe import Quantizer
+from intaglio.signature import bind, dims_of
+from intaglio.tracing import Captured, capture
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,27 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from intaglio.calls import TORCH_DTYPES
 from intaglio.ir import DType
 from intaglio.runtime import QuantizedModel
+from intaglio.signature import TORCH_DTYPES
 
 OK, ARGUMENT, FILE, FOREIGN, DAMAGED, PROCESSOR, MEMORY, SHAPE, UNPLANNED, INDEX = range(10)
-KINDS = {i: TORCH_DTYPES[DType(name)] for i, name in
-         enumerate(("u8", "s8", "u16", "i16", "i32", "i64", "f16", "bf16", "f32", "f64", "bool"), 1)}  # fmt: skip
+KINDS = {
+    i: TORCH_DTYPES[DType(name)]
+    for i, name in enumerate(("u8", "s8", "u16", "i16", "i32", "i64", "f16", "bf16", "f32", "f64", "bool"), 1)
+}
 CODES = {dtype: code for code, dtype in KINDS.items()}
 P, I32, I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
 
 class Value(ctypes.Structure):
-    _fields_ = (("name", ctypes.c_char_p), ("shape", ctypes.c_char_p), ("dtype", I32), ("rank", I32),
-                ("sizes", ctypes.POINTER(I64)))  # fmt: skip
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("shape", ctypes.c_char_p),
+        ("dtype", I32),
+        ("rank", I32),
+        ("sizes", ctypes.POINTER(I64)),
+    )
 
 
 def commands(folder: Path) -> list[str]:

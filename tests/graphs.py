@@ -23,7 +23,7 @@ from intaglio.ir import (
     evaluate,
     symbol,
     verify,
-)  # fmt: skip
+)
 from intaglio.lower import Lowered
 from intaglio.ops import OPS, run_op
 from intaglio.ops.pool import counts
@@ -102,12 +102,25 @@ class Net:
     def dequantize(self, x: str) -> str:
         return self._op("dequantize", [x], DType.F32, None)
 
-    def conv(self, x: str, outputs: int, kernel: int | tuple[int, int], stride: int = 1, padding: Any = 0,
-             dilation: int = 1, groups: int = 1, **tail: Any) -> str:  # fmt: skip
+    def conv(
+        self,
+        x: str,
+        outputs: int,
+        kernel: int | tuple[int, int],
+        stride: int = 1,
+        padding: Any = 0,
+        dilation: int = 1,
+        groups: int = 1,
+        **tail: Any,
+    ) -> str:
         """conv2d and its tail, see `_tail`."""
         kernel, sides = (kernel, kernel) if isinstance(kernel, int) else kernel, (padding,) * 4
-        attrs = {"stride": (stride, stride), "padding": sides if isinstance(padding, int) else padding,
-                 "dilation": (dilation, dilation), "groups": groups}  # fmt: skip
+        attrs = {
+            "stride": (stride, stride),
+            "padding": sides if isinstance(padding, int) else padding,
+            "dilation": (dilation, dilation),
+            "groups": groups,
+        }
         return self._matmul("conv2d", x, (outputs, self.types[x].shape[1] // groups, *kernel), 1, attrs, tail)
 
     def linear(self, x: str, outputs: int, **tail: Any) -> str:
@@ -122,8 +135,17 @@ class Net:
         q = QParams(unit, (0,) * shape[0], -(2**31), 2**31 - 1, axis)
         return self._tail(self._op(kind, [x, weight, bias], DType.I32, q, **attrs), np.array(unit), axis, **tail)
 
-    def _tail(self, acc: str, unit: np.ndarray, axis: int, add: str | None = None, low: int = 0, high: int = 255,
-              zero_point: int | None = None, f32: bool = False) -> str:  # fmt: skip
+    def _tail(
+        self,
+        acc: str,
+        unit: np.ndarray,
+        axis: int,
+        add: str | None = None,
+        low: int = 0,
+        high: int = 255,
+        zero_point: int | None = None,
+        f32: bool = False,
+    ) -> str:
         """requantize, add a residual operand, or dequantize."""
         if f32:
             return self._op("dequantize", [acc], DType.F32, None)
@@ -149,8 +171,9 @@ class Net:
 
     def linear_rows(self, levels: str, scales: str, outputs: int) -> str:
         """A linear layer on rows, dequantized."""
-        weight = self._constant(self.draw.integers(-127, 128, (outputs, self.types[levels].shape[-1])).astype(np.int8),
-                                DType.S8)  # fmt: skip
+        weight = self._constant(
+            self.draw.integers(-127, 128, (outputs, self.types[levels].shape[-1])).astype(np.int8), DType.S8
+        )
         start = self._constant(np.zeros(outputs, np.int32), DType.I32)
         columns = self._constant(self.draw.uniform(0.001, 0.003, outputs).astype(np.float32), DType.F32)
         bias = self._constant(self.draw.normal(size=outputs).astype(np.float32), DType.F32)

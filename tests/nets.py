@@ -275,6 +275,18 @@ class MultiOutput(nn.Module):
 
 
 ALL = (
-    ConvBnRelu, Residual, OptionA, Linears, MaxPoolNet, SharedConv, SharedConvBn, BnFirst, SamePadding, Grouped,
-    ConvThenUnsupported, CrossNet, InplaceMutations, MultiOutput,
-)  # fmt: skip
+    ConvBnRelu,
+    Residual,
+    OptionA,
+    Linears,
+    MaxPoolNet,
+    SharedConv,
+    SharedConvBn,
+    BnFirst,
+    SamePadding,
+    Grouped,
+    ConvThenUnsupported,
+    CrossNet,
+    InplaceMutations,
+    MultiOutput,
+)

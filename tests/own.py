@@ -52,18 +52,27 @@ def mirror_add_meaning(op, args, types, out):
 
 
 MIRROR_ADD = OpDef(
-    name="mirror_add", targets=("intaglio_tests.mirror_add.default",), operands=("x", "y"), roles=Roles(x=(0, 1)),
-    bind=lambda call: {"scale": call.arguments["scale"]}, meaning=mirror_add_meaning,
-)  # fmt: skip
+    name="mirror_add",
+    targets=("intaglio_tests.mirror_add.default",),
+    operands=("x", "y"),
+    roles=Roles(x=(0, 1)),
+    bind=lambda call: {"scale": call.arguments["scale"]},
+    meaning=mirror_add_meaning,
+)
 WEIGH = OpDef(
-    name="weigh", targets=("intaglio_tests.weigh.default",), operands=("weight", "x"), roles=Roles(x=(1,)),
+    name="weigh",
+    targets=("intaglio_tests.weigh.default",),
+    operands=("weight", "x"),
+    roles=Roles(x=(1,)),
     infer=lambda attrs, shapes: shapes[1],
     meaning=lambda op, args, types, out: levels(args[0].reshape(-1, 1, 1) * real(args[1], types[1]), out),
-)  # fmt: skip
+)
 SOFT_SIGN = OpDef(
-    name="soft_sign", targets=("intaglio_tests.soft_sign.default",), operands=("x",),
+    name="soft_sign",
+    targets=("intaglio_tests.soft_sign.default",),
+    operands=("x",),
     function=lambda x, attrs: x / (1 + np.abs(x)),
-)  # fmt: skip
+)
 SWISH = OpDef(
     name="swish", operands=("x",), meaning=lambda op, args, types, out: levels(swish(real(args[0], types[0])), out)
 )

@@ -18,15 +18,38 @@ HEADS = ("base", "batch", "head", "row")
 SHARED = ("limits", "scratch", "scratch_bytes", "sharers", "kernels.table", "kernels.blocks", "kernels.rows")
 FIELDS = {
     "Attention": (
-        *(f"{tensor}.{field}" for tensor in ("q", "k", "v", "out") for field in HEADS), "mask", "mask_bytes",
-        *(f"mask_apart[{axis}]" for axis in range(4)), "batch", "heads", "shared", "queries", "keys", "depth", "width",
-        "causal", "zero_q", *SHARED,
+        *(f"{tensor}.{field}" for tensor in ("q", "k", "v", "out") for field in HEADS),
+        "mask",
+        "mask_bytes",
+        *(f"mask_apart[{axis}]" for axis in range(4)),
+        "batch",
+        "heads",
+        "shared",
+        "queries",
+        "keys",
+        "depth",
+        "width",
+        "causal",
+        "zero_q",
+        *SHARED,
     ),
     "Product": (
-        *(f"{tensor}.{field}" for tensor in ("a", "out") for field in HEADS), "b", "b_batch", "b_head", "depth_apart",
-        "column_apart", "batch", "heads", "rows", "depth", "columns", "zero_a", "table", *SHARED,
+        *(f"{tensor}.{field}" for tensor in ("a", "out") for field in HEADS),
+        "b",
+        "b_batch",
+        "b_head",
+        "depth_apart",
+        "column_apart",
+        "batch",
+        "heads",
+        "rows",
+        "depth",
+        "columns",
+        "zero_a",
+        "table",
+        *SHARED,
     ),
-}  # fmt: skip
+}
 """Numbers and addresses; the floats are ``factor`` and ``ratio``."""
 FLOATS = {"Attention": ("factor", "ratio"), "Product": ("factor",)}
 ENTRY = {"Attention": "attention", "Product": "product"}
@@ -42,18 +65,27 @@ class Kernels:
         self.library.harness_table.restype = ctypes.c_void_p
 
     def run(
-        self, kind: str, numbers: Mapping[str, int], floats: Mapping[str, float], levels: tuple[int, int, int] | None,
-        threads: int, scratch_bytes: int,
-    ) -> None:  # fmt: skip
+        self,
+        kind: str,
+        numbers: Mapping[str, int],
+        floats: Mapping[str, float],
+        levels: tuple[int, int, int] | None,
+        threads: int,
+        scratch_bytes: int,
+    ) -> None:
         """``levels``: zero point, least and greatest level of the result; ``None`` for floats."""
         scratch = np.full(scratch_bytes * SHARERS + 64, 171, np.uint8)
         bounds = limits(*levels, 0).copy() if levels else None
         given = {
             "limits": bounds.ctypes.data if bounds is not None else 0,
-            "scratch": scratch.ctypes.data + -scratch.ctypes.data % 64, "scratch_bytes": scratch_bytes,
-            "sharers": SHARERS, "kernels.table": self.library.harness_table(), "kernels.blocks": self.blocks,
-            "kernels.rows": self.rows, **numbers,
-        }  # fmt: skip
+            "scratch": scratch.ctypes.data + -scratch.ctypes.data % 64,
+            "scratch_bytes": scratch_bytes,
+            "sharers": SHARERS,
+            "kernels.table": self.library.harness_table(),
+            "kernels.blocks": self.blocks,
+            "kernels.rows": self.rows,
+            **numbers,
+        }
         values = (ctypes.c_int64 * len(FIELDS[kind]))(*[given.get(name, 0) for name in FIELDS[kind]])
         reals = (ctypes.c_float * len(FLOATS[kind]))(*[floats[name] for name in FLOATS[kind]])
         entry = getattr(self.library, f"harness_{ENTRY[kind]}")

@@ -8,10 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import nets
-from intaglio.capture import capture
 from intaglio.errors import UnsupportedError
 from intaglio.ir import DType
-from intaglio.quant import Derived, Fixed, Observed, Quantizer, Recipe, Shared, Site, annotate, groups
+from intaglio.quant.annotate.sites import Derived, Fixed, Observed, Shared, Site, groups
+from intaglio.quant.calibrate.prepare import annotate
+from intaglio.quant.recipes.recipe import Quantizer, Recipe
+from intaglio.tracing import capture
 from nets import Body
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -77,8 +79,9 @@ def test_case_31_both_operands_of_a_sum_may_be_one_value():
 
 
 def test_case_33_integer_tensors_are_left_alone():
-    annotations = annotated(lambda m, x, i: (m.c(x), i + i, i.view(-1) > 2), X, torch.ones(4, 2, dtype=torch.long),
-                            c=conv())  # fmt: skip
+    annotations = annotated(
+        lambda m, x, i: (m.c(x), i + i, i.view(-1) > 2), X, torch.ones(4, 2, dtype=torch.long), c=conv()
+    )
     assert list(activations(annotations)) == ["#0/input.args_0"]
     assert not annotations.skipped, "no float operator stays behind"
 
@@ -92,16 +95,22 @@ def test_case_39_the_longest_row_wins_and_a_value_belongs_to_one_region():
     assert sorted(region.name for region in annotations.regions) == ["anchor_add", "anchor_add_clamp", "conv2d"]
 
 
-@pytest.mark.parametrize(("body", "reason"), [
-    (lambda m, x: torch.erf(m.c(x)), "no int8 kernel for this operator"),
-    (lambda m, x: F.conv2d(m.c(x), m.k * x.mean()), "the weight is computed while the model runs"),
-    (lambda m, x: F.conv2d(m.c(x), m.k, m.b * x.mean()), "the bias is computed while the model runs"),
-    (lambda m, x: F.relu(m.c(x).mean((1, 2, 3))), "no int8 kernel"),
-    (lambda m, x: F.pad(m.c(x), (1, 1), value=2.0), "padding with 2"),
-    (lambda m, x: F.pad(m.c(x), (-1, 1)), "negative padding"),
-    (lambda m, x: m.c(x) + m.b.view(8, 1, 1).expand(8, 8, 8), "operands of shapes|an operand is a constant|no int8"),
-    (lambda m, x: m.c(x).double().relu(), "not a float32 tensor"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (lambda m, x: torch.erf(m.c(x)), "no int8 kernel for this operator"),
+        (lambda m, x: F.conv2d(m.c(x), m.k * x.mean()), "the weight is computed while the model runs"),
+        (lambda m, x: F.conv2d(m.c(x), m.k, m.b * x.mean()), "the bias is computed while the model runs"),
+        (lambda m, x: F.relu(m.c(x).mean((1, 2, 3))), "no int8 kernel"),
+        (lambda m, x: F.pad(m.c(x), (1, 1), value=2.0), "padding with 2"),
+        (lambda m, x: F.pad(m.c(x), (-1, 1)), "negative padding"),
+        (
+            lambda m, x: m.c(x) + m.b.view(8, 1, 1).expand(8, 8, 8),
+            "operands of shapes|an operand is a constant|no int8",
+        ),
+        (lambda m, x: m.c(x).double().relu(), "not a float32 tensor"),
+    ],
+)
 def test_what_stays_in_float_says_why(body, reason):
     annotations = annotated(body, c=conv(), k=nn.Parameter(torch.randn(8, 8, 1, 1)), b=nn.Parameter(torch.randn(8)))
     reasons = [skip.reason for skip in annotations.skipped]
@@ -143,11 +152,14 @@ def test_frontend_b16_a_cycle_with_an_owner_is_fine():
     assert groups([site("o", Observed()), site("a", Shared("b")), site("b", Shared("o"))])["a"] == "o"
 
 
-@pytest.mark.parametrize(("sites", "problem"), [
-    ([site("a", Shared("gone"))], "shares parameters with 'gone', which is no site"),
-    ([site("a", Observed()), site("b", Shared("a"), qmax=127)], "differ in type or range"),
-    ([site("a", Fixed(1.0, 0)), site("b", Fixed(2.0, 0)), site("c", Shared("a")), site("c2", Shared("c"))], None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sites", "problem"),
+    [
+        ([site("a", Shared("gone"))], "shares parameters with 'gone', which is no site"),
+        ([site("a", Observed()), site("b", Shared("a"), qmax=127)], "differ in type or range"),
+        ([site("a", Fixed(1.0, 0)), site("b", Fixed(2.0, 0)), site("c", Shared("a")), site("c2", Shared("c"))], None),
+    ],
+)
 def test_frontend_b16_sharing_that_cannot_be_says_so(sites, problem):
     if problem is None:
         assert groups(sites)["c2"] == "a"

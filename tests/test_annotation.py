@@ -23,9 +23,14 @@ from intaglio.annotation import (
     annotate_node,
     annotation_of,
 )
-from intaglio.capture.nodes import operator
 from intaglio.errors import CalibrationError, InputError, SelectorError, UnsupportedError
-from intaglio.quant import Parameters, Prepared, Quantizer, Ranges, Recipe, calibrate, convert, prepare
+from intaglio.fxgraph.nodes import operator
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.prepare import Prepared, prepare
+from intaglio.quant.calibrate.ranges import Ranges
+from intaglio.quant.qdq.convert import convert
+from intaglio.quant.qdq.parameters import Parameters
+from intaglio.quant.recipes.recipe import Quantizer, Recipe
 from nets import Body
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -81,8 +86,9 @@ def test_only_what_is_annotated_is_quantized():
     stage = prepared(model, By(conv2d=layer))
     assert [region.name for region in stage.annotations.regions] == ["conv2d", "conv2d"]
     assert {skip.origin.operator: skip.reason for skip in stage.annotations.skipped} == {
-        "aten.relu.default": "no annotation", "aten.sigmoid.default": "no annotation",
-    }  # fmt: skip
+        "aten.relu.default": "no annotation",
+        "aten.sigmoid.default": "no annotation",
+    }
 
 
 def test_a_chain_without_levels_inside_is_one_region_and_with_them_is_two():
@@ -98,8 +104,13 @@ def test_a_chain_without_levels_inside_is_one_region_and_with_them_is_two():
 
 def test_frontend_b15_three_annotated_readers_have_a_dequantize_each_and_the_float_one_its_own():
     """B15: no quantize beside the producer's."""
-    model = Body(lambda m, x: (lambda y: m.b(y) + m.c(y) + m.d(y) + torch.exp(y))(m.a(x)),
-                 a=conv(), b=conv(4), c=conv(4), d=conv(4))  # fmt: skip
+    model = Body(
+        lambda m, x: (lambda y: m.b(y) + m.c(y) + m.d(y) + torch.exp(y))(m.a(x)),
+        a=conv(),
+        b=conv(4),
+        c=conv(4),
+        d=conv(4),
+    )
     found = reference(model, By(conv2d=layer))
     quantizes = [n for n in found.module.graph.nodes if operator(n).endswith("quantize_per_tensor.default")]
     (y,) = [n for n in quantizes if "dequantize" not in operator(n) and operator(n.args[0]) == CONV]
@@ -122,10 +133,14 @@ def test_frontend_b18_fixed_parameters_are_taken_and_nothing_observes_them():
     """B18: sigmoid gives 1/256, tanh 2/256 around 128."""
     model = Body(lambda m, x: m.b(torch.tanh(m.a(torch.sigmoid(x)))), a=conv(), b=conv(4))
     rules = By(
-        sigmoid=reads(U8, Levels(spec=Fixed(1 / 256, 0))), tanh=reads(U8, Levels(spec=Fixed(2 / 256, 128))),
-        conv2d=lambda n: layer(n, Levels(spec=Fixed(1 / 256, 0) if "sigmoid" in n.args[0].name else
-                                         Fixed(2 / 256, 128)), U8 if n.name == "conv2d" else None),
-    )  # fmt: skip
+        sigmoid=reads(U8, Levels(spec=Fixed(1 / 256, 0))),
+        tanh=reads(U8, Levels(spec=Fixed(2 / 256, 128))),
+        conv2d=lambda n: layer(
+            n,
+            Levels(spec=Fixed(1 / 256, 0) if "sigmoid" in n.args[0].name else Fixed(2 / 256, 128)),
+            U8 if n.name == "conv2d" else None,
+        ),
+    )
     stage = prepared(model, rules)
     assert set(stage.observers) == {"#0/input.args_0", "a#0/conv2d.0"}
     stage(X)
@@ -138,8 +153,10 @@ def test_frontend_b18_equal_fixed_parameters_on_both_sides_of_a_value_are_one():
     """B18: a value that is fixed where it is made and where it is read is rounded once, however many read it."""
     fixed = Levels(spec=Fixed(1 / 256, 0))
     model = Body(lambda m, x: (lambda y: y + torch.sigmoid(m.a(x)) + y)(torch.sigmoid(x[:, :1])), a=conv(3, 1))
-    rules = By(sigmoid=lambda n: Annotation(output=fixed), add=lambda n: Annotation(
-        {value: fixed for value in n.all_input_nodes if "sigmoid" in value.name}))  # fmt: skip
+    rules = By(
+        sigmoid=lambda n: Annotation(output=fixed),
+        add=lambda n: Annotation({value: fixed for value in n.all_input_nodes if "sigmoid" in value.name}),
+    )
     stage = prepared(model, rules)
     assert not stage.observers
     assert counts(reference(model, rules)) == "2:3:0"
@@ -234,6 +251,7 @@ def test_a_layer_quantized_while_the_model_runs():
 
 def test_frontend_c7_annotators_are_composed_and_a_later_one_leaves_alone_what_is_there():
     """C7: embedding, run-time linear and static convolution together."""
+
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -244,11 +262,13 @@ def test_frontend_c7_annotators_are_composed_and_a_later_one_leaves_alone_what_i
             return self.head(self.conv(x).mean((2, 3)))
 
     ids = torch.randint(0, 10, (2, 8, 8))
-    together = Composed([
-        By(embedding=lambda n: Annotation({n.args[0]: Levels("u8")})),
-        By(linear=lambda n: layer(n, Levels(spec=Dynamic("token")))),
-        By(conv2d=layer),
-    ])  # fmt: skip
+    together = Composed(
+        [
+            By(embedding=lambda n: Annotation({n.args[0]: Levels("u8")})),
+            By(linear=lambda n: layer(n, Levels(spec=Dynamic("token")))),
+            By(conv2d=layer),
+        ]
+    )
     stage = prepared(Net(), together, ids)
     assert [table.reason for table in stage.annotations.tables] == [None]
     assert [(r.name, r.dynamic) for r in stage.annotations.regions] == [("conv2d", False), ("linear", True)]
@@ -322,6 +342,7 @@ def test_an_observer_of_ones_own_chooses_the_parameters(tmp_path):
 
 def test_the_hook_replaces_the_observer_of_a_whole_group():
     """2.2: one site's spec, and all that share with it follow."""
+
     class Hooked(By):
         def specs(self, sites):
             (name,) = (site.name for site in sites if site.name.endswith("conv2d.0"))
@@ -350,8 +371,11 @@ def test_a_quantizer_is_one_or_annotates():
         Quantizer(patterns=["conv2d"], annotator=By())
 
 
-@pytest.mark.parametrize("body", [lambda m, x: m.a(x), lambda m, x: F.relu(m.a(x)), lambda m, x: torch.sin(m.a(x))],
-                         ids=["conv", "relu", "sin"])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [lambda m, x: m.a(x), lambda m, x: F.relu(m.a(x)), lambda m, x: torch.sin(m.a(x))],
+    ids=["conv", "relu", "sin"],
+)
 def test_results_leave_as_integers_whatever_an_annotator_says_of_them(body):
     annotator = By(conv2d=layer, relu=lambda n: Annotation())
     quantizer = Quantizer(annotator=annotator, outputs="int8")

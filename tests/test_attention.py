@@ -95,8 +95,11 @@ class Case:
 def drawn(case: Case) -> tuple[list[np.ndarray], np.ndarray | None]:
     """q, k, v as levels, and the mask."""
     draw, groups = np.random.default_rng(case.seed), case.heads // case.shared
-    shapes = [(case.batch, case.heads, case.queries, case.depth), (case.batch, groups, case.keys, case.depth),
-              (case.batch, groups, case.keys, case.width)]  # fmt: skip
+    shapes = [
+        (case.batch, case.heads, case.queries, case.depth),
+        (case.batch, groups, case.keys, case.depth),
+        (case.batch, groups, case.keys, case.width),
+    ]
     lows = (0, 1, 1)
     if case.extreme:
         found = [draw.choice([low, 255], shape).astype(np.uint8) for low, shape in zip(lows, shapes, strict=True)]
@@ -142,9 +145,17 @@ MEMORY = [Memory(1 << 20) for _ in range(5)]
 def run(case: Case, isa: str, threads: int) -> np.ndarray:
     (q, k, v), mask = drawn(case)
     out = np.full((*q.shape[:3], case.width), 99, np.uint8)
-    numbers = {"batch": case.batch, "heads": case.heads, "shared": case.shared, "queries": case.queries,
-               "keys": case.keys, "depth": case.depth, "width": case.width, "causal": int(case.causal),
-               "zero_q": case.zero}  # fmt: skip
+    numbers = {
+        "batch": case.batch,
+        "heads": case.heads,
+        "shared": case.shared,
+        "queries": case.queries,
+        "keys": case.keys,
+        "depth": case.depth,
+        "width": case.width,
+        "causal": int(case.causal),
+        "zero_q": case.zero,
+    }
     placed = {}
     for name, array, apart, memory in zip("qkvo", (q, k, v, out), (*case.apart, 3), MEMORY, strict=False):
         placed[name], address = strided(array, apart, memory)
@@ -168,11 +179,22 @@ def cases(draw) -> Case:
     shape = (batch, heads, queries, keys)[draw(st.integers(0, 2)) :]
     shape = tuple(size if draw(st.booleans()) else 1 for size in shape)
     return Case(
-        batch, heads, shared, queries, keys, draw(st.integers(1, 80)), draw(st.integers(1, 80)),
-        draw(st.sampled_from(["", "bool", "f32"])), shape, draw(st.booleans()),
-        draw(st.sampled_from([0.1, 2.0, 30.0, 1e5])), draw(st.sampled_from([0, 100, 128, 255])),
-        draw(st.integers(0, 2**16)), draw(st.booleans()), draw(st.tuples(*[st.integers(0, 9)] * 3)),
-    )  # fmt: skip
+        batch,
+        heads,
+        shared,
+        queries,
+        keys,
+        draw(st.integers(1, 80)),
+        draw(st.integers(1, 80)),
+        draw(st.sampled_from(["", "bool", "f32"])),
+        shape,
+        draw(st.booleans()),
+        draw(st.sampled_from([0.1, 2.0, 30.0, 1e5])),
+        draw(st.sampled_from([0, 100, 128, 255])),
+        draw(st.integers(0, 2**16)),
+        draw(st.booleans()),
+        draw(st.tuples(*[st.integers(0, 9)] * 3)),
+    )
 
 
 @pytest.mark.parametrize("isa", HERE)
@@ -233,9 +255,13 @@ def encoder(net: Net) -> tuple[str, ...]:
     x = net.quantize(net.input(N, H, 48))
     q, k, v = split(net, net.centred(net.linear(x, 3 * 4 * 20, zero_point=128, low=1)), 3, 4)
     masks = [
-        None, net.input(N, 1, 1, H, dtype=DType.BOOL), net.input(H, H), net.input(N, 4, H, H),
-        net.input(1, 1, H, 1, dtype=DType.BOOL), net.constant(np.float32([[[0]], [[-1]], [[-np.inf]], [[2]]])),
-    ]  # fmt: skip
+        None,
+        net.input(N, 1, 1, H, dtype=DType.BOOL),
+        net.input(H, H),
+        net.input(N, 4, H, H),
+        net.input(1, 1, H, 1, dtype=DType.BOOL),
+        net.constant(np.float32([[[0]], [[-1]], [[-np.inf]], [[2]]])),
+    ]
     found = [net.attention(q, k, v, mask) for mask in masks]
     return (*[net.linear(joined(net, y), 9, f32=True) for y in found[1:]], net.dequantize(found[0]))
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import intaglio
 import nets
 from intaglio.errors import InputError
-from intaglio.quant import Quantizer
+from intaglio.quant.recipes.recipe import Quantizer
 from intaglio.tune import Start
 from intaglio.tune.fallback import Search
 from nets import Body
@@ -159,10 +159,13 @@ def test_a_float_model_is_evaluated_as_in_use_and_never_changed():
 
 
 ODD = {
-    "returned None": lambda m: None, "returned nan": lambda m: float("nan"), "returned 'good'": lambda m: "good",
-    "a tensor of shape (3,)": lambda m: torch.ones(3), "raised ZeroDivisionError": lambda m: 1 / 0,
+    "returned None": lambda m: None,
+    "returned nan": lambda m: float("nan"),
+    "returned 'good'": lambda m: "good",
+    "a tensor of shape (3,)": lambda m: torch.ones(3),
+    "raised ZeroDivisionError": lambda m: 1 / 0,
     "returned (1+2j)": lambda m: 1 + 2j,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("problem", ODD)

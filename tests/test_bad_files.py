@@ -120,10 +120,16 @@ def places_in(value, path=()) -> Iterator[tuple]:
 
 
 JUNK = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.integers(-2, 300), st.floats(-1e300, 1e300),
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.integers(-2, 300),
+    st.floats(-1e300, 1e300),
     st.sampled_from(["", "x", "n", "/etc/passwd", "\n#error", "aten.erf.default", "u8", "island0"]),
-    st.just([]), st.just({}), st.lists(st.integers(-1, 5), max_size=4),
-)  # fmt: skip
+    st.just([]),
+    st.just({}),
+    st.lists(st.integers(-1, 5), max_size=4),
+)
 TEXTS = ("graph.json", "islands.json", "manifest.json", "texts.json")
 
 

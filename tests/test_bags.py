@@ -74,10 +74,14 @@ def test_kernels_are_their_meaning_and_that_is_torchs(bags, count, cuts, seed, w
         if op.attrs["ends"] and (len(call[1]) < 2 or call[1][-1] != count):  # torch's modes disagree about what is left
             continue
         wanted = F.embedding_bag(
-            call[0], table, call[1], mode=op.attrs["mode"], include_last_offset=op.attrs["ends"],
+            call[0],
+            table,
+            call[1],
+            mode=op.attrs["mode"],
+            include_last_offset=op.attrs["ends"],
             padding_idx=5 if op.attrs["padding"] == 5 else None,
             per_sample_weights=call[2] if op.attrs["weighted"] else None,
-        )  # fmt: skip
+        )
         torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -87,11 +91,16 @@ def test_the_comparison_sees_a_bag_less(bags):
     assert not torch.equal(model(ids, offsets, weights)[0], graph(ids, offsets - (offsets > 3).long(), weights)[0])
 
 
-@pytest.mark.parametrize("change", [
-    lambda ids, offsets: (ids - 30, offsets), lambda ids, offsets: (ids + ROWS, offsets),
-    lambda ids, offsets: (ids, offsets + 1), lambda ids, offsets: (ids, offsets * 100),
-    lambda ids, offsets: (ids, offsets * torch.tensor([0, 1, -1])),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda ids, offsets: (ids - 30, offsets),
+        lambda ids, offsets: (ids + ROWS, offsets),
+        lambda ids, offsets: (ids, offsets + 1),
+        lambda ids, offsets: (ids, offsets * 100),
+        lambda ids, offsets: (ids, offsets * torch.tensor([0, 1, -1])),
+    ],
+)
 def test_ids_and_offsets_that_lead_outside_are_errors(bags, change):
     graph, model = bags
     ids, offsets, weights = some(9, [2, 4], 0)
@@ -115,8 +124,9 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_frontend_c6_and_backend_30_a_bag_is_one_operator(name, recipe):
     settings, example = CALLS[name]
-    model = randomize(Body(lambda m, *x: m.last(m.bag(*x)), bag=nn.EmbeddingBag(50, 21, **settings),
-                           last=nn.Linear(21, 3)))  # fmt: skip
+    model = randomize(
+        Body(lambda m, *x: m.last(m.bag(*x)), bag=nn.EmbeddingBag(50, 21, **settings), last=nn.Linear(21, 3))
+    )
     call = example(4)
     reference, graph = quantized(model, *call, recipe=recipe)
     assert not graph.islands
@@ -189,13 +199,21 @@ def test_graphs_that_lead_the_kernel_astray_are_refused():
     (op,) = graph.ops
     table, ids, offsets, scales, zeros = op.inputs
     for bad in (
-        changed(graph, attrs={**op.attrs, "mode": "median"}), changed(graph, attrs={**op.attrs, "ends": 2}),
-        changed(graph, attrs={**op.attrs, "weighted": True}), changed(graph, inputs=(table, ids, offsets, scales)),
+        changed(graph, attrs={**op.attrs, "mode": "median"}),
+        changed(graph, attrs={**op.attrs, "ends": 2}),
+        changed(graph, attrs={**op.attrs, "weighted": True}),
+        changed(graph, inputs=(table, ids, offsets, scales)),
         changed(graph, inputs=(table, offsets, ids, scales, ids)),
-        changed(graph, types={scales: TensorType((49,), F32)}), changed(graph, types={ids: TensorType((9,), F32)}),
+        changed(graph, types={scales: TensorType((49,), F32)}),
+        changed(graph, types={ids: TensorType((9,), F32)}),
         changed(graph, types={op.output: TensorType((3, 22), F32)}),
-        Graph((*graph.inputs, zeros), graph.outputs, graph.types, graph.ops,
-              {name: array for name, array in graph.constants.items() if name != zeros}),
-    ):  # fmt: skip
+        Graph(
+            (*graph.inputs, zeros),
+            graph.outputs,
+            graph.types,
+            graph.ops,
+            {name: array for name, array in graph.constants.items() if name != zeros},
+        ),
+    ):
         with pytest.raises(ValueError, match=r"embedding_bag|shorter|longer"):
             check_graph(bad)

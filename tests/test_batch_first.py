@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from intaglio.capture import capture, run
-from intaglio.capture.canonical import copy_graph
-from intaglio.capture.moves import batch_first
-from intaglio.capture.nodes import operator, tensor_type
+from intaglio.fxgraph.batch_first import batch_first
+from intaglio.fxgraph.graph_passes import copy_graph
+from intaglio.fxgraph.nodes import operator, tensor_type
 from intaglio.ir import DType, TensorType, symbols_of
-from intaglio.quant.passes import PTQ_PASSES
+from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
+from intaglio.tracing import capture, run
 from nets import Body
 
 ATEN = torch.ops.aten
@@ -68,7 +68,7 @@ CARRIED = {
     ),
     "heads": lambda m, x: m.a(x.permute(1, 0, 2)).reshape(7, x.shape[0] * 4, 3).transpose(0, 1).view(-1, 4, 7, 3),
     "a part of the channels": lambda m, x: m.a(x.transpose(0, 1))[..., 4:10].permute(1, 2, 0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CARRIED)

@@ -42,7 +42,9 @@ def line(network="resnet18", batch=1, threads=2, *, commit="abc", idle=True, ima
 
 def test_a_table_for_each_batch_and_number_of_threads(models):
     lines = [line(intaglio=4.5, openvino_int8=5.25), line("vgg11", batch=16, intaglio=70.0, openvino_int8=64.0)]
-    assert models.tables(lines) == """\
+    assert (
+        models.tables(lines)
+        == """\
 Batch 1, 2 threads, best in ms
 
 | network | limit | intaglio | of the limit | OpenVINO int8 |
@@ -55,6 +57,7 @@ Batch 16, 2 threads, best in ms
 | --- | --- | --- | --- | --- |
 | vgg11 | 4 | 70 | 6 % | **64** |
 """
+    )
 
 
 def test_the_last_line_of_a_cell_counts(models):

@@ -97,9 +97,18 @@ def run(case: Case, isa: str, threads: int) -> np.ndarray:
     def outer(x: np.ndarray) -> list[int]:
         return [0 if size == 1 else step for size, step in zip(x.shape[:2], x.strides[:2], strict=True)]
 
-    numbers = {"b": address[id(b)], "depth_apart": b.strides[2], "column_apart": b.strides[3], "batch": wide[0],
-               "heads": wide[1], "rows": case.rows, "depth": case.depth, "columns": case.columns, "zero_a": case.zero,
-               "table": TABLE.ctypes.data if case.table else 0}  # fmt: skip
+    numbers = {
+        "b": address[id(b)],
+        "depth_apart": b.strides[2],
+        "column_apart": b.strides[3],
+        "batch": wide[0],
+        "heads": wide[1],
+        "rows": case.rows,
+        "depth": case.depth,
+        "columns": case.columns,
+        "zero_a": case.zero,
+        "table": TABLE.ctypes.data if case.table else 0,
+    }
     numbers |= dict(zip(("b_batch", "b_head"), outer(b), strict=True))
     for name, x in (("a", a), ("out", out)):
         batch, head = outer(x)
@@ -120,10 +129,19 @@ def cases(draw) -> Case:
         outer_b = (1, *outer_b[1:])
     floats = draw(st.booleans())
     return Case(
-        outer_a, outer_b, draw(st.integers(0, 60)), draw(st.integers(1, 100)), draw(st.integers(1, 150)),
-        tuple(draw(st.permutations(range(4)))), draw(st.integers(0, 5)), draw(st.sampled_from([0, 100, 255])), floats,
-        not floats and draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 2**16)),
-    )  # fmt: skip
+        outer_a,
+        outer_b,
+        draw(st.integers(0, 60)),
+        draw(st.integers(1, 100)),
+        draw(st.integers(1, 150)),
+        tuple(draw(st.permutations(range(4)))),
+        draw(st.integers(0, 5)),
+        draw(st.sampled_from([0, 100, 255])),
+        floats,
+        not floats and draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.integers(0, 2**16)),
+    )
 
 
 @pytest.mark.parametrize("isa", HERE)

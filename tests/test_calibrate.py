@@ -9,10 +9,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nets
 from compare import captured_net
-from intaglio.capture import capture
 from intaglio.errors import ArtifactError, CalibrationError, InputError
-from intaglio.quant import Binder, Quantizer, Ranges, Recipe, calibrate, convert, peek, prepare
-from intaglio.quant.data import binder_for
+from intaglio.quant.calibrate.batches import Binder, binder_for, peek
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.calibrate.ranges import Ranges
+from intaglio.quant.qdq.convert import convert
+from intaglio.quant.recipes.recipe import Quantizer, Recipe
+from intaglio.tracing import capture
 from nets import Body
 
 MODEL, CAPTURED = captured_net(nets.MaxPoolNet)
@@ -81,15 +85,22 @@ def test_a_prepared_model_is_the_float_model():
     torch.testing.assert_close(fresh()(X), MODEL(X), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("data", "problem"), [
-    ([], "no batch: the iterable is empty"), (iter(()), "used up before"),
-    (7, "expected an iterable of batches, got int"),
-    (["text"], "a batch is a str"), ([{"y": X}], r"a batch has keys \['y'\]; forward takes \['x'\]"),
-    ([X[:0], X[:0]], "2 batches without a single sample"),
-    ([X, X[:, :2]], r"batch 1, input 'x': shape \[12, 2, 13, 13\]; the model takes \[n, 3, 13, 13\]"),
-    ([X.double()], "batch 0, input 'x': element type torch.float64"), ([X.numpy()], "a batch is a ndarray"),
-    ([(LABELS, X)], "batch 0, input 'x': element type torch.int64"), ([None], "a batch is a NoneType"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ([], "no batch: the iterable is empty"),
+        (iter(()), "used up before"),
+        (7, "expected an iterable of batches, got int"),
+        (["text"], "a batch is a str"),
+        ([{"y": X}], r"a batch has keys \['y'\]; forward takes \['x'\]"),
+        ([X[:0], X[:0]], "2 batches without a single sample"),
+        ([X, X[:, :2]], r"batch 1, input 'x': shape \[12, 2, 13, 13\]; the model takes \[n, 3, 13, 13\]"),
+        ([X.double()], "batch 0, input 'x': element type torch.float64"),
+        ([X.numpy()], "a batch is a ndarray"),
+        ([(LABELS, X)], "batch 0, input 'x': element type torch.int64"),
+        ([None], "a batch is a NoneType"),
+    ],
+)
 def test_case_10_data_that_cannot_be_used_is_named_and_changes_nothing(data, problem):
     prepared = fresh()
     with pytest.raises(CalibrationError, match=problem):
@@ -108,10 +119,14 @@ def test_case_8_an_empty_batch_among_others_counts_nothing():
     assert calibrate(fresh(), [X[:0], X]).statistics == calibrate(fresh(), [X]).statistics
 
 
-@pytest.mark.parametrize(("poison", "problem"), [
-    (float("nan"), "2 NaN and 0 infinite values among 6084"), (float("inf"), "0 NaN and 2 infinite values"),
-    (-float("inf"), "0 NaN and 2 infinite values"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("poison", "problem"),
+    [
+        (float("nan"), "2 NaN and 0 infinite values among 6084"),
+        (float("inf"), "0 NaN and 2 infinite values"),
+        (-float("inf"), "0 NaN and 2 infinite values"),
+    ],
+)
 def test_frontend_a19_cases_12_13_nan_and_infinities_name_site_batch_and_count(poison, problem):
     bad = X.clone()
     bad[3, 1, 2, 3:5] = poison
@@ -196,10 +211,18 @@ class Two(nn.Module):
 A, B = torch.randn(2, 5, 4).unbind(0)
 
 
-@pytest.mark.parametrize("item", [
-    (A, B), [A, B], (A, B, LABELS), ((A, B), LABELS), {"left": A, "right": B}, {"right": B, "left": A, "label": LABELS},
-    ({"right": B, "left": A}, LABELS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "item",
+    [
+        (A, B),
+        [A, B],
+        (A, B, LABELS),
+        ((A, B), LABELS),
+        {"left": A, "right": B},
+        {"right": B, "left": A, "label": LABELS},
+        ({"right": B, "left": A}, LABELS),
+    ],
+)
 def test_items_for_a_model_of_two_inputs(item):
     prepared = prepare(capture(nets.randomize(Two()), (A, B)))
     statistics = calibrate(prepared, [item]).statistics

@@ -85,18 +85,30 @@ def test_the_model_runs_once_a_batch_and_track_however_many_callbacks_ask():
     handle.define("seen(Tensor x) -> Tensor")
     handle.impl("seen", lambda x: calls.append(len(x)) or x.clone(), "CPU")
     handle.impl("seen", torch.empty_like, "Meta")
-    model = nets.randomize(Body(lambda m, x: m.d(F.relu(m.c(torch.ops.intaglio_tests_count.seen(x)))),
-                                c=nn.Conv2d(3, 8, 3), d=nn.Conv2d(8, 4, 3)))  # fmt: skip
+    model = nets.randomize(
+        Body(
+            lambda m, x: m.d(F.relu(m.c(torch.ops.intaglio_tests_count.seen(x)))),
+            c=nn.Conv2d(3, 8, 3),
+            d=nn.Conv2d(8, 4, 3),
+        )
+    )
     ready = prepared(Watching(), model)
     calls.clear()
     intaglio.Calibrator(ready, DATA).calibrate()
     assert len(calls) == 3 * len(DATA), "counting, and both tracks"
 
 
-@pytest.mark.parametrize(("given", "scale", "zero"), [
-    ((0.05, 100), 0.05, 100), ((-1.0, 1.55), 0.01, 100), ((1.0, 2.55), 0.01, 0), ((-2.55, -1), 0.01, 255),
-    (QParams((0.25,), (7,), 0, 255), 0.25, 7), ((np.float32(0.05), np.int64(3)), 0.05, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "scale", "zero"),
+    [
+        ((0.05, 100), 0.05, 100),
+        ((-1.0, 1.55), 0.01, 100),
+        ((1.0, 2.55), 0.01, 0),
+        ((-2.55, -1), 0.01, 255),
+        (QParams((0.25,), (7,), 0, 255), 0.25, 7),
+        ((np.float32(0.05), np.int64(3)), 0.05, 3),
+    ],
+)
 def test_parameters_may_be_said_in_three_ways(given, scale, zero):
     ready = prepared(Watching(lambda info: {info.sites.inputs[0]: given} if info.sites.output else {}))
     ranges = intaglio.Calibrator(ready, DATA).calibrate()
@@ -130,15 +142,18 @@ def test_weights_take_one_scale_or_one_a_channel():
     assert set(reference.qparams["d.weight"].scales) == {0.125}
 
 
-@pytest.mark.parametrize(("found", "problem"), [
-    (lambda info: {"elsewhere": (0.0, 1.0)}, "'elsewhere' is no site of the region"),
-    (lambda info: {info.sites.bias: (0.1, 0)}, "is a bias, whose scale is the product of two others"),
-    (lambda info: {info.sites.weight: (0.1, 3)}, "with zero point 0"),
-    (lambda info: {info.sites.inputs[0]: (0.1, 300)}, r"a zero point outside \[0, 255\]"),
-    (lambda info: {info.sites.inputs[0]: (1.0, -1.0)}, "a range is a low and a high number"),
-    (lambda info: {info.sites.inputs[0]: (-1.0, float("nan"))}, "a range is a low|not finite"),
-    (lambda info: {info.sites.inputs[0]: QParams((1.0,), (0,), -128, 127)}, "the site is"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [
+        (lambda info: {"elsewhere": (0.0, 1.0)}, "'elsewhere' is no site of the region"),
+        (lambda info: {info.sites.bias: (0.1, 0)}, "is a bias, whose scale is the product of two others"),
+        (lambda info: {info.sites.weight: (0.1, 3)}, "with zero point 0"),
+        (lambda info: {info.sites.inputs[0]: (0.1, 300)}, r"a zero point outside \[0, 255\]"),
+        (lambda info: {info.sites.inputs[0]: (1.0, -1.0)}, "a range is a low and a high number"),
+        (lambda info: {info.sites.inputs[0]: (-1.0, float("nan"))}, "a range is a low|not finite"),
+        (lambda info: {info.sites.inputs[0]: QParams((1.0,), (0,), -128, 127)}, "the site is"),
+    ],
+)
 def test_what_a_site_cannot_have_is_refused(found, problem):
     with pytest.raises(CalibrationError, match=problem):
         intaglio.Calibrator(prepared(Watching(found)), DATA).calibrate()
@@ -180,8 +195,15 @@ def test_choices_can_be_compared_before_one_is_made():
         name, found = info.sites.inputs[0], []
         for high in (0.1, 1.0, 4.0):
             trial = info.with_parameters({name: (-high, high)})
-            found.append((sum(float(F.mse_loss(trial.quantized_outputs(b)[0], info.unquantized_outputs(b)[0]))
-                              for b in range(info.batches)), high))  # fmt: skip
+            found.append(
+                (
+                    sum(
+                        float(F.mse_loss(trial.quantized_outputs(b)[0], info.unquantized_outputs(b)[0]))
+                        for b in range(info.batches)
+                    ),
+                    high,
+                )
+            )
         return {name: (-min(found)[1], min(found)[1])} if name not in info.settled else {}
 
     ranges = intaglio.Calibrator(prepared(Watching(least)), DATA).calibrate()
@@ -191,8 +213,10 @@ def test_choices_can_be_compared_before_one_is_made():
 @pytest.mark.parametrize("cache", [0, 1 << 30])
 def test_where_values_wait_changes_nothing(cache):
     ready = prepared(intaglio.AverageMaxCalibrationCallback())
-    assert intaglio.Calibrator(ready, DATA, cache=cache).calibrate().parameters == \
-        intaglio.Calibrator(ready, DATA).calibrate().parameters  # fmt: skip
+    assert (
+        intaglio.Calibrator(ready, DATA, cache=cache).calibrate().parameters
+        == intaglio.Calibrator(ready, DATA).calibrate().parameters
+    )
 
 
 def test_global_parameters_are_every_activations():

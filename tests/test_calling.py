@@ -17,7 +17,7 @@ import nets
 from compare import quantized, sqnr
 from intaglio.errors import CalibrationError, CaptureError, InputError, UnsupportedError
 from intaglio.ir import Expression
-from intaglio.quant.data import binder_for
+from intaglio.quant.calibrate.batches import binder_for
 from models import assert_same, built, picture
 from nets import Body
 
@@ -170,9 +170,11 @@ def test_calibration_batches_of_any_memory_give_the_same_ranges(form):
     assert found.statistics[site] == plain.statistics[site]
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad,
-                                  lambda: torch.autocast("cpu", torch.bfloat16)],
-                         ids=["inference", "no_grad", "enable_grad", "autocast"])  # fmt: skip
+@pytest.mark.parametrize(
+    "mode",
+    [torch.inference_mode, torch.no_grad, torch.enable_grad, lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["inference", "no_grad", "enable_grad", "autocast"],
+)
 def test_calibration_24_the_mode_around_the_whole_way_changes_nothing(mode):
     """Calibration case 24: under autocast too, the captured graph, ranges and integers are those without it."""
     model = nets.randomize(nn.Sequential(conv(), nn.ReLU(), nn.Conv2d(4, 2, 1)))

@@ -9,11 +9,14 @@ from torch.nn import functional as F
 
 import nets
 from compare import captured_net
-from intaglio.capture import CAPTURE_PASSES, capture
-from intaglio.capture.export import _functional
 from intaglio.errors import CaptureError, InputError
 from intaglio.ir import Expression
-from intaglio.quant import Quantizer, Recipe, calibrate, convert, prepare
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.qdq.convert import convert
+from intaglio.quant.recipes.recipe import Quantizer, Recipe
+from intaglio.tracing import CAPTURE_PASSES, capture
+from intaglio.tracing.torch_export import _functional
 from nets import Body
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -186,11 +189,16 @@ def test_frontend_b5_results_keep_their_structure_constants_and_repeats():
     torch.testing.assert_close((got["a"], got["b"][0]), (wanted["a"], wanted["b"][0]))
 
 
-@pytest.mark.parametrize(("wrong", "problem"), [
-    (torch.zeros(2, 4, 8, 8), r"shape \[2, 4, 8, 8\]; the model takes \[n, 3, 8, 8\]"),
-    (torch.zeros(3, 8, 8), r"shape \[3, 8, 8\]"), (X.double(), "element type torch.float64; the model takes f32"),
-    (X.numpy(), "ndarray; the model takes a tensor here"), (None, "NoneType"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        (torch.zeros(2, 4, 8, 8), r"shape \[2, 4, 8, 8\]; the model takes \[n, 3, 8, 8\]"),
+        (torch.zeros(3, 8, 8), r"shape \[3, 8, 8\]"),
+        (X.double(), "element type torch.float64; the model takes f32"),
+        (X.numpy(), "ndarray; the model takes a tensor here"),
+        (None, "NoneType"),
+    ],
+)
 def test_inputs_that_do_not_fit_are_named(wrong, problem):
     captured = capture(body(lambda m, x: m.c(x), c=conv()), X)
     with pytest.raises(InputError, match=f"input 'args_0': .*{problem}"):
@@ -260,8 +268,9 @@ def test_calls_of_one_module_have_numbered_paths_and_operators_a_source_line():
 def test_casts_that_change_nothing_leave_no_reader_behind():
     model = body(lambda m, x: F.relu(m.c(x).float().contiguous()), c=conv())
     assert [str(n.target) for n in capture(model, X).module.graph.nodes if n.op == "call_function"] == [
-        "aten.conv2d.default", "aten.relu.default"
-    ]  # fmt: skip
+        "aten.conv2d.default",
+        "aten.relu.default",
+    ]
 
 
 @pytest.mark.parametrize("net", [nets.InplaceMutations, nets.OptionA], ids=lambda net: net.__name__)

@@ -23,8 +23,8 @@ import intaglio
 import nets
 from compare import assert_equal_levels, kinds, quantized, sqnr
 from harness import HERE
-from intaglio.capture.nodes import operator
 from intaglio.errors import IntaglioError, SelectorError, UnsupportedError
+from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType
 from intaglio.lower import plan
 from intaglio.lower.regions import QUANTIZE
@@ -47,9 +47,7 @@ def concatenation():
 def test_backend_15_nothing_stands_around_a_concatenation_of_equal_scales():
     """Case 15."""
     reference, lowered = quantized(concatenation(), X)
-    assert kinds(lowered) == [
-        "quantize", "conv2d", "requantize", "conv2d", "requantize", "cat", "conv2d", "dequantize"
-    ]  # fmt: skip
+    assert kinds(lowered) == ["quantize", "conv2d", "requantize", "conv2d", "requantize", "cat", "conv2d", "dequantize"]
     assert_equal_levels(reference, lowered, X)
 
 
@@ -69,9 +67,12 @@ def test_backend_16_operands_of_other_scales_are_requantized_before_a_concatenat
 
 
 IDLE = {
-    "times one": lambda x: x * 1, "one times": lambda x: 1.0 * x, "plus zero": lambda x: x + 0,
-    "minus zero": lambda x: x - 0.0, "by one": lambda x: x / 1.0,
-}  # fmt: skip
+    "times one": lambda x: x * 1,
+    "one times": lambda x: 1.0 * x,
+    "plus zero": lambda x: x + 0,
+    "minus zero": lambda x: x - 0.0,
+    "by one": lambda x: x / 1.0,
+}
 
 
 @pytest.mark.parametrize("name", IDLE)
@@ -321,9 +322,18 @@ def test_backend_35_a_reference_model_of_others_is_fused(backend, isa):
     reference = intaglio.from_qdq(given, X)
     lowered = intaglio.requantize(reference)
     assert kinds(lowered) == [
-        "quantize", "conv2d", "requantize", "max_pool2d", "conv2d", "requantize", "add", "reshape", "linear",
-        "requantize", "dequantize",
-    ]  # fmt: skip
+        "quantize",
+        "conv2d",
+        "requantize",
+        "max_pool2d",
+        "conv2d",
+        "requantize",
+        "add",
+        "reshape",
+        "linear",
+        "requantize",
+        "dequantize",
+    ]
     step = [q.step for q in reference.qparams.values()][-1]
     assert ((reference(X) - given(X)).abs() / step).max() < 2.01
     native = intaglio.compile(lowered, isa=isa)
@@ -372,8 +382,13 @@ def by_us(stage: str):
     prepared = intaglio.prepare(captured)
     prepared(torch.randn(4, 8))
     reference = intaglio.convert(prepared)
-    return {"captured": captured, "reference": reference, "lowered": intaglio.requantize(reference),
-            "part": nn.Sequential(intaglio.compile(reference), nn.ReLU()), "module": reference.as_module()}[stage]
+    return {
+        "captured": captured,
+        "reference": reference,
+        "lowered": intaglio.requantize(reference),
+        "part": nn.Sequential(intaglio.compile(reference), nn.ReLU()),
+        "module": reference.as_module(),
+    }[stage]
 
 
 def define_by_run() -> nn.Module:
@@ -392,7 +407,7 @@ ALREADY = {
     "packed weights": (packed, "Quantize): quantized already", "float model"),
     "packed and dynamic": (lambda: quantize_dynamic(nn.Sequential(nn.Linear(8, 4))), "0 (Linear)", "float model"),
     "prepared elsewhere": (lambda: packed(True), "HistogramObserver", "from_qdq"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ALREADY)

@@ -92,7 +92,7 @@ BLOCKS = {
     "conv": (lambda: randomize(nn.Conv2d(3, 20, 3, padding=1)), IMAGE, ["conv2d + dequantize"]),
     "ffn": (ffn, TOKENS, FFN),
     "attention": (attention, TOKENS, ATTENTION),
-}  # fmt: skip
+}
 HALVES = {
     "bfloat16": (nn.Module.bfloat16, torch.bfloat16),
     "float16": (nn.Module.half, torch.float16),
@@ -154,10 +154,14 @@ def test_backend_31_other_element_types_stay_outside_and_equal(name):
 
 def test_backend_6_33_epilogues_and_products_at_once_in_many_shapes():
     """Cases 6 and 33: batches and lengths back and forth, from several threads."""
-    model = randomize(Body(
-        lambda m, x, y: (m.a(x) @ m.b(x).transpose(1, 2) / 4).relu() @ (m.c(x) * y),
-        a=nn.Linear(16, 8), b=nn.Linear(16, 8), c=nn.Linear(16, 20),
-    ))  # fmt: skip
+    model = randomize(
+        Body(
+            lambda m, x, y: (m.a(x) @ m.b(x).transpose(1, 2) / 4).relu() @ (m.c(x) * y),
+            a=nn.Linear(16, 8),
+            b=nn.Linear(16, 8),
+            c=nn.Linear(16, 20),
+        )
+    )
     _, lowered = quantized(model, TOKENS, torch.randn(4, 5, 20))
     compiled = intaglio.compile(lowered)
     calls = [(TOKENS[: 1 + i % 4], torch.randn(1 + i % 4, 5, 20)) for i in range(24)]

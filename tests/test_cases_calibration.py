@@ -12,12 +12,14 @@ import intaglio
 import nets
 from compare import assert_equal_levels, captured_net, kinds, quantized, sqnr
 from intaglio import numerics
-from intaglio.capture import capture
 from intaglio.errors import ArtifactError, CalibrationError
 from intaglio.lower.integer import requantize
-from intaglio.quant import Ranges, Statistics, calibrate, convert, prepare
-from intaglio.quant.convert import decomposed
-from intaglio.quant.prepare import Observer
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.prepare import Observer, prepare
+from intaglio.quant.calibrate.ranges import Ranges
+from intaglio.quant.calibrate.tensor_statistics import Statistics
+from intaglio.quant.qdq.convert import convert, decomposed
+from intaglio.tracing import capture
 from nets import Body
 
 MODEL, CAPTURED = captured_net(nets.MaxPoolNet)

@@ -13,7 +13,11 @@ import intaglio
 import nets
 from compare import assert_equal_levels, captured_net, kinds, lowered, quantized, sqnr
 from intaglio.errors import ArtifactError
-from intaglio.quant import Quantizer, Ranges, Recipe, calibrate, convert, prepare
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.calibrate.ranges import Ranges
+from intaglio.quant.qdq.convert import convert
+from intaglio.quant.recipes.recipe import Quantizer, Recipe
 from models import assert_same, compiled, picture
 from nets import Body
 

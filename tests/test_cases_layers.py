@@ -30,8 +30,10 @@ def partitions(lowered) -> list[list[str]]:
 class Bottleneck(nn.Module):
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
-        self.a, self.b, self.c = (nn.Conv2d(*sizes, bias=False) for sizes in (
-            (inputs, width, 1), (width, width, 3, stride, 1), (width, 4 * width, 1)))  # fmt: skip
+        self.a, self.b, self.c = (
+            nn.Conv2d(*sizes, bias=False)
+            for sizes in ((inputs, width, 1), (width, width, 3, stride, 1), (width, 4 * width, 1))
+        )
         self.na, self.nb, self.nc = nn.BatchNorm2d(width), nn.BatchNorm2d(width), nn.BatchNorm2d(4 * width)
         self.down = nn.Conv2d(inputs, 4 * width, 1, stride) if stride > 1 or inputs != 4 * width else None
 
@@ -43,8 +45,18 @@ class Bottleneck(nn.Module):
 def test_backend_5_a_residual_net_is_int8_from_end_to_end():
     torch.manual_seed(0)
     blocks = [Bottleneck(16, 8, 1), Bottleneck(32, 8, 1), Bottleneck(32, 16, 2), Bottleneck(64, 16, 1)]
-    model = randomize(nn.Sequential(nn.Conv2d(3, 16, 7, 2, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(3, 2, 1),
-                                    *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)))  # fmt: skip
+    model = randomize(
+        nn.Sequential(
+            nn.Conv2d(3, 16, 7, 2, 3),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1),
+            *blocks,
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(64, 10),
+        )
+    )
     x = torch.randn(64, 3, 32, 32, generator=DRAW)
     reference, lowered = stages(model, x)
     kinds = [kind for step in partitions(lowered) for kind in step]
@@ -89,10 +101,16 @@ def test_frontend_c1_a_chain_between_ends_is_one_loop_with_an_exact_tail(name, i
 
 
 UNARY = {
-    "relu": F.relu, "relu6": F.relu6, "hardtanh": lambda x: F.hardtanh(x, -0.3, 0.7), "hardswish": F.hardswish,
-    "silu": F.silu, "leaky_relu": F.leaky_relu, "tanh": torch.tanh, "gelu": F.gelu,
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "hardtanh": lambda x: F.hardtanh(x, -0.3, 0.7),
+    "hardswish": F.hardswish,
+    "silu": F.silu,
+    "leaky_relu": F.leaky_relu,
+    "tanh": torch.tanh,
+    "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("quantized", [False, True])

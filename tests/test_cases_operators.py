@@ -56,15 +56,27 @@ def folded(anchor: nn.Module, norm: nn.Module) -> nn.Module:
 
 
 INPLACE = {
-    "relu": lambda x: F.relu_(x), "relu6": lambda x: F.relu6(x, inplace=True), "leaky_relu": lambda x: F.leaky_relu_(x),
-    "sigmoid": lambda x: x.sigmoid_(), "tanh": lambda x: x.tanh_(), "hardswish": lambda x: F.hardswish(x, inplace=True),
-    "hardsigmoid": lambda x: F.hardsigmoid(x, inplace=True), "silu": lambda x: F.silu(x, inplace=True),
-    "mish": lambda x: F.mish(x, inplace=True), "elu": lambda x: F.elu_(x), "abs": lambda x: x.abs_(),
-    "square": lambda x: x.square_(), "round": lambda x: (x.mul_(8)).round_(), "exp": lambda x: x.exp_(),
-    "clamp": lambda x: x.clamp_(-1, 0.5), "clamp from below": lambda x: x.clamp_(min=-0.5),
-    "clamp from above": lambda x: x.clamp_(max=0.5), "clamp to infinity": lambda x: x.clamp_(-torch.inf, 0.7),
-    "hardsigmoid times x": lambda x: x * F.hardsigmoid(x), "selu": lambda x: F.selu_(x),
-}  # fmt: skip
+    "relu": lambda x: F.relu_(x),
+    "relu6": lambda x: F.relu6(x, inplace=True),
+    "leaky_relu": lambda x: F.leaky_relu_(x),
+    "sigmoid": lambda x: x.sigmoid_(),
+    "tanh": lambda x: x.tanh_(),
+    "hardswish": lambda x: F.hardswish(x, inplace=True),
+    "hardsigmoid": lambda x: F.hardsigmoid(x, inplace=True),
+    "silu": lambda x: F.silu(x, inplace=True),
+    "mish": lambda x: F.mish(x, inplace=True),
+    "elu": lambda x: F.elu_(x),
+    "abs": lambda x: x.abs_(),
+    "square": lambda x: x.square_(),
+    "round": lambda x: (x.mul_(8)).round_(),
+    "exp": lambda x: x.exp_(),
+    "clamp": lambda x: x.clamp_(-1, 0.5),
+    "clamp from below": lambda x: x.clamp_(min=-0.5),
+    "clamp from above": lambda x: x.clamp_(max=0.5),
+    "clamp to infinity": lambda x: x.clamp_(-torch.inf, 0.7),
+    "hardsigmoid times x": lambda x: x * F.hardsigmoid(x),
+    "selu": lambda x: F.selu_(x),
+}
 """Activations as they write over their operand."""
 
 

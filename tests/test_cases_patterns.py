@@ -110,8 +110,9 @@ def test_defect_d6_scales_per_channel_are_each_channels_own(layer):
         layer.bias[2] = 0
     shape = (8,) if isinstance(layer, nn.Linear) else (3, 8, 8)
     x = torch.randn(8, *shape, generator=DRAW)
-    reference, lowered = stages(model, [x], *("conv2d", "conv_transpose2d", "linear"),
-                                calibration=AverageMaxCalibrationCallback())  # fmt: skip
+    reference, lowered = stages(
+        model, [x], *("conv2d", "conv_transpose2d", "linear"), calibration=AverageMaxCalibrationCallback()
+    )
     absmax = layer.weight.detach().movedim(axis, 0).flatten(1).abs().amax(1).numpy()
     assert reference.qparams["0.weight"].scales == tuple(map(float, numerics.symmetric(absmax, 127)))
     assert reference.qparams["0.weight"].scales[2] == 1, "a channel of zeros"
@@ -143,10 +144,14 @@ def test_defect_d7_a_model_of_several_results_gives_them_all():
         assert torch.equal(found["b"][1], x)
 
 
-@pytest.mark.parametrize("body", [
-    lambda m, x: m.c(x) + (y := m.c(x)) * y, lambda m, x: (y := F.relu(x)) + y,
-    lambda m, x: torch.cat([x * x, x * x], 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: m.c(x) + (y := m.c(x)) * y,
+        lambda m, x: (y := F.relu(x)) + y,
+        lambda m, x: torch.cat([x * x, x * x], 1),
+    ],
+)
 def test_defect_d8_case_31_a_value_read_twice_has_one_site(body):
     model = nets.randomize(Body(body, c=nn.Linear(4, 4)))
     x = torch.rand(8, 4, generator=DRAW)

@@ -15,11 +15,26 @@ import intaglio
 import nets
 from compare import captured_net
 from intaglio import numerics
-from intaglio.capture import capture
 from intaglio.errors import CalibrationError, SelectorError
-from intaglio.quant import METHODS, Image, Quantizer, Ranges, Recipe, Setting, Statistics, calibrate, convert, prepare
-from intaglio.quant.methods import average, channel_ranges, ema, kl, method_of, minmax, mse, percentile
-from intaglio.quant.prepare import Observer
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.prepare import Observer, prepare
+from intaglio.quant.calibrate.range_methods import (
+    METHODS,
+    average,
+    channel_ranges,
+    ema,
+    kl,
+    method_of,
+    minmax,
+    mse,
+    percentile,
+)
+from intaglio.quant.calibrate.ranges import Ranges
+from intaglio.quant.calibrate.tensor_statistics import Statistics
+from intaglio.quant.qdq.convert import convert
+from intaglio.quant.recipes.image import Image
+from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
+from intaglio.tracing import capture
 from nets import Body
 
 MODEL, CAPTURED = captured_net(nets.MaxPoolNet)
@@ -232,9 +247,11 @@ def divergence(x: np.ndarray, low: float, high: float) -> float:
 def test_case_52_kl_never_tells_less_of_a_distribution_than_min_max(name):
     rng = np.random.default_rng(1)
     draws = {
-        "normal": normal(20_000), "laplace": rng.laplace(size=20_000), "relu": np.maximum(normal(20_000), 0),
+        "normal": normal(20_000),
+        "laplace": rng.laplace(size=20_000),
+        "relu": np.maximum(normal(20_000), 0),
         "student": rng.standard_t(3, 20_000),
-    }  # fmt: skip
+    }
     x = draws[name].astype(np.float32)
     x = x[x != 0]
     chosen, full = kl(of(x)), minmax(of(x))
@@ -245,7 +262,7 @@ def test_case_52_kl_never_tells_less_of_a_distribution_than_min_max(name):
 @pytest.mark.parametrize("method", ["kl", "mse"])
 @given(hnp.arrays(np.float32, st.integers(0, 50), elements=FINITE))
 def test_case_52_searches_end_after_a_hundred_ranges_and_none_is_worse_than_the_start(method, x):
-    from intaglio.quant import methods
+    from intaglio.quant.calibrate.calibration_loop import range_methods as methods
 
     tried, made = [], of(x)
     histogram = methods._Histogram.of(made)
@@ -469,8 +486,13 @@ def test_case_28_a_module_that_is_called_twice_has_a_range_for_each_call():
 
 
 def test_case_31_a_value_used_twice_has_one_observer():
-    model = nets.randomize(Body(lambda m, x: m.b(torch.cat([y := m.a(x), y], -1) + (y + y).repeat(1, 2)),
-                                a=nn.Linear(8, 8), b=nn.Linear(16, 4)))  # fmt: skip
+    model = nets.randomize(
+        Body(
+            lambda m, x: m.b(torch.cat([y := m.a(x), y], -1) + (y + y).repeat(1, 2)),
+            a=nn.Linear(8, 8),
+            b=nn.Linear(16, 4),
+        )
+    )
     prepared = prepare(capture(model, torch.randn(40, 8)))
     values = [site.value for site in prepared.annotations.sites if site.role == "activation"]
     assert len(values) == len(set(values))

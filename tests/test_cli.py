@@ -397,8 +397,19 @@ def test_an_engine_that_fails_is_a_result(run, monkeypatch):
         raise ValueError("no such operator\nat line 3")
 
     monkeypatch.setitem(bench.ENGINES, "compile", fail)
-    found = parsed(run("bench", f"{MODULE}:net", "--example-shape", "2,3,8,8", "--seconds", "0.01",
-                       "--against", "compile", "--json"))  # fmt: skip
+    found = parsed(
+        run(
+            "bench",
+            f"{MODULE}:net",
+            "--example-shape",
+            "2,3,8,8",
+            "--seconds",
+            "0.01",
+            "--against",
+            "compile",
+            "--json",
+        )
+    )
     assert found["engines"]["compile"] == {"failed": "ValueError: no such operator"}
     assert found["ratios"] == {}
 
@@ -477,9 +488,15 @@ def test_a_machine_without_vector_units_measures_memory_only(quick, monkeypatch)
 
 
 HEALTHY = {
-    "cores": 8, "cores_allowed": 8, "cgroup_cores": None, "torch_threads": 8, "busy": 0.0, "compiler": {"path": "g++"},
-    "isas": [{"name": "avx2", "has": True, "kernels": True}], "cache": {"bytes": 0, "limit_bytes": 1},
-}  # fmt: skip
+    "cores": 8,
+    "cores_allowed": 8,
+    "cgroup_cores": None,
+    "torch_threads": 8,
+    "busy": 0.0,
+    "compiler": {"path": "g++"},
+    "isas": [{"name": "avx2", "has": True, "kernels": True}],
+    "cache": {"bytes": 0, "limit_bytes": 1},
+}
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,14 @@ from torch.nn import functional as F
 import nets
 from compare import assert_equal_levels, quantized, sqnr, tensors
 from intaglio import numerics
-from intaglio.capture import capture
-from intaglio.capture.nodes import operator
 from intaglio.errors import CalibrationError, UnsupportedError
+from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType
-from intaglio.quant import Recipe, calibrate, convert, prepare
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.qdq.convert import convert
+from intaglio.quant.recipes.recipe import Recipe
+from intaglio.tracing import capture
 from nets import Body
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -33,10 +36,15 @@ def one(module: nn.Module, x: torch.Tensor, recipe=None):
     return found
 
 
-@pytest.mark.parametrize(("x", "scale", "zero_point"), [
-    (torch.zeros(4, 3, 8, 8), 1.0, 0), (torch.full((4, 3, 8, 8), 5.0), 5 / 255, 0),
-    (torch.full((4, 3, 8, 8), -5.0), 5 / 255, 255), (torch.full((4, 3, 8, 8), -0.0), 1.0, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("x", "scale", "zero_point"),
+    [
+        (torch.zeros(4, 3, 8, 8), 1.0, 0),
+        (torch.full((4, 3, 8, 8), 5.0), 5 / 255, 0),
+        (torch.full((4, 3, 8, 8), -5.0), 5 / 255, 255),
+        (torch.full((4, 3, 8, 8), -0.0), 1.0, 0),
+    ],
+)
 def test_frontend_a19_cases_1_4_5_6_19_constant_inputs(x, scale, zero_point):
     reference, lowered = one(conv(), x)
     assert reference.qparams[INPUT].scale == (float(np.float32(scale)),)
@@ -154,11 +162,16 @@ def test_frontend_b26_seven_bits_stay_in_0_127():
     assert lowered.graph.types["args_0_u8"].q.qmax == 127
 
 
-@pytest.mark.parametrize(("body", "modules"), [
-    (lambda m, x: m.a(F.relu(x)), {"a": conv()}), (lambda m, x: F.relu6(m.a(x * 9)), {"a": conv()}),
-    (lambda m, x: F.hardtanh(m.a(x)), {"a": conv()}), (lambda m, x: m.a(x).clamp(min=0.37), {"a": conv()}),
-    (lambda m, x: F.leaky_relu(m.a(x)), {"a": conv()}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "modules"),
+    [
+        (lambda m, x: m.a(F.relu(x)), {"a": conv()}),
+        (lambda m, x: F.relu6(m.a(x * 9)), {"a": conv()}),
+        (lambda m, x: F.hardtanh(m.a(x)), {"a": conv()}),
+        (lambda m, x: m.a(x).clamp(min=0.37), {"a": conv()}),
+        (lambda m, x: F.leaky_relu(m.a(x)), {"a": conv()}),
+    ],
+)
 def test_case_36_clamps_fused_and_unfused_agree(body, modules):
     """Unfused: another setting on the activation function puts a site between it and the convolution's result."""
     reference, lowered = quantized(nets.randomize(Body(body, **modules)), X)

@@ -29,7 +29,9 @@ CONVOLUTIONS = {
     "3d depthwise": (nn.Conv3d(6, 6, 3, padding=1, groups=6), (6, 4, 5, 5)),
     "transposed 1d": (nn.ConvTranspose1d(6, 10, 3, stride=2), (6, 7)),
     "transposed 1d, every option": (
-        nn.ConvTranspose1d(6, 10, 4, stride=3, padding=2, output_padding=1, dilation=2, groups=2), (6, 7)),
+        nn.ConvTranspose1d(6, 10, 4, stride=3, padding=2, output_padding=1, dilation=2, groups=2),
+        (6, 7),
+    ),
     "transposed 2d": (nn.ConvTranspose2d(5, 20, 3, stride=2, padding=1, output_padding=1), (5, 6, 7)),
     "transposed 2d, taps as stride": (nn.ConvTranspose2d(5, 70, 2, stride=2), (5, 6, 5)),
     "transposed 2d, stride beyond taps": (nn.ConvTranspose2d(5, 7, (1, 2), stride=(2, 3)), (5, 4, 5)),
@@ -41,9 +43,11 @@ CONVOLUTIONS = {
     "transposed 2d, depthwise": (nn.ConvTranspose2d(6, 6, 4, stride=2, padding=1, groups=6), (6, 5, 6)),
     "transposed 3d": (nn.ConvTranspose3d(4, 6, 2, stride=2), (4, 3, 4, 5)),
     "transposed 3d, every option": (
-        nn.ConvTranspose3d(4, 6, 3, stride=(2, 1, 3), padding=1, output_padding=(1, 0, 2), groups=2), (4, 3, 4, 5)),
+        nn.ConvTranspose3d(4, 6, 3, stride=(2, 1, 3), padding=1, output_padding=(1, 0, 2), groups=2),
+        (4, 3, 4, 5),
+    ),
     "transposed 3d, dilated": (nn.ConvTranspose3d(4, 6, (2, 2, 3), stride=2, dilation=(3, 1, 2)), (4, 3, 4, 3)),
-}  # fmt: skip
+}
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 
 
@@ -100,8 +104,10 @@ def test_phases_of_a_transposed_convolution_cover_every_product_once(kernel, str
     outputs = (inputs - 1) * stride - 2 * padding + dilation * (kernel - 1) + min(extra, stride - 1) + 1
     wanted = {
         (i * stride + t * dilation - padding, t, i)
-        for t in range(kernel) for i in range(inputs) if 0 <= i * stride + t * dilation - padding < outputs
-    }  # fmt: skip
+        for t in range(kernel)
+        for i in range(inputs)
+        if 0 <= i * stride + t * dilation - padding < outputs
+    }
     found, places = set(), set()
     for phase in phases(kernel, stride, padding, dilation, min(extra, stride - 1)):
         for q in range(max(inputs + phase.extra, 0)):
@@ -162,11 +168,20 @@ def test_pools_of_lines_and_volumes():
 
 def test_a_network_over_lines_stays_in_int8_from_end_to_end():
     """Wave in, classes out: stem, residual block, pool, flatten, linear; one layout, no copy between."""
-    net = randomize(nn.Sequential(
-        nn.Conv1d(1, 16, 9, stride=4, padding=4), nn.BatchNorm1d(16), nn.ReLU(), nn.MaxPool1d(2),
-        nn.Conv1d(16, 32, 3, padding=1), nn.BatchNorm1d(32), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten(),
-        nn.Linear(32, 5),
-    ))  # fmt: skip
+    net = randomize(
+        nn.Sequential(
+            nn.Conv1d(1, 16, 9, stride=4, padding=4),
+            nn.BatchNorm1d(16),
+            nn.ReLU(),
+            nn.MaxPool1d(2),
+            nn.Conv1d(16, 32, 3, padding=1),
+            nn.BatchNorm1d(32),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool1d(1),
+            nn.Flatten(),
+            nn.Linear(32, 5),
+        )
+    )
     data = [torch.randn(8, 1, 256, generator=torch.Generator().manual_seed(3))]
     model = intaglio.quantize(net, data)
     assert model.coverage.islands == 0

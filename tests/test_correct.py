@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 import intaglio
 import nets
-from intaglio.quant import Quantizer, Recipe, Setting
-from intaglio.quant.correct.factor import DAMPINGS, LEAST, factor_of, taken
-from intaglio.quant.correct.moments import Moments, moments
-from intaglio.quant.correct.rounding import ROUNDINGS, loss, nearest
-from intaglio.quant.correct.smooth import Rows, smoothing
+from intaglio.quant.correct.linalg import DAMPINGS, LEAST, factor_of, taken
+from intaglio.quant.correct.second_moments import Moments, moments
+from intaglio.quant.correct.smooth_factors import Rows, smoothing
+from intaglio.quant.correct.weight_rounding import ROUNDINGS, loss, nearest
+from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
 
 
 def prepared_of(model, batch, **setting):
@@ -32,8 +32,15 @@ def uneven(model):
     return model
 
 
-NETS = {"plain": nets.ConvBnRelu, "residual": nets.Residual, "option a": nets.OptionA, "grouped": nets.Grouped,
-        "pool": nets.MaxPoolNet, "same": nets.SamePadding, "linears": nets.Linears}  # fmt: skip
+NETS = {
+    "plain": nets.ConvBnRelu,
+    "residual": nets.Residual,
+    "option a": nets.OptionA,
+    "grouped": nets.Grouped,
+    "pool": nets.MaxPoolNet,
+    "same": nets.SamePadding,
+    "linears": nets.Linears,
+}
 
 
 def report(stage):
@@ -162,10 +169,15 @@ def written_out(layer, levels, zero):
 
 
 LAYERS = [
-    nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(4, 6, (1, 3), stride=(2, 1), padding=(0, 2)), nn.Conv2d(4, 8, 3, groups=2),
-    nn.Conv2d(4, 8, 5, padding=2, groups=4), nn.Conv2d(4, 4, 3, dilation=2, padding="same"),
-    nn.Conv2d(4, 4, 1, stride=2), nn.Conv2d(4, 4, 2, padding="same"), nn.Linear(9, 5),
-]  # fmt: skip
+    nn.Conv2d(4, 6, 3, padding=1),
+    nn.Conv2d(4, 6, (1, 3), stride=(2, 1), padding=(0, 2)),
+    nn.Conv2d(4, 8, 3, groups=2),
+    nn.Conv2d(4, 8, 5, padding=2, groups=4),
+    nn.Conv2d(4, 4, 3, dilation=2, padding="same"),
+    nn.Conv2d(4, 4, 1, stride=2),
+    nn.Conv2d(4, 4, 2, padding="same"),
+    nn.Linear(9, 5),
+]
 
 
 def model_positions(layer, x):
@@ -254,8 +266,8 @@ def test_no_row_is_worse_than_rounded_to_nearest(name, problem):
 @pytest.mark.parametrize("name", ["gptq", "adaround"])
 def test_correlated_inputs_are_made_use_of(name, monkeypatch):
     # Fewer and longer steps are enough for 8 rows of 24.
-    monkeypatch.setattr("intaglio.quant.correct.rounding.ITERATIONS", 600)
-    monkeypatch.setattr("intaglio.quant.correct.rounding.RATE", 0.01)
+    monkeypatch.setattr("intaglio.quant.correct.weight_rounding.ITERATIONS", 600)
+    monkeypatch.setattr("intaglio.quant.correct.weight_rounding.RATE", 0.01)
     make = torch.Generator().manual_seed(0)
     common = torch.randint(-100, 100, (1, 1, 400), generator=make)
     x = common + torch.randint(-10, 10, (1, 24, 400), generator=make)

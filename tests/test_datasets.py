@@ -34,7 +34,7 @@ class Encoding(UserDict):
 
 
 def sizes(manager):
-    return [intaglio.quant.datasets.samples_of(batch) for batch in manager]
+    return [intaglio.quant.calibrate.dataset_manager.samples_of(batch) for batch in manager]
 
 
 def pairs(count=14):
@@ -67,10 +67,15 @@ def test_rows_come_by_columns():
         next(iter(DatasetManager(Rows(), columns=["image"])))
 
 
-@pytest.mark.parametrize("make", [
-    lambda: DataLoader(pairs(), batch_size=4), lambda: [X[:4], X[4:8], X[8:12], X[12:]],
-    lambda: lambda: iter([X[:4], X[4:8], X[8:12], X[12:]]), lambda: DatasetManager(X, batch_size=4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(pairs(), batch_size=4),
+        lambda: [X[:4], X[4:8], X[8:12], X[12:]],
+        lambda: lambda: iter([X[:4], X[4:8], X[8:12], X[12:]]),
+        lambda: DatasetManager(X, batch_size=4),
+    ],
+)
 def test_batches_may_come_from_anything_as_often_as_asked(make):
     manager = DatasetManager(make())
     assert sizes(manager) == sizes(manager) == [4, 4, 4, 2]
@@ -110,12 +115,15 @@ def test_an_iterator_may_be_reset_before_it_is_read():
     assert manager.num_batches() is None
 
 
-@pytest.mark.parametrize(("make", "problem"), [
-    (lambda: DatasetManager(3), "nothing in a int can be read as batches"),
-    (lambda: DatasetManager([X], batch_size=2), "batch_size = 2 for data that comes in batches already"),
-    (lambda: DatasetManager(X, num_samples=0), "num_samples = 0; it must be at least 1"),
-    (lambda: list(DatasetManager([["a", "b"], object()])), "is no array of numbers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: DatasetManager(3), "nothing in a int can be read as batches"),
+        (lambda: DatasetManager([X], batch_size=2), "batch_size = 2 for data that comes in batches already"),
+        (lambda: DatasetManager(X, num_samples=0), "num_samples = 0; it must be at least 1"),
+        (lambda: list(DatasetManager([["a", "b"], object()])), "is no array of numbers"),
+    ],
+)
 def test_what_cannot_be_read_says_so(make, problem):
     with pytest.raises(CalibrationError, match=problem):
         make()

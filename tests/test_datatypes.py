@@ -1,6 +1,5 @@
 """Datatypes other than u8 and s8: rounding, groups, files, and what no kernel computes with."""
 
-
 import numpy as np
 import pytest
 import torch
@@ -15,22 +14,28 @@ from compare import assert_equal_levels, captured_net, lowered, quantized, sqnr
 from intaglio import numerics
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.ir import DType, Packing
-from intaglio.quant import DATATYPES, Datatype, Recipe, Setting, weight_grid, weight_scales
-from intaglio.quant.float8 import float8
+from intaglio.quant.qdq.float8 import float8
+from intaglio.quant.qdq.weight_grid import weight_grid, weight_scales
+from intaglio.quant.recipes.datatypes import DATATYPES, Datatype
+from intaglio.quant.recipes.recipe import Recipe, Setting
 from intaglio.runtime.pack import pack, pack_bits, unpack, unpack_bits
 from nets import Body
 
 MODEL, CAPTURED = captured_net(nets.Residual)
 X = nets.example(MODEL, 4)
 FEW = [
-    {"weights_dtype": "s4"}, {"weights_dtype": "s4", "weights": "group:32"},
+    {"weights_dtype": "s4"},
+    {"weights_dtype": "s4", "weights": "group:32"},
     {"weights_dtype": "s4", "weights": "tensor"},
-    {"weights_dtype": "s3", "weights": "group:7"}, {"weights_dtype": "s2"},
-]  # fmt: skip
+    {"weights_dtype": "s3", "weights": "group:7"},
+    {"weights_dtype": "s2"},
+]
 WIDE = [
-    {"activations_dtype": "s16"}, {"activations_dtype": "f8e4m3", "weights_dtype": "f8e4m3"},
-    {"activations_dtype": "f8e5m2"}, {"weights_dtype": "f8e5m2"},
-]  # fmt: skip
+    {"activations_dtype": "s16"},
+    {"activations_dtype": "f8e4m3", "weights_dtype": "f8e4m3"},
+    {"activations_dtype": "f8e5m2"},
+    {"weights_dtype": "f8e5m2"},
+]
 
 
 def all_of(setting: dict) -> Recipe:
@@ -214,9 +219,13 @@ def test_one_layer_of_another_type_leaves_the_others_to_the_kernels():
     assert torch.equal(intaglio.compile(graph)(X), graph(X))
 
 
-@pytest.mark.parametrize(("name", "dtype", "most"), [
-    ("f8e4m3", torch.float8_e4m3fn, 448.0), ("f8e5m2", torch.float8_e5m2, 57344.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "dtype", "most"),
+    [
+        ("f8e4m3", torch.float8_e4m3fn, 448.0),
+        ("f8e5m2", torch.float8_e5m2, 57344.0),
+    ],
+)
 def test_calibration_45_float8_saturates_and_is_never_nan(name, dtype, most):
     """Case 45: a cast alone gives NaN or infinity beyond the largest number."""
     kind = DATATYPES[name]
@@ -237,23 +246,30 @@ def test_calibration_45_sixteen_bits_have_no_zero_point():
     assert all(q.zero_point == (0,) and q.qmin == -32767 for q in found)
 
 
-@pytest.mark.parametrize(("setting", "problem"), [
-    ({"weights_dtype": "u8"}, "weights_dtype = 'u8'; allowed are"),
-    ({"activations_dtype": "s4"}, "activations_dtype = 's4'; allowed are"),
-    ({"weights": "group:0"}, "weights = 'group:0'"), ({"weights": "group:many"}, "weights = 'group:many'"),
-    ({"bits": 7, "activations_dtype": "s16"}, "bits = 7 and activations_dtype = 's16'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ({"weights_dtype": "u8"}, "weights_dtype = 'u8'; allowed are"),
+        ({"activations_dtype": "s4"}, "activations_dtype = 's4'; allowed are"),
+        ({"weights": "group:0"}, "weights = 'group:0'"),
+        ({"weights": "group:many"}, "weights = 'group:many'"),
+        ({"bits": 7, "activations_dtype": "s16"}, "bits = 7 and activations_dtype = 's16'"),
+    ],
+)
 def test_calibration_45_a_type_for_the_wrong_values_is_refused_by_the_recipe(setting, problem):
     """Case 45: before anything is captured."""
     with pytest.raises(SelectorError, match=problem):
         Setting(**setting)
 
 
-@pytest.mark.parametrize(("module", "setting", "problem"), [
-    (nn.Conv2d(3, 4, 3), {"weights": "group:8"}, "groups of s8 weights"),
-    (nn.Conv2d(3, 4, 3), {"weights": "group:8", "weights_dtype": "f8e4m3"}, "groups of f8e4m3 weights"),
-    (nn.ConvTranspose2d(3, 4, 3), {"weights": "group:8", "weights_dtype": "s4"}, "of a transposed convolution"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("module", "setting", "problem"),
+    [
+        (nn.Conv2d(3, 4, 3), {"weights": "group:8"}, "groups of s8 weights"),
+        (nn.Conv2d(3, 4, 3), {"weights": "group:8", "weights_dtype": "f8e4m3"}, "groups of f8e4m3 weights"),
+        (nn.ConvTranspose2d(3, 4, 3), {"weights": "group:8", "weights_dtype": "s4"}, "of a transposed convolution"),
+    ],
+)
 def test_calibration_45_a_type_that_an_operator_cannot_have_is_refused_when_prepared(module, setting, problem):
     """Case 45: with the operator's name and what to do, before any data is read."""
     captured = intaglio.capture(Body(lambda m, x: m.a(x), a=module).eval(), torch.zeros(2, 3, 8, 8))

@@ -18,14 +18,19 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import nets
 from compare import captured_net
 from intaglio.annotation import Annotation, Own, annotate_node
-from intaglio.capture import capture
-from intaglio.capture.nodes import operator
 from intaglio.errors import CalibrationError
-from intaglio.quant import METHODS, Group, Quantizer, Ranges, Recipe, Setting, calibrate, convert, prepare, share
+from intaglio.fxgraph.nodes import operator
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.distributed import Group, merge_statistics, share
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.calibrate.range_methods import METHODS
+from intaglio.quant.calibrate.ranges import Ranges
+from intaglio.quant.calibrate.tensor_statistics import Statistics
+from intaglio.quant.correct.correct_weights import correct
 from intaglio.quant.correct.equalize import equalize
-from intaglio.quant.correct.steps import correct
-from intaglio.quant.distributed import merge_statistics
-from intaglio.quant.statistics import Statistics
+from intaglio.quant.qdq.convert import convert
+from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
+from intaglio.tracing import capture
 
 ROOT = Path(__file__).parents[1]
 MODEL, CAPTURED = captured_net(nets.MaxPoolNet)
@@ -241,7 +246,9 @@ SCRIPT = """
     import nets
     from compare import captured_net
     from intaglio.errors import CalibrationError
-    from intaglio.quant import calibrate, prepare, share
+    from intaglio.quant.calibrate.calibration_loop import calibrate
+    from intaglio.quant.calibrate.distributed import share
+    from intaglio.quant.calibrate.prepare import prepare
 
     rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
@@ -273,10 +280,12 @@ def test_case_27_processes_give_the_file_of_one_and_none_waits_for_one_that_fail
     started = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(rank), str(size), str(tmp_path)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(size)
-    ]  # fmt: skip
+    ]
     told = [process.communicate(timeout=300) for process in started]
     assert [process.returncode for process in started] == [0 if rank != 1 else 3 for rank in range(size)], told
     expected = calibrate(prepare(CAPTURED), BATCHES).to_json()

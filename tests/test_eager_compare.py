@@ -85,8 +85,9 @@ def test_frontend_b12_what_was_lost_before_a_branch_is_counted_behind_it():
         prepared(rows(seed, scale))
     bad = eager.convert(prepared, [coarse, *others])
     data = [rows(9), rows(10, 6.0)]
-    ours, theirs = ({r.path: r for r in intaglio.compare(model, m, data).rows if "linear" in r.operator}
-                    for m in (bad, good))  # fmt: skip
+    ours, theirs = (
+        {r.path: r for r in intaglio.compare(model, m, data).rows if "linear" in r.operator} for m in (bad, good)
+    )
     assert intaglio.compare(model, bad, data).worst.site == site
     assert all(ours[path].so_far < theirs[path].so_far - 6 for path in ("second", "far", "near"))
     assert ours["second"].alone == pytest.approx(theirs["second"].alone, abs=1)

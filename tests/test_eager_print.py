@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 import nets
 from intaglio import Recipe, Setting, eager
-from intaglio.quant.statistics import Statistics
+from intaglio.quant.calibrate.tensor_statistics import Statistics
 
 
 class Child(nn.Module):
@@ -104,12 +104,14 @@ def test_frontend_a5_calls_are_intercepted_in_the_order_of_the_document():
             each(X)
         assert [str(call) for call in log] == [
             "model start",
-            "conv start", "conv end",
+            "conv start",
+            "conv end",
             "child start",
-            "child::add start", "child::add end",
+            "child::add start",
+            "child::add end",
             "child end",
             "model end",
-        ]  # fmt: skip
+        ]
         each(X)
         assert len(log) == 8
 

@@ -142,10 +142,21 @@ def size_in_place(m: Any, x: Tensor) -> Any:
 
 
 BODIES = [
-    view_by_keyword, views_of_several, view_of_a_list, shape_in_place, view_and_base, item_and_base,
-    views_of_a_dead_base, sibling_views, the_argument, a_view_of_the_argument, out_argument, set_item, in_place_twice,
+    view_by_keyword,
+    views_of_several,
+    view_of_a_list,
+    shape_in_place,
+    view_and_base,
+    item_and_base,
+    views_of_a_dead_base,
+    sibling_views,
+    the_argument,
+    a_view_of_the_argument,
+    out_argument,
+    set_item,
+    in_place_twice,
     data,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)

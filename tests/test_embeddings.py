@@ -34,8 +34,13 @@ def torchs(table: torch.Tensor) -> torch.Tensor:
     return torch.quantize_per_channel(table, *observer.calculate_qparams(), 0, torch.quint8)
 
 
-@given(arrays(np.float32, st.tuples(st.integers(1, 5), st.integers(1, 40)),
-              elements=st.floats(-(2.0**100), 2.0**100, width=32)))  # fmt: skip
+@given(
+    arrays(
+        np.float32,
+        st.tuples(st.integers(1, 5), st.integers(1, 40)),
+        elements=st.floats(-(2.0**100), 2.0**100, width=32),
+    )
+)
 def test_frontend_c6_levels_and_parameters_are_torchs(table):
     levels, scales, zeros = numerics.quantize_table(table)
     expected = torchs(torch.from_numpy(table))
@@ -70,8 +75,15 @@ def two(m, x, ids):
 
 @pytest.fixture(scope="module")
 def sums():
-    model = randomize(Body(two, words=nn.Embedding(50, 35, padding_idx=0), places=nn.Embedding(9, 35),
-                           norm=nn.LayerNorm(35), last=nn.Linear(35, 5)))  # fmt: skip
+    model = randomize(
+        Body(
+            two,
+            words=nn.Embedding(50, 35, padding_idx=0),
+            places=nn.Embedding(9, 35),
+            norm=nn.LayerNorm(35),
+            last=nn.Linear(35, 5),
+        )
+    )
     x, ids = torch.randint(50, (3, 7)), torch.arange(7).repeat(3, 1)
     return (x, ids), model, *quantized(model, x, ids, recipe=INT8)
 
@@ -195,12 +207,15 @@ def test_a_table_that_is_not_finite_stays_in_float_and_says_why():
 def respelled(graph: Graph, **changes) -> Graph:
     """The loop's gather with other operands."""
     (loop,) = [op for op in graph.ops if op.kind == "loop"]
-    steps = [Op(op.kind, changes.get("inputs", op.inputs), op.outputs) if op.kind == "gather_levels" else op
-             for op in loop.body.ops]  # fmt: skip
+    steps = [
+        Op(op.kind, changes.get("inputs", op.inputs), op.outputs) if op.kind == "gather_levels" else op
+        for op in loop.body.ops
+    ]
     types = {**loop.body.types, **changes.get("types", {})}
     body = Graph(loop.body.inputs, loop.body.outputs, types, tuple(steps), loop.body.constants)
-    return graph.replace(ops=tuple(Op("loop", op.inputs, op.outputs, {}, body) if op is loop else op
-                                   for op in graph.ops))  # fmt: skip
+    return graph.replace(
+        ops=tuple(Op("loop", op.inputs, op.outputs, {}, body) if op is loop else op for op in graph.ops)
+    )
 
 
 def test_graphs_that_lead_rows_astray_are_refused():
@@ -210,11 +225,18 @@ def test_graphs_that_lead_rows_astray_are_refused():
     (loop,) = graph.ops
     (gather,) = [op for op in loop.body.ops if op.kind == "gather_levels"]
     table, ids, scales, zeros = gather.inputs
-    free = Graph((*graph.inputs, table), graph.outputs, graph.types, graph.ops,
-                 {name: array for name, array in graph.constants.items() if name != table})  # fmt: skip
+    free = Graph(
+        (*graph.inputs, table),
+        graph.outputs,
+        graph.types,
+        graph.ops,
+        {name: array for name, array in graph.constants.items() if name != table},
+    )
     for bad in (
-        respelled(graph, inputs=(table, ids, scales)), respelled(graph, inputs=(scales, ids, scales, zeros)),
-        respelled(graph, types={scales: TensorType((49,), F32)}), free,
-    ):  # fmt: skip
+        respelled(graph, inputs=(table, ids, scales)),
+        respelled(graph, inputs=(scales, ids, scales, zeros)),
+        respelled(graph, types={scales: TensorType((49,), F32)}),
+        free,
+    ):
         with pytest.raises(ValueError, match=r"loop|gather_levels|table|ends"):
             check_graph(bad)

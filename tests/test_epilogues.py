@@ -33,15 +33,24 @@ def branches():
         image = m.c(x)
         summed = F.relu(image + y)
         return (
-            m.d(summed), summed, m.c(x) * m.scale + rows, m.far(x) - y[:, :, :1], m.grouped(y) / (y * y + 1),
-            m.line(line).tanh() * line[:, :1], m.volume(x.unflatten(2, (2, -1))).neg() + 1.5,
-        )  # fmt: skip
+            m.d(summed),
+            summed,
+            m.c(x) * m.scale + rows,
+            m.far(x) - y[:, :, :1],
+            m.grouped(y) / (y * y + 1),
+            m.line(line).tanh() * line[:, :1],
+            m.volume(x.unflatten(2, (2, -1))).neg() + 1.5,
+        )
 
     model = Body(
-        body, c=nn.Conv2d(3, 70, 3, padding=1), d=nn.Conv2d(70, 5, 3, padding=1), far=nn.Conv2d(3, 70, 1),
-        grouped=nn.Conv2d(70, 70, 3, padding=1, groups=2), line=nn.Conv1d(5, 33, 3, padding=1),
+        body,
+        c=nn.Conv2d(3, 70, 3, padding=1),
+        d=nn.Conv2d(70, 5, 3, padding=1),
+        far=nn.Conv2d(3, 70, 1),
+        grouped=nn.Conv2d(70, 70, 3, padding=1, groups=2),
+        line=nn.Conv1d(5, 33, 3, padding=1),
         volume=nn.Conv3d(3, 17, (1, 3, 3), padding=(0, 1, 1)),
-    )  # fmt: skip
+    )
     model.scale = nn.Parameter(torch.ones(70, 1, 1))
     return randomize(model)
 
@@ -88,12 +97,25 @@ def rows():
         hidden = torch.where(mask, scores * 0.3, -1e4)
         gates = F.silu(m.gate(x)) * m.up(x)
         return (
-            m.down(gates), wide + y, one.sigmoid() * y[:, :, :1], m.back(wide * y.mean(-1, keepdim=True)).exp(),
-            scores.masked_fill(mask[:, :1], 0.5) + y[:, :, :1], hidden, F.gelu(m.q(x) @ m.k(x).transpose(1, 2)),
-        )  # fmt: skip
+            m.down(gates),
+            wide + y,
+            one.sigmoid() * y[:, :, :1],
+            m.back(wide * y.mean(-1, keepdim=True)).exp(),
+            scores.masked_fill(mask[:, :1], 0.5) + y[:, :, :1],
+            hidden,
+            F.gelu(m.q(x) @ m.k(x).transpose(1, 2)),
+        )
 
-    sizes = {"wide": (24, 150), "one": (24, 1), "q": (24, 20), "k": (24, 20), "gate": (24, 33), "up": (24, 33),
-             "down": (33, 7), "back": (150, 40)}  # fmt: skip
+    sizes = {
+        "wide": (24, 150),
+        "one": (24, 1),
+        "q": (24, 20),
+        "k": (24, 20),
+        "gate": (24, 33),
+        "up": (24, 33),
+        "down": (33, 7),
+        "back": (150, 40),
+    }
     return randomize(Body(body, **{name: nn.Linear(*size) for name, size in sizes.items()}))
 
 
@@ -139,10 +161,14 @@ APART = {
 
 @pytest.mark.parametrize("name", APART)
 def test_what_stays_a_step_of_its_own(name):
-    model = randomize(Body(
-        APART[name], c=nn.Conv2d(8, 8, 3, padding=1), t=nn.ConvTranspose2d(8, 8, 2, 2),
-        own=nn.Conv2d(8, 8, 3, groups=8),
-    ))  # fmt: skip
+    model = randomize(
+        Body(
+            APART[name],
+            c=nn.Conv2d(8, 8, 3, padding=1),
+            t=nn.ConvTranspose2d(8, 8, 2, 2),
+            own=nn.Conv2d(8, 8, 3, groups=8),
+        )
+    )
     x = torch.randn(2, 8, 5, 6)
     lowered = quantized(model, x, recipe=FLOAT)[1]
     assert not any(partition.endswith("dequantize + loop") for partition in kinds(lowered)[:-1])

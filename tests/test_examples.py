@@ -61,16 +61,27 @@ def test_document_000_prints_states_and_the_order_of_calls():
     parts = dict(part.split(":\n", 1) for part in printed.split("\n\n") if ":\n" in part)
     assert parts["given"].splitlines()[:3] == ["m (Parent)", "   conv (Conv2d)", "   child (Child)"]
     assert parts["prepared"].splitlines() == [
-        "m (Parent)", "   _auto_quant_state (AutoQuantizationState)", "   conv (Conv2d)",
-        "   child (Child)", "      _auto_quant_state (AutoQuantizationState)",
-    ]  # fmt: skip
+        "m (Parent)",
+        "   _auto_quant_state (AutoQuantizationState)",
+        "   conv (Conv2d)",
+        "   child (Child)",
+        "      _auto_quant_state (AutoQuantizationState)",
+    ]
     assert "(seen_op_infos): {\n    0: (type): torch.Tensor.add\n" in parts["m.child, prepared"]
     assert "QTensorInfo(id=2, inf_dtype=torch.quint8)" in parts["m.child, prepared"]
     assert "(2): Observer(child#0/add.0, count=512)" in parts["m.child, prepared"]
     assert "(before): quantize 0" in parts["m, converted"]
     assert "(after): dequantize 2" in parts["m.child, converted"]
-    order = ["m start", "m.conv start", "m.conv end", "m.child start", "m.child::add start", "m.child::add end",
-             "m.child end", "m end"]  # fmt: skip
+    order = [
+        "m start",
+        "m.conv start",
+        "m.conv end",
+        "m.child start",
+        "m.child::add start",
+        "m.child::add end",
+        "m.child end",
+        "m end",
+    ]
     assert parts["intercepted"].splitlines() == [f"{number}. {call}" for number, call in enumerate(order, 1)]
     assert "result: torch.float32" in printed
     assert "the same bits: True" in printed

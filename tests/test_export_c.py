@@ -96,8 +96,13 @@ def test_images_are_read_in_any_strides_and_element_type(tmp_path):
     image = intaglio.Image(0.5, 0.5)
     model = intaglio.quantize(randomize(nets.ConvBnRelu()), [X], input=image, progress=False)
     found, levels = exported(model, tmp_path), (X * 64 + 128).clamp(0, 255).to(torch.uint8)
-    for x in (X, X.contiguous(memory_format=torch.channels_last), X.flip(3).transpose(2, 3), levels,
-              levels.contiguous(memory_format=torch.channels_last)):  # fmt: skip
+    for x in (
+        X,
+        X.contiguous(memory_format=torch.channels_last),
+        X.flip(3).transpose(2, 3),
+        levels,
+        levels.contiguous(memory_format=torch.channels_last),
+    ):
         assert_same(found(x), [model(x).contiguous()])
 
 
@@ -125,8 +130,10 @@ def test_results_of_any_rank_and_nesting_are_dense_and_named(tmp_path):
         ids, volume = torch.randint(9, (n, 8)), torch.randn(n, 2, 4, 6, 5)
         expected = model(ids, volume)
         assert_same(found(ids, volume), [expected["line"], *expected["both"], expected["mean"], expected["again"]])
-        assert_same(found(ids.t().contiguous().t(), volume.transpose(2, 3).contiguous().transpose(2, 3)),
-                    [expected["line"], *expected["both"], expected["mean"], expected["again"]])  # fmt: skip
+        assert_same(
+            found(ids.t().contiguous().t(), volume.transpose(2, 3).contiguous().transpose(2, 3)),
+            [expected["line"], *expected["both"], expected["mean"], expected["again"]],
+        )
     assert found.run([ids + 9, volume], found.outputs()) == c.INDEX
     assert_same(found(ids, volume), found(ids, volume))
 
@@ -203,9 +210,13 @@ def test_main_has_forty_lines_at_most_and_says_what_is_wrong(tmp_path):
     compiled(nets.ConvBnRelu)[0].export_c(tmp_path)
     assert len((tmp_path / "main.c").read_text().splitlines()) <= 40
     subprocess.run(["sh", "-ec", "\n".join(c.commands(tmp_path))], cwd=tmp_path, check=True)
-    for arguments, said in (((), ""), (("gone",), "open: the file"), (("main.c",), "open: not the weights"),
-                            (("weights.bin", "-1"), "resize: sizes"),
-                            (("weights.bin", "1", "gone"), "gone:")):  # fmt: skip
+    for arguments, said in (
+        ((), ""),
+        (("gone",), "open: the file"),
+        (("main.c",), "open: not the weights"),
+        (("weights.bin", "-1"), "resize: sizes"),
+        (("weights.bin", "1", "gone"), "gone:"),
+    ):
         ended = subprocess.run([tmp_path / "convbnrelu", *arguments], cwd=tmp_path, capture_output=True, text=True)
         assert ended.stderr.startswith(said)
         assert ended.returncode == bool(said)
@@ -221,9 +232,11 @@ def test_files_that_are_not_its_weights_are_refused(residual, tmp_path):
     damaged[len(content) // 2] ^= 1
     foreign = bytearray(content)
     foreign[16] ^= 1
-    cases = {**dict.fromkeys((b"", b"intaglio", b"x" * 4096, bytes(foreign)), c.FOREIGN),
-             **dict.fromkeys((content[:-64], content + bytes(64), bytes(damaged)), c.DAMAGED),
-             content: c.OK}  # fmt: skip
+    cases = {
+        **dict.fromkeys((b"", b"intaglio", b"x" * 4096, bytes(foreign)), c.FOREIGN),
+        **dict.fromkeys((content[:-64], content + bytes(64), bytes(damaged)), c.DAMAGED),
+        content: c.OK,
+    }
     for bytes_, status in cases.items():
         (tmp_path / "weights.bin").write_bytes(bytes_)
         assert library.open(str(tmp_path / "weights.bin").encode(), ctypes.byref(handle)) == status
@@ -308,9 +321,10 @@ REFUSED = {
     "an island": (lambda: quantized(randomize(nets.ConvThenUnsupported()), X)[1], "float parts run in PyTorch"),
     "state": (lambda: quantized(randomize(Counting()), X)[1], "changes what it is given or keeps: calls"),
     "an input that is returned": (
-        lambda: quantized(randomize(Body(lambda m, x: (m.c(x), x), c=nn.Conv2d(3, 3, 3))), X)[1], "does not compute"
+        lambda: quantized(randomize(Body(lambda m, x: (m.c(x), x), c=nn.Conv2d(3, 3, 3))), X)[1],
+        "does not compute",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("lowered", "said"), REFUSED.values(), ids=REFUSED)

@@ -383,10 +383,23 @@ def test_a_report_with_other_things_than_numbers_is_refused(good, tmp_path):
 
 
 HARMFUL = (
-    "aten.erf_.default", "aten.erf.out", "aten.from_file.default", "aten.save.default", "aten.set_data.default",
-    "aten.__class__.default", "aten.erf.__call__", "prims.erf.default", "os.system", "operator.attrgetter", "eval",
-    "aten.erf", "aten.nothing.default", "aten.record_stream.default", "aten._print.default", "",
-)  # fmt: skip
+    "aten.erf_.default",
+    "aten.erf.out",
+    "aten.from_file.default",
+    "aten.save.default",
+    "aten.set_data.default",
+    "aten.__class__.default",
+    "aten.erf.__call__",
+    "prims.erf.default",
+    "os.system",
+    "operator.attrgetter",
+    "eval",
+    "aten.erf",
+    "aten.nothing.default",
+    "aten.record_stream.default",
+    "aten._print.default",
+    "",
+)
 
 
 @pytest.mark.parametrize("name", HARMFUL)

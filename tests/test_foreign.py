@@ -12,9 +12,10 @@ from torch.fx.passes.utils.source_matcher_utils import get_source_partitions
 
 import intaglio
 import nets
-from intaglio.capture.nodes import operator
 from intaglio.errors import UnsupportedError
-from intaglio.quant import convert, prepare
+from intaglio.fxgraph.nodes import operator
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.qdq.convert import convert
 from nets import Body
 from test_annotation import Shifted, conv
 
@@ -141,8 +142,12 @@ def test_the_graph_they_see_says_where_operators_come_from():
     prepared(quantizer, model)
     nodes = [node for node in quantizer.seen.graph.nodes if node.op == "call_function" and "val" in node.meta]
     assert [operator(node) for node in nodes] == [
-        "aten.conv2d.default", "aten.mul.Tensor", "aten.conv2d.default", "aten.add.Tensor", "aten.flatten.using_ints",
-    ]  # fmt: skip
+        "aten.conv2d.default",
+        "aten.mul.Tensor",
+        "aten.conv2d.default",
+        "aten.add.Tensor",
+        "aten.flatten.using_ints",
+    ]
     assert list(nodes[0].meta["nn_module_stack"].values())[-1] == ("a", "torch.nn.modules.conv.Conv2d")
     assert nodes[0].meta["val"].shape[1:] == (4, 8, 8)
     assert len(get_source_partitions(quantizer.seen.graph, [nn.Conv2d])[nn.Conv2d]) == 2
@@ -155,6 +160,7 @@ class FixedQParamsObserver:
 
 def test_their_hook_replaces_observers_group_by_group():
     """2.2: a scale of 0.125 and a zero point of 42 for a whole group."""
+
     class Hooked(Backend):
         def prepare_obs_or_fq_callback(self, module, observers):
             (end,) = (node for node in module.graph.nodes if node.op == "output")
@@ -196,6 +202,7 @@ def test_what_they_share_is_shared():
 
 def test_frontend_c10_an_observer_that_converts_itself_is_let_to():
     """C10: known by its method, as in torchao's flow."""
+
     class Quantizes(Backend):
         spec = QuantizationSpec(torch.int8, Shifted, -128, 127, torch.per_tensor_affine)
         output = None

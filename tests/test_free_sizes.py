@@ -21,7 +21,7 @@ from intaglio.lower import Lowered
 from intaglio.ops import Call
 from intaglio.ops.interpret import sizes_of
 from intaglio.ops.pool import bind_pool, pool_shape, whole_windows
-from intaglio.quant import Reference
+from intaglio.quant.qdq.convert import Reference
 from intaglio.runtime import QuantizedModel
 from nets import Body, randomize
 
@@ -71,16 +71,40 @@ def images(draw: Callable[..., int]) -> tuple[int, ...]:
 
 
 NETS = {
-    "weighed": (Body(weighed, first=conv(3, 16, 3, 2, 1), second=conv(16, 16, 3, padding=1), squeeze=conv(16, 4, 1),
-                     excite=conv(4, 16, 1), last=conv(48, 5, 3, padding=1), up=conv(16, 3, 3, padding=1),
-                     head=nn.Linear(96, 7)), ((IMAGE,),), (2, 3, 24, 20), images),
-    "moved": (Body(moved, first=conv(3, 8, 3, padding=1), second=conv(2, 4, 3), rows=nn.Linear(8, 6)),
-              ((IMAGE,),), (2, 3, 10, 12), images),
-    "lines": (Body(lines, first=nn.Conv1d(6, 8, 3), last=nn.Conv1d(8, 4, 3, padding=1)), (({0: AUTO, 2: AUTO},),),
-              (2, 6, 16), lambda draw: (draw(0, 4), 6, draw(6, 60))),
-    "tokens": (Body(tokens, wide=nn.Linear(24, 72), narrow=nn.Linear(24, 24), norm=nn.LayerNorm(24)), ((SEQUENCE,),),
-               (3, 9, 24), lambda draw: (draw(0, 4), draw(3, 40), 24)),
-}  # fmt: skip
+    "weighed": (
+        Body(
+            weighed,
+            first=conv(3, 16, 3, 2, 1),
+            second=conv(16, 16, 3, padding=1),
+            squeeze=conv(16, 4, 1),
+            excite=conv(4, 16, 1),
+            last=conv(48, 5, 3, padding=1),
+            up=conv(16, 3, 3, padding=1),
+            head=nn.Linear(96, 7),
+        ),
+        ((IMAGE,),),
+        (2, 3, 24, 20),
+        images,
+    ),
+    "moved": (
+        Body(moved, first=conv(3, 8, 3, padding=1), second=conv(2, 4, 3), rows=nn.Linear(8, 6)),
+        ((IMAGE,),),
+        (2, 3, 10, 12),
+        images,
+    ),
+    "lines": (
+        Body(lines, first=nn.Conv1d(6, 8, 3), last=nn.Conv1d(8, 4, 3, padding=1)),
+        (({0: AUTO, 2: AUTO},),),
+        (2, 6, 16),
+        lambda draw: (draw(0, 4), 6, draw(6, 60)),
+    ),
+    "tokens": (
+        Body(tokens, wide=nn.Linear(24, 72), narrow=nn.Linear(24, 24), norm=nn.LayerNorm(24)),
+        ((SEQUENCE,),),
+        (3, 9, 24),
+        lambda draw: (draw(0, 4), draw(3, 40), 24),
+    ),
+}
 
 
 @functools.cache
@@ -169,8 +193,9 @@ def test_sizes_that_leave_nothing_are_refused_as_the_float_model_refuses_them(na
     assert any("fewer than 1" in need.problem for need in found)
 
 
-@pytest.mark.parametrize(("kernel", "padding", "ceil", "taken"), [(3, 1, True, True), (2, 1, True, False),
-                                                                  (2, 1, False, True)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kernel", "padding", "ceil", "taken"), [(3, 1, True, True), (2, 1, True, False), (2, 1, False, True)]
+)
 def test_ceil_mode_over_a_free_size_takes_windows_that_never_begin_behind_it(kernel, padding, ceil, taken):
     """Else torch drops the last one of some sizes and not of others."""
     given = {"kernel_size": kernel, "stride": 2, "padding": padding, "ceil_mode": ceil}

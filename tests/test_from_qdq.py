@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import intaglio
-from intaglio.capture.canonical import copy_graph, run
 from intaglio.errors import UnsupportedError
-from intaglio.quant.passes import LEVEL_PASSES, PTQ_PASSES
-from intaglio.quant.stored_levels import count_biases
+from intaglio.fxgraph.graph_passes import copy_graph, run
+from intaglio.quant.qdq.prepare_passes import LEVEL_PASSES, PTQ_PASSES
+from intaglio.quant.qdq.qdq_constants import count_biases
 from nets import Body, randomize
 
 OPS = torch.ops.quantized_decomposed
@@ -108,9 +108,13 @@ def captured():
 
 @settings(max_examples=50, deadline=None)
 @given(
-    st.sampled_from([torch.uint8, torch.int8]), st.integers(0, 255), st.integers(0, 100), st.integers(101, 255),
-    st.floats(2.0**-10, 2.0**-3), st.integers(0, 2**31),
-)  # fmt: skip
+    st.sampled_from([torch.uint8, torch.int8]),
+    st.integers(0, 255),
+    st.integers(0, 100),
+    st.integers(101, 255),
+    st.floats(2.0**-10, 2.0**-3),
+    st.integers(0, 2**31),
+)
 def test_levels_are_those_of_the_given_model(dtype, zero, low, high, scale, seed):
     """Scales that are no float32, any zero point, fewer levels: what the integer graph computes is at most one level
     off, and what it reads is not off at all."""
@@ -183,12 +187,14 @@ def test_channels_without_weights_take_any_bias():
 
 
 BETWEEN = {
-    "a pool": lambda x: F.max_pool2d(x, 2), "a reshape": lambda x: x.flatten(2).unflatten(2, (8, 8)),
-    "an order": lambda x: x.transpose(2, 3), "padding": lambda x: F.pad(x, (1, 1)),
+    "a pool": lambda x: F.max_pool2d(x, 2),
+    "a reshape": lambda x: x.flatten(2).unflatten(2, (8, 8)),
+    "an order": lambda x: x.transpose(2, 3),
+    "padding": lambda x: F.pad(x, (1, 1)),
     "a pool and a clamp": lambda x: F.max_pool2d(x, 2).clamp(-0.3, 0.7),
     "two values": lambda x: torch.cat([x, x.flip(1)], 1)[:, :3],
     "a rounded pool": lambda x: F.max_pool2d(rounded(x, *S8), 2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BETWEEN)
@@ -217,7 +223,7 @@ ODD = {
     "32 bits": lambda x: rounded(x, 0.00001, 0, -(2**31), 2**31 - 1, torch.int32),
     "a zero point outside": lambda x: rounded(x, 0.01, -30, 0, 255, torch.uint8),
     "a constant": lambda x: x + rounded(torch.linspace(-1, 1, 8), *S8),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ODD)

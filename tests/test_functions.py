@@ -69,9 +69,14 @@ def test_the_table_holds_what_torch_computes(name):
     real = torch.from_numpy(numerics.dequantize(np.arange(256), x_q.step, x_q.zero))
     wanted = numerics.quantize(CALLS[name](real).numpy(), y_q.step, y_q.zero, 0, 255)
     attrs = {"alpha": 1}
-    attrs |= {"elu": {"alpha": 0.7}, "leaky_relu": {"negative_slope": 0.2}, "pow_number": {"exponent": 3},
-              "celu": {"alpha": 0.6}, "softplus": {"beta": 2, "threshold": 3},
-              "threshold": {"threshold": 0.3, "value": -0.5}}.get(name, {})  # fmt: skip
+    attrs |= {
+        "elu": {"alpha": 0.7},
+        "leaky_relu": {"negative_slope": 0.2},
+        "pow_number": {"exponent": 3},
+        "celu": {"alpha": 0.6},
+        "softplus": {"beta": 2, "threshold": 3},
+        "threshold": {"threshold": 0.3, "value": -0.5},
+    }.get(name, {})
     numbers = {"add_number": 0.75, "sub_number": 0.3, "rsub_number": 2, "mul_number": 3, "div_number": 0.4}
     attrs["other"] = numbers.get(name, 0)
     table = numerics.function_table(lambda v: OPS[name].function(v, attrs), x_q, y_q)

@@ -12,9 +12,11 @@ from torch import nn
 import intaglio
 import nets
 from intaglio.annotation import Annotation, Levels, annotate_node
-from intaglio.capture.nodes import operator, origin
 from intaglio.errors import InputError, SelectorError, UnsupportedError
-from intaglio.quant import Quantizer, Recipe, convert, prepare
+from intaglio.fxgraph.nodes import operator, origin
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.qdq.convert import convert
+from intaglio.quant.recipes.recipe import Quantizer, Recipe
 from nets import Body
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -41,8 +43,9 @@ def quantizing(found) -> list:
 
 def test_weights_are_integers_behind_a_dequantize_that_stays():
     """2.6, 2.10.15: folding covers what stands before the quantize of a weight, and nothing behind it."""
-    model = nets.randomize(Body(lambda m, x: F.linear(x.flatten(1), m.w.t().contiguous() * 2),
-                                w=nn.Parameter(torch.ones(192, 5))))  # fmt: skip
+    model = nets.randomize(
+        Body(lambda m, x: F.linear(x.flatten(1), m.w.t().contiguous() * 2), w=nn.Parameter(torch.ones(192, 5)))
+    )
     found = reference(model)
     (weight,) = (node for node in quantizing(found) if node.args[-1] is torch.int8)
     assert weight.args[0].op == "get_attr"
@@ -115,11 +118,15 @@ def test_frontend_c9_tags_survive_what_is_folded_and_rewritten():
     assert all(node.meta[TAG] == origin(node).path for node in calls)
 
 
-@pytest.mark.parametrize("again", [
-    copy.deepcopy,
-    lambda model: torch.export.export(model, (X,), dynamic_shapes=FREE).module(),
-    lambda model: torch.export.export(model, (X,), dynamic_shapes=FREE).run_decompositions({}).module(),
-], ids=["copied", "exported", "decomposed"])  # fmt: skip
+@pytest.mark.parametrize(
+    "again",
+    [
+        copy.deepcopy,
+        lambda model: torch.export.export(model, (X,), dynamic_shapes=FREE).module(),
+        lambda model: torch.export.export(model, (X,), dynamic_shapes=FREE).run_decompositions({}).module(),
+    ],
+    ids=["copied", "exported", "decomposed"],
+)
 def test_frontend_c9_names_of_sites_survive(again):
     """C9: what identifies a value is the same in every form of one model; so are parameters that go by it."""
     parts = (conv(), nn.BatchNorm2d(4), nn.GELU(), conv(4), nn.Flatten(), nn.Linear(256, 5))

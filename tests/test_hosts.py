@@ -101,8 +101,13 @@ def test_a_file_needs_the_operators_again(mirrored, tmp_path):
 def test_a_file_with_another_shape_rule_is_refused(mirrored, tmp_path):
     *_, model = mirrored
     model.save(tmp_path / "model.intaglio")
-    other = OpDef("mirror_add", operands=("x", "y"), roles=Roles(x=(0, 1)), meaning=MIRROR_ADD.meaning,
-                  infer=lambda attrs, shapes: shapes[0][:1])  # fmt: skip
+    other = OpDef(
+        "mirror_add",
+        operands=("x", "y"),
+        roles=Roles(x=(0, 1)),
+        meaning=MIRROR_ADD.meaning,
+        infer=lambda attrs, shapes: shapes[0][:1],
+    )
     with pytest.raises(ArtifactError, match=r"mirror_add|host gives"):
         intaglio.load(tmp_path / "model.intaglio", operators=[other])
 
@@ -151,9 +156,13 @@ def test_a_host_operator_at_the_end_and_at_the_begin_of_what_is_quantized():
     assert torch.equal(model(DATA[0]), lowered(DATA[0]))
 
 
-@pytest.mark.parametrize("result", [
-    lambda args: args[0].astype(np.int64), lambda args: args[0][:1, :, :, :3],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda args: args[0].astype(np.int64),
+        lambda args: args[0][:1, :, :, :3],
+    ],
+)
 def test_a_meaning_that_gives_no_levels_says_so(result):
     roles = Roles(x=(0, 1))
     record = OpDef("wrong", MIRROR_ADD.targets, ("x", "y"), roles, meaning=lambda op, args, *types: result(args))
@@ -162,13 +171,16 @@ def test_a_meaning_that_gives_no_levels_says_so(result):
         model(DATA[0])
 
 
-@pytest.mark.parametrize(("record", "problem"), [
-    (OpDef("own"), "neither a meaning in integers nor a function"),
-    (OpDef("add", ("x.y.default",), meaning=SWISH.meaning), "another operator has this name"),
-    (OpDef("own", ("aten.relu.default",), meaning=SWISH.meaning), "another operator answers to aten.relu.default"),
-    (OpDef("own", ("x.y.default",), meaning=SWISH.meaning, kernel="fast"), "a host operator has no kernel"),
-    (OpDef("own", ("intaglio_tests.soft_sign.default",), meaning=SWISH.meaning), "no argument self; there are x"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        (OpDef("own"), "neither a meaning in integers nor a function"),
+        (OpDef("add", ("x.y.default",), meaning=SWISH.meaning), "another operator has this name"),
+        (OpDef("own", ("aten.relu.default",), meaning=SWISH.meaning), "another operator answers to aten.relu.default"),
+        (OpDef("own", ("x.y.default",), meaning=SWISH.meaning, kernel="fast"), "a host operator has no kernel"),
+        (OpDef("own", ("intaglio_tests.soft_sign.default",), meaning=SWISH.meaning), "no argument self; there are x"),
+    ],
+)
 def test_a_record_that_cannot_be_a_host_operator_says_so(record, problem):
     model = Body(lambda m, x: soft_sign(m.a(x)), a=conv())
     with pytest.raises(UnsupportedError, match=problem):

@@ -17,13 +17,17 @@ import nets
 from compare import assert_equal_levels, kinds, sqnr
 from harness import HERE
 from intaglio import Image
-from intaglio.capture import Captured, capture
 from intaglio.errors import ArtifactError, InputError, SelectorError, UnsupportedError
 from intaglio.ir import DType, TensorType
 from intaglio.lower import Lowered, requantize
 from intaglio.ops import OPS, interpret
-from intaglio.quant import Fixed, Quantizer, Recipe, Reference, calibrate, convert, prepare
+from intaglio.quant.annotate.sites import Fixed
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.qdq.convert import Reference, convert
+from intaglio.quant.recipes.recipe import Quantizer, Recipe
 from intaglio.runtime import QuantizedModel, files
+from intaglio.tracing import Captured, capture
 from models import assert_same, compiled
 from nets import Body
 
@@ -128,10 +132,15 @@ def test_the_input_needs_no_statistics():
 
 
 CONVOLUTIONS = {
-    "plain": conv(), "without bias": conv(bias=False), "strided": conv(stride=2), "wide": conv(kernel=7, padding=3),
-    "dilated": conv(dilation=2, padding=2), "grouped": conv(4, 8, groups=2), "depthwise": conv(3, 6, groups=3),
+    "plain": conv(),
+    "without bias": conv(bias=False),
+    "strided": conv(stride=2),
+    "wide": conv(kernel=7, padding=3),
+    "dilated": conv(dilation=2, padding=2),
+    "grouped": conv(4, 8, groups=2),
+    "depthwise": conv(3, 6, groups=3),
     "uneven": nn.Conv2d(3, 8, 4, padding="same"),
-}  # fmt: skip
+}
 
 
 @cache
@@ -235,7 +244,7 @@ MEMORY = {
     "some of the channels": lambda x: torch.cat([x, x], 1).to(memory_format=torch.channels_last)[:, : x.shape[1]],
     "one image many times": lambda x: x[:1].expand(5, -1, -1, -1),
     "no image": lambda x: x[:0],
-}  # fmt: skip
+}
 
 
 SHAPES = ((1, 1, 1), (2, 0, 1), (3, 1, 1), (4, 2, 2), (5, 1, 5), (20, 3, 1))
@@ -357,7 +366,7 @@ FALLBACKS = {
     "the result": (lambda m, x: (m.c(x), x), "output"),
     "a computed weight": (lambda m, x: F.conv2d(x, m.c.weight * m.c(x).mean()), "computed while the model runs"),
     "the model itself": (_written, "the model writes into it"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("body", "text"), FALLBACKS.values(), ids=FALLBACKS)

@@ -18,7 +18,7 @@ from intaglio.backends.inductor_graph import graph_for_inductor, graph_of_bytes,
 from intaglio.backends.inductor_sizes import sizes_of_inputs
 from intaglio.errors import BuildError, InputError, UnsupportedError
 from intaglio.ops.rows import levels_of_rows
-from intaglio.quant.dynamic import decompositions
+from intaglio.quant.annotate.per_token import decompositions
 
 OWN_SUMS = 1e-5
 """Share of the largest result by which float sums in another order differ."""

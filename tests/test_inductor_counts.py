@@ -96,8 +96,14 @@ def basic(inputs, outputs, projected):
         return torch.relu(m.second_norm(m.second(y)) + m.shortcut(x))
 
     shortcut = nn.Conv2d(inputs, outputs, 1) if projected else nn.Identity()
-    return Body(body, first=conv(inputs, outputs), first_norm=nn.BatchNorm2d(outputs), second=conv(outputs, outputs),
-                second_norm=nn.BatchNorm2d(outputs), shortcut=shortcut)  # fmt: skip
+    return Body(
+        body,
+        first=conv(inputs, outputs),
+        first_norm=nn.BatchNorm2d(outputs),
+        second=conv(outputs, outputs),
+        second_norm=nn.BatchNorm2d(outputs),
+        shortcut=shortcut,
+    )
 
 
 def attention():
@@ -119,7 +125,6 @@ SIZES = {IMAGES: (0, 2, 3), ROWS: (0,), TEXTS: (0, 1)}
 
 
 @pytest.mark.parametrize("free", [False, True], ids=["fixed", "free"])
-
 @pytest.mark.parametrize(
     ("build", "shape", "wanted"),
     [
@@ -145,9 +150,23 @@ SIZES = {IMAGES: (0, 2, 3), ROWS: (0,), TEXTS: (0, 1)}
         (lambda: two_sums(linear, nn.ReLU()), TEXTS, (2, 4, 2, 2)),
         (attention, TEXTS, (2, 6, 4, 1)),
     ],
-    ids=["conv_conv_conv", "conv_relu", "conv_add", "conv_add_relu", "conv_sum", "linear_linear", "linear_sum",
-         "linear_add", "concatenated", "read_twice", "upsampled", "texts_sum", "texts_add_relu", "attention"],
-)  # fmt: skip
+    ids=[
+        "conv_conv_conv",
+        "conv_relu",
+        "conv_add",
+        "conv_add_relu",
+        "conv_sum",
+        "linear_linear",
+        "linear_sum",
+        "linear_add",
+        "concatenated",
+        "read_twice",
+        "upsampled",
+        "texts_sum",
+        "texts_add_relu",
+        "attention",
+    ],
+)
 def test_matches_of_small_networks(build, shape, wanted, free, monkeypatch):
     """Promotion, prepack, unary, binary. Equal to the counts in PyTorch's own tests where no line says otherwise;
     layers that end in a quantize count as unary, with or without a function in front of it. Free sizes take nothing."""
@@ -160,9 +179,17 @@ def test_a_small_residual_network(free, monkeypatch):
     """As PyTorch's, but for one quantize less: levels in front of the pool are those behind it."""
     torch.manual_seed(0)
     net = nn.Sequential(
-        conv(), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), basic(8, 8, False), basic(8, 16, True),
-        basic(16, 16, True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4),
-    )  # fmt: skip
+        conv(),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        basic(8, 8, False),
+        basic(8, 16, True),
+        basic(16, 16, True),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 4),
+    )
     _, made = lowered(net, torch.randn(IMAGES), monkeypatch, free)
     assert [made[name] for name in ("qconv", "qconv_binary", "qlinear", "qmaxpool2d")] == [6, 3, 1, 1]
     assert made["quantize_per_tensor.default"] == 2

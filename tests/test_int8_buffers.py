@@ -13,7 +13,9 @@ from compare import kinds, sqnr
 from harness import HERE
 from intaglio.annotation import Annotation, Levels, annotate_node
 from intaglio.errors import CaptureError, SelectorError, UnsupportedError
-from intaglio.quant import Quantizer, convert, prepare
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.qdq.convert import convert
+from intaglio.quant.recipes.recipe import Quantizer
 
 
 class Attention(nn.Module):
@@ -188,8 +190,9 @@ def test_a_buffer_that_is_not_float32_is_refused_by_name_and_left_by_true():
     stage = prepare(captured, Quantizer(int8_buffers=True))
     stage(torch.randn(1, 6))
     assert {entry.path: entry.type.dtype.value for entry in convert(stage).signature.state} == {
-        "rows": "u8", "calls": "i64"
-    }  # fmt: skip
+        "rows": "u8",
+        "calls": "i64",
+    }
 
 
 def test_a_buffer_computed_from_itself_is_reported():

@@ -23,7 +23,7 @@ from intaglio.ir import (
     prune,
     symbol,
     symbols_of,
-)  # fmt: skip
+)
 from intaglio.ir.rewrite import any as anything
 from intaglio.ir.rewrite import const, match, op, run_passes, seq
 from intaglio.ir.verify import VerifyError, verify
@@ -84,9 +84,15 @@ F32 = TensorType((N, 2), DType.F32)
 def small(**changes) -> Graph:
     """x -> quantize -> linear -> requantize -> dequantize, one thing changed."""
     types = {
-        "x": TensorType((N, 4), DType.F32), "w": TensorType((2, 4), DType.S8), "b": TensorType((2,), DType.I32),
-        "m": TensorType((1,), DType.F32), "q": U8, "acc": ACC, "y": OUT, "f": F32,
-    }  # fmt: skip
+        "x": TensorType((N, 4), DType.F32),
+        "w": TensorType((2, 4), DType.S8),
+        "b": TensorType((2,), DType.I32),
+        "m": TensorType((1,), DType.F32),
+        "q": U8,
+        "acc": ACC,
+        "y": OUT,
+        "f": F32,
+    }
     ops = {
         "q": Op("quantize", ("x",), ("q",)),
         "acc": Op("linear", ("q", "w", "b"), ("acc",), origin=Origin("fc", "aten.linear.default")),
@@ -156,11 +162,16 @@ def test_a_graph_pickles_and_compares_by_text():
     assert fresh({}, "a") == "a"
 
 
-@pytest.mark.parametrize("bad", [
-    lambda: QParams((0.0,), (0,), 0, 255), lambda: QParams((1.0,), (0,), 5, 5),
-    lambda: QParams((1.0, 2.0), (0, 0), 0, 255), lambda: QParams((1.0,), (0, 0), 0, 255, 0),
-    lambda: QParams((float("inf"),), (0,), 0, 255),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda: QParams((0.0,), (0,), 0, 255),
+        lambda: QParams((1.0,), (0,), 5, 5),
+        lambda: QParams((1.0, 2.0), (0, 0), 0, 255),
+        lambda: QParams((1.0,), (0, 0), 0, 255, 0),
+        lambda: QParams((float("inf"),), (0,), 0, 255),
+    ],
+)
 def test_parameters_that_make_no_sense_are_refused(bad):
     with pytest.raises(ValueError, match=r"scale|qmin"):
         bad()

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from intaglio.capture import capture, run
-from intaglio.capture.canonical import copy_graph
-from intaglio.capture.nodes import operator
-from intaglio.quant.passes import PTQ_PASSES
+from intaglio.fxgraph.graph_passes import copy_graph
+from intaglio.fxgraph.nodes import operator
+from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
+from intaglio.tracing import capture, run
 from nets import Body
 
 HEADS, WIDTH = 2, 8
@@ -169,19 +169,26 @@ def test_a_mask_that_hides_something_stays():
     assert attention_of(captured).args[3] is not None
 
 
-@pytest.mark.parametrize("mask", [
-    lambda x: positions(x)[1] <= positions(x)[0],
-    lambda x: (positions(x)[0] >= positions(x)[1]) & (positions(x)[0] >= 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda x: positions(x)[1] <= positions(x)[0],
+        lambda x: (positions(x)[0] >= positions(x)[1]) & (positions(x)[0] >= 0),
+    ],
+)
 def test_a_mask_of_what_comes_before_is_causal(mask):
     captured, _, _ = passed(masked(mask), X)
     assert attention_of(captured).args[3:] == (None, 0.0, True)
 
 
-@pytest.mark.parametrize("mask", [
-    lambda x: positions(x)[1] < positions(x)[0] + 1, lambda x: positions(x)[0] <= positions(x)[1],
-    lambda x: positions(x)[1] <= positions(x)[0] + 1,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda x: positions(x)[1] < positions(x)[0] + 1,
+        lambda x: positions(x)[0] <= positions(x)[1],
+        lambda x: positions(x)[1] <= positions(x)[0] + 1,
+    ],
+)
 def test_other_comparisons_of_positions_stay(mask):
     captured, _, _ = passed(masked(mask), X)
     assert isinstance(attention_of(captured).args[3], torch.fx.Node)
@@ -238,7 +245,7 @@ def test_places_and_kinds_of_words_are_one_part_of_one_constant():
 
 
 def test_a_constant_that_would_be_large_is_not_made(monkeypatch):
-    from intaglio.capture import slices
+    from intaglio.fxgraph import lift_slices as slices
 
     monkeypatch.setattr(slices, "MOST_BYTES", 16 * 8 * 4 - 1)
     module = copy_graph(capture(Embeddings().eval(), torch.randint(50, (2, 7))).module)

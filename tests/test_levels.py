@@ -20,12 +20,39 @@ from intaglio.ops.pool import counts, pool_shape
 
 IMAGES = ("a", "b", "out")
 NUMBERS = (
-    "kind", "zero", "first", "second", "limits", "depth", "include_pad", "fixed_divisor", "adaptive", "sums", "shares",
-    "y.kernel", "y.stride", "y.before", "y.dilation", "x.kernel", "x.stride", "x.before", "x.dilation",
+    "kind",
+    "zero",
+    "first",
+    "second",
+    "limits",
+    "depth",
+    "include_pad",
+    "fixed_divisor",
+    "adaptive",
+    "sums",
+    "shares",
+    "y.kernel",
+    "y.stride",
+    "y.before",
+    "y.dilation",
+    "x.kernel",
+    "x.stride",
+    "x.before",
+    "x.dilation",
     "each",
-)  # fmt: skip
-KINDS = ("add", "mul", "affine", "prelu", "layer_norm", "clamp", "table", "max_pool2d", "avg_pool2d",
-         "adaptive_avg_pool2d")  # fmt: skip
+)
+KINDS = (
+    "add",
+    "mul",
+    "affine",
+    "prelu",
+    "layer_norm",
+    "clamp",
+    "table",
+    "max_pool2d",
+    "avg_pool2d",
+    "adaptive_avg_pool2d",
+)
 CANARY = 0xA5
 EPS = np.float32(1e-5)
 FACTORS = (1e-42, 1e-20, 1e-3, 0.02, 0.5, 1.0, 3.0, 1e4, 3e6, 1e10, 1e34)
@@ -95,8 +122,10 @@ class Levels:
     pixel_sums: int = 0
 
     def types(self) -> tuple[list[TensorType], TensorType]:
-        kinds = [TensorType((), DType.U8, QParams((1.0,), (zero,), *ends)) for zero, ends in zip(
-            self.zeros, ((0, 255), (0, 255), self.bounds), strict=True)]  # fmt: skip
+        kinds = [
+            TensorType((), DType.U8, QParams((1.0,), (zero,), *ends))
+            for zero, ends in zip(self.zeros, ((0, 255), (0, 255), self.bounds), strict=True)
+        ]
         return kinds[:2], kinds[2]
 
 
@@ -115,9 +144,15 @@ def check(isa: str, kind: str, arrays: list[np.ndarray], constants: list[np.ndar
     framed = memory("out").end(n * (h + 2 * halo) * (w + 2 * halo) * c).reshape(n, h + 2 * halo, w + 2 * halo, c)
     memory("out").bytes[-framed.size - 256 :] = CANARY
     images["out"] = Image(framed.ctypes.data, n, h, w, c, halo)
-    numbers = {"kind": KINDS.index(kind), "zero": how.zeros[0], "depth": 1, "fixed_divisor": bool(attrs.get("divisor")),
-               "limits": memory("limits").hold(limits(how.zeros[2], *how.bounds, how.zeros[1])),
-               "include_pad": bool(attrs.get("include_pad")), "adaptive": "size" in attrs}  # fmt: skip
+    numbers = {
+        "kind": KINDS.index(kind),
+        "zero": how.zeros[0],
+        "depth": 1,
+        "fixed_divisor": bool(attrs.get("divisor")),
+        "limits": memory("limits").hold(limits(how.zeros[2], *how.bounds, how.zeros[1])),
+        "include_pad": bool(attrs.get("include_pad")),
+        "adaptive": "size" in attrs,
+    }
     numbers["each"] = kind == "add" and "axis" in attrs
     repeated = kind in ("affine", "layer_norm"), kind in ("affine", "layer_norm", "prelu") or numbers["each"]
     for role, values, more in zip(("first", "second"), constants, repeated, strict=False):
@@ -205,9 +240,10 @@ def test_a_pixel_of_more_channels_than_there_are_terms(isa, kind, channels):
 def test_one_image_with_constants_by_channel(isa, data, kind, channels, how):
     draw, arrays = drawn(data, (data.draw(st.integers(1, 3)), channels, data.draw(SIZE), data.draw(SIZE)))
     constants = {
-        "prelu": lambda: [factors(data, draw, 1), factors(data, draw, channels)], "clamp": list,
+        "prelu": lambda: [factors(data, draw, 1), factors(data, draw, channels)],
+        "clamp": list,
         "table": lambda: [draw.permutation(256).astype(np.uint8)],
-    }.get(kind, lambda: [factors(data, draw, channels), factors(data, draw, channels)])()  # fmt: skip
+    }.get(kind, lambda: [factors(data, draw, channels), factors(data, draw, channels)])()
     check(isa, kind, arrays, constants, how, **({"axis": 1} if kind == "affine" else {}))
 
 
@@ -231,8 +267,11 @@ def test_pools_of_windows_that_leave_the_image_on_any_side(isa, data, kind, chan
     kernel, stride = data.draw(pair), data.draw(pair)
     padding = tuple(data.draw(st.integers(0, k // 2)) for k in kernel)
     attrs = {"kernel": kernel, "stride": stride, "padding": padding, "ceil": data.draw(st.booleans())}
-    attrs |= {"dilation": data.draw(st.tuples(*[st.integers(1, 3)] * 2))} if kind == "max_pool2d" else {
-        "include_pad": data.draw(st.booleans()), "divisor": data.draw(st.sampled_from([None, 5]))}  # fmt: skip
+    attrs |= (
+        {"dilation": data.draw(st.tuples(*[st.integers(1, 3)] * 2))}
+        if kind == "max_pool2d"
+        else {"include_pad": data.draw(st.booleans()), "divisor": data.draw(st.sampled_from([None, 5]))}
+    )
     reach = [d * (k - 1) + 1 - 2 * p for k, p, d in zip(kernel, padding, attrs.get("dilation", (1, 1)), strict=True)]
     image = tuple(max(least, 1) + data.draw(st.integers(0, 9)) for least in reach)
     draw, arrays = drawn(data, (data.draw(st.integers(1, 3)), channels, *image))

@@ -205,9 +205,14 @@ def test_frontend_c4_convolutions_keep_float16_in_pytorch(tmp_path):
     assert equal(intaglio.load(tmp_path / "m")(x), compiled(x))
 
 
-@pytest.mark.parametrize(("setting", "bits"), [
-    ({"weights_dtype": "s4", "weights": "group:8"}, 4), ({"weights": "tensor"}, 8), ({"weights_dtype": "s2"}, 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("setting", "bits"),
+    [
+        ({"weights_dtype": "s4", "weights": "group:8"}, 4),
+        ({"weights": "tensor"}, 8),
+        ({"weights_dtype": "s2"}, 2),
+    ],
+)
 def test_integers_of_few_bits_groups_and_one_scale_do_without_levels_of_activations(setting, bits, tmp_path):
     model = nn.Sequential(nn.Linear(48, 40), nn.ReLU(), nn.Linear(40, 9)).eval()
     x = torch.randn(16, 48)
@@ -250,13 +255,16 @@ def test_threads_share_what_it_takes_to_read_weights(recipe):
 # ---- refused
 
 
-@pytest.mark.parametrize(("setting", "reason"), [
-    ({"weights_dtype": "f16"}, "f16 weights and activations that are levels"),
-    ({"weights_dtype": "f16", "activations": "token"}, "f16 weights and activations that are levels"),
-    ({"weights_dtype": "f8e4m3", "activations": "float"}, "f8e4m3 weights alone"),
-    ({"weights": "group:8", "activations": "float"}, "groups of s8 weights"),
-    ({"weights_dtype": "f16", "weights": "group:8", "activations": "float"}, "groups of f16 weights"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({"weights_dtype": "f16"}, "f16 weights and activations that are levels"),
+        ({"weights_dtype": "f16", "activations": "token"}, "f16 weights and activations that are levels"),
+        ({"weights_dtype": "f8e4m3", "activations": "float"}, "f8e4m3 weights alone"),
+        ({"weights": "group:8", "activations": "float"}, "groups of s8 weights"),
+        ({"weights_dtype": "f16", "weights": "group:8", "activations": "float"}, "groups of f16 weights"),
+    ],
+)
 def test_settings_that_fit_no_kernel_are_errors_that_name_the_layer(setting, reason):
     with pytest.raises(UnsupportedError, match=reason):
         intaglio.quantize(nn.Sequential(nn.Linear(8, 8)), [torch.randn(4, 8)], recipe={"0": setting})
@@ -276,12 +284,15 @@ def test_graphs_that_lead_the_kernel_astray_are_refused(recipe):
     x, weight, bias = op.inputs
     few = QParams((1.0,) * 7, (0,) * 7, -127, 127, 0)
     for bad in (
-        changed(graph, inputs=(x, x, bias)), changed(graph, inputs=(x, weight, x)),
-        changed(graph, types={x: TensorType((4, 9), F32)}), changed(graph, types={bias: TensorType((7,), F32)}),
-        changed(graph, types={weight: TensorType((8, 8), S8, few)}), changed(graph, attrs={"k": 1}),
+        changed(graph, inputs=(x, x, bias)),
+        changed(graph, inputs=(x, weight, x)),
+        changed(graph, types={x: TensorType((4, 9), F32)}),
+        changed(graph, types={bias: TensorType((7,), F32)}),
+        changed(graph, types={weight: TensorType((8, 8), S8, few)}),
+        changed(graph, attrs={"k": 1}),
         changed(graph, types={weight: TensorType((8, 8), S8)}),
         changed(graph, types={op.output: TensorType((4, 9), F32)}),
         Graph((*graph.inputs, weight), graph.outputs, graph.types, graph.ops, {bias: graph.constants[bias]}),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=r"linear_f32|constant"):
             check_graph(bad)

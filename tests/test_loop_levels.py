@@ -63,8 +63,9 @@ def test_a_gelu_that_becomes_levels_is_the_one_behind_layers(isa):
     graph, count = near_functions(lowered.graph)
     assert count == 1
     assert [[step.kind for step in op.body.ops] for op in graph.ops if op.kind == "loop"] == [
-        ["near_gelu", "quantize"], ["gelu", "quantize"],
-    ]  # fmt: skip
+        ["near_gelu", "quantize"],
+        ["gelu", "quantize"],
+    ]
     near = Lowered(graph, {}, lowered.signature)
     model, x = intaglio.compile(near, isa=isa), some((9, 131), 2)
     found, expected, exact = model(x), near(x), lowered(x)

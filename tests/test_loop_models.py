@@ -27,8 +27,16 @@ def block(m, x, ids, mask):
 
 @pytest.fixture(scope="module")
 def blocks():
-    model = randomize(Body(block, table=nn.Embedding(50, 35), place=nn.Parameter(torch.randn(1, 7, 35)),
-                           norm=nn.LayerNorm(35), a=nn.Linear(35, 35), b=nn.Linear(35, 5)))  # fmt: skip
+    model = randomize(
+        Body(
+            block,
+            table=nn.Embedding(50, 35),
+            place=nn.Parameter(torch.randn(1, 7, 35)),
+            norm=nn.LayerNorm(35),
+            a=nn.Linear(35, 35),
+            b=nn.Linear(35, 5),
+        )
+    )
     draw = torch.Generator().manual_seed(0)
     given = [torch.randn(3, 7, 35, generator=draw)]
     given += [torch.randint(0, most, (3, 7), generator=draw) for most in (50, 2)]
@@ -75,19 +83,40 @@ OPERATORS = {
     "powers": lambda x, y: (x**2, x**3, (x.abs() + 1) ** 0.5, (x.abs() + 1) ** -0.5, (x * x + 1).rsqrt(), x.square()),
     "choices": lambda x, y: (torch.where(x > y, x, y), x.masked_fill(y < 0, 2.0), x.clamp(-1, 1), x.clamp(min=0.5)),
     "truth": lambda x, y: ((x > 0) & (y <= 0), ~(x == y) | (x != 1.0), (x > 0).logical_and(y > 0), (x >= 0).float()),
-    "functions": lambda x, y: (F.gelu(x - y), F.silu(x - y), torch.tanh(x - y), torch.exp(x - y), torch.log(x * x + 1),
-                               F.hardswish(x - y), F.leaky_relu(x - y, 0.2), F.hardtanh(x - y), F.relu(x - y)),
-    "reductions": lambda x, y: ((x - y).sum(-1), (x - y).mean(1, keepdim=True), (x - y).amax(-1), (x - y).amin(1),
-                                (x - y).var(-1), (x - y).var(1, unbiased=False, keepdim=True), (x - y).std(-1)),
+    "functions": lambda x, y: (
+        F.gelu(x - y),
+        F.silu(x - y),
+        torch.tanh(x - y),
+        torch.exp(x - y),
+        torch.log(x * x + 1),
+        F.hardswish(x - y),
+        F.leaky_relu(x - y, 0.2),
+        F.hardtanh(x - y),
+        F.relu(x - y),
+    ),
+    "reductions": lambda x, y: (
+        (x - y).sum(-1),
+        (x - y).mean(1, keepdim=True),
+        (x - y).amax(-1),
+        (x - y).amin(1),
+        (x - y).var(-1),
+        (x - y).var(1, unbiased=False, keepdim=True),
+        (x - y).std(-1),
+    ),
     "norms": lambda x, y: (F.layer_norm(x - y, (9,)), F.rms_norm(x - y, (9,)), F.log_softmax(x - y, -1)),
     "maxima": lambda x, y: (torch.maximum(x, y), torch.minimum(x, y * 2), x.round() + y),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_are_torchs_to_rounding_and_run_in_the_program(name):
-    model = randomize(Body(lambda m, x: OPERATORS[name](*(f(x).exp() * 0.5 - 1 for f in (m.a, m.b))),
-                           a=nn.Linear(9, 9), b=nn.Linear(9, 9)))  # fmt: skip
+    model = randomize(
+        Body(
+            lambda m, x: OPERATORS[name](*(f(x).exp() * 0.5 - 1 for f in (m.a, m.b))),
+            a=nn.Linear(9, 9),
+            b=nn.Linear(9, 9),
+        )
+    )
     x = torch.randn(4, 5, 9, generator=torch.Generator().manual_seed(1))
     reference, lowered = quantized(model, x)
     assert not lowered.islands, lowered.skipped

@@ -323,14 +323,17 @@ def with_op(body: Graph, index: int, **changes) -> Graph:
     )
 
 
-@pytest.mark.parametrize(("change", "problem"), [
-    (lambda b: with_op(b, 2, kind="system"), "no operator of loops"),
-    (lambda b: with_op(b, 0, attrs={"axis": 0}), "another shape"),
-    (lambda b: with_op(b, 0, attrs={"axis": 7}), "axis 7"),
-    (lambda b: with_op(b, 2, kind="not"), "gives"),
-    (lambda b: with_op(b, 2, attrs={"low": 1.0}), "no operator of loops"),
-    (lambda b: with_op(b, 4, kind="squeeze", inputs=b.ops[3].inputs, attrs={"axis": 1}), "no 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda b: with_op(b, 2, kind="system"), "no operator of loops"),
+        (lambda b: with_op(b, 0, attrs={"axis": 0}), "another shape"),
+        (lambda b: with_op(b, 0, attrs={"axis": 7}), "axis 7"),
+        (lambda b: with_op(b, 2, kind="not"), "gives"),
+        (lambda b: with_op(b, 2, attrs={"low": 1.0}), "no operator of loops"),
+        (lambda b: with_op(b, 4, kind="squeeze", inputs=b.ops[3].inputs, attrs={"axis": 1}), "no 1"),
+    ],
+)
 def test_a_body_from_a_file_is_checked(change, problem):
     with pytest.raises(ValueError, match=problem):
         check_graph(broken(change))

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 import nets
 from compare import assert_equal_levels, kinds, quantized, tensors
-from intaglio.capture.nodes import operator
+from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType, graph_text
 from intaglio.lower.passes import LOWER_PASSES
 from intaglio.ops import OPS
-from intaglio.quant import Recipe
+from intaglio.quant.recipes.recipe import Recipe
 from nets import Body
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -62,9 +62,7 @@ def test_backend_1_a_single_linear(bias):
 
 
 def test_backend_2_a_residual_sum_with_relu_is_three_kernels():
-    _, reference, lowered = run(
-        lambda m, x: m.e(F.relu(m.c(x) + m.d(x))), X, c=conv(), d=conv(), e=conv(8, 4)
-    )
+    _, reference, lowered = run(lambda m, x: m.e(F.relu(m.c(x) + m.d(x))), X, c=conv(), d=conv(), e=conv(8, 4))
     assert inside(lowered) == ["conv2d", "requantize", "conv2d", "add", "conv2d"]
     add = next(op for op in lowered.graph.ops if op.kind == "add")
     assert add.attrs["low"] == lowered.graph.types[add.output].q.zero_point[0]
@@ -113,9 +111,13 @@ def test_backend_7_a_chain_of_linears_stays_in_integers():
 
 def test_backend_8_frontend_b15_one_tensor_for_three_linears_and_a_float_reader():
     _, reference, lowered = run(
-        lambda m, x: (lambda y: (m.q(y), m.k(y), m.v(y), torch.erf(y)))(m.a(x)), X,
-        a=nn.Linear(8, 6), q=nn.Linear(6, 5), k=nn.Linear(6, 5), v=nn.Linear(6, 5),
-    )  # fmt: skip
+        lambda m, x: (lambda y: (m.q(y), m.k(y), m.v(y), torch.erf(y)))(m.a(x)),
+        X,
+        a=nn.Linear(8, 6),
+        q=nn.Linear(6, 5),
+        k=nn.Linear(6, 5),
+        v=nn.Linear(6, 5),
+    )
     nodes = reference.module.graph.nodes
     (levels,) = [n for n in nodes if "quantize_per_tensor" in n.name and n.args[0].name == "linear"]
     assert len(levels.users) == 4
@@ -176,9 +178,7 @@ def test_case_44_equal_parameters_need_no_operator():
 
 
 def test_backend_14_conv_pool_flatten_linear_is_integer_throughout():
-    _, reference, lowered = run(
-        lambda m, x: m.a(F.max_pool2d(m.c(x), 2).flatten(1)), X, c=conv(), a=nn.Linear(128, 5)
-    )
+    _, reference, lowered = run(lambda m, x: m.a(F.max_pool2d(m.c(x), 2).flatten(1)), X, c=conv(), a=nn.Linear(128, 5))
     assert inside(lowered) == ["conv2d", "requantize", "max_pool2d", "reshape", "linear"]
     shared = {reference.qparams[n] for n in ("c#0/conv2d.0", "#0/max_pool2d.0", "#0/view.0") if n in reference.qparams}
     assert len(shared) == 1
@@ -187,9 +187,12 @@ def test_backend_14_conv_pool_flatten_linear_is_integer_throughout():
 @pytest.mark.parametrize("other", [lambda m, y: m.bias, lambda m, y: y.mean(1, keepdim=True)])
 def test_backend_17_frontend_b14_sums_with_broadcast_are_loops_in_float(other):
     model, _, lowered = run(
-        lambda m, x: (lambda y: m.d(F.relu(y + other(m, y))))(m.c(x)), X,
-        c=conv(), d=conv(8), bias=nn.Parameter(torch.ones(X.shape[2], 1)),
-    )  # fmt: skip
+        lambda m, x: (lambda y: m.d(F.relu(y + other(m, y))))(m.c(x)),
+        X,
+        c=conv(),
+        d=conv(8),
+        bias=nn.Parameter(torch.ones(X.shape[2], 1)),
+    )
     assert "add" not in kinds(lowered)
     assert "loop" in kinds(lowered)
     assert not lowered.islands

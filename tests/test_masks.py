@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from compare import assert_equal_levels, quantized, sqnr
 from intaglio import calibrate, capture, compile, prepare
-from intaglio.capture.trace import PADDING_SKIPPED
 from intaglio.errors import CalibrationError, CaptureError
+from intaglio.tracing.trace import PADDING_SKIPPED
 from nets import Body
 
 LENGTH, WIDTH, HEADS, INF = 10, 32, 4, float("inf")

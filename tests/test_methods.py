@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from intaglio import numerics
-from intaglio.quant.methods import METHODS, minmax, mse
-from intaglio.quant.statistics import Statistics
+from intaglio.quant.calibrate.range_methods import METHODS, minmax, mse
+from intaglio.quant.calibrate.tensor_statistics import Statistics
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 LEVELS = [(0, 255), (0, 127), (-128, 127), (0, 15)]

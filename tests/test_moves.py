@@ -265,13 +265,28 @@ MODELS = {
     "padded lines": (padded(nn.Conv1d, 1), (6, 9)),
     "padded images": (padded(nn.Conv2d, 2), (6, 7, 9)),
     "padded volumes": (padded(nn.Conv3d, 3), (6, 3, 4, 5)),
-    "windows": (Body(windows, conv=conv(3, 12, 3, 1, 1), mix=nn.Linear(12, 12), last=conv(12, 4, 3, 1, 1),
-                     rows=nn.Linear(9, 5)), (3, 6, 6)),
-    "pyramid": (Body(pyramid, conv=conv(3, 12, 3, 1, 1), point=conv(12, 5, 1), joined=conv(12, 4, 3),
-                     rows=nn.Linear(36, 7), line=conv(12, 3, (1, 3))), (3, 6, 6)),
-    "shuffled": (Body(shuffled, conv=conv(3, 12, 3, 1, 1), up=conv(3, 5, 3), down=conv(27, 5, 1), groups=conv(3, 4, 1)),
-                 (3, 6, 6)),
-}  # fmt: skip
+    "windows": (
+        Body(
+            windows, conv=conv(3, 12, 3, 1, 1), mix=nn.Linear(12, 12), last=conv(12, 4, 3, 1, 1), rows=nn.Linear(9, 5)
+        ),
+        (3, 6, 6),
+    ),
+    "pyramid": (
+        Body(
+            pyramid,
+            conv=conv(3, 12, 3, 1, 1),
+            point=conv(12, 5, 1),
+            joined=conv(12, 4, 3),
+            rows=nn.Linear(36, 7),
+            line=conv(12, 3, (1, 3)),
+        ),
+        (3, 6, 6),
+    ),
+    "shuffled": (
+        Body(shuffled, conv=conv(3, 12, 3, 1, 1), up=conv(3, 5, 3), down=conv(27, 5, 1), groups=conv(3, 4, 1)),
+        (3, 6, 6),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MODELS)

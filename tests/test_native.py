@@ -176,8 +176,9 @@ def test_the_entry_just_built_survives_a_limit_of_zero(fresh_cache, monkeypatch)
 
 
 @pytest.mark.parametrize("value", ["1 GB", "-1", "1.5"])
-@pytest.mark.parametrize(("variable", "read"), [("INTAGLIO_CACHE_MB", config.cache_limit_bytes),
-                                                ("INTAGLIO_PLANS", config.plans)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variable", "read"), [("INTAGLIO_CACHE_MB", config.cache_limit_bytes), ("INTAGLIO_PLANS", config.plans)]
+)
 def test_a_setting_that_is_no_number_is_named(variable, read, value, monkeypatch):
     monkeypatch.setenv(variable, value)
     with pytest.raises(InputError, match=f"(?s){variable}.*{value}.*unset it"):

@@ -80,8 +80,11 @@ def test_shapes_that_were_not_planned_run_the_float_model(lowered):
     assert not torch.equal(lowered(tokens(10)), FLOAT(tokens(10)))
 
 
-@pytest.mark.parametrize("call", [(2, 10, 16), torch.Size((2, 10, 16)), tokens(10), (tokens(10),), [(2, 10, 16)]],
-                         ids=["sizes", "torch.Size", "tensor", "arguments", "a list"])  # fmt: skip
+@pytest.mark.parametrize(
+    "call",
+    [(2, 10, 16), torch.Size((2, 10, 16)), tokens(10), (tokens(10),), [(2, 10, 16)]],
+    ids=["sizes", "torch.Size", "tensor", "arguments", "a list"],
+)
 def test_shapes_are_planned_ahead(call, lowered):
     """Then the first call is no exception."""
     model = intaglio.compile(lowered, on_new_shape="fallback", float_model=FLOAT)
@@ -136,8 +139,10 @@ def test_a_file_says_that_it_has_no_float_model(lowered, tmp_path, caplog):
     assert loaded.fall_back_to(FLOAT).on_new_shape == copy.deepcopy(loaded).on_new_shape == "fallback"
 
 
-@pytest.mark.parametrize(("given", "said"), [({"on_new_shape": "guess"}, "no policy 'guess'"),
-                                             ({"on_new_shape": "fallback"}, "nothing to fall back to")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"on_new_shape": "guess"}, "no policy 'guess'"), ({"on_new_shape": "fallback"}, "nothing to fall back to")],
+)
 def test_policies_that_cannot_be_are_refused(lowered, given, said):
     with pytest.raises(InputError, match=said):
         intaglio.compile(lowered, **given)

@@ -52,9 +52,13 @@ def test_a_convnext_block_is_one_program():
             assert all(map(torch.equal, intaglio.compile(lowered, isa=isa)(batch), lowered(batch))), isa
 
 
-@pytest.mark.parametrize(("norm", "reason"), [
-    (nn.LayerNorm((8, 6)), "over 2 axes"), (nn.LayerNorm(2**15 + 1), "rows of 32769 values"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("norm", "reason"),
+    [
+        (nn.LayerNorm((8, 6)), "over 2 axes"),
+        (nn.LayerNorm(2**15 + 1), "rows of 32769 values"),
+    ],
+)
 def test_other_layer_norms_stay_in_float_and_say_why(norm, reason):
     width = norm.normalized_shape[-1]
     net = Body(lambda m, x: m.norm(m.first(x)), first=nn.Linear(4, width), norm=norm).eval()

@@ -13,8 +13,11 @@ import intaglio
 import nets
 from compare import tensors
 from intaglio.errors import BuildError, InputError, UnsupportedError
-from intaglio.quant import Quantizer, Recipe, Reference, calibrate, convert, prepare
-from intaglio.quant.patterns import builtin
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.qdq.convert import Reference, convert
+from intaglio.quant.recipes.recipe import Quantizer, Recipe
+from intaglio.quant.recipes.user_patterns import builtin
 from nets import Body, randomize
 
 onnx = pytest.importorskip("onnx")
@@ -127,8 +130,13 @@ def test_every_convolution_and_layer_runs_in_int8(how, tmp_path):
 @pytest.mark.parametrize("relu", [nn.Identity(), nn.ReLU()], ids=["sum", "relu"])
 def test_rounding_in_front_of_a_sum_clips_nothing(relu, tmp_path):
     """Values far outside of what was calibrated saturate in the sum, as without it."""
-    body = Body(lambda m, x: m.pool(m.last(m.conv(x) + m.first(x))), conv=nn.Conv2d(4, 4, 3, padding=1), last=relu,
-                first=nn.MaxPool2d(3, 1, 1), pool=nn.MaxPool2d(2))  # fmt: skip
+    body = Body(
+        lambda m, x: m.pool(m.last(m.conv(x) + m.first(x))),
+        conv=nn.Conv2d(4, 4, 3, padding=1),
+        last=relu,
+        first=nn.MaxPool2d(3, 1, 1),
+        pool=nn.MaxPool2d(2),
+    )
     x = torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     reference = reference_of(randomize(body), x)
     exact, rounded = (tmp_path / f"{sums}.onnx" for sums in ("float", "levels"))
@@ -143,8 +151,11 @@ def test_rounding_in_front_of_a_sum_clips_nothing(relu, tmp_path):
 
 def test_a_sum_of_what_no_levels_are_known_of_stays_float(tmp_path):
     """A number; the same value twice."""
-    body = Body(lambda m, x: torch.relu(m.conv(x) + 2.0) + torch.relu(m.twice(x) * 1.0), conv=nn.Conv2d(3, 4, 3),
-                twice=Body(lambda m, x: (lambda y: y + y)(m.conv(x)), conv=nn.Conv2d(3, 4, 3)))  # fmt: skip
+    body = Body(
+        lambda m, x: torch.relu(m.conv(x) + 2.0) + torch.relu(m.twice(x) * 1.0),
+        conv=nn.Conv2d(3, 4, 3),
+        twice=Body(lambda m, x: (lambda y: y + y)(m.conv(x)), conv=nn.Conv2d(3, 4, 3)),
+    )
     reference = reference_of(randomize(body), torch.randn(2, 3, 8, 8))
     assert not intaglio.to_onnx(reference, tmp_path / "model.onnx").notes
 
@@ -259,12 +270,15 @@ def test_tables_of_levels_stay_levels(tmp_path):
 @pytest.mark.parametrize(
     "setting",
     [
-        intaglio.Setting(bits=7), intaglio.Setting(shortcut=16), intaglio.Setting(activations_dtype="s16"),
-        intaglio.Setting(activations_dtype="f8e4m3", weights_dtype="f8e4m3"), intaglio.Setting(weights="tensor"),
+        intaglio.Setting(bits=7),
+        intaglio.Setting(shortcut=16),
+        intaglio.Setting(activations_dtype="s16"),
+        intaglio.Setting(activations_dtype="f8e4m3", weights_dtype="f8e4m3"),
+        intaglio.Setting(weights="tensor"),
         intaglio.Setting(activations="float", weights_dtype="f16"),
     ],
     ids=lambda setting: setting.activations_dtype or setting.weights_dtype or str(setting.bits or setting.weights),
-)  # fmt: skip
+)
 def test_levels_of_other_kinds(setting, tmp_path):
     model = randomize(nets.Residual())
     written = Written(reference_of(model, nets.example(model), recipe=Recipe(default=setting)), tmp_path)

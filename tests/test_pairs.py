@@ -8,7 +8,7 @@ from torch import nn
 import intaglio
 from compare import assert_equal_levels, tensors
 from harness import HERE
-from intaglio.quant import Observed, Shared
+from intaglio.quant.annotate.sites import Observed, Shared
 from nets import Body, randomize
 
 

@@ -14,7 +14,11 @@ import nets
 from compare import captured_net, quantized, sqnr
 from intaglio.errors import ArtifactError, CalibrationError
 from intaglio.ir import Origin
-from intaglio.quant import Parameter, Parameters, Quantizer, Recipe, calibrate, convert, prepare
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.qdq.convert import convert
+from intaglio.quant.qdq.parameters import Parameter, Parameters
+from intaglio.quant.recipes.recipe import Quantizer, Recipe
 from nets import Body
 
 MODEL, CAPTURED = captured_net(nets.Residual)
@@ -23,10 +27,14 @@ INPUT = "#0/input.x"
 PLAIN = {"equalize": 0.0, "rounding": "nearest"}
 """The input then has one scale, and weights follow from their scales."""
 SETTINGS = [
-    {}, {"bias": "weights"}, {"equalize": 0.0, "rounding": "nearest"},
-    {"bits": 7, "weights": "tensor"}, {"weights_dtype": "s4", "weights": "group:32"},
-    {"weights_dtype": "f8e5m2", "activations_dtype": "f8e4m3"}, {"activations_dtype": "s16"},
-]  # fmt: skip
+    {},
+    {"bias": "weights"},
+    {"equalize": 0.0, "rounding": "nearest"},
+    {"bits": 7, "weights": "tensor"},
+    {"weights_dtype": "s4", "weights": "group:32"},
+    {"weights_dtype": "f8e5m2", "activations_dtype": "f8e4m3"},
+    {"activations_dtype": "s16"},
+]
 
 
 def prepared(setting: dict | None = None):
@@ -185,13 +193,18 @@ def test_a_value_is_called_the_same_whatever_stays_in_float(selectors):
     assert len(set(some.values())) == len(some)
 
 
-@pytest.mark.parametrize(("name", "change", "problem"), [
-    (INPUT, {"dtype": "u7"}, "u7; the recipe makes it u8"), (INPUT, {"scale": [0.1, 0.2]}, "2 scales; it has one"),
-    (INPUT, {"qmin": -1}, r"levels -1\.\.255; u8 has 0\.\.255"),
-    ("fc.weight", {"zero_point": 1}, "zero point 1; s8 has none"), ("fc.weight", {"scale": 0.1}, "1 scales"),
-    ("fc.weight", {"qmax": 100}, "those of a weight are its datatype's"),
-    ("fc.weight", {"group": 8}, "s8 in groups of 8; the recipe makes it s8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        (INPUT, {"dtype": "u7"}, "u7; the recipe makes it u8"),
+        (INPUT, {"scale": [0.1, 0.2]}, "2 scales; it has one"),
+        (INPUT, {"qmin": -1}, r"levels -1\.\.255; u8 has 0\.\.255"),
+        ("fc.weight", {"zero_point": 1}, "zero point 1; s8 has none"),
+        ("fc.weight", {"scale": 0.1}, "1 scales"),
+        ("fc.weight", {"qmax": 100}, "those of a weight are its datatype's"),
+        ("fc.weight", {"group": 8}, "s8 in groups of 8; the recipe makes it s8"),
+    ],
+)
 def test_an_entry_that_its_site_cannot_have_is_refused_by_name(name, change, problem):
     parameters = reference(PLAIN).parameters.changed(name, **change)
     with pytest.raises(CalibrationError, match=problem) as raised:
@@ -199,11 +212,18 @@ def test_an_entry_that_its_site_cannot_have_is_refused_by_name(name, change, pro
     assert name in str(raised.value)
 
 
-@pytest.mark.parametrize(("entry", "problem"), [
-    ({"scale": 0}, "scale 0; one is at least"), ({"scale": float("inf")}, "scale inf"), ({"scale": "wide"}, "wide"),
-    ({"zero_point": 0.5}, "0.5 is not an integer"), ({"zero_point": 300}, "zero points, which lie in qmin..qmax"),
-    ({"zeropoint": 3}, "zeropoint; an entry has dtype"), ({"qmin": 255}, "qmin..qmax"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ({"scale": 0}, "scale 0; one is at least"),
+        ({"scale": float("inf")}, "scale inf"),
+        ({"scale": "wide"}, "wide"),
+        ({"zero_point": 0.5}, "0.5 is not an integer"),
+        ({"zero_point": 300}, "zero points, which lie in qmin..qmax"),
+        ({"zeropoint": 3}, "zeropoint; an entry has dtype"),
+        ({"qmin": 255}, "qmin..qmax"),
+    ],
+)
 def test_an_entry_that_makes_no_sense_is_refused_when_it_is_read(entry, problem):
     whole = {"dtype": "u8", "qmin": 0, "qmax": 255, "scale": 0.1, "zero_point": 0}
     with pytest.raises(ArtifactError, match=problem) as raised:
@@ -211,10 +231,15 @@ def test_an_entry_that_makes_no_sense_is_refused_when_it_is_read(entry, problem)
     assert raised.value.where == "parameters of here"
 
 
-@pytest.mark.parametrize(("text", "problem"), [
-    ("[]", "not a file of parameters"), ("{", "not a file"), ('{"version": 1}', "not a file"),
-    ('{"version": 2, "sites": {}}', "version 2; this intaglio reads 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[]", "not a file of parameters"),
+        ("{", "not a file"),
+        ('{"version": 1}', "not a file"),
+        ('{"version": 2, "sites": {}}', "version 2; this intaglio reads 1"),
+    ],
+)
 def test_another_file_is_no_file_of_parameters(text, problem):
     with pytest.raises(ArtifactError, match=problem):
         Parameters.from_json(text)

@@ -7,11 +7,11 @@ from torch.nn import functional as F
 
 import nets
 from compare import captured_net
-from intaglio.capture import capture, run
-from intaglio.capture.canonical import copy_graph
-from intaglio.capture.nodes import operator
-from intaglio.quant import annotate
-from intaglio.quant.passes import PTQ_PASSES, mean_as_pool
+from intaglio.fxgraph.graph_passes import copy_graph
+from intaglio.fxgraph.nodes import operator
+from intaglio.quant.calibrate.prepare import annotate
+from intaglio.quant.qdq.prepare_passes import PTQ_PASSES, mean_as_pool
+from intaglio.tracing import capture, run
 from nets import Body
 
 X = torch.randn(4, 8, 9, 9, generator=torch.Generator().manual_seed(1))
@@ -65,16 +65,19 @@ FOLDED = {
     "frontend B21, conv3d": (after, {"c": nn.Conv3d(4, 6, 3), "b": nn.BatchNorm3d(6)}, X.reshape(2, 4, 4, 9, 9)),
     "frontend B21, conv1d": (after, {"c": nn.Conv1d(8, 6, 3), "b": nn.BatchNorm1d(6)}, X[:, :, 0]),
     "transposed, groups": (
-        after, {"c": nn.ConvTranspose2d(8, 6, 3, 2, groups=2, bias=False), "b": nn.BatchNorm2d(6)}, X,
+        after,
+        {"c": nn.ConvTranspose2d(8, 6, 3, 2, groups=2, bias=False), "b": nn.BatchNorm2d(6)},
+        X,
     ),
     "before a conv without padding": (before, {"c": conv(padding=0), "b": nn.BatchNorm2d(8)}, X),
     "before a grouped conv": (before, {"c": conv(padding=0, groups=2, bias=False), "b": nn.BatchNorm2d(8)}, X),
     "before a linear": (before, {"c": nn.Linear(9, 6), "b": nn.BatchNorm1d(9)}, X[0, 0]),
     "before two readers": (
         lambda m, x: (lambda y: m.c(y) + m.d(y))(m.b(x)),
-        {"c": conv(kernel=1, padding=0), "d": conv(kernel=1, padding=0), "b": nn.BatchNorm2d(8)}, X,
+        {"c": conv(kernel=1, padding=0), "d": conv(kernel=1, padding=0), "b": nn.BatchNorm2d(8)},
+        X,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FOLDED)
@@ -89,10 +92,12 @@ KEPT = {
     "frontend B21, linear of rank 3": (after, {"c": nn.Linear(9, 6), "b": nn.BatchNorm1d(9)}, X[0]),
     "before a padded conv": (before, {"c": conv(), "b": nn.BatchNorm2d(8)}, X),
     "the conv has another reader": (
-        lambda m, x: (lambda y: m.b(y) + y)(m.c(x)), {"c": conv(), "b": nn.BatchNorm2d(6)}, X,
+        lambda m, x: (lambda y: m.b(y) + y)(m.c(x)),
+        {"c": conv(), "b": nn.BatchNorm2d(6)},
+        X,
     ),
     "alone": (lambda m, x: torch.sin(m.b(torch.sin(x))), {"b": nn.BatchNorm2d(8)}, X),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -130,9 +135,7 @@ TWO_WEIGHTS = {
 
 @pytest.mark.parametrize("name", TWO_WEIGHTS)
 def test_a_shared_conv_with_different_norms_has_a_weight_and_a_site_for_each(name):
-    model = Body(
-        TWO_WEIGHTS[name], c=conv(8, bias=False), p=conv(8, 1, 0), b=nn.BatchNorm2d(8), b2=nn.BatchNorm2d(8)
-    )
+    model = Body(TWO_WEIGHTS[name], c=conv(8, bias=False), p=conv(8, 1, 0), b=nn.BatchNorm2d(8), b2=nn.BatchNorm2d(8))
     module, _ = passed(model, X)
     assert len(weights(module)) == 2
     sites = [site.name for site in annotate(capture(model, X)).sites if site.role == "weight"]
@@ -148,9 +151,16 @@ def test_the_captured_graph_is_not_changed():
     assert all(torch.equal(tensors[name], t) for name, t in captured.module.named_buffers())
 
 
-@pytest.mark.parametrize(("axes", "keep", "count"), [
-    ((2, 3), True, 1), ((-1, -2), False, 1), ((3, 2), False, 1), ((2,), False, 0), ((1, 2, 3), True, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("axes", "keep", "count"),
+    [
+        ((2, 3), True, 1),
+        ((-1, -2), False, 1),
+        ((3, 2), False, 1),
+        ((2,), False, 0),
+        ((1, 2, 3), True, 0),
+    ],
+)
 def test_means_over_rows_and_columns_are_pools(axes, keep, count):
     model = Body(lambda m, x: m.c(x).mean(axes, keepdim=keep), c=conv())
     module, counts = passed(model, X)

@@ -12,7 +12,7 @@ import nets
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.patterns import BUILT_IN, QuantizerPattern, builtin, const, op, seq
 from intaglio.patterns import any as anything
-from intaglio.quant import Quantizer, Setting
+from intaglio.quant.recipes.recipe import Quantizer, Setting
 from nets import Body
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -37,8 +37,11 @@ def two_convs(m, x):
 
 
 def test_only_what_patterns_match_is_quantized():
-    found = annotated(lambda m, x: m.l(torch.sin(m.c(x)).mean((2, 3))), modules={"c": conv(), "l": nn.Linear(8, 4)},
-                      patterns=["linear"])  # fmt: skip
+    found = annotated(
+        lambda m, x: m.l(torch.sin(m.c(x)).mean((2, 3))),
+        modules={"c": conv(), "l": nn.Linear(8, 4)},
+        patterns=["linear"],
+    )
     assert taken(found) == [("reshape", None), ("linear", "linear")]
     assert {skip.reason for skip in found.skipped} == {"no pattern takes it", "no int8 kernel for this operator"}
 
@@ -114,8 +117,9 @@ def test_case_39_a_pattern_of_higher_priority_wins():
     found = annotated(residual, modules=RESIDUAL, patterns=[LONG, MIDDLE, STRONG])
     assert {name for _, name in taken(found)} == {"strong"}
     assert {(match.pattern, match.reason.split(" at ")[0]) for match in found.rejected} == {
-        ("long", "shadowed by strong"), ("middle", "shadowed by strong")
-    }  # fmt: skip
+        ("long", "shadowed by strong"),
+        ("middle", "shadowed by strong"),
+    }
 
 
 def test_a_diamond_belongs_to_the_match_that_ends_first():
@@ -124,15 +128,23 @@ def test_a_diamond_belongs_to_the_match_that_ends_first():
     assert ("add", "pair") in taken(found)
 
 
-@pytest.mark.parametrize(("pattern", "reason"), [
-    (QuantizerPattern("of_vectors", op("conv2d"), ranks=(2,)), "result of rank 4; the pattern is for 2"),
-    (QuantizerPattern("erf", op("aten.erf.default")), "no int8 kernel for this operator"),
-    (QuantizerPattern("integers", op("add")), "not a float32 tensor but i64"),
-    (QuantizerPattern("computed", op("conv2d", anything(), op("aten.abs.default"))), "weight is computed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        (QuantizerPattern("of_vectors", op("conv2d"), ranks=(2,)), "result of rank 4; the pattern is for 2"),
+        (QuantizerPattern("erf", op("aten.erf.default")), "no int8 kernel for this operator"),
+        (QuantizerPattern("integers", op("add")), "not a float32 tensor but i64"),
+        (QuantizerPattern("computed", op("conv2d", anything(), op("aten.abs.default"))), "weight is computed"),
+    ],
+)
 def test_a_match_that_cannot_be_quantized_says_why(pattern, reason):
-    found = annotated(lambda m, x, i: (torch.erf(m.c(x)), i + i, F.conv2d(x, m.c.weight.exp().abs() * x.mean())), X,
-                      torch.ones(3, dtype=torch.long), modules={"c": conv()}, patterns=[pattern])  # fmt: skip
+    found = annotated(
+        lambda m, x, i: (torch.erf(m.c(x)), i + i, F.conv2d(x, m.c.weight.exp().abs() * x.mean())),
+        X,
+        torch.ones(3, dtype=torch.long),
+        modules={"c": conv()},
+        patterns=[pattern],
+    )
     if pattern.name == "computed":
         assert not found.regions
         return
@@ -156,19 +168,24 @@ def test_a_patterns_setting_is_between_the_recipes_default_and_its_entries():
 
 def test_a_pattern_may_say_what_stays_in_float():
     pattern = QuantizerPattern("not_these", op("conv2d", anything(), const()), setting=Setting(quantize=False))
-    found = annotated(lambda m, x: m.l(m.c(x).flatten(1)), modules={"c": conv(), "l": nn.Linear(512, 2)},
-                      patterns=[*builtin(), QuantizerPattern("off", op("conv2d"), priority=1,
-                                                             setting=pattern.setting)])  # fmt: skip
+    found = annotated(
+        lambda m, x: m.l(m.c(x).flatten(1)),
+        modules={"c": conv(), "l": nn.Linear(512, 2)},
+        patterns=[*builtin(), QuantizerPattern("off", op("conv2d"), priority=1, setting=pattern.setting)],
+    )
     assert [name for _, name in taken(found)] == ["reshape", "linear"]
     assert "the pattern off leaves it in float" in {skip.reason for skip in found.skipped}
 
 
-@pytest.mark.parametrize(("patterns", "problem"), [
-    (["conv2"], "no built-in pattern is called that"),
-    ([SHORT, SHORT], "2 patterns have this name"),
-    ([QuantizerPattern("odd", op("convolution"))], "no operator is called 'convolution'"),
-    ([QuantizerPattern("leaf", anything())], "its root is no operator"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("patterns", "problem"),
+    [
+        (["conv2"], "no built-in pattern is called that"),
+        ([SHORT, SHORT], "2 patterns have this name"),
+        ([QuantizerPattern("odd", op("convolution"))], "no operator is called 'convolution'"),
+        ([QuantizerPattern("leaf", anything())], "its root is no operator"),
+    ],
+)
 def test_patterns_that_mean_nothing_say_so(patterns, problem):
     with pytest.raises(SelectorError, match=problem):
         annotated(two_convs, patterns=patterns)
@@ -188,9 +205,15 @@ def three(m, x):
 THREE = {"c": conv(), "d": conv(8), "e": conv(8)}
 
 
-@pytest.mark.parametrize(("first", "last", "kept"), [
-    (True, False, ["d", "e"]), (False, True, ["c", "d"]), (True, True, ["d"]), (False, False, ["c", "d", "e"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("first", "last", "kept"),
+    [
+        (True, False, ["d", "e"]),
+        (False, True, ["c", "d"]),
+        (True, True, ["d"]),
+        (False, False, ["c", "d", "e"]),
+    ],
+)
 def test_ends_stay_in_float(first, last, kept):
     found = annotated(three, modules=THREE, skip_first=first, skip_last=last)
     assert [region.anchor.meta["origin"].path for region in found.regions if region.record.anchor] == kept
@@ -199,22 +222,28 @@ def test_ends_stay_in_float(first, last, kept):
 
 
 def test_case_40_every_operator_that_an_input_reaches_is_first():
-    found = annotated(lambda m, x, z: m.e(F.relu(m.c(x)) + m.d(z)), X, X, modules={**THREE, "d": conv()},
-                      skip_first=True)  # fmt: skip
+    found = annotated(
+        lambda m, x, z: m.e(F.relu(m.c(x)) + m.d(z)), X, X, modules={**THREE, "d": conv()}, skip_first=True
+    )
     assert skipped(found, "skip_first") == {"", "c", "d"}, "the ReLU goes with its convolution"
     assert [region.anchor.meta["origin"].path for region in found.regions if region.record.anchor] == ["e"]
 
 
 def test_case_40_every_operator_that_reaches_an_output_is_last():
-    found = annotated(lambda m, x: (lambda y: {"a": m.d(y), "b": (m.e(y), y)})(F.relu(m.c(x))), modules=THREE,
-                      skip_last=True)  # fmt: skip
+    found = annotated(
+        lambda m, x: (lambda y: {"a": m.d(y), "b": (m.e(y), y)})(F.relu(m.c(x))), modules=THREE, skip_last=True
+    )
     assert not found.regions, "c gives an output too"
     assert skipped(found, "skip_last") == {"", "c", "d", "e"}
 
 
 def test_case_40_structure_of_the_result_survives():
-    body = Body(lambda m, x: (lambda y: {"a": m.d(y), "b": (m.e(F.relu(m.d(y))), 3)})(F.relu(m.c(x))),
-                c=conv(), d=conv(8), e=conv(8))  # fmt: skip
+    body = Body(
+        lambda m, x: (lambda y: {"a": m.d(y), "b": (m.e(F.relu(m.d(y))), 3)})(F.relu(m.c(x))),
+        c=conv(),
+        d=conv(8),
+        e=conv(8),
+    )
     model = nets.randomize(body)
     model.d = nets.randomize(conv(8))
     quantized = intaglio.quantize(model, [X], skip_first=True)

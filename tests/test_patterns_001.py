@@ -15,7 +15,7 @@ from harness import HERE
 from intaglio import Recipe
 from intaglio.ir import Op, Partition
 from intaglio.lower import Lowered, plan
-from intaglio.quant import Reference
+from intaglio.quant.qdq.convert import Reference
 from nets import Body, randomize
 
 IMAGE, OTHER = torch.randn(4, 3, 7, 9), torch.randn(4, 20, 7, 9)
@@ -92,17 +92,26 @@ TO_FLOAT = (
     Row("linear", lambda m, x: m.c(x), (TOKENS,), "linear + dequantize"),
     Row("conv relu", lambda m, x: F.relu(m.c(x)), (IMAGE,), "conv2d + dequantize + loop(relu)", floats=("relu",)),
     Row("conv sum", lambda m, x, y: m.c(x) + y, (IMAGE, OTHER), "conv2d + dequantize + loop(add)", floats=("add",)),
-    Row("conv sum relu", lambda m, x, y: F.relu(m.c(x) + y), (IMAGE, OTHER), "conv2d + dequantize + loop(add relu)",
-        floats=("add", "relu")),
+    Row(
+        "conv sum relu",
+        lambda m, x, y: F.relu(m.c(x) + y),
+        (IMAGE, OTHER),
+        "conv2d + dequantize + loop(add relu)",
+        floats=("add", "relu"),
+    ),
     Row("linear relu", lambda m, x: F.relu(m.c(x)), (TOKENS,), "linear + dequantize + loop(relu)", floats=("relu",)),
     Row("linear gelu", lambda m, x: F.gelu(m.c(x)), (TOKENS,), "linear + dequantize + loop(gelu)", floats=("gelu",)),
-    Row("linear sigmoid", lambda m, x: m.c(x).sigmoid(), (TOKENS,), "linear + dequantize + loop(sigmoid)",
-        floats=("sigmoid",)),
-    Row("linear sum", lambda m, x, y: y + m.c(x), (TOKENS, BESIDE), "linear + dequantize + loop(add)",
-        floats=("add",)),
+    Row(
+        "linear sigmoid",
+        lambda m, x: m.c(x).sigmoid(),
+        (TOKENS,),
+        "linear + dequantize + loop(sigmoid)",
+        floats=("sigmoid",),
+    ),
+    Row("linear sum", lambda m, x, y: y + m.c(x), (TOKENS, BESIDE), "linear + dequantize + loop(add)", floats=("add",)),
     Row("bmm", product, (TOKENS,), "bmm + dequantize", FACTORS),
     Row("bmm div", lambda m, x: product(m, x) / 3, (TOKENS,), "bmm + dequantize", FACTORS),
-)  # fmt: skip
+)
 """Document 001, list 1: int8 in, float32 out; the operand of a sum is float, too."""
 
 
@@ -136,7 +145,7 @@ TO_LEVELS = (
     Row("bmm", product, (TOKENS,), "bmm + requantize", FACTORS),
     Row("bmm div", lambda m, x: product(m, x) / 3, (TOKENS,), "bmm + requantize", FACTORS),
     Row("max_pool2d", lambda m, x: F.max_pool2d(m.c(x), 2), (IMAGE,), "max_pool2d", ("conv2d + requantize",)),
-)  # fmt: skip
+)
 """Document 001, list 2: int8 in, int8 out."""
 
 
@@ -154,13 +163,26 @@ def test_int8_in_int8_out(row):
 
 
 UNARY = {
-    "relu6": F.relu6, "clamp": lambda x: x.clamp(-0.5, 0.7), "hardswish": F.hardswish, "silu": F.silu,
-    "x * sigmoid": lambda x: x * torch.sigmoid(x), "x * hardsigmoid": lambda x: F.hardsigmoid(x) * x,
-    "sigmoid": torch.sigmoid, "tanh": torch.tanh, "elu": F.elu, "gelu": F.gelu,
-    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"), "mish": F.mish, "leaky_relu": F.leaky_relu,
-    "abs": torch.abs, "square": torch.square, "exp": torch.exp, "round": torch.round, "hardsigmoid": F.hardsigmoid,
+    "relu6": F.relu6,
+    "clamp": lambda x: x.clamp(-0.5, 0.7),
+    "hardswish": F.hardswish,
+    "silu": F.silu,
+    "x * sigmoid": lambda x: x * torch.sigmoid(x),
+    "x * hardsigmoid": lambda x: F.hardsigmoid(x) * x,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "elu": F.elu,
+    "gelu": F.gelu,
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "mish": F.mish,
+    "leaky_relu": F.leaky_relu,
+    "abs": torch.abs,
+    "square": torch.square,
+    "exp": torch.exp,
+    "round": torch.round,
+    "hardsigmoid": F.hardsigmoid,
     "softplus": F.softplus,
-}  # fmt: skip
+}
 """Table of peers, rows 3 to 7 and 18 to 21."""
 BOUNDS = ("relu6", "clamp")
 
@@ -178,9 +200,13 @@ def test_every_unary_tail(anchor, name):
 
 
 BINARY = {
-    "mul": ("mul", torch.mul), "maximum": ("maximum", torch.maximum), "minimum": ("minimum", torch.minimum),
-    "div": ("div", lambda x, y: x / (y.abs() + 1)), "sub": ("sub", torch.sub), "other sub": ("sub", lambda x, y: y - x),
-}  # fmt: skip
+    "mul": ("mul", torch.mul),
+    "maximum": ("maximum", torch.maximum),
+    "minimum": ("minimum", torch.minimum),
+    "div": ("div", lambda x, y: x / (y.abs() + 1)),
+    "sub": ("sub", torch.sub),
+    "other sub": ("sub", lambda x, y: y - x),
+}
 
 
 @pytest.mark.parametrize("anchor", ["conv2d", "linear"])
@@ -209,17 +235,45 @@ def swapped(m: nn.Module, x: Tensor) -> Tensor:
 
 
 MORE = (
-    Row("26 torch.bmm", lambda m, x, mask: torch.bmm(m.q(x), m.k(x).mT) - mask, (TOKENS, MASK),
-        "bmm + dequantize + loop(sub)", FACTORS, ("sub",)),
-    Row("24 gated MLP", gated, (TOKENS,), "linear + dequantize + loop(silu mul)", ("linear + dequantize",),
-        ("silu", "mul")),
-    Row("27 bmm times a number plus mask", lambda m, x, mask: product(m, x) * 0.3 + mask, (TOKENS, MASK),
-        "bmm + dequantize + loop(add)", FACTORS, ("add",)),
-    Row("28 masked bmm", lambda m, x, mask: product(m, x).masked_fill(mask, -5.0), (TOKENS, HIDDEN),
-        "bmm + dequantize + loop(where)", FACTORS),
-    Row("28 selected bmm", lambda m, x, mask: torch.where(mask, product(m, x) / 2, -5.0), (TOKENS, HIDDEN),
-        "bmm + dequantize + loop(where)", FACTORS),
-)  # fmt: skip
+    Row(
+        "26 torch.bmm",
+        lambda m, x, mask: torch.bmm(m.q(x), m.k(x).mT) - mask,
+        (TOKENS, MASK),
+        "bmm + dequantize + loop(sub)",
+        FACTORS,
+        ("sub",),
+    ),
+    Row(
+        "24 gated MLP",
+        gated,
+        (TOKENS,),
+        "linear + dequantize + loop(silu mul)",
+        ("linear + dequantize",),
+        ("silu", "mul"),
+    ),
+    Row(
+        "27 bmm times a number plus mask",
+        lambda m, x, mask: product(m, x) * 0.3 + mask,
+        (TOKENS, MASK),
+        "bmm + dequantize + loop(add)",
+        FACTORS,
+        ("add",),
+    ),
+    Row(
+        "28 masked bmm",
+        lambda m, x, mask: product(m, x).masked_fill(mask, -5.0),
+        (TOKENS, HIDDEN),
+        "bmm + dequantize + loop(where)",
+        FACTORS,
+    ),
+    Row(
+        "28 selected bmm",
+        lambda m, x, mask: torch.where(mask, product(m, x) / 2, -5.0),
+        (TOKENS, HIDDEN),
+        "bmm + dequantize + loop(where)",
+        FACTORS,
+    ),
+)
 
 
 @pytest.mark.parametrize("row", MORE, ids=str)
@@ -228,8 +282,11 @@ def test_more_rows_of_peers(row):
     check(row, None, ())
     quantizing = f"{row.partition[:-1]} quantize)"
     size = 8 if row.before[0] != FACTORS[0] else 5
-    check(Row(row.name, row.body, row.inputs, quantizing, row.before, row.floats), nn.Linear(size, 4),
-          ("linear + dequantize",))  # fmt: skip
+    check(
+        Row(row.name, row.body, row.inputs, quantizing, row.before, row.floats),
+        nn.Linear(size, 4),
+        ("linear + dequantize",),
+    )
 
 
 def test_row_29_a_product_is_written_where_a_transpose_and_a_reshape_put_it():
@@ -237,8 +294,13 @@ def test_row_29_a_product_is_written_where_a_transpose_and_a_reshape_put_it():
 
 
 def test_row_30_a_softmax_and_its_quantize_are_one_loop():
-    row = Row("", lambda m, x: m.c(x).softmax(-1), (TOKENS,), "loop(max sub exp sum reciprocal mul quantize)",
-              ("linear + dequantize",))  # fmt: skip
+    row = Row(
+        "",
+        lambda m, x: m.c(x).softmax(-1),
+        (TOKENS,),
+        "loop(max sub exp sum reciprocal mul quantize)",
+        ("linear + dequantize",),
+    )
     check(row, nn.Linear(20, 4), ("linear + dequantize",))
 
 

@@ -24,7 +24,8 @@ from intaglio.lower import fuse
 from intaglio.native.compile import build, load
 from intaglio.ops import OPS
 from intaglio.ops.activate import FUNCTIONS, PRECISE, bind_precise
-from intaglio.quant import Quantizer, Recipe, Setting, prepare
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
 from nets import Body, randomize
 from test_program import threads
 
@@ -137,12 +138,16 @@ EXACT = {
     "gelu_tanh": lambda x: x * exact_sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)),
 }
 WITHIN = {
-    "leaky_relu": lambda x, y: 1e-7 * abs(y), "hardsigmoid": lambda x, y: 1e-7, "hardswish": lambda x, y: 2e-7 * abs(y),
-    "sigmoid": lambda x, y: np.where(x < -87, 1e-37, 2e-7 * y), "tanh": lambda x, y: 2e-7 * abs(y),
+    "leaky_relu": lambda x, y: 1e-7 * abs(y),
+    "hardsigmoid": lambda x, y: 1e-7,
+    "hardswish": lambda x, y: 2e-7 * abs(y),
+    "sigmoid": lambda x, y: np.where(x < -87, 1e-37, 2e-7 * y),
+    "tanh": lambda x, y: 2e-7 * abs(y),
     "silu": lambda x, y: np.where(x < -87, 1e-35, 3e-7 * abs(y)),
-    "gelu": lambda x, y: 3e-7 * abs(x), "near_gelu": lambda x, y: 3e-6 * abs(x),
+    "gelu": lambda x, y: 3e-7 * abs(x),
+    "near_gelu": lambda x, y: 3e-6 * abs(x),
     "gelu_tanh": lambda x, y: 2e-7 * abs(x),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -177,12 +182,17 @@ def every_layer(*functions):
         return function(m.last(function(m.line(w.mean((2, 3)))))), m.read(joined)
 
     layers = {
-        "wide": nn.Conv2d(3, 81, 3, padding=1), "deep": nn.Conv2d(81, 81, 3, 2, 1, groups=81),
-        "grouped": nn.Conv2d(81, 72, 3, padding=1, groups=9), "five": nn.Conv2d(72, 72, 5, padding=2, groups=72),
-        "apart": nn.Conv2d(72, 72, 3, padding=2, dilation=2, groups=72), "up": nn.ConvTranspose2d(72, 20, 3, 2),
-        "line": nn.Linear(20, 33), "last": nn.Linear(33, 7), "point": nn.Conv2d(81, 17, 1),
+        "wide": nn.Conv2d(3, 81, 3, padding=1),
+        "deep": nn.Conv2d(81, 81, 3, 2, 1, groups=81),
+        "grouped": nn.Conv2d(81, 72, 3, padding=1, groups=9),
+        "five": nn.Conv2d(72, 72, 5, padding=2, groups=72),
+        "apart": nn.Conv2d(72, 72, 3, padding=2, dilation=2, groups=72),
+        "up": nn.ConvTranspose2d(72, 20, 3, 2),
+        "line": nn.Linear(20, 33),
+        "last": nn.Linear(33, 7),
+        "point": nn.Conv2d(81, 17, 1),
         "read": nn.Conv2d(34, 5, 3, padding=1),
-    }  # fmt: skip
+    }
     return randomize(Body(lambda m, x: [one(m, x, function) for function in functions], **layers))
 
 
@@ -264,13 +274,19 @@ def two(**modules) -> nn.Module:
 X = (2, 3, 7, 6)
 
 
-@pytest.mark.parametrize(("entries", "precise"), [
-    ({}, False), ({"*": {"functions": "precise"}}, True), ({"type:SiLU": {"functions": "precise"}}, True),
-    ({"act": {"functions": "precise"}}, True), ({"op:aten.silu": {"functions": "precise"}}, True),
-    ({"conv": {"functions": "precise"}}, False),
-    ({"*": {"functions": "precise"}, "act": {"functions": "table"}}, False),
-    ({"act": {"functions": "precise", "method": "minmax"}}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("entries", "precise"),
+    [
+        ({}, False),
+        ({"*": {"functions": "precise"}}, True),
+        ({"type:SiLU": {"functions": "precise"}}, True),
+        ({"act": {"functions": "precise"}}, True),
+        ({"op:aten.silu": {"functions": "precise"}}, True),
+        ({"conv": {"functions": "precise"}}, False),
+        ({"*": {"functions": "precise"}, "act": {"functions": "table"}}, False),
+        ({"act": {"functions": "precise", "method": "minmax"}}, False),
+    ],
+)
 def test_the_setting_of_the_function_decides(entries, precise):
     """A sum, clamp or function still joins a layer that differs in this alone."""
     _, integer = quantized(two(), torch.randn(*X), recipe=Recipe.of(entries))
@@ -331,8 +347,10 @@ def test_every_name_is_a_function_of_the_vocabulary():
 
 def integer_graph(**attrs):
     _, integer = quantized(two(act=nn.LeakyReLU(0.3)), torch.randn(*X), recipe=ALL)
-    ops = [Op(op.kind, op.inputs, op.outputs, {**op.attrs, **attrs} if op.kind == "activate" else op.attrs)
-           for op in integer.graph.ops]  # fmt: skip
+    ops = [
+        Op(op.kind, op.inputs, op.outputs, {**op.attrs, **attrs} if op.kind == "activate" else op.attrs)
+        for op in integer.graph.ops
+    ]
     return integer.graph.replace(ops=tuple(ops))
 
 
@@ -348,10 +366,20 @@ def test_the_verifier_wants_an_accumulator_and_its_unit():
         verify(graph.replace(ops=tuple(ops)))
 
 
-@pytest.mark.parametrize("attrs", [
-    {"function": "leaky_relu(x)"}, {"function": "softplus"}, {"function": "silu"}, {"slope": math.inf}, {"slope": 1e39},
-    {"slope": math.nan}, {"slope": "0"}, {"function": None}, {"function": ("silu",)},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "attrs",
+    [
+        {"function": "leaky_relu(x)"},
+        {"function": "softplus"},
+        {"function": "silu"},
+        {"slope": math.inf},
+        {"slope": 1e39},
+        {"slope": math.nan},
+        {"slope": "0"},
+        {"function": None},
+        {"function": ("silu",)},
+    ],
+)
 def test_a_graph_with_another_function_is_refused(attrs):
     check_graph(integer_graph())
     with pytest.raises(ValueError, match="activate with"):

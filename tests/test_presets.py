@@ -16,11 +16,12 @@ from intaglio.annotation import (
     get_linear_dynamic_fp16_config,
     get_symmetric_quantization_config,
 )
-from intaglio.capture.nodes import operator
 from intaglio.errors import SelectorError
-from intaglio.quant import convert, prepare
-from intaglio.quant.foreign import torch_view
-from intaglio.quant.presets import TYPES
+from intaglio.fxgraph.nodes import operator
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.frontends.pt2e_compat import torch_view
+from intaglio.quant.frontends.x86_quantizer import TYPES
+from intaglio.quant.qdq.convert import convert
 from nets import Body
 from test_annotation import conv, counts
 
@@ -58,7 +59,8 @@ MODELS = {
     "sums in series": (Body(sums, a=conv(), b=conv(4), c=conv(4), d=conv(4)), "4:6:4"),
     "pool and power": (Body(lambda m, x: F.max_pool2d(m.a(x), 2) ** 2, a=conv()), "3:3:1"),
     "flatten, then int8": (
-        Body(lambda m, x: (lambda y: torch.cat([y, y], 1).t())(torch.flatten(m.a(x), 1)), a=conv()), "4:4:1",
+        Body(lambda m, x: (lambda y: torch.cat([y, y], 1).t())(torch.flatten(m.a(x), 1)), a=conv()),
+        "4:4:1",
     ),
     "flatten, then float": (Body(lambda m, x: torch.flatten(m.a(x), 1).t(), a=conv()), "1:1:1"),
     "concatenation and pool": (Body(lambda m, x: m.c(joined(m, x)), a=conv(), b=conv(), c=conv(8)), "5:6:3"),
@@ -67,18 +69,20 @@ MODELS = {
     "linear and function": (Body(lambda m, x: F.relu(m.a(x)), a=linear()), "1:1:1"),
     "a sum of two linear": (Body(lambda m, x: m.a(x) + m.b(x), a=linear(), b=linear()), "1:2:2"),
     "linear in series": (
-        Body(lambda m, x: m.d(m.c(m.a(x) + m.b(x))), a=linear(), b=linear(), c=linear(), d=linear()), "3:4:4",
+        Body(lambda m, x: m.d(m.c(m.a(x) + m.b(x))), a=linear(), b=linear(), c=linear(), d=linear()),
+        "3:4:4",
     ),
     "a linear called twice": (Body(lambda m, x: m.a(m.a(x)), a=linear()), "2:2:2"),
     "attention": (Body(scores, q=linear(), k=linear(), v=linear()), "1:3:3"),
     "attention with products": (Body(scores, q=linear(), k=linear(), v=linear()), "5:7:3"),
     "convolution of one axis and function": (
-        Body(lambda m, x: F.relu(m.a(x.flatten(2))), a=nn.Conv1d(3, 4, 3)), "1:1:1",
+        Body(lambda m, x: F.relu(m.a(x.flatten(2))), a=nn.Conv1d(3, 4, 3)),
+        "1:1:1",
     ),
     "a product of equal shapes": (Body(lambda m, x: m.a(x) * torch.sin(m.b(x)), a=linear(), b=linear()), "3:4:2"),
     "a product that broadcasts": (Body(lambda m, x: m.a(x) * m.a(x).mean(-1, keepdim=True), a=linear()), "1:2:2"),
     "a product with a number": (Body(lambda m, x: m.a(x) * 3, a=linear()), "1:1:1"),
-}  # fmt: skip
+}
 """Model -> quantize : dequantize : dequantize of weights. All are those of torchao's quantizer in tests of its own but
 for "concatenation and pool": there two inputs are convolved, here it is one, which is quantized once."""
 
@@ -209,8 +213,12 @@ MODES = {"static": INT8, "dynamic": DYNAMIC, "trained": TRAINED}
 @pytest.mark.parametrize("earlier", MODES)
 def test_frontend_b20_a_setting_of_another_mode_is_ignored_with_a_warning(earlier, later):
     """B20: the earlier one holds, whichever setter the later one comes by."""
-    setters = {"set_global": [], "set_module_name": ["b"], "set_module_type": [nn.Linear],
-               "set_function_type": [F.linear]}  # fmt: skip
+    setters = {
+        "set_global": [],
+        "set_module_name": ["b"],
+        "set_module_type": [nn.Linear],
+        "set_function_type": [F.linear],
+    }
     for name, place in setters.items():
         quantizer = X86Quantizer().set_module_name("a", MODES[earlier])
         with warnings.catch_warnings(record=True) as said:

@@ -100,12 +100,23 @@ def test_functions_need_no_modules():
     _, lowered = quantized(model, X)
     assert not lowered.islands
     assert kinds(lowered) == [
-        "quantize", "conv2d", "requantize", "conv2d", "add", "max_pool2d", "reshape", "linear", "dequantize"
-    ]  # fmt: skip
+        "quantize",
+        "conv2d",
+        "requantize",
+        "conv2d",
+        "add",
+        "max_pool2d",
+        "reshape",
+        "linear",
+        "dequantize",
+    ]
 
 
-@pytest.mark.parametrize("region", [torch.no_grad, torch.enable_grad, lambda: torch.autocast("cpu", enabled=False)],
-                         ids=["no_grad", "enable_grad", "autocast off"])  # fmt: skip
+@pytest.mark.parametrize(
+    "region",
+    [torch.no_grad, torch.enable_grad, lambda: torch.autocast("cpu", enabled=False)],
+    ids=["no_grad", "enable_grad", "autocast off"],
+)
 def test_a_mode_inside_forward_hides_no_operator(region):
     """Problem 4: what stands under ``no_grad`` is quantized as what does not."""
 

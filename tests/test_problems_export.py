@@ -28,8 +28,10 @@ from intaglio.annotation import X86Quantizer, get_symmetric_quantization_config
 from intaglio.errors import CalibrationError
 from intaglio.numerics import quantize
 from intaglio.ops import OPS, interpret
-from intaglio.quant import calibrate, convert, prepare
-from intaglio.quant.statistics import Statistics
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.calibrate.tensor_statistics import Statistics
+from intaglio.quant.qdq.convert import convert
 from intaglio.runtime import QuantizedModel
 from nets import Body
 
@@ -52,6 +54,7 @@ def test_export_problem_1_the_fast_path_needs_no_flag_and_what_is_slow_says_so()
 
 def test_export_problem_8_one_layer_sees_inputs_of_several_shapes_and_ranks():
     """Within a call, and from batch to batch; weights in groups too."""
+
     def body(m, x, rows):
         return m.a(x), m.a(rows), m.a(rows[:, 0])
 
@@ -140,13 +143,23 @@ def grown(widths: tuple[int, ...]) -> dict[str, nn.Module]:
 LAYER, CURVED = "conv2d + requantize", "conv2d + requantize + table"
 POOL, HEAD = "adaptive_avg_pool2d", "linear + dequantize"
 STEPS = {
-    dense: ({"stem": nets.conv_bn(3, 16), **grown((16, 24))},
-            ["pixels", LAYER, "affine", LAYER, "cat", "affine", LAYER, "cat", POOL, HEAD]),
-    mobile: ({"stem": nets.conv_bn(3, 16, 3, 2), "expand": nets.conv_bn(16, 64, 1), "squeeze": nn.Conv2d(64, 16, 1),
-              "depthwise": nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, groups=64), nn.BatchNorm2d(64)),
-              "rise": nn.Conv2d(16, 64, 1), "project": nets.conv_bn(64, 16, 1), "head": nn.Linear(16, 10)},
-             ["pixels", CURVED, CURVED, CURVED, POOL, LAYER, CURVED, "mul + conv2d + add", POOL, HEAD]),
-}  # fmt: skip
+    dense: (
+        {"stem": nets.conv_bn(3, 16), **grown((16, 24))},
+        ["pixels", LAYER, "affine", LAYER, "cat", "affine", LAYER, "cat", POOL, HEAD],
+    ),
+    mobile: (
+        {
+            "stem": nets.conv_bn(3, 16, 3, 2),
+            "expand": nets.conv_bn(16, 64, 1),
+            "squeeze": nn.Conv2d(64, 16, 1),
+            "depthwise": nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, groups=64), nn.BatchNorm2d(64)),
+            "rise": nn.Conv2d(16, 64, 1),
+            "project": nets.conv_bn(64, 16, 1),
+            "head": nn.Linear(16, 10),
+        },
+        ["pixels", CURVED, CURVED, CURVED, POOL, LAYER, CURVED, "mul + conv2d + add", POOL, HEAD],
+    ),
+}
 """The two networks of the report in small: how they go on, and every pass over memory that their programs take."""
 
 

@@ -14,7 +14,7 @@ import intaglio
 import nets
 from compare import captured_net, quantized
 from intaglio import numerics
-from intaglio.quant import Statistics
+from intaglio.quant.calibrate.tensor_statistics import Statistics
 from models import assert_same, compiled, picture
 
 if sys.version_info >= (3, 11):

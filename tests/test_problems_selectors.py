@@ -7,9 +7,10 @@ from torch import nn
 import intaglio
 import nets
 from compare import captured_net, lowered
-from intaglio.capture.nodes import origin
 from intaglio.errors import SelectorError
-from intaglio.quant import Quantizer, Recipe, annotate
+from intaglio.fxgraph.nodes import origin
+from intaglio.quant.calibrate.prepare import annotate
+from intaglio.quant.recipes.recipe import Quantizer, Recipe
 
 
 @pytest.mark.parametrize("net", [nets.Residual, nets.OptionA, nets.MultiOutput], ids=lambda net: net.__name__)
@@ -44,9 +45,15 @@ def test_what_is_skipped_computes_with_its_float_weights():
 SKIPPED = "blocks.0.conv1.0"
 
 
-@pytest.mark.parametrize(("selector", "offered"), [
-    ("conv1", "*.conv1"), ("conv1.0", "*.conv1.0"), ("block.*.conv1", "blocks.*.conv1"), ("blocks.*.conv9", "blocks."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("selector", "offered"),
+    [
+        ("conv1", "*.conv1"),
+        ("conv1.0", "*.conv1.0"),
+        ("block.*.conv1", "blocks.*.conv1"),
+        ("blocks.*.conv9", "blocks."),
+    ],
+)
 def test_a_selector_that_misses_is_answered_with_one_that_hits(selector, offered):
     """Problem 35: globs are answered with globs, and the answer is taken."""
     _, captured = captured_net(nets.Residual)

@@ -49,8 +49,9 @@ def test_the_simulation_and_the_program_are_different_types_and_say_what_they_ar
     assert len({type(reference), type(integer), type(model)}) == 3
 
 
-@pytest.mark.parametrize("net", [nets.Residual, nets.OptionA, nets.MaxPoolNet, nets.Grouped, nets.SharedConv],
-                         ids=lambda net: net.__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "net", [nets.Residual, nets.OptionA, nets.MaxPoolNet, nets.Grouped, nets.SharedConv], ids=lambda net: net.__name__
+)
 def test_levels_go_from_layer_to_layer_without_float_between(net):
     """Problem 25: one quantize at the input, one dequantize at the result."""
     model, captured = captured_net(net)

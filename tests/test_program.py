@@ -86,8 +86,13 @@ def tokens(net: Net) -> tuple[str, ...]:
     y = net.linear(net.linear(y, 130, low=128, zero_point=128), 24, add=y)
     deep = net.same("reshape", y, shape=(N, 5, 2, 3, 4))
     alone = net.quantize(net.input(24))
-    return (net.linear(y, 17, f32=True), net.dequantize(y), net.linear(deep, 3, f32=True),
-            net.dequantize(net.add(deep, net.linear(deep, 4))), net.linear(alone, 40, f32=True))  # fmt: skip
+    return (
+        net.linear(y, 17, f32=True),
+        net.dequantize(y),
+        net.linear(deep, 3, f32=True),
+        net.dequantize(net.add(deep, net.linear(deep, 4))),
+        net.linear(alone, 40, f32=True),
+    )
 
 
 def borders(net: Net) -> tuple[str, ...]:
@@ -116,9 +121,15 @@ def depthwise(net: Net) -> tuple[str, ...]:
     """Each channel for itself: every part of a vector, taps and strides that make other tiles, one row or column."""
     found = []
     for channels, kernel, stride, padding in (
-        (16, 3, 1, 1), (24, 5, 1, 2), (40, 3, 2, 1), (70, 7, 1, 3), (96, 5, 2, 2), (130, 2, 1, 0), (64, (9, 1), 1, 0),
+        (16, 3, 1, 1),
+        (24, 5, 1, 2),
+        (40, 3, 2, 1),
+        (70, 7, 1, 3),
+        (96, 5, 2, 2),
+        (130, 2, 1, 0),
+        (64, (9, 1), 1, 0),
         (64, (1, 5), 2, 0),
-    ):  # fmt: skip
+    ):
         x = net.quantize(net.input(N, channels, 11, 9))
         found.append(net.conv(x, channels, kernel, stride=stride, padding=padding, groups=channels, low=3))
     small = net.quantize(net.input(N, 72, 1, 1))
@@ -165,11 +176,16 @@ def unjoined(net: Net) -> tuple[str, ...]:
     twice, two = net.mul(x, pixel), net.mul(x, net.table(x))
     framed = net.conv(x, 24, 1)
     found = [
-        net.conv(net.mul(pixel, x), 9, 1, stride=2), net.conv(net.mul(x, pixel), 9, 1, groups=3), net.conv(two, 9, 1),
-        net.conv(twice, 9, 1), net.add(twice, x), net.conv(framed, 5, 3, padding=1),
-        net.conv(net.mul(framed, pixel), 9, 1), net.conv(net.mul(x, pixel), 24, 1, padding=1, groups=24),
+        net.conv(net.mul(pixel, x), 9, 1, stride=2),
+        net.conv(net.mul(x, pixel), 9, 1, groups=3),
+        net.conv(two, 9, 1),
+        net.conv(twice, 9, 1),
+        net.add(twice, x),
+        net.conv(framed, 5, 3, padding=1),
+        net.conv(net.mul(framed, pixel), 9, 1),
+        net.conv(net.mul(x, pixel), 24, 1, padding=1, groups=24),
         net.conv(net.mul(x, pixel), 9, 3),
-    ]  # fmt: skip
+    ]
     return tuple(map(net.dequantize, found))
 
 

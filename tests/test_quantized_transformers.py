@@ -23,11 +23,11 @@ from intaglio import (
     quantize,
     requantize,
 )
-from intaglio.capture.nodes import operator
+from intaglio.fxgraph.canonicalize_matmul import parts_as_layers, products_as_linear
+from intaglio.fxgraph.nodes import operator
 from intaglio.ir import evaluate, symbol
 from intaglio.ir.dims import divide
 from intaglio.lower import plan
-from intaglio.quant.projections import parts_as_layers, products_as_linear
 from nets import Body
 
 WIDTH, HEADS, DRAW = 32, 4, torch.Generator().manual_seed(7)
@@ -105,9 +105,20 @@ def test_the_reference_writes_attention_out_with_its_exponentials_in_levels(bloc
     _, reference, _ = stages(block)
     nodes = [node for node in reference.module.graph.nodes if "whole" in node.meta]
     assert [operator(node).split(".")[1] for node in nodes] == [
-        "transpose", "matmul", "mul", "amax", "clamp", "sub", "exp", "quantize_per_tensor", "dequantize_per_tensor",
-        "sum", "clamp", "matmul", "div",
-    ]  # fmt: skip
+        "transpose",
+        "matmul",
+        "mul",
+        "amax",
+        "clamp",
+        "sub",
+        "exp",
+        "quantize_per_tensor",
+        "dequantize_per_tensor",
+        "sum",
+        "clamp",
+        "matmul",
+        "div",
+    ]
 
 
 def test_the_interpreter_is_near_the_reference_and_the_reference_near_the_model(block):
@@ -264,8 +275,10 @@ def test_sizes_divide_or_do_not():
 
 def test_the_comparison_sees_another_multiplier_of_keys(block):
     _, _, lowered = stages(block)
-    spoiled = {name: array * np.float32(1.1) if name == "k_multiplier" else array
-               for name, array in lowered.graph.constants.items()}  # fmt: skip
+    spoiled = {
+        name: array * np.float32(1.1) if name == "k_multiplier" else array
+        for name, array in lowered.graph.constants.items()
+    }
     assert "k_multiplier" in spoiled
     other = replace(lowered, graph=lowered.graph.replace(constants=spoiled))
     assert not torch.equal(lowered(BATCHES[0]), other(BATCHES[0]))

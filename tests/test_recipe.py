@@ -10,39 +10,64 @@ from torch import nn
 
 import nets
 from compare import captured_net, lowered
-from intaglio.capture import capture
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.ir import Origin
-from intaglio.quant import Quantizer, Recipe, Setting, annotate, prepare
-from intaglio.quant.recipe import DEFAULT
+from intaglio.quant.calibrate.prepare import annotate, prepare
+from intaglio.quant.recipes.recipe import DEFAULT, Quantizer, Recipe, Setting
+from intaglio.tracing import capture
 
-CLASSES = {"": "Net", "layer1": "Block", "layer1.conv": "Conv2d", "layer1.conv_1": "Conv2d", "layer10": "Block",
-           "layer10.conv": "Conv2d", "fc": "Linear"}  # fmt: skip
+CLASSES = {
+    "": "Net",
+    "layer1": "Block",
+    "layer1.conv": "Conv2d",
+    "layer1.conv_1": "Conv2d",
+    "layer10": "Block",
+    "layer10.conv": "Conv2d",
+    "fc": "Linear",
+}
 CONV = Origin("layer1.conv@1", "aten.conv2d.default")
 OFF, ON = Setting(quantize=False), Setting(quantize=True)
 
 
-@pytest.mark.parametrize(("entries", "on"), [
-    ({}, True), ({"layer1": None}, False), ({"layer1.conv": None}, False), ({"layer1.*": None}, False),
-    ({"layer10": None}, True), ({"layer1.conv_1": None}, True), ({"conv": None}, True), ({"*": None}, False),
-    ({"re:layer\\d": None}, False), ({"re:layer": None}, True), ({"type:Conv2d": None}, False),
-    ({"type:Block": None}, False), ({"type:Linear": None}, True), ({"op:aten.conv2d": None}, False),
-    ({"op:aten.conv2d.default": None}, False), ({"op:aten.*": None}, False), ({"op:aten.conv": None}, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("entries", "on"),
+    [
+        ({}, True),
+        ({"layer1": None}, False),
+        ({"layer1.conv": None}, False),
+        ({"layer1.*": None}, False),
+        ({"layer10": None}, True),
+        ({"layer1.conv_1": None}, True),
+        ({"conv": None}, True),
+        ({"*": None}, False),
+        ({"re:layer\\d": None}, False),
+        ({"re:layer": None}, True),
+        ({"type:Conv2d": None}, False),
+        ({"type:Block": None}, False),
+        ({"type:Linear": None}, True),
+        ({"op:aten.conv2d": None}, False),
+        ({"op:aten.conv2d.default": None}, False),
+        ({"op:aten.*": None}, False),
+        ({"op:aten.conv": None}, True),
+    ],
+)
 def test_a_selector_covers_what_is_inside(entries, on):
     assert Recipe.of(entries).setting(CONV, CLASSES).quantize is on
 
 
-@pytest.mark.parametrize(("entries", "default", "on"), [
-    ({"op:aten.conv2d": ON}, OFF, True),
-    ({"type:Conv2d": OFF, "layer1.conv": ON}, ON, True),
-    ({"layer1.conv": OFF, "type:Conv2d": ON}, ON, False),
-    ({"op:aten.conv2d": OFF, "type:Conv2d": ON}, ON, True),
-    ({"layer1": OFF, "layer1.conv": ON}, ON, True),
-    ({"layer1.conv": ON, "layer1": OFF}, ON, True),
-    ({"layer1.conv": OFF, "layer1.c*": ON}, ON, True),
-    ({"layer1.c*": ON, "layer1.conv": OFF}, ON, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("entries", "default", "on"),
+    [
+        ({"op:aten.conv2d": ON}, OFF, True),
+        ({"type:Conv2d": OFF, "layer1.conv": ON}, ON, True),
+        ({"layer1.conv": OFF, "type:Conv2d": ON}, ON, False),
+        ({"op:aten.conv2d": OFF, "type:Conv2d": ON}, ON, True),
+        ({"layer1": OFF, "layer1.conv": ON}, ON, True),
+        ({"layer1.conv": ON, "layer1": OFF}, ON, True),
+        ({"layer1.conv": OFF, "layer1.c*": ON}, ON, True),
+        ({"layer1.c*": ON, "layer1.conv": OFF}, ON, False),
+    ],
+)
 def test_frontend_a17_names_beat_types_beat_operators_and_the_nearest_name_wins(entries, default, on):
     assert Recipe.of(entries, default).setting(CONV, CLASSES).quantize is on
 
@@ -62,10 +87,15 @@ def test_only_and_skip():
 MODEL, CAPTURED = captured_net(nets.Residual)
 
 
-@pytest.mark.parametrize(("selector", "nearest"), [
-    ("blocks.0.conv3", "blocks.0.conv1"), ("type:Liner", "type:Linear"), ("op:aten.linera", "op:aten.linear"),
-    ("re:nothing.*", "nearest: "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("selector", "nearest"),
+    [
+        ("blocks.0.conv3", "blocks.0.conv1"),
+        ("type:Liner", "type:Linear"),
+        ("op:aten.linera", "op:aten.linear"),
+        ("re:nothing.*", "nearest: "),
+    ],
+)
 def test_a_selector_that_matches_nothing_names_the_nearest(selector, nearest):
     with pytest.raises(SelectorError, match="matches no operator") as error:
         annotate(CAPTURED, Quantizer(Recipe().with_selection(skip=selector)))
@@ -77,22 +107,29 @@ def test_a_bad_regular_expression_is_said():
         Recipe.of({"re:(": None}).setting(CONV, CLASSES)
 
 
-@pytest.mark.parametrize(("text", "problem"), [
-    ("[default]\nquantise = false", r"unknown key 'quantise'(.|\n)*did you mean 'quantize'"),
-    ("['fc']\nbits = 4", r"bits = 4; allowed are \(7, 8\)"), ("[fc\n", "not valid TOML"),
-    ("['fc']\nmethod = 'kll'", "no method 'kll'.*did you mean 'kl'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[default]\nquantise = false", r"unknown key 'quantise'(.|\n)*did you mean 'quantize'"),
+        ("['fc']\nbits = 4", r"bits = 4; allowed are \(7, 8\)"),
+        ("[fc\n", "not valid TOML"),
+        ("['fc']\nmethod = 'kll'", "no method 'kll'.*did you mean 'kl'"),
+    ],
+)
 def test_a_toml_recipe_that_cannot_be_read_says_where(text, problem):
     with pytest.raises(SelectorError, match=problem):
         Recipe.from_toml(text)
 
 
 SETTINGS = st.builds(
-    Setting, quantize=st.sampled_from([None, True, False]), method=st.sampled_from([None, "mse", "minmax"]),
-    weights=st.sampled_from([None, "channel", "tensor"]), bits=st.sampled_from([None, 7, 8]),
+    Setting,
+    quantize=st.sampled_from([None, True, False]),
+    method=st.sampled_from([None, "mse", "minmax"]),
+    weights=st.sampled_from([None, "channel", "tensor"]),
+    bits=st.sampled_from([None, 7, 8]),
     functions=st.sampled_from([None, "table", "precise"]),
-)  # fmt: skip
-SELECTORS = st.sampled_from(["fc", "layer1.*", "re:layer\\d+\\.\"x\"", "type:Conv2d", "op:aten.add", "ä[0-9]'"])
+)
+SELECTORS = st.sampled_from(["fc", "layer1.*", 're:layer\\d+\\."x"', "type:Conv2d", "op:aten.add", "ä[0-9]'"])
 
 
 @given(st.dictionaries(SELECTORS, SETTINGS), SETTINGS)
@@ -126,11 +163,15 @@ def test_frontend_b19_a_fusion_does_not_cross_a_border_between_settings():
     assert "blocks.0.conv2.0#0/conv2d.0" not in prepared.observers
 
 
-@pytest.mark.parametrize(("model", "recipe"), [
-    (nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)), Recipe()), (nn.Sequential(nn.Conv2d(3, 4, 3)), Recipe(default=OFF)),
-    (nn.Sequential(nn.Conv2d(3, 4, 3)), Recipe().with_selection(skip="0")),
-    (nn.Sequential(nn.Conv2d(3, 4, 3).double()), Recipe()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    [
+        (nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)), Recipe()),
+        (nn.Sequential(nn.Conv2d(3, 4, 3)), Recipe(default=OFF)),
+        (nn.Sequential(nn.Conv2d(3, 4, 3)), Recipe().with_selection(skip="0")),
+        (nn.Sequential(nn.Conv2d(3, 4, 3).double()), Recipe()),
+    ],
+)
 def test_frontend_a18_nothing_to_quantize_is_an_error_with_reasons(model, recipe):
     dtype = next(model.parameters(), torch.zeros(1)).dtype
     with pytest.raises(UnsupportedError, match=r"nothing in it can be quantized: \S+ \(aten") as error:

@@ -17,13 +17,14 @@ import intaglio
 from compare import kinds, quantized, tensors
 from harness import HERE
 from intaglio.build.check import check_graph
-from intaglio.capture.check import free_symbols
-from intaglio.capture.nodes import operator
 from intaglio.errors import CaptureError
+from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType, Op, QParams, TensorType, symbol
 from intaglio.ops.recurrent import RECURRENT, recurrent_meaning, states
 from intaglio.ops.rows import levels_of_rows, row_levels
-from intaglio.quant import Quantizer, Recipe, prepare
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.recipes.recipe import Quantizer, Recipe
+from intaglio.tracing.capture_check import free_symbols
 from nets import Body, randomize
 from test_program import threads
 
@@ -32,11 +33,13 @@ RECIPES = {"static": None, "dynamic": DYNAMIC}
 MODULES = {"lstm": nn.LSTM, "gru": nn.GRU}
 CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell}
 FLAGS: Mapping[str, dict[str, Any]] = {
-    "one layer": {}, "batch first": {"batch_first": True}, "no bias": {"bias": False},
+    "one layer": {},
+    "batch first": {"batch_first": True},
+    "no bias": {"bias": False},
     "two ways": {"bidirectional": True},
     "deep": {"num_layers": 2, "bidirectional": True, "batch_first": True},
     "three layers": {"num_layers": 3, "bias": False},
-}  # fmt: skip
+}
 BOUND = 0.02
 """Distance of results from the float model's, which lie in -1..1; measured: 0.007 at most."""
 
@@ -74,10 +77,16 @@ def constants(draw: np.random.Generator, kind: str, inputs: int, hidden: int, la
 
 
 @given(
-    kind=st.sampled_from(RECURRENT), sizes=st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 20)),
-    hidden=st.integers(1, 40), layers=st.integers(1, 2), directions=st.integers(1, 2), batch_first=st.booleans(),
-    rows=st.booleans(), start=st.booleans(), seed=st.integers(0, 2**32 - 1),
-)  # fmt: skip
+    kind=st.sampled_from(RECURRENT),
+    sizes=st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 20)),
+    hidden=st.integers(1, 40),
+    layers=st.integers(1, 2),
+    directions=st.integers(1, 2),
+    batch_first=st.booleans(),
+    rows=st.booleans(),
+    start=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
 def test_it_is_torchs_layer_but_for_rounded_states(
     kind, sizes, hidden, layers, directions, batch_first, rows, start, seed
 ):
@@ -98,8 +107,17 @@ def test_it_is_torchs_layer_but_for_rounded_states(
     exact = (levels.astype(np.float64) - q.zero) * (scales if rows else 0.02)
     first = [torch.from_numpy((s if start else 0 * s).astype(np.float64)) for s in given]
     call = torch.ops.aten.lstm.input if kind == "lstm" else torch.ops.aten.gru.input
-    expected = call(torch.from_numpy(exact), first if kind == "lstm" else first[0], real, True, layers, 0.0, False,
-                    directions == 2, batch_first)  # fmt: skip
+    expected = call(
+        torch.from_numpy(exact),
+        first if kind == "lstm" else first[0],
+        real,
+        True,
+        layers,
+        0.0,
+        False,
+        directions == 2,
+        batch_first,
+    )
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b.numpy(), atol=0.05 * (1 + start))
 
@@ -190,6 +208,7 @@ def test_states_may_be_given_and_be_large(kind):
 def test_cells(mode, kind):
     """With states of their own and with zeros; their results are read by a layer."""
     torch.manual_seed(0)
+
     def body(m, x, h):
         once = m.cell(x, (h, h)) if kind == "lstm" else m.cell(x, h)
         hidden = once[0] if kind == "lstm" else once
@@ -218,12 +237,18 @@ def test_results_depend_on_no_other_entry_of_the_batch(kind):
     assert strange[2].isnan().all()
     assert strange[[0, 1, 3]].isfinite().all()
     for isa in HERE:
-        assert_bits(intaglio.compile(intaglio.requantize(intaglio.convert(prepare(
-            intaglio.capture(model, x), Quantizer(DYNAMIC)))), isa=isa), quick, x)  # fmt: skip
+        assert_bits(
+            intaglio.compile(
+                intaglio.requantize(intaglio.convert(prepare(intaglio.capture(model, x), Quantizer(DYNAMIC)))), isa=isa
+            ),
+            quick,
+            x,
+        )
 
 
 def test_a_classifier_of_sequences_is_one_program():
     """Both ends of an LSTM in levels, its last state read by a linear layer."""
+
     def body(m, x):
         y, _ = m.lstm(torch.relu(m.first(x)))
         return m.last(y.mean(1))
@@ -248,6 +273,7 @@ def test_projected_states_stay_in_float_and_say_why():
 
 def test_backend_30_packed_sequences_are_refused_and_their_layers_can_be_quantized():
     """torch.export cannot trace a packed sequence; the float model around a quantized layer is right."""
+
     def body(m, x):
         packed = pack_padded_sequence(m.first(x), torch.tensor([5, 3, 2]), batch_first=True)
         return pad_packed_sequence(m.lstm(packed)[0], batch_first=True)[0]
@@ -271,8 +297,9 @@ def test_parameters_of_weights_are_kept():
     captured = intaglio.capture(model, x)
     reference, lowered = quantized(model, x)
     assert {name for name in reference.parameters.entries if name.startswith("weight")} == {
-        "weight_ih_l0", "weight_hh_l0"
-    }  # fmt: skip
+        "weight_ih_l0",
+        "weight_hh_l0",
+    }
     again = intaglio.requantize(intaglio.convert(prepare(captured), reference.parameters))
     assert all(torch.equal(a, b) for a, b in zip(tensors(again(x)), tensors(lowered(x)), strict=True))
 
@@ -289,8 +316,12 @@ def test_it_survives_a_file(tmp_path, mode):
 
 def changed(graph, **fields):
     """The recurrent operator with other inputs or attributes."""
-    ops = [Op(op.kind, **{"inputs": op.inputs, "outputs": op.outputs, "attrs": dict(op.attrs)} | fields)
-           if op.kind == "lstm" else op for op in graph.ops]  # fmt: skip
+    ops = [
+        Op(op.kind, **{"inputs": op.inputs, "outputs": op.outputs, "attrs": dict(op.attrs)} | fields)
+        if op.kind == "lstm"
+        else op
+        for op in graph.ops
+    ]
     return replace(graph, ops=tuple(ops))
 
 
@@ -302,13 +333,16 @@ def test_graphs_that_lead_kernels_astray_are_refused():
     x, scales, w_x, w_h, *rest = op.inputs
     wide = {name: TensorType((1000, 10), DType.S8) for name in (w_h,)}
     for bad in (
-        changed(graph, attrs={**op.attrs, "layers": 2}), changed(graph, attrs={**op.attrs, "directions": 3}),
-        changed(graph, attrs={**op.attrs, "rows": 1}), changed(graph, attrs={**op.attrs, "cell": True}),
-        changed(graph, inputs=(x, scales, w_h, w_x, *rest)), changed(graph, inputs=(x, scales, w_x, w_h, *rest[1:])),
+        changed(graph, attrs={**op.attrs, "layers": 2}),
+        changed(graph, attrs={**op.attrs, "directions": 3}),
+        changed(graph, attrs={**op.attrs, "rows": 1}),
+        changed(graph, attrs={**op.attrs, "cell": True}),
+        changed(graph, inputs=(x, scales, w_h, w_x, *rest)),
+        changed(graph, inputs=(x, scales, w_x, w_h, *rest[1:])),
         changed(graph, inputs=(*op.inputs, graph.inputs[0], graph.inputs[0])),
         changed(graph, inputs=(x, graph.inputs[0], w_x, w_h, *rest)),
         replace(graph, types={**graph.types, **wide}),
-    ):  # fmt: skip
+    ):
         with pytest.raises((ValueError, IndexError)):
             check_graph(bad)
 

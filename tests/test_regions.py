@@ -62,23 +62,30 @@ ODD = {
     "alpha on the operand": (X8, lambda m, x: m.d(torch.add(m.c(x), x, alpha=2.5)), {"c": conv(8), "d": conv(8)}),
     "alpha on the conv": (X8, lambda m, x: m.d(torch.add(x, m.c(x), alpha=-0.5)), {"c": conv(8), "d": conv(8)}),
     "alpha without a conv": (
-        X8, lambda m, x: m.d(torch.add(F.relu(m.c(x)), F.max_pool2d(m.e(x), 3, 1, 1), alpha=-0.5)),
+        X8,
+        lambda m, x: m.d(torch.add(F.relu(m.c(x)), F.max_pool2d(m.e(x), 3, 1, 1), alpha=-0.5)),
         {"c": conv(8), "d": conv(8), "e": conv(8)},
     ),
     "sum of two convs": (X, lambda m, x: F.relu(m.c(x) + m.d(x)), {"c": conv(), "d": conv()}),
     "both branches read later": (
-        X, lambda m, x: (lambda a, b: (m.e(a + b), a, b))(m.c(x), m.d(x)), {"c": conv(), "d": conv(), "e": conv(8)},
+        X,
+        lambda m, x: (lambda a, b: (m.e(a + b), a, b))(m.c(x), m.d(x)),
+        {"c": conv(), "d": conv(), "e": conv(8)},
     ),
     "avg_pool ceil": (X, lambda m, x: m.d(F.avg_pool2d(m.c(x), 3, 2, 1, ceil_mode=True)), {"c": conv(), "d": conv(8)}),
     "case 37, avg_pool without padding in the count": (
-        X, lambda m, x: m.d(F.avg_pool2d(m.c(x), 3, 2, 1, True, False)), {"c": conv(), "d": conv(8)},
+        X,
+        lambda m, x: m.d(F.avg_pool2d(m.c(x), 3, 2, 1, True, False)),
+        {"c": conv(), "d": conv(8)},
     ),
     "avg_pool with a divisor": (
-        X, lambda m, x: m.d(F.avg_pool2d(m.c(x), (3, 2), (2, 3), (1, 0), divisor_override=5)),
+        X,
+        lambda m, x: m.d(F.avg_pool2d(m.c(x), (3, 2), (2, 3), (1, 0), divisor_override=5)),
         {"c": conv(), "d": conv(8)},
     ),
     "avg_pool ceil, windows of many sizes": (
-        (2, 3, 10, 11), lambda m, x: m.d(F.avg_pool2d(m.c(x), (3, 4), (2, 3), (1, 2), True)),
+        (2, 3, 10, 11),
+        lambda m, x: m.d(F.avg_pool2d(m.c(x), (3, 4), (2, 3), (1, 2), True)),
         {"c": conv(), "d": conv(8)},
     ),
     "adaptive pool 7x5 to 3x2": ((4, 3, 7, 5), lambda m, x: F.adaptive_avg_pool2d(m.c(x), (3, 2)), {"c": conv()}),
@@ -91,26 +98,33 @@ ODD = {
     "slice of channels": (X, lambda m, x: m.d(m.c(x)[:, 2:6]), {"c": conv(), "d": conv(4)}),
     "pad on one side": (X, lambda m, x: m.d(F.pad(m.c(x), (0, 2, 1, 0))), {"c": conv(), "d": conv(8)}),
     "even kernels with same padding": (
-        X, lambda m, x: m.d(F.relu(m.c(x))),
+        X,
+        lambda m, x: m.d(F.relu(m.c(x))),
         {"c": conv(kernel=4, padding="same"), "d": conv(8, 8, (2, 5), padding="same", dilation=(3, 2))},
     ),
     "case 43, groups, depthwise, stride 3": (
-        X8, lambda m, x: m.d(F.relu(m.c(x))), {"c": conv(8, 12, groups=4), "d": conv(12, 24, groups=12, stride=3)},
+        X8,
+        lambda m, x: m.d(F.relu(m.c(x))),
+        {"c": conv(8, 12, groups=4), "d": conv(12, 24, groups=12, stride=3)},
     ),
     "case 43, dilations": (
-        X, lambda m, x: m.d(F.relu(m.c(x))),
+        X,
+        lambda m, x: m.d(F.relu(m.c(x))),
         {"c": conv(dilation=2, padding=2), "d": conv(8, 8, dilation=(1, 3), padding=(0, 3), stride=(3, 1))},
     ),
     "case 43, one channel, one tap": ((4, 1, 5, 5), lambda m, x: m.d(m.c(x)), {"c": conv(1, 1), "d": conv(1, 1, 1, 0)}),
     "one pixel": ((4, 3, 1, 1), lambda m, x: m.d(F.relu(m.c(x))), {"c": conv(), "d": conv(8, 8, 1, 0)}),
     "view to an image": (
-        (4, 20), lambda m, x: m.c(m.a(x).view(-1, 3, 5, 4)), {"a": nn.Linear(20, 60), "c": conv()},
+        (4, 20),
+        lambda m, x: m.c(m.a(x).view(-1, 3, 5, 4)),
+        {"a": nn.Linear(20, 60), "c": conv()},
     ),
     "squeezes": (
-        X, lambda m, x: m.a(F.adaptive_avg_pool2d(m.c(x), 1).squeeze(-1).squeeze(-1)),
+        X,
+        lambda m, x: m.a(F.adaptive_avg_pool2d(m.c(x), 1).squeeze(-1).squeeze(-1)),
         {"c": conv(), "a": nn.Linear(8, 5)},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -185,10 +199,15 @@ def test_pools_of_any_geometry(data):
     padding = tuple(draw(st.integers(0, k // 2)) for k in kernel)
     ceil, counted = draw(st.booleans()), draw(st.booleans())
     size = draw(st.tuples(st.integers(4, 11), st.integers(4, 11)))
-    pool = draw(st.sampled_from([
-        nn.MaxPool2d(kernel, stride, padding, ceil_mode=ceil), nn.AvgPool2d(kernel, stride, padding, ceil, counted),
-        nn.AdaptiveAvgPool2d(kernel),
-    ]))  # fmt: skip
+    pool = draw(
+        st.sampled_from(
+            [
+                nn.MaxPool2d(kernel, stride, padding, ceil_mode=ceil),
+                nn.AvgPool2d(kernel, stride, padding, ceil, counted),
+                nn.AdaptiveAvgPool2d(kernel),
+            ]
+        )
+    )
     model = nets.randomize(Body(lambda m, x: m.pool(m.c(x)), c=conv(2, 3), pool=pool), seed=draw(st.integers(0, 99)))
     x = batch(2, 2, *size, seed=draw(st.integers(0, 99)))
     reference, lowered = quantized(model, x)

@@ -95,10 +95,11 @@ def sizes(m, x):
 MODELS = {
     "volumes": Body(volumes, deep=nn.Conv3d(3, 5, 3, padding=1), last=nn.Conv3d(5, 3, 3)),
     "lines": Body(lines, line=nn.Conv1d(3, 20, 3), next=nn.Conv1d(20, 4, 3, padding=1)),
-    "images": Body(images, image=nn.Conv2d(3, 20, 3, padding=1), step=nn.Conv2d(20, 20, 3, 2, 1),
-                   join=nn.Conv2d(40, 4, 3)),
+    "images": Body(
+        images, image=nn.Conv2d(3, 20, 3, padding=1), step=nn.Conv2d(20, 20, 3, 2, 1), join=nn.Conv2d(40, 4, 3)
+    ),
     "sizes": Body(sizes, image=nn.Conv2d(3, 20, 3, padding=1), step=nn.Conv2d(20, 6, 3, 2, 1)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -21,7 +21,8 @@ from intaglio.errors import UnsupportedError
 from intaglio.ir import Op, TensorType
 from intaglio.native.compile import build, load
 from intaglio.ops.rows import ROW_MODES, levels_of_rows
-from intaglio.quant import Quantizer, Recipe, Setting, prepare
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
 from nets import Body, randomize
 from test_program import threads
 
@@ -115,8 +116,13 @@ def in_c(twin, x: np.ndarray, mode: str, threads: int) -> tuple[np.ndarray, np.n
     return levels.reshape(x.shape), scales
 
 
-@given(shape=st.tuples(*[st.integers(0, 3)] * 3, st.integers(1, 70)), order=st.permutations(range(4)),
-       seed=st.integers(0, 2**32 - 1), mode=st.sampled_from(ROW_MODES), threads=st.integers(1, 4))  # fmt: skip
+@given(
+    shape=st.tuples(*[st.integers(0, 3)] * 3, st.integers(1, 70)),
+    order=st.permutations(range(4)),
+    seed=st.integers(0, 2**32 - 1),
+    mode=st.sampled_from(ROW_MODES),
+    threads=st.integers(1, 4),
+)
 def test_the_kernel_has_the_levels_and_the_scales(twin, shape, order, seed, mode, threads):
     """Whatever lies fastest in memory."""
     x = rows_of(shape, seed)
@@ -294,13 +300,19 @@ def test_a_dynamic_layers_result_may_be_a_static_site():
         assert torch.equal(intaglio.compile(lowered, isa=isa)(x), lowered(x))
 
 
-@pytest.mark.parametrize(("setting", "reason"), [
-    ({"bits": 7}, "u7 activations and s8 weights"), ({"weights_dtype": "f8e4m3"}, "u8 activations and f8e4m3 weights"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({"bits": 7}, "u7 activations and s8 weights"),
+        ({"weights_dtype": "f8e4m3"}, "u8 activations and f8e4m3 weights"),
+    ],
+)
 def test_what_cannot_be_quantized_while_the_model_runs_says_why(setting, reason):
     with pytest.raises(UnsupportedError, match=reason):
-        prepare(intaglio.capture(nn.Linear(4, 4), torch.randn(2, 4)), Quantizer(
-            Recipe.of({}, Setting(activations="token", **setting))))  # fmt: skip
+        prepare(
+            intaglio.capture(nn.Linear(4, 4), torch.randn(2, 4)),
+            Quantizer(Recipe.of({}, Setting(activations="token", **setting))),
+        )
 
 
 def test_convolutions_stay_in_float_and_say_why():
@@ -345,9 +357,10 @@ def test_graphs_that_lead_kernels_astray_are_refused():
     acc, scales, columns, bias = next(op.inputs for op in graph.ops if op.kind == "dequantize_rows")
     short = replace(graph, types={**graph.types, scales: TensorType((1,), graph.types[scales].dtype)})
     for bad in (
-        changed(graph, "quantize_rows", attrs={"mode": "batch"}), short,
+        changed(graph, "quantize_rows", attrs={"mode": "batch"}),
+        short,
         changed(graph, "dequantize_rows", inputs=(acc, graph.inputs[0], columns, bias)),
         changed(graph, "dequantize_rows", inputs=(acc, scales, columns, columns[:0] + graph.ops[1].inputs[1])),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=r"rows|accumulator|columns|f32"):
             check_graph(bad)

@@ -9,10 +9,14 @@ from torch._higher_order_ops.scan import scan
 import intaglio
 from compare import assert_equal_levels, quantized, tensors
 from harness import HERE
-from intaglio.capture import capture, scans
 from intaglio.errors import CaptureError
-from intaglio.quant import Quantizer, Recipe, Setting, calibrate, convert, prepare
-from intaglio.quant.sites import Observed
+from intaglio.quant.annotate.sites import Observed
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.qdq.convert import convert
+from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
+from intaglio.tracing import capture
+from intaglio.tracing import unroll_scans as scans
 from models import assert_same
 from nets import Body, randomize
 
@@ -85,8 +89,12 @@ def linears() -> dict[str, nn.Module]:
 
 
 def layers() -> dict[str, nn.Module]:
-    return {"a": nn.Linear(8, 8), "conv": nn.Conv2d(3, 3, 3, padding=1), "bn": nn.BatchNorm2d(3),
-            "norm": nn.LayerNorm(8)}  # fmt: skip
+    return {
+        "a": nn.Linear(8, 8),
+        "conv": nn.Conv2d(3, 3, 3, padding=1),
+        "bn": nn.BatchNorm2d(3),
+        "norm": nn.LayerNorm(8),
+    }
 
 
 X, H = (4, 3, 8), (3, 8)
@@ -131,8 +139,12 @@ def test_frontend_c8_one_site_has_the_values_of_all_iterations():
     ranges = calibrate(prepared, [(x, h)])
     owners = [site for site in prepared.annotations.sites if isinstance(site.spec, Observed)]
     assert [site.name for site in owners if site.role == "activation"] == [
-        "#0/input.args_0", "#0/input.args_1", "a#scan[0]/linear.0", "#scan[0]/add.0", "#scan[0]/tanh.0"
-    ]  # fmt: skip
+        "#0/input.args_0",
+        "#0/input.args_1",
+        "a#scan[0]/linear.0",
+        "#scan[0]/add.0",
+        "#scan[0]/tanh.0",
+    ]
     rows = model(x, h)[1]
     found = ranges.statistics["#scan[0]/tanh.0"]
     assert found.count == rows.numel()

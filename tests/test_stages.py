@@ -5,9 +5,11 @@ import torch
 from torch import nn
 
 import nets
-from intaglio.capture import capture
 from intaglio.lower.integer import requantize
-from intaglio.quant import calibrate, convert, prepare
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.qdq.convert import convert
+from intaglio.tracing import capture
 
 
 class Tiny(nn.Module):

@@ -179,8 +179,10 @@ def test_backend_20_mutations_mean_what_they_mean_in_eager_code(body):
     captured = intaglio.capture(model, X)
     torch.testing.assert_close(captured(X), model(X))
     reference, lowered = quantized(model, X)
-    pairs = [zip(*(t if isinstance(t, tuple) else (t,) for t in (stage(X), model(X))), strict=True)
-             for stage in (reference, lowered, intaglio.compile(lowered))]  # fmt: skip
+    pairs = [
+        zip(*(t if isinstance(t, tuple) else (t,) for t in (stage(X), model(X))), strict=True)
+        for stage in (reference, lowered, intaglio.compile(lowered))
+    ]
     assert all(sqnr(a, b) > 25 for pair in pairs for a, b in pair)
 
 
@@ -222,7 +224,9 @@ def test_backend_39_keywords_dictionaries_and_dropout_make_no_difference():
     model, left = nets.randomize(Net()), torch.randn(4, 4, 8, 8)
     plain = nets.randomize(Body(lambda m, x, left: m(x, more={"left": left})["y"], m=model))
     by_name = intaglio.capture(model, (), example_kwargs={"x": X, "more": {"left": left}})
-    kinds = [[str(node.target) for node in c.module.graph.nodes if node.op == "call_function"]
-             for c in (by_name, intaglio.capture(plain.m, (X,), example_kwargs={"more": {"left": left}}))]  # fmt: skip
+    kinds = [
+        [str(node.target) for node in c.module.graph.nodes if node.op == "call_function"]
+        for c in (by_name, intaglio.capture(plain.m, (X,), example_kwargs={"more": {"left": left}}))
+    ]
     assert kinds[0] == kinds[1]
     torch.testing.assert_close(by_name(x=X[:2], more={"left": left[:2]}), model(X[:2], more={"left": left[:2]}))

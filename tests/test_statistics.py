@@ -20,8 +20,8 @@ from intaglio.errors import BuildError
 from intaglio.native import library, machine
 from intaglio.native import statistics as native
 from intaglio.native.statistics import HALF
-from intaglio.quant.methods import METHODS, minmax, mse
-from intaglio.quant.statistics import LOWEST_EXPONENT, UNIT, Statistics, exponent_of, sketch_end, widen
+from intaglio.quant.calibrate.range_methods import METHODS, minmax, mse
+from intaglio.quant.calibrate.tensor_statistics import LOWEST_EXPONENT, UNIT, Statistics, exponent_of, sketch_end, widen
 
 ANY_FLOAT = hnp.from_dtype(np.dtype(np.float32))
 ARRAYS = hnp.arrays(np.float32, st.integers(0, 60), elements=ANY_FLOAT)

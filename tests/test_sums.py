@@ -12,7 +12,7 @@ from harness import HERE
 from intaglio import numerics
 from intaglio.build.check import check_graph
 from intaglio.errors import SelectorError
-from intaglio.quant import Recipe, Setting
+from intaglio.quant.recipes.recipe import Recipe, Setting
 from nets import Body, randomize
 
 
@@ -39,25 +39,30 @@ SCALED = {
     "conv, relu6": (image(), lambda m, x: F.relu6(torch.addcmul(m.c(x), x, m.r)), {"c": conv(), "r": ratio(20, 1, 1)}),
     "of the conv": (image(), lambda m, x: torch.addcmul(x, m.c(x), m.r).relu(), {"c": conv(), "r": ratio(20, 1, 1)}),
     "wide": (
-        image(130), lambda m, x: torch.addcmul(m.c(x), x, m.r).relu(), {"c": conv(130, 130), "r": ratio(1, 130, 1, 1)},
+        image(130),
+        lambda m, x: torch.addcmul(m.c(x), x, m.r).relu(),
+        {"c": conv(130, 130), "r": ratio(1, 130, 1, 1)},
     ),
     "groups": (image(), lambda m, x: torch.addcmul(m.c(x), x, m.r), {"c": conv(groups=4), "r": ratio(1, 20, 1, 1)}),
     "depthwise": (image(), lambda m, x: torch.addcmul(m.c(x), x, m.r), {"c": conv(groups=20), "r": ratio(20, 1, 1)}),
     "transposed": (
-        image(), lambda m, x: torch.addcmul(m.c(x), x, m.r).relu(),
+        image(),
+        lambda m, x: torch.addcmul(m.c(x), x, m.r).relu(),
         {"c": nn.ConvTranspose2d(20, 20, 3, padding=1), "r": ratio(1, 20, 1, 1)},
     ),
     "linear": (image()[0, 0], lambda m, x: torch.addcmul(m.a(x), x, m.r), {"a": nn.Linear(7, 7), "r": ratio(7)}),
     "tokens": (image()[0], lambda m, x: torch.addcmul(m.a(x), x, m.r), {"a": nn.Linear(7, 7), "r": ratio(7)}),
     "of two sites": (
-        image(), lambda m, x: m.d(torch.addcmul(pooled(m.c(x)), pooled(m.d(x)), m.r).relu()),
+        image(),
+        lambda m, x: m.d(torch.addcmul(pooled(m.c(x)), pooled(m.d(x)), m.r).relu()),
         {"c": conv(), "d": conv(), "r": ratio(1, 20, 1, 1)},
     ),
     "of two sites of tokens": (
-        image()[0], lambda m, x: m.a(torch.addcmul(m.a(x)[:, 1:], m.b(x)[:, :-1], m.r)),
+        image()[0],
+        lambda m, x: m.a(torch.addcmul(m.a(x)[:, 1:], m.b(x)[:, :-1], m.r)),
         {"a": nn.Linear(7, 7), "b": nn.Linear(7, 7), "r": ratio(7)},
     ),
-}  # fmt: skip
+}
 """Example, forward, modules."""
 
 
@@ -132,25 +137,31 @@ SHORTCUTS = {
     "below zero": (lambda m, x: (lambda y: m.d(m.d(y) + y))(m.c(x)), {"c": conv(), "d": conv()}, 1),
     "two in a row": (
         lambda m, x: (lambda y: (lambda z: m.d(m.d(z) + z))((m.d(y) + y).relu()))(m.c(x).relu()),
-        {"c": conv(), "d": conv()}, 1,
+        {"c": conv(), "d": conv()},
+        1,
     ),
     "read by a sum only": (lambda m, x: m.d((m.d(x) + m.c(x)).clamp(-0.3, 0.7)), {"c": conv(), "d": conv()}, 1),
     "scaled": (
         lambda m, x: (lambda y: m.d(torch.addcmul(m.d(y), y, m.r).relu()))(m.c(x).relu()),
-        {"c": conv(), "d": conv(), "r": ratio(1, 20, 1, 1)}, 1,
+        {"c": conv(), "d": conv(), "r": ratio(1, 20, 1, 1)},
+        1,
     ),
     "every second pixel": (
         lambda m, x: (lambda y: m.f((m.e(y) + F.pad(y[:, :, ::2, ::2], (0, 0, 0, 0, 2, 3))).relu()))(m.c(x).relu()),
-        {"c": conv(), "e": conv(20, 25, stride=2), "f": conv(25)}, 3,
+        {"c": conv(), "e": conv(20, 25, stride=2), "f": conv(25)},
+        3,
     ),
     "depthwise": (
         lambda m, x: (lambda y: m.d((m.g(y) + y).relu()))(F.relu6(m.g(x))),
-        {"d": conv(), "g": conv(groups=20)}, 1,
+        {"d": conv(), "g": conv(groups=20)},
+        1,
     ),
     "tokens": (
-        lambda m, x: (lambda y: m.b(m.a(y) + y))(m.a(x).relu()), {"a": nn.Linear(7, 7), "b": nn.Linear(7, 7)}, 1,
+        lambda m, x: (lambda y: m.b(m.a(y) + y))(m.a(x).relu()),
+        {"a": nn.Linear(7, 7), "b": nn.Linear(7, 7)},
+        1,
     ),
-}  # fmt: skip
+}
 """Forward, modules, values of 16 bits."""
 
 

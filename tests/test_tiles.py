@@ -48,18 +48,35 @@ def cases(draw, isa: str, results: tuple[str, ...] = RESULTS) -> Case:
     level = st.sampled_from([0, 255, *range(1, 255)])
     bounds = draw(st.sampled_from([(0, 255), tuple(sorted(draw(st.tuples(level, level))))]))
     return Case(
-        images=draw(st.sampled_from([1, 2, 5, 0, 3, 4])), height=height, width=width, per_group=per_group,
-        per_group_out=per_group_out, groups=groups, taps=taps, dilation=dilation, padding=padding, bounds=bounds,
+        images=draw(st.sampled_from([1, 2, 5, 0, 3, 4])),
+        height=height,
+        width=width,
+        per_group=per_group,
+        per_group_out=per_group_out,
+        groups=groups,
+        taps=taps,
+        dilation=dilation,
+        padding=padding,
+        bounds=bounds,
         stride=draw(st.sampled_from([(1, 1), draw(st.tuples(*[st.integers(1, 3)] * 2))])),
         halos=draw(st.sampled_from([(0, 0, 0), draw(st.tuples(few, few, few))])),
-        zero_points=draw(st.tuples(level, *[st.just(0) | level] * 2)), exponent=draw(st.none() | st.integers(-20, 20)),
-        extreme=draw(st.booleans()), result=result, blocks=blocks, natural=draw(st.booleans()), table=table,
-        rows=draw(st.integers(1, ISAS[isa].tallest[blocks])), guard=draw(st.booleans()),
-        threads=draw(st.integers(1, 3)), split_channels_below=draw(st.sampled_from([0, 1 << 40])),
-        chunk_bytes=draw(st.sampled_from([1, 300, 5000, 1 << 20])), seed=draw(st.integers(0, 1 << 30)),
-        behind=draw(st.sampled_from([0, 256])), rest=draw(st.booleans()) and result != "f32" and table == "none",
+        zero_points=draw(st.tuples(level, *[st.just(0) | level] * 2)),
+        exponent=draw(st.none() | st.integers(-20, 20)),
+        extreme=draw(st.booleans()),
+        result=result,
+        blocks=blocks,
+        natural=draw(st.booleans()),
+        table=table,
+        rows=draw(st.integers(1, ISAS[isa].tallest[blocks])),
+        guard=draw(st.booleans()),
+        threads=draw(st.integers(1, 3)),
+        split_channels_below=draw(st.sampled_from([0, 1 << 40])),
+        chunk_bytes=draw(st.sampled_from([1, 300, 5000, 1 << 20])),
+        seed=draw(st.integers(0, 1 << 30)),
+        behind=draw(st.sampled_from([0, 256])),
+        rest=draw(st.booleans()) and result != "f32" and table == "none",
         other_rest=draw(st.booleans()) and result == "add",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("isa", HERE)
@@ -80,13 +97,26 @@ def case_of_kernel(spec: TileSpec, seed: int, panels: int, missing: int) -> Case
     if spec.natural:
         zero_points[1:], bounds = 0, np.array([0, 255])
     return Case(
-        images=2, height=3, width=spec.rows * (1 + seed) + 2, taps=(1, 3), per_group=int(draw.integers(1, 70)),
-        per_group_out=16 * spec.blocks * panels - missing, zero_points=tuple(map(int, zero_points)),
-        bounds=(0, 255) if seed % 2 else tuple(map(int, bounds)), extreme=spec.guard and seed == 3,
-        exponent=int(draw.integers(-20, 21)) if spec.guard else None, result=spec.result, blocks=spec.blocks,
-        rows=spec.rows, natural=spec.natural, guard=spec.guard, seed=seed,
-        table="kernel" if spec.table else "none", rest=spec.rest, other_rest=spec.other_rest,
-    )  # fmt: skip
+        images=2,
+        height=3,
+        width=spec.rows * (1 + seed) + 2,
+        taps=(1, 3),
+        per_group=int(draw.integers(1, 70)),
+        per_group_out=16 * spec.blocks * panels - missing,
+        zero_points=tuple(map(int, zero_points)),
+        bounds=(0, 255) if seed % 2 else tuple(map(int, bounds)),
+        extreme=spec.guard and seed == 3,
+        exponent=int(draw.integers(-20, 21)) if spec.guard else None,
+        result=spec.result,
+        blocks=spec.blocks,
+        rows=spec.rows,
+        natural=spec.natural,
+        guard=spec.guard,
+        seed=seed,
+        table="kernel" if spec.table else "none",
+        rest=spec.rest,
+        other_rest=spec.other_rest,
+    )
 
 
 @pytest.mark.parametrize("isa", HERE)
@@ -114,8 +144,18 @@ def test_accumulators_at_their_extremes_do_not_saturate(isa, result):
 @pytest.mark.parametrize("isa", HERE)
 def test_threads_and_blocking_do_not_change_a_bit(isa):
     blocks, tallest = max(ISAS[isa].tallest.items())
-    case = Case(images=2, height=7, width=23, per_group=9, per_group_out=150, taps=(3, 3), padding=(1, 1, 1, 1),
-                zero_points=(7, 9, 0), blocks=blocks, rows=tallest)  # fmt: skip
+    case = Case(
+        images=2,
+        height=7,
+        width=23,
+        per_group=9,
+        per_group_out=150,
+        taps=(3, 3),
+        padding=(1, 1, 1, 1),
+        zero_points=(7, 9, 0),
+        blocks=blocks,
+        rows=tallest,
+    )
     drawn = numbers(case)
     for threads in (1, 2, 3, 8):
         for split in (0, 1 << 40):

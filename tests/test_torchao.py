@@ -10,7 +10,8 @@ from torch import nn
 import intaglio
 import nets
 from intaglio.annotation import X86Quantizer
-from intaglio.quant import convert, prepare
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.qdq.convert import convert
 from nets import Body
 from test_annotation import conv, counts
 from test_presets import DYNAMIC, HALF, IMAGE, MODELS, TRAINING, linear, reference
@@ -36,8 +37,15 @@ def test_torchaos_own_quantizer_puts_them_at_the_same_places(x86, name):
 def test_an_executorch_style_quantizer_agrees_with_torchaos_own_flow():
     flow = pytest.importorskip(f"{PT2E}.quantize_pt2e")
     xnnpack = pytest.importorskip("torchao.testing.pt2e._xnnpack_quantizer")
-    model = nets.randomize(Body(lambda m, x: m.l(F.relu(m.b(F.relu(m.a(x))) + m.c(x)).mean((2, 3))),
-                                a=conv(), b=conv(4), c=conv(), l=linear(4, 5)))  # fmt: skip
+    model = nets.randomize(
+        Body(
+            lambda m, x: m.l(F.relu(m.b(F.relu(m.a(x))) + m.c(x)).mean((2, 3))),
+            a=conv(),
+            b=conv(4),
+            c=conv(),
+            l=linear(4, 5),
+        )
+    )
 
     def quantizer():
         with warnings.catch_warnings():

@@ -15,9 +15,9 @@ import nets
 from intaglio import numerics
 from intaglio.errors import ArtifactError, CalibrationError, InputError, UnsupportedError
 from intaglio.ir import DType
-from intaglio.quant import PreparedQat
-from intaglio.quant.qat.fake import FakeQuantize, Mode, RoundToLevels
-from intaglio.quant.sites import Observed, Site
+from intaglio.quant.annotate.sites import Observed, Site
+from intaglio.quant.qat import PreparedQat
+from intaglio.quant.qat.fake_quantize import FakeQuantize, Mode, RoundToLevels
 from nets import Body
 from trained import assert_evaluates_alike, trainable
 
@@ -108,8 +108,14 @@ def test_frontend_a16_what_evaluates_is_what_is_converted(kind, axes, learned):
 
 def test_frontend_a16_eps_momentum_and_dropout_survive_every_switch_of_modes():
     """A16, and what overwrote dropout p and batch norm's eps and momentum elsewhere (2.10, 3)."""
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, eps=EPS, momentum=MOMENTUM), nn.ReLU(), nn.Flatten(),
-                          nn.Dropout(0.37), nn.Linear(36, 3))  # fmt: skip
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4, eps=EPS, momentum=MOMENTUM),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.37),
+        nn.Linear(36, 3),
+    )
     prepared = trainable(model, torch.randn(4, 3, 5, 5))
     for mode in (True, False, False, *[True, False] * 10):
         prepared.train(mode)
@@ -260,8 +266,14 @@ def test_whole_feature_maps_are_dropped():
 
 
 def test_a_dropout_that_only_some_readers_see_drops_for_these():
-    model = nets.randomize(Body(lambda m, x: (m.a(y := torch.relu(m.b(x))), m.c(F.dropout(y, 0.5, m.training))),
-                                a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 4)))  # fmt: skip
+    model = nets.randomize(
+        Body(
+            lambda m, x: (m.a(y := torch.relu(m.b(x))), m.c(F.dropout(y, 0.5, m.training))),
+            a=nn.Linear(4, 4),
+            b=nn.Linear(4, 4),
+            c=nn.Linear(4, 4),
+        )
+    )
     x = torch.randn(6, 4)
     prepared = trainable(model, x)
     prepared(x)
@@ -407,8 +419,14 @@ def test_learned_scales_are_those_of_the_int8_model():
     assert_evaluates_alike(prepared, x)
 
 
-@pytest.mark.parametrize("setting", [{"weights_dtype": "s4", "weights": "group:4", "activations_dtype": "u4"},
-                                     {"weights": "tensor", "bits": 7}, {"shortcut": 16}])  # fmt: skip
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"weights_dtype": "s4", "weights": "group:4", "activations_dtype": "u4"},
+        {"weights": "tensor", "bits": 7},
+        {"shortcut": 16},
+    ],
+)
 def test_any_recipe_of_integers_trains(setting):
     model = nets.randomize(nets.Residual())
     x = nets.example(model, 4)

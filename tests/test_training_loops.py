@@ -19,8 +19,9 @@ FOUR = intaglio.Setting(weights_dtype="s4", activations_dtype="u4")
 
 def norms_and_dropout(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(),
-                         nn.Linear(54, 4))  # fmt: skip
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(54, 4)
+    )
 
 
 def batch(step: int, n: int = 8) -> tuple[torch.Tensor, torch.Tensor]:

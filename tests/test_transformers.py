@@ -12,13 +12,13 @@ import beside
 import intaglio
 from compare import lowered
 from intaglio import Recipe
-from intaglio.capture import Captured, capture, run
-from intaglio.capture.canonical import copy_graph
-from intaglio.capture.nodes import operator, tensor_type
 from intaglio.errors import InputError
-from intaglio.quant.passes import PTQ_PASSES
+from intaglio.fxgraph.graph_passes import copy_graph
+from intaglio.fxgraph.nodes import operator, tensor_type
+from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
 from intaglio.runtime.encode import Numbers
 from intaglio.runtime.signatures import decode_signature, encode_signature
+from intaglio.tracing import Captured, capture, run
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 
@@ -103,8 +103,9 @@ def test_encoders_of_text_are_layers_two_look_ups_and_one_mask(library, name, at
 
 def test_a_decoder_with_positions_of_its_own_has_no_island(library):
     """Positions are a range of free length, the mask is causal, and nobody asks whether sequences are packed."""
-    config = library.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=90, n_positions=64, bos_token_id=0,
-                                eos_token_id=0)  # fmt: skip
+    config = library.GPT2Config(
+        n_embd=32, n_layer=2, n_head=2, vocab_size=90, n_positions=64, bos_token_id=0, eos_token_id=0
+    )
     model = library.GPT2Model(config).eval()
     call = {"input_ids": torch.randint(90, (2, 16)), "use_cache": False}
     captured = capture(model, (), example_kwargs=call)

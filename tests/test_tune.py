@@ -86,16 +86,24 @@ def test_every_candidate_gives_the_bits_of_the_meaning(isa, data):
     drawn = numbers(case)
     outputs = len(drawn.weight)
     layer = Geometry(
-        kinds=("conv2d", "requantize"), weight=drawn.weight.shape, attrs=(("groups", case.groups),),
-        read=drawn.x.shape, written=drawn.expected.shape, halos=(), pixels_apart=(),
-    )  # fmt: skip
+        kinds=("conv2d", "requantize"),
+        weight=drawn.weight.shape,
+        attrs=(("groups", case.groups),),
+        read=drawn.x.shape,
+        written=drawn.expected.shape,
+        halos=(),
+        pixels_apart=(),
+    )
     problem = Problem(outputs, case.per_group_out, layer.pixels, drawn.expected.shape[3], flat=False)
     for schedule in candidates(layer, problem, isa, case.threads):
         assert misfit(schedule, ISAS[isa]) is None
         taken = replace(
-            case, rows=schedule.tile_rows, blocks=schedule.tile_columns, chunk_bytes=schedule.chunk_bytes,
+            case,
+            rows=schedule.tile_rows,
+            blocks=schedule.tile_columns,
+            chunk_bytes=schedule.chunk_bytes,
             split_channels_below=schedule.split_channels_below,
-        )  # fmt: skip
+        )
         assert np.array_equal(run(isa, taken, drawn).values, drawn.expected), schedule
 
 
@@ -119,9 +127,16 @@ def test_equal_layers_have_one_geometry_and_depthwise_ones_none(lowered):
 
 
 @pytest.mark.parametrize(
-    "schedule", [Schedule(0, 1), Schedule(99, 1), Schedule(1, 0), Schedule(1, 99), Schedule(1, 1, -1, 0),
-                 Schedule(1, 1, 0, 1 << 41)]
-)  # fmt: skip
+    "schedule",
+    [
+        Schedule(0, 1),
+        Schedule(99, 1),
+        Schedule(1, 0),
+        Schedule(1, 99),
+        Schedule(1, 1, -1, 0),
+        Schedule(1, 1, 0, 1 << 41),
+    ],
+)
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_schedule_without_kernels_is_refused(isa, schedule, lowered):
     assert misfit(schedule, ISAS[isa]) is not None
@@ -151,9 +166,14 @@ def test_the_faster_candidate_is_taken_layer_by_layer(isa, lowered, nothing_know
 
 @pytest.mark.parametrize(
     ("second", "third", "best"),
-    [((99, 99), (99, 99), 0), ((90, 90), (95, 95), 1), ((90, 99), (95, 95), 2), ((90, 90), (80, 101), 1),
-     ((101, 101), (102, 102), 0)],
-)  # fmt: skip
+    [
+        ((99, 99), (99, 99), 0),
+        ((90, 90), (95, 95), 1),
+        ((90, 99), (95, 95), 2),
+        ((90, 90), (80, 101), 1),
+        ((101, 101), (102, 102), 0),
+    ],
+)
 def test_a_schedule_is_taken_that_is_faster_by_the_margin_in_both_halves(second, third, best, lowered):
     layer = next(iter(geometries(plan(lowered.graph), {"n": 1}).values()))
     options = [Schedule(rows, 1) for rows in (1, 2, 3)]
@@ -221,9 +241,18 @@ def test_another_processor_or_generator_is_another_key(lowered, nothing_known, m
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"\xff\xfe", b"null", b'{"key": 1, "schedule": {}}', b'{"schedule": {"tile_rows": "2"}}',
-     b'{"schedule": {"rows": 2}}', b'{"schedule": {}}'],
-)  # fmt: skip
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b"null",
+        b'{"key": 1, "schedule": {}}',
+        b'{"schedule": {"tile_rows": "2"}}',
+        b'{"schedule": {"rows": 2}}',
+        b'{"schedule": {}}',
+    ],
+)
 def test_a_damaged_entry_is_a_warning_and_is_timed_again(content, lowered, nothing_known, caplog):
     layer = next(iter(geometries(plan(lowered.graph), {"n": 1}).values()))
     memory = Memory(HERE[0], 1)

@@ -7,10 +7,10 @@ import torch
 import intaglio
 import nets
 from intaglio import numerics
-from intaglio.calls import bind
-from intaglio.capture.nodes import operands
-from intaglio.quant import Quantizer, Recipe, Setting
-from intaglio.quant.walk import CACHE, Walk
+from intaglio.fxgraph.nodes import operands
+from intaglio.quant.correct.layerwise_eval import CACHE, Walk
+from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
+from intaglio.signature import bind
 
 
 def stages(**setting):

@@ -12,10 +12,14 @@ from torch._higher_order_ops.scan import scan
 import intaglio
 from compare import quantized, worst_levels
 from harness import HERE
-from intaglio.capture import capture
 from intaglio.errors import CalibrationError, CaptureError, UnsupportedError
 from intaglio.ops import OPS
-from intaglio.quant import Quantizer, Ranges, Recipe, Setting, calibrate, convert, prepare
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.calibrate.ranges import Ranges
+from intaglio.quant.qdq.convert import convert
+from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
+from intaglio.tracing import capture
 from models import assert_same
 from nets import Body, randomize
 
@@ -110,8 +114,12 @@ def test_frontend_c8_a_body_runs_in_int8_as_often_as_the_data_says(name, tmp_pat
         for call, found in zip(calls, expected, strict=True):
             assert_same(compiled(*call), found)
     compiled.save(tmp_path / "m")
-    for one in (intaglio.load(tmp_path / "m"), intaglio.load(tmp_path / "m", trust=True),
-                pickle.loads(pickle.dumps(compiled)), copy.deepcopy(compiled)):  # fmt: skip
+    for one in (
+        intaglio.load(tmp_path / "m"),
+        intaglio.load(tmp_path / "m", trust=True),
+        pickle.loads(pickle.dumps(compiled)),
+        copy.deepcopy(compiled),
+    ):
         assert one.coverage == compiled.coverage
         for call, found in zip(calls, expected, strict=True):
             assert_same(one(*call), found)
@@ -183,8 +191,9 @@ def test_frontend_c8_loops_in_loops_are_refused():
     def inner(m, i, y):
         return i + 1, while_loop(lambda y: y.sum() > 1, lambda y: (m.b(y),), (y,))[0]
 
-    model = randomize(Body(lambda m, x, n: while_loop(lambda i, y: i < n, lambda i, y: inner(m, i, y), (start(), x)),
-                           **linears()))  # fmt: skip
+    model = randomize(
+        Body(lambda m, x, n: while_loop(lambda i, y: i < n, lambda i, y: inner(m, i, y), (start(), x)), **linears())
+    )
     with pytest.raises(CaptureError, match="its body has a loop or a branch of its own"):
         capture(model, (torch.randn(4, 8), torch.tensor(0)))
 

@@ -8,7 +8,8 @@ import intaglio
 import nets
 from compare import quantized
 from intaglio.errors import ArtifactError
-from intaglio.quant import Ranges, Reference
+from intaglio.quant.calibrate.ranges import Ranges
+from intaglio.quant.qdq.convert import Reference
 
 WRITERS = ("save", "to_onnx", "save_package", "ranges", "parameters", "recipe")
 

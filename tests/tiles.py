@@ -188,8 +188,7 @@ def run(isa: str, case: Case, given: Numbers) -> Result:
     natural = packs and case.natural and plain and not any(zeros)
     marks = (natural, guard, case.table == "kernel", case.rest, case.other_rest)
     full, last = (
-        [TileSpec(rows, blocks, case.result, *marks) for rows in heights]
-        for blocks in (plan.blocks, plan.last_blocks)
+        [TileSpec(rows, blocks, case.result, *marks) for rows in heights] for blocks in (plan.blocks, plan.last_blocks)
     )
     library = kernels(isa)
     tables = library.heights(full if plan.panels > 1 else last), library.heights(last)
@@ -235,14 +234,26 @@ def _fields(case: Case, given: Numbers, plan: Packing, image: Image) -> dict[str
     taps = 1 if plan.joined else case.taps[1]
     flat = case.taps == case.stride == (1, 1) and not any(case.padding) and not any(case.halos)
     return {
-        "stride_y": case.stride[0], "stride_x": case.stride[1], "top": case.padding[0], "left": case.padding[2],
-        "panels": plan.panels, "blocks": plan.blocks, "panel_bytes": case.taps[0] * taps * plan.run * 64 * plan.blocks,
-        "mask": _signed(plan.mask), "last_mask": _signed(plan.last_mask), "flat": int(flat), "rows": case.rows,
-        "split_channels_below": case.split_channels_below, "chunk_bytes": case.chunk_bytes,
-        "tile.a_pixel": case.stride[1] * image.pixel, "tile.tap_rows": case.taps[0],
-        "tile.a_row": case.dilation[0] * (image.width + 2 * image.halo) * image.pixel, "tile.taps": taps,
-        "tile.a_tap": case.dilation[1] * image.pixel, "tile.run": plan.run,
-    }  # fmt: skip
+        "stride_y": case.stride[0],
+        "stride_x": case.stride[1],
+        "top": case.padding[0],
+        "left": case.padding[2],
+        "panels": plan.panels,
+        "blocks": plan.blocks,
+        "panel_bytes": case.taps[0] * taps * plan.run * 64 * plan.blocks,
+        "mask": _signed(plan.mask),
+        "last_mask": _signed(plan.last_mask),
+        "flat": int(flat),
+        "rows": case.rows,
+        "split_channels_below": case.split_channels_below,
+        "chunk_bytes": case.chunk_bytes,
+        "tile.a_pixel": case.stride[1] * image.pixel,
+        "tile.tap_rows": case.taps[0],
+        "tile.a_row": case.dilation[0] * (image.width + 2 * image.halo) * image.pixel,
+        "tile.taps": taps,
+        "tile.a_tap": case.dilation[1] * image.pixel,
+        "tile.run": plan.run,
+    }
 
 
 def _signed(mask: int) -> int:
@@ -261,8 +272,9 @@ def _operands(case: Case, given: Numbers, plan: Packing) -> dict[str, int]:
         "tile.bias": memory("bias").hold(pack_columns(folded.astype(np.int32), plan)),
         "tile.factor": memory("factor").hold(pack_columns(given.factor, plan)),
         "tile.limits": memory("limits").hold(limits(zero_y, *bounds_of(case), zero_other, case.rest)),
-        "tile.out_pixel": given.expected.shape[1] * given.expected.itemsize, "out_bytes": given.expected.itemsize,
-    }  # fmt: skip
+        "tile.out_pixel": given.expected.shape[1] * given.expected.itemsize,
+        "out_bytes": given.expected.itemsize,
+    }
     found["tile.rest_pixel"] = given.expected.shape[1]
     if given.other is not None:
         found["tile.other_pixel"] = found["tile.other_rest_pixel"] = given.other.shape[1]

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import intaglio
-from intaglio.quant import PreparedQat
+from intaglio.quant.qat import PreparedQat
 
 
 def trainable(model: nn.Module, x: torch.Tensor, quantizer=None) -> PreparedQat:

@@ -1,8 +1,6 @@
 """intaglio: a float PyTorch model and a few batches of data in, a fast int8 model for the CPU out."""
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from intaglio import config, errors
@@ -68,48 +66,54 @@ if TYPE_CHECKING:
     )
     from intaglio.backends import OnnxFile
     from intaglio.lower import Requantizer
-    from intaglio.quant import (
+    from intaglio.quant.calibrate.callbacks import (
         AverageMaxCalibrationCallback,
         CalibrationCallback,
         CalibrationInfo,
         Calibrator,
-        DatasetManager,
         GlobalCalibrationCallback,
-        Image,
-        Parameters,
-        Quantizer,
-        QuantizerPattern,
-        Ranges,
-        Recipe,
-        Setting,
-        share,
     )
+    from intaglio.quant.calibrate.dataset_manager import DatasetManager
+    from intaglio.quant.calibrate.distributed import share
+    from intaglio.quant.calibrate.ranges import Ranges
+    from intaglio.quant.qdq.parameters import Parameters
+    from intaglio.quant.recipes.image import Image
+    from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
+    from intaglio.quant.recipes.user_patterns import QuantizerPattern
     from intaglio.runtime import Coverage, QuantizedModel
 else:
+    HOMES = {
+        "eager": "intaglio",
+        "errors": "intaglio",
+        "OnnxFile": "intaglio.backends",
+        "Requantizer": "intaglio.lower",
+        "AverageMaxCalibrationCallback": "intaglio.quant.calibrate.callbacks",
+        "CalibrationCallback": "intaglio.quant.calibrate.callbacks",
+        "CalibrationInfo": "intaglio.quant.calibrate.callbacks",
+        "Calibrator": "intaglio.quant.calibrate.callbacks",
+        "GlobalCalibrationCallback": "intaglio.quant.calibrate.callbacks",
+        "DatasetManager": "intaglio.quant.calibrate.dataset_manager",
+        "share": "intaglio.quant.calibrate.distributed",
+        "Ranges": "intaglio.quant.calibrate.ranges",
+        "Parameters": "intaglio.quant.qdq.parameters",
+        "Image": "intaglio.quant.recipes.image",
+        "Quantizer": "intaglio.quant.recipes.recipe",
+        "Recipe": "intaglio.quant.recipes.recipe",
+        "Setting": "intaglio.quant.recipes.recipe",
+        "QuantizerPattern": "intaglio.quant.recipes.user_patterns",
+        "Coverage": "intaglio.runtime",
+        "QuantizedModel": "intaglio.runtime",
+    }
+    """Public name -> the module that defines it; the others are functions of `intaglio.api`."""
 
     def __getattr__(name: str) -> Any:
-        """Public names at their first use: PyTorch takes seconds to import, and `intaglio --help` needs none of it."""
+        """Return a public name, imported at its first use: `intaglio --help` does not wait for PyTorch."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if name == "eager":
-            return import_module("intaglio.eager")
-        from intaglio.api import __dict__ as verbs
-        from intaglio.backends import __dict__ as backends
-        from intaglio.lower import __dict__ as lower
-        from intaglio.quant import __dict__ as quant
-        from intaglio.runtime import __dict__ as runtime
-
-        found = next(home[name] for home in (verbs, backends, lower, quant, runtime) if name in home)
+        home = HOMES.get(name, "intaglio.api")
+        found = import_module(f"{home}.{name}") if home == "intaglio" else getattr(import_module(home), name)
         globals()[name] = found
         return found
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
-
-    class _Package(ModuleType):
-        def __setattr__(self, name: str, value: object) -> None:
-            """`intaglio.capture` is the function; Python would make it the package of that name on importing it."""
-            if not (name == "capture" and isinstance(value, ModuleType)):
-                super().__setattr__(name, value)
-
-    sys.modules[__name__].__class__ = _Package

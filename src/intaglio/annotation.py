@@ -6,7 +6,7 @@ observer that writes levels itself. `Observed`, `Fixed` and `Dynamic` say where 
 several; `X86Quantizer` is one.
 """
 
-from intaglio.quant.annotation import (
+from intaglio.quant.annotate.node_annotations import (
     Annotation,
     Annotator,
     Composed,
@@ -16,15 +16,27 @@ from intaglio.quant.annotation import (
     annotate_node,
     annotation_of,
 )
-from intaglio.quant.presets import (
+from intaglio.quant.annotate.sites import Dynamic, Fixed, Observed, Site
+from intaglio.quant.frontends.x86_quantizer import (
     X86Quantizer,
     get_linear_dynamic_fp16_config,
     get_symmetric_quantization_config,
 )
-from intaglio.quant.sites import Dynamic, Fixed, Observed, Site
 
 __all__ = [
-    "Annotation", "Annotator", "Composed", "Dynamic", "Fixed", "Levels", "Observed", "Own", "SameAs", "Site",
-    "X86Quantizer", "annotate_node", "annotation_of", "get_linear_dynamic_fp16_config",
+    "Annotation",
+    "Annotator",
+    "Composed",
+    "Dynamic",
+    "Fixed",
+    "Levels",
+    "Observed",
+    "Own",
+    "SameAs",
+    "Site",
+    "X86Quantizer",
+    "annotate_node",
+    "annotation_of",
+    "get_linear_dynamic_fp16_config",
     "get_symmetric_quantization_config",
-]  # fmt: skip
+]

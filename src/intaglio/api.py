@@ -15,50 +15,57 @@ from intaglio import build
 from intaglio.backends import to_onnx
 from intaglio.backends.images import byte_inputs
 from intaglio.build import load
-from intaglio.calls import bind
-from intaglio.capture import capture
-from intaglio.capture.captured import Captured, expect
-from intaglio.capture.refused import refuse_quantized
 from intaglio.errors import InputError
 from intaglio.ir import Schedule
 from intaglio.lower import Lowered, requantize
 from intaglio.ops import OpDef
-from intaglio.quant import (
-    Calibrator,
-    Image,
-    Parameters,
-    Prepared,
-    Quantizer,
-    QuantizerPattern,
-    Ranges,
-    Recipe,
-    Reference,
-    annotate,
-    binder_for,
-    peek,
-)
-from intaglio.quant import calibrate as calibrate_prepared
-from intaglio.quant import convert as convert_prepared
-from intaglio.quant import prepare as prepare_captured
-from intaglio.quant.annotation import Annotator
+from intaglio.quant.annotate.node_annotations import Annotator
+from intaglio.quant.calibrate.batches import Call, binder_for, peek
+from intaglio.quant.calibrate.calibration_loop import calibrate as calibrate_prepared
+from intaglio.quant.calibrate.callbacks import Calibrator
+from intaglio.quant.calibrate.distributed import Group
+from intaglio.quant.calibrate.prepare import Prepared, annotate
+from intaglio.quant.calibrate.prepare import prepare as prepare_captured
+from intaglio.quant.calibrate.ranges import Ranges
+from intaglio.quant.correct.calibration_cache import SAMPLES, keep
+from intaglio.quant.correct.correct_weights import correct
+from intaglio.quant.correct.corrections import Corrections
 from intaglio.quant.correct.equalize import equalize
-from intaglio.quant.correct.kept import SAMPLES, keep
-from intaglio.quant.correct.steps import correct
-from intaglio.quant.corrections import Corrections
-from intaglio.quant.data import Call
-from intaglio.quant.distributed import Group
-from intaglio.quant.from_qdq import from_qdq as from_captured
+from intaglio.quant.frontends.from_qdq import from_qdq as from_captured
 from intaglio.quant.qat import PreparedQat, calibrate_qat, convert_qat, prepare_qat
+from intaglio.quant.qdq.convert import Reference
+from intaglio.quant.qdq.convert import convert as convert_prepared
+from intaglio.quant.qdq.parameters import Parameters
+from intaglio.quant.recipes.image import Image
+from intaglio.quant.recipes.recipe import Quantizer, Recipe
+from intaglio.quant.recipes.user_patterns import QuantizerPattern
 from intaglio.runtime import QuantizedModel, example_of
+from intaglio.signature import bind
+from intaglio.tracing import capture
+from intaglio.tracing.already_quantized import refuse_quantized
+from intaglio.tracing.captured import Captured, expect
 from intaglio.tune import Criterion, Start, Tuned, autotuned, compare, made_up, one_image, search
 
 if TYPE_CHECKING:
     from intaglio.backends.inductor import InductorModel
 
 __all__ = [
-    "annotate", "autotune", "calibrate", "capture", "compare", "compile", "convert", "correct", "equalize", "from_qdq",
-    "load", "prepare", "quantize", "requantize", "to_onnx",
-]  # fmt: skip
+    "annotate",
+    "autotune",
+    "calibrate",
+    "capture",
+    "compare",
+    "compile",
+    "convert",
+    "correct",
+    "equalize",
+    "from_qdq",
+    "load",
+    "prepare",
+    "quantize",
+    "requantize",
+    "to_onnx",
+]
 
 POLICIES = ("plan", "fallback")
 """What a call of a shape that was not planned does."""
@@ -115,8 +122,14 @@ def quantize(
         example_of(captured.signature, tune, range(len(captured.signature.inputs)) if input else ())
     selected = Recipe.given(recipe).with_selection(skip, only)
     quantizer = Quantizer(
-        selected, input or {}, patterns=patterns, operators=operators, skip_first=skip_first, skip_last=skip_last,
-        outputs=outputs, int8_buffers=int8_buffers,
+        selected,
+        input or {},
+        patterns=patterns,
+        operators=operators,
+        skip_first=skip_first,
+        skip_last=skip_last,
+        outputs=outputs,
+        int8_buffers=int8_buffers,
     )
     prepared = prepare(captured, quantizer)
     given: Parameters | None = quantizer.recipe.parameters
@@ -174,8 +187,12 @@ def autotune(
     prepared = prepare(captured, quantizer)
     looked_at, data = _kept(prepared, data, samples)
     if not looked_at:
-        raise InputError("data", None, "a function that runs the model, and operators are ranked over batches",
-                         remedy="pass an iterable of batches")  # fmt: skip
+        raise InputError(
+            "data",
+            None,
+            "a function that runs the model, and operators are ranked over batches",
+            remedy="pass an iterable of batches",
+        )
     if selected.parameters is not None or not prepared.observers:
         reference = convert(prepared, selected.parameters)
     else:
@@ -233,8 +250,12 @@ def convert(
     if not isinstance(prepared, PreparedQat):
         return convert_prepared(prepared, ranges, corrections)
     if ranges is not None or corrections is not None:
-        raise InputError("convert", None, "ranges or corrections for a model that was trained with its own",
-                         remedy="convert(prepared) alone; calibrate(prepared, data) takes ranges over")  # fmt: skip
+        raise InputError(
+            "convert",
+            None,
+            "ranges or corrections for a model that was trained with its own",
+            remedy="convert(prepared) alone; calibrate(prepared, data) takes ranges over",
+        )
     return convert_qat(prepared)
 
 
@@ -349,8 +370,12 @@ def compile(
 
         expect(stage, Reference, "compile")
         assert isinstance(stage, Reference)
-        _native_only(isa=isa, tune=tune or None, on_new_shape=None if on_new_shape == "plan" else on_new_shape,
-                     float_model=float_model)  # fmt: skip
+        _native_only(
+            isa=isa,
+            tune=tune or None,
+            on_new_shape=None if on_new_shape == "plan" else on_new_shape,
+            float_model=float_model,
+        )
         return InductorModel(stage, _example(stage, example_inputs))
     if backend != "native":
         raise InputError("backend", None, f"no backend {backend!r}; there are native and inductor")

@@ -209,9 +209,7 @@ def add_requantize(
         return finish(left + right, zero_point, low, high)
 
 
-def affine_requantize(
-    x: ArrayLike, factor: ArrayLike, offset: ArrayLike, zero_point: int, low: int, high: int
-) -> I32:
+def affine_requantize(x: ArrayLike, factor: ArrayLike, offset: ArrayLike, zero_point: int, low: int, high: int) -> I32:
     """``clamp(rne(float32(x) * factor + offset) + zero_point, low, high)``, no fused multiply-add; x is ``q - zp``."""
     with np.errstate(over="ignore"):
         steps = np.asarray(x, np.int32).astype(np.float32) * np.asarray(factor, np.float32)
@@ -424,9 +422,17 @@ def attention_scores(q: ArrayLike, k: ArrayLike, factor: ArrayLike, mask: NDArra
 
 
 def attention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, mask: NDArray[Any] | None, causal: bool, factor: ArrayLike,
-    ratio: ArrayLike, zero_point: int, low: int, high: int,
-) -> I32:  # fmt: skip
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    mask: NDArray[Any] | None,
+    causal: bool,
+    factor: ArrayLike,
+    ratio: ArrayLike,
+    zero_point: int,
+    low: int,
+    high: int,
+) -> I32:
     """i[B, H, queries, D], i[B, G, keys, D], i[B, G, keys, V] -> i32[B, H, queries, V]: levels of
     ``softmax(q k^T * scale + mask) v``; operands are differences from their zero points, ``H / G`` heads share a k, v.
 
@@ -521,27 +527,33 @@ NEAR_RATE = np.float32(3)
 """Pieces of `near_gelu` in 1."""
 NEAR_END = np.float32(5)
 """Magnitudes from here on count as this, in the middle of the last of 16 pieces."""
-NEAR_TERMS = np.array([[float.fromhex(term) for term in line.split(",")] for line in (
-    """
+NEAR_TERMS = np.array(
+    [
+        [float.fromhex(term) for term in line.split(",")]
+        for line in (
+            """
     0x1p-1, 0x1.000f98p-1, 0x1.01ecd2p-1, 0x1.0ab202p-1, 0x1.1b66bap-1, 0x1.289444p-1, 0x1.1ff3b6p-1, 0x1.f0e2c2p-2,
     0x1.74f3f2p-2, 0x1.e385e4p-3, 0x1.0e9182p-3, 0x1.05fe04p-4, 0x1.b8628p-6, 0x1.424da6p-7, 0x1.9c0f8p-9, 0
     """,
-    """
+            """
     -0x1.988574p-2, -0x1.9a1c52p-2, -0x1.af5682p-2, -0x1.ede6ap-2, -0x1.22322p-1, -0x1.3d3ac4p-1, -0x1.2fc148p-1,
     -0x1.f2b8ccp-2, -0x1.5def9cp-2, -0x1.a53244p-3, -0x1.b50dccp-4, -0x1.88ef62p-5, -0x1.33719p-6, -0x1.a445aep-8,
     -0x1.f77208p-10, 0
     """,
-    """
+            """
     0x1.d55798p-14, 0x1.c2a298p-8, 0x1.7f84ccp-5, 0x1.eb377ep-4, 0x1.8b5e6ep-3, 0x1.d56cb6p-3, 0x1.b96528p-3,
     0x1.55745ap-3, 0x1.bc9252p-4, 0x1.ee4768p-5, 0x1.d9fa66p-6, 0x1.8ad01p-7, 0x1.1f2dd4p-8, 0x1.6e4604p-10,
     0x1.9ad56ep-12, 0
     """,
-    """
+            """
     0x1.0d194ap-4, 0x1.c77edep-5, 0x1.e3a5a8p-6, 0x1.5e20acp-13, -0x1.5825ap-6, -0x1.df94bep-6, -0x1.b8c1d8p-6,
     -0x1.3e3a12p-6, -0x1.7dbe26p-7, -0x1.864754p-8, -0x1.58db46p-9, -0x1.09a4b4p-10, -0x1.66ced2p-12,
     -0x1.aa9c26p-14, -0x1.bfc994p-16, 0
     """,
-)], np.float32)  # fmt: skip
+        )
+    ],
+    np.float32,
+)
 """[power, piece]: ``1 - normal distribution of t`` around ``t = piece / NEAR_RATE`` as a polynomial in t, lowest power
 first: the least largest error, below 2.3e-6, and 0 in the last piece, where 7e-7 and less are left."""
 
@@ -575,9 +587,15 @@ def gelu_tanh(x: ArrayLike) -> F32:
 
 
 def activate(
-    acc: ArrayLike, factor: ArrayLike, function: Callable[[F32], F32], scale: ArrayLike, zero_point: int, low: int,
-    high: int, gain: ArrayLike = 1,
-) -> I32:  # fmt: skip
+    acc: ArrayLike,
+    factor: ArrayLike,
+    function: Callable[[F32], F32],
+    scale: ArrayLike,
+    zero_point: int,
+    low: int,
+    high: int,
+    gain: ArrayLike = 1,
+) -> I32:
     """i32 accumulators -> i32 levels of a function, rounded once:
     ``clamp(rne((function(float32(acc) * factor) * gain) * (1 / scale)) + zero_point, low, high)``; factor and gain
     broadcast."""

@@ -8,9 +8,20 @@ its functions see of a call; `quantize` and `dequantize` are the arithmetic its 
 from intaglio.ir.rewrite import Pattern, any, const, op, seq
 from intaglio.numerics import dequantize, quantize
 from intaglio.ops import Call, OpDef, Roles
-from intaglio.quant.patterns import BUILT_IN, QuantizerPattern, builtin
+from intaglio.quant.recipes.user_patterns import BUILT_IN, QuantizerPattern, builtin
 
 __all__ = [
-    "BUILT_IN", "Call", "OpDef", "Pattern", "QuantizerPattern", "Roles", "any", "builtin", "const", "dequantize", "op",
-    "quantize", "seq",
-]  # fmt: skip
+    "BUILT_IN",
+    "Call",
+    "OpDef",
+    "Pattern",
+    "QuantizerPattern",
+    "Roles",
+    "any",
+    "builtin",
+    "const",
+    "dequantize",
+    "op",
+    "quantize",
+    "seq",
+]

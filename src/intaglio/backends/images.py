@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from intaglio.capture.nodes import (
+from intaglio.fxgraph.nodes import (
     arguments,
     call_before,
     constant_node,
@@ -20,8 +20,8 @@ from intaglio.capture.nodes import (
 )
 from intaglio.ir import DType, TensorType
 from intaglio.lower.regions import constant_of, levels_of, pixels_of
-from intaglio.quant.convert import decomposed
-from intaglio.quant.levels import DEQUANTIZE_CHANNEL
+from intaglio.quant.qdq.convert import decomposed
+from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL
 
 CONVOLUTION = "aten.conv2d.default"
 
@@ -77,8 +77,9 @@ def one_zero_point(module: fx.GraphModule, node: fx.Node) -> None:
         held = call_before(node, tensor_type(bias), bias.target, moved, *bias.args[1:])
         node.replace_input_with(bias, held)
     how = scales[0], zero, q.qmin, q.qmax, torch.uint8
-    one = call_before(node, TensorType(tensor_type(levels).shape, DType.F32),
-                      decomposed().dequantize_per_tensor.default, levels, *how)  # fmt: skip
+    one = call_before(
+        node, TensorType(tensor_type(levels).shape, DType.F32), decomposed().dequantize_per_tensor.default, levels, *how
+    )
     node.args = (one, *node.args[1:3], given["stride"], padding, given["dilation"], given["groups"])
     node.kwargs = {}
 

@@ -30,14 +30,14 @@ from intaglio.backends.images import byte_inputs
 from intaglio.backends.inductor_graph import graph_for_inductor, graph_of_bytes
 from intaglio.backends.inductor_report import Report, report_of
 from intaglio.backends.inductor_sizes import sizes_of_inputs
-from intaglio.calls import bind, dims_of, initial_state, kept_state, rebuild
-from intaglio.capture.nodes import operator, origin
-from intaglio.capture.whiles import SCAN_INSTEAD, refuse_loops
 from intaglio.errors import ArtifactError, BuildError, InputError, UnsupportedError
+from intaglio.fxgraph.nodes import operator, origin
 from intaglio.ir import Expression, Signature, evaluate, symbol, symbols_of
-from intaglio.quant import Reference
-from intaglio.quant.dynamic import decompositions
-from intaglio.writing import check_file
+from intaglio.output_paths import check_file
+from intaglio.quant.annotate.per_token import decompositions
+from intaglio.quant.qdq.convert import Reference
+from intaglio.signature import bind, dims_of, initial_state, kept_state, rebuild
+from intaglio.tracing.while_loops import SCAN_INSTEAD, refuse_loops
 
 SETTINGS = {
     "freezing": True,
@@ -169,12 +169,19 @@ class InductorModel(nn.Module):
         for node in (node for node in opaque if node.target not in decompositions()):
             where = origin(node)
             raise UnsupportedError(
-                where.path, where.operator, "it is computed by Python, which a package does without",
-                remedy=f"leave it in float: skip=[{where.path!r}]", source=where.source or None,
-            )  # fmt: skip
+                where.path,
+                where.operator,
+                "it is computed by Python, which a package does without",
+                remedy=f"leave it in float: skip=[{where.path!r}]",
+                source=where.source or None,
+            )
         if not self._example:
-            raise InputError("save_package", None, "more than the batch is free, and the model was never called",
-                             remedy="call it once, or give compile(…, example_inputs=…)")  # fmt: skip
+            raise InputError(
+                "save_package",
+                None,
+                "more than the batch is free, and the model was never called",
+                remedy="call it once, or give compile(…, example_inputs=…)",
+            )
 
     def _example_call(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Arguments of a call with free sizes of 2 at least, which export would take for fixed ones otherwise."""
@@ -200,9 +207,11 @@ class InductorModel(nn.Module):
 
     def __reduce__(self) -> Any:
         raise ArtifactError(
-            "InductorModel", None, "what Inductor compiled into this process cannot be copied or pickled",
+            "InductorModel",
+            None,
+            "what Inductor compiled into this process cannot be copied or pickled",
             remedy="model.save_package('model.pt2') writes a file; compile the reference again for a copy",
-        )  # fmt: skip
+        )
 
     def __repr__(self) -> str:
         return f"InductorModel({self.about.name}: {self.report.summary if self.report else 'not compiled yet'})"

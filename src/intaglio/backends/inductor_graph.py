@@ -16,21 +16,29 @@ import torch
 from torch import fx
 
 from intaglio.backends.images import image_of, one_zero_point, take_bytes
-from intaglio.capture.canonical import copy_graph, drop_unused_constants
-from intaglio.capture.nodes import is_constant, operator, origin
-from intaglio.quant import Reference
-from intaglio.quant.dynamic import DEQUANTIZE_ROWS, ROW_UNITS
-from intaglio.quant.levels import DEQUANTIZE, DEQUANTIZE_CHANNEL, QUANTIZE
+from intaglio.fxgraph.graph_passes import copy_graph, drop_unused_constants
+from intaglio.fxgraph.nodes import is_constant, operator, origin
+from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS, ROW_UNITS
+from intaglio.quant.qdq.convert import Reference
+from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE, DEQUANTIZE_CHANNEL, QUANTIZE
 
 ATEN = torch.ops.aten
 LAYERS = ("aten.conv1d.default", "aten.conv2d.default", "aten.linear.default")
 """What oneDNN has calls for. A transposed convolution is matched as if it were none, so it must not look quantized."""
 EMBEDDINGS = ("aten.embedding.default", "aten.embedding_bag.padding_idx", "aten.embedding_bag.default")
 MOVES = (
-    "aten.view.default", "aten.reshape.default", "aten.flatten.using_ints", "aten.permute.default",
-    "aten.transpose.int", "aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.slice.Tensor",
-    "aten.select.int", "aten.expand.default",
-)  # fmt: skip
+    "aten.view.default",
+    "aten.reshape.default",
+    "aten.flatten.using_ints",
+    "aten.permute.default",
+    "aten.transpose.int",
+    "aten.unsqueeze.default",
+    "aten.squeeze.dim",
+    "aten.squeeze.dims",
+    "aten.slice.Tensor",
+    "aten.select.int",
+    "aten.expand.default",
+)
 """Operators whose results are entries of their input, unchanged."""
 FLOAT8 = ("intaglio.dequantize_per_tensor.default", "intaglio.dequantize_per_channel.default")
 WHOLE = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
@@ -190,7 +198,11 @@ def _before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
 
 
 PASSES: tuple[Callable[[fx.GraphModule], None], ...] = (
-    rows_behind_layers, images_with_one_zero_point, levels_moved, narrow_levels_clamped, sums_without_inputs,
+    rows_behind_layers,
+    images_with_one_zero_point,
+    levels_moved,
+    narrow_levels_clamped,
+    sums_without_inputs,
     constants_for_layers,
-)  # fmt: skip
+)
 """Rows first: what they leave is a layer like others. Constants last: only now it is known which layers are int8."""

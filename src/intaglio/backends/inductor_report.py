@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from intaglio.backends.inductor_graph import LABEL, is_int8_layer
-from intaglio.capture.nodes import operator, origin
+from intaglio.fxgraph.nodes import operator, origin
 from intaglio.ir import Origin
 
 KINDS = {
@@ -26,9 +26,15 @@ MOST_FIRST = ("int8 call", "callback", "float call", "fused", "generated")
 INT8_CALLS = {"qconv": "qconv", "qconv_binary": "qconv", "qlinear": "qlinear", "qlinear_binary": "qlinear"}
 """Name of Inductor's lowering -> ours."""
 FLOAT_CALLS = (
-    "aten.convolution", "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_dot_product", "mkldnn.",
+    "aten.convolution",
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.baddbmm",
+    "aten._scaled_dot_product",
+    "mkldnn.",
     "mkl.",
-)  # fmt: skip
+)
 IDLE = ("quantized_decomposed.", "intaglio.quantize", "intaglio.dequantize", "aten.sym_size", "<built-in function")
 """What is no operator of the model: quantize, dequantize, sizes, items of tuples."""
 

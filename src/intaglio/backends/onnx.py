@@ -20,15 +20,15 @@ from torch.utils import _pytree as pytree
 from intaglio.backends.spelling import spelled
 from intaglio.backends.sums import quantize_terms
 from intaglio.backends.translation import translations
-from intaglio.calls import TORCH_DTYPES
-from intaglio.capture.captured import expect
-from intaglio.capture.nodes import origin, tensor_type
-from intaglio.capture.whiles import SCAN_INSTEAD, refuse_loops
 from intaglio.errors import BuildError, InputError, UnsupportedError
+from intaglio.fxgraph.nodes import origin, tensor_type
 from intaglio.ir import Expression, Signature, evaluate, symbols_of
-from intaglio.quant.convert import Reference
-from intaglio.quant.recurrent import RECURRENT_CALL
-from intaglio.writing import check_file
+from intaglio.output_paths import check_file
+from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
+from intaglio.quant.qdq.convert import Reference
+from intaglio.signature import TORCH_DTYPES
+from intaglio.tracing.captured import expect
+from intaglio.tracing.while_loops import SCAN_INSTEAD, refuse_loops
 
 Sums = Literal["levels", "float"]
 OPSET = 21
@@ -97,8 +97,12 @@ def _require() -> None:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise BuildError("to_onnx", None, f"it needs a package that is not installed: {error.name}",
-                         remedy="pip install 'intaglio[onnx]'") from error  # fmt: skip
+        raise BuildError(
+            "to_onnx",
+            None,
+            f"it needs a package that is not installed: {error.name}",
+            remedy="pip install 'intaglio[onnx]'",
+        ) from error
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------
@@ -235,9 +239,14 @@ def _translated(program: ExportedProgram, inputs: Sequence[str], outputs: Sequen
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.onnx.export(
-                program, dynamo=True, opset_version=OPSET, verbose=False, input_names=inputs, output_names=outputs,
+                program,
+                dynamo=True,
+                opset_version=OPSET,
+                verbose=False,
+                input_names=inputs,
+                output_names=outputs,
                 custom_translation_table=translations(),
-            )  # fmt: skip
+            )
     except torch.onnx.errors.OnnxExporterError as error:
         raise _refusal(program, error) from error
 
@@ -252,6 +261,8 @@ def _refusal(program: ExportedProgram, error: BaseException) -> UnsupportedError
     nodes = [node for node in program.graph.nodes if own and own in str(node.target)]
     paths = [node.meta.get("custom", {}).get("path", "") for node in nodes]
     return UnsupportedError(
-        next(iter(paths), "") or "model", name or None, "there are no ONNX operators for it",
+        next(iter(paths), "") or "model",
+        name or None,
+        "there are no ONNX operators for it",
         remedy="write this part of the model with other operators, or export what is in front of it and behind it",
-    )  # fmt: skip
+    )

@@ -14,7 +14,7 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.backends.images import one_zero_point, take_bytes
-from intaglio.capture.nodes import (
+from intaglio.fxgraph.nodes import (
     arguments,
     call_before,
     constant_node,
@@ -24,19 +24,21 @@ from intaglio.capture.nodes import (
     tensor_type,
 )
 from intaglio.ir import DType, TensorType
-from intaglio.quant.convert import decomposed
-from intaglio.quant.dynamic import DEQUANTIZE_ROWS, QUANTIZE_ROWS, rows_behind
-from intaglio.quant.embeddings import EMBEDDING, table_behind
-from intaglio.quant.levels import DEQUANTIZE_CHANNEL, QUANTIZE_CHANNEL
-from intaglio.quant.prepare import copy_graph
-from intaglio.quant.recurrent import RECURRENT_CALL
+from intaglio.quant.annotate.embedding_tables import EMBEDDING, table_behind
+from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS, QUANTIZE_ROWS, rows_behind
+from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
+from intaglio.quant.calibrate.prepare import copy_graph
+from intaglio.quant.qdq.convert import decomposed
+from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL, QUANTIZE_CHANNEL
 from intaglio.runtime.pack import pack, unpack_bits
 
 LINEAR = "aten.linear.default"
 PER_CHANNEL = (
-    QUANTIZE_CHANNEL, DEQUANTIZE_CHANNEL, "intaglio.quantize_per_channel.default",
+    QUANTIZE_CHANNEL,
+    DEQUANTIZE_CHANNEL,
+    "intaglio.quantize_per_channel.default",
     "intaglio.dequantize_per_channel.default",
-)  # fmt: skip
+)
 
 
 def spelled(module: fx.GraphModule) -> fx.GraphModule:
@@ -72,9 +74,12 @@ def multiply_rows(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def linear_of_rows(
-    x: torch.Tensor, row_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor,
+    x: torch.Tensor,
+    row_scales: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
     bias: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """u8[..., K], f32[..., 1], s8[K, N], f32[N], f32[N] -> f32[..., N], in the order of `numerics.dequantize_rows`."""
     zero = torch.full((), numerics.ROW_ZERO, dtype=torch.uint8)
     shape = (*x.shape[:-1], weight.shape[1])
@@ -117,9 +122,7 @@ def gather_levels(module: fx.GraphModule, node: fx.Node) -> None:
         replace_node(node, call_before(node, tensor_type(node), values_of_table, *table))
 
 
-def rows_of_table(
-    levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, ids: torch.Tensor
-) -> torch.Tensor:
+def rows_of_table(levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     gathered = (torch.nn.functional.embedding(ids, part) for part in (levels, zeros[:, None], scales[:, None]))
     rows, zero, scale = gathered
     return (rows.to(torch.float32) - zero) * scale
@@ -136,10 +139,18 @@ def write_recurrent(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def recurrent_of_values(
-    kind: str, levels: torch.Tensor, scales: torch.Tensor | None, scale: float, zero: int,
-    constants: list[torch.Tensor], states: list[torch.Tensor], layers: int, directions: int, batch_first: bool,
+    kind: str,
+    levels: torch.Tensor,
+    scales: torch.Tensor | None,
+    scale: float,
+    zero: int,
+    constants: list[torch.Tensor],
+    states: list[torch.Tensor],
+    layers: int,
+    directions: int,
+    batch_first: bool,
     cell: bool,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+) -> tuple[torch.Tensor, ...]:
     """As `ops.recurrent.recurrent_meaning`, but hidden states are not rounded."""
     if scales is not None:
         x = values_of_rows(levels, scales)
@@ -206,8 +217,14 @@ def linear_of_groups(
     x: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, group: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """f32[..., K], int4[K, N], f32[K / group, N] -> f32[..., N]."""
-    weight = torch.onnx.ops.symbolic("DequantizeLinear", (levels, scales), {"axis": 0, "block_size": group},
-                                     dtype=torch.float32, shape=levels.shape, version=21)  # fmt: skip
+    weight = torch.onnx.ops.symbolic(
+        "DequantizeLinear",
+        (levels, scales),
+        {"axis": 0, "block_size": group},
+        dtype=torch.float32,
+        shape=levels.shape,
+        version=21,
+    )
     y = torch.matmul(x, weight)
     return y if bias is None else y + bias
 
@@ -280,7 +297,14 @@ def _tensor(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
 
 
 PASSES: tuple[Callable[[fx.GraphModule, fx.Node], Any], ...] = (
-    take_bytes, one_zero_point, multiply_rows, write_rows, gather_levels, write_recurrent, multiply_few_bits,
-    multiply_matrices, type_zero_points,
-)  # fmt: skip
+    take_bytes,
+    one_zero_point,
+    multiply_rows,
+    write_rows,
+    gather_levels,
+    write_recurrent,
+    multiply_few_bits,
+    multiply_matrices,
+    type_zero_points,
+)
 """Rows before what writes them out; few bits before matrices, which takes the linear layers that are left."""

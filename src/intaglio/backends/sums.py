@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.capture.nodes import arguments, call_before, operator, origin, tensor_type
+from intaglio.fxgraph.nodes import arguments, call_before, operator, origin, tensor_type
 from intaglio.ir import QParams
 from intaglio.lower.regions import levels_of, quantized_to
-from intaglio.quant.convert import decomposed
+from intaglio.quant.qdq.convert import decomposed
 
 CONVOLUTIONS = ("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default")
 RELU, ADD = "aten.relu.default", "aten.add.Tensor"

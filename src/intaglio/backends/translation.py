@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.quant.convert import decomposed
-from intaglio.quant.float8 import float8
+from intaglio.quant.qdq.convert import decomposed
+from intaglio.quant.qdq.float8 import float8
 
 CLIPPED = {"UINT8": (0, 255), "INT8": (-128, 127)}
 """Element types that Clip takes, and the levels QuantizeLinear saturates at."""

@@ -58,7 +58,7 @@ def compile(
     chosen = {here: dict(schedules)} if schedules else {}
     saved = Saved(
         lowered.graph, lowered.signature, islands, _coverage(lowered), lowered.about, libraries, schedules=chosen
-    )  # fmt: skip
+    )
     return _model(saved, planned, artifact, lowered.hosts)
 
 
@@ -98,9 +98,11 @@ def _opened(saved: Saved, path: str | Path, trust: bool, isa: str | None, given:
         try:
             if missing := [one for one in host_names(saved.graph) if one not in given]:
                 raise ArtifactError(
-                    str(path), None, f"the model has host operators: {', '.join(missing)}; their meaning is in no file",
+                    str(path),
+                    None,
+                    f"the model has host operators: {', '.join(missing)}; their meaning is in no file",
                     remedy="give their records again: load(path, operators=[...])",
-                )  # fmt: skip
+                )
             check_graph(saved.graph, given)
             planned, name, tuned = plan(saved.graph), saved.about.name, saved.schedules
             check_schedules(tuned, planned)
@@ -112,15 +114,19 @@ def _opened(saved: Saved, path: str | Path, trust: bool, isa: str | None, given:
             raise
         except Exception as error:  # whatever our own steps trip over in a graph they did not make
             raise ArtifactError(
-                str(path), None, f"its graph cannot be compiled: {type(error).__name__}: {error}",
+                str(path),
+                None,
+                f"its graph cannot be compiled: {type(error).__name__}: {error}",
                 remedy="save the model again with the installed version",
-            ) from error  # fmt: skip
+            ) from error
     hosts = {one: given[one] for one in host_names(saved.graph)}
     if saved.on_new_shape != "plan":
         logger.warning(
             "%s: saved with on_new_shape=%r, but a file has no float model: new shapes are planned until "
-            "model.fall_back_to(float_model)", path, saved.on_new_shape,
-        )  # fmt: skip
+            "model.fall_back_to(float_model)",
+            path,
+            saved.on_new_shape,
+        )
     if library is None:
         if trust:
             logger.info("%s: no library for %s of this version's text; built from the graph", path, chosen)
@@ -164,9 +170,19 @@ def _model(saved: Saved, planned: Plan, artifact: Artifact, hosts: Mapping[str, 
     coverage = replace(saved.coverage, bytes_after=size)
     others = {isa: library for isa, library in saved.libraries.items() if isa != artifact.program.isa}
     return QuantizedModel(
-        artifact, saved.signature, graph, islands, coverage, about, saved.example, others, remake, saved.schedules,
-        hosts, emit_for,
-    )  # fmt: skip
+        artifact,
+        saved.signature,
+        graph,
+        islands,
+        coverage,
+        about,
+        saved.example,
+        others,
+        remake,
+        saved.schedules,
+        hosts,
+        emit_for,
+    )
 
 
 def emit_for(model: QuantizedModel, isa: str) -> Program:
@@ -206,9 +222,11 @@ def choose(isa: str | Iterable[str] | None) -> tuple[str, ...]:
     here = [one for one in able if one in asked]
     if not here:
         raise BuildError(
-            where, None, f"not among what this machine runs: {', '.join(able)}",
+            where,
+            None,
+            f"not among what this machine runs: {', '.join(able)}",
             remedy="name one of those as well; the file of a model holds libraries for several",
-        )  # fmt: skip
+        )
     if unknown := [one for one in asked if one not in ISAS]:
         raise BuildError(where, None, f"no kernels for {', '.join(unknown)}; there are {', '.join(ISAS)}")
     return (here[0], *[one for one in ISAS if one in asked and one != here[0]])
@@ -223,21 +241,36 @@ def _coverage(lowered: Lowered) -> Coverage:
     floats, loops = (
         tuple(
             FloatPart(skip.origin.path, skip.origin.operator, skip.reason, skip.macs, skip.origin.source)
-            for skip in lowered.skipped if (skip.node in lowered.native) is native
+            for skip in lowered.skipped
+            if (skip.node in lowered.native) is native
         )
         for native in (False, True)
-    )  # fmt: skip
+    )
     hosts = tuple(
-        FloatPart(op.origin.path, op.origin.operator, f"{op.attrs['operator']}: a meaning in NumPy, no kernel",
-                  source=op.origin.source)
-        for op in lowered.graph.ops if op.kind == "host"
-    )  # fmt: skip
+        FloatPart(
+            op.origin.path,
+            op.origin.operator,
+            f"{op.attrs['operator']}: a meaning in NumPy, no kernel",
+            source=op.origin.source,
+        )
+        for op in lowered.graph.ops
+        if op.kind == "host"
+    )
     integer, total = lowered.macs
     operators = lowered.operators
     own = Coverage(
-        integer, total, operators, operators + len(floats) + len(loops), len(lowered.islands), floats,
-        lowered.about.bytes, 0, lowered.about.notes, hosts, loops,
-    )  # fmt: skip
+        integer,
+        total,
+        operators,
+        operators + len(floats) + len(loops),
+        len(lowered.islands),
+        floats,
+        lowered.about.bytes,
+        0,
+        lowered.about.notes,
+        hosts,
+        loops,
+    )
     for body in lowered.bodies.values():
         own = own.with_body(_coverage(body))
     return own

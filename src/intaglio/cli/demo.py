@@ -95,11 +95,14 @@ def render(result: Result) -> Iterator[RenderableType]:
         (
             ("trained", f"{result['trained_s']:.1f} s, {STEPS} batches"),
             ("quantized", f"{result['quantized_s']:.1f} s, with {4 * BATCH} images"),
-            ("right answers", f"{100 * result['accuracy_float']:.1f} % in float, "
-                              f"{100 * result['accuracy_int8']:.1f} % in int8 (512 new images)"),
+            (
+                "right answers",
+                f"{100 * result['accuracy_float']:.1f} % in float, "
+                f"{100 * result['accuracy_int8']:.1f} % in int8 (512 new images)",
+            ),
             ("same answer", f"{100 * result['same_answer']:.1f} %"),
         )
-    )  # fmt: skip
+    )
     yield from coverage_parts(result["coverage"])
     yield from bench.race_parts(result["speed"], "batch 8")
     yield "Your model: intaglio quantize MODULE:NAME --data MODULE:NAME --out FILE"

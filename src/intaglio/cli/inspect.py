@@ -11,11 +11,12 @@ from rich.console import RenderableType
 from torch import nn
 
 import intaglio
-from intaglio.capture.nodes import origin
 from intaglio.cli import targets
 from intaglio.cli.show import Result, coverage_parts, coverage_result, facts, floats_parts, millions, places, table
-from intaglio.quant import Annotations, Quantizer, Recipe, macs
-from intaglio.quant.recipe import matches
+from intaglio.fxgraph.nodes import origin
+from intaglio.quant.annotate.refusals import macs
+from intaglio.quant.annotate.regions import Annotations
+from intaglio.quant.recipes.recipe import Quantizer, Recipe, matches
 
 
 def run(
@@ -88,9 +89,14 @@ def _operators(annotations: Annotations) -> list[dict[str, Any]]:
 
 def _operator(where: Any, work: int, fusion: str | None = None, reason: str | None = None) -> dict[str, Any]:
     return {
-        "path": where.path, "operator": where.operator, "source": where.source, "macs": work,
-        "int8": reason is None, "fusion": fusion, "reason": reason,
-    }  # fmt: skip
+        "path": where.path,
+        "operator": where.operator,
+        "source": where.source,
+        "macs": work,
+        "int8": reason is None,
+        "fusion": fusion,
+        "reason": reason,
+    }
 
 
 def _fusions(annotations: Annotations) -> list[dict[str, Any]]:
@@ -133,11 +139,14 @@ def render(result: Result) -> Iterator[RenderableType]:
     yield facts(
         (
             ("model", result["model"]),
-            ("in int8", f"{share:.1f} % of {result['macs'] / 1e6:.1f} M MACs, "
-                        f"{sum(op['int8'] for op in operators)} of {len(operators)} operators"),
+            (
+                "in int8",
+                f"{share:.1f} % of {result['macs'] / 1e6:.1f} M MACs, "
+                f"{sum(op['int8'] for op in operators)} of {len(operators)} operators",
+            ),
             ("sites", sites or "none"),
         )
-    )  # fmt: skip
+    )
     if result["matches"]:
         for selector, found in result["matches"].items():
             yield _match_table(selector, found)

@@ -47,9 +47,14 @@ class Request:
         if inputs is None and callable(batches) and not isinstance(batches, Iterable):
             raise typer.BadParameter("data that is a function of the model needs --example", param_hint="--data")
         return {
-            "data": batches, "example_inputs": inputs, "recipe": targets.recipe(self.recipe), "skip": self.skip,
-            "only": self.only, "samples": self.samples, "isa": self.isa,
-        }  # fmt: skip
+            "data": batches,
+            "example_inputs": inputs,
+            "recipe": targets.recipe(self.recipe),
+            "skip": self.skip,
+            "only": self.only,
+            "samples": self.samples,
+            "isa": self.isa,
+        }
 
 
 def run(request: Request, tune: bool = False) -> dict[str, Any]:
@@ -68,9 +73,12 @@ def run_autotune(
     if recipe_out is not None:
         tuned.recipe.save(recipe_out)
     found = {
-        "baseline": tuned.baseline, "floor": tuned.floor, "reached": tuned.reached, "left": tuned.left,
+        "baseline": tuned.baseline,
+        "floor": tuned.floor,
+        "reached": tuned.reached,
+        "left": tuned.left,
         "trials": [asdict(trial) for trial in tuned.trials],
-    }  # fmt: skip
+    }
     return {**_saved(tuned.model, request.out, begin), "autotune": found, "report": str(tuned)}
 
 

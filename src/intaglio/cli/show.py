@@ -55,8 +55,10 @@ def coverage_result(coverage: Any) -> dict[str, Any]:
         "macs": coverage.macs,
         "operators": coverage.operators,
         **{name: getattr(coverage, name) for name in fields},
-        **{kind: [{name: getattr(part, name) for name in parts} for part in getattr(coverage, kind)]
-           for kind in ("floats", "loops")},
+        **{
+            kind: [{name: getattr(part, name) for name in parts} for part in getattr(coverage, kind)]
+            for kind in ("floats", "loops")
+        },
         "notes": list(coverage.notes),
     }
 

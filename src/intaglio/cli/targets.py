@@ -16,8 +16,8 @@ from torch import nn
 
 import intaglio
 from intaglio.errors import ArtifactError
-from intaglio.quant import Recipe, binder_for, peek
-from intaglio.quant.recipe import NAMED
+from intaglio.quant.calibrate.batches import binder_for, peek
+from intaglio.quant.recipes.recipe import NAMED, Recipe
 from intaglio.runtime import QuantizedModel
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

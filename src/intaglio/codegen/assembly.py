@@ -93,8 +93,11 @@ def rests(row: Sequence[str], spare: str, natural: bool, guard: bool) -> Iterato
     if count == 3:  # halves of the two lie side by side, so that one register is enough for what is split off
         yield split(words[0], row[1])
         yield [f"vpackuswb {row[1]},{first},{first}", *split(words[1], row[1])]
-        yield [f"vpackuswb {row[1]},{row[2]},{row[2]}", f"vpunpckhqdq {row[2]},{first},{row[1]}",
-               f"vpunpcklqdq {row[2]},{first},{first}"]  # fmt: skip
+        yield [
+            f"vpackuswb {row[1]},{row[2]},{row[2]}",
+            f"vpunpckhqdq {row[2]},{first},{row[1]}",
+            f"vpunpcklqdq {row[2]},{first},{first}",
+        ]
         return
     free = row[1::2] or [spare]
     yield [line for lines in zip(*map(split, words, free), strict=True) for line in lines]
@@ -106,8 +109,12 @@ def split(word: str, level: str) -> list[str]:
 
     ``x // 255`` is ``x * 32897 >> 23``, and ``x % 255`` the low byte of the sum of that and x.
     """
-    return [f"vpmulhuw intaglio_rest(%rip),{word},{level}", f"vpsrlw $7,{level},{level}",
-            f"vpaddw {level},{word},{word}", f"{_and(word)} intaglio_rest+64(%rip),{word},{word}"]  # fmt: skip
+    return [
+        f"vpmulhuw intaglio_rest(%rip),{word},{level}",
+        f"vpsrlw $7,{level},{level}",
+        f"vpaddw {level},{word},{word}",
+        f"{_and(word)} intaglio_rest+64(%rip),{word},{word}",
+    ]
 
 
 def _and(register: str) -> str:

@@ -99,12 +99,19 @@ def _scaled(spec: TileSpec, i: int, half: int) -> list[str]:
     if spec.result == "add":
         lines += [f"vpmovzxbd {8 * half}(%rcx),{SCRATCH}"]
         if spec.other_rest:  # 255 times the level, and the rest; the zero point has no register to stay in
-            lines += [f"vpslld $8,{SCRATCH},{OTHER_ZERO}", f"vpsubd {SCRATCH},{OTHER_ZERO},{SCRATCH}",
-                      f"vpmovzxbd {8 * half}(%rbx),{OTHER_ZERO}", f"vpaddd {OTHER_ZERO},{SCRATCH},{SCRATCH}",
-                      f"vpbroadcastd {limit('other_zero_point')},{OTHER_ZERO}"]  # fmt: skip
-        lines += [f"vpsubd {OTHER_ZERO},{SCRATCH},{SCRATCH}",
-                  f"vcvtdq2ps {SCRATCH},{SCRATCH}", f"vmulps {OTHER_FACTOR[half]},{SCRATCH},{SCRATCH}",
-                  f"vaddps {SCRATCH},{sums},{sums}"]  # fmt: skip
+            lines += [
+                f"vpslld $8,{SCRATCH},{OTHER_ZERO}",
+                f"vpsubd {SCRATCH},{OTHER_ZERO},{SCRATCH}",
+                f"vpmovzxbd {8 * half}(%rbx),{OTHER_ZERO}",
+                f"vpaddd {OTHER_ZERO},{SCRATCH},{SCRATCH}",
+                f"vpbroadcastd {limit('other_zero_point')},{OTHER_ZERO}",
+            ]
+        lines += [
+            f"vpsubd {OTHER_ZERO},{SCRATCH},{SCRATCH}",
+            f"vcvtdq2ps {SCRATCH},{SCRATCH}",
+            f"vmulps {OTHER_FACTOR[half]},{SCRATCH},{SCRATCH}",
+            f"vaddps {SCRATCH},{sums},{sums}",
+        ]
     if spec.guard:
         lines += [f"vmaxps {LOW},{sums},{sums}", f"vminps {HIGH},{sums},{sums}"]
     return lines
@@ -114,10 +121,17 @@ def _levels(i: int) -> list[str]:
     """Rounded, packed with saturation, the zero point added on 16-bit lanes between."""
     low, high = acc(i, 0), acc(i, 1)
     levels, upper = xmm(low), xmm(SCRATCH)
-    lines = [f"vcvtps2dq {low},{low}", f"vcvtps2dq {high},{high}", f"vpackssdw {high},{low},{low}",
-             f"vpermq $0xd8,{low},{low}", f"vpaddsw {limit('zero_point16')},{low},{low}",
-             f"vextracti128 $1,{low},{upper}", f"vpackuswb {upper},{levels},{levels}",
-             f"vpmaxub {limit('low8')},{levels},{levels}", f"vpminub {limit('high8')},{levels},{levels}"]  # fmt: skip
+    lines = [
+        f"vcvtps2dq {low},{low}",
+        f"vcvtps2dq {high},{high}",
+        f"vpackssdw {high},{low},{low}",
+        f"vpermq $0xd8,{low},{low}",
+        f"vpaddsw {limit('zero_point16')},{low},{low}",
+        f"vextracti128 $1,{low},{upper}",
+        f"vpackuswb {upper},{levels},{levels}",
+        f"vpmaxub {limit('low8')},{levels},{levels}",
+        f"vpminub {limit('high8')},{levels},{levels}",
+    ]
     return lines + _store_bytes(levels, "rdx")
 
 
@@ -126,8 +140,13 @@ def _rests(i: int) -> list[str]:
     low, high = acc(i, 0), acc(i, 1)
     lines = [f"vpbroadcastd {limit('zero_point')},{SCRATCH}"]
     lines += [line for half in (low, high) for line in (f"vcvtps2dq {half},{half}", f"vpaddd {SCRATCH},{half},{half}")]
-    lines += [f"vpackusdw {high},{low},{low}", f"vpermq $0xd8,{low},{low}", f"vpmaxuw {limit('low16')},{low},{low}",
-              f"vpminuw {limit('high16')},{low},{low}", *split(low, high)]  # fmt: skip
+    lines += [
+        f"vpackusdw {high},{low},{low}",
+        f"vpermq $0xd8,{low},{low}",
+        f"vpmaxuw {limit('low16')},{low},{low}",
+        f"vpminuw {limit('high16')},{low},{low}",
+        *split(low, high),
+    ]
     for part, pointer in ((high, "rdx"), (low, "rsi")):
         lines += [f"vextracti128 $1,{part},{xmm(SCRATCH)}", f"vpackuswb {xmm(SCRATCH)},{xmm(part)},{xmm(part)}"]
         lines += _store_bytes(xmm(part), pointer)

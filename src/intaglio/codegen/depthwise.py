@@ -23,9 +23,19 @@ MOST_ROWS = 16
 """Input rows of a tile, at most (native/program.h)."""
 
 DEPTHWISE_FIELDS = (
-    *(f"rows{i}" for i in range(MOST_ROWS)), "pixel", "weights", "bias", "factor", "out", "out_pixel", "out_line",
-    "limits", "mask", "count", "table",
-)  # fmt: skip
+    *(f"rows{i}" for i in range(MOST_ROWS)),
+    "pixel",
+    "weights",
+    "bias",
+    "factor",
+    "out",
+    "out_pixel",
+    "out_line",
+    "limits",
+    "mask",
+    "count",
+    "table",
+)
 """Fields of ``struct DepthwiseTile`` in native/program.h, 8 bytes each, in order."""
 
 
@@ -163,9 +173,7 @@ def loop(layer: Layer, context: Context) -> str:
     return "depthwise_plain" if context.isa.depthwise is None or layer.dilation[1] != 1 else "depthwise"
 
 
-def emit_layer(
-    code: Code, layer: Layer, source: str, result: str, limits: str, table: str, context: Context
-) -> None:
+def emit_layer(code: Code, layer: Layer, source: str, result: str, limits: str, table: str, context: Context) -> None:
     """Fill what `loop` takes, ``d``, from C expressions of its images."""
     if loop(layer, context) == "depthwise_plain":
         _emit_plain(code, layer, source, result, limits, table, context)
@@ -202,9 +210,7 @@ def emit_layer(
         code("    d.kernels = table_kernels, d.last_kernels = table_last_kernels, d.tile.table = d.table, d.table = 0;")
 
 
-def _emit_plain(
-    code: Code, layer: Layer, source: str, result: str, limits: str, table: str, context: Context
-) -> None:
+def _emit_plain(code: Code, layer: Layer, source: str, result: str, limits: str, table: str, context: Context) -> None:
     """The same in loops the compiler vectorises, for other instruction sets and columns apart: weights
     [tap y][tap x][channel]."""
     channels, _, taps_y, taps_x = layer.weight.shape

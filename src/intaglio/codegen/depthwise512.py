@@ -17,8 +17,14 @@ from intaglio.codegen.depthwise import DEPTHWISE_FIELDS, DepthwiseSpec
 POINTERS = ("r8", "r9", "r10", "r11")
 """The four rows of a quad."""
 KEPT = {
-    "rax": "limits", "rbx": "pixel", "rbp": "table", "rsi": "weights", "r12": "factor", "r13": "out", "r15": "out_line",
-}  # fmt: skip
+    "rax": "limits",
+    "rbx": "pixel",
+    "rbp": "table",
+    "rsi": "weights",
+    "r12": "factor",
+    "r13": "out",
+    "r15": "out_line",
+}
 """Fields that registers hold throughout; r13 moves on from output column to output column. rcx, rdx: the first column
 of the tile and the one being read, in bytes; r14: where the next pixel is stored."""
 
@@ -27,8 +33,14 @@ def emit(spec: DepthwiseSpec) -> str:
     """The kernel as a top-level assembly statement and its declaration."""
     begin = [*SAVE, *(f"mov {_field(name)},%{register}" for register, name in KEPT.items())]
     begin += [f"kmovq {_field('mask')},%k1", "xor %ecx,%ecx", "0:"]
-    end = [f"imul ${spec.columns * spec.stride[1]},%rbx,%r14", "add %r14,%rcx", f"decq {_field('count')}", "jnz 0b",
-           f"mov %r13,{_field('out')}", *LEAVE]  # fmt: skip
+    end = [
+        f"imul ${spec.columns * spec.stride[1]},%rbx,%r14",
+        "add %r14,%rcx",
+        f"decq {_field('count')}",
+        "jnz 0b",
+        f"mov %r13,{_field('out')}",
+        *LEAVE,
+    ]
     note = f"{spec.rows} x {spec.columns} pixels x {spec.channels} channels, {spec.cost:.1f} vector operations a pixel"
     return kernel_text(spec.name, "DepthwiseTile", note, [*begin, *_biases(spec), *_columns(spec), *end])
 
@@ -94,11 +106,15 @@ def _interleave(spec: DepthwiseSpec) -> list[str]:
     v = [_register(spec, i) for i in range(8)]
     return [
         *(f"vmovdqu64 (%{pointer},%rdx),{v[i]}" for i, pointer in enumerate(POINTERS)),
-        f"vpunpcklbw {v[1]},{v[0]},{v[4]}", f"vpunpckhbw {v[1]},{v[0]},{v[5]}",
-        f"vpunpcklbw {v[3]},{v[2]},{v[6]}", f"vpunpckhbw {v[3]},{v[2]},{v[7]}",
-        f"vpunpcklwd {v[6]},{v[4]},{v[0]}", f"vpunpckhwd {v[6]},{v[4]},{v[1]}",
-        f"vpunpcklwd {v[7]},{v[5]},{v[2]}", f"vpunpckhwd {v[7]},{v[5]},{v[3]}",
-    ]  # fmt: skip
+        f"vpunpcklbw {v[1]},{v[0]},{v[4]}",
+        f"vpunpckhbw {v[1]},{v[0]},{v[5]}",
+        f"vpunpcklbw {v[3]},{v[2]},{v[6]}",
+        f"vpunpckhbw {v[3]},{v[2]},{v[7]}",
+        f"vpunpcklwd {v[6]},{v[4]},{v[0]}",
+        f"vpunpckhwd {v[6]},{v[4]},{v[1]}",
+        f"vpunpcklwd {v[7]},{v[5]},{v[2]}",
+        f"vpunpckhwd {v[7]},{v[5]},{v[3]}",
+    ]
 
 
 def _products(spec: DepthwiseSpec, column: int, quad: int) -> list[str]:
@@ -145,9 +161,21 @@ def _in_order(spec: DepthwiseSpec, parts: list[str]) -> Iterator[list[str]]:
         return f"vshuff32x4 ${chosen},{high},{low},{to}"
 
     if spec.lanes == 2:
-        yield [joined(a, b, 0, free[0]), joined(c, d, 0, free[1]), joined(a, b, 3, free[2]), joined(c, d, 3, free[3]),
-               *(f"vmovaps {register},{acc}" for register, acc in zip(free, parts, strict=True))]  # fmt: skip
+        yield [
+            joined(a, b, 0, free[0]),
+            joined(c, d, 0, free[1]),
+            joined(a, b, 3, free[2]),
+            joined(c, d, 3, free[3]),
+            *(f"vmovaps {register},{acc}" for register, acc in zip(free, parts, strict=True)),
+        ]
         return
-    yield [joined(a, b, 0x44, free[0]), joined(a, b, 0xEE, free[1]), joined(c, d, 0x44, free[2]),
-           joined(c, d, 0xEE, free[3]), joined(free[0], free[2], 0x88, a), joined(free[0], free[2], 0xDD, b),
-           joined(free[1], free[3], 0x88, c), joined(free[1], free[3], 0xDD, d)]  # fmt: skip
+    yield [
+        joined(a, b, 0x44, free[0]),
+        joined(a, b, 0xEE, free[1]),
+        joined(c, d, 0x44, free[2]),
+        joined(c, d, 0xEE, free[3]),
+        joined(free[0], free[2], 0x88, a),
+        joined(free[0], free[2], 0xDD, b),
+        joined(free[1], free[3], 0x88, c),
+        joined(free[1], free[3], 0xDD, d),
+    ]

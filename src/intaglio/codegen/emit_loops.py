@@ -25,20 +25,36 @@ VECTOR = {DType.F32: "Reals", DType.BF16: "Reals", DType.U8: "RealBits", DType.B
 INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^"}
 COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 CALLED = {
-    "maximum": "larger({0}, {1})", "minimum": "smaller({0}, {1})", "neg": "-{0}", "abs": "absolute({0})",
-    "sqrt": "root({0})", "reciprocal": "1.0f / {0}", "round": "nearest({0})", "exp": "exponential({0})",
-    "log": "logarithm({0})", "relu": "relu({0})", "not": "~{0}", "where": "{0} ? {1} : {2}",
-    "hardswish": "of_number({0}, hardswish({0}))", "hardsigmoid": "of_number({0}, hardsigmoid({0}))",
-    "sigmoid": "of_number({0}, sigmoid({0}))", "tanh": "of_number({0}, hyperbolic_tangent({0}))",
-    "silu": "of_number({0}, silu({0}))", "gelu": "of_number({0}, gelu({0}))",
-    "near_gelu": "near_gelu({0})", "gelu_tanh": "of_number({0}, gelu_tanh({0}))",
-}  # fmt: skip
+    "maximum": "larger({0}, {1})",
+    "minimum": "smaller({0}, {1})",
+    "neg": "-{0}",
+    "abs": "absolute({0})",
+    "sqrt": "root({0})",
+    "reciprocal": "1.0f / {0}",
+    "round": "nearest({0})",
+    "exp": "exponential({0})",
+    "log": "logarithm({0})",
+    "relu": "relu({0})",
+    "not": "~{0}",
+    "where": "{0} ? {1} : {2}",
+    "hardswish": "of_number({0}, hardswish({0}))",
+    "hardsigmoid": "of_number({0}, hardsigmoid({0}))",
+    "sigmoid": "of_number({0}, sigmoid({0}))",
+    "tanh": "of_number({0}, hyperbolic_tangent({0}))",
+    "silu": "of_number({0}, silu({0}))",
+    "gelu": "of_number({0}, gelu({0}))",
+    "near_gelu": "near_gelu({0})",
+    "gelu_tanh": "of_number({0}, gelu_tanh({0}))",
+}
 """Operator of a body -> C, over vectors; with those below it has all but reductions and views (tests/test_loops.py)."""
 SIDE_BY_SIDE = {"near_gelu": "near_gelus", "exp": "exp_negatives"}
 """Operator -> C that takes several vectors a step at a time, where one alone would wait for itself; ``exp`` up to 0."""
-SUMS = {"sum": ("0.0f", "added", "tree_of_sums({0})"), "mean": ("0.0f", "added", "tree_of_sums({0}) / (float)size"),
-        "max": ("-__builtin_inff()", "raised", "tree_of_most({0})"),
-        "min": ("__builtin_inff()", "lowered", "tree_of_least({0})")}  # fmt: skip
+SUMS = {
+    "sum": ("0.0f", "added", "tree_of_sums({0})"),
+    "mean": ("0.0f", "added", "tree_of_sums({0}) / (float)size"),
+    "max": ("-__builtin_inff()", "raised", "tree_of_most({0})"),
+    "min": ("__builtin_inff()", "lowered", "tree_of_least({0})"),
+}
 """Reduction -> where lanes begin, what joins them, and what comes of them in the end."""
 WITH_NUMBERS = ("leaky_relu", "clamp", "cast", "quantize", "dequantize")
 
@@ -70,8 +86,10 @@ def _ends(code: Code, loop: Loop) -> None:
     for end in loop.ends.values():
         const = "" if end.value in loop.body.outputs else "const "
         if end.value != loop.tile:
-            code(f"{const}{ELEMENT[end.dtype]}* const {loop.names[end.value]}_at = "
-                 f"({const}{ELEMENT[end.dtype]}*){end.pointer};")  # fmt: skip
+            code(
+                f"{const}{ELEMENT[end.dtype]}* const {loop.names[end.value]}_at = "
+                f"({const}{ELEMENT[end.dtype]}*){end.pointer};"
+            )
 
 
 def fill_frames(code: Code, op: Op, context: Context) -> None:
@@ -96,8 +114,10 @@ def epilogue(partition: Partition, context: Context, width: int) -> str:
         for stage in loop.rows.stages(dict.fromkeys(loop.body.outputs, True), keep=False):
             _stage(body, loop, stage, {})
     name, code = f"behind_{made}", Code()
-    head = ("const struct Run* r, const uint8_t* tile, int64_t apart, int64_t pixel, int64_t pixels, int64_t channel, "
-            "int64_t channels")  # fmt: skip
+    head = (
+        "const struct Run* r, const uint8_t* tile, int64_t apart, int64_t pixel, int64_t pixels, int64_t channel, "
+        "int64_t channels"
+    )
     with code.block(f"static inline __attribute__((always_inline)) void some_{name}({head})"):
         for line in context.dims_used(body.text()):
             code(line)

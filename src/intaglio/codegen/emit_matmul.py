@@ -49,8 +49,14 @@ def pieces(anchor: Op, weight: np.ndarray) -> list[Piece]:
         return [Piece(flat, (1, 1), (1, 1), (0, 0))]
     if not anchor.kind.startswith("conv_transpose"):
         begins = anchor.attrs["padding"][::2]
-        return [Piece(flat, _rows_columns(anchor.attrs["stride"], 1), _rows_columns(anchor.attrs["dilation"], 1),
-                      _rows_columns([-begin for begin in begins], 0))]  # fmt: skip
+        return [
+            Piece(
+                flat,
+                _rows_columns(anchor.attrs["stride"], 1),
+                _rows_columns(anchor.attrs["dilation"], 1),
+                _rows_columns([-begin for begin in begins], 0),
+            )
+        ]
     along = _rows_columns(axis_phases(anchor, weight.shape[2:]), (Phase(0, (0,), 0, 1, 0),))
     steps = _rows_columns(anchor.attrs["stride"], 1)
     return [_phase(flat, y, x, steps) for y in along[0] for x in along[1]]
@@ -88,10 +94,16 @@ def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece
     anchor, tail = partition.anchor, partition.tail[0]
     if len(tail.outputs) == 1 and depthwise.refusal(piece.weight, anchor.attrs.get("groups", 1), tail.kind) is None:
         layer = depthwise.Layer(
-            piece.weight, _folded_bias(partition, context, piece), context.graph.constants[tail.inputs[1]],
-            piece.stride, piece.dilation, piece.start, RESULT[tail.kind], context.natural(tail),
+            piece.weight,
+            _folded_bias(partition, context, piece),
+            context.graph.constants[tail.inputs[1]],
+            piece.stride,
+            piece.dilation,
+            piece.start,
+            RESULT[tail.kind],
+            context.natural(tail),
             needs_guard(partition, context),
-        )  # fmt: skip
+        )
         source = context.image(anchor.inputs[0])
         code(f"const struct Image in = {source};")
         results = _results(partition.output, context, piece, "in")

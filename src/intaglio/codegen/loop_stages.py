@@ -102,9 +102,23 @@ PLAIN = {"add", "sub", "mul", "neg", "abs", "relu", "maximum", "minimum", "cast"
 
 NEAR_ONE = ("sigmoid", "tanh", "hardsigmoid")
 NO_LARGER = (
-    "neg", "abs", "relu", "leaky_relu", "maximum", "minimum", "hardswish", "silu", "gelu", "near_gelu", "gelu_tanh",
-    "max", "min", "mean", "squeeze", "unsqueeze",
-)  # fmt: skip
+    "neg",
+    "abs",
+    "relu",
+    "leaky_relu",
+    "maximum",
+    "minimum",
+    "hardswish",
+    "silu",
+    "gelu",
+    "near_gelu",
+    "gelu_tanh",
+    "max",
+    "min",
+    "mean",
+    "squeeze",
+    "unsqueeze",
+)
 """Operators of numbers that give none larger than the largest of them; of ``leaky_relu`` where its slope is no more
 than 1."""
 

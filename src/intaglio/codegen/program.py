@@ -87,9 +87,13 @@ EXPORT = 'extern "C" __attribute__((visibility("default")))'
 
 
 def emit(
-    plan: Plan, isa: str, caches: CacheSizes, name: str, chosen: Mapping[str, Schedule] | None = None,
+    plan: Plan,
+    isa: str,
+    caches: CacheSizes,
+    name: str,
+    chosen: Mapping[str, Schedule] | None = None,
     turns: Turns | None = None,
-) -> Program:  # fmt: skip
+) -> Program:
     """The program of a plan for one instruction set. ``chosen`` overrides analytic schedules, by output value,
     ``turns`` in which a large batch takes the first steps."""
     table, turns = ISAS[isa], turns or analytic_turns(plan, caches)
@@ -122,9 +126,19 @@ def emit(
         code(body)
     _segments(code, context, turns)
     _plan_table(code, context, turns)
-    return Program(name, code.text(), isa, context.blob.array(), context.symbols, _externals(plan), _calls(context),
-                   plan.segments(), len(plan.placements) + 2 * (turns is not None), {"schedules": context.schedules},
-                   tuple(notes))  # fmt: skip
+    return Program(
+        name,
+        code.text(),
+        isa,
+        context.blob.array(),
+        context.symbols,
+        _externals(plan),
+        _calls(context),
+        plan.segments(),
+        len(plan.placements) + 2 * (turns is not None),
+        {"schedules": context.schedules},
+        tuple(notes),
+    )
 
 
 def _note(index: int, step: Step, context: Context) -> StepNote:

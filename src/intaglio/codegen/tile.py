@@ -15,10 +15,31 @@ RESULTS = ("u8", "add", "f32")
 """Requantize to levels; add a residual operand and requantize; dequantize to float."""
 
 TILE_FIELDS = (
-    "a", "a_pixel", "b", "tap_rows", "a_row", "taps", "a_tap", "run", "bias", "factor", "out", "out_pixel", "other",
-    "other_pixel", "other_factor", "limits", "mask", "count", "ahead", "table", "rest", "rest_pixel", "other_rest",
+    "a",
+    "a_pixel",
+    "b",
+    "tap_rows",
+    "a_row",
+    "taps",
+    "a_tap",
+    "run",
+    "bias",
+    "factor",
+    "out",
+    "out_pixel",
+    "other",
+    "other_pixel",
+    "other_factor",
+    "limits",
+    "mask",
+    "count",
+    "ahead",
+    "table",
+    "rest",
+    "rest_pixel",
+    "other_rest",
     "other_rest_pixel",
-)  # fmt: skip
+)
 """Fields of ``struct Tile`` in native/program.h, 8 bytes each, in order."""
 
 LIMITS_FIELDS = {
@@ -61,9 +82,12 @@ class TileSpec:
     def name(self) -> str:
         """C symbol, less the instruction set."""
         marks = (
-            ("natural", self.natural), ("guard", self.guard), ("table", self.table), ("rest", self.rest),
+            ("natural", self.natural),
+            ("guard", self.guard),
+            ("table", self.table),
+            ("rest", self.rest),
             ("of_rest", self.other_rest),
-        )  # fmt: skip
+        )
         return f"tile_{self.rows}x{self.blocks}_{self.result}" + "".join(f"_{mark}" for mark, has in marks if has)
 
     @property

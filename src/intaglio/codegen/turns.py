@@ -28,11 +28,30 @@ from intaglio.ir import (
 )
 from intaglio.ir.verify import PRODUCTS
 
-KEEPS_IMAGES_APART = frozenset({
-    *PRODUCTS, *(f"{kind}{axes}d" for kind in ("max_pool", "avg_pool", "adaptive_avg_pool") for axes in (1, 2, 3)),
-    "requantize", "activate", "add", "mul", "affine", "clamp", "prelu", "table", "quantize", "pixels", "reshape",
-    "permute", "shuffle", "pixel_shuffle", "pixel_unshuffle", "slice", "pad", "cat",
-})  # fmt: skip
+KEEPS_IMAGES_APART = frozenset(
+    {
+        *PRODUCTS,
+        *(f"{kind}{axes}d" for kind in ("max_pool", "avg_pool", "adaptive_avg_pool") for axes in (1, 2, 3)),
+        "requantize",
+        "activate",
+        "add",
+        "mul",
+        "affine",
+        "clamp",
+        "prelu",
+        "table",
+        "quantize",
+        "pixels",
+        "reshape",
+        "permute",
+        "shuffle",
+        "pixel_shuffle",
+        "pixel_unshuffle",
+        "slice",
+        "pad",
+        "cat",
+    }
+)
 """Operators that make each image of the result of that image alone if the free batch is the first axis of both: no
 move along that axis leaves as many."""
 MOST_AXES = 5
@@ -169,9 +188,10 @@ def emit_turn(code: Code, calls: Sequence[str], turns: Turns, context: Context) 
     batch, last = context.symbols.index(turns.batch), len(plan.placements) + 2
     body = Code()
     for name, kind, count in (
-        ("dims", "int64_t", len(context.symbols)), ("offsets", "int64_t", last),
+        ("dims", "int64_t", len(context.symbols)),
+        ("offsets", "int64_t", last),
         ("external", "uint8_t*", len(plan.external)),
-    ):  # fmt: skip
+    ):
         body(f"{kind} {name}[{count}];")
         body(f"memcpy({name}, whole->{name}, sizeof {name});")
     body(f"dims[{batch}] = part->count;")

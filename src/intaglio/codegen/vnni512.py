@@ -136,9 +136,11 @@ class _Kernel:
         if self.spec.other_rest or not self.spec.natural:
             spread += [f"vpsubd {limit('other_zero_point')}{{1to16}},{term},{term}" for term in terms]
         yield [*spread, *(f"vcvtdq2ps {name},{name}" for name in (*row, *terms))]
-        yield [*(f"vmulps %zmm{j},{acc},{acc}" for j, acc in enumerate(row)),
-               *(f"vmulps {64 * j}(%r9),{term},{term}" for j, term in enumerate(terms)),
-               *(f"vaddps {term},{acc},{acc}" for acc, term in zip(row, terms, strict=True))]  # fmt: skip
+        yield [
+            *(f"vmulps %zmm{j},{acc},{acc}" for j, acc in enumerate(row)),
+            *(f"vmulps {64 * j}(%r9),{term},{term}" for j, term in enumerate(terms)),
+            *(f"vaddps {term},{acc},{acc}" for acc, term in zip(row, terms, strict=True)),
+        ]
         yield from self.rounded(row, i)
 
     def scratch(self, count: int) -> list[str]:
@@ -157,8 +159,12 @@ class _Kernel:
         """The same of 16 bits: level and rest side by side, then 255 times the one and the other added."""
         blocks = self.spec.blocks
         level, rest, *free = self.scratch(max(blocks, 2))
-        lines = [f"vmovdqu8 (%rcx),{level}{{%k1}}{{z}}", f"add {field('other_pixel')},%rcx",
-                 f"vmovdqu8 (%rbx),{rest}{{%k1}}{{z}}", f"add {field('other_rest_pixel')},%rbx"]  # fmt: skip
+        lines = [
+            f"vmovdqu8 (%rcx),{level}{{%k1}}{{z}}",
+            f"add {field('other_pixel')},%rcx",
+            f"vmovdqu8 (%rbx),{rest}{{%k1}}{{z}}",
+            f"add {field('other_rest_pixel')},%rbx",
+        ]
         if blocks < 4:
             lines += [f"vpermd {register},{self.widen},{register}" for register in (level, rest)]
         low, high = (free[0] if free else level), free[1] if blocks == 4 else rest
@@ -175,8 +181,13 @@ class _Kernel:
             yield from rests(row, spare, self.spec.natural, self.spec.guard)
             level, rest = row[1] if len(row) > 1 else spare, row[0]
             gathered = [f"vpermd {part},{self.gather},{part}" for part in (level, rest)] * (len(row) < 4)
-            yield [*gathered, f"vmovdqu8 {level},(%rdx){{%k1}}", f"vmovdqu8 {rest},(%rsi){{%k1}}",
-                   f"add {field('out_pixel')},%rdx", f"add {field('rest_pixel')},%rsi"]  # fmt: skip
+            yield [
+                *gathered,
+                f"vmovdqu8 {level},(%rdx){{%k1}}",
+                f"vmovdqu8 {rest},(%rsi){{%k1}}",
+                f"add {field('out_pixel')},%rdx",
+                f"add {field('rest_pixel')},%rsi",
+            ]
             return
         yield from levels(row, self.spec.natural, self.spec.guard, self.spec.table)
         if self.spec.table:

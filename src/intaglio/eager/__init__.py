@@ -17,12 +17,23 @@ from intaglio.eager.seen import QTensorInfo, SeenOpInfo
 from intaglio.eager.session import Session, unchanged
 from intaglio.eager.state import AutoQuantizationState, attach, session_of
 from intaglio.errors import CalibrationError, InputError
-from intaglio.quant import Parameters, Quantizer, Recipe, Reference
+from intaglio.quant.qdq.convert import Reference
+from intaglio.quant.qdq.parameters import Parameters
+from intaglio.quant.recipes.recipe import Quantizer, Recipe
 
 __all__ = [
-    "AutoQuantizationState", "Intercepted", "QTensorInfo", "SeenOpInfo", "calls", "convert", "fusions", "parameters",
-    "prepare", "rewrite", "scriptable",
-]  # fmt: skip
+    "AutoQuantizationState",
+    "Intercepted",
+    "QTensorInfo",
+    "SeenOpInfo",
+    "calls",
+    "convert",
+    "fusions",
+    "parameters",
+    "prepare",
+    "rewrite",
+    "scriptable",
+]
 
 
 def prepare(
@@ -86,9 +97,11 @@ def _given(before: Session, parameters: Parameters | Sequence[Parameters] | None
     found = [parameters] if isinstance(parameters, Parameters) else list(parameters)
     if len(found) != len(chains):
         raise InputError(
-            "parameters", None, f"of {len(found)} recordings; the prepared model has {_listed(chains)}",
+            "parameters",
+            None,
+            f"of {len(found)} recordings; the prepared model has {_listed(chains)}",
             remedy="let the prepared model run the ways that they were made for",
-        )  # fmt: skip
+        )
     return list(found)
 
 
@@ -109,9 +122,11 @@ def rewrite(converted: nn.Module) -> Reference:
     chains = session.chains
     if len(chains) != 1:
         raise InputError(
-            "rewrite", None, f"a graph is one straight line; the model has {_listed(chains)}",
+            "rewrite",
+            None,
+            f"a graph is one straight line; the model has {_listed(chains)}",
             remedy="rewrite modules of it that always run the same way, prepared by themselves",
-        )  # fmt: skip
+        )
     if chains[0].reference is None:
         raise InputError("rewrite", None, f"nothing is quantized: {chains[0].refused}")
     reference: Reference = chains[0].reference

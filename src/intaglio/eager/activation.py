@@ -113,12 +113,15 @@ class Activation:
             return isinstance(value, int) and value == self._extent(spec, trial)
         if kind is tuple or kind is list or isinstance(spec, tuple):
             return (
-                isinstance(value, (tuple, list)) and len(value) == len(spec)
+                isinstance(value, (tuple, list))
+                and len(value) == len(spec)
                 and all(self._stands_for(s, v, trial) for s, v in zip(spec, value, strict=True))
-            )  # fmt: skip
+            )
         if kind is dict:
-            return type(value) is dict and value.keys() == spec.keys() and all(
-                self._stands_for(entry, value[key], trial) for key, entry in spec.items()
+            return (
+                type(value) is dict
+                and value.keys() == spec.keys()
+                and all(self._stands_for(entry, value[key], trial) for key, entry in spec.items())
             )
         if kind is slice:
             return type(value) is slice and all(
@@ -143,9 +146,11 @@ class Activation:
     def _is_of_chain(self, value: torch.Tensor, number: int) -> bool:
         """Whether it is this value from another run along the chain."""
         return (
-            type(value) is QTensor and value.slot == number
-            and value.activation is not None and value.activation.chain is self.chain
-        )  # fmt: skip
+            type(value) is QTensor
+            and value.slot == number
+            and value.activation is not None
+            and value.activation.chain is self.chain
+        )
 
     def _extent(self, spec: Extent, trial: dict[int, torch.Tensor]) -> int | None:
         try:

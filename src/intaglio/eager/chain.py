@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from intaglio import build
-from intaglio.calls import settles
 from intaglio.eager.events import Event, Extent, Held, Value, fill, held, leaves
 from intaglio.eager.kinds import is_factory
 from intaglio.eager.places import places
@@ -26,8 +25,12 @@ from intaglio.eager.tensor import QTensor
 from intaglio.errors import CaptureError, UnsupportedError
 from intaglio.ir import Input, Output, evaluate
 from intaglio.lower import requantize
-from intaglio.quant import Parameters, Prepared, Quantizer, Reference, convert, prepare
-from intaglio.quant.statistics import Statistics
+from intaglio.quant.calibrate.prepare import Prepared, prepare
+from intaglio.quant.calibrate.tensor_statistics import Statistics
+from intaglio.quant.qdq.convert import Reference, convert
+from intaglio.quant.qdq.parameters import Parameters
+from intaglio.quant.recipes.recipe import Quantizer
+from intaglio.signature import settles
 
 logger = logging.getLogger("intaglio")
 Made = tuple[Sequence[int], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]
@@ -302,8 +305,12 @@ class Chain:
             outputs=tuple(Output(node.name) for node in output.args[0]),
             in_tree=pytree.tree_structure(example),
             out_tree=pytree.tree_structure(tuple(range(len(output.args[0])))),
-            fixed={}, written={}, names=(), state=(), ranges={},
-        )  # fmt: skip
+            fixed={},
+            written={},
+            names=(),
+            state=(),
+            ranges={},
+        )
         reference = dataclasses.replace(self.reference, module=part.module, signature=signature)
         program = build.compile(requantize(reference))
         return reads, lambda tensors: program(*tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from intaglio.eager.chain import Chain
 from intaglio.eager.events import Event
 from intaglio.eager.kinds import plain_name
-from intaglio.quant.regions import Region
+from intaglio.quant.annotate.regions import Region
 
 
 def regions_of(chain: Chain) -> list[tuple[Region, tuple[Event, ...]]]:

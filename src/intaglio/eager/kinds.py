@@ -8,13 +8,53 @@ from typing import Any
 
 import torch
 
-QUESTIONS = frozenset({
-    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn", "names", "is_cpu",
-    "is_cuda", "is_meta", "is_mkldnn", "is_mps", "is_quantized", "is_sparse", "is_nested", "itemsize", "nbytes",
-    "size", "dim", "numel", "nelement", "ndimension", "stride", "is_floating_point", "is_complex", "is_contiguous",
-    "is_signed", "is_inference", "element_size", "get_device", "__len__", "__hash__", "is_same_size", "output_nr",
-    "storage_offset", "_version", "is_tensor", "result_type", "can_cast", "promote_types",
-})  # fmt: skip
+QUESTIONS = frozenset(
+    {
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "grad",
+        "grad_fn",
+        "names",
+        "is_cpu",
+        "is_cuda",
+        "is_meta",
+        "is_mkldnn",
+        "is_mps",
+        "is_quantized",
+        "is_sparse",
+        "is_nested",
+        "itemsize",
+        "nbytes",
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "ndimension",
+        "stride",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "is_signed",
+        "is_inference",
+        "element_size",
+        "get_device",
+        "__len__",
+        "__hash__",
+        "is_same_size",
+        "output_nr",
+        "storage_offset",
+        "_version",
+        "is_tensor",
+        "result_type",
+        "can_cast",
+        "promote_types",
+    }
+)
 """Answered without the numbers of a tensor."""
 QUESTION_FUNCTIONS = frozenset(
     getattr(found, "__get__", found) if inspect.isdatadescriptor(found) else found

@@ -55,9 +55,7 @@ def _close(a: tuple[float, float], b: tuple[float, float]) -> bool:
 
 def _samples(inputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    other = [
-        torch.randn(x.shape, generator=generator).to(x.dtype) if x.is_floating_point() else x for x in inputs
-    ]  # fmt: skip
+    other = [torch.randn(x.shape, generator=generator).to(x.dtype) if x.is_floating_point() else x for x in inputs]
     return [list(inputs), other]
 
 

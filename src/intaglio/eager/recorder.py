@@ -166,9 +166,16 @@ class Recorder:
         return tuple(fill(list(args), self._leaf)), fill(kwargs, self._leaf)
 
     def record(
-        self, function: Callable[..., Any] | None, path: str, call: int, given: tuple[Any, dict[str, Any]],
-        args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, in_place: bool,
-    ) -> Event:  # fmt: skip
+        self,
+        function: Callable[..., Any] | None,
+        path: str,
+        call: int,
+        given: tuple[Any, dict[str, Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        in_place: bool,
+    ) -> Event:
         """``given``: what `arguments` said; ``args``, ``kwargs``, ``result``: the tensors themselves."""
         changed = None
         if in_place:
@@ -177,9 +184,7 @@ class Recorder:
         made = fill(result, lambda leaf: self._result(leaf) if isinstance(leaf, torch.Tensor) else leaf)
         recorded = self.recording
         views = () if in_place else self._views(tensors((args, kwargs)), tensors(result))
-        event = Event(
-            len(recorded.events), function, path, call, *given, made, changed, views, source_line()
-        )  # fmt: skip
+        event = Event(len(recorded.events), function, path, call, *given, made, changed, views, source_line())
         recorded.events.append(event)
         return event
 

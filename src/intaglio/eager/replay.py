@@ -16,13 +16,13 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from intaglio.capture import CAPTURE_PASSES, Captured, capture, run
-from intaglio.capture.nodes import origin
 from intaglio.eager.events import Event, Extent, Held, Value, held, leaves
 from intaglio.eager.kinds import out_of_place, plain_name
 from intaglio.eager.recorder import Recording
+from intaglio.fxgraph.nodes import origin
 from intaglio.ir import Origin
 from intaglio.ir.dims import Shape
+from intaglio.tracing import CAPTURE_PASSES, Captured, capture, run
 
 FILES = itertools.count()
 

@@ -269,5 +269,3 @@ def _lengths(name: str, args: tuple[Any, ...], result: Any) -> Any:
     if name == "size" and len(args) > 1:
         return Length.of(result, "size", args[0], args[1])
     return Length.of(result, "size", args[0], 0) if name == "__len__" else result
-
-

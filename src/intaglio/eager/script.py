@@ -6,8 +6,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from intaglio.quant import Reference
-from intaglio.quant.prepare import copy_graph
+from intaglio.quant.calibrate.prepare import copy_graph
+from intaglio.quant.qdq.convert import Reference
 
 
 def scriptable(reference: Reference) -> fx.GraphModule:

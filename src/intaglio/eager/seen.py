@@ -11,7 +11,7 @@ from intaglio.eager.chain import Chain
 from intaglio.eager.events import Event, Value, leaves
 from intaglio.eager.fusion import computing, regions_of, spelled
 from intaglio.ir import DType
-from intaglio.quant import Site
+from intaglio.quant.annotate.sites import Site
 
 LEVELS = {DType.U8: torch.quint8, DType.S8: torch.qint8}
 """What a tensor of levels is called in PyTorch."""
@@ -96,10 +96,14 @@ class Seen:
         after = [f"dequantize {self.first + n}" for n in made if n in results and n in self.levels]
         kind = type(self.model.get_submodule(event.path)).__name__ if event.function is None else event.name
         return SeenOpInfo(
-            kind, event.path if event.function is None else "", self._tensors(read), self._tensors(made),
-            ", ".join(before) or "nothing", self.instead.get(event.index, alone),
+            kind,
+            event.path if event.function is None else "",
+            self._tensors(read),
+            self._tensors(made),
+            ", ".join(before) or "nothing",
+            self.instead.get(event.index, alone),
             ", ".join(after) or "nothing",
-        )  # fmt: skip
+        )
 
     def _tensors(self, numbers: list[int]) -> tuple[QTensorInfo, ...]:
         types = {**self.chain.recording.types, **self.levels}

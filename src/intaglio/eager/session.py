@@ -25,7 +25,7 @@ from intaglio.eager.tensor import QTensor
 from intaglio.eager.undo import Undo
 from intaglio.eager.writes import memory
 from intaglio.errors import CaptureError, InputError, UnsupportedError
-from intaglio.quant import Quantizer
+from intaglio.quant.recipes.recipe import Quantizer
 
 logger = logging.getLogger("intaglio")
 
@@ -36,8 +36,9 @@ class Session:
     ``records``: operators that were not seen yet are recorded; else they run in float, or with ``strict`` are errors.
     """
 
-    def __init__(self, model: nn.Module, quantizer: Quantizer, strict: bool = False,
-                 leaf_classes: tuple[type, ...] = ()) -> None:  # fmt: skip
+    def __init__(
+        self, model: nn.Module, quantizer: Quantizer, strict: bool = False, leaf_classes: tuple[type, ...] = ()
+    ) -> None:
         self.leaf_classes = leaf_classes
         self.model, self.quantizer, self.strict = model, quantizer, strict
         self.records = True
@@ -223,8 +224,12 @@ class Session:
         made = Activation(self, first)
         if not made.begin(args, kwargs) and self.strict:
             nested = pytree.tree_structure((args, kwargs))
-            raise InputError("arguments", None, f"nested as {nested}, calibrated as {first.call_tree}",
-                             remedy="call it as in calibration, or convert without strict=True")  # fmt: skip
+            raise InputError(
+                "arguments",
+                None,
+                f"nested as {nested}, calibrated as {first.call_tree}",
+                remedy="call it as in calibration, or convert without strict=True",
+            )
         if made.misfits and self.records and self._widened(first, made):
             made = Activation(self, first)
             made.begin(args, kwargs)
@@ -251,9 +256,12 @@ class Session:
             same = at is not None and chain is at.chain
             behind = same and at is not None and event.index >= at.next
             return (
-                (chain, event.index) not in known, in_file(event.source) != line, not same, not behind,
+                (chain, event.index) not in known,
+                in_file(event.source) != line,
+                not same,
+                not behind,
                 event.index if behind or at is None else -event.index,
-            )  # fmt: skip
+            )
 
         candidates = sorted(candidates, key=order)
         for widens in (False, True) if self.records else (False,):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from intaglio.capture.nodes import name_of, operator
-from intaglio.quant.prepare import Observer
+from intaglio.fxgraph.nodes import name_of, operator
+from intaglio.quant.calibrate.prepare import Observer
 
 
 @dataclass(frozen=True)
@@ -105,4 +105,3 @@ def has_integers(module: fx.GraphModule) -> bool:
 
 def _rows(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "intaglio"
-

@@ -144,9 +144,11 @@ def attach(session: Session) -> None:
             continue
         if "forward" in vars(module):
             raise CaptureError(
-                path or type(module).__name__, None, "it has a forward of its own, an attribute beside its class",
+                path or type(module).__name__,
+                None,
+                "it has a forward of its own, an attribute beside its class",
                 remedy="make it the forward of a class; a wrapper that set it can mostly undo it",
-            )  # fmt: skip
+            )
         kind = call_of(module, session.leaf_classes) if path else Call
         if kind is not Call:
             inside.update(map(id, module.modules()))

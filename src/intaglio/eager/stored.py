@@ -21,8 +21,8 @@ from intaglio.eager.copies import Attachment
 from intaglio.eager.recorder import Recording
 from intaglio.eager.replay import text_of
 from intaglio.errors import ArtifactError, InputError
-from intaglio.quant import Parameters
-from intaglio.quant.statistics import Statistics
+from intaglio.quant.calibrate.tensor_statistics import Statistics
+from intaglio.quant.qdq.parameters import Parameters
 
 if TYPE_CHECKING:
     from intaglio.eager.session import Session
@@ -61,9 +61,12 @@ def store(session: Session) -> Stored:
         for chain, index in ends
     ]
     entries[FLOW] = {
-        "version": VERSION, "runs": session.runs, "follows": follows,
-        "turns": sorted(session.turns, key=str), "outside": sorted(session.outside),
-    }  # fmt: skip
+        "version": VERSION,
+        "runs": session.runs,
+        "follows": follows,
+        "turns": sorted(session.turns, key=str),
+        "outside": sorted(session.outside),
+    }
     return Stored(tuple(chain.recording for chain in session.chains), entries)
 
 
@@ -172,9 +175,15 @@ class Loading(Attachment):
         self.session, self.whole = session, whole
 
     def __call__(
-        self, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str],
-        unexpected: list[str], errors: list[str],
-    ) -> None:  # fmt: skip
+        self,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
         session = self.session
         stored, head = session.kept(), f"{prefix}{KEY}."
         given: dict[str, Entry] = {}

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from intaglio.capture import Captured
 from intaglio.eager.activation import Activation
 from intaglio.eager.chain import Chain
 from intaglio.eager.copies import bare, plain_copy
@@ -20,7 +19,9 @@ from intaglio.eager.session import Session
 from intaglio.eager.state import attach, session_of
 from intaglio.eager.tensor import plain
 from intaglio.errors import InputError
-from intaglio.quant import Binder, Reference, binder_for
+from intaglio.quant.calibrate.batches import Binder, binder_for
+from intaglio.quant.qdq.convert import Reference
+from intaglio.tracing import Captured
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,11 @@ def _contents(activation: Activation, kin: Sequence[int | str]) -> dict[int, tor
             spec, result = chain.run_event(
                 event, lambda n: found[n] if n in found else activation.operand(n), activation.size
             )
-            made = {leaf: tensor for leaf, tensor in zip(leaves(spec), leaves(result), strict=True)
-                    if isinstance(leaf, Value)}  # fmt: skip
+            made = {
+                leaf: tensor
+                for leaf, tensor in zip(leaves(spec), leaves(result), strict=True)
+                if isinstance(leaf, Value)
+            }
             found.update({number: made[Value(number)] for number in views})
     return found
 

@@ -12,7 +12,7 @@ from intaglio.ir.dims import (
     substitute,
     symbol,
     symbols_of,
-)  # fmt: skip
+)
 from intaglio.ir.graph import About, Graph, Input, Op, Origin, Output, Signature, State, fresh, prune
 from intaglio.ir.partition import (
     Buffer,

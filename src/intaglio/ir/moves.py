@@ -167,8 +167,14 @@ def _pixel_shuffle(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
     """Channel ``c * r * r + i * r + j`` becomes row ``h * r + i``, column ``w * r + j`` of channel c."""
     (((n, c, h, w), (sn, sc, sh, sw)),) = sources
     r = op.attrs["factor"]
-    runs = (Run(n, sn, to[0]), Run(c // (r * r), sc * (r * r), to[1]), Run(h, sh, to[2] * r), Run(r, sc * r, to[2]),
-            Run(w, sw, to[3] * r), Run(r, sc, to[3]))  # fmt: skip
+    runs = (
+        Run(n, sn, to[0]),
+        Run(c // (r * r), sc * (r * r), to[1]),
+        Run(h, sh, to[2] * r),
+        Run(r, sc * r, to[2]),
+        Run(w, sw, to[3] * r),
+        Run(r, sc, to[3]),
+    )
     return [Box(runs)]
 
 
@@ -176,8 +182,14 @@ def _pixel_unshuffle(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
     """The inverse of a pixel shuffle."""
     (((n, c, h, w), (sn, sc, sh, sw)),) = sources
     r = op.attrs["factor"]
-    runs = (Run(n, sn, to[0]), Run(c, sc, to[1] * (r * r)), Run(h // r, sh * r, to[2]), Run(r, sh, to[1] * r),
-            Run(w // r, sw * r, to[3]), Run(r, sw, to[1]))  # fmt: skip
+    runs = (
+        Run(n, sn, to[0]),
+        Run(c, sc, to[1] * (r * r)),
+        Run(h // r, sh * r, to[2]),
+        Run(r, sh, to[1] * r),
+        Run(w // r, sw * r, to[3]),
+        Run(r, sw, to[1]),
+    )
     return [Box(runs)]
 
 
@@ -187,9 +199,15 @@ def _unfold_depth(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
     groups, taps, step, apart = (op.attrs[name] for name in ("groups", "taps", "stride", "dilation"))
     each = shape[1] // groups
     outputs = (shape[2] - apart * (taps - 1) - 1) // step + 1
-    runs = (Run(shape[0], at[0], to[0]), Run(groups, at[1] * each, to[1] * (taps * each)),
-            Run(taps, at[2] * apart, to[1] * each), Run(each, at[1], to[1]), Run(outputs, at[2] * step, to[2]),
-            Run(shape[3], at[3], to[3]), Run(shape[4], at[4], to[4]))  # fmt: skip
+    runs = (
+        Run(shape[0], at[0], to[0]),
+        Run(groups, at[1] * each, to[1] * (taps * each)),
+        Run(taps, at[2] * apart, to[1] * each),
+        Run(each, at[1], to[1]),
+        Run(outputs, at[2] * step, to[2]),
+        Run(shape[3], at[3], to[3]),
+        Run(shape[4], at[4], to[4]),
+    )
     return [Box(runs)]
 
 

@@ -151,7 +151,6 @@ def _orders(pattern: Pattern, node: N, view: View[N]) -> list[tuple[N | None, ..
     return orders
 
 
-
 Pass = Callable[[Graph], tuple[Graph, int]]
 
 

@@ -61,4 +61,3 @@ def _bounds(op: Op, graph: Graph) -> Iterable[tuple[Dim, str]]:
             if widest:
                 own = int(op.attrs["mode"] == "reflect")
                 yield size - widest - own, f"{op.attrs['mode']} padding by {widest} of an axis of {size}"
-

@@ -50,8 +50,11 @@ BODY_RULES = {kind: RULES[kind] for kind in ("quantize", "dequantize")}
 KEEP_REST = ("requantize", "add")
 """They may give a value of 16 bits as a level and a rest; a sum may take one, the rest as its last operand."""
 OPTIONAL: dict[str, tuple[DType, ...]] = {
-    "add": (U8,), "activate": (F32,), "attention": (BOOL, F32), "linear_f32": (F32,)
-}  # fmt: skip
+    "add": (U8,),
+    "activate": (F32,),
+    "attention": (BOOL, F32),
+    "linear_f32": (F32,),
+}
 """Kind -> element types of a last operand that may be left out: a rest, gains, a mask, a bias."""
 B_OPERANDS = {"attention": (1, 2), "bmm": (1,)}
 """Kind -> operands that kernels read as they read weights: symmetric, zero point 128, levels 1..255."""

@@ -70,9 +70,10 @@ def join_epilogues(partitions: Sequence[Partition], graph: Graph) -> list[Partit
         if loop.kind not in ("loop", "dequantize") or not is_plain(loop, graph.types):
             continue
         products = [
-            ends[name] for name in loop.inputs
+            ends[name]
+            for name in loop.inputs
             if name in ends and len(users[name]) == 1 and name not in graph.outputs and _gives_tiles(ends[name], graph)
-        ]  # fmt: skip
+        ]
         loop = as_loop(loop, graph.types)
         if products and _takes_tiles(loop, (product := max(products, key=lambda one: order[one.output])).output):
             del found[product.ops[-1].outputs]

@@ -10,8 +10,7 @@ import numpy as np
 from torch import fx
 
 from intaglio import numerics
-from intaglio.capture.captured import expect
-from intaglio.capture.nodes import (
+from intaglio.fxgraph.nodes import (
     arguments,
     call_of,
     is_constant,
@@ -22,7 +21,6 @@ from intaglio.capture.nodes import (
     tensor_nodes,
     tensor_type,
 )
-from intaglio.capture.whiles import loops_of, with_bodies
 from intaglio.ir import DType, Graph, Op, Origin, QParams, TensorType, fresh, verify
 from intaglio.ir.rewrite import run_passes
 from intaglio.lower.islands import Unit, island_of
@@ -41,15 +39,17 @@ from intaglio.ops.conv import output_axis
 from intaglio.ops.opdef import Attrs
 from intaglio.ops.pool import counts
 from intaglio.ops.resize import is_free, tables
-from intaglio.quant.convert import Reference
-from intaglio.quant.dynamic import rows_behind
-from intaglio.quant.embeddings import table_behind
-from intaglio.quant.patterns import is_host
-from intaglio.quant.qparams import each_output, per_output
-from intaglio.quant.recurrent import RECURRENT_CALL
-from intaglio.quant.regions import Annotations, Chain
-from intaglio.quant.sites import Skip
-from intaglio.quant.skips import macs
+from intaglio.quant.annotate.embedding_tables import table_behind
+from intaglio.quant.annotate.per_token import rows_behind
+from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
+from intaglio.quant.annotate.refusals import macs
+from intaglio.quant.annotate.regions import Annotations, Chain
+from intaglio.quant.annotate.sites import Skip
+from intaglio.quant.qdq.convert import Reference
+from intaglio.quant.qdq.qparams import each_output, per_output
+from intaglio.quant.recipes.user_patterns import is_host
+from intaglio.tracing.captured import expect
+from intaglio.tracing.while_loops import loops_of, with_bodies
 
 
 def requantize(reference: Reference) -> Lowered:
@@ -73,9 +73,17 @@ def requantize(reference: Reference) -> Lowered:
         with_bodies(island.module, bodies)
     native = frozenset(node.name for node in own)
     lowered = Lowered(
-        graph, builder.islands, reference.signature, floats, (integer, total), len(inside), reference.about,
-        builder.hosts, native, bodies,
-    )  # fmt: skip
+        graph,
+        builder.islands,
+        reference.signature,
+        floats,
+        (integer, total),
+        len(inside),
+        reference.about,
+        builder.hosts,
+        native,
+        bodies,
+    )
     notes = tuple(f"{name} runs in Python, its body in a program of its own, which counts once" for name in bodies)
     return replace(lowered, about=reference.about.after(notes, integer=lowered.text()))
 
@@ -246,9 +254,15 @@ class _Builder:
         return self.reused[stem]
 
     def _op(
-        self, kind: str, inputs: Iterable[str], stem: str, result: TensorType, where: Origin,
-        rest: QParams | None = None, **attrs,
-    ) -> str:  # fmt: skip
+        self,
+        kind: str,
+        inputs: Iterable[str],
+        stem: str,
+        result: TensorType,
+        where: Origin,
+        rest: QParams | None = None,
+        **attrs,
+    ) -> str:
         """The first result of an operator; with ``rest`` it has another one of these parameters."""
         output = self._value(stem, result)
         outputs = [output]
@@ -578,10 +592,14 @@ class _Builder:
         """A move of floats, integers or booleans, or of the levels of a buffer."""
         of_levels = tensor_type(node).q is not None
         names = [
-            self._real_constant(value) if is_constant(value)
-            else self._levels(value) if of_levels else self._float(value)
-            for value in operands(node) if value is not None
-        ]  # fmt: skip
+            self._real_constant(value)
+            if is_constant(value)
+            else self._levels(value)
+            if of_levels
+            else self._float(value)
+            for value in operands(node)
+            if value is not None
+        ]
         self.values[node] = self._op(record.name, names, node.name, tensor_type(node), origin(node), **attrs)
 
     def _real_constant(self, node: fx.Node) -> str:
@@ -636,4 +654,3 @@ def _origin(region: IntegerRegion) -> Origin:
     """Where the kernel's work is written: the anchor's module, the whole chain of operators."""
     anchor = origin(region.anchor)
     return Origin(anchor.path, " + ".join(operator(node).split(".")[1] for node in region.nodes), anchor.source)
-

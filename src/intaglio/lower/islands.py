@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from intaglio.calls import DTYPES
-from intaglio.capture.nodes import operator, tensor_nodes, tensor_type
+from intaglio.fxgraph.nodes import operator, tensor_nodes, tensor_type
 from intaglio.ir import Dim
 from intaglio.lower.regions import IntegerRegion
-from intaglio.quant.datatypes import FLOAT8
-from intaglio.quant.own import OWN
+from intaglio.quant.calibrate.custom_observer import OWN
+from intaglio.quant.recipes.datatypes import FLOAT8
+from intaglio.signature import DTYPES
 
 
 @dataclass(frozen=True)

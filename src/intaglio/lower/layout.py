@@ -13,15 +13,23 @@ from intaglio.ir import Buffer, Dim, DType, Graph, Op, TensorType, evaluate, fre
 from intaglio.ir.loops import body_of, row_axis, space
 from intaglio.ir.moves import MOVES, moves_nothing
 from intaglio.ir.phases import axis_phases
-from intaglio.quant.sites import Sharing
+from intaglio.quant.annotate.sites import Sharing
 
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 IMAGES = (
-    *CONVOLUTIONS, *TRANSPOSED, "unfold_depth", "pixels", "upsample_linear1d", "upsample_bilinear2d",
-    *(f"{kind}{axes}d" for kind in ("max_pool", "avg_pool", "adaptive_avg_pool", "upsample_nearest")
-      for axes in (1, 2, 3)),
-)  # fmt: skip
+    *CONVOLUTIONS,
+    *TRANSPOSED,
+    "unfold_depth",
+    "pixels",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    *(
+        f"{kind}{axes}d"
+        for kind in ("max_pool", "avg_pool", "adaptive_avg_pool", "upsample_nearest")
+        for axes in (1, 2, 3)
+    ),
+)
 """Operators that want their channels last."""
 ROWS = ("linear", "layer_norm", "attention", "bmm", "quantize_rows", "dequantize_rows", "lstm", "gru", "linear_f32")
 """Operators that want the last axis innermost."""

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import fx
 
-from intaglio.calls import bind, dims_of, initial_state, kept_state, rebuild
 from intaglio.ir import About, Dim, DType, Graph, Op, Signature, evaluate, graph_text
 from intaglio.ops import OPS, OpDef, interpret
-from intaglio.quant.sites import Skip
+from intaglio.quant.annotate.sites import Skip
+from intaglio.signature import bind, dims_of, initial_state, kept_state, rebuild
 
 
 @dataclass(frozen=True)

@@ -102,5 +102,10 @@ def _unfolded(op: Op, weight: np.ndarray) -> tuple[list[tuple[str, dict[str, Any
 
 
 LOWER_PASSES = (
-    drop_identity, depth_as_channels, merge_loops, loops_as_tables, near_functions, separate_layouts,
-)  # fmt: skip
+    drop_identity,
+    depth_as_channels,
+    merge_loops,
+    loops_as_tables,
+    near_functions,
+    separate_layouts,
+)

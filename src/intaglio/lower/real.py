@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from intaglio.capture.nodes import (
+from intaglio.fxgraph.nodes import (
     arguments,
     call_of,
     is_constant,
@@ -29,7 +29,7 @@ from intaglio.ops import OpDef
 from intaglio.ops.body import Body, RealCall
 from intaglio.ops.opdef import Attrs
 from intaglio.ops.real import REAL_BY_TARGET, refusal, write_call
-from intaglio.quant.embeddings import table_behind
+from intaglio.quant.annotate.embedding_tables import table_behind
 
 STORED = (torch.float32, torch.bool, torch.int64)
 """Element types of constants that loops read."""
@@ -41,13 +41,19 @@ def real_call(node: fx.Node, module: fx.GraphModule) -> RealCall | None:
     if record is None or result is None:
         return None
     given = {name: _typed(value) for name, value in arguments(node).items()}
-    held = {name: getattr(module, str(value.target)) for name, value in arguments(node).items()
-            if isinstance(value, fx.Node) and is_constant(value)}  # fmt: skip
+    held = {
+        name: getattr(module, str(value.target))
+        for name, value in arguments(node).items()
+        if isinstance(value, fx.Node) and is_constant(value)
+    }
     read = [leaf for leaf in tensor_nodes((node.args, node.kwargs)) if leaf.op == "get_attr"]
     if any(getattr(module, str(leaf.target)).dtype not in STORED for leaf in read):
         return None
-    held |= {name: getattr(module, str(table[0].target)) for name, value in arguments(node).items()
-             if (table := table_behind(value)) is not None}  # fmt: skip
+    held |= {
+        name: getattr(module, str(table[0].target))
+        for name, value in arguments(node).items()
+        if (table := table_behind(value)) is not None
+    }
     constants = {name: value.detach().numpy() for name, value in held.items()}
     call = RealCall(operator(node), given, result, constants)
     return call if refusal(record, call) is None else None

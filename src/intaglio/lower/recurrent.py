@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from intaglio.capture.nodes import operator, origin
+from intaglio.fxgraph.nodes import operator, origin
 from intaglio.ir import DType, Op, TensorType
 from intaglio.ops.recurrent import result_shapes
-from intaglio.quant.recurrent import RECURRENT_CALL
+from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
 
 if TYPE_CHECKING:
     from intaglio.lower.integer import _Builder
@@ -28,20 +28,30 @@ def recurrent(builder: _Builder, node: fx.Node) -> None:
         builder.values[node] = builder.items[source][index]
         return
     kind, x, scales, _, _, constants, states, layers, directions, batch_first, cell = node.args
-    attrs = {"layers": layers, "directions": directions, "batch_first": batch_first, "cell": cell,
-             "rows": scales is not None}  # fmt: skip
+    attrs = {
+        "layers": layers,
+        "directions": directions,
+        "batch_first": batch_first,
+        "cell": cell,
+        "rows": scales is not None,
+    }
     where = origin(node)
     stem = where.path.replace("@", "_call") or kind
     names = [builder.values[x], *([builder.values[scales]] if scales is not None else [])]
     for constant in constants:
         array = getattr(builder.module, constant.target).numpy()
         dtype = constant.meta["type"].dtype
-        names.append(builder._weight(constant, array, constant.meta["type"].q) if dtype is DType.S8
-                     else builder._constant(constant.target, array, dtype))  # fmt: skip
+        names.append(
+            builder._weight(constant, array, constant.meta["type"].q)
+            if dtype is DType.S8
+            else builder._constant(constant.target, array, dtype)
+        )
     names += [builder._float(state) for state in states]
     shapes = result_shapes(kind, attrs, builder.types[names[0]].shape, constants[1].meta["type"].shape[1])
-    outputs = tuple(builder._value(f"{stem}_{part}", TensorType(shape, DType.F32))
-                    for part, shape in zip(("y", "h", "c")[cell:], shapes, strict=False))  # fmt: skip
+    outputs = tuple(
+        builder._value(f"{stem}_{part}", TensorType(shape, DType.F32))
+        for part, shape in zip(("y", "h", "c")[cell:], shapes, strict=False)
+    )
     builder.ops.append(Op(kind, tuple(names), outputs, attrs, origin=where))
     builder.items[node] = outputs
     builder.values[node] = outputs[0]

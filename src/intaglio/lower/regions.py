@@ -8,18 +8,18 @@ import numpy as np
 from torch import fx
 
 from intaglio import numerics
-from intaglio.calls import DTYPES
-from intaglio.capture.nodes import FxView, activations, call_of, is_constant, operands, operator, record_of
+from intaglio.fxgraph.nodes import FxView, activations, call_of, is_constant, operands, operator, record_of
 from intaglio.ir import DType, QParams
 from intaglio.ir.moves import MOVES
 from intaglio.ir.rewrite import match
 from intaglio.ops import ACCUMULATING, FUSIONS, NUMBERS, SUMS
-from intaglio.quant.dynamic import rows_behind
-from intaglio.quant.find_regions import fusable
-from intaglio.quant.levels import DEQUANTIZE, DEQUANTIZE_CHANNEL, QUANTIZE, QUANTIZE_CHANNEL
-from intaglio.quant.own import OWN
-from intaglio.quant.patterns import Whole, operands_of_whole
-from intaglio.quant.regions import Chain
+from intaglio.quant.annotate.find_regions import fusable
+from intaglio.quant.annotate.per_token import rows_behind
+from intaglio.quant.annotate.regions import Chain
+from intaglio.quant.calibrate.custom_observer import OWN
+from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE, DEQUANTIZE_CHANNEL, QUANTIZE, QUANTIZE_CHANNEL
+from intaglio.quant.recipes.user_patterns import Whole, operands_of_whole
+from intaglio.signature import DTYPES
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,12 @@ def _result(user: fx.Node) -> QParams | None:
     if (wide := quantized_to(user, DType.U16)) is None:
         return quantized_to(user)
     again = (quantized_to(level) for real in user.users for level in real.users)
-    plain = QParams((float(np.float32(numerics.STEPS * wide.step)),), (wide.zero // numerics.STEPS,),
-                    wide.qmin // numerics.STEPS, wide.qmax // numerics.STEPS)  # fmt: skip
+    plain = QParams(
+        (float(np.float32(numerics.STEPS * wide.step)),),
+        (wide.zero // numerics.STEPS,),
+        wide.qmin // numerics.STEPS,
+        wide.qmax // numerics.STEPS,
+    )
     return next((q for q in again if q is not None), plain)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from intaglio.lower.integer import requantize
 from intaglio.lower.lowered import Lowered
-from intaglio.quant.convert import Reference
+from intaglio.quant.qdq.convert import Reference
 
 
 class Requantizer:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import fx
 
-from intaglio.capture.nodes import operands, operator, origin, tensor_type
+from intaglio.fxgraph.nodes import operands, operator, origin, tensor_type
 from intaglio.ir import DType, Op, TensorType
 from intaglio.ops.rows import row_accumulator, row_levels, scales_shape
-from intaglio.quant.dynamic import DEQUANTIZE_ROWS, QUANTIZE_ROWS, rows_behind
-from intaglio.quant.regions import Chain
+from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS, QUANTIZE_ROWS, rows_behind
+from intaglio.quant.annotate.regions import Chain
 
 if TYPE_CHECKING:
     from intaglio.lower.integer import _Builder
@@ -52,8 +52,9 @@ def product_of_rows(builder: _Builder, region: Chain) -> None:
     where, shape, outputs = origin(node), tensor_type(node).shape, builder.constants[weight].shape[0]
     stem = where.path.replace("@", "_call") or record.name
     zeros = builder._constant(f"{stem}_start", np.zeros(outputs, np.int32), DType.I32)
-    acc = builder._op(record.name, [x, weight, zeros], f"{stem}_acc",
-                      TensorType(shape, DType.I32, row_accumulator(scales)), where)  # fmt: skip
+    acc = builder._op(
+        record.name, [x, weight, zeros], f"{stem}_acc", TensorType(shape, DType.I32, row_accumulator(scales)), where
+    )
     given = values[record.roles.bias]
     bias = np.zeros(outputs, np.float32) if given is None else getattr(builder.module, given.target).detach().numpy()
     names = [

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from intaglio.capture.nodes import arguments, is_constant, operator, origin, resolve, tensor_type
-from intaglio.capture.ramps import ARANGES
+from intaglio.fxgraph.integer_ranges import ARANGES
+from intaglio.fxgraph.nodes import arguments, is_constant, operator, origin, resolve, tensor_type
 from intaglio.ir import DType, Expression, Op, TensorType
 from intaglio.ops.tables import MODES, NO_PADDING
-from intaglio.quant.embeddings import BAGS, bag_refusal, table_behind
+from intaglio.quant.annotate.embedding_tables import BAGS, bag_refusal, table_behind
 
 if TYPE_CHECKING:
     from intaglio.lower.integer import _Builder

@@ -130,9 +130,13 @@ def _neighbours(view: View | None) -> bool:
 
 
 def _lies(
-    name: str, graph: Graph, buffers: Mapping[str, Buffer], rows: frozenset[str], own: bool = False,
+    name: str,
+    graph: Graph,
+    buffers: Mapping[str, Buffer],
+    rows: frozenset[str],
+    own: bool = False,
     apart: Mapping[str, _Lying] | None = None,
-) -> _Lying | None:  # fmt: skip
+) -> _Lying | None:
     """Of a value with memory of its own, which an alias of what is in ``apart`` gets, or with ``own`` as if it had."""
     kind = graph.types[name]
     buffer = buffers.get(name) or Buffer(name, kind.shape, kind.dtype, rows=name in rows or name in graph.constants)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from intaglio.capture.nodes import is_constant, operands, operator, origin, record_of, tensor_type
+from intaglio.fxgraph.nodes import is_constant, operands, operator, origin, record_of, tensor_type
 from intaglio.ir import DType, QParams, TensorType
 from intaglio.lower.regions import constant_of, levels_of
-from intaglio.quant.levels import DEQUANTIZE_CHANNEL
+from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL
 
 if TYPE_CHECKING:
     from intaglio.lower.integer import _Builder

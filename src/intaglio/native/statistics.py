@@ -70,8 +70,20 @@ def count(x: F32, rows: int = 1, threads: int = 1) -> Counts:
     found, columns = library.NativeCounts(), x.size // rows if rows else 0
     arrays = (array.ctypes.data for array in (lows, highs, bins, sketch, sums))
     native.intaglio_count(x.ctypes.data, rows, columns, threads, *arrays, ctypes.byref(found))
-    return Counts(x.size, found.low, found.high, found.nans, found.infinities, found.zeros, found.exponent, bins,
-                  sketch, _total(sums), lows, highs)  # fmt: skip
+    return Counts(
+        x.size,
+        found.low,
+        found.high,
+        found.nans,
+        found.infinities,
+        found.zeros,
+        found.exponent,
+        bins,
+        sketch,
+        _total(sums),
+        lows,
+        highs,
+    )
 
 
 def channel_extrema(x: F32, outer: int, channels: int, inner: int, threads: int = 1) -> tuple[F32, F32]:
@@ -169,8 +181,7 @@ def _parts(x: F32) -> list[F32]:
 
 
 def _exact(x: F32) -> NDArray[np.float64]:
-    """f32 without NaN -> f64 from the bits, so that a flushed float mode (torch.set_flush_denormal) loses no denormal.
-    """
+    """Return f32 values without NaN as f64, converted from their bits: `torch.set_flush_denormal` loses no denormal."""
     bits = x.view(np.uint32)
     exponent = np.maximum(((bits >> np.uint32(23)) & np.uint32(255)).astype(np.int32), 1)
     size = np.where(exponent < 255, np.ldexp(_mantissas(bits).astype(np.float64), exponent - 150), np.inf)

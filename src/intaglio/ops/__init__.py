@@ -43,11 +43,36 @@ def index(*groups: Iterable[OpDef]) -> tuple[Mapping[str, OpDef], Mapping[str, O
 
 
 OPS, BY_TARGET = index(
-    conv.OPS, pointwise.OPS, channels.OPS, pool.OPS, norm.OPS, resize.OPS, shape.OPS, unary.OPS, activate.OPS,
-    loop.OPS, attention.OPS, rows.OPS, recurrent.OPS, tables.OPS, linear_f32.OPS,
-)  # fmt: skip
+    conv.OPS,
+    pointwise.OPS,
+    channels.OPS,
+    pool.OPS,
+    norm.OPS,
+    resize.OPS,
+    shape.OPS,
+    unary.OPS,
+    activate.OPS,
+    loop.OPS,
+    attention.OPS,
+    rows.OPS,
+    recurrent.OPS,
+    tables.OPS,
+    linear_f32.OPS,
+)
 
 __all__ = [
-    "ACCUMULATING", "ANCHORS", "BY_TARGET", "FUSIONS", "NUMBERS", "OPS", "SUMS", "Call", "Fusion", "OpDef", "Roles",
-    "index", "interpret", "run_op",
-]  # fmt: skip
+    "ACCUMULATING",
+    "ANCHORS",
+    "BY_TARGET",
+    "FUSIONS",
+    "NUMBERS",
+    "OPS",
+    "SUMS",
+    "Call",
+    "Fusion",
+    "OpDef",
+    "Roles",
+    "index",
+    "interpret",
+    "run_op",
+]

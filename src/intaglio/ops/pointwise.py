@@ -195,7 +195,8 @@ CLAMP = OpDef(
 REQUANTIZE = OpDef(name="requantize", operands=("acc", "multiplier"), meaning=requantize_meaning, kernel="matmul")
 TABLE = OpDef(name="table", operands=("self", "levels"), meaning=table_meaning, kernel="pointwise")
 QUANTIZE = OpDef(name="quantize", meaning=quantize_meaning, kernel="border")
-PIXELS = OpDef(name="pixels", operands=("self", "gain", "shift"), infer=pixels_shape, meaning=pixels_meaning,
-               kernel="border")  # fmt: skip
+PIXELS = OpDef(
+    name="pixels", operands=("self", "gain", "shift"), infer=pixels_shape, meaning=pixels_meaning, kernel="border"
+)
 DEQUANTIZE = OpDef(name="dequantize", meaning=dequantize_meaning, kernel="border")
 OPS = (ADD, MUL, CLAMP, REQUANTIZE, TABLE, QUANTIZE, PIXELS, DEQUANTIZE)

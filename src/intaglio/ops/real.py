@@ -314,8 +314,19 @@ def _forms(name: str, *kinds: str) -> tuple[str, ...]:
 
 
 _UNARY = (
-    "neg", "abs", "sqrt", "reciprocal", "exp", "log", "relu", "hardswish", "hardsigmoid", "sigmoid", "tanh", "silu",
-)  # fmt: skip
+    "neg",
+    "abs",
+    "sqrt",
+    "reciprocal",
+    "exp",
+    "log",
+    "relu",
+    "hardswish",
+    "hardsigmoid",
+    "sigmoid",
+    "tanh",
+    "silu",
+)
 REALS: tuple[RealDef, ...] = (
     *(RealDef((f"aten.{name}.default",), unary(name)) for name in _UNARY),
     RealDef(_forms("round", "default", "decimals"), unary("round"), no_decimals),
@@ -334,11 +345,15 @@ REALS: tuple[RealDef, ...] = (
     RealDef(_forms("relu6", "default"), relu6),
     RealDef(_forms("gelu", "default"), gelu),
     RealDef(_forms("leaky_relu", "default"), leaky_relu),
-    *(RealDef(_forms(kind, "Tensor", "Scalar"), binary(kind), exact_comparison)
-      for kind in ("eq", "ne", "lt", "le", "gt", "ge")),
+    *(
+        RealDef(_forms(kind, "Tensor", "Scalar"), binary(kind), exact_comparison)
+        for kind in ("eq", "ne", "lt", "le", "gt", "ge")
+    ),
     *(RealDef((f"aten.logical_{kind}.default",), logical(kind)) for kind in ("and", "or", "xor", "not")),
-    *(RealDef((f"aten.bitwise_{kind}.Tensor", f"aten.__{kind}__.Tensor"), logical(kind), bitwise)
-      for kind in ("and", "or", "xor")),
+    *(
+        RealDef((f"aten.bitwise_{kind}.Tensor", f"aten.__{kind}__.Tensor"), logical(kind), bitwise)
+        for kind in ("and", "or", "xor")
+    ),
     RealDef(_forms("bitwise_not", "default"), logical("not"), bitwise),
     RealDef(_forms("where", "self", "ScalarOther", "ScalarSelf", "Scalar"), chosen),
     RealDef(_forms("masked_fill", "Scalar", "Tensor"), filled),
@@ -354,6 +369,6 @@ REALS: tuple[RealDef, ...] = (
     RealDef(_forms("rms_norm", "default"), rms_norm, last_axis),
     RealDef(_forms("batch_norm", "default"), batch_norm, constant_statistics),
     RealDef(_forms("embedding", "default"), embedding, constant_table),
-)  # fmt: skip
+)
 """Every float operator of a program; where one answers to no call, an island does."""
 REAL_BY_TARGET: Mapping[str, RealDef] = {target: record for record in REALS for target in record.targets}

@@ -62,8 +62,9 @@ def gru_step(x: np.ndarray, h: np.ndarray, state: Sequence[np.ndarray]) -> tuple
 STEPS = {"lstm": lstm_step, "gru": gru_step}
 
 
-def product(levels: np.ndarray, zero: int, rows: np.ndarray, weight: np.ndarray, columns: np.ndarray,
-            bias: np.ndarray) -> np.ndarray:  # fmt: skip
+def product(
+    levels: np.ndarray, zero: int, rows: np.ndarray, weight: np.ndarray, columns: np.ndarray, bias: np.ndarray
+) -> np.ndarray:
     """u8[..., K] times s8[G, K] -> f32[..., G]: `numerics.dequantize_rows` of the exact accumulator."""
     acc = (levels.astype(np.float64) - zero) @ weight.astype(np.float64).T
     return numerics.dequantize_rows(acc.astype(np.int64).astype(np.int32), rows, columns, bias)

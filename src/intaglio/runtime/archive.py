@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from intaglio.errors import ArtifactError
-from intaglio.writing import FILE, unwritable
+from intaglio.output_paths import FILE, unwritable
 
 FORMAT = "intaglio model"
 VERSION = 1
@@ -84,8 +84,12 @@ def _unzip(path: Path, file: BinaryIO) -> dict[str, bytes]:
         with zipfile.ZipFile(file) as archive:
             for entry in archive.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
-                    raise ArtifactError(str(path), None, f"'{entry.filename}' is packed or encrypted",
-                                        remedy="load takes what model.save wrote")  # fmt: skip
+                    raise ArtifactError(
+                        str(path),
+                        None,
+                        f"'{entry.filename}' is packed or encrypted",
+                        remedy="load takes what model.save wrote",
+                    )
                 if entry.filename in members:
                     raise ArtifactError(str(path), None, f"'{entry.filename}' stands in it twice", remedy=SAVE_AGAIN)
                 members[entry.filename] = archive.read(entry)
@@ -107,10 +111,12 @@ def _manifest(path: Path, members: dict[str, bytes]) -> dict[str, Any]:
         )
     if found.get("version") != VERSION:
         raise ArtifactError(
-            str(path), None, f"format {found.get('version')!r}; this version reads format {VERSION}",
+            str(path),
+            None,
+            f"format {found.get('version')!r}; this version reads format {VERSION}",
             remedy="save the model again with the installed version, or install the one that saved it "
             f"(intaglio {found.get('intaglio', '?')})",
-        )  # fmt: skip
+        )
     if not isinstance(found.get("digests"), dict):
         raise ArtifactError(str(path), None, "its manifest names no members", remedy=SAVE_AGAIN)
     return found

@@ -89,9 +89,11 @@ def open_artifact(program: Program, path: Path) -> Artifact:
     """The program with the library at ``path``, which was compiled from its text."""
     if program.isa not in machine.isas():  # a pickle brings the program of the machine it was made on
         raise BuildError(
-            program.name, None, f"a program for {program.isa}; this machine runs {', '.join(machine.isas())}",
+            program.name,
+            None,
+            f"a program for {program.isa}; this machine runs {', '.join(machine.isas())}",
             remedy="model.save writes files that intaglio.load opens on every machine",
-        )  # fmt: skip
+        )
     library = load(path)
     if not (hasattr(library, "intaglio_plan") and hasattr(library, "intaglio_run")):
         raise BuildError(str(path), None, "the library holds no program", remedy="load the file without trust=True")

@@ -49,11 +49,16 @@ class Coverage:
     def with_body(self, body: Coverage) -> Coverage:
         """Of a model whose float parts run a loop over this body, which counts once however often it runs."""
         return replace(
-            self, macs_int8=self.macs_int8 + body.macs_int8, macs_total=self.macs_total + body.macs_total,
+            self,
+            macs_int8=self.macs_int8 + body.macs_int8,
+            macs_total=self.macs_total + body.macs_total,
             operators_int8=self.operators_int8 + body.operators_int8,
-            operators_total=self.operators_total + body.operators_total, islands=self.islands + body.islands,
-            floats=self.floats + body.floats, hosts=self.hosts + body.hosts, loops=self.loops + body.loops,
-        )  # fmt: skip
+            operators_total=self.operators_total + body.operators_total,
+            islands=self.islands + body.islands,
+            floats=self.floats + body.floats,
+            hosts=self.hosts + body.hosts,
+            loops=self.loops + body.loops,
+        )
 
     @property
     def macs(self) -> float:
@@ -75,8 +80,10 @@ class Coverage:
         ]
         lines += _reasons(self.floats)
         if self.loops:
-            lines += [f"{len(self.loops)} float operator{'s' * (len(self.loops) != 1)} in the program:",
-                      *_reasons(self.loops)]  # fmt: skip
+            lines += [
+                f"{len(self.loops)} float operator{'s' * (len(self.loops) != 1)} in the program:",
+                *_reasons(self.loops),
+            ]
         if self.hosts:
             lines += [f"{len(self.hosts)} host operator{'s' * (len(self.hosts) != 1)}:", *_reasons(self.hosts)]
         return "\n".join([*lines, *[f"note: {note}" for note in self.notes]])

@@ -39,13 +39,18 @@ FEW = 4
 """Parameters per channel that stand in the text; more are in a tensor."""
 
 ARRAYS: Mapping[DType, Any] = {
-    DType.U8: np.uint8, DType.S8: np.int8, DType.I16: np.int16, DType.I32: np.int32, DType.I64: np.int64,
-    DType.F16: np.float16, DType.F32: np.float32, DType.F64: np.float64, DType.BOOL: np.bool_,
-}  # fmt: skip
+    DType.U8: np.uint8,
+    DType.S8: np.int8,
+    DType.I16: np.int16,
+    DType.I32: np.int32,
+    DType.I64: np.int64,
+    DType.F16: np.float16,
+    DType.F32: np.float32,
+    DType.F64: np.float64,
+    DType.BOOL: np.bool_,
+}
 BOUNDS = {DType.U8: (0, 255), DType.S8: (-128, 127)}
-TORCH_KINDS: Mapping[str, Any] = {
-    "dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout
-}  # fmt: skip
+TORCH_KINDS: Mapping[str, Any] = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
 NUMPY_KINDS = ("bool", "int8", "uint8", "int16", "int32", "int64", "float32", "float64")
 
 

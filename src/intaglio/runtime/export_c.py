@@ -23,10 +23,10 @@ from intaglio.errors import BuildError, UnsupportedError
 from intaglio.ir import Dim, DType, Expression, External, Program, Shape, Signature, c_expression, needs, symbols_of
 from intaglio.native.compile import COMPILE_FLAGS, HEADER_FOLDER, included
 from intaglio.native.machine import CPU_FLAGS, ISA_FLAGS
+from intaglio.output_paths import FOLDER, check_folder, unwritable
 from intaglio.runtime import threads
 from intaglio.runtime.coverage import SHOWN
 from intaglio.runtime.shapes import is_image
-from intaglio.writing import FOLDER, check_folder, unwritable
 
 if TYPE_CHECKING:
     from intaglio.runtime.model import QuantizedModel
@@ -79,27 +79,35 @@ def _check(model: QuantizedModel) -> None:
     if model.islands:
         parts = [f"\n    {part}" for part in coverage.floats[:SHOWN]] + ["\n    ..."] * (len(coverage.floats) > SHOWN)
         raise UnsupportedError(
-            name, None, "float parts run in PyTorch, and an exported program has none:" + "".join(parts),
+            name,
+            None,
+            "float parts run in PyTorch, and an exported program has none:" + "".join(parts),
             remedy="write them with operators of docs/reference/operators.md, which run in the program (also those "
             "that stay float with skip=), or quantize the part of the model without them",
-        )  # fmt: skip
+        )
     if model.hosts:
         raise UnsupportedError(
-            name, None, f"host operators have a meaning in NumPy and no kernel: {', '.join(model.hosts)}",
+            name,
+            None,
+            f"host operators have a meaning in NumPy and no kernel: {', '.join(model.hosts)}",
             remedy="quantize the part of the model without them",
-        )  # fmt: skip
+        )
     if signature.state or signature.written:
         paths = ", ".join([*(kept.path for kept in signature.state), *(f"argument {i}" for i in signature.written)])
         raise UnsupportedError(
-            name, None, f"the model changes what it is given or keeps: {paths}; exported calls only read and return",
+            name,
+            None,
+            f"the model changes what it is given or keeps: {paths}; exported calls only read and return",
             remedy="let the model take that as an input and return the new value",
-        )  # fmt: skip
+        )
     written = {external.value for external in model.artifact.program.externals if external.written}
     if missing := [value for value in model.graph.outputs if value not in written]:
         raise UnsupportedError(
-            name, None, f"the program does not compute {', '.join(missing)}: an input or a constant that is returned",
+            name,
+            None,
+            f"the program does not compute {', '.join(missing)}: an input or a constant that is returned",
             remedy="return it outside of the model",
-        )  # fmt: skip
+        )
 
 
 def _ordered(model: QuantizedModel, isas: Sequence[str] | None) -> list[str]:
@@ -129,8 +137,10 @@ def _output_names(signature: Signature) -> list[str]:
     """Of tensors, by their place in the result: ``logits``, ``boxes.1``; ``output`` of one that is the result."""
     numbered = pytree.tree_unflatten(list(range(len(signature.outputs))), signature.out_tree)
     paths, _ = pytree.tree_flatten_with_path(numbered)
-    keys = [".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
-            for path, _ in paths]  # fmt: skip
+    keys = [
+        ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+        for path, _ in paths
+    ]
     return [key or "output" for key, output in zip(keys, signature.outputs, strict=True) if output.value is not None]
 
 
@@ -170,17 +180,29 @@ def _values(model: QuantizedModel, programs: Sequence[Program], name: str) -> di
     """What stands between @ signs in the texts."""
     isas, several = [program.isa for program in programs], len(programs) > 1
     inputs, outputs = _inputs(model), _outputs(model)
-    flags = [f'set_source_files_properties(kernels/{isa}.cpp PROPERTIES COMPILE_OPTIONS "{";".join(ISA_FLAGS[isa])}")'
-             for isa in isas if ISA_FLAGS[isa]]  # fmt: skip
+    flags = [
+        f'set_source_files_properties(kernels/{isa}.cpp PROPERTIES COMPILE_OPTIONS "{";".join(ISA_FLAGS[isa])}")'
+        for isa in isas
+        if ISA_FLAGS[isa]
+    ]
     return {
-        "TITLE": model.about.name, "VERSION": config.VERSION, "ISAS": ", ".join(isas),
-        "INPUTS": str(len(inputs)), "OUTPUTS": str(len(outputs)), "RANK": str(_rank(inputs, outputs)),
+        "TITLE": model.about.name,
+        "VERSION": config.VERSION,
+        "ISAS": ", ".join(isas),
+        "INPUTS": str(len(inputs)),
+        "OUTPUTS": str(len(outputs)),
+        "RANK": str(_rank(inputs, outputs)),
         "SOURCES": "".join(f" kernels/{isa}.cpp" for isa in isas),
-        "FLAGS": " ".join(flag for flag in FLAGS if flag not in ("-pthread", "-fPIC")), "TARGETS": "\n".join(flags),
-        "S": "s" * several, "THEY": "they" if several else "it", "VERB": "" if several else "s",
-        "INPUT_LINES": _value_lines(inputs), "OUTPUT_LINES": _value_lines(outputs),
-        "RESULT": _result_text(model.signature), "COMMANDS": _commands(isas, name),
-    }  # fmt: skip
+        "FLAGS": " ".join(flag for flag in FLAGS if flag not in ("-pthread", "-fPIC")),
+        "TARGETS": "\n".join(flags),
+        "S": "s" * several,
+        "THEY": "they" if several else "it",
+        "VERB": "" if several else "s",
+        "INPUT_LINES": _value_lines(inputs),
+        "OUTPUT_LINES": _value_lines(outputs),
+        "RESULT": _result_text(model.signature),
+        "COMMANDS": _commands(isas, name),
+    }
 
 
 def _value_lines(values: Sequence[tuple[str, Shape, DType]]) -> str:
@@ -226,30 +248,43 @@ def _description(model: QuantizedModel, programs: Sequence[Program], weights: by
     inputs, outputs, symbols = _inputs(model), _outputs(model), programs[0].symbols
     _, _, key, *_ = HEADER.unpack_from(weights)
     numbers = {
-        "kSymbols": len(symbols), "kInputs": len(inputs), "kOutputs": len(outputs),
-        "kValues": len(inputs) + len(outputs), "kRank": _rank(inputs, outputs),
-        "kExternals": len(programs[0].externals), "kBuffers": max(program.buffers for program in programs),
+        "kSymbols": len(symbols),
+        "kInputs": len(inputs),
+        "kOutputs": len(outputs),
+        "kValues": len(inputs) + len(outputs),
+        "kRank": _rank(inputs, outputs),
+        "kExternals": len(programs[0].externals),
+        "kBuffers": max(program.buffers for program in programs),
         "kSteps": max(len(program.steps) for program in programs),
-    }  # fmt: skip
+    }
     constants = {
-        "kStep": threads.STEP, "kStart": threads.START, "kBarrier": threads.BARRIER,
-        "kBarrierThread": threads.BARRIER_THREAD, "kBytesPerSecond": threads.BYTES_PER_SECOND, "kClose": threads.CLOSE,
-    }  # fmt: skip
+        "kStep": threads.STEP,
+        "kStart": threads.START,
+        "kBarrier": threads.BARRIER,
+        "kBarrierThread": threads.BARRIER_THREAD,
+        "kBytesPerSecond": threads.BYTES_PER_SECOND,
+        "kClose": threads.CLOSE,
+    }
     blocks = [
         f"// What {name}.cpp must know of the network.",
         "\n".join(f"constexpr int32_t {field} = {value};" for field, value in numbers.items()),
         f"constexpr uint64_t kWeightsVersion = {WEIGHTS_VERSION}, kWeightsKey = {key:#018x};",
         "// Seconds, and what a thread does in one.\n"
         + "\n".join(f"constexpr double {field} = {value!r};" for field, value in constants.items()),
-        _value_table("input", inputs, name), _value_table("output", outputs, name),
-        _entry_table("input", [_entry(model, value, i in model.graph.byte_inputs())
-                               for i, value in enumerate(model.graph.inputs)]),
+        _value_table("input", inputs, name),
+        _value_table("output", outputs, name),
+        _entry_table(
+            "input",
+            [_entry(model, value, i in model.graph.byte_inputs()) for i, value in enumerate(model.graph.inputs)],
+        ),
         _entry_table("output", [_entry(model, value) for value in model.graph.outputs]),
         "int64_t floor_of(int64_t a, int64_t b) { return a / b - (a % b < 0); }",
-        _free_sizes(model, symbols), _output_sizes([shape for _, shape, _ in outputs], symbols),
-        *(_amounts(program) for program in programs), *(_runs_here(program.isa) for program in programs),
+        _free_sizes(model, symbols),
+        _output_sizes([shape for _, shape, _ in outputs], symbols),
+        *(_amounts(program) for program in programs),
+        *(_runs_here(program.isa) for program in programs),
         _program_table(programs, name),
-    ]  # fmt: skip
+    ]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -316,11 +351,16 @@ def _free_sizes(model: QuantizedModel, symbols: Sequence[str]) -> str:
             lines.append(f"if (d_{name} < {low}{upper}) return false;")
     lines += [f"if ({_c(need.value)} < 0) return false;  // {need.problem}" for need in needs(model.graph)]
     lines += [f"dims[{i}] = d_{name};" for i, name in enumerate(symbols) if name in known]
-    return "\n".join([
-        "// Free dimensions of a call; false if it has sizes that the network does not take.",
-        "bool free_sizes(const int64_t (*sizes)[kRank], int64_t* dims) {", "    (void)sizes, (void)dims;",
-        *(f"    {line}" for line in lines), "    return true;", "}",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "// Free dimensions of a call; false if it has sizes that the network does not take.",
+            "bool free_sizes(const int64_t (*sizes)[kRank], int64_t* dims) {",
+            "    (void)sizes, (void)dims;",
+            *(f"    {line}" for line in lines),
+            "    return true;",
+            "}",
+        ]
+    )
 
 
 def _single(dim: Dim) -> tuple[str, int] | None:
@@ -336,18 +376,18 @@ def _output_sizes(shapes: Sequence[Shape], symbols: Sequence[str]) -> str:
     lines = [f"    sizes[{i}][{axis}] = {_c(dim)};" for i, shape in enumerate(shapes) for axis, dim in enumerate(shape)]
     used = [dim for shape in shapes for dim in shape]
     head = "void output_sizes(const int64_t* dims, int64_t (*sizes)[kRank]) {"
-    return "\n".join([head, "    (void)dims, (void)sizes;",
-                      *_dims(used, symbols), *lines, "}"])  # fmt: skip
+    return "\n".join([head, "    (void)dims, (void)sizes;", *_dims(used, symbols), *lines, "}"])
 
 
 def _amounts(program: Program) -> str:
     works = [step.work for step in program.steps]
     used = [dim for work in works for dim in (work.macs, work.bytes, work.units)]
-    lines = [f"    steps[{i}][0] = {_c(work.macs)}, steps[{i}][1] = {_c(work.bytes)}, steps[{i}][2] = {_c(work.units)};"
-             for i, work in enumerate(works)]  # fmt: skip
+    lines = [
+        f"    steps[{i}][0] = {_c(work.macs)}, steps[{i}][1] = {_c(work.bytes)}, steps[{i}][2] = {_c(work.units)};"
+        for i, work in enumerate(works)
+    ]
     head = f"void {program.isa}_amounts(const int64_t* dims, Amounts* steps) {{"
-    return "\n".join([head, "    (void)dims, (void)steps;",
-                      *_dims(used, program.symbols), *lines, "}"])  # fmt: skip
+    return "\n".join([head, "    (void)dims, (void)steps;", *_dims(used, program.symbols), *lines, "}"])
 
 
 def _runs_here(isa: str) -> str:
@@ -362,8 +402,10 @@ def _program_table(programs: Sequence[Program], name: str) -> str:
     starts = _starts([program.constants for program in programs])
     for start, program in zip(starts, programs, strict=False):
         isa, phases = program.isa, {step.work.phase for step in program.steps}
-        declared += [f'extern "C" void {name}_{isa}_run(Run*, int segment, int threads, IntaglioParallel parallel);',
-                     f'extern "C" int64_t {name}_{isa}_plan(const int64_t* dims, int64_t* offsets);']  # fmt: skip
+        declared += [
+            f'extern "C" void {name}_{isa}_run(Run*, int segment, int threads, IntaglioParallel parallel);',
+            f'extern "C" int64_t {name}_{isa}_plan(const int64_t* dims, int64_t* offsets);',
+        ]
         functions = ", ".join([f"{isa}_runs_here", f"{name}_{isa}_run", f"{name}_{isa}_plan", f"{isa}_amounts"])
         barriers, rate = max(len(phases) - 1, 0), threads.MACS_PER_SECOND[isa]
         numbers = f"{len(program.steps)}, {barriers}, {rate!r}, {start}, {program.constants.nbytes}"

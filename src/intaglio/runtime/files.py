@@ -14,7 +14,6 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from intaglio.calls import bind, dims_of
 from intaglio.errors import ArtifactError
 from intaglio.ir import About, Dim, Graph, Program, Schedule, Signature, VerifyError, verify
 from intaglio.native.compile import build, text_key
@@ -32,6 +31,7 @@ from intaglio.runtime.encode import (
 )
 from intaglio.runtime.islands import Calls, FloatCalls, HostLoop, calls_of, loops_in
 from intaglio.runtime.signatures import decode_signature, encode_signature
+from intaglio.signature import bind, dims_of
 
 REBUILT = ("integer", "partitions", "program")
 """Stages whose text follows from the graph."""
@@ -106,10 +106,12 @@ def _members(saved: Saved, path: str | Path, version: str) -> tuple[dict[str, An
         signature = encode_signature(saved.signature, numbers, arrays)
     except NotStorableError as error:
         raise ArtifactError(
-            str(path), None, f"this model cannot be saved: {error}; a file holds numbers, texts, None, and tuples, "
+            str(path),
+            None,
+            f"this model cannot be saved: {error}; a file holds numbers, texts, None, and tuples, "
             "lists and dictionaries of them",
             remedy="quantize a module that takes and returns those, and convert outside of it",
-        ) from error  # fmt: skip
+        ) from error
     arrays[NUMBERS] = numbers.array()
     tensors, islands = _island_members(saved.islands, calls)
     members = {
@@ -204,8 +206,17 @@ def load(path: str | Path) -> Saved:
         raise ArtifactError(
             f"{path}: {error.where}", error.operator, error.problem, remedy=error.remedy or SAVE_AGAIN
         ) from error
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, VerifyError, RecursionError,
-            safetensors.SafetensorError) as error:  # fmt: skip
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        VerifyError,
+        RecursionError,
+        safetensors.SafetensorError,
+    ) as error:
         raise ArtifactError(
             str(path), None, f"it holds no model: {type(error).__name__}: {error}", remedy=SAVE_AGAIN
         ) from error
@@ -240,8 +251,18 @@ def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> Saved:
     if loops != set(bodies):
         raise ValueError(f"loops {sorted(loops)}, but bodies of {sorted(bodies)}")
     coverage = _coverage(manifest["coverage"], about.notes)
-    return Saved(graph, signature, islands, coverage, about, libraries, example, chosen,
-                 _text(manifest.get("on_new_shape", "plan")), bodies)  # fmt: skip
+    return Saved(
+        graph,
+        signature,
+        islands,
+        coverage,
+        about,
+        libraries,
+        example,
+        chosen,
+        _text(manifest.get("on_new_shape", "plan")),
+        bodies,
+    )
 
 
 def _take(members: dict[str, bytes], name: str) -> bytes:
@@ -263,9 +284,7 @@ def _islands(entries: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, tup
     return islands
 
 
-def _float_part(
-    key: str, entry: Any, tensors: Mapping[str, torch.Tensor], loops: Mapping[str, HostLoop]
-) -> FloatCalls:
+def _float_part(key: str, entry: Any, tensors: Mapping[str, torch.Tensor], loops: Mapping[str, HostLoop]) -> FloatCalls:
     calls = Calls.of_json(entry)
     own = {identifier(name): tensors[stored] for name, stored in entry["tensors"].items()}
     if missing := {target for _, target in calls.constants} - set(own):

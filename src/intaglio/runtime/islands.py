@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from intaglio.calls import repeated
 from intaglio.errors import ArtifactError, InputError
 from intaglio.ir import Graph, HostCall, Op, Place, TensorType, evaluate
 from intaglio.runtime.encode import NotStorableError, decode, encode, identifier
+from intaglio.signature import repeated
 
 PYTHON_CALLS: Mapping[str, Callable[..., Any]] = {
     f"operator.{f.__name__}": f
@@ -256,9 +256,11 @@ def _call(node: fx.Node) -> Call:
     except (ArtifactError, NotStorableError) as error:
         problem = error.problem if isinstance(error, ArtifactError) else f"its argument {error} has no form in a file"
         raise ArtifactError(
-            where, name, f"this float part cannot be saved: {problem}",
+            where,
+            name,
+            f"this float part cannot be saved: {problem}",
             remedy="quantize the part of the model without it",
-        ) from error  # fmt: skip
+        ) from error
     return Call(node.name, name, arguments, keywords)
 
 
@@ -311,10 +313,11 @@ def run_host(
     levels = _levels(call.output, arena, offsets, symbols)
     if result.dtype != np.uint8 or result.shape != levels.shape:
         raise InputError(
-            op.origin.path or op.output, op.attrs["operator"], f"its meaning gave {result.dtype}{list(result.shape)}; "
-            f"the program reads uint8{list(levels.shape)}",
+            op.origin.path or op.output,
+            op.attrs["operator"],
+            f"its meaning gave {result.dtype}{list(result.shape)}; the program reads uint8{list(levels.shape)}",
             remedy="return levels: numerics.quantize(...).astype(np.uint8), of the shape that infer says",
-        )  # fmt: skip
+        )
     if frame := evaluate(call.output.frame, symbols):
         start = offsets[call.output.at]
         arena[start : start + frame] = graph.types[op.output].levels.zero

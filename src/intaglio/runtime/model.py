@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from intaglio import config
-from intaglio.calls import TORCH_DTYPES, bind, check_kinds, dims_of, initial_state, kept_state, rebuild
 from intaglio.errors import ArtifactError, BuildError, InputError
 from intaglio.ir import About, Dim, Graph, HostCall, Program, Schedule, Signature
 from intaglio.native.limits import int8_rates
 from intaglio.native.machine import ISA_FLAGS
+from intaglio.output_paths import check_file
 from intaglio.runtime import state
 from intaglio.runtime.artifact import Artifact
 from intaglio.runtime.coverage import Coverage
@@ -35,12 +35,12 @@ from intaglio.runtime.files import (
     leaves_of,
     library_of,
     save,
-)  # fmt: skip
+)
 from intaglio.runtime.islands import Host, HostLoop, loops_in, run_host
 from intaglio.runtime.profile import Clock, Profile, profile_of
 from intaglio.runtime.shapes import FRAMES, Frame, Read, Shapes, Sizes
 from intaglio.runtime.traced import came_channels_last, register
-from intaglio.writing import check_file
+from intaglio.signature import TORCH_DTYPES, bind, check_kinds, dims_of, initial_state, kept_state, rebuild
 
 LIMIT_SECONDS = 0.002
 """Of one of the repeats that measure the arithmetic limit."""
@@ -369,9 +369,17 @@ class QuantizedModel(nn.Module):
         islands = {key: (module, self.island_dims[key]) for key, module in self.islands.items()}
         bodies = {name: loop.body._saved(None, library) for name, loop in self.loops.items()}
         return Saved(
-            self.graph, self.signature, islands, self.coverage, self.about, libraries, example, self.schedules,
-            self.on_new_shape, bodies,
-        )  # fmt: skip
+            self.graph,
+            self.signature,
+            islands,
+            self.coverage,
+            self.about,
+            libraries,
+            example,
+            self.schedules,
+            self.on_new_shape,
+            bodies,
+        )
 
     @property
     def loops(self) -> dict[str, HostLoop]:
@@ -407,10 +415,12 @@ class QuantizedModel(nn.Module):
         found = self._exact_digest(self.example.tensors)
         if found != self.example.digest:
             raise ArtifactError(
-                "verify", None, f"the stored example gives other bits: {found[:16]}, saved with "
+                "verify",
+                None,
+                f"the stored example gives other bits: {found[:16]}, saved with "
                 f"{self.example.digest[:16]} ({self.artifact.program.isa})",
                 remedy="do not use this model here; results must not depend on the machine, please report it",
-            )  # fmt: skip
+            )
 
     def _exact_digest(self, tensors: Sequence[torch.Tensor]) -> str:
         leaves = [tensor.clone() for tensor in tensors]
@@ -429,9 +439,15 @@ class QuantizedModel(nn.Module):
         destination.update({prefix + key: tensor for key, tensor in state.tensors_of(self.graph).items()})
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
-        unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         """Weights and scales of a model of the same operators; its program is built, unless the cache has it.
 
         Raises `ArtifactError`, before anything is changed, when they are another model's. No other thread may be

@@ -33,7 +33,9 @@ def pack(array: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray] |
 
 
 def unpack(levels: np.ndarray, multiples: np.ndarray, packing: Packing, shape: tuple[int, ...]) -> np.ndarray:
-    """Inverse of `pack`: int8 of ``shape``. `ValueError` for another number of bytes, or levels that int8 cannot hold.
+    """Return int8 values of ``shape``, the inverse of `pack`.
+
+    Raises `ValueError` for another number of bytes, or for values that int8 cannot hold.
     """
     count = math.prod(shape)
     wide = unpack_bits(levels, packing.bits, count).astype(np.int16) + packing.low

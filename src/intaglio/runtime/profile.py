@@ -141,9 +141,13 @@ def _line(part: Part, whole: float, wide: int) -> str:
 
 
 def profile_of(
-    program: Program, symbols: Mapping[str, int], clocks: Sequence[Clock], calls_ns: Sequence[int], threads: int,
+    program: Program,
+    symbols: Mapping[str, int],
+    clocks: Sequence[Clock],
+    calls_ns: Sequence[int],
+    threads: int,
     rates: Sequence[float],
-) -> Profile:  # fmt: skip
+) -> Profile:
     """Medians over calls: of every step from the clock of each, and of the calls that had none. ``symbols``: the free
     dimensions; ``rates``: what each thread can do, nothing where that is not known. The program's steps have float
     parts among them, under their key."""

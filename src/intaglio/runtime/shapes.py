@@ -13,11 +13,11 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from intaglio.calls import TORCH_DTYPES
 from intaglio.errors import InputError
 from intaglio.ir import Dim, External, Graph, evaluator, needs
 from intaglio.runtime import threads
 from intaglio.runtime.artifact import Artifact, Layout, Run
+from intaglio.signature import TORCH_DTYPES
 
 FRAMES = 16
 """Idle frames a model keeps: calls in flight at once that find memory ready."""

@@ -35,7 +35,8 @@ def encode_signature(signature: Signature, numbers: Numbers, arrays: dict[str, n
     return {
         "inputs": [[entry.name, entry.leaf, encode_type(entry.type, numbers)] for entry in signature.inputs],
         "outputs": [
-            {"value": output.value, **_encode_levels(output.levels)} if output.value is not None
+            {"value": output.value, **_encode_levels(output.levels)}
+            if output.value is not None
             else {"constant": _leaf(f"leaf {index} of the result", output.constant)}
             for index, output in enumerate(signature.outputs)
         ],
@@ -46,7 +47,7 @@ def encode_signature(signature: Signature, numbers: Numbers, arrays: dict[str, n
         "names": list(signature.names),
         "state": [[entry.name, entry.value, entry.path, encode_type(entry.type, numbers)] for entry in signature.state],
         "ranges": [[name, low, high] for name, (low, high) in signature.ranges.items()],
-    }  # fmt: skip
+    }
 
 
 def decode_signature(entry: Any, numbers: Numbers, arrays: Mapping[str, np.ndarray]) -> Signature:
@@ -54,7 +55,7 @@ def decode_signature(entry: Any, numbers: Numbers, arrays: Mapping[str, np.ndarr
     outputs = [
         Output(value_name(o["value"]), None, _decode_levels(o)) if "value" in o else Output(None, decode(o["constant"]))
         for o in entry["outputs"]
-    ]  # fmt: skip
+    ]
     fixed = {whole(leaf): decode(value) for leaf, value in entry["fixed"]}
     written = {whole(leaf): value_name(name) for leaf, name in entry["written"]}
     in_tree, out_tree = decode_tree(entry["in_tree"]), decode_tree(entry["out_tree"])

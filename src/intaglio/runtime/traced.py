@@ -12,9 +12,9 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from intaglio.calls import TORCH_DTYPES, dims_of
 from intaglio.ir import evaluate
 from intaglio.runtime.shapes import lies
+from intaglio.signature import TORCH_DTYPES, dims_of
 
 if TYPE_CHECKING:
     from intaglio.runtime.model import QuantizedModel
@@ -51,19 +51,18 @@ def _(inputs: list[torch.Tensor], model: int) -> list[torch.Tensor]:
     symbols = _symbols(found, inputs)
     types = [found.graph.types[name] for name in found.graph.outputs]
     return [
-        torch.empty_strided([evaluate(dim, symbols) for dim in kind.shape], strides, dtype=TORCH_DTYPES[kind.dtype],
-                            device="cpu")
+        torch.empty_strided(
+            [evaluate(dim, symbols) for dim in kind.shape], strides, dtype=TORCH_DTYPES[kind.dtype], device="cpu"
+        )
         for kind, strides in zip(types, _strides(found, inputs, symbols), strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def _symbols(model: QuantizedModel, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
     return dims_of(model.signature, inputs, model.graph.byte_inputs())
 
 
-def _strides(
-    model: QuantizedModel, inputs: Sequence[torch.Tensor], symbols: dict[str, int]
-) -> list[tuple[int, ...]]:
+def _strides(model: QuantizedModel, inputs: Sequence[torch.Tensor], symbols: dict[str, int]) -> list[tuple[int, ...]]:
     """As a call of the model returns results: what the program makes as it lies, but images as they came; all else
     dense."""
     made = {external.value: external for external in model.artifact.program.externals if external.written}

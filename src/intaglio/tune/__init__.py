@@ -8,6 +8,16 @@ from intaglio.tune.race import made_up, one_image, search
 from intaglio.tune.tuned import Trial, Tuned
 
 __all__ = [
-    "Comparison", "Criterion", "Row", "Start", "Trial", "Tuned", "Use", "autotuned", "compare", "made_up", "one_image",
+    "Comparison",
+    "Criterion",
+    "Row",
+    "Start",
+    "Trial",
+    "Tuned",
+    "Use",
+    "autotuned",
+    "compare",
+    "made_up",
+    "one_image",
     "search",
-]  # fmt: skip
+]

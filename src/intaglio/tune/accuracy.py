@@ -14,14 +14,17 @@ import torch
 from torch import nn
 
 from intaglio import build
-from intaglio.capture import Captured
 from intaglio.errors import InputError, UnsupportedError
 from intaglio.lower import requantize
-from intaglio.quant import Parameters, Prepared, Quantizer, Reference, calibrate, convert, prepare
-from intaglio.quant.correct.scaling import equalized
-from intaglio.quant.parameters import Parameter, owners
-from intaglio.quant.qparams import activation_qparams
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.prepare import Prepared, prepare
+from intaglio.quant.correct.apply_equalization import equalized
+from intaglio.quant.qdq.convert import Reference, convert
+from intaglio.quant.qdq.parameters import Parameter, Parameters, owners
+from intaglio.quant.qdq.qparams import activation_qparams
+from intaglio.quant.recipes.recipe import Quantizer
 from intaglio.runtime import QuantizedModel
+from intaglio.tracing import Captured
 from intaglio.tune.compare import compare
 from intaglio.tune.fallback import Left, Search, preference
 from intaglio.tune.tuned import Trial, Tuned
@@ -45,8 +48,12 @@ class Criterion:
 
     def __post_init__(self) -> None:
         if not callable(self.evaluate):
-            raise InputError("evaluate", None, f"a {type(self.evaluate).__name__} cannot be called",
-                             remedy="give a function that takes a model and returns its metric")  # fmt: skip
+            raise InputError(
+                "evaluate",
+                None,
+                f"a {type(self.evaluate).__name__} cannot be called",
+                remedy="give a function that takes a model and returns its metric",
+            )
         if not 0 <= self.max_drop < math.inf:
             raise InputError("max_drop", None, f"{self.max_drop}; it is a number from 0 on")
         if self.evaluations < 2:
@@ -99,13 +106,19 @@ class Start:
     def _with_missing(self, prepared: Prepared) -> Parameters:
         known = self.reference.parameters
         prepared = equalized(prepared, known.corrected.equalization)
-        sites = [site for site in owners(prepared.annotations.sites, prepared.annotations.leaders)
-                 if site.role == "activation" and site.name not in known.entries]  # fmt: skip
+        sites = [
+            site
+            for site in owners(prepared.annotations.sites, prepared.annotations.leaders)
+            if site.role == "activation" and site.name not in known.entries
+        ]
         if not sites:
             return known
         found = activation_qparams(prepared, calibrate(prepared, self.batches, progress=False))
-        entries = {site.name: Parameter(site.datatype, q.qmin, q.qmax, q.scales, q.zeros)
-                   for site in sites for q in [found[site.name]]}  # fmt: skip
+        entries = {
+            site.name: Parameter(site.datatype, q.qmin, q.qmax, q.scales, q.zeros)
+            for site in sites
+            for q in [found[site.name]]
+        }
         return replace(known, entries={**known.entries, **entries})
 
     def ranked(self) -> list[str]:
@@ -164,6 +177,9 @@ def autotuned(start: Start, criterion: Criterion, exact: nn.Module, isa: str | I
     recipe = start.leaving(chosen.left).recipe.with_parameters(reference.parameters)
     tuned = Tuned(model, reference, recipe, baseline, floor, tuple(trials), chosen)
     if not tuned.reached:
-        warnings.warn(f"autotune: {chosen.metric:.6g} is the best of {len(trials)} trials, {floor:.6g} was wanted; "
-                      "more evaluations, a larger max_drop or another recipe may help", stacklevel=3)  # fmt: skip
+        warnings.warn(
+            f"autotune: {chosen.metric:.6g} is the best of {len(trials)} trials, {floor:.6g} was wanted; "
+            "more evaluations, a larger max_drop or another recipe may help",
+            stacklevel=3,
+        )
     return tuned

@@ -12,28 +12,20 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from intaglio import eager
-from intaglio.calls import Integers, bind, dims_of
-from intaglio.capture import Captured, capture
-from intaglio.capture.canonical import copy_graph
-from intaglio.capture.captured import GraphStage
 from intaglio.eager.traced import binder_of, captures, exact_twin, float_copy, traced
 from intaglio.errors import IntaglioError
+from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.lower import Lowered, requantize
 from intaglio.lower.integer import plain_name
-from intaglio.quant import (
-    Binder,
-    Parameters,
-    Prepared,
-    Quantizer,
-    Reference,
-    annotate,
-    binder_for,
-    convert,
-    peek,
-    prepare,
-)
-from intaglio.quant.prepare import rewritten
+from intaglio.quant.calibrate.batches import Binder, binder_for, peek
+from intaglio.quant.calibrate.prepare import Prepared, annotate, prepare, rewritten
+from intaglio.quant.qdq.convert import Reference, convert
+from intaglio.quant.qdq.parameters import Parameters
+from intaglio.quant.recipes.recipe import Quantizer
 from intaglio.runtime import QuantizedModel
+from intaglio.signature import Integers, bind, dims_of
+from intaglio.tracing import Captured, capture
+from intaglio.tracing.captured import GraphStage
 from intaglio.tune.comparison import Comparison
 from intaglio.tune.pair import Pair, Totals
 

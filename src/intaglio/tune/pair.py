@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from intaglio.capture.nodes import name_of, operator, origin, tensor_type
 from intaglio.errors import InputError
+from intaglio.fxgraph.nodes import name_of, operator, origin, tensor_type
 from intaglio.ir import DType, QParams
-from intaglio.quant import Reference, Shared, Site
-from intaglio.quant.convert import decomposed
-from intaglio.quant.float8 import float8
+from intaglio.quant.annotate.sites import Shared, Site
+from intaglio.quant.qdq.convert import Reference, decomposed
+from intaglio.quant.qdq.float8 import float8
 from intaglio.tune.comparison import Row, Use
 
 Given = Mapping[str, torch.Tensor]
@@ -52,10 +52,12 @@ class Pair:
                 kind = "nothing of that name" if other is None else f"{operator(other)} {tensor_type(other)}"
                 where = origin(node)
                 raise InputError(
-                    where.path or node.name, operator(node) or None,
+                    where.path or node.name,
+                    operator(node) or None,
                     f"{tensor_type(node)} in the reference, {kind} in the float model",
-                    remedy="compare a reference with the model it was made from", source=where.source or None,
-                )  # fmt: skip
+                    remedy="compare a reference with the model it was made from",
+                    source=where.source or None,
+                )
 
     def _levels(self, value: str) -> tuple[Site, QParams] | None:
         site = self.sites.get(value)
@@ -89,10 +91,24 @@ class Pair:
             )
             site = self.sites[name].name if name in self.sites else ""
             uses = self.uses[name]
-            rows.append(Row(
-                name, site, where.path if kind else name, kind or "input", where.source, decibels[0], decibels[1],
-                cosine[0], cosine[1], uses.low, uses.high, uses.use(), selectors.get(name, ""), self.recording,
-            ))  # fmt: skip
+            rows.append(
+                Row(
+                    name,
+                    site,
+                    where.path if kind else name,
+                    kind or "input",
+                    where.source,
+                    decibels[0],
+                    decibels[1],
+                    cosine[0],
+                    cosine[1],
+                    uses.low,
+                    uses.high,
+                    uses.use(),
+                    selectors.get(name, ""),
+                    self.recording,
+                )
+            )
         return rows
 
     def _selectors(self) -> dict[str, str]:

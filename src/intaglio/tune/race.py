@@ -15,13 +15,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from intaglio import build
-from intaglio.calls import TORCH_DTYPES, dims_of
 from intaglio.codegen import ISAS, CacheSizes, Geometry, geometries, refinements, schedules, shapes
 from intaglio.errors import InputError
 from intaglio.ir import Dim, Schedule, Signature, evaluate, symbol, symbols_of
 from intaglio.lower import Lowered, plan
 from intaglio.native import machine
 from intaglio.runtime import QuantizedModel
+from intaglio.signature import TORCH_DTYPES, dims_of
 from intaglio.tune.memory import Memory
 
 ROUNDS = range(4, 101)
@@ -161,9 +161,11 @@ def made_up(signature: Signature) -> list[torch.Tensor]:
     free = sorted({name for entry in signature.inputs for dim in entry.type.shape for name in symbols_of(dim)} - batch)
     if free:
         raise InputError(
-            "tune", None, f"sizes that are free: {', '.join(free)}; which of them to measure with is not known",
+            "tune",
+            None,
+            f"sizes that are free: {', '.join(free)}; which of them to measure with is not known",
             remedy="give the arguments of a typical call instead of True: tune=(x,)",
-        )  # fmt: skip
+        )
     draw, sizes = torch.Generator().manual_seed(0), dict.fromkeys(batch, 1)
     tensors = []
     for entry in signature.inputs:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from intaglio.quant import Recipe, Reference
+from intaglio.quant.qdq.convert import Reference
+from intaglio.quant.recipes.recipe import Recipe
 from intaglio.runtime import QuantizedModel
 
 

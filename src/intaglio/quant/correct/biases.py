@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from intaglio.capture.canonical import copy_graph
-from intaglio.capture.nodes import origin
+from intaglio.fxgraph.graph_passes import copy_graph
+from intaglio.fxgraph.nodes import origin
 from intaglio.ir import DType, TensorType
 
 

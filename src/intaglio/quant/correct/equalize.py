@@ -15,17 +15,17 @@ import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.capture.captured import expect
-from intaglio.capture.nodes import operands
-from intaglio.quant.correct.inputs import channels_of_inputs
-from intaglio.quant.correct.kept import SAMPLES, Calls, kept_calls
-from intaglio.quant.correct.scaling import arrives, divisible, equalized, normalizes, with_inputs
-from intaglio.quant.correct.smooth import Rows, Smoothing, smoothing
-from intaglio.quant.correct.smoothed import smoothable
-from intaglio.quant.corrections import Equalization, Step
-from intaglio.quant.distributed import Group
-from intaglio.quant.prepare import Prepared, whole
-from intaglio.quant.walk import decibels
+from intaglio.fxgraph.nodes import operands
+from intaglio.quant.calibrate.distributed import Group
+from intaglio.quant.calibrate.prepare import Prepared, whole
+from intaglio.quant.correct.apply_equalization import arrives, divisible, equalized, normalizes, with_inputs
+from intaglio.quant.correct.calibration_cache import SAMPLES, Calls, kept_calls
+from intaglio.quant.correct.corrections import Equalization, Step
+from intaglio.quant.correct.layerwise_eval import decibels
+from intaglio.quant.correct.per_channel_inputs import channels_of_inputs
+from intaglio.quant.correct.smooth_factors import Rows, Smoothing, smoothing
+from intaglio.quant.correct.smoothquant import smoothable
+from intaglio.tracing.captured import expect
 
 FLOOR = 0.1
 """No channel is blown up more than tenfold: what calibration saw of a quiet channel may not be all."""
@@ -100,9 +100,12 @@ def _largest(
 
 
 def _smoothings(
-    readers: Mapping[str, Sequence[torch.Tensor]], module: fx.GraphModule, calls: Calls,
-    largest: Mapping[str, torch.Tensor], group: Group,
-) -> dict[str, Smoothing]:  # fmt: skip
+    readers: Mapping[str, Sequence[torch.Tensor]],
+    module: fx.GraphModule,
+    calls: Calls,
+    largest: Mapping[str, torch.Tensor],
+    group: Group,
+) -> dict[str, Smoothing]:
     """By value, where smoothing helps. ``readers``: weights of the linear layers that read it. Rows of all ranks, in
     the order of batches."""
     if not readers:

@@ -1,0 +1,180 @@
+"""Attention masks as models write them, resolved: what is always true goes, padding alone stays."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from intaglio.fxgraph.integer_ranges import VIEWS, Ramp, alike, ramp_of
+from intaglio.fxgraph.nodes import arguments, call_before, operator, replace_node, size_of, tensor_type
+from intaglio.ir import Dim, DType, TensorType
+
+ATEN = torch.ops.aten
+AND = ("aten.__and__.Tensor", "aten.bitwise_and.Tensor", "aten.logical_and.default")
+OR = ("aten.__or__.Tensor", "aten.bitwise_or.Tensor", "aten.logical_or.default")
+NOT = ("aten.logical_not.default", "aten.bitwise_not.default")
+ONES = ("aten.ones.default", "aten.new_ones.default", "aten.ones_like.default")
+ZEROS = ("aten.zeros.default", "aten.new_zeros.default", "aten.zeros_like.default")
+FULLS = ("aten.full.default", "aten.new_full.default", "aten.full_like.default")
+ATTENTION = "aten.scaled_dot_product_attention.default"
+
+
+def resolve_masks(module: fx.GraphModule) -> int:
+    """Conditions that hold everywhere vanish from masks, and whole ranges that index a mask from the index.
+
+    ``x >= 0`` of an ``arange`` is true, and so is that its neighbours differ by 1; ``and`` with what is true is the
+    other operand; a mask indexed by the whole range of each of its axes is that mask in another shape; attention under
+    a mask that is all true has none, and under one that is true on and below the diagonal alone is causal.
+    """
+    ramps: dict[fx.Node, Ramp] = {}
+    always: dict[fx.Node, bool] = {}
+    numbers: dict[fx.Node, int] = {}
+    hits = 0
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or tensor_type(node) is None:
+            continue
+        if (ramp := ramp_of(node, ramps)) is not None:
+            ramps[node] = ramp
+        elif (number := alike(node, ramps, numbers, always)) is not None:
+            numbers[node] = number
+        elif (held := _always(node, ramps, numbers, always)) is not None:
+            always[node] = held
+        else:
+            hits += _rewrite(node, ramps, always)
+    return hits
+
+
+def _always(
+    node: fx.Node, ramps: dict[fx.Node, Ramp], numbers: dict[fx.Node, int], always: dict[fx.Node, bool]
+) -> bool | None:
+    """The value a condition has everywhere."""
+    name = operator(node)
+    if tensor_type(node).dtype is not DType.BOOL:
+        return None
+    if name in ONES or name in ZEROS:
+        return name in ONES
+    if name in FULLS:
+        return bool(arguments(node)["fill_value"])
+    if name in VIEWS:
+        return always.get(node.args[0])
+    if name in NOT:
+        return None if node.args[0] not in always else not always[node.args[0]]
+    if name in AND or name in OR:
+        found = [always.get(value) for value in node.args[:2]]
+        strong = name in OR  # one operand that decides
+        return strong if strong in found else (not strong if None not in found else None)
+    if len(node.args) != 2:
+        return None
+    number, other = numbers.get(node.args[0]), node.args[1]
+    other = numbers.get(other) if isinstance(other, fx.Node) else other
+    if number is not None and isinstance(other, int) and name.split(".")[1] in ("eq", "ne"):
+        return (number == other) is (name.split(".")[1] == "eq")
+    return _compared(name, ramps.get(node.args[0]), node.args[1])
+
+
+def _compared(name: str, ramp: Ramp | None, number: object) -> bool | None:
+    """What a comparison of a range with a number is for every element of it, if it is the same."""
+    kind = name.removeprefix("aten.").removesuffix(".Scalar")
+    if ramp is None or not isinstance(number, int) or kind not in ("ge", "gt", "lt", "le"):
+        return None
+    bound = number + (kind in ("gt", "le"))  # values are whole: > 3 is >= 4
+    at_least = True if ramp.start >= bound else False if ramp.last is not None and ramp.last < bound else None
+    return at_least if at_least is None or kind in ("ge", "gt") else not at_least
+
+
+def _rewrite(node: fx.Node, ramps: dict[fx.Node, Ramp], always: dict[fx.Node, bool]) -> bool:
+    """One node by what is known of its operands; whether it was rewritten."""
+    name = operator(node)
+    if name in AND or name in OR:
+        idle = next((value for value in node.args[:2] if always.get(value) is (name in AND)), None)
+        other = node.args[1] if idle is node.args[0] else node.args[0]
+        return idle is not None and tensor_type(other).dtype is DType.BOOL and _widened(node, other)
+    if name in ("aten.where.self", "aten.where.ScalarOther", "aten.masked_fill.Scalar", "aten.masked_fill.Tensor"):
+        fills = "fill" in name
+        held = always.get(node.args[1] if fills else node.args[0])
+        if held is None or (fills and held):
+            return fills and held is None and _chosen(node)
+        other = node.args[0] if fills else node.args[1 if held else 2]
+        same = isinstance(other, fx.Node) and tensor_type(other).dtype is tensor_type(node).dtype
+        return same and _widened(node, other)
+    if name == "aten.index.Tensor":
+        return _whole_index(node, ramps)
+    return name == ATTENTION and _without_mask(node, ramps, always)
+
+
+def _chosen(node: fx.Node) -> bool:
+    """Zeros or ones, filled where a condition holds -> one number or the other, by the condition."""
+    base, condition, fill = node.args
+    kind, name = tensor_type(node), operator(base)
+    if name not in (*ZEROS, *ONES) or isinstance(fill, fx.Node) or kind.dtype is not DType.F32:
+        return False
+    if tensor_type(condition).shape != kind.shape:
+        return False
+    replace_node(node, call_before(node, kind, ATEN.where.Scalar, condition, float(fill), float(name in ONES)))
+    return True
+
+
+def _widened(node: fx.Node, value: fx.Node) -> bool:
+    """Readers of the node read this value, expanded to its shape."""
+    wanted, shape = tensor_type(node).shape, tensor_type(value).shape
+    if wanted != shape:
+        aligned = (1,) * (len(wanted) - len(shape)) + shape
+        sizes = [
+            -1 if a == b and i >= len(wanted) - len(shape) else size_of(node, b)
+            for i, (a, b) in enumerate(zip(aligned, wanted, strict=True))
+        ]
+        if None in sizes:
+            return False
+        value = call_before(node, tensor_type(node), ATEN.expand.default, value, sizes)
+    replace_node(node, value)
+    return True
+
+
+def _whole_index(node: fx.Node, ramps: dict[fx.Node, Ramp]) -> bool:
+    """``mask[i, j]``, the indices being the whole ranges of its axes in their order -> a reshape."""
+    source, indices = node.args
+    found = [ramps.get(index) for index in indices]
+    shape, result = tensor_type(source).shape, tensor_type(node).shape
+    if None in found or [(ramp.start, ramp.length) for ramp in found] != [(0, size) for size in shape]:
+        return False
+    ranks = [len(tensor_type(index).shape) for index in indices]
+    axes = [len(result) - rank + ramp.axis for ramp, rank in zip(found, ranks, strict=True)]
+    spread: list[Dim] = [1] * len(result)
+    for axis, size in zip(axes, shape, strict=True):
+        spread[axis] = size
+    if sorted(set(axes)) != axes or tuple(spread) != result:
+        return False
+    sizes = [-1 if axis == axes[-1] else size_of(node, size) for axis, size in enumerate(result)]
+    if None in sizes:
+        return False
+    reshaped = call_before(node, TensorType(result, tensor_type(node).dtype), ATEN.reshape.default, source, sizes)
+    replace_node(node, reshaped)
+    if (ramp := ramp_of(reshaped, ramps)) is not None:
+        ramps[reshaped] = ramp
+    return True
+
+
+def _without_mask(node: fx.Node, ramps: dict[fx.Node, Ramp], always: dict[fx.Node, bool]) -> bool:
+    """Attention whose mask is all true, or true on and below the diagonal alone."""
+    given = arguments(node)
+    mask = given["attn_mask"]
+    causal = isinstance(mask, fx.Node) and _is_causal(mask, ramps)
+    if always.get(mask) is not True and not causal:
+        return False
+    node.args = (*node.args[:3], None, given["dropout_p"], causal)
+    node.kwargs = {key: value for key, value in node.kwargs.items() if key in ("scale", "enable_gqa")}
+    return True
+
+
+def _is_causal(mask: fx.Node, ramps: dict[fx.Node, Ramp]) -> bool:
+    """``key <= query`` for ranges of one length along the last two axes."""
+    while operator(mask) == "aten.expand.default":
+        mask = mask.args[0]
+    kind = operator(mask)
+    if kind not in ("aten.le.Tensor", "aten.ge.Tensor"):
+        return False
+    key, query = mask.args[:2] if kind == "aten.le.Tensor" else mask.args[1::-1]
+    a, b = ramps.get(key), ramps.get(query)
+    if a is None or b is None or (a.start, a.length) != (b.start, b.length):
+        return False
+    return a.axis == len(tensor_type(key).shape) - 1 and b.axis == len(tensor_type(query).shape) - 2

@@ -1,0 +1,261 @@
+"""`batch_first`: moves that carry the batch away and back are undone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from intaglio.fxgraph.nodes import arguments, call_before, operator, replace_node, size_of, tensor_type
+from intaglio.ir import Dim, Shape, TensorType
+from intaglio.ir.dims import divide
+
+ATEN = torch.ops.aten
+RESHAPES = (
+    "aten.reshape.default",
+    "aten.unsqueeze.default",
+    "aten.squeeze.default",
+    "aten.squeeze.dim",
+    "aten.squeeze.dims",
+    "aten.flatten.using_ints",
+)
+LINEAR, SLICE = "aten.linear.default", "aten.slice.Tensor"
+MOVES = (*RESHAPES, "aten.transpose.int", "aten.permute.default", SLICE)
+
+
+@dataclass(eq=False)
+class Atom:
+    """A factor of a source's axis that no move takes apart: ``count`` of its ``size`` elements, from ``start``."""
+
+    axis: int
+    size: Dim
+    start: int = 0
+    count: Dim = 0
+
+    def __post_init__(self) -> None:
+        self.count = self.count or self.size
+
+
+@dataclass
+class Layout:
+    """How a value lies in the source of its moves: axes of atoms, outermost first; axes of one element have none.
+
+    ``source``: the atoms of each axis of the source. ``roams``: whether the batch was not in front on the way.
+    """
+
+    source: list[list[Atom]]
+    axes: list[list[Atom]] = field(default_factory=list)
+    roams: bool = False
+
+    def moved(self) -> bool:
+        """Whether what comes first is no part of the source's first axis."""
+        batch = any(atom.count != 1 for atom in self.source[0])
+        return batch and next(axis[0] for axis in self.axes if axis).axis != 0
+
+
+def batch_first(module: fx.GraphModule) -> int:
+    """Linear layers read the batch as their input has it, in front; the moves around them shrink to what is left.
+
+    ``torch.nn.MultiheadAttention`` puts the sequence first: [n, s, c] -> [s, n, c] -> linear -> ... ->
+    [n, heads, s, d]. A linear layer commutes with every move of the axes before its last.
+    """
+    hits = sum(_hoist(node) for node in list(module.graph.nodes) if operator(node) == LINEAR)
+    ends = [n for n in module.graph.nodes if operator(n) in MOVES and any(operator(u) not in MOVES for u in n.users)]
+    return hits + sum(_shorten(node) for node in ends)
+
+
+# ---- following moves ------------------------------------------------------------------------------------------------
+
+
+def _chain(end: fx.Node) -> tuple[fx.Node, Layout] | None:
+    """The farthest source from where moves lead here, and how they do."""
+    moves: list[fx.Node] = []
+    while operator(end) in MOVES:
+        moves.insert(0, end)
+        end = end.args[0]
+    for start, first in enumerate(moves):
+        if (layout := _follow(moves[start:])) is not None:
+            return first.args[0], layout
+    return None
+
+
+def _follow(moves: Sequence[fx.Node]) -> Layout | None:
+    """Where the elements of the last move's result are in the first one's input; ``None`` where that is not known."""
+    shape = tensor_type(moves[0].args[0]).shape
+    source = [[Atom(axis, size)] if size != 1 else [] for axis, size in enumerate(shape)]
+    layout = Layout(source, [list(axis) for axis in source])
+    for node in moves:
+        name, rank = operator(node), len(layout.axes)
+        if name in RESHAPES:
+            fits = _reshape(layout, tensor_type(node).shape)
+        elif name == SLICE:
+            fits = _slice(layout, node)
+        else:
+            given = node.args[1] if name == "aten.permute.default" else _swapped(rank, *node.args[1:3])
+            layout.axes = [layout.axes[axis % rank] for axis in given]
+            fits = True
+        if not fits:
+            return None
+        layout.roams |= layout.moved()
+    return layout
+
+
+def _swapped(rank: int, a: int, b: int) -> list[int]:
+    order = list(range(rank))
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+def _slice(layout: Layout, node: fx.Node) -> bool:
+    given = arguments(node)
+    axis = layout.axes[given["dim"] % len(layout.axes)]
+    start, stop = given["start"] or 0, given["end"]
+    if len(axis) != 1 or given["step"] != 1 or not isinstance(start, int) or not isinstance(stop, int):
+        return False
+    (atom,) = axis
+    if not isinstance(atom.size, int) or atom.count != atom.size:
+        return False
+    start, stop, _ = slice(start, stop).indices(atom.size)
+    atom.start, atom.count = start, stop - start
+    if atom.count == 1:
+        axis.clear()
+    return atom.count > 0
+
+
+def _reshape(layout: Layout, shape: Shape) -> bool:
+    """Deal the atoms out anew, splitting those that are too large for an axis."""
+    waiting = [atom for axis in layout.axes for atom in axis]
+    axes: list[list[Atom]] = []
+    for size in shape:
+        taken: list[Atom] = []
+        rest: Dim = size
+        while rest != 1:
+            if not waiting:
+                return False
+            atom = waiting[0]
+            smaller = divide(rest, atom.count) or None
+            if smaller is None:
+                if not _split(layout, waiting, rest):
+                    return False
+                continue
+            taken.append(waiting.pop(0))
+            rest = smaller
+        axes.append(taken)
+    layout.axes = axes
+    return not waiting
+
+
+def _split(layout: Layout, waiting: list[Atom], outer: Dim) -> bool:
+    """The first atom waiting as two, the outer one of this size."""
+    atom = waiting[0]
+    inner = divide(atom.size, outer) or None
+    if inner is None or atom.count != atom.size:
+        return False
+    parts = [Atom(atom.axis, outer), Atom(atom.axis, inner)]
+    own = layout.source[atom.axis]
+    place = own.index(atom)
+    own[place : place + 1] = parts
+    waiting[:1] = parts
+    return True
+
+
+# ---- moves anew -----------------------------------------------------------------------------------------------------
+
+
+def _steps(layout: Layout, source: Shape, shape: Shape) -> list[tuple[Any, Shape, tuple[Any, ...]]] | None:
+    """The least moves to a layout: slices, a reshape, a permutation, a reshape: (operator, result, arguments)."""
+    steps: list[tuple[Any, Shape, tuple[Any, ...]]] = []
+    current = list(source)
+    for axis, atoms in enumerate(layout.source):
+        cut = [place for place, atom in enumerate(atoms) if atom.count != atom.size]
+        if cut and (cut != [0] or not all(isinstance(atom.size, int) for atom in atoms)):
+            return None
+        if cut:
+            inner = 1
+            for atom in atoms[1:]:
+                inner *= int(atom.size)  # type: ignore[arg-type]
+            bounds = atoms[0].start * inner, (atoms[0].start + int(atoms[0].count)) * inner  # type: ignore[arg-type]
+            current[axis] = bounds[1] - bounds[0]
+            steps.append((ATEN.slice.Tensor, tuple(current), (axis, *bounds)))
+    there = [atom for atoms in layout.source for atom in atoms if atom.count != 1]
+    wanted = [atom for axis in layout.axes for atom in axis]
+    order = [there.index(atom) for atom in wanted]
+    if order == sorted(order):
+        return steps if tuple(current) == shape else [*steps, (ATEN.reshape.default, shape, ())]
+    if tuple(current) != (split := tuple(atom.count for atom in there)):
+        steps.append((ATEN.reshape.default, split, ()))
+    steps.append((ATEN.permute.default, tuple(atom.count for atom in wanted), (order,)))
+    return steps if steps[-1][1] == shape else [*steps, (ATEN.reshape.default, shape, ())]
+
+
+def _emit(before: fx.Node, value: fx.Node, steps: Sequence[tuple[Any, Shape, tuple[Any, ...]]]) -> fx.Node | None:
+    dtype = tensor_type(value).dtype
+    for target, shape, given in steps:
+        if target is ATEN.reshape.default:
+            free = [axis for axis, size in enumerate(shape) if not isinstance(size, int)][-1:]
+            sizes = [-1 if axis in free else size_of(before, size) for axis, size in enumerate(shape)]
+            if None in sizes:
+                return None
+            given = (sizes,)
+        value = call_before(before, TensorType(shape, dtype), target, value, *given)
+    return value
+
+
+def _shorten(end: fx.Node) -> bool:
+    """Moves that carry the batch away and back -> as few as there can be."""
+    found = _chain(end)
+    if found is None or not found[1].roams or found[1].moved():
+        return False
+    source, layout = found
+    steps = _steps(layout, tensor_type(source).shape, tensor_type(end).shape)
+    value = None if steps is None else _emit(end, source, steps)
+    if value is None:
+        return False
+    replace_node(end, value)
+    return True
+
+
+def _hoist(linear: fx.Node) -> bool:
+    """A linear layer behind moves that carry the batch away -> those moves behind the layer."""
+    found, shape = _chain(linear.args[0]), tensor_type(linear).shape
+    if found is None or not found[1].moved() or not found[1].axes[-1]:
+        return False
+    source, layout = found
+    leading = {id(atom) for axis in layout.axes[:-1] for atom in axis}
+    ahead = [[atom for atom in atoms if id(atom) in leading] for atoms in layout.source]
+    ahead = [atoms for atoms in ahead if atoms]
+    base = Layout(layout.source, [*ahead, layout.axes[-1]])
+    if base.moved():  # the layer's channels are what came first
+        return False
+    sizes = tuple(_product(atoms) for atoms in base.axes)
+    steps = _steps(base, tensor_type(source).shape, sizes)
+    x = None if steps is None else _emit(linear, source, steps)
+    if x is None:
+        return False
+    kind = TensorType((*sizes[:-1], shape[-1]), tensor_type(linear).dtype)
+    y = call_before(linear, kind, linear.target, x, *linear.args[1:], **linear.kwargs)
+    y.meta = {**linear.meta, "type": kind}
+    behind = _steps(_behind(layout, ahead, shape[-1]), kind.shape, shape)
+    z = None if behind is None else _emit(linear, y, behind)
+    if z is None:
+        return False
+    replace_node(linear, z)
+    return True
+
+
+def _behind(layout: Layout, ahead: Sequence[Sequence[Atom]], channels: Dim) -> Layout:
+    """The axes in front of the last as they lie in the result of a layer that reads them in their source's order."""
+    anew = {id(atom): Atom(axis, atom.count) for axis, atoms in enumerate(ahead) for atom in atoms}
+    last = [Atom(len(ahead), channels)] if channels != 1 else []
+    axes = [[anew[id(atom)] for atom in axis] for axis in layout.axes[:-1]]
+    return Layout([*[[anew[id(atom)] for atom in atoms] for atoms in ahead], last], [*axes, last])
+
+
+def _product(atoms: Sequence[Atom]) -> Dim:
+    total: Dim = 1
+    for atom in atoms:
+        total = total * atom.count
+    return total

@@ -1,0 +1,165 @@
+"""Passes over products as they are written: with a transposed weight, of two activations, one layer for several."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from intaglio.fxgraph.nodes import (
+    arguments,
+    call_before,
+    constant_node,
+    is_constant,
+    operator,
+    provenance,
+    replace_node,
+    resolve,
+    tensor_type,
+)
+from intaglio.ir import DType, TensorType, evaluate, symbols_of
+
+ATEN = torch.ops.aten
+MOVES = ("reshape", "view", "unsqueeze", "squeeze", "transpose", "permute", "slice", "select")
+"""Names of operators between a layer and its parts."""
+SIZE = 7
+"""What free dimensions count as while moves are tried out."""
+
+
+def products_as_linear(module: fx.GraphModule) -> int:
+    """addmm and mm of a constant matrix -> linear, whose weight is that matrix transposed."""
+    hits = [node for node in module.graph.nodes if _matrices(node) is not None]
+    for node in hits:
+        x, matrix, bias = _matrices(node)
+        name = f"{matrix.target}_transposed"
+        if not hasattr(module, name):
+            module.register_buffer(name, getattr(module, str(matrix.target)).t().contiguous())
+        weight = constant_node(module, name, matrix.meta.get("path", name))
+        with module.graph.inserting_before(node):
+            linear = module.graph.call_function(ATEN.linear.default, (x, weight, *([bias] if bias else [])))
+        linear.meta = {"type": tensor_type(node), **provenance(node)}
+        node.replace_all_uses_with(linear)
+        module.graph.erase_node(node)
+    return len(hits)
+
+
+def products_as_matmul(module: fx.GraphModule) -> int:
+    """bmm, mm and baddbmm of what is computed -> matmul, times ``alpha``, plus what baddbmm adds."""
+    hits = [node for node in module.graph.nodes if _computed(node)]
+    for node in hits:
+        given, kind = arguments(node), tensor_type(node)
+        *added, a, b = node.args[:3]
+        made = call_before(node, kind, ATEN.matmul.default, a, b)
+        if added:
+            if given["alpha"] != 1:
+                made = call_before(node, kind, ATEN.mul.Scalar, made, given["alpha"])
+            made = call_before(node, kind, ATEN.add.Tensor, made, added[0])
+        replace_node(node, made)
+    return len(hits)
+
+
+def _computed(node: fx.Node) -> bool:
+    name = operator(node)
+    if name not in ("aten.bmm.default", "aten.mm.default", "aten.baddbmm.default"):
+        return False
+    added = name == "aten.baddbmm.default"
+    plain = tensor_type(node).dtype is DType.F32 and (not added or arguments(node)["beta"] == 1)
+    return plain and not any(is_constant(factor) for factor in node.args[added : added + 2])
+
+
+def _matrices(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
+    """What is multiplied, the constant matrix, and a constant of one number per column."""
+    if operator(node) not in ("aten.addmm.default", "aten.mm.default"):
+        return None
+    *bias, x, matrix = node.args[:3]
+    if not is_constant(matrix) or is_constant(x) or tensor_type(x).dtype is not DType.F32:
+        return None
+    if bias:
+        given, columns = arguments(node), tensor_type(matrix).shape[-1:]
+        if given["alpha"] != 1 or given["beta"] != 1 or not is_constant(bias[0]):
+            return None
+        if tensor_type(bias[0]).shape != columns:
+            return None
+    return x, matrix, bias[0] if bias else None
+
+
+def parts_as_layers(module: fx.GraphModule) -> int:
+    """A linear layer of which only parts of the channels are read, one after the other -> a layer for each part.
+
+    Queries, keys and values that one layer makes get parameters of their own, and need not be moved apart.
+    """
+    hits = [node for node in module.graph.nodes if operator(node) == "aten.linear.default"]
+    hits = [node for node in hits if all(is_constant(value) for value in _constants(node))]
+    count = 0
+    for node in hits:
+        parts = _parts(node)
+        if not parts:
+            continue
+        for leaf, (first, last) in parts.items():
+            constants = []
+            for value in _constants(node):
+                name = f"{value.target}_{first}_{last}"
+                if not hasattr(module, name):
+                    module.register_buffer(name, getattr(module, str(value.target))[first:last].contiguous())
+                path = f"{value.meta.get('path', value.target)}[{first}:{last}]"
+                constants.append(constant_node(module, name, path))
+            with module.graph.inserting_before(node):
+                layer = module.graph.call_function(ATEN.linear.default, (node.args[0], *constants))
+            layer.meta = {"type": TensorType(tensor_type(leaf).shape, DType.F32), **provenance(node)}
+            leaf.replace_all_uses_with(layer)
+        count += 1
+    module.graph.eliminate_dead_code()
+    return count
+
+
+def _constants(node: fx.Node) -> list[fx.Node]:
+    """Weight, and bias if there is one."""
+    return [value for value in node.all_input_nodes if value is not node.args[0]]
+
+
+def _parts(layer: fx.Node) -> dict[fx.Node, tuple[int, int]]:
+    """Values behind moves that are some neighbouring channels of a layer, each with its first channel and the one
+    after its last; nothing if something else is read."""
+    sizes = _Sizes(layer)
+    shape = sizes.of(layer)
+    whole = torch.arange(int(torch.tensor(shape).prod())).reshape(shape)
+    found: dict[fx.Node, tuple[int, int]] = {}
+    pending = [(layer, whole)]
+    while pending:
+        node, value = pending.pop()
+        for user in node.users:
+            if "dim" in user.meta:
+                continue
+            if not operator(user).startswith("aten.") or operator(user).split(".")[1] not in MOVES:
+                return {}
+            moved = sizes.run(user, node, value)
+            if (span := _span(moved, whole)) is not None:
+                found[user] = span
+            else:
+                pending.append((user, moved))
+    return found if all(last - first < shape[-1] for first, last in found.values()) else {}
+
+
+def _span(part: torch.Tensor, whole: torch.Tensor) -> tuple[int, int] | None:
+    """Channels of the whole that a part is, in place."""
+    if part.dim() != whole.dim() or part.shape[:-1] != whole.shape[:-1] or part.shape == whole.shape:
+        return None
+    first = int(part.flatten()[0])
+    last = first + part.shape[-1]
+    return (first, last) if last <= whole.shape[-1] and torch.equal(part, whole[..., first:last]) else None
+
+
+class _Sizes:
+    """Moves on tensors of numbers, free dimensions at one size each."""
+
+    def __init__(self, layer: fx.Node) -> None:
+        names = set().union(*[symbols_of(dim) for dim in tensor_type(layer).shape])
+        self.known = {name: SIZE + index for index, name in enumerate(sorted(names))}
+
+    def of(self, node: fx.Node) -> tuple[int, ...]:
+        return tuple(evaluate(dim, self.known) for dim in tensor_type(node).shape)
+
+    def run(self, move: fx.Node, source: fx.Node, value: torch.Tensor) -> torch.Tensor:
+        def given(leaf: fx.Node) -> object:
+            return value if leaf is source else evaluate(resolve(leaf), self.known)
+
+        return move.target(*fx.map_arg(move.args, given), **fx.map_arg(move.kwargs, given))

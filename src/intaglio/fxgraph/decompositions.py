@@ -1,0 +1,230 @@
+"""Passes that spell an operator by others that have a record: parts as slices, stacks as concatenations."""
+
+from __future__ import annotations
+
+import math
+import operator as python_operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operator, provenance, size_of, tensor_type
+from intaglio.ir import Shape, TensorType
+from intaglio.ops.shape import END
+
+ATEN = torch.ops.aten
+
+
+def _call(old: fx.Node, shape: Shape, target: Any, *args: Any) -> fx.Node:
+    """A node of this shape in front of the one it helps to replace."""
+    with old.graph.inserting_before(old):
+        node = old.graph.call_function(target, args)
+    node.meta = {"type": TensorType(shape, tensor_type(old).dtype), **provenance(old)}
+    return node
+
+
+def _replace(old: fx.Node, new: fx.Node) -> None:
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+def group_norms_as_layer_norms(module: fx.GraphModule) -> int:
+    """group_norm -> a layer norm of each group as a row, then the factor and the offset of each channel."""
+    norms = (node for node in module.graph.nodes if operator(node) == "aten.group_norm.default")
+    hits = [node for node in norms if _groups_are_rows(node)]
+    for node in hits:
+        given, shape = arguments(node), tensor_type(node).shape
+        length = math.prod(int(dim) for dim in shape[1:] if isinstance(dim, int)) // given["num_groups"]
+        rows = (shape[0], given["num_groups"], length)
+        sizes = size_of(node, shape[0])
+        x = _call(node, rows, ATEN.reshape.default, node.args[0], [sizes, *rows[1:]])
+        x = _call(node, rows, ATEN.layer_norm.default, x, [length], None, None, given["eps"])
+        x = _call(node, shape, ATEN.reshape.default, x, [sizes, *shape[1:]])
+        for target, value in ((ATEN.mul.Tensor, given["weight"]), (ATEN.add.Tensor, given["bias"])):
+            if value is not None:
+                name = f"{value.target}_channels"
+                if not hasattr(module, name):
+                    each = getattr(module, str(value.target)).reshape(-1, *[1] * (len(shape) - 2))
+                    module.register_buffer(name, each)
+                x = _call(node, shape, target, x, constant_node(module, name, value.meta.get("path", name)))
+        _replace(node, x)
+    return len(hits)
+
+
+def _groups_are_rows(node: fx.Node) -> bool:
+    """Whether a group has a known number of values, the batch a size that can be named, and constants go with it."""
+    given, kind = arguments(node), tensor_type(node)
+    constants = [given[name] for name in ("weight", "bias") if given[name] is not None]
+    fixed = kind is not None and all(isinstance(dim, int) for dim in kind.shape[1:])
+    return fixed and all(map(is_constant, constants)) and size_of(node, kind.shape[0]) is not None
+
+
+def splits_as_slices(module: fx.GraphModule) -> int:
+    """Parts of split, taken one by one -> slices."""
+    hits = [n for n in module.graph.nodes if n.target is python_operator.getitem and _split_sizes(n.args[0])]
+    for node in hits:
+        source, index = node.args
+        axis, sizes = arguments(source)["dim"] % len(tensor_type(source.args[0]).shape), _split_sizes(source)
+        start = sum(sizes[:index])
+        with module.graph.inserting_before(node):
+            call = (source.args[0], axis, start, start + sizes[index])
+            part = module.graph.call_function(torch.ops.aten.slice.Tensor, call)
+        part.meta = {"type": tensor_type(node), **provenance(source)}
+        node.replace_all_uses_with(part)
+        module.graph.erase_node(node)
+    return len(hits)
+
+
+def _split_sizes(node: fx.Node) -> list[int]:
+    """Sizes of the parts; nothing for another operator, or along a free dimension."""
+    if operator(node) not in ("aten.split.Tensor", "aten.split_with_sizes.default"):
+        return []
+    given = arguments(node)
+    total, step = tensor_type(node.args[0]).shape[given["dim"]], given.get("split_size", given.get("split_sizes"))
+    if not isinstance(total, int):
+        return []
+    return list(step) if isinstance(step, (list, tuple)) else [min(step, total - at) for at in range(0, total, step)]
+
+
+def selects_as_slices(module: fx.GraphModule) -> int:
+    """``x[:, 3]`` and parts of unbind, taken one by one -> a slice of one element without its axis."""
+    count = 0
+    for node in list(module.graph.nodes):
+        found = _selected(node)  # not before its turn: the source may be one of these, and another node by now
+        if found is None:
+            continue
+        (source, axis, index), count = found, count + 1
+        node.meta = {**node.meta, **provenance(node.args[0] if node.target is python_operator.getitem else node)}
+        shape = tensor_type(source).shape
+        one, stop = (*shape[:axis], 1, *shape[axis + 1 :]), index + 1 or END
+        part = _call(node, one, ATEN.slice.Tensor, source, axis, index, stop)
+        _replace(node, _call(node, tensor_type(node).shape, ATEN.squeeze.dim, part, axis))
+    return count
+
+
+def _selected(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+    """Source, axis and index of one element; from the end only where the size is free."""
+    taken = node.target is python_operator.getitem
+    maker = node.args[0] if taken else node
+    if operator(maker) != ("aten.unbind.int" if taken else "aten.select.int"):
+        return None
+    source, given = maker.args[0], arguments(maker)
+    axis = given["dim"] % len(tensor_type(source).shape)
+    index, size = node.args[1] if taken else given["index"], tensor_type(source).shape[axis]
+    if not isinstance(index, int):
+        return None
+    return source, axis, index % size if isinstance(size, int) else index
+
+
+def stacks_as_concatenations(module: fx.GraphModule) -> int:
+    """stack -> a new axis for each, and a concatenation along it."""
+    hits = [node for node in module.graph.nodes if operator(node) == "aten.stack.default"]
+    for node in hits:
+        parts, shape = node.args[0], tensor_type(node).shape
+        axis = arguments(node)["dim"] % len(shape)
+        one = (*shape[:axis], 1, *shape[axis + 1 :])
+        wide = [_call(node, one, ATEN.unsqueeze.default, part, axis) for part in parts]
+        _replace(node, _call(node, shape, ATEN.cat.default, wide, axis))
+    return len(hits)
+
+
+def repeats_as_concatenations(module: fx.GraphModule) -> int:
+    """repeat along one axis -> a concatenation of one value; of an axis of one element -> an expansion."""
+    hits = [(node, found) for node in module.graph.nodes if (found := _repeated(node)) is not None]
+    for node, (axis, count) in hits:
+        source, shape = node.args[0], tensor_type(node).shape
+        if tensor_type(source).shape[axis] == 1:
+            sizes = [count if i == axis else -1 for i in range(len(shape))]
+            _replace(node, _call(node, shape, ATEN.expand.default, source, sizes))
+        else:
+            _replace(node, _call(node, shape, ATEN.cat.default, [source] * count, axis))
+    return len(hits)
+
+
+def _repeated(node: fx.Node) -> tuple[int, int] | None:
+    """The only axis that repeats, and how often."""
+    if operator(node) != "aten.repeat.default":
+        return None
+    source, counts = tensor_type(node.args[0]).shape, node.args[1]
+    axes = [axis for axis, count in enumerate(counts) if count != 1]
+    if len(counts) != len(source) or len(axes) != 1 or not isinstance(counts[axes[0]], int):
+        return None
+    return (axes[0], counts[axes[0]]) if counts[axes[0]] > 1 and isinstance(source[axes[0]], int) else None
+
+
+def rolls_as_concatenations(module: fx.GraphModule) -> int:
+    """roll along axes of known sizes -> for each, its end in front of its beginning."""
+    hits = [node for node in module.graph.nodes if operator(node) == "aten.roll.default" and _rolls(node) is not None]
+    for node in hits:
+        value, shape = node.args[0], tensor_type(node).shape
+        for axis, cut in _rolls(node):
+            parts = []
+            for start, stop in ((cut, shape[axis]), (0, cut)):
+                part = (*shape[:axis], stop - start, *shape[axis + 1 :])
+                parts.append(_call(node, part, ATEN.slice.Tensor, value, axis, start, stop))
+            value = _call(node, shape, ATEN.cat.default, parts, axis)
+        _replace(node, value)
+    return len(hits)
+
+
+def _rolls(node: fx.Node) -> list[tuple[int, int]] | None:
+    """Axes that move and the index that comes first there; ``None`` where sizes are free or the tensor is flattened."""
+    given, shape = arguments(node), tensor_type(node).shape
+    shifts, axes = given["shifts"], [axis % len(shape) for axis in given["dims"]]
+    if not axes or not all(isinstance(n, int) and n for n in (*shifts, *(shape[axis] for axis in axes))):
+        return None
+    found = [(axis, -shift % shape[axis]) for axis, shift in zip(axes, shifts, strict=True)]
+    return [(axis, cut) for axis, cut in found if cut]
+
+
+def shuffles(module: fx.GraphModule) -> int:
+    """View as [n, groups, c / groups, h, w], swap the two, view back -> channel_shuffle."""
+    count = 0
+    for last in list(module.graph.nodes):
+        swap = last.args[0] if operator(last) == "aten.reshape.default" else None
+        if not isinstance(swap, fx.Node) or operator(swap) != "aten.transpose.int" or len(swap.users) != 1:
+            continue
+        first = swap.args[0]
+        if operator(first) != "aten.reshape.default" or len(first.users) != 1 or sorted(swap.args[1:]) != [1, 2]:
+            continue
+        source, split = first.args[0], tensor_type(first).shape
+        if len(split) == 5 and tensor_type(source) == tensor_type(last) and split[3:] == tensor_type(source).shape[2:]:
+            with module.graph.inserting_before(last):
+                node = module.graph.call_function(torch.ops.aten.channel_shuffle.default, (source, split[1]))
+            node.meta = dict(last.meta)
+            last.replace_all_uses_with(node)
+            count += 1
+    return count
+
+
+def numbers_as_functions(module: fx.GraphModule) -> int:
+    """``x + 3``, ``2 * x``, ``1 - x``: the overload that says a number is meant, so that it is a function of one value.
+
+    ``x + 0``, ``x - 0``, ``x * 1`` and ``x / 1`` vanish.
+    """
+    hits = [node for node in module.graph.nodes if operator(node) in WITH_NUMBER and _number(node) is not None]
+    for node in hits:
+        number = _number(node)
+        name = operator(node).split(".")[1]
+        idle = (number == 0 and name in ("add", "sub")) or (number == 1 and name in ("mul", "div"))
+        if idle and tensor_type(node) == tensor_type(node.args[0]):
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+            continue
+        node.target = WITH_NUMBER[operator(node)]
+    return len(hits)
+
+
+def _number(node: fx.Node) -> int | float | None:
+    """The second operand, if it is a number; division with a rounding mode is another operator."""
+    other = node.args[1] if len(node.args) > 1 else None
+    return other if isinstance(other, (int, float)) and not isinstance(other, bool) else None
+
+
+WITH_NUMBER = {
+    "aten.add.Tensor": torch.ops.aten.add.Scalar,
+    "aten.sub.Tensor": torch.ops.aten.sub.Scalar,
+    "aten.mul.Tensor": torch.ops.aten.mul.Scalar,
+    "aten.div.Tensor": torch.ops.aten.div.Scalar,
+}

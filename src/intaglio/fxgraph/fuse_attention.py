@@ -1,0 +1,226 @@
+"""`join_attention`: attention written out in products and a softmax -> one operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operator, replace_node, tensor_type
+from intaglio.ir import DType, TensorType
+
+ATEN = torch.ops.aten
+PRODUCTS = ("aten.matmul.default", "aten.bmm.default")
+SOFTMAX = ("aten.softmax.int", "aten._softmax.default")
+TIMES = ("aten.mul.Tensor", "aten.mul.Scalar")
+OVER = ("aten.div.Tensor", "aten.div.Scalar")
+PLUS = ("aten.add.Tensor", "aten.add.Scalar")
+FILLS = ("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
+WHERES = ("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
+FAR = -1e4
+"""What is added to a score, or put in its place, counts as minus infinity from here down."""
+MADE: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "aten.zeros.default": lambda given: 0,
+    "aten.full.default": lambda given: given["fill_value"],
+    "aten.scalar_tensor.default": lambda given: given["s"],
+}
+"""Operators that make a number, and which."""
+
+
+@dataclass
+class Scores:
+    """What is found on the way from the softmax back to the product of queries and keys."""
+
+    product: fx.Node | None = None
+    scale: float = 1.0
+    mask: fx.Node | None = None
+    keeps: bool = True
+    """Whether a boolean mask is true where scores stay."""
+    outer: float = 1.0
+    """The factor that stands after the mask."""
+
+
+def join_attention(module: fx.GraphModule) -> int:
+    """``softmax(q @ k.T * scale + mask) @ v`` -> ``scaled_dot_product_attention(q, k, v, mask)``.
+
+    Factors may stand before or after the product, masks may be added or filled in, keys transposed in any way; nothing
+    in between has another reader. A row that is masked whole has the value 0 afterwards, where the softmax of minus
+    infinities is no number, and that of large negative numbers a mean over what is masked.
+    """
+    hits = 0
+    for node in list(module.graph.nodes):
+        if operator(node) not in PRODUCTS or not all(isinstance(value, fx.Node) for value in node.args[:2]):
+            continue
+        found = _scores(module, node.args[0])
+        if found is not None and found.product is not None and _joined(module, node, found):
+            hits += 1
+    return hits
+
+
+def _scores(module: fx.GraphModule, softmax: fx.Node) -> Scores | None:
+    """From the softmax inwards: factors, one mask, the product."""
+    if operator(softmax) not in SOFTMAX or len(softmax.users) != 1:
+        return None
+    rank, dim = len(tensor_type(softmax).shape), softmax.args[1]
+    if dim % rank != rank - 1 or tensor_type(softmax) != tensor_type(softmax.args[0]):
+        return None
+    found, value = Scores(), softmax.args[0]
+    while value is not None and found.product is None:
+        if len(value.users) != 1 or tensor_type(value) != tensor_type(softmax):
+            return None
+        value = _inwards(module, value, found)
+    return found if found.product is not None else None
+
+
+def _inwards(module: fx.GraphModule, node: fx.Node, found: Scores) -> fx.Node | None:
+    """The scores an operator on them reads, what it does noted; ``None`` where this is no attention."""
+    name = operator(node)
+    if name in PRODUCTS:
+        found.product = node
+        return node
+    if name == "aten.baddbmm.default" and found.mask is None and found.outer == 1:
+        given = arguments(node)
+        if given["beta"] == 1:
+            found.product, found.mask, found.scale = node, node.args[0], found.scale * given["alpha"]
+            return node
+        return None
+    factor = _factor(module, node)
+    if factor is not None:
+        found.scale *= factor[1]
+        found.outer *= factor[1] if found.mask is None else 1
+        return factor[0]
+    return _through_mask(module, node, found)
+
+
+def _through_mask(module: fx.GraphModule, node: fx.Node, found: Scores) -> fx.Node | None:
+    name = operator(node)
+    if name in PLUS:
+        scores, other = _leads_to_product(module, node)
+        if scores is None:
+            return None
+        if _number(module, other) == 0:
+            return scores
+        if found.mask is not None or not isinstance(other, fx.Node) or arguments(node)["alpha"] != 1:
+            return None
+        condition = _as_condition(module, other)
+        if condition is None and found.outer != 1:
+            return None
+        found.mask = other if condition is None else condition
+        return scores
+    if found.mask is not None:
+        return None
+    if name in FILLS and _far(module, node.args[2]):
+        found.mask, found.keeps = node.args[1], False
+        return node.args[0]
+    if name in WHERES and _far(module, node.args[2]):
+        found.mask = node.args[0]
+        return node.args[1]
+    if name in WHERES and _far(module, node.args[1]):
+        found.mask, found.keeps = node.args[0], False
+        return node.args[2]
+    return None
+
+
+def _leads_to_product(module: fx.GraphModule, node: fx.Node) -> tuple[Any, Any]:
+    """Which operand of a sum are the scores, and the other."""
+    for value, other in (node.args[:2], node.args[1::-1]):
+        inner = value
+        while isinstance(inner, fx.Node) and operator(inner) not in (*PRODUCTS, "aten.baddbmm.default"):
+            factor = _factor(module, inner)
+            steps = operator(inner) in (*FILLS, *PLUS)
+            inner = factor[0] if factor else inner.args[0] if steps else None
+        if isinstance(inner, fx.Node) and tensor_type(value) == tensor_type(node):
+            return value, other
+    return None, None
+
+
+def _as_condition(module: fx.GraphModule, mask: fx.Node) -> fx.Node | None:
+    """The condition of ``where(condition, 0, far)``, which is added."""
+    if operator(mask) not in WHERES or _number(module, mask.args[1]) != 0 or not _far(module, mask.args[2]):
+        return None
+    return mask.args[0] if tensor_type(mask.args[0]).shape == tensor_type(mask).shape else None
+
+
+def _factor(module: fx.GraphModule, node: Any) -> tuple[fx.Node, float] | None:
+    """``x * number`` and ``x / number``: the tensor and what it is multiplied by."""
+    name = operator(node) if isinstance(node, fx.Node) else ""
+    if name not in (*TIMES, *OVER):
+        return None
+    a, b = node.args[:2]
+    left, right = _number(module, a), _number(module, b)
+    if right is not None and isinstance(a, fx.Node) and name in TIMES:
+        return a, right
+    if right and isinstance(a, fx.Node) and name in OVER:
+        return a, 1 / right
+    return (b, left) if left is not None and isinstance(b, fx.Node) and name in TIMES else None
+
+
+def _number(module: fx.GraphModule, value: Any) -> float | None:
+    """A number, or a constant of one element."""
+    if isinstance(value, fx.Node):
+        if operator(value) in MADE and not tensor_type(value).shape:
+            return float(MADE[operator(value)](arguments(value)))
+        if not is_constant(value) or getattr(module, value.target).numel() != 1:
+            return None
+        return float(getattr(module, value.target).item())
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _far(module: fx.GraphModule, value: Any) -> bool:
+    number = _number(module, value)
+    return number is not None and number <= FAR
+
+
+def _joined(module: fx.GraphModule, node: fx.Node, found: Scores) -> bool:
+    """The operator in the place of the second product, where the shapes are those of attention."""
+    q, k_t = found.product.args[-2:] if operator(found.product) in PRODUCTS else found.product.args[1:3]
+    v, kinds = node.args[1], [tensor_type(value) for value in (q, k_t, node.args[1])]
+    if any(kind is None or kind.dtype is not DType.F32 or len(kind.shape) < 3 for kind in kinds):
+        return False
+    if len({kind.shape[:-2] for kind in kinds}) != 1:
+        return False
+    q, scale = _unscaled(module, q, found.scale)
+    k_t, scale = _unscaled(module, k_t, scale)
+    k, scale = _unscaled(module, _transposed(node, k_t), scale)
+    mask = found.mask
+    if mask is not None and tensor_type(mask).dtype is DType.BOOL and not found.keeps:
+        inverted = operator(mask) == "aten.logical_not.default" and tensor_type(mask.args[0]).dtype is DType.BOOL
+        mask = mask.args[0] if inverted else call_before(node, tensor_type(mask), ATEN.logical_not.default, mask)
+    replace_node(
+        node,
+        call_before(
+            node, tensor_type(node), ATEN.scaled_dot_product_attention.default, q, k, v, mask, 0.0, False, scale=scale
+        ),
+    )
+    return True
+
+
+def _unscaled(module: fx.GraphModule, value: fx.Node, scale: float) -> tuple[fx.Node, float]:
+    """What is multiplied by numbers for this product alone, and the scale with them."""
+    factor = _factor(module, value)
+    while factor is not None and len(value.users) <= 1 and tensor_type(factor[0]) == tensor_type(value):
+        value, scale = factor[0], scale * factor[1]
+        factor = _factor(module, value)
+    return value, scale
+
+
+def _transposed(before: fx.Node, value: fx.Node) -> fx.Node:
+    """The last two axes swapped; one permutation in all with the one the value may come from."""
+    name, kind = operator(value), tensor_type(value)
+    axes, source = len(kind.shape), value
+    order = list(range(axes))
+    if name in ("aten.transpose.int", "aten.permute.default"):
+        source = value.args[0]
+        if name == "aten.permute.default":
+            order = [axis % axes for axis in value.args[1]]
+        else:
+            a, b = (axis % axes for axis in value.args[1:3])
+            order[a], order[b] = order[b], order[a]
+    order[-2:] = order[:-3:-1]
+    if order == sorted(order):
+        return source
+    shape = tuple(tensor_type(source).shape[axis] for axis in order)
+    return call_before(before, TensorType(shape, kind.dtype), ATEN.permute.default, source, order)

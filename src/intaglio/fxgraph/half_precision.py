@@ -1,0 +1,82 @@
+"""Models in bfloat16 or float16: inside all is float32, as accumulators are, and only the ends are halves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from intaglio.fxgraph.nodes import operator, tensor_type
+from intaglio.ir import DType
+
+HALVES = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}
+PRODUCTS = ("conv", "linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product")
+"""ATen operators, beginnings of their names, that int8 kernels replace."""
+WIDENED = "values in bfloat16 or float16 are computed as float32; inputs and results keep their element type"
+
+
+def widen_halves(module: fx.GraphModule) -> int:
+    """Every half inside a graph whose products compute with them -> float32; casts where it enters and leaves.
+
+    Each value that has eight bits of mantissa has them still, so weights are the same numbers; what a model in halves
+    rounds between its operators is not rounded.
+    """
+    graph = module.graph
+    if not any(_is_product_of_halves(node) for node in graph.nodes) or any(map(_reads_bits, graph.nodes)):
+        return 0
+    given = [node for node in graph.nodes if node.op == "placeholder" and _half(node) is not None]
+    end = next(node for node in graph.nodes if node.op == "output")
+    results = [(place, _half(node)) for place, node in enumerate(end.args[0])]
+    hits = [node for node in graph.nodes if node.op in ("get_attr", "call_function") and _widen(node, module)]
+    first = [node for node in graph.nodes if node.op == "placeholder"][-1].next
+    for node in given:
+        if node.users:
+            cast = _cast_before(first, node, torch.float32, DType.F32)
+            node.replace_all_uses_with(cast, delete_user_cb=lambda user, own=cast: user is not own)
+    values = list(end.args[0])
+    for place, half in results:
+        if half is not None:
+            values[place] = _cast_before(end, values[place], HALVES[half], half)
+    end.args = (tuple(values),)
+    return len(hits)
+
+
+def _half(node: fx.Node) -> DType | None:
+    kind = tensor_type(node)
+    return kind.dtype if kind is not None and kind.dtype in HALVES else None
+
+
+def _is_product_of_halves(node: fx.Node) -> bool:
+    return operator(node).removeprefix("aten.").startswith(PRODUCTS) and _half(node) is not None
+
+
+def _reads_bits(node: fx.Node) -> bool:
+    """Whether it takes the bits of a value for those of another type, which widening would change."""
+    return operator(node) == "aten.view.dtype"
+
+
+def _widen(node: fx.Node, module: fx.GraphModule) -> bool:
+    """A constant becomes a wider copy; an operator is told to make float32 where it is told to make halves."""
+    halves = tuple(HALVES.values())
+    if node.op == "get_attr":
+        tensor = getattr(module, str(node.target))
+        if tensor.dtype in halves:
+            module.register_buffer(str(node.target), tensor.float())
+    else:
+        told = pytree.tree_map(lambda leaf: torch.float32 if leaf in halves else leaf, (node.args, dict(node.kwargs)))
+        node.args, node.kwargs = told
+    if _half(node) is None:
+        return False
+    node.meta["type"] = dataclasses.replace(node.meta["type"], dtype=DType.F32)
+    return True
+
+
+def _cast_before(place: fx.Node, node: fx.Node, wanted: torch.dtype, dtype: DType) -> fx.Node:
+    with node.graph.inserting_before(place):
+        cast = node.graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": wanted})
+    cast.meta = {"type": dataclasses.replace(node.meta["type"], dtype=dtype)}
+    if "origin" in node.meta:
+        cast.meta["origin"] = node.meta["origin"]
+    return cast

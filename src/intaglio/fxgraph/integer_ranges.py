@@ -1,0 +1,112 @@
+"""What is known of whole numbers before a model runs: ranges along an axis, and values that are all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from intaglio.fxgraph.nodes import arguments, operator, tensor_type
+from intaglio.ir import Dim, DType, Shape, numel
+
+ARANGES = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step")
+SUMS = ("aten.add.Tensor", "aten.add.Scalar", "aten.sub.Tensor", "aten.sub.Scalar")
+VIEWS = (
+    "aten.unsqueeze.default",
+    "aten.squeeze.dim",
+    "aten.expand.default",
+    "aten.reshape.default",
+    "aten.slice.Tensor",
+    "aten.transpose.int",
+    "aten.permute.default",
+    "aten._to_copy.default",
+)
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """``start``, ``start + 1``, ... along one axis, the same along every other."""
+
+    start: int
+    axis: int
+    length: Dim
+
+    @property
+    def last(self) -> int | None:
+        """The largest value, where the length is a number."""
+        return self.start + self.length - 1 if isinstance(self.length, int) else None
+
+
+def ramp_of(node: fx.Node, ramps: Mapping[fx.Node, Ramp]) -> Ramp | None:
+    """The range a node makes, of those made before it."""
+    name, shape = operator(node), tensor_type(node).shape
+    if name in ARANGES:
+        given = arguments(node)
+        start, step = given.get("start", 0), given.get("step", 1)
+        return Ramp(start, 0, shape[0]) if isinstance(start, int) and step == 1 else None
+    source = ramps.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+    if source is None:
+        return None
+    if name in SUMS:
+        number = _added(node)
+        return None if number is None else replace(source, start=source.start + number)
+    if name == "aten.unsqueeze.default":
+        axis = node.args[1] % len(shape)
+        return replace(source, axis=source.axis + (axis <= source.axis))
+    if name in ("aten.expand.default", "aten.reshape.default"):
+        return _viewed(source, tensor_type(node.args[0]).shape, shape)
+    whole = name == "aten._to_copy.default" and tensor_type(node).dtype in (DType.I64, DType.I32)
+    return source if whole else None
+
+
+def _added(node: fx.Node) -> int | None:
+    """The number that a sum or difference adds to a tensor."""
+    number = node.args[1]
+    if not isinstance(number, int) or arguments(node).get("alpha", 1) != 1:
+        return None
+    return number if "add" in operator(node) else -number
+
+
+def _viewed(ramp: Ramp, old: Shape, new: Shape) -> Ramp | None:
+    """The range under another shape: as many elements behind its axis, which keeps its length. Other axes that grow
+    repeat it."""
+    behind = numel(old[ramp.axis + 1 :])
+    for axis, size in enumerate(new):
+        if size == ramp.length and numel(new[axis + 1 :]) == behind:
+            return replace(ramp, axis=axis)
+    return None
+
+
+def alike(
+    node: fx.Node, ramps: Mapping[fx.Node, Ramp], numbers: Mapping[fx.Node, int], always: Mapping[fx.Node, bool]
+) -> int | None:
+    """The number that every element of a tensor is; ``None`` where that is not known.
+
+    Differences of neighbours in a range are 1, also of the first and one less than it; a running sum of what is never
+    true is 0.
+    """
+    name = operator(node)
+    if tensor_type(node).dtype is not DType.I64:
+        return None
+    if name in (*VIEWS, "aten.index.Tensor"):
+        return numbers.get(node.args[0])
+    if name == "aten.cumsum.default":
+        return 0 if always.get(node.args[0]) is False else None
+    if name != "aten.diff.default":
+        return None
+    given = arguments(node)
+    ramp, rank = ramps.get(given["self"]), len(tensor_type(node).shape)
+    along = ramp is not None and given["dim"] % rank == ramp.axis and given["n"] == 1 and given["append"] is None
+    return 1 if along and _precedes(given["prepend"], given["self"], ramp) else None
+
+
+def _precedes(node: fx.Node | None, value: fx.Node, ramp: Ramp) -> bool:
+    """Whether this is nothing, or a range's first element less 1."""
+    if node is None:
+        return True
+    if operator(node) not in SUMS or _added(node) != -1 or operator(node.args[0]) != "aten.slice.Tensor":
+        return False
+    given = arguments(node.args[0])
+    place = given["dim"] % len(tensor_type(value).shape), given["start"] or 0, given["end"], given["step"]
+    return given["self"] is value and place == (ramp.axis, 0, 1, 1)

@@ -1,0 +1,185 @@
+"""`lift_slices`: parts of constants, of a free size, computed once for the whole constant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from intaglio.fxgraph.graph_passes import fold_constants
+from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operator, replace_node, resolve, tensor_type
+from intaglio.ir import TensorType
+
+ATEN = torch.ops.aten
+MOST_BYTES = 64 << 20
+"""Of a constant that is made. A table that would be larger is looked up in every call."""
+SLICE, EXPAND, EMBEDDING = "aten.slice.Tensor", "aten.expand.default", "aten.embedding.default"
+BINARY = ("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor")
+
+
+def lift_slices(module: fx.GraphModule) -> int:
+    """Look-ups in constants by a slice of a constant -> a slice of all of them looked up at once.
+
+    ``embedding(table, ids[:, :n])`` is ``embedding(table, ids)[:, :n]``; position and token type embeddings of one
+    slice are summed first, which rounds once less than ``(word + type) + position`` does. After `fold_constants`, so
+    that what is constant as a whole is gone.
+    """
+    hits = 0
+    while found := sum(step(module) for step in (_expand_last, _drop_expand, _slice_last, _sum_first, fold_constants)):
+        hits += found
+        module.graph.eliminate_dead_code()
+    return hits
+
+
+@dataclass(frozen=True)
+class Part:
+    """A slice of a constant: the tensor, and what it is sliced by."""
+
+    tensor: torch.Tensor
+    axis: int
+    bounds: tuple[Any, ...]
+
+    @property
+    def like(self) -> tuple[Any, ...]:
+        """The same for parts that lie side by side."""
+        return self.axis, self.tensor.dim(), resolve(self.bounds)
+
+
+def _part(module: fx.GraphModule, node: Any) -> Part | None:
+    if not isinstance(node, fx.Node) or operator(node) != SLICE or not is_constant(node.args[0]):
+        return None
+    given, kind = arguments(node), tensor_type(node)
+    axis = given["dim"] % len(kind.shape)
+    if isinstance(kind.shape[axis], int):
+        return None
+    return Part(getattr(module, node.args[0].target), axis, (given["start"] or 0, given["end"], given["step"]))
+
+
+def _steady(module: fx.GraphModule, value: Any) -> bool:
+    """A constant, or a part of one."""
+    return isinstance(value, fx.Node) and (is_constant(value) or _part(module, value) is not None)
+
+
+def _put(module: fx.GraphModule, node: fx.Node, tensor: torch.Tensor, part: Part, shape: tuple) -> None:
+    """A slice of a new constant in the place of a node."""
+    name = f"part_{node.name}"
+    while hasattr(module, name):
+        name += "_"
+    module.register_buffer(name, tensor)
+    with module.graph.inserting_before(next(iter(module.graph.nodes))):
+        constant = module.graph.get_attr(name)
+    kind = tensor_type(node)
+    constant.meta = {"type": TensorType(tuple(tensor.shape), kind.dtype), "path": name}
+    bounds = (constant, part.axis, *part.bounds)
+    replace_node(node, call_before(node, TensorType(shape, kind.dtype), ATEN.slice.Tensor, *bounds))
+
+
+def _expand_last(module: fx.GraphModule) -> int:
+    """Rows of a table for expanded ids -> rows for the ids, expanded."""
+    hits = [n for n in module.graph.nodes if operator(n) == EMBEDDING and operator(n.args[1]) == EXPAND]
+    hits = [node for node in hits if is_constant(node.args[0]) and _steady(module, node.args[1].args[0])]
+    for node in hits:
+        table, wide = node.args[:2]
+        ids, sizes = wide.args[:2]
+        kind, width = tensor_type(node), tensor_type(table).shape[1]
+        rows = call_before(
+            node, TensorType((*tensor_type(ids).shape, width), kind.dtype), ATEN.embedding.default, table, ids
+        )
+        replace_node(node, call_before(node, kind, ATEN.expand.default, rows, [*sizes, -1]))
+    return len(hits)
+
+
+def _drop_expand(module: fx.GraphModule) -> int:
+    """``x + expand(part)`` -> ``x + part`` where x has the shape of the sum."""
+    hits = 0
+    for node in list(module.graph.nodes):
+        if operator(node) not in BINARY or not all(isinstance(value, fx.Node) for value in node.args[:2]):
+            continue
+        for index in (0, 1):
+            value, other = node.args[index], node.args[1 - index]
+            whole = tensor_type(other) is not None and tensor_type(other).shape == tensor_type(node).shape
+            if whole and operator(value) == EXPAND and _steady(module, value.args[0]):
+                node.update_arg(index, value.args[0])
+                hits += 1
+    return hits
+
+
+def _slice_last(module: fx.GraphModule) -> int:
+    """gather, embedding and pointwise operators on slices of one kind and constants -> a slice of their result."""
+    hits = 0
+    for node in list(module.graph.nodes):
+        if (part := _commuting(module, node)) is None:
+            continue
+        values = {}
+        for source in node.all_input_nodes:
+            found = _part(module, source)
+            values[source] = found.tensor if found else getattr(module, source.target)
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+        with torch.no_grad():
+            tensor = node.target(*args, **kwargs)
+        _put(module, node, tensor.contiguous(), part, tensor_type(node).shape)
+        hits += 1
+    return hits
+
+
+def _commuting(module: fx.GraphModule, node: fx.Node) -> Part | None:
+    """The slice that may as well come after this operator."""
+    name, kind = operator(node), tensor_type(node)
+    parts = [part for value in node.all_input_nodes if (part := _part(module, value)) is not None]
+    others = [value for value in node.all_input_nodes if _part(module, value) is None]
+    if not parts or kind is None or not all(map(is_constant, others)):
+        return None
+    if len({part.like for part in parts}) != 1:
+        return None
+    part = parts[0]
+    length = part.tensor.shape[part.axis]
+    sizes = [length if axis == part.axis else size for axis, size in enumerate(kind.shape)]
+    whole = [size for size in sizes if isinstance(size, int)]
+    if len(whole) < len(sizes) or prod(whole) * kind.dtype.bytes > MOST_BYTES:
+        return None
+    if name == EMBEDDING:
+        return part if _part(module, node.args[1]) else None
+    if name == "aten.gather.default":
+        source, _, ids = node.args[:3]
+        if not is_constant(source) or _part(module, ids) is None:
+            return None
+        room = getattr(module, source.target).shape
+        return part if all(size <= most for size, most in zip(whole, room, strict=True)) else None
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or name == "aten._to_copy.default"
+    return part if pointwise and len(whole) == part.tensor.dim() and _apart(part, others) else None
+
+
+def _apart(part: Part, others: list[fx.Node]) -> bool:
+    """Constants that are the same all along the sliced axis."""
+    back = part.tensor.dim() - part.axis
+    shapes = [tensor_type(value).shape for value in others]
+    return all(len(shape) < back or shape[-back] == 1 for shape in shapes)
+
+
+def _sum_first(module: fx.GraphModule) -> int:
+    """``(x + part) + part`` -> ``x + part``."""
+    hits = 0
+    for node in list(module.graph.nodes):
+        inner, second = _sum(module, node)
+        value, first = _sum(module, inner) if inner is not None else (None, None)
+        if value is None or len(inner.users) != 1 or tensor_type(inner) != tensor_type(node):
+            continue
+        a, b = _part(module, first), _part(module, second)
+        if tensor_type(first) == tensor_type(second) and (a and a.like) == (b and b.like):
+            both = call_before(node, tensor_type(second), ATEN.add.Tensor, first, second)
+            replace_node(node, call_before(node, tensor_type(node), ATEN.add.Tensor, value, both))
+            hits += 1
+    return hits
+
+
+def _sum(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """A sum's other operand and its slice of a constant."""
+    if operator(node) != "aten.add.Tensor" or arguments(node)["alpha"] != 1:
+        return None, None
+    for value, other in (node.args[:2], node.args[1::-1]):
+        if isinstance(value, fx.Node) and not _steady(module, value) and _steady(module, other):
+            return value, other
+    return None, None

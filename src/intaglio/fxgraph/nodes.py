@@ -1,0 +1,234 @@
+"""How intaglio reads a torch.fx node: operator name, operands, types, where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from intaglio.errors import CaptureError
+from intaglio.ir import Dim, DType, Origin, TensorType, symbol
+from intaglio.ops import BY_TARGET, Call, OpDef
+from intaglio.signature import DTYPES
+
+if TYPE_CHECKING:
+    import sympy  # a third of a second to import
+
+
+def dim_of(size: int | torch.SymInt, names: Mapping[sympy.Symbol, str]) -> Dim:
+    """A dimension of a traced tensor in our own terms."""
+    return size if isinstance(size, int) else _dim(size.node.expr.expand(), names)
+
+
+def _dim(expression: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> Dim:
+    if expression.is_Integer:
+        return int(expression)
+    if expression.is_Symbol:
+        return symbol(names[expression])
+    parts = [_dim(part, names) for part in expression.args]
+    kind = type(expression).__name__
+    if kind == "Add":
+        return sum(parts[1:], parts[0])
+    if kind == "Mul" and all(isinstance(part, int) or part.terms for part in parts):
+        total: Dim = 1
+        for part in parts:
+            total = total * part
+        return total
+    if kind == "FloorDiv" and isinstance(parts[1], int):
+        return parts[0] // parts[1]
+    if kind == "Pow" and isinstance(parts[1], int) and parts[1] > 0:
+        total = 1
+        for _ in range(parts[1]):
+            total = total * parts[0]
+        return total
+    raise CaptureError("model", None, f"a dimension of the form {expression}; known are sums, products, // by a number")
+
+
+def operator(node: fx.Node) -> str:
+    """``aten.conv2d.default``; "" for what calls no operator."""
+    return str(node.target) if node.op == "call_function" else ""
+
+
+def record_of(node: fx.Node) -> OpDef | None:
+    """The operator's record, if it has one: a user's own (`quant.patterns`); of two for one overload, the one that goes
+    with the constants."""
+    record = node.meta.get("record") or BY_TARGET.get(operator(node))
+    if record is not None and record.instead:
+        given = arguments(node)
+        others = (other for name, other in record.instead.items() if not is_constant(given[name]))
+        return next(others, record)
+    return record
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Every argument given or defaulted, by its schema name."""
+    schema = node.target._schema.arguments
+    named = {a.name: a.default_value for a in schema if a.has_default_value()}
+    named.update({a.name: value for a, value in zip(schema, node.args, strict=False)})
+    named.update(node.kwargs)
+    return named
+
+
+def operands(node: fx.Node, record: OpDef | None = None) -> tuple[fx.Node | None, ...]:
+    """The record's tensor operands; a number or ``None`` in an operand's place gives ``None``."""
+    record = record or record_of(node)
+    if record is None:
+        return tuple(node.all_input_nodes)
+    given = arguments(node)
+    values = given[record.operands[0]] if record.variadic else (given.get(name) for name in record.operands)
+    return tuple(value if isinstance(value, fx.Node) and tensor_type(value) else None for value in values)
+
+
+def activations(node: fx.Node) -> list[fx.Node | None]:
+    """The operands that are activations."""
+    record, values = record_of(node), operands(node)
+    return list(values) if record.variadic else [values[i] for i in record.roles.x]
+
+
+def tensor_type(node: fx.Node) -> TensorType | None:
+    """Shape and element type of a node's value; ``None`` for numbers and tuples."""
+    return node.meta.get("type")
+
+
+def origin(node: fx.Node) -> Origin:
+    return node.meta.get("origin", Origin())
+
+
+TAG = "quantization_tag"
+"""Key of a node's meta: whatever a user or a quantizer wrote there. It goes along with the origin."""
+
+
+TURN = "turn"
+"""Key of the meta of a node that stands in the body of a loop: its `Turn`."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Which operator of a loop's body a node is, and in which iteration: loops and iterations outermost first."""
+
+    loops: tuple[tuple[str, int], ...] = ()
+    operator: str = ""
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """The same for all iterations."""
+        return (*[loop for loop, _ in self.loops], self.operator)
+
+    def __str__(self) -> str:
+        return "".join(f"{loop}[{index}]" for loop, index in self.loops)
+
+
+def provenance(node: fx.Node) -> dict[str, Any]:
+    """Meta of a node that is made for another: whose it is, and the tag and the turn that one has."""
+    return {"origin": origin(node)} | {key: node.meta[key] for key in (TAG, TURN) if key in node.meta}
+
+
+def call_before(old: fx.Node, kind: TensorType, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A node of this type in front of the one it helps to replace, with its origin."""
+    with old.graph.inserting_before(old):
+        node = old.graph.call_function(target, args, kwargs)
+    node.meta = {"type": kind, **provenance(old)}
+    return node
+
+
+def replace_node(old: fx.Node, new: fx.Node) -> None:
+    """Readers of the old node read the new one; the old one goes."""
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+def size_of(before: fx.Node, dim: Dim) -> int | fx.Node | None:
+    """A dimension as an argument of a node: a number, or the node that asks an input for it; ``None`` where no input
+    has an axis of just this size."""
+    if isinstance(dim, int):
+        return dim
+    for node in before.graph.nodes:
+        if node is before:
+            break
+        if node.meta.get("dim") == dim:
+            return node
+    for node in before.graph.nodes:
+        kind = tensor_type(node)
+        if node.op == "placeholder" and kind is not None and dim in kind.shape:
+            with before.graph.inserting_before(before):
+                asked = before.graph.call_function(torch.ops.aten.sym_size.int, (node, kind.shape.index(dim)))
+            asked.meta = {"dim": dim, **provenance(before)}
+            return asked
+    return None
+
+
+def is_constant(node: fx.Node) -> bool:
+    return node.op == "get_attr"
+
+
+def resolve(value: Any) -> Any:
+    """Arguments with nodes of symbolic numbers replaced by the dimension they stand for."""
+    return pytree.tree_map(lambda v: v.meta.get("dim", v) if isinstance(v, fx.Node) else v, value)
+
+
+def call_of(node: fx.Node, record: OpDef) -> Call:
+    """The node as the record's functions take it."""
+    found = operands(node, record)
+    types = [tensor_type(value) if value is not None else None for value in found]
+    return Call(
+        target=operator(node),
+        arguments={k: resolve(v) for k, v in arguments(node).items() if k not in record.operands},
+        shapes=tuple(kind.shape if kind else None for kind in types),
+        floating=tuple(kind.dtype is DType.F32 if kind else None for kind in types),
+        constant=tuple(is_constant(value) if value is not None else None for value in found),
+        result=kind.shape if (kind := tensor_type(node)) else (),
+    )
+
+
+def tensor_nodes(value: Any) -> Iterator[fx.Node]:
+    """Every node in nested arguments, in order, repeats included."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, fx.Node):
+            yield leaf
+
+
+def constant_node(module: fx.GraphModule, name: str, path: str) -> fx.Node:
+    """One node per constant, so that readers of one tensor read one node."""
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and node.target == name:
+            return node
+    first = next(iter(module.graph.nodes))
+    with module.graph.inserting_before(first):
+        node = module.graph.get_attr(name)
+    tensor = getattr(module, name)
+    node.meta = {"type": TensorType(tuple(tensor.shape), DTYPES[tensor.dtype]), "path": path}
+    return node
+
+
+class FxView:
+    """A torch.fx graph as patterns see it (`intaglio.ir.rewrite.View`)."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._position = {node: index for index, node in enumerate(graph.nodes)}
+
+    def kinds(self, node: fx.Node) -> tuple[str, ...]:
+        """The record's name and the overload."""
+        record, overload = record_of(node), operator(node)
+        return (*([record.name] if record else []), *([overload] if overload else []))
+
+    def operands(self, node: fx.Node) -> tuple[fx.Node | None, ...]:
+        return operands(node)
+
+    def readers(self, node: fx.Node) -> int:
+        return sum(sum(1 for leaf in tensor_nodes((user.args, user.kwargs)) if leaf is node) for user in node.users)
+
+    def constant(self, node: fx.Node) -> bool:
+        return is_constant(node)
+
+    def position(self, node: fx.Node) -> int:
+        return self._position[node]
+
+
+def name_of(node: fx.Node) -> str:
+    """In the graph before conversion: of what stands in a reference in place of one node, that node's name."""
+    name: str = node.meta.get("replaces", node.name)
+    return name

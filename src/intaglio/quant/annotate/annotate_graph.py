@@ -1,0 +1,132 @@
+"""Which values become integers: fusion rows over the prepared graph, sites on values, reasons for the rest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from torch import fx
+
+from intaglio.fxgraph.graph_passes import COPIES
+from intaglio.fxgraph.nodes import operator, origin, record_of, tensor_type
+from intaglio.ir import DType
+from intaglio.quant.annotate.embedding_tables import find_tables
+from intaglio.quant.annotate.find_regions import PRECISE_ROWS, active_regions, end_reasons, find_shortcuts
+from intaglio.quant.annotate.find_sites import sites_of
+from intaglio.quant.annotate.from_annotator import annotated, written_by
+from intaglio.quant.annotate.int8_buffers import checked_buffers, chosen_buffers, names_of
+from intaglio.quant.annotate.node_annotations import is_apart
+from intaglio.quant.annotate.refusals import refusal, skipped
+from intaglio.quant.annotate.regions import Annotations, Region
+from intaglio.quant.annotate.sites import groups
+from intaglio.quant.annotate.weight_only import alone
+from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
+from intaglio.quant.recipes.user_patterns import Found, Rejected, find, name_operators, patterns_of
+from intaglio.tracing.while_loops import everything_in
+
+
+def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mapping[str, str]) -> Annotations:
+    """Sites and skips of a graph that the PTQ passes have been over."""
+    recipe, graph = quantizer.recipe, module.graph
+    name_operators(graph, quantizer.operators)
+    written = None if quantizer.annotator is None else written_by(module, quantizer.annotator)
+    computing = [node for node in graph.nodes if node.op == "call_function" and not _is_aside(node)]
+    recipe.check((origin(node) for node in everything_in(module) if node.op == "call_function"), classes)
+    settings = {node: recipe.setting(origin(node), classes) for node in computing}
+    if written is not None:
+        settings = {node: written.setting(node, setting) for node, setting in settings.items()}
+    reasons = {node: refusal(node, settings[node]) for node in computing}
+    rejected: list[Rejected] = []
+    matches: dict[fx.Node, Found] | None = None
+    if quantizer.patterns:
+        won, rejected = find(graph, patterns_of(quantizer.patterns), reasons)
+        matches = {node: found for found in won for node in found.nodes}
+        _follow(matches, recipe, classes, settings, reasons)
+    buffers = chosen_buffers(graph, quantizer.buffers)
+    returned = _returned(graph) if quantizer.integers else {}
+    returned |= dict.fromkeys([*buffers, *buffers.values()])
+    if written is not None:
+        return annotated(module, quantizer.annotator, written.also(returned), settings, reasons, buffers)
+    regions = active_regions(graph, settings, reasons, matches)
+    if quantizer.skip_first or quantizer.skip_last:
+        reasons.update(end_reasons(graph, regions, quantizer))
+        regions = active_regions(graph, settings, reasons, matches)
+    leaving = {node: recipe.setting(origin(buffers.get(node, node)), classes) for node in returned}
+    sites = checked_buffers(buffers, sites_of(graph, regions, leaving, buffers))
+    tables = find_tables(settings)
+    outputs = frozenset(node.name for node in returned)
+    return Annotations(
+        module,
+        sites,
+        regions,
+        skipped(regions, tables, reasons),
+        groups(sites),
+        tuple(rejected),
+        tables,
+        outputs=outputs,
+        buffers=names_of(buffers),
+        alone=alone(regions, settings),
+    )
+
+
+def _returned(graph: fx.Graph) -> dict[fx.Node, None]:
+    """Float32 results that operators make."""
+    results = next(node for node in graph.nodes if node.op == "output").args[0]
+    made = [node for node in results if node.op == "call_function" and operator(node) not in COPIES]
+    kinds = {node: tensor_type(node) for node in made}
+    return {node: None for node, kind in kinds.items() if kind is not None and kind.dtype is DType.F32}
+
+
+def _is_aside(node: fx.Node) -> bool:
+    """Whether a node only holds a place: of pixels less their zero points, of a reader with parameters of its own."""
+    return "zero_points" in node.meta or is_apart(node)
+
+
+def _follow(
+    matches: Mapping[fx.Node, Found],
+    recipe: Recipe,
+    classes: Mapping[str, str],
+    settings: dict[fx.Node, Setting],
+    reasons: dict[fx.Node, str | None],
+) -> None:
+    """Settings and reasons as the patterns say. Operators that only select or clamp values need no pattern: they go
+    along with what they follow."""
+    for node in settings:
+        found = matches.get(node)
+        if found is None:
+            if reasons[node] is None and not record_of(node).shares:
+                reasons[node] = "no pattern takes it"
+            continue
+        if found.pattern.setting is not None:
+            own = replace(recipe, default=found.pattern.setting.over(recipe.default))
+            settings[node] = own.setting(origin(node), classes)
+        reasons[node] = None if settings[node].quantize else f"the pattern {found.pattern.name} leaves it in float"
+
+
+def match_notes(annotations: Annotations) -> tuple[str, ...]:
+    """How often each pattern took something, for reports; nothing where there are no patterns."""
+    counts = Counter(region.pattern.name for region in annotations.regions if region.pattern is not None)
+    vain = len(annotations.rejected)
+    if not counts and not vain:
+        return ()
+    found = ", ".join(f"{name} x {count}" for name, count in sorted(counts.items())) or "none"
+    lost = f"; {vain} match{'es' * (vain != 1)} rejected, the sites' text says why" if vain else ""
+    return (f"patterns: {found}{lost}",)
+
+
+def notes_of(regions: Iterable[Region]) -> tuple[str, ...]:
+    """Which functions are computed precisely, which weights have few bits, and which shortcuts 8 although 16 were asked
+    for; nothing where none are."""
+    regions = list(regions)
+    counts = Counter(record_of(region.root).name for region in regions if region.name in PRECISE_ROWS)
+    found = ", ".join(f"{name} x {count}" for name, count in sorted(counts.items()))
+    notes = [f"precise functions: {found}; all others are tables of 256 levels"] if found else []
+    settings = [region.setting for region in regions if region.record.roles.weight is not None]
+    packed = Counter(str(packing) for setting in settings if (packing := setting.weight.packing(setting.group)))
+    found = ", ".join(f"{kind} x {count}" for kind, count in sorted(packed.items()))
+    notes += [f"weights: {found}; so they are in files, and kernels compute with them as int8"] if found else []
+    moved = {region.root for region in regions if region.moves}
+    short = {node: reason for node, reason in find_shortcuts(regions).items() if reason and node not in moved}
+    notes += [f"shortcut {origin(node).path or node.name}: 8 bits, as {reason}" for node, reason in short.items()]
+    return tuple(notes)

@@ -1,0 +1,111 @@
+"""Tables of embeddings as 8-bit levels with a scale and a zero point for every row: which, and how a reference has
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from operator import getitem
+
+import numpy as np
+import torch
+from torch import fx
+
+from intaglio import numerics
+from intaglio.fxgraph.nodes import arguments, is_constant, operator, origin, provenance
+from intaglio.ir import DType, TensorType
+from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL
+from intaglio.quant.recipes.recipe import Setting
+
+EMBEDDING = "aten.embedding.default"
+BAGS = (
+    "aten.embedding_bag.padding_idx",
+    "aten.embedding_bag.default",
+    "aten._embedding_bag.default",
+    "aten._embedding_bag_forward_only.default",
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The table of one embedding, whose recipe asks for levels; ``reason``: why it stays in float."""
+
+    node: fx.Node
+    reason: str | None
+
+    def __str__(self) -> str:
+        kind = "u8, a scale and a zero point for every row" if self.reason is None else f"float, as {self.reason}"
+        return f"table of {origin(self.node).path or self.node.name}: {kind}"
+
+
+def find_tables(settings: Mapping[fx.Node, Setting]) -> tuple[Table, ...]:
+    """Embeddings whose recipe asks for tables of levels, in execution order."""
+    asked = [node for node, setting in settings.items() if setting.quantize and setting.embeddings == "int8"]
+    return tuple(Table(node, _refusal(node.args[0])) for node in asked if operator(node) in (EMBEDDING, *BAGS))
+
+
+def _unread(table: fx.Node) -> str | None:
+    """Why no kernel reads a table of floats."""
+    kind = table.meta["type"]
+    if not is_constant(table) or kind.dtype is not DType.F32:
+        return "it is no constant of float32"
+    return None if len(kind.shape) == 2 and 0 not in kind.shape else f"its shape is {list(kind.shape)}"
+
+
+def _refusal(table: fx.Node) -> str | None:
+    if (reason := _unread(table)) is not None:
+        return reason
+    values = getattr(table.graph.owning_module, str(table.target)).detach()
+    spans = values.amax(1) - values.amin(1)
+    return None if spans.isfinite().all() else "a row has values that are not finite, or too far apart"
+
+
+def bag_refusal(node: fx.Node) -> str | None:
+    """Why PyTorch computes a bag; ``None`` where the program does."""
+    given = arguments(node)
+    table, weights = given["weight"], given["per_sample_weights"]
+    if table_behind(table) is None and (reason := _unread(table)) is not None:
+        return f"its table: {reason}"
+    ids, offsets = (value.meta["type"] for value in (given["indices"], given["offsets"]))
+    if (ids.dtype, offsets.dtype) != (DType.I64, DType.I64) or (len(ids.shape), len(offsets.shape)) != (1, 1):
+        return f"ids {ids} and offsets {offsets}; the kernel takes i64 of one axis"
+    if weights is not None and weights.meta["type"].dtype is not DType.F32:
+        return f"weights of samples {weights.meta['type']}; the kernel takes f32"
+    if any(user.target is not getitem or user.args[1] != 0 for user in node.users):
+        return "more than its first result is read"
+    return None
+
+
+def table_notes(tables: Iterable[Table]) -> tuple[str, ...]:
+    """Of tables in 8 bits, and of those that should be; nothing where nobody asked."""
+    return tuple(dict.fromkeys(map(str, tables)))
+
+
+Store = Callable[[str, np.ndarray, TensorType], fx.Node]
+"""A constant by its key."""
+
+
+def quantize_table(node: fx.Node, store: Store) -> None:
+    """The embedding's table -> a dequantize, of its own, of levels that all embeddings of this table share."""
+    table, graph = node.args[0], node.graph
+    values = getattr(graph.owning_module, str(table.target)).detach().numpy()
+    levels, *by_row = numerics.quantize_table(values)
+    constants = [store(f"{table.target}:levels", levels, TensorType(levels.shape, DType.U8))]
+    for label, array in zip(("scale", "zero_point"), by_row, strict=True):
+        constants.append(store(f"{table.target}:{label}", array, TensorType(array.shape, DType.F32)))
+    from torch.ao.quantization.fx import _decomposed  # noqa: F401  (registers the operator)
+
+    with graph.inserting_before(node):
+        real = graph.call_function(
+            torch.ops.quantized_decomposed.dequantize_per_channel.default, (*constants, 0, 0, 255, torch.uint8)
+        )
+    real.meta = {"type": table.meta["type"], **provenance(node)}
+    node.replace_input_with(table, real)
+
+
+def table_behind(node: object) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """Levels, scales and zero points behind the dequantize of a table; ``None`` for anything else."""
+    if not isinstance(node, fx.Node) or operator(node) != DEQUANTIZE_CHANNEL or node.args[-1] is not torch.uint8:
+        return None
+    levels, scales, zeros, *_ = node.args
+    return (levels, scales, zeros) if is_constant(levels) else None

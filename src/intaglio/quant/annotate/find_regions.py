@@ -1,0 +1,243 @@
+"""Which operators run as one kernel, and which of these are quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from torch import fx
+
+from intaglio.fxgraph.nodes import (
+    FxView,
+    activations,
+    arguments,
+    call_of,
+    is_constant,
+    operands,
+    record_of,
+    tensor_type,
+)
+from intaglio.ir import DType
+from intaglio.ir.rewrite import match
+from intaglio.ops import FUSIONS, NUMBERS, SUMS
+from intaglio.ops.activate import FUNCTIONS
+from intaglio.ops.conv import output_axis
+from intaglio.quant.annotate.node_annotations import Written
+from intaglio.quant.annotate.regions import Region
+from intaglio.quant.recipes.recipe import Quantizer, Setting
+from intaglio.quant.recipes.user_patterns import Found, QuantizerPattern, whole_of
+
+
+def active_regions(
+    graph: fx.Graph,
+    settings: Mapping[fx.Node, Setting],
+    reasons: Mapping[fx.Node, str | None],
+    matches: Mapping[fx.Node, Found] | None,
+) -> tuple[Region, ...]:
+    """The regions that are quantized, in execution order."""
+    found = regions_of(graph, settings, reasons, matches)
+    active = _spread(found)
+    return tuple(region for region in found if region in active)
+
+
+def end_reasons(graph: fx.Graph, regions: Iterable[Region], quantizer: Quantizer) -> dict[fx.Node, str]:
+    """Operators of the first and last regions, and why they stay in float. Regions that only select or clamp values do
+    not count: nothing is computed in them."""
+    counted = [region for region in regions if not all(record_of(node).shares for node in region.nodes)]
+    inside = {node for region in counted for node in region.nodes}
+    before: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" or (node not in inside and before.intersection(node.all_input_nodes)):
+            before.add(node)
+    behind: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or (node not in inside and behind.intersection(node.users)):
+            behind.add(node)
+    reasons: dict[fx.Node, str] = {}
+    for region in counted:
+        if quantizer.skip_first and any(before.intersection(node.all_input_nodes) for node in region.nodes):
+            reasons.update(dict.fromkeys(region.nodes, "skip_first: nothing quantized comes before it"))
+        elif quantizer.skip_last and behind.intersection(region.root.users):
+            reasons.update(dict.fromkeys(region.nodes, "skip_last: nothing quantized comes after it"))
+    return reasons
+
+
+def reads_shortcut(region: Region, node: fx.Node, value: fx.Node, shortcuts: Mapping[fx.Node, str | None]) -> bool:
+    """Whether an operator of a region takes 16 bits of a value: a sum behind an anchor whose recipe says so, or a move
+    whose result has them."""
+    if value not in shortcuts or shortcuts[value] is not None:
+        return False
+    return region.root in shortcuts if region.moves else region.adds_shortcut and node is not region.anchor
+
+
+def find_shortcuts(regions: Iterable[Region]) -> dict[fx.Node, str | None]:
+    """Every value that a sum wants in 16 bits, and those it is moved from, with the reason it has 8 (or ``None``)."""
+    regions = list(regions)
+    produced = {region.root: region for region in regions}
+    found: dict[fx.Node, str | None] = {}
+
+    def want(value: fx.Node) -> str | None:
+        region = produced.get(value)
+        if region is None:
+            reason = "no quantized operator makes it"
+        elif region.moves:
+            reason = want(region.activations()[0])
+        elif region.setting.activation.storage is not DType.U8:
+            reason = f"its levels are {region.setting.activation.name}"
+        else:
+            reason = None if region.record.anchor and region.name not in PRECISE_ROWS else f"{region.name} makes it"
+        found[value] = reason
+        return reason
+
+    for region in regions:
+        if region.adds_shortcut:
+            for value in (v for node in region.nodes[1:] for v in activations(node)):
+                if value is not None and value not in region.nodes and value not in found:
+                    want(value)
+    return found
+
+
+PRECISE_ROWS = frozenset(row.name for row in FUSIONS if row.precise)
+
+
+def regions_of(
+    graph: fx.Graph,
+    settings: Mapping[fx.Node, Setting],
+    reasons: Mapping[fx.Node, str | None],
+    matches: Mapping[fx.Node, Found] | None,
+    written: Written | None = None,
+) -> list[Region]:
+    """Every fusion row where it fits, longest first, then single operators; in execution order. With patterns, only
+    inside one match; what has a meaning of its own is one region. With annotations, where they allow it."""
+    view, owners = FxView(graph), matches or {}
+    nodes = [node for node in settings if reasons[node] is None]
+    found = [_whole_region(one, settings) for one in dict.fromkeys(owners.values()) if _is_whole(one, reasons)]
+    taken = {node for region in found for node in region.nodes}
+    for row in FUSIONS:
+        for node in nodes:
+            hit = match(row.pattern, node, view) if node not in taken else None
+            if hit is None or taken.intersection(hit.nodes) or not fusable(hit.nodes):
+                continue
+            if any(reasons[n] is not None for n in hit.nodes) or not _of_one_match(hit.nodes, matches):
+                continue
+            if row.precise and settings[node].functions != "precise":
+                continue
+            chain = tuple(sorted(hit.nodes, key=view.position))
+            if _alike(chain, settings) if written is None else written.fits(chain):
+                setting = settings[node if written is None else chain[0]]
+                found.append(Region(chain, row.name, setting, _pattern_of(chain, owners)))
+                taken.update(chain)
+    found += [
+        Region((node,), record_of(node).name, settings[node], _pattern_of((node,), owners))
+        for node in nodes
+        if node not in taken and (written.fits((node,)) if written else not _behind_only(node, settings[node]))
+    ]
+    return sorted(found, key=lambda region: view.position(region.root))
+
+
+def _alike(nodes: Iterable[fx.Node], settings: Mapping[fx.Node, Setting]) -> bool:
+    """Whether one setting holds for a chain, in what concerns all of it."""
+    return len({replace(settings[node], functions=None, shortcut=None, residual=None) for node in nodes}) == 1
+
+
+def _behind_only(node: fx.Node, setting: Setting) -> bool:
+    """Whether the recipe wants a function, or factors, in float wherever they are not right behind a product."""
+    return setting.residual == "float" and record_of(node).name in (*FUNCTIONS, "affine")
+
+
+def _is_whole(found: Found, reasons: Mapping[fx.Node, str | None]) -> bool:
+    return found.pattern.operator is not None and all(reasons[node] is None for node in found.nodes)
+
+
+def _whole_region(found: Found, settings: Mapping[fx.Node, Setting]) -> Region:
+    """All a pattern matched, under the record that stands for it."""
+    whole = whole_of(found, found.pattern.operator)
+    for node in found.nodes:
+        node.meta["whole"] = whole
+    return Region(found.nodes, found.pattern.name, settings[found.nodes[-1]], found.pattern)
+
+
+def _of_one_match(nodes: Iterable[fx.Node], matches: Mapping[fx.Node, Found] | None) -> bool:
+    """Whether a chain is inside one match, but for operators that select or clamp values; any is without patterns."""
+    if matches is None:
+        return True
+    owners = {matches.get(node) for node in nodes if node in matches or not record_of(node).shares}
+    return len(owners) == 1 and None not in owners
+
+
+def _pattern_of(nodes: Iterable[fx.Node], owners: Mapping[fx.Node, Found]) -> QuantizerPattern | None:
+    return next((owners[node].pattern for node in nodes if node in owners), None)
+
+
+def fusable(nodes: Iterable[fx.Node]) -> bool:
+    """Whether the kernel of a chain takes its operands: a sum that joins an accumulator does not broadcast, and a
+    factor per channel goes with the accumulator's channels, and a unit is positive."""
+    nodes = list(nodes)
+    anchor = next((node for node in nodes if record_of(node).anchor), None)
+    if anchor is None:
+        return True
+    joined = (node for node in nodes if record_of(node).name in SUMS)
+    scaled = (node for node in nodes if record_of(node).name == "affine")
+    positive = all(_is_positive(arguments(node)["other"]) for node in nodes if record_of(node).name in NUMBERS)
+    return positive and all(_joins(node, anchor) for node in joined) and all(_scales(node, anchor) for node in scaled)
+
+
+def _is_positive(number: object) -> bool:
+    return isinstance(number, (int, float)) and 0 < number < float("inf")
+
+
+def _scales(node: fx.Node, anchor: fx.Node) -> bool:
+    """A factor per channel of the anchor and nothing added; depthwise kernels take none."""
+    _, factor, offset = operands(node)
+    if not is_constant(offset) or not is_constant(factor) or arguments(anchor).get("groups", 1) != 1:
+        return False
+    record, axes = record_of(node), len(tensor_type(node).shape)
+    plain = not getattr(node.graph.owning_module, str(offset.target)).any()
+    return plain and record.bind(call_of(node, record))["axis"] == output_axis(record_of(anchor).name, axes)
+
+
+def _joins(node: fx.Node, anchor: fx.Node) -> bool:
+    record, shape = record_of(node), tensor_type(node).shape
+    if any(tensor_type(value).shape != shape for value in activations(node)):
+        return False
+    axis = record.bind(call_of(node, record)).get("axis")
+    return axis is None or axis == output_axis(record_of(anchor).name, len(shape))
+
+
+def _spread(regions: Iterable[Region]) -> set[Region]:
+    """Anchors are quantized, and what patterns take for its own sake. Another region follows when all it reads is, or,
+    if it only selects or clamps values, when all that read it are; where the residual stream is float only then, for
+    what reaches a sum must not be rounded on the way. What clamps the result of a float operator stays float with it:
+    levels are finer behind the clamp. Layers that are quantized while the model runs read and give floats: nothing
+    follows them."""
+    regions = list(regions)
+    reader = {node: region for region in regions for node in region.nodes}
+    active = {region for region in regions if region.record.anchor or (region.pattern and region.pattern.alone)}
+    roots = {region.root for region in active if not region.gives_float}
+    changed = True
+    while changed:
+        before = len(active)
+        for region in regions:
+            follows = not (region.shares and region.setting.residual == "float")
+            if region not in active and follows and all(value in roots for value in region.activations()):
+                active.add(region)
+                roots.add(region.root)
+        for region in reversed(regions):
+            readers = [reader.get(user) for user in region.root.users]
+            if region in active or not region.shares or _clamps_float(region):
+                continue
+            if readers and all(_reads_levels(r, region.root, active) for r in readers):
+                active.add(region)
+                roots.add(region.root)
+        changed = len(active) != before
+    return active
+
+
+def _clamps_float(region: Region) -> bool:
+    """Whether it clamps what an operator gives, which is float where a region did not follow what it reads."""
+    return region.record.name == "clamp" and region.activations()[0].op == "call_function"
+
+
+def _reads_levels(region: Region | None, value: fx.Node, active: set[Region]) -> bool:
+    """Of a value; attention reads its mask as it is."""
+    return region in active and not region.dynamic and value in region.activations()

@@ -1,0 +1,118 @@
+"""The graph as an annotator wants it: its regions, sites, and the edges that carry levels outside of these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import fx
+
+from intaglio.errors import UnsupportedError
+from intaglio.fxgraph.nodes import TAG
+from intaglio.quant.annotate.embedding_tables import find_tables
+from intaglio.quant.annotate.find_regions import regions_of
+from intaglio.quant.annotate.find_sites import (
+    Names,
+    around_zero,
+    in_order,
+    join_buffers,
+    operand_sites,
+    put,
+    second_factors,
+)
+from intaglio.quant.annotate.int8_buffers import checked_buffers, names_of
+from intaglio.quant.annotate.node_annotations import Annotator, Written, resolve
+from intaglio.quant.annotate.refusals import skipped
+from intaglio.quant.annotate.regions import Annotations, Region
+from intaglio.quant.annotate.sites import Fixed, Observed, Shared, Site, groups
+from intaglio.quant.annotate.weight_only import alone
+from intaglio.quant.frontends.pt2e_compat import annotations_of, torch_view
+from intaglio.quant.recipes.recipe import Setting
+
+
+def annotated(
+    module: fx.GraphModule,
+    annotator: Annotator,
+    written: Written,
+    settings: Mapping[fx.Node, Setting],
+    reasons: dict[fx.Node, str | None],
+    buffers: Mapping[fx.Node, fx.Node],
+) -> Annotations:
+    """What an annotator said. Regions lie where fusion rows and operators fit between the values it wants as levels;
+    around all else that it annotated levels are made and taken back."""
+    for node in settings:
+        if reasons[node] is None and node not in written.nodes:
+            reasons[node] = "no annotation"
+    regions = tuple(regions_of(module.graph, settings, reasons, None, written))
+    sites = _replaced(_annotated_sites(module.graph, regions, written, buffers), annotator)
+    sites = checked_buffers(buffers, sites)
+    tables = find_tables({node: setting for node, setting in settings.items() if node in written.tables})
+    inside = {node for region in regions for node in region.nodes}
+    for node in settings:
+        if reasons[node] is None and node not in inside:
+            reasons[node] = "levels are not wanted where a kernel reads or gives them"
+    edges = frozenset((value.name, reader.name) for value, reader in written.edges if reader not in written.rows)
+    own = {(value.name, reader and reader.name): make for (value, reader), make in written.own.items()}
+    outputs = frozenset(node.name for node in written.outputs)
+    return Annotations(
+        module,
+        sites,
+        regions,
+        skipped(regions, tables, reasons),
+        groups(sites),
+        (),
+        tables,
+        edges,
+        outputs,
+        names_of(buffers),
+        own,
+        alone(regions, settings),
+    )
+
+
+def written_by(module: fx.GraphModule, annotator: Annotator) -> Written:
+    view = torch_view(module)
+    annotations = annotations_of(view, annotator)
+    tags = {node.name: node.meta[TAG] for node in view.graph.nodes if TAG in node.meta}
+    for node in module.graph.nodes:
+        node.meta |= {TAG: tags[node.name]} if node.name in tags else {}
+    return resolve(module, annotations)
+
+
+def _annotated_sites(
+    graph: fx.Graph, regions: tuple[Region, ...], written: Written, buffers: Mapping[fx.Node, fx.Node]
+) -> tuple[Site, ...]:
+    """Of every value that is to be levels: for the annotator, as a buffer, as a result. All of a group are counted, but
+    for those that are selected from another of it."""
+    names = Names(graph)
+    sites: dict[tuple[str, str], Site] = {}
+    second = {written.leaders.get(node) for node in second_factors(regions, buffers)}
+    selected = {region.root for region in regions if region.shares}
+    plain = {node: written.levels[node].site(names.of(node), node) for node in graph.nodes if node in written.levels}
+    for node, site in plain.items():
+        leader = written.leaders[node]
+        found = around_zero(site) if leader in second else site
+        if leader is not node:
+            found = replace(found, spec=Shared(plain[leader].name, observed=node not in selected))
+        put(sites, found)
+    named = {site.name: site for site in sites.values()}
+    join_buffers(buffers, sites, named)
+    sites = {(site.value, site.role): site for site in named.values()}
+    operand_sites(regions, sites, names)
+    return in_order(graph, sites.values())
+
+
+def _replaced(sites: tuple[Site, ...], annotator: Annotator) -> tuple[Site, ...]:
+    """With the specs that an annotator puts in place of those it asked for."""
+    if not hasattr(annotator, "specs"):
+        return sites
+    found = annotator.specs(sites)
+    known = {site.name for site in sites if isinstance(site.spec, (Observed, Fixed))}
+    if unknown := sorted(set(found) - known):
+        raise UnsupportedError(
+            unknown[0],
+            None,
+            "specs() names it, and no site called that has parameters of its own",
+            remedy="sites that share parameters follow the one they name",
+        )
+    return tuple(replace(site, spec=found.get(site.name, site.spec)) for site in sites)

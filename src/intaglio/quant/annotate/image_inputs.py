@@ -1,0 +1,74 @@
+"""Inputs declared images: where convolutions can read the bytes themselves."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+from torch import fx
+
+from intaglio.errors import SelectorError, UnsupportedError
+from intaglio.fxgraph.nodes import operator, origin, record_of
+from intaglio.ir import DType, Signature
+from intaglio.quant.annotate.refusals import refusal
+from intaglio.quant.qdq.prepare_passes import read_affine
+from intaglio.quant.recipes.image import Image
+from intaglio.quant.recipes.recipe import Quantizer
+
+
+def declare_images(
+    module: fx.GraphModule, signature: Signature, quantizer: Quantizer, classes: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Convolutions that read an input declared an `Image` read its bytes instead; a note for each where that cannot be.
+
+    The scale per channel goes into their weights, the fraction of the zero point into their biases.
+    """
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    inputs = {entry.name: (entry, node) for entry, node in zip(signature.inputs, placeholders, strict=False)}
+    notes = []
+    for name, image in _by_name(quantizer.input or {}, list(inputs)).items():
+        entry, node = inputs[name]
+        kind = entry.type
+        if kind.dtype is not DType.F32 or len(kind.shape) != 4 or not isinstance(kind.shape[1], int):
+            raise UnsupportedError(f"input '{name}'", None, f"{kind}; an Image is f32[n, channels, rows, columns]")
+        pixels = image.pixels(kind.shape[1])
+        reason = unable_to_absorb(node, quantizer, classes)
+        if entry.leaf in signature.written:
+            reason = "the model writes into it"
+        if reason is None:
+            value = read_affine(module, node, pixels.gain, pixels.shift)
+            value.meta |= {"zero_points": pixels.zero_points, "bytes": True}
+        else:
+            notes.append(f"input '{name}', declared an Image, takes no bytes and its range is observed: {reason}")
+    return tuple(notes)
+
+
+def _by_name(given: Image | Mapping[str, Image], names: list[str]) -> Mapping[str, Image]:
+    """`SelectorError` for names there are not, and for one image where several inputs could be meant."""
+    if isinstance(given, Image):
+        if len(names) != 1:
+            remedy = f"say which: input={{{names[0]!r}: …}}" if names else None
+            raise SelectorError("input", None, f"one Image for {len(names)} inputs", remedy=remedy)
+        return dict.fromkeys(names, given)
+    for name in given:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[:3]
+            remedy = "nearest: " + ", ".join(close)
+            raise SelectorError(f"input {name!r}", None, "the model has none of this name", remedy=remedy)
+    return given
+
+
+def unable_to_absorb(node: fx.Node, quantizer: Quantizer, classes: Mapping[str, str]) -> str | None:
+    """Why a reader of an image cannot take its bytes."""
+    users = [user for user in node.users if "dim" not in user.meta]
+    for user in users:
+        record, where = record_of(user), f"{origin(user).path or 'the model'} ({operator(user) or user.op})"
+        if record is None or record.name != "conv2d":
+            return f"{where} reads it, and only convolutions absorb a scale per channel"
+        setting = quantizer.recipe.setting(origin(user), classes)
+        reason = refusal(user, setting)
+        if reason is None and not setting.weight.native:
+            reason = f"no kernel computes with {setting.weight.name} weights"
+        if reason is not None:
+            return f"{where} reads it and stays in float: {reason}"
+    return None if users else "nothing reads it"

@@ -1,0 +1,237 @@
+"""Buffers that a model changes, kept as levels from call to call: a cache of keys and values in a quarter of memory.
+
+What such a buffer holds is stored as uint8. What an operator only puts elsewhere in it is moved as levels, so nothing
+that was written once is rounded again; and where it must go through float32, `quantize` of `dequantize` gives every one
+of 256 levels back.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import fx
+
+from intaglio import numerics
+from intaglio.errors import SelectorError, UnsupportedError
+from intaglio.fxgraph.nodes import arguments, is_constant, operator, origin, tensor_nodes, tensor_type
+from intaglio.ir import DType, QParams, Signature, State, TensorType
+from intaglio.quant.annotate.sites import Site
+from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE, QUANTIZE
+
+MOVED: Mapping[str, tuple[str, ...]] = {
+    "aten.index_put.default": ("self", "values"),
+    "aten.slice_scatter.default": ("self", "src"),
+    "aten.select_scatter.default": ("self", "src"),
+    "aten.index_copy.default": ("self", "source"),
+    "aten.scatter.src": ("self", "src"),
+    "aten.where.self": ("self", "other"),
+    "aten.cat.default": ("tensors",),
+    **dict.fromkeys(
+        (
+            "aten.slice.Tensor",
+            "aten.select.int",
+            "aten.reshape.default",
+            "aten.permute.default",
+            "aten.transpose.int",
+            "aten.unsqueeze.default",
+            "aten.squeeze.dim",
+            "aten.expand.default",
+            "aten.flip.default",
+            "aten.roll.default",
+            "aten.index_select.default",
+        ),
+        ("self",),
+    ),
+}
+"""Operators that put values elsewhere and change none -> the arguments whose values they are."""
+WRITES = (
+    "aten.index_put.default",
+    "aten.slice_scatter.default",
+    "aten.select_scatter.default",
+    "aten.index_copy.default",
+    "aten.scatter.src",
+    "aten.copy.default",
+)
+"""Operators that give their first argument with a part of it written over."""
+
+
+# -- which, and their sites -------------------------------------------------------------------------------------------
+
+
+def chosen_buffers(graph: fx.Graph, selectors: Sequence[str]) -> dict[fx.Node, fx.Node]:
+    """Buffers that the model changes and that are to be levels -> what they are after a call.
+
+    A wildcard leaves those of other types than float32 alone; the name of one is an `UnsupportedError`. `SelectorError`
+    for a name that no changed buffer has. None shares its memory: capture refuses that.
+    """
+    state = [node for node in graph.nodes if "buffer" in node.meta]
+    results = next(node for node in graph.nodes if node.op == "output").args[0]
+    after = dict(zip(state, results[len(results) - len(state) :], strict=True))
+    paths = {str(node.meta["buffer"]): node for node in state}
+    found: dict[fx.Node, fx.Node] = {}
+    for selector in selectors:
+        hits = fnmatch.filter(paths, selector)
+        if not hits and selector != "*":
+            raise SelectorError(
+                "int8_buffers",
+                None,
+                f"{selector!r} matches no buffer that the model changes",
+                remedy=f"there are {', '.join(paths) or 'none'}",
+            )
+        for path in hits:
+            kind = tensor_type(paths[path])
+            if kind is None or kind.dtype is not DType.F32:
+                if path == selector:
+                    raise UnsupportedError(path, None, f"a buffer of {kind and kind.dtype} has no levels; float32 has")
+                continue
+            found[paths[path]] = after[paths[path]]
+    return found
+
+
+def names_of(buffers: Mapping[fx.Node, fx.Node]) -> dict[str, str]:
+    """By name, as copies of the graph have them too."""
+    return {before.name: after.name for before, after in buffers.items()}
+
+
+def checked_buffers(buffers: Mapping[fx.Node, fx.Node], sites: tuple[Site, ...]) -> tuple[Site, ...]:
+    """The sites, where those of buffers have levels of a byte. Else `UnsupportedError`."""
+    kept = {node.name for pair in buffers.items() for node in pair}
+    for site in sites:
+        if site.value in kept and site.role == "activation" and (site.dtype is not DType.U8 or site.axis is not None):
+            raise UnsupportedError(site.name, None, f"as a buffer it would be {site.datatype}; buffers are u8")
+    return sites
+
+
+def is_destination(reader: fx.Node, value: fx.Node) -> bool:
+    """Whether a node writes over a part of a changed buffer: that value is nobody's operand, and gets no observer."""
+    while operator(value) in MOVED and len(value.all_input_nodes) == 1:
+        value = value.all_input_nodes[0]
+    return operator(reader) in WRITES and reader.args[0] is value and "buffer" in value.meta
+
+
+# -- what convert makes of them ---------------------------------------------------------------------------------------
+
+
+def store_levels(
+    module: fx.GraphModule, signature: Signature, buffers: Mapping[str, str], qparams: Mapping[str, QParams]
+) -> tuple[Signature, list[str]]:
+    """A Q/DQ graph whose buffers come and go as levels, its signature, and which of them are computed from themselves.
+
+    ``buffers``: name of the graph's input -> site.
+    """
+    graph, notes, state = module.graph, [], []
+    nodes = {node.name: node for node in graph.nodes}
+    end = next(node for node in graph.nodes if node.op == "output")
+    results = list(end.args[0])
+    for entry, position in zip(signature.state, range(len(results) - len(signature.state), len(results)), strict=True):
+        if entry.name in buffers:
+            entry = _with_levels(entry, qparams[buffers[entry.name]])
+            _as_levels(nodes[entry.name], entry.type)
+            mover = _Mover(module, nodes[entry.name], entry.type)
+            results[position] = mover.levels(results[position])
+            if mover.rounded:
+                notes.append(f"buffer {entry.path}: computed from its own levels, and rounded, in every call")
+        state.append(entry)
+    end.args = (tuple(results),)
+    graph.eliminate_dead_code()
+    return replace(signature, state=tuple(state)), notes
+
+
+def _with_levels(entry: State, q: QParams) -> State:
+    levels = numerics.quantize(entry.initial, q.step, q.zero, q.qmin, q.qmax).astype(np.uint8)
+    return replace(entry, type=TensorType(entry.type.shape, DType.U8, q), initial=levels)
+
+
+def _as_levels(before: fx.Node, kind: TensorType) -> None:
+    """Its quantize is what the graph is given from now on."""
+    before.meta["type"] = kind
+    for user in [user for user in before.users if operator(user) == QUANTIZE]:
+        user.replace_all_uses_with(before)
+        before.graph.erase_node(user)
+
+
+class _Mover:
+    """Levels of what a buffer is after a call, made of levels as far in front as operators only move."""
+
+    def __init__(self, module: fx.GraphModule, before: fx.Node, kind: TensorType) -> None:
+        self.quantize = torch.ops.quantized_decomposed.quantize_per_tensor.default
+        self.module, self.graph, self.before, self.kind = module, module.graph, before, kind
+        self.known: dict[fx.Node, fx.Node] = {}
+        self.rounded = False  # whether what was stored is computed with, and the result stored
+
+    def levels(self, value: fx.Node) -> fx.Node:
+        """Of a float value of the graph."""
+        if value not in self.known:
+            self.known[value] = self._levels(value)
+        return self.known[value]
+
+    def _levels(self, value: fx.Node) -> fx.Node:
+        if operator(value) == DEQUANTIZE and self._equal(value):
+            source = value.args[0]
+            if operator(source) == QUANTIZE and self._moves_stored(source.args[0]):
+                moved = self.levels(source.args[0])
+                moved.meta["site"] = source.meta.get("site")
+                source.replace_all_uses_with(moved)
+                return moved
+            self.rounded |= operator(source) == QUANTIZE and self._reads_stored(source)
+            return source
+        alone = operator(value) in MOVED and len(value.users) == 1  # what is in front of it is quantized instead
+        return self._moved(value) if alone or self._moves_stored(value) else self._quantized(value)
+
+    def _moved(self, value: fx.Node) -> fx.Node:
+        own = [arguments(value)[name] for name in MOVED[operator(value)]]
+        given = {leaf: self.levels(leaf) for leaf in tensor_nodes(own)}
+        with self.graph.inserting_after(value):
+            moved = self.graph.node_copy(value, lambda leaf: given.get(leaf, leaf))
+        moved.meta = {**value.meta, "type": replace(self.kind, shape=tensor_type(value).shape)}
+        return moved
+
+    def _quantized(self, value: fx.Node) -> fx.Node:
+        self.rounded |= self._reads_stored(value)
+        q, kind = self.kind.levels, replace(self.kind, shape=tensor_type(value).shape)
+        if is_constant(value):
+            return self._constant(value, kind)
+        parameters = (q.step, q.zero, q.qmin, q.qmax, torch.uint8)
+        with self.graph.inserting_after(value):
+            made = self.graph.call_function(self.quantize, (value, *parameters))
+        made.meta = {"type": kind, "origin": origin(value)}
+        return made
+
+    def _constant(self, value: fx.Node, kind: TensorType) -> fx.Node:
+        q, array = kind.levels, getattr(self.module, str(value.target)).detach().numpy()
+        name = f"{value.target}_levels"
+        while hasattr(self.module, name):
+            name += "_"
+        levels = numerics.quantize(array, q.step, q.zero, q.qmin, q.qmax).astype(np.uint8)
+        self.module.register_buffer(name, torch.from_numpy(levels))
+        with self.graph.inserting_after(value):
+            made = self.graph.get_attr(name)
+        made.meta = {"type": kind, "path": value.meta.get("path", "")}
+        return made
+
+    def _moves_stored(self, value: fx.Node) -> bool:
+        """Whether it is what was stored, moved: through operators that only move, and levels of the same parameters."""
+        if operator(value) == DEQUANTIZE and self._equal(value):
+            source = value.args[0]
+            return source is self.before or (operator(source) == QUANTIZE and self._moves_stored(source.args[0]))
+        if operator(value) not in MOVED or arguments(value).get("accumulate"):
+            return False
+        own = [arguments(value)[name] for name in MOVED[operator(value)]]
+        return any(map(self._moves_stored, tensor_nodes(own)))
+
+    def _reads_stored(self, value: fx.Node) -> bool:
+        """Whether it depends on what was stored."""
+        seen, left = {value}, [value]
+        while left:
+            new = [leaf for leaf in left.pop().all_input_nodes if leaf not in seen]
+            seen.update(new)
+            left += new
+        return self.before in seen
+
+    def _equal(self, dequantize: fx.Node) -> bool:
+        q = self.kind.levels
+        return dequantize.args[1:] == (q.step, q.zero, q.qmin, q.qmax, torch.uint8)

@@ -1,0 +1,151 @@
+"""Linear layers whose activations are quantized while the model runs: their sites, their operators in a torch graph."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from operator import getitem
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from intaglio import numerics
+from intaglio.fxgraph.nodes import operator, origin, provenance
+from intaglio.ir import DType, TensorType
+from intaglio.ops import OpDef
+from intaglio.ops.recurrent import RECURRENT
+from intaglio.ops.rows import levels_of_rows, row_levels, scales_shape
+from intaglio.quant.annotate.sites import Dynamic, Site
+from intaglio.quant.recipes.recipe import Setting
+
+if TYPE_CHECKING:
+    from intaglio.quant.annotate.regions import Annotations, Region
+
+ROW_UNITS = 1.0, numerics.ROW_ZERO, 0, 255, torch.uint8
+"""What torch's dequantize per tensor takes behind levels of rows, to give them in steps of their scales."""
+QUANTIZE_ROWS = "intaglio.quantize_rows.default"
+DEQUANTIZE_ROWS = "intaglio.dequantize_rows.default"
+
+
+def unable_at_run_time(record: OpDef, setting: Setting) -> str | None:
+    """Why an operator's activations are not quantized while the model runs, where the recipe asks for it."""
+    if record.name not in ("linear", *RECURRENT):
+        return "activations are quantized while the model runs, which linear and recurrent layers take"
+    if setting.activation.name != "u8" or not setting.weight.native:
+        kinds = f"{setting.activation.name} activations and {setting.weight.name} weights"
+        return f"{kinds}; rows quantized while the model runs are s8, times weights of up to 8 bits"
+    return None
+
+
+def row_sites(regions: Iterable[Region], name_of: Callable[[fx.Node], str]) -> Iterator[Site]:
+    """A site for each value and mode, however many layers read it: they share what is made of it."""
+    for region in regions:
+        for value in region.activations() if region.dynamic else ():
+            mode, q = region.x_role, row_levels(value.name)
+            yield Site(
+                f"{name_of(value)}:{mode}",
+                value.name,
+                mode,
+                Dynamic(mode),
+                DType.U8,
+                q.qmin,
+                q.qmax,
+                q.axis,
+                origin(value),
+            )
+
+
+def quantize_at_run_time(graph: fx.Graph, annotations: Annotations) -> None:
+    """Levels and scales of what dynamic layers read, and their dequantize, once for all layers that read a value."""
+    nodes, ops = {node.name: node for node in graph.nodes}, row_operators()
+    readers: dict[tuple[fx.Node, str], list[fx.Node]] = {}
+    for region in (region for region in annotations.regions if region.dynamic):
+        anchor = nodes[region.anchor.name]
+        readers.setdefault((anchor.args[0], region.x_role), []).append(anchor)
+    for (x, mode), anchors in readers.items():
+        levels, scales = _quantized(graph, ops, x, mode)
+        with graph.inserting_after(scales):
+            real = graph.call_function(ops.dequantize_rows.default, (levels, scales))
+        real.meta = {"type": x.meta["type"], **provenance(anchors[0] if len(anchors) == 1 else x)}
+        for anchor in anchors:
+            anchor.replace_input_with(x, real)
+
+
+def _quantized(graph: fx.Graph, ops: Any, x: fx.Node, mode: str) -> tuple[fx.Node, fx.Node]:
+    """The nodes of levels and scales, right behind the value."""
+    shape = x.meta["type"].shape
+    with graph.inserting_after(x):
+        pair = graph.call_function(ops.quantize_rows.default, (x, mode))
+    pair.meta = provenance(x)
+    with graph.inserting_after(pair):
+        scales = graph.call_function(getitem, (pair, 1))
+    with graph.inserting_after(pair):
+        levels = graph.call_function(getitem, (pair, 0))
+    levels.meta = {"type": TensorType(shape, DType.U8, row_levels(scales.name)), **provenance(x)}
+    scales.meta = {"type": TensorType(scales_shape(shape), DType.F32), **provenance(x)}
+    return levels, scales
+
+
+def rows_behind(node: fx.Node | None) -> tuple[fx.Node, fx.Node] | None:
+    """Levels and scales behind a dequantize of rows; ``None`` for any other node."""
+    return tuple(node.args) if node is not None and operator(node) == DEQUANTIZE_ROWS else None
+
+
+@functools.cache
+def row_operators() -> Any:
+    """The operators of a torch graph, defined when they are first needed. Their meaning is the interpreter's."""
+    library = torch.library.Library("intaglio", "FRAGMENT")
+    for name, (schema, meaning, fake) in OPERATORS.items():
+        library.define(name + schema)
+        library.impl(name, meaning, "CPU")
+        torch.library.register_fake(f"intaglio::{name}", fake, lib=library)
+    KEPT.append(library)
+    return torch.ops.intaglio
+
+
+KEPT: list[torch.library.Library] = []
+"""An operator lives as long as its library."""
+
+
+def _quantize_rows(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    levels, scales = levels_of_rows(x.detach().numpy(), mode)
+    return torch.from_numpy(levels), torch.from_numpy(np.ascontiguousarray(scales))
+
+
+def _dequantize_rows(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return (levels.to(torch.int32) - numerics.ROW_ZERO).to(torch.float32) * scales
+
+
+def _fake_levels(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x, dtype=torch.uint8), x.new_empty([*x.shape[:-1], 1])
+
+
+def _fake_real(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(levels, dtype=torch.float32)
+
+
+OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
+    "quantize_rows": ("(Tensor x, str mode) -> (Tensor, Tensor)", _quantize_rows, _fake_levels),
+    "dequantize_rows": ("(Tensor levels, Tensor scales) -> Tensor", _dequantize_rows, _fake_real),
+}
+"""Schema, meaning, and the meaning on shapes alone."""
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """The operators in terms of ATen's, with the same bits."""
+    ops = row_operators()
+    return {ops.quantize_rows.default: _quantize_rows_in_aten, ops.dequantize_rows.default: _dequantize_rows}
+
+
+def _quantize_rows_in_aten(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.rows.levels_of_rows`. Quotients are of two tensors: a number over a tensor is a reciprocal in PyTorch."""
+    largest = x.abs().amax(-1, keepdim=True)
+    peaks = torch.where(largest.isfinite(), largest.clamp_min(float(numerics.SMALLEST_ROW)), torch.nan)
+    if mode == "tensor" and x.dim() > 2:
+        peaks = peaks.amax(list(range(1, x.dim())), keepdim=True).expand_as(peaks)
+    known, count = peaks.isfinite(), torch.full_like(peaks, numerics.ROW_STEPS)
+    steps = (torch.where(known, x, 0.0) * (count / torch.where(known, peaks, 1.0))).round()
+    levels = steps.clamp(-numerics.ROW_STEPS, numerics.ROW_STEPS) + numerics.ROW_ZERO
+    return levels.to(torch.uint8), peaks / count

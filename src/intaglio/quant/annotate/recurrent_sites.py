@@ -1,0 +1,229 @@
+"""LSTM and GRU: what a call has, the sites of its weights, and the operator that stands for it in a reference."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operator, origin, provenance, record_of
+from intaglio.ir import Dim, DType, Op, QParams, TensorType, numel
+from intaglio.ops.recurrent import RECURRENT, bind_recurrent, recurrent_meaning, result_shapes
+from intaglio.ops.rows import row_levels
+from intaglio.quant.annotate.per_token import rows_behind
+from intaglio.quant.annotate.sites import Observed, Site
+from intaglio.quant.qdq.weight_grid import channel_scales, weight_grid
+from intaglio.quant.recipes.recipe import Setting
+
+RECURRENT_CALL = "intaglio.recurrent.default"
+ZEROS = ("aten.zeros.default", "aten.zeros_like.default", "aten.new_zeros.default")
+BIASES = 2
+"""Of a layer and direction: one beside the product of x, one beside that of the hidden state."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Tensors of a call, as nodes: weights and biases of every layer and direction, initial states (none: zeros)."""
+
+    weights: tuple[tuple[fx.Node, fx.Node], ...]
+    biases: tuple[tuple[fx.Node, ...], ...]
+    states: tuple[fx.Node, ...]
+
+
+def is_recurrent(node: fx.Node) -> bool:
+    record = record_of(node)
+    return record is not None and record.name in RECURRENT
+
+
+def parts_of(node: fx.Node) -> Parts:
+    """What a call of the stack, or of one cell, has besides its input."""
+    given = arguments(node)
+    if "w_ih" in given:
+        biases = tuple(given[name] for name in ("b_ih", "b_hh") if given[name] is not None)
+        weights: tuple[tuple[fx.Node, fx.Node], ...] = ((given["w_ih"], given["w_hh"]),)
+        return Parts(weights, (biases,), _states(given["hx"]))
+    each = len(given["params"]) // (given["num_layers"] * (1 + given["bidirectional"]))
+    found = [tuple(given["params"][i : i + each]) for i in range(0, len(given["params"]), each)]
+    behind = 2 + BIASES * bool(given["has_biases"])
+    return Parts(tuple((p[0], p[1]) for p in found), tuple(p[2:behind] for p in found), _states(given["hx"]))
+
+
+def _states(given: Any) -> tuple[fx.Node, ...]:
+    nodes = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    return () if all(node is None or operator(node) in ZEROS for node in nodes) else nodes
+
+
+def recurrent_refusal(node: fx.Node, setting: Setting) -> str | None:
+    """Why an LSTM or GRU stays in float."""
+    given, record = arguments(node), record_of(node)
+    attrs = bind_recurrent(call_of(node, record))
+    if "params" in given:
+        each = 2 + BIASES * bool(given["has_biases"])
+        if len(given["params"]) != each * attrs["layers"] * attrs["directions"]:
+            return "hidden states are projected (proj_size); the kernel takes them as they are"
+    parts = parts_of(node)
+    constants = [one for group in (*parts.weights, *parts.biases) for one in group]
+    if not all(is_constant(one) for one in constants):
+        return "a weight that is computed while the model runs"
+    kinds = {one.meta["type"].dtype for one in (*constants, *parts.states)}
+    if kinds != {DType.F32} or {len(group) for group in parts.biases} - {0, BIASES}:
+        return "weights, biases or states that are not float32, or one bias without the other"
+    if setting.activation.name != "u8" or setting.weight.name != "s8":
+        kind = f"{setting.activation.name} activations and {setting.weight.name} weights"
+        return f"{kind}; the kernel takes u8 activations and s8 weights"
+    return record.check(call_of(node, record))
+
+
+def recurrent_macs(node: fx.Node) -> Dim:
+    """Multiply-accumulates of a call: every weight meets every step of every entry of the batch."""
+    if operator(node) == RECURRENT_CALL:
+        weights, shape = node.args[5], node.args[1].meta["type"].shape
+    else:
+        weights = [weight for pair in parts_of(node).weights for weight in pair]
+        shape = node.args[0].meta["type"].shape
+    work: Dim = 0
+    for kind in (weight.meta["type"] for weight in weights):
+        if len(kind.shape) == 2:
+            work = work + numel(shape[:-1]) * numel(kind.shape)
+    return work
+
+
+def weight_sites(node: fx.Node, name_of: Callable[[fx.Node], str]) -> Iterator[Site]:
+    """One for every weight: s8, a scale for each row of a gate."""
+    for weight in (one for pair in parts_of(node).weights for one in pair):
+        spec, kind = Observed("absmax", True), Setting().weight
+        yield Site(
+            name_of(weight), weight.name, "weight", spec, kind.storage, *kind.stored(0), 0, origin(node), kind.name
+        )
+
+
+def recurrent_qparams(
+    module: fx.GraphModule, sites: Mapping[tuple[str, str], Site], nodes: list[fx.Node], given: Mapping[str, QParams]
+) -> dict[str, QParams]:
+    """Scales of all weights, those given or their own."""
+    found = {}
+    for weight in (one for node in nodes for pair in parts_of(node).weights for one in pair):
+        site = sites[weight.name, "weight"]
+        values = getattr(module, str(weight.target)).detach().numpy()
+        scales = channel_scales(values, site.record, 0) if site.name not in given else given[site.name].scales
+        found[site.name] = QParams(tuple(map(float, scales)), (0,) * len(values), site.qmin, site.qmax, 0)
+    return found
+
+
+# ---- in a reference -------------------------------------------------------------------------------------------------
+
+Store = Callable[[str, np.ndarray, TensorType], fx.Node]
+"""A constant by its key."""
+
+
+def quantize_recurrent(
+    node: fx.Node, sites: Mapping[tuple[str, str], Site], qparams: Mapping[str, QParams], store: Store
+) -> None:
+    """A call whose input is behind a dequantize -> the operator on levels; results are its items."""
+    graph, parts, attrs = node.graph, parts_of(node), bind_recurrent(call_of(node, record_of(node)))
+    constants: list[fx.Node] = []
+    for pair, biases in zip(parts.weights, parts.biases, strict=True):
+        levels, scales, shifts = [], [], []
+        for place, weight in enumerate(pair):
+            site, values = sites[weight.name, "weight"], _values(weight)
+            q, gates = qparams[site.name], len(values)
+            steps = np.array(q.scales, np.float32)
+            grid = weight_grid(values, steps, site.record).nearest(values).astype(np.int8)
+            levels.append(store(site.name, grid, TensorType(grid.shape, DType.S8, q)))
+            scales.append(store(f"{site.name}:scale", steps, TensorType(steps.shape, DType.F32)))
+            bias = _values(biases[place]) if biases else np.zeros(gates, np.float32)
+            shifts.append(store(f"{site.name}:bias", bias, TensorType(bias.shape, DType.F32)))
+        constants += [*levels, *scales, *shifts]
+    rows = rows_behind(node.args[0])
+    if rows is not None:
+        (x, scale_node), step, zero = rows, 1.0, row_levels("").zero
+    else:
+        (x, step, zero), scale_node = node.args[0].args[:3], None
+    geometry = (attrs["layers"], attrs["directions"], attrs["batch_first"], attrs["cell"])
+    kind = record_of(node).name
+    with graph.inserting_before(node):
+        call = graph.call_function(
+            recurrent_operator(),
+            (kind, x, scale_node, float(step), int(zero), constants, list(parts.states), *geometry),
+        )
+        call.meta = provenance(node)
+        if "type" in node.meta and node.meta["type"] is not None:
+            result = graph.call_function(getitem, (call, 0))
+            result.meta = {**node.meta, "replaces": node.name}
+            call = result
+    node.replace_all_uses_with(call)
+    graph.erase_node(node)
+
+
+def _values(node: fx.Node) -> np.ndarray:
+    found: np.ndarray = getattr(node.graph.owning_module, str(node.target)).detach().numpy().astype(np.float32)
+    return found
+
+
+SCHEMA = (
+    "recurrent(str kind, Tensor levels, Tensor? scales, float scale, int zero_point, Tensor[] constants, "
+    "Tensor[] states, int layers, int directions, bool batch_first, bool cell) -> Tensor[]"
+)
+
+
+@functools.cache
+def recurrent_operator() -> Any:
+    """The operator of a torch graph, defined when it is first needed. Its meaning is the interpreter's."""
+    library = torch.library.Library("intaglio", "FRAGMENT")
+    library.define(SCHEMA)
+    library.impl("recurrent", _recurrent, "CPU")
+    torch.library.register_fake("intaglio::recurrent", _fake, lib=library)
+    KEPT.append(library)
+    return torch.ops.intaglio.recurrent.default
+
+
+KEPT: list[torch.library.Library] = []
+"""An operator lives as long as its library."""
+
+
+def _recurrent(
+    kind: str,
+    levels: torch.Tensor,
+    scales: torch.Tensor | None,
+    scale: float,
+    zero_point: int,
+    constants: list[torch.Tensor],
+    states: list[torch.Tensor],
+    layers: int,
+    directions: int,
+    batch_first: bool,
+    cell: bool,
+) -> list[torch.Tensor]:
+    """`ops.recurrent.recurrent_meaning`."""
+    rows = scales is not None
+    attrs = {"layers": layers, "directions": directions, "batch_first": batch_first, "cell": cell, "rows": rows}
+    q = row_levels("") if rows else QParams((scale,), (zero_point,), 0, 255)
+    kind_of_x = TensorType(tuple(levels.shape), DType.U8, q)
+    operands = [levels, *([scales] if scales is not None else []), *constants, *states]
+    arrays = [tensor.detach().numpy() for tensor in operands]
+    found = recurrent_meaning(Op(kind, (), ("y",), attrs), arrays, [kind_of_x], kind_of_x)
+    return [torch.from_numpy(np.ascontiguousarray(array)) for array in found]
+
+
+def _fake(
+    kind: str,
+    levels: torch.Tensor,
+    scales: torch.Tensor | None,
+    scale: float,
+    zero_point: int,
+    constants: list[torch.Tensor],
+    states: list[torch.Tensor],
+    layers: int,
+    directions: int,
+    batch_first: bool,
+    cell: bool,
+) -> list[torch.Tensor]:
+    attrs = {"layers": layers, "directions": directions, "batch_first": batch_first, "cell": cell}
+    shapes = result_shapes(kind, attrs, tuple(levels.shape), constants[1].shape[1])
+    return [levels.new_empty(list(shape), dtype=torch.float32) for shape in shapes]  # type: ignore[arg-type]

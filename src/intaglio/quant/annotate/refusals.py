@@ -1,0 +1,127 @@
+"""Why operators stay in float, and what that leaves undone."""
+
+from __future__ import annotations
+
+import operator as python_operator
+from collections.abc import Iterable, Mapping
+
+from torch import fx
+
+from intaglio.fxgraph.nodes import activations, call_of, is_constant, operands, operator, origin, record_of, tensor_type
+from intaglio.ir import DType, evaluate, numel, symbols_of
+from intaglio.ops.activate import FUNCTIONS
+from intaglio.ops.recurrent import RECURRENT
+from intaglio.ops.rows import ROW_MODES
+from intaglio.quant.annotate.embedding_tables import BAGS, Table, bag_refusal
+from intaglio.quant.annotate.per_token import unable_at_run_time
+from intaglio.quant.annotate.recurrent_sites import (
+    RECURRENT_CALL,
+    ZEROS,
+    is_recurrent,
+    recurrent_macs,
+    recurrent_refusal,
+)
+from intaglio.quant.annotate.regions import Region
+from intaglio.quant.annotate.sites import Skip
+from intaglio.quant.qdq.prepare_passes import BATCH_NORM
+from intaglio.quant.recipes.recipe import Setting
+from intaglio.quant.recipes.user_patterns import is_host
+from intaglio.tracing.while_loops import WhileLoop
+
+FLOATS = "the recipe leaves activations in float"
+
+
+def refusal(node: fx.Node, setting: Setting) -> str | None:
+    """Why an operator stays in float under a setting; ``None`` when it need not."""
+    record = record_of(node)
+    if operator(node) == BATCH_NORM:
+        return f"{LOOSE_NORM}, and whose parameters are computed"
+    if operator(node) in BAGS:
+        return bag_refusal(node) or "its table is of floats"
+    if isinstance(node.target, WhileLoop):
+        return "it runs in Python as long as its condition says; its body is a program of its own"
+    if record is None:
+        return "no int8 kernel for this operator"
+    if record.name in RECURRENT and setting.quantize:
+        return recurrent_refusal(node, setting)
+    if tensor_type(node) is None or tensor_type(node).dtype is not DType.F32:
+        kind = tensor_type(node)
+        return "not a float32 tensor" + ("" if kind is None else f" but {kind.dtype}")
+    if not setting.quantize:
+        return "the recipe leaves it in float"
+    if setting.activations in ROW_MODES and (reason := unable_at_run_time(record, setting)) is not None:
+        return reason
+    if setting.activations == "float":
+        own = record.roles.weight is not None
+        return f"{setting.weight.name} weights alone: its activations stay in float" if own else FLOATS
+    if setting.residual == "float" and not (record.anchor or record.shares or record.name in (*FUNCTIONS, "affine")):
+        return "the recipe leaves what is between products in float"
+    values = activations(node)
+    if any(value is not None and is_constant(value) for value in values):
+        return "an operand is a constant"
+    if not values or values[0] is None:
+        return "its operand is not a tensor"
+    if is_host(record):
+        others = [value for i, value in enumerate(operands(node)) if i not in record.roles.x and value is not None]
+        if None in values or any(not is_constant(value) for value in others):
+            return "an operand that is no constant, and none of the operator's activations"
+        if any("zero_points" in value.meta for value in values):
+            return "it reads the image, whose channels have parameters of their own"
+    return record.check(call_of(node, record))
+
+
+def skipped(
+    regions: Iterable[Region], tables: Iterable[Table], reasons: Mapping[fx.Node, str | None]
+) -> tuple[Skip, ...]:
+    taken = {node for region in regions for node in region.nodes}
+    taken |= {table.node for table in tables if table.reason is None}
+    return tuple(_skip(node, reason) for node, reason in reasons.items() if node not in taken and _counts(node))
+
+
+def macs(node: fx.Node) -> int:
+    """Multiply-accumulates of a convolution, linear layer or matrix product; 0 for the rest.
+
+    Counted at batch 1 and, where other dimensions are free, at their size in the example.
+    """
+    sizes = node.graph.owning_module.meta.get("sizes", {})
+    if is_recurrent(node) or operator(node) == RECURRENT_CALL:
+        work = recurrent_macs(node)
+        return evaluate(work, {name: sizes.get(name, 1) for name in symbols_of(work)})
+    name = operator(node).split(".")[1] if operator(node).startswith("aten.") else ""
+    kinds = [tensor_type(value) for value in node.all_input_nodes]
+    if not name.startswith(PRODUCTS) or tensor_type(node) is None or len(kinds) < 2 or None in kinds[:2]:
+        return 0
+    a, b, result = kinds[0].shape, kinds[1].shape, tensor_type(node).shape
+    if name.startswith("conv_transpose"):
+        total = numel(a) * numel(b[1:])
+    elif name.startswith(("conv", "linear")):
+        total = numel(result) * numel(b[1:])
+    elif name.startswith("scaled_dot_product"):
+        total = numel(a) * b[-2] * 2
+    else:
+        total = numel(result) * (b[-1] if name == "addmm" else a[-1])
+    return evaluate(total, {name: sizes.get(name, 1) for name in symbols_of(total)})
+
+
+PRODUCTS = ("conv", "linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product")
+"""ATen operators (beginnings of their names) whose work is counted in multiply-accumulates."""
+
+
+def _counts(node: fx.Node) -> bool:
+    """Operators worth a line in the report: they compute floating-point tensors. States that are zero are nobody's."""
+    kind = tensor_type(node)
+    if operator(node) in ZEROS and node.users and all(is_recurrent(user) for user in node.users):
+        return False
+    if node.target is python_operator.getitem or "dim" in node.meta:
+        return False
+    if operator(node).startswith("quantized_decomposed."):  # of a part that is quantized already
+        return False
+    return kind is None or kind.dtype in (DType.F32, DType.F64, DType.F16, DType.BF16)
+
+
+def _skip(node: fx.Node, reason: str | None) -> Skip:
+    default = LOOSE_NORM if "batch_norm" in origin(node).operator else "no quantized operator beside it"
+    return Skip(node.name, reason or default, origin(node), macs(node))
+
+
+LOOSE_NORM = "a batch norm that nothing absorbs: no convolution beside it, or one that pads or has other readers"

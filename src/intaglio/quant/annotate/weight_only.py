@@ -1,0 +1,84 @@
+"""Layers whose weights alone are stored in fewer bits, as integers or float16, and computed with in float32."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from intaglio.fxgraph.nodes import constant_node, is_constant, operands, origin, provenance, record_of, tensor_type
+from intaglio.ir import DType, TensorType
+from intaglio.quant.annotate.regions import Region
+from intaglio.quant.qdq.weight_grid import channel_scales, group_of, weight_grid
+from intaglio.quant.recipes.recipe import Setting
+
+
+def alone(regions: Iterable[Region], settings: Mapping[fx.Node, Setting]) -> dict[str, Setting]:
+    """Convolutions and linear layers outside of regions whose setting says it, by name, each with a float32 weight that
+    never changes."""
+    taken, found = {node for region in regions for node in region.nodes}, {}
+    for node, setting in settings.items():
+        record = record_of(node)
+        if node in taken or record is None or record.roles.weight is None or record.roles.outputs:
+            continue
+        weight = operands(node)[record.roles.weight]
+        stored = weight is not None and is_constant(weight) and tensor_type(weight).dtype is DType.F32
+        if stored and setting.quantize and setting.activations == "float":
+            found[node.name] = setting
+    return found
+
+
+def store_weights(module: fx.GraphModule, found: Mapping[str, Setting], dequantize: Any) -> list[str]:
+    """The weights of such layers as their settings say, behind what makes them float32 again; calls of a weight share
+    its constants. A remark for each datatype. ``dequantize``: torch's, per channel."""
+    nodes = {node.name: node for node in module.graph.nodes}
+    for name, setting in found.items():
+        node = nodes[name]
+        weight = operands(node)[record_of(node).roles.weight]
+        group = group_of(origin(node), setting)
+        with module.graph.inserting_before(node):
+            if setting.weight.storage is DType.F16:
+                half = _halves(module, weight)
+                real = module.graph.call_function(torch.ops.aten._to_copy.default, (half,), {"dtype": torch.float32})
+            else:
+                ends = *setting.weight.stored(group), torch.int8
+                real = module.graph.call_function(dequantize, (*_levels(module, weight, setting, group), 0, *ends))
+        real.meta = {"type": tensor_type(weight), **provenance(node)}
+        node.replace_input_with(weight, real)
+    counts = Counter(setting.weight.name for setting in found.values())
+    return [f"weights only: {count} layers compute in float32 on {name} weights" for name, count in counts.items()]
+
+
+def _levels(module: fx.GraphModule, weight: fx.Node, setting: Setting, group: int) -> tuple[fx.Node, ...]:
+    """Levels, a scale for every output channel, and zero points, all 0."""
+    values, kind = _values(module, weight), setting.weight
+    rows = values.reshape(1 if setting.weights == "tensor" else len(values), -1)
+    scales = np.resize(channel_scales(rows, kind, group), len(values))
+    grid = weight_grid(values, scales, kind, group)
+    levels = _constant(module, weight, "levels", grid.stored(grid.nearest(values)))
+    levels.meta["type"] = TensorType(values.shape, DType.S8, packing=kind.packing(group))
+    zeros = np.zeros(len(values), np.int64)
+    return levels, _constant(module, weight, "scale", scales), _constant(module, weight, "zero_point", zeros)
+
+
+def _halves(module: fx.GraphModule, weight: fx.Node) -> fx.Node:
+    """The nearest float16, or the largest one: as torch's fp16 linear saturates."""
+    values, largest = _values(module, weight), np.finfo(np.float16).max
+    return _constant(module, weight, "f16", np.clip(values, -largest, largest).astype(np.float16))
+
+
+def _values(module: fx.GraphModule, weight: fx.Node) -> np.ndarray:
+    values: np.ndarray = getattr(module, str(weight.target)).detach().numpy()
+    return values
+
+
+def _constant(module: fx.GraphModule, weight: fx.Node, label: str, array: np.ndarray) -> fx.Node:
+    """Made of a weight, once."""
+    name = f"{weight.target}_{label}"
+    if not hasattr(module, name):
+        module.register_buffer(name, torch.from_numpy(np.ascontiguousarray(array)))
+    return constant_node(module, name, f"{weight.meta.get('path', weight.target)}.{label}")

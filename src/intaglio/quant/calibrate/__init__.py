@@ -1,0 +1,1 @@
+"""Observe values over data and merge what was counted."""

@@ -1,0 +1,153 @@
+"""Batches of any shape -> calls of the model. What was decided is said once."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from intaglio.errors import CalibrationError, CaptureError
+from intaglio.ir import Signature
+
+logger = logging.getLogger("intaglio")
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Data = Iterable[Any] | Callable[[Any], Any] | torch.Tensor
+
+
+def batches(data: Any) -> Iterator[Any]:
+    """An iterator over batches; one tensor is one batch."""
+    if isinstance(data, torch.Tensor):
+        return iter([data])
+    try:
+        return iter(data)
+    except TypeError as error:
+        raise CalibrationError(
+            "data",
+            None,
+            f"expected an iterable of batches, got {type(data).__name__}",
+            remedy="pass a list of input tuples or a DataLoader; with a function, example_inputs too",
+        ) from error
+
+
+def peek(data: Any) -> tuple[Any, Iterator[Any]]:
+    """The first batch, and an iterator that still starts with it. `CalibrationError` when there is none."""
+    found = batches(data)
+    first = next(found, _NOTHING)
+    if first is _NOTHING:
+        raise CalibrationError(
+            "data",
+            None,
+            "no batch: the iterable is empty or was used up before",
+            remedy="pass a list or a DataLoader; a generator can be read only once",
+        )
+    return first, itertools.chain([first], found)
+
+
+_NOTHING = object()
+LABELS = frozenset({"label", "labels"})
+"""Keys of a batch that go to forward only where it has no default for them."""
+
+
+class Binder:
+    """Turns items into calls, by the signature of forward and the structure of the example call."""
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        required: int,
+        keywords: tuple[str, ...] = (),
+        nested: type | None = None,
+        open_ended: bool = False,
+    ) -> None:
+        """``names``: what forward can take by name, positional parameters first. ``keywords``: what a sequence fills
+        behind its ``required`` positions. ``nested``: the container that the first argument is, if it is one.
+        ``open_ended``: forward has ``**kwargs``."""
+        self.names, self.required, self.keywords, self.nested = names, required, keywords, nested
+        self.open_ended = open_ended
+        self._said = False
+
+    @staticmethod
+    def of(signature: Signature) -> Binder:
+        args, kwargs = pytree.tree_unflatten([None] * signature.in_tree.num_leaves, signature.in_tree)
+        nested = type(args[0]) if args and isinstance(args[0], (tuple, list, Mapping)) else None
+        return Binder(signature.names, len(args), tuple(kwargs), nested)
+
+    def __call__(self, item: Any) -> Call:
+        if isinstance(item, torch.Tensor):
+            return (item,), {}
+        if isinstance(item, Mapping):
+            return self._mapping(item)
+        if isinstance(item, (tuple, list)):
+            return self._sequence(tuple(item))
+        raise CalibrationError(
+            "data",
+            None,
+            f"a batch is a {type(item).__name__}",
+            remedy="batches are tensors, tuples of tensors, dictionaries, or (inputs, label) pairs",
+        )
+
+    def _mapping(self, item: Mapping[str, Any]) -> Call:
+        known = {*self.names, *self.keywords}
+        labels = LABELS.difference(self.names[: self.required])
+        used = {key: value for key, value in item.items() if key in known and key not in labels}
+        if not used and self.nested is not None and isinstance(item, self.nested):
+            return (item,), {}
+        if not used:
+            raise CalibrationError("data", None, f"a batch has keys {sorted(item)}; forward takes {sorted(known)}")
+        left_out = sorted(set(item) - set(used))
+        if self.open_ended and not self._said and not LABELS.issuperset(left_out):
+            warnings.warn(
+                f"forward takes **kwargs, but {', '.join(left_out)} are no parameters it names and stay out; "
+                "capture(..., example_kwargs=...) passes them",
+                stacklevel=3,
+            )
+        self._say(f"batches are dictionaries: {sorted(used)} go to forward", left_out)
+        args = tuple(used.pop(name) for name in self.names[: self.required] if name in used)
+        return args, used
+
+    def _sequence(self, item: tuple[Any, ...]) -> Call:
+        if self.nested is None and len(item) == 2 and isinstance(item[0], (tuple, list, Mapping)):
+            self._say("batches are pairs: the first part goes to forward", ["the second part"])
+            return self(item[0])
+        if len(item) > self.required + len(self.keywords):
+            others = [f"element {index}" for index in range(self.required, len(item))]
+            optional = self.names[self.required : len(item)]
+            if optional and not self._said:
+                warnings.warn(
+                    f"the first {self.required} of {len(item)} elements of a batch go to forward, the rest is taken "
+                    f"for labels; if it is {', '.join(optional)}, pass dictionaries or example_inputs",
+                    stacklevel=2,
+                )
+            self._say(f"the first {self.required} of {len(item)} elements of a batch go to forward", others)
+            return item[: self.required], {}
+        positional, rest = item[: self.required], item[self.required :]
+        return positional, dict(zip(self.keywords, rest, strict=False))
+
+    def _say(self, decision: str, left_out: list[str]) -> None:
+        if not self._said and left_out:
+            logger.info("%s; left out: %s", decision, ", ".join(left_out))
+            self._said = True
+
+
+def binder_for(model: torch.nn.Module) -> Binder:
+    """Before anything is captured: the parameters of forward that have no default."""
+    if not isinstance(model, torch.nn.Module):
+        raise CaptureError(type(model).__name__, None, "not an nn.Module", remedy="pass the float model")
+    parameters = inspect.signature(model.forward).parameters.values()
+    kinds = {p.kind for p in parameters}
+    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_name = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    required = sum(p.default is p.empty for p in plain)
+    return Binder(
+        (*[p.name for p in plain], *[p.name for p in by_name if p.default is not p.empty]),
+        max(required, 1) if inspect.Parameter.VAR_POSITIONAL not in kinds else 10**6,
+        tuple(p.name for p in by_name if p.default is p.empty),
+        open_ended=inspect.Parameter.VAR_KEYWORD in kinds,
+    )

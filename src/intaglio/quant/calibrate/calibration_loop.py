@@ -1,0 +1,201 @@
+"""The calibration loop: batches through the prepared model, statistics out."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from intaglio import config
+from intaglio.errors import CalibrationError, InputError
+from intaglio.ir import Signature
+from intaglio.quant.calibrate.batches import Binder, batches, peek
+from intaglio.quant.calibrate.custom_observer import of_activations
+from intaglio.quant.calibrate.data_checks import lint
+from intaglio.quant.calibrate.distributed import Group, merge_statistics
+from intaglio.quant.calibrate.prepare import Prepared
+from intaglio.quant.calibrate.ranges import Ranges, Seen
+from intaglio.quant.calibrate.tensor_statistics import Statistics
+from intaglio.quant.qdq.qparams import activation_ranges
+from intaglio.signature import bind, dims_of
+from intaglio.tracing.captured import expect
+
+logger = logging.getLogger("intaglio.lint")
+NONFINITE = ("error", "ignore")
+
+
+def calibrate(
+    prepared: Prepared,
+    data: Any,
+    *,
+    samples: int | None = None,
+    progress: bool | None = None,
+    nonfinite: str = "error",
+    first_batch: int | None = None,
+    group: Group | None = None,
+) -> Ranges:
+    """Statistics of every site over the data, which is read once.
+
+    ``data``: an iterable of tensors, tuples, dictionaries or (inputs, label) pairs; a `DataLoader`; or a function that
+    is called with the prepared model. ``samples`` stops after that many. Memory does not grow with the data, but for a
+    few numbers a batch. ``nonfinite``: a NaN or an infinity is an "error", or "ignore" leaves it out. ``first_batch``:
+    index of the first batch (default: the one after those the model has seen). On an error the statistics are as they
+    were before. Returns what was counted in this call, with what the lint noticed in ``findings``, also logged.
+
+    ``group`` (default: the processes of torch.distributed, where it is initialised): every rank calls this with batches
+    of its own, and all get the statistics of all batches, bit for bit those of one process.
+    """
+    expect(prepared, Prepared, "calibrate")
+    if nonfinite not in NONFINITE:
+        raise CalibrationError("nonfinite", None, f"{nonfinite!r}; allowed are {NONFINITE}")
+    group, watch = group or Group.current(), prepared.watch
+    before, earlier = {name: observer.statistics for name, observer in prepared.observers.items()}, replace(watch)
+    first = earlier.batch if first_batch is None else first_batch
+    watch.batch = first + group.rank
+    watch.stride, watch.ignore = group.size, nonfinite == "ignore"
+    _reset(prepared, {name: Statistics() for name in before})
+    try:
+        group.agree(prepared.observers, "sites")
+        shown = (config.show_progress() if progress is None else progress) and group.rank == 0
+        seen = group.together(lambda: _run(prepared, data, samples, shown, group))
+        ranges = _gathered(prepared, seen, group)
+        if not ranges.samples and not _runs_itself(data):
+            raise CalibrationError("data", None, f"{ranges.batches} batches without a single sample")
+        ended = max(first, *group.gather(watch.batch - group.size + 1))
+    except BaseException:
+        _reset(prepared, before)
+        watch.batch = earlier.batch
+        raise
+    finally:
+        watch.stride, watch.ignore = earlier.stride, earlier.ignore
+    watch.batch = ended
+    _reset(prepared, {name: mine.merge(before[name]) for name, mine in ranges.statistics.items()})
+    if samples is not None and 0 < ranges.samples < samples:
+        text = f"calibrated on {ranges.samples} samples in {ranges.batches} batches; {samples} were asked for"
+        warnings.warn(text, stacklevel=2)
+    for finding in ranges.findings if group.rank == 0 else ():
+        logger.warning("%s", finding)
+    return ranges
+
+
+def _reset(prepared: Prepared, statistics: dict[str, Statistics]) -> None:
+    for name, observer in prepared.observers.items():
+        observer.statistics = statistics[name]
+
+
+def _runs_itself(data: Any) -> bool:
+    return callable(data) and not isinstance(data, torch.Tensor) and not hasattr(data, "__iter__")
+
+
+def _gathered(prepared: Prepared, seen: dict[int, Seen], group: Group) -> Ranges:
+    """The ranges of all ranks' batches, after a check that all ranks have the same and choose the same from them."""
+    statistics = {name: observer.statistics for name, observer in prepared.observers.items()}
+    if group.size > 1:
+        merged = merge_statistics(group, statistics)
+        statistics = {name: merged[name] for name in statistics}
+        for others in group.gather(seen):
+            seen = {**seen, **others}
+    count = sum(one.samples for one in seen.values())
+    own = {name: q for name, observer in prepared.observers.items() if (q := observer.chosen()) is not None}
+    alone = [*own, *(value for value, _ in of_activations(prepared.annotations.module, prepared.annotations.own))]
+    if alone and group.size > 1:
+        raise CalibrationError(
+            "ranges",
+            None,
+            f"observers of a user's own ({', '.join(alone)}) on {group.size} ranks",
+            remedy="their results cannot be merged: calibrate in one process",
+        )
+    ranges = Ranges(
+        statistics, len(seen), count, prepared.fingerprint, dict(sorted(seen.items())), parameters=own or None
+    )
+    if group.size > 1:
+        chosen = activation_ranges(prepared, {name: s for name, s in statistics.items() if s.finite})
+        group.agree([ranges.to_json(), *(f"{name}: {ends}" for name, ends in chosen.items())], "ranges")
+    return replace(ranges, findings=lint(prepared, ranges))
+
+
+def _run(prepared: Prepared, data: Any, samples: int | None, progress: bool, group: Group) -> dict[int, Seen]:
+    """This rank's batches, by index."""
+    if _runs_itself(data):
+        data(prepared)
+        return {}
+    _warn_of_repeats(data)
+    binder, seen, watch = Binder.of(prepared.signature), dict[int, Seen](), prepared.watch
+    first, count, size = watch.batch - group.rank, 0, 0
+    items = batches(data) if group.size > 1 else peek(data)[1]  # alone, no batch at all is an error
+    for item in _bar(items, _length(data), progress):
+        args, kwargs = binder(item)
+        index, size = watch.batch, size or batch_size(args, kwargs)
+        if samples is not None and group.size > 1 and (index - first) * size >= samples:
+            break
+        try:
+            found = _look(prepared.signature, args, kwargs)
+            prepared(*args, **kwargs)
+        except InputError as error:
+            where = f"batch {index - first}, {error.where}"
+            raise CalibrationError(where, None, error.problem, remedy=error.remedy) from error
+        except CalibrationError as error:
+            where = f"batch {index - first}, {error.where}"
+            raise CalibrationError(
+                where, error.operator, error.problem, remedy=error.remedy, source=error.source
+            ) from None
+        seen[index] = found
+        count += found.samples
+        if samples is not None and group.size == 1 and count >= samples:
+            break
+    return seen
+
+
+def _look(signature: Signature, args: tuple, kwargs: dict[str, Any]) -> Seen:
+    digest, inputs, leaves = hashlib.blake2b(digest_size=8), {}, bind(signature, args, kwargs)
+    dims_of(signature, leaves)
+    for entry, tensor in zip(signature.inputs, leaves, strict=True):
+        plain = tensor.detach().contiguous().reshape(-1)
+        digest.update(plain.view(torch.uint8).numpy().data)
+        finite = plain[torch.isfinite(plain)] if plain.is_floating_point() else plain[:0]
+        if finite.numel():
+            low, high = finite.aminmax()
+            inputs[entry.name] = (low.item(), high.item())
+    return Seen(batch_size(args, kwargs), int.from_bytes(digest.digest(), "big"), inputs)
+
+
+def batch_size(args: tuple, kwargs: dict[str, Any]) -> int:
+    """Samples in a call: the first axis of its first tensor that has axes."""
+    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim()]
+    return tensors[0].shape[0] if tensors else 1
+
+
+def _warn_of_repeats(data: Any) -> None:
+    sampler = data.sampler if isinstance(data, DataLoader) else None
+    repeated = sampler.total_size - len(data.dataset) if isinstance(sampler, DistributedSampler) else 0
+    if repeated > 0:
+        warnings.warn(
+            f"DistributedSampler repeats {repeated} samples to give every rank as many, and they count twice; "
+            "intaglio.share(loader) gives every rank whole batches and repeats none",
+            stacklevel=5,
+        )
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return 1 if isinstance(data, torch.Tensor) else len(data)
+    except TypeError:
+        return None
+
+
+def _bar(items: Iterator[Any], total: int | None, show: bool) -> Iterator[Any]:
+    if not show:
+        yield from items
+        return
+    from rich.console import Console  # only where a bar is drawn: it takes a tenth of a second to import
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("calibrating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield from bar.track(items, total=total)

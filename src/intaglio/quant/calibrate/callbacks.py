@@ -1,0 +1,355 @@
+"""Calibration by callbacks: a pattern's own way from values, exact or quantized so far, to parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from intaglio import numerics
+from intaglio.errors import CalibrationError
+from intaglio.fxgraph.nodes import operands
+from intaglio.ir import QParams
+from intaglio.quant.annotate.regions import Annotations, Region
+from intaglio.quant.annotate.sites import Fixed, Site
+from intaglio.quant.calibrate.batches import Binder, peek
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.prepare import Prepared
+from intaglio.quant.calibrate.ranges import Ranges
+from intaglio.quant.correct.layerwise_eval import CACHE, Walk
+from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, each_output, weight_qparams
+from intaglio.quant.qdq.weight_grid import weight_grid
+from intaglio.quant.recipes.user_patterns import QuantizerPattern
+from intaglio.signature import bind
+from intaglio.tracing.captured import expect
+
+Given = QParams | tuple[Any, Any]
+"""What a callback says of a site: `QParams`, (low, high), or (scale, zero point).
+
+A pair is (scale, zero point) when the second is an integer and the first above 0, as no range that holds 0 begins
+there. Arrays, one entry a channel, are for weights.
+"""
+
+
+class CalibrationCallback:
+    """Gives parameters of a region's sites, from the values there."""
+
+    def calibrate(self, info: CalibrationInfo) -> Mapping[str, Given]:
+        """Site name -> parameters, for as many sites as it wants to decide. The others get theirs from the statistics
+        by their setting's method."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class RegionSites:
+    """Names of a region's sites. ``output`` is ``None`` where the region gives float."""
+
+    inputs: tuple[str, ...]
+    weight: str | None
+    bias: str | None
+    output: str | None
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in (*self.inputs, self.weight, self.bias, self.output) if name is not None)
+
+
+class CalibrationInfo:
+    """A region that a pattern took, while the walk over kept batches stands before it.
+
+    Values are lists of tensors, one per input or output; ``batch`` counts from 0 to ``batches``. What lies before the
+    region has its parameters, so `quantized_inputs` carry the error of all of it.
+    """
+
+    def __init__(self, walk: Walk, region: Region, pattern: QuantizerPattern, sites: RegionSites) -> None:
+        self.pattern, self.region, self.sites, self._walk = pattern, region, sites, walk
+
+    @property
+    def batches(self) -> int:
+        return len(self._walk.calls)
+
+    @property
+    def settled(self) -> Mapping[str, QParams]:
+        """Sites of the region that have parameters already; they keep them."""
+        return {name: self._walk.qparams[name] for name in self.sites if name in self._walk.qparams}
+
+    def unquantized_inputs(self, batch: int) -> list[torch.Tensor]:
+        """What the region reads inside the float model."""
+        return self._walk.unquantized_inputs(self.region, batch)
+
+    def unquantized_outputs(self, batch: int) -> list[torch.Tensor]:
+        """What the region gives there."""
+        return self._walk.unquantized_outputs(self.region, batch)
+
+    def quantized_inputs(self, batch: int) -> list[torch.Tensor]:
+        """What the region reads inside the model quantized so far, dequantized; as it is where that is open."""
+        return self._walk.quantized_inputs(self.region, batch)
+
+    def quantized_outputs(self, batch: int) -> list[torch.Tensor]:
+        """What the region gives there; its own weight and output are quantized once their parameters are settled."""
+        return self._walk.quantized_outputs(self.region, batch)
+
+    def weight(self) -> torch.Tensor | None:
+        """The float weight."""
+        roles = self.region.record.roles
+        if roles.weight is None:
+            return None
+        constant: torch.Tensor = getattr(self._walk.module, operands(self.region.anchor)[roles.weight].target)
+        return constant
+
+    def weight_axis(self) -> int | None:
+        """The axis of the weight that scales are along; ``None`` for one scale."""
+        return None if self.sites.weight is None else _axis(self._walk.annotations, self.sites.weight)
+
+    def with_parameters(self, given: Mapping[str, Given]) -> CalibrationInfo:
+        """The region as if these were settled: to compare `quantized_outputs` of several choices."""
+        sites = {site.name: site for site in self._walk.annotations.sites}
+        chosen = {name: parameters(sites[name], value, self.region) for name, value in given.items()}
+        return CalibrationInfo(_trial(self._walk, self.region, chosen), self.region, self.pattern, self.sites)
+
+
+# -- callbacks of intaglio's own --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GlobalCalibrationCallback(CalibrationCallback):
+    """The same scale and zero point for every activation; ``weight``: the scale of every weight, else their own."""
+
+    scale: float
+    zero_point: int = 0
+    weight: float | None = None
+
+    def calibrate(self, info: CalibrationInfo) -> Mapping[str, Given]:
+        names = [name for name in (*info.sites.inputs, info.sites.output) if name is not None]
+        found: dict[str, Given] = dict.fromkeys(names, (self.scale, self.zero_point))
+        if self.weight is not None and info.sites.weight is not None:
+            found[info.sites.weight] = (self.weight, 0)
+        return found
+
+
+@dataclass(frozen=True)
+class AverageMaxCalibrationCallback(CalibrationCallback):
+    """Ranges from the smallest to the largest value, averaged over batches; weights to their largest magnitude, of
+    each channel or, with ``per_channel=False``, of all."""
+
+    per_channel: bool = True
+
+    def calibrate(self, info: CalibrationInfo) -> Mapping[str, Given]:
+        names, extrema = (*info.sites.inputs, info.sites.output), []
+        for batch in range(info.batches):
+            values = (*info.unquantized_inputs(batch), *info.unquantized_outputs(batch))
+            extrema.append([(float(value.min()), float(value.max())) for value in values])
+        means = np.mean(extrema, axis=0)
+        ends = zip(names, means.tolist(), strict=True)
+        found: dict[str, Given] = {name: (low, high) for name, (low, high) in ends if name is not None}
+        weight, axis = info.weight(), info.weight_axis()
+        if weight is not None and info.sites.weight is not None:
+            magnitude = weight.detach().abs()
+            if axis is not None and self.per_channel:
+                absmax = magnitude.movedim(axis, 0).flatten(1).amax(1).numpy()
+            else:
+                absmax = magnitude.max().reshape(1).numpy()
+            found[info.sites.weight] = numerics.symmetric(absmax, 127), 0
+        return found
+
+
+# -- the calibrator ---------------------------------------------------------------------------------------------------
+
+
+class Calibrator:
+    """Asks every pattern's callback for its regions, producers first; other sites go by their method.
+
+    ``data`` and ``options`` (such as ``samples``) as in `calibrate`; with callbacks its batches are kept. ``cache``:
+    bytes of values between regions held in memory, beyond which they wait in a temporary file.
+    """
+
+    def __init__(self, prepared: Prepared, data: Any, *, cache: int = CACHE, **options: Any) -> None:
+        expect(prepared, Prepared, "Calibrator")
+        self.prepared, self.data, self.cache, self.options = prepared, data, cache, options
+
+    def calibrate(self) -> Ranges:
+        """Statistics of every site, and the parameters that callbacks chose."""
+        asked = [region for region in self.prepared.annotations.regions if _callback(region) is not None]
+        if not asked:
+            return calibrate(self.prepared, self.data, **self.options)
+        if callable(self.data) and not isinstance(self.data, torch.Tensor) and not hasattr(self.data, "__iter__"):
+            raise CalibrationError(
+                "data",
+                None,
+                "calibration callbacks need batches, and the data is a function",
+                remedy="pass an iterable of batches",
+            )
+        binder = Binder.of(self.prepared.signature)
+        batches = list(_until(peek(self.data)[1], binder, self.options.get("samples")))
+        ranges = calibrate(self.prepared, batches, **self.options)
+        calls = [bind(self.prepared.signature, *binder(batch)) for batch in batches]
+        return replace(ranges, parameters=_Walked(self.prepared, ranges, calls, self.cache).run())
+
+
+def _until(items: Iterator[Any], binder: Binder, samples: int | None) -> Iterator[Any]:
+    """Batches up to so many samples, as `calibrate` takes them."""
+    seen = 0
+    for item in items:
+        args, kwargs = binder(item)
+        yield item
+        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim()]
+        seen += tensors[0].shape[0] if tensors else 1
+        if samples is not None and seen >= samples:
+            return
+
+
+def _callback(region: Region) -> CalibrationCallback | None:
+    return region.pattern.calibration if region.pattern is not None else None
+
+
+class _Walked:
+    """Callbacks asked along one walk. ``given``: what they chose, by the site that leads its group."""
+
+    def __init__(self, prepared: Prepared, ranges: Ranges, calls: Sequence[Sequence[Any]], cache: int) -> None:
+        self.prepared, self.ranges, self.annotations = prepared, ranges, prepared.annotations
+        self.sites = {site.name: site for site in self.annotations.sites}
+        self.given: dict[str, QParams] = {}
+        plain = activation_qparams(prepared, ranges)
+        open_until: dict[str, int] = {}
+        for index, region in enumerate(self.annotations.regions):
+            if _callback(region) is not None:
+                leaders = {self._leader(name) for name in sites_of(self.annotations, region)}
+                loose = [name for name in leaders if not isinstance(self.sites[name].spec, Fixed)]
+                open_until.update(dict.fromkeys(loose, index))
+        self.plain, self.open_until = plain, open_until
+        settled = {name: q for name, q in plain.items() if self._leader(name) not in open_until}
+        self.walk = Walk(self.annotations, calls, settled, cache=cache)
+
+    def run(self) -> dict[str, QParams]:
+        for index, region in enumerate(self.walk):
+            callback, sites = _callback(region), sites_of(self.annotations, region)
+            if callback is not None and region.pattern is not None:
+                info = CalibrationInfo(self.walk, region, region.pattern, sites)
+                for name, value in callback.calibrate(info).items():
+                    self._take(name, value, sites, region)
+            for leader, last in self.open_until.items():
+                if last <= index:
+                    self._settle(leader, self.given.get(leader, self.plain.get(leader)))
+            self._weights(region)
+        return dict(self.given)
+
+    def _leader(self, name: str) -> str:
+        return self.annotations.leaders[name]
+
+    def _take(self, name: str, value: Given, sites: RegionSites, region: Region) -> None:
+        label = region.pattern.name if region.pattern is not None else region.name
+        if name not in set(sites) or name == sites.bias:
+            what = "a bias, whose scale is the product of two others" if name == sites.bias else "no site of the region"
+            raise CalibrationError(
+                f"callback of pattern {label!r}",
+                None,
+                f"{name!r} is {what}",
+                remedy=f"the sites are {', '.join(one for one in sites if one != sites.bias)}",
+            )
+        leader = self.sites[self._leader(name)]
+        if leader.name in self.given or leader.name in self.walk.qparams:
+            return
+        self.given[leader.name] = parameters(leader, value, region)
+        self._settle(leader.name, self.given[leader.name])
+
+    def _settle(self, leader: str, q: QParams | None) -> None:
+        for name in self.annotations.leaders if q is not None else ():
+            if self._leader(name) == leader and self.sites[name].role == "activation":
+                self.walk.settle(name, q)
+
+    def _weights(self, region: Region) -> None:
+        quantize_weight(self.walk, region, self.given)
+
+
+def quantize_weight(walk: Walk, region: Region, given: Mapping[str, QParams]) -> None:
+    """The region's weight and bias on the quantized track as integers have them, once its input has parameters."""
+    roles = region.record.roles
+    if roles.weight is None:
+        return
+    x_site, w_site, b_site = anchor_sites(walk.annotations, region)
+    if x_site.name not in walk.qparams:
+        return
+    found = weight_qparams(replace(walk.annotations, regions=(region,)), walk.qparams, [], given, {})
+    values, q = operands(region.anchor), found[w_site.name]
+    exact = getattr(walk.module, values[roles.weight].target).detach().numpy()
+    grid = weight_grid(exact, np.array(q.scales), w_site.record, w_site.group, roles.outputs)
+    levels = grid.clipped(exact) if w_site.record.floating else grid.nearest(exact).astype(np.float32)
+    walk.weights[values[roles.weight].name] = torch.from_numpy(levels * grid.steps)
+    if b_site is not None:
+        bias = getattr(walk.module, values[roles.bias].target).detach().numpy()
+        steps = numerics.bias_steps(bias, walk.qparams[x_site.name].step, each_output(q.scales, len(bias)))
+        unit = np.array(found[b_site.name].scales, np.float32)
+        walk.biases[region.anchor.name] = torch.from_numpy(steps.astype(np.float32) * unit)
+
+
+def _trial(walk: Walk, region: Region, chosen: Mapping[str, QParams]) -> Walk:
+    """The walk's values, with some parameters exchanged for one region."""
+    found, leaders = copy.copy(walk), walk.annotations.leaders
+    named = {leaders[name]: q for name, q in chosen.items()}
+    found.qparams = {**walk.qparams, **{name: named[leader] for name, leader in leaders.items() if leader in named}}
+    found.weights, found.biases = dict(walk.weights), dict(walk.biases)
+    quantize_weight(found, region, chosen)
+    return found
+
+
+def sites_of(annotations: Annotations, region: Region) -> RegionSites:
+    """Names of a region's sites."""
+    by_value = annotations.by_value
+    inputs = tuple(by_value[value.name, region.x_role].name for value in region.activations())
+    output = by_value.get((region.root.name, "activation"))
+    weight = bias = None
+    if region.record.roles.weight is not None:
+        _, w_site, b_site = anchor_sites(annotations, region)
+        weight, bias = w_site.name, b_site.name if b_site else None
+    return RegionSites(inputs, weight, bias, output.name if output else None)
+
+
+def _axis(annotations: Annotations, name: str) -> int | None:
+    axis = next(site.axis for site in annotations.sites if site.name == name)
+    return axis if isinstance(axis, int) else None
+
+
+def parameters(site: Site, value: Given, region: Region) -> QParams:
+    """What a callback said of a site of a region, in full. `CalibrationError` for what the site cannot have."""
+    if isinstance(site.spec, Fixed):
+        raise CalibrationError(site.name, site.origin.operator, "its parameters are fixed: it holds bytes of images")
+    if isinstance(value, QParams):
+        found = value
+    else:
+        first, second = (np.asarray(part).reshape(-1) for part in value)
+        try:
+            found = _pair(site, first, second)
+        except (ValueError, TypeError) as error:
+            raise CalibrationError(site.name, site.origin.operator, f"{value!r}: {error}") from error
+    symmetric = site.role != "weight" or set(found.zeros) == {0}
+    if (found.qmin, found.qmax) != (site.qmin, site.qmax) or not symmetric or (found.axis not in (None, site.axis)):
+        raise CalibrationError(
+            site.name,
+            site.origin.operator,
+            f"{found} in [{found.qmin}, {found.qmax}]; the site is {site}",
+            remedy="keep the site's integers" + (", with zero point 0" if site.role == "weight" else ""),
+        )
+    if site.role == "weight" and isinstance(site.axis, int) and len(found.scales) == 1:
+        channels = operands(region.anchor)[region.record.roles.weight].meta["type"].shape[site.axis]
+        return replace(found, scale=found.scales * channels, zero_point=(0,) * channels, axis=site.axis)
+    return found
+
+
+def _pair(site: Site, first: np.ndarray, second: np.ndarray) -> QParams:
+    if first.min() > 0 and np.issubdtype(second.dtype, np.integer):
+        scales = tuple(float(np.float32(scale)) for scale in first)
+        zeros = tuple(int(zero) for zero in np.broadcast_to(second, first.shape))
+    elif site.role == "weight":
+        scales = tuple(map(float, numerics.symmetric(np.maximum(np.abs(first), np.abs(second)), site.qmax)))
+        zeros = (0,) * len(scales)
+    else:
+        if first.size != 1 or second.size != 1 or not first[0] <= second[0]:
+            raise ValueError("a range is a low and a high number")
+        scale, zero = numerics.affine(min(float(first[0]), 0.0), max(float(second[0]), 0.0), site.qmin, site.qmax)
+        scales, zeros = (scale,), (zero,)
+    if any(not site.qmin <= zero <= site.qmax for zero in zeros):
+        raise ValueError(f"a zero point outside [{site.qmin}, {site.qmax}]")
+    return QParams(scales, zeros, site.qmin, site.qmax, site.axis if len(scales) > 1 else None)

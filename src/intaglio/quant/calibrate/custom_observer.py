@@ -1,0 +1,164 @@
+"""Observers that write quantize and dequantize themselves: `convert` lets them, and leaves what they write as it is.
+
+Of what they write for a constant, all up to its integers is computed once: dequantize stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from intaglio.errors import CalibrationError, InputError, UnsupportedError
+from intaglio.fxgraph.nodes import is_constant, operator, origin, tensor_nodes
+from intaglio.ir import DType, TensorType
+from intaglio.signature import DTYPES
+
+OWN = "own"
+"""In ``meta`` of the node that calls such an observer: value and reader; of nodes that it wrote: ``True``."""
+Edge = tuple[str, str | None]
+"""Name of a value and of who reads it; ``None``: everyone."""
+
+
+def insert_own(module: fx.GraphModule, own: Mapping[Edge, Any], shown: set[Edge]) -> None:
+    """A call of each observer on its edge. ``own``: edge -> what makes the observer; ``shown``: edges whose values it
+    was shown, added to when the module runs."""
+    nodes = {node.name: node for node in module.graph.nodes}
+    for index, (edge, make) in enumerate(own.items()):
+        observer = make()
+        if not isinstance(observer, nn.Module):
+            raise InputError(
+                edge[0],
+                None,
+                f"an observer that writes its own levels is an nn.Module, not a {type(observer).__name__}",
+            )
+        observer.register_forward_hook(partial(_note, shown, edge))
+        _insert(module, nodes, edge, f"own_{index}", observer)
+
+
+def _note(shown: set[Edge], edge: Edge, *call: Any) -> None:
+    shown.add(edge)
+
+
+def of_activations(module: fx.GraphModule, own: Iterable[Edge]) -> list[Edge]:
+    """Edges whose values only data tells."""
+    nodes = {node.name: node for node in module.graph.nodes}
+    return [edge for edge in own if not is_constant(nodes[edge[0]])]
+
+
+def _insert(
+    module: fx.GraphModule, nodes: Mapping[str, fx.Node], edge: Edge, name: str, observer: nn.Module
+) -> fx.Node:
+    value, reader = nodes[edge[0]], None if edge[1] is None else nodes[edge[1]]
+    readers = list(value.users) if reader is None else [reader]
+    source = value if reader is None else _read_as(reader, value)
+    module.add_submodule(name, observer)
+    with module.graph.inserting_before(value.next if reader is None else reader):
+        call = module.graph.call_module(name, (source,))
+    call.meta = {"type": value.meta["type"], "origin": origin(reader or value), OWN: edge}
+    for user in readers:
+        user.replace_input_with(source, call)
+    return call
+
+
+def _read_as(reader: fx.Node, value: fx.Node) -> fx.Node:
+    """What a node reads of a value: itself, or what an observer, or quantize and dequantize, make of it."""
+    for read in reader.all_input_nodes:
+        source = read
+        while source is not value and (source.op == "call_module" or operator(source).startswith("quantized_decom")):
+            source = source.args[0]
+        if source is value:
+            return read
+    raise UnsupportedError(reader.name, operator(reader), f"does not read {value.name} any more")
+
+
+def write_own(module: fx.GraphModule, own: Iterable[Edge], observed: fx.GraphModule, shown: Collection[Edge]) -> None:
+    """Each observer's ``convert(module, node)`` in place of the node that calls it. ``observed``: has the observers;
+    ``shown``: edges whose values they have seen. `CalibrationError` for an activation of which one has seen none."""
+    calls = {node.meta[OWN]: node for node in observed.graph.nodes if OWN in node.meta}
+    for edge in own:
+        name, nodes = str(calls[edge].target), {node.name: node for node in module.graph.nodes}
+        if edge not in shown and not is_constant(nodes[edge[0]]):
+            where, kind = calls[edge].meta["origin"], type(observed.get_submodule(name)).__name__
+            raise CalibrationError(
+                where.path or edge[0],
+                where.operator or None,
+                f"{kind} writes its own levels and has seen no data",
+                remedy="run prepared(batch) or calibrate first: ranges and parameters of a file hold nothing of it",
+            )
+        call = _insert(module, nodes, edge, name, observed.get_submodule(name))
+        written = _written(module, call)
+        module.delete_submodule(name)
+        _hold_constants(module, written)
+        _fold(module, written)
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+
+
+def _written(module: fx.GraphModule, call: fx.Node) -> list[fx.Node]:
+    """The nodes that an observer writes in place of its call. What others read has the type of the value; what lies
+    between has none, and is nobody's but PyTorch's."""
+    observer, source = module.get_submodule(str(call.target)), call.args[0]
+    kind, where, known = call.meta["type"], call.meta["origin"], set(module.graph.nodes)
+    if is_constant(source):
+        with torch.no_grad():
+            observer(getattr(module, str(source.target)))
+    observer.convert(module, call)
+    if call in set(module.graph.nodes):
+        raise UnsupportedError(
+            where.path or str(source),
+            where.operator,
+            f"{type(observer).__name__}.convert left its node in the graph",
+            remedy="node.replace_all_uses_with(...), then module.graph.erase_node(node)",
+        )
+    written = [node for node in module.graph.nodes if node not in known]
+    for node in written:
+        node.meta |= {OWN: True, "origin": where}
+        if any(user not in written for user in node.users):
+            node.meta["type"] = kind
+    return written
+
+
+def _hold_constants(module: fx.GraphModule, written: Iterable[fx.Node]) -> None:
+    """Tensors it brought along are buffers, as all constants of a graph are."""
+    for node in written:
+        if node.op == "get_attr":
+            tensor = getattr(module, str(node.target)).detach()
+            delattr(module, str(node.target))
+            module.register_buffer(str(node.target), tensor)
+            node.meta |= {"type": _type_of(tensor), "path": str(node.target)}
+
+
+def _fold(module: fx.GraphModule, written: Iterable[fx.Node]) -> None:
+    """Integers of constants -> constants. What makes floats of integers stays, and all behind it."""
+    values: dict[fx.Node, Any] = {n: getattr(module, str(n.target)) for n in module.graph.nodes if is_constant(n)}
+    made: list[fx.Node] = []
+    for node in written:
+        read = list(tensor_nodes((node.args, node.kwargs)))
+        if is_constant(node) or not read or any(leaf not in values for leaf in read):
+            continue
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+        with torch.no_grad():
+            result = node.target(*args, **kwargs)
+        if not (_is_float(result) and not _is_float(values[read[0]])):
+            values[node] = result
+            made.append(node)
+    for node in made:
+        if isinstance(values[node], torch.Tensor) and any(user not in values for user in node.users):
+            name = f"{node.name}_held"
+            module.register_buffer(name, values[node])
+            with module.graph.inserting_before(node):
+                constant = module.graph.get_attr(name)
+            constant.meta = {"type": _type_of(values[node]), "path": name}
+            node.replace_all_uses_with(constant)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _type_of(tensor: torch.Tensor) -> TensorType:
+    return TensorType(tuple(tensor.shape), DTYPES.get(tensor.dtype, DType.OTHER))

@@ -1,0 +1,222 @@
+"""What calibration data tends to get wrong, looked for in what was counted: findings, not errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import fx
+
+from intaglio.fxgraph.nodes import operator
+from intaglio.quant.annotate.sites import Observed, Site
+from intaglio.quant.calibrate.prepare import Prepared
+from intaglio.quant.calibrate.range_methods import FAR, mask_of
+from intaglio.quant.calibrate.ranges import Finding, Ranges
+from intaglio.quant.recipes.image import MOST, Image
+
+FEW = 32
+"""Samples below which extrema are those of the samples, not of the data."""
+SETTLED = 8
+"""Batches from which on it is asked whether ranges still grow, and"""
+GROWTH = 1.1
+"""by how much the last quarter may widen them."""
+PIXELS = 32.0
+"""Values between here and 255, and none below 0, are bytes; normalised pixels are ones or tens."""
+SHOWN = 5
+
+
+def lint(prepared: Prepared, ranges: Ranges) -> tuple[Finding, ...]:
+    """Every check over the ranges of a prepared model, in the order of `CHECKS`."""
+    return tuple(finding for check in CHECKS for finding in check(prepared, ranges))
+
+
+def few_samples(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
+    if 0 < ranges.samples < FEW:
+        yield Finding("few_samples", "data", f"{ranges.samples} samples; ranges of a few hundred hold for more data")
+
+
+def constant_batches(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
+    constant = [
+        index
+        for index, batch in ranges.seen.items()
+        if batch.samples > 1 and batch.inputs and all(low == high for low, high in batch.inputs.values())
+    ]
+    if constant:
+        yield Finding("constant_batches", _batches(constant), "each input has one value only")
+
+
+def duplicate_batches(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
+    by_digest: dict[int, list[int]] = {}
+    for index, batch in ranges.seen.items():
+        by_digest.setdefault(batch.digest, []).append(index)
+    for equal in by_digest.values():
+        if len(equal) > 1:
+            yield Finding(
+                "duplicate_batches",
+                _batches(equal),
+                "they are equal and count as often as they came",
+                "where several processes calibrate, share(data) gives each its own",
+            )
+
+
+def pixels_as_bytes(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
+    """Images in 0..255 where normalised ones were meant."""
+    for entry in prepared.signature.inputs:
+        ends = [batch.inputs[entry.name] for batch in ranges.seen.values() if entry.name in batch.inputs]
+        if not ends or len(entry.type.shape) != 4:
+            continue
+        low, high = min(low for low, _ in ends), max(high for _, high in ends)
+        declared = prepared.images.get(entry.name)
+        where, bytewise = f"input '{entry.name}'", low >= 0 and PIXELS < high <= 255
+        if declared is not None and not _fits(declared, low, high):
+            yield Finding(
+                "pixels_as_bytes",
+                where,
+                f"values in [{low:.6g}, {high:.6g}], where pixels normalised as declared cannot be",
+                "normalise the batches: image.normalize(pixels)",
+            )
+        elif declared is None and bytewise and entry.type.shape[1] in (1, 3):
+            yield Finding(
+                "pixels_as_bytes",
+                where,
+                f"values in [{low:.6g}, {high:.6g}] look like bytes of images",
+                "if the model was trained on normalised pixels, normalise them here too",
+            )
+
+
+def never_hit(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
+    empty = [name for name, statistics in ranges.statistics.items() if not statistics.count]
+    if empty:
+        yield Finding(
+            "never_hit",
+            _sites(empty),
+            "no data came here, and convert refuses that",
+            "calibrate with data that reaches it, or leave it in float with skip=",
+        )
+
+
+def not_finite(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
+    odd = {name: s.nans + s.infinities for name, s in ranges.statistics.items() if s.nans + s.infinities}
+    if odd:
+        yield Finding("not_finite", _sites(odd), f"{sum(odd.values())} NaN or infinite values were left out")
+
+
+def masks(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
+    """Large negative numbers added to what a softmax reads."""
+    by_name = _sites_of(prepared)
+    masked = [name for name, s in ranges.statistics.items() if by_name[name][1] and mask_of(s)]
+    if masked:
+        yield Finding(
+            "masks",
+            _sites(masked),
+            "holds a mask's large negative numbers; they are kept out of the range, "
+            "at its lower end softmax makes nothing of them",
+        )
+
+
+def outliers(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
+    by_name = _sites_of(prepared)
+    far: dict[str, list[str]] = {}
+    for name, statistics in ranges.statistics.items():
+        site, logits = by_name[name]
+        known, spec = logits and mask_of(statistics), site.spec
+        if statistics.largest > FAR * statistics.usual and not known and isinstance(spec, Observed):
+            far.setdefault(spec.method.partition(":")[0], []).append(name)
+    for method, names in far.items():
+        worst = max((ranges.statistics[name] for name in names), key=lambda s: s.largest / s.usual)
+        yield Finding(
+            "outliers",
+            _sites(names),
+            f"values up to {worst.largest:.3g}, where all but 1 of 10,000 stay below {worst.usual:.3g}",
+            f"method {method!r} keeps them in range, where usual values get less than a level: choose 'mse', 'kl' or "
+            "'percentile'"
+            if method in ("minmax", "average", "ema")
+            else None,
+        )
+
+
+def growing_ranges(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
+    growing = []
+    for name, statistics in ranges.statistics.items():
+        ends = [ends for _, ends in sorted(statistics.history.items())]
+        early = ends[: len(ends) * 3 // 4]
+        if len(ends) >= SETTLED and _width(ends) > GROWTH * _width(early):
+            growing.append(name)
+    if growing:
+        yield Finding(
+            "growing_ranges",
+            _sites(growing),
+            f"the last quarter of the batches still widened the range by more than {GROWTH - 1:.0%}",
+            "calibrate with more batches",
+        )
+
+
+Check = Callable[[Prepared, Ranges], Iterator[Finding]]
+CHECKS: tuple[Check, ...] = (
+    few_samples,
+    constant_batches,
+    duplicate_batches,
+    pixels_as_bytes,
+    never_hit,
+    not_finite,
+    masks,
+    outliers,
+    growing_ranges,
+)
+
+
+def _sites_of(prepared: Prepared) -> dict[str, tuple[Site, bool]]:
+    """Site by name, bodies of loops included, and whether a softmax reads it."""
+    logits = softmax_operands(prepared.annotations.module)
+    found = {site.name: (site, site.value in logits) for site in prepared.annotations.sites}
+    for body in prepared.bodies.values():
+        found |= _sites_of(body)
+    return found
+
+
+CARRIERS = ("add", "sub", "where", "masked_fill", "view", "reshape", "expand", "unsqueeze", "clone", "contiguous")
+"""ATen operators between a mask and the softmax it is for."""
+
+
+def softmax_operands(module: fx.GraphModule) -> set[str]:
+    """Values that reach a softmax with nothing but `CARRIERS` on the way."""
+    found: set[fx.Node] = set()
+    waiting = [node for node in module.graph.nodes if _kind(node) in ("softmax", "_softmax")]
+    while waiting:
+        node = waiting.pop()
+        new = [value for value in node.all_input_nodes if value not in found]
+        found.update(new)
+        waiting += [value for value in new if _kind(value) in CARRIERS]
+    return {node.name for node in found}
+
+
+def _kind(node: fx.Node) -> str:
+    name = operator(node)
+    return name.split(".")[1] if name.startswith("aten.") else ""
+
+
+def _fits(image: Image, low: float, high: float) -> bool:
+    """Whether values can be normalised pixels, with a little room for interpolation that overshoots."""
+    pixels = torch.tensor([0, MOST], dtype=torch.uint8).reshape(2, 1, 1, 1)
+    lowest, highest = (end.item() for end in image.normalize(pixels).aminmax())
+    room = (highest - lowest) / 4
+    return lowest - room <= low and high <= highest + room
+
+
+def _width(ends: Iterable[tuple[float, float]]) -> float:
+    """Of the range that holds zero and all of these."""
+    lows, highs = zip(*ends, strict=True)
+    return max(0.0, *highs) - min(0.0, *lows)
+
+
+def _batches(indices: list[int]) -> str:
+    return _list("batch" if len(indices) == 1 else "batches", [str(index) for index in indices])
+
+
+def _sites(names: Iterable[str] | Mapping[str, int]) -> str:
+    return _list("", list(names))
+
+
+def _list(noun: str, words: list[str]) -> str:
+    more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
+    return f"{noun} {', '.join(words[:SHOWN])}{more}".strip()

@@ -1,0 +1,195 @@
+"""`DatasetManager`: anybody's data set as batches of tensors, with passes, counts and an end that is said."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from intaglio.errors import CalibrationError
+
+ONE_PASS = "pass a list, a DataLoader, or a function that makes the iterator: DatasetManager(lambda: ...)"
+
+
+class DatasetManager:
+    """Batches of a data set, as often as they are needed; takes the place of data wherever batches are expected.
+
+    ``data``: an array or tensor, or a mapping of them (a `BatchEncoding` too), whose first axis counts samples; a
+    Hugging Face data set; a `DataLoader` or another iterable of batches; a function without arguments that gives one.
+    ``batch_size`` cuts what is one piece; without it an array is one batch, a data set of rows has batches of 32.
+    ``num_samples`` ends a pass after so many samples, within a batch if need be. ``columns``: those of a mapping or of
+    rows that are used, all by default.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        num_samples: int | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> None:
+        for name, value in (("batch_size", batch_size), ("num_samples", num_samples)):
+            if value is not None and value < 1:
+                raise CalibrationError("data", None, f"{name} = {value}; it must be at least 1")
+        self.batch_size, self.num_samples, self.columns = batch_size, num_samples, columns
+        self.samples = 0
+        self._open = _source(data, batch_size, columns)
+        self._length = _length(data, batch_size)
+        self._once, self._read = isinstance(data, Iterator), False
+        self._batches: Iterator[Any] = iter(())
+        self._started = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """One pass from the first batch. `CalibrationError` for a second one over data that can be read only once."""
+        self.reset()
+        return self._batches
+
+    def __len__(self) -> int:
+        """Batches of a pass; `TypeError` when nobody knows."""
+        if self._length is None:
+            raise TypeError("the length of this data is not known")
+        if self.num_samples is None or self.batch_size is None:
+            return self._length
+        return min(self._length, -(-self.num_samples // self.batch_size))
+
+    def reset(self) -> None:
+        """Back to the first batch; as `__iter__`, an error for what is gone."""
+        if self._once and self._read:
+            raise CalibrationError(
+                "data", None, "a second pass over an iterator, which can be read only once", remedy=ONE_PASS
+            )
+        self.samples, self._started = 0, True
+        self._batches = self._pass()
+
+    def get_next_batch(self) -> Any:
+        """The next batch of the pass, the first one at first. `IndexError` behind the last."""
+        if not self._started:
+            self.reset()
+        for batch in self._batches:
+            return batch
+        raise IndexError("no batch is left; reset() begins again")
+
+    def is_empty(self) -> bool:
+        """Whether the pass is over."""
+        if not self._started:
+            self.reset()
+        for batch in self._batches:
+            self._batches = itertools.chain([batch], self._batches)
+            return False
+        return True
+
+    def num_batches(self) -> int | None:
+        """Of a pass; ``None`` when nobody knows."""
+        return None if self._length is None else len(self)
+
+    def _pass(self) -> Iterator[Any]:
+        for item in self._open():
+            self._read = True
+            batch = _tensors(item, self.columns)
+            size = samples_of(batch)
+            left = size if self.num_samples is None else min(size, self.num_samples - self.samples)
+            self.samples += left
+            yield batch if left == size else _first(batch, left, size)
+            if self.samples == self.num_samples:
+                return
+
+
+def samples_of(batch: Any) -> int:
+    """The first axis of the first tensor that has one; 1 without."""
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    return tensors[0].shape[0] if tensors else 1
+
+
+def _first(batch: Any, count: int, size: int) -> Any:
+    def cut(leaf: Any) -> Any:
+        return leaf[:count] if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == size else leaf
+
+    return pytree.tree_map(cut, batch)
+
+
+def _source(data: Any, batch_size: int | None, columns: Sequence[str] | None) -> Callable[[], Iterable[Any]]:
+    """What begins a pass."""
+    if isinstance(data, (np.ndarray, torch.Tensor)) or is_mapping(data):
+        whole = _tensors(data, columns)
+        size = samples_of(whole)
+        step = batch_size or max(size, 1)
+        return lambda: (_slice(whole, start, start + step, size) for start in range(0, size, step))
+    if is_rows(data):
+        return lambda: data.iter(batch_size=batch_size or ROWS)
+    if callable(data) and not hasattr(data, "__iter__"):
+        return data  # type: ignore[no-any-return]
+    if not hasattr(data, "__iter__"):
+        raise CalibrationError(
+            "data",
+            None,
+            f"nothing in a {type(data).__name__} can be read as batches",
+            remedy="pass arrays, an iterable of batches, a data set, or a function that gives one",
+        )
+    if batch_size is not None:
+        raise CalibrationError(
+            "data",
+            None,
+            f"batch_size = {batch_size} for data that comes in batches already",
+            remedy="leave batch_size out, or pass one array or tensor",
+        )
+    return lambda: data  # type: ignore[no-any-return]
+
+
+ROWS = 32
+"""Rows of a batch where nobody says."""
+
+
+def _slice(whole: Any, start: int, stop: int, size: int) -> Any:
+    return pytree.tree_map(lambda leaf: leaf[start:stop] if leaf.dim() and leaf.shape[0] == size else leaf, whole)
+
+
+def _length(data: Any, batch_size: int | None) -> int | None:
+    if isinstance(data, (np.ndarray, torch.Tensor)) or is_mapping(data):
+        size = samples_of(_tensors(data, None))
+        return -(-size // (batch_size or max(size, 1)))
+    try:
+        size = len(data)
+    except TypeError:
+        return None
+    return -(-size // (batch_size or ROWS)) if is_rows(data) else size
+
+
+def is_mapping(item: Any) -> bool:
+    """A mapping, or what behaves like one: the outputs of tokenizers do."""
+    return isinstance(item, Mapping) or (hasattr(item, "keys") and hasattr(item, "__getitem__"))
+
+
+def is_rows(data: Any) -> bool:
+    """A Hugging Face data set: named columns, and batches of them on demand."""
+    return hasattr(data, "column_names") and callable(getattr(data, "iter", None))
+
+
+def _tensors(item: Any, columns: Sequence[str] | None) -> Any:
+    """Arrays and lists of numbers as tensors; mappings as dictionaries of the columns."""
+    if is_mapping(item):
+        keys = list(item.keys()) if columns is None else columns
+        if missing := [key for key in keys if key not in item]:
+            raise CalibrationError("data", None, f"no column {', '.join(missing)}; there are {', '.join(item.keys())}")
+        return {key: _tensor(item[key], f"column {key}") for key in keys}
+    if isinstance(item, (tuple, list)):
+        return tuple(_tensors(part, None) for part in item)
+    return _tensor(item, "a batch")
+
+
+def _tensor(value: Any, where: str) -> Any:
+    if isinstance(value, torch.Tensor) or value is None or isinstance(value, (int, float, str)):
+        return value
+    try:
+        return torch.from_numpy(np.ascontiguousarray(value))
+    except (TypeError, ValueError) as error:
+        raise CalibrationError(
+            "data",
+            None,
+            f"{where} is no array of numbers: {error}",
+            remedy="choose columns=[...], or pad and convert before",
+        ) from error

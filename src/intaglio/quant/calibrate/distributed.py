@@ -1,0 +1,163 @@
+"""Several processes as one: exchanges in which every rank takes part, and whose results are exact.
+
+What is added are integers, so no order and no division of the work changes a bit. Nothing waits for a rank that has
+failed: work is done in `Group.together`, which tells the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from intaglio.errors import CalibrationError
+from intaglio.native.statistics import HALF, SKETCH
+from intaglio.quant.calibrate.batches import batches
+from intaglio.quant.calibrate.tensor_statistics import Statistics, widen
+
+T = TypeVar("T")
+Array = NDArray[Any]
+
+
+class Group:
+    """One process alone. With others: all call the same methods in the same order, and all get the same results."""
+
+    rank, size = 0, 1
+
+    @staticmethod
+    def current() -> Group:
+        """The processes of torch.distributed where it is initialised, this process alone elsewhere."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return ProcessGroup()
+        return Group()
+
+    def gather(self, item: T) -> list[T]:
+        """Every rank's item, in the order of ranks; for what is small."""
+        return [item]
+
+    def total(self, array: Array) -> Array:
+        """Sum over ranks of int64 or of float64 that are integers below 2^53: exact, whatever the order."""
+        if array.dtype not in (np.int64, np.float64):
+            raise TypeError(f"sums over ranks are of int64 or float64, not {array.dtype}")
+        return self._combined(array, "SUM")
+
+    def lowest(self, array: Array) -> Array:
+        return self._combined(array, "MIN")
+
+    def highest(self, array: Array) -> Array:
+        return self._combined(array, "MAX")
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What this rank's own work gives, once all have done theirs. If one raises, all do: it its own error, the
+        others a `CalibrationError` that names it."""
+        failure: BaseException | None = None
+        try:
+            result = work()
+        except BaseException as error:
+            if self.size == 1:
+                raise
+            failure = error
+        try:
+            told = self.gather(failure and f"{type(failure).__name__}: {failure}")
+        except CalibrationError as error:
+            raise failure or error from None
+        if failure is not None:
+            raise failure
+        for rank, report in enumerate(told):
+            if report is not None:
+                raise CalibrationError(f"rank {rank}", None, f"failed, so all ranks stopped: {report}")
+        return result
+
+    def agree(self, names: Iterable[str], what: str) -> None:
+        """`CalibrationError` on every rank, with the names, unless all have the same."""
+        own = sorted(names)
+        digests = self.gather(hashlib.sha256("\n".join(own).encode()).hexdigest())
+        if len(set(digests)) == 1:
+            return
+        of_first, *others = self.gather(own)
+        rank, theirs = next((rank, theirs) for rank, theirs in enumerate(others, 1) if theirs != of_first)
+        odd = sorted(set(of_first) ^ set(theirs))
+        raise CalibrationError(
+            f"rank {rank}",
+            None,
+            f"its {what} are not those of rank 0: {', '.join(odd[:5])} on one side only",
+            remedy="every rank prepares the same model with the same recipe",
+        )
+
+    def _combined(self, array: Array, how: str) -> Array:
+        function = {"SUM": np.add, "MIN": np.minimum, "MAX": np.maximum}[how]
+        return reduce(function, self.gather(array))
+
+
+class ProcessGroup(Group):
+    """All processes of torch.distributed, through a backend that takes tensors on the CPU (gloo)."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def gather(self, item: T) -> list[T]:
+        found: list[Any] = [None] * self.size
+        self._exchange(lambda: dist.all_gather_object(found, item))
+        return found
+
+    def _combined(self, array: Array, how: str) -> Array:
+        shared = torch.from_numpy(np.array(array))
+        self._exchange(lambda: dist.all_reduce(shared, getattr(dist.ReduceOp, how)))
+        return shared.numpy()
+
+    def _exchange(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            raise CalibrationError(
+                f"rank {self.rank}",
+                None,
+                f"the exchange with the other ranks failed: {error}",
+                remedy="see whether one of them ended; init_process_group('gloo', timeout=...) says how long to wait",
+            ) from error
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's batches of data that all ranks have: those whose index is ``rank``, ``rank + size`` …"""
+
+    data: Any
+    rank: int
+    size: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(batches(self.data), self.rank, None, self.size)
+
+
+def share(data: Any, group: Group | None = None) -> Share:
+    """Whole batches in turns for every rank of the group (default: `Group.current`), no batch twice.
+
+    The union over ranks is the data itself, so calibration gives the bits of one process, and no sample is repeated to
+    make shares equally long, as `torch.utils.data.DistributedSampler` does. Every rank reads all of the data.
+    """
+    group = group or Group.current()
+    return Share(data, group.rank, group.size)
+
+
+def merge_statistics(group: Group, statistics: Mapping[str, Statistics]) -> dict[str, Statistics]:
+    """Of all ranks' data together; the sites must be the same. Two exchanges, however many sites there are."""
+    names = sorted(statistics)
+    told = group.gather({name: statistics[name].without_counts().to_dict() for name in names})
+    read = [{name: Statistics.from_dict(one[name], complete=False) for name in names} for one in told]
+    merged = {name: reduce(Statistics.merge, (one[name] for one in read)) for name in names}
+    flat = []
+    for name in names:
+        flat += [widen(statistics[name].bins, merged[name].exponent - statistics[name].exponent)]
+        flat += [statistics[name].sketch]
+    counts = group.total(np.concatenate([np.zeros(0, np.int64), *flat])).reshape(len(names), 2 * HALF + SKETCH)
+    for name, row in zip(names, counts, strict=True):
+        merged[name].bins, merged[name].sketch = row[: 2 * HALF].copy(), row[2 * HALF :].copy()
+    return merged

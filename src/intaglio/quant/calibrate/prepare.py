@@ -1,0 +1,372 @@
+"""`Prepared`: the captured graph with an observer on every site that owns its parameters."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from intaglio.errors import CalibrationError, SelectorError, UnsupportedError
+from intaglio.fxgraph.fuse_attention import join_attention
+from intaglio.fxgraph.gated_activations import join_gates
+from intaglio.fxgraph.graph_passes import Pass, copy_graph, run
+from intaglio.fxgraph.nodes import operator, origin, record_of
+from intaglio.ir import About, QParams, Signature, symbols_of
+from intaglio.quant.annotate.annotate_graph import annotate_graph, match_notes, notes_of
+from intaglio.quant.annotate.embedding_tables import table_notes
+from intaglio.quant.annotate.image_inputs import declare_images
+from intaglio.quant.annotate.node_annotations import Annotator
+from intaglio.quant.annotate.regions import Annotations
+from intaglio.quant.annotate.sites import Observed, Shared, Site
+from intaglio.quant.calibrate.custom_observer import Edge, insert_own
+from intaglio.quant.calibrate.range_methods import method_of
+from intaglio.quant.calibrate.tensor_statistics import Statistics
+from intaglio.quant.correct.corrections import Equalization
+from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
+from intaglio.quant.qdq.qdq_normalize import quantizes
+from intaglio.quant.recipes.image import Image
+from intaglio.quant.recipes.recipe import Quantizer
+from intaglio.tracing.captured import Captured, GraphStage, expect
+from intaglio.tracing.while_loops import everything_in, loops_of, with_bodies
+
+
+@dataclass
+class Watch:
+    """What the observers of a model have in common.
+
+    ``batch``: index of the next batch, ``stride``: what lies between it and the one behind it. ``ignore``: NaN and
+    infinities are left out instead of an error, unless all values are. ``shown``: edges whose values went through an
+    observer that writes its own levels.
+    """
+
+    batch: int = 0
+    stride: int = 1
+    ignore: bool = False
+    shown: set[Edge] = field(default_factory=set)
+
+
+class Observer(nn.Module):
+    """Passes its input through and counts it into ``statistics``.
+
+    ``samples``: the axis of its input along which samples lie, ``None`` where none does. ``channels``: the axis whose
+    extrema are kept one by one; the site's own, or whatever is set here before calibration.
+    """
+
+    def __init__(self, site: Site, samples: int | None = 0, watch: Watch | None = None) -> None:
+        super().__init__()
+        self.site, self.samples, self.watch = site, samples, watch or Watch()
+        self.channels = site.axis if isinstance(site.axis, int) else None
+        self.statistics = Statistics()
+        make = site.spec.observer if isinstance(site.spec, Observed) else None
+        self.own = None if make is None else make()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = x.detach().contiguous() if self.samples or self.channels is not None else _in_memory_order(x.detach())
+        found = Statistics.of(
+            values.numpy(),
+            torch.get_num_threads(),
+            samples=self.samples,
+            channels=self.channels,
+            batch=self.watch.batch,
+        )
+        strange = found.nans + found.infinities
+        if strange and (strange == found.count or not self.watch.ignore):
+            raise CalibrationError(
+                self.site.name,
+                self.site.origin.operator or None,
+                f"{found.nans} NaN and {found.infinities} infinite values among {x.numel()}",
+                source=self.site.origin.source or None,
+                remedy="remove them from the data, or skip the part of the model that makes them; calibrate(..., "
+                "nonfinite='ignore') leaves them out where there are others",
+            )
+        self.statistics = self.statistics.merge(found)
+        if self.own is not None:
+            self.own(x.detach())
+        return x
+
+    def chosen(self) -> QParams | None:
+        """What an observer of a user's own makes of what it saw; ``None`` if statistics decide, or it saw nothing."""
+        if self.own is None or not self.statistics.count:
+            return None
+        scale, zero_point = (np.asarray(value).reshape(-1) for value in self.own.calculate_qparams())
+        shift = 128 if getattr(self.own, "dtype", None) is torch.int8 else 0
+        if len(scale) != 1:
+            problem = f"its observer gives {len(scale)} scales; an activation has one"
+            raise CalibrationError(self.site.name, self.site.origin.operator or None, problem)
+        return QParams((float(np.float32(scale[0])),), (int(zero_point[0]) + shift,), self.site.qmin, self.site.qmax)
+
+    def extra_repr(self) -> str:
+        return f"{self.site.name}, count={self.statistics.count}"
+
+
+def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
+    """The values without a copy where channels lie last; statistics do not care for order."""
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return x.permute(0, 2, 3, 1)
+    return x.contiguous()
+
+
+@dataclass(frozen=True)
+class Prepared(GraphStage):
+    """Runs like the float model and counts what it sees. ``observers``: site name -> observer.
+
+    ``quantizer`` and ``classes`` (module path -> class name) are what it was annotated by;
+    ``equalization`` is what was done to the float model since. ``bodies``: of loops, by name; their observers are among
+    those of the model.
+    """
+
+    module: fx.GraphModule
+    signature: Signature
+    annotations: Annotations
+    observers: Mapping[str, Observer]
+    about: About = field(default_factory=About)
+    rewrites: Mapping[str, int] = field(default_factory=dict)
+    quantizer: Quantizer = field(default_factory=Quantizer)
+    classes: Mapping[str, str] = field(default_factory=dict)
+    equalization: Equalization = field(default_factory=Equalization)
+    watch: Watch = field(default_factory=Watch)
+    bodies: Mapping[str, Prepared] = field(default_factory=dict)
+
+    @property
+    def images(self) -> Mapping[str, Image]:
+        """What was declared of inputs, by name."""
+        declared = self.quantizer.input or {}
+        return {self.signature.inputs[0].name: declared} if isinstance(declared, Image) else declared
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The float model's results; one batch more for the observers."""
+        results = super().__call__(*args, **kwargs)
+        self.watch.batch += self.watch.stride
+        return results
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = super().__deepcopy__(memo)
+        with_bodies(copied.module, {name: body.module for name, body in copied.bodies.items()})
+        return copied
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the operators, what each reads, and the sites; not of sizes, of which a model can have several."""
+        nodes = self.annotations.module.graph.nodes
+        lines = [f"{node.name} {node.op} {operator(node)} {[v.name for v in node.all_input_nodes]}" for node in nodes]
+        return hashlib.sha256("\n".join([*lines, *sorted(self.observers)]).encode()).hexdigest()[:16]
+
+    def with_method(self, method: str) -> Prepared:
+        """The same model with all ranges chosen by another method; ranges of either serve both."""
+        try:
+            method_of(method)
+        except ValueError as error:
+            raise SelectorError("method", None, str(error)) from error
+        sites = tuple(
+            replace(site, spec=replace(site.spec, method=method))
+            if site.role == "activation" and isinstance(site.spec, Observed)
+            else site
+            for site in self.annotations.sites
+        )
+        bodies = {name: body.with_method(method) for name, body in self.bodies.items()}
+        return replace(self, annotations=replace(self.annotations, sites=sites), bodies=bodies)
+
+
+def annotate(captured: Captured, quantizer: Quantizer | Annotator | None = None) -> Annotations:
+    """Sites, and why the rest is skipped, for a captured model after the passes of post-training quantization."""
+    expect(captured, Captured, "annotate")
+    quantizer = Quantizer.of(quantizer)
+    module = copy_graph(captured.module)
+    run(module, _passes(quantizer, PTQ_PASSES))
+    quantizer = _decided(quantizer, module)
+    declare_images(module, captured.signature, quantizer, captured.classes)
+    return annotate_graph(module, quantizer, captured.classes)
+
+
+def prepare(captured: Captured, quantizer: Quantizer | Annotator | None = None) -> Prepared:
+    """Fold what can be folded, find the sites, put an observer on each. `UnsupportedError` when there is none.
+
+    ``quantizer``: a `Quantizer`, or what annotates nodes (`intaglio.annotation`), as torchao's quantizers do."""
+    expect(captured, Captured, "prepare")
+    return prepared_by(copy_graph(captured.module), captured, Quantizer.of(quantizer), PTQ_PASSES)
+
+
+def prepared_by(module: fx.GraphModule, captured: Captured, quantizer: Quantizer, passes: tuple[Pass, ...]) -> Prepared:
+    """`prepare`, of a module that is rewritten in place, by passes of one's own."""
+    prepared = _prepared(module, captured, quantizer, passes)
+    if not any(_is_wanted(one.annotations) for one in (prepared, *prepared.bodies.values())):
+        annotations = prepared.annotations
+        worst = sorted(annotations.skipped, key=lambda skip: -skip.macs)[:3]
+        reasons = "; ".join(dict.fromkeys(map(str, worst)))
+        if any(map(quantizes, module.graph.nodes)):
+            raise UnsupportedError(
+                "model",
+                None,
+                "it is quantized already, and nothing else in it can be",
+                remedy="from_qdq(model, example_inputs) takes it as it is",
+            )
+        raise UnsupportedError(
+            "model",
+            None,
+            "nothing in it can be quantized" + (f": {reasons}" if reasons else ""),
+            remedy="check the recipe, and that the model has convolutions or linear layers with float32 constants",
+        )
+    return prepared
+
+
+def _is_wanted(annotations: Annotations) -> bool:
+    wanted = annotations.regions or annotations.alone or annotations.edges or annotations.outputs or annotations.own
+    return bool(wanted) or not all(table.reason for table in annotations.tables)
+
+
+def _prepared(
+    module: fx.GraphModule,
+    captured: Captured,
+    quantizer: Quantizer,
+    passes: tuple[Pass, ...],
+    watch: Watch | None = None,
+) -> Prepared:
+    """``watch``: of the model around, for the body of a loop."""
+    watch = watch or Watch()
+    bodies = {
+        loop.name: _prepared(copy_graph(loop.body.module), loop.body, _inside(quantizer, loop.body), passes, watch)
+        for loop in (node.target for node in loops_of(module))
+    }
+    rewrites = run(module, _passes(quantizer, passes))
+    quantizer = _decided(quantizer, module)
+    notes = declare_images(module, captured.signature, quantizer, captured.classes)
+    annotations = annotate_graph(module, quantizer, captured.classes)
+    notes += notes_of(annotations.regions) + table_notes(annotations.tables) + match_notes(annotations)
+    sites = "".join([annotations.text(), *[body.annotations.text() for body in bodies.values()]])
+    texts = {"captured": captured.text(), "quantizer": quantizer.to_toml(), "sites": sites}
+    if not quantizer.has_text:
+        del texts["quantizer"]
+    about = captured.about.after(notes, **texts)
+    observed, observers = _observed(annotations, captured.signature, watch, bodies)
+    return Prepared(
+        observed,
+        captured.signature,
+        annotations,
+        observers,
+        about,
+        rewrites,
+        quantizer,
+        captured.classes,
+        watch=watch,
+        bodies=bodies,
+    )
+
+
+def _inside(quantizer: Quantizer, body: Captured) -> Quantizer:
+    """Of the body of a loop: what it takes and gives is no end of the model."""
+    origins = [origin(node) for node in everything_in(body.module) if node.op == "call_function"]
+    recipe = quantizer.recipe.within(origins, body.classes)
+    return replace(
+        quantizer, recipe=recipe, input=None, skip_first=False, skip_last=False, outputs="float", int8_buffers=()
+    )
+
+
+def rewritten(module: fx.GraphModule, names: Collection[str]) -> fx.GraphModule:
+    """A copy of a captured graph, after those passes of post-training quantization."""
+    copied = copy_graph(module)
+    run(copied, [step for step in (*PTQ_PASSES, join_gates) if step.__name__ in names])
+    return copied
+
+
+def _passes(quantizer: Quantizer, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
+    """A user's patterns and annotators see operators as the model has them."""
+    if quantizer.annotator is not None:
+        return tuple(step for step in passes if step is not join_attention)
+    return passes if quantizer.patterns else (*passes, join_gates)
+
+
+def _decided(quantizer: Quantizer, module: fx.GraphModule) -> Quantizer:
+    """With a recipe that leaves nothing open for what is in the graph."""
+    records = (record_of(node) for node in module.graph.nodes)
+    attention = any(record is not None and record.name == "attention" for record in records)
+    return replace(quantizer, recipe=quantizer.recipe.decided(attention))
+
+
+def annotated(prepared: Prepared, module: fx.GraphModule) -> Annotations:
+    """Of a module with the same values: by the same recipe, and with the specs that sites have got since."""
+    found = annotate_graph(module, prepared.quantizer, prepared.classes)
+    known = {site.name: site for site in prepared.annotations.sites}
+    sites = tuple(
+        replace(site, spec=known[site.name].spec)
+        if site.name in known and isinstance(site.spec, Observed) and isinstance(known[site.name].spec, Observed)
+        else site
+        for site in found.sites
+    )
+    return replace(found, sites=sites)
+
+
+def whole(prepared: Prepared) -> Annotations:
+    """As if nothing were left in float: of the model itself, so the same for all recipes that differ in that only.
+
+    With patterns or an annotator what is quantized is more than the recipe's to say: these are the annotations there
+    are.
+    """
+    quantizer = prepared.quantizer
+    ends = quantizer.skip_first or quantizer.skip_last
+    if quantizer.patterns or quantizer.annotator or not (ends or quantizer.recipe.leaves_float):
+        return prepared.annotations
+    everything = replace(quantizer, recipe=quantizer.recipe.of_everything(), skip_first=False, skip_last=False)
+    return annotate_graph(copy_graph(prepared.annotations.module), everything, prepared.classes)
+
+
+def again(prepared: Prepared, module: fx.GraphModule) -> Prepared:
+    """Of a module that computes what ``prepared.annotations.module`` does: annotated alike, nothing observed yet."""
+    annotations = annotated(prepared, module)
+    watch = Watch()
+    bodies = {name: _again(body, watch) for name, body in prepared.bodies.items()}
+    observed, observers = _observed(annotations, prepared.signature, watch, bodies)
+    about = prepared.about.after(sites=annotations.text())
+    return replace(
+        prepared, module=observed, annotations=annotations, observers=observers, about=about, watch=watch, bodies=bodies
+    )
+
+
+def _again(body: Prepared, watch: Watch) -> Prepared:
+    """The body of a loop, nothing observed yet."""
+    observed, observers = _observed(body.annotations, body.signature, watch, {})
+    return replace(body, module=observed, observers=observers, watch=watch)
+
+
+def _observed(
+    annotations: Annotations, signature: Signature, watch: Watch, bodies: Mapping[str, Prepared]
+) -> tuple[fx.GraphModule, dict[str, Observer]]:
+    """A copy of the graph that counts, and what it counts into, bodies of its loops among it."""
+    observed = copy_graph(annotations.module)
+    nodes = {node.name: node for node in observed.graph.nodes}
+    observers = {
+        site.name: Observer(site, _sample_axis(nodes[site.value], signature), watch)
+        for site in annotations.sites
+        if site.role == "activation" and isinstance(site.spec, Observed)
+    }
+    places = {name: f"observer_{index}" for index, name in enumerate(observers)}
+    for site in annotations.sites:
+        leader = annotations.leaders[site.name]
+        if site.name in observers or (isinstance(site.spec, Shared) and site.spec.observed):
+            _insert(observed, nodes[site.value], places[leader], observers[leader])
+    insert_own(observed, annotations.own, watch.shown)
+    with_bodies(observed, {name: body.module for name, body in bodies.items()})
+    observed.recompile()
+    return observed, observers | {name: one for body in bodies.values() for name, one in body.observers.items()}
+
+
+def _sample_axis(node: fx.Node, signature: Signature) -> int | None:
+    """The axis of a value that is as long as the batch, or a multiple of it; ``None`` without one."""
+    free = [entry.type.shape[0] for entry in signature.inputs if entry.type.shape]
+    batch = {symbol for size in free[:1] for symbol in symbols_of(size)}
+    axes = [axis for axis, size in enumerate(node.meta["type"].shape) if batch.intersection(symbols_of(size))]
+    return axes[0] if axes else None
+
+
+def _insert(module: fx.GraphModule, node: fx.Node, name: str, observer: Observer) -> None:
+    module.add_submodule(name, observer)
+    users = list(node.users)
+    with module.graph.inserting_after(node):
+        call = module.graph.call_module(name, (node,))
+    call.meta = {"type": node.meta["type"], "origin": observer.site.origin}
+    for user in users:
+        user.replace_input_with(node, call)

@@ -1,0 +1,336 @@
+"""From statistics to a range: every method takes ``(statistics, qmin, qmax)`` and gives ``(low, high)`` around zero.
+
+A range never leaves that of the smallest and largest finite value. All methods read the same statistics, so another
+one needs no data.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from intaglio import numerics
+from intaglio.native.statistics import HALF, KEPT, SKETCH, exponent_of
+from intaglio.quant.calibrate.tensor_statistics import Range, Statistics, rank, sketch_end
+
+F64 = NDArray[np.float64]
+Method = Callable[[Statistics, int, int], Range]
+
+COARSE = 3
+"""Shrunk ranges first tried are ``2^(-i / COARSE)`` of the full one."""
+SMALLEST_OCTAVES = 8
+"""... down to 2^-8, where a u8 step is as narrow as a bin."""
+REFINEMENTS = (1 / 6, 1 / 12, 1 / 24, 1 / 48)
+"""Then each end moves by these octaves, both ways, once each."""
+FAR = 1e3
+"""Values this many times as large as usual ones are outliers: with them in range, usual ones are less than a level."""
+PIECES = 8
+"""What a bin of the sketch is cut into, for searches: its values are spread over it."""
+UNMASKED, MASKED = ((127 + 10) << KEPT), ((127 + 13) << KEPT) + 7
+"""Bins of the sketch: 2^10, where the values of logits end, and 9984 = 1.21875 * 2^13, where those of masks begin."""
+BELOW, ALONE = 16.0, 1024.0
+"""What a mask becomes below the smallest other value: e^-16 of what softmax makes of that one, or less."""
+PERCENTILE = Fraction("99.999")
+SMOOTHING = 0.01
+
+
+def minmax(statistics: Statistics, qmin: int = 0, qmax: int = 255) -> Range:
+    """The smallest and largest finite value, widened to hold 0; (0, 0) when there is none."""
+    return min(statistics.low, 0.0), max(statistics.high, 0.0)
+
+
+def mse(statistics: Statistics, qmin: int = 0, qmax: int = 255) -> Range:
+    """The range within min-max that loses least: mean squared distance of values to their quantized selves.
+
+    Searched from coarse to fine over the histogram, both ends together and each alone. Min-max stays where the gain is
+    below what a bin's width can hide, and where there are at most two bins, whose shape is unknown. Values `FAR` from
+    the usual ones are left out: no sum of squares would ever give up the one to save all others.
+    """
+    histogram = _Histogram.of(statistics)
+    return _search(histogram, partial(histogram.squared, qmin=qmin, qmax=qmax), histogram.hidden)
+
+
+def kl(statistics: Statistics, qmin: int = 0, qmax: int = 255) -> Range:
+    """The range within min-max whose levels tell most of the distribution: least Kullback-Leibler divergence.
+
+    The divergence is of the values other than zero, those outside moved to the range's ends, from what their levels
+    remember of the values inside: how many each has, spread evenly over its bins. Searched as `mse` is.
+    """
+    histogram = _Histogram.of(statistics)
+    return _search(histogram, partial(histogram.divergence, qmin=qmin, qmax=qmax))
+
+
+def percentile(statistics: Statistics, qmin: int = 0, qmax: int = 255, percent: Fraction = PERCENTILE) -> Range:
+    """The range that leaves out as many values at each end as ``percent`` allows, by nearest rank.
+
+    Of N finite values the upper end is the one that ``ceil(percent / 100 * N)`` do not exceed, up to the width of its
+    bin in the finer of both histograms, outwards; the lower end its mirror. 100, and tails of less than one value, give
+    min-max.
+    """
+    beyond = statistics.finite - rank(percent / 100, statistics.finite)
+    bins, sketch = statistics.bins, statistics.sketch
+    ends = []
+    for dyadic, upper in ((bins[:HALF][::-1], sketch[SKETCH // 2 :]), (bins[HALF:], sketch[: SKETCH // 2])):
+        edges = math.ldexp(_leaving(dyadic, beyond) + 1, statistics.exponent), sketch_end(_leaving(upper, beyond))
+        ends.append(min(edges) if beyond < upper.sum() else 0.0)
+    return _within(-ends[0], ends[1], statistics)
+
+
+def average(statistics: Statistics, qmin: int = 0, qmax: int = 255) -> Range:
+    """From the mean of each sample's smallest value to the mean of each one's largest; min-max without samples."""
+    if not statistics.samples:
+        return minmax(statistics)
+    return _within(*statistics.mean_extrema, statistics)
+
+
+def ema(statistics: Statistics, qmin: int = 0, qmax: int = 255, weight: float = SMOOTHING) -> Range:
+    """Exponential moving average of each batch's extrema, in the order of their indices; the first starts it.
+
+    The one method whose result depends on how the data was cut into batches, and on their order. Without a history of
+    batches, as of values that were counted outside of calibration, all are one.
+    """
+    batches = [ends for _, ends in sorted(statistics.history.items())] or [minmax(statistics)]
+    low, high = batches[0]
+    for lower, higher in batches[1:]:
+        low, high = low + weight * (lower - low), high + weight * (higher - high)
+    return _within(low, high, statistics)
+
+
+METHODS: dict[str, Method] = {
+    "minmax": minmax,
+    "mse": mse,
+    "percentile": percentile,
+    "kl": kl,
+    "average": average,
+    "ema": ema,
+}
+
+
+def method_of(text: str) -> Method:
+    """The method of a name, its parameter behind a colon: ``percentile:99.99``, ``ema:0.1``. ValueError if none."""
+    name, colon, parameter = str(text).partition(":")
+    if name not in METHODS:
+        close = difflib.get_close_matches(name, METHODS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"no method {name!r}; there are {', '.join(METHODS)}{hint}")
+    if not colon:
+        return METHODS[name]
+    if name not in LIMITS:
+        raise ValueError(f"method {name!r} takes no parameter; {' and '.join(LIMITS)} do")
+    most = LIMITS[name]
+    try:
+        value = Fraction(parameter)
+    except (ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"method {text!r}: {parameter!r} is not a number") from error
+    if not 0 < value <= most:
+        raise ValueError(f"method {text!r}: its parameter lies above 0 and is {most} at most")
+    return partial(percentile, percent=value) if name == "percentile" else partial(ema, weight=float(value))
+
+
+LIMITS = {"percentile": 100, "ema": 1}
+
+
+def channel_ranges(statistics: Statistics, method: Method, qmin: int = 0, qmax: int = 255) -> list[Range]:
+    """A range per channel of statistics that keep them: its own extrema, within what the method gives all together."""
+    if statistics.channels is None:
+        raise ValueError("these statistics have no extrema per channel")
+    low, high = method(statistics, qmin, qmax)
+    lows, highs = statistics.channels.low, statistics.channels.high
+    return [(max(min(float(a), 0.0), low), min(max(float(b), 0.0), high)) for a, b in zip(lows, highs, strict=True)]
+
+
+def mask_of(statistics: Statistics) -> bool:
+    """Whether values are of two kinds: large negative ones, as masks add to logits, and others far smaller."""
+    negative = statistics.sketch[SKETCH // 2 :]
+    common = negative[MASKED:].sum() * 10_000 > statistics.finite
+    return bool(common) and not negative[UNMASKED:MASKED].any() and not statistics.sketch[UNMASKED : SKETCH // 2].any()
+
+
+def without_mask(method: Method) -> Method:
+    """The method for operands of a softmax: where there is a mask, of the other values alone, widened downwards.
+
+    Masked values become the lower end, low enough for softmax to make nothing of them. Where all other values are zero
+    the widening costs nothing, and is as much as any logits differ.
+    """
+
+    def of_others(statistics: Statistics, qmin: int, qmax: int) -> Range:
+        if not mask_of(statistics):
+            return method(statistics, qmin, qmax)
+        others = _others(statistics)
+        low, high = method(others, qmin, qmax)
+        return low - (BELOW if others.largest else ALONE), high
+
+    return of_others
+
+
+def _others(statistics: Statistics) -> Statistics:
+    """Statistics of the values that are no mask's, from the sketch: each value at the outer end of its bin."""
+    sketch = statistics.sketch.copy()
+    sketch[SKETCH // 2 + MASKED :] = 0
+    ends = np.array([sketch_end(index) for index in range(UNMASKED)], np.float64)
+    positive, negative = sketch[:UNMASKED], sketch[SKETCH // 2 : SKETCH // 2 + UNMASKED]
+    values, counts = np.concatenate([ends, -ends]), np.concatenate([positive, negative])
+    low, high = (float(values[counts > 0].min(initial=0)), float(values[counts > 0].max(initial=0)))
+    exponent = exponent_of(max(-low, high))
+    bins = np.zeros(2 * HALF, np.int64)
+    np.add.at(bins, np.floor(np.ldexp(values[counts > 0], -exponent)).astype(np.int64) + HALF, counts[counts > 0])
+    kept = statistics.zeros + int(counts.sum())
+    return Statistics(kept, low, high, statistics.zeros, exponent=exponent, bins=bins, sketch=sketch)
+
+
+def _within(low: float, high: float, statistics: Statistics) -> Range:
+    lowest, highest = minmax(statistics)
+    return min(max(low, lowest), 0.0) + 0.0, max(min(high, highest), 0.0) + 0.0  # -0 becomes 0
+
+
+def _leaving(counts: NDArray[np.int64], beyond: int) -> int:
+    """The bin, from zero outwards, behind which at most so many values lie; 0 where all do."""
+    reached = np.cumsum(counts[::-1]) > beyond
+    return len(counts) - 1 - int(reached.argmax()) if reached.any() else 0
+
+
+@dataclass(frozen=True)
+class _Histogram:
+    """Occupied bins in units of 2^exponent, and the range they fill; the end bins reach no further than its ends."""
+
+    centres: F64
+    counts: F64
+    widths: F64
+    exponent: int
+    full: Range
+
+    @classmethod
+    def of(cls, statistics: Statistics) -> _Histogram:
+        """Of the dyadic bins; of the sketch where outliers make those too wide to tell the other values apart."""
+        if statistics.largest > FAR * statistics.usual:
+            return cls.near(statistics)
+        occupied = np.flatnonzero(statistics.bins)
+        left = (occupied - HALF).astype(np.float64)
+        full = minmax(statistics)
+        low, high = (math.ldexp(end, -statistics.exponent) for end in full)
+        centres = (np.maximum(left, low) + np.minimum(left + 1, high)) / 2
+        counts = statistics.bins[occupied].astype(np.float64)
+        return cls(centres, counts, np.ones(len(occupied)), statistics.exponent, full)
+
+    @classmethod
+    def near(cls, statistics: Statistics) -> _Histogram:
+        """Of the values that are no outliers."""
+        counts = statistics.sketch.reshape(2, -1).copy()
+        limit = FAR * statistics.usual
+        while (farthest := int(np.flatnonzero(counts.sum(0))[-1])) and sketch_end(farthest) > limit:
+            counts[:, farthest] = 0
+        parts: list[tuple[F64, F64, F64]] = []
+        ends = [0.0, 0.0]
+        for sign, of_sign in ((1.0, counts[0]), (-1.0, counts[1])):
+            occupied = np.flatnonzero(of_sign)
+            if occupied.size:
+                ends[sign > 0] = sign * sketch_end(int(occupied[-1]))
+            left = np.array([sketch_end(index - 1) if index else 0.0 for index in occupied.tolist()])
+            widths = (np.array([sketch_end(index) for index in occupied.tolist()]) - left) / PIECES
+            middles = left[:, None] + widths[:, None] * (np.arange(PIECES) + 0.5)
+            spread = np.repeat(of_sign[occupied] / PIECES, PIECES)
+            parts.append((sign * middles.reshape(-1), spread, np.repeat(widths, PIECES)))
+        low, high = _within(ends[0], ends[1], statistics)
+        centres, spread, widths = (np.concatenate(each) for each in zip(*parts, strict=True))
+        return cls(centres, spread, widths, 0, (low, high))
+
+    @property
+    def hidden(self) -> float:
+        """Squared distance of a value to its bin's centre, at most, summed over all."""
+        return float((self.counts * self.widths**2).sum()) / 4
+
+    def squared(self, low: float, high: float, qmin: int, qmax: int) -> float:
+        """Squared error of the range, summed over all values at their bin's centre; zeros cost nothing.
+
+        What values vary within a bin adds the same to every range and is left out.
+        """
+        step, least, most = self._levels(low, high, qmin, qmax)
+        levels = np.rint(self.centres / step)
+        np.clip(levels, least, most, out=levels)
+        levels *= step
+        levels -= self.centres
+        levels *= levels
+        levels *= self.counts
+        return float(levels.sum())
+
+    def divergence(self, low: float, high: float, qmin: int, qmax: int) -> float:
+        """Kullback-Leibler divergence in nats, see `kl`; infinite where no bin is inside."""
+        step, least, most = self._levels(low, high, qmin, qmax)
+        levels = np.rint(self.centres / step)
+        inside = (levels >= least) & (levels <= most)
+        if not inside.any():
+            return math.inf
+        index = (levels[inside] - least).astype(np.int64)
+        counts, widths = self.counts[inside], self.widths[inside]
+        told = np.bincount(index, counts)[index] * widths / np.bincount(index, widths)[index]
+        shown, centres = counts.copy(), self.centres[inside]
+        shown[centres.argmin()] += self.counts[levels < least].sum()
+        shown[centres.argmax()] += self.counts[levels > most].sum()
+        shown, told = shown / shown.sum(), told / told.sum()
+        return float((shown * np.log(shown / told)).sum())
+
+    def _levels(self, low: float, high: float, qmin: int, qmax: int) -> tuple[float, int, int]:
+        """Width of a step in units of the bins, lowest and highest level from zero."""
+        scale, zero_point = numerics.affine(low, high, qmin, qmax)
+        return math.ldexp(scale, -self.exponent), qmin - zero_point, qmax - zero_point
+
+
+def _search(histogram: _Histogram, error: Callable[[float, float], float], hidden: float = 0.0) -> Range:
+    """The best range found, or the full one where the gain is no more than ``hidden``."""
+    if histogram.centres.size <= 2:
+        return histogram.full
+    search = _Search(error, histogram.full)
+    start = search.error
+    search.run()
+    return search.range if start - search.error > hidden else histogram.full
+
+
+class _Search:
+    """Best range so far: its ends are ``2^-octaves`` of the full range's ends. It only ever gets better, and the ranges
+    it tries are a hundred at most."""
+
+    def __init__(self, error: Callable[[float, float], float], full: Range) -> None:
+        self.full, self._error_of = full, error
+        self.octaves = (0.0, 0.0)
+        self.error = error(*full)
+
+    @property
+    def range(self) -> Range:
+        return self._range(self.octaves)
+
+    def run(self) -> None:
+        coarse = [i / COARSE for i in range(1, SMALLEST_OCTAVES * COARSE + 1)]
+        ends = [end for end in (0, 1) if self.full[end] != 0]
+        for octaves in coarse:
+            self._try((octaves, octaves))
+        if len(ends) == 2:
+            for end in ends:
+                for octaves in (0.0, *coarse):
+                    self._move(end, octaves)
+        for step in REFINEMENTS:
+            for end in ends:
+                centre = self.octaves[end]
+                self._move(end, centre - step)
+                self._move(end, centre + step)
+
+    def _move(self, end: int, octaves: float) -> None:
+        low, high = self.octaves
+        self._try((octaves, high) if end == 0 else (low, octaves))
+
+    def _try(self, octaves: tuple[float, float]) -> None:
+        if min(octaves) < 0:
+            return
+        error = self._error_of(*self._range(octaves))
+        if error < self.error:
+            self.octaves, self.error = octaves, error
+
+    def _range(self, octaves: tuple[float, float]) -> Range:
+        low, high = (end * 2.0**-shrink for end, shrink in zip(self.full, octaves, strict=True))
+        return low, high

@@ -1,0 +1,154 @@
+"""`Ranges`: statistics per site, to be saved, merged and turned into parameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from intaglio.errors import ArtifactError, CalibrationError
+from intaglio.ir import QParams
+from intaglio.output_paths import write_text
+from intaglio.quant.calibrate.tensor_statistics import Range, Statistics
+
+VERSION = 2
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What calibration noticed. ``kind``: the name of the check; ``where``: sites, inputs or batches."""
+
+    kind: str
+    where: str
+    problem: str
+    remedy: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A batch: how many samples it had, a digest of its tensors, extrema of each floating-point input by name."""
+
+    samples: int
+    digest: int
+    inputs: Mapping[str, Range]
+
+    def merge(self, other: Seen) -> Seen:
+        """Two parts of one batch."""
+        inputs = dict(self.inputs)
+        for name, (low, high) in other.inputs.items():
+            lowest, highest = inputs.get(name, (low, high))
+            inputs[name] = (min(low, lowest), max(high, highest))
+        return Seen(self.samples + other.samples, (self.digest + other.digest) % 2**64, inputs)
+
+    def to_dict(self) -> dict[str, Any]:
+        inputs = {name: [low.hex(), high.hex()] for name, (low, high) in self.inputs.items()}
+        return {"samples": self.samples, "digest": f"{self.digest:016x}", "inputs": inputs}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Seen:
+        inputs = {name: (float.fromhex(low), float.fromhex(high)) for name, (low, high) in data["inputs"].items()}
+        return Seen(int(data["samples"]), int(data["digest"], 16), inputs)
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Site name -> mergeable statistics, and how many batches and samples they saw.
+
+    ``graph``: a digest of the prepared graph, "" when unknown. ``seen``: each batch by its index. ``findings``: what
+    the lint of the calibration noticed; neither saved nor merged.
+    ``parameters``: site name -> what calibration callbacks chose (`Calibrator`), ``None`` where they were not asked;
+    other sites go by their statistics.
+    """
+
+    statistics: Mapping[str, Statistics]
+    batches: int = 0
+    samples: int = 0
+    graph: str = ""
+    seen: Mapping[int, Seen] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = field(default=(), compare=False)
+    parameters: Mapping[str, QParams] | None = None
+
+    def merge(self, other: Ranges) -> Ranges:
+        """Exactly the ranges of both data sets at once; the sites must be the same.
+
+        Batches of equal index count as parts of one, which only the method "ema" and the lint notice:
+        ``calibrate(..., first_batch=n)`` gives the second data set indices of its own.
+        """
+        if set(self.statistics) != set(other.statistics):
+            odd = sorted(set(self.statistics) ^ set(other.statistics))
+            raise CalibrationError("ranges", None, f"the sites differ: {', '.join(odd[:5])}")
+        if self.parameters or other.parameters:
+            raise CalibrationError("ranges", None, "what a callback chose from some batches cannot be merged")
+        if self.graph and other.graph and self.graph != other.graph:
+            raise CalibrationError("ranges", None, "they are of different graphs with sites of the same names")
+        merged = {name: mine.merge(other.statistics[name]) for name, mine in self.statistics.items()}
+        seen = {**self.seen, **other.seen}
+        seen.update({index: self.seen[index].merge(other.seen[index]) for index in self.seen.keys() & other.seen})
+        batches, samples = self.batches + other.batches, self.samples + other.samples
+        return Ranges(merged, batches, samples, self.graph or other.graph, seen)
+
+    def to_json(self) -> str:
+        """Sorted keys and hexadecimal floats: equal ranges give equal text."""
+        content = {
+            "version": VERSION,
+            "batches": self.batches,
+            "samples": self.samples,
+            "graph": self.graph,
+            "seen": [[index, one.to_dict()] for index, one in sorted(self.seen.items())],
+            "sites": {name: found.to_dict() for name, found in self.statistics.items()},
+        }
+        if self.parameters is not None:
+            content["parameters"] = {name: _entry(q) for name, q in self.parameters.items()}
+        return json.dumps(content, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> Ranges:
+        try:
+            content = json.loads(text)
+            if content["version"] != VERSION:
+                raise ArtifactError("ranges", None, f"version {content['version']}; this intaglio reads {VERSION}")
+            sites = {name: Statistics.from_dict(found) for name, found in content["sites"].items()}
+            seen = {int(index): Seen.from_dict(one) for index, one in content["seen"]}
+            chosen = None
+            if "parameters" in content:
+                chosen = {name: _qparams(entry) for name, entry in content["parameters"].items()}
+            return Ranges(sites, content["batches"], content["samples"], content["graph"], seen, parameters=chosen)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ArtifactError("ranges", None, f"not a ranges file: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        write_text(path, self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> Ranges:
+        return Ranges.from_json(Path(path).read_text(encoding="utf-8"))
+
+    @staticmethod
+    def merge_files(paths: Iterable[str | Path]) -> Ranges:
+        """The ranges of all these files together, in any order."""
+        found = [Ranges.load(path) for path in paths]
+        if not found:
+            raise ArtifactError("ranges", None, "no file to merge")
+        return reduce(Ranges.merge, found)
+
+    def text(self) -> str:
+        """Count, lowest and highest value of every site."""
+        lines = [f"{name}: n={s.count} [{s.low:.6g}, {s.high:.6g}]" for name, s in self.statistics.items()]
+        lines += [f"{name}: {q} by a callback" for name, q in (self.parameters or {}).items()]
+        return "\n".join(lines) + "\n"
+
+
+def _entry(q: QParams) -> dict[str, Any]:
+    scales = [scale.hex() for scale in q.scales]
+    return {"scale": scales, "zero_point": list(q.zeros), "qmin": q.qmin, "qmax": q.qmax, "axis": q.axis}
+
+
+def _qparams(entry: dict[str, Any]) -> QParams:
+    scales, zeros = tuple(map(float.fromhex, entry["scale"])), tuple(map(int, entry["zero_point"]))
+    return QParams(scales, zeros, int(entry["qmin"]), int(entry["qmax"]), entry["axis"])

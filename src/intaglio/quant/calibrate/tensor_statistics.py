@@ -1,0 +1,300 @@
+"""What calibration remembers of one tensor: counts that merge exactly, in any order, in fixed memory.
+
+The histogram is dyadic: bins of width 2^exponent aligned at zero, 4096 on each side. The exponent follows from the
+largest magnitude seen, and a bin of twice the width is the sum of two, so one pass over all data, any split of it and
+any order give the same state. Beside it stands a sketch whose bins are 1/32 of a power of two each, from the smallest
+denormal to the largest float: one huge value does not blur it. Sums are integers, in units of the smallest denormal.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from intaglio.native.statistics import (
+    HALF,
+    LOWEST_EXPONENT,
+    REST,
+    SKETCH,
+    channel_extrema,
+    count,
+    exact_sum,
+    exponent_of,
+)
+
+I64 = NDArray[np.int64]
+Range = tuple[float, float]
+
+UNIT = 149
+"""Sums are integers in units of 2^-UNIT."""
+USUAL = Fraction(9999, 10000)
+"""Share of the values other than zero whose magnitude is called usual."""
+
+
+def widen(bins: I64, steps: int) -> I64:
+    """Bins of width w -> bins of width ``2^steps * w``: index ``floor(index / 2)`` from zero, ``steps`` times."""
+    if not bins.any():
+        return bins
+    for _ in range(min(steps, HALF.bit_length())):
+        wider = np.zeros_like(bins)
+        wider[HALF // 2 : HALF + HALF // 2] = bins[::2] + bins[1::2]
+        bins = wider
+    return bins
+
+
+def rank(share: Fraction, count: int) -> int:
+    """Nearest rank: the smallest k of which k out of ``count`` are at least that share."""
+    return math.ceil(share * count)
+
+
+@dataclass(frozen=True, eq=False)
+class Channels:
+    """Extrema of each channel along ``axis``, f32[C]; +inf and -inf where a channel has no finite value."""
+
+    axis: int
+    low: NDArray[np.float32]
+    high: NDArray[np.float32]
+
+    def merge(self, other: Channels | None) -> Channels | None:
+        """Of both operands' data; unknown (``None``) when either is, or they count differently."""
+        if other is None or (self.axis, self.low.shape) != (other.axis, other.low.shape):
+            return None
+        return Channels(self.axis, np.minimum(self.low, other.low), np.maximum(self.high, other.high))
+
+    def to_dict(self) -> dict[str, Any]:
+        low, high = ([float(end).hex() for end in ends] for ends in (self.low, self.high))
+        return {"axis": self.axis, "low": low, "high": high}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Channels:
+        low, high = (np.array([float.fromhex(end) for end in data[name]], np.float32) for name in ("low", "high"))
+        return Channels(int(data["axis"]), low, high)
+
+
+@dataclass(eq=False)
+class Statistics:
+    """Mergeable state of one tensor; made empty, then `update`d or `merge`d.
+
+    ``low`` and ``high`` are over finite values (+inf and -inf without one), ``count`` is over all. ``bins`` leaves out
+    zeros, NaN and infinities: bin i counts the values in [i - HALF, i - HALF + 1) * 2^exponent. So does ``sketch``: bin
+    i counts the float32 values whose upper bits are i. ``total``, ``sample_low`` and ``sample_high`` are exact sums, in
+    units of 2^-UNIT: of all finite values, and of the smallest and largest of each of the ``samples``.
+
+    ``history``: extrema by index of the batch; of parts of one batch, those of both. It depends on how data was cut
+    into batches, which nothing else here does, so equality leaves it out.
+    """
+
+    count: int = 0
+    low: float = math.inf
+    high: float = -math.inf
+    zeros: int = 0
+    nans: int = 0
+    infinities: int = 0
+    exponent: int = LOWEST_EXPONENT
+    bins: I64 = field(default_factory=lambda: np.zeros(2 * HALF, np.int64), repr=False)
+    sketch: I64 = field(default_factory=lambda: np.zeros(SKETCH, np.int64), repr=False)
+    total: int = field(default=0, repr=False)
+    samples: int = 0
+    sample_low: int = field(default=0, repr=False)
+    sample_high: int = field(default=0, repr=False)
+    channels: Channels | None = None
+    history: dict[int, Range] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def of(
+        array: ArrayLike,
+        threads: int = 1,
+        *,
+        samples: int | None = 0,
+        channels: int | None = None,
+        batch: int | None = None,
+    ) -> Statistics:
+        """Of the values of a floating-point array of any shape, as float32.
+
+        ``samples``: the axis along which samples lie, ``None`` when the array is one. ``channels``: the axis whose
+        extrema are kept one by one. ``batch``: the index in ``history``; ``None`` keeps none.
+        """
+        values = np.asarray(array)
+        if values.dtype.kind != "f":
+            raise TypeError(f"statistics are of floating-point values, not {values.dtype}")
+        with np.errstate(over="ignore"):
+            values = values.astype(np.float32, copy=False)
+        if values.size == 0:
+            return Statistics()
+        kept = None if channels is None else _channels(values, channels, threads)
+        if samples is None or values.ndim == 0:
+            values = values.reshape(1, -1)
+        elif samples:
+            values = np.moveaxis(values, samples, 0)
+        single = values.size == len(values)  # a sample is one value: its extrema need no row each
+        found = count(values, 1 if single else len(values), threads)
+        finite = found.lows < np.inf
+        made = Statistics(
+            found.count,
+            found.low,
+            found.high,
+            found.zeros,
+            found.nans,
+            found.infinities,
+            found.exponent,
+            found.bins,
+            found.sketch,
+            found.total,
+            int(finite.sum()),
+            exact_sum(found.lows[finite]),
+            exact_sum(found.highs[finite]),
+            kept,
+        )
+        if single:
+            made = replace(made, samples=made.finite, sample_low=found.total, sample_high=found.total)
+        if batch is not None and made.finite:
+            made.history[batch] = (made.low, made.high)
+        return made
+
+    def update(self, array: ArrayLike, threads: int = 1, **axes: int | None) -> None:
+        """Count the values of an array too; arguments as `of` takes them."""
+        vars(self).update(vars(self.merge(Statistics.of(array, threads, **axes))))
+
+    @property
+    def finite(self) -> int:
+        """How many values are neither NaN nor infinite."""
+        return self.count - self.nans - self.infinities
+
+    @property
+    def largest(self) -> float:
+        """Largest magnitude of a finite value; 0 without one."""
+        return max(abs(self.low), abs(self.high)) if self.finite else 0.0
+
+    @property
+    def usual(self) -> float:
+        """A magnitude that all but 1 of 10,000 values other than zero keep to, 1/32 of itself too large at most."""
+        magnitudes = self.sketch[: SKETCH // 2] + self.sketch[SKETCH // 2 :]
+        reached = np.searchsorted(np.cumsum(magnitudes), rank(USUAL, int(magnitudes.sum())))
+        return min(sketch_end(int(reached)), self.largest)
+
+    @property
+    def mean(self) -> float:
+        """Of the finite values, rounded once; 0 without one."""
+        return _mean(self.total, self.finite)
+
+    @property
+    def mean_extrema(self) -> Range:
+        """The smallest and largest value of a sample, on average, each rounded once."""
+        return _mean(self.sample_low, self.samples), _mean(self.sample_high, self.samples)
+
+    def merge(self, other: Statistics) -> Statistics:
+        """The state of both operands' data together; exact, so associative and commutative."""
+        exponent = max(self.exponent, other.exponent)
+        history = {**self.history, **other.history}
+        for index in self.history.keys() & other.history.keys():
+            (low, high), (lower, higher) = self.history[index], other.history[index]
+            history[index] = min(low, lower), max(high, higher)
+        return Statistics(
+            count=self.count + other.count,
+            low=min(self.low, other.low),
+            high=max(self.high, other.high),
+            zeros=self.zeros + other.zeros,
+            nans=self.nans + other.nans,
+            infinities=self.infinities + other.infinities,
+            exponent=exponent,
+            bins=widen(self.bins, exponent - self.exponent) + widen(other.bins, exponent - other.exponent),
+            sketch=self.sketch + other.sketch,
+            total=self.total + other.total,
+            samples=self.samples + other.samples,
+            sample_low=self.sample_low + other.sample_low,
+            sample_high=self.sample_high + other.sample_high,
+            channels=self._merged_channels(other),
+            history=history,
+        )
+
+    def _merged_channels(self, other: Statistics) -> Channels | None:
+        if self.count == 0 or other.count == 0:
+            return self.channels or other.channels
+        return self.channels and self.channels.merge(other.channels)
+
+    def copy(self) -> Statistics:
+        return self.merge(Statistics())
+
+    def without_counts(self) -> Statistics:
+        """All but the two histograms, which are empty: what is small enough to be sent as it is."""
+        return replace(self, bins=np.zeros(2 * HALF, np.int64), sketch=np.zeros(SKETCH, np.int64))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Statistics) and self._compared() == other._compared()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _compared(self) -> dict[str, Any]:
+        return {**self.to_dict(), "history": None}
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able and exact: floats as hex strings, only the bins that are not empty, as [index, count]."""
+        return {
+            **{name: getattr(self, name) for name in PLAIN},
+            **{name: hex(getattr(self, name)) for name in SUMS},
+            "low": self.low.hex(),
+            "high": self.high.hex(),
+            "bins": _sparse(self.bins),
+            "sketch": _sparse(self.sketch),
+            "channels": self.channels and self.channels.to_dict(),
+            "history": [[index, low.hex(), high.hex()] for index, (low, high) in sorted(self.history.items())],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], complete: bool = True) -> Statistics:
+        """The inverse of `to_dict`; ValueError when it is said to be complete and the counts do not add up."""
+        made = cls(
+            **{name: int(data[name]) for name in PLAIN},
+            **{name: int(data[name], 16) for name in SUMS},
+            low=float.fromhex(data["low"]),
+            high=float.fromhex(data["high"]),
+            bins=_dense(data["bins"], 2 * HALF),
+            sketch=_dense(data["sketch"], SKETCH),
+            channels=data["channels"] and Channels.from_dict(data["channels"]),
+            history={int(index): (float.fromhex(low), float.fromhex(high)) for index, low, high in data["history"]},
+        )
+        counted = made.finite - made.zeros
+        added_up = counted == made.bins.sum() == made.sketch.sum() and made.exponent == exponent_of(made.largest)
+        if complete and not added_up:
+            raise ValueError("the counts of these statistics do not add up")
+        return made
+
+
+PLAIN = ("count", "zeros", "nans", "infinities", "exponent", "samples")
+SUMS = ("total", "sample_low", "sample_high")
+
+
+def sketch_end(index: int) -> float:
+    """Largest magnitude in a bin of the sketch's positive half."""
+    bits = min((index + 1) << REST, 0x7F800000) - 1
+    return math.ldexp((bits & 0x7FFFFF) | (bits >> 23 > 0) << 23, max(bits >> 23, 1) - 150)
+
+
+def _channels(values: NDArray[np.float32], axis: int, threads: int) -> Channels:
+    axis %= values.ndim
+    outer, inner = math.prod(values.shape[:axis]), math.prod(values.shape[axis + 1 :])
+    return Channels(axis, *channel_extrema(values, outer, values.shape[axis], inner, threads))
+
+
+def _mean(total: int, count: int) -> float:
+    return float(Fraction(total, count << UNIT)) if count else 0.0
+
+
+def _sparse(counts: I64) -> list[list[int]]:
+    occupied = np.flatnonzero(counts)
+    return np.stack([occupied, counts[occupied]], axis=1).tolist()
+
+
+def _dense(pairs: list[list[int]], size: int) -> I64:
+    counts = np.zeros(size, np.int64)
+    if pairs:
+        index, found = np.asarray(pairs, np.int64).T
+        if index.min() < 0 or index.max() >= size or found.min() < 0:
+            raise ValueError(f"a bin is outside 0..{size - 1} or its count is negative")
+        np.add.at(counts, index, found)
+    return counts

@@ -1,0 +1,290 @@
+"""`equalized`: an `Equalization` put into a prepared model; the float function stays what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from intaglio.errors import CalibrationError
+from intaglio.fxgraph.graph_passes import copy_graph
+from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operands, operator, origin, record_of, tensor_type
+from intaglio.ir import Dim, evaluate, symbols_of
+from intaglio.ops import BY_TARGET
+from intaglio.quant.annotate.regions import Annotations, Region
+from intaglio.quant.calibrate.prepare import Prepared, again, whole
+from intaglio.quant.correct.corrections import Equalization
+from intaglio.quant.correct.smoothquant import smooth, smoothable
+from intaglio.quant.qdq.prepare_passes import constant_node, read_affine
+
+
+def equalized(prepared: Prepared, found: Equalization, report: str = "") -> Prepared:
+    """`CalibrationError` when it names inputs or values that this model does not have, or cannot divide.
+
+    Factors go to the weights of the regions that the `whole` model has, so they mean the same whatever stays in float.
+
+    ``report``: what it gained, for the stage's text "corrections".
+    """
+    if found == prepared.equalization:
+        return prepared
+    if prepared.equalization:
+        raise CalibrationError(
+            "equalization", None, "the model is equalized already", remedy="start from prepare(captured) again"
+        )
+    current = with_inputs(prepared, found)
+    module, every = copy_graph(current.annotations.module), whole(current)
+    values = {value.site: value for value in divisible(every)}
+    smoothed = {value.site: value for value in smoothable(every)}
+    unknown = sorted(set(found.factors) - set(values) - set(smoothed))
+    if unknown:
+        raise CalibrationError(
+            "equalization",
+            None,
+            f"no values to divide: {', '.join(unknown[:5])}",
+            remedy="use it with the model and the recipe it was made for",
+        )
+    factors = {site: torch.tensor(numbers, dtype=torch.float64) for site, numbers in found.factors.items()}
+    own = {smoothed[site].name: tensor for site, tensor in factors.items() if site in smoothed}
+    plain = {values[site].name: tensor for site, tensor in factors.items() if site not in smoothed}
+    _rewrite(module, every.regions, [values[s] for s in factors if s not in smoothed], plain)
+    smooth(module, [smoothed[site] for site in factors if site in smoothed], own)
+    made = again(prepared, module)
+    return replace(made, equalization=found, about=made.about.after(corrections=report) if report else made.about)
+
+
+def with_inputs(prepared: Prepared, found: Equalization) -> Prepared:
+    """The inputs' part of it only."""
+    if not found.inputs:
+        return prepared
+    module = copy_graph(prepared.annotations.module)
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    inputs = {entry.name: node for entry, node in zip(prepared.signature.inputs, nodes, strict=False)}
+    for name, pixels in found.inputs.items():
+        if name not in inputs:
+            raise CalibrationError("equalization", None, f"the model has no input {name!r}")
+        value = read_affine(module, inputs[name], torch.tensor(pixels.gain), torch.tensor(pixels.shift))
+        value.meta["zero_points"] = pixels.zero_points
+    return again(prepared, module)
+
+
+@dataclass(frozen=True)
+class Use:
+    """One reader of a value: the node, and what the value's factors are when they arrive there."""
+
+    node: fx.Node
+    trail: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Value:
+    """The result of a region that can be divided by factors per channel."""
+
+    region: Region
+    uses: tuple[Use, ...]
+    site: str
+
+    @property
+    def name(self) -> str:
+        """Of its node."""
+        return self.region.root.name
+
+
+def divisible(annotations: Annotations) -> list[Value]:
+    """Every value that factors could be put on."""
+    regions, by_value = annotations.regions, annotations.by_value
+    member = {node: region for region in regions for node in region.nodes}
+    found = []
+    for region in regions:
+        site = by_value.get((region.root.name, "activation"))
+        able = site is not None and (_divisible(region) or normalizes(region))
+        uses = _uses(region.root, member, ()) if able else None
+        if uses and normalizes(region) and any(use.trail or record_of(use.node).name != "linear" for use in uses):
+            continue
+        if uses and site is not None:
+            found.append(Value(region, tuple(uses), site.name))
+    return found
+
+
+def arrives(value: Value, factors: torch.Tensor) -> bool:
+    """Whether every reader sees one factor per channel of its own, not several mixed."""
+    return all(_along(use, factors) is not None for use in value.uses)
+
+
+def _divisible(region: Region) -> bool:
+    """A convolution or linear layer of its own constants, then sums and rectifiers only."""
+    if region.record.roles.weight is None or not _owns(region.anchor):
+        return False
+    if len(tensor_type(region.root).shape) != (2 if region.record.name == "linear" else 4):
+        return False  # channels of a linear layer of another rank lie last
+    return all(_rectifies(node) or _adds(node, region) for node in region.nodes[1:])
+
+
+def normalizes(region: Region) -> bool:
+    """A layer norm with a scale and an offset of its own, per channel, which lies last."""
+    if len(region.nodes) != 1 or region.record.name != "layer_norm":
+        return False
+    given = [value for value in operands(region.anchor)[1:] if value is not None]
+    return len(given) == 2 and all(is_constant(value) and len(value.users) == 1 for value in given)
+
+
+def _owns(anchor: fx.Node) -> bool:
+    record = record_of(anchor)
+    if record.name not in ("conv2d", "linear"):
+        return False
+    values = operands(anchor)
+    constants = [values[i] for i in (record.roles.weight, record.roles.bias) if values[i] is not None]
+    return all(is_constant(c) and len(c.users) == 1 for c in constants)
+
+
+def _rectifies(node: fx.Node) -> bool:
+    """max(x, 0): the one bound that factors above zero do not move."""
+    if record_of(node).name != "clamp":
+        return False
+    bounds = record_of(node).bind(call_of(node, record_of(node)))
+    return bounds["low"] == 0 and bounds["high"] is None
+
+
+def _adds(node: fx.Node, region: Region) -> bool:
+    return record_of(node).name == "add" and _other(node, region) is not None
+
+
+def _other(node: fx.Node, region: Region) -> fx.Node | None:
+    """The operand of a sum that comes from outside the region, where the other is the region's own, taken once."""
+    left, right = operands(node)
+    alpha = record_of(node).bind(call_of(node, record_of(node)))["alpha"]
+    if left in region.nodes and right not in region.nodes:
+        return right
+    return left if right in region.nodes and left not in region.nodes and alpha == 1 else None
+
+
+PASSIVE = ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "reshape", "slice", "pad", "clamp")
+
+
+def _uses(value: fx.Node, member: Mapping[fx.Node, Region], trail: tuple[fx.Node, ...]) -> list[Use] | None:
+    """Readers behind what only selects or averages within a channel; ``None`` when one cannot undo a factor."""
+    found = []
+    for user in value.users:
+        if "dim" in user.meta:
+            continue
+        region, record = member.get(user), record_of(user)
+        if region is None or record is None:
+            return None
+        alone = len(region.nodes) == 1 and record.name in PASSIVE
+        if alone and (record.name != "clamp" or _rectifies(user)):
+            inner = _uses(user, member, (*trail, user))
+            if inner is None:
+                return None
+            found += inner
+        elif _absorbs(user, value, region):
+            found.append(Use(user, trail))
+        else:
+            return None
+    return found
+
+
+def _absorbs(user: fx.Node, value: fx.Node, region: Region) -> bool:
+    """Whether a factor on ``value`` can be undone in this reader: by columns of a weight, or the factor of a sum."""
+    record = record_of(user)
+    if user is region.anchor:
+        return _owns(user) and operands(user)[record.roles.x[0]] is value
+    return record.name == "add" and _divisible(region) and _other(user, region) is value
+
+
+def _rewrite(
+    module: fx.GraphModule, regions: Sequence[Region], values: Sequence[Value], factors: Mapping[str, torch.Tensor]
+) -> None:
+    """Scale rows, columns and sums. ``factors``: by node; they arrive everywhere."""
+    nodes = {node.name: node for node in module.graph.nodes}
+    arriving = {use.node.name: _along(use, factors[value.name]) for value in values for use in value.uses}
+    for region in regions:
+        anchor = nodes[region.anchor.name]
+        rows, columns = factors.get(region.root.name), arriving.get(anchor.name)
+        if rows is not None or columns is not None:
+            _scale(module, anchor, rows, columns)
+        for node in region.nodes[1:]:
+            here = arriving.get(node.name)
+            if record_of(node).name == "add" and (rows is not None or here is not None):
+                _weigh(module, nodes[node.name], nodes[_other(node, region).name], rows, here)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _along(use: Use, factors: torch.Tensor) -> torch.Tensor | None:
+    """Factors of the last value of a trail: the operators themselves carry them; what they pad with counts as one."""
+    if not use.trail:
+        return factors
+    first = use.trail[0].args[0]
+    shape = _sizes(first)
+    spread = factors.reshape(1, -1, *[1] * (len(shape) - 2)).expand(shape).contiguous()
+    for node in use.trail:
+        args = [spread if value is node.args[0] else _number(value) for value in node.args]
+        spread = node.target(*args, **node.kwargs)
+    columns = spread.transpose(0, 1).flatten(1)
+    top = columns.amax(1)
+    if not ((columns == 0) | (columns - top[:, None]).abs().le(1e-12)).all():
+        return None
+    return torch.where(top == 0, torch.ones_like(top), top)
+
+
+def _sizes(node: fx.Node) -> tuple[int, ...]:
+    """A shape with one image, other free dimensions as in the example."""
+    return (1, *(_in_example(size, node) for size in tensor_type(node).shape[1:]))
+
+
+def _number(value: Any) -> Any:
+    """Arguments with nodes of sizes replaced by the sizes in the example, of one image."""
+    return fx.map_arg(value, lambda node: _in_example(node.meta["dim"], node))
+
+
+def _in_example(size: Dim, node: fx.Node) -> int:
+    known = node.graph.owning_module.meta.get("sizes", {})
+    return evaluate(size, {name: known.get(name, 1) for name in symbols_of(size)})
+
+
+def _scale(module: fx.GraphModule, anchor: fx.Node, rows: torch.Tensor | None, columns: torch.Tensor | None) -> None:
+    """Weight rows divided by ``rows``, columns multiplied by ``columns``; the bias goes with the rows.
+
+    A layer norm has its scale and offset divided.
+    """
+    record = BY_TARGET[operator(anchor)]
+    values = operands(anchor)
+    if rows is not None and record.name == "layer_norm":
+        for constant in values[1:]:
+            if constant is not None:
+                _swap(module, anchor, constant, getattr(module, constant.target).double() / rows)
+        return
+    weight = getattr(module, values[record.roles.weight].target).double()
+    if columns is not None:
+        groups = arguments(anchor).get("groups", 1)
+        each = columns.reshape(groups, 1, -1).expand(groups, weight.shape[0] // groups, weight.shape[1])
+        weight = weight * each.reshape(weight.shape[:2] + (1,) * (weight.dim() - 2))
+    bias = values[record.roles.bias]
+    if rows is not None:
+        weight = weight / rows.reshape(-1, *[1] * (weight.dim() - 1))
+        if bias is not None:
+            scaled = getattr(module, bias.target).double() / rows
+            _swap(module, anchor, bias, scaled)
+    _swap(module, anchor, values[record.roles.weight], weight)
+
+
+def _swap(module: fx.GraphModule, user: fx.Node, old: fx.Node, values: torch.Tensor) -> None:
+    name = f"{old.target}_equalized"
+    module.register_buffer(name, values.float())
+    user.replace_input_with(old, constant_node(module, name, old.meta.get("path", name)))
+
+
+def _weigh(
+    module: fx.GraphModule, add: fx.Node, other: fx.Node, rows: torch.Tensor | None, here: torch.Tensor | None
+) -> None:
+    """``acc + alpha * other`` -> ``acc + other * ratio``, ratio per channel; one of ``rows`` and ``here`` is given."""
+    own = next(value for value in operands(add) if value is not other)
+    alpha = record_of(add).bind(call_of(add, record_of(add)))["alpha"]
+    ratio = (alpha * (1.0 if here is None else here) / (1.0 if rows is None else rows)).float()
+    name = f"{add.name}_ratio"
+    module.register_buffer(name, ratio.reshape(1, -1, *[1] * (len(tensor_type(add).shape) - 2)))
+    constant = constant_node(module, name, f"{origin(add).path}.ratio")
+    add.target = torch.ops.aten.addcmul.default
+    add.args, add.kwargs = (own, other, constant), {}

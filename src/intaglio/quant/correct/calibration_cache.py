@@ -1,0 +1,61 @@
+"""The samples that corrections look at, several times."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from intaglio.ir import Signature
+from intaglio.quant.calibrate.batches import Binder, Call, batches, peek
+from intaglio.quant.calibrate.calibration_loop import batch_size
+from intaglio.quant.calibrate.distributed import Group
+from intaglio.signature import bind, dims_of, initial_state
+
+Calls = list[list[torch.Tensor]]
+"""The tensors of a call, for each batch."""
+
+SAMPLES = 256
+"""Corrections look at so many samples; more gain little (0.5 dB from 256 to 1024 on ResNet-20)."""
+
+
+def kept_calls(signature: Signature, data: Any, samples: int = SAMPLES, group: Group | None = None) -> Calls:
+    """The tensors of the first batches, whole ones, until there are so many samples; of those, this rank's.
+
+    Each call starts from the state the model was captured with.
+    """
+    found = []
+    for args, kwargs in (call for _, call in _first(data, signature, samples, group or Group.current())):
+        leaves = bind(signature, args, kwargs)
+        dims_of(signature, leaves)
+        found.append([leaf.detach() for leaf in (*leaves, *initial_state(signature))])
+    return found
+
+
+def keep(data: Any, signature: Signature, samples: int) -> tuple[list[Any], Any]:
+    """This rank's batches among the first, whole ones, until there are so many samples, and data that still starts with
+    them.
+
+    A function that runs the model gives none. What an iterator gives is copied: it may fill one buffer again and again.
+    """
+    if callable(data) and not isinstance(data, torch.Tensor) and not hasattr(data, "__iter__"):
+        return [], data
+    items = batches(data)
+    if isinstance(data, Iterator):
+        items = (pytree.tree_map_only(torch.Tensor, torch.clone, item) for item in items)
+    found = [item for item, _ in _first(items, signature, samples, Group.current())]
+    return found, itertools.chain(found, items)
+
+
+def _first(data: Any, signature: Signature, samples: int, group: Group) -> Iterator[tuple[Any, Call]]:
+    """Items and calls of this rank, whose batches are every ``size``-th. All are taken for as long as the first."""
+    binder, size = Binder.of(signature), 0
+    for place, item in enumerate(batches(data) if group.size > 1 else peek(data)[1]):
+        args, kwargs = binder(item)
+        yield item, (args, kwargs)
+        size = size or max(1, batch_size(args, kwargs))
+        if ((place + 1) * group.size + group.rank) * size >= samples:
+            return

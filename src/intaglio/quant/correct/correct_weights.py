@@ -1,0 +1,233 @@
+"""`correct`: weights rounded by what their operator gives, and biases that make up for what rounding moved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from intaglio import numerics
+from intaglio.fxgraph.nodes import call_of, operands
+from intaglio.ir import QParams
+from intaglio.quant.annotate.regions import Annotations, Region
+from intaglio.quant.annotate.sites import Site
+from intaglio.quant.calibrate.distributed import Group
+from intaglio.quant.calibrate.prepare import Prepared, annotated
+from intaglio.quant.calibrate.ranges import Ranges
+from intaglio.quant.correct.biases import with_biases
+from intaglio.quant.correct.calibration_cache import SAMPLES, kept_calls
+from intaglio.quant.correct.corrections import Corrections, Rounded, Step
+from intaglio.quant.correct.layerwise_eval import CACHE, Walk
+from intaglio.quant.correct.second_moments import Moments, moments, over_ranks, unable
+from intaglio.quant.correct.weight_rounding import ROUNDINGS, gptq, loss, nearest
+from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, parameters_of, weight_qparams
+from intaglio.quant.qdq.weight_grid import Grid, weight_grid
+from intaglio.tracing.captured import expect
+
+
+def correct(
+    prepared: Prepared,
+    ranges: Ranges,
+    data: Any,
+    *,
+    samples: int = SAMPLES,
+    cache: int = CACHE,
+    group: Group | None = None,
+) -> Corrections:
+    """Weights and biases better than rounding alone gives them, for `convert`; what to do is each `Setting`'s.
+
+    Operators are taken in order, each with the operand that the model quantized so far gives it. ``data`` as for
+    `calibrate`, of which whole batches are used until there are ``samples``; ``cache``: bytes of activations in memory.
+    ``group`` as for `calibrate`: ranks, each with batches of its own, get the bits of one process.
+    """
+    expect(prepared, Prepared, "correct")
+    group = group or Group.current()
+    calls = group.together(lambda: kept_calls(prepared.signature, data, samples, group))
+    annotations = _complete(prepared)
+    qparams = activation_qparams(prepared, ranges)
+    units = weight_qparams(annotations, qparams, [], ranges.parameters or {}, {})
+    through_outputs = any(region.setting.bias == "outputs" for region in annotations.regions)
+    walk = Walk(annotations, calls, qparams, exact=through_outputs, cache=cache)
+    work, regions = _Work(walk, units, group), iter(walk)
+    while (region := group.together(lambda: next(regions, None))) is not None:
+        if region.record.roles.weight is not None:
+            work.take(region)
+    module = with_biases(annotations.module, walk.biases)
+    final = annotated(prepared, module)
+    biases = {name: values.numpy() for name, values in walk.biases.items()}
+    return Corrections(final, work.weights, biases, tuple(work.steps()))
+
+
+@dataclass
+class _Work:
+    """What was found so far. ``levels``: weight site -> of its grid; ``noise``: correction -> noise over
+    signal of each operator, before and after."""
+
+    walk: Walk
+    units: Mapping[str, QParams]
+    group: Group
+    weights: dict[str, Rounded] = field(default_factory=dict)
+    levels: dict[str, np.ndarray] = field(default_factory=dict)
+    noise: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+    def take(self, region: Region) -> None:
+        annotations, record, setting = self.walk.annotations, region.record, region.setting
+        values = operands(region.anchor)
+        x, weight_node = values[record.roles.x[0]], values[record.roles.weight]
+        site = annotations.by_value[weight_node.name, "weight"]
+        weight, _ = parameters_of(annotations.module, region)
+        q = self.units[site.name]
+        if site.name in self.weights:
+            q = self.weights[site.name].qparams
+        grid = weight_grid(weight, np.array(q.scales), site.record, site.group, record.roles.outputs)
+        if site.record.floating:
+            return
+        if region.dynamic or unable(region, operand_site(annotations, region)):
+            self._keep(weight_node, grid, grid.nearest(weight))
+            return
+        found = self._moments(region, x)
+        rows, step = (_grouped(region, np.broadcast_to(part, weight.shape)) for part in (weight, grid.steps))
+        if site.name not in self.weights and setting.rounding != "nearest":
+            if site.record.squares and not site.group and len(q.scales) == len(weight):
+                q = _rescaled(q, rows, step, found, grid)
+                grid = weight_grid(weight, np.array(q.scales), site.record, 0, record.roles.outputs)
+                step = _grouped(region, np.broadcast_to(grid.steps, weight.shape))
+            levels = ROUNDINGS[setting.rounding](rows, step, found, grid.low, grid.high)
+            plain = nearest(rows, step, found, grid.low, grid.high)
+            self._report(setting.rounding, rows, step, plain, levels, found)
+            self.levels[site.name] = levels.reshape(weight.shape).numpy().astype(np.int32)
+            self.weights[site.name] = Rounded(q, grid.stored(self.levels[site.name]))
+        levels_now = self.levels.get(site.name, grid.nearest(weight))
+        self._keep(weight_node, grid, levels_now)
+        if setting.bias != "none":
+            self._bias(region, rows, rows - _grouped(region, levels_now) * step, found)
+
+    def _keep(self, node: fx.Node, grid: Grid, levels: np.ndarray) -> None:
+        self.walk.weights[node.name] = torch.from_numpy((levels * grid.steps).astype(np.float32))
+
+    def _moments(self, region: Region, x: fx.Node) -> Moments:
+        site = self.walk.sites[x.name]
+        batches = (self.walk.levels(x, batch) for batch in range(len(self.walk.calls)))
+        q = self.walk.qparams[site.name]
+        return over_ranks(self.group.together(lambda: moments(region, batches, q)), self.group)
+
+    def _report(self, name: str, rows: Any, step: Any, nearest: Any, levels: Any, found: Moments) -> None:
+        matrix = found.matrix
+        signal = loss(torch.zeros_like(rows), rows, step, matrix).sum().item()
+        plain = loss(nearest, rows, step, matrix).sum().item()
+        chosen = loss(levels, rows, step, matrix).sum().item()
+        if signal > 0:
+            self.noise.setdefault(name, []).append((plain / signal, chosen / signal))
+
+    def _bias(self, region: Region, rows: torch.Tensor, error: torch.Tensor, found: Moments) -> None:
+        """The mean of what rounding the weights took from each output; or of all that quantization took so far.
+
+        Reported is what rounding the weights costs, which a mean taken off lessens; of the other, nothing: it is about
+        more than the weights, and may even harm.
+        """
+        _, bias = parameters_of(self.walk.module, region)
+        if region.setting.bias == "outputs":
+            moved = self._difference(region)
+        else:
+            x = operands(region.anchor)[region.record.roles.x[0]]
+            mean = found.sums.double() / max(found.count, 1)
+            lost = (error @ mean[..., None])[..., 0]
+            moved = lost.reshape(-1) * self.walk.qparams[self.walk.sites[x.name].name].step
+            matrix = found.matrix
+            signal, before = (((part @ matrix) * part).sum().item() for part in (rows, error))
+            if signal > 0:
+                after = before - found.count * lost.square().sum().item()
+                self.noise.setdefault("bias of weights", []).append((before / signal, after / signal))
+        self.walk.biases[region.anchor.name] = (torch.from_numpy(bias).double() + moved).float()
+
+    def _difference(self, region: Region) -> torch.Tensor:
+        """Mean of the exact anchor's results less the quantized one's, per output channel.
+
+        Sums of a batch are rounded to 2^-16 of an accumulator's step, so that they add up exactly.
+        """
+        x_site, w_site, _ = anchor_sites(self.walk.annotations, region)
+        outputs = len(parameters_of(self.walk.module, region)[0])
+        step = numerics.accumulator_scale(self.walk.qparams[x_site.name].step, self.units[w_site.name].scales)
+        unit = torch.from_numpy(np.broadcast_to(np.asarray(step, np.float64), outputs).copy()) * 2.0**-16
+        axis = -1 if region.record.name == "linear" else 1
+        total = torch.zeros(outputs + 1, dtype=torch.int64)
+
+        def add_up() -> None:
+            for batch in range(len(self.walk.calls)):
+                exact, found = self.walk.anchor_outputs(region, batch)
+                difference = (exact.double() - found.double()).movedim(axis, 0).flatten(1)
+                total[:-1] += (difference.sum(1) / unit).round().to(torch.int64)
+                total[-1] += difference.shape[1]
+
+        self.group.together(add_up)
+        sums = torch.from_numpy(self.group.total(total.numpy()))
+        return sums[:-1].double() * unit / max(int(sums[-1]), 1)
+
+    def steps(self) -> Iterator[Step]:
+        for name, pairs in self.noise.items():
+            means = (sum(part) / len(pairs) for part in zip(*pairs, strict=True))
+            before, after = (-10 * math.log10(max(mean, 1e-30)) for mean in means)
+            yield Step(name, f"{len(pairs)} weights, mean over operators", before, after)
+
+
+FACTORS = (0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2)
+"""Of scales that were chosen for the weights alone; with few levels the operand says which are better."""
+
+
+def _rescaled(q: QParams, rows: torch.Tensor, step: torch.Tensor, found: Moments, grid: Grid) -> QParams:
+    """Scales, one per output channel, with which GPTQ leaves the least error in the results.
+
+    It speaks for AdaRound too, which takes too long to be run for every factor.
+    """
+    matrix = found.matrix
+
+    def error(factor: float) -> torch.Tensor:
+        return loss(gptq(rows, step * factor, found, grid.low, grid.high), rows, step * factor, matrix)
+
+    least, best = error(1.0), torch.ones(rows.shape[:2], dtype=torch.float64)
+    for factor in FACTORS:
+        now = error(factor)
+        best, least = torch.where(now < least, factor, best), torch.minimum(now, least)
+    scales = (torch.tensor(q.scales, dtype=torch.float64) * best.reshape(-1)).float()
+    return replace(q, scale=tuple(scales.tolist()))
+
+
+def _grouped(region: Region, weight: np.ndarray) -> torch.Tensor:
+    """A weight of any rank -> float64 [groups, rows, k]."""
+    groups = int(call_of(region.anchor, region.record).arguments.get("groups", 1))
+    return torch.from_numpy(np.ascontiguousarray(weight, np.float64)).reshape(groups, weight.shape[0] // groups, -1)
+
+
+def _complete(prepared: Prepared) -> Annotations:
+    """The annotations; where biases are corrected, of a graph in which every such anchor has one."""
+    annotations = prepared.annotations
+    outputs = {
+        region.anchor.name: len(parameters_of(annotations.module, region)[0])
+        for region in annotations.regions
+        if _lacks_bias(annotations, region)
+    }
+    if not outputs:
+        return annotations
+    module = with_biases(annotations.module, {name: torch.zeros(count) for name, count in outputs.items()})
+    return annotated(prepared, module)
+
+
+def _lacks_bias(annotations: Annotations, region: Region) -> bool:
+    """Whether a bias is to be corrected that is not there."""
+    roles = region.record.roles
+    if roles.weight is None or region.setting.bias == "none" or operands(region.anchor)[roles.bias] is not None:
+        return False
+    if region.dynamic:
+        return False
+    return not unable(region, operand_site(annotations, region))
+
+
+def operand_site(annotations: Annotations, region: Region) -> Site:
+    """The site of what an anchor's weight multiplies."""
+    x = operands(region.anchor)[region.record.roles.x[0]]
+    return annotations.by_value[x.name, "activation"]

@@ -1,0 +1,141 @@
+"""What makes a model more accurate at no cost, as found: values of its own that a file can hold."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from intaglio.ir import QParams
+
+if TYPE_CHECKING:
+    from intaglio.quant.annotate.regions import (
+        Annotations,  # which reads recipes, which hold parameters, which hold these
+    )
+
+
+@dataclass(frozen=True)
+class Channels:
+    """An input's way to bytes: channel c of x is the byte ``x * gain[c] + shift[c] + zero_points[c]``."""
+
+    gain: tuple[float, ...]
+    shift: tuple[float, ...]
+    zero_points: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Equalization:
+    """``inputs``: name -> its channels. ``factors``: site -> what the channels of its value are divided by."""
+
+    inputs: Mapping[str, Channels] = field(default_factory=dict)
+    factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.inputs or self.factors)
+
+
+@dataclass(frozen=True, eq=False)
+class Rounded:
+    """A weight as integers of its own shape, and the scales they count in."""
+
+    qparams: QParams
+    levels: np.ndarray
+
+
+@dataclass(frozen=True)
+class Step:
+    """One correction: what it did, and signal to noise in decibels before and after it, of what it is about."""
+
+    name: str
+    subject: str
+    before: float
+    after: float
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.subject}, {self.before:.1f} -> {self.after:.1f} dB"
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """For `convert`. ``annotations``: of the graph with corrected biases; ``weights``: site -> its integers;
+    ``biases``: name of an anchor's node -> float32."""
+
+    annotations: Annotations
+    weights: Mapping[str, Rounded] = field(default_factory=dict)
+    biases: Mapping[str, np.ndarray] = field(default_factory=dict)
+    steps: tuple[Step, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.steps))
+
+
+@dataclass(frozen=True, eq=False)
+class Corrected:
+    """All that was corrected, without the graph: what `Parameters` keep. ``levels``: weight site -> int8."""
+
+    equalization: Equalization = field(default_factory=Equalization)
+    levels: Mapping[str, np.ndarray] = field(default_factory=dict)
+    biases: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.equalization or self.levels or self.biases)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Corrected) and self.to_dicts() == other.to_dicts()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def to_dicts(self) -> dict[str, dict[str, Any]]:
+        """Section -> entries, of texts, numbers and lists. Hexadecimal floats; integers compressed, in base 64."""
+        inputs: dict[str, Any] = {
+            name: {"gain": _hexadecimal(c.gain), "shift": _hexadecimal(c.shift), "zero_point": list(c.zero_points)}
+            for name, c in self.equalization.inputs.items()
+        }
+        sections: dict[str, dict[str, Any]] = {
+            "inputs": inputs,
+            "factors": {name: _hexadecimal(values) for name, values in self.equalization.factors.items()},
+            "levels": {name: _packed(values) for name, values in self.levels.items()},
+            "biases": {name: _hexadecimal(values.tolist()) for name, values in self.biases.items()},
+        }
+        return {name: dict(sorted(entries.items())) for name, entries in sections.items() if entries}
+
+    @staticmethod
+    def from_dicts(sections: Mapping[str, Mapping[str, Any]]) -> Corrected:
+        """ValueError, TypeError or KeyError for what is none."""
+        if odd := sorted(set(sections) - set(SECTIONS)):
+            raise ValueError(f"unknown {', '.join(odd)}; known are {', '.join(SECTIONS)}")
+        inputs = {
+            name: Channels(_floats(entry["gain"]), _floats(entry["shift"]), tuple(map(int, entry["zero_point"])))
+            for name, entry in sections.get("inputs", {}).items()
+        }
+        factors = {name: _floats(values) for name, values in sections.get("factors", {}).items()}
+        levels = {name: _unpacked(text) for name, text in sections.get("levels", {}).items()}
+        biases = {n: np.array(_floats(values), np.float32) for n, values in sections.get("biases", {}).items()}
+        return Corrected(Equalization(inputs, factors), levels, biases)
+
+
+SECTIONS = ("inputs", "factors", "levels", "biases")
+
+
+def _hexadecimal(values: Any) -> list[str]:
+    return [float(value).hex() for value in values]
+
+
+def _floats(values: Any) -> tuple[float, ...]:
+    return tuple(float.fromhex(value) if isinstance(value, str) else float(value) for value in values)
+
+
+def _packed(levels: np.ndarray) -> str:
+    return base64.b64encode(zlib.compress(np.ascontiguousarray(levels, np.int8).tobytes(), 9)).decode()
+
+
+def _unpacked(text: str) -> np.ndarray:
+    """Flat; the weight has the shape."""
+    try:
+        return np.frombuffer(bytearray(zlib.decompress(base64.b64decode(text, validate=True))), np.int8)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error

@@ -1,0 +1,351 @@
+"""A graph over kept batches, region by region: what each reads and gives, exact and quantized so far.
+
+Every operator runs once a batch and track, however many regions ask; a value lives until its last reader ran.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from intaglio.ir import QParams
+from intaglio.quant.annotate.find_regions import find_shortcuts, reads_shortcut
+from intaglio.quant.annotate.regions import Annotations, Region
+from intaglio.quant.annotate.sites import Site
+from intaglio.quant.qdq.convert import quantizing
+from intaglio.signature import TORCH_DTYPES
+
+CACHE = 1 << 30
+"""Bytes of live values kept in memory; what is beyond them waits in a temporary file."""
+
+Parameters = Mapping[str, QParams]
+Reader = Callable[[fx.Node, fx.Node], Any]
+"""The value of a node, for another that reads it."""
+
+
+class Walk:
+    """Regions in producer-first order over batches, on two tracks: the float model, and the model quantized so far.
+
+    ``calls``: a batch each, the tensors that ``annotations.module`` takes. A value with a site is quantized on the
+    second track as soon as ``qparams`` has the site, which may be while the walk stands before the region that reads
+    it (`settle`). ``weights`` (weight node -> values) and ``biases`` (anchor node -> values) stand in for the model's.
+    ``exact=False`` leaves the first track out. ``cache``: bytes of live values in memory, both tracks together.
+    """
+
+    def __init__(
+        self,
+        annotations: Annotations,
+        calls: Sequence[Sequence[Any]],
+        qparams: Parameters | None = None,
+        *,
+        exact: bool = True,
+        cache: int = CACHE,
+    ) -> None:
+        self.annotations, self.calls, self.module = annotations, calls, annotations.module
+        self.qparams: dict[str, QParams] = dict(qparams or {})
+        self.weights: dict[str, torch.Tensor] = {}
+        self.biases: dict[str, torch.Tensor] = {}
+        self.sites = {site.value: site for site in annotations.sites if site.role == "activation"}
+        self._wide = {site.value: site for site in annotations.sites if site.role == "shortcut"}
+        self._shortcuts = find_shortcuts(annotations.regions)
+        self._regions = {region.root.name: region for region in annotations.regions}
+        self._inside = {n.name for region in annotations.regions for n in region.nodes}
+        self._member = {n: region for region in annotations.regions for n in region.nodes}
+        self._places = [node.name for node in self.module.graph.nodes if node.op == "placeholder"]
+        self._last = _last_readers(self.module.graph, annotations.regions)
+        store = _Store(cache)
+        self._exact = _Track(store) if exact else None
+        self._quantized = _Track(store)
+        self.results: list[tuple[Any, ...]] = []
+
+    def __iter__(self) -> Iterator[Region]:
+        """Each region before it runs. ``results`` holds the quantized track's outputs, a tuple a batch, at the end."""
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for node in self.module.graph.nodes:
+                region = self._regions.get(node.name)
+                if region is not None:
+                    yield region
+                if region is not None or node.name not in self._inside:
+                    self._step(node, region)
+                for gone in self._last.get(node.name, ()):
+                    for track in self._tracks():
+                        track.drop(gone)
+
+    def unquantized_inputs(self, region: Region, batch: int) -> list[torch.Tensor]:
+        """What the region reads inside the float model: its activations, in order."""
+        return [self._of_exact().get(value.name, batch) for value in region.activations()]
+
+    def unquantized_outputs(self, region: Region, batch: int) -> list[torch.Tensor]:
+        """What the region gives inside the float model."""
+        return [self._run(region, self._read_exact(batch), exact=True)]
+
+    def quantized_inputs(self, region: Region, batch: int) -> list[torch.Tensor]:
+        """What the region reads inside the model quantized so far; a value without parameters yet as it is."""
+        return [self._read(value, batch, None, inside=True) for value in region.activations()]
+
+    def quantized_outputs(self, region: Region, batch: int) -> list[torch.Tensor]:
+        """What the region gives there, quantized itself if its result's site has parameters."""
+        value = self._run(region, self._reader(batch, inside=True), exact=False)
+        site = self.sites.get(region.root.name)
+        q = None if site is None else self.qparams.get(site.name)
+        return [value if q is None else _dequantized(_levels(value, q, site), q, site)]
+
+    def anchor_outputs(self, region: Region, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the anchor alone gives inside the float model, and inside the model quantized so far."""
+        anchor = replace(region, nodes=region.nodes[:1])
+        return self._run(anchor, self._read_exact(batch), True), self._run(anchor, self._reader(batch, True), False)
+
+    def levels(self, node: fx.Node, batch: int) -> torch.Tensor:
+        """The integers of a value that regions read; its site has parameters."""
+        kept = self._quantized.get(node.name, batch)
+        return self._narrow(node, kept, self.qparams[self.sites[node.name].name])
+
+    def settle(self, site: str, q: QParams) -> None:
+        """Parameters of a site, which values on the second track have from now on."""
+        self.qparams[site] = q
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def _tracks(self) -> list[_Track]:
+        return [track for track in (self._exact, self._quantized) if track is not None]
+
+    def _of_exact(self) -> _Track:
+        if self._exact is None:
+            raise ValueError("this walk leaves the float model out")
+        return self._exact
+
+    def _step(self, node: fx.Node, region: Region | None) -> None:
+        if node.op == "output":
+            for batch in range(len(self.calls)):
+                self.results.append(tuple(self._values(node.args[0], self._reader(batch, inside=False), node)))
+            return
+        if node.op == "get_attr":
+            return
+        for batch, leaves in enumerate(self.calls):
+            if self._exact is not None:
+                self._exact.put(node.name, batch, self._value(node, region, leaves, self._read_exact(batch), True))
+            inside = region is not None
+            value = self._value(node, region, leaves, self._reader(batch, inside), False)
+            self._quantized.put(node.name, batch, self._kept(node, value, produced=inside))
+
+    def _value(self, node: fx.Node, region: Region | None, leaves: Sequence[Any], read: Reader, exact: bool) -> Any:
+        if node.op == "placeholder":
+            return leaves[self._places.index(node.name)]
+        if region is not None:
+            return self._run(region, read, exact)
+        args, kwargs = self._values((node.args, node.kwargs), read, node)
+        return node.target(*args, **kwargs)
+
+    def _run(self, region: Region, read: Reader, exact: bool) -> torch.Tensor:
+        """The region's operators on what ``read`` gives for values from outside."""
+        found: dict[str, Any] = {}
+
+        def value(node: fx.Node, user: fx.Node) -> Any:
+            if node.name in found:
+                return found[node.name]
+            if node.op == "get_attr":
+                return self._constant(node, exact)
+            return read(node, user)
+
+        for node in region.nodes:
+            args, kwargs = _mapped((node.args, node.kwargs), value, node)
+            if not exact and node is region.anchor and node.name in self.biases:
+                args, kwargs = _with_bias(node, args, kwargs, self.biases[node.name])
+            found[node.name] = node.target(*args, **kwargs)
+        return found[region.root.name]
+
+    def _constant(self, node: fx.Node, exact: bool) -> torch.Tensor:
+        own = getattr(self.module, node.target)
+        return own if exact else self.weights.get(node.name, own)
+
+    def _values(self, tree: Any, read: Reader, user: fx.Node) -> Any:
+        return _mapped(tree, lambda n, user: self._constant(n, True) if n.op == "get_attr" else read(n, user), user)
+
+    def _read_exact(self, batch: int) -> Reader:
+        track = self._of_exact() if self._exact is not None else self._quantized
+        return lambda node, user: track.get(node.name, batch)
+
+    def _reader(self, batch: int, inside: bool) -> Reader:
+        return lambda node, user: self._read(node, batch, user, inside)
+
+    def _read(self, node: fx.Node, batch: int, user: fx.Node | None, inside: bool) -> Any:
+        """A value of the second track: what regions read is dequantized, what others read as the reference has it."""
+        kept = self._quantized.get(node.name, batch)
+        site = self.sites.get(node.name)
+        q = None if site is None else self.qparams.get(site.name)
+        if q is None or (not inside and node.name not in self._regions):
+            return kept.real
+        region = self._member.get(user) if user is not None else None
+        if kept.wide and region is not None and reads_shortcut(region, user, node, self._shortcuts):
+            return self._widely(node, kept)
+        return _dequantized(self._narrow(node, kept, q), q, site)
+
+    def _narrow(self, node: fx.Node, kept: _Kept, q: QParams) -> torch.Tensor:
+        """The levels of a value; those of 16 bits are rounded once more."""
+        site = self.sites[node.name]
+        if kept.levels is None:
+            return _levels(kept.real, q, site)
+        return _levels(self._widely(node, kept), q, site) if kept.wide else kept.levels
+
+    def _widely(self, node: fx.Node, kept: _Kept) -> torch.Tensor:
+        site = self._wide[node.name]
+        return _dequantized(kept.levels, self.qparams[site.name], site)
+
+    def _kept(self, node: fx.Node, value: Any, produced: bool) -> _Kept:
+        """Levels alone where nobody needs the float value any more."""
+        site = self.sites.get(node.name)
+        if site is None or site.name not in self.qparams:
+            return _Kept(real=value)
+        wide = self._wide.get(node.name)
+        wide = wide if wide is not None and wide.name in self.qparams else None
+        kind = site if wide is None else wide
+        levels = _levels(value, self.qparams[kind.name], kind)
+        floating = not produced and any(user.name not in self._inside for user in node.users)
+        return _Kept(value if floating else None, levels, wide is not None)
+
+
+def _mapped(tree: Any, read: Reader, user: fx.Node) -> Any:
+    return fx.map_arg(tree, lambda node: read(node, user))
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Signal to noise ratio of two sums of squares."""
+    return float(10 * np.log10(signal / noise)) if noise and signal else float("inf")
+
+
+def _levels(value: torch.Tensor, q: QParams, site: Site) -> torch.Tensor:
+    return quantizing(q, site.dtype)[0](value, *_arguments(q, site))
+
+
+def _dequantized(levels: torch.Tensor, q: QParams, site: Site) -> torch.Tensor:
+    return quantizing(q, site.dtype)[1](levels, *_arguments(q, site))
+
+
+def _arguments(q: QParams, site: Site) -> tuple[Any, ...]:
+    """What quantize and dequantize take behind the value."""
+    kind = TORCH_DTYPES[site.dtype]
+    if q.axis is None:
+        return q.step, q.zero, q.qmin, q.qmax, kind
+    scales, zeros = torch.tensor(q.scales, dtype=torch.float32), torch.tensor(q.zeros, dtype=torch.int64)
+    return scales, zeros, q.axis, q.qmin, q.qmax, kind
+
+
+def _with_bias(node: fx.Node, args: Any, kwargs: Any, bias: torch.Tensor) -> tuple[Any, Any]:
+    """The anchor's arguments with another bias, which it may not have had."""
+    place = [argument.name for argument in node.target._schema.arguments].index("bias")
+    if place < len(args):
+        return (*args[:place], bias, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "bias": bias}
+
+
+def _last_readers(graph: fx.Graph, regions: Sequence[Region]) -> dict[str, list[str]]:
+    """Node -> the values that nobody reads after it ran. What a region's operators read is read at its root."""
+    runs_at = {node.name: region.root.name for region in regions for node in region.nodes}
+    order = {node.name: index for index, node in enumerate(graph.nodes)}
+    gone: dict[str, list[str]] = {}
+    for node in graph.nodes:
+        if node.op in ("get_attr", "output"):
+            continue
+        readers = [runs_at.get(user.name, user.name) for user in node.users]
+        gone.setdefault(max([node.name, *readers], key=order.__getitem__), []).append(node.name)
+    return gone
+
+
+@dataclass
+class _Kept:
+    """A value on the second track: as it was computed, as levels, or both; ``wide``: levels of 16 bits."""
+
+    real: Any = None
+    levels: Any = None
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class _Spilled:
+    """A tensor in the file: its bytes in memory order from ``offset`` on."""
+
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Store:
+    """Tensors, in memory up to a number of bytes and beyond it in one temporary file. Strides stay what they are."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used, self.end = limit, 0, 0
+        self.free: dict[int, list[int]] = {}
+        self.file: IO[bytes] | None = None
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor | _Spilled:
+        size = tensor.numel() * tensor.element_size()
+        if self.used + size <= self.limit:
+            self.used += size
+            return tensor
+        if self.file is None:
+            self.file = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the walk does, and has no name
+        places = self.free.get(size)
+        offset = places.pop() if places else self.end
+        self.end = max(self.end, offset + size)
+        self.file.seek(offset)
+        flat = _dense(tensor).as_strided((tensor.numel(),), (1,))
+        self.file.write(flat.view(torch.uint8).numpy().tobytes())
+        return _Spilled(offset, tensor.shape, _dense(tensor).stride(), tensor.dtype)
+
+    def get(self, kept: torch.Tensor | _Spilled) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        assert self.file is not None
+        size = int(np.prod(kept.shape)) * kept.dtype.itemsize
+        self.file.seek(kept.offset)
+        flat = torch.frombuffer(bytearray(self.file.read(size)), dtype=kept.dtype)
+        return flat.as_strided(kept.shape, kept.stride)
+
+    def drop(self, kept: torch.Tensor | _Spilled) -> None:
+        if isinstance(kept, torch.Tensor):
+            self.used -= kept.numel() * kept.element_size()
+        else:
+            self.free.setdefault(int(np.prod(kept.shape)) * kept.dtype.itemsize, []).append(kept.offset)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Without gaps: channels-last tensors are, slices of larger ones are not."""
+    order = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride()[axis])
+    return tensor if tensor.permute(order).is_contiguous() else tensor.contiguous()
+
+
+@dataclass
+class _Track:
+    """Values by node and batch."""
+
+    store: _Store
+    values: dict[str, dict[int, Any]] = field(default_factory=dict)
+
+    def put(self, name: str, batch: int, value: Any) -> None:
+        parts, tree = pytree.tree_flatten(_open(value))
+        kept = [self.store.put(_dense(part)) if isinstance(part, torch.Tensor) else part for part in parts]
+        self.values.setdefault(name, {})[batch] = (type(value) is _Kept, kept, tree)
+
+    def get(self, name: str, batch: int) -> Any:
+        pair, kept, tree = self.values[name][batch]
+        parts = [self.store.get(part) if isinstance(part, (torch.Tensor, _Spilled)) else part for part in kept]
+        value = pytree.tree_unflatten(parts, tree)
+        return _Kept(*value) if pair else value
+
+    def drop(self, name: str) -> None:
+        for _, kept, _ in self.values.pop(name, {}).values():
+            for part in kept:
+                if isinstance(part, (torch.Tensor, _Spilled)):
+                    self.store.drop(part)
+
+
+def _open(value: Any) -> Any:
+    return (value.real, value.levels, value.wide) if type(value) is _Kept else value

@@ -1,0 +1,130 @@
+"""Inputs quantized per channel: the scale goes into the readers' weights, the offset into their biases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from intaglio import numerics
+from intaglio.fxgraph.nodes import origin, tensor_type
+from intaglio.ir import DType
+from intaglio.quant.annotate.image_inputs import unable_to_absorb
+from intaglio.quant.calibrate.distributed import Group
+from intaglio.quant.calibrate.prepare import Prepared
+from intaglio.quant.correct.corrections import Channels
+
+LEVELS = 256
+STRAIGHT = 1e-3
+"""How far from a multiple of the step, in steps, values on a lattice may lie."""
+
+
+@dataclass(frozen=True)
+class Channel:
+    """``low`` and ``high`` of a channel, and its distinct values (float64, sorted) while there are at most 256."""
+
+    low: float
+    high: float
+    values: np.ndarray | None
+
+    def merge(self, other: Channel) -> Channel:
+        distinct = None
+        if self.values is not None and other.values is not None:
+            distinct = _few(np.concatenate([self.values, other.values]))
+        return Channel(min(self.low, other.low), max(self.high, other.high), distinct)
+
+
+def channels_of_inputs(
+    prepared: Prepared, calls: Sequence[Sequence[Any]], group: Group
+) -> tuple[dict[str, Channels], tuple[str, ...]]:
+    """The way to bytes of every input that convolutions can read channel by channel, by name; and a note for each."""
+    inputs, notes = {}, []
+    placeholders = [node for node in prepared.annotations.module.graph.nodes if node.op == "placeholder"]
+    for place, (node, entry) in enumerate(zip(placeholders, prepared.signature.inputs, strict=False)):
+        kind = tensor_type(node)
+        plain = kind is not None and kind.dtype is DType.F32 and len(kind.shape) == 4 and isinstance(kind.shape[1], int)
+        if not plain or entry.leaf in prepared.signature.written or not _wanted(node, prepared):
+            continue
+        if unable_to_absorb(node, prepared.quantizer, prepared.classes) is not None:
+            continue
+        own = [_channels(leaves[place]) for leaves in calls]
+        found = [channels for theirs in group.gather(own) for channels in theirs]
+        channels = [_merged(column) for column in zip(*found, strict=True)]
+        if not channels or not all(np.isfinite([c.low, c.high]).all() and c.low < c.high for c in channels):
+            continue
+        inputs[entry.name], exact = _ways(channels)
+        kept = f", {exact} of {len(channels)} without loss: they have at most 256 values" if exact else ""
+        notes.append(f"input '{entry.name}': a scale per channel{kept}")
+    return inputs, tuple(notes)
+
+
+def _wanted(node: fx.Node, prepared: Prepared) -> bool:
+    recipe, classes = prepared.quantizer.recipe, prepared.classes
+    users = [user for user in node.users if "dim" not in user.meta]
+    settings = [recipe.setting(origin(user), classes) for user in users]
+    return all(setting.equalize and setting.bits == 8 for setting in settings)
+
+
+def _channels(images: torch.Tensor) -> list[Channel]:
+    """Of [n, c, h, w]."""
+    found = []
+    for channel in images.detach().transpose(0, 1).flatten(1).float().numpy():
+        found.append(Channel(float(channel.min()), float(channel.max()), _few(channel.astype(np.float64))))
+    return found
+
+
+def _merged(channels: Sequence[Channel]) -> Channel:
+    total = channels[0]
+    for channel in channels[1:]:
+        total = total.merge(channel)
+    return total
+
+
+def _few(values: np.ndarray) -> np.ndarray | None:
+    """Distinct values, if they are few; a look at the first thousands spares sorting what has many."""
+    if np.unique(values[: 16 * LEVELS]).size > LEVELS:
+        return None
+    distinct = np.unique(values)
+    return distinct if distinct.size <= LEVELS else None
+
+
+def _ways(channels: Sequence[Channel]) -> tuple[Channels, int]:
+    """The way from values to levels, and how many channels lose nothing by it."""
+    fitted = [_lattice(channel) for channel in channels]
+    ways = [_spread(channel) if way is None else way for channel, way in zip(channels, fitted, strict=True)]
+    gains = np.array([gain for gain, _ in ways])
+    zeros = np.array([zero for _, zero in ways])
+    nearest = np.clip(np.rint(zeros), 0, LEVELS - 1)
+    gain, shift = (tuple(map(float, part.astype(np.float32))) for part in (gains, zeros - nearest))
+    return Channels(gain, shift, tuple(map(int, nearest))), sum(way is not None for way in fitted)
+
+
+def _spread(channel: Channel) -> tuple[float, float]:
+    """Gain, and the level of zero, which padding needs: as for one range for all, so zero has a level of its own."""
+    scale, zero = numerics.affine(min(channel.low, 0.0), max(channel.high, 0.0), 0, LEVELS - 1)
+    return 1 / scale, zero
+
+
+def _lattice(channel: Channel) -> tuple[float, float] | None:
+    """The same for values that lie on equal steps, such as those of normalised bytes: a level each.
+
+    Levels to spare go half to either end; a lattice that would leave zero without a level is none.
+    """
+    values = channel.values
+    if values is None or values.size < 2:
+        return None
+    step = np.diff(values).min()
+    places = (values - values[0]) / step
+    count = round(float(places[-1]))
+    if count > LEVELS - 1 or count < 1:
+        return None
+    step = (values[-1] - values[0]) / count
+    places = (values - values[0]) / step
+    if np.abs(places - np.rint(places)).max() > STRAIGHT:
+        return None
+    zero = -values[0] / step + (LEVELS - 1 - count) // 2
+    return (float(1 / step), float(zero)) if -0.5 <= zero <= LEVELS - 0.5 else None

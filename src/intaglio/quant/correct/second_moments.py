@@ -1,0 +1,193 @@
+"""Second moments of what an anchor multiplies its weights by: integers, so they add up exactly in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from intaglio.fxgraph.nodes import call_of, tensor_type
+from intaglio.ir import DType, QParams
+from intaglio.quant.annotate.regions import Region
+from intaglio.quant.annotate.sites import Site
+from intaglio.quant.calibrate.distributed import Group
+from intaglio.quant.correct.linalg import factor_of
+
+HALF = 128
+"""Levels less this are signed bytes, whose products one instruction adds up."""
+ROWS = 1 << 16
+"""Positions multiplied at once: 2^16 products of bytes fit an int32 sum."""
+GATHERED = 1 << 25
+"""Bytes of columns that are multiplied together, if batches are small."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Over all positions an anchor computes: ``products`` int64 [groups, k, k] = sum of x x^T, ``sums`` int64
+    [groups, k] = sum of x, and how many positions. x are levels less their zero point, in the order of a weight's row.
+    """
+
+    products: torch.Tensor
+    sums: torch.Tensor
+    count: int
+
+    @cached_property
+    def matrix(self) -> torch.Tensor:
+        """``products`` as float64."""
+        return self.products.double()
+
+    @cached_property
+    def factor(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As `factor_of` gives it."""
+        return factor_of(self.matrix)
+
+
+def unable(region: Region, site: Site) -> bool:
+    """Whether the moments of an anchor's operand are not taken; its weight is then rounded to nearest."""
+    return region.record.name not in ("conv1d", "conv2d", "linear") or site.dtype is not DType.U8
+
+
+def moments(region: Region, levels: Iterable[torch.Tensor], q: QParams) -> Moments:
+    """Of batches of an anchor's operand, u8 in logical order, its parameters ``q``; of none, zeros."""
+    weight = tensor_type(region.anchor.args[1])
+    groups = int(call_of(region.anchor, region.record).arguments.get("groups", 1))
+    k = int(np.prod([int(size) for size in weight.shape[1:]]))  # type: ignore[union-attr,arg-type]
+    parts = (part for batch in levels for part in _columns(region, batch, q))
+    products, sums = torch.zeros(groups, k, k, dtype=torch.int64), torch.zeros(groups, k, dtype=torch.int64)
+    count = 0
+    for columns in _gathered(parts):
+        signed = (columns.to(torch.int16) - HALF).to(torch.int8)
+        _add_products(products, signed)
+        sums += signed.sum(2, dtype=torch.int64)
+        count += signed.shape[2]
+    return _moved(Moments(products, sums, count), HALF - _zeros(region, q, groups, k))
+
+
+def over_ranks(found: Moments, group: Group) -> Moments:
+    """Of all ranks' batches."""
+    if group.size == 1:
+        return found
+    parts = (found.products.flatten(), found.sums.flatten(), torch.tensor([found.count]))
+    flat = torch.from_numpy(group.total(torch.cat(parts).numpy()))
+    products, sums, count = flat.split([part.numel() for part in parts])
+    return Moments(products.view_as(found.products), sums.view_as(found.sums), int(count))
+
+
+def _gathered(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """[groups, k, positions], as few as `GATHERED` allows: each costs a pass over [groups, k, k]."""
+    held: list[torch.Tensor] = []
+    for part in parts:
+        held.append(part)
+        if sum(one.numel() for one in held) >= GATHERED:
+            yield torch.cat(held, 2)
+            held = []
+    if held:
+        yield torch.cat(held, 2)
+
+
+def _add_products(total: torch.Tensor, signed: torch.Tensor) -> None:
+    """Of int8 [groups, k, positions], onto int64 [groups, k, k]."""
+    groups, _, count = signed.shape
+    rows = ROWS if groups == 1 else max(1, ROWS // groups)
+    for start in range(0, count, rows):
+        part = signed[:, :, start : start + rows]
+        if groups == 1:
+            part = F.pad(part, (0, 1)) if part.shape[2] == 1 else part  # _int_mm misreads the strides of one column
+            total[0] += torch._int_mm(part[0], part[0].t())
+        else:  # small groups: float64 holds these sums exactly, and takes all groups at once
+            wide = part.double()
+            total += (wide @ wide.transpose(1, 2)).to(torch.int64)
+
+
+def _moved(total: Moments, offset: torch.Tensor) -> Moments:
+    """Moments of x + offset, int64 [groups, k], from those of x."""
+    cross = offset[:, :, None] * total.sums[:, None, :]
+    squares = total.count * offset[:, :, None] * offset[:, None, :]
+    products = total.products + cross + cross.transpose(1, 2) + squares
+    return Moments(products, total.sums + total.count * offset, total.count)
+
+
+def _zeros(region: Region, q: QParams, groups: int, k: int) -> torch.Tensor:
+    """Zero points of what the columns of a weight's row are multiplied by: int64 [groups, k]."""
+    zeros = torch.tensor(q.zeros)
+    if len(q.zeros) == 1 or region.record.name == "linear":
+        return zeros.expand(groups, k)
+    return zeros.reshape(groups, -1).repeat_interleave(k * groups // len(q.zeros), 1)
+
+
+def _columns(region: Region, batch: torch.Tensor, q: QParams) -> Iterable[torch.Tensor]:
+    """u8 columns [groups, k, positions] of some images at a time."""
+    if region.record.name == "linear":
+        yield batch.reshape(-1, batch.shape[-1]).t().contiguous()[None]
+        return
+    given = call_of(region.anchor, region.record).arguments
+    images = batch[:, :, None] if batch.dim() == 3 else batch
+    kernel = tuple(tensor_type(region.anchor.args[1]).shape[2:])  # type: ignore[union-attr]
+    window = Window.of(given, kernel, batch.dim() - 2)
+    zeros = torch.tensor(q.zeros).expand(images.shape[1])
+    size = max(1, (1 << 25) // max(1, images[0].numel() * window.taps))
+    for part in images.split(size):
+        yield _patches(_padded(part, zeros, window.padding), window, given["groups"])
+
+
+@dataclass(frozen=True)
+class Window:
+    """How a convolution of two axes walks; one of one axis has a first axis of size 1. Padding: (top, bottom, left,
+    right)."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    dilation: tuple[int, int]
+    padding: tuple[int, int, int, int]
+
+    @property
+    def taps(self) -> int:
+        return self.kernel[0] * self.kernel[1]
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], kernel: tuple[Any, ...], axes: int) -> Window:
+        def pair(values: Any, idle: int) -> tuple[int, int]:
+            values = tuple(values)
+            values = values * axes if len(values) == 1 else values
+            return (idle, values[0]) if axes == 1 else (values[0], values[1])
+
+        size, stride, dilation = pair(kernel, 1), pair(given["stride"], 1), pair(given["dilation"], 1)
+        if given["padding"] == "same":
+            total = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]
+            return cls(
+                size,
+                stride,
+                dilation,
+                (total[0] // 2, total[0] - total[0] // 2, total[1] // 2, total[1] - total[1] // 2),
+            )
+        if given["padding"] == "valid":
+            return cls(size, stride, dilation, (0, 0, 0, 0))
+        rows, columns = pair(given["padding"], 0)
+        return cls(size, stride, dilation, (rows, rows, columns, columns))
+
+
+def _padded(images: torch.Tensor, zeros: torch.Tensor, padding: tuple[int, int, int, int]) -> torch.Tensor:
+    """The border holds each channel's zero point, as it does in the program."""
+    if not any(padding):
+        return images
+    top, bottom, left, right = padding
+    zero = zeros.to(images.dtype).reshape(1, -1, 1, 1)
+    inner = F.pad(images, (left, right, top, bottom))
+    inner[:, :, :top], inner[:, :, inner.shape[2] - bottom :] = zero, zero
+    inner[:, :, :, :left], inner[:, :, :, inner.shape[3] - right :] = zero, zero
+    return inner
+
+
+def _patches(images: torch.Tensor, window: Window, groups: int) -> torch.Tensor:
+    """u8 [n, c, h, w] -> [groups, c / groups * taps, positions]: what each row of a weight is multiplied by."""
+    (kh, kw), (sh, sw), (dh, dw) = window.kernel, window.stride, window.dilation
+    n, channels, height, width = images.shape
+    rows, columns = (height - dh * (kh - 1) - 1) // sh + 1, (width - dw * (kw - 1) - 1) // sw + 1
+    a, b, c, d = images.contiguous().stride()
+    view = images.contiguous().as_strided((channels, kh, kw, n, rows, columns), (b, c * dh, d * dw, a, c * sh, d * sw))
+    return view.reshape(groups, channels // groups * kh * kw, n * rows * columns)

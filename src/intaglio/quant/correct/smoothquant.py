@@ -1,0 +1,122 @@
+"""Values that only linear layers read as levels, and factors put in front of these: SmoothQuant where sums stay float.
+
+What a layer norm gives goes on to a sum as it is; the linear layers read it divided by a factor per channel, and their
+weights are multiplied by it. Behind a function the division runs in the layer's epilogue, elsewhere in the loop that
+makes the levels: it costs a multiplication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from intaglio.fxgraph.nodes import call_of, is_constant, operands, origin, provenance, record_of, tensor_type
+from intaglio.ir import TensorType
+from intaglio.quant.annotate.regions import Annotations, Region
+from intaglio.quant.qdq.prepare_passes import constant_node
+
+MOVES = ("reshape", "permute", "slice")
+"""Between a value and its readers; they leave channels where they are, on the last axis."""
+
+
+@dataclass(frozen=True)
+class Smoothed:
+    """A value: its node, its site, the operators that read its levels, and the linear layers behind these."""
+
+    node: fx.Node
+    site: str
+    users: tuple[fx.Node, ...]
+    readers: tuple[fx.Node, ...]
+
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """float32 [outputs, channels] of the readers."""
+        module = self.node.graph.owning_module
+        return [getattr(module, str(operands(reader)[1].target)) for reader in self.readers]
+
+
+def smoothable(annotations: Annotations) -> list[Smoothed]:
+    """Every value that factors can be put behind, where the recipe leaves sums in float."""
+    member = {node: region for region in annotations.regions for node in region.nodes}
+    sites = {site.value: site.name for site in annotations.sites if site.role == "activation"}
+    found = []
+    for node in annotations.module.graph.nodes:
+        region = member.get(node)
+        if node.name not in sites or (region is not None and not _ends_in_function(region, node)):
+            continue
+        users = tuple(user for user in node.users if user in member)
+        readers = [reader for user in users for reader in _readers(user, node, member)]
+        alone = region is None or len(users) == len(node.users)
+        if readers and alone and None not in readers and _wanted(readers, member):
+            found.append(Smoothed(node, sites[node.name], users, tuple(r for r in readers if r is not None)))
+    return found
+
+
+def _ends_in_function(region: Region, node: fx.Node) -> bool:
+    """Whether the kernel that makes it has a place for a factor."""
+    return region.name == "anchor_function" and region.root is node and region.record.name == "linear"
+
+
+def _readers(user: fx.Node, value: fx.Node, member: Mapping[fx.Node, Region]) -> list[fx.Node | None]:
+    """Linear layers behind a reader; ``None`` for anything else that sees levels of the value."""
+    region, record = member.get(user), record_of(user)
+    if region is None or record is None:
+        return [None]
+    channels = tensor_type(value).shape[-1]
+    if record.name == "linear" and user is region.anchor and operands(user)[0] is value:
+        weight = operands(user)[1]
+        return [user if is_constant(weight) and len(weight.users) == 1 else None]
+    kept = record.name in MOVES and len(region.nodes) == 1 and tensor_type(user).shape[-1] == channels
+    if not kept or not _keeps_channels(user):
+        return [None]
+    return [reader for behind in user.users for reader in _readers(behind, user, member)]
+
+
+def _keeps_channels(user: fx.Node) -> bool:
+    """Whether a move leaves the last axis as it is."""
+    name, axes = record_of(user).name, len(tensor_type(user.args[0]).shape)
+    if name == "permute":
+        return bool(record_of(user).bind(call_of(user, record_of(user)))["order"][-1] == axes - 1)
+    return name == "reshape" or user.args[1] % axes != axes - 1
+
+
+def _wanted(readers: Sequence[fx.Node | None], member: Mapping[fx.Node, Region]) -> bool:
+    settings = [member[reader].setting for reader in readers if reader is not None]
+    return all(setting.residual == "float" and setting.equalize for setting in settings)
+
+
+def smooth(module: fx.GraphModule, values: Sequence[Smoothed], factors: Mapping[str, torch.Tensor]) -> None:
+    """Divide what levels are made of by factors, float64 [channels] by node; multiply columns of weights by them."""
+    nodes = {node.name: node for node in module.graph.nodes}
+    for value in values:
+        divisor, node = factors[value.name], nodes[value.name]
+        constants = []
+        for label, tensor in (("shift", torch.zeros_like(divisor)), ("gain", 1 / divisor)):
+            name = f"{node.name}_smooth_{label}"
+            shape = (1,) * (len(tensor_type(node).shape) - 1) + (-1,)
+            module.register_buffer(name, tensor.float().reshape(shape))
+            constants.append(constant_node(module, name, f"{origin(node).path}.{label}"))
+        with module.graph.inserting_after(node):
+            divided = module.graph.call_function(torch.ops.aten.addcmul.default, (constants[0], node, constants[1]))
+        divided.meta = {
+            "type": TensorType(tensor_type(node).shape, tensor_type(node).dtype),
+            **provenance(node),
+            "smooths": True,
+        }
+        for user in value.users:
+            nodes[user.name].replace_input_with(node, divided)
+        for reader in value.readers:
+            weight = operands(nodes[reader.name])[1]
+            name = f"{weight.target}_smoothed"
+            module.register_buffer(name, (getattr(module, str(weight.target)).double() * divisor).float())
+            path = weight.meta.get("path", name)
+            nodes[reader.name].replace_input_with(weight, constant_node(module, name, path))
+    module.graph.eliminate_dead_code()
+    module.recompile()

@@ -1,0 +1,111 @@
+"""Integers for weights that keep an operator's result: of the levels on either side of each weight, not the nearest.
+
+The measure is the squared error of the result over the calibration data, which for ``e`` = weights less their rounded
+selves is ``e M e^T`` with the operand's second moments M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from intaglio.quant.correct.linalg import taken
+from intaglio.quant.correct.second_moments import Moments
+
+FEW = 32
+"""Columns that are rounded one by one; of more, a half and then the other."""
+ITERATIONS = 10_000
+RATE = 0.001
+WARM = 0.2
+"""Share of the iterations before anything is pushed to an end."""
+REGULARIZATION = 0.01
+STRETCH = (-0.1, 1.1)
+"""Rectified sigmoids reach both ends at finite arguments (Nagel et al. 2020, eq. 23)."""
+
+Round = Callable[[torch.Tensor, torch.Tensor, Moments, int, int], torch.Tensor]
+
+
+def nearest(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, high: int) -> torch.Tensor:
+    """float64 [groups, rows, k] in steps -> integers, ties to even."""
+    return (weight / step).round().clamp(low, high)
+
+
+def gptq(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, high: int) -> torch.Tensor:
+    """Column after column, the error of each spread over those that are still free (Frantar et al. 2022, algorithm 1).
+
+    Columns stand in the order of their moments, largest first. A row that would lose by it keeps nearest rounding.
+    """
+    plain = nearest(weight, step, found, low, high)
+    if found.factor is None:
+        return plain
+    order, factor = found.factor
+    free, steps = taken(weight, order, 2), taken(step.expand_as(weight), order, 2)
+    levels, _ = _spread(free, steps, factor, low, high)
+    chosen = torch.zeros_like(levels).scatter(2, order[:, None].expand_as(levels), levels)
+    return _better(chosen, plain, weight, step, found.matrix)
+
+
+def _spread(
+    free: torch.Tensor, steps: torch.Tensor, factor: torch.Tensor, low: int, high: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers and errors that are left, [groups, rows, k], of columns in their order. What the first half leaves is
+    spread over the second in one product; columns one by one only where few are left."""
+    width = free.shape[2]
+    if width > FEW:
+        half = width // 2
+        first, errors = _spread(free[..., :half], steps[..., :half], factor[:, :half, :half], low, high)
+        rest = free[..., half:] - errors @ factor[:, :half, half:]
+        last, more = _spread(rest, steps[..., half:], factor[:, half:, half:], low, high)
+        return torch.cat((first, last), 2), torch.cat((errors, more), 2)
+    columns, sizes = free.mT.clone(memory_format=torch.contiguous_format), steps.mT
+    levels, errors = torch.empty_like(columns), torch.empty_like(columns)
+    for i in range(width):
+        levels[:, i] = (columns[:, i] / sizes[:, i]).round().clamp(low, high)
+        errors[:, i] = (columns[:, i] - levels[:, i] * sizes[:, i]) / factor[:, i, i, None]
+        columns[:, i + 1 :] -= factor[:, i, i + 1 :, None] * errors[:, i, None]
+    return levels.mT, errors.mT
+
+
+def adaround(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, high: int) -> torch.Tensor:
+    """Up or down for every weight, learned by gradient descent on the same measure (Nagel et al. 2020, section 3.3).
+
+    ``ITERATIONS`` steps of Adam, as many as in the paper, in float32; a row that did not gain keeps nearest rounding.
+    """
+    plain, moments = nearest(weight, step, found, low, high), found.matrix
+    signal = (weight**2 @ moments.diagonal(dim1=1, dim2=2)[..., None]).mean().clamp_min(1e-300)
+    floor = (weight / step).floor()
+    rest = (weight / step - floor - STRETCH[0]) / (STRETCH[1] - STRETCH[0])
+    logits = torch.logit(rest.clamp(1e-6, 1 - 1e-6)).float().requires_grad_()
+    exact, steps, below, matrix = weight.float(), step.float(), floor.float(), (moments / signal).float()
+    optimizer = torch.optim.Adam([logits], lr=RATE)
+    with torch.enable_grad():
+        for i in range(ITERATIONS):
+            soft = (logits.sigmoid() * (STRETCH[1] - STRETCH[0]) + STRETCH[0]).clamp(0, 1)
+            error = exact - (below + soft).clamp(low, high) * steps
+            # The gradient of e M e^T is 2 M e, as M is symmetric: one product a step instead of two.
+            loss = 2 * ((error.detach() @ matrix) * error).sum()
+            if i > WARM * ITERATIONS:
+                sharpness = 20 - 18 * (i / ITERATIONS - WARM) / (1 - WARM)
+                loss = loss + REGULARIZATION * (1 - (2 * soft - 1).abs() ** sharpness).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    chosen = (floor + (logits.detach() >= 0)).clamp(low, high)
+    return _better(chosen, plain, weight, step, moments)
+
+
+ROUNDINGS: dict[str, Round] = {"nearest": nearest, "gptq": gptq, "adaround": adaround}
+
+
+def loss(levels: torch.Tensor, weight: torch.Tensor, step: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """``e M e^T`` per row: [groups, rows]."""
+    error = weight - levels * step
+    return ((error @ matrix) * error).sum(2)
+
+
+def _better(
+    chosen: torch.Tensor, plain: torch.Tensor, weight: torch.Tensor, step: torch.Tensor, matrix: torch.Tensor
+) -> torch.Tensor:
+    gains = loss(chosen, weight, step, matrix) < loss(plain, weight, step, matrix)
+    return torch.where(gains[..., None], chosen, plain)

@@ -1,0 +1,1 @@
+"""Accept quantizers and quantized models of other tools."""

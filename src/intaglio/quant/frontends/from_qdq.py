@@ -1,0 +1,77 @@
+"""A model that others quantized -> `Reference`: the same levels, scales and zero points; nothing is calibrated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from intaglio.errors import UnsupportedError
+from intaglio.fxgraph.graph_passes import copy_graph, run
+from intaglio.fxgraph.nodes import activations, is_constant, operands, operator, origin, record_of, tensor_type
+from intaglio.ir import DType
+from intaglio.quant.annotate.find_sites import Names
+from intaglio.quant.annotate.refusals import skipped
+from intaglio.quant.annotate.regions import Annotations
+from intaglio.quant.annotate.sites import Fixed, Site
+from intaglio.quant.qdq.convert import Reference
+from intaglio.quant.qdq.parameters import Parameters
+from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
+from intaglio.quant.qdq.qdq_normalize import LIBRARY, QUANTIZE, UNFIT, dequantizes
+from intaglio.quant.qdq.qparams import fixed_qparams
+from intaglio.tracing.captured import Captured, expect, fx_text
+
+
+def from_qdq(captured: Captured) -> Reference:
+    """The reference of a graph that quantizes and dequantizes already. `UnsupportedError` where it does not, or in ways
+    that are not taken over. Its sites are activations; scales of weights stand in the graph."""
+    expect(captured, Captured, "from_qdq")
+    if not any(operator(node).startswith(LIBRARY) for node in captured.module.graph.nodes):
+        raise UnsupportedError(
+            "model",
+            None,
+            f"its graph has no operator {LIBRARY}quantize_per_tensor",
+            remedy="quantize(model, data) takes float models",
+        )
+    module = copy_graph(captured.module)
+    run(module, PTQ_PASSES)
+    sites = tuple(_sites(module.graph))
+    weights = sum(dequantizes(node) and is_constant(node.args[0]) for node in module.graph.nodes)
+    reasons = {node: _reason(node) for node in module.graph.nodes if node.op == "call_function"}
+    leaders = {site.name: site.name for site in sites}
+    annotations = Annotations(module, sites, (), skipped((), (), reasons), leaders)
+    note = f"quantized by others: {len(sites)} activations as given, {weights} weights and biases"
+    about = captured.about.after((note,), captured=captured.text(), reference=fx_text(module.graph))
+    qparams = {site.name: fixed_qparams(site, site.spec) for site in sites if isinstance(site.spec, Fixed)}
+    return Reference(module, captured.signature, qparams, annotations, Parameters({}), about)
+
+
+def _sites(graph: fx.Graph) -> Iterator[Site]:
+    """Every value that has levels."""
+    names, count = Names(graph), dict[str, int]()
+    for node in graph.nodes:
+        if operator(node) == QUANTIZE and (q := tensor_type(node).q) is not None:
+            value = node.args[0]
+            number = count[names.of(value)] = count.get(names.of(value), -1) + 1  # a value may have several parameters
+            name = names.of(value) + (f"@{number}" if number else "")
+            spec = Fixed(q.step, q.zero)
+            yield Site(name, value.name, "activation", spec, DType.U8, q.qmin, q.qmax, None, origin(value), "u8")
+
+
+def _reason(node: fx.Node) -> str:
+    """Why an operator stays in float, if it does."""
+    record = record_of(node)
+    if record is None:
+        return "no int8 kernel for this operator"
+    if tensor_type(node) is None or tensor_type(node).dtype is not DType.F32:
+        return "not a float32 tensor"
+    weight = None if record.roles.weight is None else operands(node)[record.roles.weight]
+    for unfit in (value for value in (node, weight) if value is not None and UNFIT in value.meta):
+        return str(unfit.meta[UNFIT])
+    if weight is not None and not dequantizes(weight):
+        return "its weight is not quantized"
+    if not all(value is not None and dequantizes(value) for value in activations(node)):
+        return "it reads a value that is not quantized"
+    if any(operator(user) != QUANTIZE for user in node.users):
+        return "its result is read as float"
+    return "no kernel joins it with what stands around it"

@@ -1,0 +1,278 @@
+"""Quantizers written for PyTorch's export flow (torchao's PT2E): the graph as they expect it, and what they say of it.
+
+They are known by what they do and by the names of their classes; torchao is not imported. Sources: documentation of
+torchao.quantization.pt2e.quantizer (`Quantizer`, `QuantizationAnnotation`, `QuantizationSpec` and its kin).
+"""
+
+from __future__ import annotations
+
+import operator as python_operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from intaglio.errors import UnsupportedError
+from intaglio.fxgraph.graph_passes import copy_graph
+from intaglio.fxgraph.nodes import operands, operator, origin, record_of, tensor_type
+from intaglio.ir import DType, evaluate, symbols_of
+from intaglio.quant.annotate.node_annotations import KEY, Annotation, Levels, Own, SameAs, is_apart
+from intaglio.quant.annotate.sites import Dynamic, Fixed, Observed
+from intaglio.signature import DTYPES, TORCH_DTYPES
+
+aten = torch.ops.aten
+SOURCES: Mapping[str, tuple[type[nn.Module] | None, Any]] = {
+    "aten.conv1d.default": (nn.Conv1d, F.conv1d),
+    "aten.conv2d.default": (nn.Conv2d, F.conv2d),
+    "aten.conv3d.default": (nn.Conv3d, F.conv3d),
+    "aten.conv_transpose2d.input": (nn.ConvTranspose2d, F.conv_transpose2d),
+    "aten.linear.default": (nn.Linear, F.linear),
+    "aten.relu.default": (nn.ReLU, F.relu),
+    "aten.hardtanh.default": (nn.Hardtanh, F.hardtanh),
+    "aten.relu6.default": (nn.ReLU6, F.relu6),
+    "aten.hardswish.default": (nn.Hardswish, F.hardswish),
+    "aten.silu.default": (nn.SiLU, F.silu),
+    "aten.gelu.default": (nn.GELU, F.gelu),
+    "aten.leaky_relu.default": (nn.LeakyReLU, F.leaky_relu),
+    "aten.tanh.default": (nn.Tanh, torch.tanh),
+    "aten.sigmoid.default": (nn.Sigmoid, torch.sigmoid),
+    "aten.max_pool2d.default": (nn.MaxPool2d, F.max_pool2d),
+    "aten.avg_pool2d.default": (nn.AvgPool2d, F.avg_pool2d),
+    "aten.adaptive_avg_pool2d.default": (nn.AdaptiveAvgPool2d, F.adaptive_avg_pool2d),
+    "aten.flatten.using_ints": (nn.Flatten, torch.flatten),
+    "aten.embedding.default": (nn.Embedding, F.embedding),
+    "aten.cat.default": (None, torch.cat),
+    "aten.matmul.default": (None, torch.matmul),
+    "aten.add.Tensor": (None, python_operator.add),
+    "aten.mul.Tensor": (None, python_operator.mul),
+}
+"""Overload -> the module and the function that it comes from: what such quantizers look for."""
+AS_TENSOR = {"aten.add.Scalar": aten.add.Tensor, "aten.mul.Scalar": aten.mul.Tensor, "aten.sub.Scalar": aten.sub.Tensor}
+"""Overloads that say a number is meant -> those that export leaves."""
+
+
+# -- the graph --------------------------------------------------------------------------------------------------------
+
+
+def torch_view(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy with export's spelling of operators and what export writes on nodes: ``val``, ``nn_module_stack``,
+    ``source_fn_stack``; our own ``type`` and ``origin`` stay. Nodes keep their names."""
+    view, sizes = copy_graph(module), module.meta.get("sizes", {})
+    types: Mapping[str, str] = module.meta.get("types", {})
+    with FakeTensorMode():
+        for node in list(view.graph.nodes):
+            if is_apart(node):
+                node.replace_all_uses_with(node.args[0])
+                view.graph.erase_node(node)
+                continue
+            kind = tensor_type(node)
+            if kind is not None and kind.dtype in TORCH_DTYPES:
+                shape = [evaluate(size, {n: sizes.get(n, 2) for n in symbols_of(size)}) for size in kind.shape]
+                node.meta["val"] = torch.empty(shape, dtype=TORCH_DTYPES[kind.dtype])
+            _spell(node)
+            node.meta |= _export_meta(node, types)
+    view.recompile()
+    return view
+
+
+def _spell(node: fx.Node) -> None:
+    """The overload that export leaves: of functions of one number, and of a reshape that joins the last axes."""
+    if operator(node) in AS_TENSOR:
+        node.target = AS_TENSOR[operator(node)]
+    kept = _kept_axes(node) if operator(node) == "aten.reshape.default" else None
+    if kept is not None:
+        node.target, node.args = aten.flatten.using_ints, (node.args[0], kept)
+
+
+def _kept_axes(node: fx.Node) -> int | None:
+    """How many axes of its operand a reshape leaves alone, if it joins all others to one."""
+    before, after = tensor_type(node.args[0]), tensor_type(node)
+    kept = len(after.shape) - 1
+    return kept if len(before.shape) > kept + 1 and before.shape[:kept] == after.shape[:kept] else None
+
+
+MODULE = "torch.nn.modules.module.Module"
+
+
+def _export_meta(node: fx.Node, types: Mapping[str, str]) -> dict[str, Any]:
+    """Modules around a node, outermost first, and the module or function it comes from."""
+    if node.op != "call_function":
+        return {}
+    where = origin(node)
+    path = where.path.partition("@")[0]
+    parts = path.split(".") if path else []
+    paths = ["", *(".".join(parts[: depth + 1]) for depth in range(len(parts)))]
+    stack = {f"L__self__{one.replace('.', '_')}": (one, types.get(one, MODULE)) for one in paths}
+    found: dict[str, Any] = {"nn_module_stack": stack}
+    if where.source:
+        found["stack_trace"] = where.source
+    module, function = SOURCES.get(operator(node), (None, None))
+    if function is not None:
+        inner = stack[next(reversed(stack))][1]
+        leaf = module is not None and inner == f"{module.__module__}.{module.__qualname__}"
+        found["source_fn_stack"] = [(node.name, module if leaf else function)]
+    return found
+
+
+# -- what they say ----------------------------------------------------------------------------------------------------
+
+
+def annotations_of(view: fx.GraphModule, annotator: Any) -> dict[fx.Node, Annotation]:
+    """Lets an annotator write on a view; node -> what it wrote, in our own terms."""
+    if hasattr(annotator, "transform_for_annotation"):
+        annotator.transform_for_annotation(view)
+    known = {node: node.name for node in view.graph.nodes}
+    annotator.annotate(view)
+    if hasattr(annotator, "validate"):
+        annotator.validate(view)
+    records = {node: node.meta[KEY] for node in view.graph.nodes if KEY in node.meta and node in known}
+    if hasattr(annotator, "prepare_obs_or_fq_callback"):
+        _replace_observers(view, annotator, records)
+    return {node: _translated(node, record) for node, record in records.items()}
+
+
+def _translated(node: fx.Node, record: Any) -> Annotation:
+    if isinstance(record, Annotation):
+        return record
+    given = record.input_qspec_map or {}
+    inputs = {value: _half_weight(node, value, spec) or _levels(node, spec) for value, spec in given.items()}
+    return Annotation(inputs, _levels(node, record.output_qspec), record.allow_implicit_sharing)
+
+
+def _half_weight(node: fx.Node, value: Any, spec: Any) -> Levels | None:
+    """Of a float16 spec of a layer's weight, which is stored so."""
+    record, dtype = record_of(node), getattr(spec, "dtype", None)
+    weight = None if record is None else record.roles.weight
+    if dtype is not torch.float16 or weight is None or operands(node)[weight] is not value:
+        return None
+    return Levels("f16")
+
+
+def _levels(node: fx.Node, spec: Any) -> Levels | SameAs | Own | None:
+    """A spec of torchao's by the name of its class. One that derives parameters gives a bias int32, as every bias of
+    int8 layers is; float types of activations mean that nothing is done."""
+    if spec is None or isinstance(spec, (Levels, SameAs, Own)):
+        return spec
+    kind = type(spec).__name__
+    if kind == "SharedQuantizationSpec":
+        return SameAs(spec.edge_or_node)
+    if kind == "DerivedQuantizationSpec" and spec.dtype is torch.int32:
+        return None
+    if kind == "FixedQParamsQuantizationSpec":
+        datatype, span, shift = _datatype(node, spec, symmetric=False)
+        return Levels(datatype, Fixed(float(spec.scale), int(spec.zero_point) + shift), span)
+    if kind != "QuantizationSpec":
+        raise UnsupportedError(node.name, operator(node), f"its annotation has an unknown {kind}")
+    if hasattr(_made_by(spec.observer_or_fake_quant_ctr)[0], "convert"):
+        return Own(spec.observer_or_fake_quant_ctr)
+    if spec.dtype in (torch.float32, torch.float16, torch.bfloat16) and not spec.is_dynamic:
+        return None
+    if spec.is_dynamic:
+        return Levels("u8", Dynamic("tensor"))
+    symmetric = spec.qscheme in (torch.per_tensor_symmetric, torch.per_channel_symmetric)
+    channels = spec.qscheme in (
+        torch.per_channel_symmetric,
+        torch.per_channel_affine,
+        torch.per_channel_affine_float_qparams,
+    )
+    datatype, span, _ = _datatype(node, spec, symmetric)
+    return Levels(datatype, _observed(spec.observer_or_fake_quant_ctr, symmetric), span, channels)
+
+
+WEIGHTS = {(-128, 127): "s8", (-127, 127): "s8", (-8, 7): "s4", (-4, 3): "s3", (-2, 1): "s2"}
+"""Levels of signed bytes -> the datatype of a weight."""
+
+
+def _datatype(node: fx.Node, spec: Any, symmetric: bool) -> tuple[str, tuple[int, int] | None, int]:
+    """Name, levels, and what is added to a zero point: signed bytes of activations are kept 128 higher."""
+    stored = DTYPES.get(spec.dtype)
+    if stored not in (DType.U8, DType.S8):
+        raise UnsupportedError(
+            node.name,
+            operator(node),
+            f"its annotation asks for {spec.dtype}; known are uint8 and int8, and int32 of a bias",
+        )
+    most = (0, 255) if stored is DType.U8 else (-128, 127)
+    low = most[0] if spec.quant_min is None else spec.quant_min
+    high = most[1] if spec.quant_max is None else spec.quant_max
+    if stored is DType.S8 and symmetric and (low, high) in WEIGHTS:
+        return WEIGHTS[low, high], None, 0
+    shift = 0 if stored is DType.U8 else 128
+    span = (low + shift, high + shift)
+    return "u8", None if span == (0, 255) else span, shift
+
+
+METHODS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "HistogramObserver": lambda given: "mse",
+    "MinMaxObserver": lambda given: "minmax",
+    "PerChannelMinMaxObserver": lambda given: "minmax",
+    "MovingAverageMinMaxObserver": lambda given: f"ema:{given.get('averaging_constant', 0.01)}",
+    "MovingAveragePerChannelMinMaxObserver": lambda given: "minmax",
+    "FakeQuantize": lambda given: "ema:0.01",
+    "FusedMovingAvgObsFakeQuantize": lambda given: "ema:0.01",
+}
+"""Class of an observer -> the method that chooses as it does. Any other observer is run itself."""
+
+
+def _made_by(make: Any) -> tuple[Any, dict[str, Any]]:
+    """The class behind what ``with_args`` makes, and the arguments."""
+    given: dict[str, Any] = {}
+    while hasattr(make, "p") or hasattr(make, "func"):
+        make = getattr(make, "p", make)
+        given |= getattr(make, "keywords", {})
+        make = getattr(make, "func", make)
+    return make, given
+
+
+def _observed(make: Any, symmetric: bool) -> Observed:
+    inner, given = _made_by(make)
+    method = METHODS.get(getattr(inner, "__name__", ""))
+    if method is None:
+        return Observed("minmax", symmetric, make)
+    return Observed(method(given), symmetric)
+
+
+# -- their hook -------------------------------------------------------------------------------------------------------
+
+
+def _replace_observers(view: fx.GraphModule, annotator: Any, records: dict[fx.Node, Any]) -> None:
+    """The observers that an annotator puts in place of those it asked for, group by group, before they are placed."""
+    made: dict[Any, Any] = {}
+    for node, record in records.items():
+        for value, spec in (record.input_qspec_map or {}).items() if not isinstance(record, Annotation) else ():
+            _observer(made, (value, node), spec)
+        if not isinstance(record, Annotation):
+            _observer(made, node, record.output_qspec)
+    for place, made_here in list(made.items()):
+        while isinstance(made_here, tuple):  # shared: the place that has the observer
+            made_here = made.get(made_here[0])
+        made[place] = made_here
+    before = dict(made)
+    annotator.prepare_obs_or_fq_callback(view, made)
+    for place, observer in made.items():
+        if observer is before.get(place) or observer is None:
+            continue
+        levels = _of_observer(observer)
+        if isinstance(place, tuple):
+            records[place[1]].input_qspec_map[place[0]] = levels
+        else:
+            records[place].output_qspec = levels
+
+
+def _observer(made: dict[Any, Any], place: Any, spec: Any) -> None:
+    kind = type(spec).__name__
+    if kind == "SharedQuantizationSpec":
+        made[place] = (spec.edge_or_node,)
+    elif kind == "QuantizationSpec":
+        made[place] = spec.observer_or_fake_quant_ctr()
+
+
+def _of_observer(observer: Any) -> Levels:
+    """A stand-in with fixed parameters, or an observer that is run."""
+    if hasattr(observer, "scale") and "FixedQParams" in type(observer).__name__:
+        shift = 128 if observer.dtype is torch.int8 else 0
+        return Levels("u8", Fixed(float(observer.scale), int(observer.zero_point) + shift))
+    return Levels("u8", Observed("minmax", False, lambda: observer))

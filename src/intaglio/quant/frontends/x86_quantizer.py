@@ -1,0 +1,256 @@
+"""The rules that Inductor's x86 quantizer goes by, written with `intaglio.annotation`.
+
+Setters, order of precedence, and where quantize and dequantize go are those of torchao's `X86InductorQuantizer`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from intaglio.errors import SelectorError
+from intaglio.fxgraph.nodes import FxView, activations, arguments, operands, operator, origin, record_of, tensor_type
+from intaglio.ir.rewrite import any as value
+from intaglio.ir.rewrite import match, op, seq
+from intaglio.quant.annotate.node_annotations import Annotation, Levels, Own, SameAs, annotate_node, annotation_of
+from intaglio.quant.annotate.sites import Dynamic, Observed
+from intaglio.quant.qat.eval_graph import MARKS, Norm
+from intaglio.quant.recipes.recipe import DEFAULT, Setting, matches
+
+RELU, GELU = "aten.relu.default", "aten.gelu.default"
+AFTER_CONV = (RELU, "aten.hardtanh.default", "aten.relu6.default", "aten.hardswish.default", "aten.silu.default")
+AFTER_LINEAR = (RELU, "aten.leaky_relu.default", "aten.tanh.default", GELU)
+CONV2D, LINEAR = "aten.conv2d.default", "aten.linear.default"
+CONV1D, MATMUL, MUL = "aten.conv1d.default", "aten.matmul.default", "aten.mul.Tensor"
+ADD = "aten.add.Tensor"
+ROWS = (
+    op(RELU, op(ADD, seq(CONV2D), value("extra"), commutative=True)),
+    op(ADD, seq(CONV2D), value("extra"), commutative=True),
+    seq(CONV2D, AFTER_CONV),
+    seq(CONV1D, RELU),
+    seq((CONV2D, CONV1D)),
+    op(RELU, op(ADD, seq(LINEAR), value("extra"), commutative=True)),
+    op(ADD, seq(LINEAR), value("extra"), commutative=True),
+    seq(LINEAR, AFTER_LINEAR),
+    seq(LINEAR),
+    op(MATMUL),
+    op(MUL),
+)
+"""What becomes one int8 operator, in order of precedence."""
+MAX_POOL, AVG_POOL = "aten.max_pool2d.default", "aten.avg_pool2d.default"
+POOL, CAT, FLATTEN = "aten.adaptive_avg_pool2d.default", "aten.cat.default", "aten.flatten.using_ints"
+PASSING = (MAX_POOL, CAT, AVG_POOL, POOL, FLATTEN)
+"""What is quantized only behind what is, and gives levels of its input's parameters."""
+BY_DEFAULT = (*PASSING, CONV1D, CONV2D, LINEAR, MUL)
+TYPES: Mapping[Any, str] = {
+    nn.Conv1d: CONV1D,
+    F.conv1d: CONV1D,
+    nn.Conv2d: CONV2D,
+    F.conv2d: CONV2D,
+    nn.Linear: LINEAR,
+    F.linear: LINEAR,
+    nn.MaxPool2d: MAX_POOL,
+    F.max_pool2d: MAX_POOL,
+    nn.AvgPool2d: AVG_POOL,
+    F.avg_pool2d: AVG_POOL,
+    nn.AdaptiveAvgPool2d: POOL,
+    F.adaptive_avg_pool2d: POOL,
+    torch.cat: CAT,
+    nn.Flatten: FLATTEN,
+    torch.flatten: FLATTEN,
+    torch.matmul: MATMUL,
+    torch.mul: MUL,
+}
+"""Module or function -> the overload it becomes."""
+
+
+def get_symmetric_quantization_config(
+    is_per_channel: bool = True, is_qat: bool = False, is_dynamic: bool = False, reduce_range: bool = False
+) -> Setting:
+    """The setting of a preset: weights symmetric, per output channel or not; activations in 0..255, or in 0..127
+    (``reduce_range``: machines without VNNI would saturate), of a histogram, of moving averages (``is_qat``), or
+    quantized while the model runs."""
+    return Setting(
+        quantize=True,
+        method="ema:0.01" if is_qat else "mse",
+        weights="channel" if is_per_channel else "tensor",
+        bits=7 if reduce_range else 8,
+        activations="tensor" if is_dynamic else "static",
+    )
+
+
+def get_linear_dynamic_fp16_config() -> Setting:
+    """The setting of a preset that stores weights as float16 and computes in float32; activations stay as they are.
+    Its name is torchao's, where nothing is dynamic either."""
+    return Setting(quantize=True, activations="float", weights_dtype="f16")
+
+
+class X86Quantizer:
+    """Convolutions and linear layers with what follows them, then what passes levels on.
+
+    A setting is for a module by name, for a type of module or function, or for all; the first wins over the second,
+    this over the third. ``None`` leaves in float. Modules and functions other than those of `TYPES` are ignored with a
+    warning, as is a setting that mixes training or run-time scales with an earlier one that does not. All setters
+    return the quantizer.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, Setting | None] = {}
+        self._types: dict[str, Setting | None] = {}
+        self._rest: Setting | None = None
+
+    def set_global(self, config: Setting | None) -> X86Quantizer:
+        """For all that has no other setting; a product of two activations needs one of its own."""
+        if self._goes_with(config):
+            self._rest = config
+        return self
+
+    def get_global(self) -> Setting | None:
+        """What `set_global` has set."""
+        return self._rest
+
+    def set_module_name(self, name: str, config: Setting | None) -> X86Quantizer:
+        """For what lies in one module; a fused pattern has to lie there altogether."""
+        if self._goes_with(config):
+            self._names[name] = config
+        return self
+
+    def set_module_type(self, kind: type[nn.Module], config: Setting | None) -> X86Quantizer:
+        """For a class of layers; functions that do the same have the same setting."""
+        return self._set_type(kind, config)
+
+    def set_function_type(self, function: Callable[..., Any], config: Setting | None) -> X86Quantizer:
+        """For a function such as `torch.matmul`; modules that do the same have the same setting."""
+        return self._set_type(function, config)
+
+    def annotate(self, module: fx.GraphModule) -> None:
+        """Names first, then types, then the rest: what is annotated stays as it is."""
+        view, ends = FxView(module.graph), set[fx.Node]()
+        for config, covers in self._scopes(module):
+            for row in ROWS:
+                for node in module.graph.nodes:
+                    hit = match(row, node, view) if node.op == "call_function" else None
+                    if hit is None or not covers(hit.nodes) or any(map(annotation_of, hit.nodes)):
+                        continue
+                    if operator(node) != MUL or _equal_shapes(node):
+                        _annotate_row(hit.nodes, dict(hit.bound).get("extra"), config)
+                        ends |= {node} if _kept(config) is not None else set()
+            for node in module.graph.nodes:
+                if operator(node) in PASSING and annotation_of(node) is None and covers((node,)):
+                    ends |= {node} if _pass_on(node, config, ends) else set()
+
+    def _scopes(self, module: fx.GraphModule) -> Iterator[tuple[Setting | None, Callable[[Sequence[fx.Node]], bool]]]:
+        """Settings in order of precedence, each with which patterns it is for."""
+        for name, config in self._names.items():
+            if not any(matches(name, origin(node), {}) is not None for node in module.graph.nodes):
+                raise SelectorError(f"module {name!r}", None, "no operator lies in it")
+            yield config, partial(_all_inside, name)
+        for kind, config in self._types.items():
+            yield config, partial(_has_one, (kind,))
+        if self._rest is not None:
+            yield self._rest, partial(_has_one, BY_DEFAULT)
+
+    def _set_type(self, kind: Any, config: Setting | None) -> X86Quantizer:
+        if kind not in TYPES:
+            warnings.warn(f"{getattr(kind, '__name__', kind)}: no int8 rule for this type; ignored", stacklevel=3)
+        elif self._goes_with(config):
+            self._types[TYPES[kind]] = config
+        return self
+
+    def _goes_with(self, config: Setting | None) -> bool:
+        """Whether a setting's mode is that of those before. One that leaves activations in float goes with any of the
+        same training."""
+        given = [one for one in (config, *self._names.values(), *self._types.values(), self._rest) if one is not None]
+        when = {one.activations or "static" for one in given} - {"float"}
+        mixed = config is not None and (len(when) > 1 or len(set(map(_trains, given))) > 1)
+        if mixed:
+            warnings.warn("this setting mixes training or run-time scales with an earlier one; ignored", stacklevel=4)
+        return not mixed
+
+
+def _all_inside(name: str, nodes: Sequence[fx.Node]) -> bool:
+    return all(matches(name, origin(node), {}) is not None for node in nodes)
+
+
+def _has_one(kinds: Collection[str], nodes: Sequence[fx.Node]) -> bool:
+    return sum(operator(node) in kinds for node in nodes) == 1
+
+
+def _trains(config: Setting) -> bool:
+    """Whether a setting is for training."""
+    return (config.method or "").startswith("ema")
+
+
+def _annotate_row(nodes: Sequence[fx.Node], extra: fx.Node | None, config: Setting | None) -> None:
+    """One pattern, root first: what its layer reads, and what a convolution adds; what a linear layer adds stays float,
+    for accuracy. In training, what a batch norm was folded into gives levels, whoever reads it."""
+    root, anchor = nodes[0], nodes[-1]
+    normed = any(isinstance(mark, Norm) for mark in anchor.meta.get(MARKS, ()))
+    for node in nodes:
+        inputs: dict[fx.Node, Levels | SameAs | Own | None] = {}
+        if config is not None and node is anchor:
+            inputs = _reads(anchor, config)
+        elif config is not None and operator(node) == ADD and operator(anchor) == CONV2D and extra is not None:
+            inputs = {extra: _kept(config)}
+        trained = node is root and normed and config is not None and _trains(config)
+        annotate_node(node, Annotation(inputs, _kept(config) if trained else None))
+
+
+def _reads(anchor: fx.Node, config: Setting) -> dict[fx.Node, Levels | SameAs | Own | None]:
+    """Edges of a layer or a product."""
+    found: dict[fx.Node, Levels | SameAs | Own | None] = {}
+    for one in activations(anchor):
+        if one is not None:
+            found[one] = _activation(config)
+    weight = record_of(anchor).roles.weight
+    if weight is not None and operands(anchor)[weight] is not None:
+        whole = config.over(DEFAULT)
+        found[operands(anchor)[weight]] = Levels(
+            whole.weight.name, Observed("absmax", True), channels=whole.weights != "tensor"
+        )
+    return found
+
+
+def _activation(config: Setting | None) -> Levels | None:
+    """What activations become under a setting; ``None``: they stay in float."""
+    if config is None or config.activations == "float":
+        return None
+    whole = config.over(DEFAULT)
+    if whole.activations in ("token", "tensor"):
+        return Levels(spec=Dynamic(whole.activations))
+    return Levels(whole.activation.name, Observed(whole.method or "mse"))
+
+
+def _kept(config: Setting | None) -> Levels | None:
+    """Levels of a value whoever reads it; ``None`` also where they are made while the model runs, for one layer."""
+    levels = _activation(config)
+    return None if levels is None or isinstance(levels.spec, Dynamic) else levels
+
+
+def _equal_shapes(node: fx.Node) -> bool:
+    kinds = [tensor_type(one) if one is not None else None for one in operands(node)[:2]]
+    return len(kinds) == 2 and None not in kinds and kinds[0].shape == kinds[1].shape
+
+
+def _pass_on(node: fx.Node, config: Setting | None, ends: Collection[fx.Node]) -> bool:
+    """Levels in and out with one set of parameters, if all that is read is the end of something quantized."""
+    read = list(dict.fromkeys(arguments(node)["tensors"] if operator(node) == CAT else node.all_input_nodes[:1]))
+    if (levels := _kept(config)) is None:
+        annotate_node(node, Annotation())
+        return False
+    if any(one not in ends for one in read):
+        if operator(node) == MAX_POOL:
+            warnings.warn(f"{node.name}: its input is not quantized, so this pool is not either", stacklevel=2)
+        return False
+    if operator(node) == FLATTEN and not any(operator(user) in (*BY_DEFAULT, MATMUL) for user in node.users):
+        return False
+    first, *others = read
+    shared = SameAs((first, node))
+    annotate_node(node, Annotation({first: levels, **dict.fromkeys(others, shared)}, shared))
+    return True

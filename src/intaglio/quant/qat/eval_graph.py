@@ -1,0 +1,227 @@
+"""A model captured in training -> what it computes in evaluation, with marks where training does something else."""
+
+from __future__ import annotations
+
+import contextlib
+import operator as python_operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from intaglio.errors import UnsupportedError
+from intaglio.fxgraph.fuse_attention import PRODUCTS
+from intaglio.fxgraph.graph_passes import CAPTURE_PASSES, run
+from intaglio.fxgraph.nodes import arguments, constant_node, operator, origin, provenance, record_of, tensor_type
+from intaglio.ir import State
+from intaglio.quant.calibrate.prepare import copy_graph
+from intaglio.tracing.captured import Captured
+
+EVALUATED_NORM = torch.ops.aten._native_batch_norm_legit_no_training.default
+TRAINED_NORM = "aten._native_batch_norm_legit_functional.default"
+ATTENTION = "aten.scaled_dot_product_attention.default"
+EMPTIES = ("aten.new_empty.default", "aten.empty.memory_format", "aten.empty_like.default")
+COUNTED = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers of a batch norm."""
+MARKS = "in training"
+"""Key of a node's meta: what training does to the node's value, in order."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A batch norm has made the value: its weight, bias, running mean and variance by name of their constants
+    (``None``: it has none), and the path of the module that holds the statistics."""
+
+    path: str
+    constants: tuple[str | None, ...]
+    momentum: float
+    eps: float
+    number: int
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Readers get the value with a share of it set to zero.
+
+    ``whole``: axes along which all is kept or none, as along rows and columns of feature maps. ``inside``: what is
+    dropped are the probabilities of the attention that makes the value. ``readers``: names of those it holds for, of
+    several; else all.
+    """
+
+    p: float
+    whole: tuple[int, ...]
+    number: int
+    path: str
+    inside: bool = False
+    readers: tuple[str, ...] = ()
+
+
+def evaluated(captured: Captured) -> Captured:
+    """Batch norms with their running statistics, no dropout; `MARKS` say what was there.
+
+    `UnsupportedError` for other buffers that the model changes, and for other random numbers it draws.
+    """
+    module, states = copy_graph(captured.module), {state.name: state for state in captured.signature.state}
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    output.args = (output.args[0][: len(output.args[0]) - len(states)],)
+    known = _evaluate_norms(module, states)
+    _drop_dropout(module)
+    _drop_counters(module, states, known)
+    for node in module.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and record_of(node) is None:
+            raise _unable(node, "random numbers that are no dropout", "train the parts of the model around it")
+    with followed(module):
+        run(module, CAPTURE_PASSES)
+    return replace(captured, module=module, signature=replace(captured.signature, state=()))
+
+
+def _unable(node: fx.Node, problem: str, remedy: str) -> UnsupportedError:
+    where = origin(node)
+    return UnsupportedError(where.path or "model", where.operator, problem, remedy=remedy, source=where.source or None)
+
+
+def _evaluate_norms(module: fx.GraphModule, states: Mapping[str, State]) -> set[str]:
+    """Batch norms that count -> those that read what was counted; the paths of modules that count."""
+    known: set[str] = set()
+    for number, node in enumerate([node for node in module.graph.nodes if operator(node) == TRAINED_NORM]):
+        x, weight, bias, mean, variance, _, momentum, eps = node.args
+        counted = [states[_before_calls(value).name] for value in (mean, variance)]
+        constants = [_as_constant(module, state) for state in counted]
+        with module.graph.inserting_before(node):
+            norm = module.graph.call_function(EVALUATED_NORM, (x, weight, bias, *constants, momentum, eps))
+            value = module.graph.call_function(python_operator.getitem, (norm, 0))
+        first = next(user for user in node.users if user.args[1] == 0)
+        norm.meta, value.meta = provenance(node), dict(first.meta)
+        path = counted[0].path.rpartition(".")[0]
+        names = tuple(None if c is None else str(c.target) for c in (weight, bias, *constants))
+        _mark(value, Norm(path, names, float(momentum), float(eps), number))
+        first.replace_all_uses_with(value)
+        known.add(path)
+    return known
+
+
+def _before_calls(value: fx.Node) -> fx.Node:
+    """The input a buffer came in by, before earlier calls of its norm changed it."""
+    while value.op != "placeholder":
+        value = value.args[0].args[3 if value.args[1] == 3 else 4]
+    return value
+
+
+def _as_constant(module: fx.GraphModule, state: State) -> fx.Node:
+    """A buffer the model changes, as a constant: it is read as it is when the call begins."""
+    name = state.path.replace(".", "_")
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and node.meta.get("path") == state.path:
+            return node
+    while hasattr(module, name):
+        name += "_"
+    module.register_buffer(name, torch.from_numpy(state.initial.copy()))
+    return constant_node(module, name, state.path)
+
+
+def _drop_counters(module: fx.GraphModule, states: Mapping[str, State], norms: set[str]) -> None:
+    """Inputs for buffers go. What is left of them counts batches, or is refused."""
+    module.graph.eliminate_dead_code()
+    for node in [node for node in module.graph.nodes if node.op == "placeholder" and node.name in states]:
+        state = states[node.name]
+        owner, _, name = state.path.rpartition(".")
+        if node.users or owner not in norms or name not in COUNTED:
+            raise UnsupportedError(
+                state.path,
+                None,
+                "the model changes this buffer while it runs, and it is no batch norm's",
+                remedy="train the parts of the model around it",
+            )
+        module.graph.erase_node(node)
+
+
+def _drop_dropout(module: fx.GraphModule) -> None:
+    """Dropout of values, of whole feature maps, and of attention -> nothing, and a mark."""
+    for number, node in enumerate(list(module.graph.nodes)):
+        name = operator(node)
+        if name == "aten.native_dropout.default" or name == "aten.dropout.default":
+            (value,) = [u for u in node.users if u.args[1] == 0] if "native" in name else [node]
+            _without(value, node.args[0], float(node.args[1]), (), number)
+        elif name == "aten.mul.Tensor" and (found := _map_dropout(node)) is not None:
+            _without(node, *found, number)
+        elif name == ATTENTION and (p := float(arguments(node)["dropout_p"])):
+            node.args = tuple(0.0 if i == 4 else a for i, a in enumerate(node.args))
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key != "dropout_p"}
+            _mark(node, Dropout(p, (), number, origin(node).path, inside=True))
+
+
+def _map_dropout(node: fx.Node) -> tuple[fx.Node, float, tuple[int, ...]] | None:
+    """``x * (bernoulli(keep) / keep)``: x, the share dropped and the axes along which the mask has one entry."""
+    x, mask = node.args
+    if operator(mask) in ("aten.div.Scalar", "aten.div.Tensor") and operator(mask.args[0]) == "aten.bernoulli.p":
+        shape = tensor_type(mask).shape
+        if operator(mask.args[0].args[0]) in EMPTIES and len(shape) == len(tensor_type(x).shape):
+            keep = float(mask.args[0].args[1])
+            whole = tuple(axis for axis, size in enumerate(shape) if size != tensor_type(x).shape[axis])
+            return x, 1 - keep, whole
+    return None
+
+
+def _without(value: fx.Node, source: fx.Node, p: float, whole: tuple[int, ...], number: int) -> None:
+    """Readers of the dropout's value read its source."""
+    call = value.args[0] if value.target is python_operator.getitem else value
+    alone = source.users.keys() <= {call, *_shape_readers(source)}
+    readers = () if alone else tuple(user.name for user in value.users)
+    where = origin(call).path
+    value.replace_all_uses_with(source)
+    _erase(value)
+    _mark(source, Dropout(p, whole, number, where, readers=readers))
+
+
+def _erase(node: fx.Node) -> None:
+    """A node, its unread results and what only it reads: random numbers are not dropped as dead code."""
+    unread = [user for user in node.users if user.target is python_operator.getitem and not user.users]
+    if node.op == "call_function" and len(unread) == len(node.users):
+        sources = node.all_input_nodes
+        for dead in (*unread, node):
+            node.graph.erase_node(dead)
+        for source in sources:
+            _erase(source)
+
+
+def _shape_readers(source: fx.Node) -> list[fx.Node]:
+    return [user for user in source.users if operator(user) in EMPTIES or "dim" in user.meta]
+
+
+def _mark(node: fx.Node, mark: Norm | Dropout) -> None:
+    node.meta[MARKS] = (*node.meta.get(MARKS, ()), mark)
+
+
+def marks_of(module: fx.GraphModule) -> list[tuple[fx.Node, Norm | Dropout]]:
+    """Every mark with the node that has it, in order."""
+    return [(node, mark) for node in module.graph.nodes for mark in node.meta.get(MARKS, ())]
+
+
+def settle(module: fx.GraphModule) -> None:
+    """A mark that went along with a part of its value, too, stays with the value."""
+    above: dict[fx.Node, set[tuple[type, int]]] = {}
+    for node in module.graph.nodes:
+        inherited = set[tuple[type, int]]().union(*(above[source] for source in node.all_input_nodes))
+        marks = node.meta.get(MARKS, ())
+        if marks:
+            node.meta[MARKS] = tuple(mark for mark in marks if (type(mark), mark.number) not in inherited)
+        above[node] = inherited | {(type(mark), mark.number) for mark in marks}
+
+
+@contextlib.contextmanager
+def followed(module: fx.GraphModule) -> Iterator[None]:
+    """While passes put nodes in the place of others, marks go along. What is joined to attention takes the dropout of
+    its probabilities inside."""
+
+    def follow(old: fx.Node, new: str, user: fx.Node) -> None:
+        found = next(node for node in module.graph.nodes if node.name == new)
+        marks = old.meta.get(MARKS, ())
+        if operator(found) == ATTENTION and operator(old) in PRODUCTS and isinstance(old.args[0], fx.Node):
+            marks += tuple(replace(m, inside=True) for m in old.args[0].meta.get(MARKS, ()) if isinstance(m, Dropout))
+        own = found.meta.get(MARKS, ())
+        if added := tuple(mark for mark in marks if mark not in own):
+            found.meta[MARKS] = (*own, *added)
+
+    with module._set_replace_hook(follow):
+        yield

@@ -1,0 +1,63 @@
+"""Calibration of a model that trains, and its way to a `Reference`: through the same doors as any other's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from intaglio.errors import CalibrationError
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.prepare import Prepared, again, copy_graph
+from intaglio.quant.calibrate.ranges import Ranges
+from intaglio.quant.correct.corrections import Corrected
+from intaglio.quant.qat.fake_quantize import FakeQuantize
+from intaglio.quant.qat.prepared_qat import PreparedQat
+from intaglio.quant.qdq.convert import Reference, convert
+from intaglio.quant.qdq.parameters import Parameters
+from intaglio.quant.qdq.qparams import activation_qparams
+
+
+def calibrate_qat(trained: PreparedQat, data: Any, **options: Any) -> Ranges:
+    """`calibrate` with the weights as they are now, in evaluation; every site's scale starts from what is found."""
+    prepared = as_trained(trained)
+    ranges = calibrate(prepared, data, **options)
+    qparams = activation_qparams(prepared, ranges)
+    for module in trained.rounding():
+        if isinstance(module, FakeQuantize) and module.observed:
+            module.start(qparams[module.site.name])
+    trained.follow_weights()
+    return ranges
+
+
+def convert_qat(trained: PreparedQat) -> Reference:
+    """Batch norms folded with their running statistics, scales as trained; results are those in evaluation."""
+    if unseen := trained.unseen():
+        raise CalibrationError(
+            ", ".join(unseen[:5]),
+            None,
+            f"{len(unseen)} sites have seen no data",
+            remedy="train some batches, or calibrate(prepared, data)",
+        )
+    prepared = as_trained(trained)
+    if trained._mode.observe:
+        trained.follow_weights()
+    qparams = {module.site.name: module.qparams() for module in trained.rounding()}
+    annotations = prepared.annotations
+    return convert(prepared, Parameters.of(annotations.sites, annotations.leaders, qparams, Corrected()))
+
+
+def as_trained(trained: PreparedQat) -> Prepared:
+    """The model as post-training quantization would have it, of the parameters as they are now."""
+    prepared = trained._plan.prepared
+    module = copy_graph(prepared.annotations.module)
+    for name, values in trained.constants().items():
+        setattr(module, name, values)
+    found = again(prepared, module)
+    if found.annotations.sites_text() != prepared.annotations.sites_text():
+        raise CalibrationError(
+            "model",
+            None,
+            "trained to values that have other sites than it was prepared with",
+            remedy="skip what has become constant",
+        )
+    return replace(found, about=prepared.about)

@@ -1,0 +1,116 @@
+"""The float model's parameters and buffers in their own places, and the constants that passes make of them."""
+
+from __future__ import annotations
+
+from operator import getitem
+
+import torch
+from torch import fx, nn
+
+from intaglio.errors import UnsupportedError
+from intaglio.ir import DType
+from intaglio.quant.qat.constant_tape import Tape
+from intaglio.quant.qat.eval_graph import COUNTED, Norm, marks_of
+from intaglio.quant.qat.fake_quantize import Mode
+from intaglio.quant.qat.train_layers import StatisticsNorm, folded_norm
+from intaglio.tracing.captured import Captured
+
+FIXED = "fixed"
+
+
+class Tree:
+    """``root`` gets them all. ``paths``: name of a constant of the evaluated graph -> where it lies."""
+
+    def __init__(self, root: nn.Module, captured: Captured, evaluated: Captured, mode: Mode) -> None:
+        self.root, self.module, self.paths = root, evaluated.module, dict[str, str]()
+        marks = [mark for _, mark in marks_of(evaluated.module)]
+        self.norms = {mark.path: mark for mark in marks if isinstance(mark, Norm)}
+        self.counters: dict[str, str] = {}
+        constants = [node for node in evaluated.module.graph.nodes if node.op == "get_attr"]
+        leaves = {node.meta.get("path") or str(node.target) for node in constants}
+        for path in self.norms:
+            if not path:
+                raise UnsupportedError(
+                    "model",
+                    None,
+                    "a batch norm whose statistics are the model's own buffers",
+                    remedy="make it a module",
+                )
+        for path in dict.fromkeys([*captured.classes, *self.norms]):  # in the float model's order
+            if path in self.norms:
+                norm = self.norms[path]
+                self.place(path, StatisticsNorm(mode, norm.momentum, norm.eps))
+            elif path and any(known.startswith(f"{path}.") for known in leaves):
+                self.place(path, nn.Module())
+        for node in constants:
+            self._leaf(node, getattr(evaluated.module, str(node.target)))
+        for state in captured.signature.state:
+            owner, _, name = state.path.rpartition(".")
+            if state.type.dtype is DType.I64 and name == COUNTED[2]:
+                self.counters[owner] = state.path
+                self.place(state.path, torch.from_numpy(state.initial.copy()))
+
+        self.quantizers = self.free("quantizers")
+
+    def _leaf(self, node: fx.Node, tensor: torch.Tensor) -> None:
+        path, trained = node.meta.get("path") or str(node.target), node.meta.get("trained")
+        self.paths[str(node.target)] = path
+        self.place(path, tensor.clone() if trained is None else nn.Parameter(tensor.clone(), requires_grad=trained))
+
+    def place(self, path: str, value: nn.Module | torch.Tensor, persistent: bool = True) -> None:
+        """Modules on the way are made."""
+        owner, _, name = path.rpartition(".")
+        module = self.root
+        for step in owner.split(".") if owner else ():
+            if not hasattr(module, step):
+                module.add_module(step, nn.Module())
+            module = module.get_submodule(step)
+        if isinstance(value, nn.Module):
+            module.add_module(name, value)
+        elif isinstance(value, nn.Parameter):
+            module.register_parameter(name, value)
+        else:
+            module.register_buffer(name, value, persistent)
+
+    def place_quantizer(self, name: str, module: nn.Module) -> str:
+        """Its path, among the others."""
+        while hasattr(getattr(self.root, self.quantizers, None), name):
+            name += "_"
+        self.place(f"{self.quantizers}.{name}", module)
+        return f"{self.quantizers}.{name}"
+
+    def free(self, name: str) -> str:
+        """A name that the model does not have."""
+        while hasattr(self.root, name):
+            name += "_"
+        return name
+
+    def constants(self, module: fx.GraphModule, names: list[str], tape: Tape) -> fx.Graph:
+        """A graph that computes constants of a module that passes have been over, then the factor of every norm."""
+        graph, known, number = fx.Graph(), dict[int, fx.Node](), 0
+        leaves = {name: graph.get_attr(path) for name, path in self.paths.items()}
+
+        def fixed(tensor: torch.Tensor) -> fx.Node:
+            nonlocal number
+            name, number = self.free(f"{FIXED}{number}"), number + 1
+            self.place(name, tensor.clone(), persistent=False)
+            return graph.get_attr(name)
+
+        known.update({id(getattr(self.module, name)): leaf for name, leaf in leaves.items()})
+        factors = []
+        for path, norm in self.norms.items():
+            arguments = [None if name is None else leaves[name] for name in norm.constants]
+            folded = graph.call_function(folded_norm, (graph.get_attr(path), *arguments))
+            for place, name in enumerate(norm.constants):
+                if name is not None:
+                    known[id(getattr(self.module, name))] = graph.call_function(getitem, (folded, place))
+            factors.append(graph.call_function(getitem, (folded, 4)))
+        made = []
+        for name in names:
+            tensor = getattr(module, name)
+            made.append(tape.write(graph, tensor, known, fixed) or fixed(tensor))
+        graph.output((*made, *factors))
+        for node in reversed(list(graph.nodes)):
+            if node.op != "output" and not node.users:
+                graph.erase_node(node)
+        return graph

@@ -1,0 +1,252 @@
+"""`PreparedQat`: a model that trains with the rounding of its integer form in it."""
+
+from __future__ import annotations
+
+import copy
+import linecache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from intaglio.errors import ArtifactError, CalibrationError, InputError, UnsupportedError
+from intaglio.fxgraph.nodes import origin
+from intaglio.quant.annotate.node_annotations import Annotator
+from intaglio.quant.annotate.recurrent_sites import is_recurrent
+from intaglio.quant.calibrate.prepare import Prepared, copy_graph, prepared_by
+from intaglio.quant.qat.constant_tape import Tape
+from intaglio.quant.qat.eval_graph import evaluated, followed, marks_of, settle
+from intaglio.quant.qat.fake_quantize import FakeQuantize, FakeQuantizeWeight, Mode
+from intaglio.quant.qat.parameter_tree import Tree
+from intaglio.quant.qat.training_graph import TrainingGraph
+from intaglio.quant.qdq.prepare_passes import QAT_PASSES
+from intaglio.quant.recipes.datatypes import FLOAT8
+from intaglio.quant.recipes.recipe import Quantizer
+from intaglio.signature import bind, dims_of, rebuild
+from intaglio.tracing.captured import Captured, expect
+from intaglio.tracing.while_loops import refuse_loops
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What training does not change: the model as `convert` will get it, but for its constants, and two functions.
+
+    ``compute(root)`` gives the constants called ``names``, and more; ``run(root, *inputs, *computed)`` the results.
+    """
+
+    prepared: Prepared
+    names: tuple[str, ...]
+    compute: Callable[..., Sequence[torch.Tensor]]
+    run: Callable[..., Sequence[torch.Tensor]]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self
+
+
+class PreparedQat(nn.Module):
+    """Called, trained, saved and loaded like the float model, whose parameters, buffers and batch norms it has under
+    their own names; ``quantizers`` round values to their levels. It loads state dicts of its own, and with
+    ``strict=False`` those of the float model.
+
+    ``train()`` and ``eval()`` switch batch norms and dropout. Scales follow the values, which is how it begins
+    (`observe_ranges`: moving averages of activations while training, weights as they are), or are trained
+    (`learn_scales`), or stay.
+    """
+
+    _plan: Plan
+    _mode: Mode
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A hook and not `load_state_dict`, which a parent that loads its own state does not call.
+        self.register_load_state_dict_post_hook(_switch_as_loaded)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The float model's results, values rounded on the way."""
+        signature = self._plan.prepared.signature
+        leaves = bind(signature, args, kwargs)
+        symbols = dims_of(signature, leaves)
+        with torch.autocast("cpu", enabled=False):  # the graph says every element type itself
+            results = self._plan.run(self, *leaves, *self._plan.compute(self))
+        return rebuild(signature, tuple(results), symbols)
+
+    def observe_ranges(self, on: bool = True) -> PreparedQat:
+        """Whether scales follow the values; off, they stay as they are. On, they are no longer trained."""
+        return self._switch(observe=on, learn=self._mode.learn and not on)
+
+    def learn_scales(self, on: bool = True) -> PreparedQat:
+        """Whether scales are trained: by steps of any optimizer that has `scale_parameters`. On, they follow nothing
+        else. `CalibrationError` where there is nothing to start from."""
+        if on and (unseen := self.unseen()):
+            raise CalibrationError(
+                ", ".join(unseen[:5]),
+                None,
+                f"{len(unseen)} sites have seen no data to start from",
+                remedy="calibrate(prepared, data) first, or train some batches before",
+            )
+        if on and self._mode.observe:
+            self.follow_weights()
+        return self._switch(learn=on, observe=self._mode.observe and not on)
+
+    def round_values(self, on: bool = True) -> PreparedQat:
+        """Whether anything is rounded; off, the model computes what the float model does."""
+        return self._switch(quantize=on)
+
+    def freeze_batch_norms(self, on: bool = True) -> PreparedQat:
+        """Whether batch norms use their running statistics in training too, and leave them as they are.
+
+        They are constants to the gradient then, as in a float model whose norms evaluate, and nothing normalises what
+        a step makes of the layers before: statistics that do not fit the data yet, or a rate that needs norms, let
+        training diverge, in float as well. For trained weights, or the last epochs.
+        """
+        return self._switch(frozen=on)
+
+    def scale_parameters(self) -> list[nn.Parameter]:
+        """Learned scales and zero points: for a group of their own, without weight decay."""
+        return [parameter for module in self.rounding() for parameter in module.learnable()]
+
+    def rounding(self) -> Iterator[FakeQuantize | FakeQuantizeWeight]:
+        """What rounds activations and weights."""
+        return (module for module in self.modules() if isinstance(module, (FakeQuantize, FakeQuantizeWeight)))
+
+    def unseen(self) -> list[str]:
+        """Sites without parameters yet."""
+        return [m.site.name for m in self.rounding() if isinstance(m, FakeQuantize) and not m.seen]
+
+    @torch.no_grad()
+    def follow_weights(self) -> None:
+        """Scales of weights as these are now."""
+        for name, values in self.constants().items():
+            for module in self.rounding():
+                if isinstance(module, FakeQuantizeWeight) and module.constant == name:
+                    module.follow(values)
+
+    @torch.no_grad()
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Name in the prepared graph -> what it is now, batch norms folded with their running statistics."""
+        frozen = self._mode.frozen
+        self._mode.frozen = True
+        try:
+            values = self._plan.compute(self)
+        finally:
+            self._mode.frozen = frozen
+        return {name: value.detach().clone() for name, value in zip(self._plan.names, values, strict=False)}
+
+    def _switch(self, **fields: bool) -> PreparedQat:
+        for name, value in fields.items():
+            setattr(self._mode, name, value)
+        for module in self.rounding():
+            for parameter in module.learnable():
+                parameter.requires_grad_(self._mode.learn)
+        return self
+
+    def get_extra_state(self) -> torch.Tensor:
+        """The switches, so that a state dict resumes in the same mode."""
+        return torch.tensor([getattr(self._mode, name) for name in SWITCHES])
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        for name, value in zip(SWITCHES, state.tolist(), strict=True):
+            setattr(self._mode, name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ArtifactError(
+            type(self).__name__,
+            None,
+            "a prepared model cannot be pickled",
+            remedy="save prepared.state_dict(), and load it into prepare(captured, quantizer, qat=True)",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedQat:
+        copied = PreparedQat.__new__(PreparedQat)
+        memo[id(self)] = copied
+        nn.Module.__init__(copied)
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+
+SWITCHES = ("observe", "learn", "quantize", "frozen")
+
+
+def _switch_as_loaded(prepared: PreparedQat, incompatible: Any) -> None:
+    """What is trained follows from the switches that were loaded, and from the zero points."""
+    prepared._switch()
+
+
+def prepare_qat(captured: Captured, quantizer: Quantizer | Annotator | None = None) -> PreparedQat:
+    """A model captured in training -> one that trains rounded. `UnsupportedError` for what cannot be trained."""
+    expect(captured, Captured, "prepare")
+    if not captured.training:
+        raise InputError(
+            "prepare",
+            None,
+            "a model captured in evaluation; training needs its batch norms and dropout",
+            remedy="capture(model, example_inputs, train=True)",
+        )
+    refuse_loops(captured.module, "its body is not trained", "write a loop of a fixed count")
+    evaluation, tape = evaluated(captured), Tape()
+    module = copy_graph(evaluation.module)
+    with tape, followed(module):
+        prepared = prepared_by(module, evaluation, Quantizer.of(quantizer), QAT_PASSES)
+    settle(prepared.annotations.module)
+    _check(prepared, evaluation)
+    root, mode = PreparedQat(), Mode()
+    tree = Tree(root, captured, evaluation, mode)
+    training = TrainingGraph(prepared.annotations, tree, mode)
+    run = training.write()
+    compute = tree.constants(prepared.annotations.module, training.names, tape)
+    if lost := _unread(root, run, compute):
+        notes = (f"not trained, as they became numbers: {', '.join(lost)}",)
+        prepared = replace(prepared, about=prepared.about.after(notes))
+    name = f"{prepared.about.name}, prepared for training"
+    root._plan = Plan(prepared, tuple(training.names), _function(compute, f"constants of {name}"), _function(run, name))
+    root._mode = mode
+    return root
+
+
+def _check(prepared: Prepared, evaluation: Captured) -> None:
+    """`UnsupportedError` for what has no gradient here, and for marks that no node has any more."""
+    annotations = prepared.annotations
+    refused = [(region.anchor, "a recurrent layer") for region in annotations.regions if is_recurrent(region.anchor)]
+    refused += [(table.node, "a table of embeddings in levels") for table in annotations.tables if table.reason is None]
+    nodes = {node.name: node for node in annotations.module.graph.nodes}
+    refused += [(nodes[name], "weights alone in fewer bits") for name in annotations.alone]
+    refused += [(nodes[reader or value], "levels that an observer writes itself") for value, reader in annotations.own]
+    for site in annotations.sites:
+        if site.dtype in FLOAT8:
+            raise UnsupportedError(
+                site.name,
+                site.origin.operator,
+                f"{site.datatype} while training",
+                remedy="a datatype of integers in the recipe",
+            )
+    for node, problem in refused:
+        where = origin(node)
+        raise UnsupportedError(
+            where.path or "model",
+            where.operator,
+            f"{problem}, while training",
+            remedy=f"leave it in float: skip=[{where.path!r}]",
+        )
+    kept = {(type(mark), mark.number) for _, mark in marks_of(annotations.module)}
+    for _, mark in marks_of(evaluation.module):
+        if (type(mark), mark.number) not in kept:
+            problem = f"a {type(mark).__name__.lower()} that is rewritten into something else"
+            raise UnsupportedError(mark.path or "model", None, problem, remedy="train the model without it")
+
+
+def _unread(root: nn.Module, *graphs: fx.Graph) -> list[str]:
+    """Parameters that no graph reads, though they are to be trained."""
+    read = {str(node.target) for graph in graphs for node in graph.nodes if node.op == "get_attr"}
+    return [name for name, p in root.named_parameters() if p.requires_grad and name not in read]
+
+
+def _function(graph: fx.Graph, title: str) -> Callable[..., Any]:
+    """The graph as a function of the root and its inputs, whose lines a debugger shows."""
+    code = graph.python_code("self")
+    file = f"<{title}>"
+    linecache.cache[file] = (len(code.src), None, code.src.splitlines(True), file)
+    names = dict(code.globals)
+    exec(compile(code.src, file, "exec"), names)
+    return names["forward"]

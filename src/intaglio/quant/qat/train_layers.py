@@ -1,0 +1,104 @@
+"""What does something else in training than in evaluation: batch norms and dropout."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from intaglio.quant.qat.fake_quantize import Mode
+
+VANISHED = 2.0**-60
+"""Weights of a batch norm below it count as zeros."""
+
+
+class StatisticsNorm(nn.Module):
+    """A batch norm folded into the operator before it.
+
+    Evaluating, that operator's constants hold it with its running statistics. Training, they hold the same factor per
+    channel without the shift, so that its weights are rounded as they will be; the result is divided by the factor and
+    normalised with the batch's own statistics (Krishnamoorthi 2018, section 3.2.2).
+    """
+
+    def __init__(self, mode: Mode, momentum: float, eps: float) -> None:
+        super().__init__()
+        self.mode, self.momentum, self.eps = mode, momentum, eps
+
+    @property
+    def counts(self) -> bool:
+        """Whether the batch's own statistics are used, and counted into the running ones."""
+        return self.training and not self.mode.frozen
+
+    def extra_repr(self) -> str:
+        return f"momentum={self.momentum}, eps={self.eps}"
+
+
+Affine = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def folded_norm(
+    norm: StatisticsNorm, weight: torch.Tensor | None, bias: torch.Tensor | None, mean: torch.Tensor, var: torch.Tensor
+) -> Affine:
+    """Weight, bias, mean and variance to fold, and the factor per channel that they fold in.
+
+    Where the weight is 0 the factor is as if it were 1: nothing could be divided by 0, and it trains like any other.
+    """
+    factor = torch.rsqrt(var.double() + norm.eps).float()
+    if not norm.counts:
+        return weight, bias, mean, var, factor
+    if weight is not None:
+        weight = torch.where(weight.abs() < VANISHED, torch.ones_like(weight), weight).detach()
+        factor = factor * weight
+    return weight, None if bias is None else torch.zeros_like(bias), torch.zeros_like(mean), var, factor
+
+
+def normalized(
+    norm: StatisticsNorm,
+    y: torch.Tensor,
+    factor: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    batches: torch.Tensor | None,
+) -> torch.Tensor:
+    """What `folded_norm` left out, behind the operator it is folded into."""
+    if not norm.counts:
+        return y
+    if batches is not None:
+        batches.add_(1)
+    y = y / factor.reshape(1, -1, *[1] * (y.dim() - 2))
+    return nn.functional.batch_norm(y, mean, var, weight, bias, True, norm.momentum, norm.eps)
+
+
+class DropoutMask(nn.Module):
+    """The same share of one value, or of several forms of it, set to zero in training, the rest enlarged."""
+
+    def __init__(self, p: float, whole: tuple[int, ...]) -> None:
+        super().__init__()
+        self.p, self.whole = p, whole
+
+    def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if not self.training or not self.p:
+            return values
+        shape = [1 if axis in self.whole else size for axis, size in enumerate(values[0].shape)]
+        mask = nn.functional.dropout(torch.ones(shape), self.p)
+        return tuple(value * mask for value in values)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+def attended(
+    dropout: DropoutMask,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+) -> torch.Tensor:
+    """Attention in float, with its dropout."""
+    p = dropout.p if dropout.training else 0.0
+    attention = nn.functional.scaled_dot_product_attention
+    return attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=grouped)

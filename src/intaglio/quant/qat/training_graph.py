@@ -1,0 +1,273 @@
+"""From an annotated graph to one that trains: the places of the Q/DQ model's own graph, fake-quantize in each."""
+
+from __future__ import annotations
+
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from intaglio.errors import UnsupportedError
+from intaglio.fxgraph.nodes import arguments, operands, operator, origin, tensor_type
+from intaglio.ir import QParams, Shape
+from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS, QUANTIZE_ROWS
+from intaglio.quant.annotate.regions import Annotations, Region
+from intaglio.quant.annotate.sites import Derived, Fixed, Shared, Site
+from intaglio.quant.calibrate.prepare import copy_graph
+from intaglio.quant.correct.corrections import Corrections
+from intaglio.quant.qat.eval_graph import ATTENTION, MARKS, Dropout, Norm, marks_of
+from intaglio.quant.qat.fake_quantize import (
+    FakeQuantize,
+    FakeQuantizeWeight,
+    Mode,
+    Switch,
+    fake_bias,
+    fake_fixed,
+    fake_rows,
+    fake_shortcut,
+)
+from intaglio.quant.qat.parameter_tree import Tree
+from intaglio.quant.qat.train_layers import DropoutMask, attended, normalized
+from intaglio.quant.qdq.convert import Rewriter
+from intaglio.quant.qdq.prepare_passes import FOLDABLE
+from intaglio.quant.qdq.qparams import OwnScales, anchor_sites, fixed_qparams, weight_qparams, widened
+
+NORMED = (*FOLDABLE, "aten.addcmul.default")
+"""What a batch norm can be folded into."""
+QUANTIZE, DEQUANTIZE = "quantized_decomposed.quantize_", "quantized_decomposed.dequantize_"
+
+
+class TrainingGraph:
+    """Copies the Q/DQ graph of annotations node by node; the modules that it calls are put into the tree.
+
+    Inputs of ``graph`` are those of the model, then the constants ``names``, then a factor for every batch norm.
+    """
+
+    def __init__(self, annotations: Annotations, tree: Tree, mode: Mode) -> None:
+        self.annotations, self.tree, self.mode = annotations, tree, mode
+        self.sites = {site.name: site for site in annotations.sites}
+        self.anchors = {r.anchor.name: r for r in annotations.regions if r.record.roles.weight is not None}
+        self.source = _quantized(annotations)
+        self.quantizers = self._modules()
+        self.names = self._constants()
+        self.graph = fx.Graph()
+        placeholders = [node for node in self.source.graph.nodes if node.op == "placeholder"]
+        self.env: dict[fx.Node, Any] = {node: self.graph.placeholder(node.name) for node in placeholders}
+        self.constants = {name: self.graph.placeholder(f"constant_{name}") for name in self.names}
+        self.factors = {path: self.graph.placeholder(f"factor{i}") for i, path in enumerate(tree.norms)}
+        self.forms = {node.name: [new] for node, new in self.env.items()}
+        self.inside = self._dropouts_inside()
+        self.switch: str | None = None
+        self.dropouts: dict[tuple[str, float, tuple[int, ...]], str] = {}
+
+    def write(self) -> fx.Graph:
+        for node in self.source.graph.nodes:
+            if node.op == "output":
+                self.graph.output(fx.map_arg(node.args[0], self.env.__getitem__))
+            elif node.op == "get_attr":
+                self.env[node] = self.constants.get(str(node.target))
+            elif node.op == "call_function":
+                self.env[node] = self._call(node)
+                self.forms.setdefault(node.name, []).insert(0, self.env[node])
+        for node, mark in marks_of(self.source):
+            if isinstance(mark, Dropout) and not mark.inside:
+                self._drop(node, mark)
+        self.graph.lint()
+        return self.graph
+
+    def _modules(self) -> dict[str, str]:
+        """Site -> path of what rounds its values; sites that share parameters are left to their leader."""
+        calls, found = {node.name: node for node in self.annotations.module.graph.nodes}, dict[str, str]()
+        for site in self.annotations.sites:
+            if site.role == "activation" and self.annotations.leaders[site.name] == site.name:
+                shape = tensor_type(calls[site.value]).shape
+                channels = _channels(shape, site)
+                found[site.name] = self._place(FakeQuantize(site, channels, len(shape), self.mode))
+        for region in self.anchors.values():
+            site = anchor_sites(self.annotations, region)[1]
+            if site.name not in found:
+                name, own = self._operand(region, region.record.roles.weight), OwnScales.of(region, site)
+                weight = getattr(self.annotations.module, name)
+                found[site.name] = self._place(FakeQuantizeWeight(site, name, weight, own, self.mode))
+        return found
+
+    def _place(self, module: FakeQuantize | FakeQuantizeWeight) -> str:
+        name = "".join(c if c.isalnum() else "_" for c in module.site.name)
+        return self.tree.place_quantizer(name, module)
+
+    @staticmethod
+    def _operand(region: Region, place: int) -> str:
+        return str(operands(region.anchor)[place].target)
+
+    def _constants(self) -> list[str]:
+        """Constants of the annotated module that the graph reads as they are, or rounded."""
+        names = [str(node.target) for node in self.source.graph.nodes if node.op == "get_attr"]
+        names = [name for name in names if name in self.annotations.module._buffers]
+        for region in self.anchors.values():
+            for place in (region.record.roles.weight, region.record.roles.bias):
+                if operands(region.anchor)[place] is not None:
+                    names.append(self._operand(region, place))
+        return list(dict.fromkeys(names))
+
+    def _dropouts_inside(self) -> dict[str, Dropout]:
+        """Products whose first operand are probabilities that are dropped. An attention that is quantized is written
+        out, in order; one that stays in float drops them itself."""
+        left = {node.name for node in self.source.graph.nodes}
+        written = [n for n in self.annotations.module.graph.nodes if operator(n) == ATTENTION and n.name not in left]
+        wholes: dict[int, str] = {}
+        for node in self.source.graph.nodes:
+            reads = node.args[0] if operator(node) == "aten.matmul.default" else None
+            dequantized = isinstance(reads, fx.Node) and operator(reads).startswith(DEQUANTIZE)
+            if "whole" in node.meta and dequantized and "site" not in reads.args[0].meta:
+                wholes[id(node.meta["whole"])] = node.name
+        found = dict[str, Dropout]()
+        for attention, product in zip(written, wholes.values(), strict=True):
+            for mark in attention.meta.get(MARKS, ()):
+                if isinstance(mark, Dropout) and mark.inside:
+                    found[product] = mark
+        return found
+
+    def _call(self, node: fx.Node) -> Any:
+        name, source = operator(node), node.args[0] if node.args else None
+        if name.startswith(QUANTIZE):
+            return self._rounded(node, self.env[source])
+        if name.startswith(DEQUANTIZE):
+            return self.env[source] if "site" not in node.meta else self._constant(node, self.sites[node.meta["site"]])
+        if name == QUANTIZE_ROWS:
+            made = self.graph.call_function(fake_rows, (self._switch(), self.env[source], node.args[1]))
+            self.forms[source.name].append(made)
+            return made
+        if name == DEQUANTIZE_ROWS or (node.target is getitem and operator(source) == QUANTIZE_ROWS):
+            return self.env[source]
+        inside = [m for m in node.meta.get(MARKS, ()) if isinstance(m, Dropout) and m.inside]
+        if name == ATTENTION and inside:
+            given = arguments(node)
+            mask = self._module(DropoutMask(inside[0].p, ()), inside[0])
+            values = [fx.map_arg(given[key], self.env.__getitem__) for key in ("query", "key", "value", "attn_mask")]
+            rest = (given["is_causal"], given["scale"], given["enable_gqa"])
+            return self.graph.call_function(attended, (self.graph.get_attr(mask), *values, *rest))
+        made = self.graph.node_copy(node, self.env.__getitem__)
+        made.meta = {}
+        if node.name in self.inside:
+            mark = self.inside[node.name]
+            with self.graph.inserting_before(made):
+                dropped = self.graph.call_module(self._module(DropoutMask(mark.p, mark.whole), mark), (made.args[0],))
+                made.args = (self.graph.call_function(getitem, (dropped, 0)), *made.args[1:])
+        for mark in node.meta.get(MARKS, ()):
+            made = self._normalized(node, made, mark) if isinstance(mark, Norm) else made
+        return made
+
+    def _normalized(self, node: fx.Node, made: fx.Node, mark: Norm) -> fx.Node:
+        if operator(node) not in NORMED:
+            where = origin(node)
+            raise UnsupportedError(
+                mark.path,
+                where.operator,
+                "a batch norm that is no operator's own",
+                remedy="freeze it: evaluate it while the model is captured",
+            )
+        paths = [None if name is None else self.tree.paths[name] for name in mark.constants]
+        paths.append(self.tree.counters.get(mark.path))
+        values = [None if path is None else self.graph.get_attr(path) for path in paths]
+        norm = self.graph.get_attr(mark.path)
+        return self.graph.call_function(normalized, (norm, made, self.factors[mark.path], *values))
+
+    def _rounded(self, node: fx.Node, x: fx.Node) -> fx.Node:
+        """Fake-quantize for a quantize: one form more of the site's value."""
+        if "site" not in node.meta:
+            return self.graph.call_function(fake_fixed, (self._switch(), x, *node.args[1:5]))
+        site = self.sites[node.meta["site"]]
+        if isinstance(site.spec, Derived):
+            of = self.sites[site.spec.sources[0]]
+            module = self.graph.get_attr(self.quantizers[self.annotations.leaders[of.name]])
+            made = self.graph.call_function(fake_shortcut, (x, module, site.qmin, site.qmax))
+        else:
+            counts = not isinstance(site.spec, Shared) or site.spec.observed
+            path = self.quantizers[self.annotations.leaders[site.name]]
+            made = self.graph.call_module(path, (x, counts))
+        self.forms.setdefault(site.value, []).append(made)
+        return made
+
+    def _constant(self, node: fx.Node, site: Site) -> fx.Node:
+        """A weight or bias, rounded."""
+        if site.role == "weight":
+            name = str(self.tree.root.get_submodule(self.quantizers[site.name]).constant)
+            return self.graph.call_module(self.quantizers[site.name], (self.constants[name],))
+        region = self.anchors[site.value]
+        x_site, w_site, _ = anchor_sites(self.annotations, region)
+        modules = [self.quantizers[self.annotations.leaders[x_site.name]], self.quantizers[w_site.name]]
+        bias = self.constants[self._operand(region, region.record.roles.bias)]
+        return self.graph.call_function(fake_bias, (bias, *map(self.graph.get_attr, modules)))
+
+    def _switch(self) -> fx.Node:
+        if self.switch is None:
+            self.switch = self.tree.place_quantizer("switch", Switch(self.mode))
+        return self.graph.get_attr(self.switch)
+
+    def _module(self, module: DropoutMask, mark: Dropout) -> str:
+        """Path of a dropout's module: the float model's own, for all its calls."""
+        path = mark.path.partition("@")[0]
+        key = path, mark.p, mark.whole
+        if key not in self.dropouts:
+            path = f"{path}.dropout".lstrip(".") if not path or _taken(self.tree.root, path) else path
+            while _taken(self.tree.root, path):
+                path += "_"
+            self.tree.place(path, module)
+            self.dropouts[key] = path
+        return self.dropouts[key]
+
+    def _drop(self, node: fx.Node, mark: Dropout) -> None:
+        """The readers of a value, in all its forms, read what a dropout leaves of it."""
+        forms = list(dict.fromkeys(self.forms[node.name]))
+        users = [user for form in forms for user in form.users if user not in forms]
+        if mark.readers:
+            allowed = {self.env[n] for n in self.source.graph.nodes if n.name in mark.readers and n in self.env}
+            if len(allowed) != len(mark.readers):
+                problem = "a value that is read with and without dropout, by operators that are rewritten"
+                raise UnsupportedError(mark.path, None, problem, remedy="capture the model without this dropout")
+            users = [user for user in users if user in allowed]
+        users = [user for user in users if user.target is not torch.ops.aten.sym_size.int]
+        read = [form for form in forms if any(user in form.users for user in users)]
+        with self.graph.inserting_after(forms[-1]):
+            call = self.graph.call_module(self._module(DropoutMask(mark.p, mark.whole), mark), tuple(read))
+        for place, form in enumerate(read):
+            with self.graph.inserting_after(call):
+                value = self.graph.call_function(getitem, (call, place))
+            for user in [user for user in users if user in form.users]:
+                user.replace_input_with(form, value)
+
+
+def _taken(root: nn.Module, path: str) -> bool:
+    """Whether something else than a container lies there."""
+    module: Any = root
+    for step in path.split("."):
+        if not hasattr(module, step):
+            return False
+        module = getattr(module, step)
+    return True
+
+
+def _channels(shape: Shape, site: Site) -> int:
+    """Scales of an activation site: one, or one for each channel, of which there is a fixed number."""
+    size = shape[site.axis] if isinstance(site.axis, int) else 1
+    assert isinstance(size, int)
+    return size
+
+
+def _quantized(annotations: Annotations) -> fx.GraphModule:
+    """The Q/DQ graph with parameters that mean nothing yet: where each of them goes is what it is for."""
+    by_name, qparams = {site.name: site for site in annotations.sites}, dict[str, QParams]()
+    shapes = {node.name: tensor_type(node) for node in annotations.module.graph.nodes}
+    for site in annotations.sites:
+        if site.role == "activation":
+            leader = by_name[annotations.leaders[site.name]]
+            channels = _channels(shapes[site.value].shape, site)
+            zero = min(max(0, site.qmin), site.qmax)
+            plain = QParams((1.0,) * channels, (zero,) * channels, site.qmin, site.qmax, site.axis)
+            qparams[site.name] = fixed_qparams(leader, leader.spec) if isinstance(leader.spec, Fixed) else plain
+    qparams.update({site.name: widened(site, qparams) for site in annotations.sites if site.role == "shortcut"})
+    qparams.update(weight_qparams(annotations, qparams, [], {}, {}))
+    module = copy_graph(annotations.module)
+    Rewriter(module, annotations, qparams, Corrections(annotations)).run()
+    return module

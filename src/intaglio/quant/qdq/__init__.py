@@ -1,0 +1,1 @@
+"""Turn ranges into quantization parameters, and a prepared graph into the Q/DQ reference model."""

@@ -1,0 +1,237 @@
+"""`Parameters`: what calibration came to, site by site; a text that people can edit, and that needs no data again."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from intaglio.errors import ArtifactError, CalibrationError
+from intaglio.ir import QParams
+from intaglio.numerics import SMALLEST_SCALE
+from intaglio.output_paths import write_text
+from intaglio.quant.annotate.sites import Observed, Site
+from intaglio.quant.correct.corrections import Corrected
+from intaglio.quant.recipes.datatypes import DATATYPES, WEIGHT
+
+VERSION = 1
+KEYS = ("dtype", "qmin", "qmax", "scale", "zero_point", "group")
+"""Of an entry; the last one only where there are groups."""
+SHOWN = 5
+"""Names that an error lists."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Of one site: name of its datatype, lowest and highest level, scales (one, or one per channel), zero points.
+
+    ``group``: neighbours of a weight whose steps are one multiple of their channel's scale; the multiples follow from
+    the weight.
+    """
+
+    dtype: str
+    qmin: int
+    qmax: int
+    scale: tuple[float, ...]
+    zero_point: tuple[int, ...]
+    group: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Hexadecimal scales; what is the same for all channels stands once."""
+        entry: dict[str, Any] = {"dtype": self.dtype} | ({"group": self.group} if self.group else {})
+        scales = [_hexadecimal(scale) for scale in self.scale]
+        zeros = list(self.zero_point[:1] if len(set(self.zero_point)) == 1 else self.zero_point)
+        entry |= {"qmin": self.qmin, "qmax": self.qmax}
+        return entry | {"scale": _single(scales), "zero_point": _single(zeros)}
+
+    @staticmethod
+    def from_dict(name: str, entry: Mapping[str, Any]) -> Parameter:
+        """`ArtifactError` that names the site and what is wrong with it."""
+        try:
+            if odd := sorted({"group": 0, **entry}.keys() ^ {*KEYS}):
+                raise ValueError(f"{', '.join(odd)}; an entry has {', '.join(KEYS)}, and no other key")
+            scales = tuple(_scale(value) for value in _several(entry["scale"]))
+            zeros = tuple(_whole(value) for value in _several(entry["zero_point"]))
+            zeros = zeros * len(scales) if len(zeros) == 1 else zeros
+            low, high, group = (_whole(entry.get(key, 0)) for key in ("qmin", "qmax", "group"))
+            if len(zeros) != len(scales) or not low < high or not all(low <= zero <= high for zero in zeros):
+                raise ValueError(f"{len(scales)} scales and {len(zeros)} zero points, which lie in qmin..qmax")
+            return Parameter(str(entry["dtype"]), low, high, scales, zeros, group)
+        except (ValueError, TypeError) as error:
+            raise ArtifactError(f"parameters of {name}", None, str(error)) from error
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Site name -> `Parameter`, for every site that has its own: observed activations and weights.
+
+    Sites that share another's parameters, biases and declared images have no entry: theirs follow. Weights may be left
+    out, all of them: their scales then follow from their values.
+    """
+
+    entries: Mapping[str, Parameter]
+    corrected: Corrected = field(default_factory=Corrected)
+
+    @staticmethod
+    def of(
+        sites: Iterable[Site], leaders: Mapping[str, str], qparams: Mapping[str, QParams], corrected: Corrected
+    ) -> Parameters:
+        """What a converted model has."""
+        found = {}
+        for site in owners(sites, leaders):
+            q = qparams[site.name]
+            low, high = (site.record.qmin, site.record.qmax) if site.role == "weight" else (q.qmin, q.qmax)
+            found[site.name] = Parameter(site.datatype, low, high, q.scales, q.zeros, site.group)
+        return Parameters(found, corrected)
+
+    def without_weights(self) -> Parameters:
+        """Activations only, and what they are divided by."""
+        kept = {name: entry for name, entry in self.entries.items() if DATATYPES[entry.dtype].roles != WEIGHT}
+        return Parameters(kept, Corrected(self.corrected.equalization, biases=self.corrected.biases))
+
+    def without(self, sites: Collection[str], anchors: Collection[str]) -> Parameters:
+        """Those of all other sites, and corrections of all others and of biases of other anchors (names of nodes)."""
+        old = self.corrected
+        levels = {name: values for name, values in old.levels.items() if name not in sites}
+        biases = {name: values for name, values in old.biases.items() if name not in anchors}
+        kept = {name: entry for name, entry in self.entries.items() if name not in sites}
+        return Parameters(kept, Corrected(old.equalization, levels, biases))
+
+    def split(self, names: Iterable[str]) -> tuple[Parameters, Parameters]:
+        """The others, with all that was corrected, and those of these sites."""
+        inner = set(names)
+        own = {name: entry for name, entry in self.entries.items() if name not in inner}
+        part = {name: entry for name, entry in self.entries.items() if name in inner}
+        return replace(self, entries=own), Parameters(part)
+
+    def changed(self, name: str, **fields: Any) -> Parameters:
+        """With other fields of one entry: ``scale=0.02``, ``zero_point=3``."""
+        if name not in self.entries:
+            raise CalibrationError("parameters", None, f"no site {name!r}", remedy=_listed(self.entries))
+        entry = Parameter.from_dict(name, {**self.entries[name].to_dict(), **fields})
+        return replace(self, entries={**self.entries, name: entry})
+
+    def checked(self, sites: Iterable[Site], leaders: Mapping[str, str]) -> dict[str, QParams]:
+        """Return owner -> quantization parameters for these sites. `CalibrationError` for names or types not theirs."""
+        wanted = {site.name: site for site in owners(sites, leaders)}
+        weights = {name for name, site in wanted.items() if site.role == "weight"}
+        unknown = sorted(set(self.entries) - set(wanted))
+        missing = sorted(set(wanted) - set(self.entries) - (set() if weights & set(self.entries) else weights))
+        if unknown or missing:
+            both = {"unknown": unknown, "missing": missing}
+            parts = [f"{kind} {_listed(names)}" for kind, names in both.items() if names]
+            raise CalibrationError(
+                "parameters",
+                None,
+                f"they are not those of this model: {'; '.join(parts)}",
+                remedy="use the recipe and the model they were made with; reference.parameters has a model's own",
+            )
+        return {name: _fitting(entry, wanted[name]) for name, entry in self.entries.items()}
+
+    def to_json(self) -> str:
+        """A line a site, sorted; hexadecimal scales: equal parameters give equal text."""
+        lines = [f"{json.dumps(name)}: {json.dumps(self.entries[name].to_dict())}" for name in sorted(self.entries)]
+        text = f'{{"version": {VERSION}, "sites": {{\n' + ",\n".join(lines) + "\n}"
+        for section, entries in self.corrected.to_dicts().items():
+            rows = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items()]
+            text += f',\n"{section}": {{\n' + ",\n".join(rows) + "\n}"
+        return text + "}\n"
+
+    @staticmethod
+    def from_json(text: str) -> Parameters:
+        """Scales may be decimal too: ``0.02`` or ``"0x1.47ae14p-6"``; they are rounded to float32."""
+        try:
+            content = json.loads(text)
+            version, sites = content["version"], content["sites"].items()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ArtifactError("parameters", None, f"not a file of parameters: {error}") from error
+        if version != VERSION:
+            raise ArtifactError("parameters", None, f"version {version}; this intaglio reads {VERSION}")
+        return Parameters.from_dicts(dict(sites), {k: v for k, v in content.items() if k not in ("version", "sites")})
+
+    @staticmethod
+    def from_dicts(
+        entries: Mapping[str, Mapping[str, Any]], sections: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> Parameters:
+        """``sections``: what `Corrected.to_dicts` gives."""
+        try:
+            corrected = Corrected.from_dicts(sections or {})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ArtifactError("parameters", None, f"corrections that make no sense: {error}") from error
+        return Parameters({name: Parameter.from_dict(name, entry) for name, entry in entries.items()}, corrected)
+
+    def save(self, path: str | Path) -> None:
+        write_text(path, self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> Parameters:
+        return Parameters.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def owners(sites: Iterable[Site], leaders: Mapping[str, str]) -> list[Site]:
+    """Sites whose parameters follow from data or values, and from no other site's."""
+    return [site for site in sites if isinstance(site.spec, Observed) and leaders[site.name] == site.name]
+
+
+def _fitting(entry: Parameter, site: Site) -> QParams:
+    """`CalibrationError` when the entry is not one that the site could have."""
+    kind, problem = site.record, None
+    low, high = min(kind.qmin, site.qmin), max(kind.qmax, site.qmax)  # a product's second factor has 128 as its zero
+    if (entry.dtype, entry.group) != (site.datatype, site.group):
+        problem = f"{_type(entry.dtype, entry.group)}; the recipe makes it {_type(site.datatype, site.group)}"
+    elif len(entry.scale) != 1 and site.axis is None:
+        problem = f"{len(entry.scale)} scales; it has one for all channels"
+    elif any(entry.zero_point) and not kind.zero_point:
+        problem = f"zero point {max(entry.zero_point, key=abs)}; {kind.name} has none"
+    elif not (low <= entry.qmin and entry.qmax <= high):
+        problem = f"levels {entry.qmin}..{entry.qmax}; {kind.name} has {low}..{high}"
+    elif site.role == "weight" and (entry.qmin, entry.qmax) != (kind.qmin, kind.qmax):
+        problem = f"levels {entry.qmin}..{entry.qmax}; those of a weight are its datatype's"
+    if problem is not None:
+        remedy = "change the recipe's weights, weights_dtype or activations_dtype" if "recipe" in problem else None
+        raise CalibrationError(f"parameters of {site.name}", None, problem, remedy=remedy)
+    low, high = (site.qmin, site.qmax) if site.role == "weight" else (entry.qmin, entry.qmax)
+    return QParams(entry.scale, entry.zero_point, low, high, site.axis)
+
+
+def _type(name: str, group: int) -> str:
+    return name + (f" in groups of {group}" if group else "")
+
+
+def _hexadecimal(value: float) -> str:
+    """Exact; without the zeros that float32 leaves at the end."""
+    digits, _, exponent = float(value).hex().partition("p")
+    return f"{digits.rstrip('0').rstrip('.')}p{exponent}"
+
+
+def _scale(value: Any) -> float:
+    """A float32 value, from a number or a text of one, decimal or hexadecimal."""
+    number = float.fromhex(value) if isinstance(value, str) and "x" in value.lower() else float(value)
+    scale = float(np.float32(number))
+    if isinstance(value, bool) or not (SMALLEST_SCALE <= scale < math.inf):
+        raise ValueError(f"scale {value!r}; one is at least 2^-126, and finite")
+    return scale
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is not an integer")
+    return value
+
+
+def _several(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _single(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -1,0 +1,309 @@
+"""Quantize and dequantize that others wrote, brought to the form in which a `Reference` has them.
+
+Every pass leaves each value as it is; only a bias is rounded, to whole steps of its accumulator. What integers cannot
+say is written out in arithmetic, and then no kernel takes it for levels. Source of what the operators mean:
+torch.ao.quantization.fx._decomposed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import fx
+
+from intaglio import numerics
+from intaglio.errors import UnsupportedError
+from intaglio.fxgraph.nodes import (
+    arguments,
+    call_before,
+    constant_node,
+    is_constant,
+    operands,
+    operator,
+    origin,
+    record_of,
+    replace_node,
+    tensor_type,
+)
+from intaglio.ir import DType, QParams, TensorType
+from intaglio.quant.calibrate.custom_observer import OWN
+from intaglio.signature import DTYPES
+
+LIBRARY = "quantized_decomposed."
+QUANTIZE, QUANTIZE_CHANNEL = f"{LIBRARY}quantize_per_tensor.default", f"{LIBRARY}quantize_per_channel.default"
+DEQUANTIZE, DEQUANTIZE_CHANNEL = f"{LIBRARY}dequantize_per_tensor.default", f"{LIBRARY}dequantize_per_channel.default"
+UNFIT = "unfit"
+"""In ``meta``: why a constant that was levels is not, or why an operator does not compute with those it reads."""
+KINDS = ("quantize_per_tensor", "dequantize_per_tensor", "quantize_per_channel", "dequantize_per_channel")
+SHIFT = {torch.uint8: 0, torch.int8: 128}
+"""Element types of activations that kernels have -> what is added to their levels: all are u8."""
+
+
+def target(kind: str) -> Any:
+    """The library is registered, as a graph holds one of its operators."""
+    return getattr(torch.ops.quantized_decomposed, kind).default
+
+
+def dequantizes(node: fx.Node) -> bool:
+    """Whether it makes floats of levels, and no observer of a user's own wrote it."""
+    return operator(node) in (DEQUANTIZE, DEQUANTIZE_CHANNEL) and OWN not in node.meta
+
+
+def quantizes(node: fx.Node) -> bool:
+    return operator(node) in (QUANTIZE, QUANTIZE_CHANNEL) and OWN not in node.meta
+
+
+# -- one spelling -----------------------------------------------------------------------------------------------------
+
+
+def spell_levels(module: fx.GraphModule) -> int:
+    """Overloads of tensors -> those of numbers; arguments in their places, scales float32. `UnsupportedError` where
+    parameters are computed while the model runs, and for other operators of that library."""
+    hits = [node for node in module.graph.nodes if operator(node).startswith(LIBRARY) and OWN not in node.meta]
+    return sum(_spell(module, node) for node in hits)
+
+
+def _spell(module: fx.GraphModule, node: fx.Node) -> bool:
+    kind, given = operator(node).removeprefix(LIBRARY).partition(".")[0], arguments(node)
+    if kind not in KINDS or given["dtype"].is_floating_point:
+        raise _refused(node, "only levels that are whole numbers, by tensor or by channel, are taken over")
+    if given.pop("out_dtype", None) not in (None, torch.float32):
+        raise _refused(node, "it gives other floats than float32")
+    x, *parameters = given.values()
+    before = node.target, node.args, dict(node.kwargs)
+    take = _channels if "channel" in kind else _numbers
+    node.target, node.args, node.kwargs = target(kind), (x, *take(module, node, parameters)), {}
+    return before != (node.target, node.args, {})
+
+
+def _refused(node: fx.Node, problem: str) -> UnsupportedError:
+    return UnsupportedError(
+        origin(node).path or node.name,
+        operator(node),
+        problem,
+        remedy="quantize the float model; recipe='int8_dynamic' computes scales while it runs",
+        source=origin(node).source or None,
+    )
+
+
+def _numbers(module: fx.GraphModule, node: fx.Node, parameters: list[Any]) -> tuple[Any, ...]:
+    scale, zero, low, high = (_number(module, node, value) for value in parameters[:4])
+    return float(np.float32(scale)), int(zero), int(low), int(high), parameters[4]
+
+
+def _number(module: fx.GraphModule, node: fx.Node, value: Any) -> float:
+    return cast(float, tensor_of(module, node, value).item() if isinstance(value, fx.Node) else value)
+
+
+def _channels(module: fx.GraphModule, node: fx.Node, parameters: list[Any]) -> tuple[Any, ...]:
+    """Zero points of a table may be floats; left out they are 0. The axis is counted from the front."""
+    scales, zeros, axis, *rest = parameters
+    values = tensor_of(module, node, scales)
+    if values.dtype is not torch.float32:
+        scales = stored(module, f"{scales.target}_f32", values.to(torch.float32), scales)
+    if zeros is None:
+        zeros = stored(module, f"{scales.target}_zeros", torch.zeros(len(values), dtype=torch.int64), scales)
+    tensor_of(module, node, zeros)
+    return scales, zeros, axis % len(tensor_type(node).shape), *rest
+
+
+def tensor_of(module: fx.GraphModule, node: fx.Node, constant: fx.Node) -> torch.Tensor:
+    if not is_constant(constant):
+        raise _refused(node, "its parameters are computed while the model runs")
+    found: torch.Tensor = getattr(module, str(constant.target)).detach()
+    return found
+
+
+def stored(module: fx.GraphModule, stem: str, values: torch.Tensor, of: fx.Node) -> fx.Node:
+    """A new constant, with the path of another."""
+    name = "".join(c if c.isalnum() else "_" for c in stem)
+    while hasattr(module, name):
+        name += "_"
+    module.register_buffer(name, values.contiguous())
+    return constant_node(module, name, of.meta.get("path", str(of.target)))
+
+
+def separate_levels(module: fx.GraphModule) -> int:
+    """One quantize of a value for the same parameters; a dequantize for every reader."""
+    first: dict[tuple[Any, ...], fx.Node] = {}
+    hits = 0
+    for node in list(module.graph.nodes):
+        if operator(node) == QUANTIZE and OWN not in node.meta:
+            if (same := first.setdefault(node.args, node)) is not node:
+                replace_node(node, same)
+                hits += 1
+        elif dequantizes(node):
+            for user in list(node.users)[1:]:
+                with module.graph.inserting_before(user):
+                    copied = module.graph.call_function(node.target, node.args)
+                copied.meta = dict(node.meta)
+                user.replace_input_with(node, copied)
+                hits += 1
+    return hits
+
+
+# -- activations ------------------------------------------------------------------------------------------------------
+
+
+def pair_levels(module: fx.GraphModule) -> int:
+    """Levels between a quantize and a dequantize of the same parameters -> u8. All else is written out in arithmetic,
+    and what was levels before is quantized again behind it, which gives the same levels."""
+    hits = 0
+    for node in list(module.graph.nodes):
+        if quantizes(node) and not _is_own(node):
+            hits += _pair(node)
+    for node in list(module.graph.nodes):
+        if dequantizes(node) and _is_alone(node):
+            real, q = _write_dequantize(node), levels_of(node)
+            if q is not None:
+                real = round_trip(node, real, q)
+            replace_node(node, real)
+            hits += 1
+    return hits
+
+
+def write_factors(module: fx.GraphModule) -> int:
+    """The second factor of a product of activations, which kernels read as signed levels, 1..255 around 128: any other
+    is written out. So is attention's, which a kernel would compute with levels of its own between its products."""
+    hits = 0
+    for node in list(module.graph.nodes):
+        record = record_of(node)
+        if record is None or not record.anchor or record.roles.weight is not None or record.variadic:
+            continue
+        values = operands(node)
+        for value in [values[i] for i in record.roles.x[1:]]:
+            q = None if value is None else levels_behind(value)
+            if q is None or (record.name != "attention" and (q.zero, q.qmin + q.qmax) == (128, 256)):
+                continue
+            found = f"{q.qmin}..{q.qmax} around {q.zero}"
+            node.meta[UNFIT] = f"its second factor has levels {found}; kernels read 1..255 around 128"
+            real = _write_dequantize(value, _write_quantize(value.args[0]))
+            replace_node(value, real)
+            hits += 1
+    return hits
+
+
+def _is_own(node: fx.Node) -> bool:
+    """Levels that only our references have: bytes of an image, channel by channel, and a value's 16 bits."""
+    if operator(node) == QUANTIZE_CHANNEL:
+        return operator(node.args[0]) == "aten.addcmul.default" and node.args[-1] is torch.uint8
+    _, _, zero, low, high, dtype = node.args
+    steps = numerics.STEPS
+    return dtype is torch.uint16 and zero % steps == steps // 2 and low % steps == 0 and high % steps == steps - 1
+
+
+def _is_alone(node: fx.Node) -> bool:
+    """Whether a dequantize has neither a constant nor a quantize of its parameters in front."""
+    return not is_constant(node.args[0]) and not _matches(node.args[0], node)
+
+
+def _matches(quantize: fx.Node, dequantize: fx.Node) -> bool:
+    """By all that decides values: the lowest and highest level are the quantize's."""
+    if operator(quantize) == QUANTIZE_CHANNEL:
+        return operator(dequantize) == DEQUANTIZE_CHANNEL and quantize.args[1:] == dequantize.args[1:]
+    if (operator(quantize), operator(dequantize)) != (QUANTIZE, DEQUANTIZE):
+        return False
+    return (*quantize.args[1:3], quantize.args[5]) == (*dequantize.args[1:3], dequantize.args[5])
+
+
+def quantizes_to_bytes(node: fx.Node) -> bool:
+    """Whether it makes the levels that kernels have of activations."""
+    return operator(node) == QUANTIZE and node.args[5] is torch.uint8 and OWN not in node.meta
+
+
+def levels_behind(node: fx.Node) -> QParams | None:
+    """Of such levels, that a node dequantizes."""
+    bytes_ = operator(node) == DEQUANTIZE and node.args[5] is torch.uint8 and OWN not in node.meta
+    return levels_of(node) if bytes_ and not is_constant(node.args[0]) else None
+
+
+def levels_of(node: fx.Node) -> QParams | None:
+    """The u8 levels that a quantize or dequantize per tensor stands for; ``None`` where kernels have none such."""
+    if operator(node) not in (QUANTIZE, DEQUANTIZE) or (shift := SHIFT.get(node.args[5])) is None:
+        return None
+    scale, zero, low, high = node.args[1:5]
+    if not low <= zero <= high or low >= high or not numerics.SMALLEST_SCALE <= scale < math.inf:
+        return None
+    return QParams((scale,), (zero + shift,), low + shift, high + shift)
+
+
+def _pair(node: fx.Node) -> bool:
+    q = levels_of(node) if tensor_type(node.args[0]).dtype is DType.F32 else None
+    mates = [user for user in node.users if _matches(node, user)]
+    kept = [user for user in node.users if operator(user).startswith("intaglio.")]
+    others = [user for user in node.users if user not in mates and user not in kept]
+    if q is None:
+        real = _write_quantize(node)
+        node.replace_all_uses_with(real)
+        for mate in mates:
+            replace_node(mate, _write_dequantize(mate))
+        node.graph.erase_node(node)
+        return True
+    if others:
+        real = _write_quantize(node)
+        for user in others:
+            user.replace_input_with(node, real)
+    before = [each.args for each in (node, *mates)]
+    for each in (node, *mates):
+        each.args = (each.args[0], *numbers_of(q))
+    node.meta["type"] = TensorType(tensor_type(node).shape, DType.U8, q)
+    return bool(others) or before != [each.args for each in (node, *mates)]
+
+
+def numbers_of(q: QParams) -> tuple[Any, ...]:
+    return q.step, q.zero, q.qmin, q.qmax, torch.uint8
+
+
+def round_trip(node: fx.Node, real: fx.Node, q: QParams) -> fx.Node:
+    """A value that is levels already, quantized and dequantized; in front of ``node``."""
+    kind = tensor_type(real)
+    levels = call_before(node, TensorType(kind.shape, DType.U8, q), target("quantize_per_tensor"), real, *numbers_of(q))
+    return call_before(node, kind, target("dequantize_per_tensor"), levels, *numbers_of(q))
+
+
+def _write_quantize(node: fx.Node) -> fx.Node:
+    aten, (low, high, dtype), x = torch.ops.aten, node.args[-3:], node.args[0]
+    kind = TensorType(tensor_type(node).shape, DType.F32)
+    if tensor_type(x).dtype is not DType.F32:
+        x = _written(node, kind, aten._to_copy.default, x, dtype=torch.float32)
+    module = node.graph.owning_module
+    if operator(node) == QUANTIZE_CHANNEL:
+        inverse = 1.0 / tensor_of(module, node, node.args[1])
+        steps = _written(node, kind, aten.mul.Tensor, x, _along(node, "inverse", inverse))
+    else:
+        steps = _written(node, kind, aten.mul.Tensor, x, 1.0 / node.args[1])
+    whole = _written(node, kind, aten.round.default, steps)
+    moved = _written(node, kind, aten.add.Tensor, whole, _zero_of(node))
+    bounded = _written(node, kind, aten.clamp.default, moved, low, high)
+    return _written(node, TensorType(kind.shape, DTYPES[dtype]), aten._to_copy.default, bounded, dtype=dtype)
+
+
+def _write_dequantize(node: fx.Node, levels: fx.Node | None = None) -> fx.Node:
+    aten, kind = torch.ops.aten, TensorType(tensor_type(node).shape, DType.F32)
+    real = _written(node, kind, aten._to_copy.default, levels or node.args[0], dtype=torch.float32)
+    moved = _written(node, kind, aten.sub.Tensor, real, _zero_of(node))
+    scale = node.args[1]
+    if operator(node) == DEQUANTIZE_CHANNEL:
+        scale = _along(node, "scale", tensor_of(node.graph.owning_module, node, scale))
+    return _written(node, kind, aten.mul.Tensor, moved, scale)
+
+
+def _written(node: fx.Node, kind: TensorType, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    made = call_before(node, kind, target, *args, **kwargs)
+    made.meta[UNFIT] = "part of quantize or dequantize with levels that no kernel has"
+    return made
+
+
+def _zero_of(node: fx.Node) -> Any:
+    if operator(node) in (QUANTIZE, DEQUANTIZE):
+        return node.args[2]
+    return _along(node, "zero_point", tensor_of(node.graph.owning_module, node, node.args[2]).to(torch.float32))
+
+
+def _along(node: fx.Node, stem: str, values: torch.Tensor) -> fx.Node:
+    """A constant of a value for every entry of the operator's axis."""
+    shape = [-1 if axis == node.args[3] else 1 for axis in range(len(tensor_type(node).shape))]
+    return stored(node.graph.owning_module, f"{node.name}_{stem}", values.reshape(shape), node.args[1])

@@ -1,0 +1,258 @@
+"""From ranges and weights to scales and zero points, site by site."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from intaglio import numerics
+from intaglio.errors import CalibrationError, UnsupportedError
+from intaglio.fxgraph.nodes import call_of, operands
+from intaglio.ir import QParams
+from intaglio.ops.conv import outputs_first
+from intaglio.quant.annotate.regions import Annotations, Chain, Region
+from intaglio.quant.annotate.sites import Derived, Fixed, Observed, Site
+from intaglio.quant.calibrate.data_checks import softmax_operands
+from intaglio.quant.calibrate.prepare import Prepared
+from intaglio.quant.calibrate.range_methods import channel_ranges, method_of, without_mask
+from intaglio.quant.calibrate.ranges import Ranges
+from intaglio.quant.calibrate.tensor_statistics import Range, Statistics
+from intaglio.quant.correct.corrections import Rounded
+from intaglio.quant.qdq.weight_grid import channel_scales
+from intaglio.quant.recipes.datatypes import Datatype
+
+INT32 = (-(2**31), 2**31 - 1)
+
+
+def chosen_by_callbacks(annotations: Annotations, ranges: Ranges | None) -> Mapping[str, QParams]:
+    """What calibration callbacks chose; `CalibrationError` if there are some and nobody asked them."""
+    asked = {region.pattern.name for region in annotations.regions if region.pattern and region.pattern.calibration}
+    if asked and (ranges is None or ranges.parameters is None):
+        raise CalibrationError(
+            f"pattern {min(asked)!r}",
+            None,
+            "its calibration callback was not asked",
+            remedy="ranges = intaglio.Calibrator(prepared, data).calibrate()",
+        )
+    return (ranges.parameters if ranges else None) or {}
+
+
+def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, QParams]:
+    """Parameters of every activation site, shared ones included."""
+    found = ranges.statistics if ranges else {name: o.statistics for name, o in prepared.observers.items()}
+    if set(found) != set(prepared.observers):
+        odd = sorted(set(found) ^ set(prepared.observers))
+        raise CalibrationError("ranges", None, f"they belong to another model: {', '.join(odd[:5])} on one side only")
+    if ranges and ranges.graph not in ("", prepared.fingerprint):
+        raise CalibrationError("ranges", None, "they belong to another model, with other operators between these sites")
+    fixed = (ranges.parameters if ranges else None) or {}
+    fixed = {n: q for n, o in prepared.observers.items() if (q := o.chosen()) is not None} | dict(fixed)
+    unseen = [name for name in prepared.observers if not found[name].count and name not in fixed]
+    if unseen:
+        raise CalibrationError(
+            ", ".join(unseen[:5]),
+            None,
+            f"{len(unseen)} of {len(found)} sites have seen no data",
+            remedy="calibrate first: calibrate(prepared, data), or run prepared(batch); skip what no data reaches",
+        )
+    by_name = {site.name: site for site in prepared.annotations.sites}
+    chosen = activation_ranges(prepared, found)
+    result = {}
+    for site in by_name.values():
+        if site.role == "activation":
+            leader = by_name[prepared.annotations.leaders[site.name]]
+            if leader.name not in result:
+                result[leader.name] = fixed.get(leader.name) or _activation(leader, chosen)
+            result[site.name] = result[leader.name]
+    levels = {site.name: result[site.name] for site in by_name.values() if site.role == "activation"}
+    return levels | {site.name: widened(site, levels) for site in by_name.values() if site.role == "shortcut"}
+
+
+def widened(site: Site, qparams: Mapping[str, QParams]) -> QParams:
+    """Parameters of 16 bits, from those of the levels."""
+    assert isinstance(site.spec, Derived)
+    levels = qparams[site.spec.sources[0]]
+    scale, zero_point = numerics.widen(levels.step, levels.zero)
+    return QParams((scale,), (zero_point,), site.qmin, site.qmax)
+
+
+def given_qparams(annotations: Annotations, given: Mapping[str, QParams]) -> dict[str, QParams]:
+    """Parameters of every activation site, shared and fixed ones included."""
+    by_name = {site.name: site for site in annotations.sites}
+    result = {}
+    for site in annotations.sites:
+        if site.role == "activation":
+            leader = by_name[annotations.leaders[site.name]]
+            spec = leader.spec
+            result[site.name] = fixed_qparams(leader, spec) if isinstance(spec, Fixed) else given[leader.name]
+    return result | {site.name: widened(site, result) for site in annotations.sites if site.role == "shortcut"}
+
+
+def fixed_qparams(site: Site, spec: Fixed) -> QParams:
+    zeros = spec.zero_point if isinstance(spec.zero_point, tuple) else (spec.zero_point,)
+    return QParams((spec.scale,) * len(zeros), zeros, site.qmin, site.qmax, site.axis)
+
+
+def activation_ranges(prepared: Prepared, found: Mapping[str, Statistics]) -> dict[str, list[Range]]:
+    """What the method of each site makes of its statistics: one range, or one per channel."""
+    logits, result = softmax_operands(prepared.annotations.module), {}
+    for site in prepared.annotations.sites:
+        if site.name in found and isinstance(site.spec, Observed):
+            method, statistics = method_of(site.spec.method), found[site.name]
+            if site.value in logits:
+                method = without_mask(method)
+            if site.axis is None:
+                result[site.name] = [method(statistics, site.qmin, site.qmax)]
+            else:
+                result[site.name] = channel_ranges(statistics, method, site.qmin, site.qmax)
+    return result
+
+
+def _activation(site: Site, chosen: Mapping[str, list[Range]]) -> QParams:
+    if isinstance(site.spec, Fixed):
+        return fixed_qparams(site, site.spec)
+    if isinstance(site.spec, Observed):
+        try:
+            symmetric = site.spec.symmetric
+            ends = [(min(a, -b), max(b, -a)) if symmetric else (a, b) for a, b in chosen[site.name]]
+            affines = [numerics.affine(low, high, site.qmin, site.qmax) for low, high in ends]
+        except ValueError as error:
+            raise CalibrationError(site.name, site.origin.operator, str(error)) from error
+    else:
+        raise UnsupportedError(site.name, site.origin.operator, f"an activation cannot be {site.spec}")
+    scales, zeros = zip(*affines, strict=True)
+    return QParams(scales, zeros, site.qmin, site.qmax, site.axis)
+
+
+def weight_qparams(
+    annotations: Annotations,
+    qparams: Mapping[str, QParams],
+    remarks: list[str],
+    given: Mapping[str, QParams],
+    chosen: Mapping[str, Rounded],
+) -> dict[str, QParams]:
+    """Scales of every weight, ``given`` or its own, made fit for the biases of all its call sites; then the biases'.
+
+    ``chosen``: weights that are integers already.
+    """
+    result: dict[str, QParams] = {}
+    for region in annotations.regions:
+        if region.record.roles.weight is None:
+            continue
+        x_site, w_site, b_site = anchor_sites(annotations, region)
+        weight, bias = parameters_of(annotations.module, region)
+        step_x = qparams[x_site.name].step if b_site else 1.0
+        own = given[w_site.name].scales if w_site.name in given else None
+        plain, fitted = _fitted_scales(region, weight, bias if b_site else None, w_site, step_x, own)
+        if (enlarged := fitted > plain).any():
+            remarks.append(f"{w_site.name}: scales of {int(enlarged.sum())} channels enlarged to fit the bias")
+        if w_site.name in result:
+            fitted = np.maximum(fitted, np.array(result[w_site.name].scales, np.float32))
+        if not np.isfinite(fitted).all():
+            raise UnsupportedError(
+                w_site.name,
+                region.anchor.name,
+                "weights or biases that are not finite",
+                remedy=f"skip=[{region.anchor.meta['origin'].path!r}]",
+            )
+        scales = tuple(map(float, fitted))
+        result[w_site.name] = QParams(scales, (0,) * len(scales), w_site.qmin, w_site.qmax, w_site.axis)
+    result.update({site: rounded.qparams for site, rounded in chosen.items()})
+    for region in annotations.regions:
+        if region.record.roles.weight is not None:
+            x_site, w_site, b_site = anchor_sites(annotations, region)
+            if b_site is not None:
+                outputs = len(parameters_of(annotations.module, region)[1])
+                result[b_site.name] = _bias_qparams(qparams[x_site.name], result[w_site.name], outputs)
+    return result
+
+
+def _fitted_scales(
+    region: Region,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    site: Site,
+    scale_x: float,
+    given: tuple[float, ...] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Scales of a weight as its values ask for them, and as the bias does: one, or one per channel of its own axis.
+
+    A transposed convolution's axis holds the outputs of one group, so its groups share scales. Channels of zeros do
+    not count as enlarged.
+    """
+    rows, own = per_output(region, weight), OwnScales.of(region, site)
+    absmax = np.abs(rows.reshape(len(rows), -1)).max(1)
+    sharing = own.sharing(weight)
+    count = len(sharing)
+    plain = own(weight) if given is None else np.array(given, np.float32)
+    if len(plain) != count:
+        raise CalibrationError(f"parameters of {site.name}", None, f"{len(plain)} scales; the weight has {count}")
+    fitted = numerics.fit_weight_scale(each_output(plain, len(rows)), absmax, bias, scale_x)
+    fitted = fitted.reshape(-1, count).max(0)
+    return np.where(np.abs(sharing).max(1, initial=0) == 0, fitted, plain), fitted
+
+
+@dataclass(frozen=True)
+class OwnScales:
+    """f32 weight -> f32[C], the scales that its values ask for. ``groups``: of a transposed convolution, whose axis
+    holds the outputs of one group; else 0."""
+
+    kind: Datatype
+    group: int
+    axis: int | None
+    groups: int
+
+    @staticmethod
+    def of(region: Chain, site: Site) -> OwnScales:
+        axis = site.axis if isinstance(site.axis, int) else None
+        return OwnScales(site.record, site.group, axis, _groups(region) if region.record.roles.outputs else 0)
+
+    def sharing(self, weight: np.ndarray) -> np.ndarray:
+        """[C, K]: what shares each scale."""
+        rows = outputs_first(weight, self.groups) if self.groups else weight
+        count = 1 if self.axis is None else weight.shape[self.axis]
+        return rows.reshape(len(rows) // count, count, -1).swapaxes(0, 1).reshape(count, -1)
+
+    def __call__(self, weight: np.ndarray) -> np.ndarray:
+        return channel_scales(self.sharing(weight), self.kind, self.group)
+
+
+def _groups(region: Chain) -> int:
+    return int(call_of(region.anchor, region.record).arguments.get("groups", 1))
+
+
+def per_output(region: Chain, weight: np.ndarray) -> np.ndarray:
+    """A weight with all its output channels first, group after group."""
+    if not region.record.roles.outputs:
+        return weight
+    return outputs_first(weight, _groups(region))
+
+
+def each_output(scales: Sequence[float] | np.ndarray, outputs: int) -> np.ndarray:
+    """One scale per output channel: of one for all, or of those every group shares."""
+    return np.tile(np.asarray(scales, np.float32), outputs // len(scales))
+
+
+def _bias_qparams(x: QParams, w: QParams, outputs: int) -> QParams:
+    """One for all, or one per output."""
+    units = w.scales if w.axis is None else each_output(w.scales, outputs)
+    scales = tuple(map(float, numerics.accumulator_scale(x.step, units)))
+    return QParams(scales, (0,) * len(scales), *INT32, None if w.axis is None else 0)
+
+
+def anchor_sites(annotations: Annotations, region: Region) -> tuple[Site, Site, Site | None]:
+    """Sites of an anchor's activation, weight and bias."""
+    record, values = region.record, operands(region.anchor)
+    x, weight = values[record.roles.x[0]], values[record.roles.weight]
+    by_value = annotations.by_value
+    return by_value[x.name, region.x_role], by_value[weight.name, "weight"], by_value.get((region.anchor.name, "bias"))
+
+
+def parameters_of(module: fx.GraphModule, region: Region) -> tuple[np.ndarray, np.ndarray | None]:
+    roles, values = region.record.roles, operands(region.anchor)
+    weight, bias = values[roles.weight], values[roles.bias]
+    arrays = [None if node is None else getattr(module, node.target).detach().numpy() for node in (weight, bias)]
+    return arrays[0], arrays[1]

@@ -1,0 +1,68 @@
+"""`Image`: an input whose bytes 0..255 stand for normalised pixels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from intaglio.errors import UnsupportedError
+
+MOST = 255
+
+
+@dataclass(frozen=True)
+class Image:
+    """Byte p of channel c stands for ``(p / 255 - mean[c]) / std[c]``; one number holds for all channels.
+
+    The levels of the input are then the bytes: nothing is observed, nothing rounded, and uint8 tensors are taken as
+    they are. A zero that a convolution pads with is the byte nearest to ``255 * mean[c]``, half a step off at most.
+    """
+
+    mean: Iterable[float] | float = 0.0
+    std: Iterable[float] | float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "std"):  # tuples: they are read more than once
+            object.__setattr__(self, name, tuple(_each(getattr(self, name))))
+        if not _each(self.std) or not all(math.isfinite(value) and value > 0 for value in _each(self.std)):
+            raise UnsupportedError("Image", None, f"std {self.std}; each must be a number above 0")
+        if not _each(self.mean) or not all(0 <= value <= 1 for value in _each(self.mean)):
+            raise UnsupportedError(
+                "Image",
+                None,
+                f"mean {self.mean}; each must lie in 0..1, so that zero has a byte",
+                remedy="mean and std are those of pixels divided by 255",
+            )
+
+    def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
+        """uint8 [n, c, h, w] -> the float32 values the bytes stand for."""
+        mean, std = (torch.tensor(_each(values)).reshape(1, -1, 1, 1) for values in (self.mean, self.std))
+        return (pixels / MOST - mean) / std
+
+    def pixels(self, channels: int) -> Pixels:
+        """The way from values to bytes for this many channels; `UnsupportedError` when it is not that many."""
+        spread = {}
+        for name, values in (("mean", _each(self.mean)), ("std", _each(self.std))):
+            if len(values) not in (1, channels):
+                problem = f"{len(values)} values of {name}; the input has {channels} channels"
+                raise UnsupportedError("Image", None, problem)
+            spread[name] = torch.tensor(values, dtype=torch.float64).expand(channels)
+        zero = MOST * spread["mean"]
+        nearest = zero.round()
+        return Pixels((MOST * spread["std"]).float(), (zero - nearest).float(), tuple(map(int, nearest.tolist())))
+
+
+@dataclass(frozen=True, eq=False)
+class Pixels:
+    """``x * gain + shift`` is the byte less its channel's zero point; the shift is at most half a byte."""
+
+    gain: torch.Tensor
+    shift: torch.Tensor
+    zero_points: tuple[int, ...]
+
+
+def _each(values: Iterable[float] | float) -> list[float]:
+    return [float(value) for value in (values if isinstance(values, Iterable) else (values,))]

@@ -1,0 +1,321 @@
+"""Patterns a user gives: what is quantized, by which priority, setting, callback and, perhaps, meaning in integers."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from intaglio.errors import SelectorError, UnsupportedError
+from intaglio.fxgraph.nodes import FxView, arguments, is_constant, operator, origin, record_of, resolve, tensor_type
+from intaglio.ir import DType, Origin
+from intaglio.ir.rewrite import Match, Pattern, any, const, match, op
+from intaglio.ops import BY_TARGET, FUSIONS, OPS, Call, OpDef
+
+if TYPE_CHECKING:
+    from intaglio.quant.calibrate.callbacks import CalibrationCallback
+    from intaglio.quant.recipes.recipe import Setting
+
+
+@dataclass(frozen=True)
+class QuantizerPattern:
+    """A name and a small DAG of operators (`intaglio.patterns`); what it matches is quantized.
+
+    An operator is called by its record's name ("conv2d", "clamp") or by its overload ("aten.relu.default").
+    calibration: asked for the parameters of each region of a match. priority: where matches overlap the higher wins,
+    then the larger, then the one that ends earlier in the graph, then what says more of its operands, then the name.
+    setting: stronger than a recipe's default, weaker than its entries. ranks: of the result; empty for any. alone:
+    quantized wherever it matches, else only beside something quantized or as a convolution or linear layer. operator:
+    the meaning in integers of all it matches together; its operands are called as the pattern's leaves are. Without one
+    the built-in fusion rows and records decide which kernels run the match.
+    """
+
+    name: str
+    pattern: Pattern
+    calibration: CalibrationCallback | None = None
+    priority: int = 0
+    setting: Setting | None = None
+    ranks: tuple[int, ...] = ()
+    alone: bool = True
+    operator: OpDef | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """Operators that one record stands for. ``reads``: each operand as the node that reads it and its place among what
+    that reads; ``attrs``: as the record bound them."""
+
+    record: OpDef
+    reads: tuple[tuple[str, int], ...]
+    attrs: Mapping[str, object]
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A match that won, its operators in execution order."""
+
+    pattern: QuantizerPattern
+    nodes: tuple[fx.Node, ...]
+    bound: Mapping[str, fx.Node]
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A match of a pattern that another took operators of, or that cannot be quantized."""
+
+    pattern: str
+    origin: Origin
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.pattern} at {self.origin.path or 'model'} ({self.origin.operator}): {self.reason}"
+
+
+# -- built-in patterns ------------------------------------------------------------------------------------------------
+
+ALIASES = {"dense": "linear", "dense_bias": "linear_bias", "multiply": "mul"}
+"""Other names of built-in patterns."""
+
+
+ROWS: Mapping[str, Pattern] = {
+    **{row.name: row.pattern for row in FUSIONS},
+    **{record.name: op(record.name) for record in OPS.values() if record.targets},
+}
+"""Fusion rows, and every operator that a model can have."""
+BUILT_IN: Mapping[str, Pattern] = {
+    **ROWS,
+    **{
+        f"{record.name}_bias": op(record.name, any("x"), any("weight"), const("bias"))
+        for record in OPS.values()
+        if record.roles.bias is not None
+    },
+}
+"""Name -> pattern: those, and the layers that have a bias."""
+
+
+def builtin(
+    *names: str, calibration: CalibrationCallback | None = None, priority: int = 0, setting: Setting | None = None
+) -> list[QuantizerPattern]:
+    """Patterns of intaglio's own by name: fusion rows ("anchor_add_clamp"), operators ("conv2d", "add"), layers with a
+    bias ("conv2d_bias"). Without names all rows and operators, as a `Quantizer` without patterns has them."""
+    known = {**BUILT_IN, **{alias: BUILT_IN[name] for alias, name in ALIASES.items()}}
+    for name in names:
+        if name not in known:
+            raise SelectorError(
+                f"pattern {name!r}",
+                None,
+                "no built-in pattern is called that",
+                remedy="nearest: " + ", ".join(_nearest(name, known)),
+            )
+    alone = bool(names)
+    return [QuantizerPattern(name, known[name], calibration, priority, setting, alone=alone) for name in names or ROWS]
+
+
+def patterns_of(given: Iterable[QuantizerPattern | str]) -> tuple[QuantizerPattern, ...]:
+    """Names replaced by built-in patterns. `SelectorError` for two of one name, or an operator nobody knows."""
+    found = [one for entry in given for one in (builtin(entry) if isinstance(entry, str) else [entry])]
+    for name, count in Counter(pattern.name for pattern in found).items():
+        if count > 1:
+            raise SelectorError(f"pattern {name!r}", None, f"{count} patterns have this name", remedy="rename one")
+    for pattern in found:
+        if not pattern.pattern.kinds:
+            raise SelectorError(f"pattern {pattern.name!r}", None, "its root is no operator", remedy="begin with op")
+        if pattern.operator is not None:
+            _check_leaves(pattern, pattern.operator)
+    return tuple(found)
+
+
+def _check_leaves(pattern: QuantizerPattern, record: OpDef) -> None:
+    check_operators((record,))
+    leaves = {leaf.name for leaf in _leaves(pattern.pattern)}
+    if missing := sorted(set(record.operands) - leaves):
+        raise SelectorError(
+            f"pattern {pattern.name!r}",
+            record.name,
+            f"no leaf is called {', '.join(missing)}; there are {', '.join(sorted(leaves))}",
+            remedy="name the leaves as the operator's operands: any('self')",
+        )
+
+
+def _leaves(pattern: Pattern) -> Iterator[Pattern]:
+    if not pattern.kinds:
+        yield pattern
+    for operand in pattern.operands:
+        yield from _leaves(operand)
+
+
+def _kinds(pattern: Pattern) -> Iterator[str]:
+    yield from pattern.kinds
+    for operand in pattern.operands:
+        yield from _kinds(operand)
+
+
+def _nearest(name: str, known: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.3) or sorted(known)[:3]
+
+
+# -- operators of a user ----------------------------------------------------------------------------------------------
+
+
+def check_operators(records: Iterable[OpDef]) -> None:
+    """`UnsupportedError` for a record that cannot be a host operator, or whose name or overload has one already."""
+    names: set[str] = set()
+    targets: set[str] = set()
+    for record in records:
+        problem = None
+        if record.meaning is None and record.function is None:
+            problem = "it has neither a meaning in integers nor a function"
+        elif record.kernel is not None or record.variadic or record.roles.weight is not None:
+            problem = "a host operator has no kernel, no list of operands and no weight: constants are operands"
+        elif record.name in OPS or record.name in names:
+            problem = "another operator has this name"
+        elif taken := [target for target in record.targets if target in BY_TARGET or target in targets]:
+            problem = f"another operator answers to {', '.join(taken)}"
+        if problem is not None:
+            raise UnsupportedError(record.name, None, problem, remedy="see docs/patterns.md, An operator of your own")
+        names.add(record.name)
+        targets.update(record.targets)
+
+
+def is_host(record: OpDef) -> bool:
+    """Whether Python runs it: it has a meaning in integers, and no kernel."""
+    return record.kernel is None and record.meaning is not None
+
+
+def name_operators(graph: fx.Graph, records: Iterable[OpDef]) -> None:
+    """Lets every later stage read a user's records off the nodes."""
+    records = tuple(records)
+    check_operators(records)
+    by_target = {target: record for record in records for target in record.targets}
+    for node in graph.nodes:
+        if (record := by_target.get(operator(node))) is not None:
+            known = [argument.name for argument in node.target._schema.arguments]
+            if missing := [name for name in record.operands if name not in known]:
+                problem = f"it has no argument {', '.join(missing)}; there are {', '.join(known)}"
+                raise UnsupportedError(record.name, operator(node), problem, remedy="name the operands as they are")
+            node.meta["record"] = record
+
+
+# -- matching ---------------------------------------------------------------------------------------------------------
+
+
+def find(
+    graph: fx.Graph, patterns: Sequence[QuantizerPattern], reasons: Mapping[fx.Node, str | None]
+) -> tuple[list[Found], list[Rejected]]:
+    """Every match of every pattern on the graph as it is; of those that overlap the strongest, whatever the order of
+    the patterns. ``reasons``: why an operator stays in float."""
+    view = FxView(graph)
+    _check_kinds(patterns, view, graph)
+    candidates: list[Found] = []
+    rejected: list[Rejected] = []
+    for pattern in patterns:
+        for node in reasons:
+            hit = match(pattern.pattern, node, view)
+            if hit is None:
+                continue
+            found = Found(pattern, tuple(sorted(hit.nodes, key=view.position)), dict(hit.bound))
+            if (reason := _guard(found, hit, reasons)) is None:
+                candidates.append(found)
+            else:
+                rejected.append(Rejected(pattern.name, origin(node), reason))
+    candidates.sort(key=lambda found: _rank(found, view))
+    winner: dict[fx.Node, Found] = {}
+    won: list[Found] = []
+    for found in candidates:
+        taken = [winner[node] for node in found.nodes if node in winner]
+        if taken:
+            reason = f"shadowed by {taken[0].pattern.name} at {_place(taken[0])}"
+            rejected.append(Rejected(found.pattern.name, origin(found.nodes[-1]), reason))
+        else:
+            won.append(found)
+            winner.update(dict.fromkeys(found.nodes, found))
+    return won, rejected
+
+
+def _rank(found: Found, view: FxView) -> tuple[int, int, int, int, str]:
+    """Strongest first. Of two as large at one place, the pattern that says more of the operands."""
+    pattern, leaves = found.pattern, sum(1 for _ in _leaves(found.pattern.pattern))
+    return -pattern.priority, -len(found.nodes), view.position(found.nodes[-1]), -leaves, pattern.name
+
+
+def _place(found: Found) -> str:
+    where = origin(found.nodes[-1])
+    return f"{where.path or 'model'} ({where.operator})"
+
+
+def _check_kinds(patterns: Sequence[QuantizerPattern], view: FxView, graph: fx.Graph) -> None:
+    """A name with a dot may be an overload that this model lacks; any other is a record's."""
+    known = {*OPS, *(kind for node in graph.nodes for kind in view.kinds(node))}
+    for pattern in patterns:
+        for kind in _kinds(pattern.pattern):
+            if kind not in known and "." not in kind:
+                raise SelectorError(
+                    f"pattern {pattern.name!r}",
+                    None,
+                    f"no operator is called {kind!r}",
+                    remedy="nearest: " + ", ".join(_nearest(kind, known)) + "; or an overload: aten.relu.default",
+                )
+
+
+def _guard(found: Found, hit: Match[fx.Node], reasons: Mapping[fx.Node, str | None]) -> str | None:
+    """Why what a pattern matched stays in float. Operators that a whole stands for need no record of their own."""
+    kind = tensor_type(hit.root)
+    if kind is not None and found.pattern.ranks and len(kind.shape) not in found.pattern.ranks:
+        return f"result of rank {len(kind.shape)}; the pattern is for {' or '.join(map(str, found.pattern.ranks))}"
+    record = found.pattern.operator
+    if record is None:
+        return next((reason for node in found.nodes if (reason := reasons[node]) is not None), None)
+    for node in (*found.nodes, *(found.bound[name] for name in record.operands)):
+        kind = tensor_type(node)
+        if kind is None or kind.dtype is not DType.F32:
+            return "not a float32 tensor" + ("" if kind is None else f" but {kind.dtype}")
+        if "zero_points" in node.meta:
+            return "it reads the image, whose channels have parameters of their own"
+    for index, name in enumerate(record.operands):
+        if is_constant(found.bound[name]) is (index in record.roles.x):
+            return f"operand {name} is {'a constant' if index in record.roles.x else 'computed while the model runs'}"
+    return record.check(call_of_whole(found, record))
+
+
+def call_of_whole(found: Found, record: OpDef) -> Call:
+    """A match as the functions of its record take it; the arguments of an operator with a name as "name.argument"."""
+    types = [tensor_type(found.bound[name]) for name in record.operands]
+    given = {
+        f"{name}.{key}": resolve(value)
+        for name, node in found.bound.items()
+        if node in found.nodes
+        for key, value in arguments(node).items()
+        if not isinstance(value, fx.Node) or "dim" in value.meta
+    }
+    return Call(
+        target=operator(found.nodes[-1]),
+        arguments=given,
+        shapes=tuple(kind.shape if kind else None for kind in types),
+        floating=tuple(True for _ in types),
+        constant=tuple(is_constant(found.bound[name]) for name in record.operands),
+        result=tensor_type(found.nodes[-1]).shape,
+    )
+
+
+def whole_of(found: Found, record: OpDef) -> Whole:
+    """Where each operand is read, so that it can be found again behind a dequantize."""
+    reads = [(node.name, place) for node in found.nodes for place in range(len(node.all_input_nodes))]
+    values = [value for node in found.nodes for value in node.all_input_nodes]
+    places = tuple(reads[values.index(found.bound[name])] for name in record.operands)
+    return Whole(record, places, record.bind(call_of_whole(found, record)))
+
+
+def record_at(nodes: Sequence[fx.Node]) -> OpDef:
+    """The record of a chain: the one that stands for all of it, else its anchor's."""
+    whole = nodes[-1].meta.get("whole")
+    return whole.record if whole is not None else record_of(nodes[0])
+
+
+def operands_of_whole(nodes: Sequence[fx.Node], whole: Whole) -> list[fx.Node]:
+    """Values of the record's operands, in its order."""
+    by_name = {node.name: node for node in nodes}
+    return [by_name[name].all_input_nodes[place] for name, place in whole.reads]

@@ -1,0 +1,219 @@
+"""How a call of the model becomes tensors, and tensors its result. The one home of argument checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from intaglio.errors import InputError
+from intaglio.ir import Dim, DType, Expression, QParams, Signature, evaluate, solve, symbols_of
+
+DTYPES = {
+    torch.uint8: DType.U8,
+    torch.uint16: DType.U16,
+    torch.int8: DType.S8,
+    torch.int16: DType.I16,
+    torch.int32: DType.I32,
+    torch.int64: DType.I64,
+    torch.float16: DType.F16,
+    torch.bfloat16: DType.BF16,
+    torch.float8_e4m3fn: DType.F8E4M3,
+    torch.float8_e5m2: DType.F8E5M2,
+    torch.float32: DType.F32,
+    torch.float64: DType.F64,
+    torch.bool: DType.BOOL,
+}
+TORCH_DTYPES = {kind: dtype for dtype, kind in DTYPES.items()}
+
+
+def bind(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensor leaves of a call, checked against the captured structure."""
+    leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
+    if tree != signature.in_tree:
+        leaves = _rearranged(signature, args, kwargs)
+    for leaf, value in signature.fixed.items():
+        same = leaves[leaf] is value or (type(leaves[leaf]) is type(value) and leaves[leaf] == value)
+        if not same:
+            raise InputError(
+                f"argument leaf {leaf}",
+                None,
+                f"{leaves[leaf]!r}; the model was captured with {value!r}",
+                remedy="quantize again with this value in the example inputs",
+            )
+    tensors = [leaves[entry.leaf] for entry in signature.inputs]
+    return tensors
+
+
+def _rearranged(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Leaves of a call that spells positional arguments by keyword, or the other way round."""
+    example_args, example_kwargs = pytree.tree_unflatten([None] * signature.in_tree.num_leaves, signature.in_tree)
+    args = tuple(_like(a, example) for a, example in zip(args, example_args, strict=False)) + args[len(example_args) :]
+    names, given = signature.names, {name: _like(value, example_kwargs.get(name)) for name, value in kwargs.items()}
+    if len(args) <= len(names) and not given.keys() & set(names[: len(args)]):
+        given.update(zip(names, args, strict=False))
+        positional = names[: len(example_args)]
+        given.update((n, _like(given[n], e)) for n, e in zip(positional, example_args, strict=False) if n in given)
+        if set(given) == {*positional, *example_kwargs}:
+            call = tuple(given[name] for name in positional), {name: given[name] for name in example_kwargs}
+            leaves, tree = pytree.tree_flatten(call)
+            if tree == signature.in_tree:
+                return leaves
+    raise InputError(
+        "call",
+        None,
+        f"{len(args)} positional and {sorted(kwargs)} keyword arguments; "
+        f"captured with {len(example_args)} positional and {sorted(example_kwargs)} keyword arguments"
+        + (f" of forward({', '.join(names)})" if names else "")
+        + ", with the same nesting",
+        remedy="call the model as in the example inputs",
+    )
+
+
+def plain_mapping(value: Any) -> Any:
+    """A dictionary, of a mapping that torch does not know as a container (what tokenizers return is one)."""
+    return dict(value) if isinstance(value, Mapping) and type(value) not in pytree.SUPPORTED_NODES else value
+
+
+def _like(value: Any, example: Any) -> Any:
+    """Mappings as dictionaries, with their keys in the order of the example's."""
+    value = plain_mapping(value)
+    if type(value) is dict and type(example) is dict and value.keys() == example.keys():
+        return {key: _like(value[key], example[key]) for key in example}
+    return value
+
+
+def dims_of(signature: Signature, leaves: Sequence[Any], byte_inputs: Collection[int] = ()) -> dict[str, int]:
+    """Values of the free dimensions in a call; `InputError` when a tensor does not fit its captured type.
+
+    ``byte_inputs``: positions of inputs that may be uint8 instead.
+    """
+    check_kinds(signature, leaves, byte_inputs)
+    symbols: dict[str, int] = {}
+    for entry, value in zip(signature.inputs, leaves, strict=True):
+        shape, where = entry.type.shape, f"input '{entry.name}'"
+        sizes = zip(shape, value.shape, strict=False)
+        if value.dim() != len(shape) or not all(settles(dim, size, symbols) for dim, size in sizes):
+            raise InputError(where, None, f"shape {list(value.shape)}; the model takes {_shape_text(shape)}")
+        if (limits := _beyond(signature, symbols)) is not None:
+            raise InputError(
+                where,
+                None,
+                f"shape {list(value.shape)}; the model takes {_shape_text(shape)} with {limits}",
+                remedy="split, pad or crop it to such a size",
+            )
+    return symbols
+
+
+def check_kinds(signature: Signature, leaves: Sequence[Any], byte_inputs: Collection[int] = ()) -> None:
+    """`InputError` for what is no dense tensor of the captured element type on the CPU, whatever its shape."""
+    for index, (entry, value) in enumerate(zip(signature.inputs, leaves, strict=True)):
+        where = f"input '{entry.name}'"
+        if not isinstance(value, torch.Tensor):
+            remedy = "torch.from_numpy makes one of an array" if hasattr(value, "__array__") else None
+            raise InputError(where, None, f"{type(value).__name__}; the model takes a tensor here", remedy=remedy)
+        allowed = (entry.type.dtype, DType.U8) if index in byte_inputs else (entry.type.dtype,)
+        if DTYPES.get(value.dtype) not in allowed:
+            remedy = "convert it first"
+            if value.dtype is torch.uint8:
+                remedy += "; a model quantized with input=intaglio.Image(mean, std) takes images as bytes"
+            expected = " or ".join(map(str, allowed))
+            raise InputError(where, None, f"element type {value.dtype}; the model takes {expected}", remedy=remedy)
+        if (problem := unfit(value)) is not None:
+            raise InputError(where, None, problem, remedy=TO_DENSE_ON_CPU)
+
+
+def _shape_text(shape: Sequence[Any]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def _beyond(signature: Signature, symbols: Mapping[str, int]) -> str | None:
+    """The range of a free dimension that is outside of it."""
+    for name, (low, high) in signature.ranges.items():
+        if name in symbols and not low <= symbols[name] <= (symbols[name] if high is None else high):
+            return f"{name} of at least {low}" if high is None else f"{name} from {low} to {high}"
+    return None
+
+
+def unfit(tensor: torch.Tensor) -> str | None:
+    """Why no model of ours reads this tensor, whatever its shape and element type."""
+    if tensor.is_nested:
+        return "a nested tensor; the model takes dense tensors"
+    if tensor.layout is not torch.strided:
+        return f"layout {tensor.layout}; the model takes dense tensors"
+    if tensor.device.type != "cpu":
+        return f"device {tensor.device}; the model runs on the CPU"
+    return None
+
+
+TO_DENSE_ON_CPU = "call .cpu(), .to_dense() or torch.nested.to_padded_tensor"
+
+
+def settles(dim: Dim, size: int, symbols: dict[str, int]) -> bool:
+    """Whether an axis may have this size; the one symbol of its expression that was not known is known from now on."""
+    unknown = symbols_of(dim) - symbols.keys()
+    if len(unknown) == 1:
+        (name,) = unknown
+        if (value := solve(dim, size, name, symbols)) is None:
+            return False
+        symbols[name] = value
+    return len(unknown) < 2 and evaluate(dim, symbols) == size
+
+
+def initial_state(signature: Signature) -> list[torch.Tensor]:
+    """What the buffers that the model changes held when it was captured: the graph's inputs behind those of a call."""
+    return [torch.from_numpy(entry.initial.copy()) for entry in signature.state]
+
+
+def kept_state(signature: Signature, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Their values after a call, the last of its results, in memory that nobody else holds."""
+    return [value.clone() for value in results[len(results) - len(signature.state) :]]
+
+
+class Integers(NamedTuple):
+    """A result as levels: ``(values - zero_point) * scale`` is what it stands for."""
+
+    values: torch.Tensor
+    scale: float
+    zero_point: int
+
+    @staticmethod
+    def of(real: torch.Tensor, q: QParams) -> Integers:
+        """From dequantized levels. A level times its scale is off by half a unit in the last place, so it is found."""
+        levels = torch.round(real * float(np.float32(1) / np.float32(q.step))) + q.zero
+        return Integers(levels.to(torch.uint8), q.step, q.zero)
+
+    def dequantize(self) -> torch.Tensor:
+        """The float values that the levels stand for."""
+        return (self.values.to(torch.int32) - self.zero_point).to(torch.float32) * self.scale
+
+
+def rebuild(signature: Signature, results: tuple[Any, ...], symbols: Mapping[str, int]) -> Any:
+    """The model's result from the graph's tensor results, structure and constants restored."""
+    values = iter(results)
+    leaves = []
+    for output in signature.outputs:
+        if output.value is not None:
+            leaves.append(next(values) if output.levels is None else Integers.of(next(values), output.levels))
+        elif isinstance(output.constant, Expression):
+            leaves.append(evaluate(output.constant, symbols))
+        else:
+            leaves.append(output.constant)
+    return pytree.tree_unflatten(leaves, signature.out_tree)
+
+
+def repeated(
+    condition: Callable[..., Sequence[torch.Tensor]],
+    body: Callable[..., Sequence[torch.Tensor]],
+    carried: int,
+    values: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """What ``while condition(*values): values = (*body(*values), *beside)`` leaves of the first values, those that are
+    carried, in memory of their own."""
+    held, beside = [value.clone() for value in values[:carried]], values[carried:]
+    while condition(*held, *beside)[0]:
+        held = list(body(*held, *beside))
+    return tuple(held)

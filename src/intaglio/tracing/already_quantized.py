@@ -1,0 +1,65 @@
+"""Models that are quantized already, or half way there: refused by name, with the call that takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from intaglio.errors import CaptureError
+
+FLOAT = "quantize the float model it was made from"
+STAGES = {
+    "Captured": "prepare(captured)",
+    "Prepared": "calibrate(prepared, data), then convert(prepared, ranges)",
+    "PreparedQat": "train it, then convert(prepared)",
+    "Reference": "it is quantized already: compile(reference)",
+    "Lowered": "it is quantized already: compile(lowered)",
+    "ExportedProgram": "pass program.module(); from_qdq(program), where it is quantized already",
+}
+"""Class of what is no module -> what is done with it."""
+PREPARED = "an observer: the model is prepared by another tool, and not converted"
+CONVERT = f"convert it there, then from_qdq(model, example_inputs); or {FLOAT}"
+PACKED = "quantized already: its weights are packed for PyTorch's own kernels"
+PROGRAM = "this part is quantized already, and native code cannot be traced"
+OUTSIDE = f"{FLOAT}, or put the int8 part in afterwards"
+KINDS = {
+    "torch.ao.nn.quantized.modules.functional_modules.": None,  # of float models too
+    "torch.ao.nn.quantized.reference.": None,  # quantize and dequantize as operators
+    "torch.ao.nn.quantized.": (PACKED, FLOAT),
+    "torch.ao.nn.intrinsic.quantized.": (PACKED, FLOAT),
+    "torch.ao.quantization.observer.": (PREPARED, CONVERT),
+    "torch.ao.quantization.fake_quantize.": (PREPARED, CONVERT),
+    "torchao.quantization.pt2e.observer.": (PREPARED, CONVERT),
+    "torchao.quantization.pt2e.fake_quantize.": (PREPARED, CONVERT),
+    "intaglio.runtime.": (PROGRAM, OUTSIDE),
+    "intaglio.backends.": (PROGRAM, OUTSIDE),
+}
+"""Beginning of a class's full name -> what it is and what to do, the first that fits; ``None``: it is traced."""
+
+
+def refuse_quantized(model: Any) -> None:
+    """`CaptureError` for a model that is none of floats, or has such a part."""
+    if not isinstance(model, nn.Module):
+        name = type(model).__name__
+        remedy = STAGES.get(name, "pass the float model, or the module it is made of")
+        raise CaptureError(name, None, "not an nn.Module written in Python", remedy=remedy)
+    for path, module in model.named_modules():
+        where, kind = path or "model", type(module)
+        if "_auto_quant_state" in vars(module):
+            raise CaptureError(
+                where,
+                None,
+                "quantized already, define-by-run, or prepared for it",
+                remedy=f"eager.rewrite(converted) gives what compile takes; or {FLOAT}",
+            )
+        if (found := _kind(f"{kind.__module__}.{kind.__qualname__}")) is not None:
+            raise CaptureError(where, kind.__qualname__, found[0], remedy=found[1])
+        for parameter, tensor in module.named_parameters(recurse=False):
+            if type(tensor).__module__.startswith("torchao."):
+                where = f"{path}.{parameter}".lstrip(".")
+                raise CaptureError(where, type(tensor).__name__, "quantized already by torchao", remedy=FLOAT)
+
+
+def _kind(name: str) -> tuple[str, str] | None:
+    return next((found for start, found in KINDS.items() if name.startswith(start)), None)

@@ -1,0 +1,164 @@
+"""The captured graph against the float model, at other sizes of its free dimensions."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from intaglio.errors import InputError
+from intaglio.fxgraph.half_precision import WIDENED
+from intaglio.ir import DType, Expression, evaluate, symbol, symbols_of
+from intaglio.signature import bind, dims_of
+from intaglio.tracing.captured import Captured
+
+BATCHES = (1, 3)
+TRAINING = (2, 3)
+"""Batches at which graph and model are compared: a batch norm that trains takes no batch of one vector."""
+LONGER = 3
+"""Tokens more than in the example, where sequences are free."""
+SINGLE, HALF = (1e-3, 1e-4), (0.05, 0.05)
+"""How far a result may be off, relative to itself and to the largest: in float32, and where halves are rounded."""
+ANY = (0.0, math.inf)
+"""Where the model draws random numbers, which graph and model draw differently."""
+LENGTHS = (DType.I64, DType.I32, DType.BOOL)
+
+
+def free_symbols(captured: Captured) -> set[str]:
+    """Names of the free dimensions."""
+    dims = [dim for entry in captured.signature.inputs for dim in entry.type.shape]
+    return set().union(*[symbols_of(dim) for dim in dims]) if dims else set()
+
+
+def disagreement(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
+    """Where graph and model differ, or ``None``. Tried at every batch in `BATCHES` (`TRAINING`) if the batch is free,
+    and at two lengths of sequences that are."""
+    try:
+        dims_of(captured.signature, bind(captured.signature, args, kwargs))
+    except InputError as error:
+        return f"it does not take the example inputs: {error.problem}"
+    if not free_symbols(captured):
+        return _differs(captured, model, args, kwargs, "the example inputs")
+    for batch in TRAINING if captured.training else BATCHES:
+        sizes = _sizes(captured, args, kwargs, batch, longer=batch > 1)
+        some_args, some_kwargs = resized(captured, args, kwargs, sizes)
+        if (reason := _differs(captured, model, some_args, some_kwargs, f"batch {batch}")) is not None:
+            return reason
+    return None
+
+
+def _differs(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[str, Any], label: str) -> str | None:
+    if captured.signature.state:  # both as they were captured
+        captured, model = replace(captured), copy.deepcopy(model)
+    try:
+        with torch.no_grad():
+            expected = model(*_copied(args), **_copied(kwargs))
+    except Exception as error:
+        return f"at {label} the model itself fails: {error}"
+    try:
+        got = captured(*_copied(args), **_copied(kwargs))
+    except Exception as error:
+        return f"at {label} the graph fails: {error}"
+    near = HALF if WIDENED in captured.notes else SINGLE
+    difference = _difference(got, expected, ANY if _draws(captured) else near)
+    return difference and f"at {label} {difference}"
+
+
+def _draws(captured: Captured) -> bool:
+    """Whether it draws random numbers, as dropout in training does."""
+    tags = [getattr(node.target, "tags", ()) for node in captured.module.graph.nodes]
+    return captured.training and any(torch.Tag.nondeterministic_seeded in own for own in tags)
+
+
+def with_least_lengths(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Captured:
+    """torch.export looks at lengths of 2 and more; a length of 1 is in range where graph and model agree on it."""
+    ranges = dict(captured.signature.ranges)
+    for name in sorted(_lengths(captured)):
+        low, high = ranges.get(name, (0, None))
+        if low <= 1:
+            sizes = {**_sizes(captured, args, kwargs, BATCHES[-1], longer=False), name: 1}
+            one_args, one_kwargs = resized(captured, args, kwargs, sizes)
+            agrees = _differs(captured, model, one_args, one_kwargs, "length 1") is None
+            ranges[name] = (1 if agrees else 2, high)
+    return replace(captured, signature=replace(captured.signature, ranges=ranges))
+
+
+def _lengths(captured: Captured) -> set[str]:
+    """Free dimensions that are the length of token ids and do not count samples."""
+    inputs = [entry.type for entry in captured.signature.inputs]
+    matrices = [kind.shape[1] for kind in inputs if len(kind.shape) == 2 and kind.dtype in LENGTHS]
+    batch = set().union(*[symbols_of(kind.shape[0]) for kind in inputs if kind.shape])
+    return {name for dim in matrices for name in symbols_of(dim)} - batch
+
+
+def _sizes(captured: Captured, args: tuple, kwargs: Mapping[str, Any], batch: int, longer: bool) -> dict[str, int]:
+    """Free dimensions as in the example, those on the first axis of an input at another size; ``longer``: lengths of
+    sequences too. Within their ranges."""
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    sizes: dict[str, int] = {}
+    for entry in captured.signature.inputs:
+        for axis, dim in enumerate(entry.type.shape):
+            names = symbols_of(dim)
+            if len(names) == 1 and dim == symbol(*names):
+                (name,) = names
+                sizes[name] = batch if axis == 0 else sizes.get(name, leaves[entry.leaf].shape[axis])
+    if longer:
+        for name in _lengths(captured) & sizes.keys():
+            room = captured.signature.ranges.get(name, (0, None))[1]
+            sizes[name] = sizes[name] + LONGER if room is None or sizes[name] + LONGER <= room else sizes[name] // 2
+    found = {name: sizes.get(name, batch) for name in free_symbols(captured)}
+    for name, (low, high) in captured.signature.ranges.items():
+        if name in found:
+            found[name] = max(low, found[name] if high is None else min(found[name], high))
+    return found
+
+
+def resized(captured: Captured, args: tuple, kwargs: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[tuple, dict]:
+    """The example with every free dimension at another size, made by repeating and cutting."""
+    leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
+    for entry in captured.signature.inputs:
+        for axis, dim in enumerate(entry.type.shape):
+            if isinstance(dim, Expression):
+                leaves[entry.leaf] = _stretch(leaves[entry.leaf], axis, evaluate(dim, sizes))
+    return pytree.tree_unflatten(leaves, tree)
+
+
+def _stretch(tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:
+    times = [1] * tensor.dim()
+    times[axis] = -(-size // max(tensor.shape[axis], 1))
+    return tensor.repeat(times).narrow(axis, 0, size).clone()
+
+
+def _copied(value: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def _difference(got: Any, expected: Any, tolerance: tuple[float, float]) -> str | None:
+    left, left_tree = pytree.tree_flatten(got)
+    right, right_tree = pytree.tree_flatten(expected)
+    if left_tree != right_tree:
+        return "the result has another structure"
+    for a, b in zip(left, right, strict=True):
+        if isinstance(b, torch.Tensor):
+            if a.shape != b.shape:
+                return f"a result has shape {list(a.shape)}, the model's {list(b.shape)}"
+            if a.dtype is b.dtype and torch.equal(a, b):
+                continue
+            near, far = tolerance
+            if not torch.allclose(a.double(), b.double(), rtol=near, atol=far * _peak(b), equal_nan=True):
+                return f"a result differs by {(a.double() - b.double()).abs().max():.3g}"
+        elif a != b:
+            return f"a result is {a!r}, the model's {b!r}"
+    return None
+
+
+def _peak(tensor: torch.Tensor) -> float:
+    finite = tensor.double().abs()
+    finite = finite[torch.isfinite(finite)]
+    return max(finite.max().item(), 1e-6) if finite.numel() else 1e-6

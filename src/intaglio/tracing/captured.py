@@ -1,0 +1,148 @@
+"""`Captured`: the canonical graph of a float model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from intaglio.errors import ArtifactError, InputError
+from intaglio.fxgraph.nodes import operator, origin, tensor_type
+from intaglio.ir import About, Signature
+from intaglio.signature import bind, dims_of, initial_state, kept_state, rebuild
+
+
+class GraphStage:
+    """A stage of the way that is a torch.fx graph: it can be called like the model, and printed."""
+
+    module: fx.GraphModule
+    signature: Signature
+    about: About
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = bind(self.signature, args, kwargs)
+        symbols = dims_of(self.signature, leaves)
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):  # the graph says every element type itself
+            results = self.module(*leaves, *self.state)
+            self.state[:] = kept_state(self.signature, results)
+        return rebuild(self.signature, results, symbols)
+
+    def as_module(self) -> nn.Module:
+        """The same as a part of a float model: `torch.export` and `intaglio.capture` see the operators inside."""
+        if self.signature.state:
+            raise InputError("as_module", None, "the model changes its buffers; such a stage is called as it is")
+        return _StageModule(self)
+
+    @functools.cached_property
+    def state(self) -> list[torch.Tensor]:
+        """Values of the buffers the model changes: as captured, then as each call leaves them. A copy of a stage, and
+        the stage that follows from it, start as captured."""
+        return initial_state(self.signature)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was decided and adjusted up to here, one line each."""
+        return self.about.notes
+
+    def text(self) -> str:
+        """One line a node: name, operator, operands, type, module path."""
+        return fx_text(self.module.graph)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        fields = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return type(self)(**{name: copy.deepcopy(value, memo) for name, value in fields.items()})
+
+    def __reduce__(self) -> Any:
+        """torch.fx pickles a graph as Python code and traces that anew, which loses types, origins and sites."""
+        raise ArtifactError(
+            type(self).__name__,
+            None,
+            "a stage between the models cannot be pickled",
+            remedy="save what it follows from: the recipe and ranges.save(path); the int8 model can be pickled",
+        )
+
+
+class _StageModule(nn.Module):
+    """Called as the float model was; without gradients."""
+
+    def __init__(self, stage: GraphStage) -> None:
+        super().__init__()
+        self.operators, self.signature = stage.module, stage.signature  # "graph" is taken once export has seen it
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = bind(self.signature, args, kwargs)
+        traced = torch.compiler.is_compiling() or torch.compiler.is_exporting()
+        symbols = {} if traced else dims_of(self.signature, leaves)
+        with torch.no_grad():
+            return rebuild(self.signature, self.operators(*leaves), symbols)
+
+
+@dataclass(frozen=True)
+class Captured(GraphStage):
+    """A functional ATen graph with free dimensions; runs like the model it was captured from.
+
+    ``module`` takes the tensor leaves of a call in order and gives the tensor leaves of the result; its nodes carry
+    ``meta["type"]`` (`TensorType`), ``meta["origin"]`` (`Origin`). ``notes`` says what capture decided: which
+    dimensions stayed fixed and why.
+    """
+
+    module: fx.GraphModule
+    signature: Signature
+    classes: Mapping[str, str]
+    about: About = field(default_factory=About)
+    training: bool = False
+
+
+MADE_BY = {
+    "Captured": "capture(model, example_inputs)",
+    "Prepared": "prepare(captured)",
+    "Reference": "convert(prepared, ranges)",
+    "Lowered": "requantize(reference)",
+}
+"""Stage -> the call that makes one."""
+
+
+def expect(stage: Any, wanted: type, verb: str) -> None:
+    """`InputError` when a step is given another stage than the one it starts from."""
+    if not isinstance(stage, wanted):
+        name = wanted.__name__
+        remedy = f"{MADE_BY[name]} makes one"
+        raise InputError(verb, None, f"takes a {name}, got a {type(stage).__name__}", remedy=remedy)
+
+
+def fx_text(graph: fx.Graph) -> str:
+    """A captured, prepared or reference graph as text; the same text for the same graph."""
+    lines = []
+    for node in graph.nodes:
+        if node.op == "output":
+            lines.append(f"return {_plain(node.args[0])}")
+            continue
+        kind = tensor_type(node)
+        suffix = f": {kind.dtype}[{', '.join(map(str, kind.shape))}]" if kind else ""
+        if node.op in ("placeholder", "get_attr"):
+            lines.append(f"{'input' if node.op == 'placeholder' else 'const'} %{node.name}{suffix}")
+            continue
+        call = operator(node) or f"{node.op} {node.target}"
+        arguments = [_plain(a) for a in node.args] + [f"{k}={_plain(v)}" for k, v in node.kwargs.items()]
+        path = origin(node).path
+        lines.append(f"%{node.name} = {call}({', '.join(arguments)}){suffix}" + (f"  # {path}" if path else ""))
+    return "\n".join(lines) + "\n"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_plain, value)) + "]"
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+
+def module_classes(model: nn.Module) -> dict[str, str]:
+    """Module path -> class name, for selectors by type."""
+    return {name: type(module).__name__ for name, module in model.named_modules()}

@@ -1,0 +1,83 @@
+"""What a node, or a tensor, of an exported program is in our terms: its type, whose it is, where it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from intaglio.fxgraph.nodes import TURN, dim_of
+from intaglio.ir import DType, Origin, TensorType
+from intaglio.signature import DTYPES
+
+
+def tensor_of(program: ExportedProgram, target: str) -> torch.Tensor:
+    return program.state_dict[target] if target in program.state_dict else program.constants[target]
+
+
+def constant(graph: fx.Graph, root: nn.Module, program: ExportedProgram, target: str) -> fx.Node:
+    """A tensor of the model as one of the graph's root."""
+    tensor = tensor_of(program, target)
+    name = target.replace(".", "_")
+    while hasattr(root, name):
+        name += "_"
+    root.register_buffer(name, tensor.detach())
+    copy_ = graph.get_attr(name)
+    copy_.meta = {"type": type_of(tensor, {}), "path": target}
+    if isinstance(tensor, nn.Parameter):
+        copy_.meta["trained"] = tensor.requires_grad
+    return copy_
+
+
+def type_of(value: torch.Tensor, names: Mapping[Any, str]) -> TensorType:
+    return TensorType(tuple(dim_of(size, names) for size in value.shape), DTYPES.get(value.dtype, DType.OTHER))
+
+
+def describe(copied: fx.Node, node: fx.Node, names: Mapping[Any, str], program: ExportedProgram) -> None:
+    """Type, or size, and origin of a node that is copied."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        copied.meta["type"] = type_of(value, names)
+    elif isinstance(value, torch.SymInt):
+        copied.meta["dim"] = dim_of(value, names)
+    if copied.op == "call_function":
+        copied.meta["origin"] = Origin(path_of(node, program), str(node.target), source_of(node))
+        copied.meta |= {TURN: node.meta[TURN]} if TURN in node.meta else {}
+
+
+def path_of(node: fx.Node, program: ExportedProgram) -> str:
+    """Module path; ``@1`` marks the second call of a module, ``@scan[1]`` the second iteration of a loop. A parameter's
+    owner wins over a bare root, and over the module around a loop: of those in its body torch.export keeps none."""
+    key, path = _innermost(node)
+    if not path or TURN in node.meta:
+        owners = [program.graph_signature.inputs_to_parameters.get(n.name, "") for n in node.all_input_nodes]
+        path = next((owner.rpartition(".")[0] for owner in owners if owner), path)
+    if TURN in node.meta:
+        return f"{path}@{node.meta[TURN]}"
+    return f"{path}@{key.rpartition('@')[2]}" if "@" in key and path else path
+
+
+def module_around(node: fx.Node) -> str:
+    """Path of the module whose forward has the call."""
+    return _innermost(node)[1]
+
+
+def _innermost(node: fx.Node) -> tuple[str, str]:
+    """Key and path of the last module that was entered, as torch.export has them; it makes some up."""
+    stack = [entry for entry in node.meta.get("nn_module_stack", {}).items() if isinstance(entry[1], tuple)]
+    key, (path, _) = stack[-1] if stack else ("", ("", ""))
+    return key, "" if path.startswith("_empty") else path
+
+
+def source_of(node: fx.Node) -> str:
+    """``file:line, in function`` of the innermost line that is not torch's own."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if 'File "' in line]
+    lines = [line for line in lines if '"<eval_with_key>' not in line]  # what torch made of a loop or branch
+    own = [line for line in lines if "/torch/" not in line] or lines
+    if not own:
+        return ""
+    file, _, rest = own[-1].removeprefix('File "').partition('", line ')
+    return f"{file}:{rest}"

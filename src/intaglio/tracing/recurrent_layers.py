@@ -1,0 +1,81 @@
+"""Recurrent layers in one piece while a model is exported.
+
+torch finds the shapes of one by running its steps, which takes seconds for every ten of them and makes their number a
+constant. An operator of our own that says its shapes stands in for it, until the graph is there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode
+
+LAYERS: dict[Callable[..., Any], tuple[str, int]] = {
+    torch.lstm: ("lstm", 2),
+    torch.gru: ("gru", 1),
+    torch.rnn_tanh: ("rnn_tanh", 1),
+    torch.rnn_relu: ("rnn_relu", 1),
+}
+"""torch's function -> the operator, and how many states it carries."""
+REST = (
+    "Tensor[] params, bool has_biases, int num_layers, float dropout, bool train, bool bidirectional, bool batch_first"
+)
+KEPT: list[torch.library.Library] = []
+"""An operator lives as long as its library."""
+
+
+class Whole(TorchFunctionMode):
+    """Calls of recurrent layers become calls of the operators that stand in for them; packed sequences stay."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in LAYERS and not kwargs:
+            name, states = LAYERS[func]
+            lists = [isinstance(arg, (list, tuple)) for arg in args[1:3]]  # of a packed sequence, sizes stand first
+            func = _operators()[name] if lists == [states > 1, True] else func
+        return func(*args, **(kwargs or {}))
+
+
+def as_torch_has_them(program: ExportedProgram) -> ExportedProgram:
+    """The program, torch's operators in the places of those that stood in."""
+    if not KEPT:
+        return program
+    own = {op: getattr(torch.ops.aten, name).input for name, op in _operators().items()}
+    for module in (part for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)):
+        for node in module.graph.nodes:
+            node.target = own.get(node.target, node.target)
+        module.recompile()
+    return program
+
+
+@functools.cache
+def _operators() -> dict[str, Any]:
+    library = torch.library.Library("intaglio", "FRAGMENT")
+    KEPT.append(library)
+    for function, (name, count) in LAYERS.items():
+        states = "Tensor[] hx" if count > 1 else "Tensor hx"
+        library.define(f"{name}(Tensor input, {states}, {REST}) -> ({', '.join(['Tensor'] * (1 + count))})")
+        library.impl(name, function, "CPU")
+        torch.library.register_fake(f"intaglio::{name}", _shapes, lib=library)
+    return {name: getattr(torch.ops.intaglio, name).default for name, _ in LAYERS.values()}
+
+
+def _shapes(
+    x: torch.Tensor,
+    states: torch.Tensor | Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, ...]:
+    """A result f[.., .., directions * hidden], and the last of every state."""
+    before = (states,) if isinstance(states, torch.Tensor) else states
+    width = before[0].shape[-1] * (1 + bidirectional)
+    return x.new_empty((*x.shape[:2], width)), *[torch.empty_like(state) for state in before]

@@ -1,0 +1,369 @@
+"""nn.Module -> `Captured`: torch.export, decompositions, our own canonical graph."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import importlib
+import inspect
+import io
+import logging
+import traceback
+import types
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import fx, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.export import Dim as TorchDim
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from intaglio.errors import CaptureError
+from intaglio.fxgraph.graph_passes import CAPTURE_PASSES, run
+from intaglio.fxgraph.half_precision import WIDENED
+from intaglio.fxgraph.nodes import dim_of
+from intaglio.ir import About, DType, Input, Origin, Output, Signature, State
+from intaglio.tracing.already_quantized import refuse_quantized
+from intaglio.tracing.captured import Captured, module_classes
+from intaglio.tracing.export_metadata import constant, describe, module_around, path_of, source_of, tensor_of
+from intaglio.tracing.free_dimensions import example_sizes, ranges_of, symbol_names
+from intaglio.tracing.recurrent_layers import Whole, as_torch_has_them
+from intaglio.tracing.unroll_scans import unroll
+from intaglio.tracing.while_loops import WHILE, loops_of, parts_of, while_loop
+
+CONSTANTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+ADVICE = ("For more", "For extended", "For C++", "If you suspect", "The error above", "Caused by", "consider using")
+
+
+def export(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], shapes: Any) -> ExportedProgram:
+    """torch.export and the default decompositions, its chatter kept quiet; `CaptureError` carries torch's reason."""
+    try:
+        with warnings.catch_warnings(), _quiet(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            _forget_loops()
+            with Whole():
+                program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes)
+            return as_torch_has_them(_functional(program))
+    except Exception as error:
+        if ALIASED in str(error) and (shared := _shared_memory(model)):
+            raise CaptureError(
+                shared[0],
+                None,
+                f"forward writes into memory that it shares with {', '.join(shared[1:])}",
+                remedy="give each a tensor of its own: register_buffer(name, tensor.clone())",
+            ) from error
+        raise CaptureError(
+            type(model).__name__,
+            None,
+            f"torch.export cannot trace it: {_first_lines(error)}",
+            remedy=_remedy(error, shapes),
+        ) from error
+
+
+def _forget_loops() -> None:
+    """Drop what torch compiled of its loops. It compiles each, in an export too, and would take what it has of an
+    earlier one for this one, and its sizes for those that are free here."""
+    for name in ("scan", "map", "while_loop"):
+        module = importlib.import_module(f"torch._higher_order_ops.{name}")
+        for function in [value for value in vars(module).values() if isinstance(value, types.FunctionType)]:
+            for code in function.__code__.co_consts:  # what it hands to torch.compile is defined inside
+                if isinstance(code, types.CodeType):
+                    torch._dynamo.eval_frame.remove_from_cache(code)
+
+
+def _functional(program: ExportedProgram) -> ExportedProgram:
+    """``program.run_decompositions({})``: nothing writes in place, composite operators stay whole.
+
+    torch sets up each of its 600 composite operators for that, and undoes it, which takes two thirds of the call; here
+    those of this graph are. A torch whose steps are others is called as users call it.
+    """
+    try:
+        from torch._export.utils import _is_preservable_cia_op as is_composite
+        from torch.export.exported_program import _decompose_exported_program as decompose
+        from torch.export.exported_program import _special_op_to_preserve_cia as whole
+
+        graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
+        used = {n.target for graph in graphs for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
+        composite: dict[Any, Any] = {op: whole for op in used if is_composite(op)}
+        with unset_fake_temporarily():
+            return decompose(
+                program,
+                cia_to_decomp=composite,
+                python_decomp_table={},
+                joint_loss_index=None,
+                decompose_custom_triton_ops=False,
+            )
+    except (ImportError, TypeError):
+        return program.run_decompositions({})
+
+
+ALIASED = "expected compiled_fn to be GraphModule"
+"""What torch.export says of writes into one of several tensors that share memory."""
+
+
+def _shared_memory(model: nn.Module) -> list[str]:
+    """Names of tensors of the model that lie where a buffer lies, itself first."""
+    found: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = {**module._buffers, **module._parameters, **vars(module)}
+        for name, tensor in own.items():
+            if isinstance(tensor, torch.Tensor):
+                memory = tensor.untyped_storage().data_ptr()
+                found.setdefault(memory, []).append(f"{path}.{name}" if path else name)
+    return next((names for names in found.values() if len(names) > 1), [])
+
+
+def _remedy(error: Exception, shapes: Any) -> str:
+    said = str(error)
+    if LOOKS_AT_MASK in (frame.name for frame in traceback.extract_tb(error.__traceback__)):
+        return "say in the call of the encoder whether its mask is causal: is_causal=False, or True"
+    if "register" in said:
+        return "torch.export.register_dataclass(YourClass), once, says what is in it"
+    if shapes is not None and ("dynamic_shapes" in said or "Constraints violated" in said):
+        return "give dynamic_shapes that fit the model"
+    return "quantize the submodules that do not depend on data one by one"
+
+
+LOOKS_AT_MASK = "_detect_is_causal_mask"
+"""The function of torch's encoders and decoders that compares a mask's values with a causal one's, unless told."""
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs, and prints graphs it gives up on, to standard error; its exception says the same."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _first_lines(error: BaseException, lines: int = 10) -> str:
+    """The message without torch's advice to its own developers."""
+    said = [line for line in str(error).strip().splitlines() if line.strip()]
+    return "\n    ".join([line for line in said if not line.strip().startswith(ADVICE)][:lines])
+
+
+def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str], training: bool) -> Captured:
+    """Exported program -> graph whose parameters are attributes and whose nodes carry our types and origins."""
+    unroll(program.graph_module)
+    graph, root = fx.Graph(), nn.Module()
+    names = symbol_names(program)
+    copies: dict[fx.Node, fx.Node] = {}
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    inputs: list[Input] = []
+    fixed: dict[int, Any] = {}
+    changed = set(program.graph_signature.buffers_to_mutate.values())
+    state: dict[str, fx.Node] = {}
+    leaf = 0
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            spec = specs[node.name]
+            if spec.target in changed:
+                state[spec.target] = node
+            elif spec.kind in CONSTANTS:
+                if node.users:
+                    copies[node] = constant(graph, root, program, spec.target)
+            elif spec.kind is InputKind.USER_INPUT:
+                if isinstance(spec.arg, ConstantArgument):
+                    fixed[leaf] = spec.arg.value
+                else:
+                    copies[node] = graph.placeholder(node.name)
+                    copies[node].target = copies[node].name  # a buffer may have its name already
+                    describe(copies[node], node, names, program)
+                    inputs.append(Input(node.name, leaf, copies[node].meta["type"]))
+                leaf += 1
+            else:
+                raise CaptureError(node.name, None, f"an input of kind {spec.kind.name}")
+            if node.next.op != "placeholder":
+                for kept in state.values():  # behind the inputs of a call
+                    copies[kept] = graph.placeholder(kept.name)
+                    copies[kept].target = copies[kept].name
+                    describe(copies[kept], kept, names, program)
+                for path, kept in state.items():
+                    copies[kept].meta["buffer"] = path
+        elif node.op == "call_function" and str(node.target) == WHILE:
+            held = {own: specs[own.name].target for own in copies if copies[own].op == "get_attr"}
+            loop, operands = while_loop(node, program, names, held, model, training)
+            copies[node] = graph.call_function(loop, tuple(copies[operand] for operand in operands))
+            copies[node].meta["origin"] = Origin(module_around(node), str(loop), source_of(node))
+        elif node.op == "call_function":
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+            copies[node].meta = {}
+            describe(copies[node], node, names, program)
+        elif node.op == "output":
+            signature = _outputs(program, node, copies, graph, inputs, fixed, state, names)
+        elif any(str(user.target) != WHILE for user in node.users):
+            raise _control_flow(next(iter(node.users)), program)
+    module = fx.GraphModule(root, graph)
+    module.meta["sizes"] = example_sizes(program, names, inputs)
+    module.meta["types"] = {name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in model.named_modules()}
+    for node in loops_of(module):
+        node.target.body.module.meta |= module.meta
+    widened = run(module, CAPTURE_PASSES)["widen_halves"]
+    signature = dataclasses.replace(_with_names(signature, model), ranges=ranges_of(program, names))
+    tensors = {id(one): one for part in (module, *parts_of(module)) for one in part.buffers()}.values()
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    about = About(type(model).__name__, size, (*notes, *[WIDENED] * bool(widened)))
+    return Captured(module, signature, module_classes(model), about, training)
+
+
+def _control_flow(node: fx.Node, program: ExportedProgram) -> CaptureError:
+    """Of an operator whose operands are graphs: a loop, a branch. Of its line torch.export keeps none."""
+    return CaptureError(
+        path_of(node, program) or node.name,
+        f"torch.ops.higher_order.{node.target}",
+        "its body is a graph of its own, run as the data says; what is captured runs straight through",
+        remedy="compute both branches and select with torch.where, or write the loop with scan or while_loop; or "
+        "quantize the modules in the body, one by one",
+    )
+
+
+def _outputs(program, node, copies, graph, inputs, fixed, state, names) -> Signature:
+    results, outputs, written, kept = [], [], {}, {}
+    leaf_of = {entry.name: entry.leaf for entry in inputs}
+    for spec, value in zip(program.graph_signature.output_specs, node.args[0], strict=True):
+        if spec.kind is OutputKind.USER_INPUT_MUTATION:
+            written[leaf_of[spec.target]] = copies[value]
+        elif spec.kind is OutputKind.BUFFER_MUTATION:
+            kept[spec.target] = copies[value]
+        elif spec.kind is not OutputKind.USER_OUTPUT:
+            raise CaptureError(
+                str(spec.target),
+                None,
+                f"a result of kind {spec.kind.name}; a model may change its buffers only",
+                remedy="capture a part of the model that does not",
+            )
+        elif isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.SymInt):
+            outputs.append(Output(None, dim_of(value.meta["val"], names)))
+        elif isinstance(value, fx.Node):
+            results.append(copies[value])
+            outputs.append(Output(copies[value].name))
+        else:
+            outputs.append(Output(None, value))
+    graph.output((*results, *written.values(), *[kept[path] for path in state]))
+    return Signature(
+        tuple(inputs),
+        tuple(outputs),
+        program.call_spec.in_spec,
+        program.call_spec.out_spec,
+        fixed,
+        {leaf: value.name for leaf, value in written.items()},
+        state=tuple(_state(program, path, copies[node], kept[path]) for path, node in state.items()),
+    )
+
+
+def _state(program: ExportedProgram, path: str, node: fx.Node, value: fx.Node) -> State:
+    tensor, kind = tensor_of(program, path), node.meta["type"]
+    if kind.dtype in (DType.BF16, DType.F8E4M3, DType.F8E5M2, DType.OTHER):
+        raise CaptureError(
+            path,
+            None,
+            f"the model changes this buffer while it runs, and its element type is {tensor.dtype}",
+            remedy="keep it as float32 or whole numbers",
+        )
+    return State(node.name, value.name, path, kind, tensor.detach().contiguous().numpy().copy())
+
+
+def _with_names(signature: Signature, model: nn.Module) -> Signature:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = tuple(n for n, p in inspect.signature(model.forward).parameters.items() if p.kind in kinds)
+    return dataclasses.replace(signature, names=names)
+
+
+def frozen_copy(model: nn.Module, training: bool) -> nn.Module:
+    """A deep copy in the wanted mode, so that nothing that follows can reach the caller's model."""
+    refuse_quantized(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        kind = type(model).__name__
+        raise CaptureError(kind, None, "not an nn.Module written in Python", remedy="pass the module it is made of")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != "cpu":
+            raise CaptureError(
+                name,
+                None,
+                f"on device {tensor.device}; models are quantized on the CPU",
+                remedy="load its weights first" if tensor.is_meta else "pass model.cpu(), and batches on the CPU",
+            )
+    try:
+        own = copy.deepcopy(model)
+        if isinstance(own, fx.GraphModule):  # of a graph that was exported, others replace it by what raises
+            vars(own).pop("train", None)
+        return own.train(training)
+    except Exception as error:
+        raise CaptureError(
+            type(model).__name__, None, f"it cannot be copied: {error}", remedy="copy.deepcopy(model) must work"
+        ) from error
+
+
+def with_named_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> nn.Module:
+    """The model, its forward said to take these keywords by name: torch.export loses free sizes behind ``**kwargs``."""
+    forward, kinds = model.forward, inspect.Parameter
+    signature = inspect.signature(forward)
+    own = [p for p in signature.parameters.values() if p.kind is not kinds.VAR_KEYWORD]
+    extra = [kinds(name, kinds.KEYWORD_ONLY) for name in kwargs if name not in signature.parameters]
+    if len(own) == len(signature.parameters) or not extra:
+        return model
+
+    @functools.wraps(forward)
+    def call(*args: Any, **given: Any) -> Any:
+        return forward(*args, **given)
+
+    call.__signature__ = signature.replace(parameters=[*own, *extra])  # type: ignore[attr-defined]
+    model.forward = call
+    return model
+
+
+def free_axes(
+    model: nn.Module,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    axes: Sequence[Collection[int]],
+    second: Any = TorchDim.AUTO,
+) -> Any:
+    """dynamic_shapes that leave these axes of each leaf of the call free where the model's own code allows; the second
+    axis as ``second`` says."""
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    wanted = {id(leaf): free for leaf, free in zip(leaves, axes, strict=True) if isinstance(leaf, torch.Tensor)}
+
+    def spec(leaf: Any) -> Any:
+        if _is_record(leaf):  # torch.export wants a list of what is in it
+            return [pytree.tree_map(spec, child, is_leaf=_is_record) for child in _fields(leaf)]
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+            return None
+        return {axis: second if axis == 1 else TorchDim.AUTO for axis in wanted[id(leaf)] if axis < leaf.dim()}
+
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise CaptureError(type(model).__name__, None, f"the example inputs do not fit forward(): {error}") from error
+    return {name: pytree.tree_map(spec, value, is_leaf=_is_record) for name, value in bound.items()}
+
+
+def is_sequence(leaf: Any) -> bool:
+    """Token ids, or what goes with them: a matrix of integers."""
+    return isinstance(leaf, torch.Tensor) and leaf.dim() == 2 and leaf.dtype in INTEGERS
+
+
+INTEGERS = (torch.int64, torch.int32, torch.bool)
+
+
+def _is_record(value: Any) -> bool:
+    """A dataclass or other class that torch knows as a container."""
+    return type(value) in pytree.SUPPORTED_NODES and not isinstance(value, (tuple, list, dict))
+
+
+def _fields(record: Any) -> list[Any]:
+    return pytree.SUPPORTED_NODES[type(record)].flatten_fn(record)[0]

@@ -1,0 +1,184 @@
+"""Trying to leave the batch free, and falling back to the shapes of the example."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim as TorchDim
+from torch.utils import _pytree as pytree
+
+from intaglio.errors import CaptureError
+from intaglio.signature import TO_DENSE_ON_CPU, plain_mapping, unfit
+from intaglio.tracing.capture_check import disagreement, free_symbols, with_least_lengths
+from intaglio.tracing.captured import Captured
+from intaglio.tracing.torch_export import export, free_axes, frozen_copy, is_sequence, to_captured, with_named_keywords
+
+
+def trace(
+    model: nn.Module,
+    example_inputs: Any,
+    example_kwargs: Mapping[str, Any] | None,
+    dynamic_shapes: Any,
+    train: bool,
+    free: Mapping[int, Collection[int]],
+) -> Captured:
+    """What `capture` does, behind the import of torch.export."""
+    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    args = tuple(map(plain_mapping, args))
+    kwargs = {name: plain_mapping(value) for name, value in (example_kwargs or {}).items()}
+    args, kwargs = pytree.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, (args, kwargs))
+    _check_example(args, kwargs)
+    with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+        own = with_named_keywords(frozen_copy(model, train), kwargs)
+        if not train:
+            buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
+            _try(own, args, kwargs)
+            for name, buffer in own.named_buffers():
+                buffer.copy_(buffers[name])
+        if dynamic_shapes is not None:
+            captured = to_captured(export(own, args, kwargs, dynamic_shapes), own, (), train)
+            captured = _checked(captured, own, args, kwargs)
+        else:
+            captured = _capture(own, args, kwargs, free, train)
+    return _with_padding(captured, own, args, kwargs)
+
+
+PADDING_SKIPPED = (
+    "at places that are padding, results are what the layers compute; nn.TransformerEncoder gives zeros there when it "
+    "evaluates without gradients (enable_nested_tensor)"
+)
+
+
+def _with_padding(captured: Captured, own: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
+    """A note where the model, called as its users call it, skips what is padding, and the graph does not."""
+    skips = any(isinstance(part, nn.TransformerEncoder) and part.use_nested_tensor for part in own.modules())
+    if not skips or captured.training:
+        return captured
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about its prototype
+        differs = disagreement(captured, own, args, kwargs) is not None
+    return replace(captured, about=captured.about.after((PADDING_SKIPPED,))) if differs else captured
+
+
+def _check_example(args: tuple, kwargs: Mapping[str, Any]) -> None:
+    for index, leaf in enumerate(pytree.tree_leaves((args, dict(kwargs)))):
+        if isinstance(leaf, torch.Tensor) and (problem := unfit(leaf)) is not None:
+            raise CaptureError(f"example input {index}", None, problem, remedy=TO_DENSE_ON_CPU)
+
+
+def _try(own: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """The float model on its own example, before torch.export words a plain mistake in its own way."""
+    try:
+        with torch.no_grad():
+            own(*pytree.tree_map(_clone, args), **pytree.tree_map(_clone, dict(kwargs)))
+    except Exception as error:
+        kinds = [f"{type(v).__name__}{list(v.shape) if isinstance(v, torch.Tensor) else ''}" for v in args]
+        raise CaptureError(
+            type(own).__name__,
+            None,
+            f"the float model fails on the example inputs ({', '.join(kinds)}): {error}",
+            remedy="pass example_inputs as the tuple of arguments that forward takes, or batches that hold them",
+        ) from error
+
+
+def _clone(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _capture(
+    own: nn.Module, args: tuple, kwargs: dict[str, Any], free: Mapping[int, Collection[int]], train: bool
+) -> Captured:
+    notes: tuple[str, ...] = ()
+    for sequences in (True, False) if any(map(is_sequence, pytree.tree_leaves((args, kwargs)))) else (False,):
+        captured, reason = _with_free_axes(own, args, kwargs, _free(args, kwargs, sequences, free), train)
+        if captured is not None:
+            notes += _fixed_lengths(captured, own, args, kwargs) if sequences else ()
+            return replace(captured, about=captured.about.after(notes))
+        if sequences:
+            notes = (f"lengths of sequences are fixed as in the example: {reason}",)
+    note = f"batch is fixed as in the example: {reason}"
+    return _checked(to_captured(export(own, args, kwargs, None), own, (*notes, note), train), own, args, kwargs)
+
+
+def _with_free_axes(
+    own: nn.Module, args: tuple, kwargs: dict[str, Any], axes: Sequence[Collection[int]], train: bool
+) -> tuple[Captured | None, str | None]:
+    """The graph with these axes free, of each leaf of the call; else why there is none."""
+    reason = None
+    for wide_args, wide_kwargs in _examples(args, kwargs, axes):
+        try:
+            shapes = free_axes(own, wide_args, wide_kwargs, axes)
+            captured = to_captured(export(own, wide_args, wide_kwargs, shapes), own, (), train)
+            found = disagreement(captured, own, args, kwargs) if free_symbols(captured) else "the model fixes it"
+        except CaptureError as error:
+            found = error.problem
+        if found is None:
+            return with_least_lengths(captured, own, args, kwargs), None
+        reason = reason or found
+    return None, reason
+
+
+def _free(
+    args: tuple, kwargs: dict[str, Any], sequences: bool, free: Mapping[int, Collection[int]]
+) -> list[tuple[int, ...]]:
+    """Axes of each leaf of a call that are to be free: the first, the second of token ids, and those asked for."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    second = [(1,) if sequences and is_sequence(leaf) else () for leaf in leaves]
+    return [(0, *more, *free.get(index, ())) for index, more in enumerate(second)]
+
+
+def _fixed_lengths(captured: Captured, own: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Which second axes of integer matrices torch.export made constants of, and why."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    inputs = [e for e in captured.signature.inputs if is_sequence(leaves[e.leaf]) and isinstance(e.type.shape[1], int)]
+    if not inputs:
+        return ()
+    axes = _free(args, kwargs, True, {})
+    wide_args, wide_kwargs = next(_examples(args, kwargs, axes))
+    try:
+        export(own, wide_args, wide_kwargs, free_axes(own, wide_args, wide_kwargs, axes, TorchDim.DYNAMIC))
+        reason = "the model fixes it"
+    except CaptureError as error:
+        reason = error.problem
+    return tuple(f"the length of '{entry.name}' is fixed as in the example: {reason}" for entry in inputs)
+
+
+def _checked(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Captured:
+    if not captured.training and (reason := disagreement(captured, model, args, kwargs)) is not None:
+        raise CaptureError(
+            type(model).__name__,
+            None,
+            f"the captured graph is not the model: {reason}",
+            remedy="the model depends on data or on random numbers; capture a part of it that does not",
+        )
+    return captured
+
+
+def _examples(
+    args: tuple, kwargs: dict[str, Any], axes: Sequence[Collection[int]]
+) -> Iterator[tuple[tuple, dict[str, Any]]]:
+    """Every axis that is to be free and has size 1 repeated to 2; then, where others have another batch, the example
+    as it is."""
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    sizes = {leaf.shape[0] for leaf in _with_axes((args, kwargs))}
+    wide = [_widened(leaf, free) for leaf, free in zip(leaves, axes, strict=True)]
+    if any(a is not b for a, b in zip(leaves, wide, strict=True)):
+        yield pytree.tree_unflatten(wide, tree)
+    if sizes != {1}:
+        yield args, kwargs
+
+
+def _widened(leaf: Any, axes: Collection[int]) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        for axis in axes:
+            leaf = torch.cat([leaf, leaf], axis) if axis < leaf.dim() and leaf.shape[axis] == 1 else leaf
+    return leaf
+
+
+def _with_axes(call: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim()]

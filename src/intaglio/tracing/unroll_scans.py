@@ -1,0 +1,147 @@
+"""Loops whose count torch.export fixes: the operators of their bodies in the graph, once per iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from intaglio.errors import CaptureError
+from intaglio.fxgraph.nodes import TURN, Turn
+
+SCAN, MAP = "scan", "map_impl"
+MOST_OPERATORS = 2048
+"""That the bodies of all loops of a model may come to: each is a step of the program, which is compiled as a whole."""
+
+
+def unroll(module: fx.GraphModule) -> None:
+    """`scan` and `map` -> their bodies, one after the other, and one stack for each result of all iterations.
+
+    Each iteration reads the same parameters. Its nodes say in ``meta[TURN]`` which operator of the body they are, and
+    whose turn it is, so that one site serves all iterations. A loop inside the body is unrolled as well.
+    """
+    if (count := _unrolled_operators(module)) > MOST_OPERATORS:
+        longest = max(filter(_is_loop, module.graph.nodes), key=lambda node: _count(node) * _operators(_body(node)))
+        raise CaptureError(
+            longest.name,
+            f"torch.ops.higher_order.{longest.target}",
+            f"{count} operators in all iterations, of which this loop has {_count(longest)}; the limit is "
+            f"{MOST_OPERATORS}",
+            remedy="scan over fewer steps and carry on from call to call; or quantize the modules in the body, "
+            "one by one",
+        )
+    while (loop := next(filter(_is_loop, module.graph.nodes), None)) is not None:
+        _unroll(loop)
+    module.graph.eliminate_dead_code()
+
+
+def _is_loop(node: fx.Node) -> bool:
+    return node.op == "call_function" and str(node.target) in (SCAN, MAP)
+
+
+def _body(loop: fx.Node) -> fx.GraphModule:
+    return getattr(loop.graph.owning_module, str(loop.args[0].target))
+
+
+def _operands(loop: fx.Node) -> tuple[Sequence[fx.Node], Sequence[fx.Node], Sequence[Any]]:
+    """What is carried, what there is one of per iteration, and what is the same for all."""
+    _, *given = loop.args
+    return (given[0], given[1], given[2]) if str(loop.target) == SCAN else ((), given[0], given[1])
+
+
+def _count(loop: fx.Node) -> int:
+    return int(_operands(loop)[1][0].meta["val"].shape[0])
+
+
+def _operators(module: fx.GraphModule) -> int:
+    """Of a body, loops in it unrolled."""
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
+    return sum(_count(node) * _operators(_body(node)) if _is_loop(node) else 1 for node in calls)
+
+
+def _unrolled_operators(module: fx.GraphModule) -> int:
+    return sum(_count(node) * _operators(_body(node)) for node in module.graph.nodes if _is_loop(node))
+
+
+def _unroll(loop: fx.Node) -> None:
+    graph, body = loop.graph, _body(loop)
+    carry, each, shared = _operands(loop)
+    carry, stacks = list(carry), list[list[fx.Node]]()
+    count = _count(loop)
+    with graph.inserting_before(loop):
+        for index in range(count):
+            rows = [_row(loop, node, index, count) for node in each]
+            results = _iteration(loop, body, index, [*carry, *rows, *shared])
+            stacks.append(results[len(carry) :])
+            carry = results[: len(carry)]
+        for user in list(loop.users):
+            index = user.args[1] - len(carry)
+            if index < 0:
+                user.replace_all_uses_with(carry[user.args[1]])
+            else:
+                _stack(loop, user, [results[index] for results in stacks])
+            graph.erase_node(user)
+    graph.erase_node(loop)
+
+
+def _row(loop: fx.Node, node: fx.Node, index: int, count: int) -> fx.Node:
+    """One of those there is one of per iteration. Of what is flipped, which says that a loop runs backwards, the other
+    end as it is."""
+    if _is_flipped(node):
+        node, index = node.args[0], count - 1 - index
+    return _call(loop, torch.ops.aten.select.int, node, 0, index)
+
+
+def _stack(loop: fx.Node, taken: fx.Node, parts: list[fx.Node]) -> None:
+    """In place of a result of all iterations, and of what flips it."""
+    for flip in filter(_is_flipped, list(taken.users)):
+        flip.replace_all_uses_with(_call(loop, torch.ops.aten.stack.default, parts[::-1]))
+        loop.graph.erase_node(flip)
+    if taken.users:
+        taken.replace_all_uses_with(_call(loop, torch.ops.aten.stack.default, parts))
+
+
+def _is_flipped(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.flip.default and list(node.args[1]) == [0]
+
+
+def _iteration(loop: fx.Node, body: fx.GraphModule, index: int, given: Sequence[Any]) -> list[Any]:
+    """The body's operators in front of the loop; what they give."""
+    inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
+    copies = dict(zip(inputs, given, strict=True))
+    outer: Turn = loop.meta.get(TURN, Turn())
+    for node in body.graph.nodes:
+        if node.op == "output":
+            return [copies.get(value, value) for value in node.args[0]]
+        if node.op == "placeholder":
+            continue
+        copies[node] = copied = loop.graph.node_copy(node, copies.__getitem__)
+        copied.meta = dict(node.meta)
+        if node.op == "get_attr":  # the body of a loop inside this one
+            copied.target = _hold(loop.graph.owning_module, body.get_submodule(str(node.target)))
+            continue
+        copied.meta["nn_module_stack"] = loop.meta.get("nn_module_stack", {})
+        copied.meta[TURN] = Turn((*outer.loops, (outer.operator or loop.name, index)), node.name)
+    raise AssertionError(f"{loop} has a body without results")
+
+
+def _call(loop: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """Of the loop itself: what goes into its iterations and what they give."""
+    node = loop.graph.call_function(target, args)
+    value = target(*fx.map_arg(args, lambda operand: operand.meta["val"]))
+    node.meta = {**loop.meta, "val": value}
+    return node
+
+
+def _hold(module: fx.GraphModule, body: torch.nn.Module) -> str:
+    """The name of a body of the graph's own."""
+    known = {child: name for name, child in module.named_children()}
+    if body not in known:
+        number = len(known)
+        while hasattr(module, f"body{number}"):
+            number += 1
+        module.add_submodule(f"body{number}", body)
+        return f"body{number}"
+    return known[body]
