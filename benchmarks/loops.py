@@ -31,7 +31,7 @@ from intaglio.lower.levels import near_functions
 from intaglio.native import machine
 from intaglio.native.compile import build, load
 from intaglio.native.library import parallel_address
-from intaglio.ops.body import Body
+from intaglio.ops.loop_ops.loop_builder import Body
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
 """Of mallopt: results keep their pages from call to call, as the copy's do."""

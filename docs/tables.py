@@ -17,7 +17,7 @@ from intaglio.codegen import ISAS, Isa
 from intaglio.ir.rewrite import Pattern
 from intaglio.native.machine import CPU_FLAGS
 from intaglio.ops import FUSIONS, OPS, OpDef
-from intaglio.ops.real import REALS
+from intaglio.ops.loop_ops.float_ops import REALS
 
 MARK = re.compile(r"^\{\{ (\w+) \}\}$", re.MULTILINE)
 MEASURED = Path(__file__).parents[1] / "benchmarks" / "README.md"

@@ -26,8 +26,8 @@ from intaglio.ir import (
 )
 from intaglio.lower import Lowered
 from intaglio.ops import OPS, run_op
+from intaglio.ops.dynamic_quant import levels_of_rows, row_accumulator, row_levels, scales_shape
 from intaglio.ops.pool import counts
-from intaglio.ops.rows import levels_of_rows, row_accumulator, row_levels, scales_shape
 
 N, H, W = symbol("n"), symbol("h"), symbol("w")
 

@@ -15,7 +15,7 @@ from harness import HERE
 from intaglio import Recipe, numerics
 from intaglio.build.check import check_graph
 from intaglio.ir import DType, Graph, Op, TensorType, symbol
-from intaglio.ops.tables import MODES
+from intaglio.ops.embedding import MODES
 from nets import Body, randomize
 from test_loops import Sample, equal
 from test_program import threads

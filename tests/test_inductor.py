@@ -17,7 +17,7 @@ from intaglio.backends.inductor import SETTINGS, lowering
 from intaglio.backends.inductor_graph import graph_for_inductor, graph_of_bytes, is_int8_layer
 from intaglio.backends.inductor_sizes import sizes_of_inputs
 from intaglio.errors import BuildError, InputError, UnsupportedError
-from intaglio.ops.rows import levels_of_rows
+from intaglio.ops.dynamic_quant import levels_of_rows
 from intaglio.quant.annotate.per_token import decompositions
 
 OWN_SUMS = 1e-5

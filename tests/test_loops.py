@@ -19,8 +19,8 @@ from intaglio.ir import DType, Graph, Input, Op, Output, QParams, Signature, Ten
 from intaglio.ir.loops import GATHERS, VIEWS
 from intaglio.lower import Lowered
 from intaglio.lower.loops import merge_loops
-from intaglio.ops.body import Body as Inside
-from intaglio.ops.primitives import PRIMITIVES
+from intaglio.ops.loop_ops.loop_builder import Body as Inside
+from intaglio.ops.loop_ops.primitives import PRIMITIVES
 
 N, C = symbol("n"), symbol("c")
 F32, BOOL, I64, U8, BF16 = DType.F32, DType.BOOL, DType.I64, DType.U8, DType.BF16

@@ -23,7 +23,7 @@ from intaglio.ir.verify import VerifyError
 from intaglio.lower import fuse
 from intaglio.native.compile import build, load
 from intaglio.ops import OPS
-from intaglio.ops.activate import FUNCTIONS, PRECISE, bind_precise
+from intaglio.ops.fused_activations import FUNCTIONS, PRECISE, bind_precise
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
 from nets import Body, randomize

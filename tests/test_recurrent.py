@@ -20,8 +20,8 @@ from intaglio.build.check import check_graph
 from intaglio.errors import CaptureError
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType, Op, QParams, TensorType, symbol
-from intaglio.ops.recurrent import RECURRENT, recurrent_meaning, states
-from intaglio.ops.rows import levels_of_rows, row_levels
+from intaglio.ops.dynamic_quant import levels_of_rows, row_levels
+from intaglio.ops.products.lstm_gru import RECURRENT, recurrent_meaning, states
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.recipes.recipe import Quantizer, Recipe
 from intaglio.tracing.capture_check import free_symbols

@@ -20,7 +20,7 @@ from intaglio.build.check import check_graph
 from intaglio.errors import UnsupportedError
 from intaglio.ir import Op, TensorType
 from intaglio.native.compile import build, load
-from intaglio.ops.rows import ROW_MODES, levels_of_rows
+from intaglio.ops.dynamic_quant import ROW_MODES, levels_of_rows
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
 from nets import Body, randomize

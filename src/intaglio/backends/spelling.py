@@ -96,7 +96,7 @@ def write_rows(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def levels_of_rows(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.rows.levels_of_rows`, but for rows with values that are not finite."""
+    """`ops.dynamic_quant.levels_of_rows`, but for rows with values that are not finite."""
     peaks = x.abs().amax(list(range(1, x.dim())) if mode == "tensor" and x.dim() > 2 else [-1], keepdim=True)
     peaks = peaks.expand(*x.shape[:-1], 1).clamp_min(float(numerics.SMALLEST_ROW))
     most = float(numerics.ROW_STEPS)
@@ -151,7 +151,7 @@ def recurrent_of_values(
     batch_first: bool,
     cell: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """As `ops.recurrent.recurrent_meaning`, but hidden states are not rounded."""
+    """As `ops.products.lstm_gru.recurrent_meaning`, but hidden states are not rounded."""
     if scales is not None:
         x = values_of_rows(levels, scales)
     else:

@@ -15,11 +15,11 @@ from intaglio.ir.moves import MOVES, boxes
 from intaglio.ir.verify import PAIRS, PRODUCTS
 from intaglio.numerics import LARGEST
 from intaglio.ops import OPS, OpDef
-from intaglio.ops.activate import PRECISE
-from intaglio.ops.loop import check_loop
+from intaglio.ops.fused_activations import PRECISE
+from intaglio.ops.loop_ops.loop import check_loop
 from intaglio.ops.norm import LONGEST
 from intaglio.ops.pool import counts
-from intaglio.ops.recurrent import RECURRENT
+from intaglio.ops.products.lstm_gru import RECURRENT
 
 MANY = 4096
 """Stands for free sizes."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from intaglio.ir import DType, Graph, Op
-from intaglio.ops.recurrent import GATES, PER_DIRECTION, result_shapes, states
-from intaglio.ops.rows import ROW_MODES, row_accumulator, row_levels, scales_shape
+from intaglio.ops.dynamic_quant import ROW_MODES, row_accumulator, row_levels, scales_shape
+from intaglio.ops.products.lstm_gru import GATES, PER_DIRECTION, result_shapes, states
 
 
 def check_rows(op: Op, graph: Graph) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from intaglio.ir import DType, Graph, Op
-from intaglio.ops.tables import MODES, operands_of_bags
+from intaglio.ops.embedding import MODES, operands_of_bags
 
 ATTRS = {"mode": str, "ends": bool, "weighted": bool, "padding": int}
 

@@ -46,7 +46,7 @@ RULES: Rules = {
 PAIRS = ("quantize_rows",)
 """They give levels and the scales of their rows."""
 BODY_RULES = {kind: RULES[kind] for kind in ("quantize", "dequantize")}
-"""Of operators inside a loop, whose names are otherwise their own: ops/primitives.py has them."""
+"""Of operators inside a loop, whose names are otherwise their own: ops/loop_ops/primitives.py has them."""
 KEEP_REST = ("requantize", "add")
 """They may give a value of 16 bits as a level and a rest; a sum may take one, the rest as its last operand."""
 OPTIONAL: dict[str, tuple[DType, ...]] = {

@@ -33,11 +33,11 @@ from intaglio.lower.rows import part_of_rows, product_of_rows, quantize_rows
 from intaglio.lower.tables import arange, embedding_bag, part_of_bag, range_of
 from intaglio.lower.weights_only import linear_f32, stored_weight, widens_stored
 from intaglio.ops import ACCUMULATING, ANCHORS, SUMS, OpDef
-from intaglio.ops.activate import bind_precise
-from intaglio.ops.body import RealCall
-from intaglio.ops.conv import output_axis
+from intaglio.ops.fused_activations import bind_precise
+from intaglio.ops.loop_ops.loop_builder import RealCall
 from intaglio.ops.opdef import Attrs
 from intaglio.ops.pool import counts
+from intaglio.ops.products.conv import output_axis
 from intaglio.ops.resize import is_free, tables
 from intaglio.quant.annotate.embedding_tables import table_behind
 from intaglio.quant.annotate.per_token import rows_behind

@@ -6,7 +6,7 @@ import numpy as np
 
 from intaglio.ir import DType, Graph, Op, TensorType, fresh
 from intaglio.ir.loops import GATHERS, REDUCTIONS, VIEWS, body_of
-from intaglio.ops.loop import loop_meaning
+from intaglio.ops.loop_ops.loop import loop_meaning
 
 NEAR = {"gelu": "near_gelu"}
 """Operator of a body -> the one whose error levels do not see."""

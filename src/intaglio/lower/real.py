@@ -26,9 +26,9 @@ from intaglio.ir import Graph, Op, TensorType
 from intaglio.ir.moves import MOVES
 from intaglio.ir.verify import MOVED
 from intaglio.ops import OpDef
-from intaglio.ops.body import Body, RealCall
+from intaglio.ops.loop_ops.float_ops import REAL_BY_TARGET, refusal, write_call
+from intaglio.ops.loop_ops.loop_builder import Body, RealCall
 from intaglio.ops.opdef import Attrs
-from intaglio.ops.real import REAL_BY_TARGET, refusal, write_call
 from intaglio.quant.annotate.embedding_tables import table_behind
 
 STORED = (torch.float32, torch.bool, torch.int64)

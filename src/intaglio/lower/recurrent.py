@@ -8,7 +8,7 @@ from torch import fx
 
 from intaglio.fxgraph.nodes import operator, origin
 from intaglio.ir import DType, Op, TensorType
-from intaglio.ops.recurrent import result_shapes
+from intaglio.ops.products.lstm_gru import result_shapes
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from torch import fx
 
 from intaglio.fxgraph.nodes import operands, operator, origin, tensor_type
 from intaglio.ir import DType, Op, TensorType
-from intaglio.ops.rows import row_accumulator, row_levels, scales_shape
+from intaglio.ops.dynamic_quant import row_accumulator, row_levels, scales_shape
 from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS, QUANTIZE_ROWS, rows_behind
 from intaglio.quant.annotate.regions import Chain
 

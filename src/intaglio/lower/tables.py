@@ -10,7 +10,7 @@ from torch import fx
 from intaglio.fxgraph.integer_ranges import ARANGES
 from intaglio.fxgraph.nodes import arguments, is_constant, operator, origin, resolve, tensor_type
 from intaglio.ir import DType, Expression, Op, TensorType
-from intaglio.ops.tables import MODES, NO_PADDING
+from intaglio.ops.embedding import MODES, NO_PADDING
 from intaglio.quant.annotate.embedding_tables import BAGS, bag_refusal, table_behind
 
 if TYPE_CHECKING:

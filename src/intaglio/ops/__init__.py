@@ -6,25 +6,22 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from intaglio.ops import (
-    activate,
-    attention,
     channels,
-    conv,
-    linear_f32,
-    loop,
+    dynamic_quant,
+    embedding,
+    fused_activations,
     norm,
     pointwise,
     pool,
-    recurrent,
     resize,
-    rows,
     shape,
-    tables,
     unary,
 )
 from intaglio.ops.fusions import ACCUMULATING, ANCHORS, FUSIONS, NUMBERS, SUMS, Fusion
 from intaglio.ops.interpret import interpret, run_op
+from intaglio.ops.loop_ops import loop
 from intaglio.ops.opdef import Call, OpDef, Roles
+from intaglio.ops.products import attention, conv, linear_f32, lstm_gru
 
 
 def index(*groups: Iterable[OpDef]) -> tuple[Mapping[str, OpDef], Mapping[str, OpDef]]:
@@ -51,12 +48,12 @@ OPS, BY_TARGET = index(
     resize.OPS,
     shape.OPS,
     unary.OPS,
-    activate.OPS,
+    fused_activations.OPS,
     loop.OPS,
     attention.OPS,
-    rows.OPS,
-    recurrent.OPS,
-    tables.OPS,
+    dynamic_quant.OPS,
+    lstm_gru.OPS,
+    embedding.OPS,
     linear_f32.OPS,
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from intaglio.ir.rewrite import Pattern, any, op, seq
-from intaglio.ops.activate import FUNCTIONS
+from intaglio.ops.fused_activations import FUNCTIONS
 
 ANCHORS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
 ACCUMULATING = (*ANCHORS, "bmm")

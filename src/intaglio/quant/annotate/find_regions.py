@@ -20,8 +20,8 @@ from intaglio.fxgraph.nodes import (
 from intaglio.ir import DType
 from intaglio.ir.rewrite import match
 from intaglio.ops import FUSIONS, NUMBERS, SUMS
-from intaglio.ops.activate import FUNCTIONS
-from intaglio.ops.conv import output_axis
+from intaglio.ops.fused_activations import FUNCTIONS
+from intaglio.ops.products.conv import output_axis
 from intaglio.quant.annotate.node_annotations import Written
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.recipes.recipe import Quantizer, Setting

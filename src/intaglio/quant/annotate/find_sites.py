@@ -13,8 +13,8 @@ from intaglio import numerics
 from intaglio.fxgraph.nodes import TURN, operands, operator, origin
 from intaglio.ir import DType
 from intaglio.ops import ACCUMULATING
-from intaglio.ops.recurrent import RECURRENT
-from intaglio.ops.rows import ROW_MODES
+from intaglio.ops.dynamic_quant import ROW_MODES
+from intaglio.ops.products.lstm_gru import RECURRENT
 from intaglio.quant.annotate.find_regions import find_shortcuts
 from intaglio.quant.annotate.per_token import row_sites
 from intaglio.quant.annotate.recurrent_sites import weight_sites

@@ -15,8 +15,8 @@ from intaglio import numerics
 from intaglio.fxgraph.nodes import operator, origin, provenance
 from intaglio.ir import DType, TensorType
 from intaglio.ops import OpDef
-from intaglio.ops.recurrent import RECURRENT
-from intaglio.ops.rows import levels_of_rows, row_levels, scales_shape
+from intaglio.ops.dynamic_quant import levels_of_rows, row_levels, scales_shape
+from intaglio.ops.products.lstm_gru import RECURRENT
 from intaglio.quant.annotate.sites import Dynamic, Site
 from intaglio.quant.recipes.recipe import Setting
 
@@ -140,7 +140,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _quantize_rows_in_aten(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.rows.levels_of_rows`. Quotients are of two tensors: a number over a tensor is a reciprocal in PyTorch."""
+    """Compute `levels_of_rows` in ATen; dividing two tensors, as PyTorch turns number over tensor into a reciprocal."""
     largest = x.abs().amax(-1, keepdim=True)
     peaks = torch.where(largest.isfinite(), largest.clamp_min(float(numerics.SMALLEST_ROW)), torch.nan)
     if mode == "tensor" and x.dim() > 2:

@@ -14,8 +14,8 @@ from torch import fx
 
 from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operator, origin, provenance, record_of
 from intaglio.ir import Dim, DType, Op, QParams, TensorType, numel
-from intaglio.ops.recurrent import RECURRENT, bind_recurrent, recurrent_meaning, result_shapes
-from intaglio.ops.rows import row_levels
+from intaglio.ops.dynamic_quant import row_levels
+from intaglio.ops.products.lstm_gru import RECURRENT, bind_recurrent, recurrent_meaning, result_shapes
 from intaglio.quant.annotate.per_token import rows_behind
 from intaglio.quant.annotate.sites import Observed, Site
 from intaglio.quant.qdq.weight_grid import channel_scales, weight_grid
@@ -200,7 +200,7 @@ def _recurrent(
     batch_first: bool,
     cell: bool,
 ) -> list[torch.Tensor]:
-    """`ops.recurrent.recurrent_meaning`."""
+    """`ops.products.lstm_gru.recurrent_meaning`."""
     rows = scales is not None
     attrs = {"layers": layers, "directions": directions, "batch_first": batch_first, "cell": cell, "rows": rows}
     q = row_levels("") if rows else QParams((scale,), (zero_point,), 0, 255)

@@ -9,9 +9,9 @@ from torch import fx
 
 from intaglio.fxgraph.nodes import activations, call_of, is_constant, operands, operator, origin, record_of, tensor_type
 from intaglio.ir import DType, evaluate, numel, symbols_of
-from intaglio.ops.activate import FUNCTIONS
-from intaglio.ops.recurrent import RECURRENT
-from intaglio.ops.rows import ROW_MODES
+from intaglio.ops.dynamic_quant import ROW_MODES
+from intaglio.ops.fused_activations import FUNCTIONS
+from intaglio.ops.products.lstm_gru import RECURRENT
 from intaglio.quant.annotate.embedding_tables import BAGS, Table, bag_refusal
 from intaglio.quant.annotate.per_token import unable_at_run_time
 from intaglio.quant.annotate.recurrent_sites import (

@@ -11,8 +11,8 @@ from torch import fx
 from intaglio.fxgraph.nodes import activations, call_of, operands, record_of
 from intaglio.ir.moves import MOVES
 from intaglio.ops import SUMS, OpDef
-from intaglio.ops.recurrent import RECURRENT
-from intaglio.ops.rows import ROW_MODES
+from intaglio.ops.dynamic_quant import ROW_MODES
+from intaglio.ops.products.lstm_gru import RECURRENT
 from intaglio.quant.annotate.embedding_tables import Table, table_notes
 from intaglio.quant.annotate.sites import Site, Skip
 from intaglio.quant.recipes.recipe import Setting

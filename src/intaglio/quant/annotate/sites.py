@@ -48,7 +48,7 @@ class Derived:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """Made while the model runs: by row of the last axis ("token") or by entry of the batch ("tensor"); ops/rows.py."""
+    """Parameters computed at run time: per row of the last axis ("token") or per entry of the batch ("tensor")."""
 
     mode: str
 

@@ -16,8 +16,8 @@ from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.fxgraph.graph_passes import copy_graph, drop_unused_constants
 from intaglio.fxgraph.nodes import TAG, arguments, operands, origin, provenance
 from intaglio.ir import About, DType, QParams, Signature, TensorType
-from intaglio.ops.recurrent import RECURRENT
-from intaglio.ops.rows import row_levels
+from intaglio.ops.dynamic_quant import row_levels
+from intaglio.ops.products.lstm_gru import RECURRENT
 from intaglio.quant.annotate.embedding_tables import quantize_table
 from intaglio.quant.annotate.find_regions import find_shortcuts, reads_shortcut
 from intaglio.quant.annotate.find_sites import Names

@@ -11,7 +11,7 @@ from torch import fx
 from intaglio import numerics
 from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operands, operator, record_of, replace_node
 from intaglio.ir import DType, QParams, TensorType
-from intaglio.ops.conv import outputs_first
+from intaglio.ops.products.conv import outputs_first
 from intaglio.quant.annotate.embedding_tables import BAGS, EMBEDDING
 from intaglio.quant.qdq.qdq_normalize import (
     DEQUANTIZE,

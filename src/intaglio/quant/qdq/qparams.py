@@ -12,7 +12,7 @@ from intaglio import numerics
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.fxgraph.nodes import call_of, operands
 from intaglio.ir import QParams
-from intaglio.ops.conv import outputs_first
+from intaglio.ops.products.conv import outputs_first
 from intaglio.quant.annotate.regions import Annotations, Chain, Region
 from intaglio.quant.annotate.sites import Derived, Fixed, Observed, Site
 from intaglio.quant.calibrate.data_checks import softmax_operands

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from intaglio.errors import InputError, SelectorError
 from intaglio.ir import Origin
 from intaglio.ops import OpDef
-from intaglio.ops.rows import ROW_MODES
+from intaglio.ops.dynamic_quant import ROW_MODES
 from intaglio.output_paths import write_text
 from intaglio.quant.calibrate.range_methods import method_of
 from intaglio.quant.qdq.parameters import Parameters
@@ -47,7 +47,7 @@ class Setting:
     the third and the last also with a parameter, as in "percentile:99.99" (range_methods.py). weights: "channel" or
     "tensor" scales, or "group:32", where 32 neighbours of a channel have steps of 1..15 times its scale. bits: 8, or 7
     for activations in 0..127. functions: "table" or "precise", how a function such as silu right behind a convolution
-    or linear layer is computed (ops/activate.py). shortcut: bits of what a sum behind one of these adds to it, 8 or 16.
+    or linear layer is computed. shortcut: bits of what a sum behind one of these adds to it, 8 or 16.
     residual: "int8", or "float": what lies between convolutions, linear layers and products of activations stays in
     float32, sums and norms above all. weights_dtype, activations_dtype: names of `DATATYPES`; without, s8 and what
     ``bits`` says. activations: "static", with parameters from calibration, "float", so that of

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from intaglio.ir import TensorType
-from intaglio.ops.body import Body, RealCall
-from intaglio.ops.primitives import BOOL, F32, I64, REAL, U8
+from intaglio.ops.loop_ops.loop_builder import Body, RealCall
+from intaglio.ops.loop_ops.primitives import BOOL, F32, I64, REAL, U8
 
 MOST_AXES = 5
 """Of a tensor; strides of the last five are known."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from intaglio.ir import DType, Op, TensorType, fresh
-from intaglio.ops.primitives import BOOL, F32, I64, PRIMITIVES, REAL, infer
+from intaglio.ops.loop_ops.primitives import BOOL, F32, I64, PRIMITIVES, REAL, infer
 
 
 @dataclass(frozen=True)

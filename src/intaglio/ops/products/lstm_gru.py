@@ -15,8 +15,8 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.ir import Op, Shape, TensorType
+from intaglio.ops.dynamic_quant import levels_of_rows
 from intaglio.ops.opdef import Attrs, Call, OpDef, first_reason, float_activations, rank
-from intaglio.ops.rows import levels_of_rows
 
 GATES = {"lstm": 4, "gru": 3}
 PER_DIRECTION = 6

@@ -8,8 +8,8 @@ import numpy as np
 
 from intaglio.ir import DType, Graph, Op, TensorType
 from intaglio.ir.loops import GATHERS, body_of, row_axis, space
+from intaglio.ops.loop_ops.primitives import PRIMITIVES, infer
 from intaglio.ops.opdef import OpDef, Result
-from intaglio.ops.primitives import PRIMITIVES, infer
 
 ENDS = (DType.F32, DType.BF16, DType.U8, DType.BOOL, DType.I64)
 """Element types that loops read; all but i64 they write."""

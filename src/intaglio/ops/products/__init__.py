@@ -1,0 +1,1 @@
+"""Operators that multiply and accumulate: convolutions, linear layers, attention, recurrent layers."""
