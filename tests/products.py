@@ -10,9 +10,9 @@ from harness import EXPORT
 from intaglio.codegen import ISAS, TileSpec
 from intaglio.codegen.context import limits
 from intaglio.codegen.tile import layout_checks
-from intaglio.ir.scratch import SHARERS
 from intaglio.native.compile import build, load
 from intaglio.native.library import parallel_address
+from intaglio.plan.scratch_memory import SHARERS
 
 HEADS = ("base", "batch", "head", "row")
 SHARED = ("limits", "scratch", "scratch_bytes", "sharers", "kernels.table", "kernels.blocks", "kernels.rows")

@@ -13,9 +13,9 @@ from graphs import H, N, Net, W
 from harness import HERE, Memory
 from intaglio import build, numerics
 from intaglio.ir import DType, Op, TensorType, evaluate, verify
-from intaglio.ir.scratch import LINE, scratch_lines
-from intaglio.lower import plan
-from intaglio.lower.layout import separate_layouts
+from intaglio.plan import plan_graph
+from intaglio.plan.layouts import separate_layouts
+from intaglio.plan.scratch_memory import LINE, scratch_lines
 from products import kernels
 from test_program import assert_bits_of_the_interpreter, assert_stays_inside, built, compiled
 
@@ -305,7 +305,7 @@ def test_attention_meets_image_operators(isa):
 
 def test_heads_are_read_where_the_layer_in_front_wrote_them():
     """No step only moves levels."""
-    planned = plan(built(encoder)[1].graph)
+    planned = plan_graph(built(encoder)[1].graph)
     kinds = {step.partition.anchor.kind for step in planned.steps}
     assert kinds == {"quantize", "linear", "attention", "dequantize"}
 

@@ -15,8 +15,8 @@ from graphs import H, N, Net
 from harness import HERE, Memory
 from intaglio import build, numerics
 from intaglio.ir import DType, Op, QParams, TensorType, evaluate
-from intaglio.ir.scratch import LINE, scratch_lines
 from intaglio.ops import OPS
+from intaglio.plan.scratch_memory import LINE, scratch_lines
 from nets import Body, randomize
 from products import kernels
 from test_program import assert_bits_of_the_interpreter, assert_stays_inside, built, compiled

@@ -26,9 +26,9 @@ from harness import HERE
 from intaglio.errors import IntaglioError, SelectorError, UnsupportedError
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType
-from intaglio.lower import plan
 from intaglio.lower.regions import QUANTIZE
 from intaglio.ops import OPS, interpret
+from intaglio.plan import plan_graph
 from models import assert_same, compiled
 from nets import Body
 
@@ -108,7 +108,7 @@ def test_backend_18_a_scaled_and_masked_product_of_two_activations_is_one_partit
     model = nets.randomize(Body(body, q=nn.Linear(8, 8), k=nn.Linear(8, 8), out=nn.Linear(5, 3)))
     x, mask = torch.randn(2, 5, 8), torch.zeros(2, 5, 5)
     reference, lowered = quantized(model, x, mask)
-    partitions = [[op.kind for op in step.partition.ops] for step in plan(lowered.graph).steps]
+    partitions = [[op.kind for op in step.partition.ops] for step in plan_graph(lowered.graph).steps]
     assert ["bmm", "dequantize", "loop"] in partitions
     assert not lowered.islands
     assert lowered(x, mask).dtype is torch.float32

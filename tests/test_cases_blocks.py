@@ -13,7 +13,8 @@ import intaglio
 from compare import assert_equal_levels, quantized, sqnr
 from harness import HERE
 from intaglio import Recipe
-from intaglio.lower import Lowered, plan
+from intaglio.lower import Lowered
+from intaglio.plan import plan_graph
 from models import assert_same
 from nets import Body, randomize
 from test_patterns_001 import shown
@@ -24,7 +25,7 @@ LEVELS = Recipe.of({"*": {"residual": "int8", "functions": "table", "method": "m
 
 def partitions(lowered: Lowered) -> list[str]:
     """Of the program but for the quantize of its input, in order; kinds of their operators, all loops alike."""
-    found = [shown(step.partition).partition("(")[0] for step in plan(lowered.graph).steps]
+    found = [shown(step.partition).partition("(")[0] for step in plan_graph(lowered.graph).steps]
     return [kinds for kinds in found if kinds != "quantize"]
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import intaglio
 from harness import HERE
 from intaglio import Recipe, Setting, capture, compile, convert, equalize, prepare, requantize
-from intaglio.lower import plan
+from intaglio.plan import plan_graph
 from nets import Body, randomize
 
 DRAW = torch.Generator().manual_seed(3)
@@ -24,7 +24,7 @@ def stages(model: nn.Module, *inputs: Tensor, recipe: Recipe | None = None):
 
 
 def partitions(lowered) -> list[list[str]]:
-    return [[op.kind for op in step.partition.ops] for step in plan(lowered.graph).steps]
+    return [[op.kind for op in step.partition.ops] for step in plan_graph(lowered.graph).steps]
 
 
 class Bottleneck(nn.Module):

@@ -9,8 +9,8 @@ from torch import nn
 import intaglio
 from compare import assert_equal_levels, quantized, sqnr
 from intaglio.ir.phases import phases
-from intaglio.lower import plan
 from intaglio.native.machine import isas
+from intaglio.plan import plan_graph
 from nets import randomize
 
 CONVOLUTIONS = {
@@ -93,7 +93,7 @@ def test_an_accumulator_and_its_tail_are_one_partition():
     """Nothing is put between the pixels of a transposed convolution, and no copy stands before its kernel."""
     net, shapes, _ = many("transposed 2d")
     lowered = quantized(net, *[torch.randn(2, *shape) for shape in shapes])[1]
-    anchors = [step.partition.anchor.kind for step in plan(lowered.graph).steps]
+    anchors = [step.partition.anchor.kind for step in plan_graph(lowered.graph).steps]
     assert set(anchors) == {"quantize", "conv_transpose2d", "dequantize"}
 
 

@@ -11,7 +11,8 @@ import intaglio
 from compare import quantized
 from harness import HERE
 from intaglio import Recipe
-from intaglio.lower import Lowered, plan
+from intaglio.lower import Lowered
+from intaglio.plan import plan_graph
 from models import assert_same
 from nets import Body, randomize
 
@@ -19,7 +20,7 @@ FLOAT = Recipe.of({"*": {"residual": "float", "functions": "precise", "method": 
 
 
 def kinds(lowered: Lowered) -> list[str]:
-    return [" + ".join(op.kind for op in step.partition.ops) for step in plan(lowered.graph).steps]
+    return [" + ".join(op.kind for op in step.partition.ops) for step in plan_graph(lowered.graph).steps]
 
 
 def compiled(lowered: Lowered) -> list[intaglio.QuantizedModel]:
@@ -146,7 +147,7 @@ def test_rows_in_every_batch(tokens, batch, seed, threads):
 
 def test_of_two_products_that_a_loop_reads_the_last_one_takes_it(tokens):
     """The levels of the other are stored."""
-    found = {step.partition.name: step.partition for step in plan(tokens[0].graph).steps}
+    found = {step.partition.name: step.partition for step in plan_graph(tokens[0].graph).steps}
     assert [found[name].epilogue is not None for name in ("gate", "up")] == [False, True]
 
 

@@ -10,9 +10,9 @@ from harness import HERE
 from intaglio.codegen.loop_stages import magnitudes
 from intaglio.ir import DType, Op, QParams, TensorType, prune, verify
 from intaglio.lower import Lowered
-from intaglio.lower.levels import loops_as_tables, near_functions
-from intaglio.lower.loops import merge_loops
 from intaglio.ops.loop_ops.loop_builder import Body as Inside
+from intaglio.plan.loop_merging import merge_loops
+from intaglio.plan.lut_passes import loops_as_tables, near_functions
 from test_loops import C, N, Sample, equal, some, to_levels
 
 F32, U8 = DType.F32, DType.U8

@@ -9,7 +9,7 @@ import intaglio
 from compare import assert_equal_levels, quantized
 from harness import HERE
 from intaglio.ir import DType
-from intaglio.lower.loops import merge_loops
+from intaglio.plan.loop_merging import merge_loops
 from nets import Body, randomize
 from test_loops import equal
 

@@ -18,9 +18,9 @@ from intaglio.codegen.emit_loops import CALLED, COMPARED, INFIX, SUMS, WITH_NUMB
 from intaglio.ir import DType, Graph, Input, Op, Output, QParams, Signature, TensorType, symbol, verify
 from intaglio.ir.loops import GATHERS, VIEWS
 from intaglio.lower import Lowered
-from intaglio.lower.loops import merge_loops
 from intaglio.ops.loop_ops.loop_builder import Body as Inside
 from intaglio.ops.loop_ops.primitives import PRIMITIVES
+from intaglio.plan.loop_merging import merge_loops
 
 N, C = symbol("n"), symbol("c")
 F32, BOOL, I64, U8, BF16 = DType.F32, DType.BOOL, DType.I64, DType.U8, DType.BF16

@@ -13,8 +13,8 @@ import nets
 from compare import assert_equal_levels, kinds, quantized, tensors
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType, graph_text
-from intaglio.lower.passes import LOWER_PASSES
 from intaglio.ops import OPS
+from intaglio.plan.integer_passes import INTEGER_PASSES
 from intaglio.quant.recipes.recipe import Recipe
 from nets import Body
 
@@ -245,7 +245,7 @@ def test_float_work_between_the_same_neighbours_is_one_island():
 def test_lowering_passes_are_idempotent(net):
     model = nets.randomize(net())
     _, lowered = quantized(model, nets.example(model, 4))
-    for step in LOWER_PASSES:
+    for step in INTEGER_PASSES:
         graph, count = step(lowered.graph)
         assert count == 0
         assert graph_text(graph) == graph_text(lowered.graph)

@@ -17,10 +17,11 @@ from compare import assert_equal_levels, kinds, quantized
 from graphs import N, Net
 from harness import HERE
 from intaglio.build.check import check_graph
-from intaglio.ir import Buffer, DType, Op, QParams, TensorType
-from intaglio.ir.moves import Box, boxes, moves_nothing, strides
-from intaglio.lower import plan
+from intaglio.ir import DType, Op, QParams, TensorType
+from intaglio.ir.moves import Box
 from intaglio.ops import OPS
+from intaglio.plan import Buffer, plan_graph
+from intaglio.plan.buffers import boxes, moves_nothing, strides
 from nets import Body, randomize
 
 ZERO = 77
@@ -320,7 +321,9 @@ def test_channels_moved_last_and_back_move_no_byte():
     reference, lowered = quantized(randomize(model), x)
     assert not lowered.islands
     assert kinds(lowered).count("permute") == 2
-    assert not [step for step in plan(lowered.graph).steps if step.partition.anchor.kind in ("permute", "reshape")]
+    assert not [
+        step for step in plan_graph(lowered.graph).steps if step.partition.anchor.kind in ("permute", "reshape")
+    ]
     assert_equal_levels(reference, lowered, x)
     for isa in HERE:
         assert torch.equal(intaglio.compile(lowered, isa=isa)(x), lowered(x))

@@ -13,8 +13,9 @@ import intaglio
 from compare import assert_equal_levels, quantized
 from harness import HERE
 from intaglio import Recipe
-from intaglio.ir import Op, Partition
-from intaglio.lower import Lowered, plan
+from intaglio.ir import Op
+from intaglio.lower import Lowered
+from intaglio.plan import Partition, plan_graph
 from intaglio.quant.qdq.convert import Reference
 from nets import Body, randomize
 
@@ -68,7 +69,7 @@ def _kind(op: Op) -> str:
 def check(row: Row, tail: nn.Module | None, behind: tuple[str, ...], isas: Sequence[str] = HERE) -> None:
     """The partitions of the program; the contract with the reference; the bits, at other batches too."""
     reference, lowered = row.lower(tail)
-    found = [shown(step.partition) for step in plan(lowered.graph).steps]
+    found = [shown(step.partition) for step in plan_graph(lowered.graph).steps]
     assert [kinds for kinds in found if kinds != "quantize"] == [*row.before, row.partition, *behind]
     assert_equal_levels(reference, lowered, *row.inputs)
     for isa in isas:
@@ -124,7 +125,7 @@ def test_int8_in_float32_out(row):
 def test_a_result_that_is_quantized_leaves_as_float_from_the_same_partition(row):
     """Where the recipe leaves nothing in float: levels become floats while they lie in cache."""
     reference, lowered = Row(row.name, row.body, row.inputs, "").lower(None)
-    partition = plan(lowered.graph).steps[-1].partition
+    partition = plan_graph(lowered.graph).steps[-1].partition
     assert partition.anchor.kind == row.partition.partition(" ")[0]
     assert shown(partition).endswith("+ loop(dequantize)")
     assert_equal_levels(reference, lowered, *row.inputs)
@@ -318,7 +319,7 @@ def test_row_30_attention_is_one_partition():
 
 def test_row_31_a_norm_and_its_quantize_are_one_loop():
     reference, lowered = quantized(randomize(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 4))), TOKENS)
-    found = [shown(step.partition) for step in plan(lowered.graph).steps]
+    found = [shown(step.partition) for step in plan_graph(lowered.graph).steps]
     assert found == ["loop(mean sub mul mean add sqrt reciprocal mul mul add quantize)", "linear + dequantize"]
     assert_equal_levels(reference, lowered, TOKENS)
     for isa in HERE:
@@ -330,6 +331,6 @@ def test_row_27_what_baddbmm_adds_is_added_in_the_kernel(alpha):
     body = lambda m, x, mask: torch.baddbmm(mask, m.q(x), m.k(x).mT, alpha=alpha)  # noqa: E731
     model = randomize(Body(body, q=nn.Linear(16, 8), k=nn.Linear(16, 8)))
     reference, lowered = quantized(model, TOKENS, MASK, recipe=Recipe.of({"*": {"residual": "float"}}))
-    assert shown(plan(lowered.graph).steps[-1].partition) == "bmm + dequantize + loop(add)"
+    assert shown(plan_graph(lowered.graph).steps[-1].partition) == "bmm + dequantize + loop(add)"
     assert_equal_levels(reference, lowered, TOKENS, MASK)
     assert torch.equal(intaglio.compile(lowered)(TOKENS, MASK), lowered(TOKENS, MASK))

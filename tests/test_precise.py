@@ -20,10 +20,10 @@ from intaglio import numerics as nm
 from intaglio.build.check import check_graph
 from intaglio.ir import DType, Op, QParams, verify
 from intaglio.ir.verify import VerifyError
-from intaglio.lower import fuse
 from intaglio.native.compile import build, load
 from intaglio.ops import OPS
 from intaglio.ops.fused_activations import FUNCTIONS, PRECISE, bind_precise
+from intaglio.plan.partitioning import fuse
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
 from nets import Body, randomize

@@ -15,10 +15,11 @@ import intaglio
 from graphs import H, N, Net, W, sizes
 from harness import HERE, SLACK, Memory
 from intaglio import build
-from intaglio.codegen import EMITTERS, CacheSizes, emit
+from intaglio.codegen import EMITTERS, emit
 from intaglio.ir import About, Schedule, evaluate
-from intaglio.lower import Lowered, plan
+from intaglio.lower import Lowered
 from intaglio.ops import OPS
+from intaglio.plan import CacheSizes, plan_graph
 from intaglio.runtime import Artifact, QuantizedModel
 from intaglio.runtime.artifact import Run
 from nets import Body, randomize
@@ -326,7 +327,7 @@ def assert_stays_inside(net: Net, lowered: Lowered, artifact: Artifact) -> None:
 
 @pytest.mark.parametrize("program", FREE, ids=lambda program: program.__name__)
 def test_buffers_alive_in_one_phase_never_overlap(program):
-    planned, artifact = plan(built(program)[1].graph), compiled(program, HERE[0]).artifact
+    planned, artifact = plan_graph(built(program)[1].graph), compiled(program, HERE[0]).artifact
     for batch in (0, 1, 7):
         layout = artifact.plan(sizes(batch))
         spans = []
@@ -344,7 +345,7 @@ def test_buffers_alive_in_one_phase_never_overlap(program):
 
 def test_operands_of_a_concatenation_are_written_in_their_place():
     """Those of convolutions and pools that nothing else reads; a concatenation of nothing else has no step."""
-    planned = plan(built(joined)[1].graph)
+    planned = plan_graph(built(joined)[1].graph)
     cats = [op for op in planned.graph.ops if op.kind == "cat"]
     parts = [[planned.buffers[name].part for name in op.inputs] for op in cats]
     assert parts == [[0, 24, 94, 127], [0, 116], [None, None]]
@@ -353,7 +354,7 @@ def test_operands_of_a_concatenation_are_written_in_their_place():
 
 def test_a_product_that_weighs_channels_is_the_head_of_the_convolution_that_reads_it():
     """It has no buffer, and the convolution follows what the product reads at once."""
-    planned = plan(built(weighed)[1].graph)
+    planned = plan_graph(built(weighed)[1].graph)
     heads = [step.partition for step in planned.steps if step.partition.head is not None]
     levels, total = ["requantize", "loop"], ["add", "loop"]  # the loops give the caller floats
     tails = (levels, levels, total, levels, levels, ["dequantize"])
@@ -367,7 +368,7 @@ def test_a_product_that_weighs_channels_is_the_head_of_the_convolution_that_read
 
 
 def test_other_products_are_passes_of_their_own():
-    steps = plan(built(unjoined)[1].graph).steps
+    steps = plan_graph(built(unjoined)[1].graph).steps
     assert not any(step.partition.headed for step in steps)
     assert sum(step.partition.anchor.kind == "mul" for step in steps) == 7
 
@@ -381,7 +382,7 @@ def test_every_operator_with_a_kernel_has_an_emitter():
 
 @pytest.mark.parametrize("isa", HERE)
 def test_the_same_graph_gives_the_same_text_and_constants(isa):
-    first, second = (emit(plan(built(residual)[1].graph), isa, CACHES, "same") for _ in range(2))
+    first, second = (emit(plan_graph(built(residual)[1].graph), isa, CACHES, "same") for _ in range(2))
     assert first.source == second.source
     assert np.array_equal(first.constants, second.constants)
 
@@ -394,7 +395,7 @@ def test_the_text_of_a_tiny_net_can_be_read(isa, golden):
     y = net.conv(x, 16, 3, padding=1, zero_point=0)
     window = {"kernel": (2, 2), "stride": (2, 2), "padding": (0, 0), "dilation": (1, 1), "ceil": False}
     y = net.conv(net.same("max_pool2d", y, **window), 8, 1, f32=True)
-    source = emit(plan(net.graph(y)), isa, CACHES, "tiny").source
+    source = emit(plan_graph(net.graph(y)), isa, CACHES, "tiny").source
     golden(source[source.index("// quantize") :])
 
 

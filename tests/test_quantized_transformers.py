@@ -27,7 +27,7 @@ from intaglio.fxgraph.canonicalize_matmul import parts_as_layers, products_as_li
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import evaluate, symbol
 from intaglio.ir.dims import divide
-from intaglio.lower import plan
+from intaglio.plan import plan_graph
 from nets import Body
 
 WIDTH, HEADS, DRAW = 32, 4, torch.Generator().manual_seed(7)
@@ -140,7 +140,7 @@ def test_the_program_has_the_interpreters_bits_at_every_length_and_batch(block, 
 def test_attention_reads_and_writes_where_others_left_things(block):
     """No step moves heads: reshapes and permutations are strides."""
     _, _, lowered = stages(block, free=True)
-    steps = plan(lowered.graph)
+    steps = plan_graph(lowered.graph)
     assert not {"reshape", "permute"} & {op.kind for step in steps.steps for op in step.partition.ops}
     assert [step.partition.anchor.kind for step in steps.steps].count("attention") == 1
 

@@ -19,10 +19,10 @@ from graphs import H, N, Net, W
 from harness import HERE
 from intaglio import build
 from intaglio.build.check import check_schedules
-from intaglio.codegen import ISAS, CacheSizes, Geometry, Problem, analytic, geometries, misfit, refinements, shapes
+from intaglio.codegen import ISAS
 from intaglio.errors import InputError
 from intaglio.ir import Schedule
-from intaglio.lower import plan
+from intaglio.plan import CacheSizes, Geometry, Problem, analytic, geometries, misfit, plan_graph, refinements, shapes
 from intaglio.tune import made_up, one_image, search
 from intaglio.tune.memory import Memory
 from intaglio.tune.race import best_times, call_of, fastest
@@ -109,7 +109,7 @@ def test_every_candidate_gives_the_bits_of_the_meaning(isa, data):
 
 @pytest.mark.parametrize("isa", HERE)
 def test_candidates_are_a_handful_and_all_different(isa, lowered):
-    planned = plan(lowered.graph)
+    planned = plan_graph(lowered.graph)
     for layer in geometries(planned, {"n": 64}).values():
         start = analytic(Problem(layer.weight[0], layer.weight[0], 1, 1, False), ISAS[isa], CACHES)
         for found in (shapes(start, layer, ISAS[isa]), refinements(start, layer, CACHES, 2)):
@@ -117,7 +117,7 @@ def test_candidates_are_a_handful_and_all_different(isa, lowered):
 
 
 def test_equal_layers_have_one_geometry_and_depthwise_ones_none(lowered):
-    found = geometries(plan(lowered.graph), {"n": 2})
+    found = geometries(plan_graph(lowered.graph), {"n": 2})
     assert len(found) == 5
     kinds = [(layer.kinds, layer.weight[1:]) for layer in found.values()]
     assert kinds[1] == kinds[2] == (("conv2d", "requantize"), (96, 1, 1))
@@ -140,7 +140,7 @@ def test_equal_layers_have_one_geometry_and_depthwise_ones_none(lowered):
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_schedule_without_kernels_is_refused(isa, schedule, lowered):
     assert misfit(schedule, ISAS[isa]) is not None
-    planned = plan(lowered.graph)
+    planned = plan_graph(lowered.graph)
     value = next(iter(geometries(planned, {"n": 1})))
     check_schedules({isa: {value: Schedule(1, 1)}}, planned)
     with pytest.raises(ValueError, match=value):
@@ -157,7 +157,7 @@ def test_the_faster_candidate_is_taken_layer_by_layer(isa, lowered, nothing_know
     analytic_model = build.compile(lowered, isa=isa)
     tuned = build.compile(lowered, isa=isa, schedules=chosen)
     wide = {v: s for v, s in analytic_model.artifact.program.notes["schedules"].items() if s.tile_columns > 1}
-    layers = geometries(plan(lowered.graph), {"n": 1})
+    layers = geometries(plan_graph(lowered.graph), {"n": 1})
     assert set(chosen) == set(wide) & set(layers)
     assert all(schedule.tile_columns == 1 for schedule in chosen.values())
     x = torch.randn(3, 5, 9, 7)
@@ -175,7 +175,7 @@ def test_the_faster_candidate_is_taken_layer_by_layer(isa, lowered, nothing_know
     ],
 )
 def test_a_schedule_is_taken_that_is_faster_by_the_margin_in_both_halves(second, third, best, lowered):
-    layer = next(iter(geometries(plan(lowered.graph), {"n": 1}).values()))
+    layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
     options = [Schedule(rows, 1) for rows in (1, 2, 3)]
     spent = [(100, 101), second, third]
     times = {(layer, option): halves for option, halves in zip(options, spent, strict=True)}
@@ -187,7 +187,7 @@ def test_the_clock_times_every_step_of_every_program(lowered, nothing_known, mon
     programs = [build.compile(lowered, isa=isa) for isa in HERE[:2]]
     found = best_times(programs, call_of(lowered.signature, made_up(lowered.signature)))
     assert len(found) == len(programs)
-    values = {step.partition.output for step in plan(lowered.graph).steps}
+    values = {step.partition.output for step in plan_graph(lowered.graph).steps}
     assert all(set(times) == values and all(0 <= min(t) <= max(t) < 1e9 for t in times.values()) for times in found)
 
 
@@ -208,8 +208,8 @@ def test_only_new_layers_are_timed(lowered, nothing_known, narrow_is_fast):
     net = Net()
     x = net.conv(net.quantize(net.input(N, 5, 9, 7)), 96, 3, padding=1)
     more = net.lowered(net.dequantize(net.conv(x, 160, 1)))
-    old, new = geometries(plan(more.graph), {"n": 1}).items()
-    assert old[1] in geometries(plan(lowered.graph), {"n": 1}).values()
+    old, new = geometries(plan_graph(more.graph), {"n": 1}).items()
+    assert old[1] in geometries(plan_graph(lowered.graph), {"n": 1}).values()
     remembered = Memory(HERE[0], torch.get_num_threads()).recall(old[1])
     narrow_is_fast.clear()
     search(more, HERE[0], inputs)
@@ -219,7 +219,7 @@ def test_only_new_layers_are_timed(lowered, nothing_known, narrow_is_fast):
 
 
 def test_other_threads_sizes_and_sets_are_other_keys(lowered, nothing_known):
-    small, large = (next(iter(geometries(plan(lowered.graph), {"n": n}).values())) for n in (1, 2))
+    small, large = (next(iter(geometries(plan_graph(lowered.graph), {"n": n}).values())) for n in (1, 2))
     memory = Memory(HERE[0], 2)
     memory.remember({small: Schedule(2, 1, 3, 4)})
     assert memory.recall(small) == Schedule(2, 1, 3, 4)
@@ -229,7 +229,7 @@ def test_other_threads_sizes_and_sets_are_other_keys(lowered, nothing_known):
 
 
 def test_another_processor_or_generator_is_another_key(lowered, nothing_known, monkeypatch):
-    layer = next(iter(geometries(plan(lowered.graph), {"n": 1}).values()))
+    layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
     memory = Memory(HERE[0], 1)
     memory.remember({layer: Schedule(1, 1)})
     monkeypatch.setattr("intaglio.tune.memory.GENERATOR", 0)
@@ -254,7 +254,7 @@ def test_another_processor_or_generator_is_another_key(lowered, nothing_known, m
     ],
 )
 def test_a_damaged_entry_is_a_warning_and_is_timed_again(content, lowered, nothing_known, caplog):
-    layer = next(iter(geometries(plan(lowered.graph), {"n": 1}).values()))
+    layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
     memory = Memory(HERE[0], 1)
     memory.remember({layer: Schedule(1, 1)})
     memory.path(layer).write_bytes(content)
@@ -266,7 +266,7 @@ def test_a_damaged_entry_is_a_warning_and_is_timed_again(content, lowered, nothi
 
 
 def test_an_entry_with_a_schedule_no_kernel_has_is_not_used(lowered, nothing_known, caplog):
-    layer = next(iter(geometries(plan(lowered.graph), {"n": 1}).values()))
+    layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
     memory = Memory(HERE[0], 1)
     for numbers_ in ({"tile_rows": 99}, {"tile_rows": 1.5}, {"tile_columns": True}, {"chunk_bytes": None}):
         memory.remember({layer: Schedule(1, 1)})
@@ -279,7 +279,7 @@ def test_an_entry_with_a_schedule_no_kernel_has_is_not_used(lowered, nothing_kno
 
 def test_a_folder_that_cannot_be_written_is_a_warning(lowered, fresh_cache, monkeypatch, caplog):
     Path(fresh_cache, "schedules").write_text("not a folder")
-    layer = next(iter(geometries(plan(lowered.graph), {"n": 1}).values()))
+    layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
     memory = Memory(HERE[0], 1)
     memory.remember({layer: Schedule(1, 1)})
     assert "cannot be remembered" in caplog.text
@@ -288,7 +288,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(lowered, fresh_cache, monk
 
 def test_what_was_used_least_recently_is_forgotten_first(lowered, nothing_known, monkeypatch):
     monkeypatch.setattr("intaglio.config.cache_limit_bytes", lambda: 2 * 16 * 4096)
-    layer = next(iter(geometries(plan(lowered.graph), {"n": 1}).values()))
+    layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
     layers = [replace(layer, read=(size,)) for size in range(4)]
     memory = Memory(HERE[0], 1)
     for age, one in enumerate(layers[:3]):

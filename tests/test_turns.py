@@ -11,9 +11,10 @@ import intaglio
 from graphs import N, Net, sizes
 from harness import HERE
 from intaglio import Image, build
-from intaglio.codegen import CacheSizes, Turns, analytic_turns, emit, separable
+from intaglio.codegen import emit
 from intaglio.ir import Dim
-from intaglio.lower import Lowered, plan
+from intaglio.lower import Lowered
+from intaglio.plan import CacheSizes, Turns, analytic_turns, plan_graph, separable
 from intaglio.runtime import QuantizedModel, build_artifact
 from nets import Body, randomize
 from test_program import (
@@ -32,7 +33,7 @@ from test_program import (
 
 def in_turns(lowered: Lowered, model: QuantizedModel, turns: Turns) -> QuantizedModel:
     """The same model with these turns."""
-    program = emit(plan(lowered.graph), model.artifact.program.isa, CACHES, "turns", turns=turns)
+    program = emit(plan_graph(lowered.graph), model.artifact.program.isa, CACHES, "turns", turns=turns)
     changed = copy.deepcopy(model)
     changed.artifact = build_artifact(program)
     return changed
@@ -40,7 +41,7 @@ def in_turns(lowered: Lowered, model: QuantizedModel, turns: Turns) -> Quantized
 
 def most(lowered: Lowered) -> int:
     """Phases that can run in turns."""
-    return len(list(separable(plan(lowered.graph))))
+    return len(list(separable(plan_graph(lowered.graph))))
 
 
 @pytest.mark.parametrize(("images", "isa"), [(1 + i, HERE[i % len(HERE)]) for i in range(3)])
@@ -89,7 +90,7 @@ def test_threads_that_sum_one_image_each_have_places_of_their_own():
     x = net.quantize(net.input(N, 32, 64, 40), 40)
     mean = net.mean("adaptive_avg_pool2d", x, size=(1, 1))
     lowered = net.lowered(net.conv(net.conv(mean, 32, 1), 5, 1, f32=True))
-    assert any(name.endswith(".sums") for name in plan(lowered.graph).buffers)
+    assert any(name.endswith(".sums") for name in plan_graph(lowered.graph).buffers)
     model = in_turns(lowered, build.compile(lowered), Turns("n", most(lowered), 1))
     assert_bits_of_the_interpreter(net, lowered, model)
 
@@ -107,7 +108,7 @@ def tower(net: Net, batch: Dim = N) -> str:
 def test_turns_end_where_activations_get_small():
     """Of float and u8 inputs, convolutions to 16 channels of 40, 20 and 10 rows, the first three steps are large."""
     net = Net()
-    planned = plan(net.graph(tower(net)))
+    planned = plan_graph(net.graph(tower(net)))
     assert analytic_turns(planned, CacheSizes(l2=1 << 16)) == Turns("n", 3, 2)
     assert analytic_turns(planned, CacheSizes(l2=1 << 17)) == Turns("n", 3, 4)
     assert analytic_turns(planned, CacheSizes()) is None
@@ -118,21 +119,21 @@ def test_weights_larger_than_activations_end_turns():
     net = Net()
     x = net.conv(net.quantize(net.input(N, 8, 22, 22)), 8, 3, padding=1)
     x = net.conv(net.conv(x, 64, 3, padding=1), 144, 5, padding=2)
-    planned = plan(net.graph(net.conv(x, 8, 1, f32=True)))
+    planned = plan_graph(net.graph(net.conv(x, 8, 1, f32=True)))
     assert len(list(separable(planned))) == 4
     assert analytic_turns(planned, CacheSizes(l2=1 << 14)) == Turns("n", 3, 1)
 
 
 def test_a_fixed_batch_takes_no_turns():
     net = Net()
-    assert analytic_turns(plan(net.graph(tower(net, 16))), CacheSizes(l2=1 << 14)) is None
+    assert analytic_turns(plan_graph(net.graph(tower(net, 16))), CacheSizes(l2=1 << 14)) is None
     assert most(built(fixed)[1]) == 0
 
 
 def test_turns_need_less_memory():
     """For a batch of 16 images a core."""
     net = Net()
-    planned = plan(net.graph(tower(net)))
+    planned = plan_graph(net.graph(tower(net)))
     programs = [emit(planned, HERE[0], caches, "tower") for caches in (CacheSizes(l2=1 << 16), CacheSizes())]
     batch = sizes(16 * len(os.sched_getaffinity(0)))
     turns, whole = [build_artifact(program).plan(batch).bytes for program in programs]
@@ -149,5 +150,5 @@ def test_times_of_turns_add_up():
 
 def test_the_text_of_turns_can_be_read(golden):
     net = Net()
-    source = emit(plan(net.graph(tower(net))), "portable", CacheSizes(l2=1 << 16), "tower").source
+    source = emit(plan_graph(net.graph(tower(net))), "portable", CacheSizes(l2=1 << 16), "tower").source
     golden(source[source.index("// Steps of the first") :])

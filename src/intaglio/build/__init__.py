@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from intaglio.build.check import check_graph, check_schedules
-from intaglio.codegen import ISAS, CacheSizes, emit
+from intaglio.codegen import ISAS, emit
 from intaglio.errors import ArtifactError, BuildError
-from intaglio.ir import Graph, Plan, Program, Schedule, graph_text, partitions_text
-from intaglio.lower import Island, Lowered, plan
+from intaglio.ir import Graph, Program, Schedule, graph_text
+from intaglio.lower import Island, Lowered
 from intaglio.native import machine
 from intaglio.native.compile import install, text_key
 from intaglio.ops import OpDef
+from intaglio.plan import CacheSizes, Plan, partitions_text, plan_graph
 from intaglio.runtime import (
     Artifact,
     Coverage,
@@ -47,7 +48,7 @@ def compile(
     keeps them. Raises `BuildError`.
     """
     here, *others = choose(isa)
-    planned, name = plan(lowered.graph), lowered.about.name
+    planned, name = plan_graph(lowered.graph), lowered.about.name
     artifact = build_artifact(_emit(planned, here, name, schedules))
     libraries = {other: build_library(_emit(planned, other, name, None)) for other in others}
     bodies = {name: compile(body, isa=isa) for name, body in lowered.bodies.items()}
@@ -104,7 +105,7 @@ def _opened(saved: Saved, path: str | Path, trust: bool, isa: str | None, given:
                     remedy="give their records again: load(path, operators=[...])",
                 )
             check_graph(saved.graph, given)
-            planned, name, tuned = plan(saved.graph), saved.about.name, saved.schedules
+            planned, name, tuned = plan_graph(saved.graph), saved.about.name, saved.schedules
             check_schedules(tuned, planned)
             own = library.schedules if library else tuned.get(chosen)
             program = _emit(planned, present[0] if library else chosen, name, own)
@@ -187,7 +188,7 @@ def _model(saved: Saved, planned: Plan, artifact: Artifact, hosts: Mapping[str, 
 
 def emit_for(model: QuantizedModel, isa: str) -> Program:
     """The model's program for another instruction set, with the schedules it keeps for that."""
-    return _emit(plan(model.graph), isa, model.about.name, model.schedules.get(isa))
+    return _emit(plan_graph(model.graph), isa, model.about.name, model.schedules.get(isa))
 
 
 def remake(model: QuantizedModel, graph: Graph) -> QuantizedModel:
@@ -195,7 +196,7 @@ def remake(model: QuantizedModel, graph: Graph) -> QuantizedModel:
     that go with the old ones."""
     hosts = {name: record for name, record in model.hosts.items() if isinstance(record, OpDef)}
     check_graph(graph, hosts)
-    planned, name = plan(graph), model.about.name
+    planned, name = plan_graph(graph), model.about.name
     isa = model.artifact.program.isa
     artifact = build_artifact(_emit(planned, isa, name, model.schedules.get(isa)))
     libraries = {one: build_library(_emit(planned, one, name, model.schedules.get(one))) for one in model.libraries}

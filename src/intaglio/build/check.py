@@ -9,9 +9,9 @@ import numpy as np
 
 from intaglio.build.check_rows import check_recurrent, check_rows
 from intaglio.build.check_tables import check_tables
-from intaglio.codegen import ISAS, misfit
-from intaglio.ir import Buffer, DType, Graph, Op, Plan, Schedule, evaluate
-from intaglio.ir.moves import MOVES, boxes
+from intaglio.codegen import ISAS
+from intaglio.ir import DType, Graph, Op, Schedule, evaluate
+from intaglio.ir.moves import MOVES
 from intaglio.ir.verify import PAIRS, PRODUCTS
 from intaglio.numerics import LARGEST
 from intaglio.ops import OPS, OpDef
@@ -20,6 +20,8 @@ from intaglio.ops.loop_ops.loop import check_loop
 from intaglio.ops.norm import LONGEST
 from intaglio.ops.pool import counts
 from intaglio.ops.products.lstm_gru import RECURRENT
+from intaglio.plan import Buffer, Plan, misfit
+from intaglio.plan.buffers import boxes
 
 MANY = 4096
 """Stands for free sizes."""

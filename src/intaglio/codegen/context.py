@@ -14,8 +14,10 @@ import numpy as np
 from intaglio import numerics
 from intaglio.codegen.tile import Isa
 from intaglio.codegen.writer import Code
-from intaglio.ir import Buffer, Dim, Graph, Op, Partition, Place, Plan, Schedule, c_expression, lies
-from intaglio.ir.moves import Strides, strides
+from intaglio.ir import Dim, Graph, Op, Place, Schedule, c_expression
+from intaglio.ir.moves import Strides
+from intaglio.plan.buffers import Buffer, lies, strides
+from intaglio.plan.plan_records import Partition, Plan
 
 ALIGNMENT = 64
 FIRST_BYTES = 1 << 20

@@ -11,8 +11,9 @@ from intaglio.codegen.context import Context
 from intaglio.codegen.emit_loops import epilogue, fill_frames
 from intaglio.codegen.tile import TileSpec
 from intaglio.codegen.writer import Code
-from intaglio.ir import Dim, Op, Partition
-from intaglio.ir.scratch import LINE, SHARERS
+from intaglio.ir import Dim, Op
+from intaglio.plan.plan_records import Partition
+from intaglio.plan.scratch_memory import LINE, SHARERS
 
 HEAD_AXES = 4
 """Axes of a mask, the missing ones in front."""

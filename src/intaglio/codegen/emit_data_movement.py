@@ -8,8 +8,9 @@ import numpy as np
 
 from intaglio.codegen.context import Context, finish
 from intaglio.codegen.writer import Code
-from intaglio.ir import Dim, Partition
+from intaglio.ir import Dim
 from intaglio.ir.moves import Box, Run, copies
+from intaglio.plan.plan_records import Partition
 
 RUNS = 8
 """Runs of one strided copy in native/program.h."""

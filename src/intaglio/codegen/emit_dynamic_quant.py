@@ -5,7 +5,8 @@ from __future__ import annotations
 from intaglio.codegen.context import Context
 from intaglio.codegen.emit_steps import source_strides, strides_read
 from intaglio.codegen.writer import Code
-from intaglio.ir import Partition, numel
+from intaglio.ir import numel
+from intaglio.plan.plan_records import Partition
 
 
 def emit_quantize_rows(code: Code, partition: Partition, context: Context) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from intaglio.codegen.context import Context
 from intaglio.codegen.writer import Code
-from intaglio.ir import DType, Partition
+from intaglio.ir import DType
+from intaglio.plan.plan_records import Partition
 
 MODES = {"sum": "BAG_SUM", "mean": "BAG_MEAN", "max": "BAG_MAX"}
 

@@ -6,12 +6,10 @@ import numpy as np
 
 from intaglio.codegen.context import Context
 from intaglio.codegen.writer import Code
-from intaglio.ir import DType, Partition, numel
+from intaglio.ir import DType, numel
+from intaglio.plan.cost_model import F32_PANEL
+from intaglio.plan.plan_records import Partition
 
-PANEL = 64
-"""Outputs whose weights lie side by side, input after input: native/linear_f32.h."""
-BLOCK = 48
-"""Rows a thread takes at a time, at most: native/linear_f32.h."""
 ELEMENT = {DType.S8: "int8_t", DType.F16: "uint16_t"}
 
 
@@ -22,7 +20,7 @@ def emit_linear_f32(code: Code, partition: Partition, context: Context) -> None:
     kind = context.graph.types[weight]
     element, (outputs, inputs) = ELEMENT[kind.dtype], kind.shape
     rows = context.dim(numel(context.graph.types[x].shape[:-1]))
-    code(f'static_assert(PANEL_F32 == {PANEL}, "panels");')
+    code(f'static_assert(PANEL_F32 == {F32_PANEL}, "panels");')
     code("struct FloatLinear q = {};")
     code(f"q.x = (const float*){context.strided(x)[0]}, q.y = (float*){context.strided(op.output)[0]};")
     code(f"q.weight = {context.constant(pack_panels(constants[weight]), element)};")
@@ -35,7 +33,7 @@ def emit_linear_f32(code: Code, partition: Partition, context: Context) -> None:
 
 
 def pack_panels(weight: np.ndarray) -> np.ndarray:
-    """[N, K] -> [panel, K, `PANEL`]; the last panel is filled up with zeros."""
+    """[N, K] -> [panel, K, `F32_PANEL`]; the last panel is filled up with zeros."""
     outputs, inputs = weight.shape
-    filled = np.pad(weight, ((0, -outputs % PANEL), (0, 0)))
-    return np.ascontiguousarray(filled.reshape(-1, PANEL, inputs).swapaxes(1, 2))
+    filled = np.pad(weight, ((0, -outputs % F32_PANEL), (0, 0)))
+    return np.ascontiguousarray(filled.reshape(-1, F32_PANEL, inputs).swapaxes(1, 2))

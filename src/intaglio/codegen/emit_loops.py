@@ -11,7 +11,8 @@ from intaglio.codegen.context import Context, finish
 from intaglio.codegen.loop_access import Loop
 from intaglio.codegen.loop_stages import Stage
 from intaglio.codegen.writer import Code
-from intaglio.ir import DType, Op, Partition, numel
+from intaglio.ir import DType, Op, numel
+from intaglio.plan.plan_records import Partition
 
 LONGEST_KEPT = 4096
 """Elements of a row up to which values are kept from pass to pass."""

@@ -17,8 +17,10 @@ from intaglio.codegen.emit_steps import fill_pair
 from intaglio.codegen.tile import TileSpec
 from intaglio.codegen.weight_packing import Packing, pack_columns, pack_weights, packing
 from intaglio.codegen.writer import Code
-from intaglio.ir import Op, Partition, Schedule, is_flat, lies
+from intaglio.ir import Op, Schedule
 from intaglio.ir.phases import Phase, axis_phases
+from intaglio.plan.buffers import lies
+from intaglio.plan.plan_records import Partition, is_flat
 
 RESULT = {"requantize": "u8", "add": "add", "dequantize": "f32", "activate": "f32", "dequantize_rows": "f32"}
 """What a microkernel makes for each tail; functions and scales of rows are applied to floats while they lie in the

@@ -6,11 +6,12 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.codegen.context import Context
-from intaglio.codegen.schedule import MOST
 from intaglio.codegen.tile import TileSpec
 from intaglio.codegen.weight_packing import pack_columns, pack_weights, packing
 from intaglio.codegen.writer import Code
-from intaglio.ir import Op, Partition
+from intaglio.ir import Op
+from intaglio.plan.plan_records import Partition
+from intaglio.plan.schedules import MOST
 
 RECURRENT = ("lstm", "gru")
 PER_DIRECTION = 6

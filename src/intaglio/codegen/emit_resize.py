@@ -6,7 +6,8 @@ import numpy as np
 
 from intaglio.codegen.context import Context, finish
 from intaglio.codegen.writer import Code
-from intaglio.ir import Op, Partition
+from intaglio.ir import Op
+from intaglio.plan.plan_records import Partition
 
 STAY = np.zeros(1, np.int32)
 """The only row of a line, the only depth of an image."""

@@ -10,7 +10,8 @@ import numpy as np
 from intaglio import numerics
 from intaglio.codegen.context import Context, finish
 from intaglio.codegen.writer import Code
-from intaglio.ir import Op, Partition
+from intaglio.ir import Op
+from intaglio.plan.plan_records import Partition
 
 AXIS_NAMES = "zyx"
 WIDEST = 64

@@ -10,6 +10,7 @@ from intaglio.codegen import avx2, portable, vnni512
 from intaglio.codegen.context import Context, describe
 from intaglio.codegen.depthwise import depthwise_checks
 from intaglio.codegen.emit_attention import emit_attention, emit_bmm
+from intaglio.codegen.emit_batch_tiling import emit_places, emit_turn, positions, turns_call
 from intaglio.codegen.emit_data_movement import emit_move, emit_reshape
 from intaglio.codegen.emit_dynamic_quant import emit_quantize_rows
 from intaglio.codegen.emit_embedding import emit_arange, emit_embedding_bag
@@ -30,24 +31,15 @@ from intaglio.codegen.emit_steps import (
     emit_quantize,
     emit_table,
 )
-from intaglio.codegen.schedule import CacheSizes, schedules
 from intaglio.codegen.tile import Isa, layout_checks
-from intaglio.codegen.turns import Turns, analytic_turns, emit_places, emit_turn, positions, turns_call
-from intaglio.codegen.work import work_of
 from intaglio.codegen.writer import Code
-from intaglio.ir import (
-    External,
-    HostCall,
-    IslandCall,
-    Partition,
-    Plan,
-    Program,
-    Schedule,
-    Step,
-    StepNote,
-)
+from intaglio.ir import External, HostCall, IslandCall, Program, Schedule, StepNote
 from intaglio.ir.moves import MOVES
 from intaglio.ir.verify import PRODUCTS
+from intaglio.plan.batch_tiling import Turns, analytic_turns
+from intaglio.plan.cost_model import work_of
+from intaglio.plan.plan_records import Partition, Plan, Step
+from intaglio.plan.schedules import CacheSizes, schedules
 
 ISAS: Mapping[str, Isa] = {isa.name: isa for isa in (vnni512.AVX512VNNI, avx2.AVX2, portable.PORTABLE)}
 
@@ -147,7 +139,7 @@ def _note(index: int, step: Step, context: Context) -> StepNote:
     kinds, key = " + ".join(op.kind for op in partition.ops), partition.anchor.attrs.get("key", "")
     largest = max(context.kernels.values(), key=lambda kernel: prod(kernel.tile), default=None)
     path, types = partition.anchor.origin.path, describe(partition, graph)
-    about = partition.name, kinds, types, work_of(step, context), key, path
+    about = partition.name, kinds, types, work_of(step, context.plan, context.schedules, context.isa), key, path
     if largest is not None:
         return StepNote(*about, largest.name, largest.tile)
     if _is_island(step):

@@ -1,4 +1,4 @@
-"""The integer graph and what is made of it: types, operators, partitions, plans, programs. No torch."""
+"""The integer graph and the program it becomes: types, dimensions, operators, records of programs. No torch."""
 
 from intaglio.ir.dims import (
     Dim,
@@ -14,33 +14,15 @@ from intaglio.ir.dims import (
     symbols_of,
 )
 from intaglio.ir.graph import About, Graph, Input, Op, Origin, Output, Signature, State, fresh, prune
-from intaglio.ir.partition import (
-    Buffer,
-    External,
-    HostCall,
-    IslandCall,
-    Partition,
-    Place,
-    Placement,
-    Plan,
-    Program,
-    Schedule,
-    Step,
-    StepNote,
-    View,
-    Work,
-    is_flat,
-    lies,
-)
+from intaglio.ir.program import External, HostCall, IslandCall, Place, Program, Schedule, StepNote, Work
 from intaglio.ir.sizes import needs
-from intaglio.ir.text import graph_text, partitions_text
+from intaglio.ir.text import graph_text
 from intaglio.ir.types import Axis, DType, Groups, Packing, QParams, Ref, Rows, TensorType
 from intaglio.ir.verify import VerifyError, verify
 
 __all__ = [
     "About",
     "Axis",
-    "Buffer",
     "DType",
     "Dim",
     "Expression",
@@ -54,10 +36,7 @@ __all__ = [
     "Origin",
     "Output",
     "Packing",
-    "Partition",
     "Place",
-    "Placement",
-    "Plan",
     "Program",
     "QParams",
     "Ref",
@@ -66,22 +45,17 @@ __all__ = [
     "Shape",
     "Signature",
     "State",
-    "Step",
     "StepNote",
     "TensorType",
     "VerifyError",
-    "View",
     "Work",
     "c_expression",
     "evaluate",
     "evaluator",
     "fresh",
     "graph_text",
-    "is_flat",
-    "lies",
     "needs",
     "numel",
-    "partitions_text",
     "prune",
     "solve",
     "substitute",

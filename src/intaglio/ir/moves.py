@@ -12,7 +12,6 @@ from itertools import product
 
 from intaglio.ir.dims import Dim, Shape, evaluate, symbols_of
 from intaglio.ir.graph import Op
-from intaglio.ir.partition import Buffer
 
 Strides = tuple[Dim, ...]
 
@@ -37,38 +36,6 @@ class Box:
     fill: bool = False
 
 
-def strides(buffer: Buffer) -> Strides:
-    """Elements between neighbours along each logical axis."""
-    if not buffer.spatial:
-        return _row_major(buffer.shape)
-    _, height, width, pixel = buffer.lies()
-    line = (width + 2 * buffer.halo[1]) * pixel
-    image = (height + 2 * buffer.halo[0]) * line
-    if len(buffer.shape) == 5:
-        return image * buffer.shape[2], 1, image, line, pixel
-    return (image, 1, line, pixel) if len(buffer.shape) == 4 else (image, 1, pixel)
-
-
-def _row_major(shape: Shape) -> Strides:
-    found: list[Dim] = []
-    step: Dim = 1
-    for dim in reversed(shape):
-        found.append(step)
-        step = step * dim
-    return tuple(reversed(found))
-
-
-def in_order(buffer: Buffer) -> bool:
-    """Whether memory order is logical order without gaps."""
-    pairs = zip(strides(buffer), _row_major(buffer.shape), buffer.shape, strict=True)
-    return all(found == plain or size == 1 for found, plain, size in pairs)
-
-
-def boxes(op: Op, sources: Sequence[Buffer], result: Buffer) -> tuple[Box, ...]:
-    """What a move copies where: longest strides of the result first, runs merged where both sides allow."""
-    return copies(op, [(buffer.shape, strides(buffer)) for buffer in sources], strides(result))
-
-
 def copies(op: Op, sources: Sequence[Side], to: Strides, size: int = 1) -> tuple[Box, ...]:
     """The same between any strides, in bytes of elements that have ``size`` of them."""
     return tuple(_merged(_in_bytes(box, size)) for box in MOVES[op.kind](op, sources, to))
@@ -79,18 +46,6 @@ def _in_bytes(box: Box, size: int) -> Box:
         return box
     runs = tuple(Run(run.size, run.source * size, run.result * size) for run in box.runs)
     return replace(box, runs=(*runs, Run(size, 1, 1)), source=box.source * size, result=box.result * size)
-
-
-def moves_nothing(op: Op, source: Buffer, result: Buffer) -> bool:
-    """Whether every level of the result lies where its source's does."""
-    if any((*source.halo, *result.halo)):
-        return False
-    if op.kind == "reshape" and source.shape != result.shape:
-        return in_order(source) and in_order(result)
-    found = boxes(op, [source], result)
-    (box, *others) = found
-    same = not (others or box.fill) and box.source == box.result == 0
-    return same and source.size() == result.size() and all(run.source == run.result for run in box.runs)
 
 
 def _merged(box: Box) -> Box:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from intaglio.ir.graph import Graph, Op
-from intaglio.ir.partition import Partition
 
 
 def graph_text(graph: Graph) -> str:
@@ -30,16 +29,6 @@ def op_lines(op: Op, graph: Graph) -> list[str]:
     if op.body is not None:
         lines += ["  " + line for line in graph_text(op.body).splitlines()]
     return lines
-
-
-def partitions_text(partitions: tuple[Partition, ...], graph: Graph) -> str:
-    """Every partition's name, operators and result."""
-    lines = []
-    for index, partition in enumerate(partitions):
-        kinds = " + ".join(op.kind for op in partition.ops)
-        result = ", ".join(f"%{name}: {graph.types[name]}" for name in partition.ops[-1].outputs)
-        lines.append(f"p{index:02d} {partition.name}: {kinds} -> {result}")
-    return "\n".join(lines) + "\n"
 
 
 def _attrs(attrs: Mapping[str, Any]) -> str:

@@ -25,7 +25,6 @@ from intaglio.ir import DType, Graph, Op, Origin, QParams, TensorType, fresh, ve
 from intaglio.ir.rewrite import run_passes
 from intaglio.lower.islands import Unit, island_of
 from intaglio.lower.lowered import Island, Lowered
-from intaglio.lower.passes import LOWER_PASSES
 from intaglio.lower.real import loop_of, move_of, real_call
 from intaglio.lower.recurrent import part_of_recurrent, recurrent
 from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
@@ -39,6 +38,7 @@ from intaglio.ops.opdef import Attrs
 from intaglio.ops.pool import counts
 from intaglio.ops.products.conv import output_axis
 from intaglio.ops.resize import is_free, tables
+from intaglio.plan.integer_passes import INTEGER_PASSES
 from intaglio.quant.annotate.embedding_tables import table_behind
 from intaglio.quant.annotate.per_token import rows_behind
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
@@ -58,7 +58,7 @@ def requantize(reference: Reference) -> Lowered:
     expect(reference, Reference, "requantize")
     builder = _Builder(reference.module)
     builder.run()
-    graph, _ = run_passes(verify(builder.graph(), "requantize"), LOWER_PASSES)
+    graph, _ = run_passes(verify(builder.graph(), "requantize"), INTEGER_PASSES)
     stacks = [node for node in builder.items if operator(node) == RECURRENT_CALL]
     integer = sum(macs(node) for region in builder.regions for node in region.nodes) + sum(map(macs, stacks))
     total = sum(macs(node) for node in reference.module.graph.nodes)

@@ -4,7 +4,7 @@
 
 #include "program.h"
 
-enum { QUERIES = 24, PANEL = 64, WIDEST_HEAD = 256 };   // rows at once, as in ir/scratch.py; columns; values, as in ops/attention.py
+enum { QUERIES = 24, PANEL = 64, WIDEST_HEAD = 256 };   // rows at once, as in plan/scratch_memory.py; columns; values, as in ops/attention.py
 
 // Kernels with results in float: `table[blocks * (rows + 1) + height]`, panels of up to `blocks` times 16 columns.
 struct FloatKernels {

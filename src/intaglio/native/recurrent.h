@@ -37,7 +37,7 @@ static inline uint8_t* cut(uint8_t** from, int64_t bytes) {
     return part;
 }
 
-// In the order of recurrent_lines in ir/scratch.py.
+// In the order of recurrent_lines in plan/scratch_memory.py.
 static inline struct Working cut_up(const struct Recurrent* r) {
     const int64_t gates = (r->lstm ? 4 : 3) * r->hidden, rows = r->steps * r->batch, d = r->directions, cells = d * r->batch;
     uint8_t* at = r->scratch;

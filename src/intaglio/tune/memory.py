@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from intaglio import config
-from intaglio.codegen import GENERATOR, ISAS, Geometry, misfit
+from intaglio.codegen import ISAS
 from intaglio.ir import Schedule
 from intaglio.native import machine
+from intaglio.plan import GENERATOR, Geometry, misfit
 from intaglio.runtime.encode import whole
 
 ENTRY_BYTES = 4096

@@ -15,11 +15,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from intaglio import build
-from intaglio.codegen import ISAS, CacheSizes, Geometry, geometries, refinements, schedules, shapes
+from intaglio.codegen import ISAS
 from intaglio.errors import InputError
 from intaglio.ir import Dim, Schedule, Signature, evaluate, symbol, symbols_of
-from intaglio.lower import Lowered, plan
+from intaglio.lower import Lowered
 from intaglio.native import machine
+from intaglio.plan import CacheSizes, Geometry, geometries, plan_graph, refinements, schedules, shapes
 from intaglio.runtime import QuantizedModel
 from intaglio.signature import TORCH_DTYPES, dims_of
 from intaglio.tune.memory import Memory
@@ -58,7 +59,7 @@ def search(lowered: Lowered, isa: str, inputs: Tensors) -> dict[str, Schedule]:
     are. What is found is remembered on disk, and layers that are remembered are not timed again.
     """
     symbols = dims_of(lowered.signature, list(inputs), lowered.graph.byte_inputs())
-    planned, table, threads = plan(lowered.graph), ISAS[isa], torch.get_num_threads()
+    planned, table, threads = plan_graph(lowered.graph), ISAS[isa], torch.get_num_threads()
     caches = CacheSizes(*machine.caches()[:2])
     layers, analytic = geometries(planned, symbols), schedules(planned, table, caches)
     start = {layer: analytic[value] for value, layer in layers.items()}
@@ -130,7 +131,7 @@ def best_times(
     Programs take turns, so that a slow moment meets all of them.
     """
     args, kwargs = call
-    values = [step.partition.ops[-1].outputs[0] for step in plan(programs[0].graph).steps]
+    values = [step.partition.ops[-1].outputs[0] for step in plan_graph(programs[0].graph).steps]
     best = [{value: [math.inf, math.inf] for value in values} for _ in programs]
     end = time.perf_counter() + SECONDS
     for turn in range(ROUNDS.stop - 1):

@@ -16,10 +16,11 @@ from torch import fx
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.nodes import activations, is_constant, operands, operator, origin, record_of, tensor_type
 from intaglio.ir import Origin
+from intaglio.ir.disjoint_sets import DisjointSets
 from intaglio.ops import ACCUMULATING
 from intaglio.quant.annotate.embedding_tables import BAGS, EMBEDDING
 from intaglio.quant.annotate.int8_buffers import is_destination
-from intaglio.quant.annotate.sites import Dynamic, Fixed, Observed, Sharing, Site
+from intaglio.quant.annotate.sites import Dynamic, Fixed, Observed, Site
 from intaglio.quant.recipes.datatypes import DATATYPES
 from intaglio.quant.recipes.recipe import Setting
 
@@ -317,7 +318,7 @@ class _Places:
 
     def settled(self) -> tuple[dict[Place, Levels], dict[Place, Place]]:
         """Leader -> levels, place -> leader."""
-        sharing, by_name = Sharing(), {_name(place): place for place in self.said}
+        sharing, by_name = DisjointSets(), {_name(place): place for place in self.said}
         for place, said in self.said.items():
             sharing.find(_name(place))
             if isinstance(said, SameAs):
@@ -340,7 +341,7 @@ class _Places:
             leaders.update(dict.fromkeys(group, leader))
         return levels, {by_name[_name(place)]: leader for place, leader in leaders.items()}
 
-    def _share_values(self, sharing: Sharing) -> None:
+    def _share_values(self, sharing: DisjointSets) -> None:
         """A value and its readers share where what they come to state is equal, unless one is to have its own."""
         stated = {sharing.find(_name(p)): said for p, said in self.said.items() if isinstance(said, Levels)}
         for place in self.said:

@@ -8,6 +8,7 @@ from typing import Any
 
 from intaglio.errors import UnsupportedError
 from intaglio.ir import Axis, DType, Origin
+from intaglio.ir.disjoint_sets import DisjointSets
 from intaglio.quant.recipes.datatypes import DATATYPES, Datatype
 
 
@@ -124,24 +125,6 @@ class Skip:
         return f"{where} ({self.origin.operator}): {self.reason}"
 
 
-class Sharing:
-    """Union-find over site names, without recursion."""
-
-    def __init__(self) -> None:
-        self._parent: dict[str, str] = {}
-
-    def find(self, name: str) -> str:
-        root = name
-        while (parent := self._parent.setdefault(root, root)) != root:
-            root = parent
-        while self._parent[name] != root:
-            self._parent[name], name = root, self._parent[name]
-        return root
-
-    def join(self, a: str, b: str) -> None:
-        self._parent[self.find(a)] = self.find(b)
-
-
 def groups(sites: Iterable[Site]) -> Mapping[str, str]:
     """Site name -> the site whose spec gives its parameters.
 
@@ -149,7 +132,7 @@ def groups(sites: Iterable[Site]) -> Mapping[str, str]:
     or fixed, or one whose members disagree on type and range, is an `UnsupportedError`.
     """
     by_name = {site.name: site for site in sites}
-    sharing = Sharing()
+    sharing = DisjointSets()
     for site in by_name.values():
         sharing.find(site.name)
         if isinstance(site.spec, Shared):

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from intaglio.ir import Buffer, Dim, Graph, Op, Shape, View
+from intaglio.ir import Dim, Graph, Op, Shape
 from intaglio.ir.dims import divide
-from intaglio.ir.moves import MOVES, strides
+from intaglio.ir.moves import MOVES
+from intaglio.plan.buffers import Buffer, strides
+from intaglio.plan.plan_records import View
 
 STRIDED = ("attention", "bmm", "loop")
 """Operators that read and write any strides along all axes but the last, whose elements are neighbours. Of the second

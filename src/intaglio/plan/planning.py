@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from intaglio.ir import Buffer, DType, Graph, Op, Partition, Placement, Plan, Step, View, evaluate, symbols_of
+from intaglio.ir import DType, Graph, Op, evaluate, symbols_of
 from intaglio.ir.moves import MOVES
-from intaglio.ir.scratch import LINE, SHARERS, recurrent_lines, scratch_lines
-from intaglio.lower.fuse import fuse, join_epilogues, join_heads
-from intaglio.lower.layout import copy_for_halos, lay_out
-from intaglio.lower.views import find_views
+from intaglio.plan.buffers import Buffer
+from intaglio.plan.layouts import copy_for_halos, lay_out
+from intaglio.plan.partitioning import fuse, join_epilogues, join_heads
+from intaglio.plan.plan_records import Partition, Placement, Plan, Step, View
+from intaglio.plan.scratch_memory import LINE, SHARERS, recurrent_lines, scratch_lines
+from intaglio.plan.views import find_views
 
 SHARES = 8
 """Threads that sum one image together, at most."""
@@ -18,7 +20,7 @@ FEW_CHANNELS = 192
 """Up to here they do: of more, each thread takes some."""
 
 
-def plan(graph: Graph) -> Plan:
+def plan_graph(graph: Graph) -> Plan:
     """Partitions in order, grouped into phases (steps of one phase do not depend on each other) and segments (native
     stretches between islands), with buffers and the order in which they get their place. The graph of the plan has
     the copies of `copy_for_halos` in it.

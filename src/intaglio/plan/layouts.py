@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from intaglio.ir import Buffer, Dim, DType, Graph, Op, TensorType, evaluate, fresh
+from intaglio.ir import Dim, DType, Graph, Op, TensorType, evaluate, fresh
+from intaglio.ir.disjoint_sets import DisjointSets
 from intaglio.ir.loops import body_of, row_axis, space
-from intaglio.ir.moves import MOVES, moves_nothing
+from intaglio.ir.moves import MOVES
 from intaglio.ir.phases import axis_phases
-from intaglio.quant.annotate.sites import Sharing
+from intaglio.plan.buffers import Buffer, moves_nothing
 
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -139,7 +140,7 @@ def row_major(graph: Graph) -> frozenset[str]:
     return frozenset(name for name, kind in graph.types.items() if _laid(kind) and lies_in_rows(name, kind))
 
 
-def _beside_rows(graph: Graph, alike: Sharing, decided: set[str]) -> set[str]:
+def _beside_rows(graph: Graph, alike: DisjointSets, decided: set[str]) -> set[str]:
     """Groups nobody wants anything of that a permutation makes of images, or images of: row-major, channels moved last
     move no byte."""
     hinted = set()
@@ -149,7 +150,7 @@ def _beside_rows(graph: Graph, alike: Sharing, decided: set[str]) -> set[str]:
     return hinted - decided
 
 
-def _free_channels(graph: Graph, alike: Sharing) -> set[str]:
+def _free_channels(graph: Graph, alike: DisjointSets) -> set[str]:
     """Groups whose second axis is free and whose last is a number: rows keep pixels of one size."""
     laid = [(name, kind.shape) for name, kind in graph.types.items() if _laid(kind) and name not in graph.constants]
     return {alike.find(n) for n, shape in laid if not isinstance(shape[1], int) and isinstance(shape[-1], int)}
@@ -206,9 +207,9 @@ def _relaid(op: Op, kind: TensorType) -> bool:
     return kind.dtype is DType.U8 or op.kind == "linear_f32"
 
 
-def _components(graph: Graph) -> tuple[Sharing, set[str], set[str]]:
+def _components(graph: Graph) -> tuple[DisjointSets, set[str], set[str]]:
     """Values that must lie alike; the groups that image operators touch, and those that linear layers touch."""
-    alike = Sharing()
+    alike = DisjointSets()
     touched: dict[str, list[str]] = {"image": [], "linear": []}
     given = {*graph.inputs, *(name for op in graph.ops if op.kind == "island" for name in op.outputs)}
     for op in graph.ops:

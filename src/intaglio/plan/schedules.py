@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Protocol
 
-from intaglio.codegen.tile import Isa
-from intaglio.ir import Partition, Plan, Schedule, evaluate, is_flat, symbols_of
+from intaglio.ir import Schedule, evaluate, symbols_of
 from intaglio.ir.verify import PRODUCTS
+from intaglio.plan.plan_records import Partition, Plan, is_flat
 
 GENERATOR = 1
 """Raised when kernels or the loops around them change so much that schedules timed before say nothing."""
@@ -33,6 +34,16 @@ class Problem:
     floats: bool = False
 
 
+class TileLimits(Protocol):
+    """What a plan must know of an instruction set: its name, and the tallest tile by its blocks of 16 channels."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tallest(self) -> Mapping[int, int]: ...
+
+
 @dataclass(frozen=True)
 class CacheSizes:
     """Bytes of one core's first and second level."""
@@ -41,7 +52,7 @@ class CacheSizes:
     l2: int = 1 << 20
 
 
-def schedules(plan: Plan, isa: Isa, caches: CacheSizes) -> dict[str, Schedule]:
+def schedules(plan: Plan, isa: TileLimits, caches: CacheSizes) -> dict[str, Schedule]:
     """Output value -> schedule, for every partition with a matrix product."""
     found = {}
     for step in plan.steps:
@@ -75,7 +86,7 @@ def images(partition: Partition) -> list[str]:
     return [anchor.inputs[0], *last.outputs, *residual]
 
 
-def analytic(layer: Problem, isa: Isa, caches: CacheSizes) -> Schedule:
+def analytic(layer: Problem, isa: TileLimits, caches: CacheSizes) -> Schedule:
     """Widest tile the outputs fill; half the second level for input activations that all panels pass over.
 
     Threads share panels instead of pixels when the weights are larger than the activations: each then reads only its
@@ -83,7 +94,7 @@ def analytic(layer: Problem, isa: Isa, caches: CacheSizes) -> Schedule:
     of every row would come from the other core (BERT-base, 128 tokens, two threads: 12.77 -> 12.29 ms).
     """
     fits = layer.outputs_per_group if layer.outputs_per_group < layer.outputs else layer.outputs
-    blocks = min(isa.blocks, max(1, -(-fits // 16)))
+    blocks = min(max(isa.tallest), max(1, -(-fits // 16)))
     while blocks > 1 and fits < layer.outputs and fits % (16 * blocks):
         blocks -= 1
     return Schedule(
@@ -149,7 +160,7 @@ def _geometry(partition: Partition, plan: Plan, sizes: Mapping[str, int]) -> Geo
     )
 
 
-def shapes(start: Schedule, layer: Geometry, isa: Isa) -> tuple[Schedule, ...]:
+def shapes(start: Schedule, layer: Geometry, isa: TileLimits) -> tuple[Schedule, ...]:
     """Narrower and taller tiles than that of ``start``. Of groups, those that no panel shares with another."""
     outputs, groups = layer.weight[0], dict(layer.attrs).get("groups", 1)
     per_group = outputs // groups if isinstance(groups, int) else outputs
@@ -177,7 +188,7 @@ def refinements(start: Schedule, layer: Geometry, caches: CacheSizes, threads: i
     return tuple(found)
 
 
-def misfit(schedule: Schedule, isa: Isa) -> str | None:
+def misfit(schedule: Schedule, isa: TileLimits) -> str | None:
     """Why an instruction set has no kernels for a schedule, or ``None``."""
     rows, columns = schedule.tile_rows, schedule.tile_columns
     if not 1 <= rows <= isa.tallest.get(columns, 0):

@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from intaglio.ir import Buffer, DType, Graph, Op, Partition, is_flat
+from intaglio.ir import DType, Graph, Op
 from intaglio.ir.loops import GATHERS, REDUCTIONS, VIEWS, body_of, space
 from intaglio.ir.verify import PRODUCTS
-from intaglio.lower.loops import as_loop, is_plain
+from intaglio.plan.buffers import Buffer
+from intaglio.plan.loop_merging import as_loop, is_plain
+from intaglio.plan.plan_records import Partition, is_flat
 
 WIDEST_HEAD = 4096
 """Channels of what a head makes: the tallest tile of it fits ``WEIGHED_BYTES``, and its terms ``TERMS``, of

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from intaglio.ir import Graph, Op, TensorType, fresh
-from intaglio.lower.layout import separate_layouts
-from intaglio.lower.levels import loops_as_tables, near_functions
-from intaglio.lower.loops import merge_loops
 from intaglio.ops.shape import pad_shape, unfold_depth_shape
+from intaglio.plan.layouts import separate_layouts
+from intaglio.plan.loop_merging import merge_loops
+from intaglio.plan.lut_passes import loops_as_tables, near_functions
 
 
 def drop_identity(graph: Graph) -> tuple[Graph, int]:
@@ -29,7 +29,7 @@ def drop_identity(graph: Graph) -> tuple[Graph, int]:
 
 def _changes_nothing(op: Op, graph: Graph) -> bool:
     if op.kind == "clamp":
-        q = graph.types[op.output].q
+        q = graph.types[op.output].levels
         return op.attrs["low"] <= q.qmin and op.attrs["high"] >= q.qmax
     if op.attrs.get("relayout"):
         return False
@@ -101,7 +101,7 @@ def _unfolded(op: Op, weight: np.ndarray) -> tuple[list[tuple[str, dict[str, Any
     return [*moves, ("unfold_depth", unfold)], flat, np.ascontiguousarray(joined)
 
 
-LOWER_PASSES = (
+INTEGER_PASSES = (
     drop_identity,
     depth_as_channels,
     merge_loops,
