@@ -28,7 +28,8 @@ from intaglio.errors import ArtifactError, BuildError, InputError
 from intaglio.ir import DType, Groups, QParams, Ref, Rows, TensorType, symbol
 from intaglio.native import compile as compile_module
 from intaglio.native import machine
-from intaglio.runtime.encode import (
+from intaglio.runtime.float_islands import FloatCalls, function_of
+from intaglio.runtime.saved.json_codec import (
     NotStorableError,
     Numbers,
     decode,
@@ -38,8 +39,7 @@ from intaglio.runtime.encode import (
     encode_dim,
     encode_type,
 )
-from intaglio.runtime.islands import FloatCalls, function_of
-from intaglio.runtime.signatures import decode_tree, encode_tree
+from intaglio.runtime.saved.signature_codec import decode_tree, encode_tree
 from models import assert_same, built, compiled, picture
 
 NETS = [net for net in nets.ALL if net is not nets.CrossNet]  # nothing of which can be quantized

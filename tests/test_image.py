@@ -26,7 +26,8 @@ from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.recipes.recipe import Quantizer, Recipe
-from intaglio.runtime import QuantizedModel, files
+from intaglio.runtime import QuantizedModel
+from intaglio.runtime.saved import model_file as files
 from intaglio.tracing import Captured, capture
 from models import assert_same, compiled
 from nets import Body

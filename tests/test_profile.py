@@ -8,7 +8,7 @@ import intaglio
 import nets
 from intaglio.errors import BuildError
 from intaglio.native import limits, machine
-from intaglio.runtime import model as runtime_model
+from intaglio.runtime import quantized_model as runtime_model
 from intaglio.runtime.profile import COLUMNS, Part, Profile
 from models import assert_same, built, compiled, picture
 

@@ -16,8 +16,8 @@ from intaglio.errors import InputError
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.nodes import operator, tensor_type
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
-from intaglio.runtime.encode import Numbers
-from intaglio.runtime.signatures import decode_signature, encode_signature
+from intaglio.runtime.saved.json_codec import Numbers
+from intaglio.runtime.saved.signature_codec import decode_signature, encode_signature
 from intaglio.tracing import Captured, capture, run
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

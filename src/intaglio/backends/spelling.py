@@ -30,7 +30,7 @@ from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
 from intaglio.quant.calibrate.prepare import copy_graph
 from intaglio.quant.qdq.convert import decomposed
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL, QUANTIZE_CHANNEL
-from intaglio.runtime.pack import pack, unpack_bits
+from intaglio.runtime.saved.bit_packing import pack, unpack_bits
 
 LINEAR = "aten.linear.default"
 PER_CHANNEL = (

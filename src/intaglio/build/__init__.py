@@ -33,7 +33,7 @@ from intaglio.runtime import (
     loops_in,
     open_artifact,
 )
-from intaglio.runtime.state import with_levels_of
+from intaglio.runtime.saved.state_dict_io import with_levels_of
 
 logger = logging.getLogger("intaglio")
 

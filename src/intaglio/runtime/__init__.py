@@ -2,10 +2,10 @@
 
 from intaglio.runtime.artifact import Artifact, build_artifact, open_artifact
 from intaglio.runtime.coverage import Coverage, FloatPart
-from intaglio.runtime.files import Library, Saved, build_library, example_of
-from intaglio.runtime.files import load as load_saved
-from intaglio.runtime.islands import HostLoop, float_calls, host_names, loops_in
-from intaglio.runtime.model import QuantizedModel
+from intaglio.runtime.float_islands import HostLoop, float_calls, host_names, loops_in
+from intaglio.runtime.quantized_model import QuantizedModel
+from intaglio.runtime.saved.model_file import Library, Saved, build_library, example_of
+from intaglio.runtime.saved.model_file import load as load_saved
 
 __all__ = [
     "Artifact",

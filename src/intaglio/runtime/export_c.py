@@ -13,7 +13,6 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch.utils import _pytree as pytree
@@ -25,11 +24,9 @@ from intaglio.native.compile import COMPILE_FLAGS, HEADER_FOLDER, included
 from intaglio.native.machine import CPU_FLAGS, ISA_FLAGS
 from intaglio.output_paths import FOLDER, check_folder, unwritable
 from intaglio.runtime import threads
+from intaglio.runtime.call_plans import is_image
 from intaglio.runtime.coverage import SHOWN
-from intaglio.runtime.shapes import is_image
-
-if TYPE_CHECKING:
-    from intaglio.runtime.model import QuantizedModel
+from intaglio.runtime.model_protocol import CompiledModel
 
 TEMPLATES = HEADER_FOLDER / "exported"
 FILES = ("net.h", "net.cpp", "main.c", "CMakeLists.txt", "README.txt")
@@ -48,7 +45,7 @@ SLACK = 64
 """Bytes behind the last constant that vectors may read."""
 
 
-def export_c(model: QuantizedModel, folder: str | Path, isas: Sequence[str] | None) -> None:
+def export_c(model: CompiledModel, folder: str | Path, isas: Sequence[str] | None) -> None:
     """Write sources, header, weights and build files for these instruction sets (default: the model's own).
 
     Raises `UnsupportedError` for what C cannot run, `BuildError` for instruction sets there are none of, and
@@ -73,7 +70,7 @@ def export_c(model: QuantizedModel, folder: str | Path, isas: Sequence[str] | No
 # ---- what can be exported -------------------------------------------------------------------------------------------
 
 
-def _check(model: QuantizedModel) -> None:
+def _check(model: CompiledModel) -> None:
     """`UnsupportedError` that names what only Python can run, and what would make it native."""
     name, signature, coverage = model.about.name, model.signature, model.coverage
     if model.islands:
@@ -110,7 +107,7 @@ def _check(model: QuantizedModel) -> None:
         )
 
 
-def _ordered(model: QuantizedModel, isas: Sequence[str] | None) -> list[str]:
+def _ordered(model: CompiledModel, isas: Sequence[str] | None) -> list[str]:
     """Best first, as the exported program looks for one that runs."""
     asked = tuple(isas) if isas is not None else (model.artifact.program.isa,)
     if not asked or (unknown := [isa for isa in asked if isa not in ISA_FLAGS]):
@@ -176,7 +173,7 @@ def _entry_points(program: Program, name: str) -> str:
     return "".join(f"#define intaglio_{entry} {name}_{program.isa}_{entry}\n" for entry in ("run", "plan"))
 
 
-def _values(model: QuantizedModel, programs: Sequence[Program], name: str) -> dict[str, str]:
+def _values(model: CompiledModel, programs: Sequence[Program], name: str) -> dict[str, str]:
     """What stands between @ signs in the texts."""
     isas, several = [program.isa for program in programs], len(programs) > 1
     inputs, outputs = _inputs(model), _outputs(model)
@@ -223,11 +220,11 @@ def _commands(isas: Sequence[str], name: str) -> str:
     return "\n".join(f"    {line}" for line in [*lines, f"gcc -pthread {name}.o main.o {objects} -o {name}"])
 
 
-def _inputs(model: QuantizedModel) -> list[tuple[str, Shape, DType]]:
+def _inputs(model: CompiledModel) -> list[tuple[str, Shape, DType]]:
     return [(entry.name, entry.type.shape, entry.type.dtype) for entry in model.signature.inputs]
 
 
-def _outputs(model: QuantizedModel) -> list[tuple[str, Shape, DType]]:
+def _outputs(model: CompiledModel) -> list[tuple[str, Shape, DType]]:
     types = [model.graph.types[value] for value in model.graph.outputs]
     return [(n, t.shape, t.dtype) for n, t in zip(_output_names(model.signature), types, strict=True)]
 
@@ -243,7 +240,7 @@ def _shape_text(shape: Shape) -> str:
 # ---- kernels/description.h ------------------------------------------------------------------------------------------
 
 
-def _description(model: QuantizedModel, programs: Sequence[Program], weights: bytes, name: str) -> str:
+def _description(model: CompiledModel, programs: Sequence[Program], weights: bytes, name: str) -> str:
     """Tables and size expressions; net.cpp includes them inside its unnamed namespace."""
     inputs, outputs, symbols = _inputs(model), _outputs(model), programs[0].symbols
     _, _, key, *_ = HEADER.unpack_from(weights)
@@ -302,7 +299,7 @@ def _c_text(name: str) -> str:
     return '"' + "".join(c if c.isprintable() and c not in '"\\?' and c.isascii() else "_" for c in name) + '"'
 
 
-def _entry(model: QuantizedModel, value: str, as_bytes: bool = False) -> str:
+def _entry(model: CompiledModel, value: str, as_bytes: bool = False) -> str:
     externals = model.artifact.program.externals
     found = next(((i, external) for i, external in enumerate(externals) if external.value == value), None)
     return "{-1, ANY_STRIDES, 0}" if found is None else f"{{{found[0]}, {_layout(found[1])}, {int(as_bytes)}}}"
@@ -329,7 +326,7 @@ def _dims(used: Iterable[Dim], symbols: Sequence[str]) -> list[str]:
     return [f"    const int64_t d_{name} = dims[{i}];" for i, name in enumerate(symbols) if name in read]
 
 
-def _free_sizes(model: QuantizedModel, symbols: Sequence[str]) -> str:
+def _free_sizes(model: CompiledModel, symbols: Sequence[str]) -> str:
     """`dims_of`, and what the graph needs of its sizes."""
     lines, known = [], set[str]()
     for index, entry in enumerate(model.signature.inputs):

@@ -17,7 +17,7 @@ from intaglio.codegen import ISAS
 from intaglio.ir import Schedule
 from intaglio.native import machine
 from intaglio.plan import GENERATOR, Geometry, misfit
-from intaglio.runtime.encode import whole
+from intaglio.runtime.saved.json_codec import whole
 
 ENTRY_BYTES = 4096
 """A small file takes a block of the disk."""

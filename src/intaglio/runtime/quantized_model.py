@@ -21,11 +21,15 @@ from intaglio.ir import About, Dim, Graph, HostCall, Program, Schedule, Signatur
 from intaglio.native.limits import int8_rates
 from intaglio.native.machine import ISA_FLAGS
 from intaglio.output_paths import check_file
-from intaglio.runtime import state
 from intaglio.runtime.artifact import Artifact
+from intaglio.runtime.call_plans import FRAMES, Frame, Read, Shapes, Sizes
 from intaglio.runtime.coverage import Coverage
+from intaglio.runtime.custom_op import came_channels_last, register
 from intaglio.runtime.export_c import export_c
-from intaglio.runtime.files import (
+from intaglio.runtime.float_islands import Host, HostLoop, loops_in, run_host
+from intaglio.runtime.profile import Clock, Profile, profile_of
+from intaglio.runtime.saved import state_dict_io
+from intaglio.runtime.saved.model_file import (
     Example,
     Library,
     Saved,
@@ -36,10 +40,6 @@ from intaglio.runtime.files import (
     library_of,
     save,
 )
-from intaglio.runtime.islands import Host, HostLoop, loops_in, run_host
-from intaglio.runtime.profile import Clock, Profile, profile_of
-from intaglio.runtime.shapes import FRAMES, Frame, Read, Shapes, Sizes
-from intaglio.runtime.traced import came_channels_last, register
 from intaglio.signature import TORCH_DTYPES, bind, check_kinds, dims_of, initial_state, kept_state, rebuild
 
 LIMIT_SECONDS = 0.002
@@ -436,7 +436,7 @@ class QuantizedModel(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """The integer graph with its weights and scales, whatever instruction set they are packed for."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination.update({prefix + key: tensor for key, tensor in state.tensors_of(self.graph).items()})
+        destination.update({prefix + key: tensor for key, tensor in state_dict_io.tensors_of(self.graph).items()})
 
     def _load_from_state_dict(
         self,
@@ -453,7 +453,7 @@ class QuantizedModel(nn.Module):
         Raises `ArtifactError`, before anything is changed, when they are another model's. No other thread may be
         calling the model.
         """
-        start = prefix + state.GRAPH
+        start = prefix + state_dict_io.GRAPH
         own = {key.removeprefix(prefix): state_dict[key] for key in state_dict if f"{key}.".startswith(f"{start}.")}
         rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in own}
         if own:
@@ -463,8 +463,8 @@ class QuantizedModel(nn.Module):
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def _take_numbers(self, tensors: Mapping[str, Any]) -> None:
-        graph = state.graph_of(tensors, self.graph)
-        here, there = state.tensors_of(self.graph), state.tensors_of(graph)
+        graph = state_dict_io.graph_of(tensors, self.graph)
+        here, there = state_dict_io.tensors_of(self.graph), state_dict_io.tensors_of(graph)
         if all(torch.equal(here[key], there[key]) for key in here):
             return
         assert self._remake is not None

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from intaglio.errors import ArtifactError, InputError
 from intaglio.ir import Graph, HostCall, Op, Place, TensorType, evaluate
-from intaglio.runtime.encode import NotStorableError, decode, encode, identifier
+from intaglio.runtime.saved.json_codec import NotStorableError, decode, encode, identifier
 from intaglio.signature import repeated
 
 PYTHON_CALLS: Mapping[str, Callable[..., Any]] = {

@@ -17,9 +17,10 @@ from torch import nn
 from intaglio.errors import ArtifactError
 from intaglio.ir import About, Dim, Graph, Program, Schedule, Signature, VerifyError, verify
 from intaglio.native.compile import build, text_key
-from intaglio.runtime.archive import SAVE_AGAIN, from_json, read, to_json, write
 from intaglio.runtime.coverage import Coverage, FloatPart
-from intaglio.runtime.encode import (
+from intaglio.runtime.float_islands import Calls, FloatCalls, HostLoop, calls_of, loops_in
+from intaglio.runtime.saved.archive import SAVE_AGAIN, from_json, read, to_json, write
+from intaglio.runtime.saved.json_codec import (
     NotStorableError,
     Numbers,
     decode_dim,
@@ -29,8 +30,7 @@ from intaglio.runtime.encode import (
     identifier,
     whole,
 )
-from intaglio.runtime.islands import Calls, FloatCalls, HostLoop, calls_of, loops_in
-from intaglio.runtime.signatures import decode_signature, encode_signature
+from intaglio.runtime.saved.signature_codec import decode_signature, encode_signature
 from intaglio.signature import bind, dims_of
 
 REBUILT = ("integer", "partitions", "program")

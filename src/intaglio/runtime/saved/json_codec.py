@@ -30,7 +30,7 @@ from intaglio.ir import (
     TensorType,
 )
 from intaglio.ir.dims import FloorDiv
-from intaglio.runtime.pack import pack, unpack
+from intaglio.runtime.saved.bit_packing import pack, unpack
 
 LEVELS, MULTIPLES = " levels", " multiples"
 """Ends of the keys of a constant in few bits; a space keeps them out of the names of values."""

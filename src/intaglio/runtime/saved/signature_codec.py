@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils import _pytree as pytree
 
 from intaglio.ir import Input, Output, QParams, Signature, State
-from intaglio.runtime.encode import (
+from intaglio.runtime.saved.json_codec import (
     ARRAYS,
     NotStorableError,
     Numbers,

@@ -7,23 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
 
 from intaglio.ir import evaluate
-from intaglio.runtime.shapes import lies
+from intaglio.runtime.call_plans import lies
+from intaglio.runtime.model_protocol import CompiledModel
 from intaglio.signature import TORCH_DTYPES, dims_of
 
-if TYPE_CHECKING:
-    from intaglio.runtime.model import QuantizedModel
-
-_MODELS: WeakValueDictionary[int, QuantizedModel] = WeakValueDictionary()
+_MODELS: WeakValueDictionary[int, CompiledModel] = WeakValueDictionary()
 _NUMBERS = count()
 
 
-def register(model: QuantizedModel) -> int:
+def register(model: CompiledModel) -> int:
     """The number that stands for a model in graphs; never used again."""
     number = next(_NUMBERS)
     _MODELS[number] = model
@@ -58,11 +55,11 @@ def _(inputs: list[torch.Tensor], model: int) -> list[torch.Tensor]:
     ]
 
 
-def _symbols(model: QuantizedModel, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
+def _symbols(model: CompiledModel, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
     return dims_of(model.signature, inputs, model.graph.byte_inputs())
 
 
-def _strides(model: QuantizedModel, inputs: Sequence[torch.Tensor], symbols: dict[str, int]) -> list[tuple[int, ...]]:
+def _strides(model: CompiledModel, inputs: Sequence[torch.Tensor], symbols: dict[str, int]) -> list[tuple[int, ...]]:
     """As a call of the model returns results: what the program makes as it lies, but images as they came; all else
     dense."""
     made = {external.value: external for external in model.artifact.program.externals if external.written}

@@ -12,9 +12,9 @@ import torch
 from intaglio import numerics
 from intaglio.errors import ArtifactError
 from intaglio.ir import Graph, Op, Signature, State, TensorType, VerifyError, verify
-from intaglio.runtime.archive import from_json, to_json
-from intaglio.runtime.encode import Numbers, decode_graph, encode_graph
-from intaglio.runtime.files import NUMBERS
+from intaglio.runtime.saved.archive import from_json, to_json
+from intaglio.runtime.saved.json_codec import Numbers, decode_graph, encode_graph
+from intaglio.runtime.saved.model_file import NUMBERS
 
 GRAPH = "graph"
 """Key of the graph's text, as bytes; those of its constants begin with it and a dot."""

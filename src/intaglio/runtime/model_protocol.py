@@ -1,0 +1,32 @@
+"""`CompiledModel`: the part of a quantized model that its export and its operator in `torch.compile` read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from intaglio.ir import About, Graph, Program, Signature
+from intaglio.runtime.artifact import Artifact
+from intaglio.runtime.coverage import Coverage
+from intaglio.runtime.float_islands import Host
+
+
+class CompiledModel(Protocol):
+    """States what `runtime.export_c` and `runtime.custom_op` need, so that they do not import the model's class."""
+
+    artifact: Artifact
+    signature: Signature
+    graph: Graph
+    coverage: Coverage
+    about: About
+    islands: nn.ModuleDict
+    hosts: dict[str, Host]
+
+    def results(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the output tensors of a call with these input tensors."""
+
+    def program_for(self, isa: str) -> Program:
+        """Return the program text and constants for an instruction set."""

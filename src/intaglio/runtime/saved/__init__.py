@@ -1,0 +1,1 @@
+"""The file format and the state dictionary of quantized models."""
