@@ -77,8 +77,10 @@ def assert_near(converted: nn.Module, model: nn.Module, calls: Sequence[Call]) -
 
 def integers(converted: nn.Module) -> list[str]:
     """Operators of the integer graphs that its calls had built."""
-    chains = eager.session_of(converted).chains
-    return [str(node.target) for chain in chains if chain.reference for node in chain.reference.module.graph.nodes]
+    segments = eager.session_of(converted).segments
+    return [
+        str(node.target) for segment in segments if segment.reference for node in segment.reference.module.graph.nodes
+    ]
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

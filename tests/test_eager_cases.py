@@ -333,8 +333,8 @@ def test_eager_b7_classes_that_the_user_names_stay_float_with_all_in_them(caplog
     model = Body(lambda m, x: m.g(m.s(m.f(x))), f=nn.Linear(8, 8), s=Shielded(), g=nn.Linear(8, 4))
     converted = check(model, rows(), rows(2, 7, 8, seed=2), caplog, leaf_classes=(Shielded,))
     assert quantized(converted, "linear") == 2
-    chains = eager.session_of(converted).chains
-    sites = {site for chain in chains if chain.reference for site in chain.reference.qparams}
+    segments = eager.session_of(converted).segments
+    sites = {site for segment in segments if segment.reference for site in segment.reference.qparams}
     assert {site[:2] for site in sites} >= {"f#", "g#"}
     assert not any(site.startswith("s") for site in sites)
     assert not hasattr(converted.s.inner, "_auto_quant_state")
@@ -405,8 +405,8 @@ def test_eager_a13_a_module_called_twice_has_parameters_for_each_call(caplog):
     """A13: of very different ranges; the weight is there once."""
     model = Body(lambda m, x: m.c(m.c(x) * 100) / 100, c=conv(3, 3))
     converted = check(model, pictures(), pictures(batch=4, seed=2), caplog)
-    (chain,) = eager.session_of(converted).chains
-    scales = {site: q.scale for site, q in chain.reference.qparams.items() if site.startswith("c")}
+    (segment,) = eager.session_of(converted).segments
+    scales = {site: q.scale for site, q in segment.reference.qparams.items() if site.startswith("c")}
     assert any("c@1" in site or "c#1" in site for site in scales), scales
 
 

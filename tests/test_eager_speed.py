@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from intaglio import eager
-from intaglio.eager.kinds import QUESTION_FUNCTIONS
+from intaglio.eager.recording.torch_functions import QUESTION_FUNCTIONS
 
 
 class Keeping(nn.Module):
@@ -51,11 +51,11 @@ def test_repeated_calls_of_several_sizes_give_the_same_bits(converted):
 
 
 def test_parts_that_calibration_used_are_compiled_by_convert(converted):
-    (chain,) = eager.session_of(converted).chains
-    before = dict(chain.programs)
+    (segment,) = eager.session_of(converted).segments
+    before = dict(segment.programs)
     converted(torch.randn(3, 8))
     assert before
-    assert chain.programs == before
+    assert segment.programs == before
 
 
 def test_questions_are_known_by_function():

@@ -112,11 +112,11 @@ def saved_and_loaded(thing):
 
 
 def counts(prepared: nn.Module) -> dict[str, int]:
-    chains = eager.session_of(prepared).chains
+    segments = eager.session_of(prepared).segments
     return {
         f"{index} {name}": observer.statistics.count
-        for index, chain in enumerate(chains)
-        for name, observer in chain.prepared.observers.items()
+        for index, segment in enumerate(segments)
+        for name, observer in segment.prepared.observers.items()
     }
 
 
@@ -199,7 +199,7 @@ def test_functions_of_pytorch_are_pickled_by_their_names():
 
 
 def functions(model: nn.Module) -> set[object]:
-    return {event.function for chain in eager.session_of(model).chains for event in chain.events}
+    return {event.function for segment in eager.session_of(model).segments for event in segment.events}
 
 
 # -- state dictionaries -----------------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ def test_parameters_of_several_recordings_are_given_one_by_one():
     _, prepared = calibrated("early exit")
     converted = eager.convert(prepared)
     found = eager.parameters(converted)
-    assert len(found) == len(eager.session_of(prepared).chains) > 1
+    assert len(found) == len(eager.session_of(prepared).segments) > 1
     assert_same(outputs(eager.convert(prepared, found), "early exit"), outputs(converted, "early exit"))
     with pytest.raises(InputError, match=r"of 1 recordings; the prepared model has \d recordings\n  0: "):
         eager.convert(prepared, found[0])

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from intaglio.eager.calls import Intercepted, calls
-from intaglio.eager.chain import Chain
-from intaglio.eager.copies import bare
-from intaglio.eager.fusion import fused
-from intaglio.eager.script import scriptable
-from intaglio.eager.seen import QTensorInfo, SeenOpInfo
+from intaglio.eager.call_log import Intercepted, calls
+from intaglio.eager.model_copies import bare
+from intaglio.eager.quantization_state import AutoQuantizationState, attach, session_of
+from intaglio.eager.seen_operators import QTensorInfo, SeenOpInfo
+from intaglio.eager.segments.fused_operators import fused
+from intaglio.eager.segments.segment import Segment
 from intaglio.eager.session import Session, unchanged
-from intaglio.eager.state import AutoQuantizationState, attach, session_of
+from intaglio.eager.torchscript import scriptable
 from intaglio.errors import CalibrationError, InputError
 from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.qdq.parameters import Parameters
@@ -57,8 +57,8 @@ def prepare(
     attach(session)
     with unchanged(prepared):
         prepared(*args, **(example_kwargs or {}))
-    for chain in session.chains:
-        chain.clear()
+    for segment in session.segments:
+        segment.clear()
     session.runs = 0
     return prepared
 
@@ -76,7 +76,7 @@ def convert(
     given = _given(before, parameters)
     converted = bare(prepared)
     session = Session(converted, before.quantizer, strict, before.leaf_classes)
-    made = [chain.converted(own, session.origin) for chain, own in zip(before.chains, given, strict=True)]
+    made = [segment.converted(own, session.origin) for segment, own in zip(before.segments, given, strict=True)]
     session.follow(before, made)
     attach(session)
     return converted
@@ -84,22 +84,22 @@ def convert(
 
 def _given(before: Session, parameters: Parameters | Sequence[Parameters] | None) -> list[Parameters | None]:
     """Parameters by recording; `None` where what was counted is to be taken."""
-    chains = before.chains
+    segments = before.segments
     if parameters is None and before.runs:
-        return [None] * len(chains)
+        return [None] * len(segments)
     recipe = before.quantizer.recipe.parameters
-    if parameters is None and any(chain.given is not None for chain in chains):
-        return [chain.given for chain in chains]
+    if parameters is None and any(segment.given is not None for segment in segments):
+        return [segment.given for segment in segments]
     if parameters is None:
         parameters = recipe
     if parameters is None:
         raise CalibrationError("model", None, "it was never run", remedy="call the prepared model with a few batches")
     found = [parameters] if isinstance(parameters, Parameters) else list(parameters)
-    if len(found) != len(chains):
+    if len(found) != len(segments):
         raise InputError(
             "parameters",
             None,
-            f"of {len(found)} recordings; the prepared model has {_listed(chains)}",
+            f"of {len(found)} recordings; the prepared model has {_listed(segments)}",
             remedy="let the prepared model run the ways that they were made for",
         )
     return list(found)
@@ -107,7 +107,7 @@ def _given(before: Session, parameters: Parameters | Sequence[Parameters] | None
 
 def parameters(converted: nn.Module) -> tuple[Parameters, ...]:
     """What conversion came to, one a recording: `convert` takes them in place of data, a recipe keeps them."""
-    references = [chain.reference for chain in session_of(converted).chains]
+    references = [segment.reference for segment in session_of(converted).segments]
     return tuple(Parameters({}) if found is None else found.parameters for found in references)
 
 
@@ -119,17 +119,17 @@ def rewrite(converted: nn.Module) -> Reference:
     session = session_of(converted)
     if session.records:
         raise InputError("rewrite", None, "the model is prepared, not converted", remedy="eager.convert(model) first")
-    chains = session.chains
-    if len(chains) != 1:
+    segments = session.segments
+    if len(segments) != 1:
         raise InputError(
             "rewrite",
             None,
-            f"a graph is one straight line; the model has {_listed(chains)}",
+            f"a graph is one straight line; the model has {_listed(segments)}",
             remedy="rewrite modules of it that always run the same way, prepared by themselves",
         )
-    if chains[0].reference is None:
-        raise InputError("rewrite", None, f"nothing is quantized: {chains[0].refused}")
-    reference: Reference = chains[0].reference
+    if segments[0].reference is None:
+        raise InputError("rewrite", None, f"nothing is quantized: {segments[0].refused}")
+    reference: Reference = segments[0].reference
     return reference
 
 
@@ -143,8 +143,8 @@ def fusions(
 
     The model runs once, with the example inputs; it is not changed, and nothing is calibrated.
     """
-    found = session_of(prepare(model, example_inputs, recipe, example_kwargs)).chains
-    return list(dict.fromkeys(names for chain in found for names in fused(chain)))
+    found = session_of(prepare(model, example_inputs, recipe, example_kwargs)).segments
+    return list(dict.fromkeys(names for segment in found for names in fused(segment)))
 
 
 def is_session(model: Any) -> bool:
@@ -152,11 +152,11 @@ def is_session(model: Any) -> bool:
     return isinstance(getattr(model, "_auto_quant_state", None), AutoQuantizationState)
 
 
-def _listed(chains: Sequence[Chain]) -> str:
+def _listed(segments: Sequence[Segment]) -> str:
     """Recordings, each by its first operator and the line of code it begins on."""
-    firsts = [chain.events[0] for chain in chains]
+    firsts = [segment.events[0] for segment in segments]
     texts = [
-        f"  {number}: {len(chain.events)} operators from {first.path or 'model'} ({first.name}) at {first.source}"
-        for number, (chain, first) in enumerate(zip(chains, firsts, strict=True))
+        f"  {number}: {len(segment.events)} operators from {first.path or 'model'} ({first.name}) at {first.source}"
+        for number, (segment, first) in enumerate(zip(segments, firsts, strict=True))
     ]
-    return "\n".join([f"{len(chains)} recordings", *texts])
+    return "\n".join([f"{len(segments)} recordings", *texts])

@@ -7,23 +7,23 @@ import itertools
 import logging
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from intaglio.eager.activation import Activation
-from intaglio.eager.chain import Chain
-from intaglio.eager.copies import plain_copy
-from intaglio.eager.events import Event, operator_name, tensors
-from intaglio.eager.recorder import Recorder, Recording, in_file, source_line
-from intaglio.eager.run import Run, current, uninterrupted
-from intaglio.eager.stored import Stored, restore, store
-from intaglio.eager.tensor import QTensor
-from intaglio.eager.undo import Undo
-from intaglio.eager.writes import memory
+from intaglio.eager.interception import uninterrupted
+from intaglio.eager.model_copies import plain_copy
+from intaglio.eager.recording.events import Event, operator_name, tensors
+from intaglio.eager.recording.recorder import Recorder, Recording, in_file, source_line
+from intaglio.eager.segments.inplace import memory
+from intaglio.eager.segments.qtensor import QTensor
+from intaglio.eager.segments.segment import Segment
+from intaglio.eager.segments.trace_frame import TraceFrame
+from intaglio.eager.serialization import Stored, restore, store
+from intaglio.eager.snapshot import Snapshot
 from intaglio.errors import CaptureError, InputError, UnsupportedError
 from intaglio.quant.recipes.recipe import Quantizer
 
@@ -49,11 +49,11 @@ class Session:
     def _empty(self) -> None:
         """Nothing seen yet; tensors as the model has them now."""
         self.origin, self.runs = plain_copy(self.model), 0
-        self.chains: list[Chain] = []
+        self.segments: list[Segment] = []
         self.held = dict(_tensors_of(self.model))
         self.known = {id(tensor): path for path, tensor in self.held.items()}
-        self.index: dict[Any, list[tuple[Chain, Event]]] = {}
-        self.edges: dict[Any, list[tuple[Chain, int]]] = {}
+        self.index: dict[Any, list[tuple[Segment, Event]]] = {}
+        self.edges: dict[Any, list[tuple[Segment, int]]] = {}
         self.turns: set[tuple[Any, Any]] = set()
         """Places of operators that followed each other while calibrating; ``None`` begins and ends a call."""
         self.lines: dict[tuple[str, str], list[str]] = {}
@@ -92,58 +92,37 @@ class Session:
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def call(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model, or the module at ``path``, on its own."""
-        if self.stored is not None:
-            self.resume()
-        run, outer = current.make(self, path), current.run
-        if outer is not None:
-            with torch._C.DisableTorchFunction():
-                outer.settle()
-        current.run = run
-        counts = self._all_or_nothing() if self.records else contextlib.nullcontext()
-        try:
-            with counts, torch.no_grad(), torch.autocast("cpu", enabled=False), run:
-                run.begin(args, kwargs)
-                result = forward(*args, **kwargs)
-                result = run.end(result)
-                if run.at is not None:
-                    run.at.leave()
-                return result
-        finally:
-            current.run = outer
-
     @contextlib.contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
+    def all_or_nothing(self) -> Iterator[None]:
         """A call that calibrates: of one thread at a time, and without a trace if it fails."""
         with self.lock:
-            undo = Undo(self)
+            snapshot = Snapshot(self)
             try:
                 yield
             except BaseException:
-                undo()
+                snapshot()
                 raise
 
     # -- recordings ----------------------------------------------------------------------------------------------
 
-    def finished(self, run: Run, result: Any) -> Any:
+    def finished(self, result: Any) -> Any:
         """The result of a call without deferred values; one batch more for the observers."""
         found = plain_results(result)
         if self.records:
             self.check_modules()
-            for chain in self.chains:
-                chain.next_batch()
+            for segment in self.segments:
+                segment.next_batch()
             self.runs += 1
         return found
 
-    def recorded(self, recording: Recording) -> Chain:
-        """A chain of it, which counts what was recorded."""
-        chain = Chain(recording, self.origin, self.quantizer)
-        self.add(chain)
-        self.turns.update(itertools.pairwise(map(self.place, chain.events)))
-        if chain.prepared is not None:
-            chain.observe()
-        return chain
+    def recorded(self, recording: Recording) -> Segment:
+        """A segment of it, which counts what was recorded."""
+        segment = Segment(recording, self.origin, self.quantizer)
+        self.add(segment)
+        self.turns.update(itertools.pairwise(map(self.place, segment.events)))
+        if segment.prepared is not None:
+            segment.observe()
+        return segment
 
     def written(self, places: set[int], recorder: Recorder | None) -> bool:
         """Memory is about to be written to; whether recordings had taken a tensor of the model that lies there as a
@@ -154,17 +133,17 @@ class Session:
                 recorder.release(path, tensor)
             del self.held[path]
             self.known.pop(id(tensor), None)
-        followed = [chain for chain in self.chains if chain.refused is None]
-        retired = [chain for chain in followed if not changed.keys().isdisjoint(chain.constants)]
-        for chain in retired:
-            chain.refused = f"the model writes to {', '.join(changed)}"
+        followed = [segment for segment in self.segments if segment.refused is None]
+        retired = [segment for segment in followed if not changed.keys().isdisjoint(segment.constants)]
+        for segment in retired:
+            segment.refused = f"the model writes to {', '.join(changed)}"
             if not self.records:
                 logger.warning("%s: written to for the first time; its operators run in float", ", ".join(changed))
         for key, entries in list(self.index.items()):
             self.index[key] = [entry for entry in entries if entry[0] not in retired]
         return bool(retired)
 
-    def turn(self, before: Event | None, after: Event | None, at: Activation | None) -> None:
+    def turn(self, before: Event | None, after: Event | None, at: TraceFrame | None) -> None:
         """One operator behind another, or the end: known while calibrating, else with ``strict`` an error if new."""
         if not self.records and not self.strict:
             return
@@ -194,34 +173,34 @@ class Session:
                 remedy = "make modules in __init__, or name the class that does it in leaf_classes"
                 raise CaptureError(path, None, "forward changes, adds or removes this module", remedy=remedy)
 
-    def add(self, chain: Chain) -> None:
-        if chain.refused is not None:
-            logger.info("recording %d stays in float: %s", len(self.chains), chain.refused)
-            self.floats.update(event.key for event in chain.events)
+    def add(self, segment: Segment) -> None:
+        if segment.refused is not None:
+            logger.info("recording %d stays in float: %s", len(self.segments), segment.refused)
+            self.floats.update(event.key for event in segment.events)
         else:
-            self.enter(chain)
-        self.chains.append(chain)
+            self.enter(segment)
+        self.segments.append(segment)
 
-    def follow(self, before: Session, made: Sequence[Chain]) -> None:
-        """Runs along ``made``, of the chains of another session, the way that one does; nothing is recorded."""
+    def follow(self, before: Session, made: Sequence[Segment]) -> None:
+        """Runs along ``made``, of the segments of another session, the way that one does; nothing is recorded."""
         self.records = False
         self.turns, self.outside = set(before.turns), set(before.outside)
         self.lines = {key: list(lines) for key, lines in before.lines.items()}
-        pairs = dict(zip(before.chains, made, strict=True))
-        for chain in made:
-            self.add(chain)
+        pairs = dict(zip(before.segments, made, strict=True))
+        for segment in made:
+            self.add(segment)
         for place, ends in before.edges.items():
             key = None if place is None else (pairs[place[0]], place[1])
-            self.edges[key] = [(pairs[chain], index) for chain, index in ends]
+            self.edges[key] = [(pairs[segment], index) for segment, index in ends]
 
-    def enter(self, chain: Chain) -> None:
-        for event in chain.events:
-            self.index.setdefault(event.key, []).append((chain, event))
+    def enter(self, segment: Segment) -> None:
+        for event in segment.events:
+            self.index.setdefault(event.key, []).append((segment, event))
 
-    def entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Activation:
+    def entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceFrame:
         """The first recording, from its beginning, on the arguments of the model."""
-        first = self.chains[0]
-        made = Activation(self, first)
+        first = self.segments[0]
+        made = TraceFrame(self, first)
         if not made.begin(args, kwargs) and self.strict:
             nested = pytree.tree_structure((args, kwargs))
             raise InputError(
@@ -231,32 +210,32 @@ class Session:
                 remedy="call it as in calibration, or convert without strict=True",
             )
         if made.misfits and self.records and self._widened(first, made):
-            made = Activation(self, first)
+            made = TraceFrame(self, first)
             made.begin(args, kwargs)
         return made
 
-    def _widened(self, chain: Chain, made: Activation) -> bool:
+    def _widened(self, segment: Segment, made: TraceFrame) -> bool:
         with uninterrupted():
-            return chain.widen(made.misfits)
+            return segment.widen(made.misfits)
 
     def find(
-        self, at: Activation | None, func: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Activation | None:
+        self, at: TraceFrame | None, func: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> TraceFrame | None:
         """Where the operator was recorded, its operands bound: where it followed before, else on the same line, else
         the next one of the same recording, or the last one before."""
         candidates = self.index.get((path, func))
         if not candidates:
             return None
-        place = (at.chain, at.next) if at is not None else None
+        place = (at.segment, at.next) if at is not None else None
         known = self.edges.get(place, [])
         line = in_file(source_line()) if len(candidates) > 1 else ""
 
-        def order(candidate: tuple[Chain, Event]) -> tuple[bool, bool, bool, bool, int]:
-            chain, event = candidate
-            same = at is not None and chain is at.chain
+        def order(candidate: tuple[Segment, Event]) -> tuple[bool, bool, bool, bool, int]:
+            segment, event = candidate
+            same = at is not None and segment is at.segment
             behind = same and at is not None and event.index >= at.next
             return (
-                (chain, event.index) not in known,
+                (segment, event.index) not in known,
                 in_file(event.source) != line,
                 not same,
                 not behind,
@@ -265,27 +244,27 @@ class Session:
 
         candidates = sorted(candidates, key=order)
         for widens in (False, True) if self.records else (False,):
-            for chain, event in candidates:
-                found = self._started(chain, event, args, kwargs, widens)
+            for segment, event in candidates:
+                found = self._started(segment, event, args, kwargs, widens)
                 if found is not None:
-                    if self.records and (chain, event.index) not in known:
-                        self.edges.setdefault(place, []).append((chain, event.index))
+                    if self.records and (segment, event.index) not in known:
+                        self.edges.setdefault(place, []).append((segment, event.index))
                     return found
         return None
 
     def _started(
-        self, chain: Chain, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any], widens: bool
-    ) -> Activation | None:
-        """An activation that begins with this operator on these operands; with ``widens``, for sizes that the recording
+        self, segment: Segment, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any], widens: bool
+    ) -> TraceFrame | None:
+        """An frame that begins with this operator on these operands; with ``widens``, for sizes that the recording
         does not take yet."""
-        found = Activation(self, chain, event.index)
+        found = TraceFrame(self, segment, event.index)
         if found.follows(event, args, kwargs):
             return found
-        if widens and found.misfits and self._widened(chain, found):
-            return self._started(chain, event, args, kwargs, False)
+        if widens and found.misfits and self._widened(segment, found):
+            return self._started(segment, event, args, kwargs, False)
         return None
 
-    def apart(self, func: Any, path: str, at: Activation | None, given: Any) -> None:
+    def apart(self, func: Any, path: str, at: TraceFrame | None, given: Any) -> None:
         """An operator that no recording has, because it cannot or because calibration has not seen it: that is said,
         once for each line of code."""
         place = path, operator_name(func), source_line().rpartition(", in ")[2]
@@ -294,7 +273,7 @@ class Session:
         elif place not in self.outside and tensors(given):
             self._unseen(func, path, at, given)
 
-    def _unseen(self, func: Any, path: str, at: Activation | None, given: Any) -> None:
+    def _unseen(self, func: Any, path: str, at: TraceFrame | None, given: Any) -> None:
         self.check_modules()
         name, line = operator_name(func), source_line()
         if (path, func, line) in self.warned:
@@ -311,7 +290,7 @@ class Session:
 REMEDY = "calibrate with data that takes this way, or convert without strict=True"
 
 
-def _expected(at: Activation | None) -> str:
+def _expected(at: TraceFrame | None) -> str:
     return "nothing more" if at is None or at.next >= at.count else str(at.events[at.next])
 
 

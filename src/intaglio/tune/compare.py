@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from intaglio import eager
-from intaglio.eager.traced import binder_of, captures, exact_twin, float_copy, traced
+from intaglio.eager.run_trace import binder_of, captures, exact_twin, float_copy, traced
 from intaglio.errors import IntaglioError
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.lower import Lowered, requantize

@@ -1,43 +1,47 @@
-"""`Activation`: one run along a chain; what was deferred, what is known, and how the rest is computed."""
+"""`TraceFrame`: one run along a segment; what was deferred, what is known, and how the rest is computed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from sys import getrefcount
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import getweakrefcount
 
 import torch
 from torch.utils import _pytree as pytree
 
-from intaglio.eager.chain import Chain
-from intaglio.eager.events import Event, Extent, Held, Value, fill, leaves
-from intaglio.eager.slices import UnavailableError
-from intaglio.eager.tensor import QTensor, become, pending, plain
-
-if TYPE_CHECKING:
-    from intaglio.eager.session import Session
+from intaglio.eager.recording.events import Event, Extent, Held, Value, fill, leaves
+from intaglio.eager.segments.graph_parts import UnavailableError
+from intaglio.eager.segments.qtensor import QTensor, become, pending, plain
+from intaglio.eager.segments.segment import Segment
 
 HELD_HERE = 3
 """References to a tensor that nobody outside holds, in a loop over the values of a table: the table's, the loop's, the
 argument of getrefcount."""
 KEPT = 8
-"""Sets of sizes whose tensors a chain keeps for the next call."""
+"""Sets of sizes whose tensors a segment keeps for the next call."""
 ATTRIBUTES = 3
 """Of a `QTensor` that nobody gave another one."""
 
 
-class Activation:
+class TensorHolder(Protocol):
+    """States what a frame reads of its session."""
+
+    held: dict[str, torch.Tensor]
+    """Dotted name -> parameter, buffer or attribute of the model."""
+
+
+class TraceFrame:
     """``next``: the operator that is expected. ``bound``: tensors that stand for values made elsewhere; ``made``:
     values made here, deferred or not; ``replaced``: values whose tensor stood for another one before, with the first it
     stood for. ``spare``:
     tensors of an earlier call, by value, to be taken instead of making new ones."""
 
-    def __init__(self, session: Session, chain: Chain, start: int = 0) -> None:
-        self.session, self.chain, self.next = session, chain, start
-        self.events: Sequence[Event] = chain.events
-        self.count = len(chain.events)
+    def __init__(self, session: TensorHolder, segment: Segment, start: int = 0) -> None:
+        self.session, self.segment, self.next = session, segment, start
+        self.events: Sequence[Event] = segment.events
+        self.count = len(segment.events)
         self.bound: dict[int, torch.Tensor] = {}
         self.made: dict[int, QTensor] = {}
         self.symbols: dict[str, int] = {}
@@ -51,8 +55,8 @@ class Activation:
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """The arguments of the model, if they are nested like those it was recorded with; whether they are."""
         given, tree = pytree.tree_flatten((args, kwargs))
-        spec = self.chain.call_leaves
-        if spec is None or self.chain.call_tree != tree:
+        spec = self.segment.call_leaves
+        if spec is None or self.segment.call_tree != tree:
             return spec is None
         pairs = [(s.index, v) for s, v in zip(spec, given, strict=True) if type(s) is Value]
         if all(isinstance(value, torch.Tensor) for _, value in pairs):
@@ -68,7 +72,7 @@ class Activation:
             return False
         if len(slots) == 1:
             value = args[0]
-            if type(value) is QTensor and value.activation is self:
+            if type(value) is QTensor and value.frame is self:
                 for key, spec in event.kwargs.items():
                     if kwargs.get(key, self) is not spec:
                         break
@@ -76,7 +80,7 @@ class Activation:
                     return value.slot == slots[0]
         trial: dict[int, torch.Tensor] = {}
         for slot, spec, value in zip(slots, event.args, args, strict=True):
-            if slot >= 0 and type(value) is QTensor and value.activation is self:
+            if slot >= 0 and type(value) is QTensor and value.frame is self:
                 if value.slot != slot:
                     return False
             elif value is not spec and not self._stands_for(spec, value, trial):  # code's constants are the same object
@@ -92,15 +96,15 @@ class Activation:
         """These tensors for these values, if they have their types."""
         symbols = dict(self.symbols)
         with torch._C.DisableTorchFunction():
-            chain = self.chain
-            if chain.refused is None and not all(chain.fits(n, t, symbols) for n, t in trial.items()):
-                self.misfits = {n: axes for n, t in trial.items() if (axes := chain.misfit(n, t))}
+            segment = self.segment
+            if segment.refused is None and not all(segment.fits(n, t, symbols) for n, t in trial.items()):
+                self.misfits = {n: axes for n, t in trial.items() if (axes := segment.misfit(n, t))}
                 return False
         self.bound.update(trial)
         if not self.sizes or symbols != self.symbols:
             self.symbols = symbols
-            self.sizes = self.chain.sizes(symbols) if self.chain.refused is None else []
-            self.spare = self.chain.spare.pop(tuple(symbols.items()), {})
+            self.sizes = self.segment.sizes(symbols) if self.segment.refused is None else []
+            self.spare = self.segment.spare.pop(tuple(symbols.items()), {})
         return True
 
     def _stands_for(self, spec: Any, value: Any, trial: dict[int, torch.Tensor]) -> bool:
@@ -131,25 +135,25 @@ class Activation:
         return value is spec or (not isinstance(value, torch.Tensor) and type(value) is kind and bool(value == spec))
 
     def _is(self, number: int, value: torch.Tensor, trial: dict[int, torch.Tensor]) -> bool:
-        if type(value) is QTensor and value.activation is self:
+        if type(value) is QTensor and value.frame is self:
             return value.slot == number
         if number in self.made or number in self.replaced or number in self.replaced.values():
             return False
         known = self.bound.get(number, trial.get(number))
         if known is None:
-            if number in self.chain.folded and not self._is_of_chain(value, number):
+            if number in self.segment.folded and not self._is_of_segment(value, number):
                 return False
             trial[number] = value
             return True
         return known is value
 
-    def _is_of_chain(self, value: torch.Tensor, number: int) -> bool:
-        """Whether it is this value from another run along the chain."""
+    def _is_of_segment(self, value: torch.Tensor, number: int) -> bool:
+        """Whether it is this value from another run along the segment."""
         return (
             type(value) is QTensor
             and value.slot == number
-            and value.activation is not None
-            and value.activation.chain is self.chain
+            and value.frame is not None
+            and value.frame.segment is self.segment
         )
 
     def _extent(self, spec: Extent, trial: dict[int, torch.Tensor]) -> int | None:
@@ -177,7 +181,7 @@ class Activation:
         if event.changed is not None:
             assert type(args[0]) is QTensor
             self._change(args[0], event.changed)
-            if self.chain.shapes.get(event.slots[0]) != self.chain.shapes.get(event.changed):
+            if self.segment.shapes.get(event.slots[0]) != self.segment.shapes.get(event.changed):
                 size = self.sizes[event.changed] if self.sizes else None
                 become(args[0], self._inferred(event.changed) if size is None else size)
             return args[0] if type(result) is Value else fill(result, self._result)
@@ -185,21 +189,21 @@ class Activation:
 
     def _change(self, tensor: QTensor, number: int) -> None:
         """The caller's tensor, which nobody sees through another, stands for another value from now on."""
-        if tensor.activation is self and tensor.content is None:
+        if tensor.frame is self and tensor.content is None:
             old = tensor.slot
             self.replaced[number] = self.replaced.get(old, old)
             del self.made[old]
             tensor.slot, self.made[number] = number, tensor
             return
         places = [at for at, known in self.bound.items() if known is tensor]
-        before, slot = tensor.activation, tensor.slot
+        before, slot = tensor.frame, tensor.slot
         assert before is not None
         twin = pending(tensor.shape, tensor.dtype, before, slot)
         twin.content = tensor.content
         if before.made.get(slot) is tensor:
             before.made[slot] = twin
         self.made[number] = tensor
-        tensor.activation, tensor.slot, tensor.content = self, number, None
+        tensor.frame, tensor.slot, tensor.content = self, number, None
         self.bound.update(dict.fromkeys(places, twin))
 
     def _result(self, leaf: Any) -> Any:
@@ -215,13 +219,13 @@ class Activation:
             return known
         spare = self.spare.pop(number, None)
         if spare is not None:
-            spare.activation, spare.slot = self, number
+            spare.frame, spare.slot = self, number
             self.made[number] = spare
             return spare
         size = self.sizes[number] if self.sizes else None
         if size is None:
             size = self._inferred(number)
-        made = self.made[number] = pending(size, self.chain.recording.types[number], self, number)
+        made = self.made[number] = pending(size, self.segment.recording.types[number], self, number)
         return made
 
     def _inferred(self, number: int) -> torch.Size:
@@ -241,7 +245,7 @@ class Activation:
         than all else of deferring an operator."""
         if not self.sizes:
             return
-        spare, changed, first = {}, self.chain.changed, self.replaced
+        spare, changed, first = {}, self.segment.changed, self.replaced
         for q in self.made.values():
             if getrefcount(q) == HELD_HERE and len(q.__dict__) == ATTRIBUTES and not getweakrefcount(q):
                 slot = first.get(q.slot, q.slot)
@@ -252,10 +256,10 @@ class Activation:
         self.made.clear()
         for q in spare.values():
             q.content = None
-            del q.activation
-        if len(self.chain.spare) >= KEPT:
-            self.chain.spare.clear()
-        self.chain.spare[tuple(self.symbols.items())] = spare
+            del q.frame
+        if len(self.segment.spare) >= KEPT:
+            self.segment.spare.clear()
+        self.segment.spare[tuple(self.symbols.items())] = spare
 
     # -- computing -----------------------------------------------------------------------------------------------
 
@@ -269,7 +273,7 @@ class Activation:
         """The numbers of these, and of others that are alive and will be read."""
         with torch._C.DisableTorchFunction(), torch.no_grad(), torch.autocast("cpu", enabled=False):
             chosen = {q.slot: q for q in wanted if q.content is None}
-            later = self.chain.last_use
+            later = self.segment.last_use
             for q in self.made.values():
                 if q.content is None and later.get(q.slot, -1) >= self.next and getrefcount(q) > HELD_HERE:
                     chosen[q.slot] = q
@@ -282,7 +286,7 @@ class Activation:
                     self._one_by_one(number, q)
 
     def _run(self, given: frozenset[int], order: tuple[int, ...], chosen: dict[int, QTensor]) -> None:
-        reads, runner = self.chain.part(given, order, frozenset(self.counted))
+        reads, runner = self.segment.part(given, order, frozenset(self.counted))
         results = runner([self._known(number) for number in reads])
         self.counted.update(reads, order)
         for number, result in zip(order, results, strict=True):
@@ -307,7 +311,7 @@ class Activation:
             return self._known(number)
         event = next(event for event in self.events if number in event.outputs)
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            result = self.chain.run_event(event, self.operand, self.size)
+            result = self.segment.run_event(event, self.operand, self.size)
         made = {s.index: v for s, v in zip(leaves(result[0]), leaves(result[1]), strict=True) if type(s) is Value}
         return made[number]
 

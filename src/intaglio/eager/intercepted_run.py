@@ -6,21 +6,19 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
-from intaglio.eager.activation import Activation
-from intaglio.eager.events import Event, Length, fill, tensors
-from intaglio.eager.kinds import QUESTION_FUNCTIONS, plain_name, works_in_place
-from intaglio.eager.recorder import UNROLLED, Recorder, source_line
-from intaglio.eager.tensor import QTensor, plain
-from intaglio.eager.writes import is_private, prepare_write, reshape, targets
-
-if TYPE_CHECKING:
-    from intaglio.eager.session import Session
+from intaglio.eager.interception import InterceptionMode, uninterrupted
+from intaglio.eager.recording.events import Event, Length, fill, tensors
+from intaglio.eager.recording.recorder import UNROLLED, Recorder, source_line
+from intaglio.eager.recording.torch_functions import QUESTION_FUNCTIONS, plain_name, works_in_place
+from intaglio.eager.segments.inplace import is_private, prepare_write, reshape, targets
+from intaglio.eager.segments.qtensor import QTensor, plain
+from intaglio.eager.segments.trace_frame import TraceFrame
+from intaglio.eager.session import Session
 
 
 class _Current(threading.local):
@@ -44,28 +42,41 @@ class _Current(threading.local):
 current = _Current()
 
 
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """For our own work in the middle of a run: nothing of it is intercepted."""
-    if isinstance(_get_current_function_mode(), Run):
-        with _pop_mode_temporarily(), uninterrupted():
-            yield
-    else:
-        with torch._C._EnableTorchFunction():
-            yield
+def call_intercepted(
+    session: Session, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run the session's model, or the module of it at ``path`` on its own, with its operators intercepted."""
+    if session.stored is not None:
+        session.resume()
+    run, outer = current.make(session, path), current.run
+    if outer is not None:
+        with torch._C.DisableTorchFunction():
+            outer.settle()
+    current.run = run
+    counts = session.all_or_nothing() if session.records else contextlib.nullcontext()
+    try:
+        with counts, torch.no_grad(), torch.autocast("cpu", enabled=False), run:
+            run.begin(args, kwargs)
+            result = forward(*args, **kwargs)
+            result = run.end(result)
+            if run.at is not None:
+                run.at.leave()
+            return result
+    finally:
+        current.run = outer
 
 
-class Run(TorchFunctionMode):
+class Run(InterceptionMode):
     """``path``: the module that runs now. ``at``: the recording that is followed; ``recorder``: else what records.
 
-    ``activations``: all that have values somebody may still ask for. ``last``: the operator before those of ``at`` and
+    ``frames``: all that have values somebody may still ask for. ``last``: the operator before those of ``at`` and
     ``recorder``."""
 
     def __init__(self, session: Session, path: str) -> None:
         super().__init__()
         self.session, self.path, self.entry = session, path, path
-        self.at: Activation | None = None
-        self.activations: weakref.WeakSet[Activation] = weakref.WeakSet()
+        self.at: TraceFrame | None = None
+        self.frames: weakref.WeakSet[TraceFrame] = weakref.WeakSet()
         self.recorder: Recorder | None = None
         self.last: Event | None = None
         self.watches = session.records
@@ -76,11 +87,11 @@ class Run(TorchFunctionMode):
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         session = self.session
-        if session.records and not session.chains:
+        if session.records and not session.segments:
             self.recorder = Recorder(session.known)
             with torch._C.DisableTorchFunction():
                 self.recorder.begin(args, kwargs)
-        elif session.chains and session.chains[0].refused is None and self.entry == "":
+        elif session.segments and session.segments[0].refused is None and self.entry == "":
             self._move(session.entered(args, kwargs))
 
     def end(self, result: Any) -> Any:
@@ -91,12 +102,12 @@ class Run(TorchFunctionMode):
         self._turn(self.place, None, self.at)
         with torch._C.DisableTorchFunction():
             self.settle()
-        return self.session.finished(self, result)
+        return self.session.finished(result)
 
     def settle(self) -> None:
         """The numbers of all that was deferred and that somebody holds."""
-        for activation in list(self.activations):
-            activation.settle()
+        for frame in list(self.frames):
+            frame.settle()
 
     @property
     def place(self) -> Event | None:
@@ -105,13 +116,13 @@ class Run(TorchFunctionMode):
             return self.recorder.recording.events[-1]
         return self.at.events[self.at.next - 1] if self.at is not None and self.at.next > 0 else self.last
 
-    def _turn(self, before: Event | None, after: Event | None, at: Activation | None) -> None:
+    def _turn(self, before: Event | None, after: Event | None, at: TraceFrame | None) -> None:
         if self.entry == "":
             self.session.turn(before, after, at)
 
-    def _move(self, at: Activation) -> None:
+    def _move(self, at: TraceFrame) -> None:
         self.at = at
-        self.activations.add(at)
+        self.frames.add(at)
 
     def enter(self, path: str) -> None:
         self.calls[path] = self.calls.get(path, 0) + 1
@@ -178,10 +189,10 @@ class Run(TorchFunctionMode):
             return self._new(func, path, args, kwargs, compute)
 
     def _change(
-        self, at: Activation, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]
+        self, at: TraceFrame, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]
     ) -> Any:
         """An operator in place that was expected; it runs at once where others see its tensor."""
-        if is_private(args[0], self.activations):
+        if is_private(args[0], self.frames):
             return at.defer(event, args)
         with torch._C.DisableTorchFunction():
             result = self._write(args, kwargs, compute)
@@ -191,8 +202,8 @@ class Run(TorchFunctionMode):
     def _write(self, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]) -> Any:
         """An operator that writes to memory others may see."""
         written = targets(args, kwargs)
-        places = prepare_write(written, self.activations)
-        if self.session.written(places, self.recorder) and self.at is not None and self.at.chain.refused is not None:
+        places = prepare_write(written, self.frames)
+        if self.session.written(places, self.recorder) and self.at is not None and self.at.segment.refused is not None:
             self.last, self.at = self.place, None
         self.close()
         real, options = tuple(fill(list(args), plain)), fill(kwargs, plain)
@@ -252,13 +263,13 @@ class Run(TorchFunctionMode):
         return bool(getattr(module, "inplace", False)) and not isinstance(module, nn.modules.dropout._DropoutNd)
 
     def close(self) -> None:
-        """Ends the recording, if there is one, and makes a chain of it."""
+        """Ends the recording, if there is one, and makes a segment of it."""
         recorder, self.recorder = self.recorder, None
         if recorder is not None and recorder.recording.events:
             recorder.close()
             with uninterrupted():
-                chain = self.session.recorded(recorder.recording)
-            if chain.refused is None:
+                segment = self.session.recorded(recorder.recording)
+            if segment.refused is None:
                 self.last = recorder.recording.events[-1]
 
 

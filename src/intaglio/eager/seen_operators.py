@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from intaglio.eager.chain import Chain
-from intaglio.eager.events import Event, Value, leaves
-from intaglio.eager.fusion import computing, regions_of, spelled
+from intaglio.eager.recording.events import Event, Value, leaves
+from intaglio.eager.segments.fused_operators import computing, regions_of, spelled
+from intaglio.eager.segments.segment import Segment
 from intaglio.ir import DType
 from intaglio.quant.annotate.sites import Site
 
@@ -55,24 +55,24 @@ class SeenOpInfo:
 class Seen:
     """One recording as `AutoQuantizationState` shows it. ``first``: what is added to its numbers of values."""
 
-    def __init__(self, chain: Chain, first: int, model: torch.nn.Module) -> None:
-        self.chain, self.first, self.model = chain, first, model
+    def __init__(self, segment: Segment, first: int, model: torch.nn.Module) -> None:
+        self.segment, self.first, self.model = segment, first, model
         self.sites: dict[int, Site] = {}
         self.instead: dict[int, str] = {}
         self.levels: dict[int, torch.dtype] = {}
-        self.computing: set[int] = {event.index for event in chain.events}
-        if chain.prepared is not None:
+        self.computing: set[int] = {event.index for event in segment.events}
+        if segment.prepared is not None:
             self._annotated()
 
     def _annotated(self) -> None:
-        assert self.chain.prepared is not None
-        annotations = self.chain.prepared.annotations
-        self.computing = computing(self.chain)
+        assert self.segment.prepared is not None
+        annotations = self.segment.prepared.annotations
+        self.computing = computing(self.segment)
         roots = {region.root.name for region in annotations.regions}
-        for region, events in regions_of(self.chain):
+        for region, events in regions_of(self.segment):
             names = ", ".join(map(spelled, events))
             self.instead.update({event.index: f"{region.name} in int8 of {names}" for event in events})
-        for number, name in self.chain.places.items():
+        for number, name in self.segment.places.items():
             site = annotations.by_value.get((name, "activation"))
             if site is not None:
                 self.sites[number] = site
@@ -81,8 +81,8 @@ class Seen:
 
     def infos(self, path: str) -> Iterator[SeenOpInfo]:
         """Operators of the module at ``path``."""
-        results = {leaf.index for leaf in leaves(self.chain.recording.results[1]) if isinstance(leaf, Value)}
-        for event in self.chain.events:
+        results = {leaf.index for leaf in leaves(self.segment.recording.results[1]) if isinstance(leaf, Value)}
+        for event in self.segment.events:
             if owner(event) == path:
                 yield self._info(event, results)
 
@@ -106,14 +106,14 @@ class Seen:
         )
 
     def _tensors(self, numbers: list[int]) -> tuple[QTensorInfo, ...]:
-        types = {**self.chain.recording.types, **self.levels}
+        types = {**self.segment.recording.types, **self.levels}
         return tuple(QTensorInfo(self.first + number, types[number]) for number in numbers)
 
     def observed(self, path: str) -> dict[int, Site]:
         """Tensor id -> site, of what the module's operators make, and of what they are the first to read."""
         known: set[int] = set()
         found = {}
-        for event in self.chain.events:
+        for event in self.segment.events:
             fresh = [number for number in (*event.inputs, *event.outputs) if number not in known]
             known.update(fresh)
             if owner(event) == path:

@@ -15,13 +15,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from intaglio import build
-from intaglio.eager.events import Event, Extent, Held, Value, fill, held, leaves
-from intaglio.eager.kinds import is_factory
-from intaglio.eager.places import places
-from intaglio.eager.recorder import Recording
-from intaglio.eager.replay import example_of, replay, trimmed
-from intaglio.eager.slices import Part, UnavailableError, has_integers, part_of
-from intaglio.eager.tensor import QTensor
+from intaglio.eager.recording.events import Event, Extent, Held, Value, fill, held, leaves
+from intaglio.eager.recording.recorder import Recording
+from intaglio.eager.recording.replay import example_of, replay, trimmed
+from intaglio.eager.recording.torch_functions import is_factory
+from intaglio.eager.recording.value_mapping import places
+from intaglio.eager.segments.graph_parts import Part, UnavailableError, has_integers, part_of
+from intaglio.eager.segments.qtensor import QTensor
 from intaglio.errors import CaptureError, UnsupportedError
 from intaglio.ir import Input, Output, evaluate
 from intaglio.lower import requantize
@@ -37,7 +37,7 @@ Made = tuple[Sequence[int], Callable[[Sequence[torch.Tensor]], Sequence[torch.Te
 """The values that a part reads, and what makes the wanted ones from them."""
 
 
-class Chain:
+class Segment:
     """A straight line of operators with one set of sites; runs whole or in parts.
 
     ``refused``: why nothing of it can be quantized; its operators run as they are then. ``given``: parameters that a
@@ -224,7 +224,7 @@ class Chain:
         result = called(*args, **kwargs)
         return (Value(event.changed), args[0]) if event.changed is not None else (event.result, result)
 
-    def converted(self, parameters: Parameters | None, model: nn.Module) -> Chain:
+    def converted(self, parameters: Parameters | None, model: nn.Module) -> Segment:
         """The same recording of the model, its statistics made parameters, if none are given."""
         made = self._of(model)
         if self.prepared is not None:
@@ -234,7 +234,7 @@ class Chain:
             made.compile_parts(dict.fromkeys((given, wanted) for given, wanted, _ in self.parts))
         return made
 
-    def exact(self, model: nn.Module) -> Chain:
+    def exact(self, model: nn.Module) -> Segment:
         """The same recording of the model in float: the graph that was quantized, as it was before."""
         made = self._of(model)
         made.reference = None
@@ -242,8 +242,8 @@ class Chain:
             made.prepared = dataclasses.replace(self.prepared, module=self.prepared.annotations.module)
         return made
 
-    def _of(self, model: nn.Module) -> Chain:
-        made = Chain.__new__(Chain)
+    def _of(self, model: nn.Module) -> Segment:
+        made = Segment.__new__(Segment)
         made.__dict__.update(self.__dict__, model=model, given=None)
         made.lock, made.parts, made.programs, made.spare = threading.Lock(), {}, {}, {}
         return made

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from intaglio.eager.copies import Attachment, parts_prepared
-from intaglio.eager.run import current
-from intaglio.eager.seen import Seen, SeenOpInfo
+from intaglio.eager.intercepted_run import call_intercepted, current
+from intaglio.eager.model_copies import Attachment, parts_prepared
+from intaglio.eager.seen_operators import Seen, SeenOpInfo
 from intaglio.eager.session import Session
-from intaglio.eager.stored import KEY, Loading, Saving
+from intaglio.eager.state_dict_hooks import KEY, Loading, Saving
 from intaglio.errors import CaptureError, InputError
 from intaglio.ir import QParams
 from intaglio.runtime import QuantizedModel
@@ -37,9 +37,9 @@ class AutoQuantizationState(Attachment):
 
     def _seen(self) -> list[Seen]:
         session, first, found = self.session, 0, []
-        for chain in session.chains:
-            found.append(Seen(chain, first, session.model))
-            first += len(chain.recording.types)
+        for segment in session.segments:
+            found.append(Seen(segment, first, session.model))
+            first += len(segment.recording.types)
         return found
 
     @property
@@ -52,8 +52,8 @@ class AutoQuantizationState(Attachment):
         """Observers of a prepared model, of the tensors that the module makes or is the first to read."""
         found = {}
         for seen in self._seen():
-            if seen.chain.prepared is not None and seen.chain.reference is None:
-                observers, leaders = seen.chain.prepared.observers, seen.chain.prepared.annotations.leaders
+            if seen.segment.prepared is not None and seen.segment.reference is None:
+                observers, leaders = seen.segment.prepared.observers, seen.segment.prepared.annotations.leaders
                 sites = seen.observed(self.path).items()
                 found.update({str(n): observers[leaders[s.name]] for n, s in sites if leaders[s.name] in observers})
         return nn.ModuleDict(found)
@@ -63,9 +63,9 @@ class AutoQuantizationState(Attachment):
         """Parameters in a converted model, of the same tensors."""
         found = {}
         for seen in self._seen():
-            if seen.chain.reference is not None:
+            if seen.segment.reference is not None:
                 sites = seen.observed(self.path).items()
-                found.update({number: seen.chain.reference.qparams[site.name] for number, site in sites})
+                found.update({number: seen.segment.reference.qparams[site.name] for number, site in sites})
         return found
 
     def __repr__(self) -> str:
@@ -95,7 +95,7 @@ class Call(Attachment):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = current.run
         if run is None or run.session is not self.session:
-            return self.session.call(self.path, self._forward, args, kwargs)
+            return call_intercepted(self.session, self.path, self._forward, args, kwargs)
         outer = run.path
         run.path = self.path
         if run.watches:
@@ -117,7 +117,7 @@ class LeafCall(Call):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = current.run
         if run is None or run.session is not self.session:
-            return self.session.call(self.path, self, args, kwargs)
+            return call_intercepted(self.session, self.path, self, args, kwargs)
         return run.leaf(self.module, self.path, args, kwargs)
 
 

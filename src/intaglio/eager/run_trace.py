@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from intaglio.eager.activation import Activation
-from intaglio.eager.chain import Chain
-from intaglio.eager.copies import bare, plain_copy
-from intaglio.eager.replay import replay, trimmed
-from intaglio.eager.run import Run, current
+from intaglio.eager.intercepted_run import Run, current
+from intaglio.eager.model_copies import bare, plain_copy
+from intaglio.eager.quantization_state import attach, session_of
+from intaglio.eager.recording.replay import replay, trimmed
+from intaglio.eager.segments.qtensor import plain
+from intaglio.eager.segments.segment import Segment
+from intaglio.eager.segments.trace_frame import TraceFrame
 from intaglio.eager.session import Session
-from intaglio.eager.state import attach, session_of
-from intaglio.eager.tensor import plain
 from intaglio.errors import InputError
 from intaglio.quant.calibrate.batches import Binder, binder_for
 from intaglio.quant.qdq.convert import Reference
@@ -46,20 +46,20 @@ class TracedRun(Run):
 
     def __init__(self, session: Session, path: str, found: list[Stretch]) -> None:
         super().__init__(session, path)
-        self.taken: list[tuple[Activation, int]] = []
+        self.taken: list[tuple[TraceFrame, int]] = []
         self.found = found
 
-    def _move(self, at: Activation) -> None:
+    def _move(self, at: TraceFrame) -> None:
         super()._move(at)
         self.taken.append((at, at.next))
 
     def end(self, result: Any) -> Any:
         returned = super().end(result)
         for at, first in self.taken:
-            if at.next > first and at.chain.refused is None:
-                places = at.chain.places
+            if at.next > first and at.segment.refused is None:
+                places = at.segment.places
                 given = {places[number]: plain(tensor) for number, tensor in at.bound.items() if number in places}
-                self.found.append(Stretch(self.session.chains.index(at.chain), first, at.next, given))
+                self.found.append(Stretch(self.session.segments.index(at.segment), first, at.next, given))
         return returned
 
 
@@ -77,7 +77,7 @@ def exact_twin(converted: nn.Module) -> nn.Module:
         raise InputError("compare", None, "the model is prepared, not converted", remedy="eager.convert(model) first")
     twin = bare(converted)
     session = Session(twin, before.quantizer, leaf_classes=before.leaf_classes)
-    session.follow(before, [chain.exact(session.origin) for chain in before.chains])
+    session.follow(before, [segment.exact(session.origin) for segment in before.segments])
     session.warned = before.warned  # one warning for a line that neither has seen
     attach(session)
     return twin
@@ -91,20 +91,20 @@ def float_copy(model: nn.Module) -> nn.Module:
 def captures(converted: nn.Module, model: nn.Module) -> dict[int, tuple[Captured, Reference]]:
     """Number of a recording -> a float model the way that recording has it, and what conversion made of it."""
     plain_model, found = plain_copy(model), {}
-    for number, chain in enumerate(session_of(converted).chains):
-        if chain.reference is not None:
-            found[number] = _captured(chain, plain_model), chain.reference
+    for number, segment in enumerate(session_of(converted).segments):
+        if segment.reference is not None:
+            found[number] = _captured(segment, plain_model), segment.reference
     return found
 
 
-def _captured(chain: Chain, model: nn.Module) -> Captured:
-    return trimmed(replay(chain.recording, model), chain.recording)[0]
+def _captured(segment: Segment, model: nn.Module) -> Captured:
+    return trimmed(replay(segment.recording, model), segment.recording)[0]
 
 
 def binder_of(converted: nn.Module) -> Binder:
     """Items of data -> calls that are nested like the one that was recorded first."""
-    chains = session_of(converted).chains
-    call = chains[0].recording.call if chains else None
+    segments = session_of(converted).segments
+    call = segments[0].recording.call if segments else None
     if call is None:
         return binder_for(converted)
     args, kwargs = call

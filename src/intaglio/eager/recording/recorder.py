@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from intaglio.eager.events import Event, Extent, Held, Length, Value, fill, tensors
+from intaglio.eager.recording.events import Event, Extent, Held, Length, Value, fill, tensors
 
 UNROLLED = 64
 """So many runs of one line of code have parameters of their own; those behind share the last one's."""
@@ -44,7 +44,7 @@ class Recording:
         vars(self).update(state, results=(tree, entries))
 
     def __deepcopy__(self, memo: Any) -> Recording:
-        """Around the same tensors and operators: once it is made a chain of, only what is free changes."""
+        """Around the same tensors and operators: once it is made a segment of, only what is free changes."""
         return dataclasses.replace(self, free={number: set(axes) for number, axes in self.free.items()})
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from intaglio.eager.kinds import named, spelling
+from intaglio.eager.recording.torch_functions import named, spelling
 
 
 @dataclass(frozen=True)

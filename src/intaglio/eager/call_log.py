@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from intaglio.eager.kinds import QUESTION_FUNCTIONS, plain_name
-from intaglio.eager.run import Run, current
-
-if TYPE_CHECKING:
-    from intaglio.eager.session import Session
+from intaglio.eager.intercepted_run import Run, current
+from intaglio.eager.recording.torch_functions import QUESTION_FUNCTIONS, plain_name
+from intaglio.eager.session import Session
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from intaglio.eager.events import Event, Extent, Held, Value, held, leaves
-from intaglio.eager.kinds import out_of_place, plain_name
-from intaglio.eager.recorder import Recording
+from intaglio.eager.recording.events import Event, Extent, Held, Value, held, leaves
+from intaglio.eager.recording.recorder import Recording
+from intaglio.eager.recording.torch_functions import out_of_place, plain_name
 from intaglio.fxgraph.nodes import origin
 from intaglio.ir import Origin
 from intaglio.ir.dims import Shape

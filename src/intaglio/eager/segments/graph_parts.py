@@ -33,7 +33,7 @@ def part_of(module: fx.GraphModule, given: Sequence[str], wanted: Sequence[str],
     nodes = {name_of(node): node for node in module.graph.nodes}
     known = [name for name in given if name in nodes]
     ends = [_as_read(nodes, name) for name in wanted]
-    needed = _reach([source for chain in ends for source in _sources(chain)], {nodes[name] for name in known})
+    needed = _reach([source for segment in ends for source in _sources(segment)], {nodes[name] for name in known})
     graph, copies = fx.Graph(), {}
     inputs = tuple(name for name in known if nodes[name] in needed)
     for name in inputs:
@@ -46,7 +46,7 @@ def part_of(module: fx.GraphModule, given: Sequence[str], wanted: Sequence[str],
                 continue
             copies[node] = graph.node_copy(node, copies.__getitem__)
             copies[node].meta = dict(node.meta)
-    graph.output(tuple(_last(graph, copies, chain) for chain in ends))
+    graph.output(tuple(_last(graph, copies, segment) for segment in ends))
     made = fx.GraphModule(module, graph)
     made.meta = dict(module.meta)
     return Part(made, inputs)
@@ -71,15 +71,15 @@ def _as_read(nodes: dict[str, fx.Node], name: str) -> tuple[fx.Node, ...]:
     return (node,)
 
 
-def _sources(chain: tuple[fx.Node, ...]) -> list[fx.Node]:
-    return [chain[0]] if len(chain) == 1 else chain[1].all_input_nodes
+def _sources(segment: tuple[fx.Node, ...]) -> list[fx.Node]:
+    return [segment[0]] if len(segment) == 1 else segment[1].all_input_nodes
 
 
-def _last(graph: fx.Graph, copies: dict[fx.Node, fx.Node], chain: tuple[fx.Node, ...]) -> fx.Node:
-    if len(chain) == 1:
-        return copies[chain[0]]
-    made = graph.node_copy(chain[1], copies.__getitem__)
-    made.meta = dict(chain[1].meta)
+def _last(graph: fx.Graph, copies: dict[fx.Node, fx.Node], segment: tuple[fx.Node, ...]) -> fx.Node:
+    if len(segment) == 1:
+        return copies[segment[0]]
+    made = graph.node_copy(segment[1], copies.__getitem__)
+    made.meta = dict(segment[1].meta)
     return made
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from intaglio.eager.activation import HELD_HERE, Activation
-from intaglio.eager.events import Value, leaves, tensors
-from intaglio.eager.tensor import QTensor, become, pending, plain
+from intaglio.eager.recording.events import Value, leaves, tensors
+from intaglio.eager.segments.qtensor import QTensor, become, pending, plain
+from intaglio.eager.segments.trace_frame import HELD_HERE, TraceFrame
 
 
 def targets(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -25,32 +25,32 @@ def memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def is_private(tensor: Any, activations: Collection[Activation]) -> bool:
+def is_private(tensor: Any, frames: Collection[TraceFrame]) -> bool:
     """Whether a deferred value has no view or base that anyone could see a write through."""
-    if type(tensor) is not QTensor or tensor.activation is None:
+    if type(tensor) is not QTensor or not isinstance(tensor.frame, TraceFrame):
         return False
-    own = tensor.activation
-    for number in own.chain.kin.get(tensor.slot, ()):
+    own = tensor.frame
+    for number in own.segment.kin.get(tensor.slot, ()):
         if not isinstance(number, int) or number in own.bound:
             return False
         other = own.made.get(number)
         if other is not None and other is not tensor and sys.getrefcount(other) > HELD_HERE:
             return False
-    return not any(known is tensor for a in activations if a is not own for known in a.bound.values())
+    return not any(known is tensor for a in frames if a is not own for known in a.bound.values())
 
 
-def prepare_write(written: Sequence[torch.Tensor], activations: Collection[Activation]) -> set[int]:
+def prepare_write(written: Sequence[torch.Tensor], frames: Collection[TraceFrame]) -> set[int]:
     """Has nothing deferred depend on what these tensors are now; the storages that will change."""
-    for activation in activations:
-        activation.settle()
+    for frame in frames:
+        frame.settle()
     for tensor in written:
-        if type(tensor) is QTensor and tensor.activation is not None:
-            release(tensor.activation, tensor.slot)
+        if type(tensor) is QTensor and isinstance(tensor.frame, TraceFrame):
+            release(tensor.frame, tensor.slot)
     places = {memory(plain(tensor)) for tensor in written}
-    for activation in activations:
-        for number, known in activation.bound.items():
+    for frame in frames:
+        for number, known in frame.bound.items():
             if memory(plain(known)) in places:
-                activation.bound[number] = plain(known).clone()
+                frame.bound[number] = plain(known).clone()
     return places
 
 
@@ -61,37 +61,35 @@ def reshape(written: Sequence[torch.Tensor]) -> None:
             become(tensor, tensor.content.shape)
 
 
-def release(activation: Activation, number: int) -> None:
+def release(frame: TraceFrame, number: int) -> None:
     """The value and all that is a view of the same memory become tensors that share it and belong to no recording; the
     recording keeps copies."""
-    chain, made = activation.chain, activation.made
-    contents = _contents(activation, chain.kin.get(number, (number,)))
+    segment, made = frame.segment, frame.made
+    contents = _contents(frame, segment.kin.get(number, (number,)))
     for slot in list(made):
         q = made[slot]
         if q.slot not in contents:
             continue
-        twin = pending(q.shape, q.dtype, activation, q.slot)
+        twin = pending(q.shape, q.dtype, frame, q.slot)
         twin.content = contents[q.slot].clone()
-        q.activation, q.content = None, contents[q.slot]
+        q.frame, q.content = None, contents[q.slot]
         made[slot] = twin
-        activation.computed.add(twin.slot)
+        frame.computed.add(twin.slot)
 
 
-def _contents(activation: Activation, kin: Sequence[int | str]) -> dict[int, torch.Tensor]:
+def _contents(frame: TraceFrame, kin: Sequence[int | str]) -> dict[int, torch.Tensor]:
     """Values of one memory, made anew from the one they are views of, which comes first."""
-    root, chain = kin[0], activation.chain
+    root, segment = kin[0], frame.segment
     found: dict[int, torch.Tensor] = {}
     if isinstance(root, int):
-        base = activation.operand(root)
-        if root not in activation.bound and _is_shared(activation, base, kin):
+        base = frame.operand(root)
+        if root not in frame.bound and _is_shared(frame, base, kin):
             base = base.clone()
         found[root] = base
-    for event in activation.events[: activation.next]:
-        views = [number for number, _ in event.views if chain.roots[number] == root]
+    for event in frame.events[: frame.next]:
+        views = [number for number, _ in event.views if segment.roots[number] == root]
         if views:
-            spec, result = chain.run_event(
-                event, lambda n: found[n] if n in found else activation.operand(n), activation.size
-            )
+            spec, result = segment.run_event(event, lambda n: found[n] if n in found else frame.operand(n), frame.size)
             made = {
                 leaf: tensor
                 for leaf, tensor in zip(leaves(spec), leaves(result), strict=True)
@@ -101,8 +99,8 @@ def _contents(activation: Activation, kin: Sequence[int | str]) -> dict[int, tor
     return found
 
 
-def _is_shared(activation: Activation, base: torch.Tensor, kin: Sequence[int | str]) -> bool:
+def _is_shared(frame: TraceFrame, base: torch.Tensor, kin: Sequence[int | str]) -> bool:
     """Whether a graph gave, as the base of views, memory that another value lies in too."""
-    known = [plain(tensor) for tensor in activation.bound.values()]
-    known += [q.content for q in activation.made.values() if q.content is not None and q.slot not in kin]
+    known = [plain(tensor) for tensor in frame.bound.values()]
+    known += [q.content for q in frame.made.values() if q.content is not None and q.slot not in kin]
     return memory(base) in {memory(tensor) for tensor in known}

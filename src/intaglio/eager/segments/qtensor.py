@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from intaglio.eager.events import fill
-from intaglio.eager.kinds import QUESTION_FUNCTIONS
-
-if TYPE_CHECKING:
-    from intaglio.eager.activation import Activation
+from intaglio.eager.recording.events import fill
+from intaglio.eager.recording.torch_functions import QUESTION_FUNCTIONS
 
 _make = torch.Tensor._make_wrapper_subclass
+
+
+class DeferredValues(Protocol):
+    """States what a deferred tensor asks of the frame it belongs to. `TraceFrame` is the one implementation."""
+
+    made: dict[int, QTensor]
+
+    @property
+    def segment(self) -> object:
+        """Return the segment that the frame runs along, for comparisons by identity."""
+
+    def compute(self, wanted: Sequence[QTensor]) -> None:
+        """Compute the contents of these tensors."""
 
 
 class QTensor(torch.Tensor):
     """Shape and element type of the float model's value; its numbers are made when something asks for them.
 
-    ``activation`` and ``slot`` say which value of which recording it stands for. For everyone who is not part of a
+    ``frame`` and ``slot`` say which value of which recording it stands for. For everyone who is not part of a
     converted model it is a tensor like any other: whatever reads it gets float numbers.
     """
 
-    activation: Activation | None
+    frame: DeferredValues | None
     """`None` of one that was written to: it belongs to no recording any more."""
     slot: int
     content: torch.Tensor | None
@@ -31,8 +41,8 @@ class QTensor(torch.Tensor):
     def numbers(self) -> torch.Tensor:
         """The value as a plain tensor; what has to run for it runs now."""
         if self.content is None:
-            assert self.activation is not None
-            self.activation.compute([self])
+            assert self.frame is not None
+            self.frame.compute([self])
         assert self.content is not None
         return self.content
 
@@ -58,9 +68,9 @@ class QTensor(torch.Tensor):
         return self.numbers().clone()
 
 
-def pending(size: tuple[int, ...], dtype: torch.dtype, activation: Activation, slot: int) -> QTensor:
+def pending(size: tuple[int, ...], dtype: torch.dtype, frame: DeferredValues, slot: int) -> QTensor:
     made: QTensor = _make(QTensor, size, dtype=dtype)
-    made.activation, made.slot, made.content = activation, slot, None
+    made.frame, made.slot, made.content = frame, slot, None
     return made
 
 

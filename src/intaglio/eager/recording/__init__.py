@@ -1,0 +1,1 @@
+"""Recording of the operators a model runs, and the graph made of a recording."""

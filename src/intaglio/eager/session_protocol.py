@@ -1,0 +1,33 @@
+"""`RecordedState`: the part of a session that its snapshot and its serialized form read and write."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import nn
+
+from intaglio.eager.recording.events import Event
+from intaglio.eager.segments.segment import Segment
+from intaglio.quant.recipes.recipe import Quantizer
+
+
+class RecordedState(Protocol):
+    """States which attributes of a `Session` hold what was recorded. The attributes are documented there."""
+
+    origin: nn.Module
+    quantizer: Quantizer
+    records: bool
+    runs: int
+    segments: list[Segment]
+    index: dict[Any, list[tuple[Segment, Event]]]
+    edges: dict[Any, list[tuple[Segment, int]]]
+    lines: dict[tuple[str, str], list[str]]
+    turns: set[tuple[Any, Any]]
+    outside: set[tuple[str, str, str]]
+    floats: set[Any]
+
+    def add(self, segment: Segment) -> None:
+        """Append a segment and index its operators."""
+
+    def place(self, event: Event) -> tuple[str, str, int]:
+        """Return path, operator name and line of code of an operator."""

@@ -1,0 +1,93 @@
+"""Hooks of state dictionaries: what a session has seen is saved and loaded beside the model's tensors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from intaglio.eager.model_copies import Attachment
+from intaglio.eager.serialization import FLOW, VERSION, Entry, Stored
+from intaglio.eager.session import Session
+from intaglio.errors import ArtifactError, InputError
+
+KEY = "_auto_quant_state"
+"""First part of our names in a state dictionary; behind it the number of a recording, or `FLOW`."""
+
+
+class Saving(Attachment):
+    """Hook of a model's state dictionary: one uint8 tensor an entry, beside what the model has."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, entry in self.session.kept().entries.items():
+            text = bytearray(json.dumps(entry, sort_keys=True), "utf-8")
+            state[f"{prefix}{KEY}.{name}"] = torch.frombuffer(text, dtype=torch.uint8)
+
+
+class Loading(Attachment):
+    """Hook of every module that a state dictionary is loaded into: its graphs are made again when they are needed.
+
+    The model itself (``whole``) takes its entries.
+    """
+
+    def __init__(self, session: Session, whole: bool) -> None:
+        self.session, self.whole = session, whole
+
+    def __call__(
+        self,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        session = self.session
+        stored, head = session.kept(), f"{prefix}{KEY}."
+        given: dict[str, Entry] = {}
+        if self.whole:
+            for key in [key for key in state if key.startswith(head)]:
+                name = key.removeprefix(head)
+                given[name] = _fitting(key, name, read(key, state.pop(key)), session, stored)
+            missing += [head + name for name in stored.entries if strict and name not in given]
+        session.suspend(replace(stored, entries={**stored.entries, **given}))
+
+
+def read(key: str, tensor: Any) -> Entry:
+    """The entry in a tensor of a state dictionary. `ArtifactError` when there is none."""
+    try:
+        entry = json.loads(bytes(tensor.tolist()))
+        version = entry["version"]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ArtifactError(key, None, f"no state of a prepared or converted model: {error}") from error
+    if version != VERSION:
+        raise ArtifactError(key, None, f"version {version}; this intaglio reads {VERSION}")
+    return dict(entry)
+
+
+def _fitting(key: str, name: str, entry: Entry, session: Session, stored: Stored) -> Entry:
+    """The entry, of a recording that this model has. `InputError` for another's."""
+    if name == FLOW:
+        return entry
+    remedy = "prepare the model with the same example inputs, and let it run the same ways once"
+    if name not in stored.entries:
+        first = entry["operators"][2].strip()
+        problem = f"a recording that begins with {first!r}; this model has {len(stored.recordings)} recordings"
+        raise InputError(key, None, problem, remedy=remedy)
+    pairs = zip(entry["operators"], [*stored.entries[name]["operators"], "nothing more"], strict=False)
+    other = next((pair for pair in pairs if pair[0] != pair[1]), None)
+    if other is not None or len(entry["operators"]) != len(stored.entries[name]["operators"]):
+        seen, own = other or ("nothing more", stored.entries[name]["operators"][len(entry["operators"])])
+        problem = f"the operators differ: {seen.strip()!r} in the state, {own.strip()!r} here"
+        raise InputError(key, None, problem, remedy=remedy)
+    if not session.records and "parameters" not in entry and "statistics" in entry:
+        problem = "statistics of a prepared model; this one is converted"
+        raise InputError(key, None, problem, remedy="load them into a prepared model, and convert that")
+    return entry
