@@ -19,7 +19,7 @@ from intaglio.ops import OPS, run_op
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.qdq.convert import Reference, convert
-from intaglio.quant.recipes.recipe import Quantizer
+from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.signature import bind, dims_of
 from intaglio.tracing import Captured, capture
 

@@ -12,7 +12,8 @@ from intaglio.errors import UnsupportedError
 from intaglio.ir import DType
 from intaglio.quant.annotate.sites import Derived, Fixed, Observed, Shared, Site, groups
 from intaglio.quant.calibrate.prepare import annotate
-from intaglio.quant.recipes.recipe import Quantizer, Recipe
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
 from intaglio.tracing import capture
 from nets import Body
 

@@ -30,7 +30,8 @@ from intaglio.quant.calibrate.prepare import Prepared, prepare
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.qdq.convert import convert
 from intaglio.quant.qdq.parameters import Parameters
-from intaglio.quant.recipes.recipe import Quantizer, Recipe
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
 from nets import Body
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import intaglio
 import nets
 from intaglio.errors import InputError
-from intaglio.quant.recipes.recipe import Quantizer
+from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.tune import Start
 from intaglio.tune.fallback import Search
 from nets import Body

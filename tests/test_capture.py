@@ -14,7 +14,8 @@ from intaglio.ir import Expression
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.qdq.convert import convert
-from intaglio.quant.recipes.recipe import Quantizer, Recipe
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
 from intaglio.tracing import CAPTURE_PASSES, capture
 from intaglio.tracing.torch_export import _functional
 from nets import Body

@@ -17,7 +17,8 @@ from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.qdq.convert import convert
-from intaglio.quant.recipes.recipe import Quantizer, Recipe
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
 from models import assert_same, compiled, picture
 from nets import Body
 

@@ -14,7 +14,9 @@ from intaglio.quant.correct.linalg import DAMPINGS, LEAST, factor_of, taken
 from intaglio.quant.correct.second_moments import Moments, moments
 from intaglio.quant.correct.smooth_factors import Rows, smoothing
 from intaglio.quant.correct.weight_rounding import ROUNDINGS, loss, nearest
-from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
+from intaglio.quant.recipes.settings import Setting
 
 
 def prepared_of(model, batch, **setting):

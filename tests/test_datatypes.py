@@ -17,7 +17,8 @@ from intaglio.ir import DType, Packing
 from intaglio.quant.qdq.float8 import float8
 from intaglio.quant.qdq.weight_grid import weight_grid, weight_scales
 from intaglio.quant.recipes.datatypes import DATATYPES, Datatype
-from intaglio.quant.recipes.recipe import Recipe, Setting
+from intaglio.quant.recipes.recipe import Recipe
+from intaglio.quant.recipes.settings import Setting
 from intaglio.runtime.saved.bit_packing import pack, pack_bits, unpack, unpack_bits
 from nets import Body
 

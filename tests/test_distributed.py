@@ -29,7 +29,9 @@ from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.correct.correct_weights import correct
 from intaglio.quant.correct.equalize import equalize
 from intaglio.quant.qdq.convert import convert
-from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
+from intaglio.quant.recipes.settings import Setting
 from intaglio.tracing import capture
 
 ROOT = Path(__file__).parents[1]

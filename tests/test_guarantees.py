@@ -16,7 +16,8 @@ from intaglio.errors import InputError, SelectorError, UnsupportedError
 from intaglio.fxgraph.nodes import operator, origin
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.qdq.convert import convert
-from intaglio.quant.recipes.recipe import Quantizer, Recipe
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
 from nets import Body
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))

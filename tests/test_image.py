@@ -25,7 +25,8 @@ from intaglio.quant.annotate.sites import Fixed
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.qdq.convert import Reference, convert
-from intaglio.quant.recipes.recipe import Quantizer, Recipe
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
 from intaglio.runtime import QuantizedModel
 from intaglio.runtime.saved import model_file as files
 from intaglio.tracing import Captured, capture

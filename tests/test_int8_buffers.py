@@ -15,7 +15,7 @@ from intaglio.annotation import Annotation, Levels, annotate_node
 from intaglio.errors import CaptureError, SelectorError, UnsupportedError
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.qdq.convert import convert
-from intaglio.quant.recipes.recipe import Quantizer
+from intaglio.quant.recipes.quantizer import Quantizer
 
 
 class Attention(nn.Module):

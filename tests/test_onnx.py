@@ -16,7 +16,8 @@ from intaglio.errors import BuildError, InputError, UnsupportedError
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.qdq.convert import Reference, convert
-from intaglio.quant.recipes.recipe import Quantizer, Recipe
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.user_patterns import builtin
 from nets import Body, randomize
 

@@ -18,7 +18,8 @@ from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.qdq.convert import convert
 from intaglio.quant.qdq.parameters import Parameter, Parameters
-from intaglio.quant.recipes.recipe import Quantizer, Recipe
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
 from nets import Body
 
 MODEL, CAPTURED = captured_net(nets.Residual)

@@ -12,7 +12,8 @@ import nets
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.patterns import BUILT_IN, QuantizerPattern, builtin, const, op, seq
 from intaglio.patterns import any as anything
-from intaglio.quant.recipes.recipe import Quantizer, Setting
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.settings import Setting
 from nets import Body
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))

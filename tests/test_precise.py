@@ -25,7 +25,9 @@ from intaglio.ops import OPS
 from intaglio.ops.fused_activations import FUNCTIONS, PRECISE, bind_precise
 from intaglio.plan.partitioning import fuse
 from intaglio.quant.calibrate.prepare import prepare
-from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
+from intaglio.quant.recipes.settings import Setting
 from nets import Body, randomize
 from test_program import threads
 

@@ -10,7 +10,8 @@ from compare import captured_net, lowered
 from intaglio.errors import SelectorError
 from intaglio.fxgraph.nodes import origin
 from intaglio.quant.calibrate.prepare import annotate
-from intaglio.quant.recipes.recipe import Quantizer, Recipe
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
 
 
 @pytest.mark.parametrize("net", [nets.Residual, nets.OptionA, nets.MultiOutput], ids=lambda net: net.__name__)

@@ -13,7 +13,9 @@ from compare import captured_net, lowered
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.ir import Origin
 from intaglio.quant.calibrate.prepare import annotate, prepare
-from intaglio.quant.recipes.recipe import DEFAULT, Quantizer, Recipe, Setting
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
+from intaglio.quant.recipes.settings import DEFAULT, Setting
 from intaglio.tracing import capture
 
 CLASSES = {

@@ -23,7 +23,8 @@ from intaglio.ir import DType, Op, QParams, TensorType, symbol
 from intaglio.ops.dynamic_quant import levels_of_rows, row_levels
 from intaglio.ops.products.lstm_gru import RECURRENT, recurrent_meaning, states
 from intaglio.quant.calibrate.prepare import prepare
-from intaglio.quant.recipes.recipe import Quantizer, Recipe
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
 from intaglio.tracing.capture_check import free_symbols
 from nets import Body, randomize
 from test_program import threads

@@ -22,7 +22,9 @@ from intaglio.ir import Op, TensorType
 from intaglio.native.compile import build, load
 from intaglio.ops.dynamic_quant import ROW_MODES, levels_of_rows
 from intaglio.quant.calibrate.prepare import prepare
-from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
+from intaglio.quant.recipes.settings import Setting
 from nets import Body, randomize
 from test_program import threads
 

@@ -12,7 +12,8 @@ from harness import HERE
 from intaglio import numerics
 from intaglio.build.check import check_graph
 from intaglio.errors import SelectorError
-from intaglio.quant.recipes.recipe import Recipe, Setting
+from intaglio.quant.recipes.recipe import Recipe
+from intaglio.quant.recipes.settings import Setting
 from nets import Body, randomize
 
 

@@ -9,7 +9,9 @@ import nets
 from intaglio import numerics
 from intaglio.fxgraph.nodes import operands
 from intaglio.quant.correct.layerwise_eval import CACHE, Walk
-from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
+from intaglio.quant.recipes.settings import Setting
 from intaglio.signature import bind
 
 

@@ -18,7 +18,9 @@ from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.qdq.convert import convert
-from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
+from intaglio.quant.recipes.settings import Setting
 from intaglio.tracing import capture
 from models import assert_same
 from nets import Body, randomize

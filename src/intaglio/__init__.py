@@ -78,7 +78,9 @@ if TYPE_CHECKING:
     from intaglio.quant.calibrate.ranges import Ranges
     from intaglio.quant.qdq.parameters import Parameters
     from intaglio.quant.recipes.image import Image
-    from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
+    from intaglio.quant.recipes.quantizer import Quantizer
+    from intaglio.quant.recipes.recipe import Recipe
+    from intaglio.quant.recipes.settings import Setting
     from intaglio.quant.recipes.user_patterns import QuantizerPattern
     from intaglio.runtime import Coverage, QuantizedModel
 else:
@@ -97,9 +99,9 @@ else:
         "Ranges": "intaglio.quant.calibrate.ranges",
         "Parameters": "intaglio.quant.qdq.parameters",
         "Image": "intaglio.quant.recipes.image",
-        "Quantizer": "intaglio.quant.recipes.recipe",
+        "Quantizer": "intaglio.quant.recipes.quantizer",
         "Recipe": "intaglio.quant.recipes.recipe",
-        "Setting": "intaglio.quant.recipes.recipe",
+        "Setting": "intaglio.quant.recipes.settings",
         "QuantizerPattern": "intaglio.quant.recipes.user_patterns",
         "Coverage": "intaglio.runtime",
         "QuantizedModel": "intaglio.runtime",

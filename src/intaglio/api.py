@@ -37,7 +37,8 @@ from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.qdq.convert import convert as convert_prepared
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.image import Image
-from intaglio.quant.recipes.recipe import Quantizer, Recipe
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.user_patterns import QuantizerPattern
 from intaglio.runtime import QuantizedModel, example_of
 from intaglio.signature import bind

@@ -16,7 +16,9 @@ from intaglio.cli.show import Result, coverage_parts, coverage_result, facts, fl
 from intaglio.fxgraph.nodes import origin
 from intaglio.quant.annotate.refusals import macs
 from intaglio.quant.annotate.regions import Annotations
-from intaglio.quant.recipes.recipe import Quantizer, Recipe, matches
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
+from intaglio.quant.recipes.selectors import matches
 
 
 def run(

@@ -17,7 +17,8 @@ from torch import nn
 import intaglio
 from intaglio.errors import ArtifactError
 from intaglio.quant.calibrate.batches import binder_for, peek
-from intaglio.quant.recipes.recipe import NAMED, Recipe
+from intaglio.quant.recipes.recipe import Recipe
+from intaglio.quant.recipes.settings import NAMED
 from intaglio.runtime import QuantizedModel
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

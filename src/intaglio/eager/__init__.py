@@ -19,7 +19,8 @@ from intaglio.eager.torchscript import scriptable
 from intaglio.errors import CalibrationError, InputError
 from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.qdq.parameters import Parameters
-from intaglio.quant.recipes.recipe import Quantizer, Recipe
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
 
 __all__ = [
     "AutoQuantizationState",

@@ -25,7 +25,7 @@ from intaglio.eager.segments.trace_frame import TraceFrame
 from intaglio.eager.serialization import Stored, restore, store
 from intaglio.eager.snapshot import Snapshot
 from intaglio.errors import CaptureError, InputError, UnsupportedError
-from intaglio.quant.recipes.recipe import Quantizer
+from intaglio.quant.recipes.quantizer import Quantizer
 
 logger = logging.getLogger("intaglio")
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from intaglio.eager.recording.events import Event
 from intaglio.eager.segments.segment import Segment
-from intaglio.quant.recipes.recipe import Quantizer
+from intaglio.quant.recipes.quantizer import Quantizer
 
 
 class RecordedState(Protocol):

@@ -22,7 +22,7 @@ from intaglio.quant.correct.apply_equalization import equalized
 from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.qdq.parameters import Parameter, Parameters, owners
 from intaglio.quant.qdq.qparams import activation_qparams
-from intaglio.quant.recipes.recipe import Quantizer
+from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.runtime import QuantizedModel
 from intaglio.tracing import Captured
 from intaglio.tune.compare import compare

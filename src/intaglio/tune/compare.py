@@ -21,7 +21,7 @@ from intaglio.quant.calibrate.batches import Binder, binder_for, peek
 from intaglio.quant.calibrate.prepare import Prepared, annotate, prepare, rewritten
 from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.qdq.parameters import Parameters
-from intaglio.quant.recipes.recipe import Quantizer
+from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.runtime import QuantizedModel
 from intaglio.signature import Integers, bind, dims_of
 from intaglio.tracing import Captured, capture

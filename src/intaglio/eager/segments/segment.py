@@ -29,7 +29,7 @@ from intaglio.quant.calibrate.prepare import Prepared, prepare
 from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.qdq.parameters import Parameters
-from intaglio.quant.recipes.recipe import Quantizer
+from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.signature import settles
 
 logger = logging.getLogger("intaglio")

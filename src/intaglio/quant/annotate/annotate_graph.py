@@ -21,7 +21,9 @@ from intaglio.quant.annotate.refusals import refusal, skipped
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import groups
 from intaglio.quant.annotate.weight_only import alone
-from intaglio.quant.recipes.recipe import Quantizer, Recipe, Setting
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
+from intaglio.quant.recipes.settings import Setting
 from intaglio.quant.recipes.user_patterns import Found, Rejected, find, name_operators, patterns_of
 from intaglio.tracing.while_loops import everything_in
 

@@ -15,7 +15,7 @@ from intaglio import numerics
 from intaglio.fxgraph.nodes import arguments, is_constant, operator, origin, provenance
 from intaglio.ir import DType, TensorType
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL
-from intaglio.quant.recipes.recipe import Setting
+from intaglio.quant.recipes.settings import Setting
 
 EMBEDDING = "aten.embedding.default"
 BAGS = (

@@ -24,7 +24,8 @@ from intaglio.ops.fused_activations import FUNCTIONS
 from intaglio.ops.products.conv import output_axis
 from intaglio.quant.annotate.node_annotations import Written
 from intaglio.quant.annotate.regions import Region
-from intaglio.quant.recipes.recipe import Quantizer, Setting
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.settings import Setting
 from intaglio.quant.recipes.user_patterns import Found, QuantizerPattern, whole_of
 
 

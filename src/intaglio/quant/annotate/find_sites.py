@@ -22,7 +22,7 @@ from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Derived, Fixed, Observed, Shared, Site
 from intaglio.quant.qdq.qdq_normalize import levels_behind
 from intaglio.quant.qdq.weight_grid import group_of
-from intaglio.quant.recipes.recipe import Setting
+from intaglio.quant.recipes.settings import Setting
 
 
 def sites_of(

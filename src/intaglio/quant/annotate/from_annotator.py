@@ -27,7 +27,7 @@ from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Fixed, Observed, Shared, Site, groups
 from intaglio.quant.annotate.weight_only import alone
 from intaglio.quant.frontends.pt2e_compat import annotations_of, torch_view
-from intaglio.quant.recipes.recipe import Setting
+from intaglio.quant.recipes.settings import Setting
 
 
 def annotated(

@@ -13,7 +13,7 @@ from intaglio.ir import DType, Signature
 from intaglio.quant.annotate.refusals import refusal
 from intaglio.quant.qdq.prepare_passes import read_affine
 from intaglio.quant.recipes.image import Image
-from intaglio.quant.recipes.recipe import Quantizer
+from intaglio.quant.recipes.quantizer import Quantizer
 
 
 def declare_images(

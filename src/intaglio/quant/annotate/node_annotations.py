@@ -22,7 +22,7 @@ from intaglio.quant.annotate.embedding_tables import BAGS, EMBEDDING
 from intaglio.quant.annotate.int8_buffers import is_destination
 from intaglio.quant.annotate.sites import Dynamic, Fixed, Observed, Site
 from intaglio.quant.recipes.datatypes import DATATYPES
-from intaglio.quant.recipes.recipe import Setting
+from intaglio.quant.recipes.settings import Setting
 
 KEY = "quantization_annotation"
 """Where a node's ``meta`` has what was written; PyTorch's own quantizers write there too."""

@@ -18,7 +18,7 @@ from intaglio.ops import OpDef
 from intaglio.ops.dynamic_quant import levels_of_rows, row_levels, scales_shape
 from intaglio.ops.products.lstm_gru import RECURRENT
 from intaglio.quant.annotate.sites import Dynamic, Site
-from intaglio.quant.recipes.recipe import Setting
+from intaglio.quant.recipes.settings import Setting
 
 if TYPE_CHECKING:
     from intaglio.quant.annotate.regions import Annotations, Region

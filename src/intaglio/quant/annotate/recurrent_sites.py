@@ -19,7 +19,7 @@ from intaglio.ops.products.lstm_gru import RECURRENT, bind_recurrent, recurrent_
 from intaglio.quant.annotate.per_token import rows_behind
 from intaglio.quant.annotate.sites import Observed, Site
 from intaglio.quant.qdq.weight_grid import channel_scales, weight_grid
-from intaglio.quant.recipes.recipe import Setting
+from intaglio.quant.recipes.settings import Setting
 
 RECURRENT_CALL = "intaglio.recurrent.default"
 ZEROS = ("aten.zeros.default", "aten.zeros_like.default", "aten.new_zeros.default")

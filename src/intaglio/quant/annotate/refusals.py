@@ -24,7 +24,7 @@ from intaglio.quant.annotate.recurrent_sites import (
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Skip
 from intaglio.quant.qdq.prepare_passes import BATCH_NORM
-from intaglio.quant.recipes.recipe import Setting
+from intaglio.quant.recipes.settings import Setting
 from intaglio.quant.recipes.user_patterns import is_host
 from intaglio.tracing.while_loops import WhileLoop
 

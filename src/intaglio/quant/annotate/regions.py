@@ -15,7 +15,7 @@ from intaglio.ops.dynamic_quant import ROW_MODES
 from intaglio.ops.products.lstm_gru import RECURRENT
 from intaglio.quant.annotate.embedding_tables import Table, table_notes
 from intaglio.quant.annotate.sites import Site, Skip
-from intaglio.quant.recipes.recipe import Setting
+from intaglio.quant.recipes.settings import Setting
 from intaglio.quant.recipes.user_patterns import QuantizerPattern, Rejected, operands_of_whole, record_at
 
 

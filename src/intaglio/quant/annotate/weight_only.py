@@ -14,7 +14,7 @@ from intaglio.fxgraph.nodes import constant_node, is_constant, operands, origin,
 from intaglio.ir import DType, TensorType
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.qdq.weight_grid import channel_scales, group_of, weight_grid
-from intaglio.quant.recipes.recipe import Setting
+from intaglio.quant.recipes.settings import Setting
 
 
 def alone(regions: Iterable[Region], settings: Mapping[fx.Node, Setting]) -> dict[str, Setting]:

@@ -23,7 +23,7 @@ from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.correct.layerwise_eval import CACHE, Walk
 from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, each_output, weight_qparams
 from intaglio.quant.qdq.weight_grid import weight_grid
-from intaglio.quant.recipes.user_patterns import QuantizerPattern
+from intaglio.quant.recipes.user_patterns import ParameterChooser, QuantizerPattern
 from intaglio.signature import bind
 from intaglio.tracing.captured import expect
 
@@ -201,7 +201,7 @@ def _until(items: Iterator[Any], binder: Binder, samples: int | None) -> Iterato
             return
 
 
-def _callback(region: Region) -> CalibrationCallback | None:
+def _callback(region: Region) -> ParameterChooser | None:
     return region.pattern.calibration if region.pattern is not None else None
 
 

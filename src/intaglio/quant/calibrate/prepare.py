@@ -30,7 +30,7 @@ from intaglio.quant.correct.corrections import Equalization
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
 from intaglio.quant.qdq.qdq_normalize import quantizes
 from intaglio.quant.recipes.image import Image
-from intaglio.quant.recipes.recipe import Quantizer
+from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.tracing.captured import Captured, GraphStage, expect
 from intaglio.tracing.while_loops import everything_in, loops_of, with_bodies
 

@@ -21,7 +21,8 @@ from intaglio.ir.rewrite import match, op, seq
 from intaglio.quant.annotate.node_annotations import Annotation, Levels, Own, SameAs, annotate_node, annotation_of
 from intaglio.quant.annotate.sites import Dynamic, Observed
 from intaglio.quant.qat.eval_graph import MARKS, Norm
-from intaglio.quant.recipes.recipe import DEFAULT, Setting, matches
+from intaglio.quant.recipes.selectors import matches
+from intaglio.quant.recipes.settings import DEFAULT, Setting
 
 RELU, GELU = "aten.relu.default", "aten.gelu.default"
 AFTER_CONV = (RELU, "aten.hardtanh.default", "aten.relu6.default", "aten.hardswish.default", "aten.silu.default")

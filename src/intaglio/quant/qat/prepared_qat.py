@@ -23,7 +23,7 @@ from intaglio.quant.qat.parameter_tree import Tree
 from intaglio.quant.qat.training_graph import TrainingGraph
 from intaglio.quant.qdq.prepare_passes import QAT_PASSES
 from intaglio.quant.recipes.datatypes import FLOAT8
-from intaglio.quant.recipes.recipe import Quantizer
+from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.signature import bind, dims_of, rebuild
 from intaglio.tracing.captured import Captured, expect
 from intaglio.tracing.while_loops import refuse_loops

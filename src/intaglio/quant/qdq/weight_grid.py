@@ -12,7 +12,7 @@ from intaglio.errors import UnsupportedError
 from intaglio.ir import DType, Origin
 from intaglio.numerics import F32, I32
 from intaglio.quant.recipes.datatypes import Datatype
-from intaglio.quant.recipes.recipe import DEFAULT, Setting
+from intaglio.quant.recipes.settings import DEFAULT, Setting
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import difflib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from torch import fx
 
@@ -15,10 +15,14 @@ from intaglio.fxgraph.nodes import FxView, arguments, is_constant, operator, ori
 from intaglio.ir import DType, Origin
 from intaglio.ir.rewrite import Match, Pattern, any, const, match, op
 from intaglio.ops import BY_TARGET, FUSIONS, OPS, Call, OpDef
+from intaglio.quant.recipes.settings import Setting
 
-if TYPE_CHECKING:
-    from intaglio.quant.calibrate.callbacks import CalibrationCallback
-    from intaglio.quant.recipes.recipe import Setting
+
+class ParameterChooser(Protocol):
+    """States what a pattern's ``calibration`` has to have; `intaglio.calibration.CalibrationCallback` is its base."""
+
+    def calibrate(self, info: Any) -> Mapping[str, Any]:
+        """Return parameters by site name for the region that a `CalibrationInfo` describes."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class QuantizerPattern:
 
     name: str
     pattern: Pattern
-    calibration: CalibrationCallback | None = None
+    calibration: ParameterChooser | None = None
     priority: int = 0
     setting: Setting | None = None
     ranks: tuple[int, ...] = ()
@@ -98,7 +102,7 @@ BUILT_IN: Mapping[str, Pattern] = {
 
 
 def builtin(
-    *names: str, calibration: CalibrationCallback | None = None, priority: int = 0, setting: Setting | None = None
+    *names: str, calibration: ParameterChooser | None = None, priority: int = 0, setting: Setting | None = None
 ) -> list[QuantizerPattern]:
     """Patterns of intaglio's own by name: fusion rows ("anchor_add_clamp"), operators ("conv2d", "add"), layers with a
     bias ("conv2d_bias"). Without names all rows and operators, as a `Quantizer` without patterns has them."""
