@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from precompiled import compiler
+from support.precompiled_header import compiler
 
 GOLDEN = Path(__file__).parent / "golden"
 DIFF_LINES = 40
@@ -27,6 +27,23 @@ settings.load_profile(os.environ.get("INTAGLIO_HYPOTHESIS", "default"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/golden from what the tests produce")
+    parser.addoption("--case", action="append", default=[], help="only tests of 'backend 12', or of 'backend'")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests whose ``case`` marker names one of the wanted cases, or a case of a wanted document."""
+    if wanted := config.getoption("--case"):
+        kept = [item for item in items if any(_is_case(case, wanted) for case in _cases_of(item))]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+def _cases_of(item: pytest.Item) -> list[str]:
+    return [case for marker in item.iter_markers("case") for case in marker.args]
+
+
+def _is_case(case: str, wanted: list[str]) -> bool:
+    return any(case == name or case.rpartition(" ")[0] == name for name in wanted)
 
 
 def pytest_configure() -> None:

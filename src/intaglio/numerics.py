@@ -651,8 +651,8 @@ def quantize_table(table: ArrayLike) -> tuple[NDArray[np.uint8], F32, F32]:
     """f32[V, D] -> u8[V, D], scales f32[V], zero points f32[V]: every row from its least to its largest value.
 
     ``s = (most - least) / 255``, 1 where that is no more than `FLATTEST_ROW`; ``z = -least / s``, which is no whole
-    number; ``q = clamp(rne(x * (1 / s) + z), 0, 255)``. Bit-equal to torch's per-channel float parameters (tests/
-    test_embeddings.py). The range of a row need not include 0.
+    number; ``q = clamp(rne(x * (1 / s) + z), 0, 255)``. Bit-equal to torch's per-channel float parameters (tests/ops/
+    test_embedding.py). The range of a row need not include 0.
     """
     table = np.asarray(table, np.float32)
     least, most = table.min(1), table.max(1)

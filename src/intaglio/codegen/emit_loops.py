@@ -47,7 +47,7 @@ CALLED = {
     "near_gelu": "near_gelu({0})",
     "gelu_tanh": "of_number({0}, gelu_tanh({0}))",
 }
-"""Operator of a body -> C, over vectors; with those below it has all but reductions and views (tests/test_loops.py)."""
+"""Operator of a body -> C, over vectors; with those below it has all but reductions and views."""
 SIDE_BY_SIDE = {"near_gelu": "near_gelus", "exp": "exp_negatives"}
 """Operator -> C that takes several vectors a step at a time, where one alone would wait for itself; ``exp`` up to 0."""
 SUMS = {

@@ -69,7 +69,7 @@ EMITTERS: Mapping[str, Callable[[Code, Partition, Context], None]] = {
     "pixels": emit_pixels,
     "dequantize": emit_dequantize,
 }
-"""Anchor kind -> what prints its step; tests/test_program.py checks it against the operators' kernel families."""
+"""Anchor kind -> what prints its step; tests/codegen/test_program.py checks it against kernel families."""
 
 
 HOST = "host operator"

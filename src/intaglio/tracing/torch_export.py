@@ -52,7 +52,7 @@ def export(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], shapes: Any
             _forget_loops()
             with Whole():
                 program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes)
-            return as_torch_has_them(_functional(program))
+            return as_torch_has_them(functional_program(program))
     except Exception as error:
         if ALIASED in str(error) and (shared := _shared_memory(model)):
             raise CaptureError(
@@ -80,7 +80,7 @@ def _forget_loops() -> None:
                     torch._dynamo.eval_frame.remove_from_cache(code)
 
 
-def _functional(program: ExportedProgram) -> ExportedProgram:
+def functional_program(program: ExportedProgram) -> ExportedProgram:
     """``program.run_decompositions({})``: nothing writes in place, composite operators stay whole.
 
     torch sets up each of its 600 composite operators for that, and undoes it, which takes two thirds of the call; here

@@ -1,0 +1,539 @@
+"""The command line: every command from end to end on a small model, what it prints, and how it fails."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import intaglio
+from intaglio import QuantizedModel
+from intaglio.cli import bench, doctor, main
+from intaglio.cli.show import show
+from intaglio.native import limits, machine
+
+BROUGHT = """
+import intaglio
+import torch
+from torch import nn
+
+print("imported")
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer1 = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())
+        self.layer2 = nn.Conv2d(8, 8, 3)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(torch.cumsum(self.layer2(self.layer1(x)), 2).mean((2, 3)))
+
+net = Net()
+batches = [torch.randn(4, 3, 8, 8) for _ in range(2)]
+
+example = batches[0]
+
+def build():
+    return Net()
+
+def loader():
+    return iter(batches)
+
+def calibrate(model):
+    for batch in batches:
+        model(batch)
+
+def accuracy(model):
+    return 0.5 if isinstance(model, intaglio.QuantizedModel) and "skipped layer2 " not in model.text("sites") else 0.8
+
+def broken(size):
+    return Net()
+
+number = 3
+"""
+MODULE = "brought_for_cli"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A current folder with a module of the user's in it."""
+    (tmp_path / f"{MODULE}.py").write_text(BROUGHT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder, capsys, monkeypatch):
+    """`run(*words)`: exit code, stdout, stderr."""
+    monkeypatch.setattr(bench, "PAUSE", 0)
+
+    def go(*words):
+        code = 0
+        try:
+            main(words)
+        except SystemExit as ended:
+            code = ended.code or 0
+        return code, *capsys.readouterr()
+
+    return go
+
+
+def ok(result):
+    code, out, err = result
+    assert code == 0, err
+    return out
+
+
+def parsed(result):
+    return json.loads(ok(result))
+
+
+# -- starting ---------------------------------------------------------------------------------------------------------
+
+
+def fresh(text, *words):
+    """A Python process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(intaglio.__file__).parents[1])}
+    return subprocess.run([sys.executable, "-c", text, *words], capture_output=True, text=True, env=environment)
+
+
+NO_TORCH = """
+import runpy, sys
+try:
+    runpy.run_module("intaglio", run_name="__main__", alter_sys=True)
+finally:
+    assert "torch" not in sys.modules, "torch"
+"""
+
+
+@pytest.mark.parametrize("words", [("--help",), ("bench", "--help"), ("--version",)])
+def test_help_does_not_wait_for_torch(words):
+    ended = fresh(NO_TORCH, *words)
+    assert ended.returncode == 0, ended.stderr
+    assert "intaglio" in ended.stdout
+
+
+def test_every_command_has_help(run):
+    text = ok(run("--help"))
+    for command in ("demo", "doctor", "quantize", "inspect", "bench"):
+        assert command in text
+        assert "--json" in ok(run(command, "--help"))
+
+
+WITHOUT_TYPER = """
+import runpy, sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "typer":
+            raise ModuleNotFoundError("No module named 'typer'", name="typer")
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+@pytest.mark.parametrize(
+    "start", ["runpy.run_module('intaglio', run_name='__main__')", "from intaglio.cli import main; main()"]
+)
+def test_without_typer_one_line_names_the_extra(start):
+    ended = fresh(WITHOUT_TYPER + start, "--help")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (line,) = ended.stderr.splitlines()
+    assert "intaglio[cli]" in line
+
+
+def test_public_names_come_at_first_use_and_capture_stays_the_function():
+    text = """
+import sys, intaglio
+assert "torch" not in sys.modules
+import intaglio.capture, intaglio.quant
+assert intaglio.capture is intaglio.api.capture and callable(intaglio.capture)
+assert all(hasattr(intaglio, name) for name in intaglio.__all__) and set(intaglio.__all__) <= set(dir(intaglio))
+assert not hasattr(intaglio, "quantise")
+"""
+    ended = fresh(text)
+    assert ended.returncode == 0, ended.stderr
+
+
+# -- exit codes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("quantise",), "quantise"),
+        (("inspect", "nothing"), "neither a file nor"),
+        (("inspect", "no_such_module:Net", "--example-shape", "1,3,8,8"), "no_such_module"),
+        (("inspect", f"{MODULE}:Nett", "--example-shape", "1,3,8,8"), "nearest: Net"),
+        (("inspect", f"{MODULE}.py:Net", "--example-shape", "1,3,8,8"), "is a file"),
+        (("inspect", f"{MODULE}:number", "--example-shape", "1,3,8,8"), "cannot be called"),
+        (("inspect", f"{MODULE}:broken", "--example-shape", "1,3,8,8"), "without arguments"),
+        (("inspect", f"{MODULE}:loader", "--example-shape", "1,3,8,8"), "not an nn.Module"),
+        (("inspect", f"{MODULE}:Net"), "--example-shape"),
+        (("inspect", f"{MODULE}:Net", "--example-shape", "1,three"), "is not a shape"),
+        (("inspect", f"{MODULE}:Net", "--stage", "sights"), "sights"),
+        (("inspect", f"{MODULE}:Net", "--data", f"{MODULE}:calibrate"), "first batch"),
+        (("bench", f"{MODULE}:Net", "--against", "tensorrt"), "no engine tensorrt"),
+    ],
+)
+def test_a_command_that_makes_no_sense_exits_with_2(run, words, said):
+    code, _, err = run(*words)
+    assert code == 2
+    assert said in " ".join(err.replace("│", "").split())
+
+
+def test_an_error_of_intaglio_is_text_on_stderr_and_1(run):
+    code, out, err = run("inspect", f"{MODULE}:Net", "--example-shape", "2,3,8,8", "--match", "layr1", "--json")
+    assert (code, out) == (1, "")
+    assert "layr1" in err
+    assert "layer1" in err
+    assert "Traceback" not in err
+
+
+# -- inspect ----------------------------------------------------------------------------------------------------------
+
+INSPECT = ("inspect", f"{MODULE}:Net", "--example-shape", "2,3,8,8")
+
+
+def test_inspect_lists_operators_kernels_sites_and_reasons(run):
+    found = parsed(run(*INSPECT, "--json"))
+    by_operator = {op["operator"]: op for op in found["operators"]}
+    assert by_operator["aten.relu.default"]["int8"]
+    assert not by_operator["aten.cumsum.default"]["int8"]
+    assert by_operator["aten.cumsum.default"]["reason"]
+    assert ["aten.conv2d.default", "aten.relu.default"] in [kernel["operators"] for kernel in found["fusions"]]
+    assert found["sites"]["weight"] == 3
+    assert found["macs"] == 8 * 8 * 8 * 3 * 9 + 6 * 6 * 8 * 8 * 9 + 8 * 4
+    text = ok(run(*INSPECT))
+    assert "aten.cumsum.default" in text
+    assert "conv2d + relu" in text
+
+
+@pytest.mark.case("problem 35")
+@pytest.mark.parametrize(
+    ("selector", "paths"),
+    [
+        ("layer1", {"layer1.0", "layer1.1"}),
+        ("layer1.*", {"layer1.0", "layer1.1"}),
+        ("re:layer[12].*", {"layer1.0", "layer1.1", "layer2"}),
+        ("type:Linear", {"head"}),
+        ("op:aten.cumsum", {""}),
+    ],
+)
+def test_match_lists_what_a_selector_selects(run, selector, paths):
+    found = parsed(run(*INSPECT, "--match", selector, "--json"))["matches"][selector]
+    assert {op["path"] for op in found} == paths
+    assert selector in ok(run(*INSPECT, "--match", selector))
+
+
+def test_inspect_obeys_the_selection(run, folder):
+    (folder / "recipe.toml").write_text('["head"]\nquantize = false\n')
+    for words in (("--skip", "head"), ("--recipe", "recipe.toml"), ("--only", "layer1", "--only", "layer2")):
+        operators = parsed(run(*INSPECT, *words, "--json"))["operators"]
+        assert [op["int8"] for op in operators if op["path"] == "head"] == [False]
+
+
+def test_a_recipe_has_a_name_or_is_a_file(run, folder):
+    assert parsed(run(*INSPECT, "--recipe", "accurate", "--json"))["operators"]
+    code, _, said = run(*INSPECT, "--recipe", "acurate")
+    assert code == 2
+    assert "there is no file 'acurate'" in said
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"), [("captured", "aten.cumsum.default"), ("sites", "layer2"), ("integer", "u8["), ("program", "{")]
+)
+def test_inspect_prints_a_stage(run, stage, said):
+    assert said in ok(run(*INSPECT, "--stage", stage))
+    found = parsed(run(*INSPECT, "--stage", stage, "--json"))
+    assert found["stage"] == stage
+    assert said in found["text"]
+
+
+# -- quantize, and files ----------------------------------------------------------------------------------------------
+
+QUANTIZE = ("quantize", f"{MODULE}:build", "--data", f"{MODULE}:loader", "--out", "net.intaglio")
+
+
+def test_quantize_writes_a_file_that_inspect_and_bench_read(run, folder):
+    found = parsed(run(*QUANTIZE, "--samples", "4", "--skip", "head", "--json"))
+    assert found["file_bytes"] == (folder / "net.intaglio").stat().st_size
+    assert found["coverage"]["macs"] < 1
+    seen = parsed(run("inspect", "net.intaglio", "--json"))
+    assert seen["coverage"]["macs"] == found["coverage"]["macs"]
+    assert "the recipe leaves it in float" in ok(run("inspect", "net.intaglio"))
+    assert "u8[" in ok(run("inspect", "net.intaglio", "--stage", "integer"))
+    alone = parsed(run("bench", "net.intaglio", "--seconds", "0.01", "--json"))
+    assert list(alone["engines"]) == ["int8"]
+    with_float = parsed(run("bench", "net.intaglio", "--float", f"{MODULE}:net", "--seconds", "0.01", "--json"))
+    assert set(with_float["engines"]) == {"int8", "eager"}
+    code, _, err = run("inspect", "net.intaglio", "--match", "head")
+    assert code == 2
+    assert "MODULE:NAME" in err
+
+
+def test_compare_names_the_worst_operators_of_a_saved_file(run):
+    ok(run(*QUANTIZE))
+    words = ("compare", "net.intaglio", "--float", f"{MODULE}:net", "--data", f"{MODULE}:batches")
+    text = ok(run(*words, "--samples", "4", "--worst", "2"))
+    assert "over 4 samples" in text
+    assert "layer1.0 (aten.conv2d.default)" in text
+    assert text.count("--skip ") == 2
+    found = parsed(run(*words, "--json"))
+    assert found["samples"] == 8
+    assert {row["path"] for row in found["rows"]} >= {"layer1.0", "layer2", "head"}
+    assert set(found["skip"]) <= {"layer1.0", "layer2", "head", "op:aten.mean.dim"}
+
+
+def test_quantize_prints_coverage_and_size(run):
+    text = ok(run(*QUANTIZE))
+    assert "MACs" in text
+    assert "net.intaglio" in text
+
+
+def test_quantize_tunes_when_asked(run, monkeypatch):
+    asked = []
+    monkeypatch.setattr("intaglio.api.search", lambda lowered, isa, inputs: asked.append(isa) or {})
+    ok(run(*QUANTIZE))
+    assert not asked
+    ok(run(*QUANTIZE, "--tune"))
+    assert len(asked) == 1
+
+
+def test_quantize_reaches_a_metric_and_writes_the_recipe_that_does(run):
+    words = ("--evaluate", f"{MODULE}:accuracy", "--max-drop", "0.01", "--recipe-out", "found.toml")
+    text = ok(run(*QUANTIZE, *words))
+    assert "0.792 or more is wanted" in text
+    assert "reached: 0.8, 1 left in float" in text
+    found = parsed(run(*QUANTIZE, *words, "--json"))
+    assert found["autotune"]["left"] == ["layer2"]
+    assert found["autotune"]["trials"][0]["metric"] == 0.5
+    again = parsed(run(*QUANTIZE, "--recipe", "found.toml", "--json"))
+    assert again["coverage"] == found["coverage"]
+
+
+@pytest.mark.parametrize("words", [("--recipe-out", "found.toml"), ("--tune", "--evaluate", f"{MODULE}:accuracy")])
+def test_options_of_a_metric_that_make_no_sense_are_refused(run, words):
+    assert run(*QUANTIZE, *words)[0] == 2
+
+
+def test_data_may_be_a_function_that_runs_the_model(run, folder):
+    words = ("quantize", f"{MODULE}:net", "--data", f"{MODULE}:calibrate", "--out", "net.intaglio")
+    code, _, err = run(*words)
+    assert code == 2
+    assert "needs --example" in " ".join(err.replace("│", "").split())
+    ok(run(*words, "--example", f"{MODULE}:example"))
+    assert (folder / "net.intaglio").exists()
+
+
+def test_a_folder_that_is_missing_is_found_before_the_work(run):
+    code, _, err = run(*QUANTIZE[:-1], "nowhere/net.intaglio")
+    assert code == 2
+    assert "nowhere" in err
+    assert MODULE not in sys.modules
+
+
+def test_a_version_that_cannot_save_says_so_before_the_work(run, monkeypatch):
+    monkeypatch.delattr(QuantizedModel, "save")
+    code, out, err = run(*QUANTIZE)
+    assert (code, out) == (1, "")
+    assert "writes no files" in err
+    assert MODULE not in sys.modules
+
+
+def test_a_damaged_file_is_an_error_of_intaglio(run, folder):
+    (folder / "net.intaglio").write_bytes(b"not a model")
+    code, out, err = run("inspect", "net.intaglio")
+    assert (code, out) == (1, "")
+    assert "Traceback" not in err
+
+
+# -- bench ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.case("problem 23")
+def test_bench_times_engines_by_turns_and_names_absent_ones(run, monkeypatch):
+    found_spec = bench.importlib.util.find_spec
+    monkeypatch.setattr(
+        bench.importlib.util, "find_spec", lambda name, *a: None if name == "openvino" else found_spec(name, *a)
+    )
+    words = (
+        "bench",
+        f"{MODULE}:net",
+        "--data",
+        f"{MODULE}:batches",
+        "--seconds",
+        "0.01",
+        "--against",
+        "eager,openvino",
+    )
+    threads = torch.get_num_threads()
+    found = parsed(run(*words, "--batch", "6", "--threads", "1", "--json"))
+    assert torch.get_num_threads() == threads
+    assert found["threads"] == 1
+    assert found["inputs"] == [[6, 3, 8, 8]]
+    assert len(found["engines"]["eager"]["blocks_ms"]) == len(found["engines"]["int8"]["blocks_ms"]) == bench.BLOCKS
+    assert "openvino" in found["engines"]["openvino"]["absent"]
+    assert found["sqnr_db"] > 20
+    assert "openvino absent" in ok(run(*words))
+
+
+def test_a_file_and_a_float_model_of_other_weights_are_told_apart(run, folder):
+    ok(run(*QUANTIZE))
+    (folder / "other.py").write_text(BROUGHT.replace("manual_seed(0)", "manual_seed(1)"))
+    text = ok(run("bench", "net.intaglio", "--float", "other:net", "--seconds", "0.01"))
+    assert "little in common" in text
+    sys.modules.pop("other")
+
+
+def test_an_engine_that_fails_is_a_result(run, monkeypatch):
+    def fail(model, call, threads):
+        raise ValueError("no such operator\nat line 3")
+
+    monkeypatch.setitem(bench.ENGINES, "compile", fail)
+    found = parsed(
+        run(
+            "bench",
+            f"{MODULE}:net",
+            "--example-shape",
+            "2,3,8,8",
+            "--seconds",
+            "0.01",
+            "--against",
+            "compile",
+            "--json",
+        )
+    )
+    assert found["engines"]["compile"] == {"failed": "ValueError: no such operator"}
+    assert found["ratios"] == {}
+
+
+@pytest.mark.case("problem 19")
+def test_a_ratio_needs_a_difference_larger_than_the_spread():
+    assert bench.compared([4.0, 4.2, 4.1], [1.0, 1.1, 1.0])["ratio"] == pytest.approx(4.1)
+    assert bench.compared([4.0, 9.0, 4.1], [1.0, 1.1, 1.0])["ratio"] is None
+    assert bench.compared([1.0, 1.0], [1.0, 1.0])["ratio"] is None
+
+
+def test_the_sentence_about_noise(capsys):
+    engine = {"best_ms": 1.0, "median_ms": 1.0, "blocks_ms": [1.0]}
+    for ratio, said in ((None, "noise could have made it"), (2.0, "1/2.00 of the time"), (0.5, "slower")):
+        ratios = {"eager": {"ratio": ratio, "difference_ms": 1.0, "spread_ms": 2.0}}
+        result = {"threads": 2, "engines": {"int8": engine, "eager": engine}, "ratios": ratios}
+        show(result, False, lambda result: bench.race_parts(result, "batch 1"))
+        assert said in capsys.readouterr().out
+
+
+# -- demo and doctor --------------------------------------------------------------------------------------------------
+
+
+def test_demo_quantizes_and_compares(run, monkeypatch):
+    monkeypatch.setattr("intaglio.cli.demo.SECONDS", 0.01)
+    monkeypatch.setattr("intaglio.cli.demo.STEPS", 20)
+    found = parsed(run("demo", "--json"))
+    assert found["coverage"]["macs"] == 1
+    assert found["same_answer"] > 0.9
+    assert set(found["speed"]["engines"]) == {"int8", "eager"}
+    assert "right answers" in ok(run("demo"))
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(limits, "SECONDS", 0.001)
+    monkeypatch.setattr(limits, "SMALLEST_READ", 1 << 20)
+    monkeypatch.setattr(machine, "caches", lambda: machine.Caches(1 << 15, 1 << 18, 1 << 19))
+
+
+@pytest.mark.case("problem 22")
+def test_doctor_measures_and_explains(run, quick):
+    found = parsed(run("doctor", "--json"))
+    assert found["compiler"]
+    for kind in ("memory", *limits.chosen()):
+        assert math.isfinite(found["measured"][kind]["one_core"])
+        assert found["measured"][kind]["one_core"] > 0
+    assert {isa["name"] for isa in found["isas"]} == set(machine.CPU_FLAGS)
+    assert found["expect"].count(".") >= 1
+    text = ok(run("doctor"))
+    assert found["cpu"] in text
+    assert "kernel cache" in text
+
+
+def test_doctor_without_a_compiler_names_the_trap(run, monkeypatch, quick):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found = parsed(run("doctor", "--json"))
+    assert found["measured"] is None
+    assert any("no C++ compiler" in trap for trap in found["traps"])
+    assert "none" in ok(run("doctor"))
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ("avx512vnni", "avx2") if isa in machine.isas()])
+def test_every_probe_this_cpu_runs_gives_a_rate(isa, quick, monkeypatch):
+    """Also the AVX2 probes on a CPU that has better ones."""
+    worse = machine.isas()[machine.isas().index(isa) :]
+    monkeypatch.setattr(machine, "isas", lambda: worse)
+    measured = limits.measure(1)
+    assert measured["int8"]["with"] == {"avx512vnni": "vpdpbusd", "avx2": "vpmaddwd"}[isa]
+    assert measured["fp32"]["one_core"] > 0
+
+
+@pytest.mark.case("problem 22")
+def test_a_machine_without_vector_units_measures_memory_only(quick, monkeypatch):
+    monkeypatch.setattr(machine, "isas", lambda: ("portable",))
+    measured = limits.measure(1)
+    assert measured["int8"] is measured["fp32"] is None
+    assert measured["memory"]["one_core"] > 0
+
+
+HEALTHY = {
+    "cores": 8,
+    "cores_allowed": 8,
+    "cgroup_cores": None,
+    "torch_threads": 8,
+    "busy": 0.0,
+    "compiler": {"path": "g++"},
+    "isas": [{"name": "avx2", "has": True, "kernels": True}],
+    "cache": {"bytes": 0, "limit_bytes": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"compiler": None}, "no C++ compiler"),
+        ({"busy": 0.9}, "90 % of the processors"),
+        ({"torch_threads": 16}, "torch.set_num_threads(8)"),
+        ({"cgroup_cores": 2.0, "torch_threads": 2}, "quota is 2 cores"),
+        ({"cores": 16}, "8 of 16 cores"),
+        ({"isas": [{"name": "portable", "has": True, "kernels": True}]}, "portable"),
+        ({"cache": {"bytes": 1, "limit_bytes": 1}}, "nearly full"),
+    ],
+)
+def test_each_trap_is_found_alone(change, said):
+    assert doctor.traps(HEALTHY) == []
+    (trap,) = doctor.traps({**HEALTHY, **change})
+    assert said in trap
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2.0),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({}, None),
+    ],
+)
+def test_the_quota_of_a_container_is_read(tmp_path: Path, files, cores):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert doctor.cgroup_cores(tmp_path) == cores

@@ -1,0 +1,154 @@
+"""Early steps of a large batch in turns of a few images: the interpreter's bits, whatever the turn."""
+
+import copy
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import intaglio
+from intaglio import Image, build
+from intaglio.codegen import emit
+from intaglio.ir import Dim
+from intaglio.lower import Lowered
+from intaglio.plan import CacheSizes, Turns, analytic_turns, plan_graph, separable
+from intaglio.runtime import QuantizedModel, build_artifact
+from support.integer_graphs import N, Net, sizes
+from support.matmul_library import HERE
+from support.nets import Body, randomize
+from support.programs import (
+    CACHES,
+    FREE,
+    assert_bits_of_the_interpreter,
+    assert_same_bits,
+    assert_stays_inside,
+    built,
+    compiled,
+    fixed,
+    residual,
+    threads,
+)
+
+
+def in_turns(lowered: Lowered, model: QuantizedModel, turns: Turns) -> QuantizedModel:
+    """The same model with these turns."""
+    program = emit(plan_graph(lowered.graph), model.artifact.program.isa, CACHES, "turns", turns=turns)
+    changed = copy.deepcopy(model)
+    changed.artifact = build_artifact(program)
+    return changed
+
+
+def most(lowered: Lowered) -> int:
+    """Phases that can run in turns."""
+    return len(list(separable(plan_graph(lowered.graph))))
+
+
+@pytest.mark.parametrize(("images", "isa"), [(1 + i, HERE[i % len(HERE)]) for i in range(3)])
+@pytest.mark.parametrize("program", FREE, ids=lambda program: program.__name__)
+def test_turns_of_a_few_images_have_the_bits_of_the_interpreter(program, isa, images):
+    """For every batch, thread count and memory format, and a free image size too."""
+    net, lowered = built(program)
+    turns = Turns("n", most(lowered), images)
+    assert_bits_of_the_interpreter(net, lowered, in_turns(lowered, compiled(program, isa), turns))
+
+
+@pytest.mark.parametrize("phases", range(1, 7))
+def test_turns_may_end_behind_any_phase(phases):
+    """A value is read by the turns and behind them, a residual operand comes from before their end."""
+    net, lowered = built(residual)
+    assert most(lowered) == 6
+    turns = Turns("n", phases, 1)
+    assert_bits_of_the_interpreter(net, lowered, in_turns(lowered, compiled(residual, HERE[-1]), turns))
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_turns_touch_nothing_outside_the_arena_the_constants_and_the_tensors(isa):
+    net, lowered = built(residual)
+    turns = Turns("n", most(lowered), 1)
+    assert_stays_inside(net, lowered, in_turns(lowered, compiled(residual, isa), turns).artifact)
+
+
+def test_images_of_bytes_are_taken_in_turns():
+    convolutions = {"a": nn.Conv2d(3, 8, 3, padding=1), "b": nn.Conv2d(8, 4, 3)}
+    model = randomize(Body(lambda net, x: net.b(net.a(x).relu()), **convolutions))
+    image, pixels = Image(mean=0.5, std=0.25), torch.randint(0, 256, (7, 3, 6, 5), dtype=torch.uint8)
+    normal = image.normalize(pixels)
+    prepared = intaglio.prepare(intaglio.capture(model, normal), intaglio.Quantizer(input=image))
+    lowered = intaglio.requantize(intaglio.convert(prepared, intaglio.calibrate(prepared, [normal])))
+    (batch,) = lowered.graph.symbols()
+    model = in_turns(lowered, build.compile(lowered), Turns(batch, most(lowered), 2))
+    expected = lowered(normal)
+    for count in (1, 2, 3):
+        with threads(count):
+            for x in (pixels, pixels.to(memory_format=torch.channels_last), normal, pixels.flip(0).flip(0)):
+                assert_same_bits(model(x), expected)
+
+
+def test_threads_that_sum_one_image_each_have_places_of_their_own():
+    net = Net()
+    x = net.quantize(net.input(N, 32, 64, 40), 40)
+    mean = net.mean("adaptive_avg_pool2d", x, size=(1, 1))
+    lowered = net.lowered(net.conv(net.conv(mean, 32, 1), 5, 1, f32=True))
+    assert any(name.endswith(".sums") for name in plan_graph(lowered.graph).buffers)
+    model = in_turns(lowered, build.compile(lowered), Turns("n", most(lowered), 1))
+    assert_bits_of_the_interpreter(net, lowered, model)
+
+
+# ---- the choice
+
+
+def tower(net: Net, batch: Dim = N) -> str:
+    """Large activations first, then small ones."""
+    x = net.conv(net.quantize(net.input(batch, 3, 40, 40)), 16, 3, padding=1)
+    x = net.conv(net.conv(x, 16, 3, stride=2, padding=1), 16, 3, stride=2, padding=1)
+    return net.conv(net.conv(x, 16, 3, stride=2), 16, 3, f32=True)
+
+
+def test_turns_end_where_activations_get_small():
+    """Of float and u8 inputs, convolutions to 16 channels of 40, 20 and 10 rows, the first three steps are large."""
+    net = Net()
+    planned = plan_graph(net.graph(tower(net)))
+    assert analytic_turns(planned, CacheSizes(l2=1 << 16)) == Turns("n", 3, 2)
+    assert analytic_turns(planned, CacheSizes(l2=1 << 17)) == Turns("n", 3, 4)
+    assert analytic_turns(planned, CacheSizes()) is None
+
+
+def test_weights_larger_than_activations_end_turns():
+    """The third convolution has 230400 bytes of weights, for 100672 of activations."""
+    net = Net()
+    x = net.conv(net.quantize(net.input(N, 8, 22, 22)), 8, 3, padding=1)
+    x = net.conv(net.conv(x, 64, 3, padding=1), 144, 5, padding=2)
+    planned = plan_graph(net.graph(net.conv(x, 8, 1, f32=True)))
+    assert len(list(separable(planned))) == 4
+    assert analytic_turns(planned, CacheSizes(l2=1 << 14)) == Turns("n", 3, 1)
+
+
+def test_a_fixed_batch_takes_no_turns():
+    net = Net()
+    assert analytic_turns(plan_graph(net.graph(tower(net, 16))), CacheSizes(l2=1 << 14)) is None
+    assert most(built(fixed)[1]) == 0
+
+
+def test_turns_need_less_memory():
+    """For a batch of 16 images a core."""
+    net = Net()
+    planned = plan_graph(net.graph(tower(net)))
+    programs = [emit(planned, HERE[0], caches, "tower") for caches in (CacheSizes(l2=1 << 16), CacheSizes())]
+    batch = sizes(16 * len(os.sched_getaffinity(0)))
+    turns, whole = [build_artifact(program).plan(batch).bytes for program in programs]
+    assert turns < whole / 2
+
+
+def test_times_of_turns_add_up():
+    net, lowered = built(residual)
+    model = in_turns(lowered, compiled(residual, HERE[0]), Turns("n", most(lowered), 1))
+    for count in (1, 2):
+        with threads(count):
+            assert all(nanoseconds > 0 for nanoseconds in model.step_times(*net.batch(5)))
+
+
+def test_the_text_of_turns_can_be_read(golden):
+    net = Net()
+    source = emit(plan_graph(net.graph(tower(net))), "portable", CacheSizes(l2=1 << 16), "tower").source
+    golden(source[source.index("// Steps of the first") :])

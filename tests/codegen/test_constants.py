@@ -1,0 +1,58 @@
+"""Constants of a program: one aligned block of memory, which the kernels read where it was written."""
+
+import pickle
+
+import numpy as np
+
+from intaglio.codegen.context import ALIGNMENT, FIRST_BYTES, Blob
+from intaglio.runtime.artifact import aligned
+from support import nets
+from support.int8_models import assert_same, compiled, picture
+
+
+def test_constants_are_aligned_and_come_back_as_they_were():
+    blob, given = Blob(), [np.arange(n, dtype=kind) for kind in (np.uint8, np.int32, np.float32) for n in (1, 17, 64)]
+    starts = [blob.add(array) for array in given]
+    whole = blob.array()
+    assert all(start % ALIGNMENT == 0 for start in starts)
+    assert whole.ctypes.data % ALIGNMENT == 0
+    for start, array in zip(starts, given, strict=True):
+        assert whole[start : start + array.nbytes].tobytes() == array.tobytes()
+
+
+def test_equal_bytes_are_stored_once_whatever_their_type():
+    blob = Blob()
+    assert blob.add(np.zeros(64, np.uint8)) == blob.add(np.zeros((4, 4), np.float32)) == 0
+    assert blob.add(np.ones(64, np.uint8)) == blob.array().size - 64 == 64
+
+
+def test_constants_outgrow_the_first_room():
+    blob, piece = Blob(), np.arange(FIRST_BYTES // 8 + 1)
+    for i in range(8):
+        blob.add(piece + i)
+    whole = blob.array()
+    found = [int(whole[at : at + 8].view(np.int64)[0]) for at in range(0, whole.size, whole.size // 8)]
+    assert found == list(range(8))
+
+
+def test_nothing_is_a_constant_too():
+    assert Blob().array().size == 0
+    assert Blob().add(np.zeros(0, np.int32)) == 0
+
+
+def test_kernels_read_what_the_program_holds():
+    artifact = compiled(nets.Residual)[0].artifact
+    assert np.shares_memory(artifact.constants, artifact.program.constants)
+
+
+def test_what_is_not_aligned_is_copied():
+    array = np.arange(256, dtype=np.uint8)
+    for start in range(2):
+        found = aligned(array[start:])
+        assert found.ctypes.data % 64 == 0
+        assert np.array_equal(found, array[start:])
+
+
+def test_a_pickle_brings_its_constants():
+    model, lowered = compiled(nets.Residual)
+    assert_same(pickle.loads(pickle.dumps(model))(picture()), lowered(picture()))

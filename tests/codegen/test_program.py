@@ -1,0 +1,198 @@
+"""Whole generated programs against the interpreter, bit for bit, on every instruction set."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import intaglio
+from intaglio import build
+from intaglio.codegen import EMITTERS, emit
+from intaglio.ir import Schedule, evaluate
+from intaglio.lower import Lowered
+from intaglio.ops import OPS
+from intaglio.plan import plan_graph
+from support.integer_graphs import H, N, Net, W, sizes
+from support.matmul_library import HERE, SLACK
+from support.nets import Body, randomize
+from support.programs import (
+    CACHES,
+    FREE,
+    PROGRAMS,
+    assert_bits_of_the_interpreter,
+    assert_same_bits,
+    assert_stays_inside,
+    built,
+    compiled,
+    joined,
+    residual,
+    threads,
+    unjoined,
+    weighed,
+)
+
+
+@pytest.mark.case("problem 14", "problem 16")
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_program_has_the_bits_of_the_interpreter(program, isa):
+    """For every batch, thread count and memory format, NaN and infinities included."""
+    net, lowered = built(program)
+    model = compiled(program, isa)
+    assert_bits_of_the_interpreter(net, lowered, model)
+
+
+@pytest.mark.parametrize("program", FREE, ids=lambda program: program.__name__)
+def test_instruction_sets_agree_on_a_large_batch(program):
+    inputs = built(program)[0].batch(9, seed=1)
+    first, *others = [compiled(program, isa)(*inputs) for isa in HERE]
+    for other in others:
+        assert_same_bits(other, first)
+
+
+def test_the_comparison_sees_one_changed_constant():
+    net, lowered = built(residual)
+    graph = lowered.graph
+    bias = next(op.inputs[2] for op in graph.ops if op.kind == "conv2d")
+    changed = {**graph.constants, bias: graph.constants[bias] + 40 * np.eye(1, 70, 5, dtype=np.int32)[0]}
+    wrong = Lowered(graph.replace(constants=changed), {}, lowered.signature)
+    with pytest.raises(AssertionError):
+        assert_same_bits(compiled(residual, HERE[0])(*net.batch(2)), wrong(*net.batch(2)))
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_results_do_not_depend_on_the_schedule(isa):
+    net, lowered = built(residual)
+    expected = lowered(*net.batch(2))
+    tails = [op.output for op in lowered.graph.ops if op.kind in ("requantize", "add")]
+    for schedule in (Schedule(1, 1, 0, 1), Schedule(3, 1, 1 << 40, 100)):
+        model = build.compile(lowered, isa=isa, schedules=dict.fromkeys(tails, schedule))
+        with threads(2):
+            assert_same_bits(model(*net.batch(2)), expected)
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_a_linear_layer_on_four_axes_reads_the_last_one(isa):
+    net = Net()
+    x = net.quantize(net.input(N, 3, 4, 8))
+    lowered = net.lowered(net.linear(x, 5, f32=True), net.dequantize(net.linear(x, 6)))
+    assert_same_bits(build.compile(lowered, isa=isa)(*net.batch(2)), lowered(*net.batch(2)))
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_linear_layers_of_four_axes_meet_image_operators(isa):
+    """conv2d -> linear over columns -> clamp -> conv2d, an add across both, a slice: copies between the layouts."""
+    model = randomize(Body(_mixed, conv=nn.Conv2d(3, 8, 3, padding=1), mix=nn.Linear(6, 6), out=nn.Conv2d(8, 4, 3)))
+    prepared = intaglio.prepare(intaglio.capture(model, torch.randn(2, 3, 5, 6)))
+    lowered = intaglio.requantize(intaglio.convert(prepared, intaglio.calibrate(prepared, [torch.randn(8, 3, 5, 6)])))
+    assert [op.kind for op in lowered.graph.ops].count("reshape") == 2
+    x = torch.randn(3, 3, 5, 6)
+    assert_same_bits(build.compile(lowered, isa=isa)(x), lowered(x))
+
+
+def _mixed(net, x):
+    y = net.conv(x)
+    return net.out((y + net.mix(y)).relu())[:, :, 1:]
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("program", FREE, ids=lambda program: program.__name__)
+def test_nothing_outside_the_arena_the_constants_and_the_tensors_is_touched(program, isa):
+    net, lowered = built(program)
+    assert_stays_inside(net, lowered, compiled(program, isa).artifact)
+
+
+@pytest.mark.parametrize("program", FREE, ids=lambda program: program.__name__)
+def test_buffers_alive_in_one_phase_never_overlap(program):
+    planned, artifact = plan_graph(built(program)[1].graph), compiled(program, HERE[0]).artifact
+    for batch in (0, 1, 7):
+        layout = artifact.plan(sizes(batch))
+        spans = []
+        for placement, offset in zip(planned.placements, layout.offsets, strict=False):
+            size = evaluate(planned.buffers[placement.value].size(), sizes(batch))
+            spans.append((placement, offset, offset + size + SLACK))
+        for i, (a, start, end) in enumerate(spans):
+            for b, other_start, other_end in spans[:i]:
+                together = a.first <= b.last and b.first <= a.last
+                assert not together or end <= other_start or other_end <= start, (a, b)
+
+
+# ---- text
+
+
+def test_operands_of_a_concatenation_are_written_in_their_place():
+    """Those of convolutions and pools that nothing else reads; a concatenation of nothing else has no step."""
+    planned = plan_graph(built(joined)[1].graph)
+    cats = [op for op in planned.graph.ops if op.kind == "cat"]
+    parts = [[planned.buffers[name].part for name in op.inputs] for op in cats]
+    assert parts == [[0, 24, 94, 127], [0, 116], [None, None]]
+    assert [step.partition.anchor.kind for step in planned.steps].count("cat") == 2  # one of them for its halo
+
+
+def test_a_product_that_weighs_channels_is_the_head_of_the_convolution_that_reads_it():
+    """It has no buffer, and the convolution follows what the product reads at once."""
+    planned = plan_graph(built(weighed)[1].graph)
+    heads = [step.partition for step in planned.steps if step.partition.head is not None]
+    levels, total = ["requantize", "loop"], ["add", "loop"]  # the loops give the caller floats
+    tails = (levels, levels, total, levels, levels, ["dequantize"])
+    assert [[op.kind for op in partition.ops] for partition in heads] == [["mul", "conv2d", *tail] for tail in tails]
+    for partition in heads:
+        assert partition.head.output not in planned.buffers
+        assert {*partition.head.inputs[:2]} <= {*partition.reads()}
+    assert not any(step.partition.anchor.kind == "mul" for step in planned.steps)
+    kinds = [step.kinds for step in compiled(weighed, HERE[0]).artifact.program.steps]
+    assert [kind for kind in kinds if "mul" in kind] == [" + ".join(["mul", "conv2d", *tail]) for tail in tails]
+
+
+def test_other_products_are_passes_of_their_own():
+    steps = plan_graph(built(unjoined)[1].graph).steps
+    assert not any(step.partition.headed for step in steps)
+    assert sum(step.partition.anchor.kind == "mul" for step in steps) == 7
+
+
+def test_every_operator_with_a_kernel_has_an_emitter():
+    """A requantize is never an anchor: the accumulator it ends has one. Functions of one value become tables, sums with
+    a factor per channel sums."""
+    records = {name for name, record in OPS.items() if record.kernel is not None and record.function is None}
+    assert set(EMITTERS) == records - {"requantize", "activate", "dequantize_rows", "scaled_add"}
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_the_same_graph_gives_the_same_text_and_constants(isa):
+    first, second = (emit(plan_graph(built(residual)[1].graph), isa, CACHES, "same") for _ in range(2))
+    assert first.source == second.source
+    assert np.array_equal(first.constants, second.constants)
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_the_text_of_a_tiny_net_can_be_read(isa, golden):
+    """Steps, segment and plan; kernels and checks of layout are left out."""
+    net = Net()
+    x = net.quantize(net.input(N, 3, 8, 8), 128)
+    y = net.conv(x, 16, 3, padding=1, zero_point=0)
+    window = {"kernel": (2, 2), "stride": (2, 2), "padding": (0, 0), "dilation": (1, 1), "ceil": False}
+    y = net.conv(net.same("max_pool2d", y, **window), 8, 1, f32=True)
+    source = emit(plan_graph(net.graph(y)), isa, CACHES, "tiny").source
+    golden(source[source.index("// quantize") :])
+
+
+def callers_levels(net: Net) -> tuple[str, ...]:
+    """Levels come in, and levels that leave are read inside too: by convolutions that pad and by what does not."""
+    x = net.input_levels(N, 5, H, W)
+    plain, padded, deep = net.conv(x, 6, 3), net.conv(x, 6, 3, padding=1), net.conv(x, 5, 3, padding=1, groups=5)
+    again = net.conv(padded, 7, (1, 3), padding=(0, 0, 1, 1))
+    return plain, padded, net.dequantize(deep), net.dequantize(again), net.dequantize(x)
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_levels_of_the_caller_are_padded_as_levels_inside_are(isa):
+    """Its tensors have no halo: what stood there was whatever lay beside them."""
+    net, lowered = built(callers_levels)
+    model = build.compile(lowered, isa=isa)
+    for size in (1, 2, 5):
+        inputs = net.batch(size, seed=size)
+        assert all(map(torch.equal, model(*inputs), lowered(*inputs)))
+    assert "reshape" not in [op.kind for op in lowered.graph.ops]

@@ -1,0 +1,122 @@
+"""Scripts of benchmarks/: what they print of figures they have, and that every kernel they time can be called."""
+
+import argparse
+import importlib.util
+import json
+import math
+import sys
+
+import pytest
+
+from intaglio.codegen import ISAS
+from intaglio.native import limits, machine
+from intaglio.native.compile import build, load
+from support.project_files import ROOT
+
+FOLDER = ROOT / "benchmarks"
+MEASURED = [isa for isa in machine.isas() if isa in ISAS and isa != "portable"]
+
+
+def script(name):
+    """A script as a module; its name in a list of modules is not that of a helper of the tests."""
+    sys.path.append(str(FOLDER))
+    try:
+        spec = importlib.util.spec_from_file_location(f"benchmark_{name}", FOLDER / f"{name}.py")
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture(scope="module")
+def models():
+    return script("models")
+
+
+def line(network="resnet18", batch=1, threads=2, *, commit="abc", idle=True, image=224, limit=4.0, **best):
+    engines = {engine: {"best_ms": ms} if ms else {"failed": "it died"} for engine, ms in best.items()}
+    arguments = {"network": network, "batch": batch, "threads": threads, "image": image, "anyway": False}
+    return {"commit": commit, "arguments": arguments, "results": {"idle": idle, "limit_ms": limit, "engines": engines}}
+
+
+def test_a_table_for_each_batch_and_number_of_threads(models):
+    lines = [line(intaglio=4.5, openvino_int8=5.25), line("vgg11", batch=16, intaglio=70.0, openvino_int8=64.0)]
+    assert (
+        models.tables(lines)
+        == """\
+Batch 1, 2 threads, best in ms
+
+| network | limit | intaglio | of the limit | OpenVINO int8 |
+| --- | --- | --- | --- | --- |
+| resnet18 | 4 | **4.5** | 89 % | 5.25 |
+
+Batch 16, 2 threads, best in ms
+
+| network | limit | intaglio | of the limit | OpenVINO int8 |
+| --- | --- | --- | --- | --- |
+| vgg11 | 4 | 70 | 6 % | **64** |
+"""
+    )
+
+
+def test_the_last_line_of_a_cell_counts(models):
+    text = models.tables([line(intaglio=9.0), line(intaglio=8.0, commit="later")])
+    assert "**8**" in text
+    assert "9" not in text
+
+
+def test_a_disturbed_run_has_no_winner_and_a_failed_engine_says_so(models):
+    text = models.tables([line(idle=False, image=64, intaglio=5.0, torchao=None)])
+    assert "| resnet18, 64 pixels * | 4 | 5 | 80 % | failed |" in text
+
+
+def test_a_cell_is_done_when_this_commit_has_all_its_engines(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "LINES", tmp_path / "models.jsonl")
+    models.LINES.write_text(json.dumps(line(intaglio=5.0, torchao=None)) + "\n")
+    cell = argparse.Namespace(network="resnet18", batch=1, threads=2, image=224, engines="intaglio")
+    assert models.is_done(cell, "abc")
+    assert not models.is_done(cell, "later")
+    assert not models.is_done(argparse.Namespace(**{**vars(cell), "batch": 16}), "abc")
+    assert not models.is_done(argparse.Namespace(**{**vars(cell), "engines": "intaglio,inductor"}), "abc")
+
+
+def test_a_changed_source_is_never_done(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "LINES", tmp_path / "models.jsonl")
+    models.LINES.write_text(json.dumps(line(commit="abc+", intaglio=5.0)) + "\n")
+    cell = argparse.Namespace(network="resnet18", batch=1, threads=2, image=224, engines="intaglio")
+    assert not models.is_done(cell, "abc+")
+
+
+def test_blocks_are_summed_up(models):
+    found = models.summary({"blocks_ms": [2.0, 3.0, 2.5], "build_s": 1.0})
+    assert (found["best_ms"], found["median_ms"], found["spread"]) == (2.0, 2.5, 0.4)
+    assert models.summary({"failed": "it died"}) == {"failed": "it died"}
+
+
+@pytest.mark.parametrize("isa", MEASURED)
+def test_every_kind_of_kernel_is_timed(isa, monkeypatch):
+    """The smallest tile of each result, and a depthwise one: what they count, not how fast they are."""
+    kernels = script("kernels")
+    monkeypatch.setattr(kernels, "SECONDS", 1e-5)
+    table = ISAS[isa]
+    tiles = [spec for spec in table.specs() if (spec.rows, spec.blocks) in ((2, 1), (1, 4)) and not spec.guard]
+    depthwise = kernels.depthwise_specs(table)[:1]
+    library = load(build(kernels.source(table, tiles, depthwise), name="benchmark_kernels", isa=isa))
+    multiply = library.kernels_multiply
+    multiply.restype, multiply.argtypes = kernels.ctypes.c_double, (kernels.ctypes.c_int64,)
+    cases = [kernels.tile_case(library, index, spec, 64) for index, spec in enumerate(tiles)]
+    cases += [kernels.depthwise_case(library, index, spec) for index, spec in enumerate(depthwise)]
+    for case in cases:
+        found = kernels.measure(case, limits.int8_counter(isa), multiply, 1)
+        assert case.macs == case.outputs * case.bytes > 0
+        assert all(math.isfinite(found[key]) and found[key] > 0 for key in ("gmacs", "share", "cycles_per_64"))
+
+
+def test_lengths_in_turn_are_compared_with_the_same_in_a_row(capsys):
+    """A few short ones; the figures themselves are the machine's."""
+    script("lengths").main(["stack", "--count", "3", "--least", "2", "--most", "6", "--rounds", "1", "--threads", "1"])
+    (found,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert found["islands"] == 0
+    assert len(found["ratios"]) == len(found["milliseconds"]) == 3
+    assert all(ratio > 0 for ratio in (found["ratio"], found["first"], *found["ratios"].values()))

@@ -1,0 +1,106 @@
+"""The scripts in examples/ run as they stand and say what they promise."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from support import torchvision_stub
+from support.project_files import ROOT
+
+
+def run(*arguments: str, paths: tuple[str, ...] = ()) -> str:
+    """What a script prints."""
+    found = [*paths, str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, found))}
+    done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.case("document 003")
+@pytest.mark.skipif(find_spec("sklearn") is None, reason="examples/patterns_and_calibration.py needs scikit-learn")
+def test_patterns_and_calibration_walks_through_one_model():
+    printed = run(str(ROOT / "examples/patterns_and_calibration.py"))
+    kinds = [line.split(" = ")[1].split("(")[0] for line in printed.splitlines() if line.startswith("%")]
+    assert kinds == ["quantize", "reshape", "linear", "requantize", "linear", "dequantize", "loop"]
+    rows = [line.split() for line in printed.split("held out:")[1].splitlines() if line]
+    exact, *others = (float(row[-2]) for row in rows)
+    assert len(others) == 4
+    assert all(abs(exact - one) <= 0.3 for one in others), rows
+
+
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="examples/newcomer.py needs torchvision")
+def test_a_newcomer_quantizes_saves_loads_and_compares(tmp_path):
+    first = Path(torchvision_stub.__file__).read_text(encoding="utf-8") + "\n\nimport_torchvision()\n"
+    (tmp_path / "sitecustomize.py").write_text(first, encoding="utf-8")
+    script = str(ROOT / "examples/newcomer.py")
+    printed = run(script, "resnet18", "--images", "16", "--size", "64", paths=(str(tmp_path),))
+    assert "100.0 % of" in printed
+    assert "the new process gives the same bits" in printed
+
+
+@pytest.mark.case("document 002")
+def test_generated_loops_prints_three_loops():
+    printed = run(str(ROOT / "examples/generated_loops.py"))
+    first, second, third = (part.split("\n}\n")[0] for part in printed.split("// ---- ")[1:])
+    assert "write_levels" in first
+    assert "dequantize_lanes" not in first
+    assert second.count("dequantize_lanes") == 1
+    assert "write_levels" in second
+    assert "dequantize_lanes" in third
+    assert "write_levels" not in third
+    assert "the same bits as the interpreter: True" in printed
+
+
+@pytest.mark.case("document 000")
+def test_define_by_run_prints_states_and_the_order_of_calls():
+    """Frontends A5: of parent and child, before and after convert."""
+    printed = run(str(ROOT / "examples/define_by_run.py"))
+    parts = dict(part.split(":\n", 1) for part in printed.split("\n\n") if ":\n" in part)
+    assert parts["given"].splitlines()[:3] == ["m (Parent)", "   conv (Conv2d)", "   child (Child)"]
+    assert parts["prepared"].splitlines() == [
+        "m (Parent)",
+        "   _auto_quant_state (AutoQuantizationState)",
+        "   conv (Conv2d)",
+        "   child (Child)",
+        "      _auto_quant_state (AutoQuantizationState)",
+    ]
+    assert "(seen_op_infos): {\n    0: (type): torch.Tensor.add\n" in parts["m.child, prepared"]
+    assert "QTensorInfo(id=2, inf_dtype=torch.quint8)" in parts["m.child, prepared"]
+    assert "(2): Observer(child#0/add.0, count=512)" in parts["m.child, prepared"]
+    assert "(before): quantize 0" in parts["m, converted"]
+    assert "(after): dequantize 2" in parts["m.child, converted"]
+    order = [
+        "m start",
+        "m.conv start",
+        "m.conv end",
+        "m.child start",
+        "m.child::add start",
+        "m.child::add end",
+        "m.child end",
+        "m end",
+    ]
+    assert parts["intercepted"].splitlines() == [f"{number}. {call}" for number, call in enumerate(order, 1)]
+    assert "result: torch.float32" in printed
+    assert "the same bits: True" in printed
+
+
+@pytest.mark.skipif(find_spec("sklearn") is None, reason="examples/training.py needs scikit-learn")
+def test_training_in_four_bits_wins_back_what_rounding_cost():
+    lines = run(str(ROOT / "examples/training.py")).splitlines()
+    exact, rounded, trained, same = (float(line.split()[-2]) for line in lines)
+    assert exact > 80
+    assert trained > rounded
+    assert same > 99
+
+
+@pytest.mark.case("document 002")
+def test_export_inductor_runs_its_listing():
+    printed = run(str(ROOT / "examples/export_inductor.py"))
+    assert "InductorModel(M: 1 int8 call)" in printed
+    assert "int8 call   linear (aten.linear.default)  qlinear -> float32" in printed
+    assert float(printed.split("but for ")[1]) < 1e-5

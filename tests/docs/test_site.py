@@ -1,0 +1,203 @@
+"""The site: tables printed from the code are complete, and pages name what exists."""
+
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+import intaglio
+from intaglio import config, errors
+from intaglio.cli.app import app
+from intaglio.codegen import ISAS
+from intaglio.ir.rewrite import any as anything
+from intaglio.ir.rewrite import op, seq
+from intaglio.ops import FUSIONS, OPS
+from support.project_files import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = {page.relative_to(DOCS).as_posix(): page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("**/*.md"))}
+FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+
+
+def load_tables():
+    spec = importlib.util.spec_from_file_location("tables", DOCS / "tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tables = load_tables()
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of a table below its head; every row is as long as the head."""
+    head, line, *body = [[cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines()]
+    assert set(line) == {"---"}
+    assert {len(row) for row in (line, *body)} == {len(head)}
+    return body
+
+
+def names(text: str) -> list[str]:
+    return [row[0].strip("`") for row in rows(text)]
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_operator_is_in_one_table():
+    assert sorted([*names(tables.operators()), *names(tables.internal())]) == sorted(OPS)
+
+
+@pytest.mark.parametrize("record", [r for r in OPS.values() if r.targets], ids=lambda record: record.name)
+def test_the_row_of_an_operator_has_what_its_record_says(record):
+    (row,) = [row for row in rows(tables.operators()) if row[0] == f"`{record.name}`"]
+    _, overloads, owner, kernel, fused, notes = row
+    assert re.findall(r"`(.*?)`", overloads) == list(record.targets)
+    assert owner == ("its input's" if record.shares else "its own")
+    assert kernel == (record.kernel or "host")
+    assert ("256" in notes) is (record.function is not None)
+    wanted = [name for name, pattern in ((r.name, r.pattern) for r in FUSIONS) if repr(record.name) in repr(pattern)]
+    assert re.findall(r"`(.*?)`", fused) == wanted
+
+
+def test_every_fusion_row_is_in_the_order_it_is_tried():
+    assert names(tables.fusions()) == [row.name for row in FUSIONS]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        (seq("conv2d", "clamp"), "clamp(conv2d(x))"),
+        (op("add", op(("conv2d", "linear"), anything("x")), anything()), "add(conv2d / linear(x), any)"),
+        (op("clamp"), "clamp(…)"),
+    ],
+)
+def test_a_pattern_is_printed_as_calls(pattern, text):
+    assert tables.text(pattern) == text
+
+
+def test_every_error_has_a_row_with_its_first_line():
+    found = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.IntaglioError)]
+    wanted = {c.__name__: inspect.getdoc(c).splitlines()[0] for c in found}
+    assert {row[0].strip("`"): row[1] for row in rows(tables.error_classes())} == wanted
+
+
+def test_every_instruction_set_has_a_row_with_all_its_kernels():
+    assert names(tables.kernels()) == list(ISAS)
+    for isa, row in zip(ISAS.values(), rows(tables.kernels()), strict=True):
+        specs = set(isa.specs())
+        assert int(row[2]) == len(specs)
+        tallest = {(spec.rows, 16 * spec.blocks) for spec in specs if spec.rows == isa.tallest[spec.blocks]}
+        assert {tuple(map(int, tile.split(" × "))) for tile in row[3].split(", ")} == tallest
+        assert set(re.findall(r"`(.*?)`", row[4])) == {spec.result for spec in specs}
+
+
+def test_every_table_stands_on_a_page_and_every_mark_names_one():
+    assert sorted(mark for text in PAGES.values() for mark in tables.MARK.findall(text)) == sorted(tables.TABLES)
+    for text in PAGES.values():
+        assert not tables.MARK.search(tables.fill(text))
+    with pytest.raises(KeyError):
+        tables.fill("{{ operatorz }}")
+
+
+# -- pages ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_page_is_in_the_navigation_and_exists():
+    """`measured.md` is made from benchmarks/README.md by the hook."""
+    listed = re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted([*PAGES, "measured.md"])
+    assert tables.MEASURED.is_file()
+
+
+def broken_links(page: Path) -> list[str]:
+    """Relative links to files and headings that are not there."""
+    found = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text(encoding="utf-8"))):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if "://" in link or (path == "measured.md" and not anchor):
+            continue
+        if not target.is_file() or (anchor and anchor not in anchors(target)):
+            found.append(link)
+    return found
+
+
+def anchors(page: Path) -> set[str]:
+    """Headings as mkdocs and code hosts both name them: lower case, hyphens for spaces, signs dropped."""
+    titles = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", title.lower())) for title in titles}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *(DOCS / name for name in PAGES)], ids=lambda page: page.stem)
+def test_relative_links_lead_somewhere(page):
+    assert broken_links(page) == []
+
+
+def test_a_broken_link_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Here it is\n[a](#here-it-is) [b](#nowhere) [c](gone.md) [d](page.md#here-it-is)\n")
+    assert broken_links(page) == ["#nowhere", "gone.md"]
+
+
+def test_the_site_builds_without_a_warning(tmp_path, monkeypatch):
+    pytest.importorskip("mkdocs", reason="the site needs mkdocs; `make docs` installs it")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    monkeypatch.chdir(ROOT)
+    site = tmp_path / "site"
+    build(load_config("mkdocs.yml", site_dir=str(site), strict=True))
+    reference = (site / "reference" / "operators.html").read_text(encoding="utf-8")
+    assert all(f"<code>{name}</code>" in reference for name in OPS)
+    for page in site.glob("**/*.html"):
+        fetched = re.findall(r'(?:src|<link[^>]* href)="?(?:https?:)?//[^">]*', page.read_text(encoding="utf-8"))
+        assert not fetched, f"{page.name} fetches {fetched}"
+
+
+def test_every_public_name_is_in_the_reference():
+    paths = re.findall(r"^::: ([\w.]+)$", PAGES["reference/api.md"], re.M)
+    documented = {path.rpartition(".")[2] for path in paths if not path.startswith("intaglio.eager.")}
+    assert set(intaglio.__all__) - {"eager", "errors"} <= documented
+    assert {f"intaglio.eager.{name}" for name in intaglio.eager.__all__} <= set(paths)
+
+
+@pytest.mark.parametrize("path", re.findall(r"^::: ([\w.]+)$", PAGES["reference/api.md"], re.MULTILINE))
+def test_a_documented_name_is_what_the_package_exports(path):
+    module, _, name = path.rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    assert inspect.getdoc(found)
+    if name in intaglio.__all__ and module != "intaglio.eager":
+        assert found is getattr(intaglio, name)
+
+
+def test_every_variable_of_the_environment_is_described():
+    read = re.findall(r'(?:environ(?:\.get\(|\[)|_number\()"(\w+)"', inspect.getsource(config))
+    described = re.findall(r"^\| `(\w+)` \|", PAGES["deploying.md"], re.MULTILINE)
+    assert sorted(set(read) - {"XDG_CACHE_HOME"}) == sorted(described)
+
+
+# -- command line -----------------------------------------------------------------------------------------------------
+
+COMMANDS = typer.main.get_command(app).commands
+SHELL = [body for text in PAGES.values() for kind, body in FENCE.findall(text) if not kind]
+LINES = sorted({line for block in SHELL for line in block.splitlines() if line.startswith("intaglio ")})
+
+
+def options(command: str) -> set[str]:
+    return {name for option in COMMANDS[command].params for name in option.opts}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_command_line_of_the_pages_has_options_that_exist(line):
+    _, command, *words = line.split()
+    assert {word for word in words if word.startswith("--")} <= options(command)
+
+
+def test_the_pages_have_every_command():
+    assert {line.split()[1] for line in LINES} <= set(COMMANDS)
+    described = re.findall(r"^\| `intaglio (\w+)` \|", PAGES["cli.md"], re.MULTILINE)
+    assert sorted(described) == sorted(COMMANDS)

@@ -1,0 +1,103 @@
+"""A model that both doors take gets the same parameters, graph and integers from both (frontends.md A4)."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import intaglio
+from intaglio import eager
+from support.nets import (
+    Grouped,
+    MaxPoolNet,
+    MultiOutput,
+    OptionA,
+    Residual,
+    SharedConv,
+    SharedConvBn,
+    example,
+    randomize,
+)
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+        self.wide, self.narrow = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        n, length, _ = x.shape
+        q, k, v = (part.view(n, length, 4, -1).transpose(1, 2) for part in self.qkv(self.norm(x)).split(32, 2))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, length, -1)
+        x = x + self.out(y)
+        return x + self.narrow(F.gelu(self.wide(x)))
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.lstm, self.tags = nn.Embedding(50, 16), nn.LSTM(16, 24, batch_first=True), nn.Linear(24, 5)
+
+    def forward(self, ids):
+        return self.tags(self.lstm(self.words(ids))[0])
+
+
+class Functions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(8, 3, 3, 3)), nn.Parameter(torch.randn(8))
+        self.v = nn.Parameter(torch.randn(5, 8))
+
+    def forward(self, x):
+        x = F.conv2d(x, self.w, bias=self.b, padding=1).relu_()
+        x = torch.flatten(F.adaptive_avg_pool2d(F.max_pool2d(x, 2), 1), 1)
+        return {"scores": F.linear(x, self.v), "size": x.size(0)}
+
+
+class Encoder(nn.TransformerEncoder):
+    def __init__(self):
+        super().__init__(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2, enable_nested_tensor=False)
+
+
+IMAGES = (Grouped, MaxPoolNet, MultiOutput, OptionA, Residual, SharedConv, SharedConvBn)
+OTHERS = {
+    Attends: lambda seed: torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(seed)),
+    Words: lambda seed: torch.randint(0, 50, (2, 6), generator=torch.Generator().manual_seed(seed)),
+    Functions: lambda seed: torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed)),
+    Encoder: lambda seed: torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(seed)),
+}
+
+
+def batches(kind):
+    model = randomize(kind().eval())
+    return model, [OTHERS[kind](seed) if kind in OTHERS else example(model, seed=seed) for seed in range(3)]
+
+
+@pytest.mark.case("frontends A4")
+@pytest.mark.parametrize("kind", [*IMAGES, *OTHERS], ids=lambda kind: kind.__name__)
+def test_both_doors_give_the_same_parameters_program_and_integers(kind):
+    model, data = batches(kind)
+    prepared = intaglio.prepare(intaglio.capture(model, (data[0],)))
+    watched = eager.prepare(model, (data[0],))
+    for batch in data:
+        expected, found = prepared(batch.clone()), watched(batch.clone())
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    reference, converted = intaglio.convert(prepared), eager.convert(watched)
+    rewritten = eager.rewrite(converted)
+    assert rewritten.parameters.to_json() == reference.parameters.to_json()
+    lowered = intaglio.requantize(reference)
+    assert intaglio.requantize(rewritten).graph.types.keys() == lowered.graph.types.keys()
+    program = intaglio.compile(lowered)
+    assert intaglio.compile(rewritten).text("program") == program.text("program")
+    for batch in (data[0], data[1][:1]):
+        torch.testing.assert_close(converted(batch.clone()), program(batch.clone()), rtol=0, atol=0)
+
+
+def test_the_comparison_sees_other_parameters():
+    model, data = batches(Residual)
+    watched = eager.prepare(model, (data[0],))
+    prepared = intaglio.prepare(intaglio.capture(model, (data[0],)))
+    watched(data[0]), prepared(data[1])
+    mine, theirs = eager.rewrite(eager.convert(watched)), intaglio.convert(prepared)
+    assert mine.parameters.to_json() != theirs.parameters.to_json()

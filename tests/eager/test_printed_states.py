@@ -1,0 +1,166 @@
+"""Define-by-run: document 000's model, the state each module prints, the order of what is intercepted."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from intaglio import Recipe, Setting, eager
+from intaglio.quant.calibrate.tensor_statistics import Statistics
+from support import nets
+
+
+class Child(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x
+
+
+class Parent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 1, 1)
+        self.child = Child()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        x = self.child(x)
+        return x
+
+
+X = torch.linspace(-0.5, 1, 32).reshape(2, 1, 4, 4)
+PREPARED = """\
+AutoQuantizationState(
+  (seen_op_infos): {
+    0: (type): torch.Tensor.add
+       (input_tensor_infos): [
+         QTensorInfo(id=1, inf_dtype=torch.quint8),
+         QTensorInfo(id=1, inf_dtype=torch.quint8),
+       ],
+       (output_tensor_infos): [
+         QTensorInfo(id=2, inf_dtype=torch.quint8),
+       ],
+  }
+  (tensor_id_to_observer): ModuleDict(
+    (2): Observer(child#0/add.0, count=0)
+  )
+)"""
+CONVERTED = """\
+AutoQuantizationState(
+  (seen_op_infos): {
+    0: (type): Conv2d (conv)
+       (input_tensor_infos): [
+         QTensorInfo(id=0, inf_dtype=torch.float32),
+       ],
+       (output_tensor_infos): [
+         QTensorInfo(id=1, inf_dtype=torch.quint8),
+       ],
+       (before): quantize 0
+       (instead): conv2d in int8 of conv
+       (after): nothing
+  }
+  (tensor_id_to_qparams): {
+    (0): q(scale=0.00588235, zp=85)
+    (1): q(scale=0.00294118, zp=85)
+  }
+)"""
+
+
+def prepared() -> nn.Module:
+    model = nets.randomize(Parent())
+    with torch.no_grad():
+        model.conv.weight.fill_(0.5)
+        model.conv.bias.zero_()
+    return eager.prepare(model, X, Recipe.of({}, Setting(method="minmax")))
+
+
+@pytest.mark.case("frontends A5")
+def test_parent_and_child_each_have_a_state():
+    """A5: as document 000 prints it; user code that goes over modules does not meet it."""
+    model = prepared()
+    assert isinstance(model._auto_quant_state, eager.AutoQuantizationState)
+    assert isinstance(model.child._auto_quant_state, eager.AutoQuantizationState)
+    assert not hasattr(model.conv, "_auto_quant_state")
+    assert [name for name, _ in model.named_modules()] == ["", "conv", "child"]
+    assert str(model.child._auto_quant_state) == PREPARED
+    assert [info.type for info in model._auto_quant_state.seen_op_infos.values()] == ["Conv2d"]
+    assert [info.type for info in model.child._auto_quant_state.seen_op_infos.values()] == ["torch.Tensor.add"]
+
+
+def test_a_converted_state_says_what_is_done_before_instead_of_and_after_each_operator():
+    model = prepared()
+    model(X)
+    converted = eager.convert(model)
+    assert str(converted._auto_quant_state) == CONVERTED
+    (add,) = converted.child._auto_quant_state.seen_op_infos.values()
+    assert (add.before, add.instead, add.after) == ("nothing", "add in int8 of child::add", "dequantize 2")
+    assert not converted._auto_quant_state.tensor_id_to_observer
+    assert type(converted(X)) is torch.Tensor
+    assert converted(X).dtype == torch.float32
+
+
+@pytest.mark.case("frontends A5")
+def test_calls_are_intercepted_in_the_order_of_the_document():
+    """A5: of a prepared model and a converted one alike."""
+    model = prepared()
+    model(X)
+    for each in (model, eager.convert(model)):
+        with eager.calls() as log:
+            each(X)
+        assert [str(call) for call in log] == [
+            "model start",
+            "conv start",
+            "conv end",
+            "child start",
+            "child::add start",
+            "child::add end",
+            "child end",
+            "model end",
+        ]
+        each(X)
+        assert len(log) == 8
+
+
+@pytest.mark.case("frontends A6")
+def test_observers_have_seen_nothing_after_prepare():
+    """A6: recording the example does not count; an observer of nothing would give scale 1 and zero point 0."""
+    model = prepared()
+    states = (model._auto_quant_state, model.child._auto_quant_state)
+    observers = [observer for state in states for observer in state.tensor_id_to_observer.values()]
+    assert len(observers) == 3
+    assert all(observer.statistics == Statistics() for observer in observers)
+    model(X)
+    assert [observer.statistics.count for observer in observers] == [32, 32, 32]
+
+
+def test_operators_without_a_region_are_float_and_dropout_hands_on():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.drop = nn.Conv2d(1, 1, 1), nn.Dropout()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.special.zeta(self.drop(self.conv(x)) + 3, torch.tensor(1.5))
+
+    model = eager.prepare(Net(), X)
+    model(X)
+    infos = eager.convert(model)._auto_quant_state.seen_op_infos.values()
+    told = {info.type: (info.before, info.instead) for info in infos}
+    assert told["Dropout"] == ("nothing", "handed on")
+    assert told["torch.special.zeta"][1] == "in float"
+    assert {name for name, info in told.items() if "int8" in info[1]} >= {"Conv2d"}
+
+
+def test_all_recordings_have_tensors_of_their_own_numbers():
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) if x.sum().item() > 0 else self.b(x)
+
+    model = eager.prepare(Branch(), torch.ones(2, 4))
+    model(-torch.ones(2, 4))
+    infos = [info for info in model._auto_quant_state.seen_op_infos.values() if info.type == "Linear"]
+    assert [info.path for info in infos] == ["a", "b"]
+    a, b = ({tensor.id for tensor in info.input_tensor_infos + info.output_tensor_infos} for info in infos)
+    assert a.isdisjoint(b)

@@ -1,0 +1,178 @@
+"""Blocks of transformers, models in half precision, and parts that no kernel computes."""
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import intaglio
+from intaglio import Recipe
+from intaglio.lower import Lowered
+from intaglio.plan import plan_graph
+from support.int8_models import assert_same
+from support.lowering import assert_equal_levels, quantized, sqnr
+from support.matmul_library import HERE
+from support.nets import Body, randomize
+from support.partition_text import shown
+
+IMAGE, TOKENS = torch.randn(4, 3, 7, 9), torch.randn(4, 5, 16)
+LEVELS = Recipe.of({"*": {"residual": "int8", "functions": "table", "method": "minmax"}})
+
+
+def partitions(lowered: Lowered) -> list[str]:
+    """Of the program but for the quantize of its input, in order; kinds of their operators, all loops alike."""
+    found = [shown(step.partition).partition("(")[0] for step in plan_graph(lowered.graph).steps]
+    return [kinds for kinds in found if kinds != "quantize"]
+
+
+def ffn() -> nn.Module:
+    parts = {"norm": nn.LayerNorm(16), "wide": nn.Linear(16, 32), "narrow": nn.Linear(32, 16)}
+    return randomize(Body(lambda m, x: x + m.narrow(F.gelu(m.wide(m.norm(x)))), **parts))
+
+
+def attention() -> nn.Module:
+    """Written out, with a mask that is added."""
+
+    def body(m: nn.Module, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (2, 8)).transpose(1, 2) for layer in (m.q, m.k, m.v))
+        scores = torch.matmul(q, k.transpose(2, 3)) / 8**0.5 + m.mask
+        return m.out(torch.matmul(scores.softmax(-1), v).transpose(1, 2).flatten(2))
+
+    model = randomize(Body(body, **{name: nn.Linear(16, 16) for name in ("q", "k", "v", "out")}))
+    model.register_buffer("mask", torch.full((5, 5), -torch.inf).triu(1))
+    return model
+
+
+FFN = ["loop", "linear + requantize + table", "linear + add + loop"]
+ATTENTION = [*["linear + requantize"] * 3, "attention", "linear + dequantize"]
+
+
+@pytest.mark.case("backend 11", "frontends C3")
+def test_a_feed_forward_block_is_three_partitions():
+    """Cases 11 and C3: the norm and its quantize; the wide layer and its function; the narrow one and the sum."""
+    reference, lowered = quantized(ffn(), TOKENS, recipe=LEVELS)
+    assert partitions(lowered) == FFN
+    assert_equal_levels(reference, lowered, TOKENS)
+    assert_same(intaglio.compile(lowered)(TOKENS), lowered(TOKENS))
+
+
+@pytest.mark.case("backend 11")
+def test_a_residual_stream_in_float_is_read_as_float():
+    """Case 11 as the recipe for transformers has it: the sum is not rounded, and still in the kernel."""
+    recipe = Recipe.of({"*": {"residual": "float", "functions": "precise"}})
+    reference, lowered = quantized(ffn(), TOKENS, recipe=recipe)
+    assert partitions(lowered) == ["loop", "linear + activate", "linear + dequantize + loop"]
+    assert_equal_levels(reference, lowered, TOKENS)
+    for isa in HERE:
+        assert_same(intaglio.compile(lowered, isa=isa)(TOKENS), lowered(TOKENS))
+
+
+@pytest.mark.case("backend 12", "backend 8", "frontends A10")
+def test_attention_leaves_nothing_between_its_layers():
+    """Cases 8, 12 and A10: the input is quantized once, levels are lifted over views and permutations."""
+    reference, lowered = quantized(attention(), TOKENS, recipe=LEVELS)
+    assert partitions(lowered) == ATTENTION
+    assert_equal_levels(reference, lowered, TOKENS)
+    assert_same(intaglio.compile(lowered)(TOKENS), lowered(TOKENS))
+
+
+class Autocast(nn.Module):
+    """A float32 model in a region of automatic casts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(x)
+
+
+BLOCKS = {
+    "conv": (lambda: randomize(nn.Conv2d(3, 20, 3, padding=1)), IMAGE, ["conv2d + dequantize"]),
+    "ffn": (ffn, TOKENS, FFN),
+    "attention": (attention, TOKENS, ATTENTION),
+}
+HALVES = {
+    "bfloat16": (nn.Module.bfloat16, torch.bfloat16),
+    "float16": (nn.Module.half, torch.float16),
+    "autocast": (Autocast, torch.float32),
+}
+
+
+@pytest.mark.case("backend 26", "frontends C12")
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_models_in_halves_have_the_partitions_of_float32(name, half):
+    """Cases 26 and C12: as many, the result of the model's type, the same bits as the interpreter, near the model."""
+    make, x, expected = BLOCKS[name]
+    change, given = HALVES[half]
+    model = change(copy.deepcopy(make()))
+    x = x.to(given)
+    reference, lowered = quantized(model, x, recipe=LEVELS)
+    casts = ("loop", "island")
+    native = [kinds.removesuffix(" + loop") for kinds in partitions(lowered) if kinds not in casts]
+    assert native == [kinds.removesuffix(" + loop") for kinds in expected if kinds not in casts]
+    found = intaglio.compile(lowered)(x)
+    assert found.dtype is model(x).dtype
+    assert torch.equal(found, lowered(x))
+    assert_equal_levels(reference, lowered, x)
+    assert sqnr(found.float(), model(x).float()) > 25
+    assert "computed as float32" in "".join(reference.notes)
+    if half == "bfloat16":
+        assert len(partitions(lowered)) == len(expected) + (name != "ffn")  # the cast of the input
+        assert not lowered.islands
+
+
+def test_a_half_that_no_product_computes_with_stays_what_it_is():
+    """What a float32 model rounds to bfloat16 on the way is rounded."""
+    model = randomize(Body(lambda m, x: m.b(m.a(x).bfloat16().float()), a=nn.Linear(16, 8), b=nn.Linear(8, 4)))
+    captured = intaglio.capture(model, (TOKENS,))
+    assert "bfloat16" in str(captured.module.graph)
+    assert torch.equal(captured(TOKENS), model(TOKENS))
+
+
+STRANGE: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "complex": lambda m, x: m.d(torch.fft.fft(m.c(x)).abs()),
+    "double": lambda m, x: m.d((m.c(x).double() * 3).cumsum(-1).float()),
+    "a number": lambda m, x: m.d(m.c(x)) * (x.shape[-1] // 2 + 1),
+    "a product of doubles": lambda m, x: m.c(x) + F.conv2d(x.double(), m.d.weight[:, :3].double(), padding=1).float(),
+}
+
+
+@pytest.mark.case("backend 31")
+@pytest.mark.parametrize("name", STRANGE)
+def test_other_element_types_stay_outside_and_equal(name):
+    """Case 31: complex and double parts are islands between partitions, or nothing at all."""
+    parts = {"c": nn.Conv2d(3, 4, 3, padding=1), "d": nn.Conv2d(4, 4, 3, padding=1)}
+    model = randomize(Body(STRANGE[name], **parts))
+    reference, lowered = quantized(model, IMAGE)
+    strange = {str(kind.dtype) for kind in lowered.graph.types.values()} - {"f32", "u8", "s8", "i32"}
+    assert not strange
+    assert_equal_levels(reference, lowered, IMAGE)
+    assert_same(intaglio.compile(lowered)(IMAGE), lowered(IMAGE))
+    assert sqnr(lowered(IMAGE), model(IMAGE)) > 20
+
+
+@pytest.mark.case("backend 6", "backend 33")
+def test_epilogues_and_products_at_once_in_many_shapes():
+    """Cases 6 and 33: batches and lengths back and forth, from several threads."""
+    model = randomize(
+        Body(
+            lambda m, x, y: (m.a(x) @ m.b(x).transpose(1, 2) / 4).relu() @ (m.c(x) * y),
+            a=nn.Linear(16, 8),
+            b=nn.Linear(16, 8),
+            c=nn.Linear(16, 20),
+        )
+    )
+    _, lowered = quantized(model, TOKENS, torch.randn(4, 5, 20))
+    compiled = intaglio.compile(lowered)
+    calls = [(TOKENS[: 1 + i % 4], torch.randn(1 + i % 4, 5, 20)) for i in range(24)]
+    expected = [lowered(*call) for call in calls]
+    assert_same([compiled(*call) for call in calls], expected)
+    with ThreadPoolExecutor(6) as pool:
+        assert_same(list(pool.map(lambda call: compiled(*call), calls)), expected)

@@ -1,0 +1,333 @@
+"""The int8 patterns of document 001, and those its peers have for the same anchors: each is one partition of the
+program, and gives the bits of the interpreter on every instruction set."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import intaglio
+from intaglio import Recipe
+from intaglio.lower import Lowered
+from intaglio.plan import plan_graph
+from intaglio.quant.qdq.convert import Reference
+from support.lowering import assert_equal_levels, quantized
+from support.matmul_library import HERE
+from support.nets import Body, randomize
+from support.partition_text import shown
+
+IMAGE, OTHER = torch.randn(4, 3, 7, 9), torch.randn(4, 20, 7, 9)
+TOKENS, BESIDE = torch.randn(4, 5, 16), torch.randn(4, 5, 20)
+MASK, HIDDEN = torch.randn(4, 5, 5), torch.rand(4, 5, 5) > 0.5
+
+
+@dataclass(frozen=True)
+class Row:
+    """A chain, what it reads, and the partition it becomes.
+
+    ``body(m, x, ...)``: ``m.c`` is the anchor, ``m.q`` and ``m.k`` make factors of a product. ``before``: partitions in
+    front of it besides the quantize of inputs. ``floats``: operators that the recipe leaves in float, so that nothing
+    is rounded between the accumulator and the float result.
+    """
+
+    name: str
+    body: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]
+    partition: str
+    before: tuple[str, ...] = ()
+    floats: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+    def model(self, tail: nn.Module | None) -> nn.Module:
+        """With a layer behind that reads levels, or without."""
+        size = (3, 20, 3) if self.inputs[0].dim() == 4 else (16, 20)
+        anchor = nn.Conv2d(*size, padding=1) if len(size) == 3 else nn.Linear(*size)
+        body = (lambda m, *args: m.tail(self.body(m, *args))) if tail is not None else self.body
+        parts = {} if tail is None else {"tail": tail}
+        return randomize(Body(body, c=anchor, q=nn.Linear(16, 8), k=nn.Linear(16, 8), **parts))
+
+    def lower(self, tail: nn.Module | None) -> tuple[Reference, Lowered]:
+        entries = {f"op:aten.{name}": {"quantize": False} for name in self.floats}
+        recipe = Recipe.of({"*": {"functions": "table", "residual": "int8"}, **entries})
+        return quantized(self.model(tail), *self.inputs, recipe=recipe)
+
+
+def check(row: Row, tail: nn.Module | None, behind: tuple[str, ...], isas: Sequence[str] = HERE) -> None:
+    """The partitions of the program; the contract with the reference; the bits, at other batches too."""
+    reference, lowered = row.lower(tail)
+    found = [shown(step.partition) for step in plan_graph(lowered.graph).steps]
+    assert [kinds for kinds in found if kinds != "quantize"] == [*row.before, row.partition, *behind]
+    assert_equal_levels(reference, lowered, *row.inputs)
+    for isa in isas:
+        model = intaglio.compile(lowered, isa=isa)
+        for batch in (4, 1, 3):
+            some = [value[:batch] for value in row.inputs]
+            expected = lowered(*some)
+            assert torch.equal(model(*some), expected), (isa, batch)
+            assert expected.dtype is torch.float32
+
+
+FACTORS = ("linear + requantize", "linear + requantize")
+
+
+def product(m: nn.Module, x: Tensor) -> Tensor:
+    return m.q(x) @ m.k(x).transpose(1, 2)
+
+
+TO_FLOAT = (
+    Row("conv", lambda m, x: m.c(x), (IMAGE,), "conv2d + dequantize"),
+    Row("linear", lambda m, x: m.c(x), (TOKENS,), "linear + dequantize"),
+    Row("conv relu", lambda m, x: F.relu(m.c(x)), (IMAGE,), "conv2d + dequantize + loop(relu)", floats=("relu",)),
+    Row("conv sum", lambda m, x, y: m.c(x) + y, (IMAGE, OTHER), "conv2d + dequantize + loop(add)", floats=("add",)),
+    Row(
+        "conv sum relu",
+        lambda m, x, y: F.relu(m.c(x) + y),
+        (IMAGE, OTHER),
+        "conv2d + dequantize + loop(add relu)",
+        floats=("add", "relu"),
+    ),
+    Row("linear relu", lambda m, x: F.relu(m.c(x)), (TOKENS,), "linear + dequantize + loop(relu)", floats=("relu",)),
+    Row("linear gelu", lambda m, x: F.gelu(m.c(x)), (TOKENS,), "linear + dequantize + loop(gelu)", floats=("gelu",)),
+    Row(
+        "linear sigmoid",
+        lambda m, x: m.c(x).sigmoid(),
+        (TOKENS,),
+        "linear + dequantize + loop(sigmoid)",
+        floats=("sigmoid",),
+    ),
+    Row("linear sum", lambda m, x, y: y + m.c(x), (TOKENS, BESIDE), "linear + dequantize + loop(add)", floats=("add",)),
+    Row("bmm", product, (TOKENS,), "bmm + dequantize", FACTORS),
+    Row("bmm div", lambda m, x: product(m, x) / 3, (TOKENS,), "bmm + dequantize", FACTORS),
+)
+"""Document 001, list 1: int8 in, float32 out; the operand of a sum is float, too."""
+
+
+@pytest.mark.parametrize("row", TO_FLOAT, ids=str)
+def test_int8_in_float32_out(row):
+    check(row, None, ())
+
+
+@pytest.mark.parametrize("row", [row for row in TO_FLOAT if row.floats], ids=str)
+def test_a_result_that_is_quantized_leaves_as_float_from_the_same_partition(row):
+    """Where the recipe leaves nothing in float: levels become floats while they lie in cache."""
+    reference, lowered = Row(row.name, row.body, row.inputs, "").lower(None)
+    partition = plan_graph(lowered.graph).steps[-1].partition
+    assert partition.anchor.kind == row.partition.partition(" ")[0]
+    assert shown(partition).endswith("+ loop(dequantize)")
+    assert_equal_levels(reference, lowered, *row.inputs)
+    for isa in HERE:
+        assert torch.equal(intaglio.compile(lowered, isa=isa)(*row.inputs), lowered(*row.inputs)), isa
+
+
+TO_LEVELS = (
+    Row("conv", lambda m, x: m.c(x), (IMAGE,), "conv2d + requantize"),
+    Row("linear", lambda m, x: m.c(x), (TOKENS,), "linear + requantize"),
+    Row("conv relu", lambda m, x: F.relu(m.c(x)), (IMAGE,), "conv2d + requantize"),
+    Row("conv sum", lambda m, x, y: m.c(x) + y, (IMAGE, OTHER), "conv2d + add"),
+    Row("conv sum relu", lambda m, x, y: F.relu(y + m.c(x)), (IMAGE, OTHER), "conv2d + add"),
+    Row("linear relu", lambda m, x: F.relu(m.c(x)), (TOKENS,), "linear + requantize"),
+    Row("linear gelu", lambda m, x: F.gelu(m.c(x)), (TOKENS,), "linear + requantize + table"),
+    Row("linear sigmoid", lambda m, x: m.c(x).sigmoid(), (TOKENS,), "linear + requantize + table"),
+    Row("linear sum", lambda m, x, y: m.c(x) + y, (TOKENS, BESIDE), "linear + add"),
+    Row("bmm", product, (TOKENS,), "bmm + requantize", FACTORS),
+    Row("bmm div", lambda m, x: product(m, x) / 3, (TOKENS,), "bmm + requantize", FACTORS),
+    Row("max_pool2d", lambda m, x: F.max_pool2d(m.c(x), 2), (IMAGE,), "max_pool2d", ("conv2d + requantize",)),
+)
+"""Document 001, list 2: int8 in, int8 out."""
+
+
+def tail_of(row: Row) -> tuple[nn.Module, str]:
+    """A layer that reads levels."""
+    if row.inputs[0].dim() == 4:
+        return nn.Conv2d(20, 4, 1), "conv2d + dequantize"
+    return nn.Linear(5 if row.before == FACTORS else 20, 4), "linear + dequantize"
+
+
+@pytest.mark.parametrize("row", TO_LEVELS, ids=str)
+def test_int8_in_int8_out(row):
+    tail, behind = tail_of(row)
+    check(row, tail, (behind,))
+
+
+UNARY = {
+    "relu6": F.relu6,
+    "clamp": lambda x: x.clamp(-0.5, 0.7),
+    "hardswish": F.hardswish,
+    "silu": F.silu,
+    "x * sigmoid": lambda x: x * torch.sigmoid(x),
+    "x * hardsigmoid": lambda x: F.hardsigmoid(x) * x,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "elu": F.elu,
+    "gelu": F.gelu,
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "mish": F.mish,
+    "leaky_relu": F.leaky_relu,
+    "abs": torch.abs,
+    "square": torch.square,
+    "exp": torch.exp,
+    "round": torch.round,
+    "hardsigmoid": F.hardsigmoid,
+    "softplus": F.softplus,
+}
+"""Table of peers, rows 3 to 7 and 18 to 21."""
+BOUNDS = ("relu6", "clamp")
+
+
+@pytest.mark.parametrize("anchor", ["conv2d", "linear"])
+@pytest.mark.parametrize("name", UNARY)
+def test_every_unary_tail(anchor, name):
+    """Behind a convolution or linear layer, to levels and to floats."""
+    inputs = (IMAGE,) if anchor == "conv2d" else (TOKENS,)
+    kinds = f"{anchor} + requantize" + " + table" * (name not in BOUNDS)
+    row = Row(name, lambda m, x: UNARY[name](m.c(x)), inputs, kinds)
+    tail, behind = tail_of(row)
+    check(row, tail, (behind,), HERE[:1])
+    check(Row(name, row.body, inputs, f"{kinds} + loop(dequantize)"), None, (), HERE[:1])
+
+
+BINARY = {
+    "mul": ("mul", torch.mul),
+    "maximum": ("maximum", torch.maximum),
+    "minimum": ("minimum", torch.minimum),
+    "div": ("div", lambda x, y: x / (y.abs() + 1)),
+    "sub": ("sub", torch.sub),
+    "other sub": ("sub", lambda x, y: y - x),
+}
+
+
+@pytest.mark.case("patterns row 12")
+@pytest.mark.parametrize("anchor", ["conv2d", "linear"])
+@pytest.mark.parametrize("name", BINARY)
+def test_a_tail_with_another_tensor(anchor, name):
+    """To floats, and to levels: the loop quantizes what it makes."""
+    inputs = (IMAGE, OTHER) if anchor == "conv2d" else (TOKENS, BESIDE)
+    kind, function = BINARY[name]
+    loop = "abs add div" if kind == "div" else kind
+    floats = () if kind in ("maximum", "minimum") else ("div", "abs", "add") if kind == "div" else (kind,)
+    row = Row(name, lambda m, x, y: function(m.c(x), y), inputs, f"{anchor} + dequantize + loop({loop})", (), floats)
+    check(row, None, (), HERE[:1])
+    tail, behind = tail_of(row)
+    levels = f"{anchor} + dequantize + loop({loop} quantize)"
+    check(Row(name, row.body, inputs, levels, (), row.floats), tail, (behind,), HERE[:1])
+
+
+def gated(m: nn.Module, x: Tensor) -> Tensor:
+    return F.silu(m.q(x)) * m.k(x)
+
+
+def swapped(m: nn.Module, x: Tensor) -> Tensor:
+    """Heads in front, then tokens again."""
+    q, k = (layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (m.q, m.k))
+    return (q @ k.transpose(2, 3)).transpose(1, 2).flatten(2)
+
+
+MORE = (
+    Row(
+        "26 torch.bmm",
+        lambda m, x, mask: torch.bmm(m.q(x), m.k(x).mT) - mask,
+        (TOKENS, MASK),
+        "bmm + dequantize + loop(sub)",
+        FACTORS,
+        ("sub",),
+    ),
+    Row(
+        "24 gated MLP",
+        gated,
+        (TOKENS,),
+        "linear + dequantize + loop(silu mul)",
+        ("linear + dequantize",),
+        ("silu", "mul"),
+    ),
+    Row(
+        "27 bmm times a number plus mask",
+        lambda m, x, mask: product(m, x) * 0.3 + mask,
+        (TOKENS, MASK),
+        "bmm + dequantize + loop(add)",
+        FACTORS,
+        ("add",),
+    ),
+    Row(
+        "28 masked bmm",
+        lambda m, x, mask: product(m, x).masked_fill(mask, -5.0),
+        (TOKENS, HIDDEN),
+        "bmm + dequantize + loop(where)",
+        FACTORS,
+    ),
+    Row(
+        "28 selected bmm",
+        lambda m, x, mask: torch.where(mask, product(m, x) / 2, -5.0),
+        (TOKENS, HIDDEN),
+        "bmm + dequantize + loop(where)",
+        FACTORS,
+    ),
+)
+
+
+@pytest.mark.parametrize("row", MORE, ids=str)
+def test_more_rows_of_peers(row):
+    """To floats, and to levels: the loop quantizes what it makes."""
+    check(row, None, ())
+    quantizing = f"{row.partition[:-1]} quantize)"
+    size = 8 if row.before[0] != FACTORS[0] else 5
+    check(
+        Row(row.name, row.body, row.inputs, quantizing, row.before, row.floats),
+        nn.Linear(size, 4),
+        ("linear + dequantize",),
+    )
+
+
+@pytest.mark.case("patterns row 29")
+def test_a_product_is_written_where_a_transpose_and_a_reshape_put_it():
+    check(Row("", swapped, (TOKENS,), "bmm + requantize", FACTORS), nn.Linear(10, 4), ("linear + dequantize",))
+
+
+@pytest.mark.case("patterns row 30")
+def test_a_softmax_and_its_quantize_are_one_loop():
+    row = Row(
+        "",
+        lambda m, x: m.c(x).softmax(-1),
+        (TOKENS,),
+        "loop(max sub exp sum reciprocal mul quantize)",
+        ("linear + dequantize",),
+    )
+    check(row, nn.Linear(20, 4), ("linear + dequantize",))
+
+
+@pytest.mark.case("patterns row 30")
+def test_attention_is_one_partition():
+    """Queries, keys and values are factors of it; what comes behind reads its levels."""
+
+    def attend(m: nn.Module, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (m.q, m.k, m.c))
+        scores = q @ k.transpose(2, 3) / 2
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    row = Row("", attend, (TOKENS,), "attention", ("linear + requantize",) * 3)
+    check(row, nn.Linear(20, 4), ("linear + dequantize",))
+
+
+@pytest.mark.case("patterns row 31")
+def test_a_norm_and_its_quantize_are_one_loop():
+    reference, lowered = quantized(randomize(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 4))), TOKENS)
+    found = [shown(step.partition) for step in plan_graph(lowered.graph).steps]
+    assert found == ["loop(mean sub mul mean add sqrt reciprocal mul mul add quantize)", "linear + dequantize"]
+    assert_equal_levels(reference, lowered, TOKENS)
+    for isa in HERE:
+        assert torch.equal(intaglio.compile(lowered, isa=isa)(TOKENS), lowered(TOKENS))
+
+
+@pytest.mark.case("patterns row 27")
+@pytest.mark.parametrize("alpha", [1, 0.3])
+def test_what_baddbmm_adds_is_added_in_the_kernel(alpha):
+    body = lambda m, x, mask: torch.baddbmm(mask, m.q(x), m.k(x).mT, alpha=alpha)  # noqa: E731
+    model = randomize(Body(body, q=nn.Linear(16, 8), k=nn.Linear(16, 8)))
+    reference, lowered = quantized(model, TOKENS, MASK, recipe=Recipe.of({"*": {"residual": "float"}}))
+    assert shown(plan_graph(lowered.graph).steps[-1].partition) == "bmm + dequantize + loop(add)"
+    assert_equal_levels(reference, lowered, TOKENS, MASK)
+    assert torch.equal(intaglio.compile(lowered)(TOKENS, MASK), lowered(TOKENS, MASK))

@@ -1,0 +1,191 @@
+"""Every microkernel, through the loops that call it, against the meaning of the operators. Compiled once."""
+
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from intaglio.codegen import ISAS, TileSpec
+from intaglio.codegen.tile import RESULTS, permutation
+from support.matmul_cases import Case, cases, numbers, run
+from support.matmul_library import HERE, LOOKS_UP, kernels
+
+SIZE_LIMIT = 1 << 21
+
+
+def check(isa: str, case: Case) -> None:
+    drawn = numbers(case)
+    result = run(isa, case, drawn)
+    assert np.array_equal(result.values, drawn.expected)
+    assert drawn.rest is None or np.array_equal(result.rest, drawn.rest)
+    assert not result.stray, "bytes outside the result changed"
+    assert (result.halo == case.zero_points[1]).all()
+
+
+@pytest.mark.parametrize("isa", HERE)
+@settings(max_examples=5 * settings.default.max_examples)
+@given(st.data())
+def test_any_convolution_on_any_schedule_gives_the_levels_of_its_meaning(isa, data):
+    case = data.draw(cases(isa))
+    taps = case.taps[0] * case.taps[1]
+    work = case.images * case.height * case.width * case.per_group * case.per_group_out * case.groups * taps
+    assume(work < 30 * SIZE_LIMIT)
+    check(isa, case)
+
+
+def case_of_kernel(spec: TileSpec, seed: int, panels: int, missing: int) -> Case:
+    """A line as wide as a few tiles are high: one call of the kernel and one of a lower one."""
+    draw = np.random.default_rng(seed)
+    zero_points, bounds = draw.choice([0, 1, 128, 254, 255], 3), np.sort(draw.integers(0, 256, 2))
+    if spec.natural:
+        zero_points[1:], bounds = 0, np.array([0, 255])
+    return Case(
+        images=2,
+        height=3,
+        width=spec.rows * (1 + seed) + 2,
+        taps=(1, 3),
+        per_group=int(draw.integers(1, 70)),
+        per_group_out=16 * spec.blocks * panels - missing,
+        zero_points=tuple(map(int, zero_points)),
+        bounds=(0, 255) if seed % 2 else tuple(map(int, bounds)),
+        extreme=spec.guard and seed == 3,
+        exponent=int(draw.integers(-20, 21)) if spec.guard else None,
+        result=spec.result,
+        blocks=spec.blocks,
+        rows=spec.rows,
+        natural=spec.natural,
+        guard=spec.guard,
+        seed=seed,
+        table="kernel" if spec.table else "none",
+        rest=spec.rest,
+        other_rest=spec.other_rest,
+    )
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_every_kernel_gives_the_levels_of_its_meaning(isa, subtests):
+    """Check whole panels and parts of one: every column, every mask. After a crash, the name is the last in `-s`."""
+    for spec in ISAS[isa].specs():
+        if spec.table and not LOOKS_UP:
+            continue
+        print(f"{isa} {spec.name}")
+        with subtests.test(kernel=spec.name):
+            for seed, (panels, missing) in enumerate([(2, 5), (1, 11), (2, 0), (1, 0)]):
+                check(isa, case_of_kernel(spec, seed, panels, missing))
+
+
+@pytest.mark.case("problem 14", "backend 27")
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("result", RESULTS)
+def test_accumulators_at_their_extremes_do_not_saturate(isa, result):
+    """255 times +-127 in every product, where 16-bit sums of pairs would overflow."""
+    case = Case(height=3, width=9, per_group=64, per_group_out=70, taps=(3, 3), extreme=True, result=result)
+    for zero_x in (0, 255):
+        for blocks, tallest in ISAS[isa].tallest.items():
+            check(isa, replace(case, zero_points=(zero_x, 3, 250), exponent=-22, blocks=blocks, rows=tallest))
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_threads_and_blocking_do_not_change_a_bit(isa):
+    blocks, tallest = max(ISAS[isa].tallest.items())
+    case = Case(
+        images=2,
+        height=7,
+        width=23,
+        per_group=9,
+        per_group_out=150,
+        taps=(3, 3),
+        padding=(1, 1, 1, 1),
+        zero_points=(7, 9, 0),
+        blocks=blocks,
+        rows=tallest,
+    )
+    drawn = numbers(case)
+    for threads in (1, 2, 3, 8):
+        for split in (0, 1 << 40):
+            for chunk in (1, 1000, 1 << 30):
+                schedule = {"threads": threads, "split_channels_below": split, "chunk_bytes": chunk}
+                assert np.array_equal(run(isa, replace(case, **schedule), drawn).values, drawn.expected), schedule
+
+
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("result", RESULTS)
+def test_the_last_channels_of_a_result_may_end_a_page(isa, result):
+    """Every part of a block, after whole blocks and alone: a store that covers more than its channels would fault."""
+    for blocks, tallest in ISAS[isa].tallest.items():
+        for outputs in range(1, 16 * blocks + 17):
+            case = Case(width=tallest, per_group=3, per_group_out=outputs, result=result, blocks=blocks, rows=tallest)
+            check(isa, replace(case, behind=0, seed=outputs))
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_the_oracle_sees_one_flipped_bit_of_a_weight(isa):
+    case = Case(width=5, per_group=5, per_group_out=20, result="f32", blocks=min(2, ISAS[isa].blocks), rows=4)
+    drawn = numbers(case)
+    assert np.array_equal(run(isa, case, drawn).values, drawn.expected)
+    flipped = drawn.weight.copy()
+    flipped[17, 4] ^= 1
+    wrong = run(isa, case, replace(drawn, weight=flipped)).values != drawn.expected
+    assert wrong[:, 17].any()
+    assert not np.delete(wrong, 17, axis=1).any()
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4])
+def test_packed_columns_are_a_permutation_of_the_panel(blocks):
+    assert sorted(permutation(True, blocks)) == permutation(False, blocks) == list(range(16 * blocks))
+
+
+def test_kernel_names_are_unique():
+    for isa in ISAS.values():
+        names = [spec.name for spec in isa.specs()]
+        assert len(names) == len(set(names))
+
+
+ASSEMBLER = {"avx2": "avx2+popcnt", "avx512vnni": "avx512f+avx512bw+avx512dq+avx512vl+avx512_vnni"}
+"""What g++ also takes for granted when it builds for the set."""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the assembler's option is that of g++")
+@pytest.mark.parametrize("kernels_of", ASSEMBLER)
+@pytest.mark.parametrize("allowed", ASSEMBLER)
+def test_kernels_use_no_instruction_of_a_later_set(kernels_of, allowed):
+    """The compiler does not look into assembly, and a better machine would run it."""
+    isa = ISAS[kernels_of]
+    text = "\n".join(["struct Tile;", isa.support, *[isa.emit(spec) for spec in isa.specs() if not spec.table]])
+    command = ["g++", "-x", "c++", "-c", "-", "-o", os.devnull, f"-Wa,-march=generic64+{ASSEMBLER[allowed]}"]
+    status = subprocess.run(command, input=text, text=True, capture_output=True).returncode
+    assert (status == 0) == (kernels_of == allowed or allowed == "avx512vnni")
+
+
+# ---- the planner
+
+
+@pytest.mark.parametrize("isa", HERE)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 1 << 33)), max_size=30))
+def test_no_two_buffers_alive_together_overlap(isa, drawn):
+    lives, sizes = [(min(a, b), max(a, b)) for a, b, _ in drawn], [size for _, _, size in drawn]
+    offsets, total = kernels(isa).place(lives, sizes)
+    ends = [offset + size + 64 for offset, size in zip(offsets, sizes, strict=True)]
+    assert all(offset % 64 == 0 for offset in offsets)
+    assert max(ends, default=0) <= total
+    for i, (first, last) in enumerate(lives):
+        for j in range(i):
+            alive = first <= lives[j][1] and lives[j][0] <= last
+            assert not alive or ends[i] <= offsets[j] or ends[j] <= offsets[i]
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_buffers_that_never_meet_share_their_bytes(isa):
+    assert kernels(isa).place([(0, 1), (2, 3), (1, 2)], [1000, 1000, 500]) == ([0, 0, 1088], 1088 + 576)
+
+
+def test_a_tile_has_a_kernel_for_every_height_up_to_the_tallest():
+    for isa in ISAS.values():
+        for blocks, tallest in isa.tallest.items():
+            assert {spec.rows for spec in isa.specs() if spec.blocks == blocks} == set(range(1, tallest + 1))
+            assert TileSpec(tallest, blocks) in set(isa.specs())

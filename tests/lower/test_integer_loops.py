@@ -1,0 +1,135 @@
+"""Loops whose ends are levels: what becomes a table, what is near enough for levels, and large results of floats."""
+
+import numpy as np
+import pytest
+import torch
+
+import intaglio
+from intaglio.codegen.loop_stages import magnitudes
+from intaglio.ir import DType, Op, QParams, TensorType, prune, verify
+from intaglio.lower import Lowered
+from intaglio.ops.loop_ops.loop_builder import Body as Inside
+from intaglio.plan.loop_merging import merge_loops
+from intaglio.plan.lut_passes import loops_as_tables, near_functions
+from support.float_loops import C, N, Sample, equal, some, to_levels
+from support.lowering import tensors
+from support.matmul_library import HERE
+
+F32, U8 = DType.F32, DType.U8
+
+
+def test_a_loop_of_one_level_is_a_table_of_its_own_results():
+    """All 256 of them, with a number that the model learned."""
+    net = Sample(x=TensorType((N, 64), F32))
+    net.quantize("x", 0.03, 117)
+    least = net.constant(np.full((1, 1), -0.5, np.float32))
+    bounded = lambda b: b("maximum", b("add", b("dequantize", "x_u8"), 0.25), least)  # noqa: E731
+    net.add(lambda b: to_levels(b, b("gelu", bounded(b)), 0.02, 30, 3, 240))
+    lowered = net.lowered()
+    graph, count = loops_as_tables(lowered.graph)
+    assert count == 1
+    assert [op.kind for op in graph.ops] == ["quantize", "table", "dequantize"]
+    x = (torch.arange(256) - 117.0).mul(0.03).reshape(4, 64)
+    found, expected = (tensors(one(x))[0] for one in (Lowered(verify(prune(graph)), {}, lowered.signature), lowered))
+    assert len(expected.unique()) > 100
+    assert torch.equal(found, expected)
+
+
+OTHERS = {
+    "two levels": lambda b: to_levels(b, b("add", b("dequantize", "x_u8"), b("dequantize", "y_u8")), 0.02, 30),
+    "floats as well": lambda b: to_levels(b, b("add", b("dequantize", "x_u8"), "x"), 0.02, 30),
+    "floats stored": lambda b: (to_levels(b, real := b("relu", b("dequantize", "x_u8")), 0.02, 30), real),
+    "a reduction": lambda b: to_levels(b, b("sub", a := b("dequantize", "x_u8"), b("max", a, axis=1)), 0.02, 30),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_reads_or_gives_anything_else_stays_a_loop(name):
+    net = Sample(x=TensorType((N, 40), F32), y=TensorType((N, 40), F32))
+    net.quantize("x", 0.03, 117), net.quantize("y", 0.02, 100)
+    net.add(OTHERS[name])
+    graph, count = loops_as_tables(net.lowered().graph)
+    assert count == 0
+    assert "loop" in {op.kind for op in graph.ops}
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_a_gelu_that_becomes_levels_is_the_one_behind_layers(isa):
+    """Its own where floats of it are stored too; within one level of the exact function, NaN the zero point."""
+    net = Sample(x=TensorType((N, C), F32))
+    net.add(lambda b: to_levels(b, b("gelu", "x"), 0.02, 30))
+    net.add(lambda b: (to_levels(b, real := b("gelu", "x"), 0.02, 30), real))
+    lowered = net.lowered()
+    graph, count = near_functions(lowered.graph)
+    assert count == 1
+    assert [[step.kind for step in op.body.ops] for op in graph.ops if op.kind == "loop"] == [
+        ["near_gelu", "quantize"],
+        ["gelu", "quantize"],
+    ]
+    near = Lowered(graph, {}, lowered.signature)
+    model, x = intaglio.compile(near, isa=isa), some((9, 131), 2)
+    found, expected, exact = model(x), near(x), lowered(x)
+    assert all(equal(*pair) for pair in zip(found, expected, strict=True))
+    assert ((found[0] - exact[0]).abs() / 0.02).max() < 1.5
+    assert (found[0][x.isnan()] == 0).all()
+
+
+def test_sizes_are_known_of_what_is_made_of_levels_alone():
+    """An infinity on the way would become no level: what may overflow has no size."""
+    net = Sample(x=TensorType((N, 40), F32))
+    net.quantize("x", 0.5, 100)
+
+    def write(b: Inside) -> str:
+        real = b("dequantize", "x_u8")
+        known = b("tanh", b("mul", b("sub", real, 2.0), real))
+        large = b("mul", b("mul", real, 1e30), 1e-30)
+        return to_levels(b, b("add", b("add", known, large), "x"), 0.02, 30)
+
+    net.add(write)
+    (body,) = [op.body for op in net.lowered().graph.ops if op.kind == "loop"]
+    sizes = {op.kind: magnitudes(body).get(op.output) for op in body.ops if op.kind != "mul"}
+    assert sizes == {"dequantize": 77.5, "sub": 79.5, "tanh": 1.0, "add": None, "quantize": None}
+
+
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("zero", [0, 100, 255])
+def test_steps_that_need_no_bounds_have_the_same_levels(isa, zero):
+    """Of both ends, and of what lies far outside of them."""
+    net = Sample(x=TensorType((N, C), F32))
+    net.quantize("x", 0.5, 100)
+    for scale in (0.3, 1e-4):
+        bounds = zero // 2, min(zero + 40, 255)
+        net.add(lambda b, s=scale, ends=bounds: to_levels(b, b("mul", b("dequantize", "x_u8"), -3.0), s, zero, *ends))
+    net.add(lambda b: to_levels(b, b("mul", b("dequantize", "x_u8"), b("dequantize", "x_u8")), 0.7, zero, 0, 255))
+    lowered = net.lowered()
+    x = (torch.arange(3 * 331) % 256 - 100.0).mul(0.5).reshape(3, 331)
+    found, expected = intaglio.compile(lowered, isa=isa)(x), lowered(x)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize(("shape", "axis"), [((2051, 2049), None), ((1100, 4096), 1)])
+def test_floats_past_the_caches_have_the_same_bits(isa, shape, axis):
+    """Rows that begin anywhere, and rows that begin where lines do; threads that share them."""
+    net = Sample(x=TensorType((N, C), F32))
+    net.add(lambda b: b("neg", "x") if axis is None else b("sub", "x", b("max", "x", axis=axis)))
+    lowered = net.lowered()
+    x = torch.linspace(-3, 3, shape[0] * shape[1]).reshape(shape)
+    assert equal(*[tensors(run(x))[0] for run in (intaglio.compile(lowered, isa=isa), lowered)])
+
+
+def test_levels_with_other_parameters_behind_a_loop_are_one_table():
+    """A chain is as long as merging makes it before it is looked at."""
+
+    def write(b: Inside) -> str:
+        return b("relu", b("dequantize", "x_u8"))
+
+    net = Sample(x=TensorType((N, 40), F32))
+    net.quantize("x", 0.03, 117)
+    (real,) = net.add(write)
+    net.types["out"] = TensorType((N, 40), U8, QParams((0.01,), (5,), 0, 255))
+    net.types["out_f32"] = TensorType((N, 40), F32)
+    net.ops += [Op("quantize", (real,), ("out",)), Op("dequantize", ("out",), ("out_f32",))]
+    net.outputs = ["out_f32"]
+    graph, _ = loops_as_tables(merge_loops(net.lowered().graph)[0])
+    assert [op.kind for op in graph.ops] == ["quantize", "table", "dequantize"]

@@ -1,0 +1,189 @@
+"""Models whose float operators run as loops: blocks of transformers, images, every ATen operator, what is merged."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import intaglio
+from intaglio.ir import DType
+from intaglio.plan.loop_merging import merge_loops
+from support.float_loops import equal
+from support.lowering import assert_equal_levels, quantized
+from support.matmul_library import HERE
+from support.nets import Body, randomize
+
+F32, U8 = DType.F32, DType.U8
+
+
+def block(m, x, ids, mask):
+    """Ends of every element type: ids, integers as a mask, floats, bfloat16, levels."""
+    y = m.a(m.norm(m.table(ids) + m.place + x))
+    z = F.gelu(y) + m.table(ids)
+    scores = (z * 0.1).masked_fill(mask.unsqueeze(-1) == 0, -torch.inf).transpose(1, 2)
+    half = z.to(torch.bfloat16) * 3
+    return m.b(z), torch.softmax(scores, -1), half, half.float() + 1, z.std(-1), z.amax(-1, keepdim=True)
+
+
+@pytest.fixture(scope="module")
+def blocks():
+    model = randomize(
+        Body(
+            block,
+            table=nn.Embedding(50, 35),
+            place=nn.Parameter(torch.randn(1, 7, 35)),
+            norm=nn.LayerNorm(35),
+            a=nn.Linear(35, 35),
+            b=nn.Linear(35, 5),
+        )
+    )
+    draw = torch.Generator().manual_seed(0)
+    given = [torch.randn(3, 7, 35, generator=draw)]
+    given += [torch.randint(0, most, (3, 7), generator=draw) for most in (50, 2)]
+    return given, *quantized(model, *given)
+
+
+def test_a_residual_block_is_few_loops_and_no_island(blocks):
+    given, reference, lowered = blocks
+    assert not lowered.islands
+    assert all(skip.node in lowered.native for skip in lowered.skipped)
+    assert [op.kind for op in lowered.graph.ops].count("loop") <= 4
+    assert_equal_levels(reference, lowered, *given)
+    found, expected = lowered(*given), reference(*given)
+    assert [one.dtype for one in found] == [one.dtype for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(
+            one, other, rtol=1e-2 if one.dtype is torch.bfloat16 else 1e-5, atol=1e-5, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_a_block_runs_bit_for_bit_and_comes_back_from_a_file(isa, blocks, tmp_path):
+    given, _, lowered = blocks
+    model = intaglio.compile(lowered, isa=isa)
+    model.save(tmp_path / "m")
+    for one in (model, intaglio.load(tmp_path / "m", isa=isa)):
+        for batch in (given, [x[:1] for x in given]):
+            assert all(equal(*pair) for pair in zip(one(*batch), lowered(*batch), strict=True))
+
+
+@pytest.mark.parametrize("outside", [-1, 50, 2**40])
+def test_an_id_that_a_table_does_not_have_is_an_error_as_in_torch(blocks, outside):
+    (x, ids, mask), _, lowered = blocks
+    model, wrong = intaglio.compile(lowered), ids.clone()
+    wrong[2, 6] = outside
+    for run in (model, lowered):
+        with pytest.raises(IndexError, match="index out of range in self"):
+            run(x, wrong, mask)
+    assert equal(model(x, ids, mask)[0], lowered(x, ids, mask)[0])
+
+
+OPERATORS = {
+    "arithmetic": lambda x, y: (x - y * 3, x.sub(y, alpha=0.5), 1 - x, x / (y.abs() + 1), x.add(y, alpha=2)),
+    "powers": lambda x, y: (x**2, x**3, (x.abs() + 1) ** 0.5, (x.abs() + 1) ** -0.5, (x * x + 1).rsqrt(), x.square()),
+    "choices": lambda x, y: (torch.where(x > y, x, y), x.masked_fill(y < 0, 2.0), x.clamp(-1, 1), x.clamp(min=0.5)),
+    "truth": lambda x, y: ((x > 0) & (y <= 0), ~(x == y) | (x != 1.0), (x > 0).logical_and(y > 0), (x >= 0).float()),
+    "functions": lambda x, y: (
+        F.gelu(x - y),
+        F.silu(x - y),
+        torch.tanh(x - y),
+        torch.exp(x - y),
+        torch.log(x * x + 1),
+        F.hardswish(x - y),
+        F.leaky_relu(x - y, 0.2),
+        F.hardtanh(x - y),
+        F.relu(x - y),
+    ),
+    "reductions": lambda x, y: (
+        (x - y).sum(-1),
+        (x - y).mean(1, keepdim=True),
+        (x - y).amax(-1),
+        (x - y).amin(1),
+        (x - y).var(-1),
+        (x - y).var(1, unbiased=False, keepdim=True),
+        (x - y).std(-1),
+    ),
+    "norms": lambda x, y: (F.layer_norm(x - y, (9,)), F.rms_norm(x - y, (9,)), F.log_softmax(x - y, -1)),
+    "maxima": lambda x, y: (torch.maximum(x, y), torch.minimum(x, y * 2), x.round() + y),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_are_torchs_to_rounding_and_run_in_the_program(name):
+    model = randomize(
+        Body(
+            lambda m, x: OPERATORS[name](*(f(x).exp() * 0.5 - 1 for f in (m.a, m.b))),
+            a=nn.Linear(9, 9),
+            b=nn.Linear(9, 9),
+        )
+    )
+    x = torch.randn(4, 5, 9, generator=torch.Generator().manual_seed(1))
+    reference, lowered = quantized(model, x)
+    assert not lowered.islands, lowered.skipped
+    for found, expected in zip(lowered(x), reference(x), strict=True):
+        assert found.dtype is expected.dtype
+        close = found == expected if found.dtype is torch.bool else torch.isclose(found, expected, rtol=1e-5, atol=2e-6)
+        assert close.float().mean() > 0.99
+    model = intaglio.compile(lowered)
+    assert all(equal(*pair) for pair in zip(model(x), lowered(x), strict=True))
+
+
+def image(m, x):
+    """Channels last with a border of zero points, constants per channel, rows along every axis."""
+    y = m.c(x)
+    z = y / (torch.erf(x).abs().mean(1, keepdim=True) + 1)
+    wide = m.d(torch.maximum(z, m.least))
+    flat = z.flatten(2).softmax(-1)
+    return m.d(z), torch.softmax(z, 1), z.sum(-1), wide, torch.log_softmax(y.permute(0, 2, 3, 1), -1), flat
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_images_are_read_and_written_as_they_lie(isa):
+    layers = {"c": nn.Conv2d(3, 8, 3, padding=1), "d": nn.Conv2d(8, 5, 3, padding=1)}
+    x = torch.randn(2, 3, 9, 11, generator=torch.Generator().manual_seed(0))
+    _, lowered = quantized(randomize(Body(image, least=nn.Parameter(torch.randn(8, 1, 1)), **layers)), x)
+    model = intaglio.compile(lowered, isa=isa)
+    for batch in (x, x[:1], x.contiguous(memory_format=torch.channels_last)):
+        assert all(equal(*pair) for pair in zip(model(batch), lowered(batch), strict=True))
+
+
+# ---- what is merged
+
+
+def test_a_third_operator_between_two_loops_keeps_them_apart():
+    """The first loop feeds the second directly, and through an island."""
+    body = lambda m, x: (lambda y: y / (torch.erf(y) + 2))(m.a(x) / (x.abs() + 1))  # noqa: E731
+    _, lowered = quantized(randomize(Body(body, a=nn.Linear(4, 4))), torch.randn(3, 4))
+    assert [op.kind for op in lowered.graph.ops][-3:] == ["loop", "island", "loop"]
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_a_loop_writes_into_the_memory_that_a_move_behind_it_owns(isa):
+    def stacked(m, x):
+        y = m.conv(x).clone()
+        y[:, 0] = 0
+        return torch.stack([y, y * 2]).sum(0)
+
+    x = torch.randn(2, 8, 10, 10, generator=torch.Generator().manual_seed(0))
+    _, lowered = quantized(Body(stacked, conv=nn.Conv2d(8, 8, 3)), x)
+    assert equal(intaglio.compile(lowered, isa=isa)(x), lowered(x))
+
+
+def test_what_nobody_else_reads_is_not_stored():
+    """A sum, its layer norm, the levels of that: the sum and the levels are results."""
+
+    def body(m, x):
+        total = m.a(x) / (x.abs() + 1)
+        return total, m.b(m.norm(total))
+
+    _, lowered = quantized(
+        randomize(Body(body, a=nn.Linear(8, 8), b=nn.Linear(8, 8), norm=nn.LayerNorm(8))), torch.randn(3, 5, 8)
+    )
+    (loop,) = [op for op in lowered.graph.ops if op.kind == "loop"]
+    assert [lowered.graph.types[name].dtype for name in loop.outputs] == [F32, U8]
+
+
+def test_merging_again_changes_nothing(blocks):
+    graph, count = merge_loops(blocks[2].graph)
+    assert count == 0
+    assert graph.ops == blocks[2].graph.ops

@@ -1,0 +1,318 @@
+"""int8 attention: the law against float, the kernel against the law, the operator in programs."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from intaglio import build, numerics
+from intaglio.ir import DType, Op, TensorType, evaluate, verify
+from intaglio.plan import plan_graph
+from intaglio.plan.layouts import separate_layouts
+from intaglio.plan.scratch_memory import LINE, scratch_lines
+from support.attention_library import kernels
+from support.integer_graphs import H, N, Net, W
+from support.matmul_library import HERE, Memory
+from support.programs import assert_bits_of_the_interpreter, assert_stays_inside, built, compiled
+
+SLACK = 64
+
+
+# ---- the law
+
+
+def test_levels_of_probability_are_within_two_hundredths_of_the_exact_ones():
+    """Before rounding: a degree of three is enough for 255 levels. All below 2^-10 are 0."""
+    x = np.concatenate([-np.linspace(0, 16, 400001), [0.0]]).astype(np.float32)
+    exact = 255 * np.exp2(x.astype(np.float64))
+    found = numerics.probability_levels(x)
+    assert (np.abs(found - exact) <= 0.52).all()
+    assert found[0] == found[-1] == 255
+    assert not found[x < -10].any()
+
+
+def test_what_is_no_score_has_the_level_zero():
+    inf, nan = np.inf, np.nan
+    rows = np.float32([[0, nan, -inf], [-inf, -inf, -inf], [inf, 0, 1], [nan, nan, nan], [-3e38, -3e38, -inf]])
+    expected = [[255, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0], [255, 255, 0]]
+    assert np.array_equal(numerics.probability_levels(rows), expected)
+    assert numerics.probability_levels(np.zeros((2, 0), np.float32)).shape == (2, 0)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 200), st.integers(1, 64), st.floats(0.1, 8), st.booleans())
+def test_it_is_attention_of_the_real_values(seed, keys, depth, spread, causal):
+    """Rounding a probability to 1/255 of the largest shifts a mean of values by at most ``absmax * keys / sum(p)``
+    levels of probability, one half each."""
+    draw = np.random.default_rng(seed)
+    q, k, v = (draw.integers(-127, 128, (2, 3, n, depth)) for n in (keys, keys, keys))
+    factor = np.float32(spread / (127 * 127 * depth**0.5))
+    levels = numerics.attention(q, k, v, None, causal, factor, np.float32(1), 128, 0, 255)
+    real = [torch.from_numpy(x.astype(np.float64)) for x in (q, k, v)]
+    exact = F.scaled_dot_product_attention(*real, scale=float(factor) * np.log(2), is_causal=causal).numpy()
+    scores = numerics.attention_scores(q, k, factor, None, causal)
+    sums = np.exp2(scores - scores.max(-1, keepdims=True)).sum(-1, keepdims=True)
+    assert (np.abs(levels - 128 - exact) <= 0.51 + 2 * 127 * (0.52 / 255) * keys / sums).all()
+
+
+def test_a_query_without_keys_gives_the_zero_point():
+    q = np.ones((1, 2, 3, 4), np.int32)
+    mask = np.zeros((3, 5), np.bool_)
+    mask[1, 2] = True
+    k = np.full((1, 1, 5, 4), 7)
+    found = numerics.attention(q, k, k, mask, False, 1.0, 1.0, 9, 0, 255)
+    assert np.array_equal(found[0, :, :, 0], [[9, 16, 9]] * 2)
+    assert (numerics.attention(q, k[:, :, :0], k[:, :, :0], None, False, 1.0, 1.0, 9, 0, 255) == 9).all()
+
+
+# ---- kernels
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: shapes, mask, scales, seed of the levels."""
+
+    batch: int = 1
+    heads: int = 2
+    shared: int = 1
+    queries: int = 5
+    keys: int = 9
+    depth: int = 16
+    width: int = 16
+    mask: str = ""
+    mask_shape: tuple[int, ...] = (1, 1)
+    causal: bool = False
+    spread: float = 2.0
+    zero: int = 100
+    seed: int = 0
+    extreme: bool = False
+    apart: tuple[int, int, int] = (0, 0, 0)
+
+
+def drawn(case: Case) -> tuple[list[np.ndarray], np.ndarray | None]:
+    """q, k, v as levels, and the mask."""
+    draw, groups = np.random.default_rng(case.seed), case.heads // case.shared
+    shapes = [
+        (case.batch, case.heads, case.queries, case.depth),
+        (case.batch, groups, case.keys, case.depth),
+        (case.batch, groups, case.keys, case.width),
+    ]
+    lows = (0, 1, 1)
+    if case.extreme:
+        found = [draw.choice([low, 255], shape).astype(np.uint8) for low, shape in zip(lows, shapes, strict=True)]
+    else:
+        found = [draw.integers(low, 256, shape).astype(np.uint8) for low, shape in zip(lows, shapes, strict=True)]
+    if not case.mask:
+        return found, None
+    if case.mask == "bool":
+        return found, draw.random(case.mask_shape) < 0.6
+    mask = (draw.normal(size=case.mask_shape) * 3).astype(np.float32)
+    strange = draw.random(case.mask_shape) < 0.3
+    mask[strange] = draw.choice([-np.inf, np.finfo(np.float32).min, 0, -1e9], int(strange.sum()))
+    return found, mask
+
+
+def factors(case: Case) -> tuple[np.float32, np.float32]:
+    return np.float32(case.spread / (100 * 100 * case.depth**0.5)), np.float32(1.7)
+
+
+def expected(case: Case) -> np.ndarray:
+    (q, k, v), mask = drawn(case)
+    q, k, v = q.astype(np.int32) - case.zero, k.astype(np.int32) - 128, v.astype(np.int32) - 128
+    return numerics.attention(q, k, v, mask, case.causal, *factors(case), 77, 3, 250).astype(np.uint8)
+
+
+def strided(array: np.ndarray, apart: int, memory: Memory) -> tuple[np.ndarray, int]:
+    """[B, H, S, D] in memory as [B, S, H, D + apart] in the end of guarded bytes, and its address."""
+    b, h, s, d = array.shape
+    flat = memory.end(max(b * s * h * (d + apart), 1), SLACK)
+    lying = flat[: b * s * h * (d + apart)].reshape(b, s, h, d + apart).transpose(0, 2, 1, 3)[..., :d]
+    lying[...] = array
+    return lying, flat.ctypes.data
+
+
+def heads_of(name: str, array: np.ndarray, address: int) -> dict[str, int]:
+    batch, head, row, _ = array.strides
+    return {f"{name}.base": address, f"{name}.batch": batch, f"{name}.head": head, f"{name}.row": row}
+
+
+MEMORY = [Memory(1 << 20) for _ in range(5)]
+
+
+def run(case: Case, isa: str, threads: int) -> np.ndarray:
+    (q, k, v), mask = drawn(case)
+    out = np.full((*q.shape[:3], case.width), 99, np.uint8)
+    numbers = {
+        "batch": case.batch,
+        "heads": case.heads,
+        "shared": case.shared,
+        "queries": case.queries,
+        "keys": case.keys,
+        "depth": case.depth,
+        "width": case.width,
+        "causal": int(case.causal),
+        "zero_q": case.zero,
+    }
+    placed = {}
+    for name, array, apart, memory in zip("qkvo", (q, k, v, out), (*case.apart, 3), MEMORY, strict=False):
+        placed[name], address = strided(array, apart, memory)
+        numbers |= heads_of("out" if name == "o" else name, placed[name], address)
+    if mask is not None:
+        missing, steps = 4 - mask.ndim, [s if n > 1 else 0 for n, s in zip(mask.shape, mask.strides, strict=True)]
+        numbers |= {"mask": MEMORY[4].hold(mask), "mask_bytes": mask.itemsize}
+        numbers |= {f"mask_apart[{axis}]": step for axis, step in enumerate([0] * missing + steps)}
+    types = {name: TensorType(array.shape, DType.U8) for name, array in zip("qkv", (q, k, v), strict=True)}
+    lines = evaluate(scratch_lines(Op("attention", tuple("qkv"), ("y",)), types), {})
+    factor, ratio = factors(case)
+    kernels(isa).run("Attention", numbers, {"factor": factor, "ratio": ratio}, (77, 3, 250), threads, lines * LINE)
+    return placed["o"].copy()
+
+
+@st.composite
+def cases(draw) -> Case:
+    groups, shared = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 3]))
+    batch, heads = draw(st.integers(0, 2)), groups * shared
+    queries, keys = draw(st.integers(0, 60)), draw(st.integers(0, 140))
+    shape = (batch, heads, queries, keys)[draw(st.integers(0, 2)) :]
+    shape = tuple(size if draw(st.booleans()) else 1 for size in shape)
+    return Case(
+        batch,
+        heads,
+        shared,
+        queries,
+        keys,
+        draw(st.integers(1, 80)),
+        draw(st.integers(1, 80)),
+        draw(st.sampled_from(["", "bool", "f32"])),
+        shape,
+        draw(st.booleans()),
+        draw(st.sampled_from([0.1, 2.0, 30.0, 1e5])),
+        draw(st.sampled_from([0, 100, 128, 255])),
+        draw(st.integers(0, 2**16)),
+        draw(st.booleans()),
+        draw(st.tuples(*[st.integers(0, 9)] * 3)),
+    )
+
+
+@pytest.mark.parametrize("isa", HERE)
+@given(case=cases(), threads=st.integers(1, 3))
+def test_kernels_equal_the_law_bit_for_bit(isa, case, threads):
+    assert np.array_equal(run(case, isa, threads), expected(case))
+
+
+NAMED = {
+    "bert": Case(queries=128, keys=128, depth=64, width=64, heads=3, mask="bool", mask_shape=(1, 1, 1, 128)),
+    "rows past the kept mask": Case(queries=50, keys=130, mask="f32", mask_shape=(50, 130)),
+    "causal": Case(queries=200, keys=200, depth=64, width=64, causal=True),
+    "causal, fewer keys": Case(queries=70, keys=33, causal=True, mask="f32", mask_shape=(70, 1)),
+    "causal, fewer queries": Case(queries=33, keys=170, causal=True),
+    "nothing allowed": Case(queries=7, keys=20, mask="f32", mask_shape=(1, 1), seed=3),
+    "long": Case(queries=30, keys=3000, depth=32, width=48, heads=1),
+    "wide heads": Case(depth=256, width=256, extreme=True, keys=100),
+    "one of each": Case(queries=1, keys=1, depth=1, width=1, heads=1),
+    "no keys": Case(keys=0, causal=True),
+}
+
+
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("name", NAMED)
+def test_named_cases(isa, name):
+    for threads in (1, 2, 3):
+        assert np.array_equal(run(NAMED[name], isa, threads), expected(NAMED[name]))
+
+
+def test_the_comparison_sees_a_wrong_zero_point():
+    case = NAMED["bert"]
+    numbers = [run(case, HERE[0], 1), expected(Case(**{**case.__dict__, "zero": case.zero + 1}))]
+    assert not np.array_equal(*numbers)
+
+
+# ---- programs
+
+
+def split(net: Net, x: str, parts: int, heads: int) -> list[str]:
+    """[n, rows, parts * heads * D] -> [n, heads, rows, D] of each part, as multi-head attention cuts them."""
+    n, rows, wide = net.types[x].shape
+    apart = net.same("reshape", x, shape=(n, rows, parts, heads, wide // parts // heads))
+    found = []
+    for part in range(parts):
+        one = net.same("slice", apart, axis=2, start=part, stop=part + 1, step=1)
+        one = net.same("reshape", one, shape=(n, rows, heads, wide // parts // heads))
+        found.append(net.same("permute", one, order=(0, 2, 1, 3)))
+    return found
+
+
+def joined(net: Net, y: str) -> str:
+    n, heads, rows, width = net.types[y].shape
+    return net.same("reshape", net.same("permute", y, order=(0, 2, 1, 3)), shape=(n, rows, heads * width))
+
+
+def encoder(net: Net) -> tuple[str, ...]:
+    """Self-attention over a free number of tokens, its parts read where one layer wrote them; masks of every kind."""
+    x = net.quantize(net.input(N, H, 48))
+    q, k, v = split(net, net.centred(net.linear(x, 3 * 4 * 20, zero_point=128, low=1)), 3, 4)
+    masks = [
+        None,
+        net.input(N, 1, 1, H, dtype=DType.BOOL),
+        net.input(H, H),
+        net.input(N, 4, H, H),
+        net.input(1, 1, H, 1, dtype=DType.BOOL),
+        net.constant(np.float32([[[0]], [[-1]], [[-np.inf]], [[2]]])),
+    ]
+    found = [net.attention(q, k, v, mask) for mask in masks]
+    return (*[net.linear(joined(net, y), 9, f32=True) for y in found[1:]], net.dequantize(found[0]))
+
+
+def decoder(net: Net) -> tuple[str, ...]:
+    """Causal, with fewer heads of keys; then keys of another length that is free, too."""
+    x, memory = net.quantize(net.input(N, H, 24)), net.quantize(net.input(N, W, 24))
+    (q,) = split(net, net.linear(x, 6 * 16), 1, 6)
+    k, v = split(net, net.centred(net.linear(x, 2 * 2 * 16, zero_point=128, low=1)), 2, 2)
+    y = net.linear(joined(net, net.attention(q, k, v, causal=True)), 24, add=x)
+    (q,) = split(net, net.linear(y, 3 * 8), 1, 3)
+    k, v = (split(net, net.centred(net.linear(memory, n, zero_point=128, low=1)), 1, 3)[0] for n in (24, 99))
+    return net.linear(joined(net, net.attention(q, k, v)), 5, f32=True), net.dequantize(net.attention(q, k, v))
+
+
+def images(net: Net) -> tuple[str, ...]:
+    """Channels of an image as heads; the result is an image again."""
+    x = net.quantize(net.input(N, 4, 9, 12))
+    y = net.centred(net.conv(x, 4, 3, padding=1, zero_point=128, low=1))
+    return net.conv(net.attention(x, y, y), 3, 3, padding=1, f32=True), net.dequantize(net.attention(y, y, y))
+
+
+@pytest.mark.case("problem 12")
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("program", [encoder, decoder], ids=lambda program: program.__name__)
+def test_a_program_has_the_bits_of_the_interpreter(program, isa):
+    net, lowered = built(program)
+    model = compiled(program, isa)
+    assert_bits_of_the_interpreter(net, lowered, model)
+    assert_stays_inside(net, lowered, model.artifact)
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_attention_meets_image_operators(isa):
+    """By copies between the layouts."""
+    net, lowered = built(images)
+    graph, copies = separate_layouts(lowered.graph)
+    lowered = replace(lowered, graph=verify(graph))
+    assert copies
+    assert_bits_of_the_interpreter(net, lowered, build.compile(lowered, isa=isa))
+
+
+def test_heads_are_read_where_the_layer_in_front_wrote_them():
+    """No step only moves levels."""
+    planned = plan_graph(built(encoder)[1].graph)
+    kinds = {step.partition.anchor.kind for step in planned.steps}
+    assert kinds == {"quantize", "linear", "attention", "dequantize"}
+
+
+def test_products_are_counted():
+    steps = compiled(decoder, HERE[0]).artifact.program.steps
+    free = {"n": 2, "h": 7, "w": 11}
+    counted = [evaluate(step.work.macs, free) for step in steps if step.kinds == "attention"]
+    assert counted == [2 * 6 * 7 * 7 * 32, 2 * 3 * 7 * 11 * (8 + 33), 2 * 3 * 7 * 11 * (8 + 33)]

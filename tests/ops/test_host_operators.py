@@ -1,0 +1,194 @@
+"""Operators of a user's own: their meaning in NumPy runs in the interpreter and in the program, on the same levels."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import intaglio
+from intaglio.errors import ArtifactError, InputError, SelectorError, UnsupportedError
+from intaglio.patterns import OpDef, QuantizerPattern, Roles, builtin, op
+from intaglio.patterns import any as anything
+from support import nets
+from support.custom_operators import MIRROR_ADD, SOFT_SIGN, SWISH, WEIGH, mirror_add, soft_sign, weigh
+from support.nets import Body
+
+DRAW = torch.Generator().manual_seed(1)
+DATA = [torch.randn(4, 3, 9, 9, generator=DRAW) for _ in range(2)]
+
+
+def conv(inputs: int = 3, outputs: int = 8, size: int = 3) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, size, padding=size // 2)
+
+
+def stages(body, data=DATA, quantizer=None, **modules):
+    model = nets.randomize(Body(body, **modules))
+    prepared = intaglio.prepare(intaglio.capture(model, data[0]), quantizer)
+    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, data))
+    lowered = intaglio.requantize(reference)
+    return model, reference, lowered, intaglio.compile(lowered)
+
+
+def beside(m, x):
+    """Between two convolutions, with a halo for the second, and with a table of its own."""
+    y = mirror_add(F.relu(m.a(x)), m.b(x), 0.5)
+    return m.c(y) * torch.sigmoid(y)
+
+
+@pytest.fixture(scope="module")
+def mirrored():
+    quantizer = intaglio.Quantizer(operators=[MIRROR_ADD])
+    return stages(beside, quantizer=quantizer, a=conv(), b=conv(), c=conv(8, 8, 5))
+
+
+@pytest.mark.parametrize("batch", [1, 4, 7])
+def test_a_host_operator_runs_on_levels_with_the_interpreters_bits(mirrored, batch):
+    _, _, lowered, model = mirrored
+    x = torch.randn(batch, 3, 9, 9, generator=DRAW)
+    assert torch.equal(model(x), lowered(x))
+
+
+def test_its_result_is_that_of_the_reference_model(mirrored):
+    float_model, reference, _, model = mirrored
+    step = model.graph.types[model.graph.ops[-1].inputs[0]].levels.step
+    assert (model(DATA[0]) - reference(DATA[0])).abs().max() <= 1.01 * step
+    assert F.mse_loss(model(DATA[0]), float_model(DATA[0])) < 0.01 * float_model(DATA[0]).var()
+
+
+def test_nothing_is_dequantized_for_it(mirrored):
+    _, _, lowered, model = mirrored
+    (host,) = [op for op in lowered.graph.ops if op.kind == "host"]
+    assert host.attrs == {"key": "host0", "operator": "mirror_add", "scale": 0.5}
+    assert {lowered.graph.types[name].dtype.value for name in (*host.inputs, host.output)} == {"u8"}
+    assert [op.kind for op in lowered.graph.ops].count("dequantize") == 1
+    assert model.coverage.islands == 0
+
+
+def test_coverage_and_profile_name_it(mirrored):
+    *_, model = mirrored
+    assert "1 host operator:\n  mirror_add: mirror_add: a meaning in NumPy, no kernel" in str(model.coverage)
+    assert "1 host operator" in repr(model)
+    profile = model.profile(DATA[0], calls=2)
+    assert [part.kinds for part in profile.parts if part.kernel == "host operator"] == ["host"]
+    assert profile.islands == 0
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_its_levels_are_read_only_and_any_threads_may_call(mirrored, threads, many_threads):
+    *_, lowered, model = mirrored
+    many_threads(threads)
+    assert torch.equal(copy.deepcopy(model)(DATA[1]), lowered(DATA[1]))
+
+
+def test_a_file_needs_the_operators_again(mirrored, tmp_path):
+    *_, model = mirrored
+    path = tmp_path / "model.intaglio"
+    model.save(path, example=DATA[0])
+    with pytest.raises(ArtifactError, match=r"host operators: mirror_add.*\n.*load\(path, operators="):
+        intaglio.load(path)
+    for trust in (False, True):
+        loaded = intaglio.load(path, operators=[SWISH, MIRROR_ADD], trust=trust)
+        assert torch.equal(loaded(DATA[0]), model(DATA[0]))
+        loaded.verify()
+        assert loaded.coverage == model.coverage
+    again = copy.deepcopy(model)
+    again.load_state_dict(loaded.state_dict())
+
+
+def test_a_file_with_another_shape_rule_is_refused(mirrored, tmp_path):
+    *_, model = mirrored
+    model.save(tmp_path / "model.intaglio")
+    other = OpDef(
+        "mirror_add",
+        operands=("x", "y"),
+        roles=Roles(x=(0, 1)),
+        meaning=MIRROR_ADD.meaning,
+        infer=lambda attrs, shapes: shapes[0][:1],
+    )
+    with pytest.raises(ArtifactError, match=r"mirror_add|host gives"):
+        intaglio.load(tmp_path / "model.intaglio", operators=[other])
+
+
+def test_constants_come_as_they_are():
+    gain = nn.Parameter(torch.linspace(-1, 2, 8))
+    quantizer = intaglio.Quantizer(operators=[WEIGH])
+    parts = {"a": conv(), "c": conv(8), "g": gain}
+    _, _, lowered, model = stages(lambda m, x: m.c(weigh(m.g, m.a(x))), quantizer=quantizer, **parts)
+    assert torch.equal(model(DATA[0]), lowered(DATA[0]))
+    (host,) = [op for op in lowered.graph.ops if op.kind == "host"]
+    assert [lowered.graph.types[name].dtype.value for name in host.inputs] == ["f32", "u8"]
+
+
+def test_a_function_of_one_value_is_a_table_and_needs_no_host(tmp_path):
+    quantizer = intaglio.Quantizer(operators=[SOFT_SIGN])
+    parts = {"a": conv(), "c": conv(8)}
+    float_model, _, lowered, model = stages(lambda m, x: m.c(soft_sign(m.a(x))), quantizer=quantizer, **parts)
+    assert "host" not in {op.kind for op in lowered.graph.ops}
+    assert torch.equal(model(DATA[0]), lowered(DATA[0]))
+    assert F.mse_loss(model(DATA[0]), float_model(DATA[0])) < 0.01 * float_model(DATA[0]).var()
+    model.save(tmp_path / "model.intaglio")
+    assert torch.equal(intaglio.load(tmp_path / "model.intaglio")(DATA[0]), model(DATA[0]))
+
+
+SELF_GATED = QuantizerPattern(
+    "self_gated", op("mul", anything("x"), op("sigmoid", anything("x")), commutative=True), operator=SWISH
+)
+
+
+def test_one_meaning_may_stand_for_all_that_a_pattern_matches():
+    quantizer = intaglio.Quantizer(patterns=[*builtin(), SELF_GATED])
+    body = lambda m, x: (lambda y: m.c(torch.sigmoid(y) * y))(m.a(x))  # noqa: E731
+    float_model, _, lowered, model = stages(body, quantizer=quantizer, a=conv(), c=conv(8))
+    assert [op.attrs["operator"] for op in lowered.graph.ops if op.kind == "host"] == ["swish"]
+    assert "%c_acc" in lowered.text()
+    assert torch.equal(model(DATA[0]), lowered(DATA[0]))
+    assert F.mse_loss(model(DATA[0]), float_model(DATA[0])) < 0.01 * float_model(DATA[0]).var()
+
+
+def test_a_host_operator_at_the_end_and_at_the_begin_of_what_is_quantized():
+    quantizer = intaglio.Quantizer(operators=[MIRROR_ADD], patterns=[QuantizerPattern("own", op("mirror_add"))])
+    _, _, lowered, model = stages(lambda m, x: torch.sin(mirror_add(x.abs(), x, 2.0)), quantizer=quantizer)
+    kinds = [op.kind for op in lowered.graph.ops]
+    assert kinds.count("host") == 1
+    assert torch.equal(model(DATA[0]), lowered(DATA[0]))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda args: args[0].astype(np.int64),
+        lambda args: args[0][:1, :, :, :3],
+    ],
+)
+def test_a_meaning_that_gives_no_levels_says_so(result):
+    roles = Roles(x=(0, 1))
+    record = OpDef("wrong", MIRROR_ADD.targets, ("x", "y"), roles, meaning=lambda op, args, *types: result(args))
+    model = stages(beside, quantizer=intaglio.Quantizer(operators=[record]), a=conv(), b=conv(), c=conv(8, 8, 5))[3]
+    with pytest.raises(InputError, match=r"its meaning gave .*; the program reads uint8\[4, 8, 9, 9\]"):
+        model(DATA[0])
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        (OpDef("own"), "neither a meaning in integers nor a function"),
+        (OpDef("add", ("x.y.default",), meaning=SWISH.meaning), "another operator has this name"),
+        (OpDef("own", ("aten.relu.default",), meaning=SWISH.meaning), "another operator answers to aten.relu.default"),
+        (OpDef("own", ("x.y.default",), meaning=SWISH.meaning, kernel="fast"), "a host operator has no kernel"),
+        (OpDef("own", ("intaglio_tests.soft_sign.default",), meaning=SWISH.meaning), "no argument self; there are x"),
+    ],
+)
+def test_a_record_that_cannot_be_a_host_operator_says_so(record, problem):
+    model = Body(lambda m, x: soft_sign(m.a(x)), a=conv())
+    with pytest.raises(UnsupportedError, match=problem):
+        intaglio.annotate(intaglio.capture(model.eval(), DATA[0]), intaglio.Quantizer(operators=[record]))
+
+
+def test_leaves_are_called_as_the_operands_are():
+    pattern = QuantizerPattern("swish", op("mul", anything("y"), op("sigmoid", anything("y"))), operator=SWISH)
+    model = Body(lambda m, x: m.a(x), a=conv())
+    with pytest.raises(SelectorError, match="no leaf is called x; there are y"):
+        intaglio.annotate(intaglio.capture(model.eval(), DATA[0]), intaglio.Quantizer(patterns=[pattern]))

@@ -1,0 +1,102 @@
+"""Functions of one value: a table between two sites, exact to the level its definition gives."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import intaglio
+from intaglio import numerics
+from intaglio.ir import QParams
+from intaglio.ops import OPS
+from intaglio.ops.unary import FUNCTIONS
+from support.activation_calls import CALLS
+from support.lowering import assert_equal_levels
+from support.nets import Body, randomize
+
+MORE = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "elu": F.elu,
+    "leaky_relu": F.leaky_relu,
+    "silu": lambda x: F.silu(x, inplace=True),
+    "softplus": F.softplus,
+    "constants of one element": lambda x: (torch.tensor([2.5]) - x * torch.tensor(0.5)) / torch.tensor([[3.0]]) + 1,
+    "clamp_min": lambda x: x.clamp_min(-0.5),
+    "clamp_max": lambda x: torch.clamp_max(x, 0.5),
+}
+
+
+def net(function) -> Body:
+    body = lambda m, x: m.last(function(m.first(x)))  # noqa: E731
+    return randomize(Body(body, first=nn.Conv2d(3, 9, 3), last=nn.Conv2d(9, 4, 1)))
+
+
+def test_every_function_is_tried():
+    assert set(CALLS) == set(FUNCTIONS)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_table_holds_what_torch_computes(name):
+    """Within a level where torch's float32 rounds the other way; equal almost everywhere."""
+    x_q, y_q = QParams((0.031,), (117,), 0, 255), QParams((0.02,), (60,), 0, 255)
+    real = torch.from_numpy(numerics.dequantize(np.arange(256), x_q.step, x_q.zero))
+    wanted = numerics.quantize(CALLS[name](real).numpy(), y_q.step, y_q.zero, 0, 255)
+    attrs = {"alpha": 1}
+    attrs |= {
+        "elu": {"alpha": 0.7},
+        "leaky_relu": {"negative_slope": 0.2},
+        "pow_number": {"exponent": 3},
+        "celu": {"alpha": 0.6},
+        "softplus": {"beta": 2, "threshold": 3},
+        "threshold": {"threshold": 0.3, "value": -0.5},
+    }.get(name, {})
+    numbers = {"add_number": 0.75, "sub_number": 0.3, "rsub_number": 2, "mul_number": 3, "div_number": 0.4}
+    attrs["other"] = numbers.get(name, 0)
+    table = numerics.function_table(lambda v: OPS[name].function(v, attrs), x_q, y_q)
+    assert np.abs(table.astype(int) - wanted).max() <= 1
+    assert (table != wanted).mean() < 0.02
+
+
+@pytest.mark.case("backend 18", "backend 25")
+@pytest.mark.parametrize("name", CALLS)
+def test_functions_between_convolutions_run_in_int8(name):
+    """No island, the interpreter within a level of the reference, the kernel equal to the interpreter."""
+    model = net(CALLS[name])
+    prepared = intaglio.prepare(intaglio.capture(model, torch.randn(2, 3, 7, 6)))
+    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, [torch.randn(8, 3, 7, 6)]))
+    lowered = intaglio.requantize(reference)
+    assert not lowered.islands
+    x = torch.randn(3, 3, 7, 6)
+    assert_equal_levels(reference, lowered, x)
+    assert torch.equal(intaglio.compile(lowered)(x), lowered(x))
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_other_spellings(name):
+    model = net(MORE[name])
+    int8 = intaglio.quantize(model, [torch.randn(8, 3, 7, 6)], progress=False)
+    assert int8.coverage.islands == 0
+    x = torch.randn(4, 3, 7, 6)
+    error, signal = (int8(x) - model(x)).square().sum(), model(x).square().sum()
+    assert 10 * torch.log10(signal / error) > 25
+
+
+@pytest.mark.case("backend 18")
+@pytest.mark.parametrize("function", [lambda x: x + 0, lambda x: 1 * x, lambda x: x + 0.0])
+def test_numbers_that_change_nothing_vanish(function):
+    """Backend case 18."""
+    lowered = intaglio.requantize(_reference(net(function)))
+    assert [op.kind for op in lowered.graph.ops].count("table") == 0
+    assert not lowered.islands
+
+
+def test_a_division_by_zero_and_a_root_stay_in_float():
+    for function in (lambda x: x / 0, lambda x: x.abs() ** 0.5):
+        prepared = intaglio.prepare(intaglio.capture(net(function), torch.randn(2, 3, 7, 6)))
+        assert any("zero" in skip.reason or "power" in skip.reason for skip in prepared.annotations.skipped)
+
+
+def _reference(model: nn.Module):
+    prepared = intaglio.prepare(intaglio.capture(model, torch.randn(2, 3, 7, 6)))
+    return intaglio.convert(prepared, intaglio.calibrate(prepared, [torch.randn(8, 3, 7, 6)]))

@@ -1,0 +1,242 @@
+"""Calibration callbacks: what they see, in which order, and what becomes of what they say."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import intaglio
+from intaglio import Quantizer, Ranges
+from intaglio.errors import CalibrationError
+from intaglio.ir import QParams
+from intaglio.patterns import builtin
+from support import nets
+from support.nets import Body
+
+DRAW = torch.Generator().manual_seed(2)
+DATA = [torch.randn(n, 3, 8, 8, generator=DRAW) for n in (4, 2, 3)]
+
+
+class Watching(intaglio.CalibrationCallback):
+    """Notes what it sees, and says ``found(info)``."""
+
+    def __init__(self, found=lambda info: {}):
+        self.found, self.seen = found, []
+
+    def calibrate(self, info):
+        inputs = [info.unquantized_inputs(b)[0] for b in range(info.batches)]
+        quantized = [info.quantized_inputs(b)[0] for b in range(info.batches)]
+        outputs = [(info.unquantized_outputs(b)[0], info.quantized_outputs(b)[0]) for b in range(info.batches)]
+        self.seen.append((info.sites, inputs, quantized, outputs, dict(info.settled)))
+        return self.found(info)
+
+
+def two_convs():
+    layers = {"c": nn.Conv2d(3, 8, 3, padding=1), "d": nn.Conv2d(8, 4, 3)}
+    return nets.randomize(Body(lambda m, x: m.d(F.relu(m.c(x))), **layers))
+
+
+def prepared(callback, model=None, names=("conv2d",)):
+    captured = intaglio.capture(model or two_convs(), DATA[0])
+    return intaglio.prepare(captured, Quantizer(patterns=builtin(*names, calibration=callback)))
+
+
+def test_regions_come_producers_first_with_the_names_of_their_sites():
+    watching = Watching()
+    intaglio.Calibrator(prepared(watching), DATA).calibrate()
+    first, second = (sites for sites, *_ in watching.seen)
+    assert tuple(first) == ("#0/input.args_0", "c.weight", "c#0/conv2d.0:bias", "#0/relu.0")
+    assert (second.inputs, second.weight, second.output) == (("#0/relu.0",), "d.weight", None)
+
+
+def test_values_are_those_of_the_float_model_and_of_the_model_quantized_so_far():
+    watching, model = Watching(), two_convs()
+    intaglio.Calibrator(prepared(watching, model), DATA).calibrate()
+    (_, x, _, y, _), (_, z, z_q, out, _) = watching.seen
+    for batch, data in enumerate(DATA):
+        assert torch.equal(x[batch], data)
+        torch.testing.assert_close(y[batch][0], F.relu(model.c(data)))
+        assert torch.equal(z[batch], y[batch][0])
+        torch.testing.assert_close(out[batch][0], model(data))
+        assert 0 < (z_q[batch] - z[batch]).abs().max() < 0.2, "the error of the region before"
+
+
+def test_with_its_parameters_a_region_gives_what_the_reference_model_gives():
+    ready, found = prepared(Watching()), []
+    reference = intaglio.convert(ready, intaglio.Calibrator(ready, DATA).calibrate())
+
+    def settle(info):
+        if info.sites.output is not None:
+            return {}
+        trial = info.with_parameters({name: reference.qparams[name] for name in (*info.sites.inputs, "d.weight")})
+        info.with_parameters({"d.weight": (0.5, 0)}).quantized_outputs(0)
+        found.extend(trial.quantized_outputs(batch)[0] for batch in range(info.batches))
+        return {}
+
+    intaglio.Calibrator(prepared(Watching(settle)), DATA).calibrate()
+    assert all(torch.equal(mine, reference(data)) for mine, data in zip(found, DATA, strict=True))
+    assert len(found) == len(DATA)
+
+
+def test_the_model_runs_once_a_batch_and_track_however_many_callbacks_ask():
+    calls = []
+    handle = torch.library.Library("intaglio_tests_count", "DEF")
+    handle.define("seen(Tensor x) -> Tensor")
+    handle.impl("seen", lambda x: calls.append(len(x)) or x.clone(), "CPU")
+    handle.impl("seen", torch.empty_like, "Meta")
+    model = nets.randomize(
+        Body(
+            lambda m, x: m.d(F.relu(m.c(torch.ops.intaglio_tests_count.seen(x)))),
+            c=nn.Conv2d(3, 8, 3),
+            d=nn.Conv2d(8, 4, 3),
+        )
+    )
+    ready = prepared(Watching(), model)
+    calls.clear()
+    intaglio.Calibrator(ready, DATA).calibrate()
+    assert len(calls) == 3 * len(DATA), "counting, and both tracks"
+
+
+@pytest.mark.parametrize(
+    ("given", "scale", "zero"),
+    [
+        ((0.05, 100), 0.05, 100),
+        ((-1.0, 1.55), 0.01, 100),
+        ((1.0, 2.55), 0.01, 0),
+        ((-2.55, -1), 0.01, 255),
+        (QParams((0.25,), (7,), 0, 255), 0.25, 7),
+        ((np.float32(0.05), np.int64(3)), 0.05, 3),
+    ],
+)
+def test_parameters_may_be_said_in_three_ways(given, scale, zero):
+    ready = prepared(Watching(lambda info: {info.sites.inputs[0]: given} if info.sites.output else {}))
+    ranges = intaglio.Calibrator(ready, DATA).calibrate()
+    q = ranges.parameters["#0/input.args_0"]
+    assert (q.step, q.zero) == (pytest.approx(scale), zero)
+    assert intaglio.convert(ready, ranges).qparams["#0/input.args_0"] == q
+
+
+def test_a_site_keeps_what_its_producer_said():
+    answers = iter([{"#0/relu.0": (0.5, 0)}, {"#0/relu.0": (0.25, 0), "#0/input.args_0": (1.0, 0)}])
+    watching = Watching(lambda info: {k: v for k, v in next(answers).items() if k in set(info.sites)})
+    ranges = intaglio.Calibrator(prepared(watching), DATA).calibrate()
+    assert {name: q.step for name, q in ranges.parameters.items()} == {"#0/relu.0": 0.5}
+    assert watching.seen[1][4]["#0/relu.0"].step == 0.5
+
+
+def test_sites_nobody_speaks_of_go_by_their_method():
+    ready = prepared(Watching(lambda info: {info.sites.inputs[0]: (0.5, 0)} if info.sites.output else {}))
+    asked = intaglio.convert(ready, intaglio.Calibrator(ready, DATA).calibrate()).qparams
+    plain = intaglio.prepare(intaglio.capture(two_convs(), DATA[0]))
+    counted = intaglio.convert(plain, intaglio.calibrate(plain, DATA)).qparams
+    assert asked["#0/relu.0"] == counted["#0/relu.0"]
+    assert asked["#0/input.args_0"].step == 0.5
+
+
+def test_weights_take_one_scale_or_one_a_channel():
+    scales = np.linspace(0.01, 0.02, 8, dtype=np.float32)
+    ready = prepared(Watching(lambda info: {info.sites.weight: (scales if info.sites.output else 0.125, 0)}))
+    reference = intaglio.convert(ready, intaglio.Calibrator(ready, DATA).calibrate())
+    assert reference.qparams["c.weight"].scales == tuple(map(float, scales))
+    assert set(reference.qparams["d.weight"].scales) == {0.125}
+
+
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [
+        (lambda info: {"elsewhere": (0.0, 1.0)}, "'elsewhere' is no site of the region"),
+        (lambda info: {info.sites.bias: (0.1, 0)}, "is a bias, whose scale is the product of two others"),
+        (lambda info: {info.sites.weight: (0.1, 3)}, "with zero point 0"),
+        (lambda info: {info.sites.inputs[0]: (0.1, 300)}, r"a zero point outside \[0, 255\]"),
+        (lambda info: {info.sites.inputs[0]: (1.0, -1.0)}, "a range is a low and a high number"),
+        (lambda info: {info.sites.inputs[0]: (-1.0, float("nan"))}, "a range is a low|not finite"),
+        (lambda info: {info.sites.inputs[0]: QParams((1.0,), (0,), -128, 127)}, "the site is"),
+    ],
+)
+def test_what_a_site_cannot_have_is_refused(found, problem):
+    with pytest.raises(CalibrationError, match=problem):
+        intaglio.Calibrator(prepared(Watching(found)), DATA).calibrate()
+
+
+def test_parameters_are_saved_with_the_ranges_and_never_merged(tmp_path):
+    scales = np.linspace(0.01, 0.02, 8, dtype=np.float32)
+    ranges = intaglio.Calibrator(
+        prepared(Watching(lambda info: {info.sites.weight: (scales, 0)} if info.sites.output else {})), DATA
+    ).calibrate()
+    ranges.save(tmp_path / "ranges.json")
+    assert Ranges.load(tmp_path / "ranges.json").parameters == ranges.parameters
+    assert "c.weight: q(scale=0.01..0.02, axis=0) by a callback" in ranges.text()
+    with pytest.raises(CalibrationError, match="cannot be merged"):
+        ranges.merge(ranges)
+
+
+def test_callbacks_that_were_not_asked_are_an_error():
+    ready = prepared(intaglio.GlobalCalibrationCallback(0.05))
+    with pytest.raises(CalibrationError, match=r"(?s)callback was not asked.*Calibrator\(prepared, data\)"):
+        intaglio.convert(ready, intaglio.calibrate(ready, DATA))
+
+
+def test_callbacks_need_batches():
+    with pytest.raises(CalibrationError, match="callbacks need batches"):
+        intaglio.Calibrator(prepared(Watching()), lambda model: model(DATA[0])).calibrate()
+
+
+def test_samples_bound_what_callbacks_see():
+    watching = Watching()
+    intaglio.Calibrator(prepared(watching), iter(DATA), samples=5, progress=False).calibrate()
+    assert [len(values) for _, values, *_ in watching.seen] == [2, 2]
+
+
+def test_choices_can_be_compared_before_one_is_made():
+    """A search over the input's range by the error of the output, which is what the quantized outputs are for."""
+
+    def least(info):
+        name, found = info.sites.inputs[0], []
+        for high in (0.1, 1.0, 4.0):
+            trial = info.with_parameters({name: (-high, high)})
+            found.append(
+                (
+                    sum(
+                        float(F.mse_loss(trial.quantized_outputs(b)[0], info.unquantized_outputs(b)[0]))
+                        for b in range(info.batches)
+                    ),
+                    high,
+                )
+            )
+        return {name: (-min(found)[1], min(found)[1])} if name not in info.settled else {}
+
+    ranges = intaglio.Calibrator(prepared(Watching(least)), DATA).calibrate()
+    assert ranges.parameters["#0/input.args_0"].step == pytest.approx(8 / 255)
+
+
+@pytest.mark.parametrize("cache", [0, 1 << 30])
+def test_where_values_wait_changes_nothing(cache):
+    ready = prepared(intaglio.AverageMaxCalibrationCallback())
+    assert (
+        intaglio.Calibrator(ready, DATA, cache=cache).calibrate().parameters
+        == intaglio.Calibrator(ready, DATA).calibrate().parameters
+    )
+
+
+def test_global_parameters_are_every_activations():
+    ready = prepared(intaglio.GlobalCalibrationCallback(0.05, 10, weight=0.01))
+    found = intaglio.Calibrator(ready, DATA).calibrate().parameters
+    assert {(q.step, q.zero) for name, q in found.items() if "weight" not in name} == {(float(np.float32(0.05)), 10)}
+    assert {q.step for name, q in found.items() if "weight" in name} == {float(np.float32(0.01))}
+
+
+def test_an_input_of_declared_images_keeps_its_parameters():
+    model, image = two_convs(), intaglio.Image((0.5,) * 3, (0.25,) * 3)
+    quantizer = Quantizer(input=image, patterns=builtin("conv2d", calibration=intaglio.AverageMaxCalibrationCallback()))
+    ready = intaglio.prepare(intaglio.capture(model, DATA[0]), quantizer)
+    ranges = intaglio.Calibrator(ready, DATA).calibrate()
+    assert set(ranges.parameters) == {"#0/relu.0", "c.weight", "d.weight"}
+    assert intaglio.convert(ready, ranges).qparams["#0/relu.0"] == ranges.parameters["#0/relu.0"]
+
+
+def test_the_whole_way_asks_callbacks_whatever_corrections_do():
+    model, callback = two_convs(), intaglio.AverageMaxCalibrationCallback()
+    quantized = intaglio.quantize(model, DATA, patterns=builtin("conv2d", calibration=callback))
+    exact = model(DATA[0])
+    assert F.mse_loss(quantized(DATA[0]), exact) < 0.003 * exact.var()

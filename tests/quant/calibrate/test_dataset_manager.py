@@ -1,0 +1,143 @@
+"""`DatasetManager`: what it reads, how batches are cut and counted, and the end of what can be read once."""
+
+from collections import UserDict
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import intaglio
+from intaglio import DatasetManager
+from intaglio.errors import CalibrationError
+
+X = np.arange(14 * 3, dtype=np.float32).reshape(14, 3)
+
+
+class Rows:
+    """As a data set of Hugging Face shows itself."""
+
+    column_names = ("pixels", "text", "label")
+
+    def __len__(self):
+        return 14
+
+    def iter(self, batch_size):
+        for start in range(0, 14, batch_size):
+            part = X[start : start + batch_size]
+            yield {"pixels": part.tolist(), "text": ["a"] * len(part), "label": list(range(len(part)))}
+
+
+class Encoding(UserDict):
+    """As a tokenizer's result: no Mapping by inheritance in every version, but keys and items."""
+
+
+def sizes(manager):
+    return [intaglio.quant.calibrate.dataset_manager.samples_of(batch) for batch in manager]
+
+
+def pairs(count=14):
+    return TensorDataset(torch.from_numpy(X[:count]), torch.arange(count))
+
+
+@pytest.mark.parametrize("data", [X, torch.from_numpy(X), {"x": X}, Encoding(x=X, mask=X > 3)])
+def test_one_piece_is_one_batch_or_cut(data):
+    assert sizes(DatasetManager(data)) == [14]
+    assert sizes(DatasetManager(data, batch_size=4)) == [4, 4, 4, 2]
+    assert len(DatasetManager(data, batch_size=4)) == DatasetManager(data, batch_size=4).num_batches() == 4
+
+
+def test_batches_become_tensors():
+    (batch,) = DatasetManager(Encoding(x=X, mask=X > 3))
+    assert type(batch) is dict
+    assert {key: value.dtype for key, value in batch.items()} == {"x": torch.float32, "mask": torch.bool}
+    (pair,) = DatasetManager([(X, np.arange(14))])
+    assert [part.dtype for part in pair] == [torch.float32, torch.int64]
+
+
+def test_rows_come_by_columns():
+    manager = DatasetManager(Rows(), batch_size=5, columns=["pixels"])
+    assert sizes(manager) == [5, 5, 4]
+    assert manager.num_batches() == 3
+    assert next(iter(manager))["pixels"].shape == (5, 3)
+    with pytest.raises(CalibrationError, match=r"column text is no array of numbers(.|\n)*columns="):
+        next(iter(DatasetManager(Rows())))
+    with pytest.raises(CalibrationError, match="no column image; there are pixels, text, label"):
+        next(iter(DatasetManager(Rows(), columns=["image"])))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(pairs(), batch_size=4),
+        lambda: [X[:4], X[4:8], X[8:12], X[12:]],
+        lambda: lambda: iter([X[:4], X[4:8], X[8:12], X[12:]]),
+        lambda: DatasetManager(X, batch_size=4),
+    ],
+)
+def test_batches_may_come_from_anything_as_often_as_asked(make):
+    manager = DatasetManager(make())
+    assert sizes(manager) == sizes(manager) == [4, 4, 4, 2]
+
+
+@pytest.mark.case("calibration 11")
+@pytest.mark.parametrize(("samples", "expected"), [(6, [4, 2]), (4, [4]), (1, [1]), (100, [4, 4, 4, 2])])
+def test_num_samples_counts_samples(samples, expected):
+    manager = DatasetManager(DataLoader(pairs(), batch_size=4), num_samples=samples)
+    assert sizes(manager) == expected
+    assert manager.samples == min(samples, 14)
+
+
+def test_the_documents_methods_walk_one_pass():
+    manager = DatasetManager(X, batch_size=8)
+    assert not manager.is_empty()
+    assert [len(manager.get_next_batch()), manager.is_empty(), len(manager.get_next_batch())] == [8, False, 6]
+    assert manager.is_empty()
+    with pytest.raises(IndexError, match=r"reset\(\) begins again"):
+        manager.get_next_batch()
+    manager.reset()
+    assert len(manager.get_next_batch()) == 8
+
+
+@pytest.mark.case("calibration 10")
+def test_a_second_pass_over_an_iterator_is_an_error():
+    manager = DatasetManager(iter([X[:4], X[4:]]))
+    assert sizes(manager) == [4, 10]
+    with pytest.raises(CalibrationError, match=r"second pass over an iterator(.|\n)*DatasetManager\(lambda"):
+        list(manager)
+    with pytest.raises(CalibrationError, match="second pass"):
+        manager.reset()
+
+
+def test_an_iterator_may_be_reset_before_it_is_read():
+    manager = DatasetManager(iter([X]))
+    manager.reset()
+    assert sizes(manager) == [14]
+    assert manager.num_batches() is None
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: DatasetManager(3), "nothing in a int can be read as batches"),
+        (lambda: DatasetManager([X], batch_size=2), "batch_size = 2 for data that comes in batches already"),
+        (lambda: DatasetManager(X, num_samples=0), "num_samples = 0; it must be at least 1"),
+        (lambda: list(DatasetManager([["a", "b"], object()])), "is no array of numbers"),
+    ],
+)
+def test_what_cannot_be_read_says_so(make, problem):
+    with pytest.raises(CalibrationError, match=problem):
+        make()
+
+
+def test_it_stands_wherever_data_is_expected():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+    manager = DatasetManager(DataLoader(pairs(), batch_size=4), num_samples=9)
+    quantized = intaglio.quantize(model, manager)
+    prepared = intaglio.prepare(intaglio.capture(model, torch.from_numpy(X[:4])))
+    ranges = intaglio.calibrate(prepared, manager)
+    assert (ranges.batches, ranges.samples) == (3, 9)
+    again, x = intaglio.quantize(model, list(manager)), torch.from_numpy(X)
+    assert torch.equal(quantized(x), again(x))

@@ -1,0 +1,458 @@
+"""Corrections: the float function stays, errors shrink, and every sum they rest on is exact."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import intaglio
+from intaglio.quant.correct.linalg import DAMPINGS, LEAST, factor_of, taken
+from intaglio.quant.correct.second_moments import Moments, moments
+from intaglio.quant.correct.smooth_factors import Rows, smoothing
+from intaglio.quant.correct.weight_rounding import ROUNDINGS, loss, nearest
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe, Setting
+from support import nets
+
+
+def prepared_of(model, batch, **setting):
+    quantizer = Quantizer(Recipe(default=Setting(**setting)))
+    return intaglio.prepare(intaglio.capture(model, batch), quantizer)
+
+
+def uneven(model):
+    """Channels whose sizes differ a hundredfold, as trained networks have them."""
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.weight.mul_(torch.logspace(-2, 0, len(module.weight)))
+                module.bias.mul_(torch.logspace(-2, 0, len(module.bias)))
+    return model
+
+
+NETS = {
+    "plain": nets.ConvBnRelu,
+    "residual": nets.Residual,
+    "option a": nets.OptionA,
+    "grouped": nets.Grouped,
+    "pool": nets.MaxPoolNet,
+    "same": nets.SamePadding,
+    "linears": nets.Linears,
+}
+
+
+def report(stage):
+    return stage.about.texts.get("corrections", "")
+
+
+def noise(exact, found):
+    return ((exact - found).double().square().sum() / exact.double().square().sum()).item()
+
+
+# -- equalize --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_equalizing_leaves_the_float_function_alone(name):
+    model = uneven(nets.randomize(NETS[name]()))
+    x = nets.example(model, 4)
+    prepared = prepared_of(model, x)
+    equalized = intaglio.equalize(prepared, [x])
+    torch.testing.assert_close(equalized(x), prepared(x), rtol=1e-3, atol=1e-3 * float(prepared(x).abs().max()))
+
+
+def test_sums_take_a_factor_per_channel():
+    model = uneven(nets.randomize(nets.Residual()))
+    x = nets.example(model, 4)
+    equalized = intaglio.equalize(prepared_of(model, x), [x])
+    assert "aten.addcmul.default" in equalized.text()
+    assert "equalize: " in report(equalized)
+
+
+def test_what_is_equalized_runs_in_integers_to_the_bit():
+    model = uneven(nets.randomize(nets.OptionA()))
+    x = nets.example(model, 4)
+    prepared = intaglio.equalize(prepared_of(model, x), [x])
+    ranges = intaglio.calibrate(prepared, [x])
+    lowered = intaglio.requantize(intaglio.convert(prepared, ranges, intaglio.correct(prepared, ranges, [x])))
+    quantized = intaglio.compile(lowered)
+    assert quantized.coverage.macs == 1
+    assert not quantized.coverage.islands
+    assert torch.equal(quantized(x), lowered(x))
+
+
+def test_quiet_channels_gain():
+    model = uneven(nets.randomize(nets.Residual()))
+    x = nets.example(model, 16)
+    plain = prepared_of(model, x, equalize=0.0)
+    even = intaglio.equalize(prepared_of(model, x), [x])
+    errors = [noise(model(x).detach(), intaglio.convert(p, intaglio.calibrate(p, [x]))(x)) for p in (plain, even)]
+    assert errors[1] < errors[0]
+
+
+def test_a_recipe_turns_it_off():
+    model = uneven(nets.randomize(nets.Residual()))
+    x = nets.example(model, 4)
+    prepared = prepared_of(model, x, equalize=0.0)
+    assert intaglio.equalize(prepared, [x]) is prepared
+
+
+def test_bounds_above_zero_forbid_factors():
+    model = nets.randomize(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU6(), nn.Conv2d(8, 8, 3)))
+    x = torch.randn(4, 3, 9, 9)
+    assert "equalize" not in report(intaglio.equalize(prepared_of(model, x), [x]))
+
+
+def test_normalised_bytes_are_held_exactly_though_nobody_said_so():
+    mean, std = torch.tensor([0.4, 0.5, 0.3]).reshape(1, 3, 1, 1), torch.tensor([0.2, 0.3, 0.25]).reshape(1, 3, 1, 1)
+    pixels = torch.randint(0, 256, (8, 3, 12, 12), generator=torch.Generator().manual_seed(0))
+    pixels[0, :, 0, 0], pixels[0, :, 0, 1] = 0, 255
+    x = (pixels / 255 - mean) / std
+    prepared = prepared_of(nets.randomize(nets.ConvBnRelu()), x)
+    equalized = intaglio.equalize(prepared, [x])
+    assert "3 of 3 without loss" in report(equalized)
+    (node,) = [node for node in equalized.annotations.module.graph.nodes if "zero_points" in node.meta]
+    shift, _, gain = (getattr(equalized.annotations.module, str(a.target), None) for a in node.args)
+    levels = x * gain + shift + torch.tensor(node.meta["zero_points"]).reshape(1, 3, 1, 1)
+    torch.testing.assert_close(levels, pixels.float(), rtol=0, atol=1e-3)
+
+
+def test_an_input_that_something_else_reads_too_keeps_one_scale():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+        def forward(self, x):
+            return self.conv(x) + x
+
+    x = torch.randn(4, 3, 8, 8)
+    assert not intaglio.equalize(prepared_of(Both().eval(), x), [x]).equalization.inputs
+
+
+# -- moments ---------------------------------------------------------------------------------------------------------
+
+
+class One(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def region_of(layer, x):
+    prepared = prepared_of(One(layer).eval(), x, equalize=0.0)
+    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, [x]))
+    (region,) = prepared.annotations.regions
+    (site,) = [s for s in prepared.annotations.sites if s.role == "activation"]
+    return region, reference.qparams[site.name]
+
+
+def written_out(layer, levels, zero):
+    """Sums over positions of x x^T and x by `F.unfold`, in float64, of levels less their zero point."""
+    difference = levels.double() - zero
+    if isinstance(layer, nn.Linear):
+        columns = difference.reshape(-1, difference.shape[-1]).t()[None]
+        return columns @ columns.transpose(1, 2), columns.sum(2)
+    padding = layer.padding
+    if padding == "same":
+        total = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+        sides = [side for t in reversed(total) for side in (t // 2, t - t // 2)]
+        difference, padding = F.pad(difference, sides), 0
+    unfolded = F.unfold(difference, layer.kernel_size, layer.dilation, padding, layer.stride)
+    columns = unfolded.transpose(0, 1).flatten(1).reshape(layer.groups, -1, unfolded.shape[0] * unfolded.shape[2])
+    return columns @ columns.transpose(1, 2), columns.sum(2)
+
+
+LAYERS = [
+    nn.Conv2d(4, 6, 3, padding=1),
+    nn.Conv2d(4, 6, (1, 3), stride=(2, 1), padding=(0, 2)),
+    nn.Conv2d(4, 8, 3, groups=2),
+    nn.Conv2d(4, 8, 5, padding=2, groups=4),
+    nn.Conv2d(4, 4, 3, dilation=2, padding="same"),
+    nn.Conv2d(4, 4, 1, stride=2),
+    nn.Conv2d(4, 4, 2, padding="same"),
+    nn.Linear(9, 5),
+]
+
+
+def model_positions(layer, x):
+    """Results of one output channel."""
+    return layer(x).numel() // (layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_moments_are_the_sums_written_out(layer):
+    x = torch.randn(5, 4, 9, 9)
+    region, q = region_of(layer, x)
+    levels = torch.randint(0, 256, x.shape, dtype=torch.uint8)
+    products, sums = written_out(layer, levels, q.zero)
+    found = moments(region, [levels[:2], levels[2:]], q)
+    assert torch.equal(found.products.double(), products)
+    assert torch.equal(found.sums.double(), sums)
+    assert found.count == model_positions(layer, x)
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(3, 4, 3), nn.Conv2d(6, 4, 3, groups=2)], ids=str)
+def test_moments_of_one_position(layer):
+    x = torch.randn(4, layer.in_channels, 3, 3)
+    region, q = region_of(layer, x)
+    levels = torch.randint(0, 256, x.shape, dtype=torch.uint8)
+    products, sums = written_out(layer, levels[:1], q.zero)
+    found = moments(region, [levels[:1]], q)
+    assert torch.equal(found.products.double(), products)
+    assert torch.equal(found.sums.double(), sums)
+    parts = [moments(region, [image], q) for image in levels.split(1)]
+    assert torch.equal(sum(part.products for part in parts), moments(region, [levels], q).products)
+
+
+def test_moments_add_up_whatever_the_split():
+    layer, x = nn.Conv2d(4, 6, 3, padding=1), torch.randn(7, 4, 9, 9)
+    region, q = region_of(layer, x)
+    levels = torch.randint(0, 256, x.shape, dtype=torch.uint8)
+    whole, parts = moments(region, [levels], q), [moments(region, [part], q) for part in (levels[4:], levels[:4])]
+    assert torch.equal(whole.products, parts[0].products + parts[1].products)
+    assert torch.equal(whole.sums, parts[0].sums + parts[1].sums)
+    assert whole.count == parts[0].count + parts[1].count
+    assert torch.equal(whole.products, moments(region, levels.split(1), q).products)
+
+
+@pytest.mark.parametrize("k", [1, 7, 200, 517])
+def test_the_factor_is_of_the_inverse(k):
+    x = torch.randn(2, k, 2 * k + 3, dtype=torch.float64)
+    order, factor = factor_of(x @ x.transpose(1, 2))
+    ordered = taken(x, order, 1)
+    matrix = ordered @ ordered.transpose(1, 2)
+    diagonal = matrix.diagonal(dim1=1, dim2=2)
+    assert (diagonal.diff(dim=1) <= 0).all()
+    assert torch.equal(factor, factor.triu())
+    added = DAMPINGS[0] * diagonal.mean(1, keepdim=True) + LEAST * diagonal.amax(1, keepdim=True)
+    product = factor.transpose(1, 2) @ factor @ (matrix + torch.diag_embed(added.expand(2, k)))
+    torch.testing.assert_close(product, torch.eye(k, dtype=torch.float64).expand(2, k, k), rtol=0, atol=1e-9)
+
+
+# -- rounding --------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw):
+    groups, rows, k = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 150))
+    rank, seed = draw(st.integers(1, 40)), draw(st.integers(0, 2**31))
+    make = torch.Generator().manual_seed(seed)
+    x = torch.randint(-200, 200, (groups, k, rank), generator=make)
+    x[:, torch.rand(k, generator=make) < 0.2] = 0  # inputs that are never anything but zero
+    weight = torch.randn(groups, rows, k, generator=make, dtype=torch.float64)
+    step = weight.abs().amax(2, keepdim=True) / draw(st.sampled_from([1, 7, 127]))
+    return weight, step, Moments(x @ x.transpose(1, 2), x.sum(2), rank)
+
+
+@pytest.mark.parametrize("name", ["nearest", "gptq"])
+@given(problem=problems())
+@settings(max_examples=60, deadline=None)
+def test_no_row_is_worse_than_rounded_to_nearest(name, problem):
+    weight, step, found = problem
+    levels = ROUNDINGS[name](weight, step, found, -127, 127)
+    assert levels.eq(levels.round()).all()
+    assert levels.abs().le(127).all()
+    matrix = found.products.double()
+    plain = loss(nearest(weight, step, found, -127, 127), weight, step, matrix)
+    assert (loss(levels, weight, step, matrix) <= plain).all()
+
+
+@pytest.mark.parametrize("name", ["gptq", "adaround"])
+def test_correlated_inputs_are_made_use_of(name, monkeypatch):
+    # Fewer and longer steps are enough for 8 rows of 24.
+    monkeypatch.setattr("intaglio.quant.correct.weight_rounding.ITERATIONS", 600)
+    monkeypatch.setattr("intaglio.quant.correct.weight_rounding.RATE", 0.01)
+    make = torch.Generator().manual_seed(0)
+    common = torch.randint(-100, 100, (1, 1, 400), generator=make)
+    x = common + torch.randint(-10, 10, (1, 24, 400), generator=make)
+    weight = torch.randn(1, 8, 24, generator=make, dtype=torch.float64)
+    step = weight.abs().amax(2, keepdim=True) / 7
+    found = Moments(x @ x.transpose(1, 2), x.sum(2), 400)
+    matrix = found.products.double()
+    errors = [loss(ROUNDINGS[n](weight, step, found, -7, 7), weight, step, matrix).sum() for n in (name, "nearest")]
+    assert errors[0] < 0.3 * errors[1]
+
+
+def test_operands_that_are_nearly_one_do_no_harm():
+    """One channel is thousands of times the others, and there twice: the moments can hardly be inverted."""
+    make = torch.Generator().manual_seed(0)
+    x = torch.randint(-1, 2, (1, 40, 30), generator=make)
+    x[:, :2] = 255
+    found = Moments(x @ x.transpose(1, 2) * 10**6, x.sum(2), 30)
+    weight = torch.randn(1, 4, 40, generator=make, dtype=torch.float64)
+    step = weight.abs().amax(2, keepdim=True) / 127
+    levels = ROUNDINGS["gptq"](weight, step, found, -127, 127)
+    matrix = found.products.double()
+    plain = loss(nearest(weight, step, found, -127, 127), weight, step, matrix)
+    assert (loss(levels, weight, step, matrix) <= plain).all()
+
+
+# -- correct ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", [{"rounding": "gptq"}, {"rounding": "nearest", "bias": "weights"}], ids=str)
+@pytest.mark.parametrize("name", NETS)
+def test_a_corrected_model_is_still_equal_to_its_integer_graph(name, setting):
+    model = nets.randomize(NETS[name]())
+    x = nets.example(model, 4)
+    prepared = prepared_of(model, x, **setting)
+    ranges = intaglio.calibrate(prepared, [x])
+    lowered = intaglio.requantize(intaglio.convert(prepared, ranges, intaglio.correct(prepared, ranges, [x])))
+    assert torch.equal(intaglio.compile(lowered)(x), lowered(x))
+
+
+def test_rounding_by_what_the_operator_gives_is_better_than_to_nearest():
+    torch.manual_seed(0)
+    model = One(nn.Conv2d(32, 8, 1)).eval()
+    x = torch.randn(8, 1, 9, 9) + 0.1 * torch.randn(8, 32, 9, 9)
+    errors = []
+    for rounding in ("gptq", "nearest"):
+        prepared = prepared_of(model, x, rounding=rounding, equalize=0.0)
+        ranges = intaglio.calibrate(prepared, [x])
+        found = intaglio.convert(prepared, ranges, intaglio.correct(prepared, ranges, [x]))
+        errors.append(noise(model(x).detach(), found(x)))
+    assert errors[0] < errors[1]
+
+
+@pytest.mark.parametrize("kind", ["weights", "outputs"])
+def test_biases_make_up_for_the_mean_that_rounding_moved(kind):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 6, 3, bias=False)
+    x = torch.rand(8, 4, 9, 9)
+    model = One(layer).eval()
+    prepared = prepared_of(model, x, rounding="nearest", bias=kind, equalize=0.0)
+    ranges = intaglio.calibrate(prepared, [x])
+    plain, corrected = (
+        intaglio.convert(prepared, ranges, found)(x) for found in (None, intaglio.correct(prepared, ranges, [x]))
+    )
+    means = [(model(x) - y).mean((0, 2, 3)).abs().max().item() for y in (plain, corrected)]
+    assert means[1] < 0.2 * means[0]
+
+
+def test_corrections_of_another_model_are_refused():
+    x = torch.randn(2, 3, 12, 12)
+    stages = [prepared_of(nets.randomize(net()), x) for net in (nets.Residual, nets.OptionA)]
+    ranges = [intaglio.calibrate(stage, [x]) for stage in stages]
+    with pytest.raises(intaglio.errors.CalibrationError, match="another model"):
+        intaglio.convert(stages[0], ranges[0], intaglio.correct(stages[1], ranges[1], [x]))
+
+
+def test_correcting_changes_nothing_that_was_given():
+    model = nets.randomize(nets.Residual())
+    x = nets.example(model, 4)
+    prepared = prepared_of(model, x, bias="weights")
+    ranges = intaglio.calibrate(prepared, [x])
+    before = (prepared.text(), ranges.to_json(), [t.clone() for t in prepared.annotations.module._buffers.values()])
+    intaglio.correct(prepared, ranges, [x])
+    intaglio.equalize(prepared, [x])
+    assert prepared.text() == before[0]
+    assert ranges.to_json() == before[1]
+    after = prepared.annotations.module._buffers.values()
+    assert all(torch.equal(a, b) for a, b in zip(after, before[2], strict=True))
+
+
+def test_a_generator_that_reuses_one_buffer_is_read_once_and_kept_right():
+    model = nets.randomize(nets.ConvBnRelu())
+    images = [nets.example(model, 2, seed) for seed in range(3)]
+
+    def refilled():
+        buffer = torch.empty_like(images[0])
+        for image in images:
+            buffer.copy_(image)
+            yield buffer
+
+    x = nets.example(model, 3, 9)
+    assert torch.equal(intaglio.quantize(model, refilled())(x), intaglio.quantize(model, images)(x))
+
+
+def test_an_int8_model_says_what_corrections_gained():
+    model = nets.randomize(nets.Residual())
+    text = intaglio.quantize(model, [nets.example(model, 4)]).text("corrections")
+    assert [line.split(":")[0] for line in text.splitlines()] == ["input 'x'", "equalize", "gptq"]
+
+
+def test_biases_say_what_they_gained():
+    model, x = One(nn.Conv2d(4, 6, 3, bias=False)).eval(), torch.rand(8, 4, 9, 9)
+    prepared = prepared_of(model, x, rounding="nearest", bias="weights", equalize=0.0)
+    (step,) = intaglio.correct(prepared, intaglio.calibrate(prepared, [x]), [x]).steps
+    assert step.name == "bias of weights"
+    assert step.after > step.before + 1
+
+
+def test_steps_say_what_they_gained():
+    model = nets.randomize(nets.Residual())
+    x = nets.example(model, 4)
+    prepared = prepared_of(model, x)
+    ranges = intaglio.calibrate(prepared, [x])
+    (step,) = intaglio.correct(prepared, ranges, [x]).steps
+    assert step.name == "gptq"
+    assert step.after > step.before
+    assert np.isfinite([step.before, step.after]).all()
+
+
+def test_four_bits_lose_less_with_integers_and_scales_that_the_operand_chose():
+    model = nets.randomize(nets.Residual())
+    x = nets.example(model, 16)
+    errors = []
+    for rounding in ("gptq", "nearest"):
+        prepared = prepared_of(model, x, weights_dtype="s4", rounding=rounding, equalize=0.0)
+        ranges = intaglio.calibrate(prepared, [x])
+        corrections = intaglio.correct(prepared, ranges, [x])
+        assert all(rounded.levels.min() >= -8 and rounded.levels.max() <= 7 for rounded in corrections.weights.values())
+        errors.append(noise(model(x).detach(), intaglio.convert(prepared, ranges, corrections)(x)))
+    assert errors[0] < 0.5 * errors[1]
+
+
+# -- smoothing -------------------------------------------------------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    """Two linear layers read one layer norm, of which one channel is large."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(12, 24), nn.LayerNorm(24)
+        self.a, self.b = nn.Linear(24, 16), nn.Linear(24, 8)
+        with torch.no_grad():
+            self.norm.weight[5] = 30.0
+            self.norm.bias.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+
+    def forward(self, x):
+        y = self.norm(self.first(x))
+        return self.a(y), self.b(y)
+
+
+def test_smoothing_leaves_the_float_function_alone_and_gains():
+    torch.manual_seed(0)
+    model, x = Tokens().eval(), torch.randn(16, 10, 12)
+    exact = [y.detach() for y in model(x)]
+    plain = prepared_of(model, x, equalize=0.0)
+    smooth = intaglio.equalize(prepared_of(model, x), [x[:8], x[8:]])
+    assert "smooth: 1 values" in report(smooth)
+    for found, expected in zip(smooth(x), exact, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    errors = []
+    for prepared in (plain, smooth):
+        results = intaglio.convert(prepared, intaglio.calibrate(prepared, [x]))(x)
+        errors.append(sum(noise(*pair) for pair in zip(exact, results, strict=True)))
+    assert errors[1] < 0.7 * errors[0]
+
+
+def test_what_smoothing_does_not_help_stays_as_it_is():
+    rows = Rows.of(torch.randn(16, 4, 8).sign(), 0)
+    weight = torch.ones(4, 8)
+    assert smoothing(rows, [weight], torch.ones(8)) is None
+
+
+def test_linear_layers_over_images_with_channels_last_are_left_alone():
+    """The second axis of their results is a row of the image."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5)).eval()
+    x = torch.randn(2, 6, 6, 4)
+    assert not intaglio.equalize(prepared_of(model, x), [x]).equalization.factors

@@ -1,0 +1,93 @@
+"""The walk over a graph's regions: its tracks are the float model and the reference model."""
+
+import numpy as np
+import pytest
+import torch
+
+import intaglio
+from intaglio import numerics
+from intaglio.fxgraph.nodes import operands
+from intaglio.quant.correct.layerwise_eval import CACHE, Walk
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
+from intaglio.quant.recipes.settings import Setting
+from intaglio.signature import bind
+from support import nets
+
+
+def stages(**setting):
+    torch.manual_seed(0)
+    model = nets.randomize(nets.Residual())
+    batches = [torch.randn(n, 3, 12, 12) for n in (2, 3, 1)]
+    quantizer = Quantizer(Recipe(default=Setting(**setting)))
+    prepared = intaglio.prepare(intaglio.capture(model, batches[0]), quantizer)
+    ranges = intaglio.calibrate(prepared, batches)
+    return model, prepared, intaglio.convert(prepared, ranges), batches
+
+
+def leaves(prepared, batches):
+    return [bind(prepared.signature, (batch,), {}) for batch in batches]
+
+
+def quantize_parameters(walk, region, reference):
+    """Weight and bias of a region as the reference has them."""
+    record, values = region.record, operands(region.anchor)
+    if record.roles.weight is None:
+        return
+    by_value, module = walk.annotations.by_value, walk.module
+    weight = values[record.roles.weight]
+    q = reference.qparams[by_value[weight.name, "weight"].name]
+    scales = np.array(q.scales, np.float32)
+    exact = getattr(module, weight.target).numpy()
+    levels = numerics.quantize(exact, scales.reshape(-1, *[1] * (exact.ndim - 1)), 0, q.qmin, q.qmax)
+    steps = levels.astype(np.float32) * scales.reshape(-1, *[1] * (exact.ndim - 1))
+    walk.weights[weight.name] = torch.from_numpy(steps)
+    bias = by_value.get((region.anchor.name, "bias"))
+    if bias is not None:
+        x = reference.qparams[by_value[values[record.roles.x[0]].name, "activation"].name]
+        whole = numerics.bias_steps(getattr(module, values[record.roles.bias].target).numpy(), x.step, scales)
+        unit = np.array(reference.qparams[bias.name].scales, np.float32)
+        walk.biases[region.anchor.name] = torch.from_numpy(whole.astype(np.float32) * unit)
+
+
+@pytest.mark.parametrize("shortcut", [8, 16])
+@pytest.mark.parametrize("cache", [CACHE, 3000, 0])
+def test_the_second_track_is_the_reference_model_wherever_values_wait(cache, shortcut):
+    _, prepared, reference, batches = stages(shortcut=shortcut)
+    walk = Walk(prepared.annotations, leaves(prepared, batches), reference.qparams, cache=cache)
+    for region in walk:
+        quantize_parameters(walk, region, reference)
+    for batch, (found,) in zip(batches, walk.results, strict=True):
+        assert torch.equal(found, reference(batch))
+
+
+def test_the_first_track_is_the_float_model():
+    model, prepared, reference, batches = stages()
+    walk = Walk(prepared.annotations, leaves(prepared, batches), reference.qparams)
+    outputs = {}
+    for region in walk:
+        outputs[region.root.name] = walk.unquantized_outputs(region, 1)[0]
+        assert all(x.shape[0] == 3 for x in walk.unquantized_inputs(region, 1))
+    last = outputs[walk.annotations.regions[-1].root.name]
+    torch.testing.assert_close(last.flatten(), model(batches[1]).detach().flatten())
+
+
+def test_nothing_is_kept_at_the_end():
+    _, prepared, reference, batches = stages()
+    walk = Walk(prepared.annotations, leaves(prepared, batches), reference.qparams)
+    assert len(list(walk)) == len(prepared.annotations.regions)
+    assert all(not track.values for track in walk._tracks())
+
+
+def test_a_site_settled_on_the_way_is_quantized_from_there_on():
+    _, prepared, reference, batches = stages()
+    walk, calls = prepared.annotations, leaves(prepared, batches)
+    late = Walk(walk, calls)
+    for region in late:
+        for value in (*region.activations(), region.root):
+            if value.name in late.sites:
+                name = late.sites[value.name].name
+                late.settle(name, reference.qparams[name])
+        quantize_parameters(late, region, reference)
+    for batch, (found,) in zip(batches, late.results, strict=True):
+        assert torch.equal(found, reference(batch))

@@ -1,0 +1,197 @@
+"""Calls of `QuantizedModel`: inputs in any memory, results with their structure, refusals."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import intaglio
+from intaglio.errors import InputError
+from support import nets
+from support.int8_models import assert_same, built, compiled, picture
+from support.lowering import quantized
+
+# ---- calls
+
+
+def test_batches_of_any_size_and_back_to_the_first():
+    model, lowered = compiled(nets.Residual)
+    for batch in (1, 2, 3, 4, 5, 0, 1):
+        assert_same(model(picture(batch, batch)), lowered(picture(batch, batch)))
+
+
+def test_channels_last_goes_in_and_comes_out():
+    model, lowered = compiled(nets.ConvBnRelu)
+    plain, last = model(picture()), model(picture().to(memory_format=torch.channels_last))
+    assert plain.is_contiguous()
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    assert not last.is_contiguous()
+    assert_same((plain, last), (lowered(picture()),) * 2)
+
+
+STRIDED = {
+    "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "a part of a larger one": lambda x: torch.nn.functional.pad(x, (3, 4, 1, 2))[:, :, 1:-2, 3:-4],
+    "every second image": lambda x: x.repeat_interleave(2, 0)[::2],
+    "expanded channels": lambda x: x[:, :1].expand(-1, 3, -1, -1),
+    "expanded images": lambda x: x[:1].expand(7, -1, -1, -1),
+    "imaginary parts": lambda x: torch.complex(x, x).conj().imag,
+}
+
+
+@pytest.mark.parametrize("view", STRIDED.values(), ids=STRIDED)
+def test_inputs_of_any_strides_are_read_as_they_are(view):
+    model, lowered = compiled(nets.ConvBnRelu)
+    x = view(picture())
+    before = x.clone()
+    assert_same(model(x), lowered(before.resolve_neg()))
+    assert torch.equal(x, before)
+
+
+FORMS = {
+    "dense": lambda x: x,
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "bytes": lambda x: (x * 64 + 128).to(torch.uint8),
+    "bytes, channels last": lambda x: (x * 64 + 128).to(torch.uint8, memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_the_program_reads_the_memory_of_the_caller(form):
+    model, x = of_images(), form(picture())
+    model(x)
+    frame = model._frames[-1]
+    (entry,) = model._reads
+    assert frame.external[entry.index] == x.data_ptr()
+    assert tuple(frame.strides[5 * entry.index : 5 * entry.index + 4]) == x.stride()
+
+
+@cache
+def of_images() -> intaglio.QuantizedModel:
+    image, net = intaglio.Image(0.5, 0.5), nets.randomize(nets.ConvBnRelu())
+    return intaglio.quantize(net, [picture()], input=image, progress=False)
+
+
+def test_rows_of_any_strides_are_read_as_they_are():
+    model, lowered = compiled(nets.Linears)
+    x = torch.randn(32, 5).t()[:, ::2]
+    assert_same(model(x), lowered(x.contiguous()))
+
+
+def test_gradients_autocast_and_defaults_change_nothing():
+    model, lowered = compiled(nets.ConvThenUnsupported)
+    x = torch.randn(2, 3, 10, 10)
+    expected = lowered(x)
+    y = model(x.requires_grad_())
+    assert not y.requires_grad
+    with torch.inference_mode():
+        assert_same(model(x), expected)
+    with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        assert_same((y, model(x)), (expected, expected))
+
+
+def test_autocast_does_not_reach_the_float_parts():
+    model, lowered = built(lambda m, x: m.c(torch.einsum("nchw,ndhw->ncdw", y := m.c(x), y)), picture(size=3))
+    expected = lowered(picture(size=3))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(model(picture(size=3)), expected)
+
+
+def test_float_parts_of_another_type_are_refused_before_their_bytes_are_misread():
+    model, _ = built(lambda m, x: m.c(m.c(x).atan2(torch.tensor([1.5] * 11 + [2.5]))), picture())
+    model.islands.double()
+    with pytest.raises(InputError, match=r"element type torch\.float64; the program reads f32"):
+        model(picture())
+
+
+def test_keyword_calls_equal_positional_calls():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, left: Tensor, right: Tensor) -> Tensor:
+            return self.conv(left) + self.conv(right)
+
+    a, b = picture(), picture(seed=1)
+    model = intaglio.compile(quantized(nets.randomize(Two()), a, b)[1])
+    expected = model(a, b)
+    assert_same((model(a, right=b), model(right=b, left=a)), (expected, expected))
+    assert not torch.equal(model(b, a), expected)
+
+
+def test_results_keep_their_structure():
+    model, lowered = compiled(nets.MultiOutput)
+    found = model(nets.example(nets.MultiOutput()))
+    assert list(found) == ["logits", "pair"]
+    assert isinstance(found["pair"], tuple)
+    assert_same(found, lowered(nets.example(nets.MultiOutput())))
+
+
+def test_constants_and_none_come_back_as_they_are():
+    model, _ = built(lambda m, x: {"y": m.c(x), "none": None, "n": 3, "s": "text", "batch": x.shape[0]}, picture())
+    found = model(picture(5))
+    assert (found["none"], found["n"], found["s"], found["batch"]) == (None, 3, "text", 5)
+
+
+def test_an_input_the_model_writes_is_written():
+    def body(m: nn.Module, x: Tensor) -> Tensor:
+        y = m.c(x)
+        x.add_(1)
+        return y
+
+    model, lowered = built(body, picture())
+    x = picture(2, 3)
+    expected = lowered(x)
+    assert_same(model(x), expected)
+    assert_same(x, picture(2, 3) + 1)
+
+
+def test_a_model_that_only_writes_returns_none():
+    def body(m: nn.Module, x: Tensor) -> None:
+        x.copy_(m.c(x))
+
+    model, _ = built(body, picture())
+    x = picture()
+    assert model(x) is None
+    assert not torch.equal(x, picture())
+
+
+# ---- what does not fit
+
+
+WRONG = {
+    "shape": (lambda x: (x[:, :2],), "input 'x': shape [4, 2, 12, 12]; the model takes [n, 3, 12, 12]"),
+    "rank": (lambda x: (x[0],), "input 'x': shape [3, 12, 12]; the model takes [n, 3, 12, 12]"),
+    "dtype": (lambda x: (x.double(),), "input 'x': element type torch.float64; the model takes f32"),
+    "device": (lambda x: (x.to("meta"),), "input 'x': device meta; the model runs on the CPU"),
+    "layout": (lambda x: (x.to_sparse(),), "input 'x': layout torch.sparse_coo; the model takes dense tensors"),
+    "kind": (lambda x: (x.numpy(),), "input 'x': ndarray; the model takes a tensor here"),
+    "too many": (lambda x: (x, x), "call: 2 positional and [] keyword arguments; captured with 1 positional"),
+    "none at all": (lambda x: (), "call: 0 positional and [] keyword arguments; captured with 1 positional"),
+}
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize(("change", "text"), WRONG.values(), ids=WRONG)
+def test_inputs_that_do_not_fit_are_refused(change, text, warm):
+    model = copy.deepcopy(compiled(nets.Residual)[0])
+    if warm:
+        model(picture())
+    with pytest.raises(InputError) as raised:
+        model(*change(picture()))
+    assert str(raised.value).startswith(text)
+
+
+def test_a_keyword_the_model_does_not_have_is_refused():
+    with pytest.raises(InputError, match=r"of forward\(x\)"):
+        compiled(nets.Residual)[0](picture(), scale=2)
+
+
+def test_a_model_of_a_dictionary_refuses_an_empty_call():
+    model, lowered = built(lambda m, d: m.c(d["image"]), {"image": picture()})
+    assert_same(model({"image": picture(3)}), lowered({"image": picture(3)}))
+    with pytest.raises(InputError):
+        model()

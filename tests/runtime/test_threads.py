@@ -1,0 +1,109 @@
+"""How many threads run a stretch: the model of its time, and who asks it."""
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import intaglio
+from intaglio.ir import Work, evaluate, symbol
+from intaglio.native.machine import ISA_FLAGS
+from intaglio.runtime import Artifact
+from intaglio.runtime.threads import MACS_PER_SECOND, Stretch, shares, stretches
+from support import nets
+from support.int8_models import assert_same, compiled, picture
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    """``cores(n)``: a process that may use so many."""
+    return lambda count: monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(count)))
+
+
+def stretch(*seconds: float, units: float = 1000, barriers: int = 0) -> Stretch:
+    return Stretch(np.array(seconds), np.full(len(seconds), units), barriers)
+
+
+def test_there_is_a_rate_for_every_instruction_set():
+    assert list(MACS_PER_SECOND) == list(ISA_FLAGS)
+
+
+def test_microseconds_are_left_to_one_thread_and_milliseconds_to_all():
+    assert stretch(3e-6).threads(64) == 1
+    assert stretch(1e-3, 1e-3).threads(4) == 4
+
+
+def test_threads_end_where_barriers_begin():
+    """More work, or fewer barriers, is worth more threads."""
+    few = stretch(*[2e-6] * 50, barriers=49).threads(64)
+    assert 1 < few < stretch(*[20e-6] * 50, barriers=49).threads(64) <= 64
+    assert few < stretch(100e-6).threads(64)
+
+
+@pytest.mark.parametrize(("units", "threads"), [(1, 1), (2, 2), (3, 3), (4, 4), (6, 6)])
+def test_work_is_not_divided_further_than_it_comes_in_units(units, threads):
+    assert stretch(1e-3, units=units).threads(8) == threads
+
+
+def test_work_grows_with_the_free_sizes():
+    program = compiled(nets.Residual)[0].artifact.program
+    products = [step for step in program.steps if step.work.macs]
+    assert products
+    for step in products:
+        assert evaluate(step.work.macs, {"n": 7}) == 7 * evaluate(step.work.macs, {"n": 1}) > 0
+        assert evaluate(step.work.bytes, {"n": 7}) == 7 * evaluate(step.work.bytes, {"n": 1})
+        assert 1 <= evaluate(step.work.units, {"n": 1}) <= evaluate(step.work.units, {"n": 7})
+    one, many = (sum(s.time(1) for s in stretches(program, {"n": n})) for n in (1, 7))
+    assert one < many < 7 * one
+
+
+def test_an_empty_batch_has_no_work():
+    program = compiled(nets.Residual)[0].artifact.program
+    assert all(stretch.threads(64) == 1 for stretch in stretches(program, {"n": 0}))
+
+
+def test_every_segment_has_its_own_number(cores):
+    """A step that costs a second in the one, next to nothing in the other."""
+    cores(4)
+    program = compiled(nets.ConvThenUnsupported)[0].artifact.program
+    first, last = program.steps[0].work.segment, program.steps[-1].work.segment
+    assert first < last
+    second = Work(symbol("n") * 10**12, 1000, 0, 0, first)
+    slow = replace(program, steps=(replace(program.steps[0], work=second), *program.steps))
+    found = shares(slow, {"n": 1}, 4)
+    assert (found[first], found[last]) == (4, 1)
+
+
+def test_no_more_threads_than_allowed_and_than_cores(cores):
+    cores(3)
+    program = compiled(nets.Residual)[0].artifact.program
+    assert [max(shares(program, {"n": 10**6}, allowed)) for allowed in (1, 2, 3, 64)] == [1, 2, 3, 3]
+    cores(1)
+    assert set(shares(program, {"n": 10**6}, 64)) == {1}
+
+
+@pytest.mark.case("backend 34")
+def test_calls_run_on_the_number_chosen(monkeypatch, cores, many_threads):
+    cores(2)
+    monkeypatch.setattr("intaglio.runtime.threads.shares", shares)
+    found, run = [], Artifact.run
+
+    def noted(self, frame, segment, threads):
+        found.append(threads)
+        run(self, frame, segment, threads)
+
+    monkeypatch.setattr(Artifact, "run", noted)
+    wide = nn.Sequential(nn.Conv2d(16, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1)).eval()
+    x = torch.randn(1, 16, 32, 32)
+    model = intaglio.quantize(wide, [x], progress=False)
+    lowered = compiled(nets.Residual)[1]
+    small = intaglio.compile(lowered)
+    many_threads(2)
+    two = model(x)
+    assert_same(small(picture(1)), lowered(picture(1)))
+    many_threads(1)
+    assert_same(model(x), two)
+    assert found == [2, 1, 1]

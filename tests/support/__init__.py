@@ -1,0 +1,1 @@
+"""Helpers of the tests; no test file imports another test file."""

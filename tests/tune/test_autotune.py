@@ -1,0 +1,214 @@
+"""A target for a user's metric: how operators are found that stay in float for it, and what is refused."""
+
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import intaglio
+from intaglio.errors import InputError
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.tune import Start
+from intaglio.tune.fallback import Search
+from support import nets
+from support.nets import Body
+
+X = torch.randn(32, 12, generator=torch.Generator().manual_seed(1))
+LAYERS = ("a", "b", "c", "d")
+
+
+def layers() -> nn.Module:
+    """Four linear layers with a function between."""
+
+    def body(m: nn.Module, x: Tensor) -> Tensor:
+        for name in LAYERS:
+            x = torch.tanh(getattr(m, name)(x))
+        return x
+
+    return nets.randomize(Body(body, **{name: nn.Linear(12, 12) for name in LAYERS}))
+
+
+def in_float(model: object) -> set[str]:
+    """Layers that a model computes in float; all of them, of the float model."""
+    if not isinstance(model, intaglio.QuantizedModel):
+        return set(LAYERS)
+    return set(re.findall(r"skipped (\w) \(aten\.linear", model.text("sites")))
+
+
+# ---- the search alone
+
+harms = st.lists(st.integers(0, 5), min_size=1, max_size=12)
+
+
+def searched(damage: list[int], order: list[int], drop: int, budget: int) -> tuple[Search, tuple[str, ...]]:
+    """Of operators that each take something from a metric of 0 unless they stay in float."""
+    names = [str(index) for index in order]
+    metric = lambda left: -float(sum(d for index, d in enumerate(damage) if str(index) not in left))  # noqa: E731
+    search = Search(metric, -float(drop), budget)
+    return search, search.run(names)
+
+
+@given(harms, st.randoms(), st.integers(0, 20), st.integers(2, 40))
+def test_what_is_found_holds_whenever_anything_does(damage, random, drop, budget):
+    """Leaving everything in float harms least of all; two trials suffice to get there, and no more than allowed run."""
+    order = random.sample(range(len(damage)), len(damage))
+    search, left = searched(damage, order, drop, budget)
+    assert search.trials[left] >= -drop
+    assert len(search.trials) <= budget
+
+
+@given(harms, st.randoms(), st.integers(0, 20))
+def test_nothing_that_was_found_can_be_taken_back(damage, random, drop):
+    order = random.sample(range(len(damage)), len(damage))
+    _, left = searched(damage, order, drop, budget=10**6)
+    kept = [damage[int(name)] for name in left]
+    harm = sum(damage) - sum(kept)
+    assert harm <= drop
+    assert all(harm + own > drop for own in kept)
+
+
+@pytest.mark.case("problem 37")
+@given(st.integers(1, 60), st.data())
+def test_one_damaging_operator_takes_few_trials(count, data):
+    """About four times the logarithm of its place in the ranking."""
+    place = data.draw(st.integers(0, count - 1))
+    search, left = searched([int(index == place) for index in range(count)], list(range(count)), 0, budget=10**6)
+    assert left == (str(place),)
+    assert len(search.trials) <= 3 + 4 * place.bit_length()
+
+
+def test_where_nothing_holds_the_best_is_taken():
+    metric = {(): 0.2, ("a",): 0.5, ("a", "b"): 0.4}
+    search = Search(metric.__getitem__, 0.9, 10)
+    assert search.run(["a", "b"]) == ("a",)
+    assert len(search.trials) == 3
+
+
+# ---- models
+
+
+def test_a_model_that_is_good_enough_takes_two_evaluations():
+    seen = []
+    model = layers()
+    tuned = intaglio.autotune(model, [X], lambda m: float(len(seen.append(type(m)) or "one")))
+    assert seen == [type(model), intaglio.QuantizedModel]
+    assert tuned.reached
+    assert tuned.left == ()
+    assert torch.equal(tuned.model(X), intaglio.quantize(layers(), [X])(X))
+
+
+@pytest.mark.case("problem 37")
+def test_the_recipe_of_a_result_gives_the_same_bits_without_tuning(tmp_path):
+    model = layers()
+    tuned = intaglio.autotune(model, [X], lambda m: 1.0 if "b" in in_float(m) else 0.5)
+    tuned.recipe.save(tmp_path / "recipe.toml")
+    again = intaglio.quantize(model, X[:2], recipe=tmp_path / "recipe.toml")
+    assert in_float(again) == {"b"}
+    assert torch.equal(again(X), tuned.model(X))
+    assert torch.equal(intaglio.compile(tuned.reference)(X), tuned.model(X))
+
+
+def test_the_same_search_gives_the_same_result_twice():
+    search = lambda: intaglio.autotune(layers(), [X], lambda m: 0.5 + len(in_float(m)) / 8, max_drop=0.2)  # noqa: E731
+    first, second = search(), search()
+    assert str(first) == str(second)
+    assert first.recipe == second.recipe
+
+
+def test_what_a_user_leaves_in_float_stays_there():
+    """Backend 4.4: a restriction is honoured."""
+    tuned = intaglio.autotune(layers(), [X], lambda m: 1.0 if "b" in in_float(m) else 0.5, skip="c")
+    assert in_float(tuned.model) == {"b", "c"}
+    assert tuned.left == ("b",)
+
+
+def test_a_target_that_is_not_reached_gives_the_best_and_a_warning():
+    model = layers()
+    search = lambda: intaglio.autotune(model, [X], lambda m: len(in_float(m)) / 4, max_drop=0, evaluations=4)  # noqa: E731
+    with pytest.warns(UserWarning, match=r"autotune: 0\.75 is the best of 3 trials, 1 was wanted"):
+        tuned = search()
+    assert not tuned.reached
+    assert "not reached" in str(tuned)
+    assert len({*LAYERS}.intersection(tuned.left)) == 3
+    assert tuned.chosen == max(tuned.trials, key=lambda trial: trial.metric)
+
+
+def test_a_value_that_had_no_levels_before_gets_some():
+    """A rectifier in float lays open the sum in front of it."""
+    model = nets.randomize(Body(lambda m, x: m.d(torch.relu(m.c(x) + x)), c=nn.Conv2d(4, 4, 1), d=nn.Conv2d(4, 2, 1)))
+    x = torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    captured = intaglio.capture(model, x)
+    prepared = intaglio.prepare(captured)
+    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, [x]))
+    found = Start(captured, Quantizer(), reference, [x]).without(("op:aten.relu",))
+    assert set(found.parameters.entries) - set(reference.parameters.entries) == {"#0/add.0"}
+    assert intaglio.compare(captured, found, [x]).results[0] > 30
+
+
+def test_a_float_model_is_evaluated_as_in_use_and_never_changed():
+    model = nn.Sequential(nn.Linear(12, 12), nn.Dropout(0.9), nn.Linear(12, 12)).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    exact = []
+    intaglio.autotune(model, [X], lambda m: exact.append(m(X)) or 1.0)
+    assert torch.allclose(exact[0], exact[1], atol=0.1)
+    assert model.training
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+ODD = {
+    "returned None": lambda m: None,
+    "returned nan": lambda m: float("nan"),
+    "returned 'good'": lambda m: "good",
+    "a tensor of shape (3,)": lambda m: torch.ones(3),
+    "raised ZeroDivisionError": lambda m: 1 / 0,
+    "returned (1+2j)": lambda m: 1 + 2j,
+}
+
+
+@pytest.mark.parametrize("problem", ODD)
+def test_a_function_that_gives_no_number_is_named(problem):
+    with pytest.raises(InputError, match=rf"^evaluate: it .*{re.escape(problem)}") as raised:
+        intaglio.autotune(layers(), [X], ODD[problem])
+    assert "for the float model" in str(raised.value)
+
+
+@pytest.mark.parametrize("one", [1, True, 1.0, np.float32(1), torch.tensor(1.0), torch.ones(1, 1)], ids=repr)
+def test_one_number_is_taken_in_any_form(one):
+    assert intaglio.autotune(layers(), [X], lambda m: one).baseline == 1.0
+
+
+def test_the_int8_model_that_a_function_fails_for_is_named():
+    odd = lambda m: float("nan") if isinstance(m, intaglio.QuantizedModel) else 1.0  # noqa: E731
+    with pytest.raises(InputError, match="returned nan for the int8 model with nothing more in float"):
+        intaglio.autotune(layers(), [X], odd)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [({"max_drop": -1}, "max_drop"), ({"max_drop": float("nan")}, "max_drop"), ({"evaluations": 1}, "evaluations")],
+)
+def test_a_criterion_that_makes_no_sense_is_refused(options, problem):
+    with pytest.raises(InputError, match=problem):
+        intaglio.autotune(layers(), [X], lambda m: 1.0, **options)
+
+
+def test_data_that_runs_the_model_is_refused():
+    with pytest.raises(InputError, match="data"):
+        intaglio.autotune(layers(), lambda m: m(X), lambda m: 1.0, example_inputs=X)
+
+
+@pytest.mark.parametrize(("relative", "floor"), [(True, -2.2), (False, -2.1)])
+def test_a_drop_is_a_share_of_the_magnitude_or_a_difference(relative, floor):
+    tuned = intaglio.autotune(layers(), [X], lambda m: -2.0, max_drop=0.1, relative=relative)
+    assert tuned.floor == pytest.approx(floor)
+
+
+def test_no_warning_where_the_target_is_reached():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        intaglio.autotune(layers(), [X], lambda m: 1.0)

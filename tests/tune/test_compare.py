@@ -1,0 +1,280 @@
+"""Which layer loses the accuracy, and that the answer can be trusted."""
+
+import io
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import intaglio
+from intaglio.annotation import X86Quantizer, get_symmetric_quantization_config
+from intaglio.errors import InputError
+from support import nets
+from support.int8_models import compiled
+from support.lowering import captured_net, lowered, quantized, sqnr
+from support.nets import Body
+
+X = torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(1))
+
+
+def spoiled() -> nn.Module:
+    """A residual network whose first feature is always zero, and has weights in `blocks.0.conv1` so large that all
+    others vanish in their scale: harmless in float."""
+    model = nets.randomize(nets.Residual())
+    with torch.no_grad():
+        model.stem[1].weight[0], model.stem[1].bias[0] = 0, -1
+        model.blocks[0].conv1[0].weight[:, 0] = 300
+    return model
+
+
+@pytest.mark.case("problem 10", "problem 38", "frontends B12")
+def test_a_bad_layer_is_found_as_the_worst():
+    """Problems 10 and 38, frontends B12: by module path, operator and line."""
+    model = spoiled()
+    reference, _ = quantized(model, X)
+    worst = intaglio.compare(model, reference, [X]).worst
+    assert worst.path == "blocks.0.conv1.0"
+    assert "nets.py" in worst.source
+    good = nets.randomize(nets.Residual())
+    report = intaglio.compare(good, quantized(good, X)[0], [X])
+    assert report.worst.alone > worst.alone + 10
+
+
+@pytest.mark.case("problem 36")
+def test_the_path_of_the_worst_layer_can_be_pasted_into_skip():
+    """Problem 36: what the report names, a recipe takes; the loss is gone."""
+    model = spoiled()
+    captured = intaglio.capture(model, X)
+    reference, _ = lowered(captured, X)
+    worst = intaglio.compare(captured, reference, [X]).worst
+    better, _ = lowered(captured, X, recipe=intaglio.Recipe().with_selection(skip=worst.path))
+    assert sqnr(better(X), model(X)) > sqnr(reference(X), model(X)) + 3
+    assert worst.path not in intaglio.compare(captured, better, [X]).worst.path
+
+
+@pytest.mark.case("problem 11")
+def test_operands_of_very_different_ranges_in_one_concatenation_are_named():
+    """Problem 11: detection heads put boxes and scores side by side; the scores' producer has the loss."""
+
+    def body(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return m.last(torch.cat([1000 * m.boxes(x), m.scores(x)], 1))
+
+    parts = {"boxes": nn.Conv2d(3, 4, 1), "scores": nn.Conv2d(3, 4, 1), "last": nn.Conv2d(8, 4, 1)}
+    model = nets.randomize(Body(body, **parts))
+    reference, _ = quantized(model, X)
+    assert intaglio.compare(model, reference, [X]).worst.path == "scores"
+
+
+@pytest.mark.case("frontends B12")
+def test_what_a_row_says_alone_is_exact_where_nothing_is_rounded():
+    """Frontends B12: an operator of its own accord loses nothing if the recipe leaves it in float."""
+    model, captured = captured_net(nets.Linears)
+    x = nets.example(model, 16)
+    reference, _ = lowered(captured, x, recipe=intaglio.Recipe().with_selection(skip="2"))
+    rows = {row.path: row for row in intaglio.compare(captured, reference, [x]).rows if "linear" in row.operator}
+    assert rows["2"].alone == math.inf
+    assert rows["2"].so_far < 60
+    assert 20 < rows["0"].alone < math.inf
+
+
+@pytest.mark.case("frontends B12")
+def test_so_far_at_the_last_operator_is_the_result():
+    """Frontends B12: the same number by two ways."""
+    model, captured = captured_net(nets.Linears)
+    x = nets.example(model, 16)
+    reference, _ = lowered(captured, x)
+    report = intaglio.compare(captured, reference, [x[:10], x[10:]])
+    (last,) = [row for row in report.rows if row.path == "2"]
+    assert last.so_far == pytest.approx(report.results[0])
+    assert report.results[0] == pytest.approx(sqnr(reference(x), model(x)), abs=1e-3)
+
+
+@pytest.mark.case("frontends B12")
+def test_rows_are_keyed_by_names_that_are_the_same_every_time():
+    """Frontends B12: node, site and path do not depend on the run, the data or the stage the float side comes from."""
+    model, captured = captured_net(nets.Residual)
+    keys = set()
+    for seed in (0, 1):
+        x = nets.example(model, 4, seed=seed)
+        prepared = intaglio.prepare(captured)
+        reference = intaglio.convert(prepared, intaglio.calibrate(prepared, [x]))
+        for exact in (captured, prepared, model):
+            rows = intaglio.compare(exact, reference, [x]).rows
+            keys.add(tuple(sorted((row.node, row.site, row.path, row.operator) for row in rows)))
+    (rows,) = keys
+    assert len({node for node, *_ in rows}) == len(rows)
+    assert set(reference.qparams) >= {site for _, site, *_ in rows if site}
+
+
+@pytest.mark.case("frontends B12")
+def test_a_reference_of_another_model_is_refused_by_operator_and_shape():
+    """Frontends B12: a shape mismatch names the operator."""
+    wide, narrow = nets.randomize(nets.Linears((16, 32, 10))), nets.randomize(nets.Linears((16, 24, 10)))
+    reference, _ = quantized(wide, torch.randn(4, 16))
+    with pytest.raises(InputError) as raised:
+        intaglio.compare(narrow, reference, [torch.randn(4, 16)])
+    assert str(raised.value).startswith(
+        "0 (aten.linear.default): f32[n, 32] in the reference, aten.linear.default f32[n, 24] in the float model"
+    )
+
+
+@pytest.mark.case("problem 17")
+def test_both_sides_see_the_same_batches_whatever_the_loader_does():
+    """Problem 17: data is read once, so that shuffling cannot compare one image with another."""
+    model, captured = captured_net(nets.ConvBnRelu)
+    reference, _ = lowered(captured, nets.example(model, 8))
+    loader = DataLoader(TensorDataset(nets.example(model, 8), torch.arange(8)), batch_size=4, shuffle=True)
+    once = (batch for batch in [nets.example(model, 8)])
+    shuffled, plain = (intaglio.compare(model, reference, data) for data in (loader, once))
+    assert shuffled.samples == plain.samples == 8
+    assert shuffled.results == pytest.approx(plain.results, abs=1e-3)
+    assert plain.results[0] > 30
+
+
+@pytest.mark.case("problem 38")
+def test_the_table_has_the_worst_on_top_and_the_result_in_the_first_line():
+    """Problem 38."""
+    model, captured = captured_net(nets.Residual)
+    x = nets.example(model, 4)
+    report = intaglio.compare(model, lowered(captured, x)[0], [x], samples=2)
+    first, heading, *lines = str(report).splitlines()
+    assert first == f"result: {report.results[0]:.1f} dB over 4 samples"
+    assert heading.split() == ["alone", "so", "far", "cut", "off", "levels", "operator"]
+    alone = [math.inf if "exact" in line[:10] else float(line.split()[0]) for line in lines]
+    assert alone == sorted(alone)
+    assert report.worst.path in lines[0]
+
+
+@pytest.mark.case("problem 38")
+@pytest.mark.parametrize("saved", [False, True])
+def test_the_program_itself_is_compared_operator_by_operator(saved, tmp_path):
+    """Problem 38: from the float model and the parameters that the int8 model keeps, in memory or in a file."""
+    exact = nets.randomize(nets.Residual())
+    captured = intaglio.capture(exact, X)
+    reference, graph = lowered(captured, X, recipe=intaglio.Recipe.of({"blocks.1": {"weights_dtype": "s4"}}))
+    model = intaglio.compile(graph)
+    if saved:
+        model.save(tmp_path / "model.intaglio", library=False)
+        model = intaglio.load(tmp_path / "model.intaglio")
+    ours, theirs = (intaglio.compare(captured, other, [X]) for other in (model, reference))
+    assert ours.rows == theirs.rows
+    assert ours.results == pytest.approx(theirs.results, abs=0.1)
+    assert intaglio.compare(exact, model, [X]).worst == ours.worst
+
+
+@pytest.mark.case("problem 38")
+def test_a_program_with_other_numbers_in_it_is_compared_by_its_results():
+    """Problem 38: rows of a reference that is not the model's would mislead; the report says what to give instead."""
+    model, _ = compiled(nets.Residual)
+    other = nets.randomize(nets.Residual(), seed=9)
+    report = intaglio.compare(other, model, [X])
+    assert "compare(model, reference, data)" in str(report)
+    with pytest.raises(InputError, match="no operator was compared"):
+        _ = report.worst
+
+
+def test_a_row_says_what_values_use_of_their_levels():
+    """Calibration 16: an outlier that the range cuts off, a range that is far too wide."""
+    model, captured = captured_net(nets.Linears)
+    x = nets.example(model, 16)
+    prepared = intaglio.prepare(captured)
+    made = intaglio.convert(prepared, intaglio.calibrate(prepared, [x]))
+    name = next(site.name for site in prepared.annotations.sites if site.role == "activation")
+    q = made.qparams[name]
+    rows = {}
+    for factor in (0.25, 1, 8):
+        zero = 128
+        parameters = made.parameters.changed(name, scale=q.step * factor, zero_point=zero)
+        report = intaglio.compare(captured, intaglio.convert(prepared, parameters), [x])
+        rows[factor] = next(row for row in report.rows if row.site == name)
+    assert rows[1].low == x.min().item()
+    assert rows[1].high == x.max().item()
+    assert rows[0.25].use.below > 0.1
+    assert rows[0.25].use.above > 0.1
+    expected = ((x / (q.step * 0.25)).round() > 127).double().mean().item()
+    assert rows[0.25].use.above == pytest.approx(expected, abs=0.02)
+    assert rows[8].use.below == rows[8].use.above == 0
+    assert rows[8].use.levels < 0.3 < rows[1].use.levels
+    assert rows[0.25].alone < rows[8].alone < rows[1].alone
+    assert rows[0.25].alone_cosine < rows[1].alone_cosine < 1
+
+
+@pytest.mark.case("problem 36")
+def test_the_list_to_exclude_can_be_pasted_into_skip():
+    """Problem 36: the worst first, each selector once, none for what loses nothing."""
+    model = spoiled()
+    captured = intaglio.capture(model, X)
+    report = intaglio.compare(captured, lowered(captured, X)[0], [X])
+    assert report.skip_list(1) == ["blocks.0.conv1.0"]
+    assert report.exclude(db=report.worst.alone + 1e-3) == ["blocks.0.conv1.0"]
+    assert report.exclude(db=-1000) == []
+    everything = report.skip_list(100)
+    assert len(set(everything)) == len(everything)
+    better, _ = lowered(captured, X, recipe=intaglio.Recipe().with_selection(skip=report.skip_list(2)))
+    assert intaglio.compare(captured, better, [X]).results[0] > report.results[0] + 3
+
+
+def test_a_comparison_is_text_a_table_and_json():
+    from rich.console import Console
+
+    model, captured = captured_net(nets.Residual)
+    report = intaglio.compare(model, lowered(captured, nets.example(model, 4))[0], [nets.example(model, 4)])
+    console = Console(file=io.StringIO(), width=200)
+    console.print(report)
+    text = console.file.getvalue()
+    assert all(name in text for name in ("cosine", "values", "cut off", report.worst.path))
+    held = json.loads(report.to_json())
+    assert held["rows"][0]["alone"] == report.worst.alone
+    assert held["rows"][-1]["alone"] is None
+    assert {"site", "low", "high", "use", "skip", "so_far_cosine"} <= held["rows"][0].keys()
+
+
+@pytest.mark.case("problem 13")
+def test_a_float_minimum_used_as_a_mask_is_seen_in_the_report():
+    """Problem 13: numbers as large as float32 has give finite parameters; the report has a row for what they spoil."""
+
+    def body(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = m.c(x)
+        return m.d(F.relu(y.masked_fill(y > 1.5, torch.finfo(torch.float32).min)))
+
+    model = nets.randomize(Body(body, c=nn.Conv2d(3, 4, 3), d=nn.Conv2d(4, 2, 1)))
+    reference, _ = quantized(model, X)
+    assert all(0 < scale < math.inf for q in reference.qparams.values() for scale in q.scales)
+    assert torch.isfinite(reference(X)).all()
+    assert intaglio.compare(model, reference, [X]).rows
+
+
+def heads(m: nn.Module, x: torch.Tensor, attention: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Four of them: (batch, heads, length, dim)."""
+    q, k, v = (layer(x).view(*x.shape[:2], 4, -1).transpose(1, 2) for layer in (m.q, m.k, m.v))
+    return m.o(attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(q @ k.transpose(-2, -1) / 2, -1) @ v
+
+
+QUANTIZERS = {
+    "annotated": X86Quantizer().set_global(get_symmetric_quantization_config()),
+    "by patterns": intaglio.Quantizer(patterns=["linear"]),
+    "as integers": intaglio.Quantizer(outputs="int8"),
+    "by the recipe": intaglio.Quantizer(),
+}
+
+
+@pytest.mark.parametrize("attention", [F.scaled_dot_product_attention, written_out])
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_attention_of_four_axes_is_compared_however_it_is_quantized(name, attention):
+    """Annotators see attention as it is written; so is the float graph that a reference is held against."""
+    layers = {layer: nn.Linear(16, 16) for layer in "qkvo"}
+    model = nets.randomize(Body(lambda m, x: heads(m, x, attention), **layers))
+    x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1))
+    prepared = intaglio.prepare(intaglio.capture(model, x), QUANTIZERS[name])
+    report = intaglio.compare(model, intaglio.convert(prepared, intaglio.calibrate(prepared, [x])), [x])
+    assert {"q", "k", "v", "o"} <= {row.path for row in report.rows}
+    assert 20 < report.results[0] < math.inf

@@ -1,0 +1,371 @@
+"""`tune=True`: what may be tried, what is chosen, what is remembered. No test looks at the real clock's verdict."""
+
+import json
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+
+import intaglio
+from intaglio import build
+from intaglio.build.check import check_schedules
+from intaglio.codegen import ISAS
+from intaglio.errors import InputError
+from intaglio.ir import Schedule
+from intaglio.plan import CacheSizes, Geometry, Problem, analytic, geometries, misfit, plan_graph, refinements, shapes
+from intaglio.tune import made_up, one_image, search
+from intaglio.tune.memory import Memory
+from intaglio.tune.race import best_times, call_of, fastest
+from support import nets
+from support.integer_graphs import H, N, Net, W
+from support.matmul_cases import cases, numbers, run
+from support.matmul_library import HERE
+
+CACHES = CacheSizes(l1=1 << 10, l2=4000)
+"""Small, so that chunks of the images here differ."""
+
+
+def block(net: Net) -> tuple[str, ...]:
+    """Convolutions of two geometries, one of them twice, with a residual operand; one depthwise; a linear layer."""
+    x = net.conv(net.quantize(net.input(N, 5, 9, 7)), 96, 3, padding=1)
+    y = net.conv(net.conv(x, 96, 1), 96, 1)
+    y = net.conv(net.conv(y, 96, 1, add=x), 96, 3, padding=1, groups=96)
+    y = net.mean("adaptive_avg_pool2d", y, size=(1, 1))
+    return (net.linear(net.same("reshape", y, shape=(N, 96)), 70, f32=True),)
+
+
+@pytest.fixture(scope="module")
+def lowered():
+    net = Net()
+    return net.lowered(*block(net))
+
+
+@pytest.fixture
+def nothing_known(tmp_path, monkeypatch):
+    """An empty memory; compiled programs stay where they are."""
+    monkeypatch.setattr(Memory, "folder", tmp_path / "schedules")
+
+
+@pytest.fixture
+def narrow_is_fast(monkeypatch):
+    """A clock by which a layer takes as long as its tile has blocks; the list of its races."""
+    races = []
+
+    def clock(programs, call):
+        races.append(programs)
+        taken = [program.artifact.program.notes["schedules"] for program in programs]
+        return [{value: (s.tile_columns, s.tile_columns) for value, s in chosen.items()} for chosen in taken]
+
+    monkeypatch.setattr("intaglio.tune.race.best_times", clock)
+    return races
+
+
+# ---- what may be tried
+
+
+def candidates(layer: Geometry, problem: Problem, isa: str, threads: int) -> list[Schedule]:
+    start = analytic(problem, ISAS[isa], CACHES)
+    tiles = [start, *shapes(start, layer, ISAS[isa])]
+    return [*tiles, *(one for tile in tiles for one in refinements(tile, layer, CACHES, threads))]
+
+
+@pytest.mark.parametrize("isa", HERE)
+@given(st.data())
+def test_every_candidate_gives_the_bits_of_the_meaning(isa, data):
+    case = data.draw(cases(isa, results=("u8", "add")))
+    case = replace(case, images=max(case.images, 1))
+    assume(case.height * case.width * case.per_group * case.per_group_out * case.groups * case.taps[1] < 1 << 18)
+    drawn = numbers(case)
+    outputs = len(drawn.weight)
+    layer = Geometry(
+        kinds=("conv2d", "requantize"),
+        weight=drawn.weight.shape,
+        attrs=(("groups", case.groups),),
+        read=drawn.x.shape,
+        written=drawn.expected.shape,
+        halos=(),
+        pixels_apart=(),
+    )
+    problem = Problem(outputs, case.per_group_out, layer.pixels, drawn.expected.shape[3], flat=False)
+    for schedule in candidates(layer, problem, isa, case.threads):
+        assert misfit(schedule, ISAS[isa]) is None
+        taken = replace(
+            case,
+            rows=schedule.tile_rows,
+            blocks=schedule.tile_columns,
+            chunk_bytes=schedule.chunk_bytes,
+            split_channels_below=schedule.split_channels_below,
+        )
+        assert np.array_equal(run(isa, taken, drawn).values, drawn.expected), schedule
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_candidates_are_a_handful_and_all_different(isa, lowered):
+    planned = plan_graph(lowered.graph)
+    for layer in geometries(planned, {"n": 64}).values():
+        start = analytic(Problem(layer.weight[0], layer.weight[0], 1, 1, False), ISAS[isa], CACHES)
+        for found in (shapes(start, layer, ISAS[isa]), refinements(start, layer, CACHES, 2)):
+            assert len({start, *found}) == len(found) + 1 <= 5
+
+
+def test_equal_layers_have_one_geometry_and_depthwise_ones_none(lowered):
+    found = geometries(plan_graph(lowered.graph), {"n": 2})
+    assert len(found) == 5
+    kinds = [(layer.kinds, layer.weight[1:]) for layer in found.values()]
+    assert kinds[1] == kinds[2] == (("conv2d", "requantize"), (96, 1, 1))
+    first, second, third = list(found.values())[1:4]
+    assert first == second != third
+    assert first.pixels == 2 * 9 * 7
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule(0, 1),
+        Schedule(99, 1),
+        Schedule(1, 0),
+        Schedule(1, 99),
+        Schedule(1, 1, -1, 0),
+        Schedule(1, 1, 0, 1 << 41),
+    ],
+)
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_schedule_without_kernels_is_refused(isa, schedule, lowered):
+    assert misfit(schedule, ISAS[isa]) is not None
+    planned = plan_graph(lowered.graph)
+    value = next(iter(geometries(planned, {"n": 1})))
+    check_schedules({isa: {value: Schedule(1, 1)}}, planned)
+    with pytest.raises(ValueError, match=value):
+        check_schedules({isa: {value: schedule}}, planned)
+
+
+# ---- what is chosen
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_the_faster_candidate_is_taken_layer_by_layer(isa, lowered, nothing_known, narrow_is_fast):
+    inputs = made_up(lowered.signature)
+    chosen = search(lowered, isa, inputs)
+    analytic_model = build.compile(lowered, isa=isa)
+    tuned = build.compile(lowered, isa=isa, schedules=chosen)
+    wide = {v: s for v, s in analytic_model.artifact.program.notes["schedules"].items() if s.tile_columns > 1}
+    layers = geometries(plan_graph(lowered.graph), {"n": 1})
+    assert set(chosen) == set(wide) & set(layers)
+    assert all(schedule.tile_columns == 1 for schedule in chosen.values())
+    x = torch.randn(3, 5, 9, 7)
+    assert torch.equal(tuned(x)[0], analytic_model(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("second", "third", "best"),
+    [
+        ((99, 99), (99, 99), 0),
+        ((90, 90), (95, 95), 1),
+        ((90, 99), (95, 95), 2),
+        ((90, 90), (80, 101), 1),
+        ((101, 101), (102, 102), 0),
+    ],
+)
+def test_a_schedule_is_taken_that_is_faster_by_the_margin_in_both_halves(second, third, best, lowered):
+    layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
+    options = [Schedule(rows, 1) for rows in (1, 2, 3)]
+    spent = [(100, 101), second, third]
+    times = {(layer, option): halves for option, halves in zip(options, spent, strict=True)}
+    assert fastest({layer: options}, times) == {layer: options[best]}
+
+
+def test_the_clock_times_every_step_of_every_program(lowered, nothing_known, monkeypatch):
+    monkeypatch.setattr("intaglio.tune.race.ROUNDS", range(2, 3))
+    programs = [build.compile(lowered, isa=isa) for isa in HERE[:2]]
+    found = best_times(programs, call_of(lowered.signature, made_up(lowered.signature)))
+    assert len(found) == len(programs)
+    values = {step.partition.output for step in plan_graph(lowered.graph).steps}
+    assert all(set(times) == values and all(0 <= min(t) <= max(t) < 1e9 for t in times.values()) for times in found)
+
+
+# ---- what is remembered
+
+
+def test_a_second_search_times_nothing(lowered, nothing_known, narrow_is_fast):
+    inputs = made_up(lowered.signature)
+    first = search(lowered, HERE[0], inputs)
+    count = len(narrow_is_fast)
+    assert search(lowered, HERE[0], inputs) == first
+    assert len(narrow_is_fast) == count
+
+
+def test_only_new_layers_are_timed(lowered, nothing_known, narrow_is_fast):
+    inputs = made_up(lowered.signature)
+    search(lowered, HERE[0], inputs)
+    net = Net()
+    x = net.conv(net.quantize(net.input(N, 5, 9, 7)), 96, 3, padding=1)
+    more = net.lowered(net.dequantize(net.conv(x, 160, 1)))
+    old, new = geometries(plan_graph(more.graph), {"n": 1}).items()
+    assert old[1] in geometries(plan_graph(lowered.graph), {"n": 1}).values()
+    remembered = Memory(HERE[0], torch.get_num_threads()).recall(old[1])
+    narrow_is_fast.clear()
+    search(more, HERE[0], inputs)
+    tried = [program.artifact.program.notes["schedules"] for race in narrow_is_fast for program in race]
+    assert {schedules[old[0]] for schedules in tried} == {remembered}
+    assert len({schedules[new[0]] for schedules in tried}) > 1
+
+
+def test_other_threads_sizes_and_sets_are_other_keys(lowered, nothing_known):
+    small, large = (next(iter(geometries(plan_graph(lowered.graph), {"n": n}).values())) for n in (1, 2))
+    memory = Memory(HERE[0], 2)
+    memory.remember({small: Schedule(2, 1, 3, 4)})
+    assert memory.recall(small) == Schedule(2, 1, 3, 4)
+    assert memory.recall(large) is None
+    assert Memory(HERE[0], 3).recall(small) is None
+    assert Memory("portable" if HERE[0] != "portable" else "avx2", 2).recall(small) is None
+
+
+def test_another_processor_or_generator_is_another_key(lowered, nothing_known, monkeypatch):
+    layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
+    memory = Memory(HERE[0], 1)
+    memory.remember({layer: Schedule(1, 1)})
+    monkeypatch.setattr("intaglio.tune.memory.GENERATOR", 0)
+    assert memory.recall(layer) is None
+    monkeypatch.undo()
+    monkeypatch.setattr("intaglio.native.machine.cpu_name", lambda: "another")
+    assert memory.recall(layer) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b"null",
+        b'{"key": 1, "schedule": {}}',
+        b'{"schedule": {"tile_rows": "2"}}',
+        b'{"schedule": {"rows": 2}}',
+        b'{"schedule": {}}',
+    ],
+)
+def test_a_damaged_entry_is_a_warning_and_is_timed_again(content, lowered, nothing_known, caplog):
+    layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
+    memory = Memory(HERE[0], 1)
+    memory.remember({layer: Schedule(1, 1)})
+    memory.path(layer).write_bytes(content)
+    with caplog.at_level(logging.WARNING, "intaglio"):
+        assert memory.recall(layer) is None
+    assert str(memory.path(layer)) in caplog.text
+    memory.remember({layer: Schedule(1, 1)})
+    assert memory.recall(layer) == Schedule(1, 1)
+
+
+def test_an_entry_with_a_schedule_no_kernel_has_is_not_used(lowered, nothing_known, caplog):
+    layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
+    memory = Memory(HERE[0], 1)
+    for numbers_ in ({"tile_rows": 99}, {"tile_rows": 1.5}, {"tile_columns": True}, {"chunk_bytes": None}):
+        memory.remember({layer: Schedule(1, 1)})
+        entry = json.loads(memory.path(layer).read_text())
+        entry["schedule"] |= numbers_
+        memory.path(layer).write_text(json.dumps(entry))
+        assert memory.recall(layer) is None, numbers_
+    assert "no schedule" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(lowered, fresh_cache, monkeypatch, caplog):
+    Path(fresh_cache, "schedules").write_text("not a folder")
+    layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
+    memory = Memory(HERE[0], 1)
+    memory.remember({layer: Schedule(1, 1)})
+    assert "cannot be remembered" in caplog.text
+    assert memory.recall(layer) is None
+
+
+def test_what_was_used_least_recently_is_forgotten_first(lowered, nothing_known, monkeypatch):
+    monkeypatch.setattr("intaglio.config.cache_limit_bytes", lambda: 2 * 16 * 4096)
+    layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
+    layers = [replace(layer, read=(size,)) for size in range(4)]
+    memory = Memory(HERE[0], 1)
+    for age, one in enumerate(layers[:3]):
+        memory.remember({one: Schedule(1, 1)})
+        if memory.path(one).exists():
+            os.utime(memory.path(one), (1000 + age, 1000 + age))
+    memory.recall(layers[1])
+    memory.remember({layers[3]: Schedule(1, 1)})
+    assert [memory.recall(one) is not None for one in layers] == [False, True, False, True]
+
+
+# ---- the verbs
+
+
+def convolutions() -> nn.Module:
+    return nets.randomize(nn.Sequential(nn.Conv2d(3, 80, 3, padding=1), nn.ReLU(), nn.Conv2d(80, 70, 1)).eval())
+
+
+def test_quantize_measures_one_image_of_the_first_batch(nothing_known, narrow_is_fast, monkeypatch):
+    model, x = convolutions(), torch.randn(4, 3, 8, 8)
+    seen = []
+    monkeypatch.setattr("intaglio.api.search", lambda lowered, isa, inputs: seen.append((isa, *inputs)) or {})
+    plain, tuned = intaglio.quantize(model, [x]), intaglio.quantize(model, [x], tune=True)
+    ((isa, given_x),) = seen
+    assert isa == tuned.artifact.program.isa
+    assert torch.equal(given_x, x[:1])
+    assert plain.artifact.program.source == tuned.artifact.program.source
+
+
+def test_a_tuned_model_has_the_same_bits_and_keeps_its_schedules(nothing_known, narrow_is_fast, tmp_path):
+    model, x = convolutions(), torch.randn(4, 3, 8, 8)
+    plain, tuned = intaglio.quantize(model, [x]), intaglio.quantize(model, [x], tune=(x[:2],))
+    assert torch.equal(plain(x), tuned(x))
+    differ = plain.artifact.program.source != tuned.artifact.program.source
+    assert differ == bool(tuned.schedules) == (ISAS[tuned.artifact.program.isa].blocks > 1)
+    tuned.save(tmp_path / "with")
+    tuned.save(tmp_path / "without", library=False)
+    for path, trust in (("with", False), ("with", True), ("without", False)):
+        loaded = intaglio.load(tmp_path / path, trust=trust)
+        assert loaded.artifact.program.source == tuned.artifact.program.source
+        assert loaded.schedules == tuned.schedules
+        assert torch.equal(loaded(x), plain(x))
+    state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    other = intaglio.quantize(nets.randomize(convolutions(), seed=5), [x], tune=(x[:2],))
+    other.load_state_dict(state)
+    assert torch.equal(other(x), plain(x))
+    assert other.artifact.program.source == tuned.artifact.program.source
+
+
+def test_without_tune_nothing_remembered_is_used(nothing_known, narrow_is_fast):
+    model, x = convolutions(), torch.randn(4, 3, 8, 8)
+    before = intaglio.quantize(model, [x])
+    intaglio.quantize(model, [x], tune=True)
+    after = intaglio.quantize(model, [x])
+    assert before.artifact.program.source == after.artifact.program.source
+    assert not after.schedules
+
+
+@pytest.mark.parametrize("tune", [None, 1, "yes", (torch.zeros(1),), (torch.zeros(1, 3, 8, 8), 2)])
+def test_what_is_no_call_is_refused_before_the_work(tune, monkeypatch):
+    monkeypatch.setattr("intaglio.api.calibrate", lambda *args, **options: pytest.fail("calibrated"))
+    with pytest.raises(InputError):
+        intaglio.quantize(convolutions(), [torch.randn(4, 3, 8, 8)], tune=tune)
+
+
+def test_free_sizes_ask_for_the_arguments_of_a_call(nothing_known, narrow_is_fast):
+    net = Net()
+    free = net.lowered(net.dequantize(net.conv(net.quantize(net.input(N, 3, H, W)), 80, 3)))
+    with pytest.raises(InputError, match="h, w") as raised:
+        intaglio.compile(free, tune=True)
+    assert "tune=(x,)" in str(raised.value)
+    x = torch.randn(2, 3, 11, 12)
+    assert torch.equal(intaglio.compile(free, tune=(x,))(x)[0], intaglio.compile(free)(x)[0])
+
+
+def test_made_up_inputs_and_single_images_fit_the_signature(lowered):
+    (made,) = made_up(lowered.signature)
+    assert made.shape == (1, 5, 9, 7)
+    x = torch.randn(3, 5, 9, 7)
+    (image,) = one_image(lowered.signature, [x], ())
+    assert torch.equal(image, x[:1])
