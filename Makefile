@@ -23,6 +23,7 @@ slow: $(STAMP)
 
 lint: $(STAMP)
 	.venv/bin/python -m ruff check .
+	.venv/bin/python -m ruff format --check .
 	.venv/bin/python -m mypy
 
 # The documentation, as pages in build/site.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from intaglio import numerics
 from intaglio.errors import InputError
 from intaglio.ir import Dim, DType, Expression, QParams, Signature, evaluate, solve, symbols_of
 
@@ -183,7 +183,7 @@ class Integers(NamedTuple):
     @staticmethod
     def of(real: torch.Tensor, q: QParams) -> Integers:
         """From dequantized levels. A level times its scale is off by half a unit in the last place, so it is found."""
-        levels = torch.round(real * float(np.float32(1) / np.float32(q.step))) + q.zero
+        levels = numerics.round_clamp(real * float(numerics.reciprocal(q.step)), q.qmin, q.qmax, q.zero)
         return Integers(levels.to(torch.uint8), q.step, q.zero)
 
     def dequantize(self) -> torch.Tensor:
@@ -212,7 +212,8 @@ def repeated(
     values: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
     """What ``while condition(*values): values = (*body(*values), *beside)`` leaves of the first values, those that are
-    carried, in memory of their own."""
+    carried, in memory of their own.
+    """
     held, beside = [value.clone() for value in values[:carried]], values[carried:]
     while condition(*held, *beside)[0]:
         held = list(body(*held, *beside))

@@ -12,10 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import intaglio
-from intaglio import Recipe, Setting, floats
+from intaglio import Recipe, Setting
 from intaglio.build.check import check_graph
 from intaglio.errors import UnsupportedError
 from intaglio.ir import DType, Graph, Op, QParams, TensorType, symbol
+from intaglio.numerics import float_math
 from intaglio.runtime.threads import stretches
 from support.float_loops import Sample, equal
 from support.lowering import kinds, quantized
@@ -97,7 +98,7 @@ def test_sums_are_written_out_input_after_input():
             found.append(total * scale + start)
         return np.array(found, np.float32)
 
-    found = floats.linear(x, weight, scales, bias)
+    found = float_math.linear(x, weight, scales, bias)
     np.testing.assert_array_equal(found, by_hand(range(40)))
     assert (found != by_hand(reversed(range(40)))).any()
 

@@ -100,7 +100,7 @@ def levels_of_rows(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tens
     peaks = x.abs().amax(list(range(1, x.dim())) if mode == "tensor" and x.dim() > 2 else [-1], keepdim=True)
     peaks = peaks.expand(*x.shape[:-1], 1).clamp_min(float(numerics.SMALLEST_ROW))
     most = float(numerics.ROW_STEPS)
-    steps = (x * (most / peaks)).round().clamp(-most, most) + numerics.ROW_ZERO
+    steps = numerics.round_clamp(x * (most / peaks), -most, most) + numerics.ROW_ZERO
     return steps.to(torch.uint8), peaks / most
 
 
@@ -113,7 +113,8 @@ def values_of_rows(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def gather_levels(module: fx.GraphModule, node: fx.Node) -> None:
     """Rows of a table of levels: gathered first, then made float, so that the table stays as it is. Its zero points
-    are no whole numbers, which DequantizeLinear has not."""
+    are no whole numbers, which DequantizeLinear has not.
+    """
     if operator(node) == EMBEDDING and (table := table_behind(node.args[0])) is not None:
         replace_node(node, call_before(node, tensor_type(node), rows_of_table, *table, node.args[1]))
         return

@@ -53,7 +53,7 @@ class _Kernel:
     def row(self, row: int) -> list[str]:
         return [self.acc(row, j) for j in range(self.spec.blocks)]
 
-    def cells(self):
+    def cells(self) -> list[tuple[int, int]]:
         return [(i, j) for i in range(self.spec.rows) for j in range(self.spec.blocks)]
 
     def biases(self) -> list[str]:

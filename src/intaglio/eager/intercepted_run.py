@@ -27,7 +27,8 @@ class _Current(threading.local):
     run: Run | None = None
 
     def __init__(self) -> None:
-        self.make: Callable[[Session, str], Run] = lambda session, path: Run(session, path)
+        # A function, as `Run` is defined below.
+        self.make: Callable[[Session, str], Run] = lambda session, path: Run(session, path)  # noqa: PLW0108
 
     @contextlib.contextmanager
     def made_as(self, make: Callable[[Session, str], Run]) -> Iterator[None]:

@@ -261,7 +261,7 @@ class _Builder:
         result: TensorType,
         where: Origin,
         rest: QParams | None = None,
-        **attrs,
+        **attrs: Any,
     ) -> str:
         """The first result of an operator; with ``rest`` it has another one of these parameters."""
         output = self._value(stem, result)

@@ -1,5 +1,6 @@
 """embedding_bag: rows of a table, joined bag by bag; arange: whole numbers, equally far apart. Both stay outside of
-loops."""
+loops.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from intaglio import floats, numerics
+from intaglio import numerics
 from intaglio.ir import DType, Op, Shape, TensorType
+from intaglio.numerics import float_math
 from intaglio.ops.opdef import Attrs, OpDef
 
 MODES = ("sum", "mean", "max")
@@ -20,7 +22,8 @@ NO_PADDING = -1
 
 def operands_of_bags(op: Op, levels: bool) -> Mapping[str, str]:
     """Operand -> value: table, ids, offsets; of a table of ``levels`` scales and zero points; weights of samples, if
-    the operator has them. ValueError for another number of them."""
+    the operator has them. ValueError for another number of them.
+    """
     names = ("table", "ids", "offsets", *(("scales", "zero_points") if levels else ()))
     names = (*names, "weights") if op.attrs["weighted"] else names
     return dict(zip(names, op.inputs, strict=True))
@@ -37,8 +40,8 @@ def bags_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType]
     torch documents it (some of its modes go on to the end).
 
     Starting from 0, rows times their weights are added in the order of ids; "mean" divides by ``float32(count)``;
-    "max" takes `floats.maximum` of them. ``padding`` counts nowhere, an empty bag is 0. IndexError for ids the table
-    does not have and for offsets that do not begin at 0, fall or lead outside.
+    "max" takes `float_math.maximum` of them. ``padding`` counts nowhere, an empty bag is 0. IndexError for ids that the
+    table does not have and for offsets that do not begin at 0, fall or lead outside.
     """
     given = dict(zip(operands_of_bags(op, types[0].dtype is DType.U8), args, strict=True))
     ids, offsets = given["ids"], given["offsets"]
@@ -46,7 +49,7 @@ def bags_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType]
     if len(ends) > 1 and (ends[0] != 0 or (np.diff(ends) < 0).any() or ends[-1] > len(ids)):
         raise IndexError("index out of range in self")
     by_row = [given[name] for name in ("scales", "zero_points") if name in given]
-    look_up = floats.rows_of_levels if by_row else floats.rows_of
+    look_up = float_math.rows_of_levels if by_row else float_math.rows_of
     rows = look_up(given["table"], ids[: ends[-1] if len(ends) > 1 else 0, None], *by_row)
     if "weights" in given:
         with np.errstate(all="ignore"):
@@ -62,7 +65,7 @@ def _joined(rows: numerics.F32, mode: str) -> numerics.F32:
     total = np.zeros(rows.shape[1], np.float32)
     with np.errstate(all="ignore"):
         for index, row in enumerate(rows):
-            total = total + row if mode != "max" else row if index == 0 else floats.maximum(row, total)
+            total = total + row if mode != "max" else row if index == 0 else float_math.maximum(row, total)
         return total / np.float32(len(rows)) if mode == "mean" and len(rows) else total
 
 

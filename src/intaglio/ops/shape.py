@@ -214,7 +214,9 @@ def pixel_shuffle_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return n, c // (r * r), h * r, w * r
 
 
-def pixel_shuffle_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType):
+def pixel_shuffle_meaning(
+    op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
+) -> np.ndarray:
     (n, c, h, w), r = args[0].shape, op.attrs["factor"]
     split = args[0].reshape(n, c // (r * r), r, r, h, w)
     return split.transpose(0, 1, 4, 2, 5, 3).reshape(n, c // (r * r), h * r, w * r)
@@ -225,7 +227,9 @@ def pixel_unshuffle_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return n, c * (r * r), h // r, w // r
 
 
-def pixel_unshuffle_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType):
+def pixel_unshuffle_meaning(
+    op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
+) -> np.ndarray:
     (n, c, h, w), r = args[0].shape, op.attrs["factor"]
     split = args[0].reshape(n, c, h // r, r, w // r, r)
     return split.transpose(0, 1, 3, 5, 2, 4).reshape(n, c * r * r, h // r, w // r)
@@ -237,7 +241,9 @@ def unfold_depth_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return n, c * taps, (d - attrs["dilation"] * (taps - 1) - 1) // attrs["stride"] + 1, h, w
 
 
-def unfold_depth_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType):
+def unfold_depth_meaning(
+    op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
+) -> np.ndarray:
     """Depth windows as channels, tap by tap within each group: [n, (g, k, c), outputs, h, w]."""
     (n, c, d, h, w), attrs = args[0].shape, op.attrs
     outputs = evaluate(unfold_depth_shape(attrs, [args[0].shape])[2], {})

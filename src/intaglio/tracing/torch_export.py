@@ -33,7 +33,7 @@ from intaglio.ir import About, DType, Input, Origin, Output, Signature, State
 from intaglio.tracing.already_quantized import refuse_quantized
 from intaglio.tracing.captured import Captured, module_classes
 from intaglio.tracing.export_metadata import constant, describe, module_around, path_of, source_of, tensor_of
-from intaglio.tracing.free_dimensions import example_sizes, ranges_of, symbol_names
+from intaglio.tracing.free_dimensions import Names, example_sizes, ranges_of, symbol_names
 from intaglio.tracing.recurrent_layers import Whole, as_torch_has_them
 from intaglio.tracing.unroll_scans import unroll
 from intaglio.tracing.while_loops import WHILE, loops_of, parts_of, while_loop
@@ -231,8 +231,20 @@ def _control_flow(node: fx.Node, program: ExportedProgram) -> CaptureError:
     )
 
 
-def _outputs(program, node, copies, graph, inputs, fixed, state, names) -> Signature:
-    results, outputs, written, kept = [], [], {}, {}
+def _outputs(
+    program: ExportedProgram,
+    node: fx.Node,
+    copies: dict[fx.Node, fx.Node],
+    graph: fx.Graph,
+    inputs: list[Input],
+    fixed: dict[int, Any],
+    state: dict[str, fx.Node],
+    names: Names,
+) -> Signature:
+    results: list[fx.Node] = []
+    outputs: list[Output] = []
+    written: dict[int, fx.Node] = {}
+    kept: dict[str, fx.Node] = {}
     leaf_of = {entry.name: entry.leaf for entry in inputs}
     for spec, value in zip(program.graph_signature.output_specs, node.args[0], strict=True):
         if spec.kind is OutputKind.USER_INPUT_MUTATION:

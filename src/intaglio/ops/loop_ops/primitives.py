@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from intaglio import floats, numerics
+from intaglio import numerics
 from intaglio.ir import DType, Op, Shape, TensorType
 from intaglio.ir.loops import GATHERS, broadcast
+from intaglio.numerics import float_math
 from intaglio.ops.opdef import Attrs
 
 F32, BOOL, I64, BF16, U8 = DType.F32, DType.BOOL, DType.I64, DType.BF16, DType.U8
@@ -23,7 +24,8 @@ Meaning = Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType],
 @dataclass(frozen=True)
 class Primitive:
     """``operands``: element types each may have, one row for every combination allowed. ``gives``: the result's;
-    ``None`` where its type says. ``reduces``: along attribute ``axis``, whose size becomes 1."""
+    ``None`` where its type says. ``reduces``: along attribute ``axis``, whose size becomes 1.
+    """
 
     name: str
     operands: tuple[tuple[tuple[DType, ...], ...], ...]
@@ -62,7 +64,7 @@ def _reduction(name: str, function: Callable[[numerics.F32], numerics.F32]) -> P
 
 
 def _leaky_relu(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    return floats.of_numbers(lambda x: numerics.leaky_relu(x, op.attrs["slope"]))(args[0])
+    return float_math.of_numbers(lambda x: numerics.leaky_relu(x, op.attrs["slope"]))(args[0])
 
 
 def _clamp(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
@@ -76,7 +78,7 @@ def _cast(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: 
     if out.dtype is BOOL:
         return args[0] != 0
     real = args[0].astype(np.float32)
-    return floats.to_bfloat16(real) if out.dtype is BF16 else real
+    return float_math.to_bfloat16(real) if out.dtype is BF16 else real
 
 
 def _quantize(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
@@ -105,24 +107,24 @@ PRIMITIVES: Mapping[str, Primitive] = {
         _real("sub", np.subtract, 2),
         _real("mul", np.multiply, 2),
         _real("div", np.divide, 2),
-        _real("maximum", floats.maximum, 2),
-        _real("minimum", floats.minimum, 2),
+        _real("maximum", float_math.maximum, 2),
+        _real("minimum", float_math.minimum, 2),
         _real("neg", np.negative),
         _real("abs", np.abs),
         _real("sqrt", np.sqrt),
         _real("reciprocal", lambda x: np.float32(1) / x),
         _real("round", np.rint),
-        _real("exp", floats.exp),
-        _real("log", floats.log),
+        _real("exp", float_math.exp),
+        _real("log", float_math.log),
         _real("relu", lambda x: np.where(x < 0, np.float32(0), x)),
-        _real("hardswish", floats.of_numbers(numerics.hardswish)),
-        _real("hardsigmoid", floats.of_numbers(numerics.hardsigmoid)),
-        _real("sigmoid", floats.of_numbers(numerics.sigmoid)),
-        _real("tanh", floats.of_numbers(numerics.hyperbolic_tangent)),
-        _real("silu", floats.of_numbers(numerics.silu)),
-        _real("gelu", floats.of_numbers(numerics.gelu)),
-        _real("near_gelu", floats.of_numbers(numerics.near_gelu)),
-        _real("gelu_tanh", floats.of_numbers(numerics.gelu_tanh)),
+        _real("hardswish", float_math.of_numbers(numerics.hardswish)),
+        _real("hardsigmoid", float_math.of_numbers(numerics.hardsigmoid)),
+        _real("sigmoid", float_math.of_numbers(numerics.sigmoid)),
+        _real("tanh", float_math.of_numbers(numerics.hyperbolic_tangent)),
+        _real("silu", float_math.of_numbers(numerics.silu)),
+        _real("gelu", float_math.of_numbers(numerics.gelu)),
+        _real("near_gelu", float_math.of_numbers(numerics.near_gelu)),
+        _real("gelu_tanh", float_math.of_numbers(numerics.gelu_tanh)),
         Primitive("leaky_relu", ((REAL,),), F32, _leaky_relu, ("slope",)),
         Primitive("clamp", ((REAL,),), F32, _clamp, ("low", "high")),
         _compared("eq", np.equal),
@@ -139,14 +141,14 @@ PRIMITIVES: Mapping[str, Primitive] = {
         Primitive("cast", ANY, None, _cast),
         Primitive("quantize", (((F32,),),), U8, _quantize),
         Primitive("dequantize", (((U8,),),), F32, _dequantize),
-        _reduction("sum", floats.total),
-        _reduction("mean", floats.mean),
-        _reduction("max", floats.greatest),
-        _reduction("min", floats.least),
+        _reduction("sum", float_math.total),
+        _reduction("mean", float_math.mean),
+        _reduction("max", float_math.greatest),
+        _reduction("min", float_math.least),
         Primitive("squeeze", ANY, None, _squeeze, ("axis",)),
         Primitive("unsqueeze", ANY, None, _unsqueeze, ("axis",)),
-        Primitive("gather", (((F32,), WHOLE),), F32, _plain(floats.rows_of)),
-        Primitive("gather_levels", (((U8,), WHOLE, (F32,), (F32,)),), F32, _plain(floats.rows_of_levels)),
+        Primitive("gather", (((F32,), WHOLE),), F32, _plain(float_math.rows_of)),
+        Primitive("gather_levels", (((U8,), WHOLE, (F32,), (F32,)),), F32, _plain(float_math.rows_of_levels)),
     )
 }
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from intaglio import floats
 from intaglio.ir import Op, Shape, TensorType
+from intaglio.numerics import float_math
 from intaglio.ops.opdef import Attrs, OpDef
 
 
@@ -19,7 +19,7 @@ def linear_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTyp
     """f32[..., K], weight f16[N, K] or s8[N, K] with a scale for each of N, and perhaps f32[N] -> f32[..., N]."""
     x, weight, *bias = args
     scales = None if types[1].q is None else np.array(types[1].q.scales, np.float32)
-    return floats.linear(x, weight, scales, *bias)
+    return float_math.linear(x, weight, scales, *bias)
 
 
 LINEAR_F32 = OpDef(name="linear_f32", infer=linear_shape, meaning=linear_meaning, kernel="linear_f32")

@@ -94,7 +94,7 @@ def _follow(
 ) -> None:
     """Settings and reasons as the patterns say. Operators that only select or clamp values need no pattern: they go
     along with what they follow."""
-    for node in settings:
+    for node in tuple(settings):
         found = matches.get(node)
         if found is None:
             if reasons[node] is None and not record_of(node).shares:

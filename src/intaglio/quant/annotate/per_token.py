@@ -146,6 +146,6 @@ def _quantize_rows_in_aten(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, to
     if mode == "tensor" and x.dim() > 2:
         peaks = peaks.amax(list(range(1, x.dim())), keepdim=True).expand_as(peaks)
     known, count = peaks.isfinite(), torch.full_like(peaks, numerics.ROW_STEPS)
-    steps = (torch.where(known, x, 0.0) * (count / torch.where(known, peaks, 1.0))).round()
-    levels = steps.clamp(-numerics.ROW_STEPS, numerics.ROW_STEPS) + numerics.ROW_ZERO
+    steps = torch.where(known, x, 0.0) * (count / torch.where(known, peaks, 1.0))
+    levels = numerics.round_clamp(steps, -numerics.ROW_STEPS, numerics.ROW_STEPS) + numerics.ROW_ZERO
     return levels.to(torch.uint8), peaks / count

@@ -252,8 +252,7 @@ class _Histogram:
         What values vary within a bin adds the same to every range and is left out.
         """
         step, least, most = self._levels(low, high, qmin, qmax)
-        levels = np.rint(self.centres / step)
-        np.clip(levels, least, most, out=levels)
+        levels = numerics.round_clamp(self.centres / step, least, most)
         levels *= step
         levels -= self.centres
         levels *= levels
@@ -294,7 +293,8 @@ def _search(histogram: _Histogram, error: Callable[[float, float], float], hidde
 
 class _Search:
     """Best range so far: its ends are ``2^-octaves`` of the full range's ends. It only ever gets better, and the ranges
-    it tries are a hundred at most."""
+    it tries are a hundred at most.
+    """
 
     def __init__(self, error: Callable[[float, float], float], full: Range) -> None:
         self.full, self._error_of = full, error

@@ -107,7 +107,8 @@ def _smoothings(
     group: Group,
 ) -> dict[str, Smoothing]:
     """By value, where smoothing helps. ``readers``: weights of the linear layers that read it. Rows of all ranks, in
-    the order of batches."""
+    the order of batches.
+    """
     if not readers:
         return {}
     own: dict[str, list[Rows]] = {}
@@ -169,7 +170,7 @@ def _gain(module: fx.GraphModule, factors: Mapping[str, torch.Tensor], leaves: S
 def _rounded(value: torch.Tensor) -> torch.Tensor:
     low, high = min(value.min().item(), 0.0), max(value.max().item(), 0.0)
     scale, zero = numerics.affine(low, high, 0, 255)
-    return ((value / scale).round().clamp(-zero, 255 - zero)) * scale
+    return numerics.round_clamp(value / scale, -zero, 255 - zero) * scale
 
 
 def _factors(largest: torch.Tensor, alpha: float) -> torch.Tensor:

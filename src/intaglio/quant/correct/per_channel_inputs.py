@@ -98,7 +98,7 @@ def _ways(channels: Sequence[Channel]) -> tuple[Channels, int]:
     ways = [_spread(channel) if way is None else way for channel, way in zip(channels, fitted, strict=True)]
     gains = np.array([gain for gain, _ in ways])
     zeros = np.array([zero for _, zero in ways])
-    nearest = np.clip(np.rint(zeros), 0, LEVELS - 1)
+    nearest = numerics.round_clamp(zeros, 0, LEVELS - 1)
     gain, shift = (tuple(map(float, part.astype(np.float32))) for part in (gains, zeros - nearest))
     return Channels(gain, shift, tuple(map(int, nearest))), sum(way is not None for way in fitted)
 

@@ -62,7 +62,8 @@ class Smoothing:
 
 def smoothing(rows: Rows, weights: Sequence[torch.Tensor], largest: torch.Tensor) -> Smoothing | None:
     """``None`` where no strength does better than none. ``weights``: float32 [o, c] of the readers; ``largest``:
-    magnitude of each channel over all data."""
+    magnitude of each channel over all data.
+    """
     weight, rows = torch.cat(list(weights)), rows.few()
     signal = (rows.values @ weight.t()).double().square().sum().item()
     plain = _error(rows, weight, None)
@@ -94,8 +95,8 @@ def _error(rows: Rows, weight: torch.Tensor, strength: float | None) -> float:
         if strength is not None:
             factors = _factors(seen.abs().amax(0).double(), weight.double(), strength).float()
         scale, zero = numerics.affine((seen / factors).min().item(), (seen / factors).max().item(), 0, 255)
-        levels = ((held / factors / scale).round() + zero).clamp(0, 255) - zero
+        levels = numerics.round_clamp(held / factors / scale, 0, 255, zero) - zero
         steps = torch.from_numpy(numerics.symmetric((weight * factors).abs().amax(1).numpy(), 127))[:, None]
-        integers = (weight * factors / steps).round() * steps
+        integers = numerics.round_clamp(weight * factors / steps, -127, 127) * steps
         total += (held @ weight.t() - (levels * scale) @ integers.t()).double().square().sum().item()
     return total

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from intaglio import numerics
 from intaglio.quant.correct.linalg import taken
 from intaglio.quant.correct.second_moments import Moments
 
@@ -28,7 +29,7 @@ Round = Callable[[torch.Tensor, torch.Tensor, Moments, int, int], torch.Tensor]
 
 def nearest(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, high: int) -> torch.Tensor:
     """float64 [groups, rows, k] in steps -> integers, ties to even."""
-    return (weight / step).round().clamp(low, high)
+    return numerics.round_clamp(weight / step, low, high)
 
 
 def gptq(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, high: int) -> torch.Tensor:
@@ -50,7 +51,8 @@ def _spread(
     free: torch.Tensor, steps: torch.Tensor, factor: torch.Tensor, low: int, high: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Integers and errors that are left, [groups, rows, k], of columns in their order. What the first half leaves is
-    spread over the second in one product; columns one by one only where few are left."""
+    spread over the second in one product; columns one by one only where few are left.
+    """
     width = free.shape[2]
     if width > FEW:
         half = width // 2
@@ -61,7 +63,7 @@ def _spread(
     columns, sizes = free.mT.clone(memory_format=torch.contiguous_format), steps.mT
     levels, errors = torch.empty_like(columns), torch.empty_like(columns)
     for i in range(width):
-        levels[:, i] = (columns[:, i] / sizes[:, i]).round().clamp(low, high)
+        levels[:, i] = numerics.round_clamp(columns[:, i] / sizes[:, i], low, high)
         errors[:, i] = (columns[:, i] - levels[:, i] * sizes[:, i]) / factor[:, i, i, None]
         columns[:, i + 1 :] -= factor[:, i, i + 1 :, None] * errors[:, i, None]
     return levels.mT, errors.mT

@@ -27,7 +27,8 @@ SMALLEST = 2.0**-100
 @dataclass
 class Mode:
     """What the modules of one model have in common. ``observe``: scales follow the values; ``learn``: they are trained.
-    Never both. ``quantize``: values are rounded at all. ``frozen``: batch norms use their running statistics."""
+    Never both. ``quantize``: values are rounded at all. ``frozen``: batch norms use their running statistics.
+    """
 
     observe: bool = True
     learn: bool = False
@@ -57,7 +58,7 @@ class RoundToLevels(torch.autograd.Function):
     ) -> torch.Tensor:
         steps = scale if multiples is None else scale * multiples
         v = x * (1.0 / steps)
-        level = torch.round(v).add_(zero_point).clamp_(low, high).sub_(zero_point)
+        level = numerics.round_clamp(v, low, high, zero_point).sub_(zero_point)
         ctx.save_for_backward(v, scale, zero_point, multiples)
         ctx.bounds, ctx.share = (low, high), share
         return (level if multiples is None else level * multiples) * scale
@@ -71,7 +72,7 @@ class RoundToLevels(torch.autograd.Function):
         grad_x = grad * inside
         grad_scale = grad_zero = None
         if ctx.needs_input_grad[1]:
-            slope = torch.where(inside, torch.round(v) - v, torch.clamp(torch.round(v), low, high))
+            slope = torch.where(inside, torch.round(v) - v, numerics.round_clamp(v, low, high))
             slope = slope if multiples is None else slope * multiples
             grad_scale = (grad * slope).sum_to_size(scale.shape) * ctx.share
         if ctx.needs_input_grad[2]:

@@ -1,7 +1,7 @@
-"""The law of numbers for tensors that stay float32 between integers; `native/loops.h` is its twin in C++.
+"""Reference arithmetic of tensors that stay float32 between integers; `native/loops.h` is its C++ counterpart.
 
-What `numerics` states for levels is stated here for real numbers of any size, NaN and infinities among them: IEEE
-float32 in the written order, no fused multiply-add. bfloat16 is float32 whose low 16 bits are zero.
+Inputs have any size, NaN and infinities included: IEEE float32 in the written order, no fused multiply-add. bfloat16 is
+float32 whose low 16 bits are zero.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def minimum(a: F32, b: F32) -> F32:
 
 def in_lanes(x: F32, start: float, join: Callable[[F32, F32], F32]) -> F32:
     """f32[..., C] -> f32[..., 1]: element i joins lane ``i % 16``, in order; then lanes, the upper half to the lower,
-    until there is one."""
+    until there is one.
+    """
     lanes: F32 = np.full((*x.shape[:-1], LANES), start, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         for first in range(0, x.shape[-1], LANES):
@@ -156,7 +157,8 @@ def _known(ids: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 
 def linear(x: F32, weight: NDArray[np.float16 | np.int8], scales: F32 | None = None, bias: F32 | None = None) -> F32:
     """f32[..., K] and [N, K] -> f32[..., N]: from 0, products with the weights as they are stored, one input after the
-    other; then times the scale of an output, then plus its bias."""
+    other; then times the scale of an output, then plus its bias.
+    """
     total = np.zeros((*x.shape[:-1], len(weight)), np.float32)
     with np.errstate(all="ignore"):
         for k, column in enumerate(weight.T.astype(np.float32)):

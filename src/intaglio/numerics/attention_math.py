@@ -1,0 +1,107 @@
+"""Attention between quantized values: scores in powers of two, 8-bit probabilities, one rounding of the result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from intaglio.numerics.activations import LOG2_E
+from intaglio.numerics.rounding import F32, I32, LARGEST, finish
+from intaglio.numerics.scales import accumulator_scale, multiplier
+
+LOWEST_SCORE = np.float32(-12)
+"""Scores so far below the largest of their row, or farther, have the level 0: 255 * 2^-12 is less than 0.07."""
+
+LEVEL_TERMS = tuple(
+    np.float32(float.fromhex(term)) for term in ("0x1.c232b0p+3", "0x1.eeed58p+5", "0x1.61902ap+7", "0x1.fdf69cp+7")
+)
+"""Coefficients of f^3 ... f^0 in 255 * 2^f, least relative error (7.5e-5) on |f| <= 1/2."""
+
+
+def probability_levels(x: ArrayLike) -> NDArray[np.uint8]:
+    """f32[..., keys] -> u8[..., keys]: ``rne(255 * 2^(x - max(x)))``, within 0.02 of it before rounding.
+
+    A NaN is no score: it is never the largest, and its level is 0. So are all levels of a row whose largest score is
+    infinite, and of one without keys.
+    """
+    x = np.asarray(x, np.float32)
+    top = np.fmax.reduce(x, axis=-1, keepdims=True, initial=np.float32(-np.inf))
+    with np.errstate(invalid="ignore", over="ignore"):
+        below = x - top
+        power = np.where(below > LOWEST_SCORE, below, LOWEST_SCORE)
+    n = np.rint(power)
+    f = power - n
+    total = np.full_like(f, LEVEL_TERMS[0])
+    for term in LEVEL_TERMS[1:]:
+        total = total * f + term
+    levels: NDArray[np.uint8] = np.rint(np.ldexp(total, n.astype(np.int32))).astype(np.uint8)
+    return levels
+
+
+def attention_factors(inputs: Sequence[float], scale_y: float, scale: float) -> tuple[np.float32, np.float32]:
+    """``float32(s_q * s_k * scale / ln 2)`` and ``float32(s_v / s_y)``, both from float64: see `attention`.
+
+    ``inputs``: scales of q, k and v; ``scale``: what scores are multiplied by.
+    """
+    scale_q, scale_k, scale_v = inputs
+    factor = np.float32(accumulator_scale(scale_q, scale_k) * np.float64(scale) / math.log(2))
+    return factor, np.float32(multiplier(np.float64(np.float32(scale_v)), scale_y))
+
+
+def mask_powers(mask: NDArray[Any]) -> F32:
+    """What a mask adds to scores in powers of two: ``mask * LOG2_E`` of floats, no less than the least finite one but
+    for -inf; 0 for True, -inf for False.
+    """
+    if mask.dtype == np.bool_:
+        return np.where(mask, np.float32(0), np.float32(-np.inf))
+    given = mask.astype(np.float32)
+    with np.errstate(over="ignore"):
+        wide = given * LOG2_E
+    return np.where(given == -np.inf, given, np.where(wide > -LARGEST, wide, -LARGEST))
+
+
+def attention_scores(q: ArrayLike, k: ArrayLike, factor: ArrayLike, mask: NDArray[Any] | None, causal: bool) -> F32:
+    """i[..., queries, D], i[..., keys, D] -> f32[..., queries, keys] in powers of two: ``float32(q . k) * factor``,
+    plus `mask_powers`; with ``causal`` -inf for keys behind the query of their number.
+    """
+    products = np.asarray(q, np.float64) @ np.swapaxes(np.asarray(k, np.float64), -1, -2)
+    with np.errstate(over="ignore", invalid="ignore"):
+        scores: F32 = products.astype(np.float32) * np.asarray(factor, np.float32)
+        if mask is not None:
+            scores = scores + mask_powers(mask)
+    if causal:
+        scores = np.where(np.tri(*scores.shape[-2:], dtype=np.bool_), scores, np.float32(-np.inf))
+    return scores
+
+
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    mask: NDArray[Any] | None,
+    causal: bool,
+    factor: ArrayLike,
+    ratio: ArrayLike,
+    zero_point: int,
+    low: int,
+    high: int,
+) -> I32:
+    """i[B, H, queries, D], i[B, G, keys, D], i[B, G, keys, V] -> i32[B, H, queries, V]: levels of
+    ``softmax(q k^T * scale + mask) v``; operands are differences from their zero points, ``H / G`` heads share a k, v.
+
+    ``p = probability_levels(scores)`` and ``p v`` is exact in int32; the result is ``clamp(rne(float32(p v) * (ratio /
+    float32(sum(p)))) + zero_point, low, high)``, the zero point where no key has a level. factor and ratio: see
+    `attention_factors`.
+    """
+    q, k, v = (np.asarray(x) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[1] // x.shape[1], 1) for x in (k, v))
+    levels = probability_levels(attention_scores(q, k, factor, mask, causal))
+    sums = levels.sum(-1, dtype=np.int32, keepdims=True)
+    products = (levels.astype(np.float64) @ v.astype(np.float64)).astype(np.int64).astype(np.int32)
+    with np.errstate(over="ignore", divide="ignore"):
+        share = np.where(sums > 0, np.asarray(ratio, np.float32) / sums.astype(np.float32), np.float32(0))
+        return finish(products.astype(np.float32) * share, zero_point, low, high)

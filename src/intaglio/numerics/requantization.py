@@ -1,0 +1,140 @@
+"""Integer operators between quantized values: requantize, add, affine, layer norm, lookup tables, 16-bit values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from intaglio.numerics.rounding import F32, I32, Affine, dequantize, finish, quantize, reciprocal
+
+
+def requantize(acc: ArrayLike, factor: ArrayLike, zero_point: int, low: int, high: int) -> I32:
+    """i32 accumulators -> i32 levels: ``clamp(rne(float32(acc) * factor) + zero_point, low, high)``; factor broadcasts.
+
+    Products beyond +-2^30 are clamped in float first, which cannot change the result.
+    """
+    with np.errstate(over="ignore"):
+        steps = np.asarray(acc, np.int32).astype(np.float32) * np.asarray(factor, np.float32)
+    return finish(steps, zero_point, low, high)
+
+
+def add_requantize(
+    a: ArrayLike, factor_a: ArrayLike, b: ArrayLike, factor_b: ArrayLike, zero_point: int, low: int, high: int
+) -> I32:
+    """``clamp(rne(float32(a) * factor_a + float32(b) * factor_b) + zero_point, low, high)``, no fused multiply-add.
+
+    ``a`` is an accumulator or ``q_a - zp_a``; ``b`` is ``q_b - zp_b``. Factors are `multiplier` of ``scale * alpha`` in
+    float64; alpha, of ``a + alpha * b``, is one number or one for every channel.
+    """
+    with np.errstate(over="ignore"):
+        left = np.asarray(a, np.int32).astype(np.float32) * np.asarray(factor_a, np.float32)
+        right = np.asarray(b, np.int32).astype(np.float32) * np.asarray(factor_b, np.float32)
+        return finish(left + right, zero_point, low, high)
+
+
+def affine_requantize(x: ArrayLike, factor: ArrayLike, offset: ArrayLike, zero_point: int, low: int, high: int) -> I32:
+    """``clamp(rne(float32(x) * factor + offset) + zero_point, low, high)``, no fused multiply-add; x is ``q - zp``."""
+    with np.errstate(over="ignore"):
+        steps = np.asarray(x, np.int32).astype(np.float32) * np.asarray(factor, np.float32)
+        return finish(steps + np.asarray(offset, np.float32), zero_point, low, high)
+
+
+def layer_norm(
+    x: ArrayLike, factor: ArrayLike, offset: ArrayLike, eps: ArrayLike, zero_point: int, low: int, high: int
+) -> I32:
+    """i32[..., C], levels less their zero point -> levels of the normalised rows.
+
+    With ``n1 = sum(x)`` and ``n2 = sum(x * x)`` exact: mean ``float32(n1) / float32(C)``, variance ``float32(C * n2 -
+    n1 * n1) / float32(C * C)``, ``inverse = 1 / sqrt(variance + eps)``; then ``clamp(rne((x - mean) * inverse * factor
+    + offset) + zero_point, low, high)`` from left to right. ``eps`` is in squared steps of x, ``factor`` and ``offset``
+    in steps of the result. Ba et al. 2016.
+    """
+    wide = np.asarray(x, np.int64)
+    count = wide.shape[-1]
+    first, second = wide.sum(-1, keepdims=True), (wide * wide).sum(-1, keepdims=True)
+    mean = first.astype(np.float32) / np.float32(count)
+    variance = (count * second - first * first).astype(np.float32) / np.float32(count * count)
+    inverse = np.float32(1) / np.sqrt(variance + np.asarray(eps, np.float32))
+    with np.errstate(over="ignore", invalid="ignore"):
+        normal = (wide.astype(np.float32) - mean) * inverse
+        return finish(normal * np.asarray(factor, np.float32) + np.asarray(offset, np.float32), zero_point, low, high)
+
+
+def activate(
+    acc: ArrayLike,
+    factor: ArrayLike,
+    function: Callable[[F32], F32],
+    scale: ArrayLike,
+    zero_point: int,
+    low: int,
+    high: int,
+    gain: ArrayLike = 1,
+) -> I32:
+    """i32 accumulators -> i32 levels of a function, rounded once:
+    ``clamp(rne((function(float32(acc) * factor) * gain) * (1 / scale)) + zero_point, low, high)``; factor and gain
+    broadcast.
+    """
+    with np.errstate(over="ignore"):
+        real = np.asarray(acc, np.int32).astype(np.float32) * np.asarray(factor, np.float32)
+        value = function(real) * np.asarray(gain, np.float32)
+        return finish(value * reciprocal(scale), zero_point, low, high)
+
+
+STEPS = 255
+"""Steps of a value of 16 bits in a step of its level. An odd number: no value lies in the middle between two levels."""
+
+
+def widen(scale: float, zero_point: int) -> Affine:
+    """Parameters of 16 bits for a value whose levels have these: ``q16 = 255 * level + rest``, rest in 0..254.
+
+    The scale is ``float32(scale / 255)``, the zero point ``255 * zero_point + 127``. Quantizing ``dequantize(q16)``
+    with the parameters of the levels gives ``q16 // 255``.
+    """
+    return Affine(float(np.float32(np.float64(np.float32(scale)) / STEPS)), STEPS * zero_point + STEPS // 2)
+
+
+def split(q16: ArrayLike) -> tuple[I32, I32]:
+    """Level and rest of values of 16 bits: ``q16 // 255`` and ``q16 % 255``."""
+    level, rest = np.divmod(np.asarray(q16, np.int32), np.int32(STEPS))
+    return level, rest
+
+
+def joined(level: ArrayLike, rest: ArrayLike) -> I32:
+    """``255 * level + rest``, the inverse of `split`; of differences from both zero points, that from its own."""
+    together: I32 = STEPS * np.asarray(level, np.int32) + np.asarray(rest, np.int32)
+    return together
+
+
+def requantize_table(
+    scale_x: float, zero_x: int, scale_y: float, zero_y: int, low: int, high: int
+) -> NDArray[np.uint8]:
+    """u8[256]: level of x -> level of y for a plain change of parameters: `quantize` of `dequantize`."""
+    levels = np.arange(256, dtype=np.int32)
+    return quantize(dequantize(levels, scale_x, zero_x), scale_y, zero_y, low, high).astype(np.uint8)
+
+
+class Levels(Protocol):
+    """What a table needs of quantization parameters: `intaglio.ir.QParams` has it."""
+
+    @property
+    def step(self) -> float: ...
+
+    @property
+    def zero(self) -> int: ...
+
+    @property
+    def qmin(self) -> int: ...
+
+    @property
+    def qmax(self) -> int: ...
+
+
+def function_table(function: Callable[[NDArray[np.float64]], ArrayLike], x: Levels, y: Levels) -> NDArray[np.uint8]:
+    """u8[256]: level of x -> level of ``function(x)``; the function is taken in float64 of the float32 value."""
+    levels = np.arange(256, dtype=np.int32)
+    with np.errstate(all="ignore"):
+        result = np.asarray(function(dequantize(levels, x.step, x.zero).astype(np.float64))).astype(np.float32)
+    return quantize(result, y.step, y.zero, y.qmin, y.qmax).astype(np.uint8)

@@ -1,0 +1,185 @@
+"""Compute quantization parameters: scales, zero points, integer biases, multipliers, accumulator bounds.
+
+Everything is computed in float64 and stored in float32 or int32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from intaglio.numerics.rounding import F32, I32, Affine, reciprocal
+
+SMALLEST_SCALE = 2.0**-126
+"""Below this a float32 scale is denormal and its reciprocal may be infinite."""
+
+BIAS_LIMIT = 2**30
+
+ZERO_WEIGHT_STEPS = 2**20
+
+
+def affine(low: float, high: float, qmin: int, qmax: int) -> Affine:
+    """Scale and zero point for the range [low, high], widened to hold 0; computed in float64, stored float32.
+
+    The zero point is rounded, so zero is exact and the range may shift by half a step. All-zero gives (1, qmin
+    clamped towards 0).
+    """
+    low, high = min(float(low), 0.0), max(float(high), 0.0)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise ValueError(f"range [{low}, {high}] is not finite")
+    if low == high:
+        return Affine(1.0, min(max(0, qmin), qmax))
+    scale = float(np.float32(max((high - low) / (qmax - qmin), SMALLEST_SCALE)))
+    if not math.isfinite(scale):
+        raise ValueError(f"range [{low}, {high}] needs a scale that float32 cannot hold")
+    zero_point = int(np.clip(np.rint(qmin - low / scale), qmin, qmax))
+    return Affine(scale, zero_point)
+
+
+def symmetric(absmax: ArrayLike, qmax: int) -> F32:
+    """Scales ``absmax / qmax`` (float64, stored float32); an all-zero channel gets 1."""
+    wide = np.asarray(absmax, np.float64)
+    scale = np.maximum(wide / qmax, SMALLEST_SCALE).astype(np.float32)
+    return np.where(wide == 0, np.float32(1), scale)
+
+
+SHRINKS = tuple(1 - step / 40 for step in range(29))
+"""Of the scale that reaches the largest value: what `least_squares` tries, the largest first."""
+
+
+def least_squares(rows: ArrayLike, qmin: int, qmax: int) -> F32:
+    """f32[..., K] -> f32[...]: of the scales ``shrink * absmax / qmax`` the one whose nearest levels in qmin..qmax are
+    closest to the row, by squared distance; of equal ones the largest. A row of zeros gets 1.
+    """
+    rows = np.asarray(rows, np.float32)
+    absmax = np.abs(rows).max(-1, initial=0).astype(np.float64)
+    best, least = symmetric(absmax, qmax), np.full(absmax.shape, np.inf)
+    for shrink in SHRINKS:
+        scale = np.where(absmax == 0, np.float32(1), symmetric(absmax * shrink, qmax))
+        error = _squares(rows, scale, qmin, qmax)
+        best, least = np.where(error < least, scale, best), np.minimum(error, least)
+    return best
+
+
+def group_scale(groups: ArrayLike, qmin: int, qmax: int, most: int) -> F32:
+    """f32[C, G, K] -> f32[C]: the scale of each channel whose groups have steps of 1..most times it.
+
+    Every group's own step is that of `least_squares`. Tried is what makes the largest of them n times the scale, for n
+    from ``most`` down to half of it, all others their nearest multiples; least squared error decides.
+    """
+    groups = np.asarray(groups, np.float32)
+    own = np.where(np.abs(groups).max(-1, initial=0) == 0, 0, least_squares(groups, qmin, qmax)).astype(np.float64)
+    largest = own.max(-1)
+    best, least = symmetric(largest, most), np.full(largest.shape, np.inf)
+    for parts in range(most, most // 2, -1):
+        scale = symmetric(largest, parts)
+        multiples = np.clip(np.rint(own / scale[:, None].astype(np.float64)), 1, most).astype(np.float32)
+        error = _squares(groups, scale[:, None] * multiples, qmin, qmax).sum(-1)
+        best, least = np.where(error < least, scale, best), np.minimum(error, least)
+    return best
+
+
+def group_multiples(groups: ArrayLike, scale: ArrayLike, qmin: int, qmax: int, most: int) -> I32:
+    """f32[C, G, K], f32[C] -> i32[C, G]: the multiple in 1..most of its channel's scale that each group's steps are.
+
+    The one whose nearest levels in qmin..qmax are closest to the group, by squared distance; the smallest of equal
+    ones. Level times multiple is an exact integer in units of the channel's scale.
+    """
+    groups, scale = np.asarray(groups, np.float32), np.asarray(scale, np.float32)
+    best, least = np.ones(groups.shape[:2], np.int32), np.full(groups.shape[:2], np.inf)
+    for multiple in range(1, most + 1):
+        steps = np.broadcast_to(scale[:, None] * np.float32(multiple), best.shape)
+        error = _squares(groups, steps, qmin, qmax)
+        best, least = np.where(error < least, np.int32(multiple), best), np.minimum(error, least)
+    return best
+
+
+def _squares(rows: F32, steps: F32, qmin: int, qmax: int) -> NDArray[np.float64]:
+    """f32[..., K], f32[...] -> f64[...]: squared distance of a row to its nearest levels."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        levels = np.clip(np.rint(rows * reciprocal(steps)[..., None]), qmin, qmax)
+        total: NDArray[np.float64] = np.square(rows - levels * steps[..., None]).sum(-1, dtype=np.float64)
+    return total
+
+
+def accumulator_scale(scale_x: ArrayLike, scale_w: ArrayLike) -> NDArray[np.float64]:
+    """float64 product of two stored float32 scales: the unit of an int32 accumulator."""
+    return np.asarray(scale_x, np.float32).astype(np.float64) * np.asarray(scale_w, np.float32).astype(np.float64)
+
+
+def bias_steps(bias: ArrayLike, scale_x: ArrayLike, scale_w: ArrayLike) -> I32:
+    """f32[C] -> i32[C]: ``rne(float64(bias) / (float64(scale_x) * float64(scale_w)))``; raises when one overflows."""
+    steps = np.rint(np.asarray(bias, np.float32).astype(np.float64) / accumulator_scale(scale_x, scale_w))
+    if steps.size and np.abs(steps).max() > BIAS_LIMIT:
+        raise OverflowError("a bias exceeds 2^30 accumulator steps")
+    return steps.astype(np.int32)
+
+
+def fit_weight_scale(scale_w: ArrayLike, absmax: ArrayLike, bias: ArrayLike | None, scale_x: float) -> F32:
+    """f32[C] weight scales made fit for an int32 bias, per channel.
+
+    An all-zero channel takes the scale that puts its bias at 2^20 steps; a bias of 2^30 steps or more enlarges the
+    scale by the least factor that avoids it.
+    """
+    scale = np.array(scale_w, np.float32)
+    if bias is None:
+        return scale
+    wide_bias = np.abs(np.asarray(bias, np.float32).astype(np.float64))
+    wide_x = np.float64(np.float32(scale_x))
+    zero = np.asarray(absmax) == 0
+    carried = np.maximum(wide_bias / (wide_x * ZERO_WEIGHT_STEPS), SMALLEST_SCALE).astype(np.float32)
+    scale = np.where(zero & (wide_bias > 0), carried, scale)
+    least = (wide_bias / (wide_x * (BIAS_LIMIT - 1))).astype(np.float32)
+    short = least.astype(np.float64) * wide_x * (BIAS_LIMIT - 1) < wide_bias
+    least = np.where(short, np.nextafter(least, np.inf), least)
+    return np.where(wide_bias >= scale.astype(np.float64) * wide_x * BIAS_LIMIT, least, scale).astype(np.float32)
+
+
+def multiplier(accumulator: ArrayLike, scale_y: ArrayLike) -> F32:
+    """``float32(accumulator / float64(scale_y))``, the factor of `requantize`; Jacob et al. 2018, eq. 4, in float."""
+    return (np.asarray(accumulator, np.float64) / np.asarray(scale_y, np.float32).astype(np.float64)).astype(np.float32)
+
+
+def pool_multipliers(scale_x: float, scale_y: float, counts: Sequence[int]) -> F32:
+    """Factor of `requantize` for a mean over n values, for every n in ``counts``: ``float32(s_x / (n * s_y))``."""
+    return (pool_ratio(scale_x, scale_y) / np.asarray(counts, np.float64)).astype(np.float32)
+
+
+def pool_ratio(scale_x: float, scale_y: float) -> np.float64:
+    """What `pool_multipliers` divides by every count, in float64."""
+    return np.float64(np.float32(scale_x)) / np.float64(np.float32(scale_y))
+
+
+def zero_point_term(weight: ArrayLike, zero_points: int | Sequence[int], groups: int = 1) -> NDArray[np.int64]:
+    """i64[C]: ``sum(zero_point * w)`` of each output channel, for one zero point or one per input channel.
+
+    The weight is [outputs, inputs of a group, taps...].
+    """
+    w, different = np.asarray(weight), np.unique(zero_points)
+    if len(different) == 1:  # one pass over the weight, which is most of the time it takes to load a model
+        once: NDArray[np.int64] = int(different[0]) * w.reshape(len(w), -1).sum(1, np.int64)
+        return once
+    sums = w.reshape(*w.shape[:2], -1).sum(2, np.int64)
+    zeros = np.broadcast_to(np.asarray(zero_points, np.int64), groups * sums.shape[1])
+    total: NDArray[np.int64] = (sums.reshape(groups, -1, sums.shape[1]) * zeros.reshape(groups, 1, -1)).sum(2).ravel()
+    return total
+
+
+def accumulator_bound(
+    weight: ArrayLike, bias: ArrayLike, qmin: int, qmax: int, zero_points: int | Sequence[int], groups: int = 1
+) -> NDArray[np.int64]:
+    """i64[C]: the largest |accumulator| a channel can reach, zero-point term folded into the bias or not.
+
+    ``|bias - zp * sum(w)| + max|q| * sum|w|`` bounds the folded form that kernels use, ``|bias| + max|q - zp| *
+    sum|w|`` the plain one. Below 2^31 the result is exact, though partial sums may wrap.
+    """
+    w, b = np.asarray(weight).reshape(np.shape(weight)[0], -1), np.asarray(bias, np.int64)
+    above, below = np.maximum(w, 0).sum(1, np.int64), np.minimum(w, 0).sum(1, np.int64)
+    total = above - below
+    folded = np.abs(b - zero_point_term(weight, zero_points, groups)) + max(abs(qmin), abs(qmax)) * total
+    plain = np.abs(b) + max(abs(qmin - np.max(zero_points)), abs(qmax - np.min(zero_points))) * total
+    bound: NDArray[np.int64] = np.maximum(folded, plain)
+    return bound
