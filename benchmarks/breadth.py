@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import intaglio
+from intaglio import stages
 from intaglio.native.machine import isas
 
 NETWORKS = (
@@ -43,11 +43,11 @@ def examine(name: str, image: int) -> dict:
     model, shape = networks.build(name, image=image)
     torch.manual_seed(1)
     data = [torch.randn(2, *shape) for _ in range(2)]
-    prepared = intaglio.prepare(intaglio.capture(model, data[0]))
-    lowered = intaglio.requantize(intaglio.convert(prepared, intaglio.calibrate(prepared, data)))
+    prepared = stages.prepare(stages.capture(model, data[0]))
+    lowered = stages.requantize(stages.convert(prepared, stages.calibrate(prepared, data)))
     results, first = {}, None
     for isa in isas():
-        compiled = intaglio.compile(lowered, isa=isa)
+        compiled = stages.compile(lowered, isa=isa)
         results[isa] = compiled(data[1])
         first = first or compiled
     equal = all(torch.equal(result, results[isas()[0]]) for result in results.values())

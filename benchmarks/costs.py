@@ -35,41 +35,41 @@ def batches(count: int, image: int):
 
 
 def prepared_network(image: int, threads: int):
-    import intaglio
+    from intaglio import stages
 
     torch.set_num_threads(threads)
     model, _ = networks.build("resnet50", image=image)
-    return model, intaglio.prepare(intaglio.capture(model, next(batches(1, image))))
+    return model, stages.prepare(stages.capture(model, next(batches(1, image))))
 
 
 def calibration_time(image: int, threads: int) -> dict[str, float]:
     """Seconds for the same 64 images through the float model, and through calibration."""
-    import intaglio
+    from intaglio import stages
 
     model, prepared = prepared_network(image, threads)
     data = list(batches(TIMED, image))
-    intaglio.calibrate(prepared, data[:1])  # compiles the counting kernels, touches memory
+    stages.calibrate(prepared, data[:1])  # compiles the counting kernels, touches memory
     with torch.no_grad():
         model(data[0])
         begin = time.perf_counter()
         for batch in data:
             model(batch)
         middle = time.perf_counter()
-    ranges = intaglio.calibrate(prepared, data)
+    ranges = stages.calibrate(prepared, data)
     counted = time.perf_counter()
-    intaglio.convert(prepared, ranges)
+    stages.convert(prepared, ranges)
     end = time.perf_counter()
     return {"float_s": middle - begin, "calibrate_s": counted - middle, "convert_s": end - counted}
 
 
 def peak_memory(count: int, image: int, threads: int) -> dict[str, float]:
     """MB resident before calibrating on ``count`` batches, and at most while it did."""
-    import intaglio
+    from intaglio import stages
 
     _, prepared = prepared_network(image, threads)
     before = resident_mb("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak that capturing the model had
-    intaglio.calibrate(prepared, batches(count, image))
+    stages.calibrate(prepared, batches(count, image))
     return {"before_mb": before, "peak_mb": resident_mb("VmHWM")}
 
 
@@ -80,23 +80,23 @@ def resident_mb(field: str) -> float:
 
 def stage_times(image: int, threads: int) -> dict[str, float]:
     """Seconds of every stage but calibration, in a process that has done nothing yet."""
-    import intaglio
+    from intaglio import stages
 
     torch.set_num_threads(threads)
     model, _ = networks.build("resnet50", image=image)
     data = list(batches(2, image))
     clock = [time.perf_counter()]
-    captured = intaglio.capture(model, data[0])
+    captured = stages.capture(model, data[0])
     clock.append(time.perf_counter())
-    prepared = intaglio.prepare(captured)
+    prepared = stages.prepare(captured)
     clock.append(time.perf_counter())
-    ranges = intaglio.calibrate(prepared, data)
+    ranges = stages.calibrate(prepared, data)
     clock.append(time.perf_counter())
-    reference = intaglio.convert(prepared, ranges)
+    reference = stages.convert(prepared, ranges)
     clock.append(time.perf_counter())
-    lowered = intaglio.requantize(reference)
+    lowered = stages.requantize(reference)
     clock.append(time.perf_counter())
-    intaglio.compile(lowered)
+    stages.compile(lowered)
     clock.append(time.perf_counter())
     names = ("capture_s", "prepare_s", "calibrate_2_batches_s", "convert_s", "requantize_s", "compile_s")
     return {name: after - before for name, before, after in zip(names, clock, clock[1:], strict=False)}
@@ -169,7 +169,7 @@ def main() -> None:
         count: medians([fresh.call(peak_memory, count, image, threads) for _ in repeats]) for count in (FEW, MANY)
     }
     compiled = [compile_times(arguments) for _ in repeats]
-    stages = {kind: medians([run[kind] for run in compiled]) for kind in ("cold", "warm")}
+    all_stages = {kind: medians([run[kind] for run in compiled]) for kind in ("cold", "warm")}
     loaded = load_times(arguments)
 
     table = Table(
@@ -185,10 +185,10 @@ def main() -> None:
     for count, found in memory.items():
         cost = f"{found['peak_mb']:.0f} MB (+{found['peak_mb'] - found['before_mb']:.0f} when calibrating)"
         table.add_row(f"peak memory, {count} batches of {BATCH}", cost)
-    for kind, found in stages.items():
+    for kind, found in all_stages.items():
         table.add_row(f"compile, {kind} cache", f"{found['compile_s']:.2f} s")
     for stage in ("capture", "prepare", "requantize"):
-        table.add_row(stage, f"{stages['warm'][f'{stage}_s']:.2f} s")
+        table.add_row(stage, f"{all_stages['warm'][f'{stage}_s']:.2f} s")
     table.add_row("file", f"{loaded['file_mb']:.1f} MB")
     table.add_row("load to first answer, after torch", f"{loaded['load_s']:.2f} s")
     table.add_row("the same with trust=True", f"{loaded['load_trusted_s']:.2f} s")
@@ -200,7 +200,7 @@ def main() -> None:
         "import_s": importing,
         "calibration": times,
         "memory": memory,
-        "stages": stages,
+        "all_stages": all_stages,
         "load": loaded,
     }
     record.append("costs", arguments, results)

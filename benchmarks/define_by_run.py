@@ -31,8 +31,7 @@ import torch
 import torch._inductor.config
 from torch import nn
 
-import intaglio
-from intaglio import eager
+from intaglio import eager, stages
 
 Call = Callable[[torch.Tensor], object]
 LINES = 20
@@ -112,7 +111,7 @@ def converted(model: nn.Module, data: Sequence[torch.Tensor]) -> nn.Module:
 
 def program_of(model: nn.Module, x: torch.Tensor) -> nn.Module:
     """The native program of a converted model, which must give the same bits."""
-    program = intaglio.compile(eager.rewrite(model))
+    program = stages.compile(eager.rewrite(model))
     if not torch.equal(model(x), program(x)):
         raise SystemExit("the converted model and its native program differ")
     return program
@@ -177,10 +176,10 @@ def network(name: str, blocks: int, length: int) -> dict:
     own(x)
     first = time.perf_counter() - made
     program = program_of(own, x)
-    captured = intaglio.prepare(intaglio.capture(model, (data[0],)))
+    captured = stages.prepare(stages.capture(model, (data[0],)))
     for batch in data:
         captured(batch)
-    same = intaglio.compile(intaglio.convert(captured)).text("program") == program.text("program")
+    same = stages.compile(stages.convert(captured)).text("program") == program.text("program")
     with torch.no_grad(), torch._inductor.config.patch(freezing=True):
         compiled = torch.compile(model)
         ways = {"converted": own, "program": program, "float": model, "torch.compile": compiled}

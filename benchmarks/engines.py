@@ -139,9 +139,9 @@ def intaglio_accurate(model: nn.Module, example: Inputs, calibration: list[Input
 
 def intaglio_inductor(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
     """intaglio's reference model, compiled by TorchInductor."""
-    import intaglio
+    from intaglio import stages
 
-    return intaglio.compile(intaglio_reference(model, example, calibration), backend="inductor", example_inputs=example)
+    return stages.compile(intaglio_reference(model, example, calibration), backend="inductor", example_inputs=example)
 
 
 def intaglio_onnxruntime(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
@@ -160,19 +160,19 @@ def intaglio_openvino(model: nn.Module, example: Inputs, calibration: list[Input
 
 
 def intaglio_onnx_file(model: nn.Module, example: Inputs, calibration: list[Inputs], folder: Path) -> Path:
-    import intaglio
+    from intaglio import stages
 
     path = folder / "intaglio.onnx"
-    intaglio.to_onnx(intaglio_reference(model, example, calibration), path)
+    stages.to_onnx(intaglio_reference(model, example, calibration), path)
     return path
 
 
 def intaglio_reference(model: nn.Module, example: Inputs, calibration: list[Inputs]) -> Any:
     """With integer weights and quantize and dequantize, which every backend takes."""
-    import intaglio
+    from intaglio import stages
 
-    prepared = intaglio.prepare(intaglio.capture(model, example))
-    return intaglio.convert(prepared, intaglio.calibrate(prepared, calibration))
+    prepared = stages.prepare(stages.capture(model, example))
+    return stages.convert(prepared, stages.calibrate(prepared, calibration))
 
 
 ENGINES: dict[str, Callable[..., Run]] = {

@@ -25,6 +25,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import intaglio
+from intaglio import stages
 from intaglio.ir import DType, Graph, Input, Op, Output, QParams, Signature, TensorType, verify
 from intaglio.lower import Lowered
 from intaglio.native import machine
@@ -158,7 +159,7 @@ def model_of(write: Callable[[Body], tuple[str, ...]], shape: tuple[int, int]) -
     entries = tuple(Input(name, leaf, real) for leaf, name in enumerate(inputs))
     trees = pytree.tree_structure((inputs, {})), pytree.tree_structure(tuple(outputs))
     signature = Signature(entries, tuple(map(Output, outputs)), *trees)
-    return intaglio.compile(Lowered(verify(near_functions(graph)[0]), {}, signature))
+    return stages.compile(Lowered(verify(near_functions(graph)[0]), {}, signature))
 
 
 def measure(name: str, rounds: int, calls: int) -> dict[str, object]:

@@ -24,6 +24,7 @@ from rich.table import Table
 from torch.nn import functional as F
 
 import intaglio
+from intaglio import stages
 
 FOUR = {"weights_dtype": "s4", "activations_dtype": "u4"}
 EIGHT = {"weights_dtype": "s8", "activations_dtype": "u8"}
@@ -50,9 +51,9 @@ def trained(model, calibration, arguments, report):
     """From the float weights: images flipped and shifted; half of each target is what the float model gives."""
     torch.manual_seed(arguments.seed)
     images, labels = training_set(arguments.data)
-    captured = intaglio.capture(model, calibration[0], train=True)
-    prepared = intaglio.prepare(captured, intaglio.Quantizer(recipe(arguments.ends)), qat=True)
-    intaglio.calibrate(prepared, calibration, progress=False)
+    captured = stages.capture(model, calibration[0], train=True)
+    prepared = stages.prepare(captured, stages.Quantizer(recipe(arguments.ends)), qat=True)
+    stages.calibrate(prepared, calibration, progress=False)
     prepared.learn_scales()
     scales = prepared.scale_parameters()
     others = [p for p in prepared.parameters() if p.requires_grad and all(p is not s for s in scales)]
@@ -80,7 +81,7 @@ def trained(model, calibration, arguments, report):
             schedule.step()
             total += loss.item()
         report(f"epoch {epoch + 1}: loss {total * arguments.train_batch / len(images):.4f}")
-    return intaglio.compile(intaglio.convert(prepared))
+    return stages.compile(stages.convert(prepared))
 
 
 def augmented(images: torch.Tensor) -> torch.Tensor:

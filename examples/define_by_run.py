@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import intaglio
+from intaglio import stages
 
 
 class Child(nn.Module):
@@ -67,7 +68,7 @@ def main() -> None:
 
     reference = intaglio.eager.rewrite(converted)
     print("\nthe explicit graph:", reference.text(), sep="\n")
-    print("compiled, the same bits:", torch.equal(intaglio.compile(reference)(batches[0]), y))
+    print("compiled, the same bits:", torch.equal(stages.compile(reference)(batches[0]), y))
 
 
 if __name__ == "__main__":

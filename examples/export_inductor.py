@@ -6,7 +6,7 @@ the reference model with TorchInductor.
 
 import torch
 
-import intaglio
+from intaglio import stages
 
 
 class M(torch.nn.Module):
@@ -24,17 +24,17 @@ def main() -> None:
     model = M().eval()
 
     # Step 1: Trace the model into an FX graph of flattened ATen operators
-    captured = intaglio.capture(model, example_inputs)
+    captured = stages.capture(model, example_inputs)
 
     # Step 2: Insert observers, and calibrate
-    prepared = intaglio.prepare(captured, intaglio.Quantizer())
-    ranges = intaglio.calibrate(prepared, [example_inputs])
+    prepared = stages.prepare(captured, stages.Quantizer())
+    ranges = stages.calibrate(prepared, [example_inputs])
 
     # Step 3: Quantize the model
-    reference = intaglio.convert(prepared, ranges)
+    reference = stages.convert(prepared, ranges)
 
     # Step 4: Lower the reference model into the backend
-    compiled = intaglio.compile(reference, backend="inductor", example_inputs=example_inputs)
+    compiled = stages.compile(reference, backend="inductor", example_inputs=example_inputs)
 
     print(compiled)
     print(compiled.report)

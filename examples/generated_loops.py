@@ -17,7 +17,7 @@ import sys
 import torch
 from torch import nn
 
-import intaglio
+from intaglio import stages
 
 
 class Bounded(nn.Module):
@@ -42,9 +42,9 @@ LOOP = re.compile(r"// [^\n]*: loop, [^\n]*\n.*?\n}\n", re.DOTALL)
 def main(isa: str | None = None) -> None:
     torch.manual_seed(0)
     data = [torch.randn(2, 3, 10, 10) for _ in range(4)]
-    prepared = intaglio.prepare(intaglio.capture(Bounded().eval(), data[0]))
-    lowered = intaglio.requantize(intaglio.convert(prepared, intaglio.calibrate(prepared, data)))
-    model = intaglio.compile(lowered, isa=isa)
+    prepared = stages.prepare(stages.capture(Bounded().eval(), data[0]))
+    lowered = stages.requantize(stages.convert(prepared, stages.calibrate(prepared, data)))
+    model = stages.compile(lowered, isa=isa)
     print(model.text("integer"))
     names = ("operator -> quantize", "dequantize -> operator -> quantize", "dequantize -> operator")
     for name, text in zip(names, LOOP.findall(model.text("program")), strict=True):

@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import intaglio
+from intaglio import stages
+from intaglio.calibration import AverageMaxCalibrationCallback, CalibrationCallback, Calibrator, DatasetManager
 from intaglio.patterns import QuantizerPattern, builtin, op
 
 EPOCHS, HIDDEN, CLASSES = 12, 128, 10
@@ -48,7 +50,7 @@ def train(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
     model.eval()
 
 
-class LeastError(intaglio.CalibrationCallback):
+class LeastError(CalibrationCallback):
     """The input range, of a few, under which the region's own result moves least; weights and the rest by default."""
 
     def calibrate(self, info):
@@ -66,12 +68,12 @@ class LeastError(intaglio.CalibrationCallback):
 
 def quantize(model, images, patterns, **settings):
     """The four steps, one by one: patterns, calibration, requantization, and the program."""
-    manager = intaglio.DatasetManager(images, batch_size=64, num_samples=512)
-    captured = intaglio.capture(model, images[:2])
-    prepared = intaglio.prepare(captured, intaglio.Quantizer(patterns=patterns, **settings))
-    ranges = intaglio.Calibrator(prepared, manager).calibrate()
-    lowered = intaglio.Requantizer().requantize(intaglio.convert(prepared, ranges))
-    return lowered, intaglio.compile(lowered)
+    manager = DatasetManager(images, batch_size=64, num_samples=512)
+    captured = stages.capture(model, images[:2])
+    prepared = stages.prepare(captured, stages.Quantizer(patterns=patterns, **settings))
+    ranges = Calibrator(prepared, manager).calibrate()
+    lowered = stages.Requantizer().requantize(stages.convert(prepared, ranges))
+    return lowered, stages.compile(lowered)
 
 
 def main() -> None:
@@ -88,7 +90,7 @@ def main() -> None:
         with torch.no_grad():
             return 100 * (network(images[held_out]).argmax(1) == labels[held_out]).double().mean().item()
 
-    average = intaglio.AverageMaxCalibrationCallback()
+    average = AverageMaxCalibrationCallback()
     document = builtin("conv2d_bias", "conv2d", "dense", "add", "multiply", calibration=average)
     lowered, int8 = quantize(model, images[seen], document)
     print(lowered.text())

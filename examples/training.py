@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import intaglio
+from intaglio import stages
 
 TRAIN, CALIBRATE, EPOCHS = 1280, 256, 8
 FOUR = intaglio.Setting(weights_dtype="s4", activations_dtype="u4")
@@ -81,15 +82,15 @@ def main() -> None:
     rounded = intaglio.quantize(model, calibration, recipe=recipe, progress=False)
     print(f"4 bits, rounded afterwards: {accuracy(rounded, held_out):.1f} %")
 
-    captured = intaglio.capture(model, calibration[0], train=True)
-    prepared = intaglio.prepare(captured, intaglio.Quantizer(recipe), qat=True)
-    intaglio.calibrate(prepared, calibration, progress=False)
+    captured = stages.capture(model, calibration[0], train=True)
+    prepared = stages.prepare(captured, stages.Quantizer(recipe), qat=True)
+    stages.calibrate(prepared, calibration, progress=False)
     prepared.learn_scales()
     scales = prepared.scale_parameters()
     others = [p for p in prepared.parameters() if p.requires_grad and all(p is not scale for scale in scales)]
     groups = [{"params": others}, {"params": scales, "lr": RATE_OF_SCALES, "weight_decay": 0.0}]
     train(prepared, torch.optim.AdamW(groups, lr=RATE), loader)
-    trained = intaglio.compile(intaglio.convert(prepared))
+    trained = stages.compile(stages.convert(prepared))
     print(f"4 bits, trained:            {accuracy(trained, held_out):.1f} %")
     with torch.no_grad():
         same = trained(held_out.tensors[0]).argmax(1) == prepared(held_out.tensors[0]).argmax(1)

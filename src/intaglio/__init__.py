@@ -8,112 +8,47 @@ from intaglio import config, errors
 __version__ = config.VERSION
 
 __all__ = [
-    "AverageMaxCalibrationCallback",
-    "CalibrationCallback",
-    "CalibrationInfo",
-    "Calibrator",
-    "Coverage",
-    "DatasetManager",
-    "GlobalCalibrationCallback",
     "Image",
-    "OnnxFile",
-    "Parameters",
     "QuantizedModel",
-    "Quantizer",
-    "QuantizerPattern",
-    "Ranges",
     "Recipe",
-    "Requantizer",
     "Setting",
-    "annotate",
     "autotune",
-    "calibrate",
-    "capture",
     "compare",
-    "compile",
-    "convert",
-    "correct",
     "eager",
-    "equalize",
     "errors",
-    "from_qdq",
     "load",
-    "prepare",
     "quantize",
-    "requantize",
-    "share",
-    "to_onnx",
+    "stages",
 ]
 
 if TYPE_CHECKING:
-    from intaglio import eager
-    from intaglio.api import (
-        annotate,
-        autotune,
-        calibrate,
-        capture,
-        compare,
-        compile,
-        convert,
-        correct,
-        equalize,
-        from_qdq,
-        load,
-        prepare,
-        quantize,
-        requantize,
-        to_onnx,
-    )
-    from intaglio.backends import OnnxFile
-    from intaglio.lower import Requantizer
-    from intaglio.quant.calibrate.callbacks import (
-        AverageMaxCalibrationCallback,
-        CalibrationCallback,
-        CalibrationInfo,
-        Calibrator,
-        GlobalCalibrationCallback,
-    )
-    from intaglio.quant.calibrate.dataset_manager import DatasetManager
-    from intaglio.quant.calibrate.distributed import share
-    from intaglio.quant.calibrate.ranges import Ranges
-    from intaglio.quant.qdq.parameters import Parameters
+    from intaglio import eager, stages
+    from intaglio.api import autotune, quantize
+    from intaglio.build import load
     from intaglio.quant.recipes.image import Image
-    from intaglio.quant.recipes.quantizer import Quantizer
     from intaglio.quant.recipes.recipe import Recipe
     from intaglio.quant.recipes.settings import Setting
-    from intaglio.quant.recipes.user_patterns import QuantizerPattern
-    from intaglio.runtime import Coverage, QuantizedModel
+    from intaglio.runtime import QuantizedModel
+    from intaglio.tune.compare import compare
 else:
-    HOMES = {
-        "eager": "intaglio",
-        "errors": "intaglio",
-        "OnnxFile": "intaglio.backends",
-        "Requantizer": "intaglio.lower",
-        "AverageMaxCalibrationCallback": "intaglio.quant.calibrate.callbacks",
-        "CalibrationCallback": "intaglio.quant.calibrate.callbacks",
-        "CalibrationInfo": "intaglio.quant.calibrate.callbacks",
-        "Calibrator": "intaglio.quant.calibrate.callbacks",
-        "GlobalCalibrationCallback": "intaglio.quant.calibrate.callbacks",
-        "DatasetManager": "intaglio.quant.calibrate.dataset_manager",
-        "share": "intaglio.quant.calibrate.distributed",
-        "Ranges": "intaglio.quant.calibrate.ranges",
-        "Parameters": "intaglio.quant.qdq.parameters",
+    MODULES = {
         "Image": "intaglio.quant.recipes.image",
-        "Quantizer": "intaglio.quant.recipes.quantizer",
+        "QuantizedModel": "intaglio.runtime",
         "Recipe": "intaglio.quant.recipes.recipe",
         "Setting": "intaglio.quant.recipes.settings",
-        "QuantizerPattern": "intaglio.quant.recipes.user_patterns",
-        "Coverage": "intaglio.runtime",
-        "QuantizedModel": "intaglio.runtime",
+        "autotune": "intaglio.api",
+        "compare": "intaglio.tune",
+        "load": "intaglio.build",
+        "quantize": "intaglio.api",
     }
-    """Public name -> the module that defines it; the others are functions of `intaglio.api`."""
+    """Public name -> the module that defines it; the other names are modules themselves."""
 
     def __getattr__(name: str) -> Any:
-        """Return a public name, imported at its first use: `intaglio --help` does not wait for PyTorch."""
+        """Import a public name at its first use, so that `intaglio --help` does not wait for PyTorch."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        home = HOMES.get(name, "intaglio.api")
-        found = import_module(f"{home}.{name}") if home == "intaglio" else getattr(import_module(home), name)
+        home = MODULES.get(name)
+        found = getattr(import_module(home), name) if home else import_module(f"intaglio.{name}")
         globals()[name] = found
         return found
 

@@ -1,9 +1,9 @@
-"""For those who decide node by node what is quantized.
+"""Decide node by node what is quantized.
 
-What has a method ``annotate(module)`` is a quantizer that `intaglio.prepare` takes. It writes an `Annotation` on nodes
-with `annotate_node`: `Levels` on the edges they read and on what they give, or `SameAs` another place, or `Own`, an
-observer that writes levels itself. `Observed`, `Fixed` and `Dynamic` say where parameters come from. `Composed` joins
-several; `X86Quantizer` is one.
+Any object with a method ``annotate(module)`` is a quantizer that `intaglio.stages.prepare` takes. It writes an
+`Annotation` on nodes with `annotate_node`: `Levels` on the edges they read and on their results, `SameAs` to share the
+parameters of another edge, or `Own`, an observer that quantizes by itself. `Observed`, `Fixed` and `Dynamic` name the
+source of parameters. `Composed` joins several quantizers; `X86Quantizer` is one.
 """
 
 from intaglio.quant.annotate.node_annotations import (

@@ -11,6 +11,7 @@ from torch._inductor import config as inductor_config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import intaglio
+from intaglio import stages
 from intaglio.backends.images import byte_inputs
 from intaglio.backends.inductor import SETTINGS, lowering
 from intaglio.backends.inductor_graph import graph_for_inductor, graph_of_bytes, is_int8_layer
@@ -25,10 +26,10 @@ OWN_SUMS = 1e-5
 
 
 def converted(model, *inputs, recipe=None, dynamic_shapes=None, image=None):
-    captured = intaglio.capture(model.eval(), inputs, dynamic_shapes=dynamic_shapes)
-    prepared = intaglio.prepare(captured, intaglio.Quantizer(intaglio.Recipe.of(recipe or {}), input=image))
-    ranges = intaglio.calibrate(prepared, [inputs]) if prepared.observers else None
-    return intaglio.convert(prepared, ranges)
+    captured = stages.capture(model.eval(), inputs, dynamic_shapes=dynamic_shapes)
+    prepared = stages.prepare(captured, stages.Quantizer(intaglio.Recipe.of(recipe or {}), input=image))
+    ranges = stages.calibrate(prepared, [inputs]) if prepared.observers else None
+    return stages.convert(prepared, ranges)
 
 
 def assert_close(got, wanted):
@@ -59,7 +60,7 @@ def residual():
     reference = converted(Residual(), torch.randn(8, 3, 8, 8))
     with inductor_config.patch(freezing=False, pre_grad_custom_pass=_refuse):
         before = inductor_config.get_config_copy()
-        model = intaglio.compile(reference, backend="inductor")
+        model = stages.compile(reference, backend="inductor")
         assert inductor_config.get_config_copy() == before
     return reference, model
 
@@ -118,9 +119,9 @@ def test_errors_of_inductor_are_build_errors_and_settings_come_back():
 
 def test_arguments_of_the_native_backend_are_refused(residual):
     with pytest.raises(InputError, match="isa: of the native backend only"):
-        intaglio.compile(residual[0], backend="inductor", isa="avx2")
+        stages.compile(residual[0], backend="inductor", isa="avx2")
     with pytest.raises(InputError, match="no backend 'tvm'"):
-        intaglio.compile(residual[0], backend="tvm")
+        stages.compile(residual[0], backend="tvm")
 
 
 # ---- what Inductor's patterns would take for something else ---------------------------------------------------------
@@ -158,7 +159,7 @@ def test_a_sum_is_not_left_in_an_input_or_a_constant():
     inputs = torch.randn(4, 16), torch.randn(4, 16)
     fixed = {"x": None, "y": None}
     reference = converted(AddsWhatIsNotItsOwn(), *inputs, recipe={"second": {"quantize": False}}, dynamic_shapes=fixed)
-    model = intaglio.compile(reference, backend="inductor", example_inputs=inputs)
+    model = stages.compile(reference, backend="inductor", example_inputs=inputs)
     kept = [tensor.clone() for tensor in inputs]
     assert_close(model(*inputs), reference(*kept))
     assert_close(model(*inputs), reference(*kept))
@@ -170,7 +171,7 @@ def test_fewer_levels_than_the_type_has_are_clamped_to():
     net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
     x = torch.randn(8, 16)
     reference = converted(net, x, recipe={"*": {"activations_dtype": "u7"}})
-    model = intaglio.compile(reference, backend="inductor", example_inputs=x)
+    model = stages.compile(reference, backend="inductor", example_inputs=x)
     assert_close(model(8 * x), reference(8 * x))
     assert [one.call for one in model.report.of("int8 call")] == ["qlinear + relu -> uint8", "qlinear -> float32"]
 
@@ -291,10 +292,10 @@ def test_convolutions_of_images_are_of_levels_with_one_zero_point(image):
 def test_an_input_with_a_scale_for_every_channel_is_no_bytes():
     torch.manual_seed(0)
     x = torch.rand(8, 3, 11, 9) * torch.tensor([1.0, 5.0, 20.0])[:, None, None]
-    captured = intaglio.capture(Stem().eval(), x)
-    prepared = intaglio.prepare(captured, intaglio.Quantizer(intaglio.Recipe.of({"*": {"equalize": True}})))
-    prepared = intaglio.equalize(prepared, [x])
-    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, [x]))
+    captured = stages.capture(Stem().eval(), x)
+    prepared = stages.prepare(captured, stages.Quantizer(intaglio.Recipe.of({"*": {"equalize": True}})))
+    prepared = stages.equalize(prepared, [x])
+    reference = stages.convert(prepared, stages.calibrate(prepared, [x]))
     handed = graph_for_inductor(reference)
     assert not byte_inputs(handed)
     assert sum(map(is_int8_layer, handed.graph.nodes)) == 3
@@ -308,7 +309,7 @@ def test_images_are_bytes_or_floats(tmp_path):
     bytes_ = pixels(3, 3, 11, 9)
     x = IMAGE.normalize(bytes_)
     reference = converted(Stem(), x, image=IMAGE)
-    model = intaglio.compile(reference, backend="inductor", example_inputs=bytes_)
+    model = stages.compile(reference, backend="inductor", example_inputs=bytes_)
     assert model.report.counts["int8 call"] == 3
     for given in (bytes_, x):
         assert_close(model(given), reference(x))
@@ -324,7 +325,7 @@ def test_a_transformer_block_of_any_batch():
     torch.manual_seed(0)
     x = torch.randn(2, 6, 32)
     reference = converted(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0), x)
-    model = intaglio.compile(reference, backend="inductor")
+    model = stages.compile(reference, backend="inductor")
     assert model.report.counts["int8 call"] == 6
     for batch in (1, 5):
         x = torch.randn(batch, 6, 32)
@@ -345,7 +346,7 @@ def test_bert_with_masks_and_as_a_package(bert, tmp_path):
     ids, mask = torch.randint(50, (2, 7)), torch.ones(2, 7, dtype=torch.long)
     mask[1, 4:] = 0
     reference = converted(bert, ids, mask)
-    model = intaglio.compile(reference, backend="inductor", example_inputs=(ids, mask))
+    model = stages.compile(reference, backend="inductor", example_inputs=(ids, mask))
     own = "encoder.layer.0."
     assert [(one.origin.path.removeprefix(own), one.call) for one in model.report.of("int8 call")] == [
         ("attention.self.query", "qlinear -> uint8"),
@@ -387,7 +388,7 @@ def test_a_recurrent_layer_is_a_callback_that_no_package_takes(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(2, 5, 8)
     reference = converted(Recurrent(), x)
-    model = intaglio.compile(reference, backend="inductor", example_inputs=x)
+    model = stages.compile(reference, backend="inductor", example_inputs=x)
     assert_close(model(x), reference(x))
     assert model.report.counts["callback"] == 1
     with pytest.raises(UnsupportedError, match="Python"):

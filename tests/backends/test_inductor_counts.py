@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch.export import Dim
 
-import intaglio
+from intaglio import stages
 from intaglio.backends import inductor
 from support.nets import Body
 
@@ -37,8 +37,8 @@ def lowered(model, x, monkeypatch, free=()):
     monkeypatch.setattr(inductor, "lowering", lowering)
     sizes = dict.fromkeys(free, Dim.AUTO)
     shapes = ((sizes,),) if isinstance(model, Body) else (sizes,)
-    prepared = intaglio.prepare(intaglio.capture(model.eval(), x, dynamic_shapes=shapes))
-    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, [x]))
+    prepared = stages.prepare(stages.capture(model.eval(), x, dynamic_shapes=shapes))
+    reference = stages.convert(prepared, stages.calibrate(prepared, [x]))
     counters.clear()
     with suppress(Lowered):
         inductor.InductorModel(reference)._compiled([x], free=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import BuildError, InputError, UnsupportedError
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import prepare
@@ -30,7 +31,7 @@ APART = tuple(row for row in builtin() if not row.name.startswith("anchor_add"))
 
 
 def reference_of(model: nn.Module, *x: Any, recipe: Recipe | None = None, **quantizer: Any) -> Reference:
-    captured = intaglio.capture(model.eval(), x)
+    captured = stages.capture(model.eval(), x)
     prepared = prepare(captured, Quantizer(recipe or Recipe(), **quantizer))
     return convert(prepared, calibrate(prepared, lambda run: run(*x)))
 
@@ -60,7 +61,7 @@ class Written:
 
     def __init__(self, reference: Reference, folder: Path, sums: str = "float") -> None:
         path, optimized = folder / "model.onnx", folder / "optimized.onnx"
-        self.reference, self.file = reference, intaglio.to_onnx(reference, path, sums=sums)
+        self.reference, self.file = reference, stages.to_onnx(reference, path, sums=sums)
         onnx.checker.check_model(path, full_check=True)
         self.model = onnx.load(path)
         self.plain, self.fast = session(path), session(path, optimized=optimized)
@@ -142,8 +143,8 @@ def test_rounding_in_front_of_a_sum_clips_nothing(relu, tmp_path):
     x = torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     reference = reference_of(randomize(body), x)
     exact, rounded = (tmp_path / f"{sums}.onnx" for sums in ("float", "levels"))
-    intaglio.to_onnx(reference, exact, sums="float")
-    intaglio.to_onnx(reference, rounded)
+    stages.to_onnx(reference, exact, sums="float")
+    stages.to_onnx(reference, rounded)
     assert operators(rounded)["QuantizeLinear"] == operators(exact)["QuantizeLinear"] + 1
     other, own = (reference.qparams[name].step for name in reference.qparams if "max_pool" in name)
     for gain in (0.1, 1, 4):
@@ -159,12 +160,12 @@ def test_a_sum_of_what_no_levels_are_known_of_stays_float(tmp_path):
         twice=Body(lambda m, x: (lambda y: y + y)(m.conv(x)), conv=nn.Conv2d(3, 4, 3)),
     )
     reference = reference_of(randomize(body), torch.randn(2, 3, 8, 8))
-    assert not intaglio.to_onnx(reference, tmp_path / "model.onnx").notes
+    assert not stages.to_onnx(reference, tmp_path / "model.onnx").notes
 
 
 def test_sums_are_levels_or_float(tmp_path):
     with pytest.raises(InputError, match="'int8'; there are levels and float"):
-        intaglio.to_onnx(reference_of(nn.Linear(8, 8), torch.randn(3, 8)), tmp_path / "model.onnx", sums="int8")
+        stages.to_onnx(reference_of(nn.Linear(8, 8), torch.randn(3, 8)), tmp_path / "model.onnx", sums="int8")
 
 
 def test_images_are_taken_as_bytes(tmp_path):
@@ -183,8 +184,8 @@ def test_images_are_taken_as_bytes(tmp_path):
 def test_an_input_with_a_scale_for_every_channel_is_no_bytes(tmp_path):
     model = randomize(nets.ConvBnRelu())
     x = torch.rand(3, 3, 12, 12) * torch.tensor([1.0, 5.0, 20.0])[:, None, None]
-    captured = intaglio.capture(model.eval(), x)
-    prepared = intaglio.equalize(prepare(captured, Quantizer(Recipe(default=intaglio.Setting(equalize=True)))), [x])
+    captured = stages.capture(model.eval(), x)
+    prepared = stages.equalize(prepare(captured, Quantizer(Recipe(default=intaglio.Setting(equalize=True)))), [x])
     written = Written(convert(prepared, calibrate(prepared, [x])), tmp_path)
     assert written.file.inputs == {"input": "FLOAT[n,3,12,12]"}
     assert not {"Conv", "FusedConv"} & set(written.engine)
@@ -354,7 +355,7 @@ def test_an_operator_onnx_has_not_is_refused_with_its_place(tmp_path):
 
     model = nn.Sequential(nn.Linear(8, 8), Odd(), nn.Linear(8, 8))
     with pytest.raises(UnsupportedError, match="no ONNX operators") as caught:
-        intaglio.to_onnx(reference_of(model, torch.randn(3, 8)), tmp_path / "model.onnx")
+        stages.to_onnx(reference_of(model, torch.randn(3, 8)), tmp_path / "model.onnx")
     assert caught.value.where == "1"
     assert "bessel_j0" in caught.value.operator
     assert not (tmp_path / "model.onnx").exists()
@@ -362,14 +363,14 @@ def test_an_operator_onnx_has_not_is_refused_with_its_place(tmp_path):
 
 def test_another_stage_is_refused(tmp_path):
     with pytest.raises(InputError, match="takes a Reference"):
-        intaglio.to_onnx(nn.Linear(2, 2), tmp_path / "model.onnx")
+        stages.to_onnx(nn.Linear(2, 2), tmp_path / "model.onnx")
 
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(tmp_path, monkeypatch):
     reference = reference_of(nn.Linear(8, 8), torch.randn(3, 8))
     monkeypatch.setitem(__import__("sys").modules, "onnxscript", None)
     with pytest.raises(BuildError, match=r"onnxscript[\s\S]*pip install 'intaglio\[onnx\]'"):
-        intaglio.to_onnx(reference, tmp_path / "model.onnx")
+        stages.to_onnx(reference, tmp_path / "model.onnx")
 
 
 @pytest.mark.parametrize("name", ["0.weight:scale", "3.weight:scale"])

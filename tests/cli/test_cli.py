@@ -150,12 +150,12 @@ def test_without_typer_one_line_names_the_extra(start):
     assert "intaglio[cli]" in line
 
 
-def test_public_names_come_at_first_use_and_capture_stays_the_function():
+def test_public_names_are_imported_at_first_use():
     text = """
 import sys, intaglio
 assert "torch" not in sys.modules
-import intaglio.capture, intaglio.quant
-assert intaglio.capture is intaglio.api.capture and callable(intaglio.capture)
+import intaglio.quant, intaglio.tune.compare
+assert callable(intaglio.compare) and callable(intaglio.stages.capture)
 assert all(hasattr(intaglio, name) for name in intaglio.__all__) and set(intaglio.__all__) <= set(dir(intaglio))
 assert not hasattr(intaglio, "quantise")
 """
@@ -301,7 +301,7 @@ def test_quantize_prints_coverage_and_size(run):
 
 def test_quantize_tunes_when_asked(run, monkeypatch):
     asked = []
-    monkeypatch.setattr("intaglio.api.search", lambda lowered, isa, inputs: asked.append(isa) or {})
+    monkeypatch.setattr("intaglio.stages.search", lambda lowered, isa, inputs: asked.append(isa) or {})
     ok(run(*QUANTIZE))
     assert not asked
     ok(run(*QUANTIZE, "--tune"))

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import ArtifactError
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.qdq.convert import Reference
@@ -28,12 +29,12 @@ def writer(name: str, reference: Reference, monkeypatch: pytest.MonkeyPatch):
 
     if name == "to_onnx":
         monkeypatch.setattr(sys.modules["intaglio.backends.onnx"], "_exported", reached)
-        return lambda path: intaglio.to_onnx(reference, path)
+        return lambda path: stages.to_onnx(reference, path)
     if name == "save_package":
         monkeypatch.setattr("torch.export.export", reached)
-        return intaglio.compile(reference, backend="inductor").save_package
+        return stages.compile(reference, backend="inductor").save_package
     if name == "save":
-        model = intaglio.compile(reference)
+        model = stages.compile(reference)
         monkeypatch.setattr(type(model), "_exact_digest", reached)
         return lambda path: model.save(path, example=nets.example(nets.ConvBnRelu()))
     return {"ranges": Ranges({}, 0, 0, ""), "parameters": reference.parameters, "recipe": intaglio.Recipe()}[name].save
@@ -53,7 +54,7 @@ def test_a_file_needs_a_folder_that_exists_and_no_folder_of_its_name(name, refer
 
 
 def test_the_folder_of_an_export_is_made_and_checked_before_the_work(reference, tmp_path, monkeypatch):
-    model = intaglio.compile(reference)
+    model = stages.compile(reference)
     model.export_c(tmp_path / "new" / "folder")
     assert (tmp_path / "new" / "folder" / "weights.bin").exists()
     (tmp_path / "file").touch()

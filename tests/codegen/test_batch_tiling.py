@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-import intaglio
-from intaglio import Image, build
+from intaglio import Image, build, stages
 from intaglio.codegen import emit
 from intaglio.ir import Dim
 from intaglio.lower import Lowered
@@ -74,8 +73,8 @@ def test_images_of_bytes_are_taken_in_turns():
     model = randomize(Body(lambda net, x: net.b(net.a(x).relu()), **convolutions))
     image, pixels = Image(mean=0.5, std=0.25), torch.randint(0, 256, (7, 3, 6, 5), dtype=torch.uint8)
     normal = image.normalize(pixels)
-    prepared = intaglio.prepare(intaglio.capture(model, normal), intaglio.Quantizer(input=image))
-    lowered = intaglio.requantize(intaglio.convert(prepared, intaglio.calibrate(prepared, [normal])))
+    prepared = stages.prepare(stages.capture(model, normal), stages.Quantizer(input=image))
+    lowered = stages.requantize(stages.convert(prepared, stages.calibrate(prepared, [normal])))
     (batch,) = lowered.graph.symbols()
     model = in_turns(lowered, build.compile(lowered), Turns(batch, most(lowered), 2))
     expected = lowered(normal)

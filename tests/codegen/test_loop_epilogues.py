@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import intaglio
-from intaglio import Recipe
+from intaglio import Recipe, stages
 from intaglio.lower import Lowered
 from intaglio.plan import plan_graph
 from support.int8_models import assert_same
@@ -24,7 +24,7 @@ def kinds(lowered: Lowered) -> list[str]:
 
 
 def compiled(lowered: Lowered) -> list[intaglio.QuantizedModel]:
-    return [intaglio.compile(lowered, isa=isa) for isa in HERE]
+    return [stages.compile(lowered, isa=isa) for isa in HERE]
 
 
 def branches():

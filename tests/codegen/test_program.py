@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-import intaglio
-from intaglio import build
+from intaglio import build, stages
 from intaglio.codegen import EMITTERS, emit
 from intaglio.ir import Schedule, evaluate
 from intaglio.lower import Lowered
@@ -83,8 +82,8 @@ def test_a_linear_layer_on_four_axes_reads_the_last_one(isa):
 def test_linear_layers_of_four_axes_meet_image_operators(isa):
     """conv2d -> linear over columns -> clamp -> conv2d, an add across both, a slice: copies between the layouts."""
     model = randomize(Body(_mixed, conv=nn.Conv2d(3, 8, 3, padding=1), mix=nn.Linear(6, 6), out=nn.Conv2d(8, 4, 3)))
-    prepared = intaglio.prepare(intaglio.capture(model, torch.randn(2, 3, 5, 6)))
-    lowered = intaglio.requantize(intaglio.convert(prepared, intaglio.calibrate(prepared, [torch.randn(8, 3, 5, 6)])))
+    prepared = stages.prepare(stages.capture(model, torch.randn(2, 3, 5, 6)))
+    lowered = stages.requantize(stages.convert(prepared, stages.calibrate(prepared, [torch.randn(8, 3, 5, 6)])))
     assert [op.kind for op in lowered.graph.ops].count("reshape") == 2
     x = torch.randn(3, 3, 5, 6)
     assert_same_bits(build.compile(lowered, isa=isa)(x), lowered(x))

@@ -9,6 +9,7 @@ import pytest
 import typer
 
 import intaglio
+import intaglio.calibration
 from intaglio import config, errors
 from intaglio.cli.app import app
 from intaglio.codegen import ISAS
@@ -161,7 +162,8 @@ def test_the_site_builds_without_a_warning(tmp_path, monkeypatch):
 def test_every_public_name_is_in_the_reference():
     paths = re.findall(r"^::: ([\w.]+)$", PAGES["reference/api.md"], re.M)
     documented = {path.rpartition(".")[2] for path in paths if not path.startswith("intaglio.eager.")}
-    assert set(intaglio.__all__) - {"eager", "errors"} <= documented
+    public = {*intaglio.__all__, *intaglio.stages.__all__, *intaglio.calibration.__all__}
+    assert public - {"eager", "errors", "stages"} <= documented
     assert {f"intaglio.eager.{name}" for name in intaglio.eager.__all__} <= set(paths)
 
 
@@ -170,8 +172,9 @@ def test_a_documented_name_is_what_the_package_exports(path):
     module, _, name = path.rpartition(".")
     found = getattr(importlib.import_module(module), name)
     assert inspect.getdoc(found)
-    if name in intaglio.__all__ and module != "intaglio.eager":
-        assert found is getattr(intaglio, name)
+    for home in (intaglio, intaglio.stages, intaglio.calibration):
+        if name in home.__all__ and module != "intaglio.eager":
+            assert found is getattr(home, name)
 
 
 def test_every_variable_of_the_environment_is_described():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import intaglio
-from intaglio import eager
+from intaglio import eager, stages
 from intaglio.errors import InputError
 from support import nets
 from support.eager_models import warnings_of
@@ -169,8 +169,8 @@ def test_comparing_changes_neither_model():
 def test_gates_of_a_recurrent_cell_are_compared_by_the_other_door_too():
     model = nets.randomize(Tagger())
     data = [sentences(seed, 3) for seed in range(3)]
-    prepared = intaglio.prepare(intaglio.capture(model, data[0]))
-    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, data))
+    prepared = stages.prepare(stages.capture(model, data[0]))
+    reference = stages.convert(prepared, stages.calibrate(prepared, data))
     judged = intaglio.compare(model, reference, data)
     assert {"cell", "tags"} <= {row.path.partition("@")[0] for row in judged.rows}
     assert all(row.so_far > 20 for row in judged.rows)

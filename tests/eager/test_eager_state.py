@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import intaglio
-from intaglio import eager
+from intaglio import eager, stages
 from intaglio.errors import ArtifactError, CalibrationError, InputError
 from support import nets
 from support.project_files import TESTS
@@ -407,7 +407,7 @@ def test_parameters_stand_for_data(name):
     again = eager.prepare(model, MODELS[name][1](99))
     assert_same(outputs(eager.convert(again, found), name), outputs(converted, name))
     assert_same(outputs(eager.convert(again, [found.without_weights()]), name), outputs(converted, name))
-    assert intaglio.Parameters.from_json(found.to_json()).to_json() == found.to_json()
+    assert stages.Parameters.from_json(found.to_json()).to_json() == found.to_json()
 
 
 @pytest.mark.case("frontends B13")
@@ -462,7 +462,7 @@ def test_the_explicit_graph_has_the_operators_and_gives_the_bits():
     quantizes = names.count("quantized_decomposed.quantize_per_tensor.default")
     assert quantizes == sum(site.role == "activation" for site in reference.annotations.sites)
     assert names.count("quantized_decomposed.dequantize_per_tensor.default") >= quantizes
-    assert_same(outputs(intaglio.compile(reference)), outputs(converted))
+    assert_same(outputs(stages.compile(reference)), outputs(converted))
 
 
 @pytest.mark.case("frontends B9")

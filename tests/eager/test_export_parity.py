@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import intaglio
-from intaglio import eager
+from intaglio import eager, stages
 from support.nets import (
     Grouped,
     MaxPoolNet,
@@ -78,18 +77,18 @@ def batches(kind):
 @pytest.mark.parametrize("kind", [*IMAGES, *OTHERS], ids=lambda kind: kind.__name__)
 def test_both_doors_give_the_same_parameters_program_and_integers(kind):
     model, data = batches(kind)
-    prepared = intaglio.prepare(intaglio.capture(model, (data[0],)))
+    prepared = stages.prepare(stages.capture(model, (data[0],)))
     watched = eager.prepare(model, (data[0],))
     for batch in data:
         expected, found = prepared(batch.clone()), watched(batch.clone())
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    reference, converted = intaglio.convert(prepared), eager.convert(watched)
+    reference, converted = stages.convert(prepared), eager.convert(watched)
     rewritten = eager.rewrite(converted)
     assert rewritten.parameters.to_json() == reference.parameters.to_json()
-    lowered = intaglio.requantize(reference)
-    assert intaglio.requantize(rewritten).graph.types.keys() == lowered.graph.types.keys()
-    program = intaglio.compile(lowered)
-    assert intaglio.compile(rewritten).text("program") == program.text("program")
+    lowered = stages.requantize(reference)
+    assert stages.requantize(rewritten).graph.types.keys() == lowered.graph.types.keys()
+    program = stages.compile(lowered)
+    assert stages.compile(rewritten).text("program") == program.text("program")
     for batch in (data[0], data[1][:1]):
         torch.testing.assert_close(converted(batch.clone()), program(batch.clone()), rtol=0, atol=0)
 
@@ -97,7 +96,7 @@ def test_both_doors_give_the_same_parameters_program_and_integers(kind):
 def test_the_comparison_sees_other_parameters():
     model, data = batches(Residual)
     watched = eager.prepare(model, (data[0],))
-    prepared = intaglio.prepare(intaglio.capture(model, (data[0],)))
+    prepared = stages.prepare(stages.capture(model, (data[0],)))
     watched(data[0]), prepared(data[1])
-    mine, theirs = eager.rewrite(eager.convert(watched)), intaglio.convert(prepared)
+    mine, theirs = eager.rewrite(eager.convert(watched)), stages.convert(prepared)
     assert mine.parameters.to_json() != theirs.parameters.to_json()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import intaglio
+from intaglio import stages
 from support.project_files import ROOT
 
 DATA = Path(os.environ.get("INTAGLIO_DATA", ROOT.resolve().parent / "shared" / "data"))
@@ -67,9 +67,9 @@ def test_integers_are_as_good_as_the_float_simulation(depth):
     model.load_state_dict(torch.load(DATA / f"resnet{depth}_cifar10.pt", weights_only=True))
     model.eval()
     calibration, test = images("lossless", "train_images", 256), images("jpeg", "test_images", IMAGES)
-    prepared = intaglio.prepare(intaglio.capture(model, (calibration[:2],)))
-    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, calibration.split(128)))
-    int8 = intaglio.compile(reference)
+    prepared = stages.prepare(stages.capture(model, (calibration[:2],)))
+    reference = stages.convert(prepared, stages.calibrate(prepared, calibration.split(128)))
+    int8 = stages.compile(reference)
     int8.assert_int8(macs=1.0)
     assert int8.coverage.islands == 0
     with torch.no_grad():
@@ -78,4 +78,4 @@ def test_integers_are_as_good_as_the_float_simulation(depth):
     got = torch.cat([int8(batch) for batch in test.split(128)])
     print(f"ResNet-{depth}: simulation {decibels(simulated, wanted):.2f} dB, int8 {decibels(got, wanted):.2f} dB")
     assert abs(decibels(got, wanted) - decibels(simulated, wanted)) < 0.2
-    assert torch.equal(int8(test[:16]), intaglio.requantize(reference)(test[:16]))
+    assert torch.equal(int8(test[:16]), stages.requantize(reference)(test[:16]))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import intaglio
+from intaglio import stages
 from intaglio.errors import ArtifactError
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import prepare
@@ -53,19 +53,19 @@ def test_a_fresh_model_with_recipe_and_ranges_from_files_is_the_original(tmp_pat
     parts = {"k": nn.Parameter(torch.ones(4, 3, 3, 3)), "w": nn.Parameter(torch.ones(5, 64))}
     model = nets.randomize(Body(functional, c=conv(), **parts))
     recipe = Recipe.of({"c": {"weights": "tensor"}, "op:aten.linear": {"method": "minmax"}})
-    prepared = prepare(intaglio.capture(model, X), Quantizer(recipe))
+    prepared = prepare(stages.capture(model, X), Quantizer(recipe))
     ranges = calibrate(prepared, [X])
     ranges.save(tmp_path / "ranges.json")
     recipe.save(tmp_path / "recipe.toml")
     original = convert(prepared, ranges)
 
     fresh = copy.deepcopy(model)
-    again = prepare(intaglio.capture(fresh, X[:1]), Quantizer(Recipe.load(tmp_path / "recipe.toml")))
+    again = prepare(stages.capture(fresh, X[:1]), Quantizer(Recipe.load(tmp_path / "recipe.toml")))
     loaded = convert(again, Ranges.load(tmp_path / "ranges.json"))
     assert loaded.text() == original.text()
     assert loaded.qparams == original.qparams
     assert torch.equal(loaded(X), original(X))
-    first, second = (intaglio.requantize(stage).graph for stage in (original, loaded))
+    first, second = (stages.requantize(stage).graph for stage in (original, loaded))
     assert all((first.constants[name] == second.constants[name]).all() for name in first.constants)
 
 
@@ -119,42 +119,42 @@ STAGES = ("captured", "prepared", "reference", "lowered")
 
 
 @pytest.fixture(scope="module")
-def stages():
+def all_stages():
     model, captured = captured_net(nets.Residual)
     prepared = prepare(captured)
     calibrate(prepared, [nets.example(model, 4)])
     reference = convert(prepared)
-    return dict(zip(STAGES, (captured, prepared, reference, intaglio.requantize(reference)), strict=True))
+    return dict(zip(STAGES, (captured, prepared, reference, stages.requantize(reference)), strict=True))
 
 
 @pytest.mark.case("frontends B11")
 @pytest.mark.parametrize("name", STAGES)
-def test_a_copy_of_a_stage_is_independent(name, stages):
+def test_a_copy_of_a_stage_is_independent(name, all_stages):
     """B11."""
-    copied, x = copy.deepcopy(stages[name]), picture()
-    assert copied.text() == stages[name].text()
-    assert torch.equal(copied(x), stages[name](x))
+    copied, x = copy.deepcopy(all_stages[name]), picture()
+    assert copied.text() == all_stages[name].text()
+    assert torch.equal(copied(x), all_stages[name](x))
     if name == "prepared":
-        before = convert(stages[name]).text()
+        before = convert(all_stages[name]).text()
         assert convert(copied).text() == before
         calibrate(copied, [100 * x])
-        assert convert(copied).text() != before == convert(stages[name]).text()
+        assert convert(copied).text() != before == convert(all_stages[name]).text()
 
 
 @pytest.mark.case("frontends B11")
-def test_what_can_be_pickled_is_and_the_rest_says_what_to_save(stages):
-    """B11: stages that are torch.fx graphs would come back without types and sites."""
-    again = pickle.loads(pickle.dumps(stages["lowered"]))
-    assert torch.equal(again(picture()), stages["lowered"](picture()))
+def test_what_can_be_pickled_is_and_the_rest_says_what_to_save(all_stages):
+    """B11: all_stages that are torch.fx graphs would come back without types and sites."""
+    again = pickle.loads(pickle.dumps(all_stages["lowered"]))
+    assert torch.equal(again(picture()), all_stages["lowered"](picture()))
     for name in ("captured", "prepared", "reference"):
         with pytest.raises(ArtifactError, match="cannot be pickled") as raised:
-            pickle.dumps(stages[name])
+            pickle.dumps(all_stages[name])
         assert "ranges.save(path)" in raised.value.remedy
 
 
 @pytest.mark.case("frontends B24", "problem 8")
-def test_modes_of_what_came_out_do_nothing_or_say_so(stages):
-    """B24: an int8 model warns on train() and stays; the stages have no mode to switch; twice is as once."""
+def test_modes_of_what_came_out_do_nothing_or_say_so(all_stages):
+    """B24: an int8 model warns on train() and stays; the all_stages have no mode to switch; twice is as once."""
     model, _ = compiled(nets.Residual)
     expected = model(picture())
     for _ in range(2):
@@ -166,12 +166,12 @@ def test_modes_of_what_came_out_do_nothing_or_say_so(stages):
             model.train(False)
         assert_same(model(picture()), expected)
     for name in STAGES:
-        assert not hasattr(stages[name], "train")
-    before = stages["reference"](picture())
-    stages["reference"].module.train()
-    stages["prepared"].module.train()
-    assert torch.equal(stages["reference"](picture()), before)
-    assert all("dropout" not in str(node.target) for node in stages["prepared"].module.graph.nodes)
+        assert not hasattr(all_stages[name], "train")
+    before = all_stages["reference"](picture())
+    all_stages["reference"].module.train()
+    all_stages["prepared"].module.train()
+    assert torch.equal(all_stages["reference"](picture()), before)
+    assert all("dropout" not in str(node.target) for node in all_stages["prepared"].module.graph.nodes)
 
 
 @pytest.mark.case("frontends B24")
@@ -180,6 +180,6 @@ def test_the_float_model_keeps_the_mode_it_had():
     model = nets.randomize(nets.Residual())
     model.blocks.train()
     modes = [module.training for module in model.modules()]
-    graph = lowered(intaglio.capture(model, picture()), picture())[1]
+    graph = lowered(stages.capture(model, picture()), picture())[1]
     assert [module.training for module in model.modules()] == modes
     assert kinds(graph).count("island") == 0

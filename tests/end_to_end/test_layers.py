@@ -8,16 +8,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import intaglio
-from intaglio import Recipe, Setting, capture, compile, convert, equalize, prepare, requantize
+from intaglio import Recipe, Setting, stages
 from intaglio.plan import plan_graph
+from intaglio.stages import capture, compile, convert, equalize, prepare, requantize
 from support.matmul_library import HERE
 from support.nets import Body, randomize
 
 DRAW = torch.Generator().manual_seed(3)
 
 
-def stages(model: nn.Module, *inputs: Tensor, recipe: Recipe | None = None):
-    prepared = prepare(capture(model.eval(), inputs), intaglio.Quantizer(recipe or Recipe()))
+def all_stages(model: nn.Module, *inputs: Tensor, recipe: Recipe | None = None):
+    prepared = prepare(capture(model.eval(), inputs), stages.Quantizer(recipe or Recipe()))
     prepared(*inputs)
     reference = convert(prepared)
     return reference, requantize(reference)
@@ -59,7 +60,7 @@ def test_a_residual_net_is_int8_from_end_to_end():
         )
     )
     x = torch.randn(64, 3, 32, 32, generator=DRAW)
-    reference, lowered = stages(model, x)
+    reference, lowered = all_stages(model, x)
     kinds = [kind for step in partitions(lowered) for kind in step]
     assert kinds.count("conv2d") == 15
     assert not {"island", "loop"} & set(kinds)
@@ -76,7 +77,7 @@ def test_levels_are_not_lifted_over_a_view_that_a_float_sum_reads():
 
     model = Body(body, first=nn.Linear(8, 12), second=nn.Linear(6, 4))
     x, y = torch.randn(2, 6, 8, generator=DRAW), torch.randn(2, 12, 6, generator=DRAW)
-    reference, lowered = stages(model, x, y, recipe=Recipe.named("transformer"))
+    reference, lowered = all_stages(model, x, y, recipe=Recipe.named("transformer"))
     assert ["linear", "requantize"] not in partitions(lowered), "the first layer gives floats"
     for found, wanted, exact in zip(compile(lowered)(x, y), reference(x, y), model(x, y), strict=True):
         assert (found - wanted).abs().max() <= 0.02 * exact.abs().max()
@@ -98,7 +99,7 @@ def test_a_chain_between_ends_is_one_loop_with_an_exact_tail(name, isa):
     model = Body(ENDS[name], c=nn.Linear(width, width), d=nn.Linear(width, 5))
     x = torch.randn(3, width, generator=DRAW)
     x[0, :4] = torch.tensor([1e30, -1e30, 0.5, -0.5])
-    _, lowered = stages(model, x, recipe=Recipe.of({}, Setting(residual="float", functions="table")))
+    _, lowered = all_stages(model, x, recipe=Recipe.of({}, Setting(residual="float", functions="table")))
     assert sum(step == ["loop"] for step in partitions(lowered)) <= 1
     assert torch.equal(compile(lowered, isa=isa)(x), lowered(x))
 
@@ -123,7 +124,7 @@ def test_functions_behind_layers_with_and_without_levels(name, quantized):
     after = nn.Linear(21, 4) if quantized else nn.Identity()
     model = Body(lambda m, x: m.after(UNARY[name](m.c(x))), c=nn.Linear(12, 21), after=after)
     x = torch.randn(9, 12, generator=DRAW)
-    _, lowered = stages(model, x)
+    _, lowered = all_stages(model, x)
     found, exact = compile(lowered)(x), model(x)
     assert not lowered.islands
     assert torch.equal(found, lowered(x))
@@ -173,7 +174,7 @@ def test_smoothing_beats_plain_levels_where_a_channel_sticks_out():
     exact = model(x)
     errors = []
     for smooth in (False, True):
-        prepared = prepare(capture(model, (x,)), intaglio.Quantizer(Recipe.named("transformer")))
+        prepared = prepare(capture(model, (x,)), stages.Quantizer(Recipe.named("transformer")))
         prepared = equalize(prepared, [x]) if smooth else prepared
         prepared(x)
         lowered = requantize(convert(prepared))
@@ -192,7 +193,7 @@ def test_group_norm_is_a_norm_of_rows(groups, affine, residual, isa):
         nn.init.normal_(norm.bias)
     model = Body(lambda m, x: m.d(F.silu(m.norm(m.c(x)))), c=nn.Conv2d(3, 12, 3), d=nn.Conv2d(12, 4, 3), norm=norm)
     x = torch.randn(4, 3, 9, 11, generator=DRAW)
-    _, lowered = stages(model, x, recipe=Recipe.of({}, Setting(residual=residual)))
+    _, lowered = all_stages(model, x, recipe=Recipe.of({}, Setting(residual=residual)))
     program, exact = compile(lowered, isa=isa), model(x)
     assert not lowered.islands
     assert torch.equal(program(x), lowered(x))

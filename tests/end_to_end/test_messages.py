@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import CalibrationError
 from support import nets
 from support.int8_models import compiled, picture
@@ -101,24 +102,24 @@ def test_the_whole_way_prints_nothing_and_warns_of_nothing(capfd):
 def test_less_data_than_asked_for_is_said_with_both_numbers():
     """Problem 18, calibration case 11."""
     model, captured = captured_net(nets.MaxPoolNet)
-    prepared = intaglio.prepare(captured)
+    prepared = stages.prepare(captured)
     with pytest.warns(UserWarning, match="calibrated on 6 samples in 2 batches; 100 were asked for"):
-        ranges = intaglio.calibrate(prepared, [nets.example(model, 4), nets.example(model, 2)], samples=100)
+        ranges = stages.calibrate(prepared, [nets.example(model, 4), nets.example(model, 2)], samples=100)
     assert (ranges.batches, ranges.samples) == (2, 6)
-    assert intaglio.convert(prepared, ranges).qparams
+    assert stages.convert(prepared, ranges).qparams
 
 
 @pytest.mark.case("problem 18")
 def test_an_uncalibrated_model_is_an_error_not_garbage():
     """Problem 18: also when only a part has seen no data."""
     _, captured = captured_net(nets.MaxPoolNet)
-    prepared = intaglio.prepare(captured)
+    prepared = stages.prepare(captured)
     with pytest.raises(CalibrationError, match="have seen no data"):
-        intaglio.requantize(intaglio.convert(prepared))
+        stages.requantize(stages.convert(prepared))
     site, observer = next(iter(prepared.observers.items()))
     observer(nets.example(nets.MaxPoolNet(), 2))
     with pytest.raises(CalibrationError, match=r"have seen no data") as raised:
-        intaglio.convert(prepared)
+        stages.convert(prepared)
     assert site not in raised.value.where
 
 

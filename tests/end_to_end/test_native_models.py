@@ -19,6 +19,7 @@ from torch.ao.quantization import (
 from torch.ao.quantization.quantize_fx import _convert_to_reference_decomposed_fx, prepare_fx
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import IntaglioError, SelectorError, UnsupportedError
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType
@@ -61,7 +62,7 @@ def test_operands_of_other_scales_are_requantized_before_a_concatenation():
     for node in (levels, *levels.users):
         node.args = (node.args[0], node.args[1] * 1.7, node.args[2] - 9, *node.args[3:])
     reference.module.recompile()
-    lowered = intaglio.requantize(reference)
+    lowered = stages.requantize(reference)
     assert kinds(lowered).count("table") == 1
     assert not lowered.islands
     assert_equal_levels(reference, lowered, X)
@@ -117,7 +118,7 @@ def test_a_scaled_and_masked_product_of_two_activations_is_one_partition():
     assert not lowered.islands
     assert lowered(x, mask).dtype is torch.float32
     assert_equal_levels(reference, lowered, x, mask)
-    assert torch.equal(intaglio.compile(lowered)(x, mask), lowered(x, mask))
+    assert torch.equal(stages.compile(lowered)(x, mask), lowered(x, mask))
     assert sqnr(lowered(x, mask), model(x, mask)) > 25
 
 
@@ -135,7 +136,7 @@ def test_a_value_that_is_returned_and_read_on_is_the_levels_the_next_layer_reads
     assert levels.max() <= 255
     again = (levels - kind.levels.zero).astype(np.float32) * np.float32(kind.levels.step)
     assert np.array_equal(again, returned)
-    assert torch.equal(intaglio.compile(lowered)(X)[1], lowered(X)[1])
+    assert torch.equal(stages.compile(lowered)(X)[1], lowered(X)[1])
     assert_equal_levels(reference, lowered, X)
 
 
@@ -170,7 +171,7 @@ def test_extreme_weights_and_inputs_are_exact_on_every_instruction_set(bits, isa
     _, lowered = quantized(model.eval(), x, recipe=intaglio.Recipe.of({"*": {"bits": bits, "method": "minmax"}}))
     weight = next(array for array in lowered.graph.constants.values() if array.dtype == np.int8)
     assert set(np.unique(weight)) == {-127, 127}
-    levels = intaglio.compile(lowered, isa=isa)
+    levels = stages.compile(lowered, isa=isa)
     assert torch.equal(levels(x), lowered(x))
 
 
@@ -202,7 +203,7 @@ def test_seven_bits_do_not_saturate_pairs_of_products_and_eight_are_not_computed
     exact = levels.astype(np.int64) @ weight.T.astype(np.int64)
     assert np.array_equal(saturating(levels, weight), exact) == (bits == 7)
     for isa in HERE:
-        assert np.array_equal(intaglio.compile(lowered, isa=isa)(x).numpy(), found)
+        assert np.array_equal(stages.compile(lowered, isa=isa)(x).numpy(), found)
 
 
 @pytest.mark.case("backend 32")
@@ -210,11 +211,11 @@ def test_weights_belong_to_the_model_that_was_made_from_them():
     """Case 32: a weight changed in place afterwards reaches no int8 model, and a new one has the new weight."""
     float_model = nets.randomize(nets.Linears())
     x = torch.randn(4, 16)
-    first = intaglio.compile(quantized(float_model, x)[1])
+    first = stages.compile(quantized(float_model, x)[1])
     before = first(x)
     with torch.no_grad():
         float_model[0].weight.mul_(-2)
-    second = intaglio.compile(quantized(float_model, x)[1])
+    second = stages.compile(quantized(float_model, x)[1])
     assert torch.equal(first(x), before)
     assert sqnr(second(x), float_model(x)) > 25
     assert not torch.equal(second(x), before)
@@ -240,7 +241,7 @@ def test_a_cache_without_room_gives_the_same_bits(fresh_cache, monkeypatch):
     _, lowered = compiled(nets.Linears)
     x = torch.randn(3, 16)
     for _ in range(2):
-        assert torch.equal(intaglio.compile(lowered, isa="portable")(x), lowered(x))
+        assert torch.equal(stages.compile(lowered, isa="portable")(x), lowered(x))
 
 
 @pytest.mark.case("backend 32")
@@ -248,9 +249,9 @@ def test_a_cleared_cache_is_filled_again(fresh_cache):
     """Case 32: clear. A model that runs keeps its program; the next one is built anew."""
     _, lowered = compiled(nets.Linears)
     x = torch.randn(3, 16)
-    first = intaglio.compile(lowered, isa="portable")
+    first = stages.compile(lowered, isa="portable")
     shutil.rmtree(fresh_cache / "kernels")
-    second = intaglio.compile(lowered, isa="portable")
+    second = stages.compile(lowered, isa="portable")
     assert second.artifact.path.exists()
     assert_same((first(x), second(x)), (lowered(x),) * 2)
 
@@ -268,7 +269,7 @@ def test_threads_that_compile_and_call_at_once_get_what_one_gets(threads, fresh_
     inputs = [(i % 2, nets.example(pair[i % 2](), 1 + i % 5, i)) for i in range(5 * CALLERS)]
     expected, before = [graphs[which](x) for which, x in inputs], len(counting_compiler.read_text().split())
     with ThreadPoolExecutor(CALLERS) as pool:
-        models = list(pool.map(lambda i: intaglio.compile(graphs[i % 2], isa="portable"), range(CALLERS)))
+        models = list(pool.map(lambda i: stages.compile(graphs[i % 2], isa="portable"), range(CALLERS)))
         assert_same(list(pool.map(lambda call: models[call[0]](call[1]), inputs)), expected)
     assert len(counting_compiler.read_text().split()) - before == len({model.artifact.path for model in models}) == 2
 
@@ -277,7 +278,7 @@ def test_threads_that_compile_and_call_at_once_get_what_one_gets(threads, fresh_
 def test_one_plan_for_each_set_of_shapes_however_many_ask():
     """Case 33: calls of one set of shapes share its plan, and no two calls at once share memory."""
     lowered = compiled(nets.Residual)[1]
-    model, inputs = intaglio.compile(lowered), [nets.example(nets.Residual(), 1 + i % 3, i) for i in range(60)]
+    model, inputs = stages.compile(lowered), [nets.example(nets.Residual(), 1 + i % 3, i) for i in range(60)]
     for x in inputs[:3]:
         model(x)
     plans = dict(model._shapes)
@@ -333,8 +334,8 @@ def by_fx(backend: str) -> nn.Module:
 def test_a_reference_model_of_others_is_fused(backend, isa):
     """Case 35: 7 and 8 bits, weights by channel and by tensor."""
     given = by_fx(backend)
-    reference = intaglio.from_qdq(given, X)
-    lowered = intaglio.requantize(reference)
+    reference = stages.from_qdq(given, X)
+    lowered = stages.requantize(reference)
     assert kinds(lowered) == [
         "quantize",
         "conv2d",
@@ -350,7 +351,7 @@ def test_a_reference_model_of_others_is_fused(backend, isa):
     ]
     step = [q.step for q in reference.qparams.values()][-1]
     assert ((reference(X) - given(X)).abs() / step).max() < 2.01
-    native = intaglio.compile(lowered, isa=isa)
+    native = stages.compile(lowered, isa=isa)
     assert torch.equal(native(X), lowered(X))
     assert native.coverage.operators == 1
     assert "quantized by others" in str(native.coverage)
@@ -362,13 +363,13 @@ def test_a_program_brings_its_example_and_goes_to_other_backends(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     given = by_fx("qnnpack")
     free = {"input": {0: torch.export.Dim.AUTO}}
-    reference = intaglio.from_qdq(torch.export.export(nn.Sequential(given), (X,), dynamic_shapes=free))
-    assert torch.equal(reference(X), intaglio.from_qdq(given, X)(X))
+    reference = stages.from_qdq(torch.export.export(nn.Sequential(given), (X,), dynamic_shapes=free))
+    assert torch.equal(reference(X), stages.from_qdq(given, X)(X))
     step = [q.step for q in reference.qparams.values()][-1]
-    session = onnxruntime.InferenceSession(intaglio.to_onnx(reference, tmp_path / "model.onnx").path)
+    session = onnxruntime.InferenceSession(stages.to_onnx(reference, tmp_path / "model.onnx").path)
     (found,) = session.run(None, {session.get_inputs()[0].name: X.numpy()})
     assert np.abs(found - reference(X).numpy()).max() <= 2.01 * step
-    inductor = intaglio.compile(reference, backend="inductor", example_inputs=X)
+    inductor = stages.compile(reference, backend="inductor", example_inputs=X)
     assert (inductor(X) - reference(X)).abs().max() <= 2.01 * step
 
 
@@ -380,7 +381,7 @@ def test_a_part_that_others_quantized_is_left_alone():
     reference, lowered = quantized(whole, X)
     assert [kinds(lowered).count(kind) for kind in ("quantize", "table", "dequantize")] == [1, 0, 1]
     assert not lowered.islands
-    taken = intaglio.from_qdq(part, X)
+    taken = stages.from_qdq(part, X)
     assert list(taken.qparams.values())[-1] in reference.qparams.values()
     assert_equal_levels(reference, lowered, X)
 
@@ -394,15 +395,15 @@ def packed(prepared: bool = False) -> nn.Module:
 
 
 def by_us(stage: str):
-    captured = intaglio.capture(nn.Sequential(nn.Linear(8, 4)), torch.randn(4, 8))
-    prepared = intaglio.prepare(captured)
+    captured = stages.capture(nn.Sequential(nn.Linear(8, 4)), torch.randn(4, 8))
+    prepared = stages.prepare(captured)
     prepared(torch.randn(4, 8))
-    reference = intaglio.convert(prepared)
+    reference = stages.convert(prepared)
     return {
         "captured": captured,
         "reference": reference,
-        "lowered": intaglio.requantize(reference),
-        "part": nn.Sequential(intaglio.compile(reference), nn.ReLU()),
+        "lowered": stages.requantize(reference),
+        "part": nn.Sequential(stages.compile(reference), nn.ReLU()),
         "module": reference.as_module(),
     }[stage]
 
@@ -478,13 +479,13 @@ def test_what_the_default_recipe_quantizes(name):
 def test_a_recipe_goes_to_a_file_and_back_and_can_be_edited_there(tmp_path):
     body, layers, _ = PLACES["flatten and concatenation"]
     model = nets.randomize(Body(body, **layers)).eval()
-    prepared = intaglio.prepare(intaglio.capture(model, (X,)))
-    first = intaglio.convert(prepared, intaglio.calibrate(prepared, [X]))
+    prepared = stages.prepare(stages.capture(model, (X,)))
+    first = stages.convert(prepared, stages.calibrate(prepared, [X]))
     intaglio.Recipe().with_parameters(first.parameters).save(tmp_path / "once.toml")
     intaglio.Recipe.load(tmp_path / "once.toml").save(tmp_path / "twice.toml")
     assert (tmp_path / "once.toml").read_bytes() == (tmp_path / "twice.toml").read_bytes()
     again = intaglio.quantize(model, example_inputs=X * 0, recipe=tmp_path / "twice.toml")
-    assert torch.equal(again(X), intaglio.compile(first)(X))
+    assert torch.equal(again(X), stages.compile(first)(X))
     intaglio.Recipe().with_selection(skip="d").save(tmp_path / "edited.toml")
     fewer = intaglio.quantize(model, [X], recipe=tmp_path / "edited.toml")
     assert "skipped d (aten.conv2d.default): the recipe leaves it in float" in fewer.text("sites")

@@ -27,7 +27,7 @@ class Tiny(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def stages() -> dict[str, str]:
+def all_stages() -> dict[str, str]:
     """Stage name -> text. Weights and data are small dyadic numbers: float sums are exact on every machine."""
     model, x = nets.randomize(Tiny()), torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(0))
     x = (x * 8).round() / 8
@@ -49,5 +49,5 @@ def stages() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("stage", ["captured", "sites", "prepared", "reference", "integer"])
-def test_the_text_of(stage, stages, golden):
-    golden(stages[stage], stage)
+def test_the_text_of(stage, all_stages, golden):
+    golden(all_stages[stage], stage)

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import intaglio
-from intaglio import Recipe
+from intaglio import Recipe, stages
 from intaglio.lower import Lowered
 from intaglio.plan import plan_graph
 from support.int8_models import assert_same
@@ -57,7 +56,7 @@ def test_a_feed_forward_block_is_three_partitions():
     reference, lowered = quantized(ffn(), TOKENS, recipe=LEVELS)
     assert partitions(lowered) == FFN
     assert_equal_levels(reference, lowered, TOKENS)
-    assert_same(intaglio.compile(lowered)(TOKENS), lowered(TOKENS))
+    assert_same(stages.compile(lowered)(TOKENS), lowered(TOKENS))
 
 
 @pytest.mark.case("backend 11")
@@ -68,7 +67,7 @@ def test_a_residual_stream_in_float_is_read_as_float():
     assert partitions(lowered) == ["loop", "linear + activate", "linear + dequantize + loop"]
     assert_equal_levels(reference, lowered, TOKENS)
     for isa in HERE:
-        assert_same(intaglio.compile(lowered, isa=isa)(TOKENS), lowered(TOKENS))
+        assert_same(stages.compile(lowered, isa=isa)(TOKENS), lowered(TOKENS))
 
 
 @pytest.mark.case("backend 12", "backend 8", "frontends A10")
@@ -77,7 +76,7 @@ def test_attention_leaves_nothing_between_its_layers():
     reference, lowered = quantized(attention(), TOKENS, recipe=LEVELS)
     assert partitions(lowered) == ATTENTION
     assert_equal_levels(reference, lowered, TOKENS)
-    assert_same(intaglio.compile(lowered)(TOKENS), lowered(TOKENS))
+    assert_same(stages.compile(lowered)(TOKENS), lowered(TOKENS))
 
 
 class Autocast(nn.Module):
@@ -117,7 +116,7 @@ def test_models_in_halves_have_the_partitions_of_float32(name, half):
     casts = ("loop", "island")
     native = [kinds.removesuffix(" + loop") for kinds in partitions(lowered) if kinds not in casts]
     assert native == [kinds.removesuffix(" + loop") for kinds in expected if kinds not in casts]
-    found = intaglio.compile(lowered)(x)
+    found = stages.compile(lowered)(x)
     assert found.dtype is model(x).dtype
     assert torch.equal(found, lowered(x))
     assert_equal_levels(reference, lowered, x)
@@ -131,7 +130,7 @@ def test_models_in_halves_have_the_partitions_of_float32(name, half):
 def test_a_half_that_no_product_computes_with_stays_what_it_is():
     """What a float32 model rounds to bfloat16 on the way is rounded."""
     model = randomize(Body(lambda m, x: m.b(m.a(x).bfloat16().float()), a=nn.Linear(16, 8), b=nn.Linear(8, 4)))
-    captured = intaglio.capture(model, (TOKENS,))
+    captured = stages.capture(model, (TOKENS,))
     assert "bfloat16" in str(captured.module.graph)
     assert torch.equal(captured(TOKENS), model(TOKENS))
 
@@ -154,7 +153,7 @@ def test_other_element_types_stay_outside_and_equal(name):
     strange = {str(kind.dtype) for kind in lowered.graph.types.values()} - {"f32", "u8", "s8", "i32"}
     assert not strange
     assert_equal_levels(reference, lowered, IMAGE)
-    assert_same(intaglio.compile(lowered)(IMAGE), lowered(IMAGE))
+    assert_same(stages.compile(lowered)(IMAGE), lowered(IMAGE))
     assert sqnr(lowered(IMAGE), model(IMAGE)) > 20
 
 
@@ -170,7 +169,7 @@ def test_epilogues_and_products_at_once_in_many_shapes():
         )
     )
     _, lowered = quantized(model, TOKENS, torch.randn(4, 5, 20))
-    compiled = intaglio.compile(lowered)
+    compiled = stages.compile(lowered)
     calls = [(TOKENS[: 1 + i % 4], torch.randn(1 + i % 4, 5, 20)) for i in range(24)]
     expected = [lowered(*call) for call in calls]
     assert_same([compiled(*call) for call in calls], expected)

@@ -8,24 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from intaglio import (
-    Quantizer,
-    Recipe,
-    Setting,
-    calibrate,
-    capture,
-    compile,
-    convert,
-    equalize,
-    prepare,
-    quantize,
-    requantize,
-)
+from intaglio import Recipe, Setting, quantize
 from intaglio.fxgraph.canonicalize_matmul import parts_as_layers, products_as_linear
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import evaluate, symbol
 from intaglio.ir.dims import divide
 from intaglio.plan import plan_graph
+from intaglio.stages import Quantizer, calibrate, capture, compile, convert, equalize, prepare, requantize
 from support.lowering import assert_equal_levels
 from support.matmul_library import HERE
 from support.nets import Body
@@ -57,7 +46,7 @@ class Block(nn.Module):
         return self.last(x + self.narrow(F.gelu(self.wide(x))))
 
 
-def stages(model: nn.Module, *, smooth: bool = False, free: bool = False):
+def all_stages(model: nn.Module, *, smooth: bool = False, free: bool = False):
     """Reference and integer graph, calibrated with the batches."""
     auto = torch.export.Dim.AUTO
     captured = capture(model.eval(), (BATCHES[0],), dynamic_shapes={"x": {0: auto, 1: auto}} if free else None)
@@ -81,7 +70,7 @@ def block():
 
 
 def test_products_are_int8_and_sums_are_not(block):
-    prepared, _, lowered = stages(block)
+    prepared, _, lowered = all_stages(block)
     kinds = [op.kind for op in lowered.graph.ops]
     assert kinds.count("linear") == 6
     assert kinds.count("attention") == 1
@@ -93,7 +82,7 @@ def test_products_are_int8_and_sums_are_not(block):
 
 
 def test_keys_and_values_lie_around_zero(block):
-    prepared, reference, _ = stages(block)
+    prepared, reference, _ = all_stages(block)
     for name, symmetric in (("q", False), ("k", True), ("v", True)):
         q = reference.qparams[f"{name}#0/linear.0"]
         assert ((q.zero, q.qmin) == (128, 1)) is symmetric
@@ -102,7 +91,7 @@ def test_keys_and_values_lie_around_zero(block):
 
 
 def test_the_reference_writes_attention_out_with_its_exponentials_in_levels(block):
-    _, reference, _ = stages(block)
+    _, reference, _ = all_stages(block)
     nodes = [node for node in reference.module.graph.nodes if "whole" in node.meta]
     assert [operator(node).split(".")[1] for node in nodes] == [
         "transpose",
@@ -122,7 +111,7 @@ def test_the_reference_writes_attention_out_with_its_exponentials_in_levels(bloc
 
 
 def test_the_interpreter_is_near_the_reference_and_the_reference_near_the_model(block):
-    _, reference, lowered = stages(block)
+    _, reference, lowered = all_stages(block)
     x = BATCHES[1]
     assert levels_apart(lowered(x), reference(x)) < 0.01
     assert levels_apart(reference(x), block(x)) < 0.03
@@ -130,7 +119,7 @@ def test_the_interpreter_is_near_the_reference_and_the_reference_near_the_model(
 
 @pytest.mark.parametrize("isa", HERE)
 def test_the_program_has_the_interpreters_bits_at_every_length_and_batch(block, isa):
-    _, _, lowered = stages(block, smooth=True, free=True)
+    _, _, lowered = all_stages(block, smooth=True, free=True)
     model = compile(lowered, isa=isa)
     for n, length in ((3, 11), (1, 1), (2, 5), (4, 40), (0, 4), (3, 11)):
         x = torch.randn(n, length, WIDTH, generator=DRAW)
@@ -139,7 +128,7 @@ def test_the_program_has_the_interpreters_bits_at_every_length_and_batch(block, 
 
 def test_attention_reads_and_writes_where_others_left_things(block):
     """No step moves heads: reshapes and permutations are strides."""
-    _, _, lowered = stages(block, free=True)
+    _, _, lowered = all_stages(block, free=True)
     steps = plan_graph(lowered.graph)
     assert not {"reshape", "permute"} & {op.kind for step in steps.steps for op in step.partition.ops}
     assert [step.partition.anchor.kind for step in steps.steps].count("attention") == 1
@@ -164,7 +153,7 @@ def test_a_mask_is_an_operand(block, kind):
 
 
 def test_smoothing_gives_large_channels_to_the_weights(block):
-    plain, smooth = (stages(block, smooth=smooth)[1] for smooth in (False, True))
+    plain, smooth = (all_stages(block, smooth=smooth)[1] for smooth in (False, True))
     errors = [levels_apart(one(BATCHES[2]), block(BATCHES[2])) for one in (plain, smooth)]
     assert errors[1] < 0.8 * errors[0]
     assert "smooth: " in smooth.about.texts["corrections"]
@@ -183,7 +172,7 @@ def test_factors_behind_a_function_run_in_the_layers_epilogue():
         model.wide.weight[5] *= 30
         model.wide.bias[5] = 20
         model.narrow.weight[:, 5] /= 100
-    prepared, _, lowered = stages(model, smooth=True)
+    prepared, _, lowered = all_stages(model, smooth=True)
     assert any("gelu" in site for site in prepared.equalization.factors)
     (activate,) = [op for op in lowered.graph.ops if op.kind == "activate"]
     assert len(activate.inputs) == 3
@@ -191,7 +180,7 @@ def test_factors_behind_a_function_run_in_the_layers_epilogue():
 
 
 def test_parameters_hold_the_factors(block):
-    prepared, reference, _ = stages(block, smooth=True)
+    prepared, reference, _ = all_stages(block, smooth=True)
     again = convert(prepare(capture(block, (BATCHES[0],))), reference.parameters)
     assert again.text() == reference.text()
     assert torch.equal(again(BATCHES[0]), reference(BATCHES[0]))
@@ -229,7 +218,7 @@ def test_quantize_takes_it_all_the_way(block):
 def test_a_layer_for_queries_keys_and_values_becomes_three():
     torch.manual_seed(2)
     model = Block(together=True).eval()
-    _, reference, lowered = stages(model)
+    _, reference, lowered = all_stages(model)
     assert [op.kind for op in lowered.graph.ops].count("linear") == 6
     assert len({reference.qparams[f"qkv#0/linear.{i}"].step for i in range(3)}) == 3
     assert levels_apart(reference(BATCHES[0]), model(BATCHES[0])) < 0.03
@@ -274,7 +263,7 @@ def test_sizes_divide_or_do_not():
 
 
 def test_the_comparison_sees_another_multiplier_of_keys(block):
-    _, _, lowered = stages(block)
+    _, _, lowered = all_stages(block)
     spoiled = {
         name: array * np.float32(1.1) if name == "k_multiplier" else array
         for name, array in lowered.graph.constants.items()

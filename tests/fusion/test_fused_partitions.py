@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import intaglio
-from intaglio import Recipe
+from intaglio import Recipe, stages
 from intaglio.lower import Lowered
 from intaglio.plan import plan_graph
 from intaglio.quant.qdq.convert import Reference
@@ -64,7 +63,7 @@ def check(row: Row, tail: nn.Module | None, behind: tuple[str, ...], isas: Seque
     assert [kinds for kinds in found if kinds != "quantize"] == [*row.before, row.partition, *behind]
     assert_equal_levels(reference, lowered, *row.inputs)
     for isa in isas:
-        model = intaglio.compile(lowered, isa=isa)
+        model = stages.compile(lowered, isa=isa)
         for batch in (4, 1, 3):
             some = [value[:batch] for value in row.inputs]
             expected = lowered(*some)
@@ -121,7 +120,7 @@ def test_a_result_that_is_quantized_leaves_as_float_from_the_same_partition(row)
     assert shown(partition).endswith("+ loop(dequantize)")
     assert_equal_levels(reference, lowered, *row.inputs)
     for isa in HERE:
-        assert torch.equal(intaglio.compile(lowered, isa=isa)(*row.inputs), lowered(*row.inputs)), isa
+        assert torch.equal(stages.compile(lowered, isa=isa)(*row.inputs), lowered(*row.inputs)), isa
 
 
 TO_LEVELS = (
@@ -319,7 +318,7 @@ def test_a_norm_and_its_quantize_are_one_loop():
     assert found == ["loop(mean sub mul mean add sqrt reciprocal mul mul add quantize)", "linear + dequantize"]
     assert_equal_levels(reference, lowered, TOKENS)
     for isa in HERE:
-        assert torch.equal(intaglio.compile(lowered, isa=isa)(TOKENS), lowered(TOKENS))
+        assert torch.equal(stages.compile(lowered, isa=isa)(TOKENS), lowered(TOKENS))
 
 
 @pytest.mark.case("patterns row 27")
@@ -330,4 +329,4 @@ def test_what_baddbmm_adds_is_added_in_the_kernel(alpha):
     reference, lowered = quantized(model, TOKENS, MASK, recipe=Recipe.of({"*": {"residual": "float"}}))
     assert shown(plan_graph(lowered.graph).steps[-1].partition) == "bmm + dequantize + loop(add)"
     assert_equal_levels(reference, lowered, TOKENS, MASK)
-    assert torch.equal(intaglio.compile(lowered)(TOKENS, MASK), lowered(TOKENS, MASK))
+    assert torch.equal(stages.compile(lowered)(TOKENS, MASK), lowered(TOKENS, MASK))

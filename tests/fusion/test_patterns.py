@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.patterns import BUILT_IN, QuantizerPattern, builtin, const, op, seq
 from intaglio.patterns import any as anything
@@ -25,7 +26,7 @@ def conv(inputs: int = 3, outputs: int = 8, **rest) -> nn.Conv2d:
 
 def annotated(body, *args, modules=None, **settings):
     model = nets.randomize(Body(body, **(modules or {"c": conv(), "d": conv(8)})))
-    return intaglio.annotate(intaglio.capture(model, args or (X,)), Quantizer(**settings))
+    return stages.annotate(stages.capture(model, args or (X,)), Quantizer(**settings))
 
 
 def taken(annotations) -> list[tuple[str, str | None]]:
@@ -60,8 +61,8 @@ def test_a_chain_does_not_cross_two_matches():
 @pytest.mark.parametrize("net", [nets.ConvBnRelu, nets.Residual])
 def test_all_built_in_patterns_are_what_no_patterns_are(net):
     model = nets.randomize(net())
-    captured = intaglio.capture(model, nets.example(model))
-    plain, given = (intaglio.annotate(captured, q) for q in (Quantizer(), Quantizer(patterns=builtin())))
+    captured = stages.capture(model, nets.example(model))
+    plain, given = (stages.annotate(captured, q) for q in (Quantizer(), Quantizer(patterns=builtin())))
     assert given.sites == plain.sites
     assert [region.name for region in given.regions] == [region.name for region in plain.regions]
     assert given.skipped == plain.skipped
@@ -157,7 +158,7 @@ def test_a_match_that_cannot_be_quantized_says_why(pattern, reason):
 
 def test_what_was_taken_and_what_was_not_is_in_the_notes():
     model = nets.randomize(Body(two_convs, c=conv(), d=conv(8)))
-    prepared = intaglio.prepare(intaglio.capture(model, X), Quantizer(patterns=[SHORT, STRONG]))
+    prepared = stages.prepare(stages.capture(model, X), Quantizer(patterns=[SHORT, STRONG]))
     assert "patterns: strong x 2; 2 matches rejected, the sites' text says why" in prepared.about.notes
 
 

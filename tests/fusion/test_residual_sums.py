@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import intaglio
-from intaglio import numerics
+from intaglio import numerics, stages
 from intaglio.build.check import check_graph
 from intaglio.errors import SelectorError
 from intaglio.quant.recipes.recipe import Recipe, Setting
@@ -74,7 +74,7 @@ def test_a_scaled_sum_is_one_kernel_with_the_bits_of_its_meaning(name, recipe):
     assert not lowered.islands, [str(skip) for skip in lowered.skipped]
     assert assert_equal_levels(reference, lowered, x).rate <= 1e-4
     for isa in HERE:
-        model = intaglio.compile(lowered, isa=isa)
+        model = stages.compile(lowered, isa=isa)
         for found, expected in zip(tensors(model(x)), tensors(lowered(x)), strict=True):
             assert torch.equal(found, expected), isa
 
@@ -111,7 +111,7 @@ def test_a_factor_along_columns_does_not_join_a_convolution():
     reference, lowered = quantized(model, image())
     assert [op.kind for op in lowered.graph.ops].count("requantize") == 2
     assert_equal_levels(reference, lowered, image())
-    assert torch.equal(intaglio.compile(lowered)(image()), lowered(image()))
+    assert torch.equal(stages.compile(lowered)(image()), lowered(image()))
 
 
 # ---- shortcuts of 16 bits
@@ -179,7 +179,7 @@ def test_shortcuts_of_16_bits_have_the_bits_of_their_meaning(name):
     assert levels.rate < 3e-3  # a rest is a 255th of a level
     check_graph(lowered.graph)
     for isa in HERE:
-        model = intaglio.compile(lowered, isa=isa)
+        model = stages.compile(lowered, isa=isa)
         for batch in (1, 3):
             assert torch.equal(model(image(batch=batch)), lowered(image(batch=batch))), isa
 
@@ -199,7 +199,7 @@ def test_what_has_no_16_bits_is_said():
     assert "8 bits, as max_pool2d makes it" in note
     (add,) = [op for op in lowered.graph.ops if op.kind == "add"]
     assert len(add.inputs) == 4
-    assert torch.equal(intaglio.compile(lowered)(image()), lowered(image()))
+    assert torch.equal(stages.compile(lowered)(image()), lowered(image()))
 
 
 def test_the_recipe_of_the_sum_decides():

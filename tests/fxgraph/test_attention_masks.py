@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from intaglio import calibrate, capture, compile, prepare
 from intaglio.errors import CalibrationError, CaptureError
+from intaglio.stages import calibrate, capture, compile, prepare
 from intaglio.tracing.trace import PADDING_SKIPPED
 from support.lowering import assert_equal_levels, quantized, sqnr
 from support.nets import Body

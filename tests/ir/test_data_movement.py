@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 from torch import nn
 
-import intaglio
+from intaglio import stages
 from intaglio.build.check import check_graph
 from intaglio.ir import DType, Op, QParams, TensorType
 from intaglio.ir.moves import Box
@@ -300,7 +300,7 @@ def test_models_of_moves_run_in_int8(name):
     check_graph(lowered.graph)
     assert_equal_levels(reference, lowered, x)
     for isa in HERE:
-        compiled = intaglio.compile(lowered, isa=isa)
+        compiled = stages.compile(lowered, isa=isa)
         for batch in (x, x[:1], x[:0]):
             for found, expected in zip(compiled(batch), lowered(batch), strict=True):
                 assert torch.equal(found, expected)
@@ -326,7 +326,7 @@ def test_channels_moved_last_and_back_move_no_byte():
     ]
     assert_equal_levels(reference, lowered, x)
     for isa in HERE:
-        assert torch.equal(intaglio.compile(lowered, isa=isa)(x), lowered(x))
+        assert torch.equal(stages.compile(lowered, isa=isa)(x), lowered(x))
 
 
 LEAVING = {

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import intaglio
+from intaglio import stages
 from intaglio.build.check import check_graph
 from intaglio.codegen.emit_loops import CALLED, COMPARED, INFIX, SUMS, WITH_NUMBERS
 from intaglio.ir import Graph, Op, TensorType
@@ -92,7 +93,7 @@ class Pair(NamedTuple):
 @pytest.fixture(scope="module", params=HERE)
 def operators(request):
     lowered = each_operator()
-    return Pair(lowered, intaglio.compile(lowered, isa=request.param))
+    return Pair(lowered, stages.compile(lowered, isa=request.param))
 
 
 @settings(max_examples=25)
@@ -154,7 +155,7 @@ def at_random(seed: int, columns: int) -> Lowered:
 @pytest.mark.parametrize(("seed", "columns"), [(0, 35), (1, 35), (2, 16), (3, 3), (5, 1), (7, 100)])
 def test_bodies_at_random_are_their_meaning(isa, seed, columns):
     lowered = at_random(seed, columns)
-    model = intaglio.compile(lowered, isa=isa)
+    model = stages.compile(lowered, isa=isa)
     for batch in (0, 1, 4):
         given = [some((batch, *rest), seed) for rest in ((3, columns), (1, columns), (3, 1))]
         for name, found, expected in zip(lowered.graph.outputs, model(*given), lowered(*given), strict=True):
@@ -174,7 +175,7 @@ def test_rows_longer_than_what_is_kept_have_the_same_bits(isa, columns):
 
     net.add(write)
     lowered = net.lowered()
-    model = intaglio.compile(lowered, isa=isa)
+    model = stages.compile(lowered, isa=isa)
     for size in (17, 4096, 4099) if columns is C else (columns,):
         x = some((3, size), 2).clamp(-3, 3)
         assert equal(*[tensors(run(x))[0] for run in (model, lowered)])
@@ -186,7 +187,7 @@ def test_levels_saturate_at_both_ends_and_round_ties_to_even(isa):
     net.add(lambda b: to_levels(b, b("neg", "x"), 0.5, 7, 2, 201))
     lowered = net.lowered()
     x = -torch.cat([torch.arange(-20, 20) * 0.25, torch.tensor([*STRANGE[:8]] * 5)]).reshape(2, 40)
-    (found,), (expected,) = intaglio.compile(lowered, isa=isa)(x), lowered(x)
+    (found,), (expected,) = stages.compile(lowered, isa=isa)(x), lowered(x)
     assert torch.equal(found, expected)
     levels = found / 0.5 + 7
     assert levels.min() == 2

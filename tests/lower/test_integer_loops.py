@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-import intaglio
+from intaglio import stages
 from intaglio.codegen.loop_stages import magnitudes
 from intaglio.ir import DType, Op, QParams, TensorType, prune, verify
 from intaglio.lower import Lowered
@@ -67,7 +67,7 @@ def test_a_gelu_that_becomes_levels_is_the_one_behind_layers(isa):
         ["gelu", "quantize"],
     ]
     near = Lowered(graph, {}, lowered.signature)
-    model, x = intaglio.compile(near, isa=isa), some((9, 131), 2)
+    model, x = stages.compile(near, isa=isa), some((9, 131), 2)
     found, expected, exact = model(x), near(x), lowered(x)
     assert all(equal(*pair) for pair in zip(found, expected, strict=True))
     assert ((found[0] - exact[0]).abs() / 0.02).max() < 1.5
@@ -103,7 +103,7 @@ def test_steps_that_need_no_bounds_have_the_same_levels(isa, zero):
     net.add(lambda b: to_levels(b, b("mul", b("dequantize", "x_u8"), b("dequantize", "x_u8")), 0.7, zero, 0, 255))
     lowered = net.lowered()
     x = (torch.arange(3 * 331) % 256 - 100.0).mul(0.5).reshape(3, 331)
-    found, expected = intaglio.compile(lowered, isa=isa)(x), lowered(x)
+    found, expected = stages.compile(lowered, isa=isa)(x), lowered(x)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
@@ -115,7 +115,7 @@ def test_floats_past_the_caches_have_the_same_bits(isa, shape, axis):
     net.add(lambda b: b("neg", "x") if axis is None else b("sub", "x", b("max", "x", axis=axis)))
     lowered = net.lowered()
     x = torch.linspace(-3, 3, shape[0] * shape[1]).reshape(shape)
-    assert equal(*[tensors(run(x))[0] for run in (intaglio.compile(lowered, isa=isa), lowered)])
+    assert equal(*[tensors(run(x))[0] for run in (stages.compile(lowered, isa=isa), lowered)])
 
 
 def test_levels_with_other_parameters_behind_a_loop_are_one_table():

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import intaglio
+from intaglio import stages
 from intaglio.ir import DType
 from intaglio.plan.loop_merging import merge_loops
 from support.float_loops import equal
@@ -60,7 +61,7 @@ def test_a_residual_block_is_few_loops_and_no_island(blocks):
 @pytest.mark.parametrize("isa", HERE)
 def test_a_block_runs_bit_for_bit_and_comes_back_from_a_file(isa, blocks, tmp_path):
     given, _, lowered = blocks
-    model = intaglio.compile(lowered, isa=isa)
+    model = stages.compile(lowered, isa=isa)
     model.save(tmp_path / "m")
     for one in (model, intaglio.load(tmp_path / "m", isa=isa)):
         for batch in (given, [x[:1] for x in given]):
@@ -70,7 +71,7 @@ def test_a_block_runs_bit_for_bit_and_comes_back_from_a_file(isa, blocks, tmp_pa
 @pytest.mark.parametrize("outside", [-1, 50, 2**40])
 def test_an_id_that_a_table_does_not_have_is_an_error_as_in_torch(blocks, outside):
     (x, ids, mask), _, lowered = blocks
-    model, wrong = intaglio.compile(lowered), ids.clone()
+    model, wrong = stages.compile(lowered), ids.clone()
     wrong[2, 6] = outside
     for run in (model, lowered):
         with pytest.raises(IndexError, match="index out of range in self"):
@@ -124,7 +125,7 @@ def test_operators_are_torchs_to_rounding_and_run_in_the_program(name):
         assert found.dtype is expected.dtype
         close = found == expected if found.dtype is torch.bool else torch.isclose(found, expected, rtol=1e-5, atol=2e-6)
         assert close.float().mean() > 0.99
-    model = intaglio.compile(lowered)
+    model = stages.compile(lowered)
     assert all(equal(*pair) for pair in zip(model(x), lowered(x), strict=True))
 
 
@@ -142,7 +143,7 @@ def test_images_are_read_and_written_as_they_lie(isa):
     layers = {"c": nn.Conv2d(3, 8, 3, padding=1), "d": nn.Conv2d(8, 5, 3, padding=1)}
     x = torch.randn(2, 3, 9, 11, generator=torch.Generator().manual_seed(0))
     _, lowered = quantized(randomize(Body(image, least=nn.Parameter(torch.randn(8, 1, 1)), **layers)), x)
-    model = intaglio.compile(lowered, isa=isa)
+    model = stages.compile(lowered, isa=isa)
     for batch in (x, x[:1], x.contiguous(memory_format=torch.channels_last)):
         assert all(equal(*pair) for pair in zip(model(batch), lowered(batch), strict=True))
 
@@ -166,7 +167,7 @@ def test_a_loop_writes_into_the_memory_that_a_move_behind_it_owns(isa):
 
     x = torch.randn(2, 8, 10, 10, generator=torch.Generator().manual_seed(0))
     _, lowered = quantized(Body(stacked, conv=nn.Conv2d(8, 8, 3)), x)
-    assert equal(intaglio.compile(lowered, isa=isa)(x), lowered(x))
+    assert equal(stages.compile(lowered, isa=isa)(x), lowered(x))
 
 
 def test_what_nobody_else_reads_is_not_stored():

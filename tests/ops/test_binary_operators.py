@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import intaglio
+from intaglio import stages
 from intaglio.quant.annotate.sites import Observed, Shared
 from support.lowering import assert_equal_levels, tensors
 from support.matmul_library import HERE
@@ -98,10 +99,10 @@ def model(body) -> Body:
     return net
 
 
-def stages(net, x):
-    prepared = intaglio.prepare(intaglio.capture(net, x))
-    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, [torch.randn(8, *x.shape[1:])]))
-    return prepared, reference, intaglio.requantize(reference)
+def all_stages(net, x):
+    prepared = stages.prepare(stages.capture(net, x))
+    reference = stages.convert(prepared, stages.calibrate(prepared, [torch.randn(8, *x.shape[1:])]))
+    return prepared, reference, stages.requantize(reference)
 
 
 @pytest.mark.case("problem 9", "frontends A9")
@@ -110,11 +111,11 @@ def test_operators_of_several_activations(name):
     """The interpreter within a level of the reference, every instruction set equal to the interpreter."""
     body, islands = BODIES[name]
     x = torch.randn(3, 3, 7, 9)
-    _, reference, lowered = stages(model(body), x)
+    _, reference, lowered = all_stages(model(body), x)
     assert len(lowered.islands) == islands
     assert_equal_levels(reference, lowered, x)
     for isa in HERE:
-        compiled = intaglio.compile(lowered, isa=isa)
+        compiled = stages.compile(lowered, isa=isa)
         for batch in (x, x[:1]):
             for found, expected in zip(tensors(compiled(batch)), tensors(lowered(batch)), strict=True):
                 assert torch.equal(found, expected)
@@ -124,7 +125,7 @@ def test_operators_of_several_activations(name):
 def test_a_concatenation_shares_one_site_and_sees_all_its_operands():
     """Frontend case A9: two convolutions, cat, max pool: one observer, which counted both convolutions."""
     x = torch.randn(2, 3, 8, 8)
-    prepared, reference, _ = stages(model(BODIES["cat, then padding"][0]), x)
+    prepared, reference, _ = all_stages(model(BODIES["cat, then padding"][0]), x)
     sites = [site for site in prepared.annotations.sites if site.role == "activation"]
     a, b = (site for site in sites if site.value in ("conv2d", "relu"))
     assert isinstance(a.spec, Observed)
@@ -140,7 +141,7 @@ def test_two_concatenations_of_one_value_are_one_group():
         a, b = m.a(x), m.b(x)
         return m.wide(torch.cat([a, b], 1)) + m.wide(torch.cat([b, F.max_pool2d(a, 3, 1, 1)], 1))
 
-    prepared, _, lowered = stages(model(body), torch.randn(2, 3, 6, 6))
+    prepared, _, lowered = all_stages(model(body), torch.randn(2, 3, 6, 6))
     leaders = prepared.annotations.leaders
     sites = [site for site in prepared.annotations.sites if site.role == "activation"]
     joined = [site.name for site in sites if site.value.startswith(("cat", "conv2d", "max"))]
@@ -152,14 +153,14 @@ def test_constants_that_differ_along_two_axes_stay_in_float():
     body = lambda m, x: m.last(m.a(x) * m.image)  # noqa: E731
     net = model(body)
     net.register_buffer("image", torch.rand(6, 6))
-    _, _, lowered = stages(net, torch.randn(2, 3, 6, 6))
+    _, _, lowered = all_stages(net, torch.randn(2, 3, 6, 6))
     assert any(skip.origin.operator == "aten.mul.Tensor" for skip in lowered.skipped)
 
 
 def test_a_division_by_a_constant_with_a_zero_stays_in_float():
     net = model(lambda m, x: m.last(m.a(x) / m.gain))
     net.gain[0, 3] = 0
-    prepared = intaglio.prepare(intaglio.capture(net, torch.randn(2, 3, 6, 6)))
+    prepared = stages.prepare(stages.capture(net, torch.randn(2, 3, 6, 6)))
     assert any(skip.origin.operator == "aten.div.Tensor" for skip in prepared.annotations.skipped)
 
 

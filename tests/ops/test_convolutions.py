@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import intaglio
+from intaglio import stages
 from intaglio.ir.phases import phases
 from intaglio.native.machine import isas
 from intaglio.plan import plan_graph
@@ -83,7 +84,7 @@ def test_reference_interpreter_and_kernels_agree(start):
     expected = lowered(*again)
     turned = [one.transpose(-1, -2).contiguous().transpose(-1, -2) for one in again]
     for isa in isas():
-        model = intaglio.compile(lowered, isa=isa)
+        model = stages.compile(lowered, isa=isa)
         assert model.coverage.macs == 1
         for index, (found, wanted) in enumerate(zip(model(*again), expected, strict=True)):
             assert torch.equal(found, wanted), (isa, names[index // 2])
@@ -163,7 +164,7 @@ def test_pools_of_lines_and_volumes():
     assert_equal_levels(reference, lowered, *x)
     expected = lowered(*x)
     for isa in isas():
-        found = intaglio.compile(lowered, isa=isa)(*x)
+        found = stages.compile(lowered, isa=isa)(*x)
         for name, one, wanted in zip(POOLS, found, expected, strict=True):
             assert torch.equal(one, wanted), (isa, name)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import intaglio
-from intaglio import numerics
+from intaglio import numerics, stages
 from intaglio.build.check import check_graph
 from intaglio.errors import UnsupportedError
 from intaglio.ir import Op, TensorType
@@ -184,7 +184,7 @@ def test_kernels_have_the_bits_of_the_interpreter(mode, shape):
     reference, lowered = quantized(randomize(Rows()), x.nan_to_num(), recipe=BY[mode])
     assert kinds(lowered).count("quantize_rows") == 3
     for isa in HERE:
-        compiled = intaglio.compile(lowered, isa=isa)
+        compiled = stages.compile(lowered, isa=isa)
         for batch in (x, x[:1], x.flip(-1), x.transpose(0, -2).contiguous().transpose(0, -2), x[:0]):
             for count in (1, 3):
                 with threads(count):
@@ -264,10 +264,10 @@ def test_every_token_has_its_own_scale():
 
 def test_nothing_is_calibrated():
     model, x = randomize(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))), torch.randn(3, 8)
-    captured = intaglio.capture(model, x)
+    captured = stages.capture(model, x)
     prepared = prepare(captured, Quantizer(DYNAMIC))
     assert not prepared.observers
-    stepwise = intaglio.compile(intaglio.convert(prepared))
+    stepwise = stages.compile(stages.convert(prepared))
     whole = intaglio.quantize(model, example_inputs=x, recipe="int8_dynamic")
     assert torch.equal(stepwise(x), whole(x))
     assert torch.equal(intaglio.quantize(model, x, recipe="int8_dynamic")(x), whole(x))
@@ -286,9 +286,9 @@ def test_static_and_dynamic_layers_stand_in_one_model():
     assert text.count("= quantize(") == 1
     assert text.count("= loop(") == 1
     assert sqnr(quick(x), model(x)) > 30
-    parameters = intaglio.convert(
-        prepare(intaglio.capture(model, x), Quantizer(Recipe.of(recipe))),
-        intaglio.calibrate(prepare(intaglio.capture(model, x), Quantizer(Recipe.of(recipe))), x),
+    parameters = stages.convert(
+        prepare(stages.capture(model, x), Quantizer(Recipe.of(recipe))),
+        stages.calibrate(prepare(stages.capture(model, x), Quantizer(Recipe.of(recipe))), x),
     ).parameters
     assert not any("last" in name and "weight" not in name for name in parameters.entries)
 
@@ -300,7 +300,7 @@ def test_a_dynamic_layers_result_may_be_a_static_site():
     assert kinds(lowered) == ["quantize_rows", "linear", "dequantize_rows", "loop", "linear", "dequantize"]
     assert lowered.graph.ops[3].output == lowered.graph.ops[4].inputs[0]  # floats clamped and quantized in one pass
     for isa in HERE:
-        assert torch.equal(intaglio.compile(lowered, isa=isa)(x), lowered(x))
+        assert torch.equal(stages.compile(lowered, isa=isa)(x), lowered(x))
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_a_dynamic_layers_result_may_be_a_static_site():
 def test_what_cannot_be_quantized_while_the_model_runs_says_why(setting, reason):
     with pytest.raises(UnsupportedError, match=reason):
         prepare(
-            intaglio.capture(nn.Linear(4, 4), torch.randn(2, 4)),
+            stages.capture(nn.Linear(4, 4), torch.randn(2, 4)),
             Quantizer(Recipe.of({}, Setting(activations="token", **setting))),
         )
 
@@ -329,7 +329,7 @@ def test_weights_of_few_bits_and_in_groups():
     recipe = Recipe.of({}, Setting(activations="token", weights_dtype="s4", weights="group:16"))
     reference, lowered = quantized(model, x, recipe=recipe)
     torch.testing.assert_close(reference(x), lowered(x), rtol=1e-5, atol=1e-5)
-    assert torch.equal(intaglio.compile(lowered)(x), lowered(x))
+    assert torch.equal(stages.compile(lowered)(x), lowered(x))
 
 
 # ---- files

@@ -9,7 +9,7 @@ from hypothesis.extra.numpy import arrays
 from torch import nn
 
 import intaglio
-from intaglio import Recipe, numerics
+from intaglio import Recipe, numerics, stages
 from intaglio.build.check import check_graph
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.ir import DType, Graph, Op, TensorType, symbol
@@ -121,7 +121,7 @@ def test_an_embedding_is_torchs_quantized_one():
 @pytest.mark.parametrize("isa", HERE)
 def test_rows_are_read_bit_for_bit_and_come_back_from_a_file(isa, sums, tmp_path):
     given, _, _, lowered = sums
-    model = intaglio.compile(lowered, isa=isa)
+    model = stages.compile(lowered, isa=isa)
     model.save(tmp_path / "m")
     for one in (model, intaglio.load(tmp_path / "m", isa=isa)):
         for batch in (given, [x[:1] for x in given], [x[:, :1] for x in given], [x[:0] for x in given]):
@@ -131,7 +131,7 @@ def test_rows_are_read_bit_for_bit_and_come_back_from_a_file(isa, sums, tmp_path
 @pytest.mark.parametrize("outside", [-1, 50, 2**40])
 def test_an_id_that_a_table_does_not_have_is_an_error_as_in_torch(sums, outside):
     (x, ids), _, _, lowered = sums
-    model, wrong = intaglio.compile(lowered), x.clone()
+    model, wrong = stages.compile(lowered), x.clone()
     wrong[2, 6] = outside
     for run in (model, lowered):
         with pytest.raises(IndexError, match="index out of range in self"):
@@ -161,7 +161,7 @@ def every_width() -> Sample:
 @pytest.fixture(scope="module", params=HERE)
 def widths(request):
     lowered = every_width().lowered()
-    return lowered, intaglio.compile(lowered, isa=request.param)
+    return lowered, stages.compile(lowered, isa=request.param)
 
 
 @settings(max_examples=25)
@@ -203,7 +203,7 @@ def test_a_table_that_is_not_finite_stays_in_float_and_says_why():
     assert "gather_levels" not in lowered.text()
     assert any("table of words: float" in note and "not finite" in note for note in lowered.about.notes)
     with pytest.raises(UnsupportedError, match="nothing in it can be quantized"):
-        intaglio.prepare(intaglio.capture(model.words, torch.tensor([0, 1])), intaglio.Quantizer(INT8))
+        stages.prepare(stages.capture(model.words, torch.tensor([0, 1])), stages.Quantizer(INT8))
 
 
 def respelled(graph: Graph, **changes) -> Graph:

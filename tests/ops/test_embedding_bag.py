@@ -10,7 +10,7 @@ from torch import nn
 from torch.export import Dim
 
 import intaglio
-from intaglio import Recipe, numerics
+from intaglio import Recipe, numerics, stages
 from intaglio.build.check import check_graph
 from intaglio.ir import DType, Graph, Op, TensorType, symbol
 from intaglio.ops.embedding import MODES
@@ -47,7 +47,7 @@ def every_bag() -> Sample:
 @pytest.fixture(scope="module", params=HERE)
 def bags(request):
     graph = every_bag().lowered()
-    return graph, intaglio.compile(graph, isa=request.param)
+    return graph, stages.compile(graph, isa=request.param)
 
 
 def some(count: int, cuts: list[int], seed: int) -> tuple[torch.Tensor, ...]:
@@ -138,7 +138,7 @@ def test_a_bag_is_one_operator(name, recipe):
     torch.testing.assert_close(graph(*call), reference(*call), rtol=1e-5, atol=1e-5)
     assert (graph(*call) - model(*call)).abs().max() < 0.1
     for isa in HERE:
-        compiled = intaglio.compile(graph, isa=isa)
+        compiled = stages.compile(graph, isa=isa)
         for batch in (call, example(1), example(5)):
             assert equal(compiled(*batch), graph(*batch))
 
@@ -148,7 +148,7 @@ def test_bags_by_offsets_come_back_from_a_file(tmp_path):
     call = torch.randint(50, (9,)), torch.tensor([0, 2, 2, 9])
     _, graph = quantized(model, *call, recipe=INT8)
     assert kinds(graph) == ["embedding_bag"]
-    compiled = intaglio.compile(graph)
+    compiled = stages.compile(graph)
     compiled.save(tmp_path / "m")
     loaded = intaglio.load(tmp_path / "m")
     for batch in (call, (torch.randint(50, (9,)), torch.tensor([0, 0, 4, 9]))):
@@ -161,7 +161,7 @@ def test_bags_of_small_integers_stay_in_pytorch_and_say_why():
     x = torch.randint(50, (4, 7), dtype=torch.int32)
     _, graph = quantized(model, x)
     assert any("the kernel takes i64" in skip.reason for skip in graph.skipped)
-    assert equal(intaglio.compile(graph)(x), graph(x))
+    assert equal(stages.compile(graph)(x), graph(x))
 
 
 # ---- ranges of whole numbers
@@ -175,9 +175,9 @@ def test_ranges_of_free_length_are_made_by_the_program(isa):
 
     model = randomize(Body(body, place=nn.Embedding(40, 6), last=nn.Linear(6, 6)))
     x = torch.randn(2, 9, 6)
-    _, graph = lowered(intaglio.capture(model, x, dynamic_shapes=(({0: Dim.AUTO, 1: Dim("t", min=4, max=30)},),)), x)
+    _, graph = lowered(stages.capture(model, x, dynamic_shapes=(({0: Dim.AUTO, 1: Dim("t", min=4, max=30)},),)), x)
     assert not graph.islands
-    compiled = intaglio.compile(graph, isa=isa)
+    compiled = stages.compile(graph, isa=isa)
     for length in (4, 9, 30):
         y = torch.randn(3, length, 6)
         assert all(equal(*pair) for pair in zip(compiled(y), graph(y), strict=True))

@@ -14,6 +14,7 @@ from torch import nn
 
 import intaglio
 from intaglio import numerics as nm
+from intaglio import stages
 from intaglio.build.check import check_graph
 from intaglio.ir import DType, Op, QParams, verify
 from intaglio.ir.verify import VerifyError
@@ -210,7 +211,7 @@ def test_every_layer_has_the_bits_of_the_interpreter():
     assert "table" not in kinds(integer)
     assert assert_equal_levels(reference, integer, x).rate < 1e-4
     for isa in HERE:
-        compiled = intaglio.compile(integer, isa=isa)
+        compiled = stages.compile(integer, isa=isa)
         with threads(3):
             assert_same_bits(compiled, integer, x)
         with threads(1):
@@ -228,10 +229,10 @@ def test_any_number_of_channels():
     """Panels and blocks that are part full, rows longer than what is held as floats."""
     layers = {f"of{count}": channels_of(count) for count in (8, 16, 24, 33, 64, 97, 130)}
     model = randomize(Body(lambda m, x: [getattr(m, name)(x) for name in layers], **layers))
-    captured = intaglio.capture(model, torch.randn(2, 4, 3, 150))
+    captured = stages.capture(model, torch.randn(2, 4, 3, 150))
     _, integer = lowered(captured, torch.randn(4, 4, 3, 150), recipe=ALL)
     for isa in HERE:
-        compiled = intaglio.compile(integer, isa=isa)
+        compiled = stages.compile(integer, isa=isa)
         for size in (1, 4):
             assert_same_bits(compiled, integer, torch.randn(size, 4, 3, 150))
 
@@ -251,7 +252,7 @@ def test_levels_of_other_parameters_behind_it_are_looked_up(isa):
     integer = net.lowered(net.dequantize(net.table(levels)))
     assert [len(partition.ops) for partition in fuse(integer.graph)] == [1, 3, 1]
     x = torch.randn(2, 3, 9, 9)
-    assert torch.equal(intaglio.compile(integer, isa=isa)(x)[0], integer(x)[0])
+    assert torch.equal(stages.compile(integer, isa=isa)(x)[0], integer(x)[0])
 
 
 def test_the_comparison_sees_another_slope():
@@ -296,7 +297,7 @@ def test_the_setting_of_the_function_decides(entries, precise):
 
 
 def test_a_precise_function_has_no_site_before_it():
-    captured = intaglio.capture(two(), torch.randn(*X))
+    captured = stages.capture(two(), torch.randn(*X))
     assert "conv#0/conv2d.0" in prepare(captured).observers
     prepared = prepare(captured, Quantizer(ALL))
     assert "conv#0/conv2d.0" not in prepared.observers
@@ -398,7 +399,7 @@ def test_a_graph_with_an_infinite_unit_is_refused():
 def test_a_saved_model_comes_back(tmp_path):
     model, x = every_layer(TORCH["leaky_relu"]), torch.randn(2, 3, 11, 13)
     _, integer = quantized(model, x, recipe=ALL)
-    compiled = intaglio.compile(integer)
+    compiled = stages.compile(integer)
     compiled.save(tmp_path / "m.intaglio")
     loaded = intaglio.load(tmp_path / "m.intaglio")
     assert_same_bits(loaded, integer, x)

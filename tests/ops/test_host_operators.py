@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import ArtifactError, InputError, SelectorError, UnsupportedError
 from intaglio.patterns import OpDef, QuantizerPattern, Roles, builtin, op
 from intaglio.patterns import any as anything
@@ -24,12 +25,12 @@ def conv(inputs: int = 3, outputs: int = 8, size: int = 3) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, size, padding=size // 2)
 
 
-def stages(body, data=DATA, quantizer=None, **modules):
+def all_stages(body, data=DATA, quantizer=None, **modules):
     model = nets.randomize(Body(body, **modules))
-    prepared = intaglio.prepare(intaglio.capture(model, data[0]), quantizer)
-    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, data))
-    lowered = intaglio.requantize(reference)
-    return model, reference, lowered, intaglio.compile(lowered)
+    prepared = stages.prepare(stages.capture(model, data[0]), quantizer)
+    reference = stages.convert(prepared, stages.calibrate(prepared, data))
+    lowered = stages.requantize(reference)
+    return model, reference, lowered, stages.compile(lowered)
 
 
 def beside(m, x):
@@ -40,8 +41,8 @@ def beside(m, x):
 
 @pytest.fixture(scope="module")
 def mirrored():
-    quantizer = intaglio.Quantizer(operators=[MIRROR_ADD])
-    return stages(beside, quantizer=quantizer, a=conv(), b=conv(), c=conv(8, 8, 5))
+    quantizer = stages.Quantizer(operators=[MIRROR_ADD])
+    return all_stages(beside, quantizer=quantizer, a=conv(), b=conv(), c=conv(8, 8, 5))
 
 
 @pytest.mark.parametrize("batch", [1, 4, 7])
@@ -114,18 +115,18 @@ def test_a_file_with_another_shape_rule_is_refused(mirrored, tmp_path):
 
 def test_constants_come_as_they_are():
     gain = nn.Parameter(torch.linspace(-1, 2, 8))
-    quantizer = intaglio.Quantizer(operators=[WEIGH])
+    quantizer = stages.Quantizer(operators=[WEIGH])
     parts = {"a": conv(), "c": conv(8), "g": gain}
-    _, _, lowered, model = stages(lambda m, x: m.c(weigh(m.g, m.a(x))), quantizer=quantizer, **parts)
+    _, _, lowered, model = all_stages(lambda m, x: m.c(weigh(m.g, m.a(x))), quantizer=quantizer, **parts)
     assert torch.equal(model(DATA[0]), lowered(DATA[0]))
     (host,) = [op for op in lowered.graph.ops if op.kind == "host"]
     assert [lowered.graph.types[name].dtype.value for name in host.inputs] == ["f32", "u8"]
 
 
 def test_a_function_of_one_value_is_a_table_and_needs_no_host(tmp_path):
-    quantizer = intaglio.Quantizer(operators=[SOFT_SIGN])
+    quantizer = stages.Quantizer(operators=[SOFT_SIGN])
     parts = {"a": conv(), "c": conv(8)}
-    float_model, _, lowered, model = stages(lambda m, x: m.c(soft_sign(m.a(x))), quantizer=quantizer, **parts)
+    float_model, _, lowered, model = all_stages(lambda m, x: m.c(soft_sign(m.a(x))), quantizer=quantizer, **parts)
     assert "host" not in {op.kind for op in lowered.graph.ops}
     assert torch.equal(model(DATA[0]), lowered(DATA[0]))
     assert F.mse_loss(model(DATA[0]), float_model(DATA[0])) < 0.01 * float_model(DATA[0]).var()
@@ -139,9 +140,9 @@ SELF_GATED = QuantizerPattern(
 
 
 def test_one_meaning_may_stand_for_all_that_a_pattern_matches():
-    quantizer = intaglio.Quantizer(patterns=[*builtin(), SELF_GATED])
+    quantizer = stages.Quantizer(patterns=[*builtin(), SELF_GATED])
     body = lambda m, x: (lambda y: m.c(torch.sigmoid(y) * y))(m.a(x))  # noqa: E731
-    float_model, _, lowered, model = stages(body, quantizer=quantizer, a=conv(), c=conv(8))
+    float_model, _, lowered, model = all_stages(body, quantizer=quantizer, a=conv(), c=conv(8))
     assert [op.attrs["operator"] for op in lowered.graph.ops if op.kind == "host"] == ["swish"]
     assert "%c_acc" in lowered.text()
     assert torch.equal(model(DATA[0]), lowered(DATA[0]))
@@ -149,8 +150,8 @@ def test_one_meaning_may_stand_for_all_that_a_pattern_matches():
 
 
 def test_a_host_operator_at_the_end_and_at_the_begin_of_what_is_quantized():
-    quantizer = intaglio.Quantizer(operators=[MIRROR_ADD], patterns=[QuantizerPattern("own", op("mirror_add"))])
-    _, _, lowered, model = stages(lambda m, x: torch.sin(mirror_add(x.abs(), x, 2.0)), quantizer=quantizer)
+    quantizer = stages.Quantizer(operators=[MIRROR_ADD], patterns=[QuantizerPattern("own", op("mirror_add"))])
+    _, _, lowered, model = all_stages(lambda m, x: torch.sin(mirror_add(x.abs(), x, 2.0)), quantizer=quantizer)
     kinds = [op.kind for op in lowered.graph.ops]
     assert kinds.count("host") == 1
     assert torch.equal(model(DATA[0]), lowered(DATA[0]))
@@ -166,7 +167,7 @@ def test_a_host_operator_at_the_end_and_at_the_begin_of_what_is_quantized():
 def test_a_meaning_that_gives_no_levels_says_so(result):
     roles = Roles(x=(0, 1))
     record = OpDef("wrong", MIRROR_ADD.targets, ("x", "y"), roles, meaning=lambda op, args, *types: result(args))
-    model = stages(beside, quantizer=intaglio.Quantizer(operators=[record]), a=conv(), b=conv(), c=conv(8, 8, 5))[3]
+    model = all_stages(beside, quantizer=stages.Quantizer(operators=[record]), a=conv(), b=conv(), c=conv(8, 8, 5))[3]
     with pytest.raises(InputError, match=r"its meaning gave .*; the program reads uint8\[4, 8, 9, 9\]"):
         model(DATA[0])
 
@@ -184,11 +185,11 @@ def test_a_meaning_that_gives_no_levels_says_so(result):
 def test_a_record_that_cannot_be_a_host_operator_says_so(record, problem):
     model = Body(lambda m, x: soft_sign(m.a(x)), a=conv())
     with pytest.raises(UnsupportedError, match=problem):
-        intaglio.annotate(intaglio.capture(model.eval(), DATA[0]), intaglio.Quantizer(operators=[record]))
+        stages.annotate(stages.capture(model.eval(), DATA[0]), stages.Quantizer(operators=[record]))
 
 
 def test_leaves_are_called_as_the_operands_are():
     pattern = QuantizerPattern("swish", op("mul", anything("y"), op("sigmoid", anything("y"))), operator=SWISH)
     model = Body(lambda m, x: m.a(x), a=conv())
     with pytest.raises(SelectorError, match="no leaf is called x; there are y"):
-        intaglio.annotate(intaglio.capture(model.eval(), DATA[0]), intaglio.Quantizer(patterns=[pattern]))
+        stages.annotate(stages.capture(model.eval(), DATA[0]), stages.Quantizer(patterns=[pattern]))

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-import intaglio
-from intaglio import numerics
+from intaglio import numerics, stages
 from intaglio.native.machine import isas
 from support.lowering import assert_equal_levels, quantized
 from support.nets import Body, randomize
@@ -49,7 +48,7 @@ def test_a_convnext_block_is_one_program():
     assert_equal_levels(reference, lowered, x)
     for isa in isas():
         for batch in (x, x[:1]):
-            assert all(map(torch.equal, intaglio.compile(lowered, isa=isa)(batch), lowered(batch))), isa
+            assert all(map(torch.equal, stages.compile(lowered, isa=isa)(batch), lowered(batch))), isa
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import intaglio
-from intaglio import Recipe, Setting
+from intaglio import Recipe, Setting, stages
 from intaglio.build.check import check_graph
 from intaglio.errors import UnsupportedError
 from intaglio.ir import DType, Graph, Op, QParams, TensorType, symbol
@@ -53,7 +53,7 @@ def every_layer() -> Sample:
 @pytest.fixture(scope="module", params=HERE)
 def every(request):
     graph = every_layer().lowered()
-    return graph, intaglio.compile(graph, isa=request.param)
+    return graph, stages.compile(graph, isa=request.param)
 
 
 @settings(max_examples=15)
@@ -110,7 +110,7 @@ def test_every_float16_becomes_the_float32_it_is(isa):
     net.types["y"] = TensorType((symbol("n"), len(halves)), F32)
     net.ops.append(Op("linear_f32", ("x", net.constant(halves[:, None], F16)), ("y",)))
     net.outputs.append("y")
-    (found,) = intaglio.compile(net.lowered(), isa=isa)(torch.ones(1, 1))
+    (found,) = stages.compile(net.lowered(), isa=isa)(torch.ones(1, 1))
     np.testing.assert_array_equal(found[0].numpy(), halves.astype(np.float32))
 
 
@@ -129,7 +129,7 @@ def test_weights_may_be_float16(kind, tmp_path):
     assert sorted(value.shape for value in halves) == [(64, 128), (128, 64)]
     assert max(value.numel() for value in reference.module.buffers() if value.dtype is torch.float32) == 128
     assert not graph.islands
-    compiled = intaglio.compile(graph)
+    compiled = stages.compile(graph)
     found, exact = compiled(x), model(x)
     assert found.dtype is kind
     assert equal(found, graph(x))
@@ -172,7 +172,7 @@ def test_rows_may_have_any_axes_and_layers_a_weight_together(recipe, isa):
     assert not graph.islands
     assert kinds(graph).count("linear_f32") == 5
     assert len({op.inputs[1] for op in graph.graph.ops if op.kind == "linear_f32"}) == 1
-    compiled = intaglio.compile(graph, isa=isa)
+    compiled = stages.compile(graph, isa=isa)
     for batch in (x, x[:1], torch.randn(3, 2, 12, 5).transpose(2, 3)):
         for found, expected, exact in zip(compiled(batch), graph(batch), model(batch), strict=True):
             assert equal(found, expected)
@@ -191,7 +191,7 @@ def test_a_layer_between_images_reads_and_gives_rows(isa):
     x = torch.randn(2, 3, 9, 12)
     _, graph = quantized(model, x, recipe=Recipe.of({"a": {"activations": "float", "weights_dtype": "f16"}}))
     assert not graph.islands
-    compiled = intaglio.compile(graph, isa=isa)
+    compiled = stages.compile(graph, isa=isa)
     for batch in (x, x[:1]):
         assert equal(compiled(batch), graph(batch))
     assert (compiled(x) - model(x)).norm() <= 0.1 * model(x).norm()
@@ -225,7 +225,7 @@ def test_integers_of_few_bits_groups_and_one_scale_do_without_levels_of_activati
     assert (graph(x) - model(x)).norm() <= {8: 0.02, 4: 0.1, 2: 0.9}[bits] * model(x).norm()
     weights = [graph.graph.types[op.inputs[1]] for op in graph.graph.ops if op.kind == "linear_f32"]
     assert [kind.packing.bits if kind.packing else 8 for kind in weights] == [bits] * 2
-    compiled = intaglio.compile(graph)
+    compiled = stages.compile(graph)
     compiled.save(tmp_path / "m", library=False)
     assert equal(intaglio.load(tmp_path / "m")(x), graph(x))
 
@@ -251,7 +251,7 @@ def test_a_state_dict_puts_other_weights_in():
 @pytest.mark.parametrize("recipe", [HALF, INT8], ids=["f16", "s8"])
 def test_threads_share_what_it_takes_to_read_weights(recipe):
     """Of one row there is hardly any arithmetic."""
-    compiled = intaglio.compile(quantized(nn.Linear(1024, 1024), torch.randn(2, 1024), recipe=recipe)[1])
+    compiled = stages.compile(quantized(nn.Linear(1024, 1024), torch.randn(2, 1024), recipe=recipe)[1])
     (stretch,) = stretches(compiled.artifact.program, {"n": 1})
     assert stretch.threads(2) == 2
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import intaglio
-from intaglio import numerics
+from intaglio import numerics, stages
 from intaglio.ir import QParams
 from intaglio.ops import OPS
 from intaglio.ops.unary import FUNCTIONS
@@ -63,13 +63,13 @@ def test_the_table_holds_what_torch_computes(name):
 def test_functions_between_convolutions_run_in_int8(name):
     """No island, the interpreter within a level of the reference, the kernel equal to the interpreter."""
     model = net(CALLS[name])
-    prepared = intaglio.prepare(intaglio.capture(model, torch.randn(2, 3, 7, 6)))
-    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, [torch.randn(8, 3, 7, 6)]))
-    lowered = intaglio.requantize(reference)
+    prepared = stages.prepare(stages.capture(model, torch.randn(2, 3, 7, 6)))
+    reference = stages.convert(prepared, stages.calibrate(prepared, [torch.randn(8, 3, 7, 6)]))
+    lowered = stages.requantize(reference)
     assert not lowered.islands
     x = torch.randn(3, 3, 7, 6)
     assert_equal_levels(reference, lowered, x)
-    assert torch.equal(intaglio.compile(lowered)(x), lowered(x))
+    assert torch.equal(stages.compile(lowered)(x), lowered(x))
 
 
 @pytest.mark.parametrize("name", MORE)
@@ -86,17 +86,17 @@ def test_other_spellings(name):
 @pytest.mark.parametrize("function", [lambda x: x + 0, lambda x: 1 * x, lambda x: x + 0.0])
 def test_numbers_that_change_nothing_vanish(function):
     """Backend case 18."""
-    lowered = intaglio.requantize(_reference(net(function)))
+    lowered = stages.requantize(_reference(net(function)))
     assert [op.kind for op in lowered.graph.ops].count("table") == 0
     assert not lowered.islands
 
 
 def test_a_division_by_zero_and_a_root_stay_in_float():
     for function in (lambda x: x / 0, lambda x: x.abs() ** 0.5):
-        prepared = intaglio.prepare(intaglio.capture(net(function), torch.randn(2, 3, 7, 6)))
+        prepared = stages.prepare(stages.capture(net(function), torch.randn(2, 3, 7, 6)))
         assert any("zero" in skip.reason or "power" in skip.reason for skip in prepared.annotations.skipped)
 
 
 def _reference(model: nn.Module):
-    prepared = intaglio.prepare(intaglio.capture(model, torch.randn(2, 3, 7, 6)))
-    return intaglio.convert(prepared, intaglio.calibrate(prepared, [torch.randn(8, 3, 7, 6)]))
+    prepared = stages.prepare(stages.capture(model, torch.randn(2, 3, 7, 6)))
+    return stages.convert(prepared, stages.calibrate(prepared, [torch.randn(8, 3, 7, 6)]))

@@ -14,6 +14,7 @@ from torch.export import Dim
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import intaglio
+from intaglio import stages
 from intaglio.build.check import check_graph
 from intaglio.errors import CaptureError
 from intaglio.fxgraph.nodes import operator
@@ -53,7 +54,7 @@ def assert_bits(compiled, lowered, *x: torch.Tensor) -> None:
 def everywhere(lowered, *batches: tuple[torch.Tensor, ...]) -> None:
     """Every instruction set; fewer, as many and more rows than threads."""
     for isa in HERE:
-        compiled = intaglio.compile(lowered, isa=isa)
+        compiled = stages.compile(lowered, isa=isa)
         for batch in batches:
             for count in (1, 3):
                 with threads(count):
@@ -196,8 +197,8 @@ def test_states_may_be_given_and_be_large(kind):
     body = (lambda m, x, h, c: m.layer(x, (h, c))) if kind == "lstm" else (lambda m, x, h: m.layer(x, h))
     x, given = torch.randn(5, 3, 6), [torch.randn(2, 3, 10) * 5 for _ in range(states(kind))]
     model = Body(body, layer=layer).eval()
-    captured = intaglio.capture(model, (x, *given), dynamic_shapes=(({1: Dim.AUTO},) * (1 + len(given)),))
-    lowered = intaglio.requantize(intaglio.convert(prepare(captured, Quantizer(DYNAMIC))))
+    captured = stages.capture(model, (x, *given), dynamic_shapes=(({1: Dim.AUTO},) * (1 + len(given)),))
+    lowered = stages.requantize(stages.convert(prepare(captured, Quantizer(DYNAMIC))))
     assert not lowered.islands
     for a, b in zip(tensors(lowered(x, *given)), tensors(model(x, *given)), strict=True):
         assert (a - b).abs().max() < 5 * BOUND
@@ -240,8 +241,8 @@ def test_results_depend_on_no_other_entry_of_the_batch(kind):
     assert strange[[0, 1, 3]].isfinite().all()
     for isa in HERE:
         assert_bits(
-            intaglio.compile(
-                intaglio.requantize(intaglio.convert(prepare(intaglio.capture(model, x), Quantizer(DYNAMIC)))), isa=isa
+            stages.compile(
+                stages.requantize(stages.convert(prepare(stages.capture(model, x), Quantizer(DYNAMIC)))), isa=isa
             ),
             quick,
             x,
@@ -269,7 +270,7 @@ def test_projected_states_stay_in_float_and_say_why():
     model, x = nn.Sequential(nn.Linear(6, 6), nn.LSTM(6, 10, proj_size=4)).eval(), torch.randn(5, 3, 6)
     _, lowered = quantized(model, x, recipe=DYNAMIC)
     assert any("proj_size" in skip.reason for skip in lowered.skipped)
-    for a, b in zip(tensors(intaglio.compile(lowered)(x)), tensors(model(x)), strict=True):
+    for a, b in zip(tensors(stages.compile(lowered)(x)), tensors(model(x)), strict=True):
         assert (a - b).abs().max() < BOUND
 
 
@@ -297,13 +298,13 @@ def test_packed_sequences_are_refused_and_their_layers_can_be_quantized():
 def test_parameters_of_weights_are_kept():
     torch.manual_seed(0)
     model, x = nn.LSTM(6, 10).eval(), torch.randn(5, 3, 6)
-    captured = intaglio.capture(model, x)
+    captured = stages.capture(model, x)
     reference, lowered = quantized(model, x)
     assert {name for name in reference.parameters.entries if name.startswith("weight")} == {
         "weight_ih_l0",
         "weight_hh_l0",
     }
-    again = intaglio.requantize(intaglio.convert(prepare(captured), reference.parameters))
+    again = stages.requantize(stages.convert(prepare(captured), reference.parameters))
     assert all(torch.equal(a, b) for a, b in zip(tensors(again(x)), tensors(lowered(x)), strict=True))
 
 
@@ -311,7 +312,7 @@ def test_parameters_of_weights_are_kept():
 def test_it_survives_a_file(tmp_path, mode):
     torch.manual_seed(0)
     model, x = nn.GRU(6, 10, num_layers=2, bidirectional=True).eval(), torch.randn(5, 3, 6)
-    quick = intaglio.compile(quantized(model, x, recipe=RECIPES[mode])[1])
+    quick = stages.compile(quantized(model, x, recipe=RECIPES[mode])[1])
     quick.save(tmp_path / "gru.intaglio")
     loaded = intaglio.load(tmp_path / "gru.intaglio")
     assert all(torch.equal(a, b) for a, b in zip(tensors(loaded(x)), tensors(quick(x)), strict=True))
@@ -354,7 +355,7 @@ def test_graphs_that_lead_kernels_astray_are_refused():
 def test_steps_are_as_free_as_the_caller_says(kind):
     """torch.export alone runs every step, and takes their number for a constant."""
     model = Body(lambda m, x: m.layer(x)[0], layer=kind(4, 6, batch_first=True)).eval()
-    captured = intaglio.capture(model, torch.randn(2, 3, 4), dynamic_shapes=(({0: Dim.AUTO, 1: Dim.AUTO},),))
+    captured = stages.capture(model, torch.randn(2, 3, 4), dynamic_shapes=(({0: Dim.AUTO, 1: Dim.AUTO},),))
     assert len(free_symbols(captured)) == 2
     x = torch.randn(3, 7, 4)
     torch.testing.assert_close(captured(x), model(x))

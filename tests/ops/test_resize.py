@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import intaglio
+from intaglio import stages
 from intaglio.build.check import check_graph
 from intaglio.ops.resize import linear, nearest
 from support.lowering import assert_equal_levels, kinds, quantized, tensors
@@ -111,7 +111,7 @@ def test_upsampling_runs_in_int8(name):
     check_graph(lowered.graph)
     assert_equal_levels(reference, lowered, x)
     for isa in HERE:
-        compiled = intaglio.compile(lowered, isa=isa)
+        compiled = stages.compile(lowered, isa=isa)
         for batch in (x, x[:1], x[:0]):
             pairs = zip(tensors(compiled(batch)), tensors(lowered(batch)), strict=True)
             assert all(torch.equal(*pair) for pair in pairs)

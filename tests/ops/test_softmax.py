@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import intaglio
-from intaglio import numerics
+from intaglio import numerics, stages
 from intaglio.numerics import float_math
 from support.lowering import assert_equal_levels, quantized, tensors
 from support.matmul_library import HERE
@@ -86,7 +85,7 @@ def test_it_runs_in_the_program():
     assert sum(op.kind == "loop" for op in lowered.graph.ops) == len(BODIES)
     assert_equal_levels(reference, lowered, x)
     for isa in HERE:
-        compiled = intaglio.compile(lowered, isa=isa)
+        compiled = stages.compile(lowered, isa=isa)
         assert compiled.coverage.islands == 0
         assert compiled.coverage.floats == ()
         for batch in (x, x[:1], x[:0]):
@@ -98,7 +97,7 @@ def test_it_is_the_float_models_softmax_of_the_quantized_scores():
     model = randomize(Body(BODIES["a classifier"], conv=nn.Conv2d(3, 20, 3, padding=1), fc=nn.Linear(20, 20)))
     x = torch.randn(3, 3, 5, 6)
     reference, lowered = quantized(model, x)
-    torch.testing.assert_close(intaglio.compile(lowered)(x), reference(x), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(stages.compile(lowered)(x), reference(x), rtol=1e-5, atol=1e-7)
 
 
 def test_rows_without_any_finite_value_are_as_in_torch():

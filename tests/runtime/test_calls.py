@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import InputError
 from support import nets
 from support.int8_models import assert_same, built, compiled, picture
@@ -116,7 +117,7 @@ def test_keyword_calls_equal_positional_calls():
             return self.conv(left) + self.conv(right)
 
     a, b = picture(), picture(seed=1)
-    model = intaglio.compile(quantized(nets.randomize(Two()), a, b)[1])
+    model = stages.compile(quantized(nets.randomize(Two()), a, b)[1])
     expected = model(a, b)
     assert_same((model(a, right=b), model(right=b, left=a)), (expected, expected))
     assert not torch.equal(model(b, a), expected)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import ArtifactError, InputError
 from intaglio.native import machine
 from support import nets
@@ -26,7 +27,7 @@ def retrained(net, isa=None):
     """The same network with other weights, calibrated on other data."""
     model = nets.randomize(net(), seed=7)
     lowered = quantized(model, nets.example(model, 4, seed=9))[1]
-    return intaglio.compile(lowered, isa=isa)
+    return stages.compile(lowered, isa=isa)
 
 
 def stored(state: dict) -> dict:
@@ -54,7 +55,7 @@ def test_writing_into_a_state_dict_changes_no_model():
         tensor.zero_()
     x = torch.randn(3, 16)
     assert_same(model(x), lowered(x))
-    assert_same(intaglio.compile(lowered)(x), lowered(x))
+    assert_same(stages.compile(lowered)(x), lowered(x))
 
 
 PAIRS = [(nets.ConvThenUnsupported, machine.isas()[0])] + [(nets.Linears, isa) for isa in machine.isas()]
@@ -88,7 +89,7 @@ def test_weights_of_float_parts_load_too():
         def forward(self, x):
             return body(self, x)
 
-    source, target = (intaglio.compile(quantized(Mixed(seed).eval(), picture())[1]) for seed in (1, 2))
+    source, target = (stages.compile(quantized(Mixed(seed).eval(), picture())[1]) for seed in (1, 2))
     assert any(key.startswith("islands.") for key in source.state_dict())
     target.load_state_dict(stored(source.state_dict()))
     assert_same(target(picture(2, 5)), source(picture(2, 5)))
@@ -214,7 +215,7 @@ def test_a_copy_computes_the_same(copied, used, net):
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 def test_a_copy_is_saved_to_the_same_file(copied, tmp_path):
-    model = intaglio.compile(compiled(nets.Linears)[1], isa=machine.isas())
+    model = stages.compile(compiled(nets.Linears)[1], isa=machine.isas())
     other = copied(model)
     other.load_state_dict(model.state_dict())
     model.save(tmp_path / "first")

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import ArtifactError, BuildError, UnsupportedError
 from intaglio.runtime import QuantizedModel, threads
 from support import exported_c as c
@@ -292,10 +293,10 @@ def test_sizes_that_are_refused_leave_the_plan_as_it_was(residual):
 def test_sizes_too_small_for_a_window_are_refused(tmp_path):
     net = Body(lambda m, x: m.c(x), c=nn.Conv2d(3, 4, 3, stride=2))
     sizes = dict.fromkeys((0, 2, 3), torch.export.Dim.AUTO)
-    captured = intaglio.capture(randomize(net), (picture(),), dynamic_shapes=((sizes,),))
-    prepared = intaglio.prepare(captured)
-    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, [picture()], progress=False))
-    model = intaglio.compile(intaglio.requantize(reference))
+    captured = stages.capture(randomize(net), (picture(),), dynamic_shapes=((sizes,),))
+    prepared = stages.prepare(captured)
+    reference = stages.convert(prepared, stages.calibrate(prepared, [picture()], progress=False))
+    model = stages.compile(stages.requantize(reference))
     found = exported(model, tmp_path)
     for size in (3, 4, 17):
         assert_same(found(picture(2, size=size)), [model(picture(2, size=size))])
@@ -330,7 +331,7 @@ REFUSED = {
 @pytest.mark.parametrize(("lowered", "said"), REFUSED.values(), ids=REFUSED)
 def test_what_only_python_runs_is_named(lowered, said, tmp_path):
     with pytest.raises(UnsupportedError, match=said) as caught:
-        intaglio.compile(lowered()).export_c(tmp_path / "out")
+        stages.compile(lowered()).export_c(tmp_path / "out")
     assert caught.value.remedy
     assert not (tmp_path / "out").exists()
 

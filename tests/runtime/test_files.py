@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import intaglio
+from intaglio import stages
 from intaglio.codegen import ISAS
 from intaglio.errors import ArtifactError, BuildError, InputError
 from intaglio.ir import DType, Groups, QParams, Ref, Rows, TensorType, symbol
@@ -509,7 +510,7 @@ def test_a_library_can_be_left_out(tmp_path):
 
 
 def test_a_library_the_cache_has_lost_is_built_for_the_file(fresh_cache, tmp_path):
-    model = intaglio.compile(compiled(nets.Linears)[1])
+    model = stages.compile(compiled(nets.Linears)[1])
     model.artifact.path.unlink()
     model.save(tmp_path / "m")
     intaglio.load(tmp_path / "m", trust=True)
@@ -531,7 +532,7 @@ def only(monkeypatch, *able: str) -> None:
 def fat(tmp_path_factory) -> Path:
     """A file with a library for every instruction set."""
     path = tmp_path_factory.mktemp("files") / "fat.intaglio"
-    model = intaglio.compile(compiled(nets.ConvThenUnsupported)[1], isa=reversed(ALL))
+    model = stages.compile(compiled(nets.ConvThenUnsupported)[1], isa=reversed(ALL))
     model.save(path, example=nets.example(nets.ConvThenUnsupported()))
     return path
 
@@ -539,7 +540,7 @@ def fat(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("able", RUNNABLE, ids=lambda able: able[0])
 def test_a_model_of_all_instruction_sets_runs_the_best_of_the_machine(able, monkeypatch):
     only(monkeypatch, *able)
-    model = intaglio.compile(compiled(nets.Residual)[1], isa=ALL)
+    model = stages.compile(compiled(nets.Residual)[1], isa=ALL)
     assert model.artifact.program.isa == able[0]
     assert repr(model).endswith(f"{able[0]} (compiled for {', '.join(isa for isa in ALL if isa != able[0])} too))")
     assert_same(model(picture()), compiled(nets.Residual)[1](picture()))
@@ -560,7 +561,7 @@ def test_libraries_this_machine_does_not_run_are_never_mapped(fat, fresh_cache, 
     only(monkeypatch, "portable")
     mapped = []
     monkeypatch.setattr("intaglio.runtime.artifact.load", lambda path: mapped.append(path) or compile_module.load(path))
-    intaglio.compile(lowered, isa=ALL).save(tmp_path / "m")
+    stages.compile(lowered, isa=ALL).save(tmp_path / "m")
     intaglio.load(tmp_path / "m", trust=True)
     intaglio.load(fat, trust=True)
     intaglio.load(fat)
@@ -574,7 +575,7 @@ def test_libraries_this_machine_does_not_run_are_never_mapped(fat, fresh_cache, 
 
 def test_a_file_without_the_best_set_gives_the_best_it_has_if_trusted(tmp_path, monkeypatch, caplog):
     only(monkeypatch, *ALL)
-    model = intaglio.compile(compiled(nets.Linears)[1], isa=("portable", "avx2"))
+    model = stages.compile(compiled(nets.Linears)[1], isa=("portable", "avx2"))
     model.save(tmp_path / "m")
     caplog.set_level("INFO", "intaglio")
     assert intaglio.load(tmp_path / "m", trust=True).artifact.program.isa == "avx2"
@@ -595,16 +596,16 @@ def test_trusted_libraries_are_saved_again_and_others_are_not(fat, tmp_path):
 def test_instruction_sets_nobody_has_kernels_for_are_refused(monkeypatch):
     lowered = compiled(nets.Linears)[1]
     with pytest.raises(BuildError, match=r"isa=\('avx2', 'neon'\): no kernels for neon; there are avx512vnni, avx2"):
-        intaglio.compile(lowered, isa=["avx2", "neon"])
+        stages.compile(lowered, isa=["avx2", "neon"])
     with pytest.raises(BuildError, match=r"isa=\(\): not among what this machine runs"):
-        intaglio.compile(lowered, isa=())
+        stages.compile(lowered, isa=())
     only(monkeypatch, "portable")
     with pytest.raises(BuildError, match=r"runs: portable\n  remedy: name one of those as well"):
-        intaglio.compile(lowered, isa=("avx512vnni", "avx2"))
+        stages.compile(lowered, isa=("avx512vnni", "avx2"))
 
 
 def test_a_pickle_of_another_machine_is_refused(monkeypatch):
-    content = pickle.dumps(intaglio.compile(compiled(nets.Linears)[1], isa="avx2"))
+    content = pickle.dumps(stages.compile(compiled(nets.Linears)[1], isa="avx2"))
     only(monkeypatch, "portable")
     with pytest.raises(BuildError, match=r"a program for avx2; this machine runs portable\n  remedy: model\.save"):
         pickle.loads(content)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import Dim
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import InputError
 from intaglio.ir import evaluate, needs, symbol
 from intaglio.lower import Lowered
@@ -108,18 +109,18 @@ NETS = {
 
 
 @functools.cache
-def stages(name: str) -> tuple[Reference, Lowered]:
+def all_stages(name: str) -> tuple[Reference, Lowered]:
     model, shapes, example, _ = NETS[name]
     x = torch.randn(example, generator=torch.Generator().manual_seed(1))
-    captured = intaglio.capture(randomize(model), (x,), dynamic_shapes=shapes)
-    prepared = intaglio.prepare(captured)
-    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, [x]))
-    return reference, intaglio.requantize(reference)
+    captured = stages.capture(randomize(model), (x,), dynamic_shapes=shapes)
+    prepared = stages.prepare(captured)
+    reference = stages.convert(prepared, stages.calibrate(prepared, [x]))
+    return reference, stages.requantize(reference)
 
 
 @functools.cache
 def program(name: str, isa: str) -> QuantizedModel:
-    return intaglio.compile(stages(name)[1], isa=isa)
+    return stages.compile(all_stages(name)[1], isa=isa)
 
 
 def same(found, expected) -> bool:
@@ -129,7 +130,7 @@ def same(found, expected) -> bool:
 @pytest.mark.parametrize("name", NETS)
 def test_free_sizes_leave_nothing_in_float(name):
     """And the interpreter is within a level of the reference at sizes it was not calibrated with."""
-    reference, lowered = stages(name)
+    reference, lowered = all_stages(name)
     assert not lowered.islands, lowered.skipped
     sizes = iter([3, 17, 26])
     x = torch.randn(NETS[name][3](lambda low, high: next(sizes)), generator=torch.Generator().manual_seed(2))
@@ -142,7 +143,7 @@ def test_free_sizes_leave_nothing_in_float(name):
 def test_programs_have_the_bits_of_the_interpreter_at_any_size(name, data):
     """Zero images among them; the shapes of results are the float model's."""
     x = torch.randn(NETS[name][3](lambda low, high: data.draw(st.integers(low, high))))
-    expected = stages(name)[1](x)
+    expected = all_stages(name)[1](x)
     with torch.no_grad():
         floats = NETS[name][0](x) if x.shape[0] else None
     if floats is not None:
@@ -153,14 +154,14 @@ def test_programs_have_the_bits_of_the_interpreter_at_any_size(name, data):
 
 def test_the_comparison_sees_another_size():
     x = torch.randn(2, 3, 9, 11)
-    assert not same(program("weighed", HERE[0])(x[..., :10]), stages("weighed")[1](x[..., 1:]))
+    assert not same(program("weighed", HERE[0])(x[..., :10]), all_stages("weighed")[1](x[..., 1:]))
 
 
 @pytest.mark.case("backend 6")
 @pytest.mark.parametrize("name", NETS)
 def test_shapes_there_and_back_with_one_compilation(name, counting_compiler):
     """Case 6: batch 1, 3, 1, another size, and the first again: equal each time, and nothing is compiled for it."""
-    model, lowered = program(name, HERE[0]), stages(name)[1]
+    model, lowered = program(name, HERE[0]), all_stages(name)[1]
     before, first = counting_compiler.read_text(), NETS[name][2]
     calls = [(1, *first[1:]), (3, *first[1:]), (1, *first[1:]), NETS[name][3](lambda low, high: 7), (1, *first[1:])]
     xs = {shape: torch.randn(shape) for shape in calls}
@@ -185,7 +186,7 @@ SMALL = {"weighed": (1, 3, 0, 9), "lines": (1, 6, 2), "moved": (1, 3, 9, 0)}
 @pytest.mark.parametrize("name", SMALL)
 def test_sizes_that_leave_nothing_are_refused_as_the_float_model_refuses_them(name):
     """By the traced range; and where there is none, as in a graph of another making, by what operators need."""
-    x, own = torch.randn(SMALL[name]), stages(name)[1]
+    x, own = torch.randn(SMALL[name]), all_stages(name)[1]
     with pytest.raises(RuntimeError):
         NETS[name][0](x)
     with pytest.raises(InputError, match=r"of at least|fewer than 1"):
@@ -228,10 +229,10 @@ def test_strides_are_read_as_they_are(name):
         model = program("weighed", isa)
         plain = x.detach().contiguous()
         assert same(model(x), model(plain))
-        assert same(model(plain), stages("weighed")[1](plain))
+        assert same(model(plain), all_stages("weighed")[1](plain))
 
 
 def test_an_index_that_reads_a_wrong_pixel_would_be_seen():
     """Means of an adaptive pool divide by what a call has: of another size they differ."""
     x = torch.randn(1, 3, 30, 22)
-    assert not np.array_equal(tensors(program("weighed", HERE[0])(x))[2], tensors(stages("weighed")[1](x * 0.5))[2])
+    assert not np.array_equal(tensors(program("weighed", HERE[0])(x))[2], tensors(all_stages("weighed")[1](x * 0.5))[2])

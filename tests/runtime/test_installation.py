@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import intaglio
-from intaglio import numerics
+from intaglio import numerics, stages
 from intaglio.quant.calibrate.tensor_statistics import Statistics
 from support import nets
 from support.int8_models import assert_same, compiled, picture
@@ -39,7 +39,7 @@ def test_torch_save_keeps_a_model_as_any_module(net):
 def test_a_file_is_about_a_quarter_of_the_float_weights(tmp_path):
     """Problem 31: weights are in it once, as bytes."""
     float_model = nets.randomize(nets.Linears((128, 512, 256)))
-    model = intaglio.compile(quantized(float_model, torch.randn(8, 128))[1])
+    model = stages.compile(quantized(float_model, torch.randn(8, 128))[1])
     model.save(tmp_path / "m.intaglio", library=False)
     before = sum(p.nbytes for p in float_model.parameters())
     assert (tmp_path / "m.intaglio").stat().st_size < 0.35 * before
@@ -88,11 +88,11 @@ def test_importing_compiles_nothing_and_needs_no_compiler(tmp_path):
 def test_statistics_have_one_size_however_much_data_they_saw():
     """Problem 39: calibration streams; what grows with the number of batches is the two extrema of each."""
     model, captured = captured_net(nets.MaxPoolNet)
-    prepared = intaglio.prepare(captured)
+    prepared = stages.prepare(captured)
     sizes = []
     counts = (1, 20)
     for batches in counts:
-        intaglio.calibrate(prepared, (nets.example(model, 4, seed=seed) for seed in range(batches)))
+        stages.calibrate(prepared, (nets.example(model, 4, seed=seed) for seed in range(batches)))
         kept = [observer.statistics for observer in prepared.observers.values()]
         large = {"bins", "sketch", "history"}
         plain = [value for s in kept for name, value in vars(s).items() if name not in large]

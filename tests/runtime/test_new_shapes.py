@@ -10,6 +10,7 @@ from torch import nn
 from torch.export import Dim
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import InputError
 from intaglio.ir import evaluate, evaluator, substitute, symbol
 from intaglio.runtime import QuantizedModel
@@ -26,14 +27,14 @@ def tokens(length: int, batch: int = 2) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def lowered():
-    captured = intaglio.capture(FLOAT, tokens(9), dynamic_shapes=FREE)
-    prepared = intaglio.prepare(captured)
-    return intaglio.requantize(intaglio.convert(prepared, intaglio.calibrate(prepared, [tokens(9)])))
+    captured = stages.capture(FLOAT, tokens(9), dynamic_shapes=FREE)
+    prepared = stages.prepare(captured)
+    return stages.requantize(stages.convert(prepared, stages.calibrate(prepared, [tokens(9)])))
 
 
 @pytest.fixture
 def model(lowered) -> QuantizedModel:
-    return intaglio.compile(lowered)
+    return stages.compile(lowered)
 
 
 def test_all_shapes_share_one_arena_as_large_as_the_largest(model):
@@ -58,7 +59,7 @@ def test_calls_at_once_never_share_memory(model, lowered):
 
 def test_the_number_of_plans_is_bounded_as_asked(lowered, monkeypatch):
     monkeypatch.setenv("INTAGLIO_PLANS", "3")
-    model = intaglio.compile(lowered)
+    model = stages.compile(lowered)
     for length in range(1, 9):
         assert_same(model(tokens(length)), lowered(tokens(length)))
     assert len(model._shapes) == 3
@@ -72,7 +73,7 @@ def test_an_empty_batch_has_the_float_models_shape(model):
 
 
 def test_shapes_that_were_not_planned_run_the_float_model(lowered):
-    model = intaglio.compile(lowered, on_new_shape="fallback", float_model=FLOAT)
+    model = stages.compile(lowered, on_new_shape="fallback", float_model=FLOAT)
     assert model.on_new_shape == "fallback"
     with torch.no_grad():
         for x in (tokens(9), tokens(10), tokens(9), tokens(9, 3)):
@@ -87,7 +88,7 @@ def test_shapes_that_were_not_planned_run_the_float_model(lowered):
 )
 def test_shapes_are_planned_ahead(call, lowered):
     """Then the first call is no exception."""
-    model = intaglio.compile(lowered, on_new_shape="fallback", float_model=FLOAT)
+    model = stages.compile(lowered, on_new_shape="fallback", float_model=FLOAT)
     model.warm(call, (1, 3, 16))
     with torch.no_grad():
         assert torch.equal(model(tokens(9)), FLOAT(tokens(9)))
@@ -97,7 +98,7 @@ def test_shapes_are_planned_ahead(call, lowered):
 
 def test_strides_belong_to_what_was_planned_and_gradients_do_not(lowered):
     """Document 001 compares shape, strides, element type and device."""
-    model, x = intaglio.compile(lowered, on_new_shape="fallback", float_model=FLOAT), tokens(9)
+    model, x = stages.compile(lowered, on_new_shape="fallback", float_model=FLOAT), tokens(9)
     model.warm(x)
     turned = x.transpose(0, 1).contiguous().transpose(0, 1)
     with torch.no_grad():
@@ -119,7 +120,7 @@ def test_sizes_the_program_has_fixed_go_to_the_float_model_and_other_types_to_no
 
 
 def test_the_first_fallback_is_said_once(lowered, caplog):
-    model = intaglio.compile(lowered, on_new_shape="fallback", float_model=FLOAT)
+    model = stages.compile(lowered, on_new_shape="fallback", float_model=FLOAT)
     with caplog.at_level(logging.WARNING, "intaglio"):
         for length in (5, 6, 7):
             model(tokens(length))
@@ -128,7 +129,7 @@ def test_the_first_fallback_is_said_once(lowered, caplog):
 
 
 def test_a_file_says_that_it_has_no_float_model(lowered, tmp_path, caplog):
-    model, path = intaglio.compile(lowered, on_new_shape="fallback", float_model=FLOAT), tmp_path / "m.intaglio"
+    model, path = stages.compile(lowered, on_new_shape="fallback", float_model=FLOAT), tmp_path / "m.intaglio"
     assert not list(model.parameters())
     model.save(path)
     with caplog.at_level(logging.WARNING, "intaglio"):
@@ -145,7 +146,7 @@ def test_a_file_says_that_it_has_no_float_model(lowered, tmp_path, caplog):
 )
 def test_policies_that_cannot_be_are_refused(lowered, given, said):
     with pytest.raises(InputError, match=said):
-        intaglio.compile(lowered, **given)
+        stages.compile(lowered, **given)
 
 
 # ---- dimensions

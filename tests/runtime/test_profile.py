@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import BuildError
 from intaglio.native import limits, machine
 from intaglio.runtime import quantized_model as runtime_model
@@ -113,7 +114,7 @@ def test_instruction_sets_this_cpu_lacks_have_no_rates(monkeypatch):
 def test_without_a_limit_there_are_no_shares(problem, monkeypatch):
     model, lowered = compiled(nets.Residual)
     if problem == "portable":
-        model = intaglio.compile(lowered, isa="portable")
+        model = stages.compile(lowered, isa="portable")
     else:
 
         def refuse(*_):

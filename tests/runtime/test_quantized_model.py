@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import BuildError
 from intaglio.runtime import QuantizedModel
 from support import nets
@@ -101,14 +102,14 @@ def test_plans_kept_are_bounded_and_the_most_used_stay():
 
 def test_an_unknown_instruction_set_is_refused():
     with pytest.raises(BuildError, match=r"isa='sse9': not among what this machine runs: .*portable"):
-        intaglio.compile(compiled(nets.Linears)[1], isa="sse9")
+        stages.compile(compiled(nets.Linears)[1], isa="sse9")
 
 
 @pytest.mark.case("problem 33")
 def test_a_missing_compiler_is_an_error_that_says_so(fresh_cache, monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/g++")
     with pytest.raises(BuildError, match=r"CXX is '/nowhere/g\+\+', which is not a program"):
-        intaglio.compile(compiled(nets.Linears)[1])
+        stages.compile(compiled(nets.Linears)[1])
 
 
 @pytest.mark.case("problem 26")
@@ -118,9 +119,9 @@ def test_a_program_in_the_cache_is_not_compiled_again(fresh_cache, monkeypatch, 
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     lowered = compiled(nets.Linears)[1]
-    first = intaglio.compile(lowered, isa="portable")
+    first = stages.compile(lowered, isa="portable")
     calls = log.read_text().count("\n")
-    second = intaglio.compile(lowered, isa="portable")
+    second = stages.compile(lowered, isa="portable")
     assert calls >= 1
     assert log.read_text().count("\n") == calls
     assert first.artifact.path == second.artifact.path

@@ -13,6 +13,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import CalibrationError, CaptureError, InputError, UnsupportedError
 from intaglio.ir import Expression
 from intaglio.quant.calibrate.batches import binder_for
@@ -49,7 +50,7 @@ class Open(nn.Module):
 @pytest.mark.case("problem 28")
 def test_keyword_arguments_behind_kwargs_keep_the_batch_free():
     model = nets.randomize(Open())
-    captured = intaglio.capture(model, (X,), example_kwargs={"shift": torch.ones(4, 4, 8, 8)})
+    captured = stages.capture(model, (X,), example_kwargs={"shift": torch.ones(4, 4, 8, 8)})
     assert not captured.notes
     assert all(isinstance(entry.type.shape[0], Expression) for entry in captured.signature.inputs)
     shift = torch.randn(3, 4, 8, 8)
@@ -107,7 +108,7 @@ def test_a_dataclass_that_torch_export_does_not_know_is_refused_with_the_call_th
         y: Tensor
 
     with pytest.raises(CaptureError) as raised:
-        intaglio.capture(nets.randomize(Body(lambda m, x: Unknown(m.c(x)), c=conv())), X)
+        stages.capture(nets.randomize(Body(lambda m, x: Unknown(m.c(x)), c=conv())), X)
     assert "register_dataclass" in raised.value.remedy
 
 
@@ -165,9 +166,9 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_calibration_batches_of_any_memory_give_the_same_ranges(form):
-    captured = intaglio.capture(nets.randomize(nn.Sequential(conv(), nn.ReLU())), X)
-    plain = intaglio.calibrate(intaglio.prepare(captured), [X])
-    found = intaglio.calibrate(intaglio.prepare(captured), [FORMS[form](X)])
+    captured = stages.capture(nets.randomize(nn.Sequential(conv(), nn.ReLU())), X)
+    plain = stages.calibrate(stages.prepare(captured), [X])
+    found = stages.calibrate(stages.prepare(captured), [FORMS[form](X)])
     site = next(iter(plain.statistics))
     assert site.startswith("#0/input.")
     assert found.statistics[site] == plain.statistics[site]
@@ -212,7 +213,7 @@ def test_a_submodule_is_quantized_and_put_back_into_its_float_parent():
     model = nets.randomize(Detector())
     exact = [y.detach() for y in model(X)]
     with pytest.raises(CaptureError):
-        intaglio.capture(model, X)
+        stages.capture(model, X)
     model.backbone = intaglio.quantize(model.backbone, [X], progress=False)
     found = model(X[:2])
     assert [y.shape for y in found] == [(2, 2), (2, 4, 8, 8), (2, 6, 8, 8)]
@@ -291,13 +292,13 @@ def test_random_numbers_made_from_constants_are_no_constants():
     model = nets.randomize(Body(lambda m, x: (m.c(x), torch.bernoulli(m.p)), c=conv(), p=nn.Parameter(torch.ones(4))))
     with torch.no_grad():
         model.p.fill_(1.0)
-    prepared = intaglio.prepare(intaglio.capture(model, X))
+    prepared = stages.prepare(stages.capture(model, X))
     assert "aten.bernoulli" in prepared.text()
 
 
 def test_a_model_of_another_element_type_is_refused_by_it():
     with pytest.raises(UnsupportedError, match="not a float32 tensor but ") as raised:
-        intaglio.prepare(intaglio.capture(nn.Sequential(conv()).double(), X.double()))
+        stages.prepare(stages.capture(nn.Sequential(conv()).double(), X.double()))
     assert "float32" in raised.value.remedy
 
 
@@ -309,7 +310,7 @@ def test_a_model_in_halves_keeps_its_ends(dtype):
 
 def test_a_model_on_another_device_is_refused_by_parameter():
     with pytest.raises(CaptureError, match=r"1\.weight: on device meta; models are quantized on the CPU"):
-        intaglio.capture(nn.Sequential(nn.ReLU(), conv().to("meta")), X)
+        stages.capture(nn.Sequential(nn.ReLU(), conv().to("meta")), X)
 
 
 # ---- data that cannot be meant
@@ -345,23 +346,23 @@ LATER = {
 @pytest.mark.parametrize("kind", LATER)
 def test_a_later_batch_that_does_not_fit_is_named_by_its_number(kind):
     batch, problem = LATER[kind]
-    prepared = intaglio.prepare(intaglio.capture(nets.randomize(nn.Sequential(conv())), X))
+    prepared = stages.prepare(stages.capture(nets.randomize(nn.Sequential(conv())), X))
     with pytest.raises(CalibrationError, match=problem):
-        intaglio.calibrate(prepared, [X, batch])
+        stages.calibrate(prepared, [X, batch])
 
 
 def test_a_ragged_last_batch_is_a_batch():
-    prepared = intaglio.prepare(intaglio.capture(nets.randomize(nn.Sequential(conv())), X))
-    assert intaglio.calibrate(prepared, DataLoader(TensorDataset(X, torch.arange(4)), batch_size=3)).samples == 4
+    prepared = stages.prepare(stages.capture(nets.randomize(nn.Sequential(conv())), X))
+    assert stages.calibrate(prepared, DataLoader(TensorDataset(X, torch.arange(4)), batch_size=3)).samples == 4
 
 
 WRONG_STAGE = {
-    "annotate": (lambda s: intaglio.annotate(s["prepared"]), "takes a Captured, got a Prepared"),
-    "prepare": (lambda s: intaglio.prepare(s["reference"]), "takes a Captured, got a Reference"),
-    "calibrate": (lambda s: intaglio.calibrate(s["captured"], [X]), "takes a Prepared, got a Captured"),
-    "convert": (lambda s: intaglio.convert(s["reference"]), "takes a Prepared, got a Reference"),
-    "requantize": (lambda s: intaglio.requantize(s["prepared"]), "takes a Reference, got a Prepared"),
-    "compile": (lambda s: intaglio.compile(s["captured"]), "takes a Lowered, got a Captured"),
+    "annotate": (lambda s: stages.annotate(s["prepared"]), "takes a Captured, got a Prepared"),
+    "prepare": (lambda s: stages.prepare(s["reference"]), "takes a Captured, got a Reference"),
+    "calibrate": (lambda s: stages.calibrate(s["captured"], [X]), "takes a Prepared, got a Captured"),
+    "convert": (lambda s: stages.convert(s["reference"]), "takes a Prepared, got a Reference"),
+    "requantize": (lambda s: stages.requantize(s["prepared"]), "takes a Reference, got a Prepared"),
+    "compile": (lambda s: stages.compile(s["captured"]), "takes a Lowered, got a Captured"),
 }
 
 
@@ -369,13 +370,13 @@ WRONG_STAGE = {
 @pytest.mark.parametrize("verb", WRONG_STAGE)
 def test_a_step_that_is_given_another_stage_says_which_call_makes_the_right_one(verb):
     """Calibration case 48: converting or preparing twice is an error, not a second round of quantization."""
-    captured = intaglio.capture(nets.randomize(nn.Sequential(conv())), X)
-    prepared = intaglio.prepare(captured)
-    intaglio.calibrate(prepared, [X])
-    stages = {"captured": captured, "prepared": prepared, "reference": intaglio.convert(prepared)}
+    captured = stages.capture(nets.randomize(nn.Sequential(conv())), X)
+    prepared = stages.prepare(captured)
+    stages.calibrate(prepared, [X])
+    all_stages = {"captured": captured, "prepared": prepared, "reference": stages.convert(prepared)}
     call, problem = WRONG_STAGE[verb]
     with pytest.raises(InputError, match=problem) as raised:
-        call(stages)
+        call(all_stages)
     assert raised.value.where == verb
     assert raised.value.remedy.endswith("makes one")
 
@@ -384,7 +385,7 @@ def test_a_step_that_is_given_another_stage_says_which_call_makes_the_right_one(
 def test_a_graph_with_quantize_and_dequantize_in_it_is_not_quantized_again():
     """Calibration case 48: the weights of a reference's module come out of a dequantize; nothing there is float."""
     reference, _ = quantized(nets.randomize(nn.Sequential(conv(), nn.ReLU())), X)
-    again = intaglio.capture(reference.module, X)
+    again = stages.capture(reference.module, X)
     assert again.text().count("quantize_per_tensor.default(") == reference.text().count("quantize_per_tensor.default(")
     for stage in (reference, "text"):
         with pytest.raises(CaptureError, match=r"not an nn\.Module"):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import intaglio
+from intaglio import stages
 from intaglio.ir import Work, evaluate, symbol
 from intaglio.native.machine import ISA_FLAGS
 from intaglio.runtime import Artifact
@@ -100,7 +101,7 @@ def test_calls_run_on_the_number_chosen(monkeypatch, cores, many_threads):
     x = torch.randn(1, 16, 32, 32)
     model = intaglio.quantize(wide, [x], progress=False)
     lowered = compiled(nets.Residual)[1]
-    small = intaglio.compile(lowered)
+    small = stages.compile(lowered)
     many_threads(2)
     two = model(x)
     assert_same(small(picture(1)), lowered(picture(1)))

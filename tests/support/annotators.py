@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-import intaglio
+from intaglio import stages
 from intaglio.fxgraph.nodes import operator
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.qdq.convert import convert
@@ -17,7 +17,7 @@ def conv(inputs: int = 3, outputs: int = 4) -> nn.Conv2d:
 
 
 def prepared(model, annotator, *example):
-    return prepare(intaglio.capture(nets.randomize(model), example or (X,)), annotator)
+    return prepare(stages.capture(nets.randomize(model), example or (X,)), annotator)
 
 
 def reference(model, annotator, *example):

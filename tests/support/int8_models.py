@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import intaglio
+from intaglio import stages
 from intaglio.lower import Lowered
 from intaglio.runtime import QuantizedModel
 from support import nets
@@ -19,14 +19,14 @@ from support.nets import Body
 def compiled(net: Callable[[], nn.Module]) -> tuple[QuantizedModel, Lowered]:
     model = nets.randomize(net())
     lowered = quantized(model, nets.example(model, 4))[1]
-    return intaglio.compile(lowered), lowered
+    return stages.compile(lowered), lowered
 
 
 def built(body: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[QuantizedModel, Lowered]:
     """A model around one convolution ``m.c`` of 3 channels."""
     model = nets.randomize(Body(body, c=nn.Conv2d(3, 3, 3, padding=1)))
     lowered = quantized(model, *args, **kwargs)[1]
-    return intaglio.compile(lowered), lowered
+    return stages.compile(lowered), lowered
 
 
 def picture(batch: int = 4, seed: int = 0, size: int = 12) -> Tensor:

@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 
-import intaglio
+from intaglio import stages
 from intaglio.quant.qat import PreparedQat
 
 
 def trainable(model: nn.Module, x: torch.Tensor, quantizer=None) -> PreparedQat:
-    return intaglio.prepare(intaglio.capture(model, x, train=True), quantizer, qat=True)
+    return stages.prepare(stages.capture(model, x, train=True), quantizer, qat=True)
 
 
 def assert_evaluates_alike(prepared: PreparedQat, *inputs: torch.Tensor) -> None:
@@ -18,8 +18,8 @@ def assert_evaluates_alike(prepared: PreparedQat, *inputs: torch.Tensor) -> None
     with torch.no_grad():
         expected = prepared(*inputs)
     prepared.train(was)
-    reference = intaglio.convert(prepared)
+    reference = stages.convert(prepared)
     assert torch.equal(reference(*inputs), expected)
-    model = intaglio.compile(reference, isa="portable")
+    model = stages.compile(reference, isa="portable")
     steps = [q.step for name, q in reference.qparams.items() if q.axis is None and "weight" not in name]
     assert (model(*inputs) - expected).abs().max() <= max(steps, default=1e-5) * 1.001

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import intaglio
+from intaglio import stages
 from intaglio.annotation import (
     get_linear_dynamic_fp16_config,
     get_symmetric_quantization_config,
@@ -86,7 +86,7 @@ def example(model) -> torch.Tensor:
 
 
 def reference(model, quantizer):
-    stage = prepare(intaglio.capture(nets.randomize(model), example(model)), quantizer)
+    stage = prepare(stages.capture(nets.randomize(model), example(model)), quantizer)
     stage(example(model))
     return convert(stage)
 

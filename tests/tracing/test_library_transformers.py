@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import intaglio
-from intaglio import Recipe
+from intaglio import Recipe, stages
 from intaglio.errors import InputError
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.nodes import operator, tensor_type
@@ -114,7 +113,7 @@ def test_a_decoder_with_positions_of_its_own_has_no_island(library):
     _, graph = lowered(captured, recipe=Recipe.of({"type:Embedding": {"embeddings": "int8"}}), **call)
     assert not graph.islands
     assert graph.graph.ops[0].kind == "arange"
-    program = intaglio.compile(graph)
+    program = stages.compile(graph)
     for shape in ((2, 16), (1, 3), (3, 64)):
         ids = torch.randint(90, shape)
         found = program(input_ids=ids, use_cache=False).last_hidden_state

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import CaptureError
 from support import nets
 from support.lowering import quantized, sqnr
@@ -67,7 +68,7 @@ def twins(name: str) -> tuple[nn.Module, nn.Module, Tensor]:
 @pytest.mark.parametrize("name", STATEFUL)
 def test_buffers_a_model_changes_are_kept_from_call_to_call(name):
     model, twin, x = twins(name)
-    captured = intaglio.capture(model, x)
+    captured = stages.capture(model, x)
     untouched = [torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True)]
     assert all(untouched)
     for step in range(3):
@@ -78,7 +79,7 @@ def test_buffers_a_model_changes_are_kept_from_call_to_call(name):
 
 def test_results_that_are_state_are_not_overwritten_by_the_next_call():
     model, twin, x = twins("a cache")
-    captured = intaglio.capture(model, x)
+    captured = stages.capture(model, x)
     first, wanted = captured(x), twin(x).clone()
     captured(x + 1)
     torch.testing.assert_close(first, wanted)
@@ -91,11 +92,11 @@ def test_results_that_are_state_are_not_overwritten_by_the_next_call():
 def test_the_int8_model_keeps_what_the_integer_graph_keeps_in_a_file_too(name, tmp_path):
     model, twin, x = twins(name)
     _, lowered = quantized(model, x)
-    made = intaglio.compile(lowered)
+    made = stages.compile(lowered)
     path = tmp_path / "model.intaglio"
     made(x)
     made.save(path, example=(x,))
-    made, loaded = intaglio.compile(lowered), intaglio.load(path)
+    made, loaded = stages.compile(lowered), intaglio.load(path)
     loaded.verify()
     for step in range(3):
         wanted = lowered(x + step / 10)
@@ -110,9 +111,9 @@ def test_the_int8_model_keeps_what_the_integer_graph_keeps_in_a_file_too(name, t
 
 def test_calibration_moves_the_state_of_the_prepared_model_only():
     model, twin, x = twins("a counter and a mean")
-    captured = intaglio.capture(model, x)
-    prepared = intaglio.prepare(captured)
-    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, [x, x + 1]))
+    captured = stages.capture(model, x)
+    prepared = stages.prepare(captured)
+    reference = stages.convert(prepared, stages.calibrate(prepared, [x, x + 1]))
     assert prepared.state[0] == 7
     assert captured(x)[1] == reference(x)[1] == twin(x)[1] == 6
 
@@ -124,7 +125,7 @@ def test_state_of_an_element_type_without_numbers_is_refused():
             self.mean = self.mean.bfloat16()
 
     with pytest.raises(CaptureError, match=r"mean: the model changes this buffer .* torch\.bfloat16"):
-        intaglio.capture(Half().eval(), X)
+        stages.capture(Half().eval(), X)
 
 
 # ---- inputs and views
@@ -141,8 +142,8 @@ def test_inputs_and_returned_inputs_have_the_same_bits_after_calls():
     model, x = nets.randomize(Body(crossed, w=nn.Linear(6, 6))), torch.randn(5, 6)
     kept = x.clone()
     _, lowered = quantized(model, x)
-    made = intaglio.compile(lowered)
-    for stage in (intaglio.capture(model, x), lowered, made):
+    made = stages.compile(lowered)
+    for stage in (stages.capture(model, x), lowered, made):
         found = stage(x)
         assert torch.equal(found[1], kept)
         stage(torch.zeros(5, 6))
@@ -178,12 +179,12 @@ def written_twice(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 def test_mutations_mean_what_they_mean_in_eager_code(body):
     """Case 20."""
     model = nets.randomize(Body(body, c=conv(), d=conv(4)))
-    captured = intaglio.capture(model, X)
+    captured = stages.capture(model, X)
     torch.testing.assert_close(captured(X), model(X))
     reference, lowered = quantized(model, X)
     pairs = [
         zip(*(t if isinstance(t, tuple) else (t,) for t in (stage(X), model(X))), strict=True)
-        for stage in (reference, lowered, intaglio.compile(lowered))
+        for stage in (reference, lowered, stages.compile(lowered))
     ]
     assert all(sqnr(a, b) > 25 for pair in pairs for a, b in pair)
 
@@ -198,7 +199,7 @@ def test_an_operator_without_a_kernel_gets_strides_and_types_as_eager_has_them()
 
     model = nets.randomize(Body(body, c=conv(), e=conv()))
     _, lowered = quantized(model, X)
-    for stage in (lowered, intaglio.compile(lowered)):
+    for stage in (lowered, stages.compile(lowered)):
         assert sqnr(stage(X), model(X)) > 20
 
 
@@ -207,7 +208,7 @@ def test_branches_on_data_are_refused_with_a_remedy():
     """Case 31."""
     for body in (lambda m, x: m.c(x) if x.mean() > 0 else -m.c(x), lambda m, x: m.c(x)[: int(x.sum())]):
         with pytest.raises(CaptureError) as raised:
-            intaglio.capture(nets.randomize(Body(body, c=conv())), X)
+            stages.capture(nets.randomize(Body(body, c=conv())), X)
         assert raised.value.remedy
 
 
@@ -228,10 +229,10 @@ def test_keywords_dictionaries_and_dropout_make_no_difference():
 
     model, left = nets.randomize(Net()), torch.randn(4, 4, 8, 8)
     plain = nets.randomize(Body(lambda m, x, left: m(x, more={"left": left})["y"], m=model))
-    by_name = intaglio.capture(model, (), example_kwargs={"x": X, "more": {"left": left}})
+    by_name = stages.capture(model, (), example_kwargs={"x": X, "more": {"left": left}})
     kinds = [
         [str(node.target) for node in c.module.graph.nodes if node.op == "call_function"]
-        for c in (by_name, intaglio.capture(plain.m, (X,), example_kwargs={"more": {"left": left}}))
+        for c in (by_name, stages.capture(plain.m, (X,), example_kwargs={"more": {"left": left}}))
     ]
     assert kinds[0] == kinds[1]
     torch.testing.assert_close(by_name(x=X[:2], more={"left": left[:2]}), model(X[:2], more={"left": left[:2]}))

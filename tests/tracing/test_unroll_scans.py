@@ -7,6 +7,7 @@ from torch._higher_order_ops import map as torch_map
 from torch._higher_order_ops.scan import scan
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import CaptureError
 from intaglio.quant.annotate.sites import Observed
 from intaglio.quant.calibrate.calibration_loop import calibrate
@@ -130,7 +131,7 @@ def test_bodies_are_quantized_as_top_level_and_keep_their_bits(name, tmp_path):
     for value, exact in zip(tensors(expected), tensors(model(*given)), strict=True):
         assert (value - exact).abs().max() < 0.1 * exact.abs().max()
     for isa in HERE:
-        compiled = intaglio.compile(lowered, isa=isa)
+        compiled = stages.compile(lowered, isa=isa)
         assert_same(compiled(*given), expected)
     compiled.save(tmp_path / "m")
     assert_same(intaglio.load(tmp_path / "m")(*given), expected)
@@ -182,7 +183,7 @@ def test_the_batch_beside_the_steps_may_be_free():
     free = torch.export.Dim.DYNAMIC
     captured = capture(model, (x, h), dynamic_shapes={"args": ({1: free}, {0: free})})
     prepared = prepare(captured)
-    compiled = intaglio.compile(intaglio.requantize(convert(prepared, calibrate(prepared, [(x, h)]))))
+    compiled = stages.compile(stages.requantize(convert(prepared, calibrate(prepared, [(x, h)]))))
     assert_same([r[..., :1, :] for r in compiled(x, h)], compiled(x[:, :1], h[:1]))
 
 
@@ -206,10 +207,10 @@ def test_a_scan_of_nothing_is_refused_as_torch_refuses_it():
 @pytest.mark.case("frontends C8")
 def test_training_sees_one_fake_quantize_for_all_iterations():
     model, (x, h) = model_of("cell")
-    trained = intaglio.prepare(capture(model, (x, h), train=True), qat=True)
-    intaglio.calibrate(trained, [(x, h)])
+    trained = stages.prepare(capture(model, (x, h), train=True), qat=True)
+    stages.calibrate(trained, [(x, h)])
     with torch.enable_grad():
         trained.train()(x, h)[1].square().sum().backward()
     assert all(p.grad is not None for name, p in trained.named_parameters() if name.endswith("weight"))
-    lowered = intaglio.requantize(intaglio.convert(trained.eval()))
-    assert_same(intaglio.compile(lowered)(x, h), lowered(x, h))
+    lowered = stages.requantize(stages.convert(trained.eval()))
+    assert_same(stages.compile(lowered)(x, h), lowered(x, h))

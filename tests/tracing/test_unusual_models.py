@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import intaglio
+from intaglio import stages
 from intaglio.errors import CaptureError
 from intaglio.ir import Expression
 from support import nets
@@ -36,7 +36,7 @@ def counting(m: nn.Module, x: Tensor) -> Tensor:
 def test_control_flow_on_data_is_refused_with_the_line_of_the_model(body, line):
     """Problems 1 and 2."""
     with pytest.raises(CaptureError, match="data-dependent") as raised:
-        intaglio.capture(nets.randomize(Body(body, c=conv(3, 3))), X)
+        stages.capture(nets.randomize(Body(body, c=conv(3, 3))), X)
     assert f"in {body.__name__}" in str(raised.value)
     assert line in str(raised.value)
     assert "quantize the submodules" in raised.value.remedy
@@ -55,7 +55,7 @@ def test_loops_over_sizes_and_lists_of_arguments_are_no_obstacle():
         return total
 
     model = nets.randomize(Body(body, c=conv(), d=conv(4, 4)))
-    captured = intaglio.capture(model, (X, X, X), example_kwargs={"flip": True})
+    captured = stages.capture(model, (X, X, X), example_kwargs={"flip": True})
     assert not captured.notes
     few = torch.randn(3, 1, 3, 8, 8).unbind(0)
     torch.testing.assert_close(captured(*few, flip=True), model(*few, flip=True))
@@ -64,9 +64,9 @@ def test_loops_over_sizes_and_lists_of_arguments_are_no_obstacle():
 @pytest.mark.case("problem 2")
 def test_observing_adds_no_condition_to_the_graph():
     """Problem 2: an observer is a module that counts, not operators with a branch on data among them."""
-    captured = intaglio.capture(nets.randomize(nets.Residual()), torch.zeros(1, 3, 12, 12))
+    captured = stages.capture(nets.randomize(nets.Residual()), torch.zeros(1, 3, 12, 12))
     before = [node.name for node in captured.module.graph.nodes if node.op == "call_function"]
-    prepared = intaglio.prepare(captured)
+    prepared = stages.prepare(captured)
     added = [node for node in prepared.module.graph.nodes if node.name not in before and node.op == "call_function"]
     assert {str(node.target).split(".")[1] for node in added} <= {"adaptive_avg_pool2d", "flatten"}, "folds only"
     assert isinstance(prepared.signature.inputs[0].type.shape[0], Expression)
@@ -145,10 +145,10 @@ def test_a_model_in_training_mode_is_quantized_as_in_evaluation_and_left_in_trai
     model = nn.Sequential(conv(), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.ReLU(), nn.Dropout2d(0.5), conv(4, 2))
     _, in_evaluation = quantized(nets.randomize(model), X)
     model.train()
-    captured = intaglio.capture(model, X)
-    prepared = intaglio.prepare(captured)
-    intaglio.calibrate(prepared, [X])
-    lowered = intaglio.requantize(intaglio.convert(prepared))
+    captured = stages.capture(model, X)
+    prepared = stages.prepare(captured)
+    stages.calibrate(prepared, [X])
+    lowered = stages.requantize(stages.convert(prepared))
     assert all(module.training for module in model.modules())
     assert "dropout" not in captured.text()
     assert lowered.text() == in_evaluation.text()

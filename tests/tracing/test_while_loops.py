@@ -10,6 +10,7 @@ from torch._higher_order_ops import while_loop
 from torch._higher_order_ops.scan import scan
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import CalibrationError, CaptureError, UnsupportedError
 from intaglio.ops import OPS
 from intaglio.quant.calibrate.calibration_loop import calibrate
@@ -111,7 +112,7 @@ def test_a_body_runs_in_int8_as_often_as_the_data_says(name, tmp_path):
     for value, exact in zip(pairs(lowered(x, torch.tensor(3))), pairs(model(x, torch.tensor(3))), strict=True):
         assert (value - exact).abs().max() <= 0.1 * exact.abs().max()
     for isa in HERE:
-        compiled = intaglio.compile(lowered, isa=isa)
+        compiled = stages.compile(lowered, isa=isa)
         assert compiled.coverage.macs == 1.0
         assert compiled.text("integer") == lowered.text()
         for call, found in zip(calls, expected, strict=True):
@@ -190,7 +191,7 @@ def test_selectors_reach_into_bodies_and_past_them(skip, inside, outside):
 @pytest.mark.case("frontends C8")
 def test_results_of_no_iteration_are_no_inputs():
     model, x = model_of("a weight that is outside too")
-    compiled = intaglio.compile(quantized(model, x, torch.tensor(3))[1])
+    compiled = stages.compile(quantized(model, x, torch.tensor(3))[1])
     found = compiled(x, torch.tensor(0))
     assert torch.equal(found, x)
     assert found.data_ptr() != x.data_ptr()
@@ -214,8 +215,8 @@ def test_what_has_no_such_loop_says_so(tmp_path):
     call = (x, torch.tensor(3))
     reference, lowered = quantized(model, *call)
     with pytest.raises(UnsupportedError, match=r"loop\.while_loop.*Inductor"):
-        intaglio.compile(reference, backend="inductor")
+        stages.compile(reference, backend="inductor")
     with pytest.raises(UnsupportedError, match=r"loop\.while_loop.*its body is not trained"):
-        intaglio.prepare(capture(model, call, train=True), qat=True)
+        stages.prepare(capture(model, call, train=True), qat=True)
     with pytest.raises(UnsupportedError, match="float parts run in PyTorch"):
-        intaglio.compile(lowered).export_c(tmp_path)
+        stages.compile(lowered).export_c(tmp_path)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import InputError
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.tune import Start
@@ -110,7 +111,7 @@ def test_the_recipe_of_a_result_gives_the_same_bits_without_tuning(tmp_path):
     again = intaglio.quantize(model, X[:2], recipe=tmp_path / "recipe.toml")
     assert in_float(again) == {"b"}
     assert torch.equal(again(X), tuned.model(X))
-    assert torch.equal(intaglio.compile(tuned.reference)(X), tuned.model(X))
+    assert torch.equal(stages.compile(tuned.reference)(X), tuned.model(X))
 
 
 def test_the_same_search_gives_the_same_result_twice():
@@ -142,9 +143,9 @@ def test_a_value_that_had_no_levels_before_gets_some():
     """A rectifier in float lays open the sum in front of it."""
     model = nets.randomize(Body(lambda m, x: m.d(torch.relu(m.c(x) + x)), c=nn.Conv2d(4, 4, 1), d=nn.Conv2d(4, 2, 1)))
     x = torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(1))
-    captured = intaglio.capture(model, x)
-    prepared = intaglio.prepare(captured)
-    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, [x]))
+    captured = stages.capture(model, x)
+    prepared = stages.prepare(captured)
+    reference = stages.convert(prepared, stages.calibrate(prepared, [x]))
     found = Start(captured, Quantizer(), reference, [x]).without(("op:aten.relu",))
     assert set(found.parameters.entries) - set(reference.parameters.entries) == {"#0/add.0"}
     assert intaglio.compare(captured, found, [x]).results[0] > 30

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import intaglio
+from intaglio import stages
 from intaglio.annotation import X86Quantizer, get_symmetric_quantization_config
 from intaglio.errors import InputError
 from support import nets
@@ -49,7 +50,7 @@ def test_a_bad_layer_is_found_as_the_worst():
 def test_the_path_of_the_worst_layer_can_be_pasted_into_skip():
     """Problem 36: what the report names, a recipe takes; the loss is gone."""
     model = spoiled()
-    captured = intaglio.capture(model, X)
+    captured = stages.capture(model, X)
     reference, _ = lowered(captured, X)
     worst = intaglio.compare(captured, reference, [X]).worst
     better, _ = lowered(captured, X, recipe=intaglio.Recipe().with_selection(skip=worst.path))
@@ -101,8 +102,8 @@ def test_rows_are_keyed_by_names_that_are_the_same_every_time():
     keys = set()
     for seed in (0, 1):
         x = nets.example(model, 4, seed=seed)
-        prepared = intaglio.prepare(captured)
-        reference = intaglio.convert(prepared, intaglio.calibrate(prepared, [x]))
+        prepared = stages.prepare(captured)
+        reference = stages.convert(prepared, stages.calibrate(prepared, [x]))
         for exact in (captured, prepared, model):
             rows = intaglio.compare(exact, reference, [x]).rows
             keys.add(tuple(sorted((row.node, row.site, row.path, row.operator) for row in rows)))
@@ -155,9 +156,9 @@ def test_the_table_has_the_worst_on_top_and_the_result_in_the_first_line():
 def test_the_program_itself_is_compared_operator_by_operator(saved, tmp_path):
     """Problem 38: from the float model and the parameters that the int8 model keeps, in memory or in a file."""
     exact = nets.randomize(nets.Residual())
-    captured = intaglio.capture(exact, X)
+    captured = stages.capture(exact, X)
     reference, graph = lowered(captured, X, recipe=intaglio.Recipe.of({"blocks.1": {"weights_dtype": "s4"}}))
-    model = intaglio.compile(graph)
+    model = stages.compile(graph)
     if saved:
         model.save(tmp_path / "model.intaglio", library=False)
         model = intaglio.load(tmp_path / "model.intaglio")
@@ -182,15 +183,15 @@ def test_a_row_says_what_values_use_of_their_levels():
     """Calibration 16: an outlier that the range cuts off, a range that is far too wide."""
     model, captured = captured_net(nets.Linears)
     x = nets.example(model, 16)
-    prepared = intaglio.prepare(captured)
-    made = intaglio.convert(prepared, intaglio.calibrate(prepared, [x]))
+    prepared = stages.prepare(captured)
+    made = stages.convert(prepared, stages.calibrate(prepared, [x]))
     name = next(site.name for site in prepared.annotations.sites if site.role == "activation")
     q = made.qparams[name]
     rows = {}
     for factor in (0.25, 1, 8):
         zero = 128
         parameters = made.parameters.changed(name, scale=q.step * factor, zero_point=zero)
-        report = intaglio.compare(captured, intaglio.convert(prepared, parameters), [x])
+        report = intaglio.compare(captured, stages.convert(prepared, parameters), [x])
         rows[factor] = next(row for row in report.rows if row.site == name)
     assert rows[1].low == x.min().item()
     assert rows[1].high == x.max().item()
@@ -208,7 +209,7 @@ def test_a_row_says_what_values_use_of_their_levels():
 def test_the_list_to_exclude_can_be_pasted_into_skip():
     """Problem 36: the worst first, each selector once, none for what loses nothing."""
     model = spoiled()
-    captured = intaglio.capture(model, X)
+    captured = stages.capture(model, X)
     report = intaglio.compare(captured, lowered(captured, X)[0], [X])
     assert report.skip_list(1) == ["blocks.0.conv1.0"]
     assert report.exclude(db=report.worst.alone + 1e-3) == ["blocks.0.conv1.0"]
@@ -261,9 +262,9 @@ def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tens
 
 QUANTIZERS = {
     "annotated": X86Quantizer().set_global(get_symmetric_quantization_config()),
-    "by patterns": intaglio.Quantizer(patterns=["linear"]),
-    "as integers": intaglio.Quantizer(outputs="int8"),
-    "by the recipe": intaglio.Quantizer(),
+    "by patterns": stages.Quantizer(patterns=["linear"]),
+    "as integers": stages.Quantizer(outputs="int8"),
+    "by the recipe": stages.Quantizer(),
 }
 
 
@@ -274,7 +275,7 @@ def test_attention_of_four_axes_is_compared_however_it_is_quantized(name, attent
     layers = {layer: nn.Linear(16, 16) for layer in "qkvo"}
     model = nets.randomize(Body(lambda m, x: heads(m, x, attention), **layers))
     x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1))
-    prepared = intaglio.prepare(intaglio.capture(model, x), QUANTIZERS[name])
-    report = intaglio.compare(model, intaglio.convert(prepared, intaglio.calibrate(prepared, [x])), [x])
+    prepared = stages.prepare(stages.capture(model, x), QUANTIZERS[name])
+    report = intaglio.compare(model, stages.convert(prepared, stages.calibrate(prepared, [x])), [x])
     assert {"q", "k", "v", "o"} <= {row.path for row in report.rows}
     assert 20 < report.results[0] < math.inf

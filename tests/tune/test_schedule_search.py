@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import intaglio
-from intaglio import build
+from intaglio import build, stages
 from intaglio.build.check import check_schedules
 from intaglio.codegen import ISAS
 from intaglio.errors import InputError
@@ -309,7 +309,7 @@ def convolutions() -> nn.Module:
 def test_quantize_measures_one_image_of_the_first_batch(nothing_known, narrow_is_fast, monkeypatch):
     model, x = convolutions(), torch.randn(4, 3, 8, 8)
     seen = []
-    monkeypatch.setattr("intaglio.api.search", lambda lowered, isa, inputs: seen.append((isa, *inputs)) or {})
+    monkeypatch.setattr("intaglio.stages.search", lambda lowered, isa, inputs: seen.append((isa, *inputs)) or {})
     plain, tuned = intaglio.quantize(model, [x]), intaglio.quantize(model, [x], tune=True)
     ((isa, given_x),) = seen
     assert isa == tuned.artifact.program.isa
@@ -357,10 +357,10 @@ def test_free_sizes_ask_for_the_arguments_of_a_call(nothing_known, narrow_is_fas
     net = Net()
     free = net.lowered(net.dequantize(net.conv(net.quantize(net.input(N, 3, H, W)), 80, 3)))
     with pytest.raises(InputError, match="h, w") as raised:
-        intaglio.compile(free, tune=True)
+        stages.compile(free, tune=True)
     assert "tune=(x,)" in str(raised.value)
     x = torch.randn(2, 3, 11, 12)
-    assert torch.equal(intaglio.compile(free, tune=(x,))(x)[0], intaglio.compile(free)(x)[0])
+    assert torch.equal(stages.compile(free, tune=(x,))(x)[0], stages.compile(free)(x)[0])
 
 
 def test_made_up_inputs_and_single_images_fit_the_signature(lowered):

@@ -10,7 +10,7 @@ import typer
 from rich.console import RenderableType
 from torch import nn
 
-import intaglio
+from intaglio import stages
 from intaglio.cli import targets
 from intaglio.cli.show import Result, coverage_parts, coverage_result, facts, floats_parts, millions, places, table
 from intaglio.fxgraph.nodes import origin
@@ -53,16 +53,16 @@ def _of_module(
     recipe: Recipe,
 ) -> dict[str, Any]:
     (args, kwargs), batches = targets.call_and_batches(model, data, shapes)
-    captured = intaglio.capture(model, args, example_kwargs=kwargs)
+    captured = stages.capture(model, args, example_kwargs=kwargs)
     name = captured.about.name
     if stage == "captured":
         return {"model": name, "stage": stage, "text": captured.text()}
-    annotations = intaglio.annotate(captured, Quantizer(recipe))
+    annotations = stages.annotate(captured, Quantizer(recipe))
     if stage == "sites":
         return {"model": name, "stage": stage, "text": annotations.text()}
     if stage is not None:
-        prepared = intaglio.prepare(captured, Quantizer(recipe))
-        quantized = intaglio.compile(intaglio.convert(prepared, intaglio.calibrate(prepared, batches)))
+        prepared = stages.prepare(captured, Quantizer(recipe))
+        quantized = stages.compile(stages.convert(prepared, stages.calibrate(prepared, batches)))
         return {"model": name, "stage": stage, "text": quantized.text(stage)}
     operators = _operators(annotations)
     return {

@@ -1,4 +1,4 @@
-"""`requantize` as an object, for those who build a pipeline of objects."""
+"""`Requantizer`, the name under which the pattern framework's users look for `requantize`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from intaglio.quant.qdq.convert import Reference
 
 
 class Requantizer:
-    """Takes a Q/DQ model to the integer graph; see `requantize`."""
+    """Call `requantize`: the pattern framework's spelling, ``Requantizer().requantize(reference)``."""
 
     def requantize(self, reference: Reference) -> Lowered:
         return requantize(reference)

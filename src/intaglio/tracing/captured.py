@@ -34,7 +34,7 @@ class GraphStage:
         return rebuild(self.signature, results, symbols)
 
     def as_module(self) -> nn.Module:
-        """The same as a part of a float model: `torch.export` and `intaglio.capture` see the operators inside."""
+        """Return the stage as a part of a float model: `torch.export` and `stages.capture` see its operators."""
         if self.signature.state:
             raise InputError("as_module", None, "the model changes its buffers; such a stage is called as it is")
         return _StageModule(self)

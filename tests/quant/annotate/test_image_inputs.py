@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import intaglio
-from intaglio import Image
+from intaglio import Image, stages
 from intaglio.errors import ArtifactError, InputError, SelectorError, UnsupportedError
 from intaglio.ir import DType, TensorType
 from intaglio.lower import Lowered, requantize
@@ -262,7 +262,7 @@ def stems(isa: str = HERE[0]) -> tuple[Lowered, QuantizedModel]:
     model = Body(lambda m, *images: tuple(getattr(m, f"c{i}")(x) for i, x in enumerate(images)), **convs)
     declared = {f"args_{i}": image for i, image in enumerate(WIDE)}
     graph = lowered(nets.randomize(model), declared, *normalized(wide_photos()))[1]
-    return graph, intaglio.compile(graph, isa=isa)
+    return graph, stages.compile(graph, isa=isa)
 
 
 def wide_photos() -> list[Tensor]:
@@ -299,7 +299,7 @@ def test_floats_that_are_no_pixels_give_the_bits_of_the_integer_graph(isa, name)
 
 def test_a_network_gives_the_same_bits_for_floats_and_bytes_with_any_threads():
     _, _, graph = residual()
-    model, pixels, threads = intaglio.compile(graph), photos(5, width=12, seed=3), torch.get_num_threads()
+    model, pixels, threads = stages.compile(graph), photos(5, width=12, seed=3), torch.get_num_threads()
     expected = graph(pixels)
     try:
         for count in (1, 2, 3):
@@ -328,7 +328,7 @@ def test_several_inputs_are_declared_by_name():
     model, pixels = nets.randomize(Two()), photos()
     x, y = IMAGENET.normalize(pixels), HALF.normalize(pixels.flip(0))
     _, graph = lowered(model, {"left": IMAGENET, "right": HALF}, x, y)
-    found, expected = intaglio.compile(graph), graph(x, y)
+    found, expected = stages.compile(graph), graph(x, y)
     for call in ((pixels, y), (x, pixels.flip(0)), (pixels, pixels.flip(0))):
         assert_same(found(*call), expected)
     only = lowered(model, {"right": HALF}, x, y)[1]

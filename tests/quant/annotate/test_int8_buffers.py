@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import intaglio
+from intaglio import stages
 from intaglio.annotation import Annotation, Levels, annotate_node
 from intaglio.errors import CaptureError, SelectorError, UnsupportedError
 from intaglio.quant.calibrate.prepare import prepare
@@ -76,7 +77,7 @@ def no_gradients():
 
 def reference(net, int8_buffers=True, model=None):
     model = nets.randomize(net()) if model is None else model
-    prepared = prepare(intaglio.capture(model, CALLS[net][0]), Quantizer(int8_buffers=int8_buffers))
+    prepared = prepare(stages.capture(model, CALLS[net][0]), Quantizer(int8_buffers=int8_buffers))
     for call in CALLS[net]:
         prepared(*call)
     return model, convert(prepared)
@@ -87,8 +88,8 @@ def reference(net, int8_buffers=True, model=None):
 def test_a_buffer_is_stored_as_bytes_and_every_stage_keeps_the_same_ones(net):
     """C8: the opt-in; reference, interpreter and program agree on levels, in a quarter of the memory."""
     model, found = reference(net)
-    twin, lowered = copy.deepcopy(model), intaglio.requantize(found)
-    native = intaglio.compile(lowered)
+    twin, lowered = copy.deepcopy(model), stages.requantize(found)
+    native = stages.compile(lowered)
     for call in CALLS[net]:
         wanted, exact = found(*call), twin(*call)
         for stage in (lowered, native):
@@ -106,8 +107,8 @@ def test_a_buffer_is_stored_as_bytes_and_every_stage_keeps_the_same_ones(net):
 def test_what_was_written_once_stays_as_it_was_written():
     """However often it is read, and whatever is written beside it."""
     _, found = reference(Held)
-    stages = [found, intaglio.requantize(found), intaglio.compile(found)]
-    for stage in stages:
+    all_stages = [found, stages.requantize(found), stages.compile(found)]
+    for stage in all_stages:
         stage(torch.randn(1, 6), torch.tensor([1]))
         first = [buffer.clone() for buffer in (stage._state() if isinstance(stage, nn.Module) else stage.state)]
         for _ in range(50):
@@ -121,7 +122,7 @@ def test_what_was_written_once_stays_as_it_was_written():
 def test_rows_that_are_there_are_moved_as_bytes():
     """Levels are made of the new row only: nothing is quantized that was levels before."""
     _, found = reference(Window)
-    lowered = intaglio.requantize(found)
+    lowered = stages.requantize(found)
     (buffer,) = lowered.signature.state
     assert lowered.graph.types[buffer.name].dtype.value == "u8"
     assert kinds(lowered).count("quantize") == 1  # of the input
@@ -158,7 +159,7 @@ def test_buffers_are_chosen_by_name():
     _, found = reference(Attention, int8_buffers="val*")
     kept = {entry.path: entry.type.dtype.value for entry in found.signature.state}
     assert kept == {"keys": "f32", "values": "u8"}
-    assert intaglio.compile(found)(*CALLS[Attention][0]).shape == (1, 2, 16)
+    assert stages.compile(found)(*CALLS[Attention][0]).shape == (1, 2, 16)
 
 
 def test_a_name_that_is_no_buffer_the_model_changes_is_an_error_with_those_there_are():
@@ -175,7 +176,7 @@ def test_aliased_buffers_are_refused():
             self.register_buffer("newest", self.rows[3:])
 
     with pytest.raises(CaptureError, match=r"rows: .*memory that it shares with newest"):
-        intaglio.capture(Twice().eval(), (torch.randn(1, 6),))
+        stages.capture(Twice().eval(), (torch.randn(1, 6),))
 
 
 def test_a_buffer_that_is_not_float32_is_refused_by_name_and_left_by_true():
@@ -188,7 +189,7 @@ def test_a_buffer_that_is_not_float32_is_refused_by_name_and_left_by_true():
             self.calls += 1
             return super().forward(x)
 
-    captured = intaglio.capture(nets.randomize(Counts()), (torch.randn(1, 6),))
+    captured = stages.capture(nets.randomize(Counts()), (torch.randn(1, 6),))
     with pytest.raises(UnsupportedError, match=r"calls: .*i64"):
         prepare(captured, Quantizer(int8_buffers="calls"))
     stage = prepare(captured, Quantizer(int8_buffers=True))
@@ -210,7 +211,7 @@ def test_a_buffer_computed_from_itself_is_reported():
             self.mean.mul_(0.5).add_(self.c(x).mean(0, keepdim=True) * 0.5)
             return x - self.mean
 
-    stage = prepare(intaglio.capture(nets.randomize(Mean()), (torch.randn(4, 6),)), Quantizer(int8_buffers=True))
+    stage = prepare(stages.capture(nets.randomize(Mean()), (torch.randn(4, 6),)), Quantizer(int8_buffers=True))
     stage(torch.randn(4, 6))
     note = "buffer mean: computed from its own levels, and rounded, in every call"
     assert note in convert(stage).notes
@@ -226,13 +227,13 @@ def test_initial_values_are_stored_as_levels_and_count_for_the_range():
 
 def test_state_dict_reset_and_files_keep_bytes(tmp_path):
     _, found = reference(Attention)
-    native = intaglio.compile(found)
+    native = stages.compile(found)
     fresh = [native.state0.clone(), native.state1.clone()]
     for call in CALLS[Attention]:
         native(*call)
     held = native.state_dict()
     assert held["state0"].dtype == torch.uint8
-    other = intaglio.compile(found)
+    other = stages.compile(found)
     other.load_state_dict(held)
     assert torch.equal(other(*CALLS[Attention][0]), native(*CALLS[Attention][0]))
     native.save(tmp_path / "model.intaglio")
@@ -248,9 +249,9 @@ def test_state_dict_reset_and_files_keep_bytes(tmp_path):
 def test_another_calibration_brings_its_bytes_along(tmp_path):
     """A state dictionary holds levels and what they stand for; a file of what took it is whole."""
     model, found = reference(Held)
-    stage = prepare(intaglio.capture(model, CALLS[Held][0]), Quantizer(int8_buffers=True))
+    stage = prepare(stages.capture(model, CALLS[Held][0]), Quantizer(int8_buffers=True))
     stage(CALLS[Held][0][0] * 9, CALLS[Held][0][1])
-    wide, narrow = intaglio.compile(convert(stage)), intaglio.compile(found)
+    wide, narrow = stages.compile(convert(stage)), stages.compile(found)
     assert wide.signature.state[0].type != narrow.signature.state[0].type
     wide(*CALLS[Held][1])
     narrow.load_state_dict(wide.state_dict())
@@ -281,7 +282,7 @@ class Everything:
 @pytest.mark.case("frontends C8")
 def test_the_destination_of_a_write_has_no_observer():
     """C8: whatever an annotator wants of the value that is written over."""
-    captured = intaglio.capture(nets.randomize(Held()), CALLS[Held][0])
+    captured = stages.capture(nets.randomize(Held()), CALLS[Held][0])
     prepared = prepare(captured, Everything())
     values = {site.value for site in prepared.annotations.sites if site.role == "activation"}
     assert not values.intersection(entry.name for entry in captured.signature.state)
@@ -291,11 +292,11 @@ def test_the_destination_of_a_write_has_no_observer():
 @pytest.mark.case("frontends C8")
 def test_an_annotator_and_int8_buffers():
     model = nets.randomize(Window())
-    prepared = prepare(intaglio.capture(model, CALLS[Window][0]), Quantizer(annotator=Everything(), int8_buffers=True))
+    prepared = prepare(stages.capture(model, CALLS[Window][0]), Quantizer(annotator=Everything(), int8_buffers=True))
     for call in CALLS[Window]:
         prepared(*call)
     found = convert(prepared)
-    native = intaglio.compile(found)
+    native = stages.compile(found)
     assert native.state0.dtype == torch.uint8
     for call in CALLS[Window]:
         assert sqnr(native(*call), model(*call)) > 20
@@ -331,17 +332,17 @@ def test_attention_reads_the_bytes_of_its_cache_on_every_instruction_set(pushed)
     """Keys and values go from the layer that makes them to the kernel that reads them without a float between."""
     model = nets.randomize(Heads(pushed))
     calls = [(torch.randn(1, 2, 32), torch.arange(2 * i, 2 * i + 2)) for i in range(4)]
-    prepared = prepare(intaglio.capture(model, calls[0]), Quantizer(int8_buffers=True))
+    prepared = prepare(stages.capture(model, calls[0]), Quantizer(int8_buffers=True))
     for call in calls:
         prepared(*call)
     found = convert(prepared)
-    graph = intaglio.requantize(found)
+    graph = stages.requantize(found)
     assert kinds(graph).count("quantize") == kinds(graph).count("dequantize") == kinds(graph).count("attention") == 1
     (attention,) = (op for op in graph.graph.ops if op.kind == "attention")
     assert [graph.graph.types[name].levels for name in attention.inputs[1:]] == [
         entry.type.levels for entry in graph.signature.state
     ]
-    models = [intaglio.compile(graph, isa=isa) for isa in HERE]
+    models = [stages.compile(graph, isa=isa) for isa in HERE]
     for call in calls:
         wanted, exact = graph(*call), model(*call)
         assert sqnr(wanted, exact) > 20

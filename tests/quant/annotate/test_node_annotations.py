@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import intaglio
+from intaglio import stages
 from intaglio.annotation import (
     Annotation,
     Composed,
@@ -105,8 +105,8 @@ def test_values_that_are_levels_around_a_float_operator_are_rounded_there():
     assert counts(found) == "2:2:0"
     y = found(X)
     assert torch.equal(y, torch.round(y * 256) / 256)
-    lowered = intaglio.requantize(found)
-    assert torch.allclose(intaglio.compile(lowered)(X), y)
+    lowered = stages.requantize(found)
+    assert torch.allclose(stages.compile(lowered)(X), y)
 
 
 @pytest.mark.case("frontends B18")
@@ -178,7 +178,7 @@ def test_a_place_may_share_with_one_that_comes_later():
     assert len(stage.observers) == 2
     found = convert(stage)
     assert found.qparams["a#0/conv2d.0"] == found.qparams["b#0/conv2d.0"] == found.qparams["#0/add.0"]
-    assert_equal_levels(found, intaglio.requantize(found), X)
+    assert_equal_levels(found, stages.requantize(found), X)
 
 
 @pytest.mark.case("frontends B16")
@@ -206,7 +206,7 @@ def test_without_implicit_sharing_a_reader_has_parameters_of_its_own():
     assert counts(found) == "3:3:2"
     assert "a#0/alias.0" in found.qparams
     assert not [n for n in found.module.graph.nodes if "alias" in operator(n)]
-    assert_equal_levels(found, intaglio.requantize(found), X)
+    assert_equal_levels(found, stages.requantize(found), X)
 
 
 def test_readers_that_want_different_levels_have_them():
@@ -214,7 +214,7 @@ def test_readers_that_want_different_levels_have_them():
     found = reference(model, By(conv2d=lambda n: layer(n, Levels("u7") if n.name == "conv2d_2" else U8)))
     assert found.qparams["a#0/conv2d.0"].qmax == 255
     assert found.qparams["a#0/alias.0"].qmax == 127
-    assert_equal_levels(found, intaglio.requantize(found), X)
+    assert_equal_levels(found, stages.requantize(found), X)
 
 
 def test_a_second_preparation_of_the_same_graph_finds_the_same_sites():
@@ -222,7 +222,7 @@ def test_a_second_preparation_of_the_same_graph_finds_the_same_sites():
     model = Body(lambda m, x: m.b(F.relu(m.a(x))), a=conv(), b=conv(4))
     rules = By(conv2d=lambda n: layer(n, output=U8 if n.name == "conv2d" else None, sharing=False), relu=reads(U8))
     stage = prepared(model, rules)
-    again = intaglio.equalize(stage, [X])
+    again = stages.equalize(stage, [X])
     assert again.annotations.sites_text() == stage.annotations.sites_text()
 
 
@@ -232,7 +232,7 @@ def test_a_layer_quantized_while_the_model_runs():
     assert not stage.observers
     assert {site.role for site in stage.annotations.sites} == {"token", "weight"}
     found = convert(stage)
-    assert torch.allclose(intaglio.compile(found)(X), found(X), atol=1e-5)
+    assert torch.allclose(stages.compile(found)(X), found(X), atol=1e-5)
 
 
 @pytest.mark.case("frontends C7")
@@ -333,14 +333,14 @@ def test_the_hook_replaces_the_observer_of_a_whole_group():
 
 def test_a_recipe_beside_an_annotator_says_the_rest():
     model = Body(lambda m, x: m.b(m.a(x)), a=conv(), b=conv(4))
-    captured = intaglio.capture(nets.randomize(model), X)
+    captured = stages.capture(nets.randomize(model), X)
     recipe = Recipe.of({"b": None})
     stage = prepare(captured, Quantizer(recipe, annotator=By(conv2d=layer)))
     assert [region.anchor.name for region in stage.annotations.regions] == ["conv2d"]
 
 
 def test_a_quantizer_is_one_or_annotates():
-    captured = intaglio.capture(conv(), X)
+    captured = stages.capture(conv(), X)
     with pytest.raises(InputError, match="annotate"):
         prepare(captured, "int8")
     with pytest.raises(SelectorError, match="annotator beside patterns"):
@@ -355,11 +355,11 @@ def test_a_quantizer_is_one_or_annotates():
 def test_results_leave_as_integers_whatever_an_annotator_says_of_them(body):
     annotator = By(conv2d=layer, relu=lambda n: Annotation())
     quantizer = Quantizer(annotator=annotator, outputs="int8")
-    captured = intaglio.capture(nets.randomize(Body(body, a=conv())), X)
+    captured = stages.capture(nets.randomize(Body(body, a=conv())), X)
     stage = prepare(captured, quantizer)
     stage(X)
     found = convert(stage)
-    given, native = found(X), intaglio.compile(found)(X)
+    given, native = found(X), stages.compile(found)(X)
     assert given.values.dtype == native.values.dtype == torch.uint8
     assert (given.values.int() - native.values.int()).abs().max() <= 1
     assert given[1:] == native[1:]
@@ -373,7 +373,7 @@ def _seen(stage):
 
 
 def test_levels_that_no_result_can_have_are_an_error():
-    captured = intaglio.capture(nets.randomize(Body(lambda m, x: m.a(x), a=conv())), X)
+    captured = stages.capture(nets.randomize(Body(lambda m, x: m.a(x), a=conv())), X)
     annotator = By(conv2d=lambda n: layer(n, output=Levels("s16")))
     stage = prepare(captured, Quantizer(annotator=annotator, outputs="int8"))
     stage(X)
@@ -449,8 +449,8 @@ def test_what_an_observer_writes_itself_passes_through_unchanged():
     with torch.no_grad():
         Keep(found.module).run(x)
     torch.testing.assert_close(held[first.name], wanted)
-    lowered = intaglio.requantize(found)
-    for stage in (lowered, intaglio.compile(lowered)):
+    lowered = stages.requantize(found)
+    for stage in (lowered, stages.compile(lowered)):
         torch.testing.assert_close(stage(x), found(x), atol=0.02, rtol=0)
         assert stage(x[:2]).shape == (2, 5)
 
@@ -479,7 +479,7 @@ def test_a_model_with_an_observer_s_own_levels_is_saved_and_loaded(activation, t
     program = torch.export.export(found.module, (ROWS,))
     torch.export.save(program, tmp_path / "reference.pt2")
     assert torch.equal(torch.export.load(tmp_path / "reference.pt2").module()(ROWS)[0], found(ROWS))
-    model = intaglio.compile(found)
+    model = stages.compile(found)
     model.save(tmp_path / "m", example=ROWS)
     torch.save(ROWS, tmp_path / "rows")
     code = """if True:
@@ -514,10 +514,10 @@ def test_files_of_ranges_and_parameters_go_with_an_observer_that_has_seen_data(t
 
 @pytest.mark.case("frontends C10")
 def test_an_observer_that_writes_its_own_levels_takes_no_part_in_training():
-    captured = intaglio.capture(nn.Sequential(nn.Linear(16, 5)), ROWS, train=True)
+    captured = stages.capture(nn.Sequential(nn.Linear(16, 5)), ROWS, train=True)
     rule = By(linear=lambda n: Annotation({n.args[0]: U8, n.args[1]: Own(Grouped)}))
     with pytest.raises(UnsupportedError, match=r"0 .*levels that an observer writes itself, while training"):
-        intaglio.prepare(captured, rule, qat=True)
+        stages.prepare(captured, rule, qat=True)
 
 
 @pytest.mark.case("frontends C10")

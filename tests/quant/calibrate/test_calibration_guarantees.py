@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import intaglio
-from intaglio import numerics
+from intaglio import numerics, stages
 from intaglio.errors import ArtifactError, CalibrationError
 from intaglio.lower.integer import requantize
 from intaglio.quant.calibrate.calibration_loop import calibrate
@@ -72,7 +71,7 @@ def test_the_longest_sum_that_surely_fits_is_exact():
     (acc,) = [op.output for op in lowered.graph.ops if op.kind == "linear"]
     exact = np.float32(255 * 127 * inputs) * np.float32(lowered.graph.types[acc].q.step)
     np.testing.assert_array_equal(lowered(x).numpy(), np.full((2, 1), exact, np.float32))
-    assert torch.equal(intaglio.compile(lowered)(x), lowered(x))
+    assert torch.equal(stages.compile(lowered)(x), lowered(x))
 
 
 @pytest.mark.case("calibration 51")
@@ -236,7 +235,7 @@ def test_ranges_of_another_graph_list_what_is_missing():
 @pytest.mark.case("calibration 48")
 def test_calibrating_twice_adds_and_converting_twice_repeats():
     """Case 48: neither puts a second quantize into the graph."""
-    prepared = intaglio.prepare(CAPTURED)
+    prepared = stages.prepare(CAPTURED)
     calibrate(prepared, [X])
     first = convert(prepared)
     calibrate(prepared, [X])

@@ -7,10 +7,17 @@ from torch import nn
 from torch.nn import functional as F
 
 import intaglio
-from intaglio import Quantizer, Ranges
+from intaglio import stages
+from intaglio.calibration import (
+    AverageMaxCalibrationCallback,
+    CalibrationCallback,
+    Calibrator,
+    GlobalCalibrationCallback,
+)
 from intaglio.errors import CalibrationError
 from intaglio.ir import QParams
 from intaglio.patterns import builtin
+from intaglio.stages import Quantizer, Ranges
 from support import nets
 from support.nets import Body
 
@@ -18,7 +25,7 @@ DRAW = torch.Generator().manual_seed(2)
 DATA = [torch.randn(n, 3, 8, 8, generator=DRAW) for n in (4, 2, 3)]
 
 
-class Watching(intaglio.CalibrationCallback):
+class Watching(CalibrationCallback):
     """Notes what it sees, and says ``found(info)``."""
 
     def __init__(self, found=lambda info: {}):
@@ -38,13 +45,13 @@ def two_convs():
 
 
 def prepared(callback, model=None, names=("conv2d",)):
-    captured = intaglio.capture(model or two_convs(), DATA[0])
-    return intaglio.prepare(captured, Quantizer(patterns=builtin(*names, calibration=callback)))
+    captured = stages.capture(model or two_convs(), DATA[0])
+    return stages.prepare(captured, Quantizer(patterns=builtin(*names, calibration=callback)))
 
 
 def test_regions_come_producers_first_with_the_names_of_their_sites():
     watching = Watching()
-    intaglio.Calibrator(prepared(watching), DATA).calibrate()
+    Calibrator(prepared(watching), DATA).calibrate()
     first, second = (sites for sites, *_ in watching.seen)
     assert tuple(first) == ("#0/input.args_0", "c.weight", "c#0/conv2d.0:bias", "#0/relu.0")
     assert (second.inputs, second.weight, second.output) == (("#0/relu.0",), "d.weight", None)
@@ -52,7 +59,7 @@ def test_regions_come_producers_first_with_the_names_of_their_sites():
 
 def test_values_are_those_of_the_float_model_and_of_the_model_quantized_so_far():
     watching, model = Watching(), two_convs()
-    intaglio.Calibrator(prepared(watching, model), DATA).calibrate()
+    Calibrator(prepared(watching, model), DATA).calibrate()
     (_, x, _, y, _), (_, z, z_q, out, _) = watching.seen
     for batch, data in enumerate(DATA):
         assert torch.equal(x[batch], data)
@@ -64,7 +71,7 @@ def test_values_are_those_of_the_float_model_and_of_the_model_quantized_so_far()
 
 def test_with_its_parameters_a_region_gives_what_the_reference_model_gives():
     ready, found = prepared(Watching()), []
-    reference = intaglio.convert(ready, intaglio.Calibrator(ready, DATA).calibrate())
+    reference = stages.convert(ready, Calibrator(ready, DATA).calibrate())
 
     def settle(info):
         if info.sites.output is not None:
@@ -74,7 +81,7 @@ def test_with_its_parameters_a_region_gives_what_the_reference_model_gives():
         found.extend(trial.quantized_outputs(batch)[0] for batch in range(info.batches))
         return {}
 
-    intaglio.Calibrator(prepared(Watching(settle)), DATA).calibrate()
+    Calibrator(prepared(Watching(settle)), DATA).calibrate()
     assert all(torch.equal(mine, reference(data)) for mine, data in zip(found, DATA, strict=True))
     assert len(found) == len(DATA)
 
@@ -94,7 +101,7 @@ def test_the_model_runs_once_a_batch_and_track_however_many_callbacks_ask():
     )
     ready = prepared(Watching(), model)
     calls.clear()
-    intaglio.Calibrator(ready, DATA).calibrate()
+    Calibrator(ready, DATA).calibrate()
     assert len(calls) == 3 * len(DATA), "counting, and both tracks"
 
 
@@ -111,25 +118,25 @@ def test_the_model_runs_once_a_batch_and_track_however_many_callbacks_ask():
 )
 def test_parameters_may_be_said_in_three_ways(given, scale, zero):
     ready = prepared(Watching(lambda info: {info.sites.inputs[0]: given} if info.sites.output else {}))
-    ranges = intaglio.Calibrator(ready, DATA).calibrate()
+    ranges = Calibrator(ready, DATA).calibrate()
     q = ranges.parameters["#0/input.args_0"]
     assert (q.step, q.zero) == (pytest.approx(scale), zero)
-    assert intaglio.convert(ready, ranges).qparams["#0/input.args_0"] == q
+    assert stages.convert(ready, ranges).qparams["#0/input.args_0"] == q
 
 
 def test_a_site_keeps_what_its_producer_said():
     answers = iter([{"#0/relu.0": (0.5, 0)}, {"#0/relu.0": (0.25, 0), "#0/input.args_0": (1.0, 0)}])
     watching = Watching(lambda info: {k: v for k, v in next(answers).items() if k in set(info.sites)})
-    ranges = intaglio.Calibrator(prepared(watching), DATA).calibrate()
+    ranges = Calibrator(prepared(watching), DATA).calibrate()
     assert {name: q.step for name, q in ranges.parameters.items()} == {"#0/relu.0": 0.5}
     assert watching.seen[1][4]["#0/relu.0"].step == 0.5
 
 
 def test_sites_nobody_speaks_of_go_by_their_method():
     ready = prepared(Watching(lambda info: {info.sites.inputs[0]: (0.5, 0)} if info.sites.output else {}))
-    asked = intaglio.convert(ready, intaglio.Calibrator(ready, DATA).calibrate()).qparams
-    plain = intaglio.prepare(intaglio.capture(two_convs(), DATA[0]))
-    counted = intaglio.convert(plain, intaglio.calibrate(plain, DATA)).qparams
+    asked = stages.convert(ready, Calibrator(ready, DATA).calibrate()).qparams
+    plain = stages.prepare(stages.capture(two_convs(), DATA[0]))
+    counted = stages.convert(plain, stages.calibrate(plain, DATA)).qparams
     assert asked["#0/relu.0"] == counted["#0/relu.0"]
     assert asked["#0/input.args_0"].step == 0.5
 
@@ -137,7 +144,7 @@ def test_sites_nobody_speaks_of_go_by_their_method():
 def test_weights_take_one_scale_or_one_a_channel():
     scales = np.linspace(0.01, 0.02, 8, dtype=np.float32)
     ready = prepared(Watching(lambda info: {info.sites.weight: (scales if info.sites.output else 0.125, 0)}))
-    reference = intaglio.convert(ready, intaglio.Calibrator(ready, DATA).calibrate())
+    reference = stages.convert(ready, Calibrator(ready, DATA).calibrate())
     assert reference.qparams["c.weight"].scales == tuple(map(float, scales))
     assert set(reference.qparams["d.weight"].scales) == {0.125}
 
@@ -156,12 +163,12 @@ def test_weights_take_one_scale_or_one_a_channel():
 )
 def test_what_a_site_cannot_have_is_refused(found, problem):
     with pytest.raises(CalibrationError, match=problem):
-        intaglio.Calibrator(prepared(Watching(found)), DATA).calibrate()
+        Calibrator(prepared(Watching(found)), DATA).calibrate()
 
 
 def test_parameters_are_saved_with_the_ranges_and_never_merged(tmp_path):
     scales = np.linspace(0.01, 0.02, 8, dtype=np.float32)
-    ranges = intaglio.Calibrator(
+    ranges = Calibrator(
         prepared(Watching(lambda info: {info.sites.weight: (scales, 0)} if info.sites.output else {})), DATA
     ).calibrate()
     ranges.save(tmp_path / "ranges.json")
@@ -172,19 +179,26 @@ def test_parameters_are_saved_with_the_ranges_and_never_merged(tmp_path):
 
 
 def test_callbacks_that_were_not_asked_are_an_error():
-    ready = prepared(intaglio.GlobalCalibrationCallback(0.05))
-    with pytest.raises(CalibrationError, match=r"(?s)callback was not asked.*Calibrator\(prepared, data\)"):
-        intaglio.convert(ready, intaglio.calibrate(ready, DATA))
+    ready = prepared(GlobalCalibrationCallback(0.05))
+    for batch in DATA:
+        ready(batch)
+    with pytest.raises(CalibrationError, match=r"(?s)callback was not asked.*calibrate\(prepared, data\)"):
+        stages.convert(ready)
+
+
+def test_calibrate_asks_callbacks_as_the_calibrator_does():
+    ready, other = prepared(GlobalCalibrationCallback(0.05)), prepared(GlobalCalibrationCallback(0.05))
+    assert stages.calibrate(ready, DATA).to_json() == Calibrator(other, DATA).calibrate().to_json()
 
 
 def test_callbacks_need_batches():
     with pytest.raises(CalibrationError, match="callbacks need batches"):
-        intaglio.Calibrator(prepared(Watching()), lambda model: model(DATA[0])).calibrate()
+        Calibrator(prepared(Watching()), lambda model: model(DATA[0])).calibrate()
 
 
 def test_samples_bound_what_callbacks_see():
     watching = Watching()
-    intaglio.Calibrator(prepared(watching), iter(DATA), samples=5, progress=False).calibrate()
+    Calibrator(prepared(watching), iter(DATA), samples=5, progress=False).calibrate()
     assert [len(values) for _, values, *_ in watching.seen] == [2, 2]
 
 
@@ -206,37 +220,34 @@ def test_choices_can_be_compared_before_one_is_made():
             )
         return {name: (-min(found)[1], min(found)[1])} if name not in info.settled else {}
 
-    ranges = intaglio.Calibrator(prepared(Watching(least)), DATA).calibrate()
+    ranges = Calibrator(prepared(Watching(least)), DATA).calibrate()
     assert ranges.parameters["#0/input.args_0"].step == pytest.approx(8 / 255)
 
 
 @pytest.mark.parametrize("cache", [0, 1 << 30])
 def test_where_values_wait_changes_nothing(cache):
-    ready = prepared(intaglio.AverageMaxCalibrationCallback())
-    assert (
-        intaglio.Calibrator(ready, DATA, cache=cache).calibrate().parameters
-        == intaglio.Calibrator(ready, DATA).calibrate().parameters
-    )
+    ready = prepared(AverageMaxCalibrationCallback())
+    assert Calibrator(ready, DATA, cache=cache).calibrate().parameters == Calibrator(ready, DATA).calibrate().parameters
 
 
 def test_global_parameters_are_every_activations():
-    ready = prepared(intaglio.GlobalCalibrationCallback(0.05, 10, weight=0.01))
-    found = intaglio.Calibrator(ready, DATA).calibrate().parameters
+    ready = prepared(GlobalCalibrationCallback(0.05, 10, weight=0.01))
+    found = Calibrator(ready, DATA).calibrate().parameters
     assert {(q.step, q.zero) for name, q in found.items() if "weight" not in name} == {(float(np.float32(0.05)), 10)}
     assert {q.step for name, q in found.items() if "weight" in name} == {float(np.float32(0.01))}
 
 
 def test_an_input_of_declared_images_keeps_its_parameters():
     model, image = two_convs(), intaglio.Image((0.5,) * 3, (0.25,) * 3)
-    quantizer = Quantizer(input=image, patterns=builtin("conv2d", calibration=intaglio.AverageMaxCalibrationCallback()))
-    ready = intaglio.prepare(intaglio.capture(model, DATA[0]), quantizer)
-    ranges = intaglio.Calibrator(ready, DATA).calibrate()
+    quantizer = Quantizer(input=image, patterns=builtin("conv2d", calibration=AverageMaxCalibrationCallback()))
+    ready = stages.prepare(stages.capture(model, DATA[0]), quantizer)
+    ranges = Calibrator(ready, DATA).calibrate()
     assert set(ranges.parameters) == {"#0/relu.0", "c.weight", "d.weight"}
-    assert intaglio.convert(ready, ranges).qparams["#0/relu.0"] == ranges.parameters["#0/relu.0"]
+    assert stages.convert(ready, ranges).qparams["#0/relu.0"] == ranges.parameters["#0/relu.0"]
 
 
 def test_the_whole_way_asks_callbacks_whatever_corrections_do():
-    model, callback = two_convs(), intaglio.AverageMaxCalibrationCallback()
+    model, callback = two_convs(), AverageMaxCalibrationCallback()
     quantized = intaglio.quantize(model, DATA, patterns=builtin("conv2d", calibration=callback))
     exact = model(DATA[0])
     assert F.mse_loss(quantized(DATA[0]), exact) < 0.003 * exact.var()

@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import intaglio
-from intaglio import DatasetManager
+from intaglio import stages
+from intaglio.calibration import DatasetManager
 from intaglio.errors import CalibrationError
 
 X = np.arange(14 * 3, dtype=np.float32).reshape(14, 3)
@@ -136,8 +137,8 @@ def test_it_stands_wherever_data_is_expected():
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
     manager = DatasetManager(DataLoader(pairs(), batch_size=4), num_samples=9)
     quantized = intaglio.quantize(model, manager)
-    prepared = intaglio.prepare(intaglio.capture(model, torch.from_numpy(X[:4])))
-    ranges = intaglio.calibrate(prepared, manager)
+    prepared = stages.prepare(stages.capture(model, torch.from_numpy(X[:4])))
+    ranges = stages.calibrate(prepared, manager)
     assert (ranges.batches, ranges.samples) == (3, 9)
     again, x = intaglio.quantize(model, list(manager)), torch.from_numpy(X)
     assert torch.equal(quantized(x), again(x))

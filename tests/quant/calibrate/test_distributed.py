@@ -214,8 +214,8 @@ def test_an_observer_that_writes_its_own_levels_is_for_one_process():
             node = next(node for node in module.graph.nodes if operator(node) == "aten.conv2d.default")
             annotate_node(node, Annotation({node.args[0]: Own(torch.nn.Identity)}))
 
-    stages = [prepare(CAPTURED, Annotator()) for _ in range(2)]
-    for error in Ranks(2).run(lambda group: calibrate(stages[group.rank], share(BATCHES, group), group=group)):
+    all_stages = [prepare(CAPTURED, Annotator()) for _ in range(2)]
+    for error in Ranks(2).run(lambda group: calibrate(all_stages[group.rank], share(BATCHES, group), group=group)):
         assert isinstance(error, CalibrationError)
         assert "observers of a user's own (x) on 2 ranks" in str(error)
 

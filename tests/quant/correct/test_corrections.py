@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import intaglio
+from intaglio import stages
 from intaglio.quant.correct.linalg import DAMPINGS, LEAST, factor_of, taken
 from intaglio.quant.correct.second_moments import Moments, moments
 from intaglio.quant.correct.smooth_factors import Rows, smoothing
@@ -20,7 +21,7 @@ from support import nets
 
 def prepared_of(model, batch, **setting):
     quantizer = Quantizer(Recipe(default=Setting(**setting)))
-    return intaglio.prepare(intaglio.capture(model, batch), quantizer)
+    return stages.prepare(stages.capture(model, batch), quantizer)
 
 
 def uneven(model):
@@ -60,14 +61,14 @@ def test_equalizing_leaves_the_float_function_alone(name):
     model = uneven(nets.randomize(NETS[name]()))
     x = nets.example(model, 4)
     prepared = prepared_of(model, x)
-    equalized = intaglio.equalize(prepared, [x])
+    equalized = stages.equalize(prepared, [x])
     torch.testing.assert_close(equalized(x), prepared(x), rtol=1e-3, atol=1e-3 * float(prepared(x).abs().max()))
 
 
 def test_sums_take_a_factor_per_channel():
     model = uneven(nets.randomize(nets.Residual()))
     x = nets.example(model, 4)
-    equalized = intaglio.equalize(prepared_of(model, x), [x])
+    equalized = stages.equalize(prepared_of(model, x), [x])
     assert "aten.addcmul.default" in equalized.text()
     assert "equalize: " in report(equalized)
 
@@ -75,10 +76,10 @@ def test_sums_take_a_factor_per_channel():
 def test_what_is_equalized_runs_in_integers_to_the_bit():
     model = uneven(nets.randomize(nets.OptionA()))
     x = nets.example(model, 4)
-    prepared = intaglio.equalize(prepared_of(model, x), [x])
-    ranges = intaglio.calibrate(prepared, [x])
-    lowered = intaglio.requantize(intaglio.convert(prepared, ranges, intaglio.correct(prepared, ranges, [x])))
-    quantized = intaglio.compile(lowered)
+    prepared = stages.equalize(prepared_of(model, x), [x])
+    ranges = stages.calibrate(prepared, [x])
+    lowered = stages.requantize(stages.convert(prepared, ranges, stages.correct(prepared, ranges, [x])))
+    quantized = stages.compile(lowered)
     assert quantized.coverage.macs == 1
     assert not quantized.coverage.islands
     assert torch.equal(quantized(x), lowered(x))
@@ -88,8 +89,8 @@ def test_quiet_channels_gain():
     model = uneven(nets.randomize(nets.Residual()))
     x = nets.example(model, 16)
     plain = prepared_of(model, x, equalize=0.0)
-    even = intaglio.equalize(prepared_of(model, x), [x])
-    errors = [noise(model(x).detach(), intaglio.convert(p, intaglio.calibrate(p, [x]))(x)) for p in (plain, even)]
+    even = stages.equalize(prepared_of(model, x), [x])
+    errors = [noise(model(x).detach(), stages.convert(p, stages.calibrate(p, [x]))(x)) for p in (plain, even)]
     assert errors[1] < errors[0]
 
 
@@ -97,13 +98,13 @@ def test_a_recipe_turns_it_off():
     model = uneven(nets.randomize(nets.Residual()))
     x = nets.example(model, 4)
     prepared = prepared_of(model, x, equalize=0.0)
-    assert intaglio.equalize(prepared, [x]) is prepared
+    assert stages.equalize(prepared, [x]) is prepared
 
 
 def test_bounds_above_zero_forbid_factors():
     model = nets.randomize(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU6(), nn.Conv2d(8, 8, 3)))
     x = torch.randn(4, 3, 9, 9)
-    assert "equalize" not in report(intaglio.equalize(prepared_of(model, x), [x]))
+    assert "equalize" not in report(stages.equalize(prepared_of(model, x), [x]))
 
 
 def test_normalised_bytes_are_held_exactly_though_nobody_said_so():
@@ -112,7 +113,7 @@ def test_normalised_bytes_are_held_exactly_though_nobody_said_so():
     pixels[0, :, 0, 0], pixels[0, :, 0, 1] = 0, 255
     x = (pixels / 255 - mean) / std
     prepared = prepared_of(nets.randomize(nets.ConvBnRelu()), x)
-    equalized = intaglio.equalize(prepared, [x])
+    equalized = stages.equalize(prepared, [x])
     assert "3 of 3 without loss" in report(equalized)
     (node,) = [node for node in equalized.annotations.module.graph.nodes if "zero_points" in node.meta]
     shift, _, gain = (getattr(equalized.annotations.module, str(a.target), None) for a in node.args)
@@ -130,7 +131,7 @@ def test_an_input_that_something_else_reads_too_keeps_one_scale():
             return self.conv(x) + x
 
     x = torch.randn(4, 3, 8, 8)
-    assert not intaglio.equalize(prepared_of(Both().eval(), x), [x]).equalization.inputs
+    assert not stages.equalize(prepared_of(Both().eval(), x), [x]).equalization.inputs
 
 
 # -- moments ---------------------------------------------------------------------------------------------------------
@@ -147,7 +148,7 @@ class One(nn.Module):
 
 def region_of(layer, x):
     prepared = prepared_of(One(layer).eval(), x, equalize=0.0)
-    reference = intaglio.convert(prepared, intaglio.calibrate(prepared, [x]))
+    reference = stages.convert(prepared, stages.calibrate(prepared, [x]))
     (region,) = prepared.annotations.regions
     (site,) = [s for s in prepared.annotations.sites if s.role == "activation"]
     return region, reference.qparams[site.name]
@@ -303,9 +304,9 @@ def test_a_corrected_model_is_still_equal_to_its_integer_graph(name, setting):
     model = nets.randomize(NETS[name]())
     x = nets.example(model, 4)
     prepared = prepared_of(model, x, **setting)
-    ranges = intaglio.calibrate(prepared, [x])
-    lowered = intaglio.requantize(intaglio.convert(prepared, ranges, intaglio.correct(prepared, ranges, [x])))
-    assert torch.equal(intaglio.compile(lowered)(x), lowered(x))
+    ranges = stages.calibrate(prepared, [x])
+    lowered = stages.requantize(stages.convert(prepared, ranges, stages.correct(prepared, ranges, [x])))
+    assert torch.equal(stages.compile(lowered)(x), lowered(x))
 
 
 def test_rounding_by_what_the_operator_gives_is_better_than_to_nearest():
@@ -315,8 +316,8 @@ def test_rounding_by_what_the_operator_gives_is_better_than_to_nearest():
     errors = []
     for rounding in ("gptq", "nearest"):
         prepared = prepared_of(model, x, rounding=rounding, equalize=0.0)
-        ranges = intaglio.calibrate(prepared, [x])
-        found = intaglio.convert(prepared, ranges, intaglio.correct(prepared, ranges, [x]))
+        ranges = stages.calibrate(prepared, [x])
+        found = stages.convert(prepared, ranges, stages.correct(prepared, ranges, [x]))
         errors.append(noise(model(x).detach(), found(x)))
     assert errors[0] < errors[1]
 
@@ -328,9 +329,9 @@ def test_biases_make_up_for_the_mean_that_rounding_moved(kind):
     x = torch.rand(8, 4, 9, 9)
     model = One(layer).eval()
     prepared = prepared_of(model, x, rounding="nearest", bias=kind, equalize=0.0)
-    ranges = intaglio.calibrate(prepared, [x])
+    ranges = stages.calibrate(prepared, [x])
     plain, corrected = (
-        intaglio.convert(prepared, ranges, found)(x) for found in (None, intaglio.correct(prepared, ranges, [x]))
+        stages.convert(prepared, ranges, found)(x) for found in (None, stages.correct(prepared, ranges, [x]))
     )
     means = [(model(x) - y).mean((0, 2, 3)).abs().max().item() for y in (plain, corrected)]
     assert means[1] < 0.2 * means[0]
@@ -338,20 +339,20 @@ def test_biases_make_up_for_the_mean_that_rounding_moved(kind):
 
 def test_corrections_of_another_model_are_refused():
     x = torch.randn(2, 3, 12, 12)
-    stages = [prepared_of(nets.randomize(net()), x) for net in (nets.Residual, nets.OptionA)]
-    ranges = [intaglio.calibrate(stage, [x]) for stage in stages]
+    all_stages = [prepared_of(nets.randomize(net()), x) for net in (nets.Residual, nets.OptionA)]
+    ranges = [stages.calibrate(stage, [x]) for stage in all_stages]
     with pytest.raises(intaglio.errors.CalibrationError, match="another model"):
-        intaglio.convert(stages[0], ranges[0], intaglio.correct(stages[1], ranges[1], [x]))
+        stages.convert(all_stages[0], ranges[0], stages.correct(all_stages[1], ranges[1], [x]))
 
 
 def test_correcting_changes_nothing_that_was_given():
     model = nets.randomize(nets.Residual())
     x = nets.example(model, 4)
     prepared = prepared_of(model, x, bias="weights")
-    ranges = intaglio.calibrate(prepared, [x])
+    ranges = stages.calibrate(prepared, [x])
     before = (prepared.text(), ranges.to_json(), [t.clone() for t in prepared.annotations.module._buffers.values()])
-    intaglio.correct(prepared, ranges, [x])
-    intaglio.equalize(prepared, [x])
+    stages.correct(prepared, ranges, [x])
+    stages.equalize(prepared, [x])
     assert prepared.text() == before[0]
     assert ranges.to_json() == before[1]
     after = prepared.annotations.module._buffers.values()
@@ -381,7 +382,7 @@ def test_an_int8_model_says_what_corrections_gained():
 def test_biases_say_what_they_gained():
     model, x = One(nn.Conv2d(4, 6, 3, bias=False)).eval(), torch.rand(8, 4, 9, 9)
     prepared = prepared_of(model, x, rounding="nearest", bias="weights", equalize=0.0)
-    (step,) = intaglio.correct(prepared, intaglio.calibrate(prepared, [x]), [x]).steps
+    (step,) = stages.correct(prepared, stages.calibrate(prepared, [x]), [x]).steps
     assert step.name == "bias of weights"
     assert step.after > step.before + 1
 
@@ -390,8 +391,8 @@ def test_steps_say_what_they_gained():
     model = nets.randomize(nets.Residual())
     x = nets.example(model, 4)
     prepared = prepared_of(model, x)
-    ranges = intaglio.calibrate(prepared, [x])
-    (step,) = intaglio.correct(prepared, ranges, [x]).steps
+    ranges = stages.calibrate(prepared, [x])
+    (step,) = stages.correct(prepared, ranges, [x]).steps
     assert step.name == "gptq"
     assert step.after > step.before
     assert np.isfinite([step.before, step.after]).all()
@@ -403,10 +404,10 @@ def test_four_bits_lose_less_with_integers_and_scales_that_the_operand_chose():
     errors = []
     for rounding in ("gptq", "nearest"):
         prepared = prepared_of(model, x, weights_dtype="s4", rounding=rounding, equalize=0.0)
-        ranges = intaglio.calibrate(prepared, [x])
-        corrections = intaglio.correct(prepared, ranges, [x])
+        ranges = stages.calibrate(prepared, [x])
+        corrections = stages.correct(prepared, ranges, [x])
         assert all(rounded.levels.min() >= -8 and rounded.levels.max() <= 7 for rounded in corrections.weights.values())
-        errors.append(noise(model(x).detach(), intaglio.convert(prepared, ranges, corrections)(x)))
+        errors.append(noise(model(x).detach(), stages.convert(prepared, ranges, corrections)(x)))
     assert errors[0] < 0.5 * errors[1]
 
 
@@ -434,13 +435,13 @@ def test_smoothing_leaves_the_float_function_alone_and_gains():
     model, x = Tokens().eval(), torch.randn(16, 10, 12)
     exact = [y.detach() for y in model(x)]
     plain = prepared_of(model, x, equalize=0.0)
-    smooth = intaglio.equalize(prepared_of(model, x), [x[:8], x[8:]])
+    smooth = stages.equalize(prepared_of(model, x), [x[:8], x[8:]])
     assert "smooth: 1 values" in report(smooth)
     for found, expected in zip(smooth(x), exact, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     errors = []
     for prepared in (plain, smooth):
-        results = intaglio.convert(prepared, intaglio.calibrate(prepared, [x]))(x)
+        results = stages.convert(prepared, stages.calibrate(prepared, [x]))(x)
         errors.append(sum(noise(*pair) for pair in zip(exact, results, strict=True)))
     assert errors[1] < 0.7 * errors[0]
 
@@ -455,4 +456,4 @@ def test_linear_layers_over_images_with_channels_last_are_left_alone():
     """The second axis of their results is a row of the image."""
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5)).eval()
     x = torch.randn(2, 6, 6, 4)
-    assert not intaglio.equalize(prepared_of(model, x), [x]).equalization.factors
+    assert not stages.equalize(prepared_of(model, x), [x]).equalization.factors

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-import intaglio
-from intaglio import numerics
+from intaglio import numerics, stages
 from intaglio.fxgraph.nodes import operands
 from intaglio.quant.correct.layerwise_eval import CACHE, Walk
 from intaglio.quant.recipes.quantizer import Quantizer
@@ -15,14 +14,14 @@ from intaglio.signature import bind
 from support import nets
 
 
-def stages(**setting):
+def all_stages(**setting):
     torch.manual_seed(0)
     model = nets.randomize(nets.Residual())
     batches = [torch.randn(n, 3, 12, 12) for n in (2, 3, 1)]
     quantizer = Quantizer(Recipe(default=Setting(**setting)))
-    prepared = intaglio.prepare(intaglio.capture(model, batches[0]), quantizer)
-    ranges = intaglio.calibrate(prepared, batches)
-    return model, prepared, intaglio.convert(prepared, ranges), batches
+    prepared = stages.prepare(stages.capture(model, batches[0]), quantizer)
+    ranges = stages.calibrate(prepared, batches)
+    return model, prepared, stages.convert(prepared, ranges), batches
 
 
 def leaves(prepared, batches):
@@ -53,7 +52,7 @@ def quantize_parameters(walk, region, reference):
 @pytest.mark.parametrize("shortcut", [8, 16])
 @pytest.mark.parametrize("cache", [CACHE, 3000, 0])
 def test_the_second_track_is_the_reference_model_wherever_values_wait(cache, shortcut):
-    _, prepared, reference, batches = stages(shortcut=shortcut)
+    _, prepared, reference, batches = all_stages(shortcut=shortcut)
     walk = Walk(prepared.annotations, leaves(prepared, batches), reference.qparams, cache=cache)
     for region in walk:
         quantize_parameters(walk, region, reference)
@@ -62,7 +61,7 @@ def test_the_second_track_is_the_reference_model_wherever_values_wait(cache, sho
 
 
 def test_the_first_track_is_the_float_model():
-    model, prepared, reference, batches = stages()
+    model, prepared, reference, batches = all_stages()
     walk = Walk(prepared.annotations, leaves(prepared, batches), reference.qparams)
     outputs = {}
     for region in walk:
@@ -73,14 +72,14 @@ def test_the_first_track_is_the_float_model():
 
 
 def test_nothing_is_kept_at_the_end():
-    _, prepared, reference, batches = stages()
+    _, prepared, reference, batches = all_stages()
     walk = Walk(prepared.annotations, leaves(prepared, batches), reference.qparams)
     assert len(list(walk)) == len(prepared.annotations.regions)
     assert all(not track.values for track in walk._tracks())
 
 
 def test_a_site_settled_on_the_way_is_quantized_from_there_on():
-    _, prepared, reference, batches = stages()
+    _, prepared, reference, batches = all_stages()
     walk, calls = prepared.annotations, leaves(prepared, batches)
     late = Walk(walk, calls)
     for region in late:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.graph_passes import copy_graph, run
 from intaglio.quant.qdq.prepare_passes import LEVEL_PASSES, PTQ_PASSES
@@ -56,12 +57,12 @@ class Weight(nn.Module):
 
 def taken(model, x=X, exact=True):
     """The reference; all it computes has the model's bits, but for biases."""
-    captured = intaglio.capture(model.eval(), x)
+    captured = stages.capture(model.eval(), x)
     module = copy_graph(captured.module)
     run(module, [step for step in PTQ_PASSES if step is not count_biases])
     results = module(x)
     assert not exact or torch.equal(results[0], model(x))
-    before, reference = str(module.graph), intaglio.from_qdq(captured)
+    before, reference = str(module.graph), stages.from_qdq(captured)
     run(module, [step for step in LEVEL_PASSES if step is not count_biases])
     assert str(module.graph) == before
     before = reference.text()
@@ -72,8 +73,8 @@ def taken(model, x=X, exact=True):
 
 def same_bits(reference, x=X):
     """The program, whose results are the integer graph's."""
-    lowered = intaglio.requantize(reference)
-    model = intaglio.compile(lowered)
+    lowered = stages.requantize(reference)
+    model = stages.compile(lowered)
     assert torch.equal(model(x), lowered(x))
     return model
 
@@ -102,7 +103,7 @@ def test_every_kind_of_activation_and_weight_is_one_kernel(first, folded):
 
 @functools.cache
 def captured():
-    return intaglio.capture(body().eval(), X)
+    return stages.capture(body().eval(), X)
 
 
 @settings(max_examples=50, deadline=None)
@@ -125,10 +126,10 @@ def test_levels_are_those_of_the_given_model(dtype, zero, low, high, scale, seed
             node.args = (node.args[0], *first)
     module.recompile()
     x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
-    reference = intaglio.from_qdq(replace(captured(), module=module))
+    reference = stages.from_qdq(replace(captured(), module=module))
     q = next(iter(reference.qparams.values()))
     assert (q.step, q.zero, q.qmin, q.qmax) == (float(np.float32(scale)), first[1] + shift, low, high)
-    off = (intaglio.requantize(reference)(x) - module(x)[0]).abs() / RELU[0]
+    off = (stages.requantize(reference)(x) - module(x)[0]).abs() / RELU[0]
     assert off.max() < 1.01
     assert (off > 0.5).float().mean() < 0.02
 
@@ -290,7 +291,7 @@ def dynamic(x):
 )
 def test_what_is_not_taken_over_is_refused_by_name(body, operator):
     model = Body(lambda m, x: m.c(body(x)), c=nn.Conv2d(3, 4, 3))
-    for verb in (intaglio.from_qdq, lambda m, x: intaglio.quantize(m, [x], progress=False)):
+    for verb in (stages.from_qdq, lambda m, x: intaglio.quantize(m, [x], progress=False)):
         with pytest.raises(UnsupportedError, match=operator) as raised:
             verb(model.eval(), X)
         assert "int8_dynamic" in raised.value.remedy
@@ -310,5 +311,5 @@ def test_scales_that_are_constant_tensors_are_numbers():
 
 def test_a_float_model_is_refused():
     with pytest.raises(UnsupportedError, match="quantize_per_tensor") as raised:
-        intaglio.from_qdq(randomize(nn.Sequential(nn.Conv2d(3, 4, 3))), X)
+        stages.from_qdq(randomize(nn.Sequential(nn.Conv2d(3, 4, 3))), X)
     assert "quantize(model, data)" in raised.value.remedy

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import intaglio
+from intaglio import stages
 from intaglio.annotation import X86Quantizer, get_symmetric_quantization_config
 from intaglio.errors import CalibrationError
 from intaglio.numerics import quantize
@@ -62,11 +63,11 @@ def test_one_layer_sees_inputs_of_several_shapes_and_ranks():
 
     model = nets.randomize(Body(body, a=nn.Linear(32, 8)))
     recipe = intaglio.Recipe.of({"a": {"weights": "group:16", "weights_dtype": "s4"}})
-    for quantizer in (None, intaglio.Quantizer(recipe)):
-        stage = prepare(intaglio.capture(model, (torch.randn(4, 32), torch.randn(4, 6, 32))), quantizer)
+    for quantizer in (None, stages.Quantizer(recipe)):
+        stage = prepare(stages.capture(model, (torch.randn(4, 32), torch.randn(4, 6, 32))), quantizer)
         calls = [(torch.randn(n, 32), torch.randn(n, 6, 32)) for n in (4, 1, 9)]
         found = convert(stage, calibrate(stage, [list(call) for call in calls]))
-        native = intaglio.compile(found)
+        native = stages.compile(found)
         for call in calls:
             for ours, exact in zip(native(*call), model(*call), strict=True):
                 assert ours.shape == exact.shape
@@ -77,7 +78,7 @@ def test_one_layer_sees_inputs_of_several_shapes_and_ranks():
 def test_reduced_ranges_have_seven_bits():
     """What saturates elsewhere, and not here: end_to_end/test_native_models.py."""
     annotator = X86Quantizer().set_global(get_symmetric_quantization_config(reduce_range=True))
-    stage = prepare(intaglio.capture(nets.randomize(conv()), torch.randn(2, 3, 8, 8)), annotator)
+    stage = prepare(stages.capture(nets.randomize(conv()), torch.randn(2, 3, 8, 8)), annotator)
     kinds = {(site.qmin, site.qmax) for site in stage.annotations.sites if site.role == "activation"}
     assert kinds == {(0, 127)}
 
@@ -87,7 +88,7 @@ def test_reduced_ranges_have_seven_bits():
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_ranges_tiny_and_huge_cost_no_memory_and_have_finite_scales(span, offset):
     """A histogram with bins as fine as its range would have as many as that range divides another one."""
-    stage = prepare(intaglio.capture(nets.randomize(conv()), torch.randn(2, 3, 8, 8)))
+    stage = prepare(stages.capture(nets.randomize(conv()), torch.randn(2, 3, 8, 8)))
     for _ in range(2):
         stage(torch.rand(2, 3, 8, 8) * span + offset)
     stage(torch.randn(2, 3, 8, 8) if span < 1 else torch.zeros(2, 3, 8, 8))
@@ -101,7 +102,7 @@ def test_ranges_tiny_and_huge_cost_no_memory_and_have_finite_scales(span, offset
 def test_infinities_are_named_and_can_be_left_out():
     x = torch.randn(2, 3, 8, 8)
     x[0, 0, 0, 0] = float("inf")
-    stage = prepare(intaglio.capture(nets.randomize(conv()), torch.zeros(2, 3, 8, 8)))
+    stage = prepare(stages.capture(nets.randomize(conv()), torch.zeros(2, 3, 8, 8)))
     with pytest.raises(CalibrationError, match="1 infinite values"):
         calibrate(stage, [x])
     found = convert(stage, calibrate(stage, [x], nonfinite="ignore"))
@@ -112,7 +113,7 @@ def test_infinities_are_named_and_can_be_left_out():
 def test_values_at_the_border_between_levels_get_the_same_level_everywhere():
     """Halves of a step, and one unit in the last place beside them: torch's operator, the interpreter, the program."""
     model = nets.randomize(Body(lambda m, x: F.relu(m.a(x)), a=nn.Linear(64, 64)))
-    captured = intaglio.capture(model, torch.randn(4, 64))
+    captured = stages.capture(model, torch.randn(4, 64))
     reference, graph = lowered_of(captured, torch.randn(64, 64))
     q = reference.qparams["#0/input.args_0"]
     middle = ((np.arange(-320, 320) + 0.5) * q.step).astype(np.float32)
@@ -124,7 +125,7 @@ def test_values_at_the_border_between_levels_get_the_same_level_everywhere():
     seen: dict[str, np.ndarray] = {}
     results = interpret(graph.graph, [x], OPS, watch=seen.__setitem__)
     assert np.array_equal(seen["args_0_u8"], theirs.numpy())
-    assert np.array_equal(intaglio.compile(graph)(torch.from_numpy(x)).numpy(), results[0])
+    assert np.array_equal(stages.compile(graph)(torch.from_numpy(x)).numpy(), results[0])
 
 
 def dense(m, x):
@@ -184,12 +185,12 @@ def test_no_network_takes_more_passes_than_it_did(body):
 def test_an_example_of_batch_1_leaves_the_batch_free(train):
     model = nets.randomize(nets.ConvBnRelu()).train(train)
     x = nets.example(model, 1)
-    stage = intaglio.prepare(intaglio.capture(model, x, train=train), qat=train)
+    stage = stages.prepare(stages.capture(model, x, train=train), qat=train)
     for batch in (1, 5):
         assert len(stage(nets.example(model, batch))) == batch
     if train:
         stage.eval()
-    native = intaglio.compile(intaglio.convert(stage))
+    native = stages.compile(stages.convert(stage))
     for batch in (1, 3, 7):
         assert len(native(nets.example(model, batch))) == batch
 

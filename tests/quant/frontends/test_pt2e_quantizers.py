@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx.passes.utils.source_matcher_utils import get_source_partitions
 
-import intaglio
+from intaglio import stages
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.nodes import operator
 from intaglio.quant.calibrate.prepare import prepare
@@ -100,7 +100,7 @@ class Backend:
 
 def prepared(quantizer, model=None):
     model = model or Body(lambda m, x: m.b(F.relu(m.a(x))), a=conv(), b=conv(4))
-    return prepare(intaglio.capture(nets.randomize(model), X), quantizer)
+    return prepare(stages.capture(nets.randomize(model), X), quantizer)
 
 
 def test_a_quantizer_of_the_export_flow_quantizes():
@@ -110,7 +110,7 @@ def test_a_quantizer_of_the_export_flow_quantizes():
     reference = convert(stage)
     assert [region.name for region in stage.annotations.regions] == ["conv2d", "conv2d"]
     assert len(reference.qparams["a#0/conv2d.0:bias"].scales) == 4
-    model = intaglio.compile(reference)
+    model = stages.compile(reference)
     assert torch.allclose(model(X), reference(X), atol=reference.qparams["b#0/conv2d.0"].step)
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import intaglio
+from intaglio import stages
 from intaglio.annotation import X86Quantizer
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.qdq.convert import convert
@@ -57,7 +58,7 @@ def test_an_executorch_style_quantizer_agrees_with_torchaos_own_flow():
     found = reference(model, quantizer())
     real, other = model(IMAGE), flow.convert_pt2e(theirs)(IMAGE)
     assert (found(IMAGE) - real).norm() < 1.5 * (other - real).norm() + 0.01 * real.norm()
-    assert not intaglio.requantize(found).islands
+    assert not stages.requantize(found).islands
 
 
 @pytest.mark.parametrize("name", ["convolution and norm", "function and pool", "no norm"])
@@ -66,9 +67,9 @@ def test_torchaos_own_quantizer_trains(x86, name):
     body, _ = TRAINING[name]
     model = nets.randomize(Body(body, a=conv(), b=nn.BatchNorm2d(4))).train()
     theirs = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config(is_qat=True))
-    prepared = intaglio.prepare(intaglio.capture(model, IMAGE, train=True), theirs, qat=True)
+    prepared = stages.prepare(stages.capture(model, IMAGE, train=True), theirs, qat=True)
     prepared(IMAGE).square().mean().backward()
-    assert counts(intaglio.convert(prepared)) == ("3:3:1" if "pool" in name else "1:1:1")
+    assert counts(stages.convert(prepared)) == ("3:3:1" if "pool" in name else "1:1:1")
 
 
 def test_torchaos_own_quantizer_stores_float16_weights(x86):
@@ -93,7 +94,7 @@ def test_torchaos_composed_quantizers(x86):
     model = Body(lambda m, ids: m.c(m.t(ids).permute(0, 3, 1, 2)), t=nn.Embedding(10, 3), c=conv())
     ids = torch.randint(0, 10, (2, 8, 8))
     together = composed.ComposableQuantizer([embedding.EmbeddingQuantizer(), convolutions])
-    stage = prepare(intaglio.capture(nets.randomize(model), ids), together)
+    stage = prepare(stages.capture(nets.randomize(model), ids), together)
     assert [table.reason for table in stage.annotations.tables] == [None]
     assert [region.name for region in stage.annotations.regions] == ["conv2d"]
     stage(ids)
@@ -114,10 +115,10 @@ def test_what_torchaos_flow_converted_is_taken_as_it_is(x86, folded):
     with pytest.raises(intaglio.errors.CaptureError, match="prepared by another tool"):
         intaglio.quantize(prepared, [IMAGE], progress=False)
     given = flow.convert_pt2e(prepared, fold_quantize=folded)
-    found = intaglio.from_qdq(given, IMAGE)
-    lowered = intaglio.requantize(found)
+    found = stages.from_qdq(given, IMAGE)
+    lowered = stages.requantize(found)
     assert lowered.macs[0] == lowered.macs[1] > 0
-    assert torch.equal(intaglio.compile(lowered)(IMAGE), lowered(IMAGE))
+    assert torch.equal(stages.compile(lowered)(IMAGE), lowered(IMAGE))
     assert (found(IMAGE) - given(IMAGE)).abs().max() < 0.01 * given(IMAGE).abs().max()
     with pytest.raises(intaglio.errors.UnsupportedError, match="quantized already"):
         intaglio.quantize(given, [IMAGE], progress=False)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import intaglio
+from intaglio import stages
 from intaglio.annotation import (
     Annotation,
     X86Quantizer,
@@ -40,7 +41,7 @@ def test_the_x86_preset_puts_quantize_and_dequantize_where_torchao_does(name):
 
 def test_a_concatenation_of_two_inputs_convolved_has_six():
     model = Body(lambda m, x, y: m.c(F.max_pool2d(torch.cat([m.a(x), m.b(y)], 1), 2)), a=conv(), b=conv(), c=conv(8))
-    stage = prepare(intaglio.capture(nets.randomize(model), (IMAGE, IMAGE + 1)), X86Quantizer().set_global(INT8))
+    stage = prepare(stages.capture(nets.randomize(model), (IMAGE, IMAGE + 1)), X86Quantizer().set_global(INT8))
     stage(IMAGE, IMAGE + 1)
     assert counts(convert(stage)) == "6:6:3"
 
@@ -75,7 +76,7 @@ def test_float16_weights_are_one_conversion_and_nothing_else(after):
     with torch.no_grad():
         rounded = F.linear(ROWS, model.a.weight.half().float(), model.a.bias)
         assert torch.equal(found(ROWS), rounded if after is None else after(rounded))
-    assert torch.allclose(intaglio.compile(found)(ROWS), found(ROWS), atol=1e-5)
+    assert torch.allclose(stages.compile(found)(ROWS), found(ROWS), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", TRAINING)
@@ -83,16 +84,16 @@ def test_in_training_what_a_norm_goes_into_gives_levels(name):
     """As torchao's quantizer has it for training, also where a float operator reads them."""
     body, wanted = TRAINING[name]
     model = nets.randomize(Body(body, a=conv(), b=nn.BatchNorm2d(4))).train()
-    captured = intaglio.capture(model, IMAGE, train=True)
-    prepared = intaglio.prepare(captured, X86Quantizer().set_global(TRAINED), qat=True)
+    captured = stages.capture(model, IMAGE, train=True)
+    prepared = stages.prepare(captured, X86Quantizer().set_global(TRAINED), qat=True)
     prepared(IMAGE).square().mean().backward()
-    found = intaglio.convert(prepared)
+    found = stages.convert(prepared)
     assert counts(found) == wanted
     assert torch.equal(found(IMAGE), prepared.eval()(IMAGE))
 
 
 def regions(model, quantizer) -> list[str]:
-    stage = prepare(intaglio.capture(nets.randomize(model), example(model)), quantizer)
+    stage = prepare(stages.capture(nets.randomize(model), example(model)), quantizer)
     return [region.anchor.name for region in stage.annotations.regions]
 
 
@@ -156,7 +157,7 @@ def test_a_setting_of_another_mode_is_ignored_with_a_warning(earlier, later):
 
 def annotated(model, quantizer) -> dict[str, Annotation]:
     """Annotations by operator; of calls of one operator by its number too."""
-    view = torch_view(intaglio.capture(nets.randomize(model), example(model)).module)
+    view = torch_view(stages.capture(nets.randomize(model), example(model)).module)
     quantizer.annotate(view)
     found: dict[str, Annotation] = {}
     for node in view.graph.nodes:
@@ -189,7 +190,7 @@ def test_setters_return_the_quantizer_and_the_global_setting_can_be_read():
 def test_a_configuration_says_levels_and_where_they_come_from(given, activation, method, channels):
     """Weights are -127..127 here, a symmetric range, where torchao's are -128..127."""
     config = get_symmetric_quantization_config(is_per_channel=channels, **given)
-    stage = prepare(intaglio.capture(nets.randomize(conv()), IMAGE), X86Quantizer().set_global(config))
+    stage = prepare(stages.capture(nets.randomize(conv()), IMAGE), X86Quantizer().set_global(config))
     by_role = {site.role: site for site in stage.annotations.sites}
     x, weight, bias = (by_role[role] for role in ("activation", "weight", "bias"))
     assert (x.datatype, x.qmax, x.spec.method, x.spec.symmetric) == (*activation, method, False)
@@ -200,8 +201,8 @@ def test_a_configuration_says_levels_and_where_they_come_from(given, activation,
 @pytest.mark.parametrize("qat", [False, True])
 def test_a_dynamic_configuration_needs_no_data(qat):
     config = get_symmetric_quantization_config(is_qat=qat, is_dynamic=True)
-    captured = intaglio.capture(nets.randomize(nn.Sequential(linear())).train(qat), ROWS, train=qat)
-    found = intaglio.convert(intaglio.prepare(captured, X86Quantizer().set_global(config), qat=qat))
+    captured = stages.capture(nets.randomize(nn.Sequential(linear())).train(qat), ROWS, train=qat)
+    found = stages.convert(stages.prepare(captured, X86Quantizer().set_global(config), qat=qat))
     assert dynamic_counts(found) == "1:1:1"
 
 
@@ -291,9 +292,9 @@ def test_a_name_of_no_module_is_an_error():
 def test_what_is_added_is_not_fused_wrongly(body):
     """B14: results are those of operators one by one."""
     found = reference(Body(body, a=conv(), b=conv(), c=conv(4)), X86Quantizer().set_global(INT8))
-    lowered = intaglio.requantize(found)
+    lowered = stages.requantize(found)
     steps = [q.step for name, q in found.qparams.items() if "weight" not in name and "bias" not in name]
-    same = (intaglio.compile(lowered, isa="portable")(IMAGE) - found(IMAGE)).abs()
+    same = (stages.compile(lowered, isa="portable")(IMAGE) - found(IMAGE)).abs()
     assert same.max() <= 1.001 * max(steps)
     assert same.mean() < 1e-3 * max(steps)
 

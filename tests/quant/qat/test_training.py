@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import intaglio
-from intaglio import numerics
+from intaglio import numerics, stages
 from intaglio.errors import ArtifactError, CalibrationError, InputError, UnsupportedError
 from intaglio.ir import DType
 from intaglio.quant.annotate.sites import Observed, Site
@@ -95,7 +95,7 @@ def test_what_evaluates_is_what_is_converted(kind, axes, learned):
     """A16, C13: after some steps the folded int8 model is the fake-quantized one, with scales that were learned too."""
     x = example(kind, axes)
     prepared = trainable(normed(kind, axes, True, True), x)
-    intaglio.calibrate(prepared, [x], progress=False)
+    stages.calibrate(prepared, [x], progress=False)
     before = [module.scale.clone() for module in prepared.learn_scales(learned).rounding()]
     optimizer = torch.optim.SGD([p for p in prepared.parameters() if p.requires_grad], lr=0.05)
     for step in range(3):
@@ -409,13 +409,13 @@ def test_scales_that_have_seen_nothing_cannot_be_learned_or_converted():
     with pytest.raises(CalibrationError, match="seen no data"):
         prepared.learn_scales()
     with pytest.raises(CalibrationError, match="seen no data"):
-        intaglio.convert(prepared)
+        stages.convert(prepared)
 
 
 def test_learned_scales_are_those_of_the_int8_model():
     x = example("conv", 2)
     prepared = trainable(normed("conv", 2, True, True), x)
-    intaglio.calibrate(prepared, [x], progress=False)
+    stages.calibrate(prepared, [x], progress=False)
     prepared.learn_scales()
     before = [p.clone() for p in prepared.scale_parameters()]
     optimizer = torch.optim.Adam(prepared.parameters(), lr=1e-3)
@@ -438,8 +438,8 @@ def test_learned_scales_are_those_of_the_int8_model():
 def test_any_recipe_of_integers_trains(setting):
     model = nets.randomize(nets.Residual())
     x = nets.example(model, 4)
-    prepared = trainable(model, x, intaglio.Quantizer(intaglio.Recipe.of({}, intaglio.Setting(**setting))))
-    intaglio.calibrate(prepared, [x], progress=False)
+    prepared = trainable(model, x, stages.Quantizer(intaglio.Recipe.of({}, intaglio.Setting(**setting))))
+    stages.calibrate(prepared, [x], progress=False)
     prepared.learn_scales()(x).square().sum().backward()
     assert all(p.grad is not None for p in prepared.scale_parameters())
     assert_evaluates_alike(prepared, x)
@@ -447,7 +447,7 @@ def test_any_recipe_of_integers_trains(setting):
 
 def test_linear_layers_train_with_rows_quantized_while_they_run():
     model, x = dropped(), torch.randn(5, 8)
-    prepared = trainable(model, x, intaglio.Quantizer(intaglio.Recipe.named("int8_dynamic")))
+    prepared = trainable(model, x, stages.Quantizer(intaglio.Recipe.named("int8_dynamic")))
     prepared(x).square().sum().backward()
     assert prepared.get_parameter("0.weight").grad.any()
     assert_evaluates_alike(prepared, x)
@@ -458,7 +458,7 @@ def test_images_as_bytes_train():
     model = nets.randomize(nn.Sequential(*parts))
     image = intaglio.Image(0.5, 0.25)
     x = image.normalize(torch.randint(0, 256, (4, 3, 6, 6), dtype=torch.uint8))
-    prepared = trainable(model, x, intaglio.Quantizer(input=image))
+    prepared = trainable(model, x, stages.Quantizer(input=image))
     prepared(x).square().sum().backward()
     assert prepared.get_parameter("0.weight").grad.any()
     assert_evaluates_alike(prepared, x)
@@ -467,11 +467,11 @@ def test_images_as_bytes_train():
 def test_what_calibration_finds_is_where_scales_start():
     """The ranges are those that calibrating without training gives, by the recipe's method."""
     model, x = nets.randomize(nets.Residual()), nets.example(nets.Residual(), 4)
-    plain = intaglio.prepare(intaglio.capture(model, x))
-    reference = intaglio.convert(plain, intaglio.calibrate(plain, [x], progress=False))
+    plain = stages.prepare(stages.capture(model, x))
+    reference = stages.convert(plain, stages.calibrate(plain, [x], progress=False))
     prepared = trainable(model, x)
-    intaglio.calibrate(prepared, [x], progress=False)
-    assert dict(intaglio.convert(prepared).qparams) == dict(reference.qparams)
+    stages.calibrate(prepared, [x], progress=False)
+    assert dict(stages.convert(prepared).qparams) == dict(reference.qparams)
 
 
 # -- life -------------------------------------------------------------------------------------------------------------
@@ -564,7 +564,7 @@ def test_a_parameter_that_becomes_a_number_is_named():
     x = torch.randn(3, 4)
     prepared = trainable(model, x)
     prepared(x)
-    assert "not trained, as they became numbers: gain" in intaglio.convert(prepared).notes
+    assert "not trained, as they became numbers: gain" in stages.convert(prepared).notes
 
 
 def test_weights_that_are_computed_are_trained_where_they_come_from():
@@ -582,14 +582,14 @@ def test_a_model_is_prepared_for_training_or_for_calibration():
     """B20: what one of them made is not taken by the other, and says which call makes the right thing."""
     model, x = normed("conv", 2, True, True), example("conv", 2)
     with pytest.raises(InputError, match="captured in evaluation") as raised:
-        intaglio.prepare(intaglio.capture(model, x), qat=True)
+        stages.prepare(stages.capture(model, x), qat=True)
     assert "train=True" in raised.value.remedy
     prepared = trainable(model, x)
     prepared(x)
     with pytest.raises(InputError, match="takes a Captured"):
-        intaglio.prepare(prepared)
+        stages.prepare(prepared)
     with pytest.raises(InputError, match="trained with its own"):
-        intaglio.convert(prepared, intaglio.calibrate(prepared, [x], progress=False))
+        stages.convert(prepared, stages.calibrate(prepared, [x], progress=False))
 
 
 @pytest.mark.case("frontends C11")
@@ -598,11 +598,11 @@ def test_converting_twice_and_training_on_between():
     x = example("conv", 2)
     prepared = trainable(with_dropout(), x)
     prepared(x)
-    first = intaglio.convert(prepared)
-    assert torch.equal(intaglio.convert(prepared)(x), first(x))
+    first = stages.convert(prepared)
+    assert torch.equal(stages.convert(prepared)(x), first(x))
     assert prepared.training
     loop(prepared, torch.optim.SGD(prepared.parameters(), lr=0.5), range(2))
-    assert not torch.equal(intaglio.convert(prepared)(x), first(x))
+    assert not torch.equal(stages.convert(prepared)(x), first(x))
 
 
 @pytest.mark.case("frontends C11")
@@ -610,15 +610,15 @@ def test_a_part_is_trained_and_the_whole_quantized_afterwards():
     """C11: the part keeps the integers it was trained to, and all of it is one int8 program."""
     part, x = normed("conv", 2, True, True), example("conv", 2)
     prepared = trainable(part, x)
-    intaglio.calibrate(prepared, [x], progress=False)
+    stages.calibrate(prepared, [x], progress=False)
     loop(prepared.learn_scales(), torch.optim.SGD(prepared.parameters(), lr=0.01), range(2))
-    trained = intaglio.convert(prepared)
+    trained = stages.convert(prepared)
     whole = nn.Sequential(trained.as_module(), nn.Conv2d(6, 2, 1)).eval()
-    calibrated = intaglio.prepare(intaglio.capture(whole, x))
-    reference = intaglio.convert(calibrated, intaglio.calibrate(calibrated, [x], progress=False))
+    calibrated = stages.prepare(stages.capture(whole, x))
+    reference = stages.convert(calibrated, stages.calibrate(calibrated, [x], progress=False))
     (integers,) = (buffer for buffer in trained.module.buffers() if buffer.dtype == torch.int8)
     assert any(torch.equal(buffer, integers) for buffer in reference.module.buffers() if buffer.shape == integers.shape)
-    model = intaglio.compile(reference, isa="portable")
+    model = stages.compile(reference, isa="portable")
     assert model.coverage.macs == 1
     assert not model.coverage.islands
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import intaglio
+from intaglio import stages
 from support import nets
 from support.qat_models import assert_evaluates_alike, trainable
 
@@ -99,8 +100,8 @@ class Trainer:
 
 
 def trainer(learned: bool) -> Trainer:
-    prepared = trainable(norms_and_dropout(), batch(0)[0], intaglio.Quantizer(intaglio.Recipe.of({}, FOUR)))
-    intaglio.calibrate(prepared, [batch(0)[0]], progress=False)
+    prepared = trainable(norms_and_dropout(), batch(0)[0], stages.Quantizer(intaglio.Recipe.of({}, FOUR)))
+    stages.calibrate(prepared, [batch(0)[0]], progress=False)
     return Trainer(Task(prepared.learn_scales(learned)))
 
 
@@ -139,7 +140,7 @@ def test_switches_that_copies_have_are_their_own():
 def test_a_state_loaded_into_a_parent_switches_the_model_too():
     """`load_state_dict` of a parent calls none of its children's."""
     learning = trainable(norms_and_dropout(), batch(0)[0])
-    intaglio.calibrate(learning, [batch(0)[0]], progress=False)
+    stages.calibrate(learning, [batch(0)[0]], progress=False)
     state = nn.ModuleDict({"net": learning.learn_scales()}).state_dict()
     fresh = trainable(norms_and_dropout(), batch(0)[0])
     nn.ModuleDict({"net": fresh}).load_state_dict(state)
@@ -165,8 +166,8 @@ RANK = """
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
     batches = torch.randn(5, 8, 3, 5, 5)
     mine = [images.chunk(ranks)[rank] for images in batches]
-    prepared = intaglio.prepare(intaglio.capture(model, batches[0], train=True), qat=True)
-    intaglio.calibrate(prepared, mine[:1], progress=False)
+    prepared = intaglio.stages.prepare(intaglio.stages.capture(model, batches[0], train=True), qat=True)
+    intaglio.stages.calibrate(prepared, mine[:1], progress=False)
     if mode != "observed":
         prepared.learn_scales() if mode == "learned" else prepared.observe_ranges(False)
         prepared.freeze_batch_norms()  # their statistics of a part are not those of the whole
@@ -180,7 +181,7 @@ RANK = """
         results = parallel.eval()(batches[4])
     torch.save((prepared.state_dict(), results), f"{folder}/{mode}{ranks}{rank}.pt")
     if rank == 0:
-        assert torch.equal(intaglio.convert(prepared)(batches[4]), results)
+        assert torch.equal(intaglio.stages.convert(prepared)(batches[4]), results)
 """
 
 
@@ -291,9 +292,9 @@ def encoder() -> tuple[nn.Module, list[torch.Tensor]]:
 @pytest.mark.parametrize("network", [mobile, encoder])
 def test_networks_of_two_fields_learn_in_eight_and_four_bits(network, setting):
     model, inputs = network()
-    captured = intaglio.capture(model, tuple(inputs), train=True)
-    prepared = intaglio.prepare(captured, intaglio.Quantizer(intaglio.Recipe.of({}, setting)), qat=True)
-    intaglio.calibrate(prepared, [tuple(inputs)], progress=False)
+    captured = stages.capture(model, tuple(inputs), train=True)
+    prepared = stages.prepare(captured, stages.Quantizer(intaglio.Recipe.of({}, setting)), qat=True)
+    stages.calibrate(prepared, [tuple(inputs)], progress=False)
     scales = prepared.learn_scales().scale_parameters()
     assert all(p.grad is None for p in prepared.parameters())
     others = [p for p in prepared.parameters() if p.requires_grad and all(p is not scale for scale in scales)]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import ArtifactError, CalibrationError
 from intaglio.ir import Origin
 from intaglio.quant.calibrate.calibration_loop import calibrate
@@ -44,9 +45,9 @@ def prepared(setting: dict | None = None):
 
 def reference(setting: dict | None = None):
     """All the way that `quantize` goes, corrections included."""
-    fresh = intaglio.equalize(prepared(setting), [X])
+    fresh = stages.equalize(prepared(setting), [X])
     ranges = calibrate(fresh, [X])
-    return convert(fresh, ranges, intaglio.correct(fresh, ranges, [X]))
+    return convert(fresh, ranges, stages.correct(fresh, ranges, [X]))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -97,8 +98,8 @@ def test_an_edited_entry_takes_effect_and_no_other(tmp_path):
     same = {name for name in made.qparams if edited.qparams[name] == made.qparams[name]}
     assert set(made.qparams) - same == {INPUT, "stem.0#0/conv2d.0:bias"}
     assert not torch.equal(edited(X), made(X))
-    model = intaglio.compile(edited)
-    assert torch.equal(model(X), intaglio.requantize(edited)(X))
+    model = stages.compile(edited)
+    assert torch.equal(model(X), stages.requantize(edited)(X))
 
 
 @pytest.mark.parametrize("text", ["0.02", "2e-2", "0x1.47ae14p-6"])
@@ -117,7 +118,7 @@ def test_repeated_modules_are_told_apart_by_call():
     assert {"r#0/relu.0", "r#1/relu.0", "c.weight"} <= names.keys()
     assert names["r#0/relu.0"].scale != names["r#1/relu.0"].scale
     changed = made.parameters.changed("r#1/relu.0", scale=1.0)
-    fresh = prepare(intaglio.capture(model.eval(), x))
+    fresh = prepare(stages.capture(model.eval(), x))
     edited = convert(fresh, changed)
     assert edited.qparams["r#1/relu.0"].step == 1.0
     assert edited.qparams["r#0/relu.0"] == made.qparams["r#0/relu.0"]
@@ -129,7 +130,7 @@ def test_sites_that_share_parameters_have_one_entry():
     made, _ = quantized(nets.randomize(model), x)
     assert "#0/relu.0" in made.parameters.entries
     assert "#0/max_pool2d.0" not in made.parameters.entries
-    fresh = prepare(intaglio.capture(model, x))
+    fresh = prepare(stages.capture(model, x))
     edited = convert(fresh, made.parameters.changed("#0/relu.0", scale=0.5))
     assert edited.qparams["#0/max_pool2d.0"].step == edited.qparams["#0/relu.0"].step == 0.5
 
@@ -251,9 +252,9 @@ def test_a_recipe_carries_its_parameters_and_quantizes_without_data(tmp_path):
     """One file is all that the float model needs."""
     setting = {"blocks.1": None, "fc": {"weights_dtype": "s4"}}
     made = intaglio.quantize(MODEL, [X], recipe=setting)
-    fresh = intaglio.equalize(prepare(CAPTURED, Quantizer(Recipe.of(setting))), [X])
+    fresh = stages.equalize(prepare(CAPTURED, Quantizer(Recipe.of(setting))), [X])
     ranges = calibrate(fresh, [X])
-    parameters = convert(fresh, ranges, intaglio.correct(fresh, ranges, [X])).parameters
+    parameters = convert(fresh, ranges, stages.correct(fresh, ranges, [X])).parameters
     Recipe.of(setting).with_parameters(parameters).save(tmp_path / "recipe.toml")
     again = intaglio.quantize(MODEL, example_inputs=torch.zeros_like(X), recipe=tmp_path / "recipe.toml")
     assert torch.equal(again(X), made(X))
@@ -274,7 +275,7 @@ def test_a_model_keeps_its_recipe_and_the_parameters_of_its_activations(tmp_path
     kept = Quantizer.from_toml(loaded.text("quantizer"))
     assert not kept.recipe.setting(Origin("fc", "aten.linear.default"), {}).quantize
     again = convert(prepare(CAPTURED, kept), Parameters.from_json(loaded.text("parameters")))
-    assert intaglio.requantize(again).text() == model.text("integer")
+    assert stages.requantize(again).text() == model.text("integer")
 
 
 @pytest.mark.parametrize("images", [None, intaglio.Image(0.5, 0.25), {"x": intaglio.Image((0.1, 0.2), (0.3, 0.4))}])
@@ -292,6 +293,6 @@ def test_a_bias_that_an_edited_scale_leaves_no_room_enlarges_the_weight_s_scale(
     x = torch.randn(4, 8)
     made, _ = quantized(model, x)
     tiny = made.parameters.changed("#0/input.args_0", scale=1e-6)
-    edited = convert(prepare(intaglio.capture(model, x)), tiny)
+    edited = convert(prepare(stages.capture(model, x)), tiny)
     assert any("enlarged to fit the bias" in note for note in edited.notes)
     assert edited.qparams["a.weight"].scales > made.qparams["a.weight"].scales

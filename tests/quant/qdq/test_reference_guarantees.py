@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import intaglio
+from intaglio import stages
 from intaglio.annotation import Annotation, Levels, annotate_node
 from intaglio.errors import InputError, SelectorError, UnsupportedError
 from intaglio.fxgraph.nodes import operator, origin
@@ -33,7 +34,7 @@ def backbone() -> nn.Module:
 
 def reference(model, *example, quantizer=None):
     example = example or (X,)
-    stage = prepare(intaglio.capture(model, example), quantizer)
+    stage = prepare(stages.capture(model, example), quantizer)
     stage(*example)
     return convert(stage)
 
@@ -92,7 +93,7 @@ class Tagging:
 @pytest.mark.parametrize("annotates", [True, False])
 def test_tags_go_along_to_quantize_and_dequantize(annotates):
     """C9: a quantizer's or a user's own; from a reader to its dequantize, from a producer to its quantize."""
-    captured = intaglio.capture(nets.randomize(nn.Sequential(conv(), conv(4), nn.Tanh())), X)
+    captured = stages.capture(nets.randomize(nn.Sequential(conv(), conv(4), nn.Tanh())), X)
     for node in captured.module.graph.nodes if not annotates else ():
         node.meta |= {TAG: node.name} if operator(node) == "aten.conv2d.default" else {}
         node.meta |= {TAG: "kept"} if node.meta.get("path") == "1.weight" else {}
@@ -112,7 +113,7 @@ def test_tags_go_along_to_quantize_and_dequantize(annotates):
 @pytest.mark.case("frontends C9")
 def test_tags_survive_what_is_folded_and_rewritten():
     model = nets.randomize(nn.Sequential(conv(), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten(), nn.Linear(256, 5)))
-    captured = intaglio.capture(model, X)
+    captured = stages.capture(model, X)
     for node in captured.module.graph.nodes:
         node.meta |= {TAG: origin(node).path} if node.op == "call_function" else {}
     stage = prepare(captured)
@@ -177,9 +178,9 @@ def test_a_quantized_part_is_left_alone_when_the_whole_is_quantized():
     after = {tuple(tensor.shape): tensor for tensor in found.module.buffers() if tensor.dtype == torch.int8}
     assert len(after) == len(before) + 1
     assert all(torch.equal(tensor, after[shape]) for shape, tensor in before.items())
-    lowered = intaglio.requantize(found)
+    lowered = stages.requantize(found)
     assert not lowered.islands
-    model = intaglio.compile(lowered)
+    model = stages.compile(lowered)
     assert model.coverage.macs == 1
     assert not model.coverage.islands
     assert (model(X) - found(X)).abs().max() < 0.05
@@ -189,9 +190,9 @@ def test_a_quantized_part_is_left_alone_when_the_whole_is_quantized():
 def test_a_part_that_was_trained_is_left_alone_when_the_whole_is_calibrated():
     """C11: a submodule is trained and converted, then the model around it goes through post-training quantization."""
     part = nets.randomize(nn.Sequential(conv(), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())).train()
-    trained = intaglio.prepare(intaglio.capture(part, X, train=True), qat=True)
+    trained = stages.prepare(stages.capture(part, X, train=True), qat=True)
     trained(X).square().mean().backward()
-    inner = intaglio.convert(trained)
+    inner = stages.convert(trained)
     whole = nn.Sequential(nn.Tanh(), inner.as_module(), nn.Linear(256, 5)).eval()
     found = reference(whole)
     kinds = (torch.int8, torch.int32)
@@ -199,7 +200,7 @@ def test_a_part_that_was_trained_is_left_alone_when_the_whole_is_calibrated():
     assert len(before) == 2
     assert all(any(b.shape == a.shape and torch.equal(a, b) for a in after) for b in before)
     assert (found(X) - whole(X)).abs().max() < 0.05 * whole(X).abs().max()
-    model = intaglio.compile(found)
+    model = stages.compile(found)
     assert model.coverage.macs == 1
     assert (model(X) - found(X)).abs().max() < 0.05
 
@@ -211,7 +212,7 @@ def test_what_is_converted_is_not_converted_or_prepared_again(stage):
     found = reference(backbone())
     if stage == "whole":
         found = reference(nn.Sequential(found.as_module(), nn.Linear(5, 2)).eval())
-    for step in (convert, prepare, lambda given: intaglio.prepare(given, qat=True)):
+    for step in (convert, prepare, lambda given: stages.prepare(given, qat=True)):
         with pytest.raises(InputError, match="got a Reference"):
             step(found)
 
@@ -221,14 +222,14 @@ def test_a_native_part_says_that_it_cannot_be_traced():
     whole = nn.Sequential(intaglio.quantize(backbone(), [X]), nn.Linear(5, 2))
     assert whole(X).shape == (4, 2)
     with pytest.raises(intaglio.errors.CaptureError, match="quantized already"):
-        intaglio.capture(whole, X)
+        stages.capture(whole, X)
 
 
 @pytest.mark.case("frontends C11")
 def test_an_observer_taken_out_by_hand_does_not_stop_the_conversion():
     """C11, 2.6: the value with several readers keeps the parameters its statistics give."""
     model = nets.randomize(Body(lambda m, x: (lambda y: m.b(y) + m.c(y))(m.a(x)), a=conv(), b=conv(4), c=conv(4)))
-    stage = prepare(intaglio.capture(model, X))
+    stage = prepare(stages.capture(model, X))
     stage(X)
     wanted = convert(stage)
     for node in list(stage.module.graph.nodes):
@@ -257,7 +258,7 @@ def test_results_leave_as_integers_with_scale_and_zero_point(body, integers):
     """Of operators that make float32; integers, and inputs that are passed on, stay as they are."""
     model = nets.randomize(Body(body, a=conv()))
     found = reference(model, quantizer=Quantizer(outputs="int8"))
-    native = intaglio.compile(found)
+    native = stages.compile(found)
 
     def results(stage):
         given = stage(X)

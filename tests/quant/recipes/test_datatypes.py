@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as arrays
 from torch import nn
 
 import intaglio
-from intaglio import numerics
+from intaglio import numerics, stages
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.ir import DType, Packing
 from intaglio.quant.qdq.float8 import float8
@@ -61,7 +61,7 @@ def test_weights_of_few_bits_run_as_int8_with_the_interpreter_s_bits(setting):
     reference, graph = lowered(CAPTURED, X, recipe=all_of(setting))
     assert not graph.islands
     assert_equal_levels(reference, graph, X)
-    model = intaglio.compile(graph)
+    model = stages.compile(graph)
     assert torch.equal(model(X), graph(X))
     assert any(line.startswith("weights: ") and "kernels compute with them as int8" in line for line in reference.notes)
 
@@ -71,7 +71,7 @@ def test_weights_of_few_bits_run_as_int8_with_the_interpreter_s_bits(setting):
 def test_a_file_holds_few_bits_and_gives_the_same_integers_back(setting, tmp_path):
     """Case 45: the graph that is read is the graph that was saved, element for element."""
     _, graph = lowered(CAPTURED, X, recipe=all_of(setting))
-    model = intaglio.compile(graph)
+    model = stages.compile(graph)
     stored = file_of(model, tmp_path / "model.intaglio")
     loaded = intaglio.load(tmp_path / "model.intaglio")
     weights = [name for name, kind in graph.graph.types.items() if kind.packing is not None]
@@ -186,7 +186,7 @@ def test_six_bits_are_one_record(monkeypatch, tmp_path):
     six = {"weights_dtype": "s6"}
     for setting in ({"weights_dtype": "s4"}, six, {**six, "activations_dtype": "u6"}):
         _, graph = lowered(CAPTURED, X, recipe=all_of(setting))
-        model = intaglio.compile(graph)
+        model = stages.compile(graph)
         assert torch.equal(model(X), graph(X))
         found.append(sqnr(graph(X), MODEL(X)))
     assert found[1] > found[0] + 6
@@ -208,7 +208,7 @@ def test_types_without_kernels_stay_in_float_and_say_so(setting, tmp_path):
     assert all(any(name in skip.reason for name in names) for skip in graph.skipped)
     assert "no kernel computes with them" in str(graph.skipped[0])
     assert graph.macs[0] == 0
-    model = intaglio.compile(graph)
+    model = stages.compile(graph)
     torch.testing.assert_close(model(X), reference(X), rtol=1e-5, atol=1e-5)
     model.save(tmp_path / "wide.intaglio")
     assert torch.equal(intaglio.load(tmp_path / "wide.intaglio")(X), model(X))
@@ -220,7 +220,7 @@ def test_one_layer_of_another_type_leaves_the_others_to_the_kernels():
     assert {skip.origin.path.split(".")[0] for skip in graph.skipped} == {"blocks"}
     assert 0 < graph.macs[0] < graph.macs[1]
     torch.testing.assert_close(graph(X), reference(X), rtol=1e-2, atol=1e-2)
-    assert torch.equal(intaglio.compile(graph)(X), graph(X))
+    assert torch.equal(stages.compile(graph)(X), graph(X))
 
 
 @pytest.mark.case("calibration 45")
@@ -280,9 +280,9 @@ def test_a_type_for_the_wrong_values_is_refused_by_the_recipe(setting, problem):
 )
 def test_a_type_that_an_operator_cannot_have_is_refused_when_prepared(module, setting, problem):
     """Case 45: with the operator's name and what to do, before any data is read."""
-    captured = intaglio.capture(Body(lambda m, x: m.a(x), a=module).eval(), torch.zeros(2, 3, 8, 8))
+    captured = stages.capture(Body(lambda m, x: m.a(x), a=module).eval(), torch.zeros(2, 3, 8, 8))
     with pytest.raises(UnsupportedError, match=problem) as raised:
-        intaglio.prepare(captured, intaglio.Quantizer(all_of(setting)))
+        stages.prepare(captured, stages.Quantizer(all_of(setting)))
     assert raised.value.where == "a"
     assert "weights =" in raised.value.remedy
 
@@ -300,7 +300,7 @@ def test_a_transposed_convolution_of_groups_takes_four_bits():
     x = torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(0))
     reference, graph = quantized(model, x, recipe=all_of({"weights_dtype": "s4"}))
     assert_equal_levels(reference, graph, x)
-    assert torch.equal(intaglio.compile(graph)(x), graph(x))
+    assert torch.equal(stages.compile(graph)(x), graph(x))
 
 
 @pytest.mark.case("calibration 45")

@@ -177,7 +177,7 @@ def _warn_of_repeats(data: Any) -> None:
     if repeated > 0:
         warnings.warn(
             f"DistributedSampler repeats {repeated} samples to give every rank as many, and they count twice; "
-            "intaglio.share(loader) gives every rank whole batches and repeats none",
+            "intaglio.calibration.share(loader) gives every rank whole batches and repeats none",
             stacklevel=5,
         )
 

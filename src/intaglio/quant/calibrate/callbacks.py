@@ -160,10 +160,9 @@ class AverageMaxCalibrationCallback(CalibrationCallback):
 
 
 class Calibrator:
-    """Asks every pattern's callback for its regions, producers first; other sites go by their method.
+    """Ask every pattern's callback for its regions, producers first; other sites go by their method.
 
-    ``data`` and ``options`` (such as ``samples``) as in `calibrate`; with callbacks its batches are kept. ``cache``:
-    bytes of values between regions held in memory, beyond which they wait in a temporary file.
+    This is the pattern framework's spelling of `intaglio.stages.calibrate`, which takes the same arguments.
     """
 
     def __init__(self, prepared: Prepared, data: Any, *, cache: int = CACHE, **options: Any) -> None:

@@ -35,7 +35,7 @@ def chosen_by_callbacks(annotations: Annotations, ranges: Ranges | None) -> Mapp
             f"pattern {min(asked)!r}",
             None,
             "its calibration callback was not asked",
-            remedy="ranges = intaglio.Calibrator(prepared, data).calibrate()",
+            remedy="ranges = intaglio.stages.calibrate(prepared, data)",
         )
     return (ranges.parameters if ranges else None) or {}
 
