@@ -14,9 +14,10 @@ from typing import Any
 
 from intaglio import errors
 from intaglio.codegen import ISAS, Isa
-from intaglio.ir.rewrite import Pattern
+from intaglio.fusion.pattern import Pattern
+from intaglio.fusion.table import GRAPH_FUSIONS
 from intaglio.native.machine import CPU_FLAGS
-from intaglio.ops import FUSIONS, OPS, OpDef
+from intaglio.ops import OPS, OpDef
 from intaglio.ops.loop_ops.float_ops import REALS
 
 MARK = re.compile(r"^\{\{ (\w+) \}\}$", re.MULTILINE)
@@ -37,7 +38,7 @@ def operators() -> str:
 
 def _operator(record: OpDef) -> tuple[str, ...]:
     overloads = "<br>".join(f"`{target}`" for target in record.targets)
-    rows = ", ".join(f"`{row.name}`" for row in FUSIONS if record.name in kinds(row.pattern))
+    rows = ", ".join(f"`{row.name}`" for row in GRAPH_FUSIONS if record.name in kinds(row.pattern))
     owner = "its input's" if record.shares else "its own"
     return f"`{record.name}`", overloads, owner, record.kernel or "host", rows, "; ".join(_notes(record))
 
@@ -73,7 +74,7 @@ PRECISE_ONLY = ', if the recipe says `functions = "precise"`'
 
 def fusions() -> str:
     """Fusion rows in the order they are tried."""
-    found = ((f"`{row.name}`", f"`{text(row.pattern)}`" + PRECISE_ONLY * row.precise) for row in FUSIONS)
+    found = ((f"`{row.name}`", f"`{text(row.pattern)}`" + PRECISE_ONLY * row.precise) for row in GRAPH_FUSIONS)
     return table(("row", "operators that become one kernel"), found)
 
 

@@ -1,11 +1,11 @@
 """What patterns and operators of one's own are made of.
 
-`op` is an operator, `seq` a chain of them, `any` any value, `const` one that never changes; `builtin` gives intaglio's
-own patterns. `OpDef` is the record of an operator, `Roles` says which of its operands are activations, `Call` is what
-its functions see of a call; `quantize` and `dequantize` are the arithmetic its meaning needs.
+`op` is an operator, `seq` a chain of them, `wildcard` any value, `const` one that never changes; `builtin` gives
+intaglio's own patterns. `OpDef` is the record of an operator, `Roles` says which of its operands are activations,
+`Call` is what its functions see of a call; `quantize` and `dequantize` are the arithmetic its meaning needs.
 """
 
-from intaglio.ir.rewrite import Pattern, any, const, op, seq
+from intaglio.fusion.pattern import Pattern, const, op, seq, wildcard
 from intaglio.numerics import dequantize, quantize
 from intaglio.ops import Call, OpDef, Roles
 from intaglio.quant.recipes.user_patterns import BUILT_IN, QuantizerPattern, builtin
@@ -17,11 +17,11 @@ __all__ = [
     "Pattern",
     "QuantizerPattern",
     "Roles",
-    "any",
     "builtin",
     "const",
     "dequantize",
     "op",
     "quantize",
     "seq",
+    "wildcard",
 ]

@@ -13,9 +13,9 @@ import intaglio.calibration
 from intaglio import config, errors
 from intaglio.cli.app import app
 from intaglio.codegen import ISAS
-from intaglio.ir.rewrite import any as anything
-from intaglio.ir.rewrite import op, seq
-from intaglio.ops import FUSIONS, OPS
+from intaglio.fusion.pattern import op, seq, wildcard
+from intaglio.fusion.table import GRAPH_FUSIONS
+from intaglio.ops import OPS
 from support.project_files import ROOT
 
 DOCS = ROOT / "docs"
@@ -60,19 +60,21 @@ def test_the_row_of_an_operator_has_what_its_record_says(record):
     assert owner == ("its input's" if record.shares else "its own")
     assert kernel == (record.kernel or "host")
     assert ("256" in notes) is (record.function is not None)
-    wanted = [name for name, pattern in ((r.name, r.pattern) for r in FUSIONS) if repr(record.name) in repr(pattern)]
+    wanted = [
+        name for name, pattern in ((r.name, r.pattern) for r in GRAPH_FUSIONS) if repr(record.name) in repr(pattern)
+    ]
     assert re.findall(r"`(.*?)`", fused) == wanted
 
 
 def test_every_fusion_row_is_in_the_order_it_is_tried():
-    assert names(tables.fusions()) == [row.name for row in FUSIONS]
+    assert names(tables.fusions()) == [row.name for row in GRAPH_FUSIONS]
 
 
 @pytest.mark.parametrize(
     ("pattern", "text"),
     [
         (seq("conv2d", "clamp"), "clamp(conv2d(x))"),
-        (op("add", op(("conv2d", "linear"), anything("x")), anything()), "add(conv2d / linear(x), any)"),
+        (op("add", op(("conv2d", "linear"), wildcard("x")), wildcard()), "add(conv2d / linear(x), any)"),
         (op("clamp"), "clamp(…)"),
     ],
 )

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 import intaglio
 from intaglio import stages
 from intaglio.errors import SelectorError, UnsupportedError
-from intaglio.patterns import BUILT_IN, QuantizerPattern, builtin, const, op, seq
-from intaglio.patterns import any as anything
+from intaglio.patterns import BUILT_IN, QuantizerPattern, builtin, const, op, seq, wildcard
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Setting
 from support import nets
@@ -88,13 +87,13 @@ def test_a_match_may_hold_several_kernels():
 
 
 def test_an_operator_may_be_called_by_its_overload():
-    pattern = QuantizerPattern("relu", op("aten.relu.default", op("conv2d", anything("x"))))
+    pattern = QuantizerPattern("relu", op("aten.relu.default", op("conv2d", wildcard("x"))))
     assert taken(annotated(two_convs, patterns=[pattern])) == [("anchor_clamp", "relu")] * 2
 
 
 SHORT = QuantizerPattern("short", op("conv2d"))
 MIDDLE = QuantizerPattern("middle", seq("conv2d", "clamp"))
-LONG = QuantizerPattern("long", op("clamp", op("add", op("conv2d"), anything(), commutative=True)))
+LONG = QuantizerPattern("long", op("clamp", op("add", op("conv2d"), wildcard(), commutative=True)))
 STRONG = QuantizerPattern("strong", op("conv2d"), priority=1)
 
 
@@ -127,7 +126,7 @@ def test_a_pattern_of_higher_priority_wins():
 
 
 def test_a_diamond_belongs_to_the_match_that_ends_first():
-    pair = QuantizerPattern("pair", op("add", op("clamp", name="y"), anything("y")))
+    pair = QuantizerPattern("pair", op("add", op("clamp", name="y"), wildcard("y")))
     found = annotated(lambda m, x: (lambda y: y + y)(F.relu(m.c(x) * 2)), patterns=[pair, "conv2d"])
     assert ("add", "pair") in taken(found)
 
@@ -138,7 +137,7 @@ def test_a_diamond_belongs_to_the_match_that_ends_first():
         (QuantizerPattern("of_vectors", op("conv2d"), ranks=(2,)), "result of rank 4; the pattern is for 2"),
         (QuantizerPattern("erf", op("aten.erf.default")), "no int8 kernel for this operator"),
         (QuantizerPattern("integers", op("add")), "not a float32 tensor but i64"),
-        (QuantizerPattern("computed", op("conv2d", anything(), op("aten.abs.default"))), "weight is computed"),
+        (QuantizerPattern("computed", op("conv2d", wildcard(), op("aten.abs.default"))), "weight is computed"),
     ],
 )
 def test_a_match_that_cannot_be_quantized_says_why(pattern, reason):
@@ -171,7 +170,7 @@ def test_a_patterns_setting_is_between_the_recipes_default_and_its_entries():
 
 
 def test_a_pattern_may_say_what_stays_in_float():
-    pattern = QuantizerPattern("not_these", op("conv2d", anything(), const()), setting=Setting(quantize=False))
+    pattern = QuantizerPattern("not_these", op("conv2d", wildcard(), const()), setting=Setting(quantize=False))
     found = annotated(
         lambda m, x: m.l(m.c(x).flatten(1)),
         modules={"c": conv(), "l": nn.Linear(512, 2)},
@@ -187,7 +186,7 @@ def test_a_pattern_may_say_what_stays_in_float():
         (["conv2"], "no built-in pattern is called that"),
         ([SHORT, SHORT], "2 patterns have this name"),
         ([QuantizerPattern("odd", op("convolution"))], "no operator is called 'convolution'"),
-        ([QuantizerPattern("leaf", anything())], "its root is no operator"),
+        ([QuantizerPattern("leaf", wildcard())], "its root is no operator"),
     ],
 )
 def test_patterns_that_mean_nothing_say_so(patterns, problem):

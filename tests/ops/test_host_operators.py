@@ -11,8 +11,7 @@ from torch.nn import functional as F
 import intaglio
 from intaglio import stages
 from intaglio.errors import ArtifactError, InputError, SelectorError, UnsupportedError
-from intaglio.patterns import OpDef, QuantizerPattern, Roles, builtin, op
-from intaglio.patterns import any as anything
+from intaglio.patterns import OpDef, QuantizerPattern, Roles, builtin, op, wildcard
 from support import nets
 from support.custom_operators import MIRROR_ADD, SOFT_SIGN, SWISH, WEIGH, mirror_add, soft_sign, weigh
 from support.nets import Body
@@ -135,7 +134,7 @@ def test_a_function_of_one_value_is_a_table_and_needs_no_host(tmp_path):
 
 
 SELF_GATED = QuantizerPattern(
-    "self_gated", op("mul", anything("x"), op("sigmoid", anything("x")), commutative=True), operator=SWISH
+    "self_gated", op("mul", wildcard("x"), op("sigmoid", wildcard("x")), commutative=True), operator=SWISH
 )
 
 
@@ -189,7 +188,7 @@ def test_a_record_that_cannot_be_a_host_operator_says_so(record, problem):
 
 
 def test_leaves_are_called_as_the_operands_are():
-    pattern = QuantizerPattern("swish", op("mul", anything("y"), op("sigmoid", anything("y"))), operator=SWISH)
+    pattern = QuantizerPattern("swish", op("mul", wildcard("y"), op("sigmoid", wildcard("y"))), operator=SWISH)
     model = Body(lambda m, x: m.a(x), a=conv())
     with pytest.raises(SelectorError, match="no leaf is called x; there are y"):
         stages.annotate(stages.capture(model.eval(), DATA[0]), stages.Quantizer(patterns=[pattern]))

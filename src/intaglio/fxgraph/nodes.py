@@ -204,30 +204,6 @@ def constant_node(module: fx.GraphModule, name: str, path: str) -> fx.Node:
     return node
 
 
-class FxView:
-    """A torch.fx graph as patterns see it (`intaglio.ir.rewrite.View`)."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._position = {node: index for index, node in enumerate(graph.nodes)}
-
-    def kinds(self, node: fx.Node) -> tuple[str, ...]:
-        """The record's name and the overload."""
-        record, overload = record_of(node), operator(node)
-        return (*([record.name] if record else []), *([overload] if overload else []))
-
-    def operands(self, node: fx.Node) -> tuple[fx.Node | None, ...]:
-        return operands(node)
-
-    def readers(self, node: fx.Node) -> int:
-        return sum(sum(1 for leaf in tensor_nodes((user.args, user.kwargs)) if leaf is node) for user in node.users)
-
-    def constant(self, node: fx.Node) -> bool:
-        return is_constant(node)
-
-    def position(self, node: fx.Node) -> int:
-        return self._position[node]
-
-
 def name_of(node: fx.Node) -> str:
     """In the graph before conversion: of what stands in a reference in place of one node, that node's name."""
     name: str = node.meta.get("replaces", node.name)

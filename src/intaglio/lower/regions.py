@@ -8,12 +8,13 @@ import numpy as np
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.nodes import FxView, activations, call_of, is_constant, operands, operator, record_of
+from intaglio.fusion.fusion_record import match_rows
+from intaglio.fusion.table import GRAPH_FUSIONS
+from intaglio.fxgraph.fx_graph_view import FxGraphView
+from intaglio.fxgraph.nodes import activations, call_of, is_constant, operands, operator, record_of
 from intaglio.ir import DType, QParams
 from intaglio.ir.moves import MOVES
-from intaglio.ir.rewrite import match
-from intaglio.ops import ACCUMULATING, FUSIONS, NUMBERS, SUMS
-from intaglio.quant.annotate.find_regions import fusable
+from intaglio.ops import ACCUMULATING, NUMBERS, SUMS
 from intaglio.quant.annotate.per_token import rows_behind
 from intaglio.quant.annotate.regions import Chain
 from intaglio.quant.calibrate.custom_observer import OWN
@@ -75,17 +76,10 @@ def constant_of(node: fx.Node | None, dtype: DType) -> fx.Node | None:
 
 def find_regions(graph: fx.Graph) -> list[IntegerRegion]:
     """Fusion rows first, longest first, then single operators; only what can run on integers."""
-    view, found = FxView(graph), _wholes(graph)
+    view, found = FxGraphView(graph), _wholes(graph)
     taken = {node for region in found for node in region.nodes}
     nodes = [node for node in graph.nodes if record_of(node) is not None]
-    for row in FUSIONS:
-        for node in nodes:
-            hit = match(row.pattern, node, view) if node not in taken else None
-            if hit is not None and not taken.intersection(hit.nodes):
-                chain = tuple(sorted(hit.nodes, key=view.position))
-                if (region := _region(chain)) is not None:
-                    found.append(region)
-                    taken.update(chain)
+    found += match_rows(GRAPH_FUSIONS, nodes, view, lambda row, chain: _region(chain), taken)
     found += [region for node in nodes if node not in taken and (region := _region((node,))) is not None]
     return sorted(found, key=lambda region: view.position(region.root))
 
@@ -108,7 +102,7 @@ def _wholes(graph: fx.Graph) -> list[IntegerRegion]:
 def _region(nodes: tuple[fx.Node, ...]) -> IntegerRegion | None:
     if rows_behind(operands(nodes[0])[0]) is not None:
         return IntegerRegion(nodes, None) if len(nodes) == 1 and _has_levels(nodes[0]) else None
-    if not fusable(nodes) or not all(_runs_on_integers(node, nodes) for node in nodes):
+    if not all(_runs_on_integers(node, nodes) for node in nodes):
         return None
     record = record_of(nodes[0])
     results, wide = {_result(user) for user in nodes[-1].users}, {quantized_to(u, DType.U16) for u in nodes[-1].users}

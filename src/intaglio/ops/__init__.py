@@ -1,4 +1,4 @@
-"""The vocabulary: one record per operator, the fusion rows, the interpreter. No torch."""
+"""The vocabulary: one record per operator, the interpreter. No torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from intaglio.ops import (
     shape,
     unary,
 )
-from intaglio.ops.fusions import ACCUMULATING, ANCHORS, FUSIONS, NUMBERS, SUMS, Fusion
 from intaglio.ops.interpret import interpret, run_op
 from intaglio.ops.loop_ops import loop
 from intaglio.ops.opdef import Call, OpDef, Roles
+from intaglio.ops.operator_groups import ACCUMULATING, ANCHORS, NUMBERS, SUMS
 from intaglio.ops.products import attention, conv, linear_f32, lstm_gru
 
 
@@ -61,12 +61,10 @@ __all__ = [
     "ACCUMULATING",
     "ANCHORS",
     "BY_TARGET",
-    "FUSIONS",
     "NUMBERS",
     "OPS",
     "SUMS",
     "Call",
-    "Fusion",
     "OpDef",
     "Roles",
     "index",

@@ -7,21 +7,12 @@ from dataclasses import replace
 
 from torch import fx
 
-from intaglio.fxgraph.nodes import (
-    FxView,
-    activations,
-    arguments,
-    call_of,
-    is_constant,
-    operands,
-    record_of,
-    tensor_type,
-)
+from intaglio.fusion.fusion_record import Fusion, match_rows
+from intaglio.fusion.table import GRAPH_FUSIONS
+from intaglio.fxgraph.fx_graph_view import FxGraphView
+from intaglio.fxgraph.nodes import activations, record_of
 from intaglio.ir import DType
-from intaglio.ir.rewrite import match
-from intaglio.ops import FUSIONS, NUMBERS, SUMS
 from intaglio.ops.fused_activations import FUNCTIONS
-from intaglio.ops.products.conv import output_axis
 from intaglio.quant.annotate.node_annotations import Written
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.recipes.quantizer import Quantizer
@@ -98,7 +89,7 @@ def find_shortcuts(regions: Iterable[Region]) -> dict[fx.Node, str | None]:
     return found
 
 
-PRECISE_ROWS = frozenset(row.name for row in FUSIONS if row.precise)
+PRECISE_ROWS = frozenset(row.name for row in GRAPH_FUSIONS if row.precise)
 
 
 def regions_of(
@@ -110,24 +101,22 @@ def regions_of(
 ) -> list[Region]:
     """Every fusion row where it fits, longest first, then single operators; in execution order. With patterns, only
     inside one match; what has a meaning of its own is one region. With annotations, where they allow it."""
-    view, owners = FxView(graph), matches or {}
+    view, owners = FxGraphView(graph), matches or {}
     nodes = [node for node in settings if reasons[node] is None]
     found = [_whole_region(one, settings) for one in dict.fromkeys(owners.values()) if _is_whole(one, reasons)]
     taken = {node for region in found for node in region.nodes}
-    for row in FUSIONS:
-        for node in nodes:
-            hit = match(row.pattern, node, view) if node not in taken else None
-            if hit is None or taken.intersection(hit.nodes) or not fusable(hit.nodes):
-                continue
-            if any(reasons[n] is not None for n in hit.nodes) or not _of_one_match(hit.nodes, matches):
-                continue
-            if row.precise and settings[node].functions != "precise":
-                continue
-            chain = tuple(sorted(hit.nodes, key=view.position))
-            if _alike(chain, settings) if written is None else written.fits(chain):
-                setting = settings[node if written is None else chain[0]]
-                found.append(Region(chain, row.name, setting, _pattern_of(chain, owners)))
-                taken.update(chain)
+
+    def accept(row: Fusion, chain: tuple[fx.Node, ...]) -> Region | None:
+        if any(reasons[node] is not None for node in chain) or not _of_one_match(chain, matches):
+            return None
+        if row.precise and settings[chain[-1]].functions != "precise":
+            return None
+        if not (_alike(chain, settings) if written is None else written.fits(chain)):
+            return None
+        setting = settings[chain[-1] if written is None else chain[0]]
+        return Region(chain, row.name, setting, _pattern_of(chain, owners))
+
+    found += match_rows(GRAPH_FUSIONS, nodes, view, accept, taken)
     found += [
         Region((node,), record_of(node).name, settings[node], _pattern_of((node,), owners))
         for node in nodes
@@ -168,41 +157,6 @@ def _of_one_match(nodes: Iterable[fx.Node], matches: Mapping[fx.Node, Found] | N
 
 def _pattern_of(nodes: Iterable[fx.Node], owners: Mapping[fx.Node, Found]) -> QuantizerPattern | None:
     return next((owners[node].pattern for node in nodes if node in owners), None)
-
-
-def fusable(nodes: Iterable[fx.Node]) -> bool:
-    """Whether the kernel of a chain takes its operands: a sum that joins an accumulator does not broadcast, and a
-    factor per channel goes with the accumulator's channels, and a unit is positive."""
-    nodes = list(nodes)
-    anchor = next((node for node in nodes if record_of(node).anchor), None)
-    if anchor is None:
-        return True
-    joined = (node for node in nodes if record_of(node).name in SUMS)
-    scaled = (node for node in nodes if record_of(node).name == "affine")
-    positive = all(_is_positive(arguments(node)["other"]) for node in nodes if record_of(node).name in NUMBERS)
-    return positive and all(_joins(node, anchor) for node in joined) and all(_scales(node, anchor) for node in scaled)
-
-
-def _is_positive(number: object) -> bool:
-    return isinstance(number, (int, float)) and 0 < number < float("inf")
-
-
-def _scales(node: fx.Node, anchor: fx.Node) -> bool:
-    """A factor per channel of the anchor and nothing added; depthwise kernels take none."""
-    _, factor, offset = operands(node)
-    if not is_constant(offset) or not is_constant(factor) or arguments(anchor).get("groups", 1) != 1:
-        return False
-    record, axes = record_of(node), len(tensor_type(node).shape)
-    plain = not getattr(node.graph.owning_module, str(offset.target)).any()
-    return plain and record.bind(call_of(node, record))["axis"] == output_axis(record_of(anchor).name, axes)
-
-
-def _joins(node: fx.Node, anchor: fx.Node) -> bool:
-    record, shape = record_of(node), tensor_type(node).shape
-    if any(tensor_type(value).shape != shape for value in activations(node)):
-        return False
-    axis = record.bind(call_of(node, record)).get("axis")
-    return axis is None or axis == output_axis(record_of(anchor).name, len(shape))
 
 
 def _spread(regions: Iterable[Region]) -> set[Region]:

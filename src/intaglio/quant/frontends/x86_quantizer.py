@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from intaglio.errors import SelectorError
-from intaglio.fxgraph.nodes import FxView, activations, arguments, operands, operator, origin, record_of, tensor_type
-from intaglio.ir.rewrite import any as value
-from intaglio.ir.rewrite import match, op, seq
+from intaglio.fusion.matcher import match
+from intaglio.fusion.pattern import op, seq, wildcard
+from intaglio.fxgraph.fx_graph_view import FxGraphView
+from intaglio.fxgraph.nodes import activations, arguments, operands, operator, origin, record_of, tensor_type
 from intaglio.quant.annotate.node_annotations import Annotation, Levels, Own, SameAs, annotate_node, annotation_of
 from intaglio.quant.annotate.sites import Dynamic, Observed
 from intaglio.quant.qat.eval_graph import MARKS, Norm
@@ -31,13 +32,13 @@ CONV2D, LINEAR = "aten.conv2d.default", "aten.linear.default"
 CONV1D, MATMUL, MUL = "aten.conv1d.default", "aten.matmul.default", "aten.mul.Tensor"
 ADD = "aten.add.Tensor"
 ROWS = (
-    op(RELU, op(ADD, seq(CONV2D), value("extra"), commutative=True)),
-    op(ADD, seq(CONV2D), value("extra"), commutative=True),
+    op(RELU, op(ADD, seq(CONV2D), wildcard("extra"), commutative=True)),
+    op(ADD, seq(CONV2D), wildcard("extra"), commutative=True),
     seq(CONV2D, AFTER_CONV),
     seq(CONV1D, RELU),
     seq((CONV2D, CONV1D)),
-    op(RELU, op(ADD, seq(LINEAR), value("extra"), commutative=True)),
-    op(ADD, seq(LINEAR), value("extra"), commutative=True),
+    op(RELU, op(ADD, seq(LINEAR), wildcard("extra"), commutative=True)),
+    op(ADD, seq(LINEAR), wildcard("extra"), commutative=True),
     seq(LINEAR, AFTER_LINEAR),
     seq(LINEAR),
     op(MATMUL),
@@ -132,7 +133,7 @@ class X86Quantizer:
 
     def annotate(self, module: fx.GraphModule) -> None:
         """Names first, then types, then the rest: what is annotated stays as it is."""
-        view, ends = FxView(module.graph), set[fx.Node]()
+        view, ends = FxGraphView(module.graph), set[fx.Node]()
         for config, covers in self._scopes(module):
             for row in ROWS:
                 for node in module.graph.nodes:

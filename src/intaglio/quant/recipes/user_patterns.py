@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import fx
 
 from intaglio.errors import SelectorError, UnsupportedError
-from intaglio.fxgraph.nodes import FxView, arguments, is_constant, operator, origin, record_of, resolve, tensor_type
+from intaglio.fusion.matcher import Match, match
+from intaglio.fusion.pattern import Pattern, const, op, wildcard
+from intaglio.fusion.table import GRAPH_FUSIONS
+from intaglio.fxgraph.fx_graph_view import FxGraphView
+from intaglio.fxgraph.nodes import arguments, is_constant, operator, origin, record_of, resolve, tensor_type
 from intaglio.ir import DType, Origin
-from intaglio.ir.rewrite import Match, Pattern, any, const, match, op
-from intaglio.ops import BY_TARGET, FUSIONS, OPS, Call, OpDef
+from intaglio.ops import BY_TARGET, OPS, Call, OpDef
 from intaglio.quant.recipes.settings import Setting
 
 
@@ -86,14 +89,14 @@ ALIASES = {"dense": "linear", "dense_bias": "linear_bias", "multiply": "mul"}
 
 
 ROWS: Mapping[str, Pattern] = {
-    **{row.name: row.pattern for row in FUSIONS},
+    **{row.name: row.pattern for row in GRAPH_FUSIONS},
     **{record.name: op(record.name) for record in OPS.values() if record.targets},
 }
 """Fusion rows, and every operator that a model can have."""
 BUILT_IN: Mapping[str, Pattern] = {
     **ROWS,
     **{
-        f"{record.name}_bias": op(record.name, any("x"), any("weight"), const("bias"))
+        f"{record.name}_bias": op(record.name, wildcard("x"), wildcard("weight"), const("bias"))
         for record in OPS.values()
         if record.roles.bias is not None
     },
@@ -135,27 +138,14 @@ def patterns_of(given: Iterable[QuantizerPattern | str]) -> tuple[QuantizerPatte
 
 def _check_leaves(pattern: QuantizerPattern, record: OpDef) -> None:
     check_operators((record,))
-    leaves = {leaf.name for leaf in _leaves(pattern.pattern)}
+    leaves = {leaf.name for leaf in pattern.pattern.leaves()}
     if missing := sorted(set(record.operands) - leaves):
         raise SelectorError(
             f"pattern {pattern.name!r}",
             record.name,
             f"no leaf is called {', '.join(missing)}; there are {', '.join(sorted(leaves))}",
-            remedy="name the leaves as the operator's operands: any('self')",
+            remedy="name the leaves as the operator's operands: wildcard('self')",
         )
-
-
-def _leaves(pattern: Pattern) -> Iterator[Pattern]:
-    if not pattern.kinds:
-        yield pattern
-    for operand in pattern.operands:
-        yield from _leaves(operand)
-
-
-def _kinds(pattern: Pattern) -> Iterator[str]:
-    yield from pattern.kinds
-    for operand in pattern.operands:
-        yield from _kinds(operand)
 
 
 def _nearest(name: str, known: Iterable[str]) -> list[str]:
@@ -212,7 +202,7 @@ def find(
 ) -> tuple[list[Found], list[Rejected]]:
     """Every match of every pattern on the graph as it is; of those that overlap the strongest, whatever the order of
     the patterns. ``reasons``: why an operator stays in float."""
-    view = FxView(graph)
+    view = FxGraphView(graph)
     _check_kinds(patterns, view, graph)
     candidates: list[Found] = []
     rejected: list[Rejected] = []
@@ -240,9 +230,9 @@ def find(
     return won, rejected
 
 
-def _rank(found: Found, view: FxView) -> tuple[int, int, int, int, str]:
+def _rank(found: Found, view: FxGraphView) -> tuple[int, int, int, int, str]:
     """Strongest first. Of two as large at one place, the pattern that says more of the operands."""
-    pattern, leaves = found.pattern, sum(1 for _ in _leaves(found.pattern.pattern))
+    pattern, leaves = found.pattern, sum(1 for _ in found.pattern.pattern.leaves())
     return -pattern.priority, -len(found.nodes), view.position(found.nodes[-1]), -leaves, pattern.name
 
 
@@ -251,11 +241,11 @@ def _place(found: Found) -> str:
     return f"{where.path or 'model'} ({where.operator})"
 
 
-def _check_kinds(patterns: Sequence[QuantizerPattern], view: FxView, graph: fx.Graph) -> None:
+def _check_kinds(patterns: Sequence[QuantizerPattern], view: FxGraphView, graph: fx.Graph) -> None:
     """A name with a dot may be an overload that this model lacks; any other is a record's."""
     known = {*OPS, *(kind for node in graph.nodes for kind in view.kinds(node))}
     for pattern in patterns:
-        for kind in _kinds(pattern.pattern):
+        for kind in pattern.pattern.named_kinds():
             if kind not in known and "." not in kind:
                 raise SelectorError(
                     f"pattern {pattern.name!r}",

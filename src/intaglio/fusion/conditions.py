@@ -1,0 +1,39 @@
+"""Conditions of fusion rows: named predicates that return why a match cannot be one kernel, or ``None``."""
+
+from __future__ import annotations
+
+from intaglio.fusion.matcher import GraphView, Match, N
+from intaglio.ops.products.conv import output_axis
+
+
+def adds_without_broadcast(found: Match[N], view: GraphView[N]) -> str | None:
+    """Refuse a sum behind an anchor that broadcasts, or whose factors are not one per output channel of the anchor."""
+    total, anchor = found.nodes[-2:]
+    shape = view.type_of(total).shape
+    if any(value is None or view.type_of(value).shape != shape for value in view.operands(total)[:2]):
+        return "a sum that broadcasts"
+    axis = view.attributes(total).get("axis")
+    channels = output_axis(view.kinds(anchor)[0], len(shape))
+    return None if axis in (None, channels) else "factors of a sum that are not one per output channel"
+
+
+def scales_output_channels(found: Match[N], view: GraphView[N]) -> str | None:
+    """Refuse factors that are not one constant per output channel of a dense anchor, and offsets that are not zero."""
+    affine, anchor = found.root, found.anchor
+    _, factor, offset = view.operands(affine)
+    if factor is None or offset is None or not (view.constant(factor) and view.constant(offset)):
+        return "a factor or an offset that is not a constant"
+    if view.attributes(anchor).get("groups", 1) != 1:
+        return "grouped kernels take no factor"
+    if view.array(offset).any():
+        return "an offset that is not zero"
+    channels = output_axis(view.kinds(anchor)[0], len(view.type_of(affine).shape))
+    return None if view.attributes(affine)["axis"] == channels else "factors that are not one per output channel"
+
+
+def scales_by_positive_number(found: Match[N], view: GraphView[N]) -> str | None:
+    """Refuse a number that cannot scale the unit of an accumulator: zero, negative or not finite."""
+    number = view.attributes(found.root).get("other")
+    if isinstance(number, (int, float)) and 0 < number < float("inf"):
+        return None
+    return f"a factor of {number}"

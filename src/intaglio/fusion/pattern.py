@@ -1,0 +1,68 @@
+"""The pattern language: small DAGs of operator names, written from their root towards the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A node of a pattern: an operator of one of these ``kinds``, or a leaf if there are none.
+
+    ``name`` binds the value that is matched; leaves, or operators, of one name must be one value (a diamond).
+    """
+
+    kinds: tuple[str, ...] = ()
+    operands: tuple[Pattern, ...] = ()
+    name: str = ""
+    is_constant: bool = False
+    where: Callable[[object], bool] | None = None
+    commutative: bool = False
+
+    def size(self) -> int:
+        """Return the number of operators in the pattern."""
+        return bool(self.kinds) + sum(operand.size() for operand in self.operands)
+
+    def leaves(self) -> Iterator[Pattern]:
+        """Yield the leaves from left to right."""
+        if not self.kinds:
+            yield self
+        for operand in self.operands:
+            yield from operand.leaves()
+
+    def named_kinds(self) -> Iterator[str]:
+        """Yield every operator name in the pattern, repeats included."""
+        yield from self.kinds
+        for operand in self.operands:
+            yield from operand.named_kinds()
+
+
+def wildcard(name: str = "") -> Pattern:
+    """Match any value."""
+    return Pattern(name=name)
+
+
+def const(name: str = "") -> Pattern:
+    """Match a value that never changes."""
+    return Pattern(name=name, is_constant=True)
+
+
+def op(
+    kinds: str | Iterable[str],
+    *operands: Pattern,
+    name: str = "",
+    where: Callable[[object], bool] | None = None,
+    commutative: bool = False,
+) -> Pattern:
+    """Match an operator of one of these kinds. Operands beyond those given may be anything."""
+    names = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    return Pattern(names, operands, name, where=where, commutative=commutative)
+
+
+def seq(*kinds: str | Iterable[str]) -> Pattern:
+    """Match a chain through first operands: ``seq("conv2d", "clamp")`` is ``op("clamp", op("conv2d", wildcard()))``."""
+    pattern = wildcard("x")
+    for entry in kinds:
+        pattern = op(entry, pattern)
+    return pattern

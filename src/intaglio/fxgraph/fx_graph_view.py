@@ -1,0 +1,50 @@
+"""A torch.fx graph as the matcher sees it (`intaglio.fusion.matcher.GraphView`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from intaglio.fxgraph.nodes import call_of, is_constant, operands, operator, record_of, tensor_nodes, tensor_type
+from intaglio.ir import TensorType
+
+
+class FxGraphView:
+    """Shows names, operands, types and attributes of the nodes of a torch.fx graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._position = {node: index for index, node in enumerate(graph.nodes)}
+
+    def kinds(self, node: fx.Node) -> tuple[str, ...]:
+        """Return the record's name and the overload."""
+        record, overload = record_of(node), operator(node)
+        return (*([record.name] if record else []), *([overload] if overload else []))
+
+    def operands(self, node: fx.Node) -> tuple[fx.Node | None, ...]:
+        return operands(node)
+
+    def readers(self, node: fx.Node) -> int:
+        return sum(sum(1 for leaf in tensor_nodes((user.args, user.kwargs)) if leaf is node) for user in node.users)
+
+    def constant(self, node: fx.Node) -> bool:
+        return is_constant(node)
+
+    def position(self, node: fx.Node) -> int:
+        return self._position[node]
+
+    def type_of(self, node: fx.Node) -> TensorType:
+        kind = tensor_type(node)
+        assert kind is not None, f"{node.name} is no tensor"
+        return kind
+
+    def attributes(self, node: fx.Node) -> Mapping[str, Any]:
+        record = record_of(node)
+        assert record is not None, f"{node.name} has no record"
+        return record.bind(call_of(node, record))
+
+    def array(self, node: fx.Node) -> np.ndarray:
+        values: np.ndarray = getattr(node.graph.owning_module, str(node.target)).detach().numpy()
+        return values
