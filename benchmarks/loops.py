@@ -32,7 +32,7 @@ from intaglio.native import machine
 from intaglio.native.compile import build, load
 from intaglio.native.library import parallel_address
 from intaglio.ops.loop_ops.loop_builder import Body
-from intaglio.plan.lut_passes import near_functions
+from intaglio.plan.graph_passes.lut_passes import near_functions
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
 """Of mallopt: results keep their pages from call to call, as the copy's do."""

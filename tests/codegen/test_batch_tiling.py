@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from intaglio import Image, build, stages
-from intaglio.codegen import emit
+from intaglio.codegen import ISAS, emit
 from intaglio.ir import Dim
 from intaglio.lower import Lowered
-from intaglio.plan import CacheSizes, Turns, analytic_turns, plan_graph, separable
+from intaglio.plan import BatchTiling, CacheSizes, analytic_batch_tiling, plan_graph, schedule_plan, separable
 from intaglio.runtime import QuantizedModel, build_artifact
 from support.integer_graphs import N, Net, sizes
 from support.matmul_library import HERE
@@ -30,9 +30,10 @@ from support.programs import (
 )
 
 
-def in_turns(lowered: Lowered, model: QuantizedModel, turns: Turns) -> QuantizedModel:
+def in_turns(lowered: Lowered, model: QuantizedModel, turns: BatchTiling) -> QuantizedModel:
     """The same model with these turns."""
-    program = emit(plan_graph(lowered.graph), model.artifact.program.isa, CACHES, "turns", turns=turns)
+    isa = ISAS[model.artifact.program.isa]
+    program = emit(schedule_plan(plan_graph(lowered.graph), isa, CACHES, batch_tiling=turns), "turns")
     changed = copy.deepcopy(model)
     changed.artifact = build_artifact(program)
     return changed
@@ -48,7 +49,7 @@ def most(lowered: Lowered) -> int:
 def test_turns_of_a_few_images_have_the_bits_of_the_interpreter(program, isa, images):
     """For every batch, thread count and memory format, and a free image size too."""
     net, lowered = built(program)
-    turns = Turns("n", most(lowered), images)
+    turns = BatchTiling("n", most(lowered), images)
     assert_bits_of_the_interpreter(net, lowered, in_turns(lowered, compiled(program, isa), turns))
 
 
@@ -57,14 +58,14 @@ def test_turns_may_end_behind_any_phase(phases):
     """A value is read by the turns and behind them, a residual operand comes from before their end."""
     net, lowered = built(residual)
     assert most(lowered) == 6
-    turns = Turns("n", phases, 1)
+    turns = BatchTiling("n", phases, 1)
     assert_bits_of_the_interpreter(net, lowered, in_turns(lowered, compiled(residual, HERE[-1]), turns))
 
 
 @pytest.mark.parametrize("isa", HERE)
 def test_turns_touch_nothing_outside_the_arena_the_constants_and_the_tensors(isa):
     net, lowered = built(residual)
-    turns = Turns("n", most(lowered), 1)
+    turns = BatchTiling("n", most(lowered), 1)
     assert_stays_inside(net, lowered, in_turns(lowered, compiled(residual, isa), turns).artifact)
 
 
@@ -76,7 +77,7 @@ def test_images_of_bytes_are_taken_in_turns():
     prepared = stages.prepare(stages.capture(model, normal), stages.Quantizer(input=image))
     lowered = stages.requantize(stages.convert(prepared, stages.calibrate(prepared, [normal])))
     (batch,) = lowered.graph.symbols()
-    model = in_turns(lowered, build.compile(lowered), Turns(batch, most(lowered), 2))
+    model = in_turns(lowered, build.compile(lowered), BatchTiling(batch, most(lowered), 2))
     expected = lowered(normal)
     for count in (1, 2, 3):
         with threads(count):
@@ -90,7 +91,7 @@ def test_threads_that_sum_one_image_each_have_places_of_their_own():
     mean = net.mean("adaptive_avg_pool2d", x, size=(1, 1))
     lowered = net.lowered(net.conv(net.conv(mean, 32, 1), 5, 1, f32=True))
     assert any(name.endswith(".sums") for name in plan_graph(lowered.graph).buffers)
-    model = in_turns(lowered, build.compile(lowered), Turns("n", most(lowered), 1))
+    model = in_turns(lowered, build.compile(lowered), BatchTiling("n", most(lowered), 1))
     assert_bits_of_the_interpreter(net, lowered, model)
 
 
@@ -108,9 +109,9 @@ def test_turns_end_where_activations_get_small():
     """Of float and u8 inputs, convolutions to 16 channels of 40, 20 and 10 rows, the first three steps are large."""
     net = Net()
     planned = plan_graph(net.graph(tower(net)))
-    assert analytic_turns(planned, CacheSizes(l2=1 << 16)) == Turns("n", 3, 2)
-    assert analytic_turns(planned, CacheSizes(l2=1 << 17)) == Turns("n", 3, 4)
-    assert analytic_turns(planned, CacheSizes()) is None
+    assert analytic_batch_tiling(planned, CacheSizes(l2=1 << 16))[0] == BatchTiling("n", 3, 2)
+    assert analytic_batch_tiling(planned, CacheSizes(l2=1 << 17))[0] == BatchTiling("n", 3, 4)
+    assert analytic_batch_tiling(planned, CacheSizes())[0] is None
 
 
 def test_weights_larger_than_activations_end_turns():
@@ -120,12 +121,12 @@ def test_weights_larger_than_activations_end_turns():
     x = net.conv(net.conv(x, 64, 3, padding=1), 144, 5, padding=2)
     planned = plan_graph(net.graph(net.conv(x, 8, 1, f32=True)))
     assert len(list(separable(planned))) == 4
-    assert analytic_turns(planned, CacheSizes(l2=1 << 14)) == Turns("n", 3, 1)
+    assert analytic_batch_tiling(planned, CacheSizes(l2=1 << 14))[0] == BatchTiling("n", 3, 1)
 
 
 def test_a_fixed_batch_takes_no_turns():
     net = Net()
-    assert analytic_turns(plan_graph(net.graph(tower(net, 16))), CacheSizes(l2=1 << 14)) is None
+    assert analytic_batch_tiling(plan_graph(net.graph(tower(net, 16))), CacheSizes(l2=1 << 14))[0] is None
     assert most(built(fixed)[1]) == 0
 
 
@@ -133,7 +134,10 @@ def test_turns_need_less_memory():
     """For a batch of 16 images a core."""
     net = Net()
     planned = plan_graph(net.graph(tower(net)))
-    programs = [emit(planned, HERE[0], caches, "tower") for caches in (CacheSizes(l2=1 << 16), CacheSizes())]
+    programs = [
+        emit(schedule_plan(planned, ISAS[HERE[0]], caches), "tower")
+        for caches in (CacheSizes(l2=1 << 16), CacheSizes())
+    ]
     batch = sizes(16 * len(os.sched_getaffinity(0)))
     turns, whole = [build_artifact(program).plan(batch).bytes for program in programs]
     assert turns < whole / 2
@@ -141,7 +145,7 @@ def test_turns_need_less_memory():
 
 def test_times_of_turns_add_up():
     net, lowered = built(residual)
-    model = in_turns(lowered, compiled(residual, HERE[0]), Turns("n", most(lowered), 1))
+    model = in_turns(lowered, compiled(residual, HERE[0]), BatchTiling("n", most(lowered), 1))
     for count in (1, 2):
         with threads(count):
             assert all(nanoseconds > 0 for nanoseconds in model.step_times(*net.batch(5)))
@@ -149,5 +153,7 @@ def test_times_of_turns_add_up():
 
 def test_the_text_of_turns_can_be_read(golden):
     net = Net()
-    source = emit(plan_graph(net.graph(tower(net))), "portable", CacheSizes(l2=1 << 16), "tower").source
+    source = emit(
+        schedule_plan(plan_graph(net.graph(tower(net))), ISAS["portable"], CacheSizes(l2=1 << 16)), "tower"
+    ).source
     golden(source[source.index("// Steps of the first") :])

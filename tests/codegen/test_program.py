@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from intaglio import build, stages
-from intaglio.codegen import EMITTERS, emit
+from intaglio.codegen import EMITTERS, ISAS, emit
 from intaglio.ir import Schedule, evaluate
 from intaglio.lower import Lowered
 from intaglio.ops import OPS
-from intaglio.plan import plan_graph
+from intaglio.plan import plan_graph, schedule_plan
 from support.integer_graphs import H, N, Net, W, sizes
 from support.matmul_library import HERE, SLACK
 from support.nets import Body, randomize
@@ -110,7 +110,7 @@ def test_buffers_alive_in_one_phase_never_overlap(program):
     for batch in (0, 1, 7):
         layout = artifact.plan(sizes(batch))
         spans = []
-        for placement, offset in zip(planned.placements, layout.offsets, strict=False):
+        for placement, offset in zip(planned.lifetimes, layout.offsets, strict=False):
             size = evaluate(planned.buffers[placement.value].size(), sizes(batch))
             spans.append((placement, offset, offset + size + SLACK))
         for i, (a, start, end) in enumerate(spans):
@@ -161,7 +161,8 @@ def test_every_operator_with_a_kernel_has_an_emitter():
 
 @pytest.mark.parametrize("isa", HERE)
 def test_the_same_graph_gives_the_same_text_and_constants(isa):
-    first, second = (emit(plan_graph(built(residual)[1].graph), isa, CACHES, "same") for _ in range(2))
+    plans = (schedule_plan(plan_graph(built(residual)[1].graph), ISAS[isa], CACHES) for _ in range(2))
+    first, second = (emit(plan, "same") for plan in plans)
     assert first.source == second.source
     assert np.array_equal(first.constants, second.constants)
 
@@ -174,7 +175,7 @@ def test_the_text_of_a_tiny_net_can_be_read(isa, golden):
     y = net.conv(x, 16, 3, padding=1, zero_point=0)
     window = {"kernel": (2, 2), "stride": (2, 2), "padding": (0, 0), "dilation": (1, 1), "ceil": False}
     y = net.conv(net.same("max_pool2d", y, **window), 8, 1, f32=True)
-    source = emit(plan_graph(net.graph(y)), isa, CACHES, "tiny").source
+    source = emit(schedule_plan(plan_graph(net.graph(y)), ISAS[isa], CACHES), "tiny").source
     golden(source[source.index("// quantize") :])
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType, graph_text
 from intaglio.ops import OPS
-from intaglio.plan.integer_passes import INTEGER_PASSES
+from intaglio.plan.graph_passes.integer_passes import INTEGER_PASSES
 from intaglio.quant.recipes.recipe import Recipe
 from support import nets
 from support.lowering import assert_equal_levels, kinds, quantized, tensors

@@ -9,8 +9,8 @@ from intaglio.codegen.loop_stages import magnitudes
 from intaglio.ir import DType, Op, QParams, TensorType, prune, verify
 from intaglio.lower import Lowered
 from intaglio.ops.loop_ops.loop_builder import Body as Inside
-from intaglio.plan.loop_merging import merge_loops
-from intaglio.plan.lut_passes import loops_as_tables, near_functions
+from intaglio.plan.graph_passes.loop_merging import merge_loops
+from intaglio.plan.graph_passes.lut_passes import loops_as_tables, near_functions
 from support.float_loops import C, N, Sample, equal, some, to_levels
 from support.lowering import tensors
 from support.matmul_library import HERE

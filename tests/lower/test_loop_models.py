@@ -8,7 +8,7 @@ from torch import nn
 import intaglio
 from intaglio import stages
 from intaglio.ir import DType
-from intaglio.plan.loop_merging import merge_loops
+from intaglio.plan.graph_passes.loop_merging import merge_loops
 from support.float_loops import equal
 from support.lowering import assert_equal_levels, quantized
 from support.matmul_library import HERE

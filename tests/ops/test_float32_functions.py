@@ -326,7 +326,7 @@ def test_reports_name_the_choice():
     data = [torch.randn(*X)]
     model = intaglio.quantize(two(), data, recipe=ALL, progress=False)
     assert "note: precise functions: silu x 1; all others are tables of 256 levels" in str(model.coverage)
-    assert "conv2d + activate" in model.text("partitions")
+    assert "conv2d + activate" in model.text("plan")
     assert not intaglio.quantize(two(), data, progress=False).coverage.notes
 
 

@@ -161,7 +161,7 @@ def test_a_share_in_int8_can_be_demanded():
 
 def test_every_stage_has_a_text():
     model = intaglio.quantize(nets.randomize(nets.Linears()), [torch.randn(4, 16)], progress=False)
-    for stage in ("captured", "sites", "reference", "integer", "partitions", "program"):
+    for stage in ("captured", "sites", "reference", "integer", "plan", "program"):
         assert model.text(stage).strip()
     with pytest.raises(intaglio.errors.InputError, match="no stage 'assembly'; there are captured, quantizer, sites"):
         model.text("assembly")

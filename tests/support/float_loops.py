@@ -8,7 +8,7 @@ from intaglio.build.check import check_graph
 from intaglio.ir import DType, Graph, Input, Op, Output, QParams, Signature, TensorType, symbol, verify
 from intaglio.lower import Lowered
 from intaglio.ops.loop_ops.loop_builder import Body as Inside
-from intaglio.plan.loop_merging import merge_loops
+from intaglio.plan.graph_passes.loop_merging import merge_loops
 
 N, C = symbol("n"), symbol("c")
 

@@ -19,7 +19,18 @@ from intaglio.build.check import check_schedules
 from intaglio.codegen import ISAS
 from intaglio.errors import InputError
 from intaglio.ir import Schedule
-from intaglio.plan import CacheSizes, Geometry, Problem, analytic, geometries, misfit, plan_graph, refinements, shapes
+from intaglio.plan import (
+    CacheSizes,
+    Geometry,
+    Problem,
+    Target,
+    analytic,
+    geometries,
+    misfit,
+    plan_graph,
+    refinements,
+    shapes,
+)
 from intaglio.tune import made_up, one_image, search
 from intaglio.tune.memory import Memory
 from intaglio.tune.race import best_times, call_of, fastest
@@ -71,7 +82,7 @@ def narrow_is_fast(monkeypatch):
 
 
 def candidates(layer: Geometry, problem: Problem, isa: str, threads: int) -> list[Schedule]:
-    start = analytic(problem, ISAS[isa], CACHES)
+    start = analytic(problem, Target(isa, ISAS[isa].tallest, CACHES))
     tiles = [start, *shapes(start, layer, ISAS[isa])]
     return [*tiles, *(one for tile in tiles for one in refinements(tile, layer, CACHES, threads))]
 
@@ -110,7 +121,7 @@ def test_every_candidate_gives_the_bits_of_the_meaning(isa, data):
 def test_candidates_are_a_handful_and_all_different(isa, lowered):
     planned = plan_graph(lowered.graph)
     for layer in geometries(planned, {"n": 64}).values():
-        start = analytic(Problem(layer.weight[0], layer.weight[0], 1, 1, False), ISAS[isa], CACHES)
+        start = analytic(Problem(layer.weight[0], layer.weight[0], 1, 1, False), Target(isa, ISAS[isa].tallest, CACHES))
         for found in (shapes(start, layer, ISAS[isa]), refinements(start, layer, CACHES, 2)):
             assert len({start, *found}) == len(found) + 1 <= 5
 

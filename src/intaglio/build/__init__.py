@@ -17,7 +17,7 @@ from intaglio.lower import Island, Lowered
 from intaglio.native import machine
 from intaglio.native.compile import install, text_key
 from intaglio.ops import OpDef
-from intaglio.plan import CacheSizes, Plan, partitions_text, plan_graph
+from intaglio.plan import CacheSizes, Plan, plan_graph, schedule_plan
 from intaglio.runtime import (
     Artifact,
     Coverage,
@@ -48,9 +48,10 @@ def compile(
     keeps them. Raises `BuildError`.
     """
     here, *others = choose(isa)
-    planned, name = plan_graph(lowered.graph), lowered.about.name
-    artifact = build_artifact(_emit(planned, here, name, schedules))
-    libraries = {other: build_library(_emit(planned, other, name, None)) for other in others}
+    general, name = plan_graph(lowered.graph), lowered.about.name
+    planned = _scheduled(general, here, schedules)
+    artifact = build_artifact(_emit(planned, name))
+    libraries = {other: build_library(_emit(_scheduled(general, other), name)) for other in others}
     bodies = {name: compile(body, isa=isa) for name, body in lowered.bodies.items()}
     islands = {
         key: (float_calls(island.module, _loops(island, bodies)) if island.loops else island.module, island.dims)
@@ -105,12 +106,14 @@ def _opened(saved: Saved, path: str | Path, trust: bool, isa: str | None, given:
                     remedy="give their records again: load(path, operators=[...])",
                 )
             check_graph(saved.graph, given)
-            planned, name, tuned = plan_graph(saved.graph), saved.about.name, saved.schedules
-            check_schedules(tuned, planned)
+            general, name, tuned = plan_graph(saved.graph), saved.about.name, saved.schedules
+            check_schedules(tuned, general)
             own = library.schedules if library else tuned.get(chosen)
-            program = _emit(planned, present[0] if library else chosen, name, own)
+            planned = _scheduled(general, present[0] if library else chosen, own)
+            program = _emit(planned, name)
             if library is not None and library.key != text_key(program.source, program.isa):
-                library, program = None, _emit(planned, chosen, name, tuned.get(chosen))
+                library, planned = None, _scheduled(general, chosen, tuned.get(chosen))
+                program = _emit(planned, name)
         except ArtifactError:
             raise
         except Exception as error:  # whatever our own steps trip over in a graph they did not make
@@ -150,9 +153,14 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _emit(planned: Plan, isa: str, name: str, schedules: Mapping[str, Schedule] | None) -> Program:
+def _scheduled(plan: Plan, isa: str, schedules: Mapping[str, Schedule] | None = None) -> Plan:
+    """Return the plan for an instruction set and the caches of this machine."""
     sizes = machine.caches()
-    return emit(planned, isa, CacheSizes(sizes.l1, sizes.l2), _identifier(name), schedules)
+    return schedule_plan(plan, ISAS[isa], CacheSizes(sizes.l1, sizes.l2), schedules)
+
+
+def _emit(plan: Plan, name: str) -> Program:
+    return emit(plan, _identifier(name))
 
 
 def _model(saved: Saved, planned: Plan, artifact: Artifact, hosts: Mapping[str, OpDef]) -> QuantizedModel:
@@ -161,10 +169,9 @@ def _model(saved: Saved, planned: Plan, artifact: Artifact, hosts: Mapping[str, 
     Of the file's libraries only those go into the model that were built here or that a user trusts: it saves them.
     """
     graph, islands = saved.graph, saved.islands
-    parts = partitions_text(tuple(step.partition for step in planned.steps), planned.graph)
     bodies = {name: loop.body for module, _ in islands.values() for name, loop in loops_in(module).items()}
     text = graph_text(graph) + "".join(f"body of {name}:\n{one.text('integer')}" for name, one in bodies.items())
-    about = saved.about.after(integer=text, partitions=parts, program=artifact.program.source)
+    about = saved.about.after(integer=text, plan=planned.text(), program=artifact.program.source)
     size = artifact.constants.nbytes + sum(b.nbytes for module, _ in islands.values() for b in module.buffers())
     inner = (one for module, _ in islands.values() for one in module.modules() if isinstance(one, QuantizedModel))
     size += sum(one.artifact.constants.nbytes for one in inner)
@@ -188,7 +195,7 @@ def _model(saved: Saved, planned: Plan, artifact: Artifact, hosts: Mapping[str, 
 
 def emit_for(model: QuantizedModel, isa: str) -> Program:
     """The model's program for another instruction set, with the schedules it keeps for that."""
-    return _emit(plan_graph(model.graph), isa, model.about.name, model.schedules.get(isa))
+    return _emit(_scheduled(plan_graph(model.graph), isa, model.schedules.get(isa)), model.about.name)
 
 
 def remake(model: QuantizedModel, graph: Graph) -> QuantizedModel:
@@ -196,10 +203,13 @@ def remake(model: QuantizedModel, graph: Graph) -> QuantizedModel:
     that go with the old ones."""
     hosts = {name: record for name, record in model.hosts.items() if isinstance(record, OpDef)}
     check_graph(graph, hosts)
-    planned, name = plan_graph(graph), model.about.name
+    general, name = plan_graph(graph), model.about.name
     isa = model.artifact.program.isa
-    artifact = build_artifact(_emit(planned, isa, name, model.schedules.get(isa)))
-    libraries = {one: build_library(_emit(planned, one, name, model.schedules.get(one))) for one in model.libraries}
+    planned = _scheduled(general, isa, model.schedules.get(isa))
+    artifact = build_artifact(_emit(planned, name))
+    libraries = {
+        one: build_library(_emit(_scheduled(general, one, model.schedules.get(one)), name)) for one in model.libraries
+    }
     texts = {stage: text for stage, text in model.about.texts.items() if stage != "reference"}
     islands = {key: (module, model.island_dims[key]) for key, module in model.islands.items()}
     about = replace(model.about, texts=texts)

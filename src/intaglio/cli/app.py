@@ -44,7 +44,7 @@ class Stage(str, Enum):
     sites = "sites"
     reference = "reference"
     integer = "integer"
-    partitions = "partitions"
+    plan = "plan"
     program = "program"
 
 

@@ -14,10 +14,11 @@ import numpy as np
 from intaglio import numerics
 from intaglio.codegen.tile import Isa
 from intaglio.codegen.writer import Code
-from intaglio.ir import Dim, Graph, Op, Place, Schedule, c_expression
+from intaglio.ir import Dim, Graph, Op, Place, c_expression
 from intaglio.ir.moves import Strides
 from intaglio.plan.buffers import Buffer, lies, strides
-from intaglio.plan.plan_records import Partition, Plan
+from intaglio.plan.execution_plan import Plan
+from intaglio.plan.plan_records import Partition
 
 ALIGNMENT = 64
 FIRST_BYTES = 1 << 20
@@ -67,8 +68,8 @@ class Blob:
 class Context:
     """One program being printed. ``index``: where in the table of offsets each buffer is."""
 
-    def __init__(self, plan: Plan, isa: Isa, schedules: dict[str, Schedule], index: Mapping[str, int]) -> None:
-        self.plan, self.isa, self.schedules = plan, isa, schedules
+    def __init__(self, plan: Plan, isa: Isa, index: Mapping[str, int]) -> None:
+        self.plan, self.isa = plan, isa
         self.blob = Blob()
         self.kernels: dict[str, Kernel] = {}
         self.functions: list[str] = []

@@ -8,40 +8,40 @@ from dataclasses import replace
 from intaglio.codegen.context import Context
 from intaglio.codegen.writer import Code
 from intaglio.ir import symbol
-from intaglio.plan.batch_tiling import Turns
-from intaglio.plan.plan_records import Placement, Plan
+from intaglio.plan.execution_plan import Plan
+from intaglio.plan.plan_records import BatchTiling, BufferLifetime
 
 
-def positions(plan: Plan, turns: Turns | None) -> dict[str, int]:
-    """Where in the table of offsets each buffer is.
+def positions(plan: Plan) -> dict[str, int]:
+    """Return where in the table of offsets each buffer is.
 
-    With turns: their memory, buffers that outlive them, the bytes of one turn, and the buffers of a turn, which have
-    their place in it.
+    With batch tiling: the memory of all tiles, buffers that outlive them, the bytes of one tile, and the buffers of a
+    tile, which have their place in it.
     """
-    outside, inside = _sorted(plan, turns)
-    found = {placement.value: index for index, placement in enumerate(outside, start=int(turns is not None))}
-    return found | {placement.value: index for index, placement in enumerate(inside, start=len(outside) + 2)}
+    outside, inside = _sorted(plan)
+    found = {one.value: index for index, one in enumerate(outside, start=int(plan.batch_tiling is not None))}
+    return found | {one.value: index for index, one in enumerate(inside, start=len(outside) + 2)}
 
 
-def _sorted(plan: Plan, turns: Turns | None) -> tuple[list[Placement], list[Placement]]:
-    """Buffers that are read behind all turns or made there, and those of a turn."""
-    end = turns.phases if turns else 0
-    return [p for p in plan.placements if p.last >= end], [p for p in plan.placements if p.last < end]
+def _sorted(plan: Plan) -> tuple[list[BufferLifetime], list[BufferLifetime]]:
+    """Return buffers that are read or made behind all batch tiles, and those of a tile."""
+    end = plan.batch_tiling.phases if plan.batch_tiling else 0
+    return [one for one in plan.lifetimes if one.last >= end], [one for one in plan.lifetimes if one.last < end]
 
 
-def emit_places(code: Code, context: Context, turns: Turns | None) -> None:
+def emit_places(code: Code, context: Context) -> None:
     """Sizes as expressions over the free dimensions, in placement order."""
-    outside, inside = _sorted(context.plan, turns)
+    tiling, (outside, inside) = context.plan.batch_tiling, _sorted(context.plan)
     sizes = [context.dim(context.plan.buffers[placement.value].size()) for placement in outside]
     lives = [(placement.first, placement.last) for placement in outside]
-    if turns is not None:
-        one, bytes_at = f"some_{turns.batch}", f"offsets[{len(outside) + 1}]"
-        code(f"const int64_t {one} = {turns.batch} < {turns.images} ? {turns.batch} : {turns.images};")
-        own = [_bytes_of(placement, one, context, turns) for placement in inside]
+    if tiling is not None:
+        one, bytes_at = f"some_{tiling.batch}", f"offsets[{len(outside) + 1}]"
+        code(f"const int64_t {one} = {tiling.batch} < {tiling.images} ? {tiling.batch} : {tiling.images};")
+        own = [_bytes_of(placement, one, context, tiling) for placement in inside]
         _emit_tables(code, own, [(placement.first, placement.last) for placement in inside], "turn_")
         code(f"{bytes_at} = place(turn_lives, turn_sizes, {len(own)}, offsets + {len(outside) + 2});")
-        sizes = [f"{bytes_at} * turns_at_once({turns.batch}, {turns.images})", *sizes]
-        lives = [(0, turns.phases - 1), *[(0 if first < turns.phases else first, last) for first, last in lives]]
+        sizes = [f"{bytes_at} * turns_at_once({tiling.batch}, {tiling.images})", *sizes]
+        lives = [(0, tiling.phases - 1), *[(0 if first < tiling.phases else first, last) for first, last in lives]]
     _emit_tables(code, sizes, lives, "")
     code(f"return place(lives, sizes, {len(sizes)}, offsets);")
 
@@ -52,18 +52,18 @@ def _emit_tables(code: Code, sizes: Sequence[str], lives: Sequence[tuple[int, in
     code(f"static const struct Life {prefix}lives[] = {{{spans or '{0, 0}'}}};")
 
 
-def _bytes_of(placement: Placement, images: str, context: Context, turns: Turns) -> str:
+def _bytes_of(placement: BufferLifetime, images: str, context: Context, tiling: BatchTiling) -> str:
     """C expression for some images of a buffer; where threads leave their sums of one image there is no batch."""
     buffer = context.plan.buffers[placement.value]
-    if buffer.shape[0] != symbol(turns.batch):
+    if buffer.shape[0] != symbol(tiling.batch):
         return context.dim(buffer.size())
     return f"{images} * {context.dim(replace(buffer, shape=(1, *buffer.shape[1:])).size())}"
 
 
-def emit_turn(code: Code, calls: Sequence[str], turns: Turns, context: Context) -> None:
+def emit_batch_tile(code: Code, calls: Sequence[str], tiling: BatchTiling, context: Context) -> None:
     """One function: ``calls`` of steps on some images of the batch."""
-    plan, (outside, inside) = context.plan, _sorted(context.plan, turns)
-    batch, last = context.symbols.index(turns.batch), len(plan.placements) + 2
+    plan, (outside, inside) = context.plan, _sorted(context.plan)
+    batch, last = context.symbols.index(tiling.batch), len(plan.lifetimes) + 2
     body = Code()
     for name, kind, count in (
         ("dims", "int64_t", len(context.symbols)),
@@ -73,10 +73,10 @@ def emit_turn(code: Code, calls: Sequence[str], turns: Turns, context: Context) 
         body(f"{kind} {name}[{count}];")
         body(f"memcpy({name}, whole->{name}, sizeof {name});")
     body(f"dims[{batch}] = part->count;")
-    for line in _externals_at(plan, turns):
+    for line in _externals_at(plan, tiling):
         body(line)
-    for placement in (p for p in outside if p.first < turns.phases):
-        size = _bytes_of(placement, "part->first", context, turns)
+    for placement in (p for p in outside if p.first < tiling.phases):
+        size = _bytes_of(placement, "part->first", context, tiling)
         body(f"offsets[{context.index[placement.value]}] += {size};")
     body(f"const int64_t begin = offsets[0] + part->slot * offsets[{len(outside) + 1}];")
     body(f"for (int i = {last - len(inside)}; i < {last}; ++i) offsets[i] = begin + part->spread * offsets[i];")
@@ -86,24 +86,24 @@ def emit_turn(code: Code, calls: Sequence[str], turns: Turns, context: Context) 
     body("const struct Run* r = &some;")
     for call in calls:
         body(call)
-    images = f"{turns.images} images" if turns.images > 1 else "one image"
-    code(f"// Steps of the first {turns.phases} phases, which a larger batch takes in turns of {images} a thread.")
+    images = f"{tiling.images} images" if tiling.images > 1 else "one image"
+    code(f"// Steps of the first {tiling.phases} phases, which a larger batch takes in turns of {images} a thread.")
     with code.block("static void turn(const struct Run* whole, const struct Part* part, int thread, int threads)"):
         for line in context.dims_used(body.text()):
             code(line.replace("r->dims", "whole->dims"))
         code(body.text())
 
 
-def turns_call(turns: Turns, context: Context) -> str:
+def batch_tiles_call(tiling: BatchTiling, context: Context) -> str:
     """Runs that function for all images."""
-    batch = f"r->dims[{context.symbols.index(turns.batch)}]"
-    return f"take_turns(r, turn, {batch}, {turns.images}, thread, threads);"
+    batch = f"r->dims[{context.symbols.index(tiling.batch)}]"
+    return f"take_turns(r, turn, {batch}, {tiling.images}, thread, threads);"
 
 
-def _externals_at(plan: Plan, turns: Turns) -> list[str]:
+def _externals_at(plan: Plan, tiling: BatchTiling) -> list[str]:
     """Of the caller's tensors those that are read, from the first image on; pixels may come as the bytes they are."""
     found = {}
-    for op in (step.partition.anchor for step in plan.steps if step.phase < turns.phases):
+    for op in (step.partition.anchor for step in plan.steps if step.phase < tiling.phases):
         for name in op.inputs:
             if name in plan.external:
                 index, size = plan.external.index(name), str(plan.graph.types[name].dtype.bytes)

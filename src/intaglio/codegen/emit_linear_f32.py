@@ -7,8 +7,8 @@ import numpy as np
 from intaglio.codegen.context import Context
 from intaglio.codegen.writer import Code
 from intaglio.ir import DType, numel
-from intaglio.plan.cost_model import F32_PANEL
 from intaglio.plan.plan_records import Partition
+from intaglio.plan.scheduling.cost_model import F32_PANEL
 
 ELEMENT = {DType.S8: "int8_t", DType.F16: "uint16_t"}
 

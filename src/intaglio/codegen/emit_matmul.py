@@ -104,7 +104,7 @@ def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece
             piece.start,
             RESULT[tail.kind],
             context.natural(tail),
-            needs_guard(partition, context),
+            partition.output in context.plan.guarded,
         )
         source = context.image(anchor.inputs[0])
         code(f"const struct Image in = {source};")
@@ -114,7 +114,7 @@ def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece
             code(f"d.activation = {_activation(tail, context)};")
         code(f"{depthwise.loop(layer, context)}(&d, thread, threads);")
         return
-    schedule = context.schedules[partition.output]
+    schedule = context.plan.schedules[partition.output]
     plan = piece_packing(partition, context, schedule, piece)
     looks_up = context.isa.looks_up if partition.table is not None and tail.kind == "requantize" else ""
     for look in (False, True)[: 2 if looks_up else 1]:
@@ -219,7 +219,7 @@ def _kernels(
     partition: Partition, context: Context, plan: Packing, schedule: Schedule, table: bool
 ) -> tuple[list[str], list[str]]:
     """Symbols by height, for full panels and for the last one."""
-    result, guard = RESULT[partition.tail[0].kind], needs_guard(partition, context)
+    result, guard = RESULT[partition.tail[0].kind], partition.output in context.plan.guarded
     natural, heights = plan.packed and context.natural(partition.tail[0]), range(1, schedule.tile_rows + 1)
     rest, other_rest = len(partition.tail[0].outputs) > 1, len(partition.tail[0].inputs) > 4
     full, last = (
@@ -230,25 +230,6 @@ def _kernels(
         full = last
     context.use([*full, *last])
     return [spec.name for spec in full], [spec.name for spec in last]
-
-
-def needs_guard(partition: Partition, context: Context) -> bool:
-    """Whether ``|acc * factor|`` may leave the range in which float32 converts to int32."""
-    anchor, tail = partition.anchor, partition.tail[0]
-    if RESULT[tail.kind] == "f32":
-        return False
-    graph = context.graph
-    weight, bias = (graph.constants[name] for name in anchor.inputs[1:])
-    x = graph.types[anchor.inputs[0]].levels
-    factors = [np.abs(graph.constants[name].astype(np.float64)) for name in tail.inputs if name in graph.constants]
-    levels = 255 * (numerics.STEPS + 1 if tail.inputs[4:] else 1)
-    other = levels * factors[1].max(initial=0) if len(factors) > 1 else 0
-    most = np.abs(bias.astype(np.int64)).max(initial=0) + weight[:1].size * 128 * 2 * 255
-    if most * factors[0].max(initial=0) + other < numerics.CONVERTIBLE / 2:  # whatever the weights: no pass over them
-        return False
-    bound = numerics.accumulator_bound(weight, bias, x.qmin, x.qmax, x.zeros, anchor.attrs.get("groups", 1))
-    total = bound * factors[0] + (levels * factors[1] if len(factors) > 1 else 0)
-    return bool(total.max(initial=0) >= numerics.CONVERTIBLE / 2)
 
 
 def _geometry(code: Code, context: Context, plan: Packing, piece: Piece, groups: int) -> None:

@@ -11,7 +11,7 @@ from intaglio.codegen.weight_packing import pack_columns, pack_weights, packing
 from intaglio.codegen.writer import Code
 from intaglio.ir import Op
 from intaglio.plan.plan_records import Partition
-from intaglio.plan.schedules import MOST
+from intaglio.plan.scheduling.schedules import MOST
 
 RECURRENT = ("lstm", "gru")
 PER_DIRECTION = 6

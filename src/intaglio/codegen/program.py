@@ -10,7 +10,7 @@ from intaglio.codegen import avx2, portable, vnni512
 from intaglio.codegen.context import Context, describe
 from intaglio.codegen.depthwise import depthwise_checks
 from intaglio.codegen.emit_attention import emit_attention, emit_bmm
-from intaglio.codegen.emit_batch_tiling import emit_places, emit_turn, positions, turns_call
+from intaglio.codegen.emit_batch_tiling import batch_tiles_call, emit_batch_tile, emit_places, positions
 from intaglio.codegen.emit_data_movement import emit_move, emit_reshape
 from intaglio.codegen.emit_dynamic_quant import emit_quantize_rows
 from intaglio.codegen.emit_embedding import emit_arange, emit_embedding_bag
@@ -33,13 +33,12 @@ from intaglio.codegen.emit_steps import (
 )
 from intaglio.codegen.tile import Isa, layout_checks
 from intaglio.codegen.writer import Code
-from intaglio.ir import External, HostCall, IslandCall, Program, Schedule, StepNote
+from intaglio.ir import External, HostCall, IslandCall, Program, StepNote
 from intaglio.ir.moves import MOVES
 from intaglio.ir.verify import PRODUCTS
-from intaglio.plan.batch_tiling import Turns, analytic_turns
-from intaglio.plan.cost_model import work_of
-from intaglio.plan.plan_records import Partition, Plan, Step
-from intaglio.plan.schedules import CacheSizes, schedules
+from intaglio.plan.execution_plan import Plan
+from intaglio.plan.plan_records import Partition, Step
+from intaglio.plan.scheduling.cost_model import work_of
 
 ISAS: Mapping[str, Isa] = {isa.name: isa for isa in (vnni512.AVX512VNNI, avx2.AVX2, portable.PORTABLE)}
 
@@ -78,23 +77,16 @@ HOST = "host operator"
 EXPORT = 'extern "C" __attribute__((visibility("default")))'
 
 
-def emit(
-    plan: Plan,
-    isa: str,
-    caches: CacheSizes,
-    name: str,
-    chosen: Mapping[str, Schedule] | None = None,
-    turns: Turns | None = None,
-) -> Program:
-    """The program of a plan for one instruction set. ``chosen`` overrides analytic schedules, by output value,
-    ``turns`` in which a large batch takes the first steps."""
-    table, turns = ISAS[isa], turns or analytic_turns(plan, caches)
-    decided = {**schedules(plan, table, caches), **(chosen or {})}
-    context = Context(plan, table, decided, positions(plan, turns))
+def emit(plan: Plan, name: str) -> Program:
+    """Return the program of a plan that `schedule_plan` returned, for its instruction set."""
+    if plan.target is None:
+        raise ValueError("this plan is for no machine yet: schedule_plan(plan, ...)")
+    isa, tiling = plan.target.isa, plan.batch_tiling
+    table, context = ISAS[isa], Context(plan, ISAS[isa], positions(plan))
     bodies, notes = [], []
     for index, step in enumerate(plan.steps):
         own = context.of_step()
-        bodies += [] if _is_island(step) else [_step(index, step, own)]
+        bodies += [] if step.called else [_step(index, step, own)]
         context.use(own.kernels.values())
         notes.append(_note(index, step, own))
     code = Code()
@@ -116,8 +108,8 @@ def emit(
         code(table.print(spec))
     for body in bodies:
         code(body)
-    _segments(code, context, turns)
-    _plan_table(code, context, turns)
+    _segments(code, context)
+    _plan_table(code, context)
     return Program(
         name,
         code.text(),
@@ -127,8 +119,8 @@ def emit(
         _externals(plan),
         _calls(context),
         plan.segments(),
-        len(plan.placements) + 2 * (turns is not None),
-        {"schedules": context.schedules},
+        len(plan.lifetimes) + 2 * (tiling is not None),
+        {"schedules": dict(plan.schedules)},
         tuple(notes),
     )
 
@@ -139,17 +131,12 @@ def _note(index: int, step: Step, context: Context) -> StepNote:
     kinds, key = " + ".join(op.kind for op in partition.ops), partition.anchor.attrs.get("key", "")
     largest = max(context.kernels.values(), key=lambda kernel: prod(kernel.tile), default=None)
     path, types = partition.anchor.origin.path, describe(partition, graph)
-    about = partition.name, kinds, types, work_of(step, context.plan, context.schedules, context.isa), key, path
+    about = partition.name, kinds, types, work_of(step, context.plan), key, path
     if largest is not None:
         return StepNote(*about, largest.name, largest.tile)
-    if _is_island(step):
+    if step.called:
         return StepNote(*about, HOST if partition.anchor.kind == "host" else "")
     return StepNote(*about, _symbol(index, step))
-
-
-def _is_island(step: Step) -> bool:
-    """Whether the runtime calls back for it: a float part, or a host operator."""
-    return step.partition.anchor.kind in ("island", "host")
 
 
 def _symbol(index: int, step: Step) -> str:
@@ -170,8 +157,8 @@ def _step(index: int, step: Step, context: Context) -> str:
     attrs = ", ".join(f"{key} {value}" for key, value in sorted(partition.anchor.attrs.items()))
     if attrs:
         code(f"// {attrs}")
-    if partition.output in context.schedules:
-        code(f"// {context.schedules[partition.output]}")
+    if partition.output in context.plan.schedules:
+        code(f"// {context.plan.schedules[partition.output]}")
     with code.block(f"static void {_symbol(index, step)}(const struct Run* r, int thread, int threads)"):
         for line in context.dims_used(body.text()):
             code(line)
@@ -179,19 +166,20 @@ def _step(index: int, step: Step, context: Context) -> str:
     return code.text()
 
 
-def _segments(code: Code, context: Context, turns: Turns | None) -> None:
+def _segments(code: Code, context: Context) -> None:
     """One function a native stretch: its steps, a barrier where a phase ends. The first begins with what a large batch
     takes in turns."""
     plan = context.plan
     native: dict[int, list[tuple[int, Step]]] = {}
     for index, step in enumerate(plan.steps):
-        if not _is_island(step):
+        if not step.called:
             native.setdefault(step.segment, []).append((index, step))
     calls = {segment: _calls_of(steps, len(plan.steps)) for segment, steps in native.items()}
-    if turns is not None:
-        early = sum(step.phase < turns.phases for step in plan.steps)
-        emit_turn(code, calls[0][:early], turns, context)
-        calls[0][:early] = [turns_call(turns, context)]
+    tiling = plan.batch_tiling
+    if tiling is not None:
+        early = sum(step.phase < tiling.phases for step in plan.steps)
+        emit_batch_tile(code, calls[0][:early], tiling, context)
+        calls[0][:early] = [batch_tiles_call(tiling, context)]
     for segment, lines in calls.items():
         with code.block(f"static void segment{segment}(void* context, int thread, int threads)"):
             code("const struct Run* r = (const struct Run*)context;")
@@ -217,9 +205,9 @@ def _calls_of(steps: Sequence[tuple[int, Step]], count: int) -> list[str]:
     return found
 
 
-def _plan_table(code: Code, context: Context, turns: Turns | None) -> None:
+def _plan_table(code: Code, context: Context) -> None:
     body = Code()
-    emit_places(body, context, turns)
+    emit_places(body, context)
     with code.block(f"{EXPORT} int64_t intaglio_plan(const int64_t* dims, int64_t* offsets)"):
         text = body.text()
         for line in context.dims_used(text):
@@ -229,7 +217,7 @@ def _plan_table(code: Code, context: Context, turns: Turns | None) -> None:
 
 
 def _externals(plan: Plan) -> tuple[External, ...]:
-    made = {name for step in plan.steps if not _is_island(step) for name in step.partition.ops[-1].outputs}
+    made = {name for step in plan.steps if not step.called for name in step.partition.ops[-1].outputs}
     made |= {plan.views[name].root for name in made if name in plan.views}
     types, read = plan.graph.types, _read_dense(plan)
     return tuple(
@@ -241,7 +229,7 @@ def _read_dense(plan: Plan) -> set[str]:
     """Tensors of the caller that a step reads as they lie dense."""
     read: set[str] = set()
     for step in plan.steps:
-        if not _is_island(step):
+        if not step.called:
             names = [name for op in step.partition.ops if op.kind not in ("quantize", "pixels") for name in op.inputs]
             read.update(plan.views[name].root if name in plan.views else name for name in names)
     return read
@@ -250,7 +238,7 @@ def _read_dense(plan: Plan) -> set[str]:
 def _calls(context: Context) -> tuple[IslandCall | HostCall, ...]:
     """In the order of the steps."""
     found: list[IslandCall | HostCall] = []
-    for step in filter(_is_island, context.plan.steps):
+    for step in (step for step in context.plan.steps if step.called):
         op = step.partition.anchor
         if op.kind == "island":
             found.append(IslandCall(op.attrs["key"], op.inputs, op.outputs, step.segment))

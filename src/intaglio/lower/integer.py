@@ -38,7 +38,7 @@ from intaglio.ops.opdef import Attrs
 from intaglio.ops.pool import counts
 from intaglio.ops.products.conv import output_axis
 from intaglio.ops.resize import is_free, tables
-from intaglio.plan.integer_passes import INTEGER_PASSES
+from intaglio.plan.graph_passes.integer_passes import INTEGER_PASSES
 from intaglio.quant.annotate.embedding_tables import table_behind
 from intaglio.quant.annotate.per_token import rows_behind
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL

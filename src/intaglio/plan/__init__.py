@@ -3,50 +3,55 @@
 The passes over the integer graph that prepare it for planning are here too; `lower` runs them last.
 """
 
-from intaglio.plan.batch_tiling import Turns, analytic_turns, separable
 from intaglio.plan.buffers import Buffer
-from intaglio.plan.integer_passes import INTEGER_PASSES
-from intaglio.plan.plan_records import Partition, Placement, Plan, Step, View
-from intaglio.plan.plan_text import partitions_text
-from intaglio.plan.planning import plan_graph
-from intaglio.plan.schedules import (
+from intaglio.plan.execution_plan import Plan
+from intaglio.plan.graph_passes.integer_passes import INTEGER_PASSES
+from intaglio.plan.plan_records import BatchTiling, BufferLifetime, CacheSizes, Choice, Partition, Step, Target, View
+from intaglio.plan.plan_verifier import verify_plan
+from intaglio.plan.planning import PLAN_PASSES, plan_graph
+from intaglio.plan.scheduling.batch_tiling import analytic_batch_tiling, separable
+from intaglio.plan.scheduling.schedules import (
     GENERATOR,
-    CacheSizes,
     Geometry,
     Problem,
     TileLimits,
     analytic,
+    analytic_schedules,
     geometries,
     misfit,
     problem,
     refinements,
-    schedules,
     shapes,
 )
+from intaglio.plan.scheduling.target_passes import schedule_plan
 
 __all__ = [
     "GENERATOR",
     "INTEGER_PASSES",
+    "PLAN_PASSES",
+    "BatchTiling",
     "Buffer",
+    "BufferLifetime",
     "CacheSizes",
+    "Choice",
     "Geometry",
     "Partition",
-    "Placement",
     "Plan",
     "Problem",
     "Step",
+    "Target",
     "TileLimits",
-    "Turns",
     "View",
     "analytic",
-    "analytic_turns",
+    "analytic_batch_tiling",
+    "analytic_schedules",
     "geometries",
     "misfit",
-    "partitions_text",
     "plan_graph",
     "problem",
     "refinements",
-    "schedules",
+    "schedule_plan",
     "separable",
     "shapes",
+    "verify_plan",
 ]

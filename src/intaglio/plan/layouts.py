@@ -1,13 +1,13 @@
-"""Physical layout of every internal tensor.
+"""Assign a memory layout to every internal tensor.
 
-What image operators touch lies with its channels last, with a halo as wide as the widest zero-padding reader; what a
-linear layer reads or makes lies row-major, and so does all that is connected to it by pointwise operators.
+Tensors that image operators touch have their channels last, with a halo as wide as their widest zero-padding reader.
+Tensors that a linear layer reads or makes are row-major, and so are all that pointwise operators connect to them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from intaglio.ir import Dim, DType, Graph, Op, TensorType, evaluate, fresh
 from intaglio.ir.disjoint_sets import DisjointSets
@@ -15,6 +15,8 @@ from intaglio.ir.loops import body_of, row_axis, space
 from intaglio.ir.moves import MOVES
 from intaglio.ir.phases import axis_phases
 from intaglio.plan.buffers import Buffer, moves_nothing
+from intaglio.plan.execution_plan import Plan
+from intaglio.plan.plan_records import Choice
 
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -40,12 +42,13 @@ MOVED_ALIKE = ("slice", "pad", "cat", "expand", "shuffle", "pixel_shuffle", "pix
 """Moves between any layouts; left alone, the result lies as what it is made of."""
 
 
-def copy_for_halos(graph: Graph) -> Graph:
-    """Levels that callers hold, copied for convolutions that pad them: tensors of callers have no room for a halo."""
+def copy_padded_inputs(plan: Plan) -> Plan:
+    """Copy quantized tensors of the caller that a convolution pads: they have no room for a halo."""
+    graph = plan.graph
     outside, types, copies, ops = graph.outside(), dict(graph.types), dict[str, str](), list[Op]()
     for op in graph.ops:
         inputs = op.inputs
-        if op.kind in (*CONVOLUTIONS, *TRANSPOSED) and inputs[0] in outside and any(_halo(op, graph)):
+        if op.kind in (*CONVOLUTIONS, *TRANSPOSED) and inputs[0] in outside and any(halo_of(op, graph)):
             x = inputs[0]
             if x not in copies:
                 copies[x] = fresh(types, f"{x}_inside")
@@ -54,34 +57,57 @@ def copy_for_halos(graph: Graph) -> Graph:
                 ops.append(Op("reshape", (x,), (copies[x],), attrs, origin=op.origin))
             inputs = (copies[x], *inputs[1:])
         ops.append(replace(op, inputs=inputs))
-    return graph.replace(ops=tuple(ops), types=types) if copies else graph
+    return replace(plan, graph=graph.replace(ops=tuple(ops), types=types)) if copies else plan
 
 
-def lay_out(graph: Graph) -> tuple[dict[str, Buffer], frozenset[str]]:
-    """A buffer for every value of levels and every other one that stays inside, and the values of three to five axes
-    that are row-major. A halo exists only where a convolution pads; moves that move no byte alias."""
-    halos: dict[str, tuple[int, int]] = {}
-    for op in graph.ops:
-        if op.kind in (*CONVOLUTIONS, *TRANSPOSED):
-            (y, x), (wide_y, wide_x) = _halo(op, graph), halos.get(op.inputs[0], (0, 0))
-            halos[op.inputs[0]] = max(y, wide_y), max(x, wide_x)
-    rows, inside, outside = row_major(graph), _stays_inside(graph), graph.outside()
+def assign_layouts(plan: Plan) -> Plan:
+    """Give a buffer to every quantized value and every other one that stays inside; find the row-major ones.
+
+    A halo exists only where a convolution pads. Results of data movement that moves no byte become aliases.
+    """
+    graph = plan.graph
+    halos, halo_reasons = _halos(graph)
+    layouts, inside, outside = assigned_layouts(graph), _stays_inside(graph), graph.outside()
+    rows = frozenset(name for name, (is_row_major, _) in layouts.items() if is_row_major)
     buffers: dict[str, Buffer] = {}
     for name in [*graph.inputs, *(output for op in graph.ops for output in op.outputs)]:
         kind = graph.types[name]
         if name in inside or (kind.dtype is DType.U8 and kind.q is not None and name not in outside):
-            halo = halos.get(name, (0, 0))
-            buffers[name] = Buffer(name, kind.shape, kind.dtype, halo, None, name in rows)
+            buffers[name] = Buffer(name, kind.shape, kind.dtype, halos.get(name, (0, 0)), None, name in rows)
+    alias_reasons = _assign_aliases(graph, buffers)
+    plan = replace(plan, buffers=buffers, rows=rows)
+    plan = plan.because(Choice.LAYOUT, {name: layouts[name][1] for name in buffers if name in layouts})
+    plan = plan.because(Choice.HALO, {name: why for name, why in halo_reasons.items() if name in buffers})
+    return plan.because(Choice.ALIAS, alias_reasons)
+
+
+def _halos(graph: Graph) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
+    """Return the widest halo that the readers of each value need, and which reader that is."""
+    halos: dict[str, tuple[int, int]] = {}
+    reasons: dict[str, str] = {}
+    for op in graph.ops:
+        if op.kind in (*CONVOLUTIONS, *TRANSPOSED):
+            (y, x), (wide_y, wide_x) = halo_of(op, graph), halos.get(op.inputs[0], (0, 0))
+            halos[op.inputs[0]] = max(y, wide_y), max(x, wide_x)
+            if y > wide_y or x > wide_x:
+                reasons[op.inputs[0]] = f"{_shown(op)} pads with the zero point"
+    return halos, reasons
+
+
+def _assign_aliases(graph: Graph, buffers: dict[str, Buffer]) -> dict[str, str]:
+    """Make aliases of results of data movement that moves no byte, and of parts of concatenations; return why."""
+    reasons: dict[str, str] = {}
     for op in graph.ops:
         if op.kind not in MOVES or not {op.inputs[0], op.output} <= buffers.keys():
             continue
         if moves_nothing(op, buffers[op.inputs[0]], buffers[op.output]):
             source = buffers[op.inputs[0]]
             buffers[op.output] = replace(buffers[op.output], alias=source.alias or source.value)
+            reasons[op.output] = f"the {op.kind} moves no byte"
     for op in graph.ops:
         if op.kind == "cat" and op.output in buffers and buffers[op.output].spatial and op.attrs["axis"] == 1:
-            _place_parts(op, graph, buffers)
-    return buffers, rows
+            _place_parts(op, graph, buffers, reasons)
+    return reasons
 
 
 def _stays_inside(graph: Graph) -> frozenset[str]:
@@ -92,8 +118,8 @@ def _stays_inside(graph: Graph) -> frozenset[str]:
     return frozenset(name for name in made if name not in seen)
 
 
-def _place_parts(cat: Op, graph: Graph, buffers: dict[str, Buffer]) -> None:
-    """Operands that only the concatenation reads, and whose kernels leave room between pixels, are written into it."""
+def _place_parts(cat: Op, graph: Graph, buffers: dict[str, Buffer], reasons: dict[str, str]) -> None:
+    """Write operands into a concatenation that alone reads them, if their kernels leave room between pixels."""
     users, makers = graph.users(), {output: op for op in graph.ops for output in op.outputs}
     channel: Dim = 0
     for name in cat.inputs:
@@ -105,6 +131,7 @@ def _place_parts(cat: Op, graph: Graph, buffers: dict[str, Buffer]) -> None:
             return
         if alone and buffer.spatial and buffer.alias is None and _leaves_room(makers.get(name), makers):
             buffers[name] = replace(buffer, alias=cat.output, part=channel)
+            reasons[name] = "only the concatenation reads it, so its kernel writes there"
         channel += buffer.channels()
 
 
@@ -115,7 +142,7 @@ def _leaves_room(maker: Op | None, makers: Mapping[str, Op]) -> bool:
     return maker is not None and (maker.kind in (*CONVOLUTIONS, *TRANSPOSED) or "_pool" in maker.kind)
 
 
-def _halo(op: Op, graph: Graph) -> tuple[int, int]:
+def halo_of(op: Op, graph: Graph) -> tuple[int, int]:
     """Rows and columns of padding that a convolution reads; one row of lines has none above."""
     kernel = tuple(evaluate(size, {}) for size in graph.types[op.inputs[1]].shape[2:])
     if op.kind in TRANSPOSED:
@@ -126,18 +153,30 @@ def _halo(op: Op, graph: Graph) -> tuple[int, int]:
     return (reach[-2] if len(reach) > 1 else 0), reach[-1]
 
 
-def row_major(graph: Graph) -> frozenset[str]:
-    """Values of three to five axes that lie row-major: all that linear layers touch, of the rest those of other than
-    four axes, or whose second axis is free, that no image operator touches."""
-    alike, image, linear = _components(graph)
-    hinted = (_beside_rows(graph, alike, image | linear) | _free_channels(graph, alike)) - image
+def assigned_layouts(graph: Graph) -> dict[str, tuple[bool, str]]:
+    """Return whether each value of three to five axes is row-major, and why.
 
-    def lies_in_rows(name: str, kind: TensorType) -> bool:
-        group = alike.find(name)
-        apart = len(kind.shape) != 4 or not isinstance(kind.shape[1], int)  # channels that lie together are a number
-        return group in linear or group in hinted or (apart and group not in image)
+    Row-major is all that linear layers touch and, of values that no image operator touches, those of other than four
+    axes or with a free second axis.
+    """
+    groups = _components(graph)
+    near_images = _beside_rows(graph, groups.alike, groups.decided)
+    free = _free_channels(graph, groups.alike)
 
-    return frozenset(name for name, kind in graph.types.items() if _laid(kind) and lies_in_rows(name, kind))
+    def layout(kind: TensorType, group: str) -> tuple[bool, str]:
+        rank = len(kind.shape)
+        if group in groups.linear:
+            return True, f"row-major for {groups.linear[group]}"
+        if group in groups.image:
+            return False, f"channels last for {groups.image[group]}"
+        if group in near_images:
+            return True, "row-major, so that a permutation from or to images moves no byte"
+        if group in free or not isinstance(kind.shape[1], int):  # channels that are neighbours are a number
+            return True, "row-major: the number of channels is free"
+        return (True, f"row-major: {rank} axes") if rank != 4 else (False, "channels last: four axes")
+
+    laid = {name: kind for name, kind in graph.types.items() if _laid(kind)}
+    return {name: layout(kind, groups.alike.find(name)) for name, kind in laid.items()}
 
 
 def _beside_rows(graph: Graph, alike: DisjointSets, decided: set[str]) -> set[str]:
@@ -167,14 +206,14 @@ def _rows_end(op: Op) -> str | None:
 
 def separate_layouts(graph: Graph) -> tuple[Graph, int]:
     """Where a linear layer and an image operator meet, a reshape that copies between their layouts."""
-    alike, image, linear = _components(graph)
-    both = image & linear
+    groups = _components(graph)
+    both = groups.image.keys() & groups.linear.keys()
     users, types, renamed = graph.users(), dict(graph.types), dict[str, str]()
     chains = [_chain(op, users) for op in graph.ops if _wants(op, graph) == "linear"]
     cut = {
         link.outputs: link
         for chain in chains
-        if any(alike.find(name) in both for link in chain for name in (*link.inputs, *link.outputs))
+        if any(groups.alike.find(name) in both for link in chain for name in (*link.inputs, *link.outputs))
         for link in chain
     }
     ops: list[Op] = []
@@ -207,10 +246,28 @@ def _relaid(op: Op, kind: TensorType) -> bool:
     return kind.dtype is DType.U8 or op.kind == "linear_f32"
 
 
-def _components(graph: Graph) -> tuple[DisjointSets, set[str], set[str]]:
-    """Values that must lie alike; the groups that image operators touch, and those that linear layers touch."""
-    alike = DisjointSets()
-    touched: dict[str, list[str]] = {"image": [], "linear": []}
+@dataclass
+class _Groups:
+    """Values that must have one layout, as disjoint sets; which operator wants which layout for a set.
+
+    ``image``: channels last, ``linear``: row-major.
+    """
+
+    alike: DisjointSets
+    image: dict[str, str]
+    linear: dict[str, str]
+
+    @property
+    def decided(self) -> set[str]:
+        return {*self.image, *self.linear}
+
+    def wanted(self, layout: str) -> dict[str, str]:
+        return self.image if layout == "image" else self.linear
+
+
+def _components(graph: Graph) -> _Groups:
+    """Join values that must have one layout, and find what operators want for them."""
+    alike, touched = DisjointSets(), list[tuple[str, str, Op]]()
     given = {*graph.inputs, *(name for op in graph.ops if op.kind == "island" for name in op.outputs)}
     for op in graph.ops:
         read = [name for name in op.inputs if name not in graph.constants and _laid(graph.types[name])]
@@ -225,14 +282,23 @@ def _components(graph: Graph) -> tuple[DisjointSets, set[str], set[str]]:
             for name in ends[1:]:
                 alike.join(name, ends[0])
         elif wanted is not None:
-            touched[wanted] += [*read, *made]
-    image, linear = ({alike.find(name) for name in touched[wanted]} for wanted in ("image", "linear"))
+            touched += [(wanted, name, op) for name in (*read, *made)]
+    groups = _Groups(alike, {}, {})
+    for wanted, name, op in touched:
+        groups.wanted(wanted).setdefault(alike.find(name), _shown(op))
     for op in graph.ops:
-        groups = {alike.find(name) for name in (*op.inputs, *op.outputs) if _laid(graph.types[name])}
         preferred = _prefers(op) if op.kind == "loop" else None
-        image |= groups - linear if preferred == "image" else set()
-        linear |= groups - image if preferred == "linear" else set()
-    return alike, image, linear
+        if preferred is not None:
+            other = groups.wanted("linear" if preferred == "image" else "image")
+            for group in {alike.find(name) for name in (*op.inputs, *op.outputs) if _laid(graph.types[name])}:
+                if group not in other:
+                    groups.wanted(preferred).setdefault(group, f"rows of {_shown(op)}")
+    return groups
+
+
+def _shown(op: Op) -> str:
+    """Return an operator's kind and result, as reasons name it."""
+    return f"{op.kind} %{op.outputs[0]}"
 
 
 def _prefers(op: Op) -> str | None:

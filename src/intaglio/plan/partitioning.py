@@ -10,7 +10,7 @@ from intaglio.ir import DType, Graph, Op
 from intaglio.ir.loops import GATHERS, REDUCTIONS, VIEWS, body_of, space
 from intaglio.ir.verify import PRODUCTS
 from intaglio.plan.buffers import Buffer
-from intaglio.plan.loop_merging import as_loop, is_plain
+from intaglio.plan.graph_passes.loop_merging import as_loop, is_plain
 from intaglio.plan.plan_records import Partition, is_flat
 
 WIDEST_HEAD = 4096

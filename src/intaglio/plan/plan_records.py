@@ -1,9 +1,10 @@
-"""The records of a plan: partitions in steps, the lifetime of every buffer, views."""
+"""The records a plan is made of: partitions, steps, views, lifetimes of buffers, batch tiling, reasons."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import Enum
 
 from intaglio.ir import Dim, Graph, Op
 from intaglio.plan.buffers import Buffer
@@ -78,38 +79,80 @@ def is_flat(partition: Partition, graph: Graph, buffers: Mapping[str, Buffer]) -
 
 @dataclass(frozen=True)
 class Step:
-    """One entry of a program: a partition, or an island. Steps of one phase do not depend on each other."""
+    """One entry of a program: a partition, or an island or host operator that the runtime calls.
+
+    Steps of one phase do not depend on each other: threads wait for each other where a phase ends. A segment is a
+    stretch of steps without a call of the runtime in between.
+    """
 
     partition: Partition
-    phase: int
-    segment: int
+    phase: int = 0
+    segment: int = 0
+
+    @property
+    def called(self) -> bool:
+        """Whether the runtime calls back for it: a float part, or a host operator."""
+        return self.partition.anchor.kind in ("island", "host")
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Life of a buffer in phases, both ends included; ``order`` is the turn in which it gets its place."""
+class BufferLifetime:
+    """Phases from the first that writes a buffer to the last that reads it, both included.
+
+    Buffers get their offsets in the order of ``order``.
+    """
 
     value: str
     first: int
     last: int
     order: int
 
+    def overlaps(self, other: BufferLifetime) -> bool:
+        """Return whether both buffers must be in memory during one phase."""
+        return self.first <= other.last and other.first <= self.last
+
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything code generation needs besides the graph: steps in order, buffers, their lives.
+class BatchTiling:
+    """The steps of the first ``phases`` phases run on ``images`` images a thread, then on as many others, along the
+    free dimension ``batch``. Bits never depend on it."""
 
-    ``external`` values live in tensors of the caller (graph inputs and outputs, what islands read and write). ``rows``:
-    values of three to five axes that lie row-major. ``views``: what moves give that nothing is copied for.
-    """
+    batch: str
+    phases: int
+    images: int
 
-    graph: Graph
-    steps: tuple[Step, ...]
-    buffers: Mapping[str, Buffer]
-    placements: tuple[Placement, ...]
-    external: tuple[str, ...]
-    rows: frozenset[str] = frozenset()
-    views: Mapping[str, View] = field(default_factory=dict)
 
-    def segments(self) -> int:
-        return self.steps[-1].segment + 1 if self.steps else 0
+@dataclass(frozen=True)
+class CacheSizes:
+    """Bytes of one core's first and second level cache."""
+
+    l1: int = 32 << 10
+    l2: int = 1 << 20
+
+
+@dataclass(frozen=True)
+class Target:
+    """The machine a plan was scheduled for: instruction set, tallest tile by blocks of 16 channels, caches."""
+
+    isa: str
+    tallest: Mapping[int, int]
+    caches: CacheSizes
+
+
+class Choice(str, Enum):
+    """What a reason of a plan explains."""
+
+    LAYOUT = "layout"
+    HALO = "halo"
+    ALIAS = "alias"
+    VIEW = "view"
+    FUSION = "fusion"
+    BARRIER = "barrier"
+    MEMORY = "memory"
+    SCHEDULE = "schedule"
+    GUARD = "guard"
+    BATCH_TILING = "batch tiling"
+
+
+Reasons = Mapping[tuple[Choice, str], str]
+"""What was chosen for which value or partition -> why, in words."""

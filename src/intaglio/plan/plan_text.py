@@ -1,16 +1,90 @@
-"""The printer of plans."""
+"""The lines of a plan's text: what was decided about a step, a buffer, a view, and why."""
 
 from __future__ import annotations
 
-from intaglio.ir import Graph
-from intaglio.plan.plan_records import Partition
+from collections.abc import Collection, Iterator, Mapping
+
+from intaglio.ir import Dim, Graph, Schedule
+from intaglio.plan.buffers import Buffer
+from intaglio.plan.plan_records import BatchTiling, BufferLifetime, Choice, Reasons, Step, Target, View
 
 
-def partitions_text(partitions: tuple[Partition, ...], graph: Graph) -> str:
-    """Every partition's name, operators and result."""
-    lines = []
-    for index, partition in enumerate(partitions):
-        kinds = " + ".join(op.kind for op in partition.ops)
-        result = ", ".join(f"%{name}: {graph.types[name]}" for name in partition.ops[-1].outputs)
-        lines.append(f"p{index:02d} {partition.name}: {kinds} -> {result}")
-    return "\n".join(lines) + "\n"
+def target_line(target: Target | None, steps: int, segments: int) -> str:
+    """Return ``plan for avx2 (L1 32 KiB, L2 512 KiB): 5 steps, 1 segment``."""
+    caches = "" if target is None else f", L1 {target.caches.l1 >> 10} KiB, L2 {target.caches.l2 >> 10} KiB"
+    where = "any machine" if target is None else target.isa + caches
+    return f"plan for {where}: {_count(steps, 'step')}, {_count(segments, 'segment')}"
+
+
+def step_lines(
+    index: int,
+    step: Step,
+    graph: Graph,
+    schedules: Mapping[str, Schedule],
+    guarded: Collection[str],
+    reasons: Reasons,
+) -> Iterator[str]:
+    """Yield a step's operators, result and barrier group, then its schedule, then the reasons."""
+    partition = step.partition
+    kinds = " + ".join(op.kind for op in partition.ops)
+    results = partition.ops[-1].outputs
+    result = ", ".join(f"%{name}: {graph.types[name]}" for name in results)
+    yield f"p{index:02d} {partition.name}: {kinds} -> {result}; phase {step.phase}, segment {step.segment}"
+    yield from _because(Choice.FUSION, results[0], reasons)
+    yield from _because(Choice.BARRIER, results[0], reasons)
+    if results[0] in schedules:
+        found = schedules[results[0]]
+        yield f"    tile {found.tile_rows}x{16 * found.tile_columns}, chunks of {found.chunk_bytes} bytes"
+        yield from _because(Choice.SCHEDULE, results[0], reasons)
+    if results[0] in guarded:
+        yield "    accumulators are clamped before they are converted"
+        yield from _because(Choice.GUARD, results[0], reasons)
+
+
+def buffer_lines(buffer: Buffer, lifetime: BufferLifetime | None, reasons: Reasons) -> Iterator[str]:
+    """Yield where a buffer is, how large and how long, then the reasons for its layout, halo and alias."""
+    shape = ", ".join(map(str, buffer.shape))
+    halo = f", halo {buffer.halo[0]}x{buffer.halo[1]}" if any(buffer.halo) else ""
+    layout = "channels last" if buffer.spatial else "row-major"
+    if buffer.alias is not None:
+        where = f"in %{buffer.alias}" + (f" from channel {buffer.part}" if buffer.part is not None else "")
+    elif lifetime is not None:
+        where = f"{_bytes(buffer.size())} bytes, phases {lifetime.first}..{lifetime.last}, placed {lifetime.order}"
+    else:
+        where = "never in memory"
+    yield f"buffer %{buffer.value} {buffer.dtype}[{shape}] {layout}{halo}: {where}"
+    for choice in (Choice.LAYOUT, Choice.HALO, Choice.ALIAS, Choice.MEMORY):
+        yield from _because(choice, buffer.value, reasons)
+
+
+def view_lines(views: Mapping[str, View], reasons: Reasons) -> Iterator[str]:
+    """Yield every view, then every result of data movement that is copied although it could have been one."""
+    for name, view in views.items():
+        yield f"view %{name} in %{view.root} from {view.start}, strides ({', '.join(map(str, view.strides))})"
+        yield from _because(Choice.VIEW, name, reasons)
+    for (choice, name), reason in reasons.items():
+        if choice is Choice.VIEW and name not in views:
+            yield f"copy %{name}: {reason}"
+
+
+def batch_tiling_lines(tiling: BatchTiling | None, reasons: Reasons) -> Iterator[str]:
+    """Yield which steps run on sub-batches, how large these are, and why."""
+    reason = reasons.get((Choice.BATCH_TILING, ""))
+    if tiling is not None:
+        images = _count(tiling.images, "image")
+        yield f"batch tiling along {tiling.batch}: phases 0..{tiling.phases - 1} on {images} a thread: {reason}"
+    elif reason is not None:
+        yield f"no batch tiling: {reason}"
+
+
+def _because(choice: Choice, name: str, reasons: Reasons) -> Iterator[str]:
+    if (reason := reasons.get((choice, name))) is not None:
+        yield f"    {choice.value}: {reason}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _bytes(size: Dim) -> str:
+    return f"({size})" if " " in str(size) else str(size)

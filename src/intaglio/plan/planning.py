@@ -1,142 +1,143 @@
-"""Steps, phases, and the life of every buffer: the plan table that the program turns into offsets."""
+"""Plan an integer graph: a literal sequence of passes, each from plan to plan."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from intaglio.ir import DType, Graph, Op, evaluate, symbols_of
+from intaglio.ir import Graph, Op
 from intaglio.ir.moves import MOVES
 from intaglio.plan.buffers import Buffer
-from intaglio.plan.layouts import copy_for_halos, lay_out
+from intaglio.plan.execution_plan import Plan
+from intaglio.plan.layouts import assign_layouts, copy_padded_inputs
+from intaglio.plan.memory_planning import add_scratch_buffers, plan_memory
 from intaglio.plan.partitioning import fuse, join_epilogues, join_heads
-from intaglio.plan.plan_records import Partition, Placement, Plan, Step, View
-from intaglio.plan.scratch_memory import LINE, SHARERS, recurrent_lines, scratch_lines
-from intaglio.plan.views import find_views
+from intaglio.plan.plan_records import Choice, Partition, Step, View
+from intaglio.plan.plan_verifier import verify_plan
+from intaglio.plan.views import assign_views
 
-SHARES = 8
-"""Threads that sum one image together, at most."""
-FEW_CHANNELS = 192
-"""Up to here they do: of more, each thread takes some."""
+
+def partition_operators(plan: Plan) -> Plan:
+    """Put every operator in one partition: what links to the next by int32 accumulators is one kernel."""
+    return _with_partitions(plan, fuse(plan.graph))
+
+
+def fuse_heads(plan: Plan) -> Plan:
+    """Move the product of squeeze and excite into the convolution of single pixels that alone reads it."""
+    return _with_partitions(plan, join_heads(plan.partitions, plan.graph, plan.buffers))
+
+
+def fuse_epilogues(plan: Plan) -> Plan:
+    """Move a loop over single elements, or a dequantize, into the product that it alone reads."""
+    return _with_partitions(plan, join_epilogues(plan.partitions, plan.graph))
+
+
+def drop_moves_without_copies(plan: Plan) -> Plan:
+    """Drop steps that have nothing to do: their result is a view or an alias, or was written in its place."""
+    kept = [
+        partition
+        for partition in plan.partitions
+        if len(partition.ops) > 1
+        or not (_is_view(partition.ops[0], plan.views) or _is_alias(partition.ops[0], plan.buffers))
+    ]
+    return _with_partitions(plan, kept)
+
+
+def drop_head_buffers(plan: Plan) -> Plan:
+    """Drop the buffers of what heads make: it is never in memory as a whole."""
+    heads = {partition.head.output for partition in plan.partitions if partition.head is not None}
+    return replace(plan, buffers={name: buffer for name, buffer in plan.buffers.items() if name not in heads})
+
+
+def assign_phases(plan: Plan) -> Plan:
+    """Begin a phase where a step reads what the current one made, and a segment where the runtime calls back."""
+    steps: list[Step] = []
+    reasons: dict[str, str] = {}
+    phase, segment, made, previous_called = 0, 0, dict[str, str](), False
+    for partition in plan.partitions:
+        called = Step(partition).called
+        read = next((name for name in partition.reads() if plan.root(name) in made), None)
+        if steps and (called or previous_called or read is not None):
+            reasons[partition.ops[-1].outputs[0]] = "the runtime calls back" if read is None else f"reads %{read}"
+            phase, made = phase + 1, {}
+            segment += called != previous_called
+        steps.append(Step(partition, phase, segment))
+        made.update((plan.root(name), name) for name in partition.ops[-1].outputs)
+        previous_called = called
+    return replace(plan, steps=tuple(steps)).because(Choice.BARRIER, reasons)
+
+
+def list_external_values(plan: Plan) -> Plan:
+    """List values in tensors of the caller, in order of appearance: all that is no buffer, view or constant."""
+    graph = plan.graph
+    inside = {output for op in graph.ops for output in op.outputs if graph.types[output].q is not None}
+    inside -= graph.outside()
+    names = [*graph.inputs, *(output for op in graph.ops for output in op.outputs), *graph.outputs]
+    skipped = inside.union(plan.buffers, graph.constants, plan.views)
+    return replace(plan, external=tuple(dict.fromkeys(name for name in names if name not in skipped)))
+
+
+def explain_partitions(plan: Plan) -> Plan:
+    """Say of every partition of several operators what joined them."""
+    reasons = {p.ops[-1].outputs[0]: _fused_because(p) for p in plan.partitions if len(p.ops) > 1}
+    return plan.because(Choice.FUSION, reasons)
+
+
+PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
+    copy_padded_inputs,  # first: the copies get layouts and partitions too
+    assign_layouts,  # before views and heads: both ask where the elements of a buffer are
+    assign_views,  # takes buffers away, and with them the steps that would fill these
+    partition_operators,
+    fuse_heads,  # before epilogues: a head changes what a partition reads, an epilogue what it makes
+    fuse_epilogues,
+    drop_moves_without_copies,  # after fusion: a dropped step can be nobody's head or epilogue
+    drop_head_buffers,
+    explain_partitions,
+    assign_phases,  # needs the final steps, and roots of views and aliases
+    add_scratch_buffers,
+    list_external_values,  # after scratch buffers: what is no buffer is the caller's
+    plan_memory,  # last: lifetimes are in phases
+)
 
 
 def plan_graph(graph: Graph) -> Plan:
-    """Partitions in order, grouped into phases (steps of one phase do not depend on each other) and segments (native
-    stretches between islands), with buffers and the order in which they get their place. The graph of the plan has
-    the copies of `copy_for_halos` in it.
-    """
-    graph = copy_for_halos(graph)
-    buffers, rows = lay_out(graph)
-    views = find_views(graph, buffers, rows)
-    buffers = {name: _behind(buffer, buffers, views) for name, buffer in buffers.items() if name not in views}
-    partitions = join_epilogues(join_heads(fuse(graph), graph, buffers), graph)
-    partitions = [p for p in partitions if len(p.ops) > 1 or not (_is_view(p.ops[0], views) or _is_alias(p, buffers))]
-    heads = {p.head.output for p in partitions if p.head is not None}
-    buffers = {name: buffer for name, buffer in buffers.items() if name not in heads}  # never made as a whole
-    steps = _steps(partitions, buffers, views)
-    buffers = {**buffers, **_sums(partitions, graph, buffers), **_scratch(partitions, graph)}
-    external = tuple(name for name in _external(graph, buffers) if name not in views)
-    return Plan(graph, tuple(steps), buffers, _placements(steps, buffers, views), external, rows, views)
+    """Return the plan of an integer graph as far as no machine decides it, verified; `schedule_plan` does the rest."""
+    plan = Plan(graph)
+    for step in PLAN_PASSES:
+        plan = step(plan)
+    verify_plan(plan)
+    return plan
 
 
-def _behind(buffer: Buffer, buffers: Mapping[str, Buffer], views: Mapping[str, View]) -> Buffer:
-    """A buffer whose alias lies in the memory of another value now: that is its alias if it was one like it."""
-    if buffer.alias is None or buffer.alias not in views:
-        return buffer
-    root = views[buffer.alias].root
-    alike = root in buffers and root != buffer.value and buffers[root].alias == buffer.alias
-    return replace(buffer, alias=root if alike else None)
+def _with_partitions(plan: Plan, partitions: Sequence[Partition]) -> Plan:
+    return replace(plan, steps=tuple(map(Step, partitions)))
+
+
+def _fused_because(partition: Partition) -> str:
+    """Return what each operator besides the anchor is to it."""
+    parts = [f"{partition.head.kind} makes its pixels just before"] if partition.head is not None else []
+    for index, op in enumerate(partition.tail):
+        if index == 0:
+            parts.append(f"{op.kind} takes the int32 accumulators")
+        elif op is partition.table:
+            parts.append(f"{op.kind} alone reads the quantized values")
+        elif op is partition.epilogue:
+            parts.append(f"{op.kind} alone reads the tiles")
+        else:
+            parts.append(f"{op.kind} takes the accumulators")
+    return ", ".join(parts)
 
 
 def _is_view(op: Op, views: Mapping[str, View]) -> bool:
-    """Whether a move has nothing to do: its result stays where its source lies, or that was written in its place."""
+    """Return whether data movement has nothing to do: its result is a view, or its source was written there."""
     if op.kind not in MOVES:
         return False
     return op.output in views or any(name in views and views[name].root == op.output for name in op.inputs)
 
 
-def _is_alias(partition: Partition, buffers: Mapping[str, Buffer]) -> bool:
-    """Whether there is nothing to do: the result lies where its source does, or was written in its place."""
-    op = partition.ops[0]
+def _is_alias(op: Op, buffers: Mapping[str, Buffer]) -> bool:
+    """Return whether the result is where its source is, or was written in its place part by part."""
     buffer = buffers.get(op.outputs[0])
     if buffer is None or op.kind != "cat":
         return buffer is not None and buffer.alias is not None and buffer.part is None
     return not any(buffer.halo) and all(name in buffers and buffers[name].part is not None for name in op.inputs)
-
-
-def _root(name: str, buffers: Mapping[str, Buffer], views: Mapping[str, View]) -> str:
-    name = views[name].root if name in views else name
-    buffer = buffers.get(name)
-    return buffer.alias if buffer is not None and buffer.alias else name
-
-
-def _steps(partitions: list[Partition], buffers: Mapping[str, Buffer], views: Mapping[str, View]) -> list[Step]:
-    steps: list[Step] = []
-    phase, segment = 0, 0
-    made: set[str] = set()
-    previous_island = False
-    for partition in partitions:
-        island = partition.anchor.kind in ("island", "host")
-        depends = any(_root(name, buffers, views) in made for name in partition.reads())
-        if steps and (island or previous_island or depends):
-            phase, made = phase + 1, set()
-            segment += island != previous_island
-        steps.append(Step(partition, phase, segment))
-        made.update(_root(name, buffers, views) for name in partition.ops[-1].outputs)
-        previous_island = island
-    return steps
-
-
-def _sums(partitions: list[Partition], graph: Graph, buffers: Mapping[str, Buffer]) -> dict[str, Buffer]:
-    """Where threads that sum one image together leave what each of them found."""
-    found: dict[str, Buffer] = {}
-    for op in (partition.anchor for partition in partitions):
-        if op.kind in ("adaptive_avg_pool1d", "adaptive_avg_pool2d") and set(op.attrs["size"]) == {1}:
-            channels = buffers[op.inputs[0]].channels()
-            if isinstance(channels, int) and channels <= FEW_CHANNELS:
-                name = f"{op.output}.sums"
-                found[name] = Buffer(name, (SHARES, channels), DType.I32)
-    return found
-
-
-def _scratch(partitions: list[Partition], graph: Graph) -> dict[str, Buffer]:
-    """What threads need for themselves, side by side, or together."""
-    found: dict[str, Buffer] = {}
-    for partition in partitions:
-        if lines := scratch_lines(partition.anchor, graph.types):
-            name = f"{partition.output}.scratch"
-            found[name] = Buffer(name, (SHARERS, lines, LINE), DType.U8, rows=True)
-        if lines := recurrent_lines(partition.anchor, graph.types):
-            name = f"{partition.output}.scratch"
-            found[name] = Buffer(name, (1, lines, LINE), DType.U8, rows=True)
-    return found
-
-
-def _placements(steps: list[Step], buffers: Mapping[str, Buffer], views: Mapping[str, View]) -> tuple[Placement, ...]:
-    """Largest first: a big buffer placed late finds only gaps too small for it (Pisarchyk and Lee 2020)."""
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for step in steps:
-        outputs = step.partition.ops[-1].outputs
-        own = [f"{output}.{what}" for output in outputs for what in ("sums", "scratch")]
-        for name in (*outputs, *own, *step.partition.reads()):
-            root = _root(name, buffers, views)
-            if root in buffers:
-                first.setdefault(root, step.phase)
-                last[root] = step.phase
-    ordered = sorted(first, key=lambda name: (-_typical(buffers[name]), first[name], name))
-    return tuple(Placement(name, first[name], last[name], order) for order, name in enumerate(ordered))
-
-
-def _typical(buffer: Buffer) -> int:
-    size = buffer.size()
-    return evaluate(size, dict.fromkeys(symbols_of(size), 1))
-
-
-def _external(graph: Graph, buffers: Mapping[str, Buffer]) -> tuple[str, ...]:
-    """Values in tensors of the caller, in order of appearance: everything that is no buffer and no constant."""
-    inside = {output for op in graph.ops for output in op.outputs if graph.types[output].q is not None}
-    inside -= graph.outside()
-    names = [*graph.inputs, *(output for op in graph.ops for output in op.outputs), *graph.outputs]
-    skipped = inside.union(buffers, graph.constants)
-    return tuple(dict.fromkeys(name for name in names if name not in skipped))

@@ -1,7 +1,7 @@
-"""Moves that nothing is copied for: their readers, or the operator that made their source, take strides.
+"""Find data movement that needs no copy, because its readers, or the operator that made its source, take strides.
 
-A value lies as a list of factors (size, stride) along each logical axis. Reshapes regroup factors, so an axis that two
-others were joined in is no obstacle as long as a later reshape splits it again, as multi-head attention does.
+A value is in memory as a list of factors (size, stride) along each logical axis. Reshapes regroup factors, so an axis
+that two others were joined in is no obstacle as long as a later reshape splits it again, as multi-head attention does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from intaglio.ir import Dim, Graph, Op, Shape
 from intaglio.ir.dims import divide
 from intaglio.ir.moves import MOVES
 from intaglio.plan.buffers import Buffer, strides
-from intaglio.plan.plan_records import View
+from intaglio.plan.execution_plan import Plan
+from intaglio.plan.plan_records import Choice, View
 
 STRIDED = ("attention", "bmm", "loop")
 """Operators that read and write any strides along all axes but the last, whose elements are neighbours. Of the second
@@ -39,28 +40,49 @@ class _Lying:
         return View(self.root, self.start, tuple(axis[0][1] if axis else 0 for axis in self.axes))
 
 
-def find_views(graph: Graph, buffers: Mapping[str, Buffer], rows: frozenset[str]) -> dict[str, View]:
-    """Every value of a move that can stay where its source lies, and every result of an operator that takes strides
-    that can be written where a move would put it."""
+def assign_views(plan: Plan) -> Plan:
+    """Make views of results of data movement that can stay in the memory of their source, and of results of operators
+    with strides that can be written where data movement would put them. Views have no buffer."""
+    graph, buffers, rows = plan.graph, plan.buffers, plan.rows
     users = graph.users()
-    lying = _written_in_place(graph, users, buffers, rows)
-    refused: set[str] = set()
+    written, reasons = _written_in_place(graph, users, buffers, rows)
+    refused: dict[str, str] = {}
     while True:
-        found = {**lying, **_read_in_place(graph, buffers, rows, lying, refused)}
-        wrong = {name for name, at in found.items() if name not in lying and not _suits(name, at, users[name], found)}
+        found = {**written, **_read_in_place(graph, buffers, rows, written, refused)}
+        wrong = {
+            name: f"{reader} needs elements of the last axis to be neighbours"
+            for name, at in found.items()
+            if name not in written and (reader := _unsuited(name, at, users[name], found)) is not None
+        }
         if not wrong:
             break
         refused |= wrong
     for name, at in found.items():  # an alias of what is written elsewhere now
-        found[name] = replace(at, root=lying[at.root].root) if at.root in lying else at
-    return {name: at.view() or View(at.root, at.start, ()) for name, at in found.items()}
+        found[name] = replace(at, root=written[at.root].root) if at.root in written else at
+        if name not in reasons:
+            reasons[name] = f"read with strides by {', '.join(dict.fromkeys(op.kind for op in users[name]))}"
+    views = {name: at.view() or View(at.root, at.start, ()) for name, at in found.items()}
+    left = {name: _behind(buffer, buffers, views) for name, buffer in buffers.items() if name not in views}
+    refused = {name: reason for name, reason in refused.items() if left[name].alias is None}
+    return replace(plan, views=views, buffers=left).because(Choice.VIEW, {**refused, **reasons})
+
+
+def _behind(buffer: Buffer, buffers: Mapping[str, Buffer], views: Mapping[str, View]) -> Buffer:
+    """Return a buffer whose alias may have become a view: its alias is the root of that if it was one like it."""
+    if buffer.alias is None or buffer.alias not in views:
+        return buffer
+    root = views[buffer.alias].root
+    alike = root in buffers and root != buffer.value and buffers[root].alias == buffer.alias
+    return replace(buffer, alias=root if alike else None)
 
 
 def _written_in_place(
     graph: Graph, users: Mapping[str, tuple[Op, ...]], buffers: Mapping[str, Buffer], rows: frozenset[str]
-) -> dict[str, _Lying]:
+) -> tuple[dict[str, _Lying], dict[str, str]]:
+    """Return results that their operator can write where later reshapes and permutations would put them, and why."""
     found: dict[str, _Lying] = {}
-    for name in (name for op in graph.ops if op.kind in STRIDED for name in _results(op, users)):
+    reasons: dict[str, str] = {}
+    for maker, name in ((op, name) for op in graph.ops if op.kind in STRIDED for name in _results(op, users)):
         path, end = _moves_behind(name, users, graph)
         if not path or (all(op.kind in STRIDED for op in users[end]) and end not in graph.outputs):
             continue
@@ -75,7 +97,8 @@ def _written_in_place(
                 places[op.inputs[0]] = at
         if at is not None and _neighbours(at.view()):
             found.update(places)
-    return found
+            reasons |= dict.fromkeys(places, f"written where %{end} is: {maker.kind} writes any strides")
+    return found, reasons
 
 
 def _results(op: Op, users: Mapping[str, tuple[Op, ...]]) -> tuple[str, ...]:
@@ -97,8 +120,13 @@ def _moves_behind(name: str, users: Mapping[str, tuple[Op, ...]], graph: Graph) 
 
 
 def _read_in_place(
-    graph: Graph, buffers: Mapping[str, Buffer], rows: frozenset[str], written: Mapping[str, _Lying], refused: set[str]
+    graph: Graph,
+    buffers: Mapping[str, Buffer],
+    rows: frozenset[str],
+    written: Mapping[str, _Lying],
+    refused: Mapping[str, str],
 ) -> dict[str, _Lying]:
+    """Return results of data movement that can stay where their source is, were it not for their readers."""
     found: dict[str, _Lying] = {}
     own = {*written, *(at.root for at in written.values()), *refused, *graph.outputs}
     for op in graph.ops:
@@ -113,8 +141,8 @@ def _read_in_place(
     return found
 
 
-def _suits(name: str, at: _Lying, readers: Sequence[Op], found: Mapping[str, _Lying]) -> bool:
-    """Whether all that read a value take it as it lies."""
+def _unsuited(name: str, at: _Lying, readers: Sequence[Op], found: Mapping[str, _Lying]) -> str | None:
+    """Return the kind of the first reader that does not take a value where it is, or ``None``."""
     view = at.view()
 
     def takes(op: Op) -> bool:
@@ -123,7 +151,7 @@ def _suits(name: str, at: _Lying, readers: Sequence[Op], found: Mapping[str, _Ly
         anyhow = op.kind == "bmm" and op.inputs[0] != name and view is not None
         return op.kind in STRIDED and (anyhow or _neighbours(view))
 
-    return bool(readers) and all(map(takes, readers))
+    return next((op.kind for op in readers if not takes(op)), None) if readers else "nothing"
 
 
 def _neighbours(view: View | None) -> bool:

@@ -288,7 +288,7 @@ class QuantizedModel(nn.Module):
     # -- what a user asks ----------------------------------------------------------------------------------------
 
     def text(self, stage: str) -> str:
-        """What a stage made: captured, sites, reference, integer, partitions or program; what it was made by, the
+        """What a stage made: captured, sites, reference, integer, plan or program; what it was made by, the
         quantizer (a recipe) and the parameters of activations; and what corrections gained."""
         texts = self.about.texts
         if stage not in texts:

@@ -20,7 +20,7 @@ from intaglio.errors import InputError
 from intaglio.ir import Dim, Schedule, Signature, evaluate, symbol, symbols_of
 from intaglio.lower import Lowered
 from intaglio.native import machine
-from intaglio.plan import CacheSizes, Geometry, geometries, plan_graph, refinements, schedules, shapes
+from intaglio.plan import CacheSizes, Geometry, Target, analytic_schedules, geometries, plan_graph, refinements, shapes
 from intaglio.runtime import QuantizedModel
 from intaglio.signature import TORCH_DTYPES, dims_of
 from intaglio.tune.memory import Memory
@@ -61,7 +61,7 @@ def search(lowered: Lowered, isa: str, inputs: Tensors) -> dict[str, Schedule]:
     symbols = dims_of(lowered.signature, list(inputs), lowered.graph.byte_inputs())
     planned, table, threads = plan_graph(lowered.graph), ISAS[isa], torch.get_num_threads()
     caches = CacheSizes(*machine.caches()[:2])
-    layers, analytic = geometries(planned, symbols), schedules(planned, table, caches)
+    layers, analytic = geometries(planned, symbols), analytic_schedules(planned, Target(isa, table.tallest, caches))
     start = {layer: analytic[value] for value, layer in layers.items()}
     memory = Memory(isa, threads)
     known = {layer: schedule for layer in start if (schedule := memory.recall(layer)) is not None}

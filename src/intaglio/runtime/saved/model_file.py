@@ -33,7 +33,7 @@ from intaglio.runtime.saved.json_codec import (
 from intaglio.runtime.saved.signature_codec import decode_signature, encode_signature
 from intaglio.signature import bind, dims_of
 
-REBUILT = ("integer", "partitions", "program")
+REBUILT = ("integer", "plan", "program")
 """Stages whose text follows from the graph."""
 
 NUMBERS = "scales of channels"

@@ -8,9 +8,9 @@ import numpy as np
 
 from intaglio.ir import Graph, Op, TensorType, fresh
 from intaglio.ops.shape import pad_shape, unfold_depth_shape
+from intaglio.plan.graph_passes.loop_merging import merge_loops
+from intaglio.plan.graph_passes.lut_passes import loops_as_tables, near_functions
 from intaglio.plan.layouts import separate_layouts
-from intaglio.plan.loop_merging import merge_loops
-from intaglio.plan.lut_passes import loops_as_tables, near_functions
 
 
 def drop_identity(graph: Graph) -> tuple[Graph, int]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from intaglio.ir import Dim, Graph, Op, Schedule, Work, numel
 from intaglio.ir.verify import PRODUCTS
 from intaglio.ops.products.lstm_gru import RECURRENT
 from intaglio.plan.buffers import lies
-from intaglio.plan.plan_records import Partition, Plan, Step
-from intaglio.plan.schedules import TileLimits
+from intaglio.plan.execution_plan import Plan
+from intaglio.plan.plan_records import Partition, Step
 from intaglio.plan.scratch_memory import QUERIES
 
 F32_PANEL = 64
@@ -18,7 +16,7 @@ F32_BLOCK = 48
 """Rows that a thread takes at a time; ``BLOCK`` of native/linear_f32.h."""
 
 
-def work_of(step: Step, plan: Plan, schedules: Mapping[str, Schedule], isa: TileLimits) -> Work:
+def work_of(step: Step, plan: Plan) -> Work:
     """Return what a step has to do: multiply-accumulates, units that threads divide, bytes of activations."""
     partition, graph = step.partition, plan.graph
     read = [name for name in partition.reads() if name not in graph.constants]
@@ -26,11 +24,11 @@ def work_of(step: Step, plan: Plan, schedules: Mapping[str, Schedule], isa: Tile
     for kind in (graph.types[name] for name in (*read, *partition.ops[-1].outputs)):
         moved = moved + numel(kind.shape) * kind.dtype.bytes
     if partition.anchor.kind in PRODUCTS:
-        return Work(*_product(partition, graph, schedules[partition.output]), moved, step.phase, step.segment)
+        return Work(*_product(partition, graph, plan.schedules[partition.output]), moved, step.phase, step.segment)
     if partition.anchor.kind in ("attention", "bmm"):
         return Work(*_pairs(partition, graph), moved, step.phase, step.segment)
     if partition.anchor.kind in RECURRENT:
-        return Work(*_recurrent(partition.anchor, graph, isa), moved, step.phase, step.segment)
+        return Work(*_recurrent(partition.anchor, plan), moved, step.phase, step.segment)
     if partition.anchor.kind == "linear_f32":
         return Work(*_float_product(partition.anchor, graph, moved), step.phase, step.segment)
     value = partition.ops[-1].outputs[0]
@@ -38,12 +36,12 @@ def work_of(step: Step, plan: Plan, schedules: Mapping[str, Schedule], isa: Tile
     return Work(0, images * lines, moved, step.phase, step.segment)
 
 
-def _recurrent(op: Op, graph: Graph, isa: TileLimits) -> tuple[Dim, Dim]:
+def _recurrent(op: Op, plan: Plan) -> tuple[Dim, Dim]:
     """Return multiply-accumulates of an LSTM or GRU, and panels of one time step's product."""
-    shape, constants = graph.types[op.inputs[0]].shape, graph.constants
+    shape, constants, blocks = plan.graph.types[op.inputs[0]].shape, plan.graph.constants, max(plan.tallest())
     weights = [constants[name] for name in op.inputs if name in constants and constants[name].ndim == 2]
     batch = shape[0] if op.attrs["cell"] or op.attrs["batch_first"] else shape[1]
-    panels = -(-weights[0].shape[0] // (16 * max(isa.tallest)))
+    panels = -(-weights[0].shape[0] // (16 * blocks))
     return numel(shape[:-1]) * sum(weight.size for weight in weights), batch * (op.attrs["directions"] * panels)
 
 

@@ -7,13 +7,13 @@ their weights are few.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import groupby
 
 from intaglio.ir import Dim, Graph, Shape, evaluate, numel, symbol, symbols_of
 from intaglio.ir.verify import PRODUCTS
-from intaglio.plan.plan_records import Partition, Plan, Step
-from intaglio.plan.schedules import CacheSizes
+from intaglio.plan.execution_plan import Plan
+from intaglio.plan.plan_records import BatchTiling, CacheSizes, Choice, Partition, Step, Target
 
 KEEPS_IMAGES_APART = frozenset(
     {
@@ -47,22 +47,18 @@ MOST_AXES = 5
 """Of a tensor of the caller that lies anyhow: strides of the last five are known."""
 
 
-@dataclass(frozen=True)
-class Turns:
-    """Steps of the first ``phases`` phases run for ``images`` images a thread, then for as many others, along the free
-    dimension ``batch``. Bits never depend on it."""
-
-    batch: str
-    phases: int
-    images: int
+def choose_batch_tiling(plan: Plan, target: Target) -> Plan:
+    """Tile the batch over the leading phases for which that keeps most in cache, if there are some."""
+    tiling, reason = analytic_batch_tiling(plan, target.caches)
+    return replace(plan, batch_tiling=tiling).because(Choice.BATCH_TILING, {"": reason})
 
 
-def analytic_turns(plan: Plan, caches: CacheSizes) -> Turns | None:
-    """As many images as fit the second level with the activations of the largest step, at least one.
+def analytic_batch_tiling(plan: Plan, caches: CacheSizes) -> tuple[BatchTiling | None, str]:
+    """Return the tiling with as many images as fit the second-level cache, at least one, and the reason for it.
 
-    Turns keep activations in cache and read weights again: they end where the activations of one image exceed all
-    weights by most, behind a step whose activations are much of the second level. Free sizes besides the batch count
-    as 1.
+    A sub-batch keeps activations in cache and reads weights again: tiling ends where the activations of one image
+    exceed all weights by most, behind a step whose activations are much of the second-level cache. Free sizes besides
+    the batch count as 1.
     """
     batch = batch_symbol(plan.graph)
     kept = best = phases = most = largest = 0
@@ -72,7 +68,12 @@ def analytic_turns(plan: Plan, caches: CacheSizes) -> Turns | None:
         most = max(most, *activations)
         if kept > best and max(activations) > caches.l2 // 8:
             best, phases, largest = kept, steps[0].phase + 1, most
-    return Turns(batch, phases, max(1, caches.l2 // largest)) if batch and phases else None
+    if not batch:
+        return None, "no free batch"
+    if not phases:
+        return None, f"no leading step has activations above {caches.l2 // 8} bytes an image that outweigh the weights"
+    images = max(1, caches.l2 // largest)
+    return BatchTiling(batch, phases, images), f"the largest step has {largest} bytes of activations an image"
 
 
 def separable(plan: Plan) -> Iterator[list[Step]]:

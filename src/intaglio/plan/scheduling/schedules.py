@@ -12,7 +12,8 @@ from typing import Protocol
 
 from intaglio.ir import Schedule, evaluate, symbols_of
 from intaglio.ir.verify import PRODUCTS
-from intaglio.plan.plan_records import Partition, Plan, is_flat
+from intaglio.plan.execution_plan import Plan
+from intaglio.plan.plan_records import CacheSizes, Choice, Partition, Target, is_flat
 
 GENERATOR = 1
 """Raised when kernels or the loops around them change so much that schedules timed before say nothing."""
@@ -44,21 +45,28 @@ class TileLimits(Protocol):
     def tallest(self) -> Mapping[int, int]: ...
 
 
-@dataclass(frozen=True)
-class CacheSizes:
-    """Bytes of one core's first and second level."""
-
-    l1: int = 32 << 10
-    l2: int = 1 << 20
+def analytic_schedules(plan: Plan, target: Target) -> dict[str, Schedule]:
+    """Return the analytic schedule of every partition with a matrix product, by the value it makes."""
+    products = [partition for partition in plan.partitions if partition.anchor.kind in PRODUCTS]
+    return {partition.output: analytic(problem(partition, plan), target) for partition in products}
 
 
-def schedules(plan: Plan, isa: TileLimits, caches: CacheSizes) -> dict[str, Schedule]:
-    """Output value -> schedule, for every partition with a matrix product."""
-    found = {}
-    for step in plan.steps:
-        if step.partition.anchor.kind in PRODUCTS:
-            found[step.partition.ops[-1].output] = analytic(problem(step.partition, plan), isa, caches)
-    return found
+def choose_schedules(plan: Plan, target: Target, timed: Mapping[str, Schedule]) -> Plan:
+    """Take schedules that a timed search found where there are some, analytic ones elsewhere."""
+    found, reasons = analytic_schedules(plan, target), dict[str, str]()
+    for partition in plan.partitions:
+        if partition.output in timed:
+            reasons[partition.output] = "a timed search found it to be faster"
+        elif partition.output in found:
+            reasons[partition.output] = _why(problem(partition, plan), found[partition.output], target)
+    return replace(plan, schedules={**found, **timed}).because(Choice.SCHEDULE, reasons)
+
+
+def _why(layer: Problem, schedule: Schedule, target: Target) -> str:
+    fill = f"widest tile of {target.isa} that {layer.outputs_per_group} output channels fill"
+    shared = "panels of channels" if layer.pixels < schedule.split_channels_below else "pixels"
+    more = "below" if layer.pixels < schedule.split_channels_below else "from"
+    return f"{fill}; {layer.pixels} pixels an image, {more} {schedule.split_channels_below}: threads share {shared}"
 
 
 def problem(partition: Partition, plan: Plan) -> Problem:
@@ -86,7 +94,7 @@ def images(partition: Partition) -> list[str]:
     return [anchor.inputs[0], *last.outputs, *residual]
 
 
-def analytic(layer: Problem, isa: TileLimits, caches: CacheSizes) -> Schedule:
+def analytic(layer: Problem, target: Target) -> Schedule:
     """Widest tile the outputs fill; half the second level for input activations that all panels pass over.
 
     Threads share panels instead of pixels when the weights are larger than the activations: each then reads only its
@@ -94,14 +102,14 @@ def analytic(layer: Problem, isa: TileLimits, caches: CacheSizes) -> Schedule:
     of every row would come from the other core (BERT-base, 128 tokens, two threads: 12.77 -> 12.29 ms).
     """
     fits = layer.outputs_per_group if layer.outputs_per_group < layer.outputs else layer.outputs
-    blocks = min(max(isa.tallest), max(1, -(-fits // 16)))
+    blocks = min(max(target.tallest), max(1, -(-fits // 16)))
     while blocks > 1 and fits < layer.outputs and fits % (16 * blocks):
         blocks -= 1
     return Schedule(
-        tile_rows=isa.tallest[blocks],
+        tile_rows=target.tallest[blocks],
         tile_columns=blocks,
         split_channels_below=min(layer.outputs, MANY_ROWS) if layer.floats else layer.outputs,
-        chunk_bytes=caches.l2 // 2,
+        chunk_bytes=target.caches.l2 // 2,
     )
 
 

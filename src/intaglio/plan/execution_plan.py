@@ -1,0 +1,83 @@
+"""`Plan`: how an integer graph will be executed, every decision of it and the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from intaglio.ir import Graph, Schedule
+from intaglio.plan.buffers import Buffer
+from intaglio.plan.plan_records import (
+    BatchTiling,
+    BufferLifetime,
+    Choice,
+    Partition,
+    Reasons,
+    Step,
+    Target,
+    View,
+)
+from intaglio.plan.plan_text import batch_tiling_lines, buffer_lines, step_lines, target_line, view_lines
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything code generation needs: steps in order, buffers and their lifetimes, views, schedules.
+
+    `plan_graph` fills all that no machine decides, `schedule_plan` the rest: ``target``, ``schedules`` by the value a
+    partition makes, ``batch_tiling``, and ``guarded``: partitions, by the same value, whose accumulators may leave the
+    range that converts to int32. ``external`` values are in tensors of the caller: graph inputs and outputs, what
+    islands read and write. ``rows``: values of three to five axes that are row-major. ``views``: results of data
+    movement for which nothing is copied.
+    """
+
+    graph: Graph
+    steps: tuple[Step, ...] = ()
+    buffers: Mapping[str, Buffer] = field(default_factory=dict)
+    lifetimes: tuple[BufferLifetime, ...] = ()
+    external: tuple[str, ...] = ()
+    rows: frozenset[str] = frozenset()
+    views: Mapping[str, View] = field(default_factory=dict)
+    reasons: Reasons = field(default_factory=dict)
+    target: Target | None = None
+    schedules: Mapping[str, Schedule] = field(default_factory=dict)
+    batch_tiling: BatchTiling | None = None
+    guarded: frozenset[str] = frozenset()
+
+    @property
+    def partitions(self) -> tuple[Partition, ...]:
+        """Partitions in execution order."""
+        return tuple(step.partition for step in self.steps)
+
+    def segments(self) -> int:
+        """Return the number of stretches of steps between calls of the runtime."""
+        return self.steps[-1].segment + 1 if self.steps else 0
+
+    def root(self, name: str) -> str:
+        """Return the value in whose memory ``name`` is: itself, unless it is a view or an alias."""
+        name = self.views[name].root if name in self.views else name
+        buffer = self.buffers.get(name)
+        return buffer.alias if buffer is not None and buffer.alias else name
+
+    def tallest(self) -> Mapping[int, int]:
+        """Return the tallest tile of the target by its blocks of 16 channels."""
+        if self.target is None:
+            raise ValueError("this plan is for no machine yet: schedule_plan(plan, ...)")
+        return self.target.tallest
+
+    def because(self, choice: Choice, reasons: Mapping[str, str]) -> Plan:
+        """Return the plan with reasons for one kind of choice, by value or partition."""
+        return replace(self, reasons={**self.reasons, **{(choice, name): why for name, why in reasons.items()}})
+
+    def text(self) -> str:
+        """Return partitions, layouts, views, memory, schedules and batch tiling, with the reason of each choice."""
+        lines = [target_line(self.target, len(self.steps), self.segments())]
+        for index, step in enumerate(self.steps):
+            lines += step_lines(index, step, self.graph, self.schedules, self.guarded, self.reasons)
+        lifetimes = {lifetime.value: lifetime for lifetime in self.lifetimes}
+        for name, buffer in self.buffers.items():
+            lines += buffer_lines(buffer, lifetimes.get(name), self.reasons)
+        lines += view_lines(self.views, self.reasons)
+        lines += [f"external {', '.join(f'%{name}' for name in self.external)}"] * bool(self.external)
+        lines += batch_tiling_lines(self.batch_tiling, self.reasons)
+        return "\n".join(lines) + "\n"

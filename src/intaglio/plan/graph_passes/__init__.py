@@ -1,0 +1,1 @@
+"""Passes over the integer graph that `lower` runs last: they prepare it for planning."""

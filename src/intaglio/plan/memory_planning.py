@@ -1,0 +1,67 @@
+"""Plan memory: scratch buffers, the lifetime of every buffer, and the order in which buffers get their offsets.
+
+The program assigns offsets when it runs, because sizes may be free: first fit, in that order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from intaglio.ir import DType, evaluate, symbols_of
+from intaglio.plan.buffers import Buffer
+from intaglio.plan.execution_plan import Plan
+from intaglio.plan.plan_records import BufferLifetime, Choice
+from intaglio.plan.scratch_memory import LINE, SHARERS, recurrent_lines, scratch_lines
+
+SHARES = 8
+"""Threads that sum one image together, at most."""
+FEW_CHANNELS = 192
+"""Up to so many channels, threads sum one image together; of more, each thread takes some."""
+
+
+def add_scratch_buffers(plan: Plan) -> Plan:
+    """Add buffers that steps need while they run: partial sums of pools, packed operands and scores of threads."""
+    found: dict[str, Buffer] = {}
+    reasons: dict[str, str] = {}
+    for partition in plan.partitions:
+        op = partition.anchor
+        if op.kind in ("adaptive_avg_pool1d", "adaptive_avg_pool2d") and set(op.attrs["size"]) == {1}:
+            channels = plan.buffers[op.inputs[0]].channels()
+            if isinstance(channels, int) and channels <= FEW_CHANNELS:
+                name = f"{op.output}.sums"
+                found[name] = Buffer(name, (SHARES, channels), DType.I32)
+                reasons[name] = f"{SHARES} threads sum one image of {channels} channels together"
+        name = f"{partition.output}.scratch"
+        if lines := scratch_lines(op, plan.graph.types):
+            found[name] = Buffer(name, (SHARERS, lines, LINE), DType.U8, rows=True)
+            reasons[name] = f"each thread packs its operands of the {op.kind}"
+        if lines := recurrent_lines(op, plan.graph.types):
+            found[name] = Buffer(name, (1, lines, LINE), DType.U8, rows=True)
+            reasons[name] = f"gates and states of the {op.kind}, shared by threads"
+    return replace(plan, buffers={**plan.buffers, **found}).because(Choice.MEMORY, reasons)
+
+
+def plan_memory(plan: Plan) -> Plan:
+    """Find the lifetime of every buffer, in phases, and place the largest buffers first.
+
+    A big buffer placed late finds only gaps that are too small for it (Pisarchyk and Lee 2020).
+    """
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for step in plan.steps:
+        outputs = step.partition.ops[-1].outputs
+        scratch = [f"{output}.{what}" for output in outputs for what in ("sums", "scratch")]
+        for name in (*outputs, *scratch, *step.partition.reads()):
+            root = plan.root(name)
+            if root in plan.buffers:
+                first.setdefault(root, step.phase)
+                last[root] = step.phase
+    ordered = sorted(first, key=lambda name: (-_typical_bytes(plan.buffers[name]), first[name], name))
+    lifetimes = (BufferLifetime(name, first[name], last[name], order) for order, name in enumerate(ordered))
+    return replace(plan, lifetimes=tuple(lifetimes))
+
+
+def _typical_bytes(buffer: Buffer) -> int:
+    """Return the size of a buffer with 1 for every free dimension."""
+    size = buffer.size()
+    return evaluate(size, dict.fromkeys(symbols_of(size), 1))

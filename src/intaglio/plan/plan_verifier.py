@@ -1,0 +1,182 @@
+"""Verify a plan: operators, order of steps, memory, views, halos. It runs after planning; it trusts no pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from intaglio.ir import Op, VerifyError, evaluate, symbols_of
+from intaglio.ir.moves import MOVES
+from intaglio.plan.execution_plan import Plan
+from intaglio.plan.layouts import CONVOLUTIONS, TRANSPOSED, halo_of
+from intaglio.plan.plan_records import Step
+from intaglio.plan.views import STRIDED
+
+
+def verify_plan(plan: Plan) -> None:
+    """Raise `VerifyError` with all that is wrong with a plan."""
+    found = [problem for check in CHECKS for problem in check(plan)]
+    if found:
+        raise VerifyError("; ".join(found))
+
+
+def operators_once(plan: Plan) -> Iterator[str]:
+    """Yield operators that no partition has, or several; only data movement without a copy needs none."""
+    count: dict[tuple[str, ...], int] = {}
+    for partition in plan.partitions:
+        for op in partition.ops:
+            count[op.outputs] = count.get(op.outputs, 0) + 1
+    for op in plan.graph.ops:
+        times = count.pop(op.outputs, 0)
+        if times > 1:
+            yield f"%{op.outputs[0]}: {times} partitions compute it"
+        elif times == 0 and not _needs_no_step(op, plan):
+            yield f"%{op.outputs[0]}: no partition computes it"
+    yield from (f"%{outputs[0]}: a partition computes it, but the graph does not" for outputs in count)
+
+
+def written_before_read(plan: Plan) -> Iterator[str]:
+    """Yield values that a step reads before an earlier phase has written them."""
+    phase_of = {name: step.phase for step in plan.steps for op in step.partition.ops for name in op.outputs}
+    dropped = {op.output: op for op in plan.graph.ops if not phase_of.keys() & {*op.outputs}}
+    position = {id(step): index for index, step in enumerate(plan.steps)}
+    made_at = {name: position[id(step)] for step in plan.steps for op in step.partition.ops for name in op.outputs}
+    for step in plan.steps:
+        for name in step.partition.reads():
+            for source in _sources(name, dropped):
+                if source not in phase_of:
+                    if source not in plan.graph.inputs and source not in plan.graph.constants:
+                        yield f"%{source}: {step.partition.name} reads it, but no step writes it"
+                elif phase_of[source] >= step.phase or made_at[source] >= position[id(step)]:
+                    yield f"%{source}: {step.partition.name} reads it before its phase {phase_of[source]} is over"
+
+
+def phases_in_order(plan: Plan) -> Iterator[str]:
+    """Yield steps whose phase or segment is lower than that of the step in front of them."""
+    for before, step in pairwise(plan.steps):
+        if step.phase < before.phase or step.segment < before.segment:
+            yield f"{step.partition.name}: phase {step.phase} comes after phase {before.phase}"
+
+
+def lifetimes_cover_uses(plan: Plan) -> Iterator[str]:
+    """Yield buffers that are written or read in a phase in which others may have their memory."""
+    lifetimes = {lifetime.value: lifetime for lifetime in plan.lifetimes}
+    if len(lifetimes) < len(plan.lifetimes) or len({one.order for one in plan.lifetimes}) < len(plan.lifetimes):
+        yield "a buffer is placed twice"
+    for step in plan.steps:
+        for name in dict.fromkeys(map(plan.root, _touched(step, plan))):
+            lifetime = lifetimes.get(name)
+            if name not in plan.buffers:
+                continue
+            if lifetime is None:
+                yield f"%{name}: {step.partition.name} uses it, but it has no place in memory"
+            elif not lifetime.first <= step.phase <= lifetime.last:
+                yield (
+                    f"%{name}: {step.partition.name} uses it in phase {step.phase}, "
+                    f"but it lives from {lifetime.first} to {lifetime.last}"
+                )
+
+
+def one_writer(plan: Plan) -> Iterator[str]:
+    """Yield buffers that a second step overwrites; operands of a concatenation write channels of their own."""
+    writers: dict[str, list[str]] = {}
+    for step in plan.steps:
+        for name in step.partition.ops[-1].outputs:
+            writers.setdefault(plan.root(name), []).append(name)
+    for root, names in writers.items():
+        spans = []
+        for name in names:
+            buffer = plan.buffers.get(name)
+            if buffer is None or buffer.part is None:
+                spans += [] if _fills_the_rest(name, root, plan) else [(name, 0, 1 << 62)]
+            else:
+                channels = buffer.channels()
+                spans.append(
+                    (name, buffer.part, buffer.part + evaluate(channels, dict.fromkeys(symbols_of(channels), 1)))
+                )
+        spans.sort(key=lambda span: span[1])
+        for (first, _, end), (second, begin, _) in pairwise(spans):
+            if begin < end:
+                yield f"%{root}: %{second} overwrites what %{first} wrote"
+
+
+def views_can_be_read(plan: Plan) -> Iterator[str]:
+    """Yield views without memory below them, and views that an operator without strides reads."""
+    known = {*plan.buffers, *plan.graph.constants, *plan.external}
+    for name, view in plan.views.items():
+        if view.root not in known:
+            yield f"%{name}: a view of %{view.root}, which has no memory"
+    for step in plan.steps:
+        for op in step.partition.ops:
+            for name in op.inputs:
+                if name in plan.views and op.kind not in (*STRIDED, *MOVES):
+                    yield f"%{name}: a view, but {op.kind} %{op.outputs[0]} takes no strides"
+
+
+def aliases_have_memory(plan: Plan) -> Iterator[str]:
+    """Yield aliases of what is no buffer, or an alias itself."""
+    for name, buffer in plan.buffers.items():
+        if buffer.alias is not None and (buffer.alias not in plan.buffers or plan.buffers[buffer.alias].alias):
+            yield f"%{name}: an alias of %{buffer.alias}, which has no memory of its own"
+
+
+def halos_fit(plan: Plan) -> Iterator[str]:
+    """Yield buffers whose halo is not that of their widest zero-padding reader."""
+    needed: dict[str, tuple[int, int]] = {}
+    for op in plan.graph.ops:
+        if op.kind in (*CONVOLUTIONS, *TRANSPOSED):
+            (y, x), (wide_y, wide_x) = halo_of(op, plan.graph), needed.get(op.inputs[0], (0, 0))
+            needed[op.inputs[0]] = max(y, wide_y), max(x, wide_x)
+    heads = {partition.head.output for partition in plan.partitions if partition.head is not None}
+    for name in {*needed, *plan.buffers}:
+        halo = plan.buffers[name].halo if name in plan.buffers else (0, 0)
+        if halo != needed.get(name, (0, 0)):
+            yield f"%{name}: its halo is {halo[0]}x{halo[1]}, its readers need {needed.get(name, (0, 0))}"
+        if name in heads and any(needed.get(name, (0, 0))):
+            yield f"%{name}: a head makes it pixel by pixel, but its reader pads"
+
+
+CHECKS = (
+    operators_once,
+    written_before_read,
+    phases_in_order,
+    lifetimes_cover_uses,
+    one_writer,
+    views_can_be_read,
+    aliases_have_memory,
+    halos_fit,
+)
+
+
+def _needs_no_step(op: Op, plan: Plan) -> bool:
+    """Return whether the result of data movement is where its operands are."""
+    if op.kind not in MOVES:
+        return False
+    if op.output in plan.views or any(plan.root(name) == op.output for name in op.inputs):
+        parts = (plan.buffers.get(name) for name in op.inputs) if op.kind == "cat" else ()
+        return all(part is not None and part.part is not None for part in parts)
+    buffer = plan.buffers.get(op.output)
+    return buffer is not None and buffer.alias is not None and buffer.part is None
+
+
+def _sources(name: str, dropped: dict[str, Op]) -> Iterator[str]:
+    """Yield what must be written for a value to be there, through data movement without a step."""
+    if name in dropped:
+        for source in dropped[name].inputs:
+            yield from _sources(source, dropped)
+    else:
+        yield name
+
+
+def _touched(step: Step, plan: Plan) -> list[str]:
+    """Return all a step reads and writes, with its scratch buffers."""
+    outputs = step.partition.ops[-1].outputs
+    scratch = [f"{name}.{what}" for name in outputs for what in ("sums", "scratch")]
+    return [*outputs, *(name for name in scratch if name in plan.buffers), *step.partition.reads()]
+
+
+def _fills_the_rest(name: str, root: str, plan: Plan) -> bool:
+    """Return whether it is a concatenation, which writes the operands that are not there already."""
+    return name == root and any(
+        step.partition.anchor.kind == "cat" for step in plan.steps if name == step.partition.output
+    )

@@ -1,0 +1,1 @@
+"""Decisions that depend on the machine: schedules, guards, batch tiling, and what they cost."""

@@ -1,0 +1,42 @@
+"""Prove that accumulators convert to int32 after requantization, or have them clamped first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from intaglio import numerics
+from intaglio.ir import Graph
+from intaglio.ir.verify import PRODUCTS
+from intaglio.plan.execution_plan import Plan
+from intaglio.plan.plan_records import Choice, Partition
+
+FLOAT_TAILS = ("dequantize", "activate", "dequantize_rows")
+"""Tails that take accumulators as floats: nothing is converted back by the microkernel."""
+
+
+def choose_guards(plan: Plan) -> Plan:
+    """Find the partitions whose requantized accumulators may leave the range in which float32 converts to int32."""
+    products = [partition for partition in plan.partitions if partition.anchor.kind in PRODUCTS]
+    guarded = frozenset(partition.output for partition in products if needs_guard(partition, plan.graph))
+    reason = "their bound times the largest factor may exceed the range of int32"
+    return replace(plan, guarded=guarded).because(Choice.GUARD, dict.fromkeys(guarded, reason))
+
+
+def needs_guard(partition: Partition, graph: Graph) -> bool:
+    """Return whether ``|acc * factor|`` may leave the range in which float32 converts to int32."""
+    anchor, tail = partition.anchor, partition.tail[0]
+    if tail.kind in FLOAT_TAILS:
+        return False
+    weight, bias = (graph.constants[name] for name in anchor.inputs[1:])
+    x = graph.types[anchor.inputs[0]].levels
+    factors = [np.abs(graph.constants[name].astype(np.float64)) for name in tail.inputs if name in graph.constants]
+    levels = 255 * (numerics.STEPS + 1 if tail.inputs[4:] else 1)
+    other = levels * factors[1].max(initial=0) if len(factors) > 1 else 0
+    most = np.abs(bias.astype(np.int64)).max(initial=0) + weight[:1].size * 128 * 2 * 255
+    if most * factors[0].max(initial=0) + other < numerics.CONVERTIBLE / 2:  # whatever the weights: no pass over them
+        return False
+    bound = numerics.accumulator_bound(weight, bias, x.qmin, x.qmax, x.zeros, anchor.attrs.get("groups", 1))
+    total = bound * factors[0] + (levels * factors[1] if len(factors) > 1 else 0)
+    return bool(total.max(initial=0) >= numerics.CONVERTIBLE / 2)
