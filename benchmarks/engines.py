@@ -163,7 +163,7 @@ def intaglio_onnx_file(model: nn.Module, example: Inputs, calibration: list[Inpu
     from intaglio import stages
 
     path = folder / "intaglio.onnx"
-    stages.to_onnx(intaglio_reference(model, example, calibration), path)
+    stages.compile(intaglio_reference(model, example, calibration), backend="onnx", path=path)
     return path
 
 

@@ -33,7 +33,7 @@ def engines(inputs: int, outputs: int, isa: str) -> dict[str, Callable[[torch.Te
     x, found = torch.randn(4, inputs), {"torch": layer}
     for name, allowed in DATATYPES.items():
         recipe = {"*": {"activations": "float", "weights_dtype": name}}
-        found[name] = intaglio.quantize(layer, [x], recipe=recipe, isa=isa)
+        found[name] = intaglio.quantize(layer, [x], recipe=recipe, options=intaglio.CompileOptions(isa=isa))
         if (found[name](x) - layer(x)).norm() > allowed * layer(x).norm():
             raise SystemExit(f"{name} weights, {inputs} x {outputs}: another result than the float layer's")
     return found

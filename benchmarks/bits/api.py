@@ -6,6 +6,7 @@ The script runs against two versions, whose stages may live in different modules
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 HOMES = ("intaglio.stages", "intaglio", "intaglio.patterns", "intaglio.annotation", "intaglio.calibration")
@@ -38,7 +39,12 @@ def capture(model: Any, args: tuple[Any, ...], **options: Any) -> Any:
 
 def quantize(model: Any, data: Any, **options: Any) -> Any:
     """Return the int8 model of the whole way in one call."""
-    return import_module("intaglio").quantize(model, data, **options)
+    whole = import_module("intaglio").quantize
+    known = signature(whole).parameters
+    if "quantizer" in known and any(name not in known for name in options):
+        example = {name: options.pop(name) for name in ("example_inputs",) if name in options}
+        options = {"quantizer": quantizer(options), **example}
+    return whole(model, data, **options)
 
 
 def build(stage: Any, isa: str) -> Any:
@@ -58,4 +64,9 @@ def inductor(reference: Any, args: tuple[Any, ...]) -> Any:
 
 
 def onnx(reference: Any, path: str) -> None:
-    public("to_onnx")(reference, path)
+    try:
+        write = public("to_onnx")
+    except LookupError:
+        public("compile")(reference, backend="onnx", path=path)
+    else:
+        write(reference, path)

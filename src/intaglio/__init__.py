@@ -8,6 +8,7 @@ from intaglio import config, errors
 __version__ = config.VERSION
 
 __all__ = [
+    "CompileOptions",
     "Image",
     "QuantizedModel",
     "Recipe",
@@ -24,6 +25,7 @@ __all__ = [
 if TYPE_CHECKING:
     from intaglio import eager, stages
     from intaglio.api import autotune, quantize
+    from intaglio.backends.native_backend import CompileOptions
     from intaglio.build import load
     from intaglio.quant.recipes.image import Image
     from intaglio.quant.recipes.recipe import Recipe
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from intaglio.tune.compare import compare
 else:
     MODULES = {
+        "CompileOptions": "intaglio.backends.native_backend",
         "Image": "intaglio.quant.recipes.image",
         "QuantizedModel": "intaglio.runtime",
         "Recipe": "intaglio.quant.recipes.recipe",

@@ -6,17 +6,21 @@ can be printed, kept and handed to the next stage by hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from torch import Tensor, nn
+from torch import nn
 from torch.export import ExportedProgram
 
-from intaglio import build
-from intaglio.backends import OnnxFile, to_onnx
-from intaglio.backends.images import byte_inputs
+from intaglio.backends import BACKENDS
+from intaglio.backends.c_backend import COptions
+from intaglio.backends.inductor_backend import InductorOptions
+from intaglio.backends.native_backend import CompileOptions
+from intaglio.backends.onnx_backend import OnnxOptions
+from intaglio.backends.onnx_export import OnnxFile
+from intaglio.backends.protocol import backend_named, compile_with, options_for
 from intaglio.errors import InputError
-from intaglio.ir import Schedule
 from intaglio.lower import Lowered, Requantizer, requantize
 from intaglio.quant.annotate.node_annotations import Annotator
 from intaglio.quant.annotate.regions import Annotations
@@ -33,22 +37,24 @@ from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.qdq.convert import convert as convert_prepared
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.quantizer import Quantizer
-from intaglio.runtime import Coverage, QuantizedModel, example_of
-from intaglio.signature import bind
+from intaglio.runtime import Coverage, QuantizedModel
 from intaglio.tracing import capture
-from intaglio.tracing.captured import Captured, expect
-from intaglio.tune import made_up, one_image, search
+from intaglio.tracing.captured import Captured
 
 if TYPE_CHECKING:
-    from intaglio.backends.inductor import InductorModel
+    from intaglio.backends.inductor_model import InductorModel
 
 __all__ = [
     "Annotations",
+    "COptions",
     "Captured",
+    "CompileOptions",
     "Corrections",
     "Coverage",
+    "InductorOptions",
     "Lowered",
     "OnnxFile",
+    "OnnxOptions",
     "Parameters",
     "Prepared",
     "PreparedQat",
@@ -66,11 +72,7 @@ __all__ = [
     "from_qdq",
     "prepare",
     "requantize",
-    "to_onnx",
 ]
-
-POLICIES = ("plan", "fallback")
-"""What a call of a shape that was not planned does."""
 
 
 @overload
@@ -162,107 +164,40 @@ def from_qdq(
 @overload
 def compile(
     stage: Reference | Lowered,
-    *,
     backend: Literal["native"] = "native",
+    *,
     isa: str | Iterable[str] | None = None,
     tune: Any = False,
     on_new_shape: str = "plan",
     float_model: nn.Module | None = None,
 ) -> QuantizedModel: ...
-
-
 @overload
-def compile(stage: Reference, *, backend: Literal["inductor"], example_inputs: Any = None) -> InductorModel: ...
-
-
+def compile(stage: Reference, backend: Literal["inductor"], *, example_inputs: Any = None) -> InductorModel: ...
+@overload
 def compile(
-    stage: Reference | Lowered,
-    *,
-    backend: str = "native",
-    isa: str | Iterable[str] | None = None,
-    tune: Any = False,
-    on_new_shape: str = "plan",
-    float_model: nn.Module | None = None,
-    example_inputs: Any = None,
-) -> QuantizedModel | InductorModel:
-    """The native program of a reference model or an integer graph; or what TorchInductor makes of a reference.
+    stage: Reference, backend: Literal["onnx"], *, path: str | Path, sums: Literal["levels", "float"] = "levels"
+) -> OnnxFile: ...
+@overload
+def compile(
+    stage: Reference | Lowered, backend: Literal["c"], *, folder: str | Path, isa: str | Iterable[str] | None = None
+) -> Path: ...
+def compile(stage: Reference | Lowered, backend: str = "native", **options: Any) -> Any:
+    """Compile a reference model or an integer graph with one of the backends.
 
-    ``isa``: instruction sets to build for, of "avx512vnni", "avx2", "portable" (default: the best of this machine).
-    The model runs the best of them that this machine runs; `QuantizedModel.save` writes them all, and
-    ``load(path, trust=True)`` picks. Raises `BuildError` when this machine runs none of them.
+    Args:
+        stage: a reference; the backends "native" and "c" take an integer graph too.
+        backend: "native", one C++ program for the whole network; "inductor", TorchInductor; "onnx", a file of standard
+            operators; "c", sources that run without Python.
+        options: the backend's: fields of `CompileOptions` for "native", `InductorOptions`, `OnnxOptions`, `COptions`.
 
-    ``tune``: look for faster schedules (tiles, how work is divided) by the clock, for as many threads as PyTorch takes
-    now: some seconds, once for every kind of layer, then they are remembered on disk. ``True`` measures with a batch
-    of one; or give the arguments of a typical call, as a tuple, a dictionary by name, or the only one. Results are the
-    same bits either way.
+    Returns:
+        A `QuantizedModel` or an `InductorModel`, which are called as the float model was; an `OnnxFile`, which says
+        what was written; or the path of the folder of C.
 
-    ``on_new_shape`` as in `quantize`; "fallback" takes ``float_model``.
-
-    ``backend="inductor"`` takes a reference and, of the other arguments, only ``example_inputs``: a typical call, as
-    for ``tune``, to compile for at once (default: a batch of one, or the first call if more than the batch is free).
+    Raises:
+        UnsupportedError: the backend has no form of an operator.
+        InputError: there is no such backend, or it has no such option.
+        BuildError: this machine runs none of the instruction sets, or the compiler fails.
     """
-    if backend == "inductor":
-        from intaglio.backends.inductor import InductorModel  # it imports TorchInductor, which takes seconds
-
-        expect(stage, Reference, "compile")
-        assert isinstance(stage, Reference)
-        _native_only(
-            isa=isa,
-            tune=tune or None,
-            on_new_shape=None if on_new_shape == "plan" else on_new_shape,
-            float_model=float_model,
-        )
-        return InductorModel(stage, _example(stage, example_inputs))
-    if backend != "native":
-        raise InputError("backend", None, f"no backend {backend!r}; there are native and inductor")
-    check_policy(on_new_shape, float_model)
-    lowered = requantize(stage) if isinstance(stage, Reference) else stage
-    expect(lowered, Lowered, "compile")
-    quantized = build.compile(lowered, isa=isa, schedules=searched_schedules(lowered, isa, tune))
-    if on_new_shape == "fallback" and float_model is not None:
-        return quantized.fall_back_to(float_model)
-    return quantized
-
-
-def check_policy(on_new_shape: str, float_model: nn.Module | None) -> None:
-    """`InputError` for a policy there is not, or that lacks the model it needs."""
-    if on_new_shape not in POLICIES:
-        raise InputError("on_new_shape", None, f"no policy {on_new_shape!r}; there are {' and '.join(POLICIES)}")
-    if on_new_shape == "fallback" and float_model is None:
-        raise InputError("on_new_shape", None, "nothing to fall back to", remedy="give float_model=")
-
-
-def _native_only(**given: Any) -> None:
-    """`InputError` for what another backend would ignore."""
-    if ignored := [name for name, value in given.items() if value is not None]:
-        raise InputError("compile", None, f"{', '.join(ignored)}: of the native backend only")
-
-
-def _example(reference: Reference, given: Any) -> Sequence[Tensor] | None:
-    """Tensors of a typical call: those given, or of a batch of one; nothing if more than the batch is free."""
-    if given is not None:
-        return example_of(reference.signature, given, byte_inputs(reference.module))
-    try:
-        return made_up(reference.signature)
-    except InputError:
-        return None
-
-
-def searched_schedules(
-    lowered: Lowered,
-    isa: str | Iterable[str] | None,
-    tune: Any,
-    example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
-) -> dict[str, Schedule] | None:
-    """What the clock says, if it is asked. ``example``: arguments of a call, of which ``tune=True`` takes one image."""
-    if tune is False:
-        return None
-    signature, bytes_too = lowered.signature, lowered.graph.byte_inputs()
-    inputs: Sequence[Tensor]
-    if tune is not True:
-        inputs = example_of(signature, tune, bytes_too)
-    elif example is None:
-        inputs = made_up(signature)
-    else:
-        inputs = one_image(signature, bind(signature, *example), bytes_too)
-    return search(lowered, build.choose(isa)[0], inputs)
+    chosen = backend_named(BACKENDS, backend)
+    return compile_with(chosen, stage, options_for(chosen, options))

@@ -12,9 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import intaglio
 from intaglio import stages
-from intaglio.backends.images import byte_inputs
-from intaglio.backends.inductor import SETTINGS, lowering
+from intaglio.backends.channel_zero_points import byte_inputs
 from intaglio.backends.inductor_graph import graph_for_inductor, graph_of_bytes, is_int8_layer
+from intaglio.backends.inductor_model import SETTINGS, lowering
 from intaglio.backends.inductor_sizes import sizes_of_inputs
 from intaglio.errors import BuildError, InputError, UnsupportedError
 from intaglio.ops.dynamic_quant import levels_of_rows
@@ -118,7 +118,7 @@ def test_errors_of_inductor_are_build_errors_and_settings_come_back():
 
 
 def test_arguments_of_the_native_backend_are_refused(residual):
-    with pytest.raises(InputError, match="isa: of the native backend only"):
+    with pytest.raises(InputError, match="isa: no option of the inductor backend; it has example_inputs"):
         stages.compile(residual[0], backend="inductor", isa="avx2")
     with pytest.raises(InputError, match="no backend 'tvm'"):
         stages.compile(residual[0], backend="tvm")

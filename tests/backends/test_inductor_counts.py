@@ -11,7 +11,7 @@ from torch._inductor import config as inductor_config
 from torch.export import Dim
 
 from intaglio import stages
-from intaglio.backends import inductor
+from intaglio.backends import inductor_model
 from support.nets import Body
 
 pytestmark = pytest.mark.slow
@@ -31,17 +31,17 @@ def lowered(model, x, monkeypatch, free=()):
 
     @contextmanager
     def lowering():
-        with torch.no_grad(), inductor_config.patch({**inductor.SETTINGS, "post_grad_custom_post_pass": stop}):
+        with torch.no_grad(), inductor_config.patch({**inductor_model.SETTINGS, "post_grad_custom_post_pass": stop}):
             yield []
 
-    monkeypatch.setattr(inductor, "lowering", lowering)
+    monkeypatch.setattr(inductor_model, "lowering", lowering)
     sizes = dict.fromkeys(free, Dim.AUTO)
     shapes = ((sizes,),) if isinstance(model, Body) else (sizes,)
     prepared = stages.prepare(stages.capture(model.eval(), x, dynamic_shapes=shapes))
     reference = stages.convert(prepared, stages.calibrate(prepared, [x]))
     counters.clear()
     with suppress(Lowered):
-        inductor.InductorModel(reference)._compiled([x], free=True)
+        inductor_model.InductorModel(reference)._compiled([x], free=True)
     assert found
     kinds = "dequant_promotion", "weight_prepack", "unary", "binary"
     counted = counters["inductor"].items()

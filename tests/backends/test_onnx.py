@@ -61,7 +61,7 @@ class Written:
 
     def __init__(self, reference: Reference, folder: Path, sums: str = "float") -> None:
         path, optimized = folder / "model.onnx", folder / "optimized.onnx"
-        self.reference, self.file = reference, stages.to_onnx(reference, path, sums=sums)
+        self.reference, self.file = reference, stages.compile(reference, backend="onnx", path=path, sums=sums)
         onnx.checker.check_model(path, full_check=True)
         self.model = onnx.load(path)
         self.plain, self.fast = session(path), session(path, optimized=optimized)
@@ -143,8 +143,8 @@ def test_rounding_in_front_of_a_sum_clips_nothing(relu, tmp_path):
     x = torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     reference = reference_of(randomize(body), x)
     exact, rounded = (tmp_path / f"{sums}.onnx" for sums in ("float", "levels"))
-    stages.to_onnx(reference, exact, sums="float")
-    stages.to_onnx(reference, rounded)
+    stages.compile(reference, backend="onnx", path=exact, sums="float")
+    stages.compile(reference, backend="onnx", path=rounded)
     assert operators(rounded)["QuantizeLinear"] == operators(exact)["QuantizeLinear"] + 1
     other, own = (reference.qparams[name].step for name in reference.qparams if "max_pool" in name)
     for gain in (0.1, 1, 4):
@@ -160,12 +160,14 @@ def test_a_sum_of_what_no_levels_are_known_of_stays_float(tmp_path):
         twice=Body(lambda m, x: (lambda y: y + y)(m.conv(x)), conv=nn.Conv2d(3, 4, 3)),
     )
     reference = reference_of(randomize(body), torch.randn(2, 3, 8, 8))
-    assert not stages.to_onnx(reference, tmp_path / "model.onnx").notes
+    assert not stages.compile(reference, backend="onnx", path=tmp_path / "model.onnx").notes
 
 
 def test_sums_are_levels_or_float(tmp_path):
     with pytest.raises(InputError, match="'int8'; there are levels and float"):
-        stages.to_onnx(reference_of(nn.Linear(8, 8), torch.randn(3, 8)), tmp_path / "model.onnx", sums="int8")
+        stages.compile(
+            reference_of(nn.Linear(8, 8), torch.randn(3, 8)), backend="onnx", path=tmp_path / "model.onnx", sums="int8"
+        )
 
 
 def test_images_are_taken_as_bytes(tmp_path):
@@ -355,7 +357,7 @@ def test_an_operator_onnx_has_not_is_refused_with_its_place(tmp_path):
 
     model = nn.Sequential(nn.Linear(8, 8), Odd(), nn.Linear(8, 8))
     with pytest.raises(UnsupportedError, match="no ONNX operators") as caught:
-        stages.to_onnx(reference_of(model, torch.randn(3, 8)), tmp_path / "model.onnx")
+        stages.compile(reference_of(model, torch.randn(3, 8)), backend="onnx", path=tmp_path / "model.onnx")
     assert caught.value.where == "1"
     assert "bessel_j0" in caught.value.operator
     assert not (tmp_path / "model.onnx").exists()
@@ -363,14 +365,14 @@ def test_an_operator_onnx_has_not_is_refused_with_its_place(tmp_path):
 
 def test_another_stage_is_refused(tmp_path):
     with pytest.raises(InputError, match="takes a Reference"):
-        stages.to_onnx(nn.Linear(2, 2), tmp_path / "model.onnx")
+        stages.compile(nn.Linear(2, 2), backend="onnx", path=tmp_path / "model.onnx")
 
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(tmp_path, monkeypatch):
     reference = reference_of(nn.Linear(8, 8), torch.randn(3, 8))
     monkeypatch.setitem(__import__("sys").modules, "onnxscript", None)
     with pytest.raises(BuildError, match=r"onnxscript[\s\S]*pip install 'intaglio\[onnx\]'"):
-        stages.to_onnx(reference, tmp_path / "model.onnx")
+        stages.compile(reference, backend="onnx", path=tmp_path / "model.onnx")
 
 
 @pytest.mark.parametrize("name", ["0.weight:scale", "3.weight:scale"])

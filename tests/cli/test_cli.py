@@ -301,7 +301,7 @@ def test_quantize_prints_coverage_and_size(run):
 
 def test_quantize_tunes_when_asked(run, monkeypatch):
     asked = []
-    monkeypatch.setattr("intaglio.stages.search", lambda lowered, isa, inputs: asked.append(isa) or {})
+    monkeypatch.setattr("intaglio.backends.native_backend.search", lambda lowered, isa, inputs: asked.append(isa) or {})
     ok(run(*QUANTIZE))
     assert not asked
     ok(run(*QUANTIZE, "--tune"))

@@ -28,8 +28,8 @@ def writer(name: str, reference: Reference, monkeypatch: pytest.MonkeyPatch):
         raise AssertionError("the work has begun")
 
     if name == "to_onnx":
-        monkeypatch.setattr(sys.modules["intaglio.backends.onnx"], "_exported", reached)
-        return lambda path: stages.to_onnx(reference, path)
+        monkeypatch.setattr(sys.modules["intaglio.backends.onnx_export"], "_exported", reached)
+        return lambda path: stages.compile(reference, backend="onnx", path=path)
     if name == "save_package":
         monkeypatch.setattr("torch.export.export", reached)
         return stages.compile(reference, backend="inductor").save_package

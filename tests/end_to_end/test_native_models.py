@@ -366,7 +366,7 @@ def test_a_program_brings_its_example_and_goes_to_other_backends(tmp_path):
     reference = stages.from_qdq(torch.export.export(nn.Sequential(given), (X,), dynamic_shapes=free))
     assert torch.equal(reference(X), stages.from_qdq(given, X)(X))
     step = [q.step for q in reference.qparams.values()][-1]
-    session = onnxruntime.InferenceSession(stages.to_onnx(reference, tmp_path / "model.onnx").path)
+    session = onnxruntime.InferenceSession(stages.compile(reference, backend="onnx", path=tmp_path / "model.onnx").path)
     (found,) = session.run(None, {session.get_inputs()[0].name: X.numpy()})
     assert np.abs(found - reference(X).numpy()).max() <= 2.01 * step
     inductor = stages.compile(reference, backend="inductor", example_inputs=X)

@@ -245,7 +245,7 @@ def test_the_whole_way_gives_callbacks_their_data():
 
     callback, model = Seen(), nets.randomize(nn.Sequential(nn.Linear(4, 4)))
     data = (torch.randn(2, 4, generator=DRAW) for _ in range(3))
-    intaglio.quantize(model, data, patterns=builtin("dense", calibration=callback))
+    intaglio.quantize(model, data, quantizer=stages.Quantizer(patterns=builtin("dense", calibration=callback)))
     assert callback.batches == 3
 
 

@@ -252,7 +252,7 @@ def test_structure_of_the_result_survives():
     )
     model = nets.randomize(body)
     model.d = nets.randomize(conv(8))
-    quantized = intaglio.quantize(model, [X], skip_first=True)
+    quantized = intaglio.quantize(model, [X], quantizer=stages.Quantizer(skip_first=True))
     got, expected = quantized(X), model(X)
     assert list(got) == ["a", "b"]
     assert got["b"][1] == 3
@@ -265,5 +265,5 @@ def test_a_model_of_one_operator_is_an_error_that_names_the_flag(flags):
     model = nets.randomize(nn.Sequential(conv()))
     before = model(X)
     with pytest.raises(UnsupportedError, match=rf"nothing in it can be quantized: .*{next(iter(flags))}"):
-        intaglio.quantize(model, [X], **flags)
+        intaglio.quantize(model, [X], quantizer=stages.Quantizer(**flags))
     assert torch.equal(model(X), before)

@@ -109,7 +109,9 @@ def test_strides_belong_to_what_was_planned_and_gradients_do_not(lowered):
 def test_sizes_the_program_has_fixed_go_to_the_float_model_and_other_types_to_nobody():
     """A model of one size, for which another would be an error."""
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
-    model = intaglio.quantize(net, [torch.randn(2, 3, 8, 8)], on_new_shape="fallback", progress=False)
+    model = intaglio.quantize(
+        net, [torch.randn(2, 3, 8, 8)], progress=False, options=intaglio.CompileOptions(on_new_shape="fallback")
+    )
     model(torch.randn(2, 3, 8, 8))
     x = torch.randn(2, 3, 9, 9)
     with torch.no_grad():

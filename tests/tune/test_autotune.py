@@ -123,7 +123,8 @@ def test_the_same_search_gives_the_same_result_twice():
 
 def test_what_a_user_leaves_in_float_stays_there():
     """Backend 4.4: a restriction is honoured."""
-    tuned = intaglio.autotune(layers(), [X], lambda m: 1.0 if "b" in in_float(m) else 0.5, skip="c")
+    leaving_c = stages.Quantizer(intaglio.Recipe.of({"c": None}))
+    tuned = intaglio.autotune(layers(), [X], lambda m: 1.0 if "b" in in_float(m) else 0.5, quantizer=leaving_c)
     assert in_float(tuned.model) == {"b", "c"}
     assert tuned.left == ("b",)
 

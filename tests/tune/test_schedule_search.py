@@ -320,8 +320,13 @@ def convolutions() -> nn.Module:
 def test_quantize_measures_one_image_of_the_first_batch(nothing_known, narrow_is_fast, monkeypatch):
     model, x = convolutions(), torch.randn(4, 3, 8, 8)
     seen = []
-    monkeypatch.setattr("intaglio.stages.search", lambda lowered, isa, inputs: seen.append((isa, *inputs)) or {})
-    plain, tuned = intaglio.quantize(model, [x]), intaglio.quantize(model, [x], tune=True)
+    monkeypatch.setattr(
+        "intaglio.backends.native_backend.search", lambda lowered, isa, inputs: seen.append((isa, *inputs)) or {}
+    )
+    plain, tuned = (
+        intaglio.quantize(model, [x]),
+        intaglio.quantize(model, [x], options=intaglio.CompileOptions(tune=True)),
+    )
     ((isa, given_x),) = seen
     assert isa == tuned.artifact.program.isa
     assert torch.equal(given_x, x[:1])
@@ -330,7 +335,10 @@ def test_quantize_measures_one_image_of_the_first_batch(nothing_known, narrow_is
 
 def test_a_tuned_model_has_the_same_bits_and_keeps_its_schedules(nothing_known, narrow_is_fast, tmp_path):
     model, x = convolutions(), torch.randn(4, 3, 8, 8)
-    plain, tuned = intaglio.quantize(model, [x]), intaglio.quantize(model, [x], tune=(x[:2],))
+    plain, tuned = (
+        intaglio.quantize(model, [x]),
+        intaglio.quantize(model, [x], options=intaglio.CompileOptions(tune=(x[:2],))),
+    )
     assert torch.equal(plain(x), tuned(x))
     differ = plain.artifact.program.source != tuned.artifact.program.source
     assert differ == bool(tuned.schedules) == (ISAS[tuned.artifact.program.isa].blocks > 1)
@@ -342,7 +350,9 @@ def test_a_tuned_model_has_the_same_bits_and_keeps_its_schedules(nothing_known, 
         assert loaded.schedules == tuned.schedules
         assert torch.equal(loaded(x), plain(x))
     state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
-    other = intaglio.quantize(nets.randomize(convolutions(), seed=5), [x], tune=(x[:2],))
+    other = intaglio.quantize(
+        nets.randomize(convolutions(), seed=5), [x], options=intaglio.CompileOptions(tune=(x[:2],))
+    )
     other.load_state_dict(state)
     assert torch.equal(other(x), plain(x))
     assert other.artifact.program.source == tuned.artifact.program.source
@@ -351,7 +361,7 @@ def test_a_tuned_model_has_the_same_bits_and_keeps_its_schedules(nothing_known, 
 def test_without_tune_nothing_remembered_is_used(nothing_known, narrow_is_fast):
     model, x = convolutions(), torch.randn(4, 3, 8, 8)
     before = intaglio.quantize(model, [x])
-    intaglio.quantize(model, [x], tune=True)
+    intaglio.quantize(model, [x], options=intaglio.CompileOptions(tune=True))
     after = intaglio.quantize(model, [x])
     assert before.artifact.program.source == after.artifact.program.source
     assert not after.schedules
@@ -361,7 +371,7 @@ def test_without_tune_nothing_remembered_is_used(nothing_known, narrow_is_fast):
 def test_what_is_no_call_is_refused_before_the_work(tune, monkeypatch):
     monkeypatch.setattr("intaglio.api.calibrate", lambda *args, **options: pytest.fail("calibrated"))
     with pytest.raises(InputError):
-        intaglio.quantize(convolutions(), [torch.randn(4, 3, 8, 8)], tune=tune)
+        intaglio.quantize(convolutions(), [torch.randn(4, 3, 8, 8)], options=intaglio.CompileOptions(tune=tune))
 
 
 def test_free_sizes_ask_for_the_arguments_of_a_call(nothing_known, narrow_is_fast):

@@ -1,5 +1,19 @@
-"""Other places a reference model can go than the native program."""
+"""Backends: what compiles a reference model or an integer graph, and one table of them.
 
-from intaglio.backends.onnx import OnnxFile, to_onnx
+A new backend is a module beside these with a class that implements `Backend`, and a row in `BACKENDS`.
+"""
 
-__all__ = ["OnnxFile", "to_onnx"]
+from intaglio.backends.c_backend import CBackend
+from intaglio.backends.inductor_backend import InductorBackend
+from intaglio.backends.native_backend import NativeBackend
+from intaglio.backends.onnx_backend import OnnxBackend
+from intaglio.backends.protocol import Backend
+
+BACKENDS: tuple[Backend, ...] = (
+    NativeBackend(),  # first: it is the default
+    InductorBackend(),
+    OnnxBackend(),
+    CBackend(),
+)
+
+__all__ = ["BACKENDS", "Backend"]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intaglio.backends.images import image_of, one_zero_point, take_bytes
+from intaglio.backends.channel_zero_points import image_of, one_zero_point, take_bytes
 from intaglio.fxgraph.graph_passes import copy_graph, drop_unused_constants
 from intaglio.fxgraph.nodes import is_constant, operator, origin
 from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS, ROW_UNITS

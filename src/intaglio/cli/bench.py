@@ -59,7 +59,8 @@ def run(
             raise typer.BadParameter("only a saved file needs it; TARGET is a float model", param_hint="--float")
         model = targets.float_model(target)
         call, batches = targets.call_and_batches(model, data, shapes)
-        quantized = intaglio.quantize(model, batches, example_inputs=call[0] if not call[1] else None, isa=isa)
+        options = intaglio.CompileOptions(isa=isa)
+        quantized = intaglio.quantize(model, batches, example_inputs=call[0] if not call[1] else None, options=options)
     if batch is not None:
         call = resized(call, batch)
     before = torch.get_num_threads()

@@ -12,6 +12,7 @@ import typer
 from rich.console import RenderableType
 
 import intaglio
+from intaglio import stages
 from intaglio.cli import targets
 from intaglio.cli.show import Result, coverage_parts, coverage_result
 from intaglio.errors import ArtifactError
@@ -41,7 +42,7 @@ class Request:
                 raise typer.BadParameter(f"there is no folder {str(path.parent)!r}", param_hint="--out")
 
     def options(self) -> dict[str, Any]:
-        """Arguments of `intaglio.quantize`, the model apart."""
+        """Return the arguments that `intaglio.quantize` and `intaglio.autotune` share, the model apart."""
         batches = targets.batches(self.data)
         inputs = targets.example(self.example) if self.example else None
         if inputs is None and callable(batches) and not isinstance(batches, Iterable):
@@ -49,18 +50,16 @@ class Request:
         return {
             "data": batches,
             "example_inputs": inputs,
-            "recipe": targets.recipe(self.recipe),
-            "skip": self.skip,
-            "only": self.only,
+            "quantizer": stages.Quantizer(targets.recipe(self.recipe).with_selection(self.skip, self.only)),
             "samples": self.samples,
-            "isa": self.isa,
         }
 
 
 def run(request: Request, tune: bool = False) -> dict[str, Any]:
     request.check()
     model, options, begin = targets.float_model(request.target), request.options(), time.perf_counter()
-    return _saved(intaglio.quantize(model, **options, tune=tune), request.out, begin)
+    compiled = intaglio.CompileOptions(isa=request.isa, tune=tune)
+    return _saved(intaglio.quantize(model, **options, options=compiled), request.out, begin)
 
 
 def run_autotune(
@@ -69,7 +68,9 @@ def run_autotune(
     request.check(recipe_out)
     model, metric = targets.float_model(request.target), targets.located(evaluate, "--evaluate")
     options, begin = request.options(), time.perf_counter()
-    tuned = intaglio.autotune(model, evaluate=metric, max_drop=max_drop, evaluations=evaluations, **options)
+    tuned = intaglio.autotune(
+        model, evaluate=metric, max_drop=max_drop, evaluations=evaluations, isa=request.isa, **options
+    )
     if recipe_out is not None:
         tuned.recipe.save(recipe_out)
     found = {

@@ -265,7 +265,9 @@ def test_another_calibration_brings_its_bytes_along(tmp_path):
 
 
 def test_the_whole_way_takes_the_flag():
-    model = intaglio.quantize(nets.randomize(Window()), [call[0] for call in CALLS[Window]], int8_buffers="rows")
+    model = intaglio.quantize(
+        nets.randomize(Window()), [call[0] for call in CALLS[Window]], quantizer=stages.Quantizer(int8_buffers="rows")
+    )
     assert model.state0.dtype == torch.uint8
 
 

@@ -248,6 +248,8 @@ def test_an_input_of_declared_images_keeps_its_parameters():
 
 def test_the_whole_way_asks_callbacks_whatever_corrections_do():
     model, callback = two_convs(), AverageMaxCalibrationCallback()
-    quantized = intaglio.quantize(model, DATA, patterns=builtin("conv2d", calibration=callback))
+    quantized = intaglio.quantize(
+        model, DATA, quantizer=stages.Quantizer(patterns=builtin("conv2d", calibration=callback))
+    )
     exact = model(DATA[0])
     assert F.mse_loss(quantized(DATA[0]), exact) < 0.003 * exact.var()

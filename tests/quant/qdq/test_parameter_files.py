@@ -261,10 +261,11 @@ def test_a_recipe_carries_its_parameters_and_quantizes_without_data(tmp_path):
     assert Recipe.load(tmp_path / "recipe.toml").with_selection(skip="fc").parameters == parameters
 
 
-def test_parameters_by_path_need_an_example_only(tmp_path):
+def test_parameters_from_a_file_need_an_example_only(tmp_path):
     reference().parameters.save(tmp_path / "parameters.json")
     made = intaglio.quantize(MODEL, [X])
-    again = intaglio.quantize(MODEL, X[:1] * 0, parameters=tmp_path / "parameters.json")
+    recipe = Recipe().with_parameters(stages.Parameters.load(tmp_path / "parameters.json"))
+    again = intaglio.quantize(MODEL, X[:1] * 0, recipe=recipe)
     assert torch.equal(again(X), made(X))
 
 

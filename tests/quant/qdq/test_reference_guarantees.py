@@ -291,7 +291,7 @@ def test_integers_are_the_levels_of_the_reference():
 
 
 def test_a_model_that_gives_integers_survives_its_file(tmp_path):
-    model = intaglio.quantize(backbone(), [X], outputs="int8")
+    model = intaglio.quantize(backbone(), [X], quantizer=stages.Quantizer(outputs="int8"))
     model.save(tmp_path / "model.intaglio")
     for again in (intaglio.load(tmp_path / "model.intaglio"), pickle.loads(pickle.dumps(model))):
         assert torch.equal(again(X).values, model(X).values)

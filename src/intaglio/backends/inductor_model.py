@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
-from intaglio.backends.images import byte_inputs
+from intaglio.backends.channel_zero_points import byte_inputs
 from intaglio.backends.inductor_graph import graph_for_inductor, graph_of_bytes
 from intaglio.backends.inductor_report import Report, report_of
 from intaglio.backends.inductor_sizes import sizes_of_inputs
@@ -37,7 +37,6 @@ from intaglio.output_paths import check_file
 from intaglio.quant.annotate.per_token import decompositions
 from intaglio.quant.qdq.convert import Reference
 from intaglio.signature import bind, dims_of, initial_state, kept_state, rebuild
-from intaglio.tracing.while_loops import SCAN_INSTEAD, refuse_loops
 
 SETTINGS = {
     "freezing": True,
@@ -66,7 +65,6 @@ class InductorModel(nn.Module):
     def __init__(self, reference: Reference, example: Sequence[torch.Tensor] | None = None) -> None:
         """``example``: tensors of a call to compile for now."""
         super().__init__()
-        refuse_loops(reference.module, "Inductor compiles no loop with a body of int8", SCAN_INSTEAD)
         self.signature, self.about = reference.signature, reference.about
         self._graphs = {frozenset[int](): graph_for_inductor(reference)}  # by which inputs are bytes
         self._byte_inputs = byte_inputs(self._graphs[frozenset()])

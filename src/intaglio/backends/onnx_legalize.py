@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.backends.images import one_zero_point, take_bytes
+from intaglio.backends.channel_zero_points import one_zero_point, take_bytes
 from intaglio.fxgraph.nodes import (
     arguments,
     call_before,
@@ -41,7 +41,7 @@ PER_CHANNEL = (
 )
 
 
-def spelled(module: fx.GraphModule) -> fx.GraphModule:
+def legalize(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of a reference's graph after `PASSES`. Nodes keep their types and origins."""
     copied = copy_graph(module)
     for rewrite in PASSES:

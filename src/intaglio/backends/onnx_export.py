@@ -1,4 +1,4 @@
-"""`to_onnx`: a reference as an ONNX file of standard operators, QuantizeLinear and DequantizeLinear among them."""
+"""Write a reference as an ONNX file of standard operators, QuantizeLinear and DequantizeLinear among them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import traceback
 from torch.utils import _pytree as pytree
 
-from intaglio.backends.spelling import spelled
-from intaglio.backends.sums import quantize_terms
-from intaglio.backends.translation import translations
+from intaglio.backends.onnx_legalize import legalize
+from intaglio.backends.onnx_ops import translations
+from intaglio.backends.ort_residual_qdq import quantize_terms
 from intaglio.errors import BuildError, InputError, UnsupportedError
 from intaglio.fxgraph.nodes import origin, tensor_type
 from intaglio.ir import Expression, Signature, evaluate, symbols_of
@@ -27,8 +27,6 @@ from intaglio.output_paths import check_file
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
 from intaglio.quant.qdq.convert import Reference
 from intaglio.signature import TORCH_DTYPES
-from intaglio.tracing.captured import expect
-from intaglio.tracing.while_loops import SCAN_INSTEAD, refuse_loops
 
 Sums = Literal["levels", "float"]
 OPSET = 21
@@ -50,27 +48,31 @@ class OnnxFile:
     notes: tuple[str, ...] = ()
 
 
-def to_onnx(reference: Reference, path: str | Path, *, sums: Sums = "levels") -> OnnxFile:
-    """Writes the reference as ONNX of opset 21: weights as integers, a quantize and a dequantize wherever it has them,
-    free dimensions by name, nodes called after the model's modules. Needs the extra ``onnx``.
+def export_onnx(reference: Reference, path: str | Path, sums: Sums) -> OnnxFile:
+    """Write the reference as ONNX of opset 21.
 
-    Inputs have the names of the model's; an input declared as `Image` takes the bytes. Outputs are called after the
-    keys of a nested result; buffers that the model changes are inputs and outputs behind all others. Tensors of more
-    than 2 GB lie beside the file, in ``<path>.data``. Raises `UnsupportedError` for an operator that ONNX has no form
-    of, and where it stands; `ArtifactError`, before all work, where no file can be written.
+    Weights are integers, a quantize and a dequantize is wherever the reference has one, free dimensions have names, and
+    nodes are called after the model's modules. Inputs have the names of the model's; an input declared as `Image` takes
+    the bytes. Outputs are called after the keys of a nested result; buffers that the model changes are inputs and
+    outputs behind all others.
 
-    sums: what a convolution hands to the sum behind it. "levels": u8 between the bounds beyond which the sum saturates
-    (`backends.sums.wanted`), without which ONNX Runtime computes that convolution in float32; it rounds once more than
-    the reference does, by half a level of the sum and half a level of its other operand at most. "float": as in the
-    reference.
+    Args:
+        reference: what is written.
+        path: the file; tensors of more than 2 GB are beside it, in ``<path>.data``.
+        sums: as in `OnnxOptions`.
+
+    Returns:
+        The names and types of inputs and outputs, and notes for the caller.
+
+    Raises:
+        UnsupportedError: ONNX has no form of an operator; it says where the operator is.
+        ArtifactError: no file can be written, which is found out before all work.
     """
-    expect(reference, Reference, "to_onnx")
-    refuse_loops(reference.module, "ONNX files of a loop with a body are not written", SCAN_INSTEAD)
     if sums not in get_args(Sums):
-        raise InputError("to_onnx", None, f"sums={sums!r}; there are {' and '.join(get_args(Sums))}")
+        raise InputError("sums", None, f"sums={sums!r}; there are {' and '.join(get_args(Sums))}")
     _require()
     check_file(path)
-    module = spelled(reference.module)
+    module = legalize(reference.module)
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     notes: list[str] = []
     if sums == "levels" and (terms := quantize_terms(module)):
@@ -98,7 +100,7 @@ def _require() -> None:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise BuildError(
-            "to_onnx",
+            "onnx backend",
             None,
             f"it needs a package that is not installed: {error.name}",
             remedy="pip install 'intaglio[onnx]'",

@@ -1,0 +1,63 @@
+"""The Inductor backend: oneDNN's int8 calls, and generated C++ around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, fx
+
+from intaglio.backends.channel_zero_points import byte_inputs
+from intaglio.errors import InputError
+from intaglio.lower import Lowered
+from intaglio.quant.qdq.convert import Reference
+from intaglio.runtime import example_of
+from intaglio.tracing.captured import expect
+from intaglio.tracing.while_loops import SCAN_INSTEAD, WhileLoop
+from intaglio.tune import made_up
+
+if TYPE_CHECKING:
+    from intaglio.backends.inductor_model import InductorModel
+
+
+@dataclass(frozen=True)
+class InductorOptions:
+    """What TorchInductor compiles for.
+
+    Args:
+        example_inputs: a typical call, as for ``tune``, to compile for at once (default: a batch of one, or the first
+            call if more than the batch is free).
+    """
+
+    example_inputs: Any = None
+
+
+class InductorBackend:
+    """Compiles a reference with TorchInductor."""
+
+    name = "inductor"
+    Options = InductorOptions
+    remedy = SCAN_INSTEAD
+
+    def supports(self, op: fx.Node) -> str | None:
+        """Refuse loops that run as long as the data says."""
+        return "Inductor compiles no loop with a body of int8" if isinstance(op.target, WhileLoop) else None
+
+    def compile(self, stage: Reference | Lowered, options: InductorOptions) -> InductorModel:
+        """Return a module whose first program is compiled, unless sizes are missing."""
+        from intaglio.backends.inductor_model import InductorModel  # it imports TorchInductor, which takes seconds
+
+        expect(stage, Reference, "compile")
+        assert isinstance(stage, Reference)
+        return InductorModel(stage, _example(stage, options.example_inputs))
+
+
+def _example(reference: Reference, given: Any) -> Sequence[Tensor] | None:
+    """Return the tensors of a typical call, given or of a batch of one; ``None`` if more than the batch is free."""
+    if given is not None:
+        return example_of(reference.signature, given, byte_inputs(reference.module))
+    try:
+        return made_up(reference.signature)
+    except InputError:
+        return None

@@ -1,0 +1,108 @@
+"""The native backend: one C++ program for the whole network, compiled here and run by a `QuantizedModel`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from intaglio import build
+from intaglio.backends.protocol import integer_graph
+from intaglio.errors import InputError
+from intaglio.ir import Schedule
+from intaglio.lower import Lowered
+from intaglio.quant.qdq.convert import Reference
+from intaglio.runtime import QuantizedModel, example_of
+from intaglio.signature import bind
+from intaglio.tune import made_up, one_image, search
+
+POLICIES = ("plan", "fallback")
+"""What a call of a shape that was not planned may do."""
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """How a program is compiled, and what it does with calls of new shapes.
+
+    Args:
+        isa: instruction sets to build for, of "avx512vnni", "avx2", "portable" (default: the best of this machine). The
+            model runs the best of them that this machine runs; `QuantizedModel.save` writes them all, and
+            ``load(path, trust=True)`` picks.
+        tune: search for faster schedules (tiles, how work is divided) by the clock, for as many threads as PyTorch
+            takes now: some seconds, once for every kind of layer, then they are remembered on disk. ``True`` measures
+            with a batch of one; or give the arguments of a typical call, as a tuple, a dictionary by name, or the only
+            one. Results are the same bits either way.
+        on_new_shape: what a call of other shapes does than were planned, by `QuantizedModel.warm` or else by the first
+            call: "plan" them, in microseconds, or "fallback" to the float model, to which the int8 model then refers.
+        float_model: the model to fall back to; `intaglio.quantize` knows it.
+
+    Raises:
+        InputError: ``on_new_shape`` is neither of the two.
+    """
+
+    isa: str | Iterable[str] | None = None
+    tune: Any = False
+    on_new_shape: str = "plan"
+    float_model: nn.Module | None = None
+
+    def __post_init__(self) -> None:
+        if self.on_new_shape not in POLICIES:
+            problem = f"no policy {self.on_new_shape!r}; there are {' and '.join(POLICIES)}"
+            raise InputError("on_new_shape", None, problem)
+        if self.isa is not None and not isinstance(self.isa, str):
+            object.__setattr__(self, "isa", tuple(self.isa))
+
+
+class NativeBackend:
+    """Compiles the integer graph; what has no kernel runs in PyTorch as an island, so every operator is supported."""
+
+    name = "native"
+    Options = CompileOptions
+    remedy = ""
+
+    def supports(self, op: fx.Node) -> str | None:
+        return None
+
+    def compile(self, stage: Reference | Lowered, options: CompileOptions) -> QuantizedModel:
+        """Return the compiled model. Raises `BuildError` when this machine runs none of the instruction sets."""
+        return compile_native(integer_graph(stage), options)
+
+
+def compile_native(lowered: Lowered, options: CompileOptions, example: Arguments | None = None) -> QuantizedModel:
+    """Compile an integer graph.
+
+    Args:
+        lowered: the integer graph.
+        options: how.
+        example: arguments of a call, of which ``tune=True`` measures the first entry of the batch.
+
+    Raises:
+        BuildError: this machine runs none of the instruction sets.
+        InputError: ``on_new_shape="fallback"`` without a float model.
+    """
+    if options.on_new_shape == "fallback" and options.float_model is None:
+        raise InputError("on_new_shape", None, "nothing to fall back to", remedy="give float_model=")
+    quantized = build.compile(lowered, isa=options.isa, schedules=searched_schedules(lowered, options, example))
+    if options.on_new_shape == "fallback" and options.float_model is not None:
+        return quantized.fall_back_to(options.float_model)
+    return quantized
+
+
+def searched_schedules(
+    lowered: Lowered, options: CompileOptions, example: Arguments | None
+) -> dict[str, Schedule] | None:
+    """Return the schedules that the clock prefers, or ``None`` where ``tune`` does not ask for a search."""
+    if options.tune is False:
+        return None
+    signature, bytes_too = lowered.signature, lowered.graph.byte_inputs()
+    inputs: Sequence[Tensor]
+    if options.tune is not True:
+        inputs = example_of(signature, options.tune, bytes_too)
+    elif example is None:
+        inputs = made_up(signature)
+    else:
+        inputs = one_image(signature, bind(signature, *example), bytes_too)
+    return search(lowered, build.choose(options.isa)[0], inputs)
