@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from intaglio.lower.integer import requantize
+from intaglio.lower.lowering import requantize
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.qdq.convert import convert

@@ -11,8 +11,9 @@ from torch.utils import _pytree as pytree
 
 from intaglio import numerics
 from intaglio.ir import DType
-from intaglio.lower.integer import _Builder, requantize
 from intaglio.lower.lowered import Lowered
+from intaglio.lower.lowering import requantize
+from intaglio.lower.node_lowering import NodeLowering
 from intaglio.lower.regions import quantized_to
 from intaglio.ops import OPS, run_op
 from intaglio.quant.calibrate.calibration_loop import calibrate
@@ -83,8 +84,7 @@ def _reference_values(reference: Reference, leaves: list[Tensor]) -> dict[str, n
     recorder = _Recorder(reference.module)
     with torch.no_grad():
         recorder.run(*leaves)
-    builder = _Builder(reference.module)  # the same names again, with the nodes they came from
-    builder.run()
+    builder = NodeLowering(reference.module).run()  # the same names again, with the nodes they came from
     found = {}
     for node, name in builder.values.items():
         kind, value = builder.types.get(name), recorder.seen[node]

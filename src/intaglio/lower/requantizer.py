@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from intaglio.lower.integer import requantize
 from intaglio.lower.lowered import Lowered
+from intaglio.lower.lowering import requantize
 from intaglio.quant.qdq.convert import Reference
 
 

@@ -16,7 +16,7 @@ from intaglio.eager.run_trace import binder_of, captures, exact_twin, float_copy
 from intaglio.errors import IntaglioError
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.lower import Lowered, requantize
-from intaglio.lower.integer import plain_name
+from intaglio.lower.graph_builder import plain_name
 from intaglio.quant.calibrate.batches import Binder, binder_for, peek
 from intaglio.quant.calibrate.prepare import Prepared, annotate, prepare, rewritten
 from intaglio.quant.qdq.convert import Reference, convert

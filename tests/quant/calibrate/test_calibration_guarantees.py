@@ -10,7 +10,7 @@ from torch import nn
 
 from intaglio import numerics, stages
 from intaglio.errors import ArtifactError, CalibrationError
-from intaglio.lower.integer import requantize
+from intaglio.lower.lowering import requantize
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import Observer, prepare
 from intaglio.quant.calibrate.ranges import Ranges

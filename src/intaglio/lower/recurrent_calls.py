@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import fx
 
 from intaglio.fxgraph.nodes import operator, origin
 from intaglio.ir import DType, Op, TensorType
+from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.ops.products.lstm_gru import result_shapes
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
-
-if TYPE_CHECKING:
-    from intaglio.lower.integer import _Builder
 
 
 def part_of_recurrent(node: fx.Node) -> bool:
@@ -21,7 +17,7 @@ def part_of_recurrent(node: fx.Node) -> bool:
     return operator(node) == RECURRENT_CALL or (source is not None and operator(source) == RECURRENT_CALL)
 
 
-def recurrent(builder: _Builder, node: fx.Node) -> None:
+def recurrent(builder: GraphBuilder, node: fx.Node) -> None:
     """Every result is a value; an item of the operator is one of them."""
     if operator(node) != RECURRENT_CALL:
         source, index = node.args
@@ -42,14 +38,14 @@ def recurrent(builder: _Builder, node: fx.Node) -> None:
         array = getattr(builder.module, constant.target).numpy()
         dtype = constant.meta["type"].dtype
         names.append(
-            builder._weight(constant, array, constant.meta["type"].q)
+            builder.add_weight(constant, array, constant.meta["type"].q)
             if dtype is DType.S8
-            else builder._constant(constant.target, array, dtype)
+            else builder.add_constant(constant.target, array, dtype)
         )
-    names += [builder._float(state) for state in states]
+    names += [builder.float_value(state) for state in states]
     shapes = result_shapes(kind, attrs, builder.types[names[0]].shape, constants[1].meta["type"].shape[1])
     outputs = tuple(
-        builder._value(f"{stem}_{part}", TensorType(shape, DType.F32))
+        builder.add_value(f"{stem}_{part}", TensorType(shape, DType.F32))
         for part, shape in zip(("y", "h", "c")[cell:], shapes, strict=False)
     )
     builder.ops.append(Op(kind, tuple(names), outputs, attrs, origin=where))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from operator import getitem
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
 from intaglio.fxgraph.integer_ranges import ARANGES
 from intaglio.fxgraph.nodes import arguments, is_constant, operator, origin, resolve, tensor_type
 from intaglio.ir import DType, Expression, Op, TensorType
+from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.ops.embedding import MODES, NO_PADDING
 from intaglio.quant.annotate.embedding_tables import BAGS, bag_refusal, table_behind
-
-if TYPE_CHECKING:
-    from intaglio.lower.integer import _Builder
 
 
 def part_of_bag(node: fx.Node) -> bool:
@@ -24,7 +22,7 @@ def part_of_bag(node: fx.Node) -> bool:
     return operator(node) in BAGS and bag_refusal(node) is None
 
 
-def embedding_bag(builder: _Builder, node: fx.Node) -> None:
+def embedding_bag(builder: GraphBuilder, node: fx.Node) -> None:
     """The operator where its result is taken, which is the only one."""
     if operator(node) in BAGS:
         builder.values[node] = ""
@@ -40,11 +38,13 @@ def embedding_bag(builder: _Builder, node: fx.Node) -> None:
     attrs |= {"weighted": weighted, "padding": _padding(bag, given)}
     where, kind = origin(bag), tensor_type(node)
     stem = where.path.replace("@", "_call") or node.name
-    builder.values[node] = builder._op("embedding_bag", names, stem, TensorType(kind.shape, DType.F32), where, **attrs)
+    builder.values[node] = builder.add_op(
+        "embedding_bag", names, stem, TensorType(kind.shape, DType.F32), where, **attrs
+    )
 
 
-def _named(builder: _Builder, node: fx.Node) -> str:
-    return builder._real_constant(node) if is_constant(node) else builder._float(node)
+def _named(builder: GraphBuilder, node: fx.Node) -> str:
+    return builder.add_parameter(node) if is_constant(node) else builder.float_value(node)
 
 
 def _padding(node: fx.Node, given: dict[str, Any]) -> int:
@@ -67,6 +67,6 @@ def range_of(node: fx.Node) -> dict[str, Any] | None:
     return {"start": start, "step": step, "size": kind.shape[0]}
 
 
-def arange(builder: _Builder, node: fx.Node, attrs: dict[str, Any]) -> None:
-    name = builder._value(node.name, tensor_type(node), node)
+def arange(builder: GraphBuilder, node: fx.Node, attrs: dict[str, Any]) -> None:
+    name = builder.add_value(node.name, tensor_type(node), node)
     builder.ops.append(Op("arange", (), (name,), attrs, origin=origin(node)))

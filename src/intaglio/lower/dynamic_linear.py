@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from torch import fx
 
 from intaglio.fxgraph.nodes import operands, operator, origin, tensor_type
 from intaglio.ir import DType, Op, TensorType
+from intaglio.lower.accumulators import weight_of
+from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.ops.dynamic_quant import row_accumulator, row_levels, scales_shape
 from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS, QUANTIZE_ROWS, rows_behind
 from intaglio.quant.annotate.regions import Chain
-
-if TYPE_CHECKING:
-    from intaglio.lower.integer import _Builder
 
 
 def part_of_rows(node: fx.Node) -> bool:
@@ -25,7 +22,7 @@ def part_of_rows(node: fx.Node) -> bool:
     )
 
 
-def quantize_rows(builder: _Builder, node: fx.Node) -> None:
+def quantize_rows(builder: GraphBuilder, node: fx.Node) -> None:
     """Levels and scales as two values; nodes between them and what computes with them are the levels."""
     if operator(node) == DEQUANTIZE_ROWS:
         builder.values[node] = builder.values[node.args[0]]
@@ -34,32 +31,32 @@ def quantize_rows(builder: _Builder, node: fx.Node) -> None:
         source, index = node.args
         builder.values[node] = builder.items[source][index]
         return
-    source, mode = builder._float(node.args[0]), node.args[1]
+    source, mode = builder.float_value(node.args[0]), node.args[1]
     shape = builder.types[source].shape
-    scales = builder._value(f"{source}_scales", TensorType(scales_shape(shape), DType.F32))
-    levels = builder._value(f"{source}_rows", TensorType(shape, DType.U8, row_levels(scales)))
+    scales = builder.add_value(f"{source}_scales", TensorType(scales_shape(shape), DType.F32))
+    levels = builder.add_value(f"{source}_rows", TensorType(shape, DType.U8, row_levels(scales)))
     builder.ops.append(Op("quantize_rows", (source,), (levels, scales), {"mode": mode}, origin=origin(node)))
     builder.items[node] = levels, scales
     builder.values[node] = levels
 
 
-def product_of_rows(builder: _Builder, region: Chain) -> None:
+def product_of_rows(builder: GraphBuilder, region: Chain) -> None:
     """A linear layer into an accumulator in units of its rows, dequantized with a bias in float."""
     node, record = region.anchor, region.record
     values = operands(node)
     x, scales = (builder.values[part] for part in rows_behind(values[0]))
-    weight, columns = builder.weight_of(region)
+    weight, columns = weight_of(builder, region)
     where, shape, outputs = origin(node), tensor_type(node).shape, builder.constants[weight].shape[0]
     stem = where.path.replace("@", "_call") or record.name
-    zeros = builder._constant(f"{stem}_start", np.zeros(outputs, np.int32), DType.I32)
-    acc = builder._op(
+    zeros = builder.add_constant(f"{stem}_start", np.zeros(outputs, np.int32), DType.I32)
+    acc = builder.add_op(
         record.name, [x, weight, zeros], f"{stem}_acc", TensorType(shape, DType.I32, row_accumulator(scales)), where
     )
     given = values[record.roles.bias]
     bias = np.zeros(outputs, np.float32) if given is None else getattr(builder.module, given.target).detach().numpy()
     names = [
-        builder._constant(f"{stem}_{label}", array, DType.F32)
+        builder.add_constant(f"{stem}_{label}", array, DType.F32)
         for label, array in (("columns", np.array(columns, np.float32)), ("bias", bias.astype(np.float32)))
     ]
     result = TensorType(shape, DType.F32)
-    builder.values[node] = builder._op("dequantize_rows", [acc, scales, *names], stem, result, where)
+    builder.values[node] = builder.add_op("dequantize_rows", [acc, scales, *names], stem, result, where)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import fx
 
 from intaglio.fxgraph.nodes import is_constant, operands, operator, origin, record_of, tensor_type
 from intaglio.ir import DType, QParams, TensorType
+from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.lower.regions import constant_of, levels_of
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL
-
-if TYPE_CHECKING:
-    from intaglio.lower.integer import _Builder
 
 WIDEN = "aten._to_copy.default"
 
@@ -38,18 +34,18 @@ def widens_stored(node: fx.Node) -> bool:
     return bool(node.users) and all(stored_weight(user) in node.all_input_nodes for user in node.users)
 
 
-def linear_f32(builder: _Builder, node: fx.Node) -> None:
+def linear_f32(builder: GraphBuilder, node: fx.Node) -> None:
     x, real, bias = operands(node)
     stored, where = stored_weight(node), origin(node)
     if tensor_type(stored).dtype is DType.F16:
-        weight = builder._real_constant(stored)
+        weight = builder.add_parameter(stored)
     else:
         low, high = real.args[4:6]
         scales = tuple(getattr(builder.module, real.args[1].target).tolist())
         levels = getattr(builder.module, stored.target).numpy()
-        weight = builder._weight(stored, levels, QParams(scales, (0,) * len(scales), low, high, 0))
-    names = [builder._real_constant(x) if is_constant(x) else builder._float(x), weight]
-    names += [] if bias is None else [builder._real_constant(bias)]
+        weight = builder.add_weight(stored, levels, QParams(scales, (0,) * len(scales), low, high, 0))
+    names = [builder.add_parameter(x) if is_constant(x) else builder.float_value(x), weight]
+    names += [] if bias is None else [builder.add_parameter(bias)]
     stem = where.path.replace("@", "_call") or node.name
     result = TensorType(tensor_type(node).shape, DType.F32)
-    builder.values[node] = builder._op("linear_f32", names, stem, result, where)
+    builder.values[node] = builder.add_op("linear_f32", names, stem, result, where)

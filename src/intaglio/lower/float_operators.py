@@ -25,6 +25,7 @@ from intaglio.fxgraph.nodes import (
 from intaglio.ir import Graph, Op, TensorType
 from intaglio.ir.moves import MOVES
 from intaglio.ir.verify import MOVED
+from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.ops import OpDef
 from intaglio.ops.loop_ops.float_ops import REAL_BY_TARGET, refusal, write_call
 from intaglio.ops.loop_ops.loop_builder import Body, RealCall
@@ -103,3 +104,31 @@ def _value(value: Any, names: Mapping[fx.Node, str]) -> Any:
     if isinstance(value, fx.Node) and value in names:
         return names[value]
     return resolve(value)
+
+
+def float_loop(builder: GraphBuilder, node: fx.Node, call: RealCall) -> None:
+    """A float operator as a loop of its own; `merge_loops` joins it with its neighbours."""
+    names: dict[fx.Node, str] = {}
+    for leaf in dict.fromkeys(tensor_nodes((node.args, node.kwargs))):
+        names[leaf] = builder.add_parameter(leaf) if leaf.op == "get_attr" else builder.float_value(leaf)
+        names |= {part: builder.add_parameter(part) for part in table_behind(leaf) or ()}
+    result = builder.add_value(node.name, tensor_type(node), node)
+    op, arrays = loop_of(node, call, names, builder.types, result)
+    for name, array in arrays.items():
+        builder.types[name], builder.constants[name] = op.body.types[name], array
+    builder.ops.append(op)
+
+
+def float_move(builder: GraphBuilder, node: fx.Node, record: OpDef, attrs: Attrs) -> None:
+    """A move of floats, integers or booleans, or of the levels of a buffer."""
+    of_levels = tensor_type(node).q is not None
+    names = [
+        builder.add_parameter(value)
+        if is_constant(value)
+        else builder.quantized_value(value)
+        if of_levels
+        else builder.float_value(value)
+        for value in operands(node)
+        if value is not None
+    ]
+    builder.values[node] = builder.add_op(record.name, names, node.name, tensor_type(node), origin(node), **attrs)

@@ -1,0 +1,118 @@
+"""Lower matrix products and what takes their accumulators: sums, functions."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import fx
+
+from intaglio import numerics
+from intaglio.fxgraph.nodes import arguments, call_of, operands, origin, record_of, tensor_type
+from intaglio.ir import DType, Origin, QParams, TensorType
+from intaglio.lower.graph_builder import GraphBuilder, flat_f32
+from intaglio.lower.regions import IntegerRegion, constant_of, levels_of
+from intaglio.ops import SUMS
+from intaglio.ops.fused_activations import bind_precise
+from intaglio.ops.products.conv import output_axis
+from intaglio.quant.annotate.regions import Chain
+from intaglio.quant.qdq.qparams import each_output, per_output
+
+
+def lower_anchor(builder: GraphBuilder, region: IntegerRegion, stem: str) -> str:
+    """A convolution or linear layer into an int32 accumulator; its weight with all outputs first."""
+    node, record = region.anchor, region.record
+    values = operands(node)
+    x, (weight, scales) = builder.values[values[0]], weight_of(builder, region)
+    unit = tuple(map(float, numerics.accumulator_scale(builder.types[x].levels.step, scales)))
+    axis = None if len(unit) == 1 else output_axis(record.name, len(tensor_type(node).shape))
+    acc_q = QParams(unit, (0,) * len(unit), -(2**31), 2**31 - 1, axis)
+    bias = constant_of(values[record.roles.bias], DType.I32)
+    outputs = builder.constants[weight].shape[0]
+    steps = np.zeros(outputs, np.int32) if bias is None else getattr(builder.module, bias.target).numpy()
+    operand_names = [x, weight, builder.add_constant(f"{stem}_bias", steps, DType.I32)]
+    attrs = record.bind(call_of(node, record))
+    result = TensorType(tensor_type(node).shape, DType.I32, acc_q)
+    return builder.add_op(record.name, operand_names, f"{stem}_acc", result, origin(node), **attrs)
+
+
+def weight_of(builder: GraphBuilder, region: Chain) -> tuple[str, tuple[float, ...]]:
+    """The constant weight of an anchor, with all outputs first, and its scales: one, or one per output."""
+    node = operands(region.anchor)[region.record.roles.weight]
+    weight = constant_of(node, DType.S8)
+    levels, scales = per_output(region, getattr(builder.module, weight.target).numpy()), builder.scales_of(node)
+    scales = scales if len(scales) == 1 else tuple(map(float, each_output(scales, len(levels))))
+    q = QParams(scales, (0,) * len(scales), -128, 127, 0 if len(scales) > 1 else None)
+    return builder.add_weight(weight, levels, q), scales
+
+
+def lower_bmm(builder: GraphBuilder, region: IntegerRegion, stem: str) -> str:
+    """Two activations into an int32 accumulator, whose unit is multiplied by the number behind it."""
+    names = [builder.values[value] for value in region.operands()]
+    unit = float(numerics.accumulator_scale(*[builder.types[name].levels.step for name in names]))
+    for node in region.nodes[1:]:
+        number = float(arguments(node)["other"])
+        unit = unit * number if record_of(node).name == "mul_number" else unit / number
+    kind = TensorType(tensor_type(region.anchor).shape, DType.I32, QParams((unit,), (0,), -(2**31), 2**31 - 1))
+    return builder.add_op("bmm", names, f"{stem}_acc", kind, origin(region.anchor))
+
+
+def lower_add(
+    builder: GraphBuilder,
+    node: fx.Node,
+    region: IntegerRegion,
+    current: str,
+    stem: str,
+    result: TensorType,
+    low: int,
+    high: int,
+) -> str:
+    """The accumulator (or the first operand) first; alpha, or the factor of each channel, goes with the second
+    operand as written."""
+    record = record_of(node)
+    attrs = {"low": low, "high": high}
+    left, right, *factor = operands(node)
+    other = right if left in region.nodes or region.record.name in SUMS else left
+    rest = [builder.rests[builder.values[other]]] if levels_of(other, DType.U16) else []
+    if factor:
+        alpha = getattr(builder.module, factor[0].target).numpy().astype(np.float64).ravel()
+        attrs |= record.bind(call_of(node, record))
+    else:
+        alpha = record.bind(call_of(node, record))["alpha"]
+    if other is right:
+        a, b = (current if left in region.nodes else builder.values[left]), builder.values[right]
+        alphas = 1.0, alpha
+    else:
+        a, b, alphas = current, builder.values[left], (alpha, 1.0)
+    scale_y, names = (region.wide or result.levels).step, []
+    for value, weight, label in zip((a, *(rest or [b])), alphas, "ab", strict=True):
+        unit = np.array(builder.types[value].levels.scales, np.float64) * weight
+        names.append(
+            builder.add_constant(f"{stem}_factor_{label}", flat_f32(numerics.multiplier(unit, scale_y)), DType.F32)
+        )
+    return builder.add_op(
+        "add", [a, b, *names, *rest], f"{stem}_add", result, origin(node), rest_qparams(region), **attrs
+    )
+
+
+def lower_activate(
+    builder: GraphBuilder, node: fx.Node, scaled: fx.Node | None, acc: str, stem: str, result: TensorType, where: Origin
+) -> str:
+    """A function of the accumulator in its own unit, perhaps times a factor per channel."""
+    record = record_of(node)
+    names = [acc, builder.add_constant(f"{stem}_unit", flat_f32(np.array(builder.types[acc].levels.scales)), DType.F32)]
+    if scaled is not None:
+        gain = getattr(builder.module, operands(scaled)[1].target).numpy()
+        names.append(builder.add_constant(f"{stem}_gain", flat_f32(gain), DType.F32))
+    attrs = bind_precise(record.name, record.bind(call_of(node, record)))
+    return builder.add_op("activate", names, stem, result, where, **attrs)
+
+
+def function_of(region: IntegerRegion) -> fx.Node | None:
+    """The function of one value behind an anchor."""
+    return next((node for node in region.nodes if record_of(node).function is not None), None)
+
+
+def rest_qparams(region: IntegerRegion) -> QParams | None:
+    """Parameters of what a region gives besides levels: what lies between them, in the steps of 16 bits."""
+    if region.wide is None:
+        return None
+    return QParams(region.wide.scale, (numerics.STEPS // 2,), 0, numerics.STEPS - 1)

@@ -1,0 +1,167 @@
+"""`GraphBuilder`: an integer graph that grows node by node of a reference graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from intaglio import numerics
+from intaglio.fxgraph.nodes import origin, tensor_type
+from intaglio.ir import DType, Graph, Op, Origin, QParams, TensorType, fresh
+from intaglio.lower.lowered import Island
+from intaglio.ops import OpDef
+
+
+class GraphBuilder:
+    """An integer graph that grows node by node of a reference graph.
+
+    Lowering functions add values, constants and operators, and leave in `values` which value a node became.
+
+    Attributes:
+        module: the reference, whose buffers hold constants.
+        types: type of every value.
+        constants: arrays of the constants among the values.
+        ops: operators in execution order.
+        inputs: names of the graph's inputs.
+        outputs: names of the graph's outputs.
+        values: node -> value that holds it: quantized behind quantize and dequantize nodes, else float.
+        items: node of several results -> their values.
+        rests: quantized value -> the value that holds what it has besides in 16 bits.
+        islands: float parts that the runtime calls, by key.
+        hosts: records of a user's own operators, by name.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.types: dict[str, TensorType] = {}
+        self.constants: dict[str, np.ndarray] = {}
+        self.ops: list[Op] = []
+        self.inputs: list[str] = []
+        self.outputs: list[str] = []
+        self.values: dict[fx.Node, str] = {}
+        self.items: dict[fx.Node, tuple[str, ...]] = {}
+        self.rests: dict[str, str] = {}
+        self.islands: dict[str, Island] = {}
+        self.hosts: dict[str, OpDef] = {}
+        self._reused: dict[str, str] = {}  # buffer of the reference -> its constant
+        self._floats: dict[str, str] = {}  # quantized value -> its dequantized value
+        self._outside: dict[str, str] = {}  # quantized value that kernels have -> as callers and islands have it
+        self._inside: dict[str, str] = {}  # the other way round
+
+    def add_value(self, stem: str, kind: TensorType, node: fx.Node | None = None) -> str:
+        """Add a value of this type under a free name and return the name; ``node`` is the node it is the value of."""
+        name = fresh({**self.types, **self.constants}, plain_name(stem))
+        self.types[name] = kind
+        if node is not None:
+            self.values[node] = name
+        return name
+
+    def add_constant(self, stem: str, array: np.ndarray, dtype: DType) -> str:
+        """Add a constant of the graph and return its name."""
+        name = self.add_value(stem, TensorType(array.shape, dtype))
+        self.constants[name] = np.asarray(array, order="C")  # ascontiguousarray would give a number an axis
+        return name
+
+    def add_parameter(self, node: fx.Node) -> str:
+        """Add a float parameter of the model, one for all that read it; return its name."""
+        stem = str(node.target)
+        if stem not in self._reused:
+            kind = tensor_type(node)
+            self._reused[stem] = self.add_constant(stem, getattr(self.module, stem).detach().numpy(), kind.dtype)
+        return self._reused[stem]
+
+    def add_weight(self, node: fx.Node, array: np.ndarray, q: QParams) -> str:
+        """Add the constant of a weight, one for all calls, packed in files as the reference's is; return its name."""
+        stem = str(node.target)
+        if stem not in self._reused:
+            self._reused[stem] = self.add_value(stem, TensorType(array.shape, DType.S8, q, tensor_type(node).packing))
+            self.constants[self._reused[stem]] = np.ascontiguousarray(array)
+        return self._reused[stem]
+
+    def add_op(
+        self,
+        kind: str,
+        inputs: Iterable[str],
+        stem: str,
+        result: TensorType,
+        where: Origin,
+        rest: QParams | None = None,
+        **attrs: Any,
+    ) -> str:
+        """Add an operator and return its first result; with ``rest`` it has another one of these parameters."""
+        output = self.add_value(stem, result)
+        outputs = [output]
+        if rest is not None:
+            self.rests[output] = self.add_value(f"{stem}_rest", TensorType(result.shape, DType.U8, rest))
+            outputs.append(self.rests[output])
+        self.ops.append(Op(kind, tuple(inputs), tuple(outputs), attrs, origin=where))
+        return output
+
+    def float_value(self, node: fx.Node) -> str:
+        """Return the float value of a node, dequantized once for all that read it."""
+        name = self.values[node]
+        kind = self.types[name]
+        if kind.dtype is not DType.U8 or kind.q is None:
+            return name
+        if name not in self._floats:
+            where = origin(node)
+            self._floats[name] = self.add_op(
+                "dequantize", [name], f"{name}_f32", TensorType(kind.shape, DType.F32), where
+            )
+        return self._floats[name]
+
+    def add_external(self, node: fx.Node) -> str:
+        """Add a value that comes from outside: an input, or a result of an island. PyTorch decides its layout."""
+        name, kind = self.add_value(node.name, tensor_type(node), node), tensor_type(node)
+        if kind is not None and kind.q is not None:
+            self._inside[name] = ""
+        return name
+
+    def quantized_value(self, node: fx.Node) -> str:
+        """Return a node's quantized value in the layout of kernels."""
+        name = self.values[node]
+        if self._inside.get(name) == "":
+            self._inside[name] = self._relayout(name, "levels", node)
+        return self._inside.get(name, name)
+
+    def external_value(self, node: fx.Node) -> str:
+        """Return a node's value for callers and islands: quantized if it is a buffer's, else float."""
+        name, kind = self.values[node], tensor_type(node)
+        if kind is None or kind.dtype is not DType.U8 or kind.q is None:
+            return self.float_value(node)
+        if name not in self._inside and name not in self._outside:
+            self._outside[name] = self._relayout(name, "bytes", node)
+        return self._outside.get(name, name)
+
+    def _relayout(self, name: str, stem: str, node: fx.Node) -> str:
+        kind = self.types[name]
+        return self.add_op("reshape", [name], f"{name}_{stem}", kind, origin(node), shape=kind.shape, relayout=True)
+
+    def requantized(self, source: str, q: QParams, where: Origin) -> str:
+        """Add a lookup table from a quantized value to the same under other parameters; return its result."""
+        old, shape = self.types[source].levels, self.types[source].shape
+        table = numerics.requantize_table(old.step, old.zero, q.step, q.zero, q.qmin, q.qmax)
+        levels = self.add_constant(f"{source}_table", table, DType.U8)
+        return self.add_op("table", [source, levels], f"{source}_again", TensorType(shape, DType.U8, q), where)
+
+    def scales_of(self, dequantize: fx.Node) -> tuple[float, ...]:
+        """Return the scales of a dequantize: one, or one per channel."""
+        scale = dequantize.args[1]
+        return tuple(getattr(self.module, scale.target).tolist()) if isinstance(scale, fx.Node) else (float(scale),)
+
+    def graph(self) -> Graph:
+        """Return the integer graph built so far."""
+        return Graph(tuple(self.inputs), tuple(self.outputs), self.types, tuple(self.ops), self.constants)
+
+
+def plain_name(stem: str) -> str:
+    """Return a name of the integer graph for a node or constant of the reference."""
+    return "".join(c if c.isalnum() else "_" for c in stem).strip("_") or "v"
+
+
+def flat_f32(values: np.ndarray) -> np.ndarray:
+    """Return values as one axis of float32."""
+    return np.asarray(values, np.float32).reshape(-1)

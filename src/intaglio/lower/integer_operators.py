@@ -1,0 +1,133 @@
+"""Lower operators on quantized values that make no accumulator: pointwise ones, data movement, attention, hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from intaglio import numerics
+from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operands, operator, origin, tensor_type
+from intaglio.ir import DType, Origin, TensorType
+from intaglio.lower.graph_builder import GraphBuilder, flat_f32
+from intaglio.lower.regions import IntegerRegion
+from intaglio.ops.pool import counts
+from intaglio.ops.resize import is_free, tables
+
+
+def lower_mul(builder: GraphBuilder, region: IntegerRegion, stem: str, result: TensorType, low: int, high: int) -> str:
+    names = [builder.values[value] for value in operands(region.anchor)]
+    unit = numerics.accumulator_scale(*[builder.types[name].levels.step for name in names])
+    factor = builder.add_constant(f"{stem}_factor", flat_f32(numerics.multiplier(unit, result.levels.step)), DType.F32)
+    return builder.add_op("mul", [*names, factor], f"{stem}_mul", result, origin(region.anchor), low=low, high=high)
+
+
+def lower_affine(
+    builder: GraphBuilder, region: IntegerRegion, stem: str, result: TensorType, low: int, high: int
+) -> str:
+    """Scale and shift per channel, in steps of the result."""
+    x, scale, shift = operands(region.anchor)
+    values = [getattr(builder.module, node.target).numpy().astype(np.float64).ravel() for node in (scale, shift)]
+    step_x, step_y = builder.types[builder.values[x]].levels.step, result.levels.step
+    factors = ((values[0] * step_x / step_y).astype(np.float32), (values[1] / step_y).astype(np.float32))
+    names = [
+        builder.add_constant(f"{stem}_{label}", factor, DType.F32)
+        for label, factor in zip(("factor", "offset"), factors, strict=True)
+    ]
+    inputs, attrs = [builder.values[x], *names], region.record.bind(call_of(region.anchor, region.record))
+    return builder.add_op(
+        "affine", inputs, f"{stem}_affine", result, origin(region.anchor), **attrs, low=low, high=high
+    )
+
+
+def lower_cat(builder: GraphBuilder, region: IntegerRegion, stem: str, result: TensorType) -> str:
+    """Operands of other parameters go through a table first; annotation lets them share, so ours never do."""
+    node, names = region.anchor, []
+    for value in operands(node):
+        kind = builder.types[builder.values[value]]
+        names.append(builder.values[value])
+        if kind.levels != result.levels:
+            names[-1] = builder.requantized(names[-1], result.levels, origin(node))
+    attrs = region.record.bind(call_of(node, region.record))
+    return builder.add_op("cat", names, f"{stem}_cat", result, origin(node), **attrs)
+
+
+def lower_host(builder: GraphBuilder, region: IntegerRegion, stem: str, result: TensorType) -> str:
+    """A user's operator: levels of its activations, its constants as they are."""
+    record, names = region.record, []
+    for index, node in enumerate(region.operands()):
+        if index in record.roles.x:
+            names.append(builder.values[node])
+        elif node is not None:
+            array = getattr(builder.module, node.target).detach().numpy()
+            names.append(builder.add_constant(f"{stem}_{record.operands[index]}", array, DType.F32))
+    builder.hosts[record.name] = record
+    attrs: dict[str, Any] = {"key": f"host{sum(op.kind == 'host' for op in builder.ops)}", "operator": record.name}
+    return builder.add_op(
+        "host", names, f"{stem}_{record.name}", result, region_origin(region), **region.attrs(), **attrs
+    )
+
+
+def lower_attention(builder: GraphBuilder, region: IntegerRegion, stem: str, result: TensorType) -> str:
+    """Queries, keys and values as levels, and the mask, if there is one, as it is."""
+    *levels, mask = (*region.operands(), None)[:4]
+    names = [builder.values[value] for value in levels]
+    if mask is not None and is_constant(mask):
+        array = getattr(builder.module, mask.target).detach().numpy()
+        names.append(builder.add_constant(f"{stem}_mask", array, tensor_type(mask).dtype))
+    elif mask is not None:
+        names.append(builder.float_value(mask))
+    return builder.add_op("attention", names, f"{stem}_attention", result, origin(region.root), **region.attrs())
+
+
+def lower_single(builder: GraphBuilder, region: IntegerRegion, x: str, stem: str, result: TensorType) -> str:
+    """Functions, pools and moves: one operator, attributes as its record binds them."""
+    node, record = region.anchor, region.record
+    attrs, inputs = record.bind(call_of(node, record)), [x]
+    if record.function is not None:
+        ends = builder.types[x].levels, result.levels
+        table = numerics.function_table(lambda real: record.function(real, attrs), *ends)
+        levels = builder.add_constant(f"{stem}_{record.name}_levels", table, DType.U8)
+        return builder.add_op("table", [x, levels], f"{stem}_{record.name}", result, origin(node))
+    q, step_y = builder.types[x].levels, result.levels.step
+    ratio = flat_f32(numerics.multiplier(q.step, step_y))
+    if record.kernel == "resize":
+        found = tables(record.name, attrs)
+        arrays = {f"table{index}": table for index, table in enumerate(found)}
+        arrays |= {} if record.shares else {"factor": ratio}
+        attrs = attrs if is_free(attrs) else {}
+    elif record.name == "prelu":
+        slopes = getattr(builder.module, operands(node)[1].target).numpy().astype(np.float64).ravel()
+        arrays = {"rise": ratio, "fall": numerics.multiplier(slopes * q.step, step_y)}
+    elif record.name == "layer_norm":
+        arrays, attrs = _layer_norm(builder, node, attrs["eps"], q.step, step_y), {}
+    elif not record.shares:
+        divisors = counts(record.name, attrs, builder.types[x].shape)
+        arrays = {"factors": numerics.pool_multipliers(q.step, step_y, divisors)}
+    else:
+        arrays = {}
+    for label, array in arrays.items():
+        kind = DType.F32 if array.dtype == np.float32 else DType.I32
+        inputs.append(builder.add_constant(f"{stem}_{label}", array, kind))
+    return builder.add_op(record.name, inputs, f"{stem}_{record.name}", result, origin(node), **attrs)
+
+
+def _layer_norm(
+    builder: GraphBuilder, node: fx.Node, eps: float, step_x: float, step_y: float
+) -> dict[str, np.ndarray]:
+    """Weight and bias in steps of the result, epsilon in squared steps of what is normalised."""
+    channels, (_, *constants) = arguments(node)["normalized_shape"][0], operands(node)
+    values = [
+        np.full(channels, default) if node is None else getattr(builder.module, node.target).numpy().astype(np.float64)
+        for node, default in zip(constants, (1.0, 0.0), strict=True)
+    ]
+    factor, offset = (numerics.multiplier(value, step_y) for value in values)
+    with np.errstate(over="ignore"):
+        return {"factor": factor, "offset": offset, "eps": np.array([eps / step_x / step_x]).astype(np.float32)}
+
+
+def region_origin(region: IntegerRegion) -> Origin:
+    """Where the kernel's work is written: the anchor's module, the whole chain of operators."""
+    anchor = origin(region.anchor)
+    return Origin(anchor.path, " + ".join(operator(node).split(".")[1] for node in region.nodes), anchor.source)

@@ -1,0 +1,85 @@
+"""Lower a reference (torch.fx, quantize and dequantize nodes) to an integer graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import fx
+
+from intaglio.fxgraph.nodes import (
+    operands,
+    operator,
+    origin,
+)
+from intaglio.ir import verify
+from intaglio.ir.rewrite import run_passes
+from intaglio.lower.embedding_bags import part_of_bag
+from intaglio.lower.lowered import Lowered
+from intaglio.lower.node_lowering import NodeLowering
+from intaglio.lower.stored_weights import stored_weight
+from intaglio.plan.graph_passes.integer_passes import INTEGER_PASSES
+from intaglio.quant.annotate.embedding_tables import table_behind
+from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
+from intaglio.quant.annotate.refusals import macs
+from intaglio.quant.annotate.regions import Annotations
+from intaglio.quant.annotate.sites import Skip
+from intaglio.quant.qdq.convert import Reference
+from intaglio.tracing.captured import expect
+from intaglio.tracing.while_loops import with_bodies
+
+
+def requantize(reference: Reference) -> Lowered:
+    """The integer graph of a Q/DQ model: every region between dequantize and quantize on int32 accumulators, one
+    requantize at its end; everything else in as few float islands as the order allows."""
+    expect(reference, Reference, "requantize")
+    nodes = NodeLowering(reference.module)
+    builder = nodes.run()
+    graph, _ = run_passes(verify(builder.graph(), "requantize"), INTEGER_PASSES)
+    stacks = [node for node in builder.items if operator(node) == RECURRENT_CALL]
+    integer = sum(macs(node) for region in nodes.regions for node in region.nodes) + sum(map(macs, stacks))
+    total = sum(macs(node) for node in reference.module.graph.nodes)
+    inside = {node.name for region in nodes.regions for node in region.nodes}.union(node.name for node in stacks)
+    own = [*nodes.float_ops, *(node for node in builder.values if part_of_bag(node) or stored_weight(node))]
+    inside |= {node.name for node in own if any(map(table_behind, node.args))}
+    floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in inside)
+    floats += _simulated(reference.annotations, inside)
+    floats += _without_reason(nodes.cut, {skip.node for skip in floats})
+    bodies = {name: requantize(body) for name, body in reference.bodies.items()}
+    for island in builder.islands.values():
+        with_bodies(island.module, bodies)
+    native = frozenset(node.name for node in own)
+    lowered = Lowered(
+        graph,
+        builder.islands,
+        reference.signature,
+        floats,
+        (integer, total),
+        len(inside),
+        reference.about,
+        builder.hosts,
+        native,
+        bodies,
+    )
+    notes = tuple(f"{name} runs in Python, its body in a program of its own, which counts once" for name in bodies)
+    return replace(lowered, about=reference.about.after(notes, integer=lowered.text()))
+
+
+def _without_reason(cut: Iterable[list[fx.Node]], named: set[str]) -> tuple[Skip, ...]:
+    """Islands that no float operator explains: the program stops for them all the same."""
+    computing = [[node for node in nodes if operator(node)] for nodes in cut]
+    silent = [nodes[0] for nodes in computing if nodes and not named.intersection(node.name for node in nodes)]
+    reason = "it makes integers or booleans, which stay in PyTorch"
+    return tuple(Skip(node.name, reason, origin(node)) for node in silent)
+
+
+def _simulated(annotations: Annotations, inside: set[str]) -> tuple[Skip, ...]:
+    """Quantized operators that stay in float, as no kernel computes with their levels."""
+    found = []
+    for region in annotations.regions:
+        values = {value.name for node in region.nodes for value in (node, *operands(node)) if value is not None}
+        names = sorted({site.datatype for site in annotations.sites if site.value in values and not site.native})
+        if names:
+            reason = f"{' and '.join(names)}: no kernel computes with them, so float32 on rounded values"
+            found += [Skip(n.name, reason, origin(n), macs(n)) for n in region.nodes if n.name not in inside]
+    return tuple(found)

@@ -1,0 +1,176 @@
+"""Lower the nodes of a reference in an order that makes few float islands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from intaglio.fxgraph.nodes import is_constant, operands, operator, origin, tensor_nodes, tensor_type
+from intaglio.ir import DType, Op
+from intaglio.lower.dynamic_linear import part_of_rows, product_of_rows, quantize_rows
+from intaglio.lower.embedding_bags import arange, embedding_bag, part_of_bag, range_of
+from intaglio.lower.float_islands import Unit, island_of
+from intaglio.lower.float_operators import float_loop, float_move, move_of, real_call
+from intaglio.lower.graph_builder import GraphBuilder
+from intaglio.lower.lowered import Island
+from intaglio.lower.recurrent_calls import part_of_recurrent, recurrent
+from intaglio.lower.region_lowering import lower_region, quantize_node
+from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
+from intaglio.lower.stored_weights import linear_f32, stored_weight, widens_stored
+from intaglio.ops import OpDef
+from intaglio.ops.loop_ops.loop_builder import RealCall
+from intaglio.ops.opdef import Attrs
+from intaglio.quant.annotate.embedding_tables import table_behind
+from intaglio.quant.annotate.per_token import rows_behind
+from intaglio.tracing.while_loops import loops_of
+
+
+class NodeLowering:
+    """All nodes of a reference, lowered into a `GraphBuilder`.
+
+    Attributes:
+        builder: the integer graph.
+        regions: operators between dequantize and quantize nodes, which run on integers.
+        float_ops: float operators that the program runs itself -> how.
+        cut: nodes of each island.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.builder = GraphBuilder(module)
+        self.regions = find_regions(module.graph)
+        self.float_ops: dict[fx.Node, RealCall | tuple[OpDef, Attrs]] = {}
+        self.cut: list[list[fx.Node]] = []
+
+    def run(self) -> GraphBuilder:
+        """Lower all native work that is ready, then all float work that is ready as one island, and again."""
+        builder, nodes = self.builder, self.builder.module.graph.nodes
+        for node in nodes:
+            if node.op == "placeholder":
+                builder.inputs.append(builder.add_external(node))
+        pending = list(self._units())
+        while pending:
+            ready = next((unit for unit in pending if unit.native and self._ready(unit)), None)
+            if ready is not None:
+                pending.remove(ready)
+                self._lower(ready)
+                continue
+            batch: list[fx.Node] = []
+            for unit in pending:
+                if not unit.native and all(n in builder.values or n in batch for n in unit.needs):
+                    batch.append(unit.nodes[0])
+            pending = [unit for unit in pending if unit.nodes[0] not in batch]
+            self._cut_island(batch)
+        results = next(node for node in nodes if node.op == "output").args[0]
+        builder.outputs = [builder.external_value(node) for node in results]
+        return builder
+
+    def _units(self) -> Iterator[Unit]:
+        """Yield regions and single nodes that must be lowered."""
+        nodes = self.builder.module.graph.nodes
+        inner = {node for region in self.regions for node in region.nodes}
+        regions = {region.root: region for region in self.regions}
+        returned = {leaf for node in nodes if node.op == "output" for leaf in tensor_nodes(node.args)}
+        for node in nodes:
+            if node in regions:
+                yield _region_unit(regions[node])
+            elif node in inner or "dim" in node.meta or node.op in ("placeholder", "output"):
+                continue
+            elif node.op == "get_attr":
+                if node in returned:
+                    yield Unit((node,), (), False)
+            elif any(pixels_of(user) for user in node.users):
+                continue
+            elif (unit := _native_unit(node)) is not None:
+                yield unit
+            elif not (widens_stored(node) or _only_read_by(node, inner)):
+                yield self._float_unit(node)
+
+    def _float_unit(self, node: fx.Node) -> Unit:
+        """Return a float operator: a loop or data movement of the program, else part of an island."""
+        read = tensor_nodes((node.args, node.kwargs))
+        needs = [n for n in read if n.op != "get_attr" and "dim" not in n.meta]
+        levels = tensor_type(node) is not None and tensor_type(node).q is not None  # of a buffer
+        found = (None if levels else real_call(node, self.builder.module)) or move_of(node)
+        if found is not None:
+            self.float_ops[node] = found
+        return Unit((node,), tuple(dict.fromkeys(needs)), found is not None)
+
+    def _ready(self, unit: Unit) -> bool:
+        return all(node in self.builder.values for node in unit.needs)
+
+    def _lower(self, unit: Unit) -> None:
+        """Add the values and operators of a region or node whose operands have values."""
+        builder, node = self.builder, unit.nodes[0]
+        if unit.region is not None and rows_behind(operands(node)[0]):
+            product_of_rows(builder, unit.region)
+        elif unit.region is not None:
+            lower_region(builder, unit.region)
+        elif part_of_rows(node):
+            quantize_rows(builder, node)
+        elif part_of_recurrent(node):
+            recurrent(builder, node)
+        elif part_of_bag(node):
+            embedding_bag(builder, node)
+        elif stored_weight(node):
+            linear_f32(builder, node)
+        elif attrs := range_of(node):
+            arange(builder, node, attrs)
+        elif table := table_behind(node):
+            builder.values[node] = builder.add_parameter(table[0])
+        elif levels_of(node) or levels_of(node, DType.U16) or quantized_to(node, DType.U16):
+            builder.values[node] = builder.quantized_value(node.args[0])
+        elif node in self.float_ops:
+            found = self.float_ops[node]
+            if isinstance(found, RealCall):
+                float_loop(builder, node, found)
+            else:
+                float_move(builder, node, *found)
+        else:
+            quantize_node(builder, node, quantized_to(node))
+
+    def _cut_island(self, nodes: list[fx.Node]) -> None:
+        """Add one island of these nodes, which the runtime calls."""
+        builder = self.builder
+        key = f"island{len(builder.islands)}"
+        part = island_of(builder.module, nodes)
+        inputs = [builder.external_value(node) for node in part.inputs]
+        outputs = [builder.add_external(node) for node in part.outputs]
+        found = [node.target for node in loops_of(part.module)]
+        loops = {loop.name: (loop.carried, loop.condition.module) for loop in found}
+        builder.islands[key] = Island(part.module, part.dims, tuple(operator(node) for node in nodes), loops)
+        builder.ops.append(Op("island", tuple(inputs), tuple(outputs), {"key": key}, origin=origin(nodes[0])))
+        self.cut.append(nodes)
+        for node in nodes:
+            builder.values.setdefault(node, "")
+
+
+def _region_unit(region: IntegerRegion) -> Unit:
+    """Return a region and the quantized values that it reads."""
+    needs = [v for n in region.nodes for v in operands(n) if v is not None and v not in region.nodes]
+    needs = [n for n in needs if levels_of(n) or levels_of(n, DType.U16) or rows_behind(n)]
+    if region.record.name == "attention":
+        needs = [value for value in region.operands() if value is not None and not is_constant(value)]
+    return Unit(region.nodes, tuple(needs), True, region)
+
+
+def _native_unit(node: fx.Node) -> Unit | None:
+    """Return a node that quantizes or dequantizes, or that an operator of the integer graph computes; else ``None``."""
+    if image := pixels_of(node):
+        return Unit((node,), image[:1], True)
+    if any(quantized_to(node, dtype) or levels_of(node, dtype) for dtype in (DType.U8, DType.U16)):
+        return Unit((node,), () if is_constant(node.args[0]) else (node.args[0],), True)
+    if range_of(node) is not None:
+        return Unit((node,), (), True)
+    if part_of_rows(node) or part_of_recurrent(node) or part_of_bag(node):
+        needs = [leaf for leaf in tensor_nodes(node.args) if leaf.op != "get_attr"]
+        return Unit((node,), tuple(needs), True)
+    if stored_weight(node):
+        return Unit((node,), tuple(x for x in operands(node)[:1] if not is_constant(x)), True)
+    return Unit((node,), (), True) if table_behind(node) else None
+
+
+def _only_read_by(node: fx.Node, inner: set[fx.Node]) -> bool:
+    """Return whether a node dequantizes a weight or bias for nodes of regions alone."""
+    constant = constant_of(node, DType.S8) or constant_of(node, DType.I32)
+    return constant is not None and inner.issuperset(node.users)

@@ -1,0 +1,116 @@
+"""Lower a region between dequantize and quantize nodes, or one quantize node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from intaglio import numerics
+from intaglio.fxgraph.nodes import call_of, is_constant, operands, origin, record_of, tensor_type
+from intaglio.ir import DType, QParams, TensorType
+from intaglio.lower.accumulators import function_of, lower_activate, lower_add, lower_anchor, lower_bmm, rest_qparams
+from intaglio.lower.graph_builder import GraphBuilder, flat_f32
+from intaglio.lower.integer_operators import (
+    lower_affine,
+    lower_attention,
+    lower_cat,
+    lower_host,
+    lower_mul,
+    lower_single,
+    region_origin,
+)
+from intaglio.lower.regions import IntegerRegion, pixels_of
+from intaglio.ops import ACCUMULATING, ANCHORS, SUMS
+from intaglio.quant.recipes.user_patterns import is_host
+
+
+def lower_region(builder: GraphBuilder, region: IntegerRegion) -> None:
+    where, kind = region_origin(region), tensor_type(region.root)
+    stem = where.path.replace("@", "_call") or region.record.name
+    if is_host(region.record):
+        builder.values[region.root] = lower_host(builder, region, stem, TensorType(kind.shape, DType.U8, region.result))
+        return
+    if region.record.name == "attention":
+        builder.values[region.root] = lower_attention(
+            builder, region, stem, TensorType(kind.shape, DType.U8, region.result)
+        )
+        return
+    if region.record.name in ANCHORS:
+        current = lower_anchor(builder, region, stem)
+    elif region.record.name == "bmm":
+        current = lower_bmm(builder, region, stem)
+    else:
+        current = builder.values[operands(region.anchor)[0]]
+    if region.result is None:
+        builder.values[region.root] = builder.add_op(
+            "dequantize", [current], f"{stem}_f32", TensorType(kind.shape, DType.F32), where
+        )
+        return
+    result, finest = TensorType(kind.shape, DType.U8, region.result), region.wide or region.result
+    tail = {record_of(node).name: node for node in region.nodes}
+    low, high = _bounds(builder, tail.get("clamp"), finest)
+    if (total := next((tail[name] for name in SUMS if name in tail), None)) is not None:
+        name = lower_add(builder, total, region, current, stem, result, low, high)
+    elif region.record.name in ANCHORS and (function := function_of(region)) is not None:
+        name = lower_activate(builder, function, tail.get("affine"), current, stem, result, where)
+    elif region.record.name in ACCUMULATING:
+        acc = builder.types[current].q
+        factors = flat_f32(numerics.multiplier(acc.scales, finest.step))
+        factor = builder.add_constant(f"{stem}_multiplier", factors, DType.F32)
+        inputs, rest = [current, factor], rest_qparams(region)
+        name = builder.add_op("requantize", inputs, stem, result, where, rest, low=low, high=high)
+    elif region.record.name == "mul":
+        name = lower_mul(builder, region, stem, result, low, high)
+    elif region.record.name == "affine":
+        name = lower_affine(builder, region, stem, result, low, high)
+    elif region.record.variadic:
+        name = lower_cat(builder, region, stem, result)
+    elif region.record.name == "clamp":
+        name = builder.add_op("clamp", [current], f"{stem}_clamp", result, where, low=low, high=high)
+    else:
+        name = lower_single(builder, region, current, stem, result)
+        if region.wide is not None:
+            moved = TensorType(kind.shape, DType.U8, rest_qparams(region))
+            builder.rests[name] = lower_single(builder, region, builder.rests[current], f"{stem}_rest", moved)
+    builder.values[region.root] = name
+
+
+def _bounds(builder: GraphBuilder, node: fx.Node | None, q: QParams) -> tuple[int, int]:
+    if node is None:
+        return q.qmin, q.qmax
+    attrs = record_of(node).bind(call_of(node, record_of(node)))
+    return numerics.clamp_levels(attrs["low"], attrs["high"], q.step, q.zero, q.qmin, q.qmax)
+
+
+def quantize_node(builder: GraphBuilder, node: fx.Node, q: QParams) -> None:
+    """Float -> levels; levels of other parameters -> a table; equal parameters -> nothing; constants at once."""
+    if image := pixels_of(node):
+        _pixels(builder, node, image, q)
+        return
+    if is_constant(node.args[0]):
+        stem = str(node.args[0].target)
+        levels = numerics.quantize(getattr(builder.module, stem).detach(), q.step, q.zero, q.qmin, q.qmax)
+        name = builder.values[node] = builder.add_value(f"{stem}_u8", TensorType(levels.shape, DType.U8, q))
+        builder.constants[name] = levels.astype(np.uint8)
+        return
+    source = builder.values[node.args[0]]
+    kind = builder.types[source]
+    result = TensorType(kind.shape, DType.U8, q)
+    if kind.q is None:
+        builder.values[node] = builder.add_op("quantize", [source], f"{source}_u8", result, origin(node))
+    elif kind.q == q:
+        builder.values[node] = source
+    else:
+        builder.values[node] = builder.requantized(source, q, origin(node))
+
+
+def _pixels(builder: GraphBuilder, node: fx.Node, image: tuple[fx.Node, fx.Node, fx.Node], q: QParams) -> None:
+    source, names = builder.values[image[0]], []
+    for constant, label in zip(image[1:], ("gain", "shift"), strict=True):
+        values = getattr(builder.module, constant.target).numpy().reshape(-1)
+        names.append(builder.add_constant(f"{source}_{label}", values, DType.F32))
+    result = TensorType(builder.types[source].shape, DType.U8, q)
+    attrs: dict[str, Any] = {"bytes": True} if "bytes" in node.args[0].meta else {}
+    builder.values[node] = builder.add_op("pixels", [source, *names], f"{source}_u8", result, origin(node), **attrs)
