@@ -5,7 +5,7 @@
     python benchmarks/kernels.py --only "depthwise*"
 
 One thread; inputs, weights and results stay in the first two levels of cache. A kernel is called as programs call it,
-through `matmul` and `depthwise` of native/program.h, for sums over --bytes activations. Blocks of it and of the loop on
+through `matmul` and `depthwise` of the library, for sums over --bytes activations. Blocks of it and of the loop on
 registers that gives the peak take turns; the best block of each counts. A cycle is a third of the time of a dependent
 multiplication of integers, measured in the same turns.
 """
@@ -16,8 +16,9 @@ import argparse
 import ctypes
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,11 @@ import record
 from rich.console import Console
 from rich.table import Table
 
-from intaglio.codegen import ISAS, Isa, TileSpec
 from intaglio.codegen.context import limits
-from intaglio.codegen.depthwise import DepthwiseSpec, depthwise_checks, pack_depthwise, tallest
-from intaglio.codegen.tile import layout_checks
+from intaglio.codegen.emit_depthwise import pack_depthwise
+from intaglio.kernels import ISAS, DepthwiseSpec, Isa, TileSpec, depthwise_tiles
+from intaglio.kernels.depthwise_spec import tallest
+from intaglio.kernels.library import kernel_units
 from intaglio.native.compile import build, load
 from intaglio.native.limits import int8_counter
 from intaglio.native.machine import isas
@@ -144,34 +146,25 @@ def depthwise_specs(isa: Isa) -> list[DepthwiseSpec]:
     return [tallest((k, k), (s, s)) for k, s in product(TAPS, STRIDES)] if isa.depthwise else []
 
 
-def sizes(spec: TileSpec | DepthwiseSpec) -> list[TileSpec | DepthwiseSpec]:
-    """The kernels of a table that programs hand to `matmul` or `depthwise`: every size up to this one, in its order."""
-    if isinstance(spec, TileSpec):
-        return [replace(spec, rows=rows) for rows in range(1, spec.rows + 1)]
-    shapes = product(range(1, spec.rows + 1), range(1, spec.columns + 1))
-    return [replace(spec, rows=rows, columns=columns) for rows, columns in shapes]
-
-
-def source(isa: Isa, tiles: Sequence[TileSpec], depthwise: Sequence[DepthwiseSpec]) -> str:
-    kernels = {one.name: one for spec in (*tiles, *depthwise) for one in sizes(spec)}
-    return "\n".join(
+def built(isa: Isa, tiles: Sequence[TileSpec], depthwise: Sequence[DepthwiseSpec], name: str) -> Path:
+    """Build a library that calls these kernels through `matmul` and `depthwise`."""
+    families = [*map(isa.tiles, tiles), *map(depthwise_tiles, depthwise)]
+    units = kernel_units({family.name: family for family in families}.values(), isa.name)
+    text = "\n".join(
         [
-            '#include "program.h"',
-            layout_checks() + depthwise_checks(),
-            isa.support,
-            *[isa.print(spec) for spec in kernels.values()],
-            *table("TileKernel", "tile_tables", [["0", *(one.name for one in sizes(spec))] for spec in tiles]),
-            *table("DepthwiseKernel", "depthwise_tables", [[one.name for one in sizes(spec)] for spec in depthwise]),
+            '#include "depthwise.h"',
+            *dict.fromkeys(family.declaration for family in families),
+            *table("TileKernel", "tile_tables", [spec.family for spec in tiles]),
+            *table("DepthwiseKernel", "depthwise_tables", [spec.family for spec in depthwise]),
             SOURCE,
         ]
     )
+    return build(text, name=name, isa=isa.name, units=units)
 
 
-def table(kind: str, name: str, rows: list[list[str]]) -> Iterator[str]:
-    """C++ array of arrays of kernels."""
-    for index, row in enumerate(rows):
-        yield f"static const {kind} {name}{index}[] = {{{', '.join(row)}}};"
-    yield f"static const {kind}* const {name}[] = {{{', '.join(f'{name}{i}' for i in range(len(rows))) or 0}}};"
+def table(kind: str, name: str, families: Sequence[str]) -> Iterator[str]:
+    """Print a C++ array of tables of kernels."""
+    yield f"static const {kind}* const {name}[] = {{{', '.join(families) or 0}}};"
 
 
 def tile_case(library: Any, index: int, spec: TileSpec, summed: int) -> Case:
@@ -285,7 +278,7 @@ def main() -> None:
     quiet, isa = record.idle(), ISAS[arguments.isa]
     tiles = [spec for spec in isa.specs() if fnmatch.fnmatch(spec.name, arguments.only)]
     depthwise = [spec for spec in depthwise_specs(isa) if fnmatch.fnmatch(spec.name, arguments.only)]
-    library = load(build(source(isa, tiles, depthwise), name=f"kernels_{isa.name}", isa=isa.name))
+    library = load(built(isa, tiles, depthwise, f"kernels_{isa.name}"))
     library.kernels_multiply.restype, library.kernels_multiply.argtypes = ctypes.c_double, (ctypes.c_int64,)
     numbered = product(enumerate(tiles), arguments.bytes)
     cases = (tile_case(library, index, spec, summed) for (index, spec), summed in numbered)

@@ -41,7 +41,7 @@ LARGE = 1 << 26
 LEVELS = QParams((0.03,), (128,), 0, 255)
 COPY = """
 #include "loops.h"
-#include "program.h"
+#include "run.h"
 struct Call { const float* from; float* to; int64_t count; };
 static void streamed_body(void* context, int thread, int threads) {
     const struct Call* c = (const struct Call*)context;

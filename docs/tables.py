@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from intaglio import errors
-from intaglio.codegen import ISAS, Isa
 from intaglio.fusion.pattern import Pattern
 from intaglio.fusion.table import GRAPH_FUSIONS
+from intaglio.kernels import ISAS, Isa
 from intaglio.native.machine import CPU_FLAGS
 from intaglio.ops import OPS, OpDef
 from intaglio.ops.loop_ops.float_ops import REALS

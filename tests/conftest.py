@@ -1,5 +1,4 @@
-"""Fixtures and options all tests share: golden texts, fixed seeds, a private cache, a compiler that has read the
-headers before, Hypothesis profiles."""
+"""Fixtures and options all tests share: golden texts, fixed seeds, a private cache, Hypothesis profiles."""
 
 import difflib
 import os
@@ -11,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
-
-from support.precompiled_header import compiler
 
 GOLDEN = Path(__file__).parent / "golden"
 DIFF_LINES = 40
@@ -46,11 +43,6 @@ def _is_case(case: str, wanted: list[str]) -> bool:
     return any(case == name or case.rpartition(" ")[0] == name for name in wanted)
 
 
-def pytest_configure() -> None:
-    if path := compiler():
-        os.environ["CXX"] = path
-
-
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
@@ -75,10 +67,10 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def counting_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A compiler that adds a line to the returned file each time it compiles."""
+    """A compiler that adds a line to the returned file each time it makes a shared object."""
     log, compiler = tmp_path / "compiled", tmp_path / "counting"
     log.touch()
-    text = f'[ "$1" = --version ] || echo compiled >> {log}\nexec {shutil.which("g++")} "$@"'
+    text = f'case " $* " in *" -shared "*) echo compiled >> {log};; esac\nexec {shutil.which("g++")} "$@"'
     compiler.write_text(f"#!/bin/sh\n{text}\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))

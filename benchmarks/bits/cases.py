@@ -179,7 +179,7 @@ CASES: dict[str, Case] = {
     "products": Case(sequences.Products, pairs((6, 24), (11, 24))),
     "lstm": Case(sequences.Lstm, ids(50, 7), **RECURRENT),
     "lstm_dynamic": Case(sequences.Lstm, ids(50, 7), flow="dynamic", **RECURRENT),
-    "gru": Case(sequences.Gru, recurrent, calls=(2, 2), calibration=(2, 2)),  # a given state fixes the batch
+    "gru": Case(sequences.Gru, recurrent, **RECURRENT),
     "recommender": Case(sequences.Recommender, clicks, options=tables),
     "cache": Case(sequences.Cache, positions, calls=(0, 1, 2), calibration=(0, 1), options=buffers),
     "loop": Case(sequences.Loop, turns, calls=(1, 5), calibration=(4, 3)),

@@ -66,8 +66,7 @@ def digest(value: Any) -> str:
     for leaf in leaves(value):
         if isinstance(leaf, Tensor):
             found.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
-            integers = {1: torch.uint8, 2: torch.int16}.get(leaf.dtype.itemsize)  # numpy has no bfloat16 and no float8
-            found.update((leaf.view(integers) if integers else leaf).detach().numpy().tobytes())
+            found.update(leaf.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         else:
             found.update(repr(leaf).encode())
     return found.hexdigest()[:16]

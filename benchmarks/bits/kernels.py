@@ -81,10 +81,11 @@ def _digest(content: bytes) -> str:
 
 def _functions(image: bytes) -> Iterator[tuple[str, bytes]]:
     """Yield name and bytes of the functions of an ELF object that a C++ compiler did not name."""
-    (start,), (count,) = struct.unpack_from("<Q", image, 40), struct.unpack_from("<H", image, 60)
+    start, count, names_at = struct.unpack_from("<Q", image, 40)[0], *struct.unpack_from("<HH", image, 60)
     # Of each section: name, type, flags, address, offset, size, link, info, alignment, size of an entry.
     sections = [list(struct.unpack_from("<IIQQQQIIQQ", image, start + 64 * index)) for index in range(count)]
     content = [bytearray(image[offset : offset + size]) for _, _, _, _, offset, size, *_ in sections]
+    assert 0 <= names_at < count, "a damaged object file"
     for index, (_, kind, *_, info, _, _) in enumerate(sections):
         if kind == RELOCATIONS:
             for offset, type_ in struct.iter_unpack("<QI12x", content[index]):

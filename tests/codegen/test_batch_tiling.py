@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from intaglio import Image, build, stages
-from intaglio.codegen import ISAS, emit
+from intaglio.codegen import emit
 from intaglio.ir import Dim
+from intaglio.kernels import ISAS
 from intaglio.lower import Lowered
 from intaglio.plan import BatchTiling, CacheSizes, analytic_batch_tiling, plan_graph, schedule_plan, separable
 from intaglio.runtime import QuantizedModel, build_artifact

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from intaglio.codegen import ISAS
+from intaglio.kernels import ISAS
 from intaglio.native import limits, machine
-from intaglio.native.compile import build, load
+from intaglio.native.compile import load
 from support.project_files import ROOT
 
 FOLDER = ROOT / "benchmarks"
@@ -102,7 +102,7 @@ def test_every_kind_of_kernel_is_timed(isa, monkeypatch):
     table = ISAS[isa]
     tiles = [spec for spec in table.specs() if (spec.rows, spec.blocks) in ((2, 1), (1, 4)) and not spec.guard]
     depthwise = kernels.depthwise_specs(table)[:1]
-    library = load(build(kernels.source(table, tiles, depthwise), name="benchmark_kernels", isa=isa))
+    library = load(kernels.built(table, tiles, depthwise, "benchmark_kernels"))
     multiply = library.kernels_multiply
     multiply.restype, multiply.argtypes = kernels.ctypes.c_double, (kernels.ctypes.c_int64,)
     cases = [kernels.tile_case(library, index, spec, 64) for index, spec in enumerate(tiles)]

@@ -12,9 +12,9 @@ import intaglio
 import intaglio.calibration
 from intaglio import config, errors
 from intaglio.cli.app import app
-from intaglio.codegen import ISAS
 from intaglio.fusion.pattern import op, seq, wildcard
 from intaglio.fusion.table import GRAPH_FUSIONS
+from intaglio.kernels import ISAS
 from intaglio.ops import OPS
 from support.project_files import ROOT
 

@@ -6,8 +6,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from intaglio.codegen.depthwise import DepthwiseSpec, blocks, channel_order, pack_depthwise, tallest
-from intaglio.codegen.depthwise512 import emit
+from intaglio.codegen.emit_depthwise import blocks, pack_depthwise
+from intaglio.kernels.avx512vnni.vnni_depthwise import emit
+from intaglio.kernels.depthwise_spec import DepthwiseSpec, channel_order, tallest
 
 SHAPES = [(taps, stride) for taps in product((1, 2, 3, 5, 7, 9), repeat=2) for stride in product((1, 2, 3), repeat=2)]
 

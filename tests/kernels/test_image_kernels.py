@@ -19,7 +19,7 @@ ORDERS = {"planes": (0, 1, 2, 3), "channels last": (0, 2, 3, 1)}
 ODD = (np.nan, np.inf, -np.inf, 0.5, -0.5, 1.5, 1e30, -1e30, -0.0)
 
 TEXT = f"""
-#include "program.h"
+#include "border.h"
 struct Call {{
     const int64_t* strides;
     struct Image out;

@@ -59,7 +59,10 @@ FACTORS = (1e-42, 1e-20, 1e-3, 0.02, 0.5, 1.0, 3.0, 1e4, 3e6, 1e10, 1e34)
 """From denormal to far beyond what converts to an integer."""
 
 TEXT = f"""
-#include "program.h"
+#include "lookup.h"
+#include "pair.h"
+#include "pointwise.h"
+#include "pooling.h"
 struct Call {{
     struct Pair pair;
     struct Pool pool;

@@ -79,7 +79,7 @@ def test_text_instruction_set_and_compiler_are_in_the_key(fresh_cache, counting_
 
 
 def test_an_included_header_is_in_the_key(fresh_cache, tmp_path, monkeypatch):
-    monkeypatch.setattr("intaglio.native.compile.HEADER_FOLDER", tmp_path)
+    monkeypatch.setattr("intaglio.native.units.HEADER_FOLDER", tmp_path)
     (tmp_path / "outer.h").write_text('#include "inner.h"\n')
     paths = set()
     for value in (1, 2):

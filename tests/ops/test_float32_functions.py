@@ -53,7 +53,7 @@ CALLS |= {"near_gelu": "near_gelu(x)"}
 MEANINGS = {name: lambda x, name=name: PRECISE[name](x, SLOPE) for name in PRECISE}
 MEANINGS |= {"gelu": nm.gelu, "near_gelu": nm.near_gelu}
 MEANINGS |= {name: lambda x, name=name: getattr(nm, name)(-np.abs(x)) for name in ("exp_negative", "expm1_negative")}
-TWIN = '#include "functions.h"\n#include "program.h"\n' + "".join(
+TWIN = '#include "functions.h"\n' + "".join(
     f"""
 extern "C" __attribute__((visibility("default"))) void each_{name}(int64_t n, const float* from, float* to) {{
     for (int64_t i = 0; i < n; i += FLOATS) {{

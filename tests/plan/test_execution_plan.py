@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from intaglio.codegen import ISAS
 from intaglio.ir import VerifyError, symbol
+from intaglio.kernels import ISAS
 from intaglio.plan import PLAN_PASSES, CacheSizes, Plan, Step, View, plan_graph, schedule_plan, verify_plan
 from support.integer_graphs import Net
 

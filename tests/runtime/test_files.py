@@ -23,9 +23,9 @@ from torch import nn
 
 import intaglio
 from intaglio import stages
-from intaglio.codegen import ISAS
 from intaglio.errors import ArtifactError, BuildError, InputError
 from intaglio.ir import DType, Groups, QParams, Ref, Rows, TensorType, symbol
+from intaglio.kernels import ISAS
 from intaglio.native import compile as compile_module
 from intaglio.native import machine
 from intaglio.runtime.float_islands import FloatCalls, function_of

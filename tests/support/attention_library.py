@@ -1,14 +1,14 @@
 """Kernels of native/attention.h called directly, compiled once per instruction set, any geometry at run time."""
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
 
-from intaglio.codegen import ISAS, TileSpec
 from intaglio.codegen.context import limits
-from intaglio.codegen.tile import layout_checks
+from intaglio.kernels import ISAS, TileSpec
+from intaglio.kernels.library import kernel_units
 from intaglio.native.compile import build, load
 from intaglio.native.library import parallel_address
 from intaglio.plan.scratch_memory import SHARERS
@@ -61,7 +61,9 @@ class Kernels:
     def __init__(self, isa: str) -> None:
         self.blocks = ISAS[isa].blocks
         self.rows = ISAS[isa].tallest[self.blocks]
-        self.library = load(build(_text(isa, self.blocks, self.rows), name=f"products_{isa}", isa=isa))
+        families = [ISAS[isa].tiles(TileSpec(1, blocks, "f32")) for blocks in range(1, self.blocks + 1)]
+        text, units = _text([family.name for family in families]), kernel_units(families, isa)
+        self.library = load(build(text, name=f"products_{isa}", isa=isa, units=units))
         self.library.harness_table.restype = ctypes.c_void_p
 
     def run(
@@ -97,13 +99,14 @@ def kernels(isa: str) -> Kernels:
     return Kernels(isa)
 
 
-def _text(isa: str, blocks: int, rows: int) -> str:
-    specs = [[TileSpec(height, width, "f32") for height in range(1, rows + 1)] for width in range(1, blocks + 1)]
-    symbols = ["0"] * (rows + 1) + [symbol for row in specs for symbol in ("0", *(spec.name for spec in row))]
-    lines = ['#include "program.h"', '#include "attention.h"', layout_checks(), ISAS[isa].support]
-    lines += [ISAS[isa].emit(spec) for row in specs for spec in row]
-    lines += [f"static const TileKernel table[] = {{{', '.join(symbols)}}};"]
-    lines += [f"{EXPORT} const TileKernel* harness_table() {{ return table; }}"]
+def _text(tables: Sequence[str]) -> str:
+    lines = [
+        '#include "attention.h"',
+        '#include "product.h"',
+        *(f"KERNEL_TABLE(TileKernel, {table});" for table in tables),
+    ]
+    lines += [f"static const TileKernel* const table[] = {{0, {', '.join(tables)}}};"]
+    lines += [f"{EXPORT} const TileKernel* const* harness_table() {{ return table; }}"]
     for kind, entry in ENTRY.items():
         lines += [
             f"static void {entry}_body(void* c, int thread, int threads) {{",

@@ -7,11 +7,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from intaglio import numerics
-from intaglio.codegen import ISAS, TileSpec
 from intaglio.codegen.context import limits
-from intaglio.codegen.tile import RESULTS
 from intaglio.codegen.weight_packing import Packing, pack_columns, pack_weights, packing
 from intaglio.ir import DType, Op, QParams, TensorType
+from intaglio.kernels import ISAS, TileSpec
+from intaglio.kernels.tile_spec import RESULTS
 from intaglio.ops import OPS
 from support.matmul_library import LOOKS_UP, SLACK, Image, Memory, kernels
 

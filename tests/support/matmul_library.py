@@ -11,8 +11,10 @@ from functools import cache
 
 import numpy as np
 
-from intaglio.codegen import ISAS, TileSpec
-from intaglio.codegen.tile import layout_checks
+from intaglio.kernels import ISAS, TileSpec
+from intaglio.kernels.depthwise_spec import depthwise_checks
+from intaglio.kernels.library import kernel_units
+from intaglio.kernels.tile_spec import layout_checks
 from intaglio.native import machine
 from intaglio.native.compile import build, load
 from intaglio.native.library import parallel_address
@@ -92,7 +94,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Image:
-    """Arguments of ``image`` in native/program.h; the halo is as wide on all sides."""
+    """Arguments of ``image`` in native/image.h; the halo is as wide on all sides."""
 
     start: int = 0
     images: int = 0
@@ -138,13 +140,15 @@ class Kernels:
 def kernels(isa: str) -> Kernels:
     """Every kernel of an instruction set in one library."""
     specs = list(ISAS[isa].specs())
-    library = load(build(_text(isa, specs), name=f"kernels_{isa}", isa=isa))
+    families = {family.name: family for family in map(ISAS[isa].tiles, specs)}
+    text = _text(specs, [family.declaration for family in families.values()])
+    library = load(build(text, name=f"kernels_{isa}", isa=isa, units=kernel_units(families.values(), isa)))
     library.harness_place.restype = ctypes.c_int64
     library.harness_kernel.restype = ctypes.c_void_p
     return Kernels(library, {spec.name: library.harness_kernel(i) for i, spec in enumerate(specs)})
 
 
-def _text(isa: str, specs: Sequence[TileSpec]) -> str:
+def _text(specs: Sequence[TileSpec], declarations: Sequence[str]) -> str:
     images = [
         f"call.m.{name} = image((uint8_t*)v[{6 * i}], {', '.join(f'v[{6 * i + j}]' for j in (1, 2, 3, 4, 5, 5))});"
         for i, name in enumerate(IMAGES)
@@ -154,12 +158,13 @@ def _text(isa: str, specs: Sequence[TileSpec]) -> str:
     ]
     return "\n".join(
         [
-            '#include "program.h"',
+            '#include "matmul.h"',
             layout_checks(),
-            ISAS[isa].support,
-            *[ISAS[isa].emit(spec) for spec in specs],
-            f"static const TileKernel table[] = {{{', '.join(spec.name for spec in specs)}}};",
-            f"{EXPORT} TileKernel harness_kernel(int index) {{ return table[index]; }}",
+            depthwise_checks(),
+            *declarations,
+            f"static const TileKernel* const tables[] = {{{', '.join(spec.family for spec in specs)}}};",
+            f"static const int heights[] = {{{', '.join(str(spec.rows) for spec in specs)}}};",
+            f"{EXPORT} TileKernel harness_kernel(int index) {{ return tables[index][heights[index]]; }}",
             "struct Call { struct Matmul m; int halo; };",
             "static void body(void* context, int thread, int threads) {",
             "    const struct Call* call = (const struct Call*)context;",

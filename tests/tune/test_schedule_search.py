@@ -16,9 +16,9 @@ from torch import nn
 import intaglio
 from intaglio import build, stages
 from intaglio.build.check import check_schedules
-from intaglio.codegen import ISAS
 from intaglio.errors import InputError
 from intaglio.ir import Schedule
+from intaglio.kernels import ISAS
 from intaglio.plan import (
     CacheSizes,
     Geometry,

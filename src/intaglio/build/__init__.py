@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from intaglio.build.check import check_graph, check_schedules
-from intaglio.codegen import ISAS, emit
+from intaglio.codegen import emit
 from intaglio.errors import ArtifactError, BuildError
 from intaglio.ir import Graph, Program, Schedule, graph_text
+from intaglio.kernels import ISAS
 from intaglio.lower import Island, Lowered
 from intaglio.native import machine
-from intaglio.native.compile import install, text_key
+from intaglio.native.compile import install
 from intaglio.ops import OpDef
 from intaglio.plan import CacheSizes, Plan, plan_graph, schedule_plan
 from intaglio.runtime import (
@@ -33,6 +34,7 @@ from intaglio.runtime import (
     loops_in,
     open_artifact,
 )
+from intaglio.runtime.artifact import program_key
 from intaglio.runtime.saved.state_dict_io import with_levels_of
 
 logger = logging.getLogger("intaglio")
@@ -111,7 +113,7 @@ def _opened(saved: Saved, path: str | Path, trust: bool, isa: str | None, given:
             own = library.schedules if library else tuned.get(chosen)
             planned = _scheduled(general, present[0] if library else chosen, own)
             program = _emit(planned, name)
-            if library is not None and library.key != text_key(program.source, program.isa):
+            if library is not None and library.key != program_key(program):
                 library, planned = None, _scheduled(general, chosen, tuned.get(chosen))
                 program = _emit(planned, name)
         except ArtifactError:

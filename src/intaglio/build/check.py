@@ -9,10 +9,10 @@ import numpy as np
 
 from intaglio.build.check_rows import check_recurrent, check_rows
 from intaglio.build.check_tables import check_tables
-from intaglio.codegen import ISAS
 from intaglio.ir import DType, Graph, Op, Schedule, evaluate
 from intaglio.ir.moves import MOVES
 from intaglio.ir.verify import PAIRS, PRODUCTS
+from intaglio.kernels import ISAS
 from intaglio.numerics import LARGEST
 from intaglio.ops import OPS, OpDef
 from intaglio.ops.fused_activations import PRECISE

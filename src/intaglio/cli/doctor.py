@@ -13,8 +13,8 @@ from rich.console import RenderableType
 
 from intaglio import config
 from intaglio.cli.show import Result, facts, table
-from intaglio.codegen import ISAS
 from intaglio.errors import BuildError
+from intaglio.kernels import ISAS
 from intaglio.native import limits, machine
 
 BUSY = 0.15

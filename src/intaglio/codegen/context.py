@@ -7,15 +7,16 @@ import hashlib
 import mmap
 import re
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from math import prod
+from typing import SupportsFloat
 
 import numpy as np
 
 from intaglio import numerics
-from intaglio.codegen.tile import Isa
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim, Graph, Op, Place, c_expression
 from intaglio.ir.moves import Strides
+from intaglio.kernels import DepthwiseSpec, Isa, KernelFamily, TileSpec, depthwise_tiles
 from intaglio.plan.buffers import Buffer, lies, strides
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Partition
@@ -25,15 +26,8 @@ FIRST_BYTES = 1 << 20
 """Room for constants before there is more."""
 
 
-class Kernel(Protocol):
-    """A row of parameters that stands for a microkernel: a tile, a depthwise tile."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Output pixels and channels of one call."""
+NUMBERS = {"int32_t": np.int32, "float": np.float32, "double": np.float64}
+"""Type in C -> in NumPy."""
 
 
 class Blob:
@@ -71,24 +65,59 @@ class Context:
     def __init__(self, plan: Plan, isa: Isa, index: Mapping[str, int]) -> None:
         self.plan, self.isa = plan, isa
         self.blob = Blob()
-        self.kernels: dict[str, Kernel] = {}
+        self.families: dict[str, KernelFamily] = {}
+        self.headers = {"run.h"}
+        self.kernels: list[TileSpec | DepthwiseSpec] = []
         self.functions: list[str] = []
+        self.constants: dict[str, int] = {}
+        self.step = ""
         self.index = index
         self.symbols = plan.graph.symbols()
 
-    def of_step(self) -> Context:
-        """The same program; ``kernels``, and text of ``functions`` to stand in front, are those of one step."""
+    def of_step(self, number: int) -> Context:
+        """Return the context of a step: its ``kernels``, its named ``constants``, text of ``functions`` to print before
+        it. Families of kernels, headers and bytes of constants are those of the program."""
         own = copy.copy(self)
-        own.kernels, own.functions = {}, []
+        own.kernels, own.functions, own.constants, own.step = [], [], {}, f"p{number:02d}"
         return own
+
+    def include(self, *headers: str) -> None:
+        """Note that the program calls functions of these headers."""
+        self.headers.update(headers)
+
+    def tiles(self, spec: TileSpec) -> str:
+        """Return the table of a kernel and all lower ones, by height; the step's tallest is this one."""
+        self.kernels.append(spec)
+        return self._table(self.isa.tiles(spec))
+
+    def depthwise_tiles(self, spec: DepthwiseSpec) -> str:
+        """Return the table of a kernel and all smaller ones, by rows and columns."""
+        self.kernels.append(spec)
+        return self._table(depthwise_tiles(spec))
+
+    def _table(self, family: KernelFamily) -> str:
+        self.families[family.name] = family
+        return family.name
+
+    @property
+    def largest_kernel(self) -> TileSpec | DepthwiseSpec | None:
+        """The kernel of the step with most results a call; ``None`` where it calls none."""
+        return max(self.kernels, key=lambda kernel: prod(kernel.tile), default=None)
 
     @property
     def graph(self) -> Graph:
         return self.plan.graph
 
-    def constant(self, array: np.ndarray, kind: str) -> str:
-        """Pointer to a constant: ``(const float*)(r->constants + 128)``."""
-        return f"(const {kind}*)(r->constants + {self.blob.add(array)})"
+    def constant(self, array: np.ndarray, kind: str, label: str) -> str:
+        """Return a pointer to a constant, whose place has a name: ``constant<float>(r, p01_factor)``."""
+        offset, name, count = self.blob.add(array), f"{self.step}_{label}", 2
+        while self.constants.setdefault(name, offset) != offset:
+            name, count = f"{self.step}_{label}_{count}", count + 1
+        return f"constant<{kind}>(r, {name})"
+
+    def number(self, value: SupportsFloat, kind: str, label: str) -> str:
+        """Return the value of one number that is a constant of the program, so that its text does not depend on it."""
+        return "*" + self.constant(np.array([value], NUMBERS[kind]), kind, label)
 
     def dim(self, dim: Dim) -> str:
         return c_expression(dim)
@@ -99,7 +128,7 @@ class Context:
         if buffer is None:
             kind = self.graph.types[value]
             n, h, w, c = lies(kind.shape, value in self.plan.rows)
-            sizes = f"{self.dim(n)}, {self.dim(h)}, {self.dim(w)}, {self.dim(c)} * {kind.dtype.bytes}"
+            sizes = f"{self.dim(n)}, {self.dim(h)}, {self.dim(w)}, {self.dim(c * kind.dtype.bytes)}"
             return f"image({self.external(value)}, {sizes}, 0, 0)"
         if buffer.alias is not None and buffer.part is not None:
             return f"channels_from({self.image(buffer.alias)}, {buffer.part})"
@@ -131,7 +160,7 @@ class Context:
         if buffer is not None:
             at = f"r->arena + r->offsets[{self.index[buffer.alias or root]}]"
         else:
-            at = self.external(root) if array is None else self.constant(array, "uint8_t")
+            at = self.external(root) if array is None else self.constant(array, "uint8_t", "values")
         behind = start * self.graph.types[value].dtype.bytes
         pointer = at if behind == 0 else f"{at} + {self.dim(behind)}"
         return f"({pointer})", view.strides if view is not None else steps
@@ -163,7 +192,7 @@ class Context:
         if op.kind == "add" and op.inputs[4:]:
             other = numerics.joined(other, self.graph.types[op.inputs[4]].levels.zero).item()
         zero = numerics.widen(1, q.zero).zero_point if rest else q.zero
-        return self.constant(limits(zero, low, high, other, rest), "struct Limits")
+        return self.constant(limits(zero, low, high, other, rest), "struct Limits", "limits")
 
     def natural(self, op: Op) -> bool:
         """Whether an operator gives levels 0..255 with the zero point 0, and a residual operand without a rest has that
@@ -173,10 +202,6 @@ class Context:
         plain = low == numerics.widen(1, 0).zero_point if len(op.outputs) > 1 else (low, high) == (0, 255)
         return plain and zeros == other == (0,)
 
-    def use(self, specs: Iterable[Kernel]) -> None:
-        """Microkernels that are called."""
-        self.kernels.update({spec.name: spec for spec in specs})
-
     def dims_used(self, text: str) -> list[str]:
         """Declarations of the free dimensions that a body mentions."""
         words = set(re.findall(r"\b[a-z]\w*\b", text))
@@ -184,7 +209,7 @@ class Context:
 
 
 def limits(zero_point: int, low: int, high: int, other_zero_point: int, rest: bool = False) -> np.ndarray:
-    """Bytes of ``struct Limits`` (native/program.h); ``rest``: zero point and bounds have 16 bits."""
+    """Bytes of ``struct Limits`` (native/tile.h); ``rest``: zero point and bounds have 16 bits."""
     parts = (
         np.full(32, zero_point, np.uint16),
         np.full(64, 0 if rest else low, np.uint8),
@@ -212,5 +237,6 @@ def describe(partition: Partition, graph: Graph) -> str:
 def finish(code: Code, context: Context, value: str, limits: str) -> None:
     """The halo of a result, written anew on every run."""
     if context.halo(value):
+        context.include("image.h")
         code(f"const struct Image frame = {context.image(value)};")
         code(f"fill_halo(&frame, (uint8_t)({limits})->zero_point, thread, threads);")

@@ -9,9 +9,9 @@ import numpy as np
 from intaglio import numerics
 from intaglio.codegen.context import Context
 from intaglio.codegen.emit_loops import epilogue, fill_frames
-from intaglio.codegen.tile import TileSpec
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim, Op
+from intaglio.kernels import TileSpec
 from intaglio.plan.plan_records import Partition
 from intaglio.plan.scratch_memory import LINE, SHARERS
 
@@ -24,6 +24,7 @@ def emit_attention(code: Code, partition: Partition, context: Context) -> None:
     op, types = partition.anchor, context.graph.types
     q, k, v = (types[name].shape for name in op.inputs[:3])
     (batch, heads, queries, depth), groups, keys, width = q, k[1], k[2], v[3]
+    context.include("attention.h")
     code("struct Attention a = {};")
     for field, value in zip(("q", "k", "v", "out"), (*op.inputs[:3], op.output), strict=True):
         code(f"a.{field} = {_heads(value, context)};")
@@ -33,7 +34,7 @@ def emit_attention(code: Code, partition: Partition, context: Context) -> None:
     code(f"a.queries = {context.dim(queries)}, a.keys = {context.dim(keys)}, a.depth = {depth}, a.width = {width};")
     code(f"a.causal = {int(op.attrs['causal'])}, a.zero_q = {types[op.inputs[0]].levels.zero};")
     for field, factor in zip(("factor", "ratio"), _factors(op, context), strict=True):
-        code(f"a.{field} = *{context.constant(np.array([factor], np.float32), 'float')};")
+        code(f"a.{field} = {context.number(factor, 'float', field)};")
     code(f"a.limits = {context.limits(op)};")
     _kernels(code, "a", (keys, width), context)
     _scratch(code, "a", partition.output, context)
@@ -48,6 +49,7 @@ def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
     missing: list[Dim] = [1] * (HEAD_AXES - len(shape))
     batch, heads, rows, columns = [*missing, *shape]
     base, (b_batch, b_head, depth_apart, column_apart) = _broadcast(b, context)
+    context.include("product.h")
     code("struct Product p = {};")
     code(f"p.a = {_heads(a, context)};")
     if partition.epilogue is None:
@@ -63,10 +65,10 @@ def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
     else:
         factor = context.graph.constants[tail.inputs[1]]
         code(f"p.limits = {context.limits(tail)};")
-    code(f"p.factor = *{context.constant(factor, 'float')};")
+    code(f"p.factor = *{context.constant(factor, 'float', 'factor')};")
     if partition.table is not None:
         table = context.graph.constants[partition.table.inputs[1]]
-        code(f"p.table = {context.constant(table, 'uint8_t')};")
+        code(f"p.table = {context.constant(table, 'uint8_t', 'table')};")
     _kernels(code, "p", (columns,), context)
     _scratch(code, "p", partition.output, context)
     code("product(&p, thread, threads);")
@@ -114,7 +116,7 @@ def _mask(code: Code, value: str, context: Context) -> None:
     if value in context.graph.constants:
         array = np.ascontiguousarray(context.graph.constants[value])
         apart = [str(step) if size > 1 else "0" for size, step in zip(array.shape, array.strides, strict=True)]
-        base, apart = context.constant(array, "uint8_t"), ["0"] * (HEAD_AXES - array.ndim) + apart
+        base, apart = context.constant(array, "uint8_t", "mask"), ["0"] * (HEAD_AXES - array.ndim) + apart
     else:
         base, apart = _broadcast(value, context)
     code(f"a.mask = {base}, a.mask_bytes = {kind.dtype.bytes};")
@@ -123,16 +125,12 @@ def _mask(code: Code, value: str, context: Context) -> None:
 
 
 def _kernels(code: Code, name: str, widths: Iterable[Dim], context: Context) -> None:
-    """The table of kernels with results in float; panels of free width may end in any number of blocks."""
+    """Tables of kernels with results in float, by blocks; panels of free width may end in any number of blocks."""
     most, rows = context.isa.blocks, context.isa.tallest[context.isa.blocks]
     used = {blocks for width in widths for blocks in _blocks(width, most)}
-    specs = [[TileSpec(height, blocks, "f32") for height in range(1, rows + 1)] for blocks in range(1, most + 1)]
-    symbols = ["0"] * (rows + 1)
-    for row in specs:
-        taken = row[0].blocks in used
-        context.use(row if taken else ())
-        symbols += ["0", *(spec.name if taken else "0" for spec in row)]
-    code(f"static const TileKernel kernels[] = {{{', '.join(symbols)}}};")
+    specs = [TileSpec(rows, blocks, "f32") for blocks in range(1, most + 1)]
+    tables = ["0", *(context.tiles(spec) if spec.blocks in used else "0" for spec in specs)]
+    code(f"static const TileKernel* const kernels[] = {{{', '.join(tables)}}};")
     code(f"{name}.kernels = (struct FloatKernels){{kernels, {most}, {rows}}};")
 
 

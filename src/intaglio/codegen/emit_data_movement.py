@@ -13,7 +13,7 @@ from intaglio.ir.moves import Box, Run, copies
 from intaglio.plan.plan_records import Partition
 
 RUNS = 8
-"""Runs of one strided copy in native/program.h."""
+"""Runs of one strided copy in native/data_movement.h."""
 AXES = 7
 """Axes of one side of a reshape there, bytes of an element among them."""
 SHORT = 8
@@ -25,10 +25,12 @@ def emit_move(code: Code, partition: Partition, context: Context) -> None:
     op, buffers, kind = partition.anchor, context.plan.buffers, context.graph.types[partition.output]
     halves = op.kind == "shuffle" and op.attrs["groups"] == 2
     if halves and all(name in buffers and buffers[name].spatial for name in (*op.inputs, op.output)):
+        context.include("shuffle.h")
         code(f"const struct Image in = {context.image(op.inputs[0])}, out = {context.image(op.output)};")
         code("interleave_levels(&in, &out, thread, threads);")
         finish(code, context, op.output, context.limits(op))
         return
+    context.include("data_movement.h")
     to, apart = context.strided(op.output)
     ends = [context.strided(name) for name in op.inputs]
     shapes = [context.graph.types[name].shape for name in op.inputs]
@@ -36,7 +38,9 @@ def emit_move(code: Code, partition: Partition, context: Context) -> None:
     for index, (start, _) in enumerate(ends):
         code(f"const uint8_t* const in{index} = {start};")
     sides = [(shape, steps) for shape, (_, steps) in zip(shapes, ends, strict=True)]
-    zero = context.constant(np.full(kind.dtype.bytes, 0 if kind.q is None else kind.q.zero, np.uint8), "uint8_t")
+    zero = context.constant(
+        np.full(kind.dtype.bytes, 0 if kind.q is None else kind.q.zero, np.uint8), "uint8_t", "fill"
+    )
     for box in copies(op, sides, apart, kind.dtype.bytes):
         part = buffers.get(op.inputs[box.operand])
         if part is not None and part.part is not None:
@@ -79,6 +83,7 @@ def emit_reshape(code: Code, partition: Partition, context: Context) -> None:
     if types[op.inputs[0]].shape == types[op.output].shape:
         emit_move(code, partition, context)
         return
+    context.include("data_movement.h")
     for name, value in (("in", op.inputs[0]), ("out", op.output)):
         (start, steps), kind = context.strided(value), types[value]
         size = kind.dtype.bytes

@@ -15,6 +15,7 @@ def emit_quantize_rows(code: Code, partition: Partition, context: Context) -> No
     levels, scales = op.outputs
     shape = context.graph.types[levels].shape
     alike = numel(shape[1:-1]) if op.attrs["mode"] == "tensor" else 1
+    context.include("rows.h")
     code(f"const struct Image out = {context.image(levels)};")
     code(f"const int64_t* s = {source_strides(code, op.inputs[0], context)};")
     code(f"const int64_t strides[] = {{{', '.join(strides_read(len(shape), rows=True))}}};")

@@ -16,6 +16,7 @@ def emit_embedding_bag(code: Code, partition: Partition, context: Context) -> No
     table, ids, offsets, *rest = op.inputs
     pointer = {name: context.strided(name)[0] for name in (*op.inputs, op.output)}
     rows, width = types[table].shape
+    context.include("tables.h")
     code("struct Bags b = {};")
     code(f"b.table = (const uint8_t*){pointer[table]}, b.rows = {rows}, b.width = {width};")
     code(f"b.ids = (const int64_t*){pointer[ids]}, b.count = {context.dim(types[ids].shape[0])};")
@@ -35,5 +36,5 @@ def emit_arange(code: Code, partition: Partition, context: Context) -> None:
     op = partition.anchor
     start, step, size = (context.dim(op.attrs[name]) for name in ("start", "step", "size"))
     code(f"int64_t* const y = (int64_t*){context.strided(op.output)[0]};")
-    code(f"for (int64_t i = share({size}, thread, threads); i < share({size}, thread + 1, threads); ++i)")
-    code(f"    y[i] = {start} + i * {step};")
+    with code.block(f"for (int64_t i = share({size}, thread, threads); i < share({size}, thread + 1, threads); ++i)"):
+        code(f"y[i] = {start} + i * {step};")

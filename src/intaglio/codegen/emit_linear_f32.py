@@ -20,14 +20,15 @@ def emit_linear_f32(code: Code, partition: Partition, context: Context) -> None:
     kind = context.graph.types[weight]
     element, (outputs, inputs) = ELEMENT[kind.dtype], kind.shape
     rows = context.dim(numel(context.graph.types[x].shape[:-1]))
+    context.include("linear_f32.h")
     code(f'static_assert(PANEL_F32 == {F32_PANEL}, "panels");')
     code("struct FloatLinear q = {};")
     code(f"q.x = (const float*){context.strided(x)[0]}, q.y = (float*){context.strided(op.output)[0]};")
-    code(f"q.weight = {context.constant(pack_panels(constants[weight]), element)};")
+    code(f"q.weight = {context.constant(pack_panels(constants[weight]), element, 'weights')};")
     if kind.q is not None:
-        code(f"q.scales = {context.constant(np.array(kind.q.scales, np.float32), 'float')};")
+        code(f"q.scales = {context.constant(np.array(kind.q.scales, np.float32), 'float', 'scales')};")
     for name in bias:
-        code(f"q.bias = {context.constant(constants[name], 'float')};")
+        code(f"q.bias = {context.constant(constants[name], 'float', 'bias')};")
     code(f"q.rows = {rows}, q.inputs = {inputs}, q.outputs = {outputs};")
     code(f"float_linear<{element}>(&q, thread, threads);")
 

@@ -62,6 +62,7 @@ WITH_NUMBERS = ("leaky_relu", "clamp", "cast", "quantize", "dequantize")
 
 def emit_loop(code: Code, partition: Partition, context: Context) -> None:
     """The step: rows shared by threads, in each the passes along it."""
+    context.include("loops.h")
     loop = Loop(partition.anchor, context)
     outputs = {name: loop.along(name) for name in loop.body.outputs}
     keeping, plain = (loop.rows.stages(outputs, keep) for keep in (True, False))
@@ -104,6 +105,7 @@ def fill_frames(code: Code, op: Op, context: Context) -> None:
 def epilogue(partition: Partition, context: Context, width: int) -> str:
     """``struct Epilogue`` of a partition's last loop, whose function is printed in front of the step, once more
     for ``width``, the channels of most panels."""
+    context.include("loops.h", "epilogue.h")
     op, made, anchor = partition.ops[-1], partition.ops[-2].output, partition.anchor
     rank = len(context.graph.types[made].shape)
     loop = Loop(op, context, made, 1 if anchor.kind.startswith("conv") else rank - 1)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from intaglio import numerics
-from intaglio.codegen import depthwise
+from intaglio.codegen import emit_depthwise
 from intaglio.codegen.context import Context
 from intaglio.codegen.emit_loops import epilogue, fill_frames
 from intaglio.codegen.emit_steps import fill_pair
-from intaglio.codegen.tile import TileSpec
 from intaglio.codegen.weight_packing import Packing, pack_columns, pack_weights, packing
 from intaglio.codegen.writer import Code
 from intaglio.ir import Op, Schedule
 from intaglio.ir.phases import Phase, axis_phases
+from intaglio.kernels import TileSpec
 from intaglio.plan.buffers import lies
 from intaglio.plan.plan_records import Partition, is_flat
 
@@ -87,6 +87,7 @@ def emit_matmul(code: Code, partition: Partition, context: Context) -> None:
     if partition.epilogue is not None:
         fill_frames(code, partition.epilogue, context)
     elif context.halo(partition.output):
+        context.include("image.h")
         code(f"const struct Image frame = {context.image(partition.output)};")
         zero_point = context.graph.types[partition.output].levels.zero
         code(f"fill_halo(&frame, {zero_point}, thread, threads);")
@@ -94,8 +95,11 @@ def emit_matmul(code: Code, partition: Partition, context: Context) -> None:
 
 def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece) -> None:
     anchor, tail = partition.anchor, partition.tail[0]
-    if len(tail.outputs) == 1 and depthwise.refusal(piece.weight, anchor.attrs.get("groups", 1), tail.kind) is None:
-        layer = depthwise.Layer(
+    if (
+        len(tail.outputs) == 1
+        and emit_depthwise.refusal(piece.weight, anchor.attrs.get("groups", 1), tail.kind) is None
+    ):
+        layer = emit_depthwise.Layer(
             piece.weight,
             _folded_bias(partition, context, piece),
             context.graph.constants[tail.inputs[1]],
@@ -109,18 +113,16 @@ def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece
         source = context.image(anchor.inputs[0])
         code(f"const struct Image in = {source};")
         results = _results(partition.output, context, piece, "in")
-        depthwise.emit_layer(code, layer, "in", results, context.limits(tail), _table(partition, context), context)
+        emit_depthwise.emit_layer(code, layer, "in", results, context.limits(tail), _table(partition, context), context)
         if tail.kind == "activate":
             code(f"d.activation = {_activation(tail, context)};")
-        code(f"{depthwise.loop(layer, context)}(&d, thread, threads);")
+        code(f"{emit_depthwise.loop_name(layer, context)}(&d, thread, threads);")
         return
     schedule = context.plan.schedules[partition.output]
     plan = piece_packing(partition, context, schedule, piece)
     looks_up = context.isa.looks_up if partition.table is not None and tail.kind == "requantize" else ""
-    for look in (False, True)[: 2 if looks_up else 1]:
-        kernels = _kernels(partition, context, plan, schedule, look)
-        for name, symbols in zip(("kernels", "last_kernels"), kernels, strict=True):
-            code(f"static const TileKernel {'table_' * look}{name}[] = {{0, {', '.join(symbols)}}};")
+    kernels, last_kernels = _kernels(partition, context, plan, schedule, False)
+    context.include("matmul.h")
     code("struct Matmul m = {};")
     code(f"m.in = {_source(partition, context)};")
     if partition.epilogue is None:
@@ -133,15 +135,20 @@ def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece
     code(f"""
         m.panels = {plan.panels}, m.blocks = {plan.blocks}, m.panel_bytes = {_panel_bytes(plan, piece.weight)};
         m.flat = {int(is_flat(partition, context.graph, context.plan.buffers))}, m.rows = {schedule.tile_rows};
-        m.kernels = kernels, m.last_kernels = last_kernels, m.mask = {plan.mask:#x}, m.last_mask = {plan.last_mask:#x};
+        m.kernels = {kernels}, m.last_kernels = {last_kernels};
+        m.mask = {plan.mask:#x}, m.last_mask = {plan.last_mask:#x};
         m.split_channels_below = {schedule.split_channels_below}, m.chunk_bytes = {schedule.chunk_bytes};
     """)
     if looks_up:
-        code(f"if ({looks_up})")
-        code("    m.kernels = table_kernels, m.last_kernels = table_last_kernels, m.tile.table = m.table, m.table = 0;")
+        kernels, last_kernels = _kernels(partition, context, plan, schedule, True)
+        context.include("lookup.h")
+        with code.block(f"if ({looks_up})"):
+            code(f"m.kernels = {kernels}, m.last_kernels = {last_kernels};")
+            code("m.tile.table = m.table, m.table = 0;")
     if partition.head is None:
         code("matmul(&m, thread, threads);")
     else:
+        context.include("weighed_matmul.h")
         fill_pair(code, partition.head, context)
         code("matmul_weighed(&m, &p, thread, threads);")
 
@@ -186,18 +193,19 @@ def _table(partition: Partition, context: Context) -> str:
         return "0"
     low, high = context.bounds(partition.tail[0])
     inside = np.clip(np.arange(256), low, high)
-    return context.constant(context.graph.constants[partition.table.inputs[1]][inside], "uint8_t")
+    return context.constant(context.graph.constants[partition.table.inputs[1]][inside], "uint8_t", "table")
 
 
 def _activation(tail: Op, context: Context) -> str:
     """``struct Activation`` of a tail that is a function."""
     step = context.graph.types[tail.output].levels.step
-    numbers = np.array([numerics.reciprocal(step), tail.attrs.get("slope", 0)], np.float32)
-    inverse, slope = (f"*{context.constant(number, 'float')}" for number in numbers)
+    inverse = context.number(numerics.reciprocal(step), "float", "inverse")
+    slope = context.number(tail.attrs.get("slope", 0), "float", "slope")
     gain = "0"
     if tail.inputs[2:]:
         values = context.graph.constants[tail.inputs[2]]
-        gain = context.constant(np.concatenate([values, np.ones(15, np.float32)]), "float")
+        gain = context.constant(np.concatenate([values, np.ones(15, np.float32)]), "float", "gain")
+    context.include("activation.h")
     function = f"{tail.attrs['function']}_levels"
     return f"(struct Activation){{{function}, {inverse}, {slope}, {context.limits(tail)}, {gain}}}"
 
@@ -206,7 +214,10 @@ def rows_tail(tail: Op, context: Context) -> str:
     """``struct ByRow`` of a tail that dequantizes rows."""
     columns, bias = (context.graph.constants[name] for name in tail.inputs[2:])
     parts = (np.broadcast_to(columns, bias.shape), bias)
-    constants = ", ".join(context.constant(np.ascontiguousarray(part), "float") for part in parts)
+    constants = ", ".join(
+        context.constant(np.ascontiguousarray(part), "float", label)
+        for part, label in zip(parts, ("scales", "row_bias"), strict=True)
+    )
     return f"(struct ByRow){{(const float*){context.strided(tail.inputs[1])[0]}, {constants}, 0}}"
 
 
@@ -215,21 +226,26 @@ def _panel_bytes(plan: Packing, weight: np.ndarray) -> int:
     return taps * plan.run * 4 * 16 * plan.blocks
 
 
-def _kernels(
-    partition: Partition, context: Context, plan: Packing, schedule: Schedule, table: bool
-) -> tuple[list[str], list[str]]:
-    """Symbols by height, for full panels and for the last one."""
-    result, guard = RESULT[partition.tail[0].kind], partition.output in context.plan.guarded
-    natural, heights = plan.packed and context.natural(partition.tail[0]), range(1, schedule.tile_rows + 1)
-    rest, other_rest = len(partition.tail[0].outputs) > 1, len(partition.tail[0].inputs) > 4
-    full, last = (
-        [TileSpec(h, blocks, result, natural, guard, table, rest, other_rest) for h in heights]
-        for blocks in (plan.blocks, plan.last_blocks)
+def _kernels(partition: Partition, context: Context, plan: Packing, schedule: Schedule, table: bool) -> tuple[str, str]:
+    """Return tables of kernels by height, for full panels and for the last one."""
+    tail = partition.tail[0]
+    spec = TileSpec(
+        schedule.tile_rows,
+        plan.blocks,
+        RESULT[tail.kind],
+        natural=plan.packed and context.natural(tail),
+        guard=partition.output in context.plan.guarded,
+        table=table,
+        rest=len(tail.outputs) > 1,
+        other_rest=len(tail.inputs) > 4,
     )
-    if plan.panels == 1:
-        full = last
-    context.use([*full, *last])
-    return [spec.name for spec in full], [spec.name for spec in last]
+    last = replace(spec, blocks=plan.last_blocks)
+    return context.tiles(spec if plan.panels > 1 else last), context.tiles(last)
+
+
+def times(factor: int, text: str) -> str:
+    """Return C of a product."""
+    return text if factor == 1 else f"{factor} * {text}"
 
 
 def _geometry(code: Code, context: Context, plan: Packing, piece: Piece, groups: int) -> None:
@@ -239,11 +255,11 @@ def _geometry(code: Code, context: Context, plan: Packing, piece: Piece, groups:
     taps = 1 if plan.joined else weight.shape[3]
     code(f"""
         m.stride_y = {sy}, m.stride_x = {sx}, m.top = {-piece.start[0]}, m.left = {-piece.start[1]};
-        m.tile.a_pixel = {sx * channels}, m.tile.tap_rows = {weight.shape[2]}, m.tile.a_row = {dy} * m.in.line;
+        m.tile.a_pixel = {sx * channels}, m.tile.tap_rows = {weight.shape[2]}, m.tile.a_row = {times(dy, "m.in.line")};
         m.tile.taps = {taps}, m.tile.a_tap = {dx * channels}, m.tile.run = {plan.run};
     """)
     if any(plan.first):
-        code(f"m.first_channel = {context.constant(np.array(plan.first, np.int32), 'int32_t')};")
+        code(f"m.first_channel = {context.constant(np.array(plan.first, np.int32), 'int32_t', 'first_channel')};")
 
 
 def _folded_bias(partition: Partition, context: Context, piece: Piece) -> np.ndarray:
@@ -258,20 +274,20 @@ def _operands(code: Code, partition: Partition, context: Context, plan: Packing,
     anchor, tail, graph = partition.anchor, partition.tail[0], context.graph
     folded = _folded_bias(partition, context, piece)
     packed = pack_weights(piece.weight, plan, anchor.attrs.get("groups", 1))
-    code(f"m.tile.b = {context.constant(packed, 'int8_t')};")
-    code(f"m.tile.bias = {context.constant(pack_columns(folded.astype(np.int32), plan), 'int32_t')};")
+    code(f"m.tile.b = {context.constant(packed, 'int8_t', 'weights')};")
+    code(f"m.tile.bias = {context.constant(pack_columns(folded.astype(np.int32), plan), 'int32_t', 'bias')};")
     if tail.kind == "dequantize":
         factor = np.array(graph.types[anchor.output].levels.scales, np.float64).astype(np.float32)
-        code(f"m.tile.factor = {context.constant(pack_columns(factor, plan), 'float')};")
+        code(f"m.tile.factor = {context.constant(pack_columns(factor, plan), 'float', 'factor')};")
         code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 4;")
         return
     if tail.kind == "dequantize_rows":
         code(f"m.by_row = {rows_tail(tail, context)};")
-        code(f"m.tile.factor = {context.constant(pack_columns(np.ones(1, np.float32), plan), 'float')};")
+        code(f"m.tile.factor = {context.constant(pack_columns(np.ones(1, np.float32), plan), 'float', 'factor')};")
         code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 4;")
         return
     factors = [graph.constants[name] for name in tail.inputs if name in graph.constants]
-    code(f"m.tile.factor = {context.constant(pack_columns(factors[0], plan), 'float')};")
+    code(f"m.tile.factor = {context.constant(pack_columns(factors[0], plan), 'float', 'factor')};")
     code(f"m.tile.limits = {context.limits(tail)}, m.table = {_table(partition, context)};")
     code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 1;")
     if tail.kind == "activate":
@@ -279,7 +295,7 @@ def _operands(code: Code, partition: Partition, context: Context, plan: Packing,
     if tail.kind == "add":
         code(f"m.other = {_results(tail.inputs[1], context, piece)};")
         code("m.tile.other_pixel = m.other.pixel;")
-        code(f"m.tile.other_factor = {context.constant(pack_columns(factors[1], plan), 'float')};")
+        code(f"m.tile.other_factor = {context.constant(pack_columns(factors[1], plan), 'float', 'other_factor')};")
     for name, values in (("rest", tail.outputs[1:]), ("other_rest", tail.inputs[4:])):
         for value in values:
             code(f"m.{name} = {_results(value, context, piece)}, m.tile.{name}_pixel = m.{name}.pixel;")

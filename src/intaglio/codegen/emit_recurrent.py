@@ -6,10 +6,10 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.codegen.context import Context
-from intaglio.codegen.tile import TileSpec
 from intaglio.codegen.weight_packing import pack_columns, pack_weights, packing
 from intaglio.codegen.writer import Code
 from intaglio.ir import Op
+from intaglio.kernels import TileSpec
 from intaglio.plan.plan_records import Partition
 from intaglio.plan.scheduling.schedules import MOST
 
@@ -32,6 +32,7 @@ def emit_recurrent(code: Code, partition: Partition, context: Context) -> None:
         steps, batch = batch, steps
     row_t, row_b = (1, steps) if attrs["batch_first"] else (batch, 1)
     hidden = types[op.inputs[first + 1]].shape[1]
+    context.include("recurrent.h")
     code("struct Recurrent q = {};")
     code(f"q.lstm = {int(op.kind == 'lstm')}, q.layers = {attrs['layers']}, q.directions = {attrs['directions']};")
     code(f"q.steps = {context.dim(steps)}, q.batch = {context.dim(batch)};")
@@ -42,7 +43,7 @@ def emit_recurrent(code: Code, partition: Partition, context: Context) -> None:
         code(f"q.x_scales = (const float*){context.strided(op.inputs[1])[0]};")
     else:
         scale = np.array([types[x].levels.step], np.float32)
-        code(f"q.x_scales = {context.constant(scale, 'float')}, q.x_alike = 1;")
+        code(f"q.x_scales = {context.constant(scale, 'float', 'x_scale')}, q.x_alike = 1;")
     results = list(op.outputs)
     if not attrs["cell"]:
         code(f"q.y = (float*){context.strided(results.pop(0))[0]};")
@@ -85,25 +86,24 @@ def _product(
     blocks = min(context.isa.blocks, -(-outputs // 16))
     plan = packing(outputs, inputs, 1, 1, 1, blocks, packed=False)
     rows = context.isa.tallest[blocks]
-    heights = range(1, rows + 1)
-    full, last = ([TileSpec(h, b, "f32") for h in heights] for b in (plan.blocks, plan.last_blocks))
-    full = last if plan.panels == 1 else full
-    context.use([*full, *last])
+    last = TileSpec(rows, plan.last_blocks, "f32")
+    full = TileSpec(rows, plan.blocks, "f32") if plan.panels > 1 else last
     label = name.replace("[", "_").replace("]", "")
-    for kind, specs in (("kernels", full), ("last_kernels", last)):
-        code(f"static const TileKernel {label}_{kind}[] = {{0, {', '.join(spec.name for spec in specs)}}};")
     start = -zero * weight.astype(np.int64).sum(1)
-    constants = ", ".join(context.constant(part, "float") for part in (columns, bias))
+    scales, row_bias = (
+        context.constant(part, "float", f"{label}_{what}") for part, what in ((columns, "scales"), (bias, "row_bias"))
+    )
+    packed = pack_weights(weight.reshape(outputs, inputs, 1, 1), plan, 1)
     code(f"""
         {name}.stride_y = {name}.stride_x = 1, {name}.flat = 1, {name}.rows = {rows}, {name}.out_bytes = 4;
         {name}.tile.a_pixel = {name}.tile.a_tap = {inputs}, {name}.tile.tap_rows = {name}.tile.taps = 1;
         {name}.tile.run = {plan.run}, {name}.panels = {plan.panels}, {name}.blocks = {plan.blocks};
         {name}.panel_bytes = {plan.run * 64 * plan.blocks};
-        {name}.tile.b = {context.constant(pack_weights(weight.reshape(outputs, inputs, 1, 1), plan, 1), "int8_t")};
-        {name}.tile.bias = {context.constant(pack_columns(start.astype(np.int32), plan), "int32_t")};
-        {name}.tile.factor = {context.constant(pack_columns(np.ones(1, np.float32), plan), "float")};
-        {name}.by_row = (struct ByRow){{0, {constants}, 0}};
-        {name}.kernels = {label}_kernels, {name}.last_kernels = {label}_last_kernels;
+        {name}.tile.b = {context.constant(packed, "int8_t", f"{label}_weights")};
+        {name}.tile.bias = {context.constant(pack_columns(start.astype(np.int32), plan), "int32_t", f"{label}_bias")};
+        {name}.tile.factor = {context.constant(pack_columns(np.ones(1, np.float32), plan), "float", f"{label}_factor")};
+        {name}.by_row = (struct ByRow){{0, {scales}, {row_bias}, 0}};
+        {name}.kernels = {context.tiles(full)}, {name}.last_kernels = {context.tiles(last)};
         {name}.mask = {plan.mask:#x}, {name}.last_mask = {plan.last_mask:#x};
         {name}.split_channels_below = {min(outputs, MOST)}, {name}.chunk_bytes = {CHUNK_BYTES};
     """)

@@ -19,8 +19,9 @@ def emit_nearest(code: Code, partition: Partition, context: Context) -> None:
     if "results" in op.attrs:
         found = _grids(op, context)
     else:
-        found = [f"{{{context.constant(graph.constants[name], 'int32_t')}}}" for name in op.inputs[1:]]
-    stay = f"{{{context.constant(STAY, 'int32_t')}}}"
+        found = [f"{{{context.constant(graph.constants[name], 'int32_t', 'index')}}}" for name in op.inputs[1:]]
+    context.include("resize.h")
+    stay = f"{{{context.constant(STAY, 'int32_t', 'stay')}}}"
     for name, grid in zip(("depth", "row", "column"), [stay] * (3 - len(found)) + found, strict=True):
         code(f"const struct Grid {name} = {grid};")
     code(f"const struct Image in = {context.image(op.inputs[0])};")
@@ -41,14 +42,14 @@ def emit_linear(code: Code, partition: Partition, context: Context) -> None:
         grids = [_pairs(index, weight, context) for index, weight in zip(found[::2], found[1::2], strict=True)]
     if len(grids) == 1:
         grids.insert(0, _pairs(np.zeros((1, 2), np.int32), np.array([[1, 0]], np.float32), context))
+    context.include("resize.h")
     code("struct Blend b = {};")
     code(f"b.in = {context.image(op.inputs[0])};")
     code(f"b.out = {context.image(op.output)};")
     for name, grid in zip(("row", "column"), grids, strict=True):
         code(f"b.{name} = (struct Grid){grid};")
-    code(f"b.factor = {context.constant(factor, 'float')};")
-    zero = np.array([graph.types[op.inputs[0]].levels.zero], np.int32)
-    code(f"b.zero_in = *{context.constant(zero, 'int32_t')};")
+    code(f"b.factor = {context.constant(factor, 'float', 'factor')};")
+    code(f"b.zero_in = {context.number(graph.types[op.inputs[0]].levels.zero, 'int32_t', 'zero_in')};")
     code(f"b.limits = {context.limits(op)};")
     code("upsample_linear(&b, thread, threads);")
     finish(code, context, op.output, context.limits(op))
@@ -56,7 +57,7 @@ def emit_linear(code: Code, partition: Partition, context: Context) -> None:
 
 def _pairs(index: np.ndarray, weight: np.ndarray, context: Context) -> str:
     """``struct Grid`` of tables of pairs."""
-    return f"{{{context.constant(index, 'int32_t')}, {context.constant(weight, 'float')}}}"
+    return f"{{{context.constant(index, 'int32_t', 'index')}, {context.constant(weight, 'float', 'weight')}}}"
 
 
 def _grids(op: Op, context: Context) -> list[str]:
@@ -65,6 +66,6 @@ def _grids(op: Op, context: Context) -> list[str]:
     found = []
     for size, result, scale in zip(op.attrs["sizes"], op.attrs["results"], op.attrs["scales"], strict=True):
         sizes = f"{context.dim(size)}, {context.dim(result)}"
-        step = "0" if scale is None else f"*{context.constant(np.array(1 / scale, np.float32), 'float')}"
+        step = "0" if scale is None else context.number(1 / scale, "float", "step")
         found.append(f"{{0, 0, {sizes}, {step}, {images}, {align}}}")
     return found

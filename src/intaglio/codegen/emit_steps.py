@@ -15,7 +15,7 @@ from intaglio.plan.plan_records import Partition
 
 AXIS_NAMES = "zyx"
 WIDEST = 64
-"""Most levels a vector of native/program.h holds."""
+"""Most levels a vector of native/vectors.h holds."""
 
 
 def emit_pool(code: Code, partition: Partition, context: Context) -> None:
@@ -23,6 +23,7 @@ def emit_pool(code: Code, partition: Partition, context: Context) -> None:
     op = partition.anchor
     shapes = [context.graph.types[name].shape for name in (op.inputs[0], op.output)]
     axes, limits = AXIS_NAMES[5 - len(shapes[0]) :], context.limits(op)
+    context.include("pooling.h")
     code("struct Pool p = {};")
     code(f"p.in = {context.image(op.inputs[0])};")
     code(f"p.out = {context.image(op.output)};")
@@ -42,13 +43,13 @@ def emit_pool(code: Code, partition: Partition, context: Context) -> None:
         flags = [int(op.attrs.get("include_pad", 0)), int(bool(op.attrs.get("divisor"))), int("size" in op.attrs)]
         code("p.include_pad = {}, p.fixed_divisor = {}, p.adaptive = {};".format(*flags))
         zero = context.graph.types[op.inputs[0]].levels.zero
-        code(f"p.zero_in = *{context.constant(np.array([zero], np.int32), 'int32_t')};")
+        code(f"p.zero_in = {context.number(zero, 'int32_t', 'zero_in')};")
         factors = context.graph.constants[op.inputs[1]]
         if "size" in op.attrs and not all(isinstance(size, int) for size in shapes[0][2:]):
             ends = (context.graph.types[name].levels.step for name in (op.inputs[0], op.output))
-            code(f"p.ratio = *{context.constant(np.array(numerics.pool_ratio(*ends)), 'double')};")
+            code(f"p.ratio = {context.number(numerics.pool_ratio(*ends), 'double', 'ratio')};")
         else:
-            code(f"p.factors = {context.constant(factors, 'float')};")
+            code(f"p.factors = {context.constant(factors, 'float', 'factors')};")
         code(f"p.limits = {limits};")
         sums = f"{op.output}.sums"
         if sums in context.index:
@@ -62,13 +63,14 @@ def fill_pair(code: Code, op: Op, context: Context) -> None:
     """``struct Pair``, but for where the result lies."""
     zero = context.graph.types[op.inputs[0]].levels.zero
     factors, each = [context.graph.constants[name] for name in op.inputs[2:]], "axis" in op.attrs
+    context.include("pair.h")
     code("struct Pair p = {};")
     for name, value in zip("ab", op.inputs[:2], strict=True):
         code(f"p.{name} = {context.image(value)};")
-    code(f"p.zero_a = *{context.constant(np.array([zero], np.int32), 'int32_t')}, p.each = {int(each)};")
+    code(f"p.zero_a = {context.number(zero, 'int32_t', 'zero_a')}, p.each = {int(each)};")
     for name, factor in zip(("factor_a", "factor_b"), factors, strict=False):
         longer = each and name == "factor_b"
-        code(f"p.{name} = {_by_channel(context, factor) if longer else context.constant(factor, 'float')};")
+        code(f"p.{name} = {_by_channel(context, factor, name) if longer else context.constant(factor, 'float', name)};")
     code(f"p.limits = {context.limits(op)};")
 
 
@@ -81,11 +83,12 @@ def emit_pair(code: Code, partition: Partition, context: Context) -> None:
     finish(code, context, op.output, context.limits(op))
 
 
-def one_input(call: Callable[[Op, Context], str]) -> Callable[[Code, Partition, Context], None]:
+def one_input(header: str, call: Callable[[Op, Context], str]) -> Callable[[Code, Partition, Context], None]:
     """Prints a step of one image and its result: ``call`` gives the statement over ``in`` and ``out``."""
 
     def emit(code: Code, partition: Partition, context: Context) -> None:
         op = partition.anchor
+        context.include(header)
         for name, value in (("in", op.inputs[0]), ("out", op.output)):
             code(f"const struct Image {name} = {context.image(value)};")
         code(call(op, context))
@@ -94,15 +97,18 @@ def one_input(call: Callable[[Op, Context], str]) -> Callable[[Code, Partition, 
     return emit
 
 
-def _by_channel(context: Context, values: np.ndarray) -> str:
+def _by_channel(context: Context, values: np.ndarray, label: str) -> str:
     """Constants that go on with the first channels, for vectors that end in another pixel."""
-    return context.constant(np.resize(values, values.size + WIDEST - 1), "float")
+    return context.constant(np.resize(values, values.size + WIDEST - 1), "float", label)
 
 
 def _affine_call(op: Op, context: Context) -> str:
     zero = context.graph.types[op.inputs[0]].levels.zero
-    factor, offset = (_by_channel(context, context.graph.constants[name]) for name in op.inputs[1:])
-    first = f"*{context.constant(np.array([zero], np.int32), 'int32_t')}, {factor}, {offset}"
+    factor, offset = (
+        _by_channel(context, context.graph.constants[name], label)
+        for name, label in zip(op.inputs[1:], ("factor", "offset"), strict=True)
+    )
+    first = f"{context.number(zero, 'int32_t', 'zero_in')}, {factor}, {offset}"
     return f"affine_levels(&in, &out, {first}, {context.limits(op)}, thread, threads);"
 
 
@@ -111,15 +117,15 @@ def _clamp_call(op: Op, context: Context) -> str:
 
 
 def _table_call(op: Op, context: Context) -> str:
-    table = context.constant(context.graph.constants[op.inputs[1]], "uint8_t")
+    table = context.constant(context.graph.constants[op.inputs[1]], "uint8_t", "table")
     return f"look_up(&in, &out, {table}, thread, threads);"
 
 
 def _prelu_call(op: Op, context: Context) -> str:
     zero = context.graph.types[op.inputs[0]].levels.zero
     rise, fall = (context.graph.constants[name] for name in op.inputs[1:])
-    each = _by_channel(context, np.resize(fall, _channels(context, op.inputs[0])))
-    first = f"*{context.constant(np.array([zero], np.int32), 'int32_t')}, {context.constant(rise, 'float')}"
+    each = _by_channel(context, np.resize(fall, _channels(context, op.inputs[0])), "fall")
+    first = f"{context.number(zero, 'int32_t', 'zero_in')}, {context.constant(rise, 'float', 'rise')}"
     return f"prelu_levels(&in, &out, {first}, {each}, {context.limits(op)}, thread, threads);"
 
 
@@ -129,27 +135,31 @@ def _channels(context: Context, value: str) -> int:
     return channels
 
 
-emit_affine, emit_clamp, emit_table = one_input(_affine_call), one_input(_clamp_call), one_input(_table_call)
-emit_prelu = one_input(_prelu_call)
+emit_affine = one_input("pointwise.h", _affine_call)
+emit_clamp = one_input("pointwise.h", _clamp_call)
+emit_table = one_input("lookup.h", _table_call)
+emit_prelu = one_input("pointwise.h", _prelu_call)
 
 
 def _layer_norm_call(op: Op, context: Context) -> str:
     zero = context.graph.types[op.inputs[0]].levels.zero
     *parts, eps = (context.graph.constants[name] for name in op.inputs[1:])
-    factor, offset = (_by_channel(context, part) for part in parts)
-    numbers = np.array([zero], np.int32), eps
-    zero_in, epsilon = (f"*{context.constant(n, kind)}" for n, kind in zip(numbers, ("int32_t", "float"), strict=True))
+    factor, offset = (
+        _by_channel(context, part, label) for part, label in zip(parts, ("factor", "offset"), strict=True)
+    )
+    zero_in, epsilon = context.number(zero, "int32_t", "zero_in"), f"*{context.constant(eps, 'float', 'epsilon')}"
     first = f"{zero_in}, {factor}, {offset}, {epsilon}"
     return f"layer_norm_levels(&in, &out, {first}, {context.limits(op)}, thread, threads);"
 
 
-emit_layer_norm = one_input(_layer_norm_call)
+emit_layer_norm = one_input("pointwise.h", _layer_norm_call)
 
 
 def emit_quantize(code: Code, partition: Partition, context: Context) -> None:
     """A float tensor of any strides; of volumes, the depths of one after the other."""
     op = partition.anchor
     buffer = context.plan.buffers[op.output]
+    context.include("border.h")
     code(f"const struct Image out = {context.image(op.output)};")
     code(f"const struct Affine* q = {_affine(context, op.output)};")
     code(f"const int64_t* s = {source_strides(code, op.inputs[0], context)};")
@@ -193,13 +203,14 @@ def emit_pixels(code: Code, partition: Partition, context: Context) -> None:
     zeros = np.broadcast_to(np.array(context.graph.types[op.output].levels.zeros), gain.shape)
     parts = [affine_bytes(*each, 0, 255) for each in zip(gain, shift, np.ones_like(gain), zeros, strict=True)]
     code(f"const struct Image out = {context.image(op.output)};")
-    code(f"const struct Affine* q = {context.constant(np.concatenate(parts), 'struct Affine')};")
-    code(f"if (r->bytes[{context.plan.external.index(op.inputs[0])}])")
-    code(f"    copy_image({source}, {strides}, &out, thread, threads);")
-    code("else")
-    code(f"    quantize_image((const float*){source}, {strides}, &out, q, 1, thread, threads);")
+    context.include("border.h")
+    code(f"const struct Affine* q = {context.constant(np.concatenate(parts), 'struct Affine', 'scales')};")
+    with code.block(f"if (r->bytes[{context.plan.external.index(op.inputs[0])}])"):
+        code(f"copy_image({source}, {strides}, &out, thread, threads);")
+    with code.block("else"):
+        code(f"quantize_image((const float*){source}, {strides}, &out, q, 1, thread, threads);")
     if context.halo(op.output):
-        pixel = context.constant(zeros.astype(np.uint8), "uint8_t")
+        pixel = context.constant(zeros.astype(np.uint8), "uint8_t", "zero_points")
         code(f"fill_halo_pixels(&out, {pixel}, thread, threads);")
 
 
@@ -207,6 +218,7 @@ def emit_dequantize(code: Code, partition: Partition, context: Context) -> None:
     op = partition.anchor
     code(f"const struct Image in = {context.image(op.inputs[0])};")
     to, _ = context.strided(op.output)
+    context.include("border.h")
     code(f"dequantize_image(&in, (float*){to}, {_affine(context, op.inputs[0])}, thread, threads);")
 
 
@@ -214,11 +226,11 @@ def _affine(context: Context, value: str) -> str:
     """``struct Affine`` of a value's levels."""
     q = context.graph.types[value].levels
     return context.constant(
-        affine_bytes(numerics.reciprocal(q.step), 0, q.step, q.zero, q.qmin, q.qmax), "struct Affine"
+        affine_bytes(numerics.reciprocal(q.step), 0, q.step, q.zero, q.qmin, q.qmax), "struct Affine", "scale"
     )
 
 
 def affine_bytes(inverse: Any, offset: Any, scale: float, zero_point: int, low: int, high: int) -> np.ndarray:
-    """``struct Affine`` (native/program.h)."""
+    """``struct Affine`` (native/border.h)."""
     floats, integers = np.array([inverse, offset, scale], np.float32), np.array([zero_point, low, high], np.int32)
     return np.frombuffer(floats.tobytes() + integers.tobytes(), np.uint8)

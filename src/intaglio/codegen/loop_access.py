@@ -97,7 +97,7 @@ class Loop:
         if array is None:
             return self.context.strided(value)
         steps = [int(np.prod(array.shape[axis + 1 :])) for axis in range(array.ndim)]
-        return f"({self.context.constant(array, 'uint8_t')})", tuple(steps)
+        return f"({self.context.constant(array, 'uint8_t', 'values')})", tuple(steps)
 
     def _aligned(self, shape: Shape, strides: Strides) -> Strides:
         """Along the axes of the space; 0 where there is one element."""

@@ -7,7 +7,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from intaglio.codegen.tile import permutation
+from intaglio.kernels import permutation
 
 
 @dataclass(frozen=True)

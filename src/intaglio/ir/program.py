@@ -109,7 +109,10 @@ class StepNote:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Generated C++ text, the constants it reads, and what the runtime must know to call it. Equal to itself only."""
+    """Generated C++ text, the constants it reads, and what the runtime must know to call it. Equal to itself only.
+
+    ``kernels``: families of microkernels it is linked with (`kernels.KernelFamily`).
+    """
 
     name: str
     source: str
@@ -122,3 +125,4 @@ class Program:
     buffers: int
     notes: Mapping[str, Any] = field(default_factory=dict)
     steps: tuple[StepNote, ...] = ()
+    kernels: tuple[Any, ...] = ()

@@ -1,7 +1,8 @@
 """C++ text -> shared object in the kernel cache: keyed by content, written atomically, bounded in size.
 
-An entry is ``<name>-<key>.so`` with its source ``<name>-<key>.cpp`` beside it. The last bytes of the .so are the
-SHA-256 of the rest, which loaders ignore, so a damaged entry is recognised before it is mapped and built again.
+An entry is ``<name>-<key>.so`` with its source ``<name>-<key>.cpp`` beside it, or the object file of a `Unit`, which
+several shared objects are linked from: ``<name>-<key>.o``. The last bytes of both are the SHA-256 of the rest, which
+loaders and linkers ignore, so a damaged entry is recognised before it is used and built again.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 from intaglio import config
 from intaglio.errors import BuildError
+from intaglio.native import units as library
 from intaglio.native.machine import ISA_FLAGS
+from intaglio.native.units import Unit, included, library_units
 
-CACHE_FORMAT = "1"
-HEADER_FOLDER = Path(__file__).parent
+CACHE_FORMAT = "2"
 SEAL = b"\nintaglio sha256 "
 SEAL_BYTES = len(SEAL) + 64
 GRACE_SECONDS = 60
@@ -45,40 +47,54 @@ COMPILE_FLAGS = (
 )
 # Only libc is linked and nothing may stay undefined: a call into libstdc++ or libm is an error when building, with
 # g++ and clang alike. (libpthread is empty since glibc 2.34.)
-LINK_FLAGS = ("-nodefaultlibs", "-Wl,--no-undefined", "-lpthread", "-lc", "-lgcc")
+LINK_FLAGS = ("-nodefaultlibs", "-Wl,--no-undefined", "-Wl,--gc-sections", "-lpthread", "-lc", "-lgcc")
+# A function of an object file that nothing calls is left out of the shared object.
+UNIT_FLAGS = ("-ffunction-sections",)
 
-_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 _locks: dict[Path, threading.Lock] = {}
 _loaded: dict[Path, ctypes.CDLL] = {}
 os.register_at_fork(after_in_child=_locks.clear)
 
 
-def build(source: str, *, name: str, isa: str, headers: tuple[str, ...] = (), force: bool = False) -> Path:
+def build(
+    source: str,
+    *,
+    name: str,
+    isa: str,
+    headers: tuple[str, ...] = (),
+    units: Sequence[Unit] = (),
+    force: bool = False,
+) -> Path:
     """C++ text -> path of a shared object for instruction set ``isa``; taken from the cache unless ``force``.
 
-    The text may include files of this folder; they are part of the key, and so are the files ``headers`` names.
-    Raises `BuildError` when there is no compiler, it rejects the text, or the cache folder cannot be written.
+    The text may include files of this folder; they are part of the key, and so are the files ``headers`` names. It is
+    linked with ``units`` and with the parts of the library whose headers it includes. What is missing is compiled at
+    the same time. Raises `BuildError` when there is no compiler, it rejects the text, or the cache folder cannot be
+    written.
     """
     command = (_compiler(name), *COMPILE_FLAGS, *ISA_FLAGS[isa])
-    key = _key(source, command, isa, headers)
-    path = config.cache_dir() / "kernels" / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)[:80]}-{key[:16]}.so"
+    folder = config.cache_dir() / "kernels"
+    objects = {_unit_path(unit, command, isa, folder): unit for unit in (*units, *library_units(source))}
+    key = _key(source, command, isa, headers, [path.name for path in objects])
+    path = folder / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)[:80]}-{key[:16]}.so"
     with _locks.setdefault(path, threading.Lock()):
         try:
             if force or not is_intact(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                _compile(source, command, name, path)
-                _evict(path.parent)
-            _touch(path)
+                folder.mkdir(parents=True, exist_ok=True)
+                _compile(source, command, name, path, objects)
+                _evict(folder)
+            for entry in (path, *objects):
+                _touch(entry)
         except OSError as error:
             raise BuildError(
-                name, None, f"the kernel cache {path.parent} cannot be used: {error}", remedy=_MOVE_CACHE
+                name, None, f"the kernel cache {folder} cannot be used: {error}", remedy=_MOVE_CACHE
             ) from error
     return path
 
 
-def text_key(source: str, isa: str) -> str:
-    """Digest of what a library is compiled from: text, headers, instruction set. The compiler is no part of it."""
-    parts = [CACHE_FORMAT, isa, source]
+def text_key(source: str, isa: str, units: Sequence[Unit] = ()) -> str:
+    """Digest of what a library is compiled from: text, headers, units, instruction set; not of the compiler."""
+    parts = [CACHE_FORMAT, isa, _without_comments(source), *(unit.digest for unit in (*units, *library_units(source)))]
     parts += [part for item in sorted(included(source).items()) for part in item]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -147,66 +163,116 @@ def _version(compiler: str) -> str:
         raise BuildError(compiler, None, f"CXX does not run: {error}", remedy=_NO_COMPILER) from error
 
 
-def _key(source: str, command: tuple[str, ...], isa: str, headers: tuple[str, ...]) -> str:
+def _key(source: str, command: tuple[str, ...], isa: str, headers: tuple[str, ...], objects: Sequence[str]) -> str:
     texts = included(source, headers)
-    parts = [CACHE_FORMAT, isa, *command, *LINK_FLAGS, _version(command[0]), source]
+    parts = [CACHE_FORMAT, isa, *command, *LINK_FLAGS, _version(command[0]), _without_comments(source), *objects]
     parts += [part for name in sorted(texts) for part in (name, texts[name])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def included(source: str, headers: tuple[str, ...] = ()) -> dict[str, str]:
-    """Name -> text of every file of this folder that ``source`` includes, directly or not, and of ``headers``."""
-    texts: dict[str, str] = {}
-    waiting = [*headers, *_INCLUDE.findall(source)]
-    while waiting:
-        name = waiting.pop()
-        if name not in texts and (HEADER_FOLDER / name).is_file():
-            texts[name] = (HEADER_FOLDER / name).read_text(encoding="utf-8")
-            waiting += _INCLUDE.findall(texts[name])
-    return texts
+def _without_comments(source: str) -> str:
+    """Drop lines that are comments: programs that differ only in the scales they mention are the same library."""
+    return re.sub(r"^ *//.*\n", "", source, flags=re.MULTILINE)
 
 
-def _compile(source: str, command: tuple[str, ...], name: str, path: Path) -> None:
-    """Make the entry ``path``; temporary files, the compiler's too, are in a folder that does not outlive the call."""
-    text = path.with_suffix(".cpp")
+def _unit_path(unit: Unit, command: tuple[str, ...], isa: str, folder: Path) -> Path:
+    parts = [CACHE_FORMAT, isa, *command, *UNIT_FLAGS, _version(command[0]), unit.digest]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return folder / f"{unit.name}-{key[:16]}.o"
+
+
+def _compile(source: str, command: tuple[str, ...], name: str, path: Path, objects: dict[Path, Unit]) -> None:
+    """Make the entry ``path`` and what is missing of ``objects``; temporary files, the compiler's too, are in a folder
+    that does not outlive the call."""
+    text, missing = path.with_suffix(".cpp"), {entry: unit for entry, unit in objects.items() if not is_intact(entry)}
     with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as scratch:
         draft = Path(scratch, "kernel.cpp")
         draft.write_text(source, encoding="utf-8")
         os.replace(draft, text)
-        made = Path(scratch, "kernel.so")
-        arguments = [*command, f"-I{HEADER_FOLDER}", str(text), "-o", str(made), *LINK_FLAGS]
-        status, output = _run(arguments, {**os.environ, "TMPDIR": scratch, "LC_ALL": "C"})
-        if status != 0:
-            shown = "\n    ".join(output.splitlines()[:ERROR_LINES])
-            raise BuildError(name, None, f"{command[0]} rejects {text} (status {status})\n    {shown}")
-        with made.open("r+b") as file:
-            seal = _seal(file.read())
-            file.write(seal)
-        os.replace(made, path)
+        made, program = Path(scratch, "kernel.so"), text
+        if missing:
+            program = Path(scratch, f"{path.stem}.o")
+            commands = [
+                *_unit_commands(missing, command, Path(scratch)),
+                [*command, "-c", _headers(), str(text), "-o", str(program)],
+            ]
+            _run_together([[part for part in line if part != "-shared"] for line in commands], name, scratch)
+            for entry in missing:
+                _seal_as(Path(scratch, entry.name), entry)
+        arguments = [
+            *command,
+            _headers(),
+            str(program),
+            *map(str, objects),
+            "-o",
+            str(made),
+            *LINK_FLAGS,
+        ]
+        _run_together([arguments], name, scratch)
+        _seal_as(made, path)
 
 
-def _run(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
-    """Exit status and output; whatever interrupts the wait also ends the compiler and its children."""
-    process = None
+def _headers() -> str:
+    """Return the compiler's option for this folder."""
+    return f"-I{library.HEADER_FOLDER}"
+
+
+def _unit_commands(missing: dict[Path, Unit], command: tuple[str, ...], scratch: Path) -> list[list[str]]:
+    """Write the texts of units into a folder and return what compiles them there: one command for all assembly."""
+    assembly, found = [], []
+    for entry, unit in missing.items():
+        text = scratch / f"{entry.stem}{unit.suffix}"
+        text.write_text(unit.text(), encoding="utf-8")
+        if unit.suffix == ".s":
+            assembly += [str(text)]
+        else:
+            found.append([*command, *UNIT_FLAGS, "-c", _headers(), str(text), "-o", str(scratch / entry.name)])
+    return [*([[command[0], "-c", *assembly]] * bool(assembly)), *found]
+
+
+def _seal_as(made: Path, path: Path) -> None:
+    """Append the seal to a file and move it to its place in the cache."""
+    with made.open("r+b") as file:
+        seal = _seal(file.read())
+        file.write(seal)
+    os.replace(made, path)
+
+
+def _run_together(commands: Sequence[Sequence[str]], name: str, folder: str) -> None:
+    """Run commands at the same time in a folder; `BuildError` with the output of the first that fails. Whatever
+    interrupts the wait also ends the compilers and their children."""
+    environment, running = {**os.environ, "TMPDIR": folder, "LC_ALL": "C"}, list[subprocess.Popen[str]]()
     try:
-        with _deferred_interrupt():
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                encoding="utf-8",
-                errors="replace",
-                env=environment,
-                start_new_session=True,
-            )
-        output, _ = process.communicate()
+        for command in commands:
+            with _deferred_interrupt():
+                running.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=folder,
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.STDOUT,
+                        encoding="utf-8",
+                        errors="replace",
+                        env=environment,
+                        start_new_session=True,
+                    )
+                )
+        for process, command in zip(running, commands, strict=True):
+            output, _ = process.communicate()
+            if process.returncode != 0:
+                shown = "\n    ".join(output.splitlines()[:ERROR_LINES])
+                texts = [part for part in command if part.endswith((".cpp", ".s"))] or ["the linking"]
+                raise BuildError(
+                    name, None, f"{command[0]} rejects {texts[0]} (status {process.returncode})\n    {shown}"
+                )
     except BaseException:
-        if process is not None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        for process in running:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         raise
-    return process.returncode, output
 
 
 @contextlib.contextmanager
@@ -256,6 +322,6 @@ def _evict(folder: Path) -> None:
     for stem in sorted(used, key=lambda stem: used[stem]):
         if excess <= 0 or now - used[stem] < GRACE_SECONDS:
             return
-        (folder / f"{stem}.so").unlink(missing_ok=True)
-        (folder / f"{stem}.cpp").unlink(missing_ok=True)
+        for suffix in (".so", ".o", ".cpp"):
+            (folder / f"{stem}{suffix}").unlink(missing_ok=True)
         excess -= sizes[stem]

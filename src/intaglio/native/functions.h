@@ -2,11 +2,10 @@
 // Build with -ffp-contract=off. No libm.
 #pragma once
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 #include <stdint.h>
+#include <string.h>
+
+#include "intrinsics.h"
 
 #if defined(__AVX512F__)
 enum { FLOATS = 16 };
@@ -195,4 +194,18 @@ static inline Reals near_gelu(Reals x) {
 static inline Reals gelu_tanh(Reals x) {
     const Reals inner = x * ((x * x) * 0x1.2444f2p-4f + 0x1.988454p0f);
     return most_of(x, -87.0f) * sigmoid(inner);
+}
+
+// 16 levels, each in 32 bits -> in 8 bits.
+static inline void narrow16(const RealBits* words, uint8_t* levels) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)words[0], (__m256i)words[1]), 0xd8);
+    _mm_storeu_si128((__m128i*)levels, _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
+#else
+    typedef uint8_t Bytes __attribute__((vector_size(FLOATS)));
+    for (int i = 0; i < 16 / FLOATS; ++i) {
+        const Bytes bytes = __builtin_convertvector(words[i], Bytes);
+        memcpy(levels + i * FLOATS, &bytes, sizeof bytes);
+    }
+#endif
 }

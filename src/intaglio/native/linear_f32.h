@@ -3,7 +3,7 @@
 #pragma once
 
 #include "loops.h"
-#include "program.h"
+#include "run.h"
 
 enum { PANEL_F32 = 64 };                  // outputs whose weights lie side by side, input after input
 enum { TALLEST = FLOATS == 16 ? 6 : 2 };  // rows that meet a weight while it is in a register

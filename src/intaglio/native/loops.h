@@ -2,13 +2,10 @@
 // and how a row is gone along. Build with -ffp-contract=off. No libm.
 #pragma once
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 #include <string.h>
 
 #include "functions.h"
+#include "intrinsics.h"
 #include "numerics.h"
 
 enum { LANES = 16, GROUPS = LANES / FLOATS };  // of a sum; vectors that hold them

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "loops.h"
-#include "program.h"
+#include "run.h"
 
 enum { BAG_SUM, BAG_MEAN, BAG_MAX };
 

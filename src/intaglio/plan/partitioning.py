@@ -15,7 +15,7 @@ from intaglio.plan.plan_records import Partition, is_flat
 
 WIDEST_HEAD = 4096
 """Channels of what a head makes: the tallest tile of it fits ``WEIGHED_BYTES``, and its terms ``TERMS``, of
-native/program.h."""
+native/weighed_matmul.cpp."""
 
 
 def fuse(graph: Graph) -> tuple[Partition, ...]:

@@ -11,15 +11,16 @@ import numpy as np
 
 from intaglio.errors import BuildError
 from intaglio.ir import Program
+from intaglio.kernels.library import kernel_units
 from intaglio.native import machine
-from intaglio.native.compile import build, load
+from intaglio.native.compile import build, load, text_key
 from intaglio.native.library import parallel_address
 
 I64 = ctypes.c_int64
 
 
 class Run(ctypes.Structure):
-    """Twin of ``struct Run`` in native/program.h."""
+    """Twin of ``struct Run`` in native/run.h."""
 
     _fields_ = (
         ("dims", ctypes.POINTER(I64)),
@@ -60,7 +61,7 @@ class Artifact:
         try:
             return self.path.read_bytes()
         except FileNotFoundError:
-            return build(self.program.source, name=self.program.name, isa=self.program.isa).read_bytes()
+            return build_program(self.program).read_bytes()
 
     def __deepcopy__(self, memo: object) -> Artifact:
         """Itself: nothing in it ever changes."""
@@ -80,9 +81,20 @@ class Layout:
     bytes: int
 
 
+def build_program(program: Program) -> Path:
+    """Compile a program (or take it from the cache) and link its kernels. Raises `BuildError`."""
+    units = kernel_units(program.kernels, program.isa)
+    return build(program.source, name=program.name, isa=program.isa, units=units)
+
+
+def program_key(program: Program) -> str:
+    """Digest of what a program's library is compiled from."""
+    return text_key(program.source, program.isa, kernel_units(program.kernels, program.isa))
+
+
 def build_artifact(program: Program) -> Artifact:
     """Compile (or take from the cache) and load. Raises `BuildError`."""
-    return open_artifact(program, build(program.source, name=program.name, isa=program.isa))
+    return open_artifact(program, build_program(program))
 
 
 def open_artifact(program: Program, path: Path) -> Artifact:

@@ -20,8 +20,10 @@ from torch.utils import _pytree as pytree
 from intaglio import config
 from intaglio.errors import BuildError, UnsupportedError
 from intaglio.ir import Dim, DType, Expression, External, Program, Shape, Signature, c_expression, needs, symbols_of
-from intaglio.native.compile import COMPILE_FLAGS, HEADER_FOLDER, included
+from intaglio.kernels import ISAS
+from intaglio.native.compile import COMPILE_FLAGS
 from intaglio.native.machine import CPU_FLAGS, ISA_FLAGS
+from intaglio.native.units import HEADER_FOLDER, included, library_files
 from intaglio.output_paths import FOLDER, check_folder, unwritable
 from intaglio.runtime import threads
 from intaglio.runtime.call_plans import is_image
@@ -30,7 +32,7 @@ from intaglio.runtime.model_protocol import CompiledModel
 
 TEMPLATES = HEADER_FOLDER / "exported"
 FILES = ("net.h", "net.cpp", "main.c", "CMakeLists.txt", "README.txt")
-POOL = '#include "pool.cpp"\n#include "program.h"\n'
+POOL = '#include "pool.cpp"\n#include "image.h"\n'
 """What net.cpp includes of the folder of headers."""
 
 FLAGS = tuple(flag for flag in COMPILE_FLAGS if flag not in ("-std=c++17", "-shared", "-fno-rtti"))
@@ -55,14 +57,14 @@ def export_c(model: CompiledModel, folder: str | Path, isas: Sequence[str] | Non
     check_folder(folder)
     programs = [model.program_for(isa) for isa in _ordered(model, isas)]
     name, weights = _name(model.about.name), _weights([program.constants for program in programs])
-    values, texts = _values(model, programs, name), dict[str, str]()
+    kernels = {path: text for program in programs for path, text in _program_texts(program, name).items()}
+    values, texts = _values(model, programs, tuple(kernels), name), dict[str, str]()
     for path in FILES:
         text = _named((TEMPLATES / path).read_text(encoding="utf-8"), name)
         texts[_named(path, name)] = re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], text)
     texts["kernels/description.h"] = _description(model, programs, weights, name)
-    for program in programs:
-        texts[f"kernels/{program.isa}.cpp"] = _entry_points(program, name) + program.source
-    for header, text in included(POOL + "".join(program.source for program in programs)).items():
+    texts |= {f"kernels/{path}": text for path, text in kernels.items()}
+    for header, text in included(POOL + "".join(kernels.values())).items():
         texts[f"kernels/{header}"] = text
     _write(Path(folder), {**{path: text.encode() for path, text in texts.items()}, "weights.bin": weights})
 
@@ -168,19 +170,35 @@ def _weights(arrays: Sequence[np.ndarray]) -> bytes:
 # ---- texts ----------------------------------------------------------------------------------------------------------
 
 
-def _entry_points(program: Program, name: str) -> str:
-    """Names of this network's own for what the text of a program exports."""
-    return "".join(f"#define intaglio_{entry} {name}_{program.isa}_{entry}\n" for entry in ("run", "plan"))
+def _program_texts(program: Program, name: str) -> dict[str, str]:
+    """File -> text of a program and of the kernels it calls; names that are linked are this network's own.
+
+    Functions of the library are part of the program's text: they are static in it.
+    """
+    table = ISAS[program.isa]
+    entries = "".join(f"#define intaglio_{entry} {name}_{program.isa}_{entry}\n" for entry in ("run", "plan"))
+    bodies = "".join(f'#include "{path}"\n' for path in library_files(program.source))
+    text = f"{entries}#define INTAGLIO_ONE_FILE\n{bodies}\n{program.source}"
+    kernels = "\n".join(_own_constants(family.name, table.family_text(family)) for family in program.kernels)
+    texts = {f"{program.isa}.cpp": text, f"{program.isa}_kernels{table.suffix}": kernels}
+    own = {family.name: f"{name}_{program.isa}_{family.name}" for family in program.kernels}
+    pattern = re.compile("|".join(rf"\b{table}\b" for table in own) or "(?!)")
+    return {path: pattern.sub(lambda match: own[match[0]], text) for path, text in texts.items() if text}
 
 
-def _values(model: CompiledModel, programs: Sequence[Program], name: str) -> dict[str, str]:
+def _own_constants(family: str, text: str) -> str:
+    """Families of one file have constants of the same names."""
+    return re.sub(r"\bintaglio_(?=\w)", f"{family}_", text)
+
+
+def _values(model: CompiledModel, programs: Sequence[Program], sources: Sequence[str], name: str) -> dict[str, str]:
     """What stands between @ signs in the texts."""
     isas, several = [program.isa for program in programs], len(programs) > 1
     inputs, outputs = _inputs(model), _outputs(model)
     flags = [
-        f'set_source_files_properties(kernels/{isa}.cpp PROPERTIES COMPILE_OPTIONS "{";".join(ISA_FLAGS[isa])}")'
-        for isa in isas
-        if ISA_FLAGS[isa]
+        f'set_source_files_properties(kernels/{path} PROPERTIES COMPILE_OPTIONS "{";".join(_isa_flags(path))}")'
+        for path in sources
+        if _isa_flags(path)
     ]
     return {
         "TITLE": model.about.name,
@@ -189,7 +207,7 @@ def _values(model: CompiledModel, programs: Sequence[Program], name: str) -> dic
         "INPUTS": str(len(inputs)),
         "OUTPUTS": str(len(outputs)),
         "RANK": str(_rank(inputs, outputs)),
-        "SOURCES": "".join(f" kernels/{isa}.cpp" for isa in isas),
+        "SOURCES": "".join(f" kernels/{path}" for path in sources),
         "FLAGS": " ".join(flag for flag in FLAGS if flag not in ("-pthread", "-fPIC")),
         "TARGETS": "\n".join(flags),
         "S": "s" * several,
@@ -198,7 +216,7 @@ def _values(model: CompiledModel, programs: Sequence[Program], name: str) -> dic
         "INPUT_LINES": _value_lines(inputs),
         "OUTPUT_LINES": _value_lines(outputs),
         "RESULT": _result_text(model.signature),
-        "COMMANDS": _commands(isas, name),
+        "COMMANDS": _commands(sources, name),
     }
 
 
@@ -213,10 +231,15 @@ def _result_text(signature: Signature) -> str:
     return str(pytree.tree_unflatten(leaves, signature.out_tree)).replace("'", "")
 
 
-def _commands(isas: Sequence[str], name: str) -> str:
+def _isa_flags(path: str) -> tuple[str, ...]:
+    """Return the compiler's flags for the text of an instruction set."""
+    return ISA_FLAGS[Path(path).stem.removesuffix("_kernels")]
+
+
+def _commands(sources: Sequence[str], name: str) -> str:
     lines = [f'FLAGS="{" ".join(FLAGS)}"', f"gcc $FLAGS -c {name}.cpp main.c"]
-    lines += [" ".join(["gcc $FLAGS", *ISA_FLAGS[isa], f"-c kernels/{isa}.cpp"]) for isa in isas]
-    objects = " ".join(f"{isa}.o" for isa in isas)
+    lines += [" ".join(["gcc $FLAGS", *_isa_flags(path), f"-c kernels/{path}"]) for path in sources]
+    objects = " ".join(f"{Path(path).stem}.o" for path in sources)
     return "\n".join(f"    {line}" for line in [*lines, f"gcc -pthread {name}.o main.o {objects} -o {name}"])
 
 

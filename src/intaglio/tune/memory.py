@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from intaglio import config
-from intaglio.codegen import ISAS
 from intaglio.ir import Schedule
+from intaglio.kernels import ISAS
 from intaglio.native import machine
 from intaglio.plan import GENERATOR, Geometry, misfit
 from intaglio.runtime.saved.json_codec import whole

@@ -15,9 +15,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from intaglio import build
-from intaglio.codegen import ISAS
 from intaglio.errors import InputError
 from intaglio.ir import Dim, Schedule, Signature, evaluate, symbol, symbols_of
+from intaglio.kernels import ISAS
 from intaglio.lower import Lowered
 from intaglio.native import machine
 from intaglio.plan import CacheSizes, Geometry, Target, analytic_schedules, geometries, plan_graph, refinements, shapes

@@ -12,7 +12,7 @@
 #define intaglio_parallel net_parallel
 #define intaglio_parallel_shared net_parallel_shared
 #include "kernels/pool.cpp"
-#include "kernels/program.h"
+#include "kernels/image.h"
 
 #if defined(__FAST_MATH__)
 #error "results would not be those of the network: compile without -ffast-math and -Ofast"

@@ -16,7 +16,7 @@ from torch import nn
 
 from intaglio.errors import ArtifactError
 from intaglio.ir import About, Dim, Graph, Program, Schedule, Signature, VerifyError, verify
-from intaglio.native.compile import build, text_key
+from intaglio.runtime.artifact import build_program, program_key
 from intaglio.runtime.coverage import Coverage, FloatPart
 from intaglio.runtime.float_islands import Calls, FloatCalls, HostLoop, calls_of, loops_in
 from intaglio.runtime.saved.archive import SAVE_AGAIN, from_json, read, to_json, write
@@ -62,13 +62,12 @@ class Library:
 
 def library_of(program: Program, content: bytes) -> Library:
     """What a file holds of a program whose shared object these bytes are."""
-    return Library(content, text_key(program.source, program.isa), program.notes.get("schedules", {}))
+    return Library(content, program_key(program), program.notes.get("schedules", {}))
 
 
 def build_library(program: Program) -> Library:
     """Compiled (or taken from the cache), and never loaded: this machine need not run the instruction set."""
-    path = build(program.source, name=program.name, isa=program.isa)
-    return library_of(program, path.read_bytes())
+    return library_of(program, build_program(program).read_bytes())
 
 
 @dataclass(frozen=True)

@@ -13,31 +13,41 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from intaglio.codegen import depthwise512
-from intaglio.codegen.assembly import (
+from intaglio.kernels.assembly import (
+    REST_CONSTANTS,
+    family_text,
     field,
-    function,
     levels,
     limit,
     looked_up,
-    rest_constants,
     rests,
     skewed,
     tap_loops,
+    tile_function,
 )
-from intaglio.codegen.tile import Isa, TileSpec
+from intaglio.kernels.avx512vnni import vnni_depthwise
+from intaglio.kernels.instruction_set import Isa, KernelFamily
+from intaglio.kernels.tile_spec import TileSpec
 
 POINTERS = ("rax", "r8", "r9", "r10", "r11")
 """One per three rows."""
 ADDRESSES = ("(%{})", "(%{},%rbx)", "(%{},%rbx,2)")
 
 TALLEST = {1: 14, 2: 12, 3: 8, 4: 6}
+REGISTERS = """
+AVX512-VNNI, System V. rdi: struct Tile.
+Products: rsi weights, rax and r8-r11 activations of three pixels each, rbx bytes between pixels, r15 three times that,
+rdx a tap, r14 a row of taps; rcx, r13, r12 count steps, taps, rows of taps; rbp from weights to those to prefetch.
+zmm0.. weights of a step, then broadcast activations; the last registers are accumulators, pixel by pixel.
+Epilogue: rax limits, rdx result, rcx residual operand, rsi and rbx their rests, r11 controls of shuffles or a lookup
+table, k1 channels to write. zmm0.. factors, then controls of shuffles, then the residual operand.
+"""
 
 
 def emit(spec: TileSpec) -> str:
-    """The kernel as a top-level assembly statement and its declaration."""
+    """Print one kernel."""
     kernel = _Kernel(spec)
-    return function(spec, [*kernel.biases(), *kernel.products(), *kernel.epilogue()])
+    return tile_function(spec, [*kernel.biases(), *kernel.products(), *kernel.epilogue()])
 
 
 class _Kernel:
@@ -58,7 +68,7 @@ class _Kernel:
 
     def biases(self) -> list[str]:
         """Where every accumulator starts."""
-        lines = [f"mov {field('bias')},%rax"]
+        lines = ["# accumulators start with the bias", f"mov {field('bias')},%rax"]
         lines += [f"vmovdqu64 {64 * j}(%rax),{self.acc(0, j)}" for j in range(self.spec.blocks)]
         return lines + [f"vmovdqa64 {self.acc(0, j)},{self.acc(i, j)}" for i, j in self.cells() if i]
 
@@ -68,7 +78,7 @@ class _Kernel:
         start += [f"lea (%{low},%r15),%{high}" for low, high in zip(self.pointers, others, strict=False)]
         moves = [*(f"add $4,%{pointer}" for pointer in self.pointers), f"add ${64 * self.spec.blocks},%rsi"]
         # One line a step, another one of the step for every tile: the next panel is there when its turn comes.
-        ahead = [f"mov {field('ahead')},%rbp", f"addq $64,{field('ahead')}"]
+        ahead = ["# prefetch the next panel of weights", f"mov {field('ahead')},%rbp", f"addq $64,{field('ahead')}"]
         return [*ahead, *tap_loops(start, [*self.step(), "prefetcht1 (%rsi,%rbp)", *moves])]
 
     def step(self) -> list[str]:
@@ -84,7 +94,8 @@ class _Kernel:
 
     def epilogue(self) -> list[str]:
         blocks, add, packs = self.spec.blocks, self.spec.result == "add", self.spec.result != "f32"
-        lines = [f"mov {field('limits')},%rax", f"mov {field('factor')},%r8", f"mov {field('out')},%rdx"]
+        lines = ["# epilogue: operands", f"mov {field('limits')},%rax", f"mov {field('factor')},%r8"]
+        lines += [f"mov {field('out')},%rdx"]
         lines += [f"mov {field('mask')},%r10"] + [f"shr ${16 * (blocks - 1)},%r10"] * (not packs) + ["kmovq %r10,%k1"]
         if add:
             lines += [f"mov {field('other')},%rcx", f"mov {field('other_factor')},%r9"]
@@ -99,7 +110,11 @@ class _Kernel:
             lines += [f"mov {field('table')},%r11"]
             lines += [f"vmovdqu64 {128 * half}(%r11),{quarter}" for half, quarter in enumerate(self.quarters)]
         stages = {"u8": self.level_stages, "add": self.sum_stages, "f32": self.float_stages}[self.spec.result]
-        return lines + skewed(map(stages, range(self.spec.rows)))
+        return [
+            *lines,
+            "# epilogue: pixels, each a stage behind the one before",
+            *skewed(map(stages, range(self.spec.rows))),
+        ]
 
     @property
     def gather(self) -> str:
@@ -197,30 +212,35 @@ class _Kernel:
         yield [*gathered, f"vmovdqu8 {row[0]},(%rdx){{%k1}}", f"add {field('out_pixel')},%rdx"]
 
 
-def _dwords(values: Iterable[int]) -> str:
-    return '    ".long ' + ",".join(map(str, values)) + '\\n"\n'
+def _lanes(directive: str, values: Iterable[int]) -> str:
+    return f"    .{directive} {','.join(map(str, values))}\n"
 
 
-def support() -> str:
+def _constants() -> dict[str, str]:
     """Controls of shuffles. spread: byte ``4j + t`` of each 128-bit lane into dword t, for j = 0..3. pairs: both
     bytes of pair t into words of dword t, and of pair ``4 + t``; then what these words count. For n < 4 blocks: gather,
     n dwords of every lane to the front; widen, back to the lanes."""
-    text = '    ".section .rodata\\n.p2align 6\\n.hidden intaglio_spread\\nintaglio_spread:\\n"\n'
-    for j in range(4):
-        lane = [value for t in range(4) for value in (4 * j + t, 128, 128, 128)]
-        text += '    ".byte ' + ",".join(map(str, lane * 4)) + '\\n"\n'
-    text += '    ".hidden intaglio_pairs\\nintaglio_pairs:\\n"\n'
-    for first in (0, 8):
-        lane = [value for t in range(4) for value in (first + 2 * t, 128, first + 2 * t + 1, 128)]
-        text += '    ".byte ' + ",".join(map(str, lane * 4)) + '\\n"\n'
-    text += '    ".word ' + ",".join(map(str, (255, 1) * 16)) + '\\n"\n'
+    spread = [[value for t in range(4) for value in (4 * j + t, 128, 128, 128)] for j in range(4)]
+    pairs = [[value for t in range(4) for value in (i + 2 * t, 128, i + 2 * t + 1, 128)] for i in (0, 8)]
+    found = {
+        "intaglio_spread": "".join(_lanes("byte", lane * 4) for lane in spread),
+        "intaglio_pairs": "".join(_lanes("byte", lane * 4) for lane in pairs) + _lanes("word", (255, 1) * 16),
+    }
     for blocks in (1, 2, 3):
-        for name, dwords in (
-            ("gather", [4 * (k // blocks) + k % blocks if k < 4 * blocks else 0 for k in range(16)]),
-            ("widen", [blocks * (k // 4) + min(k % 4, blocks - 1) for k in range(16)]),
-        ):
-            text += f'    ".hidden intaglio_{name}{blocks}\\nintaglio_{name}{blocks}:\\n"\n' + _dwords(dwords)
-    return f'__asm__(\n{text}    ".text\\n");\n'
+        gather = [4 * (k // blocks) + k % blocks if k < 4 * blocks else 0 for k in range(16)]
+        widen = [blocks * (k // 4) + min(k % 4, blocks - 1) for k in range(16)]
+        found[f"intaglio_gather{blocks}"] = _lanes("long", gather)
+        found[f"intaglio_widen{blocks}"] = _lanes("long", widen)
+    return found
 
 
-AVX512VNNI = Isa("avx512vnni", TALLEST, True, emit, support() + rest_constants(), depthwise512.emit, "has_vbmi()")
+CONSTANTS = {**_constants(), **REST_CONSTANTS}
+
+
+def join(family: KernelFamily, texts: list[str]) -> str:
+    """Print a family."""
+    depthwise = family.element == "DepthwiseKernel"
+    return family_text(family, texts, vnni_depthwise.REGISTERS if depthwise else REGISTERS, CONSTANTS)
+
+
+AVX512VNNI = Isa("avx512vnni", TALLEST, True, ".s", emit, join, vnni_depthwise.emit, "has_vbmi()")

@@ -7,18 +7,20 @@ free.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 
-from intaglio.codegen.tile import LIMITS_FIELDS, TileSpec, tile_offset
+from intaglio.kernels.instruction_set import KernelFamily
+from intaglio.kernels.tile_spec import LIMITS_FIELDS, TileSpec, tile_offset
 
 SAVED = ("rbx", "rbp", "r12", "r13", "r14", "r15")
 SAVE = tuple(f"push %{register}" for register in SAVED)
 LEAVE = ("vzeroupper", *(f"pop %{register}" for register in reversed(SAVED)), "ret")
 
 
-def function(spec: TileSpec, lines: Sequence[str]) -> str:
-    """The kernel as a top-level assembly statement and its declaration: ``lines`` for every tile of the count.
+def tile_function(spec: TileSpec, lines: Sequence[str]) -> str:
+    """Print a kernel: ``lines`` for every tile of the count.
 
     They leave rdx, and rcx where there is a residual operand, rsi and rbx where those have rests, at the pixel after
     the tile's last.
@@ -26,19 +28,42 @@ def function(spec: TileSpec, lines: Sequence[str]) -> str:
     moved = [f"mov %rdx,{field('out')}", *[f"mov %rcx,{field('other')}"] * (spec.result == "add")]
     moved += [f"mov %rsi,{field('rest')}"] * spec.rest + [f"mov %rbx,{field('other_rest')}"] * spec.other_rest
     moved += [f"imul ${spec.rows},{field('a_pixel')},%rax", f"add %rax,{field('a')}"]
-    body = [*SAVE, "0:", *lines, *moved, f"decq {field('count')}", "jnz 0b", *LEAVE]
-    return kernel_text(spec.name, "Tile", f"{spec.rows} pixels x {16 * spec.blocks} channels -> {spec.result}", body)
+    body = [*SAVE, "0:", *lines, "# next tile", *moved, f"decq {field('count')}", "jnz 0b", *LEAVE]
+    return kernel_text(spec.name, f"{spec.rows} pixels x {16 * spec.blocks} channels -> {spec.result}", body)
 
 
-def kernel_text(name: str, argument: str, note: str, lines: Sequence[str]) -> str:
-    """A function of one pointer to a struct, as it stands in a program. Its name is local to the object: programs for
-    several instruction sets may be linked into one."""
-    body = "\n".join(f'    "{line}\\n"' for line in lines)
-    head = f'    ".text\\n.p2align 6\\n.type {name},@function\\n{name}:\\n"'
-    return (
-        f'// {note}\nextern "C" void {name}(struct {argument}*);\n'
-        f'__asm__(\n{head}\n{body}\n    ".size {name},.-{name}\\n");\n'
-    )
+def kernel_text(name: str, note: str, lines: Sequence[str]) -> str:
+    """Print a function of one pointer to a struct. Its name is local to the object file."""
+    body = "\n".join(line if line.startswith("#") or line.endswith(":") else f"    {line}" for line in lines)
+    return f"""
+# {name}: {note}
+    .p2align 6
+    .type {name},@function
+{name}:
+{body}
+    .size {name},.-{name}
+"""
+
+
+def family_text(family: KernelFamily, texts: Sequence[str], registers: str, constants: Mapping[str, str]) -> str:
+    """Print a file for the assembler: a map of registers, the kernels, the constants they read, and their table.
+
+    Only the table's name leaves the object file, and not the library that it is linked into.
+    """
+    comments = "".join(f"# {line}".rstrip() + "\n" for line in registers.strip().splitlines())
+    read = set(re.findall(r"\bintaglio_\w+", "".join(texts)))
+    addresses = "".join(f"    .quad {kernel.name if kernel is not None else 0}\n" for kernel in family.kernels)
+    return "".join([
+        comments,
+        f'    .section .text.{family.name},"ax",@progbits\n',
+        *texts,
+        f'\n    .section .rodata.{family.name},"a",@progbits\n    .p2align 6\n',
+        *(f"{name}:\n{text}" for name, text in constants.items() if name in read),
+        f'\n    .section .data.rel.ro.local.{family.name},"aw",@progbits\n    .p2align 3\n',
+        f"    .globl {family.name}\n    .hidden {family.name}\n    .type {family.name},@object\n",
+        f"{family.name}:\n{addresses}    .size {family.name},.-{family.name}\n",
+        '    .section .note.GNU-stack,"",@progbits\n',
+    ])  # fmt: skip
 
 
 def field(name: str) -> str:
@@ -121,11 +146,10 @@ def _and(register: str) -> str:
     return "vpandd" if "zmm" in register else "vpand"
 
 
-def rest_constants() -> str:
-    """What `split` multiplies by and masks with."""
-    words = "".join(f'    ".word {",".join([str(word)] * 32)}\\n"\n' for word in (32897, 255))
-    head = '    ".section .rodata\\n.p2align 6\\n.hidden intaglio_rest\\nintaglio_rest:\\n"\n'
-    return f'__asm__(\n{head}{words}    ".text\\n");\n'
+REST_CONSTANTS = {
+    "intaglio_rest": "".join(f"    .word {','.join([str(word)] * 32)}\n" for word in (32897, 255)),
+}
+"""What `split` multiplies by and masks with."""
 
 
 def looked_up(row: str, spare: str, table: str, first: str, third: str, turn: int) -> Iterator[list[str]]:
@@ -148,7 +172,8 @@ def tap_loops(start: Sequence[str], step: Sequence[str]) -> list[str]:
 
     ``start`` sets up a tap whose first pixel is at rdx; ``step`` does one step and moves the pointers on.
     """
-    lines = [f"mov {field('a_pixel')},%rbx", "lea (%rbx,%rbx,2),%r15", f"mov {field('b')},%rsi"]
+    lines = ["# products: rows of taps, taps, steps of 4 input channels", f"mov {field('a_pixel')},%rbx"]
+    lines += ["lea (%rbx,%rbx,2),%r15", f"mov {field('b')},%rsi"]
     lines += [f"mov {field('a')},%r14", f"mov {field('tap_rows')},%r12"]
     lines += ["1:", "mov %r14,%rdx", f"mov {field('taps')},%r13"]
     lines += ["2:", *start, f"mov {field('run')},%rcx", ".p2align 4"]

@@ -1,10 +1,9 @@
-"""The same kernels in plain C++: the second instruction set, and a reading aid for the first."""
+// Microkernels in plain C++, for any processor; one function of a result for all heights.
+#pragma once
 
-from __future__ import annotations
+#include "numerics.h"
+#include "tile.h"
 
-from intaglio.codegen.tile import Isa, TileSpec
-
-SUPPORT = """
 static inline int32_t dot4(const uint8_t* a, const int8_t* b) {
     return a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3];
 }
@@ -66,15 +65,3 @@ static inline void portable_f32(const struct Tile* t, int rows) {
         for (int c = 0; c < 16; ++c)
             if (t->mask >> c & 1) ((float*)(t->out + i * t->out_pixel))[c] = (float)acc[i][c] * t->factor[c];
 }
-"""
-
-
-def emit(spec: TileSpec) -> str:
-    """A wrapper that fixes the height."""
-    kinds = {"u8": [spec.rest], "add": [spec.rest, spec.other_rest], "f32": []}[spec.result]
-    numbers = ", ".join(str(int(number)) for number in (spec.rows, *kinds))
-    each = f"portable_{spec.result}(t, {numbers}), portable_next(t, {spec.rows})"
-    return f"static void {spec.name}(struct Tile* t) {{ for (; t->count; --t->count) {each}; }}\n"
-
-
-PORTABLE = Isa("portable", {1: 4}, False, emit, SUPPORT)

@@ -1,4 +1,4 @@
-"""AVX512-VNNI depthwise microkernels as assembly (codegen/depthwise.py says how they compute).
+"""AVX512-VNNI depthwise microkernels as assembly (kernels/depthwise_spec.py says how they compute).
 
 One column of one quad is 4 loads, 4 instructions that interleave bytes and 4 words; then 4 vpdpbusd for every tap
 column and output row that looks at it, weights from memory. A pixel is finished among the instructions of the next
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from intaglio.codegen.assembly import LEAVE, SAVE, kernel_text, levels, looked_up, skewed
-from intaglio.codegen.depthwise import DEPTHWISE_FIELDS, DepthwiseSpec
+from intaglio.kernels.assembly import LEAVE, SAVE, kernel_text, levels, looked_up, skewed
+from intaglio.kernels.depthwise_spec import DEPTHWISE_FIELDS, DepthwiseSpec
 
 POINTERS = ("r8", "r9", "r10", "r11")
 """The four rows of a quad."""
@@ -25,12 +25,18 @@ KEPT = {
     "r13": "out",
     "r15": "out_line",
 }
+REGISTERS = """
+AVX512-VNNI, System V. rdi: struct DepthwiseTile.
+rax limits, rbx bytes between input columns, rbp lookup table, rsi weights, r12 factors, r13 result, r14 next pixel,
+r15 bytes between output rows, rcx first input column of the tile, rdx the one being read, r8-r11 rows of a quad,
+k1 channels to write. 0-3 a quad of rows, interleaved; 4-7 rows being interleaved; from 8 on four accumulators a pixel.
+"""
 """Fields that registers hold throughout; r13 moves on from output column to output column. rcx, rdx: the first column
 of the tile and the one being read, in bytes; r14: where the next pixel is stored."""
 
 
 def emit(spec: DepthwiseSpec) -> str:
-    """The kernel as a top-level assembly statement and its declaration."""
+    """Print one kernel."""
     begin = [*SAVE, *(f"mov {_field(name)},%{register}" for register, name in KEPT.items())]
     begin += [f"kmovq {_field('mask')},%k1", "xor %ecx,%ecx", "0:"]
     end = [
@@ -42,7 +48,7 @@ def emit(spec: DepthwiseSpec) -> str:
         *LEAVE,
     ]
     note = f"{spec.rows} x {spec.columns} pixels x {spec.channels} channels, {spec.cost:.1f} vector operations a pixel"
-    return kernel_text(spec.name, "DepthwiseTile", note, [*begin, *_biases(spec), *_columns(spec), *end])
+    return kernel_text(spec.name, note, [*begin, *_biases(spec), *_columns(spec), *end])
 
 
 def _field(name: str) -> str:
@@ -64,7 +70,7 @@ def _bytes(spec: DepthwiseSpec) -> int:
 
 def _biases(spec: DepthwiseSpec) -> list[str]:
     """Where every accumulator starts."""
-    lines = [f"mov {_field('bias')},%r14", "mov %rcx,%rdx"]
+    lines = ["# accumulators start with the bias", f"mov {_field('bias')},%r14", "mov %rcx,%rdx"]
     for row in range(spec.rows):
         for column in range(spec.columns):
             for part in range(4):
@@ -85,7 +91,8 @@ def _columns(spec: DepthwiseSpec) -> list[str]:
             if spec.quads > 1 or column == 0:
                 step += [f"mov {_field(f'rows{4 * quad + i}')},%{pointer}" for i, pointer in enumerate(POINTERS)]
             step += [*_interleave(spec), *_products(spec, column, quad)]
-        lines += [*_woven(step, done), "add %rbx,%rdx"]
+        behind = ", among its products the results of the columns before" if done else ""
+        lines += [f"# input column {column}{behind}", *_woven(step, done), "add %rbx,%rdx"]
         x, rest = divmod(column - spec.taps[1] + 1, spec.stride[1])
         done = _finished(spec, x) if x >= 0 and not rest else []
         if spec.result == "f32":  # needs the registers that the next column is interleaved in

@@ -16,10 +16,19 @@ Registers: ymm0..3 mask, activations and a product, ymm4..7 weights, then two ac
 
 from __future__ import annotations
 
-from intaglio.codegen.assembly import field, function, limit, rest_constants, split, tap_loops
-from intaglio.codegen.tile import Isa, TileSpec
+from intaglio.kernels.assembly import REST_CONSTANTS, family_text, field, limit, split, tap_loops, tile_function
+from intaglio.kernels.instruction_set import Isa, KernelFamily
+from intaglio.kernels.tile_spec import TileSpec
 
 TALLEST = {1: 4}
+REGISTERS = """
+AVX2, System V. rdi: struct Tile.
+Products: rsi weights, rax activations, rbx bytes between pixels, r15 three times that, rdx a tap, r14 a row of taps;
+rcx, r13, r12 count steps, taps, rows of taps. ymm0 mask of even bytes, ymm1 odd and ymm2 even activations, ymm3 a
+product, ymm4-5 even and ymm6-7 odd weights, ymm8-15 two accumulators a pixel.
+Epilogue: rax limits, rdx result, rcx residual operand, rsi and rbx their rests, r10 channels to write. ymm0 scratch,
+ymm1 zero point of the residual operand, ymm2-3 bounds, ymm4-5 factors, ymm6-7 factors of the residual operand.
+"""
 MASK, ODD_A, EVEN_A, PRODUCT = (f"%ymm{i}" for i in range(4))
 EVEN_W, ODD_W = ("%ymm4", "%ymm5"), ("%ymm6", "%ymm7")
 PIXELS = ("(%rax)", "(%rax,%rbx)", "(%rax,%rbx,2)", "(%rax,%r15)")
@@ -31,8 +40,8 @@ HALVES = (0, 1)
 
 
 def emit(spec: TileSpec) -> str:
-    """The kernel as a top-level assembly statement and its declaration."""
-    return function(spec, [*_biases(spec), *tap_loops(["mov %rdx,%rax"], _step(spec)), *_epilogue(spec)])
+    """Print one kernel."""
+    return tile_function(spec, [*_biases(spec), *tap_loops(["mov %rdx,%rax"], _step(spec)), *_epilogue(spec)])
 
 
 def acc(pixel: int, half: int) -> str:
@@ -46,7 +55,12 @@ def xmm(register: str) -> str:
 
 
 def _biases(spec: TileSpec) -> list[str]:
-    lines = [f"vpcmpeqd {MASK},{MASK},{MASK}", f"vpsrlw $8,{MASK},{MASK}", f"mov {field('bias')},%rax"]
+    lines = [
+        "# accumulators start with the bias",
+        f"vpcmpeqd {MASK},{MASK},{MASK}",
+        f"vpsrlw $8,{MASK},{MASK}",
+        f"mov {field('bias')},%rax",
+    ]
     return lines + [f"vmovdqu {32 * half}(%rax),{acc(i, half)}" for i in range(spec.rows) for half in HALVES]
 
 
@@ -68,7 +82,8 @@ def _step(spec: TileSpec) -> list[str]:
 def _epilogue(spec: TileSpec) -> list[str]:
     """Factors into registers, then pixel by pixel. r10 counts the channels."""
     add = spec.result == "add"
-    lines = [f"mov {field('limits')},%rax", f"mov {field('factor')},%r8", f"mov {field('out')},%rdx"]
+    lines = ["# epilogue: factors, then pixel by pixel", f"mov {field('limits')},%rax"]
+    lines += [f"mov {field('factor')},%r8", f"mov {field('out')},%rdx"]
     lines += [f"mov {field('mask')},%r10", "popcnt %r10d,%r10d"]
     lines += [f"vmovups {32 * half}(%r8),{FACTOR[half]}" for half in HALVES]
     if add:
@@ -183,4 +198,9 @@ def _store(whole: list[str], pieces: list[tuple[int, list[str]]], item: int, poi
     return [*lines, "9:"]
 
 
-AVX2 = Isa("avx2", TALLEST, False, emit, rest_constants())
+def join(family: KernelFamily, texts: list[str]) -> str:
+    """Print a family."""
+    return family_text(family, texts, REGISTERS, REST_CONSTANTS)
+
+
+AVX2 = Isa("avx2", TALLEST, False, ".s", emit, join)

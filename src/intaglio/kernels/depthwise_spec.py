@@ -1,0 +1,133 @@
+"""Depthwise convolutions: four rows of one channel side by side, so that a dot product of four bytes has four taps.
+
+A tile is a few output rows by a few output pixels by the channels of one vector. A column of input is loaded row by
+row and interleaved into quads, four rows of a channel in a dword; every tap column and every output row that reaches
+it takes one dot product of it, with zero weights for rows it does not look at. Interleaving leaves channels in an order
+that the two packing steps of the epilogue undo.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+import numpy as np
+
+ACCUMULATORS = 6
+"""Output pixels of a tile: four registers each, eight are left for quads and what makes them."""
+MOST_ROWS = 16
+"""Input rows of a tile, at most (native/tile.h)."""
+
+DEPTHWISE_FIELDS = (
+    *(f"rows{i}" for i in range(MOST_ROWS)),
+    "pixel",
+    "weights",
+    "bias",
+    "factor",
+    "out",
+    "out_pixel",
+    "out_line",
+    "limits",
+    "mask",
+    "count",
+    "table",
+)
+"""Fields of ``struct DepthwiseTile`` in native/tile.h, 8 bytes each, in order."""
+
+
+@dataclass(frozen=True)
+class DepthwiseSpec:
+    """``rows`` by ``columns`` output pixels of ``taps`` (y, x) at ``stride`` (y, x); ``lanes`` of 16 channels a vector.
+
+    result: "u8", or "f32" in the order of channels, each pixel of a whole vector. natural, guard, table: as of a
+    `TileSpec`.
+    """
+
+    rows: int
+    columns: int
+    taps: tuple[int, int]
+    stride: tuple[int, int]
+    lanes: int = 4
+    result: str = "u8"
+    natural: bool = False
+    guard: bool = False
+    table: bool = False
+
+    @property
+    def name(self) -> str:
+        """C symbol, less the instruction set."""
+        return f"depthwise_{self.rows}x{self.columns}_{self._problem}"
+
+    @property
+    def family(self) -> str:
+        """C symbol of the table of these kernels up to this size, less the instruction set."""
+        return f"depthwise_to_{self.rows}x{self.columns}_{self._problem}"
+
+    @property
+    def _problem(self) -> str:
+        (ky, kx), (sy, sx) = self.taps, self.stride
+        marks = ("f32", self.result == "f32"), ("natural", self.natural), ("guard", self.guard), ("table", self.table)
+        end = "".join(f"_{mark}" for mark, has in marks if has)
+        return f"taps{ky}x{kx}_stride{sy}x{sx}_{16 * self.lanes}{end}"
+
+    @property
+    def channels(self) -> int:
+        return 16 * self.lanes
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Output pixels and channels."""
+        return self.rows * self.columns, self.channels
+
+    @property
+    def rows_read(self) -> int:
+        return (self.rows - 1) * self.stride[0] + self.taps[0]
+
+    @property
+    def columns_read(self) -> int:
+        return (self.columns - 1) * self.stride[1] + self.taps[1]
+
+    @property
+    def quads(self) -> int:
+        """Groups of four input rows."""
+        return -(-self.rows_read // 4)
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """(output row, quad) where the row looks at the quad, in the order weights lie."""
+        return [(r, q) for r, q in product(range(self.rows), range(self.quads)) if self._looks(r, q)]
+
+    def _looks(self, row: int, quad: int) -> bool:
+        first = row * self.stride[0]
+        return first < 4 * quad + 4 and first + self.taps[0] > 4 * quad
+
+    @property
+    def cost(self) -> float:
+        """Interleaving steps and dot products for one output pixel."""
+        products = 4 * len(self.pairs()) * self.taps[1] * self.columns
+        return (8 * self.quads * self.columns_read + products) / (self.rows * self.columns)
+
+
+@cache
+def tallest(taps: tuple[int, int], stride: tuple[int, int], dilation_y: int = 1) -> DepthwiseSpec:
+    """The tile that costs least, the smallest of equals; output rows share input where taps are neighbours only."""
+    most = ACCUMULATORS if dilation_y == 1 else 1
+    shapes = [(r, c) for r in range(1, most + 1) for c in range(1, ACCUMULATORS // r + 1)]
+    specs = [DepthwiseSpec(r, c, taps, stride) for r, c in shapes]
+    fitting = [spec for spec in specs if 4 * spec.quads <= MOST_ROWS]
+    return min(fitting, key=lambda spec: (spec.cost, spec.rows * spec.columns))
+
+
+def channel_order(lanes: int) -> np.ndarray:
+    """Channel of every dword of the four accumulators of a pixel."""
+    return np.array([16 * (p // 4) + 4 * j + p % 4 for j in range(4) for p in range(4 * lanes)])
+
+
+def depthwise_checks() -> str:
+    """C++ that fails to compile when ``struct DepthwiseTile`` and the table above disagree."""
+    names = {f: f for f in DEPTHWISE_FIELDS[MOST_ROWS:]} | {"rows0": "rows"}
+    lines = [
+        f'static_assert(offsetof(struct DepthwiseTile, {name}) == {8 * DEPTHWISE_FIELDS.index(f)}, "DepthwiseTile");'
+        for f, name in names.items()
+    ]
+    return "\n".join(lines) + "\n"

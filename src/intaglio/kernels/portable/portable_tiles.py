@@ -1,0 +1,24 @@
+"""The same kernels in plain C++: they run on any processor, and read as an explanation of the others."""
+
+from __future__ import annotations
+
+from intaglio.kernels.instruction_set import Isa, KernelFamily
+from intaglio.kernels.tile_spec import TileSpec
+
+
+def emit(spec: TileSpec) -> str:
+    """Print one kernel: a wrapper that fixes the height."""
+    kinds = {"u8": [spec.rest], "add": [spec.rest, spec.other_rest], "f32": []}[spec.result]
+    numbers = ", ".join(str(int(number)) for number in (spec.rows, *kinds))
+    each = f"portable_{spec.result}(t, {numbers}), portable_next(t, {spec.rows})"
+    return f"static void {spec.name}(struct Tile* t) {{ for (; t->count; --t->count) {each}; }}\n"
+
+
+def join(family: KernelFamily, texts: list[str]) -> str:
+    """Print a family: the functions all kernels call are in native/portable_tile.h."""
+    names = ", ".join(kernel.name if kernel is not None else "0" for kernel in family.kernels)
+    table = f"const {family.element} {family.name}[] = {{{names}}};\n"
+    return "".join(['#include "portable_tile.h"\n\n', *texts, f"\n{family.declaration}\n{table}"])
+
+
+PORTABLE = Isa("portable", {1: 4}, False, ".cpp", emit, join)

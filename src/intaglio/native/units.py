@@ -1,0 +1,74 @@
+"""What programs are linked with: parts of the C++ library in this folder, and generated kernels.
+
+A `Unit` is compiled once per instruction set to an object file in the kernel cache (native/compile.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+HEADER_FOLDER = Path(__file__).parent
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A text with an object file of its own. ``digest``: of all that the text is made from; ``text`` is called when the
+    cache has no such object file; ``suffix``: ".s" for assembly, ".cpp"."""
+
+    name: str
+    digest: str
+    suffix: str
+    text: Callable[[], str]
+
+
+def included(source: str, headers: tuple[str, ...] = ()) -> dict[str, str]:
+    """Name -> text of every file of this folder that ``source`` includes, directly or not, and of ``headers``."""
+    texts: dict[str, str] = {}
+    waiting = [*headers, *_INCLUDE.findall(source)]
+    while waiting:
+        name = waiting.pop()
+        if name not in texts and (HEADER_FOLDER / name).is_file():
+            texts[name] = _read(name)
+            waiting += _INCLUDE.findall(texts[name])
+    return texts
+
+
+def library_files(source: str) -> tuple[str, ...]:
+    """Names of the C++ files that hold the library functions ``source`` may call, directly or not, in order of name."""
+    found, waiting = set[str](), [source]
+    while waiting:
+        for header in included(waiting.pop()):
+            name = f"{header.removesuffix('.h')}.cpp"
+            if name not in found and name in _library(HEADER_FOLDER):
+                found.add(name)
+                waiting.append(_read(name))
+    return tuple(sorted(found))
+
+
+def library_units(source: str) -> tuple[Unit, ...]:
+    """The parts of the library that ``source`` is linked with."""
+    return tuple(_library_unit(name) for name in library_files(source))
+
+
+@cache
+def _library(folder: Path) -> frozenset[str]:
+    """C++ files whose header declares functions of the library."""
+    headers = (path for path in folder.glob("*.h") if "LIBRARY void" in path.read_text(encoding="utf-8"))
+    return frozenset(path.with_suffix(".cpp").name for path in headers if path.with_suffix(".cpp").is_file())
+
+
+def _library_unit(name: str) -> Unit:
+    text = _read(name)
+    digest = hashlib.sha256("\0".join([text, *sorted(included(text).values())]).encode()).hexdigest()
+    return Unit(f"library_{name.removesuffix('.cpp')}", digest, ".cpp", lambda: text)
+
+
+def _read(name: str) -> str:
+    return (HEADER_FOLDER / name).read_text(encoding="utf-8")
