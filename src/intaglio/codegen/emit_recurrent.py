@@ -11,7 +11,7 @@ from intaglio.codegen.writer import Code
 from intaglio.ir import Op
 from intaglio.kernels import TileSpec
 from intaglio.plan.plan_records import Partition
-from intaglio.plan.scheduling.schedules import MOST
+from intaglio.plan.scheduling.schedules import LARGEST_SIZE
 
 RECURRENT = ("lstm", "gru")
 PER_DIRECTION = 6
@@ -105,5 +105,5 @@ def _product(
         {name}.by_row = (struct ByRow){{0, {scales}, {row_bias}, 0}};
         {name}.kernels = {context.tiles(full)}, {name}.last_kernels = {context.tiles(last)};
         {name}.mask = {plan.mask:#x}, {name}.last_mask = {plan.last_mask:#x};
-        {name}.split_channels_below = {min(outputs, MOST)}, {name}.chunk_bytes = {CHUNK_BYTES};
+        {name}.split_channels_below = {min(outputs, LARGEST_SIZE)}, {name}.chunk_bytes = {CHUNK_BYTES};
     """)

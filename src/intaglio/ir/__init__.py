@@ -14,7 +14,7 @@ from intaglio.ir.dims import (
     symbols_of,
 )
 from intaglio.ir.graph import About, Graph, Input, Op, Origin, Output, Signature, State, fresh, prune
-from intaglio.ir.program import External, HostCall, IslandCall, Place, Program, Schedule, StepNote, Work
+from intaglio.ir.program_records import External, HostCall, IslandCall, Place, Program, Schedule, StepNote, Work
 from intaglio.ir.sizes import needs
 from intaglio.ir.text import graph_text
 from intaglio.ir.types import Axis, DType, Groups, Packing, QParams, Ref, Rows, TensorType

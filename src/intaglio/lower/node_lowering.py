@@ -8,9 +8,9 @@ from torch import fx
 
 from intaglio.fxgraph.nodes import is_constant, operands, operator, origin, tensor_nodes, tensor_type
 from intaglio.ir import DType, Op
+from intaglio.lower.cut_islands import Unit, island_of
 from intaglio.lower.dynamic_linear import part_of_rows, product_of_rows, quantize_rows
 from intaglio.lower.embedding_bags import arange, embedding_bag, part_of_bag, range_of
-from intaglio.lower.float_islands import Unit, island_of
 from intaglio.lower.float_operators import float_loop, float_move, move_of, real_call
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.lower.lowered import Island

@@ -20,7 +20,7 @@ from intaglio.plan.plan_records import Choice
 
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-IMAGES = (
+IMAGE_OPERATORS = (
     *CONVOLUTIONS,
     *TRANSPOSED,
     "unfold_depth",
@@ -34,7 +34,17 @@ IMAGES = (
     ),
 )
 """Operators that want their channels last."""
-ROWS = ("linear", "layer_norm", "attention", "bmm", "quantize_rows", "dequantize_rows", "lstm", "gru", "linear_f32")
+ROW_MAJOR_OPERATORS = (
+    "linear",
+    "layer_norm",
+    "attention",
+    "bmm",
+    "quantize_rows",
+    "dequantize_rows",
+    "lstm",
+    "gru",
+    "linear_f32",
+)
 """Operators that want the last axis innermost."""
 POINTWISE = ("clamp", "table", "add", "mul", "requantize", "activate", "quantize", "dequantize")
 """Operators whose operands and result lie alike. A quantize reads any strides, so its float operand is free."""
@@ -319,8 +329,8 @@ def _wants(op: Op, graph: Graph) -> str | None:
     if op.kind == "prelu":
         plain = isinstance(graph.types[op.output].shape[-1], int) and graph.types[op.inputs[2]].shape == (1,)
         return "alike" if plain else "image"
-    if op.kind in IMAGES or op.kind in ROWS:
-        return "image" if op.kind in IMAGES else "linear"
+    if op.kind in IMAGE_OPERATORS or op.kind in ROW_MAJOR_OPERATORS:
+        return "image" if op.kind in IMAGE_OPERATORS else "linear"
     return "alike" if op.kind in (*POINTWISE, *MOVED_ALIKE) else None
 
 

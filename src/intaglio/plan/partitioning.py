@@ -13,7 +13,7 @@ from intaglio.plan.buffers import Buffer
 from intaglio.plan.graph_passes.loop_merging import as_loop, is_plain
 from intaglio.plan.plan_records import Partition, is_flat
 
-WIDEST_HEAD = 4096
+WIDEST_HEAD_CHANNELS = 4096
 """Channels of what a head makes: the tallest tile of it fits ``WEIGHED_BYTES``, and its terms ``TERMS``, of
 native/weighed_matmul.cpp."""
 
@@ -119,7 +119,11 @@ def _weighs_channels(op: Op, graph: Graph, buffers: Mapping[str, Buffer]) -> boo
         return False
     image = buffers[op.inputs[shapes.index(shape)]]
     channels = image.channels()
-    return isinstance(channels, int) and channels <= WIDEST_HEAD and not any(buffers[image.alias or image.value].halo)
+    return (
+        isinstance(channels, int)
+        and channels <= WIDEST_HEAD_CHANNELS
+        and not any(buffers[image.alias or image.value].halo)
+    )
 
 
 def _accumulates(op: Op, graph: Graph) -> bool:

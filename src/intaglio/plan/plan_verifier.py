@@ -12,10 +12,13 @@ from intaglio.plan.layouts import CONVOLUTIONS, TRANSPOSED, halo_of
 from intaglio.plan.plan_records import Step
 from intaglio.plan.views import STRIDED
 
+ALL_CHANNELS = 1 << 62
+"""Channels of a buffer that one step writes."""
+
 
 def verify_plan(plan: Plan) -> None:
     """Raise `VerifyError` with all that is wrong with a plan."""
-    found = [problem for check in CHECKS for problem in check(plan)]
+    found = [problem for check in PLAN_CHECKS for problem in check(plan)]
     if found:
         raise VerifyError("; ".join(found))
 
@@ -78,7 +81,11 @@ def lifetimes_cover_uses(plan: Plan) -> Iterator[str]:
 
 
 def one_writer(plan: Plan) -> Iterator[str]:
-    """Yield buffers that a second step overwrites; operands of a concatenation write channels of their own."""
+    """Yield buffers that a second step overwrites.
+
+    Operands of a concatenation write channels of their own, and the concatenation those that are left.
+    """
+    joined = {partition.output for partition in plan.partitions if partition.anchor.kind == "cat"}
     writers: dict[str, list[str]] = {}
     for step in plan.steps:
         for name in step.partition.ops[-1].outputs:
@@ -88,7 +95,7 @@ def one_writer(plan: Plan) -> Iterator[str]:
         for name in names:
             buffer = plan.buffers.get(name)
             if buffer is None or buffer.part is None:
-                spans += [] if _fills_the_rest(name, root, plan) else [(name, 0, 1 << 62)]
+                spans += [] if name == root and name in joined else [(name, 0, ALL_CHANNELS)]
             else:
                 channels = buffer.channels()
                 spans.append(
@@ -136,7 +143,7 @@ def halos_fit(plan: Plan) -> Iterator[str]:
             yield f"%{name}: a head makes it pixel by pixel, but its reader pads"
 
 
-CHECKS = (
+PLAN_CHECKS = (
     operators_once,
     written_before_read,
     phases_in_order,
@@ -173,10 +180,3 @@ def _touched(step: Step, plan: Plan) -> list[str]:
     outputs = step.partition.ops[-1].outputs
     scratch = [f"{name}.{what}" for name in outputs for what in ("sums", "scratch")]
     return [*outputs, *(name for name in scratch if name in plan.buffers), *step.partition.reads()]
-
-
-def _fills_the_rest(name: str, root: str, plan: Plan) -> bool:
-    """Return whether it is a concatenation, which writes the operands that are not there already."""
-    return name == root and any(
-        step.partition.anchor.kind == "cat" for step in plan.steps if name == step.partition.output
-    )

@@ -57,7 +57,7 @@ def depth_as_channels(graph: Graph) -> tuple[Graph, int]:
         moves, attrs, levels = _unfolded(op, graph.constants[weight])
         for kind, settings in moves:
             result = fresh(types, f"{x}_depth")
-            shape = MOVED[kind](settings, [types[x].shape])
+            shape = MOVED_SHAPES[kind](settings, [types[x].shape])
             types[result] = TensorType(shape, types[x].dtype, types[x].q)
             ops.append(Op(kind, (x,), (result,), settings, origin=op.origin))
             x = result
@@ -70,7 +70,7 @@ def depth_as_channels(graph: Graph) -> tuple[Graph, int]:
     return graph.replace(ops=tuple(ops), types=types, constants=constants), count
 
 
-MOVED = {"pad": pad_shape, "unfold_depth": unfold_depth_shape}
+MOVED_SHAPES = {"pad": pad_shape, "unfold_depth": unfold_depth_shape}
 
 
 def _has_depth(op: Op, graph: Graph) -> bool:

@@ -43,7 +43,7 @@ KEEPS_IMAGES_APART = frozenset(
 move along that axis leaves as many."""
 
 
-MOST_AXES = 5
+STRIDED_AXES = 5
 """Of a tensor of the caller that lies anyhow: strides of the last five are known."""
 
 
@@ -104,7 +104,7 @@ def _is_separable(partition: Partition, plan: Plan, batch: str) -> bool:
 
 
 def _has_images(shape: Shape, batch: str) -> bool:
-    if not 1 < len(shape) <= MOST_AXES or shape[0] != symbol(batch):
+    if not 1 < len(shape) <= STRIDED_AXES or shape[0] != symbol(batch):
         return False
     return not any(batch in symbols_of(dim) for dim in shape[1:])
 

@@ -18,7 +18,7 @@ from intaglio.plan.plan_records import CacheSizes, Choice, Partition, Target, is
 GENERATOR = 1
 """Raised when kernels or the loops around them change so much that schedules timed before say nothing."""
 MANY_ROWS = 64
-MOST = 1 << 40
+LARGEST_SIZE = 1 << 40
 """Largest threshold or size in a schedule."""
 
 
@@ -201,6 +201,6 @@ def misfit(schedule: Schedule, isa: TileLimits) -> str | None:
     rows, columns = schedule.tile_rows, schedule.tile_columns
     if not 1 <= rows <= isa.tallest.get(columns, 0):
         return f"no tile of {rows} pixels by {columns} blocks in {isa.name}"
-    if not all(0 <= size <= MOST for size in (schedule.split_channels_below, schedule.chunk_bytes)):
-        return f"sizes outside 0 to {MOST} in {schedule}"
+    if not all(0 <= size <= LARGEST_SIZE for size in (schedule.split_channels_below, schedule.chunk_bytes)):
+        return f"sizes outside 0 to {LARGEST_SIZE} in {schedule}"
     return None

@@ -27,7 +27,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Part:
+class IslandPart:
     """A cut-out module: takes ``inputs`` (tensors), then ``dims`` (integers); gives a tuple, one entry per output."""
 
     module: fx.GraphModule
@@ -36,7 +36,7 @@ class Part:
     outputs: tuple[fx.Node, ...]
 
 
-def island_of(module: fx.GraphModule, nodes: list[fx.Node]) -> Part:
+def island_of(module: fx.GraphModule, nodes: list[fx.Node]) -> IslandPart:
     """These nodes (in execution order) as a module of their own; constants come along by reference."""
     own = set(nodes)
     used = dict.fromkeys(leaf for node in nodes for leaf in tensor_nodes((node.args, node.kwargs)) if leaf not in own)
@@ -58,7 +58,7 @@ def island_of(module: fx.GraphModule, nodes: list[fx.Node]) -> Part:
         write = None if OWN in node.meta else ROUNDING.get(operator(node).partition(".")[2])
         copies[node] = write(graph, node, copies) if write else graph.node_copy(node, lambda n: copies[n])
     graph.output(tuple(copies[node] for node in outputs))
-    return Part(fx.GraphModule(root, graph), tuple(inputs), tuple(leaf.meta["dim"] for leaf in symbols), outputs)
+    return IslandPart(fx.GraphModule(root, graph), tuple(inputs), tuple(leaf.meta["dim"] for leaf in symbols), outputs)
 
 
 # Levels inside an island have no zero points, and are written in ATen's arithmetic: files hold nothing else.
