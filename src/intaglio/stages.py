@@ -1,7 +1,8 @@
 """The stages of quantization, one function each, in the order in which `intaglio.quantize` calls them.
 
 `capture`, `prepare`, `equalize`, `calibrate`, `correct`, `convert`, `requantize`, `compile`: each returns a value that
-can be printed, kept and handed to the next stage by hand.
+can be printed, kept and handed to the next stage by hand. `annotate` and `plan` show what `prepare` and `compile`
+decide.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch import nn
 from torch.export import ExportedProgram
 
+from intaglio import build
 from intaglio.backends import BACKENDS
 from intaglio.backends.c_backend import COptions
 from intaglio.backends.inductor_backend import InductorOptions
@@ -22,6 +24,7 @@ from intaglio.backends.onnx_export import OnnxFile
 from intaglio.backends.protocol import backend_named, compile_with, options_for
 from intaglio.errors import InputError
 from intaglio.lower import Lowered, Requantizer, requantize
+from intaglio.plan import Plan
 from intaglio.quant.annotate.node_annotations import Annotator
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.calibrate.callbacks import Calibrator
@@ -56,6 +59,7 @@ __all__ = [
     "OnnxFile",
     "OnnxOptions",
     "Parameters",
+    "Plan",
     "Prepared",
     "PreparedQat",
     "Quantizer",
@@ -70,6 +74,7 @@ __all__ = [
     "correct",
     "equalize",
     "from_qdq",
+    "plan",
     "prepare",
     "requantize",
 ]
@@ -88,26 +93,43 @@ def prepare(captured: Captured, quantizer: Quantizer | Annotator | None, qat: Li
 def prepare(
     captured: Captured, quantizer: Quantizer | Annotator | None = None, qat: bool = False
 ) -> Prepared | PreparedQat:
-    """Fold what can be folded, find the sites, put an observer on each, or with ``qat=True`` fake-quantize, for a model
-    that was captured with ``train=True``. ``quantizer``: a `Quantizer`, or what annotates nodes
-    (`intaglio.annotation`). `UnsupportedError` where nothing can be quantized, or something not trained.
+    """Fold what can be folded, find the sites, and put an observer on each.
+
+    Args:
+        captured: the captured model.
+        quantizer: a `Quantizer`, or an object that annotates nodes (`intaglio.annotation`).
+        qat: put a fake-quantize on each site instead, of a model that was captured with ``train=True``.
+
+    Returns:
+        A model that is called as the float model was, and counts what it sees or is trained.
+
+    Raises:
+        UnsupportedError: nothing can be quantized, or an operator cannot be trained.
     """
     return prepare_qat(captured, quantizer) if qat else prepare_captured(captured, quantizer)
 
 
 def calibrate(prepared: Prepared | PreparedQat, data: Any, **options: Any) -> Ranges:
-    """Statistics of every site over the data, which is read once.
+    """Collect statistics of every site over the data, which is read once.
 
-    ``data``: an iterable of tensors, tuples, dictionaries or (inputs, label) pairs; a `DataLoader`; or a function that
-    is called with the prepared model. Options: ``samples`` stops after that many; ``progress``: whether a bar is shown;
-    ``nonfinite``: a NaN or an infinity is an "error", or "ignore" leaves it out; ``first_batch``: index of the first
-    batch (default: the one after those the model has seen); ``group``: the processes that calibrate together (default:
-    those of torch.distributed, where it is initialised). On an error the statistics are as they were before.
+    Callbacks of patterns choose the parameters of their regions, producers first, over batches that are kept. A model
+    prepared for training is calibrated as it evaluates, and its scales start from what is found.
 
-    Callbacks of patterns choose the parameters of their regions, producers first; their batches are kept in memory, and
-    ``cache`` bytes of values between regions, beyond which these wait in a temporary file.
+    Args:
+        prepared: the prepared model. On an error its statistics are as they were before.
+        data: an iterable of tensors, tuples, dictionaries or (inputs, label) pairs; a `DataLoader`; or a function that
+            is called with the prepared model.
+        options: ``samples`` stops after that many; ``progress`` shows a bar; ``nonfinite`` makes a NaN or an infinity
+            an "error", or leaves it out with "ignore"; ``first_batch`` is the index of the first batch (default: the
+            one after those the model has seen); ``group`` are the processes that calibrate together (default: those of
+            torch.distributed, where it is initialised); ``cache`` are bytes of values that callbacks may keep between
+            regions, beyond which these wait in a temporary file.
 
-    A model prepared for training is calibrated as it evaluates, and its scales start from what is found.
+    Returns:
+        Statistics by site, and the parameters that callbacks chose.
+
+    Raises:
+        CalibrationError: the data are empty, not finite, or of other shapes than the model's.
     """
     if isinstance(prepared, PreparedQat):
         return calibrate_qat(prepared, data, **options)
@@ -117,12 +139,21 @@ def calibrate(prepared: Prepared | PreparedQat, data: Any, **options: Any) -> Ra
 def convert(
     prepared: Prepared | PreparedQat, ranges: Ranges | Parameters | None = None, corrections: Corrections | None = None
 ) -> Reference:
-    """Ranges (default: what the prepared model has seen) become parameters, weights and biases integers.
+    """Turn ranges into scales and zero points, and weights and biases into integers.
 
-    `Parameters` are taken as they are, and no data is needed; only a weight's scale that its bias does not fit grows.
-    ``corrections``: integers and biases that `correct` found better than the nearest ones. A trained model has its
-    parameters already, and takes no others. Raises `CalibrationError` when a site has seen no data, `UnsupportedError`
-    when an accumulator could overflow.
+    Args:
+        prepared: the prepared model. A trained one has its parameters already, and takes no others.
+        ranges: statistics (default: what the prepared model has seen), or `Parameters`, which are taken as they are and
+            need no data; only a weight's scale that its bias does not fit grows.
+        corrections: integers and biases that `correct` found better than the nearest ones.
+
+    Returns:
+        The reference model: a PyTorch graph with every quantize and dequantize written out.
+
+    Raises:
+        CalibrationError: a site has seen no data.
+        UnsupportedError: an accumulator could overflow.
+        InputError: a trained model is given ranges or corrections.
     """
     if not isinstance(prepared, PreparedQat):
         return convert_prepared(prepared, ranges, corrections)
@@ -143,12 +174,21 @@ def from_qdq(
     example_kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> Reference:
-    """The reference of a model that another tool quantized, with its scales and zero points; nothing is calibrated.
+    """Read a model that another tool quantized, with its scales and zero points; nothing is calibrated.
 
-    ``model``: what `convert_pt2e` gives, a program that was exported from it, or any module whose graph holds
-    ``quantized_decomposed.quantize_per_tensor`` and its kin. ``example_inputs`` as in `capture`; a program has its own.
-    Operators between dequantize and quantize that have no int8 kernel stay in float, as they are. Raises
-    `UnsupportedError` for levels that are not taken over, such as those whose scales are computed while the model runs.
+    Operators between dequantize and quantize that have no int8 kernel stay in float.
+
+    Args:
+        model: what `convert_pt2e` gives, a program that was exported from it, or any module whose graph holds
+            ``quantized_decomposed.quantize_per_tensor`` and its kin.
+        example_inputs, example_kwargs, dynamic_shapes: as in `capture`; a program has its own example.
+
+    Returns:
+        The reference model.
+
+    Raises:
+        UnsupportedError: quantized values cannot be taken over, such as those whose scales are computed while the model
+            runs.
     """
     if isinstance(model, Captured):
         return from_captured(model)
@@ -159,6 +199,22 @@ def from_qdq(
         raise InputError("from_qdq", None, "no example inputs", remedy="from_qdq(model, example_inputs)")
     captured = capture(module, example_inputs, example_kwargs=example_kwargs, dynamic_shapes=dynamic_shapes)
     return from_captured(captured)
+
+
+def plan(lowered: Lowered, isa: str | None = None) -> Plan:
+    """Plan an integer graph as `compile` does: partitions, layouts, memory and schedules, each with its reason.
+
+    Args:
+        lowered: the integer graph.
+        isa: the instruction set (default: the best of this machine).
+
+    Returns:
+        The plan, whose ``text()`` says all of it.
+
+    Raises:
+        BuildError: this machine does not run the instruction set.
+    """
+    return build.plan_program(lowered, isa=isa)
 
 
 @overload

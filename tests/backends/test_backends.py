@@ -81,6 +81,11 @@ def test_every_backend_of_the_table_has_a_name_of_its_own_and_unknown_names_are_
         stages.compile(reference, "tvm")
 
 
+def test_a_plan_is_the_one_that_compile_prints(reference):
+    lowered = stages.requantize(reference)
+    assert stages.plan(lowered, isa="portable").text() == stages.compile(lowered, isa="portable").text("plan")
+
+
 def test_the_c_backend_writes_what_the_model_exports(reference, tmp_path):
     stages.compile(reference).export_c(tmp_path / "model")
     assert stages.compile(reference, "c", folder=tmp_path / "stage") == tmp_path / "stage"

@@ -66,6 +66,11 @@ def compile(
     return _model(saved, planned, artifact, lowered.hosts)
 
 
+def plan_program(lowered: Lowered, *, isa: str | None = None) -> Plan:
+    """Return the plan of the program that `compile` makes for one instruction set, with analytic schedules."""
+    return _scheduled(plan_graph(lowered.graph), choose(isa)[0])
+
+
 def _loops(island: Island, bodies: Mapping[str, QuantizedModel]) -> dict[str, HostLoop]:
     return {
         name: HostLoop(carried, float_calls(condition), bodies[name])
