@@ -2,7 +2,10 @@
 
 PYTHON ?= python3
 PIP     = .venv/bin/python -m pip -qq --disable-pip-version-check --no-input
+# Bytecode of what is imported is written on the way; that of all files would take half a minute.
+INSTALL = $(PIP) install --no-compile
 STAMP   = .venv/installed
+DOCS    = .venv/installed_docs
 
 export PYTHONUNBUFFERED = 1
 
@@ -16,10 +19,11 @@ bench: $(STAMP)
 	.venv/bin/python benchmarks/costs.py
 
 test: lint
-	.venv/bin/python -m pytest -q -n auto --dist loadfile
+	.venv/bin/python -m pytest -q -n auto --dist worksteal
 
-slow: $(STAMP)
-	.venv/bin/python -m pytest -q -m slow
+# What is slow and rarely breaks, with ten times the examples of properties, and the pages of the site.
+slow: $(STAMP) $(DOCS)
+	INTAGLIO_HYPOTHESIS=thorough .venv/bin/python -m pytest -q -n auto --dist worksteal -m "slow or examples"
 
 lint: $(STAMP)
 	.venv/bin/python -m ruff check .
@@ -27,16 +31,19 @@ lint: $(STAMP)
 	.venv/bin/python -m mypy
 
 # The documentation, as pages in build/site.
-docs: $(STAMP)
+docs: $(STAMP) $(DOCS)
 	.venv/bin/python -m mkdocs build --strict
 
 # torch is pinned here and not in pyproject.toml: tests run on one known version, users may have any since 2.9.
 # torchvision is for examples/newcomer.py; with its dependencies it would bring another build of torch.
 $(STAMP): pyproject.toml Makefile | check
 	$(PYTHON) -m venv .venv
-	$(PIP) install torch==2.13.0
-	$(PIP) install -e '.[dev,demo,docs]'
-	$(PIP) install --no-deps torchvision==0.28.0 pillow
+	$(INSTALL) torch==2.13.0 -e '.[dev]'
+	$(INSTALL) --no-deps torchvision==0.28.0 pillow
+	@touch $@
+
+$(DOCS): $(STAMP)
+	$(INSTALL) -e '.[docs]'
 	@touch $@
 
 check:

@@ -17,8 +17,8 @@ DIFF_LINES = 40
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # one core a worker: threads of several that wait by spinning take it from each other
 
-settings.register_profile("default", deadline=None, max_examples=30, print_blob=True)
-settings.register_profile("thorough", deadline=None, max_examples=1000, print_blob=True)
+settings.register_profile("default", deadline=None, max_examples=20, print_blob=True)
+settings.register_profile("thorough", deadline=None, max_examples=300, print_blob=True)
 settings.load_profile(os.environ.get("INTAGLIO_HYPOTHESIS", "default"))
 
 
@@ -27,8 +27,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--case", action="append", default=[], help="only tests of 'backend 12', or of 'backend'")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests whose ``case`` marker names one of the wanted cases, or a case of a wanted document."""
+    """Mark tests of properties, and keep those of the cases or documents that ``--case`` names."""
+    for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("examples")
     if wanted := config.getoption("--case"):
         kept = [item for item in items if any(_is_case(case, wanted) for case in _cases_of(item))]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])

@@ -82,6 +82,16 @@ def test_names_say_behaviour_and_cases_are_markers():
         assert not [case for case in cases(parsed(path)) if not CASE.fullmatch(case)], path.name
 
 
+def test_what_is_slow_says_why():
+    for path in TEST_FILES:
+        slow = [
+            n for n in ast.walk(parsed(path)) if isinstance(n, ast.Attribute) and ast.unparse(n) == "pytest.mark.slow"
+        ]
+        calls = [n for n in ast.walk(parsed(path)) if isinstance(n, ast.Call) and n.func in slow]
+        assert len(calls) == len(slow), path.name
+        assert all([keyword.arg for keyword in call.keywords] == ["reason"] for call in calls), path.name
+
+
 def test_every_problem_has_a_test_or_a_reason():
     assert sorted([*PROBLEMS, *NOT_TESTED]) == list(range(1, 41))
     named = {case for path in TEST_FILES for case in cases(parsed(path))}

@@ -303,7 +303,7 @@ def test_an_input_with_a_scale_for_every_channel_is_no_bytes():
         assert_close(handed(x)[0], reference(x))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="Inductor compiles a whole network")
 def test_images_are_bytes_or_floats(tmp_path):
     torch.manual_seed(0)
     bytes_ = pixels(3, 3, 11, 9)
@@ -320,7 +320,7 @@ def test_images_are_bytes_or_floats(tmp_path):
 # ---- larger ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="Inductor compiles a whole network")
 def test_a_transformer_block_of_any_batch():
     torch.manual_seed(0)
     x = torch.randn(2, 6, 32)
@@ -341,7 +341,7 @@ def bert():
     return transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="Inductor compiles a whole network")
 def test_bert_with_masks_and_as_a_package(bert, tmp_path):
     ids, mask = torch.randint(50, (2, 7)), torch.ones(2, 7, dtype=torch.long)
     mask[1, 4:] = 0
@@ -375,7 +375,7 @@ def test_bert_with_masks_and_as_a_package(bert, tmp_path):
     assert len(model._programs) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="Inductor compiles a whole network")
 def test_a_recurrent_layer_is_a_callback_that_no_package_takes(tmp_path):
     class Recurrent(nn.Module):
         def __init__(self):
@@ -395,7 +395,7 @@ def test_a_recurrent_layer_is_a_callback_that_no_package_takes(tmp_path):
         model.save_package(tmp_path / "model.pt2")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="Inductor compiles a whole network")
 def test_a_package_runs_where_intaglio_is_not(residual, tmp_path):
     reference, model = residual
     report = model.save_package(tmp_path / "model.pt2")

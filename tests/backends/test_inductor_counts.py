@@ -14,7 +14,7 @@ from intaglio import stages
 from intaglio.backends import inductor_model
 from support.nets import Body
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(reason="counts torch's own passes, which change with torch only")
 
 
 class Lowered(BaseException):

@@ -108,7 +108,7 @@ def test_python_blocks_run_and_print_what_the_page_says(page, page_module):
     run_blocks(page, vars(page_module))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="blocks that need large packages; the pages change rarely")
 @pytest.mark.parametrize(("page", "block"), ALONE, ids=[f"{page_name(page)}:{block.line}" for page, block in ALONE])
 def test_blocks_that_need_another_package(page, block, page_module):
     if find_spec(block.needs) is None:

@@ -146,8 +146,9 @@ def test_a_broken_link_is_found(tmp_path):
     assert broken_links(page) == ["#nowhere", "gone.md"]
 
 
+@pytest.mark.slow(reason="mkdocs renders all pages; links, tables and names are checked without it")
 def test_the_site_builds_without_a_warning(tmp_path, monkeypatch):
-    pytest.importorskip("mkdocs", reason="the site needs mkdocs; `make docs` installs it")
+    pytest.importorskip("mkdocs", reason="the site needs mkdocs; `make docs` and `make slow` install it")
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 

@@ -60,7 +60,9 @@ def decibels(got: Tensor, wanted: Tensor) -> float:
 
 
 @needs_data
-@pytest.mark.parametrize("depth", [20, pytest.param(56, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "depth", [20, pytest.param(56, marks=pytest.mark.slow(reason="a minute; ResNet-20 has the same blocks"))]
+)
 def test_integers_are_as_good_as_the_float_simulation(depth):
     """The int8 program against its own Q/DQ reference: within 0.2 dB, all MACs in int8, no island."""
     model = CifarResNet(depth)

@@ -26,6 +26,7 @@ from intaglio.ir import DType
 from intaglio.lower.regions import QUANTIZE
 from intaglio.ops import OPS, interpret
 from intaglio.plan import plan_graph
+from intaglio.quant.qdq.convert import Reference
 from support import nets
 from support.int8_models import assert_same, compiled
 from support.lowering import assert_equal_levels, kinds, quantized, sqnr
@@ -357,18 +358,30 @@ def test_a_reference_model_of_others_is_fused(backend, isa):
     assert "quantized by others" in str(native.coverage)
 
 
-@pytest.mark.case("backend 35")
-def test_a_program_brings_its_example_and_goes_to_other_backends(tmp_path):
-    """Case 35: the same reference from an exported program; ONNX Runtime and Inductor compute what it does."""
-    onnxruntime = pytest.importorskip("onnxruntime")
+def from_an_exported_program() -> Reference:
     given = by_fx("qnnpack")
     free = {"input": {0: torch.export.Dim.AUTO}}
     reference = stages.from_qdq(torch.export.export(nn.Sequential(given), (X,), dynamic_shapes=free))
     assert torch.equal(reference(X), stages.from_qdq(given, X)(X))
+    return reference
+
+
+@pytest.mark.case("backend 35")
+def test_a_program_brings_its_example_and_goes_to_onnx(tmp_path):
+    """The same reference from an exported program; ONNX Runtime computes what it does."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    reference = from_an_exported_program()
     step = [q.step for q in reference.qparams.values()][-1]
     session = onnxruntime.InferenceSession(stages.compile(reference, backend="onnx", path=tmp_path / "model.onnx").path)
     (found,) = session.run(None, {session.get_inputs()[0].name: X.numpy()})
     assert np.abs(found - reference(X).numpy()).max() <= 2.01 * step
+
+
+@pytest.mark.slow(reason="Inductor compiles for half a minute; backends/test_inductor.py runs it on other references")
+@pytest.mark.case("backend 35")
+def test_a_program_brings_its_example_and_goes_to_inductor():
+    reference = from_an_exported_program()
+    step = [q.step for q in reference.qparams.values()][-1]
     inductor = stages.compile(reference, backend="inductor", example_inputs=X)
     assert (inductor(X) - reference(X)).abs().max() <= 2.01 * step
 

@@ -1,8 +1,9 @@
 """The int8 patterns of document 001, and those its peers have for the same anchors: each is one partition of the
 program, and gives the bits of the interpreter on every instruction set."""
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from intaglio import Recipe, stages
 from intaglio.lower import Lowered
-from intaglio.plan import plan_graph
+from intaglio.plan import Partition, plan_graph
 from intaglio.quant.qdq.convert import Reference
 from support.lowering import assert_equal_levels, quantized
 from support.matmul_library import HERE
@@ -50,25 +51,72 @@ class Row:
         parts = {} if tail is None else {"tail": tail}
         return randomize(Body(body, c=anchor, q=nn.Linear(16, 8), k=nn.Linear(16, 8), **parts))
 
-    def lower(self, tail: nn.Module | None) -> tuple[Reference, Lowered]:
-        entries = {f"op:aten.{name}": {"quantize": False} for name in self.floats}
-        recipe = Recipe.of({"*": {"functions": "table", "residual": "int8"}, **entries})
-        return quantized(self.model(tail), *self.inputs, recipe=recipe)
+
+@dataclass(frozen=True)
+class Expected:
+    """A row with a layer behind that reads levels, or without, and the partitions of that layer."""
+
+    row: Row
+    tail: nn.Module | None = None
+    behind: tuple[str, ...] = ()
 
 
-def check(row: Row, tail: nn.Module | None, behind: tuple[str, ...], isas: Sequence[str] = HERE) -> None:
-    """The partitions of the program; the contract with the reference; the bits, at other batches too."""
-    reference, lowered = row.lower(tail)
-    found = [shown(step.partition) for step in plan_graph(lowered.graph).steps]
-    assert [kinds for kinds in found if kinds != "quantize"] == [*row.before, row.partition, *behind]
-    assert_equal_levels(reference, lowered, *row.inputs)
+class SideBySide(nn.Module):
+    """The models of all rows in one; rows that read one tensor share the input."""
+
+    def __init__(self, rows: Sequence[Expected]) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(case.row.model(case.tail) for case in rows)
+        self.inputs = list({id(x): x for case in rows for x in case.row.inputs}.values())
+        self.reads = [[index(x, self.inputs) for x in case.row.inputs] for case in rows]
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        given = ([inputs[i] for i in read] for read in self.reads)
+        return tuple(row(*some) for row, some in zip(self.rows, given, strict=True))
+
+
+def index(wanted: Tensor, tensors: Sequence[Tensor]) -> int:
+    return next(i for i, tensor in enumerate(tensors) if tensor is wanted)
+
+
+def lower(rows: Sequence[Expected], floats: Sequence[str]) -> tuple[SideBySide, Reference, Lowered]:
+    """One integer graph for all rows. ``floats``: operators that stay float in every row."""
+    entries = {f"op:aten.{name}": {"quantize": False} for name in floats}
+    recipe = Recipe.of({"*": {"functions": "table", "residual": "int8"}, **entries})
+    model = SideBySide(rows)
+    return model, *quantized(model, *model.inputs, recipe=recipe)
+
+
+def partitions(lowered: Lowered, row: int) -> list[Partition]:
+    """Partitions of one row in order, without the quantize of inputs, which rows share."""
+    steps = [step.partition for step in plan_graph(lowered.graph).steps]
+    own = [p for p in steps if re.match(rf"rows\.{row}(\.|$)", p.anchor.origin.path)]
+    return [partition for partition in own if shown(partition) != "quantize"]
+
+
+def check(subtests: pytest.Subtests, rows: Sequence[Expected], isas: Sequence[str] = HERE) -> None:
+    """The partitions of every row; the contract with the reference; the bits, at other batches too."""
+    floats = sorted({name for case in rows for name in case.row.floats})
+    model, reference, lowered = lower(rows, floats)
+    for number, case in enumerate(rows):
+        with subtests.test("partitions", row=case.row.name):
+            found = [shown(partition) for partition in partitions(lowered, number)]
+            assert found == [*case.row.before, case.row.partition, *case.behind]
+    assert_equal_levels(reference, lowered, *model.inputs)
+    assert_bits(subtests, [case.row for case in rows], model, lowered, isas)
+
+
+def assert_bits(
+    subtests: pytest.Subtests, rows: Sequence[Row], model: SideBySide, lowered: Lowered, isas: Sequence[str]
+) -> None:
     for isa in isas:
-        model = stages.compile(lowered, isa=isa)
+        program = stages.compile(lowered, isa=isa)
         for batch in (4, 1, 3):
-            some = [value[:batch] for value in row.inputs]
-            expected = lowered(*some)
-            assert torch.equal(model(*some), expected), (isa, batch)
-            assert expected.dtype is torch.float32
+            some = [value[:batch] for value in model.inputs]
+            for row, found, expected in zip(rows, program(*some), lowered(*some), strict=True):
+                with subtests.test("bits", row=row.name, isa=isa, batch=batch):
+                    assert torch.equal(found, expected)
+                    assert expected.dtype is torch.float32
 
 
 FACTORS = ("linear + requantize", "linear + requantize")
@@ -106,21 +154,21 @@ TO_FLOAT = (
 """Document 001, list 1: int8 in, float32 out; the operand of a sum is float, too."""
 
 
-@pytest.mark.parametrize("row", TO_FLOAT, ids=str)
-def test_int8_in_float32_out(row):
-    check(row, None, ())
+def test_int8_in_float32_out(subtests):
+    check(subtests, [Expected(row) for row in TO_FLOAT])
 
 
-@pytest.mark.parametrize("row", [row for row in TO_FLOAT if row.floats], ids=str)
-def test_a_result_that_is_quantized_leaves_as_float_from_the_same_partition(row):
+def test_a_result_that_is_quantized_leaves_as_float_from_the_same_partition(subtests):
     """Where the recipe leaves nothing in float: levels become floats while they lie in cache."""
-    reference, lowered = Row(row.name, row.body, row.inputs, "").lower(None)
-    partition = plan_graph(lowered.graph).steps[-1].partition
-    assert partition.anchor.kind == row.partition.partition(" ")[0]
-    assert shown(partition).endswith("+ loop(dequantize)")
-    assert_equal_levels(reference, lowered, *row.inputs)
-    for isa in HERE:
-        assert torch.equal(stages.compile(lowered, isa=isa)(*row.inputs), lowered(*row.inputs)), isa
+    rows = [row for row in TO_FLOAT if row.floats]
+    model, reference, lowered = lower([Expected(row) for row in rows], floats=())
+    for number, row in enumerate(rows):
+        with subtests.test("partitions", row=row.name):
+            partition = partitions(lowered, number)[-1]
+            assert partition.anchor.kind == row.partition.partition(" ")[0]
+            assert shown(partition).endswith("+ loop(dequantize)")
+    assert_equal_levels(reference, lowered, *model.inputs)
+    assert_bits(subtests, rows, model, lowered, HERE)
 
 
 TO_LEVELS = (
@@ -140,17 +188,15 @@ TO_LEVELS = (
 """Document 001, list 2: int8 in, int8 out."""
 
 
-def tail_of(row: Row) -> tuple[nn.Module, str]:
-    """A layer that reads levels."""
+def before_a_layer(row: Row) -> Expected:
+    """The row with a layer behind that reads levels."""
     if row.inputs[0].dim() == 4:
-        return nn.Conv2d(20, 4, 1), "conv2d + dequantize"
-    return nn.Linear(5 if row.before == FACTORS else 20, 4), "linear + dequantize"
+        return Expected(row, nn.Conv2d(20, 4, 1), ("conv2d + dequantize",))
+    return Expected(row, nn.Linear(5 if row.before == FACTORS else 20, 4), ("linear + dequantize",))
 
 
-@pytest.mark.parametrize("row", TO_LEVELS, ids=str)
-def test_int8_in_int8_out(row):
-    tail, behind = tail_of(row)
-    check(row, tail, (behind,))
+def test_int8_in_int8_out(subtests):
+    check(subtests, [before_a_layer(row) for row in TO_LEVELS])
 
 
 UNARY = {
@@ -179,15 +225,15 @@ BOUNDS = ("relu6", "clamp")
 
 
 @pytest.mark.parametrize("anchor", ["conv2d", "linear"])
-@pytest.mark.parametrize("name", UNARY)
-def test_every_unary_tail(anchor, name):
+def test_every_unary_tail(anchor, subtests):
     """Behind a convolution or linear layer, to levels and to floats."""
     inputs = (IMAGE,) if anchor == "conv2d" else (TOKENS,)
-    kinds = f"{anchor} + requantize" + " + table" * (name not in BOUNDS)
-    row = Row(name, lambda m, x: UNARY[name](m.c(x)), inputs, kinds)
-    tail, behind = tail_of(row)
-    check(row, tail, (behind,), HERE[:1])
-    check(Row(name, row.body, inputs, f"{kinds} + loop(dequantize)"), None, (), HERE[:1])
+    rows = []
+    for name, function in UNARY.items():
+        kinds = f"{anchor} + requantize" + " + table" * (name not in BOUNDS)
+        row = Row(name, lambda m, x, f=function: f(m.c(x)), inputs, kinds)
+        rows += [before_a_layer(row), Expected(replace(row, partition=f"{kinds} + loop(dequantize)"))]
+    check(subtests, rows, HERE[:1])
 
 
 BINARY = {
@@ -202,18 +248,17 @@ BINARY = {
 
 @pytest.mark.case("patterns row 12")
 @pytest.mark.parametrize("anchor", ["conv2d", "linear"])
-@pytest.mark.parametrize("name", BINARY)
-def test_a_tail_with_another_tensor(anchor, name):
+def test_a_tail_with_another_tensor(anchor, subtests):
     """To floats, and to levels: the loop quantizes what it makes."""
     inputs = (IMAGE, OTHER) if anchor == "conv2d" else (TOKENS, BESIDE)
-    kind, function = BINARY[name]
-    loop = "abs add div" if kind == "div" else kind
-    floats = () if kind in ("maximum", "minimum") else ("div", "abs", "add") if kind == "div" else (kind,)
-    row = Row(name, lambda m, x, y: function(m.c(x), y), inputs, f"{anchor} + dequantize + loop({loop})", (), floats)
-    check(row, None, (), HERE[:1])
-    tail, behind = tail_of(row)
-    levels = f"{anchor} + dequantize + loop({loop} quantize)"
-    check(Row(name, row.body, inputs, levels, (), row.floats), tail, (behind,), HERE[:1])
+    rows = []
+    for name, (kind, function) in BINARY.items():
+        loop = "abs add div" if kind == "div" else kind
+        floats = () if kind in ("maximum", "minimum") else ("div", "abs", "add") if kind == "div" else (kind,)
+        partition = f"{anchor} + dequantize + loop({loop})"
+        row = Row(name, lambda m, x, y, f=function: f(m.c(x), y), inputs, partition, (), floats)
+        rows += [Expected(row), before_a_layer(replace(row, partition=f"{partition[:-1]} quantize)"))]
+    check(subtests, rows, HERE[:1])
 
 
 def gated(m: nn.Module, x: Tensor) -> Tensor:
@@ -268,47 +313,34 @@ MORE = (
 )
 
 
-@pytest.mark.parametrize("row", MORE, ids=str)
-def test_more_rows_of_peers(row):
-    """To floats, and to levels: the loop quantizes what it makes."""
-    check(row, None, ())
-    quantizing = f"{row.partition[:-1]} quantize)"
-    size = 8 if row.before[0] != FACTORS[0] else 5
-    check(
-        Row(row.name, row.body, row.inputs, quantizing, row.before, row.floats),
-        nn.Linear(size, 4),
-        ("linear + dequantize",),
-    )
+@pytest.mark.parametrize("gated", [False, True])
+def test_more_rows_of_peers(gated, subtests):
+    """To floats, and to levels: the loop quantizes what it makes. The gated row alone keeps its product float."""
+    rows = []
+    for row in (row for row in MORE if ("mul" in row.floats) is gated):
+        quantizing = replace(row, partition=f"{row.partition[:-1]} quantize)")
+        layer = nn.Linear(8 if gated else 5, 4)
+        rows += [Expected(row), Expected(quantizing, layer, ("linear + dequantize",))]
+    check(subtests, rows)
 
 
-@pytest.mark.case("patterns row 29")
-def test_a_product_is_written_where_a_transpose_and_a_reshape_put_it():
-    check(Row("", swapped, (TOKENS,), "bmm + requantize", FACTORS), nn.Linear(10, 4), ("linear + dequantize",))
-
-
-@pytest.mark.case("patterns row 30")
-def test_a_softmax_and_its_quantize_are_one_loop():
-    row = Row(
-        "",
-        lambda m, x: m.c(x).softmax(-1),
-        (TOKENS,),
-        "loop(max sub exp sum reciprocal mul quantize)",
-        ("linear + dequantize",),
-    )
-    check(row, nn.Linear(20, 4), ("linear + dequantize",))
-
-
-@pytest.mark.case("patterns row 30")
-def test_attention_is_one_partition():
-    """Queries, keys and values are factors of it; what comes behind reads its levels."""
+@pytest.mark.case("patterns row 29", "patterns row 30")
+def test_moved_products_softmax_and_attention_are_one_partition_each(subtests):
+    """A product is written where a transpose and a reshape put it; a softmax and its quantize are one loop; queries,
+    keys and values are factors of attention, and what comes behind reads its levels."""
 
     def attend(m: nn.Module, x: Tensor) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (m.q, m.k, m.c))
         scores = q @ k.transpose(2, 3) / 2
         return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
-    row = Row("", attend, (TOKENS,), "attention", ("linear + requantize",) * 3)
-    check(row, nn.Linear(20, 4), ("linear + dequantize",))
+    softmax = "loop(max sub exp sum reciprocal mul quantize)"
+    rows = (
+        (Row("product", swapped, (TOKENS,), "bmm + requantize", FACTORS), 10),
+        (Row("softmax", lambda m, x: m.c(x).softmax(-1), (TOKENS,), softmax, ("linear + dequantize",)), 20),
+        (Row("attention", attend, (TOKENS,), "attention", ("linear + requantize",) * 3), 20),
+    )
+    check(subtests, [Expected(row, nn.Linear(size, 4), ("linear + dequantize",)) for row, size in rows])
 
 
 @pytest.mark.case("patterns row 31")

@@ -176,7 +176,7 @@ def test_an_empty_batch_gives_an_empty_result():
     assert shapes == [t.shape for t in tensors(reference(torch.zeros(0, *model.shape)))]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="drawn networks are captured one by one; the named nets run always")
 @given(st.data())
 @settings(max_examples=20)
 def test_convolutions_of_any_geometry(data):
@@ -195,7 +195,7 @@ def test_convolutions_of_any_geometry(data):
     assert lowered(x).shape == model(x).shape
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="drawn networks are captured one by one; the named nets run always")
 @given(st.data())
 @settings(max_examples=20)
 def test_pools_of_any_geometry(data):
@@ -221,7 +221,7 @@ def test_pools_of_any_geometry(data):
     assert lowered(x).shape == model(x).shape
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="drawn networks are captured one by one; the named nets run always")
 @given(st.data())
 @settings(max_examples=20)
 def test_sums_of_any_scales(data):

@@ -100,7 +100,7 @@ def test_an_accumulator_and_its_tail_are_one_partition():
     assert set(anchors) == {"quantize", "conv_transpose2d", "dequantize"}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(st.integers(1, 7), st.integers(1, 5), st.integers(0, 4), st.integers(1, 4), st.integers(0, 3), st.integers(1, 9))
 def test_phases_of_a_transposed_convolution_cover_every_product_once(kernel, stride, padding, dilation, extra, inputs):
     """Each output reads, through its phase, exactly the (tap, input) pairs that reach it."""

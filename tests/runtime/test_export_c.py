@@ -84,7 +84,16 @@ def test_the_best_instruction_set_of_several_is_chosen_when_it_runs(residual):
     assert found.library.isa(found.handle) == HERE[0].encode()
 
 
-@pytest.mark.parametrize("isa", [HERE[0], pytest.param("portable", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "isa",
+    [
+        HERE[0],
+        pytest.param(
+            "portable",
+            marks=pytest.mark.slow(reason="a second compiler run of a large model; smaller ones run on all sets"),
+        ),
+    ],
+)
 def test_a_transformer_block_has_the_bits_of_the_python_call_at_every_length(isa, tmp_path):
     model = block()
     found = exported(model, tmp_path, isa)
@@ -165,7 +174,7 @@ def test_libraries_of_c_alone_are_linked_and_all_names_are_the_networks_own(resi
     assert {line.split()[-1].partition("_")[0] for line in symbols if line} == {"residual"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="two exports and a link of ten seconds")
 def test_two_networks_are_linked_into_one_program(tmp_path):
     for name, net in (("a", nets.Residual), ("b", nets.ConvBnRelu)):
         compiled(net)[0].export_c(tmp_path / name)
@@ -188,7 +197,9 @@ def test_the_commands_of_the_readme_build_main_and_it_prints_the_results(compile
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
-@pytest.mark.parametrize("shared", ["ON", pytest.param("OFF", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "shared", ["ON", pytest.param("OFF", marks=pytest.mark.slow(reason="CMake again, for a static library"))]
+)
 def test_cmake_builds_main_and_it_prints_the_results(shared, tmp_path):
     model = compiled(nets.ConvBnRelu)[0]
     model.export_c(tmp_path)

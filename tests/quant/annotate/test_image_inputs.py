@@ -96,7 +96,7 @@ def test_every_byte_of_every_channel_comes_back_from_its_float(image):
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(1e-3, 10)), min_size=1, max_size=5))
-@settings(max_examples=200)
+@settings(max_examples=5 * settings.default.max_examples)
 def test_any_mean_and_deviation_give_every_byte_back(parameters):
     image, pixels = Image(*zip(*parameters, strict=True)), every_byte(len(parameters))
     way = image.pixels(len(parameters))

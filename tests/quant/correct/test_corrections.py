@@ -254,7 +254,7 @@ def problems(draw):
 
 @pytest.mark.parametrize("name", ["nearest", "gptq"])
 @given(problem=problems())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples)
 def test_no_row_is_worse_than_rounded_to_nearest(name, problem):
     weight, step, found = problem
     levels = ROUNDINGS[name](weight, step, found, -127, 127)

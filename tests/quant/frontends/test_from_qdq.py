@@ -106,7 +106,7 @@ def captured():
     return stages.capture(body().eval(), X)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(
     st.sampled_from([torch.uint8, torch.int8]),
     st.integers(0, 255),

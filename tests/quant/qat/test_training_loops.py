@@ -197,7 +197,7 @@ def processes(folder, ranks: int, mode: str) -> list:
     return [torch.load(folder / f"{mode}{ranks}{rank}.pt") for rank in range(ranks)]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="several processes that train together")
 @pytest.mark.parametrize("mode", ["learned", "kept"])
 def test_two_processes_train_as_one_on_the_whole_batch(tmp_path, mode):
     """Where nothing depends on the rest of the batch, as statistics of batch norms and moving averages do."""
@@ -210,7 +210,7 @@ def test_two_processes_train_as_one_on_the_whole_batch(tmp_path, mode):
     assert (result - expected).abs().max() <= step
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="several processes that train together")
 def test_ranks_that_observe_evaluate_alike(tmp_path):
     """Their averages are the first rank's, as other buffers are, and their scales follow them."""
     (first, result), (second, other) = processes(tmp_path, 2, "observed")

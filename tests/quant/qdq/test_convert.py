@@ -196,7 +196,7 @@ def test_clamps_fused_and_unfused_agree(body, modules):
 
 @pytest.mark.case("calibration 36")
 @given(st.floats(-2, 2), st.floats(1e-3, 0.1), st.integers(0, 255))
-@settings(max_examples=100)
+@settings(max_examples=3 * settings.default.max_examples)
 def test_a_bound_is_rounded_as_its_value_would_be(bound, scale, zero_point):
     scale = float(np.float32(scale))
     x = np.linspace(-3, 3, 601, dtype=np.float32)

@@ -124,7 +124,7 @@ ROWS = arrays.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 9))
 
 
 @given(ROWS)
-@settings(max_examples=60)
+@settings(max_examples=2 * settings.default.max_examples)
 def test_least_squares_loses_no_more_than_the_largest_value_as_last_level(rows):
     def error(scale):
         return np.square(rows - numerics.dequantize(numerics.quantize(rows, scale, 0, -8, 7), scale, 0)).sum(1)
