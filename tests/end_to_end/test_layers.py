@@ -11,7 +11,7 @@ import intaglio
 from intaglio import Recipe, Setting, stages
 from intaglio.plan import plan_graph
 from intaglio.stages import capture, compile, convert, equalize, prepare, requantize
-from support.matmul_library import HERE
+from support.matmul_library import BEST_HERE
 from support.nets import Body, randomize
 
 DRAW = torch.Generator().manual_seed(3)
@@ -92,7 +92,7 @@ ENDS = {
 
 
 @pytest.mark.case("frontends C1")
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", BEST_HERE)
 @pytest.mark.parametrize("name", ENDS)
 def test_a_chain_between_ends_is_one_loop_with_an_exact_tail(name, isa):
     width = 16 * 3 + 3
@@ -184,7 +184,7 @@ def test_smoothing_beats_plain_levels_where_a_channel_sticks_out():
     assert np.isfinite(errors).all()
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", BEST_HERE)
 @pytest.mark.parametrize(("groups", "affine", "residual"), [(3, True, "float"), (3, True, "int8"), (1, False, "float")])
 def test_group_norm_is_a_norm_of_rows(groups, affine, residual, isa):
     norm = nn.GroupNorm(groups, 12, affine=affine)

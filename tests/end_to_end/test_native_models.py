@@ -30,7 +30,7 @@ from intaglio.quant.qdq.convert import Reference
 from support import nets
 from support.int8_models import assert_same, compiled
 from support.lowering import assert_equal_levels, kinds, quantized, sqnr
-from support.matmul_library import HERE
+from support.matmul_library import BEST_HERE, HERE
 from support.nets import Body
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -331,7 +331,7 @@ def by_fx(backend: str) -> nn.Module:
 
 @pytest.mark.case("backend 35")
 @pytest.mark.parametrize("backend", ["x86", "qnnpack"])
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", BEST_HERE)
 def test_a_reference_model_of_others_is_fused(backend, isa):
     """Case 35: 7 and 8 bits, weights by channel and by tensor."""
     given = by_fx(backend)

@@ -11,7 +11,7 @@ from intaglio.ir import DType
 from intaglio.plan.graph_passes.loop_merging import merge_loops
 from support.float_loops import equal
 from support.lowering import assert_equal_levels, quantized
-from support.matmul_library import HERE
+from support.matmul_library import BEST_HERE, HERE
 from support.nets import Body, randomize
 
 F32, U8 = DType.F32, DType.U8
@@ -58,7 +58,7 @@ def test_a_residual_block_is_few_loops_and_no_island(blocks):
         )
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", BEST_HERE)
 def test_a_block_runs_bit_for_bit_and_comes_back_from_a_file(isa, blocks, tmp_path):
     given, _, lowered = blocks
     model = stages.compile(lowered, isa=isa)

@@ -10,6 +10,7 @@ from dataclasses import astuple, dataclass
 from functools import cache
 
 import numpy as np
+import pytest
 
 from intaglio.kernels import ISAS, TileSpec
 from intaglio.kernels.depthwise_spec import depthwise_checks
@@ -23,6 +24,15 @@ LOOKS_UP = "avx512vbmi" in machine.read_flags(machine.CPUINFO.read_text())
 """Whether this machine runs the kernels that look up levels."""
 HERE = [name for name in machine.isas() if name in ISAS]
 """Instruction sets this machine runs and the generator has kernels for."""
+BEST_HERE = [
+    *HERE[:1],
+    *(
+        pytest.param(isa, marks=pytest.mark.slow(reason="kernels and programs are tested on every set elsewhere"))
+        for isa in HERE[1:]
+    ),
+]
+"""Parameters for tests above the kernels: the best set always, the others with `make slow`."""
+
 
 IMAGES = ("in", "out", "other", "rest", "other_rest")
 NUMBERS = (
