@@ -18,6 +18,7 @@ from support.lowering import assert_equal_levels, quantized
 from support.matmul_library import HERE
 from support.nets import Body, randomize
 from support.partition_text import shown
+from support.side_by_side import SideBySide
 
 IMAGE, OTHER = torch.randn(4, 3, 7, 9), torch.randn(4, 20, 7, 9)
 TOKENS, BESIDE = torch.randn(4, 5, 16), torch.randn(4, 5, 20)
@@ -61,36 +62,18 @@ class Expected:
     behind: tuple[str, ...] = ()
 
 
-class SideBySide(nn.Module):
-    """The models of all rows in one; rows that read one tensor share the input."""
-
-    def __init__(self, rows: Sequence[Expected]) -> None:
-        super().__init__()
-        self.rows = nn.ModuleList(case.row.model(case.tail) for case in rows)
-        self.inputs = list({id(x): x for case in rows for x in case.row.inputs}.values())
-        self.reads = [[index(x, self.inputs) for x in case.row.inputs] for case in rows]
-
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        given = ([inputs[i] for i in read] for read in self.reads)
-        return tuple(row(*some) for row, some in zip(self.rows, given, strict=True))
-
-
-def index(wanted: Tensor, tensors: Sequence[Tensor]) -> int:
-    return next(i for i, tensor in enumerate(tensors) if tensor is wanted)
-
-
 def lower(rows: Sequence[Expected], floats: Sequence[str]) -> tuple[SideBySide, Reference, Lowered]:
     """One integer graph for all rows. ``floats``: operators that stay float in every row."""
     entries = {f"op:aten.{name}": {"quantize": False} for name in floats}
     recipe = Recipe.of({"*": {"functions": "table", "residual": "int8"}, **entries})
-    model = SideBySide(rows)
+    model = SideBySide({f"{i} {case.row}": (case.row.model(case.tail), case.row.inputs) for i, case in enumerate(rows)})
     return model, *quantized(model, *model.inputs, recipe=recipe)
 
 
 def partitions(lowered: Lowered, row: int) -> list[Partition]:
     """Partitions of one row in order, without the quantize of inputs, which rows share."""
     steps = [step.partition for step in plan_graph(lowered.graph).steps]
-    own = [p for p in steps if re.match(rf"rows\.{row}(\.|$)", p.anchor.origin.path)]
+    own = [p for p in steps if re.match(rf"models\.{row}(\.|$)", p.anchor.origin.path)]
     return [partition for partition in own if shown(partition) != "quantize"]
 
 
@@ -103,20 +86,19 @@ def check(subtests: pytest.Subtests, rows: Sequence[Expected], isas: Sequence[st
             found = [shown(partition) for partition in partitions(lowered, number)]
             assert found == [*case.row.before, case.row.partition, *case.behind]
     assert_equal_levels(reference, lowered, *model.inputs)
-    assert_bits(subtests, [case.row for case in rows], model, lowered, isas)
+    assert_bits(subtests, model, lowered, isas)
 
 
-def assert_bits(
-    subtests: pytest.Subtests, rows: Sequence[Row], model: SideBySide, lowered: Lowered, isas: Sequence[str]
-) -> None:
+def assert_bits(subtests: pytest.Subtests, model: SideBySide, lowered: Lowered, isas: Sequence[str]) -> None:
     for isa in isas:
         program = stages.compile(lowered, isa=isa)
         for batch in (4, 1, 3):
             some = [value[:batch] for value in model.inputs]
-            for row, found, expected in zip(rows, program(*some), lowered(*some), strict=True):
-                with subtests.test("bits", row=row.name, isa=isa, batch=batch):
-                    assert torch.equal(found, expected)
-                    assert expected.dtype is torch.float32
+            found, expected = program(*some), lowered(*some)
+            for name in model.reads:
+                with subtests.test("bits", row=name, isa=isa, batch=batch):
+                    assert torch.equal(found[name], expected[name])
+                    assert expected[name].dtype is torch.float32
 
 
 FACTORS = ("linear + requantize", "linear + requantize")
@@ -168,7 +150,7 @@ def test_a_result_that_is_quantized_leaves_as_float_from_the_same_partition(subt
             assert partition.anchor.kind == row.partition.partition(" ")[0]
             assert shown(partition).endswith("+ loop(dequantize)")
     assert_equal_levels(reference, lowered, *model.inputs)
-    assert_bits(subtests, rows, model, lowered, HERE)
+    assert_bits(subtests, model, lowered, HERE)
 
 
 TO_LEVELS = (

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from support import lowering, nets
 from support.lowering import assert_equal_levels, captured_net, kinds, quantized, sqnr, tensors, worst_levels
 from support.nets import Body
+from support.side_by_side import SideBySide
 
 
 def batch(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -128,16 +129,20 @@ ODD = {
 
 
 @pytest.mark.case("backend 25")
-@pytest.mark.parametrize("name", ODD)
-def test_odd_but_legal(name):
-    shape, body, modules = ODD[name]
-    model, x = nets.randomize(Body(body, **modules)), batch(*shape)
-    reference, lowered = quantized(model, x)
+def test_odd_but_legal(subtests):
+    rows = {
+        name: (nets.randomize(Body(body, **modules)), [batch(*shape)]) for name, (shape, body, modules) in ODD.items()
+    }
+    model = SideBySide(rows).eval()
+    reference, lowered = quantized(model, *model.inputs)
     assert not lowered.islands, [str(skip) for skip in lowered.skipped]
-    assert_equal_levels(reference, lowered, batch(*shape, seed=1))
-    for ours, exact in zip(tensors(lowered(x)), tensors(model(x)), strict=True):
-        assert ours.shape == exact.shape
-        assert sqnr(ours, exact) > 28
+    assert_equal_levels(reference, lowered, *[batch(*x.shape, seed=1) for x in model.inputs])
+    found, expected = lowered(*model.inputs), model(*model.inputs)
+    for name in ODD:
+        with subtests.test(name=name):
+            for ours, exact in zip(tensors(found[name]), tensors(expected[name]), strict=True):
+                assert ours.shape == exact.shape
+                assert sqnr(ours, exact) > 28
 
 
 @pytest.mark.case("frontends A3")

@@ -12,8 +12,9 @@ from intaglio.ir import QParams
 from intaglio.ops import OPS
 from intaglio.ops.unary import FUNCTIONS
 from support.activation_calls import CALLS
-from support.lowering import assert_equal_levels
+from support.lowering import assert_equal_levels, quantized
 from support.nets import Body, randomize
+from support.side_by_side import SideBySide
 
 MORE = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
@@ -59,17 +60,17 @@ def test_the_table_holds_what_torch_computes(name):
 
 
 @pytest.mark.case("backend 18", "backend 25")
-@pytest.mark.parametrize("name", CALLS)
-def test_functions_between_convolutions_run_in_int8(name):
+def test_functions_between_convolutions_run_in_int8(subtests):
     """No island, the interpreter within a level of the reference, the kernel equal to the interpreter."""
-    model = net(CALLS[name])
-    prepared = stages.prepare(stages.capture(model, torch.randn(2, 3, 7, 6)))
-    reference = stages.convert(prepared, stages.calibrate(prepared, [torch.randn(8, 3, 7, 6)]))
-    lowered = stages.requantize(reference)
+    model = SideBySide({name: (net(call), [torch.randn(8, 3, 7, 6)]) for name, call in CALLS.items()}).eval()
+    reference, lowered = quantized(model, *model.inputs)
     assert not lowered.islands
-    x = torch.randn(3, 3, 7, 6)
-    assert_equal_levels(reference, lowered, x)
-    assert torch.equal(stages.compile(lowered)(x), lowered(x))
+    x = [torch.randn(3, 3, 7, 6) for _ in model.inputs]
+    assert_equal_levels(reference, lowered, *x)
+    found, expected = stages.compile(lowered)(*x), lowered(*x)
+    for name in CALLS:
+        with subtests.test(name=name):
+            assert torch.equal(found[name], expected[name])
 
 
 @pytest.mark.parametrize("name", MORE)

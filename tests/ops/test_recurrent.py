@@ -30,6 +30,7 @@ from support.lowering import kinds, quantized, tensors
 from support.matmul_library import HERE
 from support.nets import Body, randomize
 from support.programs import threads
+from support.side_by_side import SideBySide
 
 DYNAMIC = Recipe.named("int8_dynamic")
 RECIPES = {"static": None, "dynamic": DYNAMIC}
@@ -141,25 +142,14 @@ def test_the_comparison_with_torch_sees_swapped_gates():
 # ---- models
 
 
-def side_by_side(layers: Mapping[str, nn.Module]) -> nn.Module:
-    """One model of several layers on one input; its result has the layers' names."""
-
-    def forward(m: nn.Module, x: torch.Tensor) -> dict[str, Any]:
-        return {name: layer(x) for name, layer in zip(layers, m.layers, strict=True)}
-
-    return Body(forward, layers=nn.ModuleList(layers.values())).eval()
-
-
 @pytest.mark.case("backend 30")
 @pytest.mark.parametrize("mode", RECIPES)
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_recurrent_layers_with_all_flags(mode, kind, subtests):
     """One integer operator each, close to the float model, the bits of its meaning everywhere."""
     torch.manual_seed(0)
-    model, x = (
-        side_by_side({name: MODULES[kind](11, 21, **flags) for name, flags in FLAGS.items()}),
-        torch.randn(7, 5, 11),
-    )
+    x = torch.randn(7, 5, 11)
+    model = SideBySide({name: (MODULES[kind](11, 21, **flags).eval(), [x]) for name, flags in FLAGS.items()})
     reference, lowered = quantized(model, x, recipe=RECIPES[mode])
     assert [k for k in kinds(lowered) if k in RECURRENT] == [kind] * len(FLAGS)
     assert not lowered.islands
@@ -178,9 +168,10 @@ def test_recurrent_layers_with_all_flags(mode, kind, subtests):
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_hidden_sizes_that_fill_vectors_and_that_do_not(kind):
     torch.manual_seed(0)
-    sizes = {str(size): MODULES[kind](3, size, bidirectional=True, num_layers=2) for size in (1, 16, 33, 80)}
     x = torch.randn(3, 4, 3)
-    _, lowered = quantized(side_by_side(sizes), x, recipe=DYNAMIC)
+    layers = {size: MODULES[kind](3, size, bidirectional=True, num_layers=2).eval() for size in (1, 16, 33, 80)}
+    model = SideBySide({str(size): (layer, [x]) for size, layer in layers.items()})
+    _, lowered = quantized(model, x, recipe=DYNAMIC)
     everywhere(lowered, (x,))
 
 

@@ -35,8 +35,14 @@ def assert_like(running: nn.Module, model: nn.Module, call: Call, compare: Any) 
     with torch.no_grad():
         found, expected = running(*ours), model(*theirs)
     assert_same_kind(found, expected)
-    for mine, its in zip(tensors((found, ours)), tensors((expected, theirs)), strict=True):
-        compare(mine, its)
+    for (place, mine), its in zip(
+        pytree.tree_leaves_with_path((found, ours)), pytree.tree_leaves((expected, theirs)), strict=True
+    ):
+        if isinstance(mine, Tensor):
+            try:
+                compare(mine, its)
+            except AssertionError as error:
+                raise AssertionError(f"(results, arguments){pytree.keystr(place)}: {error}") from error
 
 
 def tensors(tree: Any) -> list[Tensor]:
