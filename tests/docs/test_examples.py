@@ -1,19 +1,24 @@
 """The scripts in examples/ run as they stand and say what they promise."""
 
+import contextlib
+import io
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from support import torchvision_stub
 from support.project_files import ROOT
 
 
 def run(*arguments: str, paths: tuple[str, ...] = ()) -> str:
-    """What a script prints."""
+    """What a script prints in a process of its own."""
     found = [*paths, str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, found))}
     done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True)
@@ -21,10 +26,26 @@ def run(*arguments: str, paths: tuple[str, ...] = ()) -> str:
     return done.stdout
 
 
+@pytest.fixture
+def script(monkeypatch) -> Iterator[Callable[[str], str]]:
+    """Run a script of examples/ as ``python`` would, without starting one: what it prints."""
+    threads = torch.get_num_threads()
+
+    def printed(name: str) -> str:
+        path, text = str(ROOT / "examples" / name), io.StringIO()
+        monkeypatch.setattr(sys, "argv", [path])
+        with contextlib.redirect_stdout(text):
+            runpy.run_path(path, run_name="__main__")
+        return text.getvalue()
+
+    yield printed
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.case("document 003")
 @pytest.mark.skipif(find_spec("sklearn") is None, reason="examples/patterns_and_calibration.py needs scikit-learn")
-def test_patterns_and_calibration_walks_through_one_model():
-    printed = run(str(ROOT / "examples/patterns_and_calibration.py"))
+def test_patterns_and_calibration_walks_through_one_model(script):
+    printed = script("patterns_and_calibration.py")
     kinds = [line.split(" = ")[1].split("(")[0] for line in printed.splitlines() if line.startswith("%")]
     assert kinds == ["quantize", "reshape", "linear", "requantize", "linear", "dequantize", "loop"]
     rows = [line.split() for line in printed.split("held out:")[1].splitlines() if line]
@@ -44,8 +65,8 @@ def test_a_newcomer_quantizes_saves_loads_and_compares(tmp_path):
 
 
 @pytest.mark.case("document 002")
-def test_generated_loops_prints_three_loops():
-    printed = run(str(ROOT / "examples/generated_loops.py"))
+def test_generated_loops_prints_three_loops(script):
+    printed = script("generated_loops.py")
     first, second, third = (part.split("\n}\n")[0] for part in printed.split("// ---- ")[1:])
     assert "write_levels" in first
     assert "dequantize_lanes" not in first
@@ -57,9 +78,9 @@ def test_generated_loops_prints_three_loops():
 
 
 @pytest.mark.case("document 000")
-def test_define_by_run_prints_states_and_the_order_of_calls():
+def test_define_by_run_prints_states_and_the_order_of_calls(script):
     """Frontends A5: of parent and child, before and after convert."""
-    printed = run(str(ROOT / "examples/define_by_run.py"))
+    printed = script("define_by_run.py")
     parts = dict(part.split(":\n", 1) for part in printed.split("\n\n") if ":\n" in part)
     assert parts["given"].splitlines()[:3] == ["m (Parent)", "   conv (Conv2d)", "   child (Child)"]
     assert parts["prepared"].splitlines() == [
@@ -90,8 +111,8 @@ def test_define_by_run_prints_states_and_the_order_of_calls():
 
 
 @pytest.mark.skipif(find_spec("sklearn") is None, reason="examples/training.py needs scikit-learn")
-def test_training_in_four_bits_wins_back_what_rounding_cost():
-    lines = run(str(ROOT / "examples/training.py")).splitlines()
+def test_training_in_four_bits_wins_back_what_rounding_cost(script):
+    lines = script("training.py").splitlines()
     exact, rounded, trained, same = (float(line.split()[-2]) for line in lines)
     assert exact > 80
     assert trained > rounded
@@ -99,8 +120,8 @@ def test_training_in_four_bits_wins_back_what_rounding_cost():
 
 
 @pytest.mark.case("document 002")
-def test_export_inductor_runs_its_listing():
-    printed = run(str(ROOT / "examples/export_inductor.py"))
+def test_export_inductor_runs_its_listing(script):
+    printed = script("export_inductor.py")
     assert "InductorModel(M: 1 int8 call)" in printed
     assert "int8 call   linear (aten.linear.default)  qlinear -> float32" in printed
     assert float(printed.split("but for ")[1]) < 1e-5
