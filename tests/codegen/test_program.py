@@ -113,12 +113,12 @@ def test_buffers_alive_in_one_phase_never_overlap(program):
     for batch in (0, 1, 7):
         layout = artifact.plan(sizes(batch))
         spans = []
-        for placement, offset in zip(planned.lifetimes, layout.offsets, strict=False):
-            size = evaluate(planned.buffers[placement.value].size(), sizes(batch))
-            spans.append((placement, offset, offset + size + SLACK))
+        for lifetime, offset in zip(planned.lifetimes, layout.offsets, strict=False):
+            size = evaluate(planned.buffers[lifetime.value].size(), sizes(batch))
+            spans.append((lifetime, offset, offset + size + SLACK))
         for i, (a, start, end) in enumerate(spans):
             for b, other_start, other_end in spans[:i]:
-                together = a.first <= b.last and b.first <= a.last
+                together = a.overlaps(b)
                 assert not together or end <= other_start or other_end <= start, (a, b)
 
 
