@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from intaglio import Recipe, Setting, quantize
 from intaglio.fxgraph.canonicalize_matmul import parts_as_layers, products_as_linear
+from intaglio.fxgraph.node_info import info
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import evaluate, symbol
 from intaglio.ir.dims import divide
@@ -92,7 +93,7 @@ def test_keys_and_values_lie_around_zero(block):
 
 def test_the_reference_writes_attention_out_with_its_exponentials_in_levels(block):
     _, reference, _ = all_stages(block)
-    nodes = [node for node in reference.module.graph.nodes if "whole" in node.meta]
+    nodes = [node for node in reference.module.graph.nodes if info(node).composite is not None]
     assert [operator(node).split(".")[1] for node in nodes] == [
         "transpose",
         "matmul",
@@ -232,7 +233,7 @@ def test_a_layer_that_is_read_as_a_whole_too_stays_one():
 
     model = Body(body, both=nn.Linear(6, 8), one=nn.Linear(6, 8)).eval()
     module = prepare(capture(model, (torch.randn(2, 6),))).annotations.module
-    shapes = [node.meta["type"].shape[-1] for node in module.graph.nodes if operator(node).startswith("aten.linear")]
+    shapes = [info(node).type.shape[-1] for node in module.graph.nodes if operator(node).startswith("aten.linear")]
     assert sorted(shapes) == [4, 4, 8]
 
 

@@ -11,6 +11,9 @@ import intaglio
 from intaglio import stages
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.patterns import BUILT_IN, QuantizerPattern, builtin, const, op, seq, wildcard
+from intaglio.fxgraph.node_info import info
+from intaglio.patterns import BUILT_IN, QuantizerPattern, builtin, const, op, seq
+from intaglio.patterns import any as anything
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Setting
 from support import nets
@@ -219,7 +222,7 @@ THREE = {"c": conv(), "d": conv(8), "e": conv(8)}
 )
 def test_ends_stay_in_float(first, last, kept):
     found = annotated(three, modules=THREE, skip_first=first, skip_last=last)
-    assert [region.anchor.meta["origin"].path for region in found.regions if region.record.anchor] == kept
+    assert [info(region.anchor).origin.path for region in found.regions if region.record.anchor] == kept
     assert ("c" in skipped(found, "skip_first")) is first
     assert ("e" in skipped(found, "skip_last")) is last
 
@@ -230,7 +233,7 @@ def test_every_operator_that_an_input_reaches_is_first():
         lambda m, x, z: m.e(F.relu(m.c(x)) + m.d(z)), X, X, modules={**THREE, "d": conv()}, skip_first=True
     )
     assert skipped(found, "skip_first") == {"", "c", "d"}, "the ReLU goes with its convolution"
-    assert [region.anchor.meta["origin"].path for region in found.regions if region.record.anchor] == ["e"]
+    assert [info(region.anchor).origin.path for region in found.regions if region.record.anchor] == ["e"]
 
 
 @pytest.mark.case("calibration 40")

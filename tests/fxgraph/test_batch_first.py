@@ -8,7 +8,8 @@ from torch import fx, nn
 
 from intaglio.fxgraph.batch_first import batch_first
 from intaglio.fxgraph.graph_passes import copy_graph
-from intaglio.fxgraph.nodes import operator, tensor_type
+from intaglio.fxgraph.node_info import tensor_type, update_info
+from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType, TensorType, symbols_of
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
 from intaglio.tracing import capture, run
@@ -97,19 +98,19 @@ class Drawn:
         self.graph, self.root = fx.Graph(), nn.Module()
         self.value = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(2))
         self.x, self.node = self.value, self.graph.placeholder("x")
-        self.node.meta["type"] = TensorType((4, 6, 8), DType.F32)
+        update_info(self.node, type=TensorType((4, 6, 8), DType.F32))
 
     def add(self, target, *args) -> None:
         nodes = [self.constant(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
         self.value = target(self.value, *args)
         self.node = self.graph.call_function(target, (self.node, *nodes))
-        self.node.meta["type"] = TensorType(tuple(self.value.shape), DType.F32)
+        update_info(self.node, type=TensorType(tuple(self.value.shape), DType.F32))
 
     def constant(self, tensor: torch.Tensor) -> fx.Node:
         name = f"w{len(list(self.root.buffers()))}"
         self.root.register_buffer(name, tensor)
         node = self.graph.get_attr(name)
-        node.meta["type"] = TensorType(tuple(tensor.shape), DType.F32)
+        update_info(node, type=TensorType(tuple(tensor.shape), DType.F32))
         return node
 
     def draw(self, data) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from intaglio.fxgraph.graph_passes import copy_graph
+from intaglio.fxgraph.node_info import info
 from intaglio.fxgraph.nodes import operator
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
 from intaglio.tracing import capture, run
@@ -122,7 +123,7 @@ def test_products_of_matrices_of_all_heads_keep_their_rank():
     _, module, counts = passed(body, X, ADDED[0, 0])
     assert counts["join_attention"] == 1
     (attention,) = [node for node in module.graph.nodes if "attention" in operator(node)]
-    assert len(attention.meta["type"].shape) == 3
+    assert len(info(attention).type.shape) == 3
 
 
 # ---- masks

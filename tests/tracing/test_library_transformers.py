@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from intaglio import Recipe, stages
 from intaglio.errors import InputError
 from intaglio.fxgraph.graph_passes import copy_graph
-from intaglio.fxgraph.nodes import operator, tensor_type
+from intaglio.fxgraph.node_info import tensor_type
+from intaglio.fxgraph.nodes import operator
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
 from intaglio.runtime.saved.json_codec import Numbers
 from intaglio.runtime.saved.signature_codec import decode_signature, encode_signature

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from intaglio.errors import CaptureError, InputError
+from intaglio.fxgraph.node_info import info
 from intaglio.ir import Expression
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import prepare
@@ -268,8 +269,8 @@ def test_no_grad_inside_forward_and_mutations_leave_one_functional_graph():
 def test_calls_of_one_module_have_numbered_paths_and_operators_a_source_line():
     model = nets.randomize(nets.SharedConv())
     nodes = [n for n in capture(model, nets.example(model)).module.graph.nodes if "conv2d" in str(n.target)]
-    assert [n.meta["origin"].path for n in nodes] == ["conv", "conv@1"]
-    assert all("nets.py" in n.meta["origin"].source for n in nodes)
+    assert [info(n).origin.path for n in nodes] == ["conv", "conv@1"]
+    assert all("nets.py" in info(n).origin.source for n in nodes)
 
 
 def test_casts_that_change_nothing_leave_no_reader_behind():

@@ -9,15 +9,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from intaglio.fxgraph.nodes import (
-    arguments,
-    call_before,
-    constant_node,
-    operator,
-    origin,
-    replace_node,
-    tensor_type,
-)
+from intaglio.fxgraph.node_info import constant_path, info, origin, tensor_type, update_info
+from intaglio.fxgraph.nodes import arguments, call_before, constant_node, operator, replace_node
 from intaglio.ir import DType, TensorType
 from intaglio.lower.regions import constant_of, levels_of, pixels_of
 from intaglio.quant.qdq.convert import decomposed
@@ -36,7 +29,7 @@ def byte_inputs(module: fx.GraphModule) -> frozenset[int]:
 def image_of(node: fx.Node) -> fx.Node | None:
     """The input of whose bytes this quantize gives the levels; ``None`` for any other node. Other inputs with
     parameters per channel have no bytes: their levels are steps of their own ranges."""
-    if (found := pixels_of(node)) is None or found[0].op != "placeholder" or "bytes" not in node.args[0].meta:
+    if (found := pixels_of(node)) is None or found[0].op != "placeholder" or not info(node.args[0]).takes_bytes:
         return None
     readers = [reader for reader in found[0].users if tensor_type(reader) is not None]
     return found[0] if all(reader is node.args[0] for reader in readers) else None
@@ -45,7 +38,7 @@ def image_of(node: fx.Node) -> fx.Node | None:
 def take_bytes(module: fx.GraphModule, node: fx.Node) -> None:
     """An input whose bytes stand for pixels is those bytes, and they are the levels."""
     if (x := image_of(node)) is not None:
-        x.meta["type"] = TensorType(tensor_type(x).shape, DType.U8)
+        update_info(x, type=TensorType(tensor_type(x).shape, DType.U8))
         replace_node(node, x)
 
 
@@ -71,7 +64,7 @@ def one_zero_point(module: fx.GraphModule, node: fx.Node) -> None:
     if len(set(zeros)) > 1:
         if any(padding):
             levels = call_before(x, _padded(tensor_type(x), padding), pad_levels, levels, zeros, padding)
-            levels.meta["origin"] = origin(x.args[0])
+            update_info(levels, origin=origin(x.args[0]))
         zero, padding = 0, [0, 0]
         moved = _moved(module, *counts, zeros, given["groups"])
         held = call_before(node, tensor_type(bias), bias.target, moved, *bias.args[1:])
@@ -100,7 +93,7 @@ def _moved(module: fx.GraphModule, weight: fx.Node, bias: fx.Node, zeros: list[i
     sums = (w.double().reshape(groups, -1, *w.shape[1:]) * own).sum((2, 3, 4)).reshape(-1)
     name = f"{bias.target}_moved"
     module.register_buffer(name, (b.double() - sums).to(torch.int32))
-    return constant_node(module, name, bias.meta.get("path", name))
+    return constant_node(module, name, constant_path(bias, name))
 
 
 def _is_symmetric(module: fx.GraphModule, weight: fx.Node) -> bool:

@@ -17,7 +17,8 @@ from torch import fx
 
 from intaglio.backends.channel_zero_points import image_of, one_zero_point, take_bytes
 from intaglio.fxgraph.graph_passes import copy_graph, drop_unused_constants
-from intaglio.fxgraph.nodes import is_constant, operator, origin
+from intaglio.fxgraph.node_info import copy_info, origin, set_info
+from intaglio.fxgraph.nodes import is_constant, operator
 from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS, ROW_UNITS
 from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE, DEQUANTIZE_CHANNEL, QUANTIZE
@@ -123,7 +124,7 @@ def levels_moved(module: fx.GraphModule) -> None:
         for move in reversed(chain):
             with module.graph.inserting_before(last):
                 value = module.graph.call_function(move.target, (value, *move.args[1:]), move.kwargs)
-            value.meta = {**move.meta, "type": None}
+            copy_info(value, move, type=None)
         last.replace_all_uses_with(value)
 
 
@@ -193,7 +194,7 @@ def _stored(module: fx.GraphModule, node: fx.Node, label: str, value: torch.Tens
 def _before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
     with node.graph.inserting_before(node):
         made = node.graph.call_function(target, args)
-    made.meta = {"origin": origin(node)}
+    set_info(made, origin=origin(node))
     return made
 
 

@@ -31,7 +31,8 @@ from intaglio.backends.inductor_graph import graph_for_inductor, graph_of_bytes
 from intaglio.backends.inductor_report import Report, report_of
 from intaglio.backends.inductor_sizes import sizes_of_inputs
 from intaglio.errors import ArtifactError, BuildError, InputError, UnsupportedError
-from intaglio.fxgraph.nodes import operator, origin
+from intaglio.fxgraph.node_info import origin
+from intaglio.fxgraph.nodes import operator
 from intaglio.ir import Expression, Signature, evaluate, symbol, symbols_of
 from intaglio.output_paths import check_file
 from intaglio.quant.annotate.per_token import decompositions

@@ -21,7 +21,7 @@ from intaglio.backends.onnx_legalize import legalize
 from intaglio.backends.onnx_ops import translations
 from intaglio.backends.ort_residual_qdq import quantize_terms
 from intaglio.errors import BuildError, InputError, UnsupportedError
-from intaglio.fxgraph.nodes import origin, tensor_type
+from intaglio.fxgraph.node_info import constant_path, info, origin, tensor_type
 from intaglio.ir import Expression, Signature, evaluate, symbols_of
 from intaglio.output_paths import check_file
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
@@ -187,11 +187,11 @@ def _name_constants(model: Any, module: fx.GraphModule) -> None:
         value = graph.initializers.get(f"{PREFIX}{node.target}")
         if value is None:
             continue
-        if node.meta.get("int4"):
+        if info(node).int4:
             levels = value.const_value.numpy()
             value.const_value = ir.Tensor(levels.astype(ir.DataType.INT4.numpy()), name=value.name)
             value.dtype = ir.DataType.INT4
-        name = node.meta.get("path", value.name)
+        name = constant_path(node, value.name)
         if name not in graph.initializers:
             graph.initializers.pop(value.name)
             value.name = name

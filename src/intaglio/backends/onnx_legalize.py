@@ -14,15 +14,8 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.backends.channel_zero_points import one_zero_point, take_bytes
-from intaglio.fxgraph.nodes import (
-    arguments,
-    call_before,
-    constant_node,
-    is_constant,
-    operator,
-    replace_node,
-    tensor_type,
-)
+from intaglio.fxgraph.node_info import constant_path, tensor_type, update_info
+from intaglio.fxgraph.nodes import arguments, call_before, constant_node, is_constant, operator, replace_node
 from intaglio.ir import DType, TensorType
 from intaglio.quant.annotate.embedding_tables import EMBEDDING, table_behind
 from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS, QUANTIZE_ROWS, rows_behind
@@ -206,9 +199,9 @@ def multiply_few_bits(module: fx.GraphModule, node: fx.Node) -> None:
         multiples = unpack_bits(packed[1], 4, multiples.size).reshape(multiples.shape).astype(np.float32) + 1
     scales = _tensor(module, dequantized[1]).numpy()[:, None] * multiples
     name = f"{dequantized[0].target}_int4"
-    path = dequantized[0].meta.get("path", name)
+    path = constant_path(dequantized[0], name)
     held = constant(module, name, levels.reshape(rows, depth).T, path)
-    held.meta["int4"] = True
+    update_info(held, int4=True)
     steps = constant(module, f"{name}_scale", scales.T, f"{path}:scale")
     made = call_before(node, tensor_type(node), linear_of_groups, x, held, steps, group, *bias)
     replace_node(node, made)
@@ -256,13 +249,13 @@ def _real(module: fx.GraphModule, bias: fx.Node) -> fx.Node:
     if operator(bias) != DEQUANTIZE_CHANNEL or not is_constant(bias.args[0]):
         return bias
     levels, scales = (_tensor(module, value) for value in bias.args[:2])
-    path = bias.args[0].meta.get("path", str(bias.args[0].target))
+    path = constant_path(bias.args[0], str(bias.args[0].target))
     return constant(module, f"{bias.args[0].target}_f32", (levels.to(torch.float32) * scales).numpy(), path)
 
 
 def transposed(module: fx.GraphModule, matrix: fx.Node) -> fx.Node:
     """The constant [N, K] as [K, N]."""
-    path = matrix.meta.get("path", str(matrix.target))
+    path = constant_path(matrix, str(matrix.target))
     return constant(module, f"{matrix.target}_columns", _tensor(module, matrix).numpy().T, path)
 
 
@@ -280,7 +273,7 @@ def type_zero_points(module: fx.GraphModule, node: fx.Node) -> None:
     values = _tensor(module, zeros)
     if values.dtype is not dtype:
         name = f"{zeros.target}_{str(dtype).rpartition('.')[2]}"
-        typed = constant(module, name, values.to(dtype), zeros.meta.get("path", name))
+        typed = constant(module, name, values.to(dtype), constant_path(zeros, name))
         node.update_arg(2, typed)
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.nodes import arguments, call_before, operator, origin, tensor_type
+from intaglio.fxgraph.node_info import origin, tensor_type, update_info
+from intaglio.fxgraph.nodes import arguments, call_before, operator
 from intaglio.ir import QParams
 from intaglio.lower.regions import levels_of, quantized_to
 from intaglio.quant.qdq.convert import decomposed
@@ -36,7 +37,7 @@ def quantize_terms(module: fx.GraphModule) -> list[fx.Node]:
         levels = call_before(reader, tensor_type(node), decomposed().quantize_per_tensor.default, term, *how)
         values = call_before(reader, tensor_type(node), decomposed().dequantize_per_tensor.default, levels, *how)
         for inserted in (levels, values):
-            inserted.meta["origin"] = origin(node)
+            update_info(inserted, origin=origin(node))
         reader.replace_input_with(term, values)
         found.append(node)
     return found

@@ -13,7 +13,7 @@ from torch import nn
 from intaglio import stages
 from intaglio.cli import targets
 from intaglio.cli.show import Result, coverage_parts, coverage_result, facts, floats_parts, millions, places, table
-from intaglio.fxgraph.nodes import origin
+from intaglio.fxgraph.node_info import origin
 from intaglio.quant.annotate.refusals import macs
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.recipes.quantizer import Quantizer

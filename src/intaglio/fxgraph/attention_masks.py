@@ -6,7 +6,8 @@ import torch
 from torch import fx
 
 from intaglio.fxgraph.integer_ranges import VIEWS, Ramp, alike, ramp_of
-from intaglio.fxgraph.nodes import arguments, call_before, operator, replace_node, size_of, tensor_type
+from intaglio.fxgraph.node_info import tensor_type
+from intaglio.fxgraph.nodes import arguments, call_before, operator, replace_node, size_of
 from intaglio.ir import Dim, DType, TensorType
 
 ATEN = torch.ops.aten

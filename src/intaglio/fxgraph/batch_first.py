@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from intaglio.fxgraph.nodes import arguments, call_before, operator, replace_node, size_of, tensor_type
+from intaglio.fxgraph.node_info import copy_info, tensor_type
+from intaglio.fxgraph.nodes import arguments, call_before, operator, replace_node, size_of
 from intaglio.ir import Dim, Shape, TensorType
 from intaglio.ir.dims import divide
 
@@ -237,7 +238,7 @@ def _hoist(linear: fx.Node) -> bool:
         return False
     kind = TensorType((*sizes[:-1], shape[-1]), tensor_type(linear).dtype)
     y = call_before(linear, kind, linear.target, x, *linear.args[1:], **linear.kwargs)
-    y.meta = {**linear.meta, "type": kind}
+    copy_info(y, linear, type=kind)
     behind = _steps(_behind(layout, ahead, shape[-1]), kind.shape, shape)
     z = None if behind is None else _emit(linear, y, behind)
     if z is None:

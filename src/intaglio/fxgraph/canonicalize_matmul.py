@@ -5,17 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from intaglio.fxgraph.nodes import (
-    arguments,
-    call_before,
-    constant_node,
-    is_constant,
-    operator,
-    provenance,
-    replace_node,
-    resolve,
-    tensor_type,
-)
+from intaglio.fxgraph.node_info import constant_path, info, inherit_info, tensor_type
+from intaglio.fxgraph.nodes import arguments, call_before, constant_node, is_constant, operator, replace_node, resolve
 from intaglio.ir import DType, TensorType, evaluate, symbols_of
 
 ATEN = torch.ops.aten
@@ -33,10 +24,10 @@ def products_as_linear(module: fx.GraphModule) -> int:
         name = f"{matrix.target}_transposed"
         if not hasattr(module, name):
             module.register_buffer(name, getattr(module, str(matrix.target)).t().contiguous())
-        weight = constant_node(module, name, matrix.meta.get("path", name))
+        weight = constant_node(module, name, constant_path(matrix, name))
         with module.graph.inserting_before(node):
             linear = module.graph.call_function(ATEN.linear.default, (x, weight, *([bias] if bias else [])))
-        linear.meta = {"type": tensor_type(node), **provenance(node)}
+        inherit_info(linear, node, type=tensor_type(node))
         node.replace_all_uses_with(linear)
         module.graph.erase_node(node)
     return len(hits)
@@ -100,11 +91,11 @@ def parts_as_layers(module: fx.GraphModule) -> int:
                 name = f"{value.target}_{first}_{last}"
                 if not hasattr(module, name):
                     module.register_buffer(name, getattr(module, str(value.target))[first:last].contiguous())
-                path = f"{value.meta.get('path', value.target)}[{first}:{last}]"
+                path = f"{constant_path(value, value.target)}[{first}:{last}]"
                 constants.append(constant_node(module, name, path))
             with module.graph.inserting_before(node):
                 layer = module.graph.call_function(ATEN.linear.default, (node.args[0], *constants))
-            layer.meta = {"type": TensorType(tensor_type(leaf).shape, DType.F32), **provenance(node)}
+            inherit_info(layer, node, type=TensorType(tensor_type(leaf).shape, DType.F32))
             leaf.replace_all_uses_with(layer)
         count += 1
     module.graph.eliminate_dead_code()
@@ -127,7 +118,7 @@ def _parts(layer: fx.Node) -> dict[fx.Node, tuple[int, int]]:
     while pending:
         node, value = pending.pop()
         for user in node.users:
-            if "dim" in user.meta:
+            if info(user).dim is not None:
                 continue
             if not operator(user).startswith("aten.") or operator(user).split(".")[1] not in MOVES:
                 return {}

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operator, provenance, size_of, tensor_type
+from intaglio.fxgraph.node_info import adopt_origin, constant_path, inherit_info, tensor_type
+from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operator, size_of
 from intaglio.ir import Shape, TensorType
 from intaglio.ops.shape import END
 
@@ -20,7 +21,7 @@ def _call(old: fx.Node, shape: Shape, target: Any, *args: Any) -> fx.Node:
     """A node of this shape in front of the one it helps to replace."""
     with old.graph.inserting_before(old):
         node = old.graph.call_function(target, args)
-    node.meta = {"type": TensorType(shape, tensor_type(old).dtype), **provenance(old)}
+    inherit_info(node, old, type=TensorType(shape, tensor_type(old).dtype))
     return node
 
 
@@ -47,7 +48,7 @@ def group_norms_as_layer_norms(module: fx.GraphModule) -> int:
                 if not hasattr(module, name):
                     each = getattr(module, str(value.target)).reshape(-1, *[1] * (len(shape) - 2))
                     module.register_buffer(name, each)
-                x = _call(node, shape, target, x, constant_node(module, name, value.meta.get("path", name)))
+                x = _call(node, shape, target, x, constant_node(module, name, constant_path(value, name)))
         _replace(node, x)
     return len(hits)
 
@@ -70,7 +71,7 @@ def splits_as_slices(module: fx.GraphModule) -> int:
         with module.graph.inserting_before(node):
             call = (source.args[0], axis, start, start + sizes[index])
             part = module.graph.call_function(torch.ops.aten.slice.Tensor, call)
-        part.meta = {"type": tensor_type(node), **provenance(source)}
+        inherit_info(part, source, type=tensor_type(node))
         node.replace_all_uses_with(part)
         module.graph.erase_node(node)
     return len(hits)
@@ -95,7 +96,7 @@ def selects_as_slices(module: fx.GraphModule) -> int:
         if found is None:
             continue
         (source, axis, index), count = found, count + 1
-        node.meta = {**node.meta, **provenance(node.args[0] if node.target is python_operator.getitem else node)}
+        adopt_origin(node, node.args[0] if node.target is python_operator.getitem else node)
         shape = tensor_type(source).shape
         one, stop = (*shape[:axis], 1, *shape[axis + 1 :]), index + 1 or END
         part = _call(node, one, ATEN.slice.Tensor, source, axis, index, stop)

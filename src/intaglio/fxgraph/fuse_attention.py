@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operator, replace_node, tensor_type
+from intaglio.fxgraph.node_info import tensor_type
+from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operator, replace_node
 from intaglio.ir import DType, TensorType
 
 ATEN = torch.ops.aten

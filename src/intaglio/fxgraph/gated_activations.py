@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from intaglio.fxgraph.nodes import operator, replace_node, tensor_type
+from intaglio.fxgraph.node_info import tensor_type
+from intaglio.fxgraph.nodes import operator, replace_node
 
 GATES = {
     "aten.sigmoid.default": torch.ops.aten.silu.default,

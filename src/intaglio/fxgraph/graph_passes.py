@@ -12,7 +12,8 @@ from torch import fx, nn
 
 from intaglio.fxgraph.attention_masks import resolve_masks
 from intaglio.fxgraph.half_precision import widen_halves
-from intaglio.fxgraph.nodes import arguments, is_constant, operator, tensor_type
+from intaglio.fxgraph.node_info import constant_path, info, set_info, tensor_type
+from intaglio.fxgraph.nodes import arguments, is_constant, operator
 from intaglio.ops.shape import END
 
 Pass = Callable[[fx.GraphModule], int]
@@ -111,7 +112,7 @@ def fold_constants(module: fx.GraphModule) -> int:
     paths: dict[fx.Node, str] = {}
     for node in module.graph.nodes:
         if is_constant(node):
-            values[node], paths[node] = getattr(module, str(node.target)), node.meta.get("path", "")
+            values[node], paths[node] = getattr(module, str(node.target)), constant_path(node)
         elif _folds(node) and all(source in values for source in node.all_input_nodes):
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
             with torch.no_grad():
@@ -125,7 +126,7 @@ def fold_constants(module: fx.GraphModule) -> int:
         module.register_buffer(name, values[node])
         with module.graph.inserting_before(node):
             constant = module.graph.get_attr(name)
-        constant.meta = {"type": tensor_type(node), "path": PARAMETRIZED.sub(r".\1", paths[node])}
+        set_info(constant, type=tensor_type(node), path=PARAMETRIZED.sub(r".\1", paths[node]))
         node.replace_all_uses_with(constant)
         module.graph.erase_node(node)
     return len(hits)
@@ -140,7 +141,7 @@ DEQUANTIZE = "quantized_decomposed.dequantize"
 
 def _folds(node: fx.Node) -> bool:
     """Whether a node with constant operands has one value: it has operands, and draws no random numbers."""
-    if node.op != "call_function" or not node.all_input_nodes or "dim" in node.meta:
+    if node.op != "call_function" or not node.all_input_nodes or info(node).dim is not None:
         return False
     if operator(node).startswith(DEQUANTIZE):  # of a part that is quantized already: its weights stay integers
         return False

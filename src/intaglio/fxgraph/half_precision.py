@@ -8,7 +8,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from intaglio.fxgraph.nodes import operator, tensor_type
+from intaglio.fxgraph.node_info import info, set_info, tensor_type, update_info
+from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType
 
 HALVES = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}
@@ -69,14 +70,14 @@ def _widen(node: fx.Node, module: fx.GraphModule) -> bool:
         node.args, node.kwargs = told
     if _half(node) is None:
         return False
-    node.meta["type"] = dataclasses.replace(node.meta["type"], dtype=DType.F32)
+    update_info(node, type=dataclasses.replace(info(node).type, dtype=DType.F32))
     return True
 
 
 def _cast_before(place: fx.Node, node: fx.Node, wanted: torch.dtype, dtype: DType) -> fx.Node:
     with node.graph.inserting_before(place):
         cast = node.graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": wanted})
-    cast.meta = {"type": dataclasses.replace(node.meta["type"], dtype=dtype)}
-    if "origin" in node.meta:
-        cast.meta["origin"] = node.meta["origin"]
+    set_info(cast, type=dataclasses.replace(info(node).type, dtype=dtype))
+    if info(node).origin is not None:
+        update_info(cast, origin=info(node).origin)
     return cast

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from intaglio.fxgraph.nodes import arguments, operator, tensor_type
+from intaglio.fxgraph.node_info import tensor_type
+from intaglio.fxgraph.nodes import arguments, operator
 from intaglio.ir import Dim, DType, Shape, numel
 
 ARANGES = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step")

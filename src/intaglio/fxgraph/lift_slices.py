@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from intaglio.fxgraph.graph_passes import fold_constants
-from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operator, replace_node, resolve, tensor_type
+from intaglio.fxgraph.node_info import set_info, tensor_type
+from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operator, replace_node, resolve
 from intaglio.ir import TensorType
 
 ATEN = torch.ops.aten
@@ -72,7 +73,7 @@ def _put(module: fx.GraphModule, node: fx.Node, tensor: torch.Tensor, part: Part
     with module.graph.inserting_before(next(iter(module.graph.nodes))):
         constant = module.graph.get_attr(name)
     kind = tensor_type(node)
-    constant.meta = {"type": TensorType(tuple(tensor.shape), kind.dtype), "path": name}
+    set_info(constant, type=TensorType(tuple(tensor.shape), kind.dtype), path=name)
     bounds = (constant, part.axis, *part.bounds)
     replace_node(node, call_before(node, TensorType(shape, kind.dtype), ATEN.slice.Tensor, *bounds))
 

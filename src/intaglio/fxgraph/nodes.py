@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from intaglio.errors import CaptureError
-from intaglio.ir import Dim, DType, Origin, TensorType, symbol
+from intaglio.fxgraph.node_info import info, inherit_info, set_info, tensor_type
+from intaglio.ir import Dim, DType, TensorType, symbol
 from intaglio.ops import BY_TARGET, Call, OpDef
 from intaglio.signature import DTYPES
 
@@ -56,7 +56,7 @@ def operator(node: fx.Node) -> str:
 def record_of(node: fx.Node) -> OpDef | None:
     """The operator's record, if it has one: a user's own (`quant.patterns`); of two for one overload, the one that goes
     with the constants."""
-    record = node.meta.get("record") or BY_TARGET.get(operator(node))
+    record = info(node).record or BY_TARGET.get(operator(node))
     if record is not None and record.instead:
         given = arguments(node)
         others = (other for name, other in record.instead.items() if not is_constant(given[name]))
@@ -89,49 +89,11 @@ def activations(node: fx.Node) -> list[fx.Node | None]:
     return list(values) if record.variadic else [values[i] for i in record.roles.x]
 
 
-def tensor_type(node: fx.Node) -> TensorType | None:
-    """Shape and element type of a node's value; ``None`` for numbers and tuples."""
-    return node.meta.get("type")
-
-
-def origin(node: fx.Node) -> Origin:
-    return node.meta.get("origin", Origin())
-
-
-TAG = "quantization_tag"
-"""Key of a node's meta: whatever a user or a quantizer wrote there. It goes along with the origin."""
-
-
-TURN = "turn"
-"""Key of the meta of a node that stands in the body of a loop: its `Turn`."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Which operator of a loop's body a node is, and in which iteration: loops and iterations outermost first."""
-
-    loops: tuple[tuple[str, int], ...] = ()
-    operator: str = ""
-
-    @property
-    def place(self) -> tuple[str, ...]:
-        """The same for all iterations."""
-        return (*[loop for loop, _ in self.loops], self.operator)
-
-    def __str__(self) -> str:
-        return "".join(f"{loop}[{index}]" for loop, index in self.loops)
-
-
-def provenance(node: fx.Node) -> dict[str, Any]:
-    """Meta of a node that is made for another: whose it is, and the tag and the turn that one has."""
-    return {"origin": origin(node)} | {key: node.meta[key] for key in (TAG, TURN) if key in node.meta}
-
-
 def call_before(old: fx.Node, kind: TensorType, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A node of this type in front of the one it helps to replace, with its origin."""
     with old.graph.inserting_before(old):
         node = old.graph.call_function(target, args, kwargs)
-    node.meta = {"type": kind, **provenance(old)}
+    inherit_info(node, old, type=kind)
     return node
 
 
@@ -149,14 +111,14 @@ def size_of(before: fx.Node, dim: Dim) -> int | fx.Node | None:
     for node in before.graph.nodes:
         if node is before:
             break
-        if node.meta.get("dim") == dim:
+        if info(node).dim == dim:
             return node
     for node in before.graph.nodes:
         kind = tensor_type(node)
         if node.op == "placeholder" and kind is not None and dim in kind.shape:
             with before.graph.inserting_before(before):
                 asked = before.graph.call_function(torch.ops.aten.sym_size.int, (node, kind.shape.index(dim)))
-            asked.meta = {"dim": dim, **provenance(before)}
+            inherit_info(asked, before, dim=dim)
             return asked
     return None
 
@@ -167,7 +129,12 @@ def is_constant(node: fx.Node) -> bool:
 
 def resolve(value: Any) -> Any:
     """Arguments with nodes of symbolic numbers replaced by the dimension they stand for."""
-    return pytree.tree_map(lambda v: v.meta.get("dim", v) if isinstance(v, fx.Node) else v, value)
+    return pytree.tree_map(lambda v: _dim_or_self(v) if isinstance(v, fx.Node) else v, value)
+
+
+def _dim_or_self(node: fx.Node) -> Any:
+    dim = info(node).dim
+    return node if dim is None else dim
 
 
 def call_of(node: fx.Node, record: OpDef) -> Call:
@@ -200,11 +167,11 @@ def constant_node(module: fx.GraphModule, name: str, path: str) -> fx.Node:
     with module.graph.inserting_before(first):
         node = module.graph.get_attr(name)
     tensor = getattr(module, name)
-    node.meta = {"type": TensorType(tuple(tensor.shape), DTYPES[tensor.dtype]), "path": path}
+    set_info(node, type=TensorType(tuple(tensor.shape), DTYPES[tensor.dtype]), path=path)
     return node
 
 
 def name_of(node: fx.Node) -> str:
     """In the graph before conversion: of what stands in a reference in place of one node, that node's name."""
-    name: str = node.meta.get("replaces", node.name)
+    name: str = info(node).replaces or node.name
     return name

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from intaglio.fxgraph.nodes import operator, tensor_nodes, tensor_type
+from intaglio.fxgraph.node_info import info, tensor_type
+from intaglio.fxgraph.nodes import operator, tensor_nodes
 from intaglio.ir import Dim
 from intaglio.lower.regions import IntegerRegion
-from intaglio.quant.calibrate.custom_observer import OWN
 from intaglio.quant.recipes.datatypes import FLOAT8
 from intaglio.signature import DTYPES
 
@@ -40,7 +40,7 @@ def island_of(module: fx.GraphModule, nodes: list[fx.Node]) -> IslandPart:
     """These nodes (in execution order) as a module of their own; constants come along by reference."""
     own = set(nodes)
     used = dict.fromkeys(leaf for node in nodes for leaf in tensor_nodes((node.args, node.kwargs)) if leaf not in own)
-    symbols = [leaf for leaf in used if "dim" in leaf.meta]
+    symbols = [leaf for leaf in used if info(leaf).dim is not None]
     constants = [leaf for leaf in used if leaf.op == "get_attr"]
     inputs = [leaf for leaf in used if leaf not in symbols and leaf not in constants]
     outputs = tuple(node for node in nodes if any(user not in own for user in node.users))
@@ -55,10 +55,10 @@ def island_of(module: fx.GraphModule, nodes: list[fx.Node]) -> IslandPart:
     for node in nodes:
         if node.op == "get_attr":
             root.register_buffer(str(node.target), getattr(module, node.target))
-        write = None if OWN in node.meta else ROUNDING.get(operator(node).partition(".")[2])
+        write = None if info(node).observer is not None else ROUNDING.get(operator(node).partition(".")[2])
         copies[node] = write(graph, node, copies) if write else graph.node_copy(node, lambda n: copies[n])
     graph.output(tuple(copies[node] for node in outputs))
-    return IslandPart(fx.GraphModule(root, graph), tuple(inputs), tuple(leaf.meta["dim"] for leaf in symbols), outputs)
+    return IslandPart(fx.GraphModule(root, graph), tuple(inputs), tuple(info(leaf).dim for leaf in symbols), outputs)
 
 
 # Levels inside an island have no zero points, and are written in ATen's arithmetic: files hold nothing else.

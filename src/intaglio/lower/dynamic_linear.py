@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from torch import fx
 
-from intaglio.fxgraph.nodes import operands, operator, origin, tensor_type
+from intaglio.fxgraph.node_info import origin, tensor_type
+from intaglio.fxgraph.nodes import operands, operator
 from intaglio.ir import DType, Op, TensorType
 from intaglio.lower.accumulators import weight_of
 from intaglio.lower.graph_builder import GraphBuilder

@@ -8,7 +8,8 @@ from typing import Any
 from torch import fx
 
 from intaglio.fxgraph.integer_ranges import ARANGES
-from intaglio.fxgraph.nodes import arguments, is_constant, operator, origin, resolve, tensor_type
+from intaglio.fxgraph.node_info import fixed_size, origin, tensor_type
+from intaglio.fxgraph.nodes import arguments, is_constant, operator, resolve
 from intaglio.ir import DType, Expression, Op, TensorType
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.ops.embedding import MODES, NO_PADDING
@@ -52,7 +53,7 @@ def _padding(node: fx.Node, given: dict[str, Any]) -> int:
     padding = given.get("padding_idx")
     if padding is None or (padding < 0 and "._" in operator(node)):
         return NO_PADDING
-    return int(padding) % given["weight"].meta["type"].shape[0]
+    return int(padding) % fixed_size(given["weight"], 0)
 
 
 def range_of(node: fx.Node) -> dict[str, Any] | None:

@@ -10,18 +10,8 @@ import numpy as np
 import torch
 from torch import fx
 
-from intaglio.fxgraph.nodes import (
-    arguments,
-    call_of,
-    is_constant,
-    operands,
-    operator,
-    origin,
-    record_of,
-    resolve,
-    tensor_nodes,
-    tensor_type,
-)
+from intaglio.fxgraph.node_info import origin, tensor_type
+from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operands, operator, record_of, resolve, tensor_nodes
 from intaglio.ir import Graph, Op, TensorType
 from intaglio.ir.moves import MOVES
 from intaglio.ir.verify import MOVED

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from intaglio.fxgraph.nodes import operator, origin
+from intaglio.fxgraph.node_info import fixed_size, info, origin
+from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType, Op, TensorType
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.ops.products.lstm_gru import result_shapes
@@ -36,14 +37,14 @@ def recurrent(builder: GraphBuilder, node: fx.Node) -> None:
     names = [builder.values[x], *([builder.values[scales]] if scales is not None else [])]
     for constant in constants:
         array = getattr(builder.module, constant.target).numpy()
-        dtype = constant.meta["type"].dtype
+        dtype = info(constant).type.dtype
         names.append(
-            builder.add_weight(constant, array, constant.meta["type"].q)
+            builder.add_weight(constant, array, info(constant).type.q)
             if dtype is DType.S8
             else builder.add_constant(constant.target, array, dtype)
         )
     names += [builder.float_value(state) for state in states]
-    shapes = result_shapes(kind, attrs, builder.types[names[0]].shape, constants[1].meta["type"].shape[1])
+    shapes = result_shapes(kind, attrs, builder.types[names[0]].shape, fixed_size(constants[1], 1))
     outputs = tuple(
         builder.add_value(f"{stem}_{part}", TensorType(shape, DType.F32))
         for part, shape in zip(("y", "h", "c")[cell:], shapes, strict=False)

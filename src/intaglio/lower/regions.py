@@ -12,12 +12,13 @@ from intaglio.fusion.fusion_record import match_rows
 from intaglio.fusion.table import GRAPH_FUSIONS
 from intaglio.fxgraph.fx_graph_view import FxGraphView
 from intaglio.fxgraph.nodes import activations, call_of, is_constant, operands, operator, record_of
+from intaglio.fxgraph.node_info import info
+from intaglio.fxgraph.nodes import FxView, activations, call_of, is_constant, operands, operator, record_of
 from intaglio.ir import DType, QParams
 from intaglio.ir.moves import MOVES
 from intaglio.ops import ACCUMULATING, NUMBERS, SUMS
 from intaglio.quant.annotate.per_token import rows_behind
 from intaglio.quant.annotate.regions import Chain
-from intaglio.quant.calibrate.custom_observer import OWN
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE, DEQUANTIZE_CHANNEL, QUANTIZE, QUANTIZE_CHANNEL
 from intaglio.quant.recipes.user_patterns import Whole, operands_of_whole
 from intaglio.signature import DTYPES
@@ -36,14 +37,18 @@ def levels_of(node: fx.Node | None, dtype: DType = DType.U8) -> QParams | None:
     """Parameters of the levels (of 16 bits: u16) behind a dequantize of an activation; ``None`` for any other node."""
     if node is None or operator(node) not in (DEQUANTIZE, DEQUANTIZE_CHANNEL) or is_constant(node.args[0]):
         return None
-    if OWN in node.meta:
+    if info(node).observer is not None:
         return None
     return _qparams(node, dtype)
 
 
 def quantized_to(node: fx.Node, dtype: DType = DType.U8) -> QParams | None:
     """Parameters of a quantize to u8, or to u16; ``None`` for any other node."""
-    return _qparams(node, dtype) if operator(node) in (QUANTIZE, QUANTIZE_CHANNEL) and OWN not in node.meta else None
+    return (
+        _qparams(node, dtype)
+        if operator(node) in (QUANTIZE, QUANTIZE_CHANNEL) and info(node).observer is None
+        else None
+    )
 
 
 def pixels_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
@@ -68,7 +73,7 @@ def constant_of(node: fx.Node | None, dtype: DType) -> fx.Node | None:
     """The integer constant behind a dequantize of a weight or bias."""
     if node is None or operator(node) not in (DEQUANTIZE, DEQUANTIZE_CHANNEL) or not is_constant(node.args[0]):
         return None
-    if OWN in node.meta:
+    if info(node).observer is not None:
         return None
     given = node.args[5] if operator(node) == DEQUANTIZE else node.args[6]
     return node.args[0] if DTYPES.get(given) is dtype else None
@@ -88,8 +93,8 @@ def _wholes(graph: fx.Graph) -> list[IntegerRegion]:
     """Operators that one record stands for, as annotation took them."""
     groups: dict[Whole, list[fx.Node]] = {}
     for node in graph.nodes:
-        if "whole" in node.meta:
-            groups.setdefault(node.meta["whole"], []).append(node)
+        if info(node).composite is not None:
+            groups.setdefault(info(node).composite, []).append(node)
     found = []
     for whole, nodes in groups.items():
         values, results = operands_of_whole(nodes, whole), {quantized_to(user) for user in nodes[-1].users}

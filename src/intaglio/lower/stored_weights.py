@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from intaglio.fxgraph.nodes import is_constant, operands, operator, origin, record_of, tensor_type
+from intaglio.fxgraph.node_info import origin, tensor_type
+from intaglio.fxgraph.nodes import is_constant, operands, operator, record_of
 from intaglio.ir import DType, QParams, TensorType
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.lower.regions import constant_of, levels_of

@@ -13,7 +13,8 @@ import torch
 from torch import fx, nn
 
 from intaglio.errors import ArtifactError, InputError
-from intaglio.fxgraph.nodes import operator, origin, tensor_type
+from intaglio.fxgraph.node_info import origin, tensor_type
+from intaglio.fxgraph.nodes import operator
 from intaglio.ir import About, Signature
 from intaglio.signature import bind, dims_of, initial_state, kept_state, rebuild
 

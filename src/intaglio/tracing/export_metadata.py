@@ -9,7 +9,8 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from intaglio.fxgraph.nodes import TURN, dim_of
+from intaglio.fxgraph.node_info import info, set_info, update_info
+from intaglio.fxgraph.nodes import dim_of
 from intaglio.ir import DType, Origin, TensorType
 from intaglio.signature import DTYPES
 
@@ -26,9 +27,9 @@ def constant(graph: fx.Graph, root: nn.Module, program: ExportedProgram, target:
         name += "_"
     root.register_buffer(name, tensor.detach())
     copy_ = graph.get_attr(name)
-    copy_.meta = {"type": type_of(tensor, {}), "path": target}
+    set_info(copy_, type=type_of(tensor, {}), path=target)
     if isinstance(tensor, nn.Parameter):
-        copy_.meta["trained"] = tensor.requires_grad
+        update_info(copy_, trained=tensor.requires_grad)
     return copy_
 
 
@@ -40,23 +41,23 @@ def describe(copied: fx.Node, node: fx.Node, names: Mapping[Any, str], program: 
     """Type, or size, and origin of a node that is copied."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
-        copied.meta["type"] = type_of(value, names)
+        update_info(copied, type=type_of(value, names))
     elif isinstance(value, torch.SymInt):
-        copied.meta["dim"] = dim_of(value, names)
+        update_info(copied, dim=dim_of(value, names))
     if copied.op == "call_function":
-        copied.meta["origin"] = Origin(path_of(node, program), str(node.target), source_of(node))
-        copied.meta |= {TURN: node.meta[TURN]} if TURN in node.meta else {}
+        update_info(copied, origin=Origin(path_of(node, program), str(node.target), source_of(node)))
+        update_info(copied, turn=info(node).turn or info(copied).turn)
 
 
 def path_of(node: fx.Node, program: ExportedProgram) -> str:
     """Module path; ``@1`` marks the second call of a module, ``@scan[1]`` the second iteration of a loop. A parameter's
     owner wins over a bare root, and over the module around a loop: of those in its body torch.export keeps none."""
     key, path = _innermost(node)
-    if not path or TURN in node.meta:
+    if not path or info(node).turn is not None:
         owners = [program.graph_signature.inputs_to_parameters.get(n.name, "") for n in node.all_input_nodes]
         path = next((owner.rpartition(".")[0] for owner in owners if owner), path)
-    if TURN in node.meta:
-        return f"{path}@{node.meta[TURN]}"
+    if info(node).turn is not None:
+        return f"{path}@{info(node).turn}"
     return f"{path}@{key.rpartition('@')[2]}" if "@" in key and path else path
 
 

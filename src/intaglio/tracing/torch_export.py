@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from intaglio.errors import CaptureError
 from intaglio.fxgraph.graph_passes import CAPTURE_PASSES, run
 from intaglio.fxgraph.half_precision import WIDENED
+from intaglio.fxgraph.node_info import info, update_info
 from intaglio.fxgraph.nodes import dim_of
 from intaglio.ir import About, DType, Input, Origin, Output, Signature, State
 from intaglio.tracing.already_quantized import refuse_quantized
@@ -183,7 +184,7 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
                     copies[node] = graph.placeholder(node.name)
                     copies[node].target = copies[node].name  # a buffer may have its name already
                     describe(copies[node], node, names, program)
-                    inputs.append(Input(node.name, leaf, copies[node].meta["type"]))
+                    inputs.append(Input(node.name, leaf, info(copies[node]).type))
                 leaf += 1
             else:
                 raise CaptureError(node.name, None, f"an input of kind {spec.kind.name}")
@@ -193,12 +194,12 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
                     copies[kept].target = copies[kept].name
                     describe(copies[kept], kept, names, program)
                 for path, kept in state.items():
-                    copies[kept].meta["buffer"] = path
+                    update_info(copies[kept], buffer=path)
         elif node.op == "call_function" and str(node.target) == WHILE:
             held = {own: specs[own.name].target for own in copies if copies[own].op == "get_attr"}
             loop, operands = while_loop(node, program, names, held, model, training)
             copies[node] = graph.call_function(loop, tuple(copies[operand] for operand in operands))
-            copies[node].meta["origin"] = Origin(module_around(node), str(loop), source_of(node))
+            update_info(copies[node], origin=Origin(module_around(node), str(loop), source_of(node)))
         elif node.op == "call_function":
             copies[node] = graph.node_copy(node, lambda n: copies[n])
             copies[node].meta = {}
@@ -278,7 +279,7 @@ def _outputs(
 
 
 def _state(program: ExportedProgram, path: str, node: fx.Node, value: fx.Node) -> State:
-    tensor, kind = tensor_of(program, path), node.meta["type"]
+    tensor, kind = tensor_of(program, path), info(node).type
     if kind.dtype in (DType.BF16, DType.F8E4M3, DType.F8E5M2, DType.OTHER):
         raise CaptureError(
             path,

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from intaglio.errors import CaptureError
-from intaglio.fxgraph.nodes import TURN, Turn
+from intaglio.fxgraph.node_info import Turn, info, update_info
 
 SCAN, MAP = "scan", "map_impl"
 MOST_OPERATORS = 2048
@@ -19,7 +19,7 @@ MOST_OPERATORS = 2048
 def unroll(module: fx.GraphModule) -> None:
     """`scan` and `map` -> their bodies, one after the other, and one stack for each result of all iterations.
 
-    Each iteration reads the same parameters. Its nodes say in ``meta[TURN]`` which operator of the body they are, and
+    Each iteration reads the same parameters. Its nodes say in their record which operator of the body they are, and
     whose turn it is, so that one site serves all iterations. A loop inside the body is unrolled as well.
     """
     if (count := _unrolled_operators(module)) > MOST_OPERATORS:
@@ -111,7 +111,7 @@ def _iteration(loop: fx.Node, body: fx.GraphModule, index: int, given: Sequence[
     """The body's operators in front of the loop; what they give."""
     inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
     copies = dict(zip(inputs, given, strict=True))
-    outer: Turn = loop.meta.get(TURN, Turn())
+    outer = info(loop).turn or Turn()
     for node in body.graph.nodes:
         if node.op == "output":
             return [copies.get(value, value) for value in node.args[0]]
@@ -123,7 +123,7 @@ def _iteration(loop: fx.Node, body: fx.GraphModule, index: int, given: Sequence[
             copied.target = _hold(loop.graph.owning_module, body.get_submodule(str(node.target)))
             continue
         copied.meta["nn_module_stack"] = loop.meta.get("nn_module_stack", {})
-        copied.meta[TURN] = Turn((*outer.loops, (outer.operator or loop.name, index)), node.name)
+        update_info(copied, turn=Turn((*outer.loops, (outer.operator or loop.name, index)), node.name))
     raise AssertionError(f"{loop} has a body without results")
 
 

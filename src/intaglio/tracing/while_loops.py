@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from intaglio.errors import CaptureError, UnsupportedError
 from intaglio.fxgraph.graph_passes import CAPTURE_PASSES, run
-from intaglio.fxgraph.nodes import TURN, origin
+from intaglio.fxgraph.node_info import info, origin, update_info
 from intaglio.ir import About, Input, Origin, Output, Signature
 from intaglio.signature import repeated
 from intaglio.tracing.captured import Captured, module_classes
@@ -126,11 +126,11 @@ def _part(
         if node.op == "placeholder":
             if (path := next(paths)) is not None:
                 copies[node] = constant(graph, root, program, path)
-                copies[node].meta["path"] = f"{path}@{loop.name}"
+                update_info(copies[node], path=f"{path}@{loop.name}")
                 continue
             copies[node] = graph.placeholder(f"{loop.name}_{len(inputs)}")
             _describe(copies[node], node, loop, names, program)
-            inputs.append(Input(copies[node].name, len(inputs), copies[node].meta["type"]))
+            inputs.append(Input(copies[node].name, len(inputs), info(copies[node]).type))
         elif node.op == "call_function":
             copies[node] = graph.node_copy(node, copies.__getitem__)
             copies[node].meta = {}
@@ -162,10 +162,10 @@ def _describe(
         raise _refused(loop, program, "a size in it depends on data, or changes while it runs")
     describe(copied, node, names, program)
     if copied.op == "call_function":
-        own = copied.meta["origin"]
-        owners = [one.meta["path"] for one in copied.all_input_nodes if "trained" in one.meta]
+        own = info(copied).origin
+        owners = [info(one).path for one in copied.all_input_nodes if info(one).trained is not None]
         path = owners[0].partition("@")[0].rpartition(".")[0] if owners else module_around(loop)
-        copied.meta["origin"] = Origin(f"{path}@{loop.name}{node.meta.get(TURN, '')}", own.operator, own.source)
+        update_info(copied, origin=Origin(f"{path}@{loop.name}{info(node).turn or ''}", own.operator, own.source))
 
 
 def _refused(loop: fx.Node, program: ExportedProgram, problem: str) -> CaptureError:

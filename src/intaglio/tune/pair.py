@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from intaglio.errors import InputError
-from intaglio.fxgraph.nodes import name_of, operator, origin, tensor_type
+from intaglio.fxgraph.node_info import info, origin, tensor_type
+from intaglio.fxgraph.nodes import name_of, operator
 from intaglio.ir import DType, QParams
 from intaglio.quant.annotate.sites import Shared, Site
 from intaglio.quant.qdq.convert import Reference, decomposed
@@ -139,7 +140,8 @@ def _in(node: fx.Node, ran: range | None, given: Given) -> bool:
     """Whether an operator is one of those that ran, not of those whose result was given."""
     if ran is None or node.op == "placeholder":
         return True
-    return name_of(node) not in given and node.meta.get("event", ran.start) in ran
+    event = info(node).event
+    return name_of(node) not in given and (event is None or event in ran)
 
 
 ABSENT = object()

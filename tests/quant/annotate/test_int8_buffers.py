@@ -11,6 +11,7 @@ import intaglio
 from intaglio import stages
 from intaglio.annotation import Annotation, Levels, annotate_node
 from intaglio.errors import CaptureError, SelectorError, UnsupportedError
+from intaglio.fxgraph.node_info import info
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.qdq.convert import convert
 from intaglio.quant.recipes.quantizer import Quantizer
@@ -135,7 +136,7 @@ def test_rows_that_are_there_are_moved_as_bytes():
 def test_a_cache_is_written_by_index_as_bytes():
     _, found = reference(Attention)
     put = [node for node in found.module.graph.nodes if "index_put" in str(node.target)]
-    assert [node.meta["type"].dtype.value for node in put] == ["u8", "u8"]
+    assert [info(node).type.dtype.value for node in put] == ["u8", "u8"]
     assert all(node.args[0].op == "placeholder" for node in put)
 
 

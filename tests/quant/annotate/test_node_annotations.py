@@ -22,6 +22,7 @@ from intaglio.annotation import (
     annotation_of,
 )
 from intaglio.errors import CalibrationError, InputError, SelectorError, UnsupportedError
+from intaglio.fxgraph.node_info import info
 from intaglio.fxgraph.nodes import operator
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import Prepared, prepare
@@ -425,14 +426,14 @@ def test_what_an_observer_writes_itself_passes_through_unchanged():
     model = nets.randomize(Body(lambda m, x: m.b(m.a(x)), a=nn.Linear(16, 16), b=nn.Linear(16, 5)))
 
     def rule(node):
-        weight = Own(Grouped) if node.args[1].meta["path"] == "a.weight" else WEIGHT
+        weight = Own(Grouped) if info(node.args[1]).path == "a.weight" else WEIGHT
         return Annotation({node.args[0]: Own(Shifted) if isinstance(weight, Own) else U8, node.args[1]: weight})
 
     found = reference(model, By(linear=rule), x)
     (back,) = (node for node in found.module.graph.nodes if "per_channel_group" in operator(node))
     held = getattr(found.module, back.args[0].target)
     assert (held.dtype, held.min() >= -8, held.max() <= 7) == (torch.int8, True, True)
-    written = [operator(n).split(".")[1] for n in found.module.graph.nodes if n.meta.get("own") and operator(n)]
+    written = [operator(n).split(".")[1] for n in found.module.graph.nodes if info(n).observer and operator(n)]
     assert sorted(written) == ["dequantize_per_channel_group", "dequantize_per_tensor", "quantize_per_tensor"]
     step = x.abs().max() / 100
     rounded = ((x / step).round() - 3).clamp(-128, 127) + 3
@@ -459,7 +460,7 @@ def with_own_levels(activation=U8) -> Prepared:
     """A weight in groups of four bits, in front of a layer in int8."""
 
     def rule(node):
-        grouped = node.args[1].meta["path"] == "a.weight"
+        grouped = info(node.args[1]).path == "a.weight"
         x, weight = (activation, Own(Grouped)) if grouped else (U8, WEIGHT)
         return Annotation({node.args[0]: x, node.args[1]: weight})
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import intaglio
 from intaglio import stages
+from intaglio.fxgraph.node_info import info
 from intaglio.quant.correct.linalg import DAMPINGS, LEAST, factor_of, taken
 from intaglio.quant.correct.second_moments import Moments, moments
 from intaglio.quant.correct.smooth_factors import Rows, smoothing
@@ -115,9 +116,9 @@ def test_normalised_bytes_are_held_exactly_though_nobody_said_so():
     prepared = prepared_of(nets.randomize(nets.ConvBnRelu()), x)
     equalized = stages.equalize(prepared, [x])
     assert "3 of 3 without loss" in report(equalized)
-    (node,) = [node for node in equalized.annotations.module.graph.nodes if "zero_points" in node.meta]
+    (node,) = [node for node in equalized.annotations.module.graph.nodes if info(node).zero_points is not None]
     shift, _, gain = (getattr(equalized.annotations.module, str(a.target), None) for a in node.args)
-    levels = x * gain + shift + torch.tensor(node.meta["zero_points"]).reshape(1, 3, 1, 1)
+    levels = x * gain + shift + torch.tensor(info(node).zero_points).reshape(1, 3, 1, 1)
     torch.testing.assert_close(levels, pixels.float(), rtol=0, atol=1e-3)
 
 

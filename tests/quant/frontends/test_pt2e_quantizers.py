@@ -12,6 +12,7 @@ from torch.fx.passes.utils.source_matcher_utils import get_source_partitions
 
 from intaglio import stages
 from intaglio.errors import UnsupportedError
+from intaglio.fxgraph.node_info import info
 from intaglio.fxgraph.nodes import operator
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.qdq.convert import convert
@@ -212,6 +213,6 @@ def test_an_observer_that_converts_itself_is_let_to():
     stage(X)
     layers = [node for node in convert(stage).module.graph.nodes if node.target is CONV]
     for node in layers:
-        assert node.args[0].meta["own"] is True
+        assert info(node.args[0]).observer is True
         assert operator(node.args[0]) == "quantized_decomposed.dequantize_per_tensor.default"
         assert node.args[0].args[2] == -3

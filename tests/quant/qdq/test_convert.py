@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from intaglio import numerics
 from intaglio.errors import CalibrationError, UnsupportedError
+from intaglio.fxgraph.node_info import info
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType
 from intaglio.quant.calibrate.calibration_loop import calibrate
@@ -123,8 +124,8 @@ def test_bias_scales_are_products_and_zero_points_zero():
         q, x, w = (reference.qparams[name] for name in ("a#0/conv2d.0:bias", INPUT, "a.weight"))
         np.testing.assert_array_equal(q.scale, numerics.accumulator_scale(x.scale, w.scale))
         assert set(q.zero_point) == {0}
-        node = next(n for n in reference.module.graph.nodes if n.meta.get("path") == "a#0/conv2d.0:bias")
-        assert node.meta["type"].dtype is DType.I32
+        node = next(n for n in reference.module.graph.nodes if info(n).path == "a#0/conv2d.0:bias")
+        assert info(node).type.dtype is DType.I32
 
 
 @pytest.mark.case("calibration 29")
@@ -137,7 +138,7 @@ def test_a_weight_of_two_calls_is_fit_for_the_larger_bias_and_stored_once():
         model.c.bias.fill_(1e4)
     reference, lowered = quantized(model, X)
     assert_equal_levels(reference, lowered, X)
-    integers = [n for n in reference.module.graph.nodes if n.op == "get_attr" and n.meta["type"].dtype is DType.S8]
+    integers = [n for n in reference.module.graph.nodes if n.op == "get_attr" and info(n).type.dtype is DType.S8]
     assert len(integers) == 1
     assert len(integers[0].users) == 2
 

@@ -13,7 +13,8 @@ import intaglio
 from intaglio import stages
 from intaglio.annotation import Annotation, Levels, annotate_node
 from intaglio.errors import InputError, SelectorError, UnsupportedError
-from intaglio.fxgraph.nodes import operator, origin
+from intaglio.fxgraph.node_info import info, origin
+from intaglio.fxgraph.nodes import operator
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.qdq.convert import convert
 from intaglio.quant.recipes.quantizer import Quantizer
@@ -72,7 +73,7 @@ def test_quantize_and_dequantize_say_whose_they_are():
             assert origin(node).source
         elif node.args[0].op == "call_function":
             assert origin(node) == origin(node.args[0])
-    paths = {node.meta["path"] for node in found.module.graph.nodes if node.op == "get_attr"}
+    paths = {info(node).path for node in found.module.graph.nodes if node.op == "get_attr"}
     assert {"0.weight", "2.weight", "4.weight"} <= paths
 
 
@@ -96,7 +97,7 @@ def test_tags_go_along_to_quantize_and_dequantize(annotates):
     captured = stages.capture(nets.randomize(nn.Sequential(conv(), conv(4), nn.Tanh())), X)
     for node in captured.module.graph.nodes if not annotates else ():
         node.meta |= {TAG: node.name} if operator(node) == "aten.conv2d.default" else {}
-        node.meta |= {TAG: "kept"} if node.meta.get("path") == "1.weight" else {}
+        node.meta |= {TAG: "kept"} if info(node).path == "1.weight" else {}
     stage = prepare(captured, Tagging() if annotates else None)
     stage(X)
     found = convert(stage)
@@ -106,7 +107,7 @@ def test_tags_go_along_to_quantize_and_dequantize(annotates):
     tagged = [node.meta[TAG] for node in quantizing(found) if TAG in node.meta]
     assert {"conv2d", "conv2d_1"} == set(tagged)
     assert tagged.count("conv2d_1") == (3 if annotates else 4)
-    weight = next(node for node in found.module.graph.nodes if node.meta.get("path") == "1.weight")
+    weight = next(node for node in found.module.graph.nodes if info(node).path == "1.weight")
     assert weight.meta.get(TAG) == (None if annotates else "kept")
 
 

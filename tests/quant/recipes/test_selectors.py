@@ -6,7 +6,7 @@ from torch import nn
 
 import intaglio
 from intaglio.errors import SelectorError
-from intaglio.fxgraph.nodes import origin
+from intaglio.fxgraph.node_info import origin
 from intaglio.quant.calibrate.prepare import annotate
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe

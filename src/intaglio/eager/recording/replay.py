@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from intaglio.eager.recording.events import Event, Extent, Held, Value, held, leaves
 from intaglio.eager.recording.recorder import Recording
 from intaglio.eager.recording.torch_functions import out_of_place, plain_name
-from intaglio.fxgraph.nodes import origin
+from intaglio.fxgraph.node_info import known_type, origin, update_info
 from intaglio.ir import Origin
 from intaglio.ir.dims import Shape
 from intaglio.tracing import CAPTURE_PASSES, Captured, capture, run
@@ -190,8 +190,7 @@ def _name_origins(module: fx.GraphModule, events: list[Event], file: str) -> Non
         path = found.path
         if event.function is not None and event.path:
             path = f"{event.path}@{event.call}" if event.call else event.path
-        node.meta["origin"] = Origin(path, found.operator, event.source)
-        node.meta["event"] = event.index
+        update_info(node, origin=Origin(path, found.operator, event.source), event=event.index)
 
 
 def event_of(node: fx.Node, events: list[Event], file: str) -> Event | None:
@@ -218,7 +217,7 @@ def trimmed(captured: Captured, recording: Recording) -> tuple[Captured, dict[in
     nodes = dict(zip(held_by, results[first : first + len(held_by)], strict=True))
     output.args = ((*results[:first], *results[first + len(held_by) :]),)
     nodes.update(_placeholders(captured, recording))
-    shapes = {number: node.meta["type"].shape for number, node in nodes.items()}
+    shapes = {number: known_type(node).shape for number, node in nodes.items()}
     run(module, CAPTURE_PASSES)
     left = set(module.graph.nodes)
     signature = dataclasses.replace(signature, outputs=own, out_tree=signature.out_tree.children()[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from intaglio.eager.recording.events import Event
 from intaglio.eager.recording.torch_functions import plain_name
 from intaglio.eager.segments.segment import Segment
+from intaglio.fxgraph.node_info import info
 from intaglio.quant.annotate.regions import Region
 
 
@@ -24,14 +25,14 @@ def regions_of(segment: Segment) -> list[tuple[Region, tuple[Event, ...]]]:
     found = []
     for region in segment.prepared.annotations.regions:
         own = {index for node in region.nodes for index in at.get(node.name, ())}
-        own |= {node.meta["event"] for node in region.nodes if "event" in node.meta}
+        own |= {event for node in region.nodes if (event := info(node).event) is not None}
         found.append((region, tuple(segment.events[index] for index in sorted(own))))
     return found
 
 
 def computing(segment: Segment) -> set[int]:
     """Indices of the operators that the graph has nodes of; others hand on what they are given."""
-    return {node.meta["event"] for node in segment.captured.module.graph.nodes if "event" in node.meta}
+    return {event for node in segment.captured.module.graph.nodes if (event := info(node).event) is not None}
 
 
 def fused(segment: Segment) -> list[tuple[str, ...]]:

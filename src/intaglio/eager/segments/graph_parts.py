@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from intaglio.fxgraph.node_info import known_type
 from intaglio.fxgraph.nodes import name_of, operator
 from intaglio.quant.calibrate.prepare import Observer
 
@@ -66,7 +67,7 @@ def _as_read(nodes: dict[str, fx.Node], name: str) -> tuple[fx.Node, ...]:
             return (user,)
         if (operator(user) or "").startswith("quantized_decomposed.quantize_per"):
             back = [u for u in user.users if (operator(u) or "").startswith("quantized_decomposed.dequantize_per")]
-            if back and user.meta["type"].dtype.bytes == 1:
+            if back and known_type(user).dtype.bytes == 1:
                 return user, back[0]
     return (node,)
 

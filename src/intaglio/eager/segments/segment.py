@@ -23,6 +23,7 @@ from intaglio.eager.recording.value_mapping import places
 from intaglio.eager.segments.graph_parts import Part, UnavailableError, has_integers, part_of
 from intaglio.eager.segments.qtensor import QTensor
 from intaglio.errors import CaptureError, UnsupportedError
+from intaglio.fxgraph.node_info import known_type
 from intaglio.ir import Input, Output, evaluate
 from intaglio.lower import requantize
 from intaglio.quant.calibrate.prepare import Prepared, prepare
@@ -301,7 +302,7 @@ class Segment:
         example: Any = (tuple(range(len(reads))), {})
         signature = dataclasses.replace(
             self.reference.signature,
-            inputs=tuple(Input(name, leaf, nodes[name].meta["type"]) for leaf, name in enumerate(part.inputs)),
+            inputs=tuple(Input(name, leaf, known_type(nodes[name])) for leaf, name in enumerate(part.inputs)),
             outputs=tuple(Output(node.name) for node in output.args[0]),
             in_tree=pytree.tree_structure(example),
             out_tree=pytree.tree_structure(tuple(range(len(output.args[0])))),

@@ -9,7 +9,8 @@ from dataclasses import replace
 from torch import fx
 
 from intaglio.fxgraph.graph_passes import COPIES
-from intaglio.fxgraph.nodes import operator, origin, record_of, tensor_type
+from intaglio.fxgraph.node_info import info, origin, tensor_type
+from intaglio.fxgraph.nodes import operator, record_of
 from intaglio.ir import DType
 from intaglio.quant.annotate.embedding_tables import find_tables
 from intaglio.quant.annotate.find_regions import PRECISE_ROWS, active_regions, end_reasons, find_shortcuts
@@ -82,7 +83,7 @@ def _returned(graph: fx.Graph) -> dict[fx.Node, None]:
 
 def _is_aside(node: fx.Node) -> bool:
     """Whether a node only holds a place: of pixels less their zero points, of a reader with parameters of its own."""
-    return "zero_points" in node.meta or is_apart(node)
+    return info(node).zero_points is not None or is_apart(node)
 
 
 def _follow(

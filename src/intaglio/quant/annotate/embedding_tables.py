@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.nodes import arguments, is_constant, operator, origin, provenance
+from intaglio.fxgraph.node_info import info, inherit_info, origin
+from intaglio.fxgraph.nodes import arguments, is_constant, operator
 from intaglio.ir import DType, TensorType
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL
 from intaglio.quant.recipes.settings import Setting
@@ -46,7 +47,7 @@ def find_tables(settings: Mapping[fx.Node, Setting]) -> tuple[Table, ...]:
 
 def _unread(table: fx.Node) -> str | None:
     """Why no kernel reads a table of floats."""
-    kind = table.meta["type"]
+    kind = info(table).type
     if not is_constant(table) or kind.dtype is not DType.F32:
         return "it is no constant of float32"
     return None if len(kind.shape) == 2 and 0 not in kind.shape else f"its shape is {list(kind.shape)}"
@@ -66,11 +67,11 @@ def bag_refusal(node: fx.Node) -> str | None:
     table, weights = given["weight"], given["per_sample_weights"]
     if table_behind(table) is None and (reason := _unread(table)) is not None:
         return f"its table: {reason}"
-    ids, offsets = (value.meta["type"] for value in (given["indices"], given["offsets"]))
+    ids, offsets = (info(value).type for value in (given["indices"], given["offsets"]))
     if (ids.dtype, offsets.dtype) != (DType.I64, DType.I64) or (len(ids.shape), len(offsets.shape)) != (1, 1):
         return f"ids {ids} and offsets {offsets}; the kernel takes i64 of one axis"
-    if weights is not None and weights.meta["type"].dtype is not DType.F32:
-        return f"weights of samples {weights.meta['type']}; the kernel takes f32"
+    if weights is not None and info(weights).type.dtype is not DType.F32:
+        return f"weights of samples {info(weights).type}; the kernel takes f32"
     if any(user.target is not getitem or user.args[1] != 0 for user in node.users):
         return "more than its first result is read"
     return None
@@ -99,7 +100,7 @@ def quantize_table(node: fx.Node, store: Store) -> None:
         real = graph.call_function(
             torch.ops.quantized_decomposed.dequantize_per_channel.default, (*constants, 0, 0, 255, torch.uint8)
         )
-    real.meta = {"type": table.meta["type"], **provenance(node)}
+    inherit_info(real, node, type=info(table).type)
     node.replace_input_with(table, real)
 
 

@@ -11,6 +11,8 @@ from intaglio.fusion.fusion_record import Fusion, match_rows
 from intaglio.fusion.table import GRAPH_FUSIONS
 from intaglio.fxgraph.fx_graph_view import FxGraphView
 from intaglio.fxgraph.nodes import activations, record_of
+from intaglio.fxgraph.node_info import tensor_type, update_info
+from intaglio.fxgraph.nodes import FxView, activations, arguments, call_of, is_constant, operands, record_of
 from intaglio.ir import DType
 from intaglio.ops.fused_activations import FUNCTIONS
 from intaglio.quant.annotate.node_annotations import Written
@@ -143,7 +145,7 @@ def _whole_region(found: Found, settings: Mapping[fx.Node, Setting]) -> Region:
     """All a pattern matched, under the record that stands for it."""
     whole = whole_of(found, found.pattern.operator)
     for node in found.nodes:
-        node.meta["whole"] = whole
+        update_info(node, composite=whole)
     return Region(found.nodes, found.pattern.name, settings[found.nodes[-1]], found.pattern)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.nodes import TURN, operands, operator, origin
+from intaglio.fxgraph.node_info import info, origin
+from intaglio.fxgraph.nodes import operands, operator
 from intaglio.ir import DType
 from intaglio.ops import ACCUMULATING
 from intaglio.ops.dynamic_quant import ROW_MODES
@@ -79,7 +80,7 @@ def second_factors(regions: Sequence[Region], buffers: Mapping[fx.Node, fx.Node]
     with that."""
     found: set[fx.Node] = set()
     for region in regions:
-        if region.record.roles.weight is None and region.record.anchor and "whole" not in region.root.meta:
+        if region.record.roles.weight is None and region.record.anchor and info(region.root).composite is None:
             values = operands(region.anchor)
             found.update(values[operand] for operand in region.record.roles.x[1:])
     alike = [{region.root, *region.activations()} for region in regions if region.shares]
@@ -135,9 +136,9 @@ def join_iterations(graph: fx.Graph, sites: dict[str, Site]) -> None:
     first: dict[Any, str] = {}
     for site in list(sites.values()):
         node = nodes[site.value]
-        if site.role != "activation" or TURN not in node.meta:
+        if site.role != "activation" or info(node).turn is None:
             continue
-        turn, kind = node.meta[TURN], operator(node)
+        turn, kind = info(node).turn, operator(node)
         number = seen[turn, kind] = seen[turn, kind] + 1  # of those that a pass has put in place of one operator
         partner = first.setdefault((turn.place, kind, number), site.name)
         owners = [sites[_owner(name, sites)] for name in (partner, site.name)]
@@ -170,8 +171,8 @@ def _output_site(region: Region, names: Names) -> Site:
 
 
 def activation_site(name: str, node: fx.Node, setting: Setting) -> Site:
-    if "zero_points" in node.meta:  # pixels less their zero points: the levels are bytes
-        fixed = Fixed(1.0, node.meta["zero_points"])
+    if info(node).zero_points is not None:  # pixels less their zero points: the levels are bytes
+        fixed = Fixed(1.0, info(node).zero_points)
         return Site(name, node.name, "activation", fixed, DType.U8, 0, 255, 1, origin(node), "u8")
     kind = setting.activation
     spec = Observed("minmax" if kind.floating else setting.method, not kind.zero_point)
@@ -263,15 +264,15 @@ class Names:
 
     def of(self, node: fx.Node) -> str:
         source = _source(node)
-        if "buffer" in source.meta:
-            return str(source.meta["buffer"])
+        if info(source).buffer is not None:
+            return str(info(source).buffer)
         if source.op == "placeholder":
             return f"#0/input.{source.name}"
         return self._known.get(source) or f"{_stem(source)}.0"  # constants have names of their own
 
     def weight(self, node: fx.Node) -> str:
         """The parameter's name; ``@1`` marks another tensor made from it (calls that fold different batch norms)."""
-        path = node.meta.get("path") or str(node.target)
+        path = info(node).path or str(node.target)
         name, number = path, 0
         while self._weights.setdefault(name, node) is not node:
             number += 1
@@ -281,11 +282,7 @@ class Names:
 
 def _source(node: fx.Node) -> fx.Node:
     """The value that a node holds in another form: pixels, or what was divided by factors."""
-    return node.args[1] if MADE_OF_ANOTHER.intersection(node.meta) else node
-
-
-MADE_OF_ANOTHER = frozenset({"zero_points", "smooths"})
-"""Marks of an affine operator that `equalized` put behind a value, in whose name it then stands."""
+    return node.args[1] if info(node).zero_points is not None or info(node).smooths else node
 
 
 def _stem(node: fx.Node) -> str:

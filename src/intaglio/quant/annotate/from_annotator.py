@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from intaglio.errors import UnsupportedError
-from intaglio.fxgraph.nodes import TAG
+from intaglio.fxgraph.node_info import TAG
 from intaglio.quant.annotate.embedding_tables import find_tables
 from intaglio.quant.annotate.find_regions import regions_of
 from intaglio.quant.annotate.find_sites import (

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from torch import fx
 
 from intaglio.errors import SelectorError, UnsupportedError
-from intaglio.fxgraph.nodes import operator, origin, record_of
+from intaglio.fxgraph.node_info import info, origin, update_info
+from intaglio.fxgraph.nodes import operator, record_of
 from intaglio.ir import DType, Signature
 from intaglio.quant.annotate.refusals import refusal
 from intaglio.quant.qdq.prepare_passes import read_affine
@@ -37,7 +38,7 @@ def declare_images(
             reason = "the model writes into it"
         if reason is None:
             value = read_affine(module, node, pixels.gain, pixels.shift)
-            value.meta |= {"zero_points": pixels.zero_points, "bytes": True}
+            update_info(value, zero_points=pixels.zero_points, takes_bytes=True)
         else:
             notes.append(f"input '{name}', declared an Image, takes no bytes and its range is observed: {reason}")
     return tuple(notes)
@@ -60,7 +61,7 @@ def _by_name(given: Image | Mapping[str, Image], names: list[str]) -> Mapping[st
 
 def unable_to_absorb(node: fx.Node, quantizer: Quantizer, classes: Mapping[str, str]) -> str | None:
     """Why a reader of an image cannot take its bytes."""
-    users = [user for user in node.users if "dim" not in user.meta]
+    users = [user for user in node.users if info(user).dim is None]
     for user in users:
         record, where = record_of(user), f"{origin(user).path or 'the model'} ({operator(user) or user.op})"
         if record is None or record.name != "conv2d":

@@ -17,7 +17,8 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.errors import SelectorError, UnsupportedError
-from intaglio.fxgraph.nodes import arguments, is_constant, operator, origin, tensor_nodes, tensor_type
+from intaglio.fxgraph.node_info import constant_path, copy_info, info, origin, set_info, tensor_type, update_info
+from intaglio.fxgraph.nodes import arguments, is_constant, operator, tensor_nodes
 from intaglio.ir import DType, QParams, Signature, State, TensorType
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE, QUANTIZE
@@ -68,10 +69,10 @@ def chosen_buffers(graph: fx.Graph, selectors: Sequence[str]) -> dict[fx.Node, f
     A wildcard leaves those of other types than float32 alone; the name of one is an `UnsupportedError`. `SelectorError`
     for a name that no changed buffer has. None shares its memory: capture refuses that.
     """
-    state = [node for node in graph.nodes if "buffer" in node.meta]
+    state = [node for node in graph.nodes if info(node).buffer is not None]
     results = next(node for node in graph.nodes if node.op == "output").args[0]
     after = dict(zip(state, results[len(results) - len(state) :], strict=True))
-    paths = {str(node.meta["buffer"]): node for node in state}
+    paths = {str(info(node).buffer): node for node in state}
     found: dict[fx.Node, fx.Node] = {}
     for selector in selectors:
         hits = fnmatch.filter(paths, selector)
@@ -110,7 +111,7 @@ def is_destination(reader: fx.Node, value: fx.Node) -> bool:
     """Whether a node writes over a part of a changed buffer: that value is nobody's operand, and gets no observer."""
     while operator(value) in MOVED and len(value.all_input_nodes) == 1:
         value = value.all_input_nodes[0]
-    return operator(reader) in WRITES and reader.args[0] is value and "buffer" in value.meta
+    return operator(reader) in WRITES and reader.args[0] is value and info(value).buffer is not None
 
 
 # -- what convert makes of them ---------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ def _with_levels(entry: State, q: QParams) -> State:
 
 def _as_levels(before: fx.Node, kind: TensorType) -> None:
     """Its quantize is what the graph is given from now on."""
-    before.meta["type"] = kind
+    update_info(before, type=kind)
     for user in [user for user in before.users if operator(user) == QUANTIZE]:
         user.replace_all_uses_with(before)
         before.graph.erase_node(user)
@@ -174,7 +175,7 @@ class _Mover:
             source = value.args[0]
             if operator(source) == QUANTIZE and self._moves_stored(source.args[0]):
                 moved = self.levels(source.args[0])
-                moved.meta["site"] = source.meta.get("site")
+                update_info(moved, site=info(source).site)
                 source.replace_all_uses_with(moved)
                 return moved
             self.rounded |= operator(source) == QUANTIZE and self._reads_stored(source)
@@ -187,7 +188,7 @@ class _Mover:
         given = {leaf: self.levels(leaf) for leaf in tensor_nodes(own)}
         with self.graph.inserting_after(value):
             moved = self.graph.node_copy(value, lambda leaf: given.get(leaf, leaf))
-        moved.meta = {**value.meta, "type": replace(self.kind, shape=tensor_type(value).shape)}
+        copy_info(moved, value, type=replace(self.kind, shape=tensor_type(value).shape))
         return moved
 
     def _quantized(self, value: fx.Node) -> fx.Node:
@@ -198,7 +199,7 @@ class _Mover:
         parameters = (q.step, q.zero, q.qmin, q.qmax, torch.uint8)
         with self.graph.inserting_after(value):
             made = self.graph.call_function(self.quantize, (value, *parameters))
-        made.meta = {"type": kind, "origin": origin(value)}
+        set_info(made, type=kind, origin=origin(value))
         return made
 
     def _constant(self, value: fx.Node, kind: TensorType) -> fx.Node:
@@ -210,7 +211,7 @@ class _Mover:
         self.module.register_buffer(name, torch.from_numpy(levels))
         with self.graph.inserting_after(value):
             made = self.graph.get_attr(name)
-        made.meta = {"type": kind, "path": value.meta.get("path", "")}
+        set_info(made, type=kind, path=constant_path(value))
         return made
 
     def _moves_stored(self, value: fx.Node) -> bool:

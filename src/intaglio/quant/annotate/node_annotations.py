@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from intaglio.errors import UnsupportedError
-from intaglio.fxgraph.nodes import activations, is_constant, operands, operator, origin, record_of, tensor_type
+from intaglio.fxgraph.node_info import info, origin, set_info, tensor_type
+from intaglio.fxgraph.nodes import activations, is_constant, operands, operator, record_of
 from intaglio.ir import Origin
 from intaglio.ir.disjoint_sets import DisjointSets
 from intaglio.ops import ACCUMULATING
@@ -376,11 +377,8 @@ def _apart(module: fx.GraphModule, leaders: Mapping[Place, Place]) -> dict[Place
             with module.graph.inserting_after(value):
                 alias = module.graph.call_function(torch.ops.aten.alias.default, (value,))
             where = origin(value)
-            alias.meta = {
-                "type": tensor_type(value),
-                "apart": True,
-                "origin": Origin(where.path, "aten.alias.default", where.source),
-            }
+            alias_origin = Origin(where.path, "aten.alias.default", where.source)
+            set_info(alias, type=tensor_type(value), stands_between=True, origin=alias_origin)
             made[value, leader] = alias
         found[place] = made[value, leader]
         reader.replace_input_with(value, found[place])
@@ -389,4 +387,4 @@ def _apart(module: fx.GraphModule, leaders: Mapping[Place, Place]) -> dict[Place
 
 def is_apart(node: fx.Node) -> bool:
     """Whether a node only stands between a value and a reader with parameters of its own."""
-    return "apart" in node.meta
+    return info(node).stands_between

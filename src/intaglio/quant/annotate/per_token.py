@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.nodes import operator, origin, provenance
+from intaglio.fxgraph.node_info import info, inherit_info, origin
+from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType, TensorType
 from intaglio.ops import OpDef
 from intaglio.ops.dynamic_quant import levels_of_rows, row_levels, scales_shape
@@ -68,23 +69,23 @@ def quantize_at_run_time(graph: fx.Graph, annotations: Annotations) -> None:
         levels, scales = _quantized(graph, ops, x, mode)
         with graph.inserting_after(scales):
             real = graph.call_function(ops.dequantize_rows.default, (levels, scales))
-        real.meta = {"type": x.meta["type"], **provenance(anchors[0] if len(anchors) == 1 else x)}
+        inherit_info(real, anchors[0] if len(anchors) == 1 else x, type=info(x).type)
         for anchor in anchors:
             anchor.replace_input_with(x, real)
 
 
 def _quantized(graph: fx.Graph, ops: Any, x: fx.Node, mode: str) -> tuple[fx.Node, fx.Node]:
     """The nodes of levels and scales, right behind the value."""
-    shape = x.meta["type"].shape
+    shape = info(x).type.shape
     with graph.inserting_after(x):
         pair = graph.call_function(ops.quantize_rows.default, (x, mode))
-    pair.meta = provenance(x)
+    inherit_info(pair, x)
     with graph.inserting_after(pair):
         scales = graph.call_function(getitem, (pair, 1))
     with graph.inserting_after(pair):
         levels = graph.call_function(getitem, (pair, 0))
-    levels.meta = {"type": TensorType(shape, DType.U8, row_levels(scales.name)), **provenance(x)}
-    scales.meta = {"type": TensorType(scales_shape(shape), DType.F32), **provenance(x)}
+    inherit_info(levels, x, type=TensorType(shape, DType.U8, row_levels(scales.name)))
+    inherit_info(scales, x, type=TensorType(scales_shape(shape), DType.F32))
     return levels, scales
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import fx
 
-from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operator, origin, provenance, record_of
+from intaglio.fxgraph.node_info import copy_info, info, inherit_info, origin
+from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operator, record_of
 from intaglio.ir import Dim, DType, Op, QParams, TensorType, numel
 from intaglio.ops.dynamic_quant import row_levels
 from intaglio.ops.products.lstm_gru import RECURRENT, bind_recurrent, recurrent_meaning, result_shapes
@@ -71,7 +72,7 @@ def recurrent_refusal(node: fx.Node, setting: Setting) -> str | None:
     constants = [one for group in (*parts.weights, *parts.biases) for one in group]
     if not all(is_constant(one) for one in constants):
         return "a weight that is computed while the model runs"
-    kinds = {one.meta["type"].dtype for one in (*constants, *parts.states)}
+    kinds = {info(one).type.dtype for one in (*constants, *parts.states)}
     if kinds != {DType.F32} or {len(group) for group in parts.biases} - {0, BIASES}:
         return "weights, biases or states that are not float32, or one bias without the other"
     if setting.activation.name != "u8" or setting.weight.name != "s8":
@@ -83,12 +84,12 @@ def recurrent_refusal(node: fx.Node, setting: Setting) -> str | None:
 def recurrent_macs(node: fx.Node) -> Dim:
     """Multiply-accumulates of a call: every weight meets every step of every entry of the batch."""
     if operator(node) == RECURRENT_CALL:
-        weights, shape = node.args[5], node.args[1].meta["type"].shape
+        weights, shape = node.args[5], info(node.args[1]).type.shape
     else:
         weights = [weight for pair in parts_of(node).weights for weight in pair]
-        shape = node.args[0].meta["type"].shape
+        shape = info(node.args[0]).type.shape
     work: Dim = 0
-    for kind in (weight.meta["type"] for weight in weights):
+    for kind in (info(weight).type for weight in weights):
         if len(kind.shape) == 2:
             work = work + numel(shape[:-1]) * numel(kind.shape)
     return work
@@ -152,10 +153,10 @@ def quantize_recurrent(
             recurrent_operator(),
             (kind, x, scale_node, float(step), int(zero), constants, list(parts.states), *geometry),
         )
-        call.meta = provenance(node)
-        if "type" in node.meta and node.meta["type"] is not None:
+        inherit_info(call, node)
+        if info(node).type is not None and info(node).type is not None:
             result = graph.call_function(getitem, (call, 0))
-            result.meta = {**node.meta, "replaces": node.name}
+            copy_info(result, node, replaces=node.name)
             call = result
     node.replace_all_uses_with(call)
     graph.erase_node(node)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 
 from torch import fx
 
-from intaglio.fxgraph.nodes import activations, call_of, is_constant, operands, operator, origin, record_of, tensor_type
+from intaglio.fxgraph.node_info import info, origin, tensor_type
+from intaglio.fxgraph.nodes import activations, call_of, is_constant, operands, operator, record_of
 from intaglio.ir import DType, evaluate, numel, symbols_of
 from intaglio.ops.dynamic_quant import ROW_MODES
 from intaglio.ops.fused_activations import FUNCTIONS
@@ -65,7 +66,7 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         others = [value for i, value in enumerate(operands(node)) if i not in record.roles.x and value is not None]
         if None in values or any(not is_constant(value) for value in others):
             return "an operand that is no constant, and none of the operator's activations"
-        if any("zero_points" in value.meta for value in values):
+        if any(info(value).zero_points is not None for value in values):
             return "it reads the image, whose channels have parameters of their own"
     return record.check(call_of(node, record))
 
@@ -112,7 +113,7 @@ def _counts(node: fx.Node) -> bool:
     kind = tensor_type(node)
     if operator(node) in ZEROS and node.users and all(is_recurrent(user) for user in node.users):
         return False
-    if node.target is python_operator.getitem or "dim" in node.meta:
+    if node.target is python_operator.getitem or info(node).dim is not None:
         return False
     if operator(node).startswith("quantized_decomposed."):  # of a part that is quantized already
         return False

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from intaglio.fxgraph.node_info import info
 from intaglio.fxgraph.nodes import activations, call_of, operands, record_of
 from intaglio.ir.moves import MOVES
 from intaglio.ops import SUMS, OpDef
@@ -39,12 +40,12 @@ class Chain:
 
     def operands(self) -> tuple[fx.Node | None, ...]:
         """Of the record that stands for the whole chain, else of the anchor."""
-        whole = self.root.meta.get("whole")
+        whole = info(self.root).composite
         return operands(self.anchor) if whole is None else tuple(operands_of_whole(self.nodes, whole))
 
     def attrs(self) -> Mapping[str, Any]:
         """As the record binds them."""
-        whole = self.root.meta.get("whole")
+        whole = info(self.root).composite
         return self.record.bind(call_of(self.anchor, self.record)) if whole is None else whole.attrs
 
 
@@ -87,13 +88,13 @@ class Region(Chain):
     @property
     def adds_shortcut(self) -> bool:
         """Whether it adds a value to an accumulator that the recipe wants in 16 bits."""
-        if "whole" in self.root.meta or not self.record.anchor or self.setting.shortcut != 16:
+        if info(self.root).composite is not None or not self.record.anchor or self.setting.shortcut != 16:
             return False
         return any(record_of(node).name in SUMS for node in self.nodes)
 
     def activations(self) -> list[fx.Node]:
         """Values from outside that the region reads as levels, in order, once each."""
-        if "whole" in self.root.meta:
+        if info(self.root).composite is not None:
             values = self.operands()
             return list(dict.fromkeys(values[i] for i in self.record.roles.x))
         found = []

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import fx
 
-from intaglio.fxgraph.nodes import constant_node, is_constant, operands, origin, provenance, record_of, tensor_type
+from intaglio.fxgraph.node_info import constant_path, inherit_info, origin, tensor_type, update_info
+from intaglio.fxgraph.nodes import constant_node, is_constant, operands, record_of
 from intaglio.ir import DType, TensorType
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.qdq.weight_grid import channel_scales, group_of, weight_grid
@@ -47,7 +48,7 @@ def store_weights(module: fx.GraphModule, found: Mapping[str, Setting], dequanti
             else:
                 ends = *setting.weight.stored(group), torch.int8
                 real = module.graph.call_function(dequantize, (*_levels(module, weight, setting, group), 0, *ends))
-        real.meta = {"type": tensor_type(weight), **provenance(node)}
+        inherit_info(real, node, type=tensor_type(weight))
         node.replace_input_with(weight, real)
     counts = Counter(setting.weight.name for setting in found.values())
     return [f"weights only: {count} layers compute in float32 on {name} weights" for name, count in counts.items()]
@@ -60,7 +61,7 @@ def _levels(module: fx.GraphModule, weight: fx.Node, setting: Setting, group: in
     scales = np.resize(channel_scales(rows, kind, group), len(values))
     grid = weight_grid(values, scales, kind, group)
     levels = _constant(module, weight, "levels", grid.stored(grid.nearest(values)))
-    levels.meta["type"] = TensorType(values.shape, DType.S8, packing=kind.packing(group))
+    update_info(levels, type=TensorType(values.shape, DType.S8, packing=kind.packing(group)))
     zeros = np.zeros(len(values), np.int64)
     return levels, _constant(module, weight, "scale", scales), _constant(module, weight, "zero_point", zeros)
 
@@ -81,4 +82,4 @@ def _constant(module: fx.GraphModule, weight: fx.Node, label: str, array: np.nda
     name = f"{weight.target}_{label}"
     if not hasattr(module, name):
         module.register_buffer(name, torch.from_numpy(np.ascontiguousarray(array)))
-    return constant_node(module, name, f"{weight.meta.get('path', weight.target)}.{label}")
+    return constant_node(module, name, f"{constant_path(weight, weight.target)}.{label}")

@@ -12,6 +12,7 @@ import torch
 
 from intaglio import numerics
 from intaglio.errors import CalibrationError
+from intaglio.fxgraph.node_info import fixed_size
 from intaglio.fxgraph.nodes import operands
 from intaglio.ir import QParams
 from intaglio.quant.annotate.regions import Annotations, Region
@@ -332,7 +333,7 @@ def parameters(site: Site, value: Given, region: Region) -> QParams:
             remedy="keep the site's integers" + (", with zero point 0" if site.role == "weight" else ""),
         )
     if site.role == "weight" and isinstance(site.axis, int) and len(found.scales) == 1:
-        channels = operands(region.anchor)[region.record.roles.weight].meta["type"].shape[site.axis]
+        channels = fixed_size(operands(region.anchor)[region.record.roles.weight], site.axis)
         return replace(found, scale=found.scales * channels, zero_point=(0,) * channels, axis=site.axis)
     return found
 

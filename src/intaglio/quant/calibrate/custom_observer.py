@@ -13,12 +13,11 @@ import torch
 from torch import fx, nn
 
 from intaglio.errors import CalibrationError, InputError, UnsupportedError
-from intaglio.fxgraph.nodes import is_constant, operator, origin, tensor_nodes
+from intaglio.fxgraph.node_info import info, origin, set_info, update_info
+from intaglio.fxgraph.nodes import is_constant, operator, tensor_nodes
 from intaglio.ir import DType, TensorType
 from intaglio.signature import DTYPES
 
-OWN = "own"
-"""In ``meta`` of the node that calls such an observer: value and reader; of nodes that it wrote: ``True``."""
 Edge = tuple[str, str | None]
 """Name of a value and of who reads it; ``None``: everyone."""
 
@@ -58,7 +57,7 @@ def _insert(
     module.add_submodule(name, observer)
     with module.graph.inserting_before(value.next if reader is None else reader):
         call = module.graph.call_module(name, (source,))
-    call.meta = {"type": value.meta["type"], "origin": origin(reader or value), OWN: edge}
+    set_info(call, type=info(value).type, origin=origin(reader or value), observer=edge)
     for user in readers:
         user.replace_input_with(source, call)
     return call
@@ -78,11 +77,11 @@ def _read_as(reader: fx.Node, value: fx.Node) -> fx.Node:
 def write_own(module: fx.GraphModule, own: Iterable[Edge], observed: fx.GraphModule, shown: Collection[Edge]) -> None:
     """Each observer's ``convert(module, node)`` in place of the node that calls it. ``observed``: has the observers;
     ``shown``: edges whose values they have seen. `CalibrationError` for an activation of which one has seen none."""
-    calls = {node.meta[OWN]: node for node in observed.graph.nodes if OWN in node.meta}
+    calls = {info(node).observer: node for node in observed.graph.nodes if info(node).observer is not None}
     for edge in own:
         name, nodes = str(calls[edge].target), {node.name: node for node in module.graph.nodes}
         if edge not in shown and not is_constant(nodes[edge[0]]):
-            where, kind = calls[edge].meta["origin"], type(observed.get_submodule(name)).__name__
+            where, kind = info(calls[edge]).origin, type(observed.get_submodule(name)).__name__
             raise CalibrationError(
                 where.path or edge[0],
                 where.operator or None,
@@ -102,7 +101,7 @@ def _written(module: fx.GraphModule, call: fx.Node) -> list[fx.Node]:
     """The nodes that an observer writes in place of its call. What others read has the type of the value; what lies
     between has none, and is nobody's but PyTorch's."""
     observer, source = module.get_submodule(str(call.target)), call.args[0]
-    kind, where, known = call.meta["type"], call.meta["origin"], set(module.graph.nodes)
+    kind, where, known = info(call).type, info(call).origin, set(module.graph.nodes)
     if is_constant(source):
         with torch.no_grad():
             observer(getattr(module, str(source.target)))
@@ -116,9 +115,9 @@ def _written(module: fx.GraphModule, call: fx.Node) -> list[fx.Node]:
         )
     written = [node for node in module.graph.nodes if node not in known]
     for node in written:
-        node.meta |= {OWN: True, "origin": where}
+        update_info(node, observer=True, origin=where)
         if any(user not in written for user in node.users):
-            node.meta["type"] = kind
+            update_info(node, type=kind)
     return written
 
 
@@ -129,7 +128,7 @@ def _hold_constants(module: fx.GraphModule, written: Iterable[fx.Node]) -> None:
             tensor = getattr(module, str(node.target)).detach()
             delattr(module, str(node.target))
             module.register_buffer(str(node.target), tensor)
-            node.meta |= {"type": _type_of(tensor), "path": str(node.target)}
+            update_info(node, type=_type_of(tensor), path=str(node.target))
 
 
 def _fold(module: fx.GraphModule, written: Iterable[fx.Node]) -> None:
@@ -152,7 +151,7 @@ def _fold(module: fx.GraphModule, written: Iterable[fx.Node]) -> None:
             module.register_buffer(name, values[node])
             with module.graph.inserting_before(node):
                 constant = module.graph.get_attr(name)
-            constant.meta = {"type": _type_of(values[node]), "path": name}
+            set_info(constant, type=_type_of(values[node]), path=name)
             node.replace_all_uses_with(constant)
 
 

@@ -15,7 +15,8 @@ from intaglio.errors import CalibrationError, SelectorError, UnsupportedError
 from intaglio.fxgraph.fuse_attention import join_attention
 from intaglio.fxgraph.gated_activations import join_gates
 from intaglio.fxgraph.graph_passes import Pass, copy_graph, run
-from intaglio.fxgraph.nodes import operator, origin, record_of
+from intaglio.fxgraph.node_info import info, origin, set_info
+from intaglio.fxgraph.nodes import operator, record_of
 from intaglio.ir import About, QParams, Signature, symbols_of
 from intaglio.quant.annotate.annotate_graph import annotate_graph, match_notes, notes_of
 from intaglio.quant.annotate.embedding_tables import table_notes
@@ -358,7 +359,7 @@ def _sample_axis(node: fx.Node, signature: Signature) -> int | None:
     """The axis of a value that is as long as the batch, or a multiple of it; ``None`` without one."""
     free = [entry.type.shape[0] for entry in signature.inputs if entry.type.shape]
     batch = {symbol for size in free[:1] for symbol in symbols_of(size)}
-    axes = [axis for axis, size in enumerate(node.meta["type"].shape) if batch.intersection(symbols_of(size))]
+    axes = [axis for axis, size in enumerate(info(node).type.shape) if batch.intersection(symbols_of(size))]
     return axes[0] if axes else None
 
 
@@ -367,6 +368,6 @@ def _insert(module: fx.GraphModule, node: fx.Node, name: str, observer: Observer
     users = list(node.users)
     with module.graph.inserting_after(node):
         call = module.graph.call_module(name, (node,))
-    call.meta = {"type": node.meta["type"], "origin": observer.site.origin}
+    set_info(call, type=info(node).type, origin=observer.site.origin)
     for user in users:
         user.replace_input_with(node, call)

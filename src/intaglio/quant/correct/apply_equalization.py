@@ -11,7 +11,8 @@ from torch import fx
 
 from intaglio.errors import CalibrationError
 from intaglio.fxgraph.graph_passes import copy_graph
-from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operands, operator, origin, record_of, tensor_type
+from intaglio.fxgraph.node_info import constant_path, info, origin, tensor_type, update_info
+from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operands, operator, record_of
 from intaglio.ir import Dim, evaluate, symbols_of
 from intaglio.ops import BY_TARGET
 from intaglio.quant.annotate.regions import Annotations, Region
@@ -66,7 +67,7 @@ def with_inputs(prepared: Prepared, found: Equalization) -> Prepared:
         if name not in inputs:
             raise CalibrationError("equalization", None, f"the model has no input {name!r}")
         value = read_affine(module, inputs[name], torch.tensor(pixels.gain), torch.tensor(pixels.shift))
-        value.meta["zero_points"] = pixels.zero_points
+        update_info(value, zero_points=pixels.zero_points)
     return again(prepared, module)
 
 
@@ -167,7 +168,7 @@ def _uses(value: fx.Node, member: Mapping[fx.Node, Region], trail: tuple[fx.Node
     """Readers behind what only selects or averages within a channel; ``None`` when one cannot undo a factor."""
     found = []
     for user in value.users:
-        if "dim" in user.meta:
+        if info(user).dim is not None:
             continue
         region, record = member.get(user), record_of(user)
         if region is None or record is None:
@@ -236,7 +237,7 @@ def _sizes(node: fx.Node) -> tuple[int, ...]:
 
 def _number(value: Any) -> Any:
     """Arguments with nodes of sizes replaced by the sizes in the example, of one image."""
-    return fx.map_arg(value, lambda node: _in_example(node.meta["dim"], node))
+    return fx.map_arg(value, lambda node: _in_example(info(node).dim, node))
 
 
 def _in_example(size: Dim, node: fx.Node) -> int:
@@ -273,7 +274,7 @@ def _scale(module: fx.GraphModule, anchor: fx.Node, rows: torch.Tensor | None, c
 def _swap(module: fx.GraphModule, user: fx.Node, old: fx.Node, values: torch.Tensor) -> None:
     name = f"{old.target}_equalized"
     module.register_buffer(name, values.float())
-    user.replace_input_with(old, constant_node(module, name, old.meta.get("path", name)))
+    user.replace_input_with(old, constant_node(module, name, constant_path(old, name)))
 
 
 def _weigh(

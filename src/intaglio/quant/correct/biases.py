@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from intaglio.fxgraph.graph_passes import copy_graph
-from intaglio.fxgraph.nodes import origin
+from intaglio.fxgraph.node_info import origin, set_info
 from intaglio.ir import DType, TensorType
 
 
@@ -24,7 +24,7 @@ def with_biases(module: fx.GraphModule, biases: Mapping[str, torch.Tensor]) -> f
         module.register_buffer(name, values)
         with module.graph.inserting_before(next(iter(module.graph.nodes))):
             constant = module.graph.get_attr(name)
-        constant.meta = {"type": TensorType(tuple(values.shape), DType.F32), "path": f"{origin(node).path}.bias"}
+        set_info(constant, type=TensorType(tuple(values.shape), DType.F32), path=f"{origin(node).path}.bias")
         place = [argument.name for argument in node.target._schema.arguments].index("bias")
         if place < len(node.args):
             node.update_arg(place, constant)

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from intaglio import numerics
+from intaglio.fxgraph.node_info import fixed_size
 from intaglio.fxgraph.nodes import operands
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.prepare import Prepared, whole
@@ -82,7 +83,7 @@ def _largest(
 ) -> dict[str, torch.Tensor]:
     """Largest magnitude of every channel over all ranks' batches, by value; ``axes``: where its channels lie."""
     nodes = {node.name: node for node in module.graph.nodes}
-    found = {name: torch.zeros(int(nodes[name].meta["type"].shape[axis])) for name, axis in axes.items()}
+    found = {name: torch.zeros(fixed_size(nodes[name], axis)) for name, axis in axes.items()}
 
     def see(name: str, value: torch.Tensor) -> None:
         found[name] = torch.maximum(found[name], value.abs().movedim(axes[name], 0).flatten(1).amax(1))

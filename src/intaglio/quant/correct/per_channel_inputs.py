@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.nodes import origin, tensor_type
+from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.ir import DType
 from intaglio.quant.annotate.image_inputs import unable_to_absorb
 from intaglio.quant.calibrate.distributed import Group
@@ -64,7 +64,7 @@ def channels_of_inputs(
 
 def _wanted(node: fx.Node, prepared: Prepared) -> bool:
     recipe, classes = prepared.quantizer.recipe, prepared.classes
-    users = [user for user in node.users if "dim" not in user.meta]
+    users = [user for user in node.users if info(user).dim is None]
     settings = [recipe.setting(origin(user), classes) for user in users]
     return all(setting.equalize and setting.bits == 8 for setting in settings)
 

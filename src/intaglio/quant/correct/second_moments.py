@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from intaglio.fxgraph.nodes import call_of, tensor_type
+from intaglio.fxgraph.node_info import tensor_type
+from intaglio.fxgraph.nodes import call_of
 from intaglio.ir import DType, QParams
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Site

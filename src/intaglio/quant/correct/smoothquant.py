@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from intaglio.fxgraph.nodes import call_of, is_constant, operands, origin, provenance, record_of, tensor_type
+from intaglio.fxgraph.node_info import constant_path, inherit_info, origin, tensor_type
+from intaglio.fxgraph.nodes import call_of, is_constant, operands, record_of
 from intaglio.ir import TensorType
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.qdq.prepare_passes import constant_node
@@ -105,18 +106,15 @@ def smooth(module: fx.GraphModule, values: Sequence[Smoothed], factors: Mapping[
             constants.append(constant_node(module, name, f"{origin(node).path}.{label}"))
         with module.graph.inserting_after(node):
             divided = module.graph.call_function(torch.ops.aten.addcmul.default, (constants[0], node, constants[1]))
-        divided.meta = {
-            "type": TensorType(tensor_type(node).shape, tensor_type(node).dtype),
-            **provenance(node),
-            "smooths": True,
-        }
+        kind = TensorType(tensor_type(node).shape, tensor_type(node).dtype)
+        inherit_info(divided, node, type=kind, smooths=True)
         for user in value.users:
             nodes[user.name].replace_input_with(node, divided)
         for reader in value.readers:
             weight = operands(nodes[reader.name])[1]
             name = f"{weight.target}_smoothed"
             module.register_buffer(name, (getattr(module, str(weight.target)).double() * divisor).float())
-            path = weight.meta.get("path", name)
+            path = constant_path(weight, name)
             nodes[reader.name].replace_input_with(weight, constant_node(module, name, path))
     module.graph.eliminate_dead_code()
     module.recompile()

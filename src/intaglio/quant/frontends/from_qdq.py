@@ -8,7 +8,8 @@ from torch import fx
 
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.graph_passes import copy_graph, run
-from intaglio.fxgraph.nodes import activations, is_constant, operands, operator, origin, record_of, tensor_type
+from intaglio.fxgraph.node_info import info, origin, tensor_type
+from intaglio.fxgraph.nodes import activations, is_constant, operands, operator, record_of
 from intaglio.ir import DType
 from intaglio.quant.annotate.find_sites import Names
 from intaglio.quant.annotate.refusals import skipped
@@ -17,7 +18,7 @@ from intaglio.quant.annotate.sites import Fixed, Site
 from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
-from intaglio.quant.qdq.qdq_normalize import LIBRARY, QUANTIZE, UNFIT, dequantizes
+from intaglio.quant.qdq.qdq_normalize import LIBRARY, QUANTIZE, dequantizes
 from intaglio.quant.qdq.qparams import fixed_qparams
 from intaglio.tracing.captured import Captured, expect, fx_text
 
@@ -66,8 +67,8 @@ def _reason(node: fx.Node) -> str:
     if tensor_type(node) is None or tensor_type(node).dtype is not DType.F32:
         return "not a float32 tensor"
     weight = None if record.roles.weight is None else operands(node)[record.roles.weight]
-    for unfit in (value for value in (node, weight) if value is not None and UNFIT in value.meta):
-        return str(unfit.meta[UNFIT])
+    for unfit in (value for value in (node, weight) if value is not None and info(value).unfit is not None):
+        return str(info(unfit).unfit)
     if weight is not None and not dequantizes(weight):
         return "its weight is not quantized"
     if not all(value is not None and dequantizes(value) for value in activations(node)):

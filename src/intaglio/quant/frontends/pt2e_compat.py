@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.graph_passes import copy_graph
-from intaglio.fxgraph.nodes import operands, operator, origin, record_of, tensor_type
+from intaglio.fxgraph.node_info import origin, tensor_type
+from intaglio.fxgraph.nodes import operands, operator, record_of
 from intaglio.ir import DType, evaluate, symbols_of
 from intaglio.quant.annotate.node_annotations import KEY, Annotation, Levels, Own, SameAs, is_apart
 from intaglio.quant.annotate.sites import Dynamic, Fixed, Observed

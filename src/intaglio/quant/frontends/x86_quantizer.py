@@ -19,9 +19,13 @@ from intaglio.fusion.matcher import match
 from intaglio.fusion.pattern import op, seq, wildcard
 from intaglio.fxgraph.fx_graph_view import FxGraphView
 from intaglio.fxgraph.nodes import activations, arguments, operands, operator, origin, record_of, tensor_type
+from intaglio.fxgraph.node_info import info, origin, tensor_type
+from intaglio.fxgraph.nodes import FxView, activations, arguments, operands, operator, record_of
+from intaglio.ir.rewrite import any as value
+from intaglio.ir.rewrite import match, op, seq
 from intaglio.quant.annotate.node_annotations import Annotation, Levels, Own, SameAs, annotate_node, annotation_of
 from intaglio.quant.annotate.sites import Dynamic, Observed
-from intaglio.quant.qat.eval_graph import MARKS, Norm
+from intaglio.quant.qat.eval_graph import Norm
 from intaglio.quant.recipes.selectors import matches
 from intaglio.quant.recipes.settings import DEFAULT, Setting
 
@@ -193,7 +197,7 @@ def _annotate_row(nodes: Sequence[fx.Node], extra: fx.Node | None, config: Setti
     """One pattern, root first: what its layer reads, and what a convolution adds; what a linear layer adds stays float,
     for accuracy. In training, what a batch norm was folded into gives levels, whoever reads it."""
     root, anchor = nodes[0], nodes[-1]
-    normed = any(isinstance(mark, Norm) for mark in anchor.meta.get(MARKS, ()))
+    normed = any(isinstance(mark, Norm) for mark in info(anchor).marks)
     for node in nodes:
         inputs: dict[fx.Node, Levels | SameAs | Own | None] = {}
         if config is not None and node is anchor:

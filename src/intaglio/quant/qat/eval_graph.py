@@ -13,7 +13,8 @@ from torch import fx
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.fuse_attention import PRODUCTS
 from intaglio.fxgraph.graph_passes import CAPTURE_PASSES, run
-from intaglio.fxgraph.nodes import arguments, constant_node, operator, origin, provenance, record_of, tensor_type
+from intaglio.fxgraph.node_info import copy_info, info, inherit_info, origin, tensor_type, update_info
+from intaglio.fxgraph.nodes import arguments, constant_node, operator, record_of
 from intaglio.ir import State
 from intaglio.quant.calibrate.prepare import copy_graph
 from intaglio.tracing.captured import Captured
@@ -24,8 +25,6 @@ ATTENTION = "aten.scaled_dot_product_attention.default"
 EMPTIES = ("aten.new_empty.default", "aten.empty.memory_format", "aten.empty_like.default")
 COUNTED = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of a batch norm."""
-MARKS = "in training"
-"""Key of a node's meta: what training does to the node's value, in order."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Dropout:
 
 
 def evaluated(captured: Captured) -> Captured:
-    """Batch norms with their running statistics, no dropout; `MARKS` say what was there.
+    """Batch norms with their running statistics, no dropout; the records of nodes say what was there.
 
     `UnsupportedError` for other buffers that the model changes, and for other random numbers it draws.
     """
@@ -92,7 +91,8 @@ def _evaluate_norms(module: fx.GraphModule, states: Mapping[str, State]) -> set[
             norm = module.graph.call_function(EVALUATED_NORM, (x, weight, bias, *constants, momentum, eps))
             value = module.graph.call_function(python_operator.getitem, (norm, 0))
         first = next(user for user in node.users if user.args[1] == 0)
-        norm.meta, value.meta = provenance(node), dict(first.meta)
+        inherit_info(norm, node)
+        copy_info(value, first)
         path = counted[0].path.rpartition(".")[0]
         names = tuple(None if c is None else str(c.target) for c in (weight, bias, *constants))
         _mark(value, Norm(path, names, float(momentum), float(eps), number))
@@ -112,7 +112,7 @@ def _as_constant(module: fx.GraphModule, state: State) -> fx.Node:
     """A buffer the model changes, as a constant: it is read as it is when the call begins."""
     name = state.path.replace(".", "_")
     for node in module.graph.nodes:
-        if node.op == "get_attr" and node.meta.get("path") == state.path:
+        if node.op == "get_attr" and info(node).path == state.path:
             return node
     while hasattr(module, name):
         name += "_"
@@ -186,16 +186,16 @@ def _erase(node: fx.Node) -> None:
 
 
 def _shape_readers(source: fx.Node) -> list[fx.Node]:
-    return [user for user in source.users if operator(user) in EMPTIES or "dim" in user.meta]
+    return [user for user in source.users if operator(user) in EMPTIES or info(user).dim is not None]
 
 
 def _mark(node: fx.Node, mark: Norm | Dropout) -> None:
-    node.meta[MARKS] = (*node.meta.get(MARKS, ()), mark)
+    update_info(node, marks=(*info(node).marks, mark))
 
 
 def marks_of(module: fx.GraphModule) -> list[tuple[fx.Node, Norm | Dropout]]:
     """Every mark with the node that has it, in order."""
-    return [(node, mark) for node in module.graph.nodes for mark in node.meta.get(MARKS, ())]
+    return [(node, mark) for node in module.graph.nodes for mark in info(node).marks]
 
 
 def settle(module: fx.GraphModule) -> None:
@@ -203,9 +203,9 @@ def settle(module: fx.GraphModule) -> None:
     above: dict[fx.Node, set[tuple[type, int]]] = {}
     for node in module.graph.nodes:
         inherited = set[tuple[type, int]]().union(*(above[source] for source in node.all_input_nodes))
-        marks = node.meta.get(MARKS, ())
+        marks = info(node).marks
         if marks:
-            node.meta[MARKS] = tuple(mark for mark in marks if (type(mark), mark.number) not in inherited)
+            update_info(node, marks=tuple(mark for mark in marks if (type(mark), mark.number) not in inherited))
         above[node] = inherited | {(type(mark), mark.number) for mark in marks}
 
 
@@ -216,12 +216,12 @@ def followed(module: fx.GraphModule) -> Iterator[None]:
 
     def follow(old: fx.Node, new: str, user: fx.Node) -> None:
         found = next(node for node in module.graph.nodes if node.name == new)
-        marks = old.meta.get(MARKS, ())
+        marks = info(old).marks
         if operator(found) == ATTENTION and operator(old) in PRODUCTS and isinstance(old.args[0], fx.Node):
-            marks += tuple(replace(m, inside=True) for m in old.args[0].meta.get(MARKS, ()) if isinstance(m, Dropout))
-        own = found.meta.get(MARKS, ())
+            marks += tuple(replace(m, inside=True) for m in info(old.args[0]).marks if isinstance(m, Dropout))
+        own = info(found).marks
         if added := tuple(mark for mark in marks if mark not in own):
-            found.meta[MARKS] = (*own, *added)
+            update_info(found, marks=(*own, *added))
 
     with module._set_replace_hook(follow):
         yield

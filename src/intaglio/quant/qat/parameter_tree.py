@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from intaglio.errors import UnsupportedError
+from intaglio.fxgraph.node_info import info
 from intaglio.ir import DType
 from intaglio.quant.qat.constant_tape import Tape
 from intaglio.quant.qat.eval_graph import COUNTED, Norm, marks_of
@@ -27,7 +28,7 @@ class Tree:
         self.norms = {mark.path: mark for mark in marks if isinstance(mark, Norm)}
         self.counters: dict[str, str] = {}
         constants = [node for node in evaluated.module.graph.nodes if node.op == "get_attr"]
-        leaves = {node.meta.get("path") or str(node.target) for node in constants}
+        leaves = {info(node).path or str(node.target) for node in constants}
         for path in self.norms:
             if not path:
                 raise UnsupportedError(
@@ -53,7 +54,7 @@ class Tree:
         self.quantizers = self.free("quantizers")
 
     def _leaf(self, node: fx.Node, tensor: torch.Tensor) -> None:
-        path, trained = node.meta.get("path") or str(node.target), node.meta.get("trained")
+        path, trained = info(node).path or str(node.target), info(node).trained
         self.paths[str(node.target)] = path
         self.place(path, tensor.clone() if trained is None else nn.Parameter(tensor.clone(), requires_grad=trained))
 

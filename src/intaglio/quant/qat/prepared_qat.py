@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from intaglio.errors import ArtifactError, CalibrationError, InputError, UnsupportedError
-from intaglio.fxgraph.nodes import origin
+from intaglio.fxgraph.node_info import origin
 from intaglio.quant.annotate.node_annotations import Annotator
 from intaglio.quant.annotate.recurrent_sites import is_recurrent
 from intaglio.quant.calibrate.prepare import Prepared, copy_graph, prepared_by

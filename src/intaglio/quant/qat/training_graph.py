@@ -9,14 +9,15 @@ import torch
 from torch import fx, nn
 
 from intaglio.errors import UnsupportedError
-from intaglio.fxgraph.nodes import arguments, operands, operator, origin, tensor_type
+from intaglio.fxgraph.node_info import info, origin, tensor_type
+from intaglio.fxgraph.nodes import arguments, operands, operator
 from intaglio.ir import QParams, Shape
 from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS, QUANTIZE_ROWS
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Derived, Fixed, Shared, Site
 from intaglio.quant.calibrate.prepare import copy_graph
 from intaglio.quant.correct.corrections import Corrections
-from intaglio.quant.qat.eval_graph import ATTENTION, MARKS, Dropout, Norm, marks_of
+from intaglio.quant.qat.eval_graph import ATTENTION, Dropout, Norm, marks_of
 from intaglio.quant.qat.fake_quantize import (
     FakeQuantize,
     FakeQuantizeWeight,
@@ -119,11 +120,11 @@ class TrainingGraph:
         for node in self.source.graph.nodes:
             reads = node.args[0] if operator(node) == "aten.matmul.default" else None
             dequantized = isinstance(reads, fx.Node) and operator(reads).startswith(DEQUANTIZE)
-            if "whole" in node.meta and dequantized and "site" not in reads.args[0].meta:
-                wholes[id(node.meta["whole"])] = node.name
+            if info(node).composite is not None and dequantized and info(reads.args[0]).site is None:
+                wholes[id(info(node).composite)] = node.name
         found = dict[str, Dropout]()
         for attention, product in zip(written, wholes.values(), strict=True):
-            for mark in attention.meta.get(MARKS, ()):
+            for mark in info(attention).marks:
                 if isinstance(mark, Dropout) and mark.inside:
                     found[product] = mark
         return found
@@ -133,14 +134,14 @@ class TrainingGraph:
         if name.startswith(QUANTIZE):
             return self._rounded(node, self.env[source])
         if name.startswith(DEQUANTIZE):
-            return self.env[source] if "site" not in node.meta else self._constant(node, self.sites[node.meta["site"]])
+            return self.env[source] if info(node).site is None else self._constant(node, self.sites[info(node).site])
         if name == QUANTIZE_ROWS:
             made = self.graph.call_function(fake_rows, (self._switch(), self.env[source], node.args[1]))
             self.forms[source.name].append(made)
             return made
         if name == DEQUANTIZE_ROWS or (node.target is getitem and operator(source) == QUANTIZE_ROWS):
             return self.env[source]
-        inside = [m for m in node.meta.get(MARKS, ()) if isinstance(m, Dropout) and m.inside]
+        inside = [m for m in info(node).marks if isinstance(m, Dropout) and m.inside]
         if name == ATTENTION and inside:
             given = arguments(node)
             mask = self._module(DropoutMask(inside[0].p, ()), inside[0])
@@ -154,7 +155,7 @@ class TrainingGraph:
             with self.graph.inserting_before(made):
                 dropped = self.graph.call_module(self._module(DropoutMask(mark.p, mark.whole), mark), (made.args[0],))
                 made.args = (self.graph.call_function(getitem, (dropped, 0)), *made.args[1:])
-        for mark in node.meta.get(MARKS, ()):
+        for mark in info(node).marks:
             made = self._normalized(node, made, mark) if isinstance(mark, Norm) else made
         return made
 
@@ -175,9 +176,9 @@ class TrainingGraph:
 
     def _rounded(self, node: fx.Node, x: fx.Node) -> fx.Node:
         """Fake-quantize for a quantize: one form more of the site's value."""
-        if "site" not in node.meta:
+        if info(node).site is None:
             return self.graph.call_function(fake_fixed, (self._switch(), x, *node.args[1:5]))
-        site = self.sites[node.meta["site"]]
+        site = self.sites[info(node).site]
         if isinstance(site.spec, Derived):
             of = self.sites[site.spec.sources[0]]
             module = self.graph.get_attr(self.quantizers[self.annotations.leaders[of.name]])

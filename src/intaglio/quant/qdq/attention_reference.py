@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from intaglio.fxgraph.nodes import call_of, operands, provenance, record_of, tensor_type
+from intaglio.fxgraph.node_info import inherit_info, tensor_type, update_info
+from intaglio.fxgraph.nodes import call_of, operands, record_of
 from intaglio.ir import DType, QParams, Shape, TensorType
 from intaglio.quant.recipes.user_patterns import Whole
 
@@ -67,7 +68,7 @@ class _Speller:
     def __call__(self, target: Any, args: tuple[Any, ...], shape: Shape, kind: TensorType | None = None) -> fx.Node:
         with self.node.graph.inserting_before(self.node):
             made = self.node.graph.call_function(target, args)
-        made.meta = {"type": kind or TensorType(shape, DType.F32), **provenance(self.node)}
+        inherit_info(made, self.node, type=kind or TensorType(shape, DType.F32))
         self.made.append(made)
         return made
 
@@ -78,7 +79,7 @@ class _Speller:
         with self.node.graph.inserting_before(self.node):
             sizes = [self.node.graph.call_function(aten.sym_size.int, (scores, axis)) for axis in (2, 3)]
         for size, dim in zip(sizes, (queries, keys), strict=True):
-            size.meta = {"dim": dim, **provenance(self.node)}
+            inherit_info(size, self.node, dim=dim)
             self.made.append(size)
         rows, columns = (
             self(aten.arange.default, (size,), (dim,), TensorType((dim,), DType.I64))
@@ -98,4 +99,4 @@ class _Speller:
 
     def mark(self, whole: Whole) -> None:
         for made in self.made:
-            made.meta["whole"] = whole
+            update_info(made, composite=whole)

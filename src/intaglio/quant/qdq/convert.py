@@ -14,7 +14,8 @@ from torch import fx
 from intaglio import numerics
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.fxgraph.graph_passes import copy_graph, drop_unused_constants
-from intaglio.fxgraph.nodes import TAG, arguments, operands, origin, provenance
+from intaglio.fxgraph.node_info import TAG, info, inherit_info, origin, overlay_info, set_info
+from intaglio.fxgraph.nodes import arguments, operands
 from intaglio.ir import About, DType, QParams, Signature, TensorType
 from intaglio.ops.dynamic_quant import row_levels
 from intaglio.ops.products.lstm_gru import RECURRENT
@@ -288,11 +289,11 @@ class Rewriter:
         parameters = self._parameters(site.name, q, site.dtype)
         with self.graph.inserting_after(source):
             levels = self.graph.call_function(quantize, (source, *parameters))
-        levels.meta = self._meta(node, site, q)
+        self._describe(levels, node, site, q)
         for group in [[user] for user in own] + ([others] if others and everyone else []):
             with self.graph.inserting_before(group[0] if len(group) == 1 else levels.next):
                 real = self.graph.call_function(dequantize, (levels, *parameters))
-            real.meta = {"type": node.meta["type"], **provenance(group[0] if len(group) == 1 else node)}
+            inherit_info(real, group[0] if len(group) == 1 else node, type=info(node).type)
             for user in group:
                 user.replace_input_with(node, real)
 
@@ -303,15 +304,15 @@ class Rewriter:
         parameters = self._parameters(site.name, q, site.dtype)
         with self.graph.inserting_after(node):
             wide = self.graph.call_function(quantize, (node, *parameters))
-        wide.meta = self._meta(node, site, q)
+        self._describe(wide, node, site, q)
         for user in self._wide_readers(node):
             with self.graph.inserting_before(user):
                 real = self.graph.call_function(dequantize, (wide, *parameters))
-            real.meta = {"type": node.meta["type"], **provenance(user)}
+            inherit_info(real, user, type=info(node).type)
             user.replace_input_with(node, real)
         with self.graph.inserting_after(wide):
             source = self.graph.call_function(dequantize, (wide, *parameters))
-        source.meta = {"type": node.meta["type"], **provenance(node)}
+        inherit_info(source, node, type=info(node).type)
         return source
 
     def _wide_readers(self, node: fx.Node) -> list[fx.Node]:
@@ -324,9 +325,10 @@ class Rewriter:
                     found.append(self.nodes[own.name])
         return found
 
-    def _meta(self, node: fx.Node, site: Site, q: QParams) -> dict[str, Any]:
-        kind = TensorType(node.meta["type"].shape, site.dtype, q)
-        return {"type": kind, **provenance(node), "site": site.name}
+    def _describe(self, made: fx.Node, node: fx.Node, site: Site, q: QParams) -> None:
+        """Record type, origin and site of the quantize of a node's value."""
+        kind = TensorType(info(node).type.shape, site.dtype, q)
+        inherit_info(made, node, type=kind, site=site.name)
 
     def _anchor(self, region: Region) -> None:
         """Integer weight and bias, each behind a dequantize of this call's own."""
@@ -356,7 +358,7 @@ class Rewriter:
 
     def _attention(self, node: fx.Node) -> None:
         result = written_out(node, *quantizing(PROBABILITIES, DType.U8))
-        result.meta = {**node.meta, **result.meta, "replaces": node.name}
+        overlay_info(result, node, replaces=node.name)
         node.replace_all_uses_with(result)
         self.graph.erase_node(node)
 
@@ -380,7 +382,7 @@ class Rewriter:
         with self.graph.inserting_before(anchor):
             dequantize = quantizing(q, site.dtype)[1]
             real = self.graph.call_function(dequantize, (source, *self._parameters(site.name, q, site.dtype)))
-        real.meta = {"type": TensorType(array.shape, DType.F32), **provenance(anchor), "site": site.name}
+        inherit_info(real, anchor, type=TensorType(array.shape, DType.F32), site=site.name)
         anchor.replace_input_with(old, real)
 
     def _parameters(self, site: str, q: QParams, dtype: DType) -> tuple[Any, ...]:
@@ -402,5 +404,5 @@ class Rewriter:
             self.module.register_buffer(name, tensor)
             with self.graph.inserting_before(next(iter(self.graph.nodes))):
                 self.integers[key] = self.graph.get_attr(name)
-            self.integers[key].meta = {"type": kind, "path": key}
+            set_info(self.integers[key], type=kind, path=key)
         return self.integers[key]

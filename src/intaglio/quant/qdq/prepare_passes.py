@@ -23,7 +23,8 @@ from intaglio.fxgraph.decompositions import (
 from intaglio.fxgraph.fuse_attention import join_attention
 from intaglio.fxgraph.graph_passes import fold_constants
 from intaglio.fxgraph.lift_slices import lift_slices
-from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operator, origin, provenance, tensor_type
+from intaglio.fxgraph.node_info import constant_path, info, inherit_info, origin, tensor_type
+from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operator
 from intaglio.ir import TensorType
 from intaglio.ops import ANCHORS, BY_TARGET, OPS
 from intaglio.ops.channels import channel_axis
@@ -72,11 +73,11 @@ def mean_as_pool(module: fx.GraphModule) -> int:
         kept = TensorType((*source.shape[:2], 1, 1), source.dtype)
         with module.graph.inserting_before(node):
             pool = module.graph.call_function(torch.ops.aten.adaptive_avg_pool2d.default, (node.args[0], [1, 1]))
-            pool.meta = {"type": kept, **provenance(node)}
+            inherit_info(pool, node, type=kept)
             result = pool
             if not given["keepdim"]:
                 result = module.graph.call_function(torch.ops.aten.flatten.using_ints, (pool, 1, 3))
-                result.meta = {"type": tensor_type(node), **provenance(node)}
+                inherit_info(result, node, type=tensor_type(node))
         node.replace_all_uses_with(result)
         module.graph.erase_node(node)
     return len(hits)
@@ -95,7 +96,7 @@ def norm_as_affine(module: fx.GraphModule) -> int:
         with module.graph.inserting_before(norm):
             scale, shift = (constant_node(module, name, f"{origin(norm).path}.{name}") for name in names)
             node = module.graph.call_function(torch.ops.aten.addcmul.default, (shift, norm.args[0], scale))
-        node.meta = {"type": tensor_type(value), **provenance(norm)}
+        inherit_info(node, norm, type=tensor_type(value))
         value.replace_all_uses_with(node)
         module.graph.erase_node(value)
         module.graph.erase_node(norm)
@@ -116,7 +117,7 @@ def constants_as_affine(module: fx.GraphModule) -> int:
         with module.graph.inserting_before(node):
             factor, offset = (constant_node(module, name, f"{origin(node).path}.{name}") for name in names)
             result = module.graph.call_function(torch.ops.aten.addcmul.default, (offset, x, factor))
-        result.meta = {"type": tensor_type(node), **provenance(node)}
+        inherit_info(result, node, type=tensor_type(node))
         node.replace_all_uses_with(result)
         module.graph.erase_node(node)
     return len(hits)
@@ -291,7 +292,7 @@ def read_affine(module: fx.GraphModule, node: fx.Node, gain: torch.Tensor, shift
     Their weights and biases undo it; a convolution that pads still pads with zeros, which then stand for
     ``-shift / gain``. Every reader of ``node`` is a conv2d of constant weights, or asks for its shape.
     """
-    first = next(user for user in module.graph.nodes if user in node.users and "dim" not in user.meta)
+    first = next(user for user in module.graph.nodes if user in node.users and info(user).dim is None)
     constants = []
     for label, tensor in (("gain", gain), ("shift", shift)):
         name = f"{node.name}_{label}"
@@ -302,8 +303,8 @@ def read_affine(module: fx.GraphModule, node: fx.Node, gain: torch.Tensor, shift
     factor, offset = constants
     with module.graph.inserting_before(first):
         value = module.graph.call_function(torch.ops.aten.addcmul.default, (offset, node, factor))
-    value.meta = {"type": tensor_type(node), **provenance(node)}
-    for user in [user for user in node.users if user is not value and "dim" not in user.meta]:
+    inherit_info(value, node, type=tensor_type(node))
+    for user in [user for user in node.users if user is not value and info(user).dim is None]:
         _absorb(module, user, 1 / gain.double(), -shift.double() / gain.double(), f"{node.name}|image")
         user.replace_input_with(node, value)
     return value
@@ -342,7 +343,7 @@ def _replace(module: fx.GraphModule, anchor: fx.Node, weight: torch.Tensor, bias
         known[key] = (stem, f"{stem}_bias")
         module.register_buffer(stem, weight.float())
         module.register_buffer(f"{stem}_bias", bias.float())
-    path = anchor.args[1].meta.get("path", "")
+    path = constant_path(anchor.args[1])
     with module.graph.inserting_before(anchor):
         nodes = [constant_node(module, name, p) for name, p in zip(known[key], (path, _bias_path(path)), strict=True)]
     rest = list(anchor.args[3:])

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from intaglio import numerics
+from intaglio.fxgraph.node_info import update_info
 from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operands, operator, record_of, replace_node
 from intaglio.ir import DType, QParams, TensorType
 from intaglio.ops.products.conv import outputs_first
@@ -17,7 +18,6 @@ from intaglio.quant.qdq.qdq_normalize import (
     DEQUANTIZE,
     DEQUANTIZE_CHANNEL,
     SHIFT,
-    UNFIT,
     dequantizes,
     levels_behind,
     quantizes,
@@ -71,7 +71,7 @@ def _computed(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
 
 def _float_again(module: fx.GraphModule, node: fx.Node, reason: str | None = None) -> bool:
     made = stored(module, f"{node.args[0].target}_f32", _computed(module, node), node.args[0])
-    made.meta |= {} if reason is None else {UNFIT: reason}
+    update_info(made, unfit=reason)
     replace_node(node, made)
     return True
 

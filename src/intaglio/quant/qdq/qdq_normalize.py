@@ -16,6 +16,7 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.errors import UnsupportedError
+from intaglio.fxgraph.node_info import constant_path, info, origin, tensor_type, update_info
 from intaglio.fxgraph.nodes import (
     arguments,
     call_before,
@@ -23,20 +24,15 @@ from intaglio.fxgraph.nodes import (
     is_constant,
     operands,
     operator,
-    origin,
     record_of,
     replace_node,
-    tensor_type,
 )
 from intaglio.ir import DType, QParams, TensorType
-from intaglio.quant.calibrate.custom_observer import OWN
 from intaglio.signature import DTYPES
 
 LIBRARY = "quantized_decomposed."
 QUANTIZE, QUANTIZE_CHANNEL = f"{LIBRARY}quantize_per_tensor.default", f"{LIBRARY}quantize_per_channel.default"
 DEQUANTIZE, DEQUANTIZE_CHANNEL = f"{LIBRARY}dequantize_per_tensor.default", f"{LIBRARY}dequantize_per_channel.default"
-UNFIT = "unfit"
-"""In ``meta``: why a constant that was levels is not, or why an operator does not compute with those it reads."""
 KINDS = ("quantize_per_tensor", "dequantize_per_tensor", "quantize_per_channel", "dequantize_per_channel")
 SHIFT = {torch.uint8: 0, torch.int8: 128}
 """Element types of activations that kernels have -> what is added to their levels: all are u8."""
@@ -49,11 +45,11 @@ def target(kind: str) -> Any:
 
 def dequantizes(node: fx.Node) -> bool:
     """Whether it makes floats of levels, and no observer of a user's own wrote it."""
-    return operator(node) in (DEQUANTIZE, DEQUANTIZE_CHANNEL) and OWN not in node.meta
+    return operator(node) in (DEQUANTIZE, DEQUANTIZE_CHANNEL) and info(node).observer is None
 
 
 def quantizes(node: fx.Node) -> bool:
-    return operator(node) in (QUANTIZE, QUANTIZE_CHANNEL) and OWN not in node.meta
+    return operator(node) in (QUANTIZE, QUANTIZE_CHANNEL) and info(node).observer is None
 
 
 # -- one spelling -----------------------------------------------------------------------------------------------------
@@ -62,7 +58,7 @@ def quantizes(node: fx.Node) -> bool:
 def spell_levels(module: fx.GraphModule) -> int:
     """Overloads of tensors -> those of numbers; arguments in their places, scales float32. `UnsupportedError` where
     parameters are computed while the model runs, and for other operators of that library."""
-    hits = [node for node in module.graph.nodes if operator(node).startswith(LIBRARY) and OWN not in node.meta]
+    hits = [node for node in module.graph.nodes if operator(node).startswith(LIBRARY) and info(node).observer is None]
     return sum(_spell(module, node) for node in hits)
 
 
@@ -123,7 +119,7 @@ def stored(module: fx.GraphModule, stem: str, values: torch.Tensor, of: fx.Node)
     while hasattr(module, name):
         name += "_"
     module.register_buffer(name, values.contiguous())
-    return constant_node(module, name, of.meta.get("path", str(of.target)))
+    return constant_node(module, name, constant_path(of, str(of.target)))
 
 
 def separate_levels(module: fx.GraphModule) -> int:
@@ -131,7 +127,7 @@ def separate_levels(module: fx.GraphModule) -> int:
     first: dict[tuple[Any, ...], fx.Node] = {}
     hits = 0
     for node in list(module.graph.nodes):
-        if operator(node) == QUANTIZE and OWN not in node.meta:
+        if operator(node) == QUANTIZE and info(node).observer is None:
             if (same := first.setdefault(node.args, node)) is not node:
                 replace_node(node, same)
                 hits += 1
@@ -179,7 +175,7 @@ def write_factors(module: fx.GraphModule) -> int:
             if q is None or (record.name != "attention" and (q.zero, q.qmin + q.qmax) == (128, 256)):
                 continue
             found = f"{q.qmin}..{q.qmax} around {q.zero}"
-            node.meta[UNFIT] = f"its second factor has levels {found}; kernels read 1..255 around 128"
+            update_info(node, unfit=f"its second factor has levels {found}; kernels read 1..255 around 128")
             real = _write_dequantize(value, _write_quantize(value.args[0]))
             replace_node(value, real)
             hits += 1
@@ -211,12 +207,12 @@ def _matches(quantize: fx.Node, dequantize: fx.Node) -> bool:
 
 def quantizes_to_bytes(node: fx.Node) -> bool:
     """Whether it makes the levels that kernels have of activations."""
-    return operator(node) == QUANTIZE and node.args[5] is torch.uint8 and OWN not in node.meta
+    return operator(node) == QUANTIZE and node.args[5] is torch.uint8 and info(node).observer is None
 
 
 def levels_behind(node: fx.Node) -> QParams | None:
     """Of such levels, that a node dequantizes."""
-    bytes_ = operator(node) == DEQUANTIZE and node.args[5] is torch.uint8 and OWN not in node.meta
+    bytes_ = operator(node) == DEQUANTIZE and node.args[5] is torch.uint8 and info(node).observer is None
     return levels_of(node) if bytes_ and not is_constant(node.args[0]) else None
 
 
@@ -249,7 +245,7 @@ def _pair(node: fx.Node) -> bool:
     before = [each.args for each in (node, *mates)]
     for each in (node, *mates):
         each.args = (each.args[0], *numbers_of(q))
-    node.meta["type"] = TensorType(tensor_type(node).shape, DType.U8, q)
+    update_info(node, type=TensorType(tensor_type(node).shape, DType.U8, q))
     return bool(others) or before != [each.args for each in (node, *mates)]
 
 
@@ -293,7 +289,7 @@ def _write_dequantize(node: fx.Node, levels: fx.Node | None = None) -> fx.Node:
 
 def _written(node: fx.Node, kind: TensorType, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     made = call_before(node, kind, target, *args, **kwargs)
-    made.meta[UNFIT] = "part of quantize or dequantize with levels that no kernel has"
+    update_info(made, unfit="part of quantize or dequantize with levels that no kernel has")
     return made
 
 

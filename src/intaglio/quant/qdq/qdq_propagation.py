@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from intaglio.fxgraph.nodes import (
-    activations,
-    call_before,
-    call_of,
-    is_constant,
-    provenance,
-    record_of,
-    tensor_type,
-)
+from intaglio.fxgraph.node_info import adopt_origin, inherit_info, tensor_type
+from intaglio.fxgraph.nodes import activations, call_before, call_of, is_constant, record_of
 from intaglio.ir import DType, TensorType
 from intaglio.ops import SUMS
 from intaglio.quant.qdq.qdq_normalize import (
@@ -57,10 +50,10 @@ def _carry_down(node: fx.Node) -> None:
         return
     with node.graph.inserting_after(node):
         levels = node.graph.call_function(target("quantize_per_tensor"), (node, *numbers_of(q)))
-    levels.meta = {"type": TensorType(tensor_type(node).shape, DType.U8, q), **provenance(node)}
+    inherit_info(levels, node, type=TensorType(tensor_type(node).shape, DType.U8, q))
     for user in readers:
         real = call_before(user, tensor_type(node), target("dequantize_per_tensor"), levels, *numbers_of(q))
-        real.meta |= provenance(user)
+        adopt_origin(real, user)
         user.replace_input_with(node, real)
 
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.errors import CalibrationError, UnsupportedError
+from intaglio.fxgraph.node_info import info
 from intaglio.fxgraph.nodes import call_of, operands
 from intaglio.ir import QParams
 from intaglio.ops.products.conv import outputs_first
@@ -156,7 +157,7 @@ def weight_qparams(
                 w_site.name,
                 region.anchor.name,
                 "weights or biases that are not finite",
-                remedy=f"skip=[{region.anchor.meta['origin'].path!r}]",
+                remedy=f"skip=[{info(region.anchor).origin.path!r}]",
             )
         scales = tuple(map(float, fitted))
         result[w_site.name] = QParams(scales, (0,) * len(scales), w_site.qmin, w_site.qmax, w_site.axis)

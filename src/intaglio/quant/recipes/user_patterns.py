@@ -16,6 +16,8 @@ from intaglio.fusion.pattern import Pattern, const, op, wildcard
 from intaglio.fusion.table import GRAPH_FUSIONS
 from intaglio.fxgraph.fx_graph_view import FxGraphView
 from intaglio.fxgraph.nodes import arguments, is_constant, operator, origin, record_of, resolve, tensor_type
+from intaglio.fxgraph.node_info import info, origin, tensor_type, update_info
+from intaglio.fxgraph.nodes import FxView, arguments, is_constant, operator, record_of, resolve
 from intaglio.ir import DType, Origin
 from intaglio.ops import BY_TARGET, OPS, Call, OpDef
 from intaglio.quant.recipes.settings import Setting
@@ -191,7 +193,7 @@ def name_operators(graph: fx.Graph, records: Iterable[OpDef]) -> None:
             if missing := [name for name in record.operands if name not in known]:
                 problem = f"it has no argument {', '.join(missing)}; there are {', '.join(known)}"
                 raise UnsupportedError(record.name, operator(node), problem, remedy="name the operands as they are")
-            node.meta["record"] = record
+            update_info(node, record=record)
 
 
 # -- matching ---------------------------------------------------------------------------------------------------------
@@ -267,7 +269,7 @@ def _guard(found: Found, hit: Match[fx.Node], reasons: Mapping[fx.Node, str | No
         kind = tensor_type(node)
         if kind is None or kind.dtype is not DType.F32:
             return "not a float32 tensor" + ("" if kind is None else f" but {kind.dtype}")
-        if "zero_points" in node.meta:
+        if info(node).zero_points is not None:
             return "it reads the image, whose channels have parameters of their own"
     for index, name in enumerate(record.operands):
         if is_constant(found.bound[name]) is (index in record.roles.x):
@@ -283,7 +285,7 @@ def call_of_whole(found: Found, record: OpDef) -> Call:
         for name, node in found.bound.items()
         if node in found.nodes
         for key, value in arguments(node).items()
-        if not isinstance(value, fx.Node) or "dim" in value.meta
+        if not isinstance(value, fx.Node) or info(value).dim is not None
     }
     return Call(
         target=operator(found.nodes[-1]),
@@ -305,7 +307,7 @@ def whole_of(found: Found, record: OpDef) -> Whole:
 
 def record_at(nodes: Sequence[fx.Node]) -> OpDef:
     """The record of a chain: the one that stands for all of it, else its anchor's."""
-    whole = nodes[-1].meta.get("whole")
+    whole = info(nodes[-1]).composite
     return whole.record if whole is not None else record_of(nodes[0])
 
 
