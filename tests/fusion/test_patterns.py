@@ -10,10 +10,8 @@ from torch.nn import functional as F
 import intaglio
 from intaglio import stages
 from intaglio.errors import SelectorError, UnsupportedError
-from intaglio.patterns import BUILT_IN, QuantizerPattern, builtin, const, op, seq, wildcard
 from intaglio.fxgraph.node_info import info
-from intaglio.patterns import BUILT_IN, QuantizerPattern, builtin, const, op, seq
-from intaglio.patterns import any as anything
+from intaglio.patterns import BUILT_IN, QuantizerPattern, builtin, const, op, seq, wildcard
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Setting
 from support import nets

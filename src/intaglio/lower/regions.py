@@ -11,9 +11,8 @@ from intaglio import numerics
 from intaglio.fusion.fusion_record import match_rows
 from intaglio.fusion.table import GRAPH_FUSIONS
 from intaglio.fxgraph.fx_graph_view import FxGraphView
-from intaglio.fxgraph.nodes import activations, call_of, is_constant, operands, operator, record_of
 from intaglio.fxgraph.node_info import info
-from intaglio.fxgraph.nodes import FxView, activations, call_of, is_constant, operands, operator, record_of
+from intaglio.fxgraph.nodes import activations, call_of, is_constant, operands, operator, record_of
 from intaglio.ir import DType, QParams
 from intaglio.ir.moves import MOVES
 from intaglio.ops import ACCUMULATING, NUMBERS, SUMS

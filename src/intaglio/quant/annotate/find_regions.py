@@ -10,9 +10,8 @@ from torch import fx
 from intaglio.fusion.fusion_record import Fusion, match_rows
 from intaglio.fusion.table import GRAPH_FUSIONS
 from intaglio.fxgraph.fx_graph_view import FxGraphView
+from intaglio.fxgraph.node_info import update_info
 from intaglio.fxgraph.nodes import activations, record_of
-from intaglio.fxgraph.node_info import tensor_type, update_info
-from intaglio.fxgraph.nodes import FxView, activations, arguments, call_of, is_constant, operands, record_of
 from intaglio.ir import DType
 from intaglio.ops.fused_activations import FUNCTIONS
 from intaglio.quant.annotate.node_annotations import Written

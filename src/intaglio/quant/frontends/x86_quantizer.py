@@ -18,11 +18,8 @@ from intaglio.errors import SelectorError
 from intaglio.fusion.matcher import match
 from intaglio.fusion.pattern import op, seq, wildcard
 from intaglio.fxgraph.fx_graph_view import FxGraphView
-from intaglio.fxgraph.nodes import activations, arguments, operands, operator, origin, record_of, tensor_type
 from intaglio.fxgraph.node_info import info, origin, tensor_type
-from intaglio.fxgraph.nodes import FxView, activations, arguments, operands, operator, record_of
-from intaglio.ir.rewrite import any as value
-from intaglio.ir.rewrite import match, op, seq
+from intaglio.fxgraph.nodes import activations, arguments, operands, operator, record_of
 from intaglio.quant.annotate.node_annotations import Annotation, Levels, Own, SameAs, annotate_node, annotation_of
 from intaglio.quant.annotate.sites import Dynamic, Observed
 from intaglio.quant.qat.eval_graph import Norm

@@ -15,9 +15,8 @@ from intaglio.fusion.matcher import Match, match
 from intaglio.fusion.pattern import Pattern, const, op, wildcard
 from intaglio.fusion.table import GRAPH_FUSIONS
 from intaglio.fxgraph.fx_graph_view import FxGraphView
-from intaglio.fxgraph.nodes import arguments, is_constant, operator, origin, record_of, resolve, tensor_type
 from intaglio.fxgraph.node_info import info, origin, tensor_type, update_info
-from intaglio.fxgraph.nodes import FxView, arguments, is_constant, operator, record_of, resolve
+from intaglio.fxgraph.nodes import arguments, is_constant, operator, record_of, resolve
 from intaglio.ir import DType, Origin
 from intaglio.ops import BY_TARGET, OPS, Call, OpDef
 from intaglio.quant.recipes.settings import Setting
