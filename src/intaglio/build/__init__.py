@@ -14,6 +14,7 @@ from intaglio.codegen import emit
 from intaglio.errors import ArtifactError, BuildError
 from intaglio.ir import Graph, Program, Schedule, graph_text
 from intaglio.kernels import ISAS
+from intaglio.ir.names import sanitized
 from intaglio.lower import Island, Lowered
 from intaglio.native import machine
 from intaglio.native.compile import install
@@ -167,7 +168,7 @@ def _scheduled(plan: Plan, isa: str, schedules: Mapping[str, Schedule] | None = 
 
 
 def _emit(plan: Plan, name: str) -> Program:
-    return emit(plan, _identifier(name))
+    return emit(plan, sanitized(name) or "model")
 
 
 def _model(saved: Saved, planned: Plan, artifact: Artifact, hosts: Mapping[str, OpDef]) -> QuantizedModel:
@@ -248,10 +249,6 @@ def choose(isa: str | Iterable[str] | None) -> tuple[str, ...]:
     if unknown := [one for one in asked if one not in ISAS]:
         raise BuildError(where, None, f"no kernels for {', '.join(unknown)}; there are {', '.join(ISAS)}")
     return (here[0], *[one for one in ISAS if one in asked and one != here[0]])
-
-
-def _identifier(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name) or "model"
 
 
 def _coverage(lowered: Lowered) -> Coverage:

@@ -31,6 +31,7 @@ from intaglio.codegen.emit_steps import (
 from intaglio.codegen.writer import Code
 from intaglio.ir import External, HostCall, IslandCall, Program, StepNote, TensorType
 from intaglio.ir.moves import MOVES
+from intaglio.ir.names import sanitized
 from intaglio.ir.verify import PRODUCTS
 from intaglio.kernels import ISAS
 from intaglio.plan.execution_plan import Plan
@@ -128,8 +129,7 @@ def _note(index: int, step: Step, context: Context) -> StepNote:
 
 
 def _symbol(index: int, step: Step) -> str:
-    name = "".join(c if c.isalnum() else "_" for c in step.partition.name)
-    return f"p{index:02d}_{name}"
+    return f"p{index:02d}_{sanitized(step.partition.name)}"
 
 
 def _step(index: int, step: Step, context: Context) -> str:

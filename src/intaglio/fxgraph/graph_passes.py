@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from intaglio.fxgraph.attention_masks import resolve_masks
 from intaglio.fxgraph.half_precision import widen_halves
+from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import constant_path, info, set_info, tensor_type
 from intaglio.fxgraph.nodes import arguments, is_constant, operator
 from intaglio.ops.shape import END
@@ -120,10 +121,7 @@ def fold_constants(module: fx.GraphModule) -> int:
     hits = [n for n, value in values.items() if not is_constant(n) and isinstance(value, torch.Tensor)]
     hits = [node for node in hits if any(user not in values for user in node.users)]
     for index, node in enumerate(hits):
-        name = f"constant{index}"
-        while hasattr(module, name):
-            name += "_"
-        module.register_buffer(name, values[node])
+        name = add_constant(module, f"constant{index}", values[node])
         with module.graph.inserting_before(node):
             constant = module.graph.get_attr(name)
         set_info(constant, type=tensor_type(node), path=PARAMETRIZED.sub(r".\1", paths[node]))

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from intaglio.fxgraph.graph_passes import fold_constants
+from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import set_info, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operator, replace_node, resolve
 from intaglio.ir import TensorType
@@ -66,10 +67,7 @@ def _steady(module: fx.GraphModule, value: Any) -> bool:
 
 def _put(module: fx.GraphModule, node: fx.Node, tensor: torch.Tensor, part: Part, shape: tuple) -> None:
     """A slice of a new constant in the place of a node."""
-    name = f"part_{node.name}"
-    while hasattr(module, name):
-        name += "_"
-    module.register_buffer(name, tensor)
+    name = add_constant(module, f"part_{node.name}", tensor)
     with module.graph.inserting_before(next(iter(module.graph.nodes))):
         constant = module.graph.get_attr(name)
     kind = tensor_type(node)

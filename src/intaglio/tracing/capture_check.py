@@ -58,11 +58,11 @@ def _differs(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[
         captured, model = replace(captured), copy.deepcopy(model)
     try:
         with torch.no_grad():
-            expected = model(*_copied(args), **_copied(kwargs))
+            expected = model(*clone_tensors(args), **clone_tensors(kwargs))
     except Exception as error:
         return f"at {label} the model itself fails: {error}"
     try:
-        got = captured(*_copied(args), **_copied(kwargs))
+        got = captured(*clone_tensors(args), **clone_tensors(kwargs))
     except Exception as error:
         return f"at {label} the graph fails: {error}"
     near = HALF if WIDENED in captured.notes else SINGLE
@@ -135,7 +135,8 @@ def _stretch(tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:
     return tensor.repeat(times).narrow(axis, 0, size).clone()
 
 
-def _copied(value: Any) -> Any:
+def clone_tensors(value: Any) -> Any:
+    """Return nested arguments with a copy of every tensor, for a model that may write into its inputs."""
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import info, set_info, update_info
 from intaglio.fxgraph.nodes import dim_of
 from intaglio.ir import DType, Origin, TensorType
@@ -22,11 +23,7 @@ def tensor_of(program: ExportedProgram, target: str) -> torch.Tensor:
 def constant(graph: fx.Graph, root: nn.Module, program: ExportedProgram, target: str) -> fx.Node:
     """A tensor of the model as one of the graph's root."""
     tensor = tensor_of(program, target)
-    name = target.replace(".", "_")
-    while hasattr(root, name):
-        name += "_"
-    root.register_buffer(name, tensor.detach())
-    copy_ = graph.get_attr(name)
+    copy_ = graph.get_attr(add_constant(root, target.replace(".", "_"), tensor.detach()))
     set_info(copy_, type=type_of(tensor, {}), path=target)
     if isinstance(tensor, nn.Parameter):
         update_info(copy_, trained=tensor.requires_grad)

@@ -25,6 +25,7 @@ from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.runtime import QuantizedModel
 from intaglio.signature import Integers, bind, dims_of
 from intaglio.tracing import Captured, capture
+from intaglio.tracing.capture_check import clone_tensors
 from intaglio.tracing.captured import GraphStage
 from intaglio.tune.comparison import Comparison
 from intaglio.tune.pair import Pair, Totals
@@ -85,8 +86,11 @@ class Graphs:
         stage = self.stage
         leaves = bind(stage.signature, args, kwargs)
         dims_of(stage.signature, leaves)
-        values = _copied([*leaves, *stage.state])
-        expected, found = stage(*_copied(args), **_copied(kwargs)), self.quantized(*_copied(args), **_copied(kwargs))
+        values = clone_tensors([*leaves, *stage.state])
+        expected, found = (
+            stage(*clone_tensors(args), **clone_tensors(kwargs)),
+            self.quantized(*clone_tensors(args), **clone_tensors(kwargs)),
+        )
         for pair in self.pairs:
             names = [node.name for node in pair.module.graph.nodes if node.op == "placeholder"]
             given = dict(zip(names, values, strict=True))
@@ -111,9 +115,9 @@ class Calls:
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Results:
         """One call of both; without their results where numbers decide which they are, and did so otherwise in int8."""
         with torch.no_grad():
-            expected = self.exact(*_copied(args), **_copied(kwargs))
-        _, exactly = traced(self.twin, _copied(args), _copied(kwargs))
-        found, roughly = traced(self.quantized, _copied(args), _copied(kwargs))
+            expected = self.exact(*clone_tensors(args), **clone_tensors(kwargs))
+        _, exactly = traced(self.twin, clone_tensors(args), clone_tensors(kwargs))
+        found, roughly = traced(self.quantized, clone_tensors(args), clone_tensors(kwargs))
         for mine, its in zip(exactly, roughly, strict=False):
             if (mine.number, mine.first) != (its.number, its.first):
                 break
@@ -180,8 +184,3 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     leaves = pytree.tree_leaves(value, is_leaf=lambda part: isinstance(part, Integers))
     leaves = [leaf.dequantize() if isinstance(leaf, Integers) else leaf for leaf in leaves]
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-
-
-def _copied(value: Any) -> Any:
-    """The model may write into its inputs; the next one gets its own."""
-    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)

@@ -22,6 +22,7 @@ from intaglio.eager.recording.torch_functions import out_of_place, plain_name
 from intaglio.fxgraph.node_info import known_type, origin, update_info
 from intaglio.ir import Origin
 from intaglio.ir.dims import Shape
+from intaglio.ir.names import sanitized
 from intaglio.tracing import CAPTURE_PASSES, Captured, capture, run
 
 FILES = itertools.count()
@@ -138,7 +139,7 @@ class _Writer:
         return str(spec) if isinstance(spec, Value) else "_"
 
     def _function(self, function: Callable[..., Any]) -> str:
-        stem = "".join(c if c.isalnum() else "_" for c in plain_name(function)).strip("_") or "function"
+        stem = sanitized(plain_name(function)).strip("_") or "function"
         return self._named(stem, function)
 
     def _named(self, stem: str, thing: Any) -> str:

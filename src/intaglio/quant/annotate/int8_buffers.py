@@ -17,6 +17,7 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.errors import SelectorError, UnsupportedError
+from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import constant_path, copy_info, info, origin, set_info, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, is_constant, operator, tensor_nodes
 from intaglio.ir import DType, QParams, Signature, State, TensorType
@@ -204,11 +205,8 @@ class _Mover:
 
     def _constant(self, value: fx.Node, kind: TensorType) -> fx.Node:
         q, array = kind.levels, getattr(self.module, str(value.target)).detach().numpy()
-        name = f"{value.target}_levels"
-        while hasattr(self.module, name):
-            name += "_"
         levels = numerics.quantize(array, q.step, q.zero, q.qmin, q.qmax).astype(np.uint8)
-        self.module.register_buffer(name, torch.from_numpy(levels))
+        name = add_constant(self.module, f"{value.target}_levels", torch.from_numpy(levels))
         with self.graph.inserting_after(value):
             made = self.graph.get_attr(name)
         set_info(made, type=kind, path=constant_path(value))

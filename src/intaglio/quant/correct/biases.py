@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from intaglio.fxgraph.graph_passes import copy_graph
+from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import origin, set_info
 from intaglio.ir import DType, TensorType
 
@@ -18,10 +19,7 @@ def with_biases(module: fx.GraphModule, biases: Mapping[str, torch.Tensor]) -> f
     nodes = {node.name: node for node in module.graph.nodes}
     for anchor, values in biases.items():
         node = nodes[anchor]
-        name = f"{anchor}_bias"
-        while hasattr(module, name):
-            name += "_"
-        module.register_buffer(name, values)
+        name = add_constant(module, f"{anchor}_bias", values)
         with module.graph.inserting_before(next(iter(module.graph.nodes))):
             constant = module.graph.get_attr(name)
         set_info(constant, type=TensorType(tuple(values.shape), DType.F32), path=f"{origin(node).path}.bias")

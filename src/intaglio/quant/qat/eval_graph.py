@@ -13,6 +13,7 @@ from torch import fx
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.fuse_attention import PRODUCTS
 from intaglio.fxgraph.graph_passes import CAPTURE_PASSES, run
+from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import copy_info, info, inherit_info, origin, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, constant_node, operator, record_of
 from intaglio.ir import State
@@ -110,13 +111,10 @@ def _before_calls(value: fx.Node) -> fx.Node:
 
 def _as_constant(module: fx.GraphModule, state: State) -> fx.Node:
     """A buffer the model changes, as a constant: it is read as it is when the call begins."""
-    name = state.path.replace(".", "_")
     for node in module.graph.nodes:
         if node.op == "get_attr" and info(node).path == state.path:
             return node
-    while hasattr(module, name):
-        name += "_"
-    module.register_buffer(name, torch.from_numpy(state.initial.copy()))
+    name = add_constant(module, state.path.replace(".", "_"), torch.from_numpy(state.initial.copy()))
     return constant_node(module, name, state.path)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from intaglio.errors import UnsupportedError
+from intaglio.fxgraph.names import unique_name
 from intaglio.fxgraph.node_info import info
 from intaglio.ir import DType
 from intaglio.quant.qat.constant_tape import Tape
@@ -75,16 +76,14 @@ class Tree:
 
     def place_quantizer(self, name: str, module: nn.Module) -> str:
         """Its path, among the others."""
-        while hasattr(getattr(self.root, self.quantizers, None), name):
-            name += "_"
+        if (placed := getattr(self.root, self.quantizers, None)) is not None:
+            name = unique_name(placed, name)
         self.place(f"{self.quantizers}.{name}", module)
         return f"{self.quantizers}.{name}"
 
     def free(self, name: str) -> str:
         """A name that the model does not have."""
-        while hasattr(self.root, name):
-            name += "_"
-        return name
+        return unique_name(self.root, name)
 
     def constants(self, module: fx.GraphModule, names: list[str], tape: Tape) -> fx.Graph:
         """A graph that computes constants of a module that passes have been over, then the factor of every norm."""

@@ -12,6 +12,7 @@ from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import arguments, operands, operator
 from intaglio.ir import QParams, Shape
+from intaglio.ir.names import sanitized
 from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS, QUANTIZE_ROWS
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Derived, Fixed, Shared, Site
@@ -94,8 +95,7 @@ class TrainingGraph:
         return found
 
     def _place(self, module: FakeQuantize | FakeQuantizeWeight) -> str:
-        name = "".join(c if c.isalnum() else "_" for c in module.site.name)
-        return self.tree.place_quantizer(name, module)
+        return self.tree.place_quantizer(sanitized(module.site.name), module)
 
     @staticmethod
     def _operand(region: Region, place: int) -> str:

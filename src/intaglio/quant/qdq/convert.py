@@ -14,9 +14,11 @@ from torch import fx
 from intaglio import numerics
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.fxgraph.graph_passes import copy_graph, drop_unused_constants
+from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import TAG, info, inherit_info, origin, overlay_info, set_info
 from intaglio.fxgraph.nodes import arguments, operands
 from intaglio.ir import About, DType, QParams, Signature, TensorType
+from intaglio.ir.names import sanitized
 from intaglio.ops.dynamic_quant import row_levels
 from intaglio.ops.products.lstm_gru import RECURRENT
 from intaglio.quant.annotate.embedding_tables import quantize_table
@@ -397,11 +399,8 @@ class Rewriter:
     def _get(self, key: str, array: np.ndarray, kind: TensorType) -> fx.Node:
         """One constant per key: a weight of several calls is stored once."""
         if key not in self.integers:
-            name = "".join(c if c.isalnum() else "_" for c in key)
-            while hasattr(self.module, name):
-                name += "_"
             tensor = torch.from_numpy(np.ascontiguousarray(array)).to(TORCH_DTYPES[kind.dtype])
-            self.module.register_buffer(name, tensor)
+            name = add_constant(self.module, sanitized(key), tensor)
             with self.graph.inserting_before(next(iter(self.graph.nodes))):
                 self.integers[key] = self.graph.get_attr(name)
             set_info(self.integers[key], type=kind, path=key)

@@ -23,6 +23,7 @@ from intaglio.fxgraph.decompositions import (
 from intaglio.fxgraph.fuse_attention import join_attention
 from intaglio.fxgraph.graph_passes import fold_constants
 from intaglio.fxgraph.lift_slices import lift_slices
+from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import constant_path, info, inherit_info, origin, tensor_type
 from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operator
 from intaglio.ir import TensorType
@@ -110,10 +111,7 @@ def constants_as_affine(module: fx.GraphModule) -> int:
         x, scale, shift = _as_affine(module, node)
         names = []
         for label, tensor in (("scale", scale), ("shift", shift)):
-            names.append(f"channels{index}_{label}")
-            while hasattr(module, names[-1]):
-                names[-1] += "_"
-            module.register_buffer(names[-1], tensor.float())
+            names.append(add_constant(module, f"channels{index}_{label}", tensor.float()))
         with module.graph.inserting_before(node):
             factor, offset = (constant_node(module, name, f"{origin(node).path}.{name}") for name in names)
             result = module.graph.call_function(torch.ops.aten.addcmul.default, (offset, x, factor))
@@ -295,10 +293,7 @@ def read_affine(module: fx.GraphModule, node: fx.Node, gain: torch.Tensor, shift
     first = next(user for user in module.graph.nodes if user in node.users and info(user).dim is None)
     constants = []
     for label, tensor in (("gain", gain), ("shift", shift)):
-        name = f"{node.name}_{label}"
-        while hasattr(module, name):
-            name += "_"
-        module.register_buffer(name, tensor.float().reshape(1, -1, 1, 1))
+        name = add_constant(module, f"{node.name}_{label}", tensor.float().reshape(1, -1, 1, 1))
         constants.append(constant_node(module, name, name))
     factor, offset = constants
     with module.graph.inserting_before(first):

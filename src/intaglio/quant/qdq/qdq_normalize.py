@@ -16,6 +16,7 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.errors import UnsupportedError
+from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import constant_path, info, origin, tensor_type, update_info
 from intaglio.fxgraph.nodes import (
     arguments,
@@ -28,6 +29,7 @@ from intaglio.fxgraph.nodes import (
     replace_node,
 )
 from intaglio.ir import DType, QParams, TensorType
+from intaglio.ir.names import sanitized
 from intaglio.signature import DTYPES
 
 LIBRARY = "quantized_decomposed."
@@ -115,10 +117,7 @@ def tensor_of(module: fx.GraphModule, node: fx.Node, constant: fx.Node) -> torch
 
 def stored(module: fx.GraphModule, stem: str, values: torch.Tensor, of: fx.Node) -> fx.Node:
     """A new constant, with the path of another."""
-    name = "".join(c if c.isalnum() else "_" for c in stem)
-    while hasattr(module, name):
-        name += "_"
-    module.register_buffer(name, values.contiguous())
+    name = add_constant(module, sanitized(stem), values.contiguous())
     return constant_node(module, name, constant_path(of, str(of.target)))
 
 
