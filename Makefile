@@ -34,7 +34,7 @@ lint: $(STAMP)
 docs: $(STAMP) $(DOCS)
 	.venv/bin/python -m mkdocs build --strict
 
-# torch is pinned here and not in pyproject.toml: tests run on one known version, users may have any since 2.9.
+# pyproject.toml says which minor versions of torch are tested; this is the one that tests run on.
 # torchvision is for examples/newcomer.py; with its dependencies it would bring another build of torch.
 $(STAMP): pyproject.toml Makefile | check
 	$(PYTHON) -m venv .venv

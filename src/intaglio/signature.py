@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from intaglio import numerics
 from intaglio.errors import InputError
 from intaglio.ir import Dim, DType, Expression, QParams, Signature, evaluate, solve, symbols_of
+from intaglio.torch_private import pytree
 
 DTYPES = {
     torch.uint8: DType.U8,

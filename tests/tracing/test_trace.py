@@ -15,8 +15,8 @@ from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.qdq.convert import convert
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
+from intaglio.torch_private import decompose_used_composites
 from intaglio.tracing import CAPTURE_PASSES, capture
-from intaglio.tracing.torch_export import functional_program
 from support import nets
 from support.lowering import captured_net
 from support.nets import Body
@@ -358,6 +358,6 @@ def test_a_model_that_draws_random_numbers_does_not_move_the_generator_of_the_ca
 )
 def test_the_short_way_to_a_graph_without_writes_gives_torchs_own(model, example):
     program = torch.export.export(model.eval(), (torch.randn(example),))
-    short, long = functional_program(program), program.run_decompositions({})
+    short, long = decompose_used_composites(program), program.run_decompositions({})
     assert short.graph_module.code == long.graph_module.code
     assert short.graph_signature == long.graph_signature

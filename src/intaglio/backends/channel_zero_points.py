@@ -13,8 +13,8 @@ from intaglio.fxgraph.node_info import constant_path, info, origin, tensor_type,
 from intaglio.fxgraph.nodes import arguments, call_before, constant_node, operator, replace_node
 from intaglio.ir import DType, TensorType
 from intaglio.lower.regions import constant_of, levels_of, pixels_of
-from intaglio.quant.qdq.convert import decomposed
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL
+from intaglio.torch_private import quantized_decomposed
 
 CONVOLUTION = "aten.conv2d.default"
 
@@ -71,7 +71,11 @@ def one_zero_point(module: fx.GraphModule, node: fx.Node) -> None:
         node.replace_input_with(bias, held)
     how = scales[0], zero, q.qmin, q.qmax, torch.uint8
     one = call_before(
-        node, TensorType(tensor_type(levels).shape, DType.F32), decomposed().dequantize_per_tensor.default, levels, *how
+        node,
+        TensorType(tensor_type(levels).shape, DType.F32),
+        quantized_decomposed().dequantize_per_tensor.default,
+        levels,
+        *how,
     )
     node.args = (one, *node.args[1:3], given["stride"], padding, given["dilation"], given["groups"])
     node.kwargs = {}

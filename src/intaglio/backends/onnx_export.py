@@ -15,7 +15,6 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import traceback
-from torch.utils import _pytree as pytree
 
 from intaglio.backends.onnx_legalize import legalize
 from intaglio.backends.onnx_ops import translations
@@ -27,6 +26,7 @@ from intaglio.output_paths import check_file
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
 from intaglio.quant.qdq.convert import Reference
 from intaglio.signature import TORCH_DTYPES
+from intaglio.torch_private import pytree
 
 Sums = Literal["levels", "float"]
 OPSET = 21

@@ -21,9 +21,9 @@ from intaglio.quant.annotate.embedding_tables import EMBEDDING, table_behind
 from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS, QUANTIZE_ROWS, rows_behind
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
 from intaglio.quant.calibrate.prepare import copy_graph
-from intaglio.quant.qdq.convert import decomposed
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL, QUANTIZE_CHANNEL
 from intaglio.runtime.saved.bit_packing import pack, unpack_bits
+from intaglio.torch_private import quantized_decomposed
 
 LINEAR = "aten.linear.default"
 PER_CHANNEL = (
@@ -149,7 +149,7 @@ def recurrent_of_values(
     if scales is not None:
         x = values_of_rows(levels, scales)
     else:
-        x = decomposed().dequantize_per_tensor.default(levels, scale, zero, 0, 255, torch.uint8)
+        x = quantized_decomposed().dequantize_per_tensor.default(levels, scale, zero, 0, 255, torch.uint8)
     x = x[None] if cell else x
     parameters = []
     for i in range(0, len(constants), 6):
@@ -169,7 +169,7 @@ def recurrent_of_values(
 
 
 def _channels(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return decomposed().dequantize_per_channel.default(levels, scales, None, 0, -127, 127, torch.int8)
+    return quantized_decomposed().dequantize_per_channel.default(levels, scales, None, 0, -127, 127, torch.int8)
 
 
 # ---- products with weights ------------------------------------------------------------------------------------------

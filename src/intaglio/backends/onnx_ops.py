@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.quant.qdq.convert import decomposed
 from intaglio.quant.qdq.float8 import float8
+from intaglio.torch_private import quantized_decomposed
 
 CLIPPED = {"UINT8": (0, 255), "INT8": (-128, 127)}
 """Element types that Clip takes, and the levels QuantizeLinear saturates at."""
@@ -60,7 +60,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     def dequantize_channels(q: Any, scales: Any, zeros: Any, axis: int, low: int, high: int, dtype: int) -> Any:
         return op.DequantizeLinear(q, scales, zeros, axis=axis)
 
-    tensors = {decomposed(): (quantize, dequantize), float8(): (quantize_float8, dequantize_float8)}
+    tensors = {quantized_decomposed(): (quantize, dequantize), float8(): (quantize_float8, dequantize_float8)}
     found: dict[Callable[..., Any], Callable[..., Any]] = {}
     for ops, (quantize_tensor, dequantize_tensor) in tensors.items():
         found |= {

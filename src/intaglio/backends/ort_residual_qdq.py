@@ -14,7 +14,7 @@ from intaglio.fxgraph.node_info import origin, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, call_before, operator
 from intaglio.ir import QParams
 from intaglio.lower.regions import levels_of, quantized_to
-from intaglio.quant.qdq.convert import decomposed
+from intaglio.torch_private import quantized_decomposed
 
 CONVOLUTIONS = ("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default")
 RELU, ADD = "aten.relu.default", "aten.add.Tensor"
@@ -34,8 +34,10 @@ def quantize_terms(module: fx.GraphModule) -> list[fx.Node]:
             continue
         low, high = bounds
         how = *numerics.affine(0.0 if operator(term) == RELU else low, high, LOW, HIGH), LOW, HIGH, torch.uint8
-        levels = call_before(reader, tensor_type(node), decomposed().quantize_per_tensor.default, term, *how)
-        values = call_before(reader, tensor_type(node), decomposed().dequantize_per_tensor.default, levels, *how)
+        levels = call_before(reader, tensor_type(node), quantized_decomposed().quantize_per_tensor.default, term, *how)
+        values = call_before(
+            reader, tensor_type(node), quantized_decomposed().dequantize_per_tensor.default, levels, *how
+        )
         for inserted in (levels, values):
             update_info(inserted, origin=origin(node))
         reader.replace_input_with(term, values)

@@ -13,8 +13,8 @@ from intaglio.build.check import check_graph, check_schedules
 from intaglio.codegen import emit
 from intaglio.errors import ArtifactError, BuildError
 from intaglio.ir import Graph, Program, Schedule, graph_text
-from intaglio.kernels import ISAS
 from intaglio.ir.names import sanitized
+from intaglio.kernels import ISAS
 from intaglio.lower import Island, Lowered
 from intaglio.native import machine
 from intaglio.native.compile import install

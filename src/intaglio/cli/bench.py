@@ -15,7 +15,6 @@ import torch
 import typer
 from rich.console import RenderableType
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import intaglio
 from intaglio.cli import targets
@@ -24,6 +23,7 @@ from intaglio.cli.targets import Call
 from intaglio.errors import InputError
 from intaglio.ir import DType, evaluate, symbols_of
 from intaglio.runtime import QuantizedModel
+from intaglio.torch_private import pytree
 
 BLOCKS = 8
 PAUSE = 0.1

@@ -19,6 +19,7 @@ from intaglio.eager.segments.inplace import is_private, prepare_write, reshape, 
 from intaglio.eager.segments.qtensor import QTensor, plain
 from intaglio.eager.segments.trace_frame import TraceFrame
 from intaglio.eager.session import Session
+from intaglio.torch_private import DisableTorchFunction, DisableTorchFunctionSubclass, FeatureDropout
 
 
 class _Current(threading.local):
@@ -51,7 +52,7 @@ def call_intercepted(
         session.resume()
     run, outer = current.make(session, path), current.run
     if outer is not None:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             outer.settle()
     current.run = run
     counts = session.all_or_nothing() if session.records else contextlib.nullcontext()
@@ -90,18 +91,18 @@ class Run(InterceptionMode):
         session = self.session
         if session.records and not session.segments:
             self.recorder = Recorder(session.known)
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 self.recorder.begin(args, kwargs)
         elif session.segments and session.segments[0].refused is None and self.entry == "":
             self._move(session.entered(args, kwargs))
 
     def end(self, result: Any) -> Any:
         if self.recorder is not None:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 self.recorder.end(result)
                 self.close()
         self._turn(self.place, None, self.at)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self.settle()
         return self.session.finished(result)
 
@@ -158,7 +159,7 @@ class Run(InterceptionMode):
 
     def opaque(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module that stays as it is, with all that is in it."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self.close()
             self.settle()
             return forward(*fill(args, plain), **fill(kwargs, plain))
@@ -167,7 +168,7 @@ class Run(InterceptionMode):
 
     def _answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A question about a tensor that its numbers are not needed for."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         return result if self.recorder is None else _lengths(plain_name(func), args, result)
 
@@ -175,7 +176,7 @@ class Run(InterceptionMode):
         self, func: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]
     ) -> Any:
         """Not the operator that was expected: one of another place, a new one, or none of ours."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if self.recorder is not None and self._rolls(func, path):
                 self.close()
             found = self.session.find(self.at, func, path, args, kwargs)
@@ -195,7 +196,7 @@ class Run(InterceptionMode):
         """An operator in place that was expected; it runs at once where others see its tensor."""
         if is_private(args[0], self.frames):
             return at.defer(event, args)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             result = self._write(args, kwargs, compute)
             at.skip(event, args[0])
             return result
@@ -261,7 +262,7 @@ class Run(InterceptionMode):
 
     def _leaf_in_place(self, path: str) -> bool:
         module = self.session.model.get_submodule(path)
-        return bool(getattr(module, "inplace", False)) and not isinstance(module, nn.modules.dropout._DropoutNd)
+        return bool(getattr(module, "inplace", False)) and not isinstance(module, FeatureDropout)
 
     def close(self) -> None:
         """Ends the recording, if there is one, and makes a segment of it."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode
+
+from intaglio.torch_private import EnableTorchFunction, current_function_mode, without_current_function_mode
 
 
 class InterceptionMode(TorchFunctionMode):
@@ -16,9 +17,9 @@ class InterceptionMode(TorchFunctionMode):
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
     """Suspend every interception of the current thread for our own work inside the ``with``."""
-    if isinstance(_get_current_function_mode(), InterceptionMode):
-        with _pop_mode_temporarily(), uninterrupted():
+    if isinstance(current_function_mode(), InterceptionMode):
+        with without_current_function_mode(), uninterrupted():
             yield
     else:
-        with torch._C._EnableTorchFunction():
+        with EnableTorchFunction():
             yield

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from intaglio.runtime import QuantizedModel
+from intaglio.torch_private import load_state_dict_pre_hooks, state_dict_hooks, submodules_of
 
 
 class Attachment:
@@ -44,7 +45,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
             module.inplace = False  # type: ignore[assignment]
         for name, child in list(module.named_children()):
             if isinstance(child, (torch.jit.ScriptModule, QuantizedModel)) or is_prepared(child):
-                del module._modules[name]
+                del submodules_of(module)[name]
     return copied
 
 
@@ -65,4 +66,4 @@ def _attached(model: nn.Module) -> Iterator[dict[Any, Any]]:
     others = parts_prepared(model)
     for module in model.modules():
         if id(module) not in others:
-            yield from (vars(module), module._state_dict_hooks, module._load_state_dict_pre_hooks)
+            yield from (vars(module), state_dict_hooks(module), load_state_dict_pre_hooks(module))

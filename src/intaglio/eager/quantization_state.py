@@ -16,6 +16,7 @@ from intaglio.eager.state_dict_hooks import KEY, Loading, Saving
 from intaglio.errors import CaptureError, InputError
 from intaglio.ir import QParams
 from intaglio.runtime import QuantizedModel
+from intaglio.torch_private import load_state_dict_pre_hooks, state_dict_hooks
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -135,11 +136,11 @@ def attach(session: Session) -> None:
     """Has every module of the session's model intercepted, and what is loaded into it noticed."""
     inside: set[int] = set()
     others = parts_prepared(session.model)
-    session.model._state_dict_hooks[KEY] = Saving(session)  # type: ignore[index]
+    state_dict_hooks(session.model)[KEY] = Saving(session)  # type: ignore[index]
     for path, module in session.model.named_modules():
         if id(module) in others:
             continue
-        module._load_state_dict_pre_hooks[KEY] = Loading(session, module is session.model)  # type: ignore[index]
+        load_state_dict_pre_hooks(module)[KEY] = Loading(session, module is session.model)  # type: ignore[index]
         if id(module) in inside or isinstance(module, torch.jit.ScriptModule):  # what those run is not intercepted
             continue
         if "forward" in vars(module):

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from intaglio.eager.interception import uninterrupted
 from intaglio.eager.model_copies import plain_copy
@@ -26,6 +25,7 @@ from intaglio.eager.serialization import Stored, restore, store
 from intaglio.eager.snapshot import Snapshot
 from intaglio.errors import CaptureError, InputError, UnsupportedError
 from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.torch_private import buffers_of, parameters_of, pytree, submodules_of
 
 logger = logging.getLogger("intaglio")
 
@@ -306,7 +306,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         (table, dict(table))
         for module in model.modules()
         if not isinstance(module, torch.jit.ScriptModule)
-        for table in (vars(module), module._buffers, module._parameters, module._modules)
+        for table in (vars(module), buffers_of(module), parameters_of(module), submodules_of(module))
     ]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     yield

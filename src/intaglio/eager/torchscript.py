@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from intaglio.quant.calibrate.prepare import copy_graph
 from intaglio.quant.qdq.convert import Reference
+from intaglio.torch_private import OpOverload, pytree
 
 
 def scriptable(reference: Reference) -> fx.GraphModule:
@@ -18,7 +17,7 @@ def scriptable(reference: Reference) -> fx.GraphModule:
     """
     module = copy_graph(reference.module)
     for node in module.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload):
+        if isinstance(node.target, OpOverload):
             node.target = node.target.overloadpacket
     if pytree.treespec_leaf() == reference.signature.out_tree:
         (output,) = [node for node in module.graph.nodes if node.op == "output"]

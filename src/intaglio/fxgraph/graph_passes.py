@@ -16,6 +16,7 @@ from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import constant_path, info, set_info, tensor_type
 from intaglio.fxgraph.nodes import arguments, is_constant, operator
 from intaglio.ops.shape import END
+from intaglio.torch_private import buffers_of
 
 Pass = Callable[[fx.GraphModule], int]
 
@@ -47,7 +48,7 @@ def run(module: fx.GraphModule, passes: Iterable[Pass]) -> dict[str, int]:
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     """A graph that can be rewritten freely; tensors are shared with the original, never written."""
     root = nn.Module()
-    for name, tensor in module._buffers.items():
+    for name, tensor in buffers_of(module).items():
         root.register_buffer(name, tensor)
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
@@ -149,7 +150,7 @@ def _folds(node: fx.Node) -> bool:
 def drop_unused_constants(module: fx.GraphModule) -> int:
     """Tensors no node reads are not kept alive."""
     used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    unused = [name for name in list(module._buffers) if name not in used]
+    unused = [name for name in list(buffers_of(module)) if name not in used]
     for name in unused:
         delattr(module, name)
     return len(unused)

@@ -6,11 +6,11 @@ import dataclasses
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from intaglio.fxgraph.node_info import info, set_info, tensor_type, update_info
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType
+from intaglio.torch_private import pytree
 
 HALVES = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}
 PRODUCTS = ("conv", "linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product")

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from intaglio.errors import CaptureError
 from intaglio.fxgraph.node_info import info, inherit_info, set_info, tensor_type
 from intaglio.ir import Dim, DType, TensorType, symbol
 from intaglio.ops import BY_TARGET, Call, OpDef
 from intaglio.signature import DTYPES
+from intaglio.torch_private import pytree, schema_of, size_expression
 
 if TYPE_CHECKING:
     import sympy  # a third of a second to import
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def dim_of(size: int | torch.SymInt, names: Mapping[sympy.Symbol, str]) -> Dim:
     """A dimension of a traced tensor in our own terms."""
-    return size if isinstance(size, int) else _dim(size.node.expr.expand(), names)
+    return size if isinstance(size, int) else _dim(size_expression(size).expand(), names)
 
 
 def _dim(expression: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> Dim:
@@ -66,7 +66,7 @@ def record_of(node: fx.Node) -> OpDef | None:
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Every argument given or defaulted, by its schema name."""
-    schema = node.target._schema.arguments
+    schema = schema_of(node.target).arguments
     named = {a.name: a.default_value for a in schema if a.has_default_value()}
     named.update({a.name: value for a, value in zip(schema, node.args, strict=False)})
     named.update(node.kwargs)

@@ -15,7 +15,6 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-from torch.utils import _pytree as pytree
 
 from intaglio import config
 from intaglio.errors import BuildError, UnsupportedError
@@ -29,6 +28,7 @@ from intaglio.runtime import threads
 from intaglio.runtime.call_plans import is_image
 from intaglio.runtime.coverage import SHOWN
 from intaglio.runtime.model_protocol import CompiledModel
+from intaglio.torch_private import pytree
 
 TEMPLATES = HEADER_FOLDER / "exported"
 FILES = ("net.h", "net.cpp", "main.c", "CMakeLists.txt", "README.txt")

@@ -18,6 +18,7 @@ from intaglio.errors import ArtifactError, InputError
 from intaglio.ir import Graph, HostCall, Op, Place, TensorType, evaluate
 from intaglio.runtime.saved.json_codec import NotStorableError, decode, encode, identifier
 from intaglio.signature import repeated
+from intaglio.torch_private import OpOverloadPacket, quantized_decomposed, schema_of
 
 PYTHON_CALLS: Mapping[str, Callable[..., Any]] = {
     f"operator.{f.__name__}": f
@@ -45,14 +46,14 @@ def function_of(name: str) -> Callable[..., Any]:
         raise ArtifactError(name, None, problem)
     library, packet_name, overload = parts.groups()
     if library == "quantized_decomposed":
-        from torch.ao.quantization.fx import _decomposed  # noqa: F401
+        quantized_decomposed()
     packet = getattr(getattr(torch.ops, library), packet_name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket) or overload not in packet.overloads():
+    if not isinstance(packet, OpOverloadPacket) or overload not in packet.overloads():
         raise ArtifactError(
             name, None, f"PyTorch {torch.__version__} has no such operator", remedy="install the version that saved it"
         )
     found = getattr(packet, overload)
-    schema = found._schema
+    schema = schema_of(found)
     writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
     in_place = packet_name.endswith("_") and not packet_name.endswith("__")  # __and__ is the operator &
     if packet_name in REFUSED or in_place or writes or not schema.returns:

@@ -533,7 +533,7 @@ def _plain_tensors(signature: Signature) -> int:
     tree, count = signature.in_tree, len(signature.inputs)
     if tree is None or signature.fixed or tree.num_leaves != count:
         return 0
-    from torch.utils import _pytree as pytree
+    from intaglio.torch_private import pytree
 
     args = tuple(range(count))
     return count if pytree.tree_structure((args, {})) == tree else 0

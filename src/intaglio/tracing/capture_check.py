@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from intaglio.errors import InputError
 from intaglio.fxgraph.half_precision import WIDENED
 from intaglio.ir import DType, Expression, evaluate, symbol, symbols_of
 from intaglio.signature import bind, dims_of
+from intaglio.torch_private import pytree
 from intaglio.tracing.captured import Captured
 
 BATCHES = (1, 3)

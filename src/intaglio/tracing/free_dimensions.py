@@ -10,6 +10,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from intaglio.ir import Input, symbols_of
+from intaglio.torch_private import size_expression, size_hint
 
 if TYPE_CHECKING:
     import sympy  # a third of a second to import
@@ -31,7 +32,7 @@ def symbol_names(program: ExportedProgram) -> Names:
         sizes = [value] if isinstance(value, torch.SymInt) else getattr(value, "shape", ())
         for size in sizes:
             if isinstance(size, torch.SymInt):
-                for free in sorted(size.node.expr.free_symbols, key=str):
+                for free in sorted(size_expression(size).free_symbols, key=str):
                     if free not in names:
                         known = names.get(same.get(free))
                         names[free] = known or f"n{len(set(names.values())) or ''}"
@@ -54,7 +55,7 @@ def _agreeing(program: ExportedProgram) -> dict[Any, Any]:
         made = [size for size in node.meta["val"].shape if not isinstance(size, int) or size != 1]
         if [_hint(size) for size in held] == [_hint(size) for size in made]:
             pairs = zip(held, made, strict=True)
-            same.update((a.node.expr, b.node.expr) for a, b in pairs if _is_symbol(a) and _is_symbol(b))
+            same.update((size_expression(a), size_expression(b)) for a, b in pairs if _is_symbol(a) and _is_symbol(b))
     return {**same, **{b: a for a, b in same.items()}}
 
 
@@ -68,12 +69,12 @@ def _reads_values(node: fx.Node, reads: Mapping[fx.Node, bool]) -> bool:
 
 
 def _is_symbol(size: Any) -> bool:
-    return isinstance(size, torch.SymInt) and size.node.expr.is_Symbol
+    return isinstance(size, torch.SymInt) and size_expression(size).is_Symbol
 
 
 def _hint(size: int | torch.SymInt) -> int:
     """The size in the example."""
-    return size if isinstance(size, int) else size.node.hint
+    return size if isinstance(size, int) else size_hint(size)
 
 
 def ranges_of(program: ExportedProgram, names: Names) -> dict[str, tuple[int, int | None]]:
@@ -101,6 +102,6 @@ def example_sizes(program: ExportedProgram, names: Names, inputs: Collection[Inp
     hints = {}
     for node in program.graph.nodes:
         for size in getattr(node.meta.get("val"), "shape", ()):
-            if isinstance(size, torch.SymInt) and size.node.expr in names:
-                hints[names[size.node.expr]] = size.node.hint
+            if isinstance(size, torch.SymInt) and size_expression(size) in names:
+                hints[names[size_expression(size)]] = size_hint(size)
     return {name: 1 if name in batch else hint or 1 for name, hint in hints.items()}

@@ -6,24 +6,19 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import importlib
 import inspect
 import io
 import logging
 import traceback
-import types
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import fx, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.export import Dim as TorchDim
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
-from torch.utils import _pytree as pytree
 
 from intaglio.errors import CaptureError
 from intaglio.fxgraph.graph_passes import CAPTURE_PASSES, run
@@ -31,6 +26,13 @@ from intaglio.fxgraph.half_precision import WIDENED
 from intaglio.fxgraph.node_info import info, update_info
 from intaglio.fxgraph.nodes import dim_of
 from intaglio.ir import About, DType, Input, Origin, Output, Signature, State
+from intaglio.torch_private import (
+    buffers_of,
+    decompose_used_composites,
+    forget_compiled_loops,
+    parameters_of,
+    pytree,
+)
 from intaglio.tracing.already_quantized import refuse_quantized
 from intaglio.tracing.captured import Captured, module_classes
 from intaglio.tracing.export_metadata import constant, describe, module_around, path_of, source_of, tensor_of
@@ -50,10 +52,10 @@ def export(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], shapes: Any
     try:
         with warnings.catch_warnings(), _quiet(), torch.no_grad():
             warnings.simplefilter("ignore")
-            _forget_loops()
+            forget_compiled_loops()
             with Whole():
                 program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes)
-            return as_torch_has_them(functional_program(program))
+            return as_torch_has_them(decompose_used_composites(program))
     except Exception as error:
         if ALIASED in str(error) and (shared := _shared_memory(model)):
             raise CaptureError(
@@ -70,43 +72,6 @@ def export(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], shapes: Any
         ) from error
 
 
-def _forget_loops() -> None:
-    """Drop what torch compiled of its loops. It compiles each, in an export too, and would take what it has of an
-    earlier one for this one, and its sizes for those that are free here."""
-    for name in ("scan", "map", "while_loop"):
-        module = importlib.import_module(f"torch._higher_order_ops.{name}")
-        for function in [value for value in vars(module).values() if isinstance(value, types.FunctionType)]:
-            for code in function.__code__.co_consts:  # what it hands to torch.compile is defined inside
-                if isinstance(code, types.CodeType):
-                    torch._dynamo.eval_frame.remove_from_cache(code)
-
-
-def functional_program(program: ExportedProgram) -> ExportedProgram:
-    """``program.run_decompositions({})``: nothing writes in place, composite operators stay whole.
-
-    torch sets up each of its 600 composite operators for that, and undoes it, which takes two thirds of the call; here
-    those of this graph are. A torch whose steps are others is called as users call it.
-    """
-    try:
-        from torch._export.utils import _is_preservable_cia_op as is_composite
-        from torch.export.exported_program import _decompose_exported_program as decompose
-        from torch.export.exported_program import _special_op_to_preserve_cia as whole
-
-        graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
-        used = {n.target for graph in graphs for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
-        composite: dict[Any, Any] = {op: whole for op in used if is_composite(op)}
-        with unset_fake_temporarily():
-            return decompose(
-                program,
-                cia_to_decomp=composite,
-                python_decomp_table={},
-                joint_loss_index=None,
-                decompose_custom_triton_ops=False,
-            )
-    except (ImportError, TypeError):
-        return program.run_decompositions({})
-
-
 ALIASED = "expected compiled_fn to be GraphModule"
 """What torch.export says of writes into one of several tensors that share memory."""
 
@@ -115,7 +80,7 @@ def _shared_memory(model: nn.Module) -> list[str]:
     """Names of tensors of the model that lie where a buffer lies, itself first."""
     found: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        own = {**module._buffers, **module._parameters, **vars(module)}
+        own = {**buffers_of(module), **parameters_of(module), **vars(module)}
         for name, tensor in own.items():
             if isinstance(tensor, torch.Tensor):
                 memory = tensor.untyped_storage().data_ptr()

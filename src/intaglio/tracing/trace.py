@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import Dim as TorchDim
-from torch.utils import _pytree as pytree
 
 from intaglio.errors import CaptureError
 from intaglio.signature import TO_DENSE_ON_CPU, plain_mapping, unfit
+from intaglio.torch_private import pytree
 from intaglio.tracing.capture_check import disagreement, free_symbols, with_least_lengths
 from intaglio.tracing.captured import Captured
 from intaglio.tracing.torch_export import export, free_axes, frozen_copy, is_sequence, to_captured, with_named_keywords

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
 from intaglio.errors import CaptureError, UnsupportedError
 from intaglio.fxgraph.graph_passes import CAPTURE_PASSES, run
 from intaglio.fxgraph.node_info import info, origin, update_info
 from intaglio.ir import About, Input, Origin, Output, Signature
 from intaglio.signature import repeated
+from intaglio.torch_private import pytree, size_expression
 from intaglio.tracing.captured import Captured, module_classes
 from intaglio.tracing.export_metadata import constant, describe, module_around, path_of
 from intaglio.tracing.unroll_scans import unroll
@@ -157,7 +157,7 @@ def _describe(
     """Type and origin; the module is that of a parameter among the operands, else the one around the loop."""
     value = node.meta.get("val")
     sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-    free = [size.node.expr.free_symbols for size in sizes if isinstance(size, torch.SymInt)]
+    free = [size_expression(size).free_symbols for size in sizes if isinstance(size, torch.SymInt)]
     if set().union(*free) - set(names):
         raise _refused(loop, program, "a size in it depends on data, or changes while it runs")
     describe(copied, node, names, program)

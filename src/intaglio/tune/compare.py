@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from intaglio import eager
 from intaglio.eager.run_trace import binder_of, captures, exact_twin, float_copy, traced
@@ -24,6 +23,7 @@ from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.runtime import QuantizedModel
 from intaglio.signature import Integers, bind, dims_of
+from intaglio.torch_private import buffers_of, pytree
 from intaglio.tracing import Captured, capture
 from intaglio.tracing.capture_check import clone_tensors
 from intaglio.tracing.captured import GraphStage
@@ -162,10 +162,10 @@ def _made_again(stage: GraphStage, quantized: Any) -> Reference | None:
 def _with_integers(reference: Reference, constants: Mapping[str, np.ndarray]) -> Reference:
     """The weights as the int8 model has them: corrections may have rounded them otherwise than to nearest."""
     module = copy_graph(reference.module)
-    for name, tensor in module._buffers.items():
+    for name, tensor in buffers_of(module).items():
         found = constants.get(plain_name(name))
         if tensor is not None and tensor.dtype is torch.int8 and found is not None and found.shape == tensor.shape:
-            module._buffers[name] = torch.from_numpy(np.array(found))
+            buffers_of(module)[name] = torch.from_numpy(np.array(found))
     return replace(reference, module=module)
 
 

@@ -14,8 +14,9 @@ from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import name_of, operator
 from intaglio.ir import DType, QParams
 from intaglio.quant.annotate.sites import Shared, Site
-from intaglio.quant.qdq.convert import Reference, decomposed
+from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.qdq.float8 import float8
+from intaglio.torch_private import quantized_decomposed
 from intaglio.tune.comparison import Row, Use
 
 Given = Mapping[str, torch.Tensor]
@@ -189,7 +190,7 @@ class _Rounding(_Recorder):
     ) -> None:
         super().__init__(module, given)
         self.exact, self.moves = exact or {}, moves
-        homes, kinds = (decomposed(), float8()), ("per_tensor", "per_channel")
+        homes, kinds = (quantized_decomposed(), float8()), ("per_tensor", "per_channel")
         self.quantizes = [getattr(home, f"quantize_{kind}").default for home in homes for kind in kinds]
         self.dequantizes = [getattr(home, f"dequantize_{kind}").default for home in homes for kind in kinds]
 

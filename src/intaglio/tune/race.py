@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from intaglio import build
 from intaglio.errors import InputError
@@ -23,6 +22,7 @@ from intaglio.native import machine
 from intaglio.plan import CacheSizes, Geometry, Target, analytic_schedules, geometries, plan_graph, refinements, shapes
 from intaglio.runtime import QuantizedModel
 from intaglio.signature import TORCH_DTYPES, dims_of
+from intaglio.torch_private import pytree
 from intaglio.tune.memory import Memory
 
 ROUNDS = range(4, 101)

@@ -15,7 +15,8 @@ from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import Observer, prepare
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.calibrate.tensor_statistics import Statistics
-from intaglio.quant.qdq.convert import convert, decomposed
+from intaglio.quant.qdq.convert import convert
+from intaglio.torch_private import quantized_decomposed
 from intaglio.tracing import capture
 from support import nets
 from support.lowering import assert_equal_levels, captured_net, kinds, quantized, sqnr
@@ -32,7 +33,7 @@ def test_a_requantize_to_the_same_scale_vanishes_and_another_is_one_table(change
     """Case 44: levels of x quantized again under their own parameters, or others."""
     model = nets.randomize(Body(lambda m, x: m.c(x), c=nn.Conv2d(3, 4, 3, bias=False)))
     reference, plain = quantized(model, IMAGES)
-    graph, ops = reference.module.graph, decomposed()
+    graph, ops = reference.module.graph, quantized_decomposed()
     first = next(node for node in graph.nodes if "dequantize_per_tensor" in str(node.target))
     parameters = (first.args[1] * (1 + change), *first.args[2:])
     (reader,) = first.users

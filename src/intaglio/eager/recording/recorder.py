@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from intaglio.eager.recording.events import Event, Extent, Held, Length, Value, fill, tensors
+from intaglio.torch_private import pytree, storage_key
 
 UNROLLED = 64
 """So many runs of one line of code have parameters of their own; those behind share the last one's."""
@@ -158,8 +158,8 @@ class Recorder:
         number = self.slots.get(id(tensor))
         if number is None or number in self.recording.inputs:
             return False
-        place = tensor.untyped_storage()._cdata
-        return not any(t is not tensor and t.untyped_storage()._cdata == place and _alive(t) for t in self.kept)
+        place = storage_key(tensor)
+        return not any(t is not tensor and storage_key(t) == place and _alive(t) for t in self.kept)
 
     def arguments(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """As the event holds them; to be asked before the operator runs."""
@@ -198,11 +198,11 @@ class Recorder:
         """Values of results that lie in the memory of something taken, with that."""
         bases: dict[int, torch.Tensor] = {}
         for tensor in taken:
-            bases.setdefault(tensor.untyped_storage()._cdata, tensor)
+            bases.setdefault(storage_key(tensor), tensor)
         same = {id(tensor) for tensor in taken}
         found = []
         for tensor in made:
-            base = bases.get(tensor.untyped_storage()._cdata)
+            base = bases.get(storage_key(tensor))
             if base is not None and id(tensor) not in same and id(tensor) in self.slots:
                 found.append((self.slots[id(tensor)], self._leaf(base)))
         return tuple(found)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from intaglio.eager.recording.events import Event, Extent, Held, Value, held, leaves
 from intaglio.eager.recording.recorder import Recording
@@ -23,6 +22,7 @@ from intaglio.fxgraph.node_info import known_type, origin, update_info
 from intaglio.ir import Origin
 from intaglio.ir.dims import Shape
 from intaglio.ir.names import sanitized
+from intaglio.torch_private import pytree
 from intaglio.tracing import CAPTURE_PASSES, Captured, capture, run
 
 FILES = itertools.count()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from intaglio.fxgraph.node_info import known_type
 from intaglio.fxgraph.nodes import name_of, operator
 from intaglio.quant.calibrate.prepare import Observer
+from intaglio.torch_private import OpOverload
 
 
 @dataclass(frozen=True)
@@ -105,4 +105,4 @@ def has_integers(module: fx.GraphModule) -> bool:
 
 
 def _rows(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "intaglio"
+    return isinstance(node.target, OpOverload) and node.target.namespace == "intaglio"

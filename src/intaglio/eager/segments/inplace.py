@@ -11,6 +11,7 @@ import torch
 from intaglio.eager.recording.events import Value, leaves, tensors
 from intaglio.eager.segments.qtensor import QTensor, become, pending, plain
 from intaglio.eager.segments.trace_frame import HELD_HERE, TraceFrame
+from intaglio.torch_private import storage_key
 
 
 def targets(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -22,7 +23,7 @@ def targets(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
 
 def memory(tensor: torch.Tensor) -> int:
     """The storage a plain tensor lies in."""
-    return tensor.untyped_storage()._cdata
+    return storage_key(tensor)
 
 
 def is_private(tensor: Any, frames: Collection[TraceFrame]) -> bool:

@@ -9,8 +9,7 @@ import torch
 
 from intaglio.eager.recording.events import fill
 from intaglio.eager.recording.torch_functions import QUESTION_FUNCTIONS
-
-_make = torch.Tensor._make_wrapper_subclass
+from intaglio.torch_private import DisableTorchFunction, DisableTorchFunctionSubclass, make_wrapper_subclass
 
 
 class DeferredValues(Protocol):
@@ -51,7 +50,7 @@ class QTensor(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in QUESTION_FUNCTIONS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return func(*fill(args, plain), **fill(kwargs or {}, plain))
 
@@ -69,15 +68,15 @@ class QTensor(torch.Tensor):
 
 
 def pending(size: tuple[int, ...], dtype: torch.dtype, frame: DeferredValues, slot: int) -> QTensor:
-    made: QTensor = _make(QTensor, size, dtype=dtype)
+    made: QTensor = make_wrapper_subclass(QTensor, size, dtype=dtype)
     made.frame, made.slot, made.content = frame, slot, None
     return made
 
 
 def become(tensor: QTensor, size: tuple[int, ...]) -> None:
     """The same object has another shape from now on."""
-    with torch._C.DisableTorchFunction():
-        tensor.data = _make(QTensor, size, dtype=tensor.dtype)
+    with DisableTorchFunction():
+        tensor.data = make_wrapper_subclass(QTensor, size, dtype=tensor.dtype)
 
 
 def plain(value: Any) -> Any:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from intaglio import build
 from intaglio.eager.recording.events import Event, Extent, Held, Value, fill, held, leaves
@@ -32,6 +31,7 @@ from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.signature import settles
+from intaglio.torch_private import pytree
 
 logger = logging.getLogger("intaglio")
 Made = tuple[Sequence[int], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 from weakref import getweakrefcount
 
 import torch
-from torch.utils import _pytree as pytree
 
 from intaglio.eager.recording.events import Event, Extent, Held, Value, fill, leaves
 from intaglio.eager.segments.graph_parts import UnavailableError
 from intaglio.eager.segments.qtensor import QTensor, become, pending, plain
 from intaglio.eager.segments.segment import Segment
+from intaglio.torch_private import DisableTorchFunction, pytree
 
 HELD_HERE = 3
 """References to a tensor that nobody outside holds, in a loop over the values of a table: the table's, the loop's, the
@@ -95,7 +95,7 @@ class TraceFrame:
     def bind(self, trial: dict[int, torch.Tensor]) -> bool:
         """These tensors for these values, if they have their types."""
         symbols = dict(self.symbols)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             segment = self.segment
             if segment.refused is None and not all(segment.fits(n, t, symbols) for n, t in trial.items()):
                 self.misfits = {n: axes for n, t in trial.items() if (axes := segment.misfit(n, t))}
@@ -271,7 +271,7 @@ class TraceFrame:
 
     def compute(self, wanted: Sequence[QTensor]) -> None:
         """The numbers of these, and of others that are alive and will be read."""
-        with torch._C.DisableTorchFunction(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with DisableTorchFunction(), torch.no_grad(), torch.autocast("cpu", enabled=False):
             chosen = {q.slot: q for q in wanted if q.content is None}
             later = self.segment.last_use
             for q in self.made.values():
@@ -310,7 +310,7 @@ class TraceFrame:
         if number in self.bound or number in self.computed:
             return self._known(number)
         event = next(event for event in self.events if number in event.outputs)
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             result = self.segment.run_event(event, self.operand, self.size)
         made = {s.index: v for s, v in zip(leaves(result[0]), leaves(result[1]), strict=True) if type(s) is Value}
         return made[number]

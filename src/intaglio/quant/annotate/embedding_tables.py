@@ -17,6 +17,7 @@ from intaglio.fxgraph.nodes import arguments, is_constant, operator
 from intaglio.ir import DType, TensorType
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL
 from intaglio.quant.recipes.settings import Setting
+from intaglio.torch_private import quantized_decomposed
 
 EMBEDDING = "aten.embedding.default"
 BAGS = (
@@ -94,7 +95,7 @@ def quantize_table(node: fx.Node, store: Store) -> None:
     constants = [store(f"{table.target}:levels", levels, TensorType(levels.shape, DType.U8))]
     for label, array in zip(("scale", "zero_point"), by_row, strict=True):
         constants.append(store(f"{table.target}:{label}", array, TensorType(array.shape, DType.F32)))
-    from torch.ao.quantization.fx import _decomposed  # noqa: F401  (registers the operator)
+    quantized_decomposed()
 
     with graph.inserting_before(node):
         real = graph.call_function(

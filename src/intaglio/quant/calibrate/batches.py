@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from intaglio.errors import CalibrationError, CaptureError
 from intaglio.ir import Signature
+from intaglio.torch_private import pytree
 
 logger = logging.getLogger("intaglio")
 

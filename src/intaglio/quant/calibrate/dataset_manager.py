@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from intaglio.errors import CalibrationError
+from intaglio.torch_private import pytree
 
 ONE_PASS = "pass a list, a DataLoader, or a function that makes the iterator: DatasetManager(lambda: ...)"
 

@@ -11,6 +11,7 @@ from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import origin, set_info
 from intaglio.ir import DType, TensorType
+from intaglio.torch_private import schema_of
 
 
 def with_biases(module: fx.GraphModule, biases: Mapping[str, torch.Tensor]) -> fx.GraphModule:
@@ -23,7 +24,7 @@ def with_biases(module: fx.GraphModule, biases: Mapping[str, torch.Tensor]) -> f
         with module.graph.inserting_before(next(iter(module.graph.nodes))):
             constant = module.graph.get_attr(name)
         set_info(constant, type=TensorType(tuple(values.shape), DType.F32), path=f"{origin(node).path}.bias")
-        place = [argument.name for argument in node.target._schema.arguments].index("bias")
+        place = [argument.name for argument in schema_of(node.target).arguments].index("bias")
         if place < len(node.args):
             node.update_arg(place, constant)
         else:

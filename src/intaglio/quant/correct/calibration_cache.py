@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from intaglio.ir import Signature
 from intaglio.quant.calibrate.batches import Binder, Call, batches, peek
 from intaglio.quant.calibrate.calibration_loop import batch_size
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.signature import bind, dims_of, initial_state
+from intaglio.torch_private import pytree
 
 Calls = list[list[torch.Tensor]]
 """The tensors of a call, for each batch."""

@@ -13,7 +13,6 @@ from typing import IO, Any
 import numpy as np
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from intaglio.ir import QParams
 from intaglio.quant.annotate.find_regions import find_shortcuts, reads_shortcut
@@ -21,6 +20,7 @@ from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.qdq.convert import quantizing
 from intaglio.signature import TORCH_DTYPES
+from intaglio.torch_private import pytree, schema_of
 
 CACHE = 1 << 30
 """Bytes of live values kept in memory; what is beyond them waits in a temporary file."""
@@ -239,7 +239,7 @@ def _arguments(q: QParams, site: Site) -> tuple[Any, ...]:
 
 def _with_bias(node: fx.Node, args: Any, kwargs: Any, bias: torch.Tensor) -> tuple[Any, Any]:
     """The anchor's arguments with another bias, which it may not have had."""
-    place = [argument.name for argument in node.target._schema.arguments].index("bias")
+    place = [argument.name for argument in schema_of(node.target).arguments].index("bias")
     if place < len(args):
         return (*args[:place], bias, *args[place + 1 :]), kwargs
     return args, {**kwargs, "bias": bias}

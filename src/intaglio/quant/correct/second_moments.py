@@ -18,6 +18,7 @@ from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.correct.linalg import factor_of
+from intaglio.torch_private import int8_matmul
 
 HALF = 128
 """Levels less this are signed bytes, whose products one instruction adds up."""
@@ -99,7 +100,7 @@ def _add_products(total: torch.Tensor, signed: torch.Tensor) -> None:
         part = signed[:, :, start : start + rows]
         if groups == 1:
             part = F.pad(part, (0, 1)) if part.shape[2] == 1 else part  # _int_mm misreads the strides of one column
-            total[0] += torch._int_mm(part[0], part[0].t())
+            total[0] += int8_matmul(part[0], part[0].t())
         else:  # small groups: float64 holds these sums exactly, and takes all groups at once
             wide = part.double()
             total += (wide @ wide.transpose(1, 2)).to(torch.int64)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.graph_passes import copy_graph
@@ -23,6 +22,7 @@ from intaglio.ir import DType, evaluate, symbols_of
 from intaglio.quant.annotate.node_annotations import KEY, Annotation, Levels, Own, SameAs, is_apart
 from intaglio.quant.annotate.sites import Dynamic, Fixed, Observed
 from intaglio.signature import DTYPES, TORCH_DTYPES
+from intaglio.torch_private import FakeTensorMode
 
 aten = torch.ops.aten
 SOURCES: Mapping[str, tuple[type[nn.Module] | None, Any]] = {

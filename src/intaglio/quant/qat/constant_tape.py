@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from intaglio.torch_private import TorchDispatchMode, pytree, schema_of
 
 ATEN = torch.ops.aten
 SAME = (ATEN.detach.default, ATEN.alias.default, ATEN.clone.default)
@@ -81,7 +81,7 @@ class _Recording(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.tape.alive.append((args, kwargs, result))
         given = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)}
-        if func._schema.is_mutable or id(result) in given:
+        if schema_of(func).is_mutable or id(result) in given:
             return result
         if isinstance(result, torch.Tensor):
             self.tape.steps[id(result)] = _Step(func, args, kwargs or {}, None)

@@ -18,6 +18,7 @@ from intaglio.fxgraph.node_info import copy_info, info, inherit_info, origin, te
 from intaglio.fxgraph.nodes import arguments, constant_node, operator, record_of
 from intaglio.ir import State
 from intaglio.quant.calibrate.prepare import copy_graph
+from intaglio.torch_private import call_replace_hook
 from intaglio.tracing.captured import Captured
 
 EVALUATED_NORM = torch.ops.aten._native_batch_norm_legit_no_training.default
@@ -221,5 +222,5 @@ def followed(module: fx.GraphModule) -> Iterator[None]:
         if added := tuple(mark for mark in marks if mark not in own):
             update_info(found, marks=(*own, *added))
 
-    with module._set_replace_hook(follow):
+    with call_replace_hook(module, follow):
         yield

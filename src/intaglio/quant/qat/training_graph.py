@@ -34,6 +34,7 @@ from intaglio.quant.qat.train_layers import DropoutMask, attended, normalized
 from intaglio.quant.qdq.convert import Rewriter
 from intaglio.quant.qdq.prepare_passes import FOLDABLE
 from intaglio.quant.qdq.qparams import OwnScales, anchor_sites, fixed_qparams, weight_qparams, widened
+from intaglio.torch_private import buffers_of
 
 NORMED = (*FOLDABLE, "aten.addcmul.default")
 """What a batch norm can be folded into."""
@@ -104,7 +105,7 @@ class TrainingGraph:
     def _constants(self) -> list[str]:
         """Constants of the annotated module that the graph reads as they are, or rounded."""
         names = [str(node.target) for node in self.source.graph.nodes if node.op == "get_attr"]
-        names = [name for name in names if name in self.annotations.module._buffers]
+        names = [name for name in names if name in buffers_of(self.annotations.module)]
         for region in self.anchors.values():
             for place in (region.record.roles.weight, region.record.roles.bias):
                 if operands(region.anchor)[place] is not None:

@@ -53,15 +53,9 @@ from intaglio.quant.qdq.qparams import (
 from intaglio.quant.qdq.weight_grid import weight_grid
 from intaglio.quant.recipes.datatypes import FLOAT8
 from intaglio.signature import TORCH_DTYPES
+from intaglio.torch_private import quantized_decomposed
 from intaglio.tracing.captured import GraphStage, expect, fx_text
 from intaglio.tracing.while_loops import with_bodies
-
-
-def decomposed() -> Any:
-    """torch's own quantize and dequantize operators; the import that registers them waits until they are needed."""
-    from torch.ao.quantization.fx import _decomposed  # noqa: F401
-
-    return torch.ops.quantized_decomposed
 
 
 @dataclass(frozen=True)
@@ -131,7 +125,7 @@ def convert(
     signature, computed = store_levels(module, prepared.signature, held, qparams)
     remarks += computed
     write_own(module, annotations.own, prepared.module, prepared.watch.shown)
-    dequantize = decomposed().dequantize_per_channel.default
+    dequantize = quantized_decomposed().dequantize_per_channel.default
     if stored := store_weights(module, annotations.alone, dequantize):
         remarks += stored
         module.graph.eliminate_dead_code()
@@ -218,7 +212,7 @@ def given_corrections(prepared: Prepared, given: Parameters) -> Corrections:
 
 def quantizing(q: QParams, dtype: DType) -> tuple[Any, Any]:
     """Quantize and dequantize, per tensor or per channel; torch's own round to integers only."""
-    ops = float8() if dtype in FLOAT8 else decomposed()
+    ops = float8() if dtype in FLOAT8 else quantized_decomposed()
     if q.axis is None:
         return ops.quantize_per_tensor.default, ops.dequantize_per_tensor.default
     return ops.quantize_per_channel.default, ops.dequantize_per_channel.default

@@ -20,6 +20,7 @@ from intaglio.fxgraph.nodes import arguments, is_constant, operator, record_of, 
 from intaglio.ir import DType, Origin
 from intaglio.ops import BY_TARGET, OPS, Call, OpDef
 from intaglio.quant.recipes.settings import Setting
+from intaglio.torch_private import schema_of
 
 
 class ParameterChooser(Protocol):
@@ -188,7 +189,7 @@ def name_operators(graph: fx.Graph, records: Iterable[OpDef]) -> None:
     by_target = {target: record for record in records for target in record.targets}
     for node in graph.nodes:
         if (record := by_target.get(operator(node))) is not None:
-            known = [argument.name for argument in node.target._schema.arguments]
+            known = [argument.name for argument in schema_of(node.target).arguments]
             if missing := [name for name in record.operands if name not in known]:
                 problem = f"it has no argument {', '.join(missing)}; there are {', '.join(known)}"
                 raise UnsupportedError(record.name, operator(node), problem, remedy="name the operands as they are")

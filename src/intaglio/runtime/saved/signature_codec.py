@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from torch.utils import _pytree as pytree
 
 from intaglio.ir import Input, Output, QParams, Signature, State
 from intaglio.runtime.saved.json_codec import (
@@ -24,6 +23,7 @@ from intaglio.runtime.saved.json_codec import (
     value_name,
     whole,
 )
+from intaglio.torch_private import pytree
 
 STATE = "state "
 """In front of the keys of what buffers held; a space keeps them out of the names of values."""
