@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import fx
 
 from intaglio.errors import InputError, UnsupportedError
-from intaglio.fxgraph.nodes import origin
+from intaglio.fxgraph.node_info import origin
 from intaglio.lower import Lowered, requantize
 from intaglio.quant.qdq.convert import Reference
 from intaglio.tracing.captured import expect

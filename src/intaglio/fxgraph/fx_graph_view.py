@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from intaglio.fxgraph.nodes import call_of, is_constant, operands, operator, record_of, tensor_nodes, tensor_type
+from intaglio.fxgraph.node_info import tensor_type
+from intaglio.fxgraph.nodes import call_of, is_constant, operands, operator, record_of, tensor_nodes
 from intaglio.ir import TensorType
 
 
