@@ -22,9 +22,7 @@ from torch._dynamo.source import ConstantSource
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.utils import _pytree as pytree
 
 from intaglio.backends.channel_zero_points import byte_inputs
 from intaglio.backends.inductor_graph import graph_for_inductor, graph_of_bytes
@@ -38,6 +36,7 @@ from intaglio.output_paths import check_file
 from intaglio.quant.annotate.per_token import decompositions
 from intaglio.quant.qdq.convert import Reference
 from intaglio.signature import bind, dims_of, initial_state, kept_state, rebuild
+from intaglio.torch_private import FakeTensorMode, pytree
 
 SETTINGS = {
     "freezing": True,
