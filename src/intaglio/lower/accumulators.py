@@ -6,7 +6,8 @@ import numpy as np
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.nodes import arguments, call_of, operands, origin, record_of, tensor_type
+from intaglio.fxgraph.node_info import origin, tensor_type
+from intaglio.fxgraph.nodes import arguments, call_of, operands, record_of
 from intaglio.ir import DType, Origin, QParams, TensorType
 from intaglio.lower.graph_builder import GraphBuilder, flat_f32
 from intaglio.lower.regions import IntegerRegion, constant_of, levels_of

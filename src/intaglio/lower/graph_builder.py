@@ -9,8 +9,9 @@ import numpy as np
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.nodes import origin, tensor_type
+from intaglio.fxgraph.node_info import origin, tensor_type
 from intaglio.ir import DType, Graph, Op, Origin, QParams, TensorType, fresh
+from intaglio.ir.names import sanitized
 from intaglio.lower.lowered import Island
 from intaglio.ops import OpDef
 
@@ -159,7 +160,7 @@ class GraphBuilder:
 
 def plain_name(stem: str) -> str:
     """Return a name of the integer graph for a node or constant of the reference."""
-    return "".join(c if c.isalnum() else "_" for c in stem).strip("_") or "v"
+    return sanitized(stem).strip("_") or "v"
 
 
 def flat_f32(values: np.ndarray) -> np.ndarray:

@@ -8,7 +8,8 @@ import numpy as np
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operands, operator, origin, tensor_type
+from intaglio.fxgraph.node_info import origin, tensor_type
+from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operands, operator
 from intaglio.ir import DType, Origin, TensorType
 from intaglio.lower.graph_builder import GraphBuilder, flat_f32
 from intaglio.lower.regions import IntegerRegion

@@ -7,11 +7,8 @@ from dataclasses import replace
 
 from torch import fx
 
-from intaglio.fxgraph.nodes import (
-    operands,
-    operator,
-    origin,
-)
+from intaglio.fxgraph.node_info import origin
+from intaglio.fxgraph.nodes import operands, operator
 from intaglio.ir import verify
 from intaglio.ir.rewrite import run_passes
 from intaglio.lower.embedding_bags import part_of_bag

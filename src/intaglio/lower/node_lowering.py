@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from intaglio.fxgraph.nodes import is_constant, operands, operator, origin, tensor_nodes, tensor_type
+from intaglio.fxgraph.node_info import info, origin, tensor_type
+from intaglio.fxgraph.nodes import is_constant, operands, operator, tensor_nodes
 from intaglio.ir import DType, Op
 from intaglio.lower.cut_islands import Unit, island_of
 from intaglio.lower.dynamic_linear import part_of_rows, product_of_rows, quantize_rows
@@ -74,7 +75,7 @@ class NodeLowering:
         for node in nodes:
             if node in regions:
                 yield _region_unit(regions[node])
-            elif node in inner or "dim" in node.meta or node.op in ("placeholder", "output"):
+            elif node in inner or info(node).dim is not None or node.op in ("placeholder", "output"):
                 continue
             elif node.op == "get_attr":
                 if node in returned:
@@ -89,7 +90,7 @@ class NodeLowering:
     def _float_unit(self, node: fx.Node) -> Unit:
         """Return a float operator: a loop or data movement of the program, else part of an island."""
         read = tensor_nodes((node.args, node.kwargs))
-        needs = [n for n in read if n.op != "get_attr" and "dim" not in n.meta]
+        needs = [n for n in read if n.op != "get_attr" and info(n).dim is None]
         levels = tensor_type(node) is not None and tensor_type(node).q is not None  # of a buffer
         found = (None if levels else real_call(node, self.builder.module)) or move_of(node)
         if found is not None:

@@ -8,7 +8,8 @@ import numpy as np
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.nodes import call_of, is_constant, operands, origin, record_of, tensor_type
+from intaglio.fxgraph.node_info import info, origin, tensor_type
+from intaglio.fxgraph.nodes import call_of, is_constant, operands, record_of
 from intaglio.ir import DType, QParams, TensorType
 from intaglio.lower.accumulators import function_of, lower_activate, lower_add, lower_anchor, lower_bmm, rest_qparams
 from intaglio.lower.graph_builder import GraphBuilder, flat_f32
@@ -112,5 +113,5 @@ def _pixels(builder: GraphBuilder, node: fx.Node, image: tuple[fx.Node, fx.Node,
         values = getattr(builder.module, constant.target).numpy().reshape(-1)
         names.append(builder.add_constant(f"{source}_{label}", values, DType.F32))
     result = TensorType(builder.types[source].shape, DType.U8, q)
-    attrs: dict[str, Any] = {"bytes": True} if "bytes" in node.args[0].meta else {}
+    attrs: dict[str, Any] = {"bytes": True} if info(node.args[0]).takes_bytes else {}
     builder.values[node] = builder.add_op("pixels", [source, *names], f"{source}_u8", result, origin(node), **attrs)
