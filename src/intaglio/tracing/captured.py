@@ -89,7 +89,7 @@ class Captured(GraphStage):
     """A functional ATen graph with free dimensions; runs like the model it was captured from.
 
     ``module`` takes the tensor leaves of a call in order and gives the tensor leaves of the result; its nodes carry
-    ``meta["type"]`` (`TensorType`), ``meta["origin"]`` (`Origin`). ``notes`` says what capture decided: which
+    a record with its type and origin (`fxgraph.node_info`). ``notes`` says what capture decided: which
     dimensions stayed fixed and why.
     """
 
