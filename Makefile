@@ -9,7 +9,7 @@ DOCS    = .venv/installed_docs
 
 export PYTHONUNBUFFERED = 1
 
-.PHONY: demo bench test slow lint docs clean check
+.PHONY: demo bench test slow lint docs clean check check-torch
 
 demo: $(STAMP)
 	.venv/bin/python examples/demo.py
@@ -30,11 +30,23 @@ lint: $(STAMP)
 	.venv/bin/python -m ruff format --check .
 	.venv/bin/python -m mypy
 
+# The tests beside every PyTorch that pyproject.toml declares, oldest first, each in an environment of its own.
+TORCH_VERSIONS ?= 2.13.0
+
+check-torch: | check
+	@for version in $(TORCH_VERSIONS); do \
+	  home=build/torch-$$version; echo "PyTorch $$version, in $$home"; \
+	  $(PYTHON) -m venv $$home && \
+	  $$home/bin/python -m pip -qq --disable-pip-version-check --no-input install torch==$$version && \
+	  $$home/bin/python -m pip -qq --disable-pip-version-check --no-input install -e '.[dev,demo]' && \
+	  $$home/bin/python -m pytest -q -n auto --dist worksteal || exit 1; \
+	done
+
 # The documentation, as pages in build/site.
 docs: $(STAMP) $(DOCS)
 	.venv/bin/python -m mkdocs build --strict
 
-# pyproject.toml says which minor versions of torch are tested; this is the one that tests run on.
+# torch is pinned to one build here; pyproject.toml declares the versions that `make check-torch` tests.
 # torchvision is for examples/newcomer.py; with its dependencies it would bring another build of torch.
 $(STAMP): pyproject.toml Makefile | check
 	$(PYTHON) -m venv .venv
@@ -47,8 +59,8 @@ $(DOCS): $(STAMP)
 	@touch $@
 
 check:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
-	  { echo "intaglio needs Python 3.10 or later as $(PYTHON); install one, then: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "intaglio needs Python 3.11 or later as $(PYTHON); install one, then: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "$(PYTHON) has no venv module; install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@command -v g++ >/dev/null || \

@@ -84,7 +84,7 @@ def append(name: str, arguments: argparse.Namespace, results: dict) -> None:
     """One line behind results/{name}.jsonl. Folders of this machine are left out."""
     given = {key: value for key, value in vars(arguments).items() if not isinstance(value, Path)}
     line = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "cpu": cpu(),
         "versions": versions(),

@@ -20,6 +20,7 @@ from intaglio.errors import BuildError, InputError, UnsupportedError
 from intaglio.ops.dynamic_quant import levels_of_rows
 from intaglio.quant.annotate.per_token import decompositions
 from support import torchvision_stub as beside
+from support.processor import needs_vnni
 
 OWN_SUMS = 1e-5
 """Share of the largest result by which float sums in another order differ."""
@@ -86,6 +87,7 @@ def test_layers_are_int8_calls_with_what_is_behind_them(residual):
     assert [one.origin.path for one in residual[1].report.of("int8 call")] == ["first", "second", "third", "head"]
 
 
+@needs_vnni
 @pytest.mark.parametrize("batch", [1, 3, 7])
 def test_any_batch_gives_the_numbers_of_the_reference(residual, batch):
     reference, model = residual
@@ -153,6 +155,7 @@ class AddsWhatIsNotItsOwn(nn.Module):
         return self.second(self.first(x) + y) + self.offset
 
 
+@needs_vnni
 def test_a_sum_is_not_left_in_an_input_or_a_constant():
     """Inductor would let oneDNN write it there: the second call would give another result."""
     torch.manual_seed(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -39,7 +39,7 @@ Shape = Annotated[
 ]
 
 
-class Stage(str, Enum):
+class Stage(StrEnum):
     captured = "captured"
     sites = "sites"
     reference = "reference"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from intaglio.ir import Dim, Graph, Op
 from intaglio.plan.buffers import Buffer
@@ -139,7 +139,7 @@ class Target:
     caches: CacheSizes
 
 
-class Choice(str, Enum):
+class Choice(StrEnum):
     """What a reason of a plan explains."""
 
     LAYOUT = "layout"

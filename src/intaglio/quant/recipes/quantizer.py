@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -13,11 +13,6 @@ from intaglio.quant.annotate.node_annotations import Annotator
 from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.recipe import OPEN_RECIPE, Recipe, as_tuple, toml_table, toml_text
 from intaglio.quant.recipes.user_patterns import QuantizerPattern
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import sys
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +17,6 @@ from intaglio.output_paths import write_text
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.selectors import PREFIXES, matches, nearest, prefix_of
 from intaglio.quant.recipes.settings import DEFAULT, NAMED, TRANSFORMER, UNSET, Setting
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 PARAMETERS = "parameters"
 CORRECTED = "corrected"
