@@ -20,6 +20,7 @@ from intaglio.runtime.saved.bit_packing import pack, pack_bits, unpack, unpack_b
 from support import nets
 from support.lowering import assert_equal_levels, captured_net, lowered, quantized, sqnr
 from support.nets import Body
+from support.processor import HAS_AVX512
 
 MODEL, CAPTURED = captured_net(nets.Residual)
 X = nets.example(MODEL, 4)
@@ -209,7 +210,10 @@ def test_types_without_kernels_stay_in_float_and_say_so(setting, tmp_path):
     assert "no kernel computes with them" in str(graph.skipped[0])
     assert graph.macs[0] == 0
     model = stages.compile(graph)
-    torch.testing.assert_close(model(X), reference(X), rtol=1e-5, atol=1e-5)
+    # Without AVX512, oneDNN adds in another order for another memory format: a 16-bit value may then be the next one.
+    wide = [q.step for q in reference.qparams.values() if len(q.scales) == 1 and q.qmax > 255]
+    step = 0 if HAS_AVX512 else max(wide, default=0)
+    torch.testing.assert_close(model(X), reference(X), rtol=1e-5, atol=1e-5 + step)
     model.save(tmp_path / "wide.intaglio")
     assert torch.equal(intaglio.load(tmp_path / "wide.intaglio")(X), model(X))
     assert sqnr(reference(X), MODEL(X)) > (50 if "s16" in names else 20)
