@@ -23,10 +23,10 @@ from intaglio import stages
 from intaglio.errors import IntaglioError, SelectorError, UnsupportedError
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType
-from intaglio.lower.regions import QUANTIZE
 from intaglio.ops import OPS, interpret
 from intaglio.plan import plan_graph
 from intaglio.quant.qdq.convert import Reference
+from intaglio.quant.qdq.integer_regions import QUANTIZE
 from support import nets
 from support.int8_models import assert_same, compiled
 from support.lowering import assert_equal_levels, kinds, quantized, sqnr

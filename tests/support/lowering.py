@@ -14,11 +14,11 @@ from intaglio.ir import DType
 from intaglio.lower.lowered import Lowered
 from intaglio.lower.lowering import requantize
 from intaglio.lower.node_lowering import NodeLowering
-from intaglio.lower.regions import quantized_to
 from intaglio.ops import OPS, run_op
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.qdq.convert import Reference, convert
+from intaglio.quant.qdq.integer_regions import quantized_to
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.signature import bind, dims_of
 from intaglio.tracing import Captured, capture

@@ -12,7 +12,7 @@ from torch import fx
 from intaglio.fxgraph.node_info import constant_path, info, origin, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, call_before, constant_node, operator, replace_node
 from intaglio.ir import DType, TensorType
-from intaglio.lower.regions import constant_of, levels_of, pixels_of
+from intaglio.quant.qdq.integer_regions import constant_of, levels_of, pixels_of
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL
 from intaglio.torch_private import quantized_decomposed
 

@@ -13,7 +13,7 @@ from intaglio import numerics
 from intaglio.fxgraph.node_info import origin, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, call_before, operator
 from intaglio.ir import QParams
-from intaglio.lower.regions import levels_of, quantized_to
+from intaglio.quant.qdq.integer_regions import levels_of, quantized_to
 from intaglio.torch_private import quantized_decomposed
 
 CONVOLUTIONS = ("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default")

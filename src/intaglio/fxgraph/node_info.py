@@ -71,6 +71,8 @@ class NodeInfo:
     """Whether the node only separates a value from a reader with parameters of its own."""
     site: str | None = None
     """The quantization point whose quantize or dequantize the node is."""
+    region: Any = None
+    """`quant.qdq.integer_regions.RegionMark` of an operator of a reference model that runs on integers."""
     replaces: str | None = None
     """Name before conversion of the node that this one replaced."""
     observer: Any = None

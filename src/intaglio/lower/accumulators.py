@@ -10,11 +10,11 @@ from intaglio.fxgraph.node_info import origin, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_of, operands, record_of
 from intaglio.ir import DType, Origin, QParams, TensorType
 from intaglio.lower.graph_builder import GraphBuilder, flat_f32
-from intaglio.lower.regions import IntegerRegion, constant_of, levels_of
 from intaglio.ops import SUMS
 from intaglio.ops.fused_activations import bind_precise
 from intaglio.ops.products.conv import output_axis
 from intaglio.quant.annotate.regions import Chain
+from intaglio.quant.qdq.integer_regions import IntegerRegion, constant_of, levels_of
 from intaglio.quant.qdq.qparams import each_output, per_output
 
 

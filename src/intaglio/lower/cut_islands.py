@@ -11,7 +11,7 @@ from torch import fx, nn
 from intaglio.fxgraph.node_info import info, tensor_type
 from intaglio.fxgraph.nodes import operator, tensor_nodes
 from intaglio.ir import Dim
-from intaglio.lower.regions import IntegerRegion
+from intaglio.quant.qdq.integer_regions import IntegerRegion
 from intaglio.quant.recipes.datatypes import FLOAT8
 from intaglio.signature import DTYPES
 

@@ -12,9 +12,9 @@ from intaglio.fxgraph.node_info import origin, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operands, operator
 from intaglio.ir import DType, Origin, TensorType
 from intaglio.lower.graph_builder import GraphBuilder, flat_f32
-from intaglio.lower.regions import IntegerRegion
 from intaglio.ops.pool import counts
 from intaglio.ops.resize import is_free, tables
+from intaglio.quant.qdq.integer_regions import IntegerRegion
 
 
 def lower_mul(builder: GraphBuilder, region: IntegerRegion, stem: str, result: TensorType, low: int, high: int) -> str:

@@ -17,13 +17,20 @@ from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.lower.lowered import Island
 from intaglio.lower.recurrent_calls import part_of_recurrent, recurrent
 from intaglio.lower.region_lowering import lower_region, quantize_node
-from intaglio.lower.regions import IntegerRegion, constant_of, find_regions, levels_of, pixels_of, quantized_to
 from intaglio.lower.stored_weights import linear_f32, stored_weight, widens_stored
 from intaglio.ops import OpDef
 from intaglio.ops.loop_ops.loop_builder import RealCall
 from intaglio.ops.opdef import Attrs
 from intaglio.quant.annotate.embedding_tables import table_behind
 from intaglio.quant.annotate.per_token import rows_behind
+from intaglio.quant.qdq.integer_regions import (
+    IntegerRegion,
+    constant_of,
+    levels_of,
+    marked_regions,
+    pixels_of,
+    quantized_to,
+)
 from intaglio.tracing.while_loops import loops_of
 
 
@@ -39,7 +46,7 @@ class NodeLowering:
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.builder = GraphBuilder(module)
-        self.regions = find_regions(module.graph)
+        self.regions = marked_regions(module.graph)
         self.float_ops: dict[fx.Node, RealCall | tuple[OpDef, Attrs]] = {}
         self.cut: list[list[fx.Node]] = []
 

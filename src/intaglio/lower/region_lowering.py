@@ -22,8 +22,8 @@ from intaglio.lower.integer_operators import (
     lower_single,
     region_origin,
 )
-from intaglio.lower.regions import IntegerRegion, pixels_of
 from intaglio.ops import ACCUMULATING, ANCHORS, SUMS
+from intaglio.quant.qdq.integer_regions import IntegerRegion, pixels_of
 from intaglio.quant.recipes.user_patterns import is_host
 
 

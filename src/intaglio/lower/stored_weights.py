@@ -8,7 +8,7 @@ from intaglio.fxgraph.node_info import origin, tensor_type
 from intaglio.fxgraph.nodes import is_constant, operands, operator, record_of
 from intaglio.ir import DType, QParams, TensorType
 from intaglio.lower.graph_builder import GraphBuilder
-from intaglio.lower.regions import constant_of, levels_of
+from intaglio.quant.qdq.integer_regions import constant_of, levels_of
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL
 
 WIDEN = "aten._to_copy.default"

@@ -1,17 +1,18 @@
-"""Reading a Q/DQ graph: which operators between dequantize and quantize run on integers."""
+"""Integer regions of a Q/DQ graph: the operators between dequantize and quantize that one kernel runs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fusion.fusion_record import match_rows
+from intaglio.fusion.fusion_record import Fusion, match_rows
 from intaglio.fusion.table import GRAPH_FUSIONS
 from intaglio.fxgraph.fx_graph_view import FxGraphView
-from intaglio.fxgraph.node_info import info
+from intaglio.fxgraph.node_info import info, update_info
 from intaglio.fxgraph.nodes import activations, call_of, is_constant, operands, operator, record_of
 from intaglio.ir import DType, QParams
 from intaglio.ir.moves import MOVES
@@ -78,46 +79,99 @@ def constant_of(node: fx.Node | None, dtype: DType) -> fx.Node | None:
     return node.args[0] if DTYPES.get(given) is dtype else None
 
 
-def find_regions(graph: fx.Graph) -> list[IntegerRegion]:
-    """Fusion rows first, longest first, then single operators; only what can run on integers."""
-    view, found = FxGraphView(graph), _wholes(graph)
-    taken = {node for region in found for node in region.nodes}
+@dataclass(frozen=True)
+class RegionMark:
+    """The integer region that an operator belongs to. ``fusion``: the row of `intaglio.fusion.table`, or the only
+    operator's name."""
+
+    index: int
+    fusion: str
+
+
+def mark_regions(graph: fx.Graph) -> int:
+    """Match the fusion rows on a finished Q/DQ graph, write each region on its operators, and return their number.
+
+    This is the only search for regions in a reference model: lowering reads the marks.
+    """
+    regions = _found(graph)
+    for index, (name, region) in enumerate(regions):
+        for node in region.nodes:
+            update_info(node, region=RegionMark(index, name))
+    return len(regions)
+
+
+def marked_regions(graph: fx.Graph) -> list[IntegerRegion]:
+    """Return the regions that `mark_regions` wrote on the operators of a graph, in execution order."""
+    chains: dict[RegionMark, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if (mark := info(node).region) is not None:
+            chains.setdefault(mark, []).append(node)
+    return [
+        _composite_region(nodes) if info(nodes[-1]).composite is not None else _region_of(tuple(nodes))
+        for _, nodes in sorted(chains.items(), key=lambda item: item[0].index)
+    ]
+
+
+def _found(graph: fx.Graph) -> list[tuple[str, IntegerRegion]]:
+    """Composites, then fusion rows, longest first, then single operators; only what can run on integers."""
+    view = FxGraphView(graph)
+    found = [(region.record.name, region) for region in _composites(graph)]
+    taken = {node for _, region in found for node in region.nodes}
     nodes = [node for node in graph.nodes if record_of(node) is not None]
-    found += match_rows(GRAPH_FUSIONS, nodes, view, lambda row, chain: _region(chain), taken)
-    found += [region for node in nodes if node not in taken and (region := _region((node,))) is not None]
-    return sorted(found, key=lambda region: view.position(region.root))
+
+    def accept(row: Fusion, chain: tuple[fx.Node, ...]) -> tuple[str, IntegerRegion] | None:
+        return (row.name, _region_of(chain)) if _is_integer(chain) else None
+
+    found += match_rows(GRAPH_FUSIONS, nodes, view, accept, taken)
+    singles = ((node,) for node in nodes if node not in taken)
+    found += [(record_of(chain[0]).name, _region_of(chain)) for chain in singles if _is_integer(chain)]
+    return sorted(found, key=lambda item: view.position(item[1].root))
 
 
-def _wholes(graph: fx.Graph) -> list[IntegerRegion]:
-    """Operators that one record stands for, as annotation took them."""
+def _composites(graph: fx.Graph) -> list[IntegerRegion]:
+    """Find the operators that one record stands for, as annotation took them, where levels go in and come out."""
     groups: dict[Whole, list[fx.Node]] = {}
     for node in graph.nodes:
         if info(node).composite is not None:
             groups.setdefault(info(node).composite, []).append(node)
     found = []
     for whole, nodes in groups.items():
-        values, results = operands_of_whole(nodes, whole), {quantized_to(user) for user in nodes[-1].users}
-        levels = all(levels_of(values[index]) for index in whole.record.roles.x)
-        if levels and len(results) == 1 and None not in results:
-            found.append(IntegerRegion(tuple(nodes), results.pop()))
+        values, region = operands_of_whole(nodes, whole), _composite_region(nodes)
+        if region.result is not None and all(levels_of(values[index]) for index in whole.record.roles.x):
+            found.append(region)
     return found
 
 
-def _region(nodes: tuple[fx.Node, ...]) -> IntegerRegion | None:
+def _composite_region(nodes: Sequence[fx.Node]) -> IntegerRegion:
+    results = {quantized_to(user) for user in nodes[-1].users}
+    return IntegerRegion(tuple(nodes), results.pop() if len(results) == 1 else None)
+
+
+def _region_of(nodes: tuple[fx.Node, ...]) -> IntegerRegion:
+    """Return the region of a chain, with the parameters of the levels that it gives, if all its readers agree."""
     if rows_behind(operands(nodes[0])[0]) is not None:
-        return IntegerRegion(nodes, None) if len(nodes) == 1 and _has_levels(nodes[0]) else None
-    if not all(_runs_on_integers(node, nodes) for node in nodes):
-        return None
-    record = record_of(nodes[0])
-    results, wide = {_result(user) for user in nodes[-1].users}, {quantized_to(u, DType.U16) for u in nodes[-1].users}
-    if len(nodes) == 1 and record.shares and not record.variadic:
-        x = operands(nodes[0])[0]
-        if wide != {levels_of(x, DType.U16)} or (wide == {None} and results != {levels_of(x)}):
-            return None
+        return IntegerRegion(nodes, None)
+    results = {_result(user) for user in nodes[-1].users}
+    wide = {quantized_to(user, DType.U16) for user in nodes[-1].users}
     if len(results) == len(wide) == 1 and None not in results:
         return IntegerRegion(nodes, results.pop(), wide.pop())
+    return IntegerRegion(nodes, None)
+
+
+def _is_integer(nodes: tuple[fx.Node, ...]) -> bool:
+    """Return whether a chain reads levels wherever it reads from outside, and gives levels or a plain accumulator."""
+    if rows_behind(operands(nodes[0])[0]) is not None:
+        return len(nodes) == 1 and _has_levels(nodes[0])
+    if not all(_runs_on_integers(node, nodes) for node in nodes):
+        return False
+    record, region = record_of(nodes[0]), _region_of(nodes)
+    if len(nodes) == 1 and record.shares and not record.variadic:
+        x = operands(nodes[0])[0]
+        results, wide = {_result(user) for user in nodes[0].users}, {quantized_to(u, DType.U16) for u in nodes[0].users}
+        if wide != {levels_of(x, DType.U16)} or (wide == {None} and results != {levels_of(x)}):
+            return False
     plain = all(record_of(node).name in NUMBERS for node in nodes[1:])
-    return IntegerRegion(nodes, None) if plain and record.name in ACCUMULATING else None
+    return region.result is not None or (plain and record.name in ACCUMULATING)
 
 
 def _result(user: fx.Node) -> QParams | None:
