@@ -22,12 +22,18 @@ from intaglio.quant.correct.smoothquant import smooth, smoothable
 from intaglio.quant.qdq.prepare_passes import constant_node, read_affine
 
 
-def equalized(prepared: Prepared, found: Equalization, report: str = "") -> Prepared:
+def equalized(
+    prepared: Prepared,
+    found: Equalization,
+    report: str = "",
+    looked_at: tuple[Prepared, Annotations] | None = None,
+) -> Prepared:
     """`CalibrationError` when it names inputs or values that this model does not have, or cannot divide.
 
     Factors go to the weights of the regions that the `whole` model has, so they mean the same whatever stays in float.
 
-    ``report``: what it gained, for the stage's text "corrections".
+    ``report``: what it gained, for the stage's text "corrections". ``looked_at``: the model `with_inputs`, and the
+    annotations of the `whole` of it, where the caller has them already.
     """
     if found == prepared.equalization:
         return prepared
@@ -35,8 +41,11 @@ def equalized(prepared: Prepared, found: Equalization, report: str = "") -> Prep
         raise CalibrationError(
             "equalization", None, "the model is equalized already", remedy="start from prepare(captured) again"
         )
-    current = with_inputs(prepared, found)
-    module, every = copy_graph(current.annotations.module), whole(current)
+    current = with_inputs(prepared, found) if looked_at is None else looked_at[0]
+    if not found.factors:
+        return _reported(current, found, report)
+    every = whole(current) if looked_at is None else looked_at[1]
+    module = copy_graph(current.annotations.module)
     values = {value.site: value for value in divisible(every)}
     smoothed = {value.site: value for value in smoothable(every)}
     unknown = sorted(set(found.factors) - set(values) - set(smoothed))
@@ -52,7 +61,10 @@ def equalized(prepared: Prepared, found: Equalization, report: str = "") -> Prep
     plain = {values[site].name: tensor for site, tensor in factors.items() if site not in smoothed}
     _rewrite(module, every.regions, [values[s] for s in factors if s not in smoothed], plain)
     smooth(module, [smoothed[site] for site in factors if site in smoothed], own)
-    made = again(prepared, module)
+    return _reported(again(prepared, module), found, report)
+
+
+def _reported(made: Prepared, found: Equalization, report: str) -> Prepared:
     return replace(made, equalization=found, about=made.about.after(corrections=report) if report else made.about)
 
 

@@ -1,8 +1,9 @@
-"""Other biases for a graph, whether its anchors had one or not."""
+"""Changed biases: put into a graph, and into its annotations, whether its anchors had one or not."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -11,7 +12,25 @@ from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import origin, set_info
 from intaglio.ir import DType, TensorType
+from intaglio.quant.annotate.find_sites import Names, in_order, operand_sites
+from intaglio.quant.annotate.regions import Annotations
+from intaglio.quant.annotate.sites import groups
 from intaglio.torch_private import schema_of
+
+
+def annotated_with_biases(annotations: Annotations, biases: Mapping[str, torch.Tensor]) -> Annotations:
+    """Return annotations of a copy of their graph with these biases, by anchor: what was found stays, and an anchor
+    that had no bias gets a site for it."""
+    module = with_biases(annotations.module, biases)
+    nodes = {node.name: node for node in module.graph.nodes}
+    regions = tuple(
+        replace(region, nodes=tuple(nodes[node.name] for node in region.nodes)) for region in annotations.regions
+    )
+    sites = {(site.value, site.role): site for site in annotations.sites}
+    operand_sites(regions, sites, Names(module.graph))
+    ordered = in_order(module.graph, sites.values())
+    tables = tuple(replace(table, node=nodes[table.node.name]) for table in annotations.tables)
+    return replace(annotations, module=module, sites=ordered, regions=regions, leaders=groups(ordered), tables=tables)
 
 
 def with_biases(module: fx.GraphModule, biases: Mapping[str, torch.Tensor]) -> fx.GraphModule:

@@ -17,9 +17,9 @@ from intaglio.ir import QParams
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.quant.calibrate.prepare import Prepared, annotated
+from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.calibrate.ranges import Ranges
-from intaglio.quant.correct.biases import with_biases
+from intaglio.quant.correct.biases import annotated_with_biases
 from intaglio.quant.correct.calibration_cache import SAMPLES, kept_calls
 from intaglio.quant.correct.corrections import Corrections, Rounded, Step
 from intaglio.quant.correct.layerwise_eval import CACHE, Walk
@@ -50,17 +50,17 @@ def correct(
     calls = group.together(lambda: kept_calls(prepared.signature, data, samples, group))
     annotations = _complete(prepared)
     qparams = activation_qparams(prepared, ranges)
-    units = weight_qparams(annotations, qparams, [], ranges.parameters or {}, {})
+    scales: dict[tuple[str, int], np.ndarray] = {}
+    units = weight_qparams(annotations, qparams, [], ranges.parameters or {}, {}, scales)
     through_outputs = any(region.setting.bias == "outputs" for region in annotations.regions)
     walk = Walk(annotations, calls, qparams, exact=through_outputs, cache=cache)
     work, regions = _Work(walk, units, group), iter(walk)
     while (region := group.together(lambda: next(regions, None))) is not None:
         if region.record.roles.weight is not None:
             work.take(region)
-    module = with_biases(annotations.module, walk.biases)
-    final = annotated(prepared, module)
+    final = annotated_with_biases(annotations, walk.biases)
     biases = {name: values.numpy() for name, values in walk.biases.items()}
-    return Corrections(final, work.weights, biases, tuple(work.steps()))
+    return Corrections(final, work.weights, biases, tuple(work.steps()), (prepared, ranges), qparams, scales)
 
 
 @dataclass
@@ -213,8 +213,7 @@ def _complete(prepared: Prepared) -> Annotations:
     }
     if not outputs:
         return annotations
-    module = with_biases(annotations.module, {name: torch.zeros(count) for name, count in outputs.items()})
-    return annotated(prepared, module)
+    return annotated_with_biases(annotations, {name: torch.zeros(count) for name, count in outputs.items()})
 
 
 def _lacks_bias(annotations: Annotations, region: Region) -> bool:

@@ -61,13 +61,31 @@ class Step:
 
 @dataclass(frozen=True)
 class Corrections:
-    """For `convert`. ``annotations``: of the graph with corrected biases; ``weights``: site -> its integers;
-    ``biases``: name of an anchor's node -> float32."""
+    """Changed parameters, for `convert`.
+
+    Attributes:
+        annotations: those of the graph with corrected biases.
+        weights: site -> its integers.
+        biases: name of an anchor's node -> float32.
+        steps: what each correction gained.
+        source: the prepared model and the ranges that were corrected.
+        activations: parameters of the activation sites, as they were computed of ``source``.
+        weight_scales: weight site and groups -> the scales that its values ask for, before they are fitted to a bias.
+    """
 
     annotations: Annotations
     weights: Mapping[str, Rounded] = field(default_factory=dict)
     biases: Mapping[str, np.ndarray] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()
+    source: tuple[Any, Any] | None = field(default=None, repr=False, compare=False)
+    activations: Mapping[str, QParams] = field(default_factory=dict, repr=False)
+    weight_scales: Mapping[tuple[str, int], np.ndarray] = field(default_factory=dict, repr=False, compare=False)
+
+    def activations_for(self, prepared: Any, ranges: Any) -> dict[str, QParams] | None:
+        """Return the parameters of activations if they were computed of just these two; else ``None``."""
+        if self.source is None or self.source[0] is not prepared or self.source[1] is not ranges:
+            return None
+        return dict(self.activations)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.steps))

@@ -75,7 +75,8 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = SAMPLES, group: Gr
         sums = [sum(getattr(one, key) / one.signal for one in smooth.values()) for key in ("before", "after")]
         ends = (decibels(len(smooth), each) for each in sums)
         steps += (Step("smooth", f"{len(smooth)} values, results of their readers, mean", *ends),)
-    return equalized(prepared, replace(found, factors=by_site), "".join(f"{line}\n" for line in (*notes, *steps)))
+    report = "".join(f"{line}\n" for line in (*notes, *steps))
+    return equalized(prepared, replace(found, factors=by_site), report, (current, every))
 
 
 def _largest(

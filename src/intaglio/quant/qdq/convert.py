@@ -32,10 +32,10 @@ from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.annotate.weight_only import store_weights
 from intaglio.quant.calibrate.custom_observer import write_own
-from intaglio.quant.calibrate.prepare import Prepared, annotated, whole
+from intaglio.quant.calibrate.prepare import Prepared, whole
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.correct.apply_equalization import equalized
-from intaglio.quant.correct.biases import with_biases
+from intaglio.quant.correct.biases import annotated_with_biases
 from intaglio.quant.correct.corrections import Corrected, Corrections, Rounded
 from intaglio.quant.qdq.attention_reference import PROBABILITIES, written_out
 from intaglio.quant.qdq.float8 import float8
@@ -115,9 +115,10 @@ def convert(
         qparams = given_qparams(annotations, given)
     else:
         given = chosen_by_callbacks(annotations, ranges)
-        qparams = activation_qparams(prepared, ranges)
+        qparams = corrections.activations_for(prepared, ranges) or activation_qparams(prepared, ranges)
     remarks: list[str] = []
-    qparams.update(weight_qparams(annotations, qparams, remarks, given, corrections.weights))
+    scales = dict(corrections.weight_scales)
+    qparams.update(weight_qparams(annotations, qparams, remarks, given, corrections.weights, scales))
     layers = [region.anchor for region in annotations.regions if region.record.name in RECURRENT]
     qparams.update(recurrent_qparams(annotations.module, annotations.by_value, layers, given))
     module = copy_graph(annotations.module)
@@ -207,9 +208,7 @@ def given_corrections(prepared: Prepared, given: Parameters) -> Corrections:
     if not corrected.biases:
         return Corrections(prepared.annotations, weights)
     biases = {name: torch.from_numpy(values) for name, values in corrected.biases.items()}
-    module = with_biases(prepared.annotations.module, biases)
-    annotations = annotated(prepared, module)
-    return Corrections(annotations, weights, corrected.biases)
+    return Corrections(annotated_with_biases(prepared.annotations, biases), weights, corrected.biases)
 
 
 def quantizing(q: QParams, dtype: DType) -> tuple[Any, Any]:

@@ -134,11 +134,14 @@ def weight_qparams(
     remarks: list[str],
     given: Mapping[str, QParams],
     chosen: Mapping[str, Rounded],
+    own_scales: dict[tuple[str, int], np.ndarray] | None = None,
 ) -> dict[str, QParams]:
     """Scales of every weight, ``given`` or its own, made fit for the biases of all its call sites; then the biases'.
 
-    ``chosen``: weights that are integers already.
+    ``chosen``: weights that are integers already. ``own_scales``: those that the weights' own values ask for, by site
+    and groups; what is not there yet is computed and added.
     """
+    own_scales = {} if own_scales is None else own_scales
     result: dict[str, QParams] = {}
     for region in annotations.regions:
         if region.record.roles.weight is None:
@@ -146,8 +149,14 @@ def weight_qparams(
         x_site, w_site, b_site = anchor_sites(annotations, region)
         weight, bias = parameters_of(annotations.module, region)
         step_x = qparams[x_site.name].step if b_site else 1.0
-        own = given[w_site.name].scales if w_site.name in given else None
-        plain, fitted = _fitted_scales(region, weight, bias if b_site else None, w_site, step_x, own)
+        if w_site.name in given:
+            plain = np.array(given[w_site.name].scales, np.float32)
+        else:
+            own = OwnScales.of(region, w_site)
+            if (w_site.name, own.groups) not in own_scales:
+                own_scales[w_site.name, own.groups] = own(weight)
+            plain = own_scales[w_site.name, own.groups]
+        plain, fitted = _fitted_scales(region, weight, bias if b_site else None, w_site, step_x, plain)
         if (enlarged := fitted > plain).any():
             remarks.append(f"{w_site.name}: scales of {int(enlarged.sum())} channels enlarged to fit the bias")
         if w_site.name in result:
@@ -177,9 +186,10 @@ def _fitted_scales(
     bias: np.ndarray | None,
     site: Site,
     scale_x: float,
-    given: tuple[float, ...] | None = None,
+    plain: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Scales of a weight as its values ask for them, and as the bias does: one, or one per channel of its own axis.
+    """Scales of a weight as its values ask for them (``plain``), and as the bias does: one, or one per channel of its
+    own axis.
 
     A transposed convolution's axis holds the outputs of one group, so its groups share scales. Channels of zeros do
     not count as enlarged.
@@ -188,7 +198,6 @@ def _fitted_scales(
     absmax = np.abs(rows.reshape(len(rows), -1)).max(1)
     sharing = own.sharing(weight)
     count = len(sharing)
-    plain = own(weight) if given is None else np.array(given, np.float32)
     if len(plain) != count:
         raise CalibrationError(f"parameters of {site.name}", None, f"{len(plain)} scales; the weight has {count}")
     fitted = numerics.fit_weight_scale(each_output(plain, len(rows)), absmax, bias, scale_x)

@@ -1,0 +1,127 @@
+"""A model is annotated once, its fusions are matched when its reference model is made, and lowering reads them."""
+
+import pytest
+import torch
+from torch import nn
+
+from intaglio import stages
+from intaglio.fusion import matcher
+from intaglio.fxgraph.node_info import info, update_info
+from intaglio.lower.lowering import requantize
+from intaglio.quant.calibrate import prepare as prepare_stage
+from intaglio.quant.correct import correct_weights
+from intaglio.quant.qdq import convert as convert_stage
+from intaglio.quant.qdq import integer_regions, qparams
+from intaglio.quant.qdq.integer_regions import marked_regions
+from intaglio.quant.recipes.recipe import Recipe
+from intaglio.quant.recipes.settings import Setting
+
+
+class Block(nn.Module):
+    """The end of a residual block, a function that is a lookup table, and a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.last = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x):
+        y = torch.relu(self.first(x))
+        y = torch.relu(self.second(y) + y)
+        return self.last(torch.sigmoid(y).mean((2, 3)))
+
+
+def made_reference() -> stages.Reference:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 6, 6)
+    prepared = stages.prepare(stages.capture(Block().eval(), (x,)))
+    prepared(x)
+    return stages.convert(prepared)
+
+
+def test_operators_of_a_reference_know_their_fusion():
+    reference = made_reference()
+    named = {}
+    for node in reference.module.graph.nodes:
+        if (mark := info(node).region) is not None:
+            named.setdefault(mark.index, (mark.fusion, []))[1].append(str(node.target))
+    assert [(fusion, len(targets)) for fusion, targets in named.values()] == [
+        ("anchor_clamp", 2),
+        ("anchor_add_clamp", 3),
+        ("sigmoid", 1),
+        ("adaptive_avg_pool2d", 1),
+        ("reshape", 1),
+        ("linear", 1),
+    ]
+    assert [region.root.name for region in marked_regions(reference.module.graph)] == [
+        region.root.name for region in reference.annotations.regions
+    ]
+
+
+def test_lowering_reads_regions_and_matches_nothing(monkeypatch):
+    reference = made_reference()
+
+    def refuse(*args):
+        pytest.fail("lowering matched a pattern")
+
+    monkeypatch.setattr(matcher, "match", refuse)
+    monkeypatch.setattr(integer_regions, "match_rows", refuse)
+    assert len(requantize(reference).graph.ops) > 4
+
+
+def test_an_operator_without_a_region_stays_in_float():
+    reference = made_reference()
+    for node in reference.module.graph.nodes:
+        if node.target is torch.ops.aten.linear.default:
+            update_info(node, region=None)
+    lowered = requantize(reference)
+    assert lowered.islands or any(op.kind == "linear_f32" for op in lowered.graph.ops)
+
+
+class Counter:
+    """Calls a function and counts the calls."""
+
+    def __init__(self, function):
+        self.function, self.count = function, 0
+
+    def __call__(self, *args, **kwargs):
+        self.count += 1
+        return self.function(*args, **kwargs)
+
+
+def counter(monkeypatch, name: str, *modules) -> Counter:
+    counted = Counter(getattr(modules[0], name))
+    for module in modules:
+        monkeypatch.setattr(module, name, counted)
+    return counted
+
+
+def test_each_stage_annotates_only_a_graph_that_it_changed(monkeypatch):
+    annotated = counter(monkeypatch, "annotate_graph", prepare_stage)
+    torch.manual_seed(0)
+    data = [(torch.randn(4, 3, 6, 6),)]
+    prepared = stages.prepare(
+        stages.capture(Block().eval(), data[0]), stages.Quantizer(Recipe(default=Setting(bias="outputs")))
+    )
+    assert annotated.count == 1
+    prepared = stages.equalize(prepared, data)
+    assert prepared.equalization.inputs
+    assert prepared.equalization.factors
+    assert annotated.count == 3  # a graph with inputs per channel, and that with divided values
+    ranges = stages.calibrate(prepared, data, progress=False)
+    corrections = stages.correct(prepared, ranges, data)
+    assert corrections.biases
+    reference = stages.convert(prepared, ranges, corrections)
+    stages.requantize(reference)
+    assert annotated.count == 3
+
+
+def test_parameters_are_computed_once_for_correct_and_convert(monkeypatch):
+    activations = counter(monkeypatch, "activation_qparams", correct_weights, convert_stage)
+    weights = counter(monkeypatch, "channel_scales", qparams)
+    torch.manual_seed(0)
+    data = [(torch.randn(4, 3, 6, 6),)]
+    prepared = stages.prepare(stages.capture(Block().eval(), data[0]))
+    ranges = stages.calibrate(prepared, data, progress=False)
+    stages.convert(prepared, ranges, stages.correct(prepared, ranges, data))
+    assert (activations.count, weights.count) == (1, 3)
