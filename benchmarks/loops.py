@@ -26,11 +26,12 @@ from torch.utils import _pytree as pytree
 
 import intaglio
 from intaglio import stages
-from intaglio.ir import DType, Graph, Input, Op, Output, QParams, Signature, TensorType, verify
+from intaglio.ir import DType, Graph, Input, Op, Output, QParams, Signature, TensorType
 from intaglio.lower import Lowered
 from intaglio.native import machine
 from intaglio.native.compile import build, load
 from intaglio.native.library import parallel_address
+from intaglio.ops import verify
 from intaglio.ops.loop_ops.loop_builder import Body
 from intaglio.plan.graph_passes.lut_passes import near_functions
 

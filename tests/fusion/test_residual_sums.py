@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import intaglio
 from intaglio import numerics, stages
-from intaglio.build.check import check_graph
 from intaglio.errors import SelectorError
+from intaglio.ops import check_graph
 from intaglio.quant.recipes.recipe import Recipe, Setting
 from support.lowering import assert_equal_levels, quantized, sqnr, tensors, worst_levels
 from support.matmul_library import HERE

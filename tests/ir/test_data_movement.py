@@ -13,10 +13,9 @@ from numpy.lib.stride_tricks import as_strided
 from torch import nn
 
 from intaglio import stages
-from intaglio.build.check import check_graph
 from intaglio.ir import DType, Op, QParams, TensorType
-from intaglio.ir.moves import Box
-from intaglio.ops import OPS
+from intaglio.ops import OPS, check_graph
+from intaglio.ops.movement.data_movement import Box
 from intaglio.plan import Buffer, plan_graph
 from intaglio.plan.buffers import boxes, moves_nothing, strides
 from support.integer_graphs import N, Net

@@ -27,7 +27,8 @@ from intaglio.ir import (
     symbols_of,
 )
 from intaglio.ir.rewrite import run_passes
-from intaglio.ir.verify import VerifyError, verify
+from intaglio.ir.verify import VerifyError
+from intaglio.ops import verify
 
 N, H = symbol("n"), symbol("h")
 SIZES = st.fixed_dictionaries({"n": st.integers(0, 9), "h": st.integers(1, 99)})
@@ -142,7 +143,7 @@ def test_a_pass_that_breaks_the_graph_is_named():
         return graph.replace(ops=graph.ops[:-2]), 1
 
     with pytest.raises(VerifyError, match="output %f is never made after careless"):
-        run_passes(small(), [careless])
+        run_passes(small(), [careless], verify)
 
 
 def test_the_printer_shows_types_parameters_and_origins(golden):

@@ -15,7 +15,7 @@ from intaglio.ir import DType, Op, QParams, TensorType
 from intaglio.native.compile import build, load
 from intaglio.native.library import parallel_address
 from intaglio.ops import OPS
-from intaglio.ops.pool import counts, pool_shape
+from intaglio.ops.images.pool import counts, pool_shape
 from support.matmul_library import EXPORT, HERE, SLACK, Image, Memory
 
 IMAGES = ("a", "b", "out")

@@ -6,8 +6,9 @@ import torch
 
 from intaglio import stages
 from intaglio.codegen.loop_stages import magnitudes
-from intaglio.ir import DType, Op, QParams, TensorType, prune, verify
+from intaglio.ir import DType, Op, QParams, TensorType, prune
 from intaglio.lower import Lowered
+from intaglio.ops import verify
 from intaglio.ops.loop_ops.loop_builder import Body as Inside
 from intaglio.plan.graph_passes.loop_merging import merge_loops
 from intaglio.plan.graph_passes.lut_passes import loops_as_tables, near_functions

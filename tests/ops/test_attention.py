@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from intaglio import build, numerics
-from intaglio.ir import DType, Op, TensorType, evaluate, verify
+from intaglio.ir import DType, Op, TensorType, evaluate
+from intaglio.ops import OPS, verify
+from intaglio.ops.products.scratch_memory import LINE
 from intaglio.plan import plan_graph
 from intaglio.plan.layouts import separate_layouts
-from intaglio.plan.scratch_memory import LINE, scratch_lines
 from support.attention_library import kernels
 from support.integer_graphs import H, N, Net, W
 from support.matmul_library import HERE, Memory
@@ -165,7 +166,7 @@ def run(case: Case, isa: str, threads: int) -> np.ndarray:
         numbers |= {"mask": MEMORY[4].hold(mask), "mask_bytes": mask.itemsize}
         numbers |= {f"mask_apart[{axis}]": step for axis, step in enumerate([0] * missing + steps)}
     types = {name: TensorType(array.shape, DType.U8) for name, array in zip("qkv", (q, k, v), strict=True)}
-    lines = evaluate(scratch_lines(Op("attention", tuple("qkv"), ("y",)), types), {})
+    lines = evaluate(OPS["attention"].scratch(Op("attention", tuple("qkv"), ("y",)), types), {})
     factor, ratio = factors(case)
     kernels(isa).run("Attention", numbers, {"factor": factor, "ratio": ratio}, (77, 3, 250), threads, lines * LINE)
     return placed["o"].copy()

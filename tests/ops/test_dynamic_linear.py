@@ -13,10 +13,10 @@ from torch import nn
 
 import intaglio
 from intaglio import numerics, stages
-from intaglio.build.check import check_graph
 from intaglio.errors import UnsupportedError
 from intaglio.ir import Op, TensorType
 from intaglio.native.compile import build, load
+from intaglio.ops import check_graph
 from intaglio.ops.dynamic_quant import ROW_MODES, levels_of_rows
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.recipes.quantizer import Quantizer

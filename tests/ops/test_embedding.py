@@ -10,9 +10,9 @@ from torch import nn
 
 import intaglio
 from intaglio import Recipe, numerics, stages
-from intaglio.build.check import check_graph
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.ir import DType, Graph, Op, TensorType, symbol
+from intaglio.ops import check_graph
 from support.float_loops import Sample, equal
 from support.lowering import assert_equal_levels, kinds, quantized
 from support.matmul_library import HERE

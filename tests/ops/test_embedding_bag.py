@@ -11,8 +11,8 @@ from torch.export import Dim
 
 import intaglio
 from intaglio import Recipe, numerics, stages
-from intaglio.build.check import check_graph
 from intaglio.ir import DType, Graph, Op, TensorType, symbol
+from intaglio.ops import check_graph
 from intaglio.ops.embedding import MODES
 from support.float_loops import Sample, equal
 from support.lowering import assert_equal_levels, kinds, lowered, quantized

@@ -15,11 +15,10 @@ from torch import nn
 import intaglio
 from intaglio import numerics as nm
 from intaglio import stages
-from intaglio.build.check import check_graph
-from intaglio.ir import DType, Op, QParams, verify
+from intaglio.ir import DType, Op, QParams
 from intaglio.ir.verify import VerifyError
 from intaglio.native.compile import build, load
-from intaglio.ops import OPS
+from intaglio.ops import OPS, check_graph, verify
 from intaglio.ops.fused_activations import FUNCTIONS, PRECISE, bind_precise
 from intaglio.plan.partitioning import fuse
 from intaglio.quant.calibrate.prepare import prepare

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 import intaglio
 from intaglio import Recipe, Setting, stages
-from intaglio.build.check import check_graph
 from intaglio.errors import UnsupportedError
 from intaglio.ir import DType, Graph, Op, QParams, TensorType, symbol
 from intaglio.numerics import float_math
+from intaglio.ops import check_graph
 from intaglio.runtime.threads import stretches
 from support.float_loops import Sample, equal
 from support.lowering import kinds, quantized

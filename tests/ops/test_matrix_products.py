@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from intaglio import build, numerics
 from intaglio.ir import DType, Op, QParams, TensorType, evaluate
 from intaglio.ops import OPS
-from intaglio.plan.scratch_memory import LINE, scratch_lines
+from intaglio.ops.products.scratch_memory import LINE
 from support.attention_library import kernels
 from support.integer_graphs import H, N, Net
 from support.lowering import assert_equal_levels, quantized
@@ -114,7 +114,7 @@ def run(case: Case, isa: str, threads: int) -> np.ndarray:
         batch, head = outer(x)
         numbers |= {f"{name}.base": address[id(x)], f"{name}.batch": batch, f"{name}.head": head}
         numbers[f"{name}.row"] = x.strides[2]
-    lines = evaluate(scratch_lines(Op("bmm", ("a", "b"), ("y",)), dict(zip("ab", types, strict=True))), {})
+    lines = evaluate(OPS["bmm"].scratch(Op("bmm", ("a", "b"), ("y",)), dict(zip("ab", types, strict=True))), {})
     bounds = None if case.floats else BOUNDS
     kernels(isa).run("Product", numbers, {"factor": FACTOR}, bounds, threads, lines * LINE)
     return out.copy()

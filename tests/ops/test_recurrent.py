@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 
 import intaglio
 from intaglio import stages
-from intaglio.build.check import check_graph
 from intaglio.errors import CaptureError
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType, Op, QParams, TensorType, symbol
+from intaglio.ops import check_graph
 from intaglio.ops.dynamic_quant import levels_of_rows, row_levels
 from intaglio.ops.products.lstm_gru import RECURRENT, recurrent_meaning, states
 from intaglio.quant.calibrate.prepare import prepare

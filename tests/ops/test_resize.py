@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from intaglio import stages
-from intaglio.build.check import check_graph
-from intaglio.ops.resize import linear, nearest
+from intaglio.ops import check_graph
+from intaglio.ops.images.resize import linear, nearest
 from support.lowering import assert_equal_levels, kinds, quantized, tensors
 from support.matmul_library import HERE
 from support.nets import Body, randomize

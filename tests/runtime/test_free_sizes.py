@@ -15,11 +15,11 @@ from torch.export import Dim
 import intaglio
 from intaglio import stages
 from intaglio.errors import InputError
-from intaglio.ir import evaluate, needs, symbol
+from intaglio.ir import evaluate, symbol
 from intaglio.lower import Lowered
-from intaglio.ops import Call
+from intaglio.ops import Call, needs
+from intaglio.ops.images.pool import bind_pool, pool_shape, whole_windows
 from intaglio.ops.interpret import sizes_of
-from intaglio.ops.pool import bind_pool, pool_shape, whole_windows
 from intaglio.quant.qdq.convert import Reference
 from intaglio.runtime import QuantizedModel
 from support.lowering import assert_equal_levels, tensors

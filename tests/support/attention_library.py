@@ -11,7 +11,7 @@ from intaglio.kernels import ISAS, TileSpec
 from intaglio.kernels.library import kernel_units
 from intaglio.native.compile import build, load
 from intaglio.native.library import parallel_address
-from intaglio.plan.scratch_memory import SHARERS
+from intaglio.ops.products.scratch_memory import SHARERS
 from support.matmul_library import EXPORT
 
 HEADS = ("base", "batch", "head", "row")

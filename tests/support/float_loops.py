@@ -4,9 +4,9 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from intaglio.build.check import check_graph
-from intaglio.ir import DType, Graph, Input, Op, Output, QParams, Signature, TensorType, symbol, verify
+from intaglio.ir import DType, Graph, Input, Op, Output, QParams, Signature, TensorType, symbol
 from intaglio.lower import Lowered
+from intaglio.ops import check_graph, verify
 from intaglio.ops.loop_ops.loop_builder import Body as Inside
 from intaglio.plan.graph_passes.loop_merging import merge_loops
 

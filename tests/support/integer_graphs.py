@@ -9,25 +9,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from intaglio import numerics
-from intaglio.ir import (
-    Dim,
-    DType,
-    Graph,
-    Input,
-    Op,
-    Origin,
-    Output,
-    QParams,
-    Signature,
-    TensorType,
-    evaluate,
-    symbol,
-    verify,
-)
+from intaglio.ir import Dim, DType, Graph, Input, Op, Origin, Output, QParams, Signature, TensorType, evaluate, symbol
 from intaglio.lower import Lowered
-from intaglio.ops import OPS, run_op
+from intaglio.ops import OPS, run_op, verify
 from intaglio.ops.dynamic_quant import levels_of_rows, row_accumulator, row_levels, scales_shape
-from intaglio.ops.pool import counts
+from intaglio.ops.images.pool import counts
 
 N, H, W = symbol("n"), symbol("h"), symbol("w")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from intaglio.build.check import check_graph, check_schedules
+from intaglio.build.check import check_schedules
 from intaglio.codegen import emit
 from intaglio.errors import ArtifactError, BuildError
 from intaglio.ir import Graph, Program, Schedule, graph_text
@@ -18,7 +18,7 @@ from intaglio.kernels import ISAS
 from intaglio.lower import Island, Lowered
 from intaglio.native import machine
 from intaglio.native.compile import install
-from intaglio.ops import OpDef
+from intaglio.ops import OpDef, check_graph
 from intaglio.plan import CacheSizes, Plan, plan_graph, schedule_plan
 from intaglio.runtime import (
     Artifact,
@@ -269,7 +269,7 @@ def _coverage(lowered: Lowered) -> Coverage:
             source=op.origin.source,
         )
         for op in lowered.graph.ops
-        if op.kind == "host"
+        if op.is_host
     )
     integer, total = lowered.macs
     operators = lowered.operators

@@ -15,8 +15,9 @@ import numpy as np
 from intaglio import numerics
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim, Graph, Op, Place, c_expression
-from intaglio.ir.moves import Strides
 from intaglio.kernels import DepthwiseSpec, Isa, KernelFamily, TileSpec, depthwise_tiles
+from intaglio.ops import op_def
+from intaglio.ops.movement.data_movement import Strides
 from intaglio.plan.buffers import Buffer, lies, strides
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Partition
@@ -174,7 +175,7 @@ class Context:
     def given(self, value: str) -> bool:
         """Whether a tensor of the caller is read only: an input of the graph, or what an island made."""
         makers = [op for op in self.graph.ops if value in op.outputs]
-        return not makers or makers[0].kind == "island"
+        return not makers or makers[0].is_island
 
     def halo(self, value: str) -> bool:
         """Whether there is one to fill."""
@@ -188,8 +189,8 @@ class Context:
     def limits(self, op: Op) -> str:
         """``struct Limits`` of the levels an operator gives, or the 16 bits."""
         q, (low, high), rest = self.graph.types[op.output].levels, self.bounds(op), len(op.outputs) > 1
-        other = self.graph.types[op.inputs[1]].levels.zero if op.kind in ("add", "mul") else 0
-        if op.kind == "add" and op.inputs[4:]:
+        other = self.graph.types[op.inputs[1]].levels.zero if op_def(op).pairwise else 0
+        if op_def(op).residual is not None and op.inputs[4:]:
             other = numerics.joined(other, self.graph.types[op.inputs[4]].levels.zero).item()
         zero = numerics.widen(1, q.zero).zero_point if rest else q.zero
         return self.constant(limits(zero, low, high, other, rest), "struct Limits", "limits")
@@ -198,7 +199,11 @@ class Context:
         """Whether an operator gives levels 0..255 with the zero point 0, and a residual operand without a rest has that
         too; of 16 bits, whether the zero point is the least."""
         zeros, (low, high) = self.graph.types[op.output].levels.zeros, self.bounds(op)
-        other = self.graph.types[op.inputs[1]].levels.zeros if op.kind == "add" and not op.inputs[4:] else (0,)
+        other = (
+            self.graph.types[op.inputs[1]].levels.zeros
+            if op_def(op).residual is not None and not op.inputs[4:]
+            else (0,)
+        )
         plain = low == numerics.widen(1, 0).zero_point if len(op.outputs) > 1 else (low, high) == (0, 255)
         return plain and zeros == other == (0,)
 

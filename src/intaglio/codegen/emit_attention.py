@@ -12,8 +12,9 @@ from intaglio.codegen.emit_loops import epilogue, fill_frames
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim, Op
 from intaglio.kernels import TileSpec
+from intaglio.ops import op_def
+from intaglio.ops.products.scratch_memory import LINE, SHARERS
 from intaglio.plan.plan_records import Partition
-from intaglio.plan.scratch_memory import LINE, SHARERS
 
 HEAD_AXES = 4
 """Axes of a mask, the missing ones in front."""
@@ -60,7 +61,7 @@ def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
     code(f"p.depth_apart = {depth_apart}, p.column_apart = {column_apart};")
     code(f"p.batch = {context.dim(batch)}, p.heads = {context.dim(heads)}, p.rows = {context.dim(rows)};")
     code(f"p.depth = {context.dim(inner)}, p.columns = {context.dim(columns)}, p.zero_a = {types[a].levels.zero};")
-    if tail.kind == "dequantize":
+    if op_def(tail).dequantizes:
         factor = np.array(types[partition.anchor.output].levels.scales, np.float64).astype(np.float32)
     else:
         factor = context.graph.constants[tail.inputs[1]]

@@ -8,6 +8,8 @@ from dataclasses import replace
 from intaglio.codegen.context import Context
 from intaglio.codegen.writer import Code
 from intaglio.ir import symbol
+from intaglio.ops import op_def
+from intaglio.ops.pointwise import PIXELS
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import BatchTiling, BufferLifetime
 
@@ -107,6 +109,6 @@ def _externals_at(plan: Plan, tiling: BatchTiling) -> list[str]:
         for name in op.inputs:
             if name in plan.external:
                 index, size = plan.external.index(name), str(plan.graph.types[name].dtype.bytes)
-                size = f"(whole->bytes[{index}] ? 1 : {size})" if op.kind == "pixels" else size
+                size = f"(whole->bytes[{index}] ? 1 : {size})" if op_def(op) is PIXELS else size
                 found[index] = f"external[{index}] += part->first * whole->strides[{5 * index}] * {size};"
     return [found[index] for index in sorted(found)]

@@ -9,7 +9,9 @@ import numpy as np
 from intaglio.codegen.context import Context, finish
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim
-from intaglio.ir.moves import Box, Run, copies
+from intaglio.ops import op_def
+from intaglio.ops.movement.data_movement import Box, Run
+from intaglio.ops.movement.pixel_shuffle import SHUFFLE
 from intaglio.plan.plan_records import Partition
 
 RUNS = 8
@@ -23,7 +25,7 @@ SHORT = 8
 def emit_move(code: Code, partition: Partition, context: Context) -> None:
     """One strided copy a box."""
     op, buffers, kind = partition.anchor, context.plan.buffers, context.graph.types[partition.output]
-    halves = op.kind == "shuffle" and op.attrs["groups"] == 2
+    halves = op_def(op) is SHUFFLE and op.attrs["groups"] == 2
     if halves and all(name in buffers and buffers[name].spatial for name in (*op.inputs, op.output)):
         context.include("shuffle.h")
         code(f"const struct Image in = {context.image(op.inputs[0])}, out = {context.image(op.output)};")
@@ -41,7 +43,7 @@ def emit_move(code: Code, partition: Partition, context: Context) -> None:
     zero = context.constant(
         np.full(kind.dtype.bytes, 0 if kind.q is None else kind.q.zero, np.uint8), "uint8_t", "fill"
     )
-    for box in copies(op, sides, apart, kind.dtype.bytes):
+    for box in op_def(op).strided_copies(op, sides, apart, kind.dtype.bytes):
         part = buffers.get(op.inputs[box.operand])
         if part is not None and part.part is not None:
             continue

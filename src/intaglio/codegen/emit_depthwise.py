@@ -9,16 +9,17 @@ import numpy as np
 from intaglio.codegen.context import Context
 from intaglio.codegen.writer import Code
 from intaglio.kernels.depthwise_spec import MOST_ROWS, DepthwiseSpec, channel_order, tallest
+from intaglio.ops.opdef import Tail
 
 
-def refusal(weight: np.ndarray, groups: int, tail: str) -> str | None:
+def refusal(weight: np.ndarray, groups: int, tail: Tail | None) -> str | None:
     """Why a convolution does not run here, or ``None``; weight [outputs, inputs per group, taps y, taps x]."""
     outputs, per_group, taps_y, taps_x = weight.shape
     if per_group != 1 or outputs != groups or groups < 8:
         return "channels look at each other"
     if taps_y > MOST_ROWS - 3 or taps_x > 15:
         return "too many taps"
-    return None if tail in ("requantize", "activate") else "a tail that is no level of its own accumulator"
+    return None if tail in (Tail.REQUANTIZE, Tail.ACTIVATE) else "a tail that is no level of its own accumulator"
 
 
 def pack_depthwise(weight: np.ndarray, spec: DepthwiseSpec) -> np.ndarray:

@@ -12,6 +12,8 @@ from intaglio.codegen.loop_access import Loop
 from intaglio.codegen.loop_stages import Stage
 from intaglio.codegen.writer import Code
 from intaglio.ir import DType, Op, numel
+from intaglio.ops import op_def
+from intaglio.ops.loop_ops.primitives import Lanes, primitive
 from intaglio.plan.plan_records import Partition
 
 LONGEST_KEPT = 4096
@@ -23,41 +25,6 @@ LARGEST_SMALL = 1 << 29
 
 ELEMENT = {DType.F32: "float", DType.BF16: "uint16_t", DType.U8: "uint8_t", DType.BOOL: "uint8_t", DType.I64: "int64_t"}
 VECTOR = {DType.F32: "Reals", DType.BF16: "Reals", DType.U8: "RealBits", DType.BOOL: "RealBits", DType.I64: "Longs"}
-INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^"}
-COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-CALLED = {
-    "maximum": "larger({0}, {1})",
-    "minimum": "smaller({0}, {1})",
-    "neg": "-{0}",
-    "abs": "absolute({0})",
-    "sqrt": "root({0})",
-    "reciprocal": "1.0f / {0}",
-    "round": "nearest({0})",
-    "exp": "exponential({0})",
-    "log": "logarithm({0})",
-    "relu": "relu({0})",
-    "not": "~{0}",
-    "where": "{0} ? {1} : {2}",
-    "hardswish": "of_number({0}, hardswish({0}))",
-    "hardsigmoid": "of_number({0}, hardsigmoid({0}))",
-    "sigmoid": "of_number({0}, sigmoid({0}))",
-    "tanh": "of_number({0}, hyperbolic_tangent({0}))",
-    "silu": "of_number({0}, silu({0}))",
-    "gelu": "of_number({0}, gelu({0}))",
-    "near_gelu": "near_gelu({0})",
-    "gelu_tanh": "of_number({0}, gelu_tanh({0}))",
-}
-"""Operator of a body -> C, over vectors; with those below it has all but reductions and views."""
-SIDE_BY_SIDE = {"near_gelu": "near_gelus", "exp": "exp_negatives"}
-"""Operator -> C that takes several vectors a step at a time, where one alone would wait for itself; ``exp`` up to 0."""
-SUMS = {
-    "sum": ("0.0f", "added", "tree_of_sums({0})"),
-    "mean": ("0.0f", "added", "tree_of_sums({0}) / (float)size"),
-    "max": ("-__builtin_inff()", "raised", "tree_of_most({0})"),
-    "min": ("__builtin_inff()", "lowered", "tree_of_least({0})"),
-}
-"""Reduction -> where lanes begin, what joins them, and what comes of them in the end."""
-WITH_NUMBERS = ("leaky_relu", "clamp", "cast", "quantize", "dequantize")
 
 
 def emit_loop(code: Code, partition: Partition, context: Context) -> None:
@@ -108,7 +75,7 @@ def epilogue(partition: Partition, context: Context, width: int) -> str:
     context.include("loops.h", "epilogue.h")
     op, made, anchor = partition.ops[-1], partition.ops[-2].output, partition.anchor
     rank = len(context.graph.types[made].shape)
-    loop = Loop(op, context, made, 1 if anchor.kind.startswith("conv") else rank - 1)
+    loop = Loop(op, context, made, 1 if op_def(anchor).convolves else rank - 1)
     body = Code()
     _ends(body, loop)
     with body.block("for (int64_t p = 0; p < pixels; ++p, tile += apart)"):
@@ -206,14 +173,14 @@ def _stage(code: Code, loop: Loop, stage: Stage, kept: Mapping[str, int]) -> Non
         return
     for op in stage.sums:
         code(f"Reals {names[op.output]}_lanes[GROUPS];")
-        code(f"for (int g = 0; g < GROUPS; ++g) {names[op.output]}_lanes[g] = every_lane({SUMS[op.kind][0]});")
+        code(f"for (int g = 0; g < GROUPS; ++g) {names[op.output]}_lanes[g] = every_lane({_lanes(op).start});")
     group = "int g" if stage.sums else "int"
     head = f"along(first, last, [&](int64_t e, int64_t count, {group}, auto vectors) __attribute__((always_inline))"
     with code.block(head, end="});"):
         code("enum { COUNT = decltype(vectors)::COUNT };")
         _pass(code, loop, stage, kept)
     for op in stage.sums:
-        code(f"const Reals {names[op.output]} = {SUMS[op.kind][2].format(f'{names[op.output]}_lanes')};")
+        code(f"const Reals {names[op.output]} = {_lanes(op).finish.format(f'{names[op.output]}_lanes')};")
 
 
 def _pass(code: Code, loop: Loop, stage: Stage, kept: Mapping[str, int]) -> None:
@@ -230,16 +197,16 @@ def _pass(code: Code, loop: Loop, stage: Stage, kept: Mapping[str, int]) -> None
     for name in stage.restored:
         define(name, f"read_f32(kept[{kept[name]}] + e + i * FLOATS, 1, FLOATS)")
     for op in stage.ops:
-        if _all_at_once(op, loop):
+        if of_vectors := _of_vectors(op, loop):
             code(f"Reals {loop.names[op.output]}[COUNT];")
             code(f"EACH {_operand(op.output, loop)} = {_operand(op.inputs[0], loop)};")
-            code(f"{SIDE_BY_SIDE[op.kind]}<COUNT>({loop.names[op.output]});")
+            code(f"{of_vectors}<COUNT>({loop.names[op.output]});")
         elif op.output not in written:
-            turn = in_turn and op.kind == "dequantize"
+            turn = in_turn and primitive(op).dequantizes
             define(op.output, _load_in_turn(op, loop) if turn else _value(op, loop))
     for op in stage.sums:
         lanes = f"{loop.names[op.output]}_lanes[(g + i) % GROUPS]"
-        code(f"EACH {lanes} = {SUMS[op.kind][1]}({lanes}, {_operand(op.inputs[0], loop)}, count);")
+        code(f"EACH {lanes} = {_lanes(op).join}({lanes}, {_operand(op.inputs[0], loop)}, count);")
     for name in stage.kept:
         code(f"EACH write_f32(kept[{kept[name]}] + e + i * FLOATS, 1, FLOATS, {_operand(name, loop)});")
     for name in stage.stored:
@@ -249,17 +216,26 @@ def _pass(code: Code, loop: Loop, stage: Stage, kept: Mapping[str, int]) -> None
 def _written(loop: Loop, stage: Stage) -> set[str]:
     """Levels that need no variable: quantized as they are written, and read by nobody."""
     read = {name for op in stage.ops for name in op.inputs} | {loop.rows.same.get(name, "") for name in stage.stored}
-    return {op.output for op in stage.ops if op.kind == "quantize" and op.output in stage.stored} - read
+    return {op.output for op in stage.ops if primitive(op).quantizes and op.output in stage.stored} - read
 
 
-def _all_at_once(op: Op, loop: Loop) -> bool:
-    return op.kind in SIDE_BY_SIDE and (op.kind != "exp" or loop.is_distance(op.inputs[0]))
+def _of_vectors(op: Op, loop: Loop) -> str:
+    """Return the C function that takes several vectors a step at a time, if there is one for this operator."""
+    row = primitive(op)
+    return row.c_of_vectors or (row.c_of_distances if loop.is_distance(op.inputs[0]) else "")
+
+
+def _lanes(op: Op) -> Lanes:
+    lanes = primitive(op).lanes
+    if lanes is None:
+        raise ValueError(f"{op.kind} reduces nothing")
+    return lanes
 
 
 def _goes_in_turn(loop: Loop, stage: Stage, written: set[str]) -> bool:
     """Whether all that a pass reads and writes are levels side by side, so that any order of them does."""
-    read = {name for op in stage.ops if op.kind == "dequantize" for name in op.inputs}
-    other = {name for op in stage.ops if op.kind != "dequantize" for name in op.inputs}
+    read = {name for op in stage.ops if primitive(op).dequantizes for name in op.inputs}
+    other = {name for op in stage.ops if not primitive(op).dequantizes for name in op.inputs}
     ends = {*stage.loads, *stage.stored}
     return (
         not (stage.sums or stage.kept or stage.restored)
@@ -280,7 +256,7 @@ def _store_rows(code: Code, loop: Loop) -> None:
 def _load(name: str, loop: Loop) -> str:
     if name in loop.tables:
         row, place = loop.names[name], f"{loop.names[name]}_found + e + i * FLOATS"
-        if loop.tables[name].kind == "gather_levels":
+        if loop.tables[name].inputs[2:]:
             return f"dequantize_row(read_u8({place}, 1, count), {row}_scale, {row}_zero)"
         return f"read_f32({place}, 1, count)"
     return f"read_{loop.ends[name].dtype}({_elements(name, loop)}, count)"
@@ -330,27 +306,21 @@ def _value(op: Op, loop: Loop) -> str:
     """C of one operator over the variables of its operands."""
     types, constants = loop.body.types, loop.body.constants
     given, result = [_operand(name, loop) for name in op.inputs], types[op.output]
-    if op.kind in INFIX:
-        if op.inputs[1] in constants and op.inputs[0] not in constants:
-            given[1] = number(constants[op.inputs[1]])
-        return f"{given[0]} {INFIX[op.kind]} {given[1]}"
-    if op.kind in COMPARED:
-        found = f"{given[0]} {COMPARED[op.kind]} {given[1]}"
-        return f"__builtin_convertvector({found}, RealBits)" if types[op.inputs[0]].dtype is DType.I64 else found
-    if op.kind == "leaky_relu":
-        return f"of_number({given[0]}, leaky_relu({given[0]}, {number(op.attrs['slope'])}))"
-    if op.kind == "clamp":
-        return f"clamp({given[0]}, {number(op.attrs['low'])}, {number(op.attrs['high'])})"
-    if op.kind == "dequantize":
+    row = primitive(op)
+    if row.dequantizes:
         q = types[op.inputs[0]].levels
         return f"dequantize_lanes({given[0]}, {q.zero}, {number(q.step)})"
-    if op.kind == "quantize":
+    if row.quantizes:
         q = result.levels
         bounds = f"{number(q.qmin - q.zero)}, {number(q.qmax - q.zero)}"
         return f"quantize_lanes({given[0]}, {number(numerics.reciprocal(q.step))}, {q.zero}, {bounds})"
-    if op.kind == "cast":
+    if not row.c:
         return _cast(given[0], types[op.inputs[0]].dtype, result.dtype)
-    return CALLED[op.kind].format(*given)
+    if row.takes_number and op.inputs[1] in constants and op.inputs[0] not in constants:
+        given[1] = number(constants[op.inputs[1]])
+    found = row.c.format(*given, **{name: number(op.attrs[name]) for name in row.attrs})
+    compares_integers = result.dtype is DType.BOOL and types[op.inputs[0]].dtype is DType.I64
+    return f"__builtin_convertvector({found}, RealBits)" if compares_integers else found
 
 
 def _cast(value: str, source: DType, result: DType) -> str:

@@ -19,12 +19,14 @@ from intaglio.codegen.writer import Code
 from intaglio.ir import Op, Schedule
 from intaglio.ir.phases import Phase, axis_phases
 from intaglio.kernels import TileSpec
+from intaglio.ops import op_def
+from intaglio.ops.opdef import Tail
 from intaglio.plan.buffers import lies
 from intaglio.plan.plan_records import Partition, is_flat
 
-RESULT = {"requantize": "u8", "add": "add", "dequantize": "f32", "activate": "f32", "dequantize_rows": "f32"}
-"""What a microkernel makes for each tail; functions and scales of rows are applied to floats while they lie in the
-first-level cache."""
+RESULT = {Tail.REQUANTIZE: "u8", Tail.ADD: "add"}
+"""What a microkernel makes for each tail, else f32: functions and scales of rows are applied to floats while they are
+in the first-level cache."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,9 @@ def pieces(anchor: Op, weight: np.ndarray) -> list[Piece]:
     """What a convolution or linear layer is made of; lines are images of one row, depth is one image each."""
     missing = 4 - min(weight.ndim, 4)
     flat = weight.reshape(*weight.shape[:2], *[1] * missing, *weight.shape[2:][-2:])
-    if anchor.kind == "linear":
+    if not op_def(anchor).convolves:
         return [Piece(flat, (1, 1), (1, 1), (0, 0))]
-    if not anchor.kind.startswith("conv_transpose"):
+    if not op_def(anchor).transposed:
         begins = anchor.attrs["padding"][::2]
         return [
             Piece(
@@ -97,7 +99,7 @@ def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece
     anchor, tail = partition.anchor, partition.tail[0]
     if (
         len(tail.outputs) == 1
-        and emit_depthwise.refusal(piece.weight, anchor.attrs.get("groups", 1), tail.kind) is None
+        and emit_depthwise.refusal(piece.weight, anchor.attrs.get("groups", 1), op_def(tail).tail) is None
     ):
         layer = emit_depthwise.Layer(
             piece.weight,
@@ -106,7 +108,7 @@ def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece
             piece.stride,
             piece.dilation,
             piece.start,
-            RESULT[tail.kind],
+            _result(tail),
             context.natural(tail),
             partition.output in context.plan.guarded,
         )
@@ -114,13 +116,13 @@ def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece
         code(f"const struct Image in = {source};")
         results = _results(partition.output, context, piece, "in")
         emit_depthwise.emit_layer(code, layer, "in", results, context.limits(tail), _table(partition, context), context)
-        if tail.kind == "activate":
+        if op_def(tail).tail is Tail.ACTIVATE:
             code(f"d.activation = {_activation(tail, context)};")
         code(f"{emit_depthwise.loop_name(layer, context)}(&d, thread, threads);")
         return
     schedule = context.plan.schedules[partition.output]
     plan = piece_packing(partition, context, schedule, piece)
-    looks_up = context.isa.looks_up if partition.table is not None and tail.kind == "requantize" else ""
+    looks_up = context.isa.looks_up if partition.table is not None and op_def(tail).tail is Tail.REQUANTIZE else ""
     kernels, last_kernels = _kernels(partition, context, plan, schedule, False)
     context.include("matmul.h")
     code("struct Matmul m = {};")
@@ -128,7 +130,7 @@ def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece
     if partition.epilogue is None:
         code(f"m.out = {_results(partition.output, context, piece)};")
     else:
-        code(f"m.out = {_sizes(anchor.output, anchor.kind == 'linear', context)};")
+        code(f"m.out = {_sizes(anchor.output, not op_def(anchor).convolves, context)};")
         code(f"m.epilogue = {epilogue(partition, context, 16 * plan.blocks)};")
     _geometry(code, context, plan, piece, anchor.attrs.get("groups", 1))
     _operands(code, partition, context, plan, piece)
@@ -183,7 +185,7 @@ def piece_packing(partition: Partition, context: Context, schedule: Schedule, pi
     """The panels the weight of a piece is cut into."""
     outputs, per_group, _, taps_x = piece.weight.shape
     groups = partition.anchor.attrs.get("groups", 1)
-    packs = context.isa.packs and RESULT[partition.tail[0].kind] != "f32"
+    packs = context.isa.packs and _result(partition.tail[0]) != "f32"
     return packing(outputs, per_group * groups, groups, taps_x, piece.dilation[1], schedule.tile_columns, packs)
 
 
@@ -226,13 +228,18 @@ def _panel_bytes(plan: Packing, weight: np.ndarray) -> int:
     return taps * plan.run * 4 * 16 * plan.blocks
 
 
+def _result(tail: Op) -> str:
+    kind = op_def(tail).tail
+    return "f32" if kind is None else RESULT.get(kind, "f32")
+
+
 def _kernels(partition: Partition, context: Context, plan: Packing, schedule: Schedule, table: bool) -> tuple[str, str]:
     """Return tables of kernels by height, for full panels and for the last one."""
     tail = partition.tail[0]
     spec = TileSpec(
         schedule.tile_rows,
         plan.blocks,
-        RESULT[tail.kind],
+        _result(tail),
         natural=plan.packed and context.natural(tail),
         guard=partition.output in context.plan.guarded,
         table=table,
@@ -276,12 +283,12 @@ def _operands(code: Code, partition: Partition, context: Context, plan: Packing,
     packed = pack_weights(piece.weight, plan, anchor.attrs.get("groups", 1))
     code(f"m.tile.b = {context.constant(packed, 'int8_t', 'weights')};")
     code(f"m.tile.bias = {context.constant(pack_columns(folded.astype(np.int32), plan), 'int32_t', 'bias')};")
-    if tail.kind == "dequantize":
+    if op_def(tail).tail is Tail.DEQUANTIZE:
         factor = np.array(graph.types[anchor.output].levels.scales, np.float64).astype(np.float32)
         code(f"m.tile.factor = {context.constant(pack_columns(factor, plan), 'float', 'factor')};")
         code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 4;")
         return
-    if tail.kind == "dequantize_rows":
+    if op_def(tail).tail is Tail.DEQUANTIZE_ROWS:
         code(f"m.by_row = {rows_tail(tail, context)};")
         code(f"m.tile.factor = {context.constant(pack_columns(np.ones(1, np.float32), plan), 'float', 'factor')};")
         code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 4;")
@@ -290,9 +297,9 @@ def _operands(code: Code, partition: Partition, context: Context, plan: Packing,
     code(f"m.tile.factor = {context.constant(pack_columns(factors[0], plan), 'float', 'factor')};")
     code(f"m.tile.limits = {context.limits(tail)}, m.table = {_table(partition, context)};")
     code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 1;")
-    if tail.kind == "activate":
+    if op_def(tail).tail is Tail.ACTIVATE:
         code(f"m.activation = {_activation(tail, context)};")
-    if tail.kind == "add":
+    if op_def(tail).tail is Tail.ADD:
         code(f"m.other = {_results(tail.inputs[1], context, piece)};")
         code("m.tile.other_pixel = m.other.pixel;")
         code(f"m.tile.other_factor = {context.constant(pack_columns(factors[1], plan), 'float', 'other_factor')};")

@@ -10,10 +10,10 @@ from intaglio.codegen.weight_packing import pack_columns, pack_weights, packing
 from intaglio.codegen.writer import Code
 from intaglio.ir import Op
 from intaglio.kernels import TileSpec
+from intaglio.ops.products.lstm_gru import states
 from intaglio.plan.plan_records import Partition
 from intaglio.plan.scheduling.schedules import LARGEST_SIZE
 
-RECURRENT = ("lstm", "gru")
 PER_DIRECTION = 6
 """Operands of a layer and direction: weights of x and h, their scales, their biases."""
 CHUNK_BYTES = 1 << 19
@@ -34,7 +34,7 @@ def emit_recurrent(code: Code, partition: Partition, context: Context) -> None:
     hidden = types[op.inputs[first + 1]].shape[1]
     context.include("recurrent.h")
     code("struct Recurrent q = {};")
-    code(f"q.lstm = {int(op.kind == 'lstm')}, q.layers = {attrs['layers']}, q.directions = {attrs['directions']};")
+    code(f"q.lstm = {int(states(op.kind) == 2)}, q.layers = {attrs['layers']}, q.directions = {attrs['directions']};")
     code(f"q.steps = {context.dim(steps)}, q.batch = {context.dim(batch)};")
     code(f"q.inputs = {shape[-1]}, q.hidden = {hidden};")
     code(f"q.row_t = {context.dim(row_t)}, q.row_b = {context.dim(row_b)};")

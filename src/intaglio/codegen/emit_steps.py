@@ -11,6 +11,7 @@ from intaglio import numerics
 from intaglio.codegen.context import Context, finish
 from intaglio.codegen.writer import Code
 from intaglio.ir import Op
+from intaglio.ops import op_def
 from intaglio.plan.plan_records import Partition
 
 AXIS_NAMES = "zyx"
@@ -37,7 +38,7 @@ def emit_pool(code: Code, partition: Partition, context: Context) -> None:
             for key, default in (("kernel", 1), ("stride", 1), ("padding", 0), ("dilation", 1))
         )
         code(f"p.{letter} = (struct PoolAxis){{{kernel}, {stride}, {padding}, {dilation}}};")
-    if op.kind.startswith("max_pool"):
+    if op_def(op).shares:
         code("max_pool(&p, thread, threads);")
     else:
         flags = [int(op.attrs.get("include_pad", 0)), int(bool(op.attrs.get("divisor"))), int("size" in op.attrs)]
@@ -79,7 +80,7 @@ def emit_pair(code: Code, partition: Partition, context: Context) -> None:
     op = partition.anchor
     fill_pair(code, op, context)
     code(f"p.out = {context.image(op.output)};")
-    code(f"pair_levels(&p, {int(op.kind == 'add')}, thread, threads);")
+    code(f"pair_levels(&p, {int(op_def(op).residual is not None)}, thread, threads);")
     finish(code, context, op.output, context.limits(op))
 
 

@@ -10,8 +10,9 @@ import numpy as np
 from intaglio.codegen.context import Context
 from intaglio.codegen.loop_stages import Rows, Stage, magnitudes
 from intaglio.ir import Dim, DType, Graph, Op, Shape, evaluate, numel
-from intaglio.ir.loops import GATHERS, body_of, row_axis, space
-from intaglio.ir.moves import Strides
+from intaglio.ops.loop_ops.loop_space import body_of, row_axis, space
+from intaglio.ops.loop_ops.primitives import PRIMITIVES, primitive
+from intaglio.ops.movement.data_movement import Strides
 
 STREAMED = 1 << 24
 """Bytes from which on a result of floats is written past the caches."""
@@ -49,7 +50,7 @@ class Loop:
         self.channels = channels
         self.tile = None if tile is None else self.body.inputs[op.inputs.index(tile)]
         self.space, self.axis = space(self.body), row_axis(self.body)
-        self.tables = {step.output: step for step in self.body.ops if step.kind in GATHERS}
+        self.tables = {step.output: step for step in self.body.ops if primitive(step).gathers}
         self.ends = {end.value: end for end in (*self._inputs(), *self._outputs())}
         self.lines = self._lines()
         single = {
@@ -63,7 +64,8 @@ class Loop:
         """As the body sees them: with the axes that it adds, tables left out."""
         outer = dict(zip(self.body.inputs, self.op.inputs, strict=True))
         found = []
-        read = {name for step in self.body.ops if step.kind not in ("unsqueeze", *GATHERS) for name in step.inputs}
+        rows = [(step, primitive(step)) for step in self.body.ops]
+        read = {name for step, row in rows if not (row.adds_axis or row.gathers) for name in step.inputs}
         read |= {step.inputs[1] for step in self.tables.values()}
         for name in self.body.inputs:
             if name == self.tile:
@@ -75,14 +77,14 @@ class Loop:
             if name in read:
                 found.append(End(name, dtype, pointer, self._aligned(shape, strides)))
             for step in self.body.ops:
-                if step.kind == "unsqueeze" and step.inputs[0] == name:
+                if primitive(step).adds_axis and step.inputs[0] == name:
                     axis = step.attrs["axis"]
                     wide = (*shape[:axis], 1, *shape[axis:]), (*strides[:axis], 0, *strides[axis:])
                     found.append(End(step.output, dtype, pointer, self._aligned(*wide)))
         return found
 
     def _outputs(self) -> list[End]:
-        lost = {step.output: step.attrs["axis"] for step in self.body.ops if step.kind == "squeeze"}
+        lost = {step.output: step.attrs["axis"] for step in self.body.ops if primitive(step).drops_axis}
         found = []
         for name, inner in zip(self.op.outputs, self.body.outputs, strict=True):
             (pointer, strides), kind = self.context.strided(name), self.body.types[inner]
@@ -136,10 +138,10 @@ class Loop:
         """Whether a value is that of a row less the row's largest, so not above 0."""
         makers = self.rows.makers
         step = makers.get(name)
-        if step is None or step.kind != "sub" or step.inputs[1] not in makers:
+        if step is None or not primitive(step).subtracts or step.inputs[1] not in makers:
             return False
         most = makers[step.inputs[1]]
-        return most.kind == "max" and most.inputs[0] == step.inputs[0]
+        return primitive(most) is PRIMITIVES["max"] and most.inputs[0] == step.inputs[0]
 
     def kept(self, stages: Sequence[Stage]) -> dict[str, int]:
         """Values that are kept, each with its place."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from intaglio.ir import DType, Graph, Op
-from intaglio.ir.loops import GATHERS, REDUCTIONS, VIEWS
+from intaglio.ops.loop_ops.primitives import primitive
 
 CHEAP = 2
 """Operators on one loaded value that are done again rather than kept."""
@@ -38,13 +37,13 @@ class Rows:
     def __init__(self, body: Graph, single: Collection[str]) -> None:
         """``single``: ends and constants that are one number a row."""
         self.body = body
-        self.makers = {op.output: op for op in body.ops if op.kind not in (*VIEWS, *GATHERS)}
-        self.same = {op.output: op.inputs[0] for op in body.ops if op.kind == "squeeze"}
+        self.makers = {op.output: op for op in body.ops if not _is_read_only(op)}
+        self.same = {op.output: op.inputs[0] for op in body.ops if primitive(op).drops_axis}
         self.row, self.stage = set(single), dict[str, int]()
         for op in self.makers.values():
             stages = [self.stage.get(name, 0) for name in op.inputs]
-            self.stage[op.output] = max(stages, default=0) + (op.kind in REDUCTIONS)
-            if op.kind in REDUCTIONS or self.row.issuperset(op.inputs):
+            self.stage[op.output] = max(stages, default=0) + primitive(op).reduces
+            if primitive(op).reduces or self.row.issuperset(op.inputs):
                 self.row.add(op.output)
 
     def stages(self, outputs: Mapping[str, bool], keep: bool) -> tuple[Stage, ...]:
@@ -54,14 +53,14 @@ class Rows:
         kept: list[set[str]] = [set() for _ in range(last + 1)]
         found: list[Stage] = []
         for index in reversed(range(last + 1)):
-            sums = [op for op in self.makers.values() if op.kind in REDUCTIONS and self.stage[op.output] == index + 1]
+            sums = [op for op in self.makers.values() if primitive(op).reduces and self.stage[op.output] == index + 1]
             stored = [name for name, along in outputs.items() if along and self.stage.get(self.at(name), 0) == index]
             wanted = [*(op.inputs[0] for op in sums), *map(self.at, stored), *kept[index]]
             loads, restored, needed = self._needs(wanted, index, keep)
             for name in restored:
                 kept[self.stage[name]].add(name)
             row = [op for op in self.makers.values() if op.output in self.row and self.stage[op.output] == index]
-            row = [op for op in row if op.kind not in REDUCTIONS]
+            row = [op for op in row if not primitive(op).reduces]
             ops = tuple(op for op in self.makers.values() if op.output in needed)
             own = tuple(name for name in self.makers if name in kept[index])
             found.append(Stage(tuple(row), tuple(loads), tuple(restored), ops, tuple(sums), own, tuple(stored)))
@@ -93,34 +92,13 @@ class Rows:
         if self.body.types[name].dtype not in (DType.F32, DType.BF16):
             return False
         loads, _, needed = self._needs([name], 0, False)
-        kinds = [self.makers[one].kind for one in needed]
-        return len(loads) > 1 or len(kinds) > CHEAP or not {*kinds} <= PLAIN
+        return len(loads) > 1 or len(needed) > CHEAP or not all(primitive(self.makers[one]).cheap for one in needed)
 
 
-PLAIN = {"add", "sub", "mul", "neg", "abs", "relu", "maximum", "minimum", "cast", "dequantize"}
-"""Operators of about one instruction."""
-
-NEAR_ONE = ("sigmoid", "tanh", "hardsigmoid")
-NO_LARGER = (
-    "neg",
-    "abs",
-    "relu",
-    "leaky_relu",
-    "maximum",
-    "minimum",
-    "hardswish",
-    "silu",
-    "gelu",
-    "near_gelu",
-    "gelu_tanh",
-    "max",
-    "min",
-    "mean",
-    "squeeze",
-    "unsqueeze",
-)
-"""Operators of numbers that give none larger than the largest of them; of ``leaky_relu`` where its slope is no more
-than 1."""
+def _is_read_only(op: Op) -> bool:
+    """Whether an operator computes nothing: rows of a table, or an axis more or less."""
+    row = primitive(op)
+    return row.gathers or row.drops_axis or row.adds_axis
 
 
 LARGEST = 2.0**100
@@ -139,18 +117,8 @@ def magnitudes(body: Graph) -> dict[str, float]:
 
 
 def _magnitude(op: Op, body: Graph, found: Mapping[str, float]) -> float | None:
-    if op.kind == "dequantize":
+    row = primitive(op)
+    if row.dequantizes:
         q = body.types[op.inputs[0]].levels
         return max(q.zero, 255 - q.zero) * float(q.step)
-    if not found.keys() >= {*op.inputs}:
-        return None
-    sizes = [found[name] for name in op.inputs]
-    if op.kind in ("add", "sub"):
-        return sum(sizes)
-    if op.kind == "mul":
-        return math.prod(sizes)
-    if op.kind in NEAR_ONE:
-        return 1.0
-    if op.kind == "clamp":
-        return max(abs(op.attrs["low"]), abs(op.attrs["high"]), *sizes)
-    return max(sizes) if op.kind in NO_LARGER and abs(op.attrs.get("slope", 1)) <= 1 else None
+    return row.bound([found[name] for name in op.inputs], op.attrs) if found.keys() >= {*op.inputs} else None

@@ -14,7 +14,7 @@ from intaglio.codegen.emit_embedding import emit_arange, emit_embedding_bag
 from intaglio.codegen.emit_linear_f32 import emit_linear_f32
 from intaglio.codegen.emit_loops import emit_loop
 from intaglio.codegen.emit_matmul import emit_matmul
-from intaglio.codegen.emit_recurrent import RECURRENT, emit_recurrent
+from intaglio.codegen.emit_recurrent import emit_recurrent
 from intaglio.codegen.emit_resize import emit_linear, emit_nearest
 from intaglio.codegen.emit_steps import (
     emit_affine,
@@ -30,41 +30,39 @@ from intaglio.codegen.emit_steps import (
 )
 from intaglio.codegen.writer import Code
 from intaglio.ir import External, HostCall, IslandCall, Program, StepNote, TensorType
-from intaglio.ir.moves import MOVES
 from intaglio.ir.names import sanitized
-from intaglio.ir.verify import PRODUCTS
 from intaglio.kernels import ISAS
+from intaglio.ops import op_def
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Partition, Step
 from intaglio.plan.scheduling.cost_model import work_of
 
 EMITTERS: Mapping[str, Callable[[Code, Partition, Context], None]] = {
-    **dict.fromkeys(PRODUCTS, emit_matmul),
-    **{f"{kind}{axes}d": emit_pool for kind in ("max_pool", "avg_pool", "adaptive_avg_pool") for axes in (1, 2, 3)},
-    **dict.fromkeys(MOVES, emit_move),
-    "add": emit_pair,
-    "mul": emit_pair,
+    "matmul": emit_matmul,
+    "pool": emit_pool,
+    "move": emit_move,
+    "reshape": emit_reshape,
+    "pair": emit_pair,
     "affine": emit_affine,
     "clamp": emit_clamp,
     "prelu": emit_prelu,
-    "layer_norm": emit_layer_norm,
+    "norm": emit_layer_norm,
     "loop": emit_loop,
-    **{f"upsample_nearest{axes}d": emit_nearest for axes in (1, 2, 3)},
-    **dict.fromkeys(("upsample_linear1d", "upsample_bilinear2d"), emit_linear),
+    "nearest": emit_nearest,
+    "linear": emit_linear,
     "attention": emit_attention,
     "bmm": emit_bmm,
     "table": emit_table,
-    "reshape": emit_reshape,
     "quantize": emit_quantize,
-    "quantize_rows": emit_quantize_rows,
-    **dict.fromkeys(RECURRENT, emit_recurrent),
+    "rows": emit_quantize_rows,
+    "recurrent": emit_recurrent,
     "linear_f32": emit_linear_f32,
     "embedding_bag": emit_embedding_bag,
     "arange": emit_arange,
     "pixels": emit_pixels,
     "dequantize": emit_dequantize,
 }
-"""Anchor kind -> what prints its step; tests/codegen/test_program.py checks it against kernel families."""
+"""`OpDef.emitter` -> what prints its step; tests/codegen/test_program.py checks it against the records."""
 
 
 HOST = "host operator"
@@ -124,7 +122,7 @@ def _note(index: int, step: Step, context: Context) -> StepNote:
     if largest is not None:
         return StepNote(*about, largest.name, largest.tile)
     if step.called:
-        return StepNote(*about, HOST if partition.anchor.kind == "host" else "")
+        return StepNote(*about, HOST if partition.anchor.is_host else "")
     return StepNote(*about, _symbol(index, step))
 
 
@@ -136,7 +134,7 @@ def _step(index: int, step: Step, context: Context) -> str:
     """Print one function: where it comes from, what goes in and out at which scales, its schedule."""
     partition = step.partition
     body = Code()
-    EMITTERS[partition.anchor.kind](body, partition, context)
+    EMITTERS[op_def(partition.anchor).emitter](body, partition, context)
     code = Code()
     for line in _heading(partition, context):
         code(f"// {line}")
@@ -242,7 +240,7 @@ def _read_dense(plan: Plan) -> set[str]:
     read: set[str] = set()
     for step in plan.steps:
         if not step.called:
-            names = [name for op in step.partition.ops if op.kind not in ("quantize", "pixels") for name in op.inputs]
+            names = [name for op in step.partition.ops if not op_def(op).borders_caller for name in op.inputs]
             read.update(plan.views[name].root if name in plan.views else name for name in names)
     return read
 
@@ -252,7 +250,7 @@ def _calls(context: Context) -> tuple[IslandCall | HostCall, ...]:
     found: list[IslandCall | HostCall] = []
     for step in (step for step in context.plan.steps if step.called):
         op = step.partition.anchor
-        if op.kind == "island":
+        if op.is_island:
             found.append(IslandCall(op.attrs["key"], op.inputs, op.outputs, step.segment))
         else:
             places = tuple(None if name in context.graph.constants else context.place(name) for name in op.inputs)

@@ -12,7 +12,7 @@ from torch import fx
 from intaglio.fxgraph.node_info import adopt_origin, constant_path, inherit_info, tensor_type
 from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operator, size_of
 from intaglio.ir import Shape, TensorType
-from intaglio.ops.shape import END
+from intaglio.ops.movement.shape import END
 
 ATEN = torch.ops.aten
 

@@ -15,7 +15,7 @@ from intaglio.fxgraph.half_precision import widen_halves
 from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import constant_path, info, set_info, tensor_type
 from intaglio.fxgraph.nodes import arguments, is_constant, operator
-from intaglio.ops.shape import END
+from intaglio.ops.movement.shape import END
 from intaglio.torch_private import buffers_of
 
 Pass = Callable[[fx.GraphModule], int]

@@ -15,10 +15,9 @@ from intaglio.ir.dims import (
 )
 from intaglio.ir.graph import About, Graph, Input, Op, Origin, Output, Signature, State, fresh, prune
 from intaglio.ir.program_records import External, HostCall, IslandCall, Place, Program, Schedule, StepNote, Work
-from intaglio.ir.sizes import needs
 from intaglio.ir.text import graph_text
 from intaglio.ir.types import Axis, DType, Groups, Packing, QParams, Ref, Rows, TensorType
-from intaglio.ir.verify import VerifyError, verify
+from intaglio.ir.verify import TypeRule, VerifyError, verify_graph
 
 __all__ = [
     "About",
@@ -47,6 +46,7 @@ __all__ = [
     "State",
     "StepNote",
     "TensorType",
+    "TypeRule",
     "VerifyError",
     "Work",
     "c_expression",
@@ -54,12 +54,11 @@ __all__ = [
     "evaluator",
     "fresh",
     "graph_text",
-    "needs",
     "numel",
     "prune",
     "solve",
     "substitute",
     "symbol",
     "symbols_of",
-    "verify",
+    "verify_graph",
 ]

@@ -51,6 +51,26 @@ class Op:
         """The first result; only islands, and sums and requantizations that keep a rest, have more."""
         return self.outputs[0]
 
+    @property
+    def is_island(self) -> bool:
+        """Whether it is an opaque float part."""
+        return self.kind == "island"
+
+    @property
+    def is_host(self) -> bool:
+        """Whether it is a host operator: integer meaning, no kernel."""
+        return self.kind == "host"
+
+    @property
+    def is_called_back(self) -> bool:
+        """Whether Python runs it between two segments of the program: islands and host operators."""
+        return self.is_island or self.is_host
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether it is a loop, which has a body."""
+        return self.kind == "loop"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Op, (self.kind, self.inputs, self.outputs, dict(self.attrs), self.body, self.origin)
 
@@ -86,7 +106,7 @@ class Graph:
 
     def outside(self) -> frozenset[str]:
         """Values that callers and islands see: they lie in tensors of PyTorch's."""
-        islands = [op for op in self.ops if op.kind == "island"]
+        islands = [op for op in self.ops if op.is_island]
         ends = (name for op in islands for name in (*op.inputs, *op.outputs))
         return frozenset((*self.inputs, *self.outputs, *ends))
 

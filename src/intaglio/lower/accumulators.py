@@ -10,7 +10,6 @@ from intaglio.fxgraph.node_info import origin, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_of, operands, record_of
 from intaglio.ir import DType, Origin, QParams, TensorType
 from intaglio.lower.graph_builder import GraphBuilder, flat_f32
-from intaglio.ops import SUMS
 from intaglio.ops.fused_activations import bind_precise
 from intaglio.ops.products.conv import output_axis
 from intaglio.quant.annotate.regions import Chain
@@ -71,7 +70,7 @@ def lower_add(
     record = record_of(node)
     attrs = {"low": low, "high": high}
     left, right, *factor = operands(node)
-    other = right if left in region.nodes or region.record.name in SUMS else left
+    other = right if left in region.nodes or region.record.adds else left
     rest = [builder.rests[builder.values[other]]] if levels_of(other, DType.U16) else []
     if factor:
         alpha = getattr(builder.module, factor[0].target).numpy().astype(np.float64).ravel()

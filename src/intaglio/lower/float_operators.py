@@ -13,12 +13,11 @@ from torch import fx
 from intaglio.fxgraph.node_info import origin, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operands, operator, record_of, resolve, tensor_nodes
 from intaglio.ir import Graph, Op, TensorType
-from intaglio.ir.moves import MOVES
-from intaglio.ir.verify import MOVED
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.ops import OpDef
 from intaglio.ops.loop_ops.float_ops import REAL_BY_TARGET, refusal, write_call
 from intaglio.ops.loop_ops.loop_builder import Body, RealCall
+from intaglio.ops.movement.data_movement import MOVED_TYPES
 from intaglio.ops.opdef import Attrs
 from intaglio.quant.annotate.embedding_tables import table_behind
 
@@ -53,7 +52,7 @@ def real_call(node: fx.Node, module: fx.GraphModule) -> RealCall | None:
 def move_of(node: fx.Node) -> tuple[OpDef, Attrs] | None:
     """The record and the attributes of an operator that moves elements of any type; ``None`` for any other."""
     record, result = record_of(node), tensor_type(node)
-    if record is None or record.name not in MOVES or result is None or result.dtype not in MOVED:
+    if record is None or not record.moves_data or result is None or result.dtype not in MOVED_TYPES:
         return None
     values = operands(node)
     if None in values or any(tensor_type(value).dtype is not result.dtype for value in values if value is not None):

@@ -12,8 +12,8 @@ from intaglio.fxgraph.node_info import origin, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operands, operator
 from intaglio.ir import DType, Origin, TensorType
 from intaglio.lower.graph_builder import GraphBuilder, flat_f32
-from intaglio.ops.pool import counts
-from intaglio.ops.resize import is_free, tables
+from intaglio.ops.images.pool import counts
+from intaglio.ops.images.resize import is_free, tables
 from intaglio.quant.qdq.integer_regions import IntegerRegion
 
 
@@ -64,7 +64,7 @@ def lower_host(builder: GraphBuilder, region: IntegerRegion, stem: str, result: 
             array = getattr(builder.module, node.target).detach().numpy()
             names.append(builder.add_constant(f"{stem}_{record.operands[index]}", array, DType.F32))
     builder.hosts[record.name] = record
-    attrs: dict[str, Any] = {"key": f"host{sum(op.kind == 'host' for op in builder.ops)}", "operator": record.name}
+    attrs: dict[str, Any] = {"key": f"host{sum(op.is_host for op in builder.ops)}", "operator": record.name}
     return builder.add_op(
         "host", names, f"{stem}_{record.name}", result, region_origin(region), **region.attrs(), **attrs
     )

@@ -9,12 +9,12 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import origin
 from intaglio.fxgraph.nodes import operands, operator
-from intaglio.ir import verify
 from intaglio.ir.rewrite import run_passes
 from intaglio.lower.embedding_bags import part_of_bag
 from intaglio.lower.lowered import Lowered
 from intaglio.lower.node_lowering import NodeLowering
 from intaglio.lower.stored_weights import stored_weight
+from intaglio.ops import verify
 from intaglio.plan.graph_passes.integer_passes import INTEGER_PASSES
 from intaglio.quant.annotate.embedding_tables import table_behind
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
@@ -32,7 +32,7 @@ def requantize(reference: Reference) -> Lowered:
     expect(reference, Reference, "requantize")
     nodes = NodeLowering(reference.module)
     builder = nodes.run()
-    graph, _ = run_passes(verify(builder.graph(), "requantize"), INTEGER_PASSES)
+    graph, _ = run_passes(verify(builder.graph(), "requantize"), INTEGER_PASSES, verify)
     stacks = [node for node in builder.items if operator(node) == RECURRENT_CALL]
     integer = sum(macs(node) for region in nodes.regions for node in region.nodes) + sum(map(macs, stacks))
     total = sum(macs(node) for node in reference.module.graph.nodes)

@@ -22,7 +22,6 @@ from intaglio.lower.integer_operators import (
     lower_single,
     region_origin,
 )
-from intaglio.ops import ACCUMULATING, ANCHORS, SUMS
 from intaglio.quant.qdq.integer_regions import IntegerRegion, pixels_of
 from intaglio.quant.recipes.user_patterns import is_host
 
@@ -38,9 +37,9 @@ def lower_region(builder: GraphBuilder, region: IntegerRegion) -> None:
             builder, region, stem, TensorType(kind.shape, DType.U8, region.result)
         )
         return
-    if region.record.name in ANCHORS:
+    if region.record.multiplies_weight:
         current = lower_anchor(builder, region, stem)
-    elif region.record.name == "bmm":
+    elif region.record.accumulates:
         current = lower_bmm(builder, region, stem)
     else:
         current = builder.values[operands(region.anchor)[0]]
@@ -52,11 +51,11 @@ def lower_region(builder: GraphBuilder, region: IntegerRegion) -> None:
     result, finest = TensorType(kind.shape, DType.U8, region.result), region.wide or region.result
     tail = {record_of(node).name: node for node in region.nodes}
     low, high = _bounds(builder, tail.get("clamp"), finest)
-    if (total := next((tail[name] for name in SUMS if name in tail), None)) is not None:
+    if (total := next((node for node in region.nodes if record_of(node).adds), None)) is not None:
         name = lower_add(builder, total, region, current, stem, result, low, high)
-    elif region.record.name in ANCHORS and (function := function_of(region)) is not None:
+    elif region.record.multiplies_weight and (function := function_of(region)) is not None:
         name = lower_activate(builder, function, tail.get("affine"), current, stem, result, where)
-    elif region.record.name in ACCUMULATING:
+    elif region.record.accumulates:
         acc = builder.types[current].q
         factors = flat_f32(numerics.multiplier(acc.scales, finest.step))
         factor = builder.add_constant(f"{stem}_multiplier", factors, DType.F32)

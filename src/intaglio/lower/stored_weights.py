@@ -18,7 +18,7 @@ def stored_weight(node: fx.Node) -> fx.Node | None:
     """The constant, float16 or levels with a scale for every output, behind the weight of a linear layer of floats;
     ``None`` for any other node, and where activations are rounded as no kernel would."""
     record = record_of(node)
-    if record is None or record.name != "linear":
+    if record is None or not record.is_linear_layer:
         return None
     x, weight, bias = operands(node)
     plain = all(value is None or tensor_type(value).dtype is DType.F32 for value in (x, bias))

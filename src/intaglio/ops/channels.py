@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Op, Shape, TensorType
-from intaglio.ops.opdef import Attrs, Call, OpDef, Roles, first_reason, fixed_channels, float_activations, rank
-from intaglio.ops.pointwise import along
+from intaglio.ir import Graph, Op, Shape, TensorType
+from intaglio.ir.verify import TypeRule
+from intaglio.ops.opdef import (
+    Attrs,
+    Call,
+    Layout,
+    OpDef,
+    Roles,
+    first_reason,
+    fixed_channels,
+    float_activations,
+    rank,
+)
+from intaglio.ops.pointwise import F32, U8, along, channels_or_same
 
 ANY_CHANNELS = rank(2, 3, 4, 5)
 
@@ -76,6 +87,28 @@ def prelu_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType
     return numerics.requantize(centred, factor, q.zero, q.qmin, q.qmax).astype(np.uint8)
 
 
+def layout_of_slopes(op: Op, types: Mapping[str, TensorType]) -> Layout:
+    """Return channels last for slopes per channel, which are read along a pixel; one slope goes with any layout."""
+    plain = isinstance(types[op.output].shape[-1], int) and types[op.inputs[2]].shape == (1,)
+    return Layout.SAME if plain else Layout.CHANNELS_LAST
+
+
+def valid_affine(op: Op, graph: Graph) -> None:
+    """Check that there are as many factors and offsets as channels."""
+    shape, axis = graph.types[op.inputs[0]].shape, op.attrs.get("axis", 1)
+    first, second = (graph.types[name].shape for name in op.inputs[1:])
+    if axis not in (1, len(shape) - 1) or second != (shape[axis],) or first != second:
+        raise ValueError(f"{op.kind} of {graph.types[op.inputs[0]]} with constants of {first} and {second}")
+
+
+def valid_slopes(op: Op, graph: Graph) -> None:
+    """Check that there is one slope, or one for each channel."""
+    shape = graph.types[op.inputs[0]].shape
+    first, second = (graph.types[name].shape for name in op.inputs[1:])
+    if first != (1,) or second not in ((1,), (shape[1],)):
+        raise ValueError(f"{op.kind} of {graph.types[op.inputs[0]]} with constants of {first} and {second}")
+
+
 SCALED_ADD = OpDef(
     name="scaled_add",
     targets=("aten.addcmul.default",),
@@ -84,6 +117,7 @@ SCALED_ADD = OpDef(
     commutative=True,
     bind=bind_scaled_add,
     check=first_reason(float_activations, ANY_CHANNELS, constant_ratio),
+    residual=1,
     kernel="pointwise",
 )
 """A sum whose second operand has a factor per channel; in the integer graph it is an `add`."""
@@ -94,6 +128,11 @@ AFFINE = OpDef(
     bind=bind_affine,
     check=first_reason(float_activations, ANY_CHANNELS, constant_channels),
     meaning=affine_meaning,
+    types=TypeRule(((U8,), (F32,), (F32,)), (U8,)),
+    validate=valid_affine,
+    layout=channels_or_same,
+    batch_separable=True,
+    emit="affine",
     kernel="pointwise",
     instead={"self": SCALED_ADD},
 )
@@ -103,6 +142,11 @@ PRELU = OpDef(
     operands=("self", "weight"),
     check=first_reason(float_activations, ANY_CHANNELS, fixed_channels, constant_slopes),
     meaning=prelu_meaning,
+    types=TypeRule(((U8,), (F32,), (F32,)), (U8,)),
+    validate=valid_slopes,
+    layout=layout_of_slopes,
+    batch_separable=True,
+    emit="prelu",
     kernel="pointwise",
 )
 OPS = (AFFINE, SCALED_ADD, PRELU)

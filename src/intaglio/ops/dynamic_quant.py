@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Op, QParams, Ref, Rows, Shape, TensorType
-from intaglio.ops.opdef import Attrs, OpDef
+from intaglio.ir import DType, Graph, Op, QParams, Ref, Rows, Shape, TensorType
+from intaglio.ir.verify import TypeRule
+from intaglio.ops.opdef import Attrs, Layout, OpDef, Tail
+
+U8, I32, F32 = DType.U8, DType.I32, DType.F32
 
 ROW_MODES = ("token", "tensor")
 """What has a scale of its own: a row of the last axis, or an entry of the batch, whose rows then share one."""
@@ -53,11 +56,51 @@ def dequantize_rows_meaning(
     return numerics.dequantize_rows(*args)
 
 
-QUANTIZE_ROWS = OpDef(name="quantize_rows", meaning=quantize_rows_meaning, kernel="rows")
+def valid_row_levels(op: Op, graph: Graph) -> None:
+    """Check that quantized values have the scales that are made with them."""
+    kinds = [graph.types[name] for name in (*op.inputs, *op.outputs)]
+    shapes = [kind.shape for kind in kinds]
+    expected = [shapes[0], scales_shape(shapes[0])]
+    if not shapes[0] or shapes[1:] != expected or kinds[1].q != row_levels(op.outputs[1]):
+        raise ValueError(f"%{op.output}: {kinds[1]} and {kinds[2]} of {kinds[0]}")
+    if op.attrs.get("mode") not in ROW_MODES or not isinstance(shapes[0][-1], int):
+        raise ValueError(f"quantize_rows of {kinds[0]} with {dict(op.attrs)}")
+
+
+def makes_rows(op: Op) -> bool:
+    """Return whether an operator makes quantized values together with the scales of their rows."""
+    return op.kind == QUANTIZE_ROWS.name
+
+
+def valid_row_accumulator(op: Op, graph: Graph) -> None:
+    """Check that an accumulator has the scales made for its rows, and a constant for every column."""
+    acc, scales, columns, bias = (graph.types[name] for name in op.inputs)
+    made = any(makes_rows(one) and op.inputs[1] == one.outputs[1] for one in graph.ops)
+    if not made or acc.q != row_accumulator(op.inputs[1]) or scales.shape != scales_shape(acc.shape):
+        raise ValueError(f"%{op.output}: an accumulator {acc} with scales {scales} of %{op.inputs[1]}")
+    constant = all(name in graph.constants for name in op.inputs[2:])
+    if not constant or bias.shape != acc.shape[-1:] or columns.shape not in ((1,), bias.shape):
+        raise ValueError(f"%{op.output}: columns {columns} and bias {bias} of {acc}")
+
+
+QUANTIZE_ROWS = OpDef(
+    name="quantize_rows",
+    meaning=quantize_rows_meaning,
+    types=TypeRule(((F32,),), (U8, F32), outputs=(2, 2)),
+    validate=valid_row_levels,
+    results_differ=True,
+    layout=Layout.ROW_MAJOR,
+    reads_any_strides=True,
+    kernel="rows",
+)
 DEQUANTIZE_ROWS = OpDef(
     name="dequantize_rows",
     operands=("acc", "rows", "columns", "bias"),
     meaning=dequantize_rows_meaning,
+    types=TypeRule(((I32,), (F32,), (F32,), (F32,)), (F32,)),
+    validate=valid_row_accumulator,
+    layout=Layout.ROW_MAJOR,
+    tail=Tail.DEQUANTIZE_ROWS,
     kernel="matmul",
 )
 OPS = (QUANTIZE_ROWS, DEQUANTIZE_ROWS)

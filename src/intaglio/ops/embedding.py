@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import DType, Op, Shape, TensorType
+from intaglio.ir import DType, Graph, Op, Shape, TensorType
 from intaglio.numerics import float_math
 from intaglio.ops.opdef import Attrs, OpDef
 
@@ -78,6 +78,45 @@ def arange_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTyp
     return op.attrs["start"] + op.attrs["step"] * np.arange(op.attrs["size"], dtype=np.int64)
 
 
-EMBEDDING_BAG = OpDef(name="embedding_bag", infer=bags_shape, meaning=bags_meaning, kernel="tables")
-ARANGE = OpDef(name="arange", infer=arange_shape, meaning=arange_meaning, kernel="tables")
+ATTRS = {"mode": str, "ends": bool, "weighted": bool, "padding": int}
+
+
+def valid_bags(op: Op, graph: Graph) -> None:
+    """Check that the table is there, with parameters for all of its rows, and that ids and offsets are integers."""
+    if {name: type(value) for name, value in op.attrs.items()} != ATTRS or op.attrs["mode"] not in MODES:
+        raise ValueError(f"embedding_bag with {dict(op.attrs)}")
+    first = graph.types[op.inputs[0]]
+    values = operands_of_bags(op, first.dtype is DType.U8)
+    kinds = {name: graph.types[value] for name, value in values.items()}
+    held = [values[name] for name in ("table", "scales", "zero_points") if name in values]
+    ids, rows = kinds["ids"].shape, first.shape[:1]
+    shapes = {"scales": rows, "zero_points": rows, "weights": ids}
+    whole = all(kinds[name].dtype is DType.I64 and len(kinds[name].shape) == 1 for name in ("ids", "offsets"))
+    fits = all(kind.dtype is DType.F32 and kind.shape == shapes[name] for name, kind in kinds.items() if name in shapes)
+    plain = first.dtype in (DType.U8, DType.F32) and first.q is None and len(first.shape) == 2
+    if not (whole and fits and plain and set(held) <= set(graph.constants)):
+        raise ValueError(f"embedding_bag of {[str(kind) for kind in kinds.values()]}")
+    if graph.types[op.output].dtype is not DType.F32 or len(op.outputs) != 1:
+        raise ValueError(f"embedding_bag gives {graph.types[op.output]}")
+
+
+def valid_range(op: Op, graph: Graph) -> None:
+    """Check that a range has a start, a step and a size, and gives integers."""
+    if op.inputs or set(op.attrs) != {"start", "step", "size"} or not isinstance(op.attrs["step"], int):
+        raise ValueError(f"arange of {op.inputs} with {dict(op.attrs)}")
+    if graph.types[op.output].dtype is not DType.I64:
+        raise ValueError(f"arange gives {graph.types[op.output]}")
+
+
+EMBEDDING_BAG = OpDef(
+    name="embedding_bag",
+    infer=bags_shape,
+    meaning=bags_meaning,
+    validate=valid_bags,
+    emit="embedding_bag",
+    kernel="tables",
+)
+ARANGE = OpDef(
+    name="arange", infer=arange_shape, meaning=arange_meaning, validate=valid_range, emit="arange", kernel="tables"
+)
 OPS = (EMBEDDING_BAG, ARANGE)

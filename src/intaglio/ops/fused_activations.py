@@ -8,9 +8,10 @@ from functools import partial
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Op, TensorType
-from intaglio.ops.opdef import Attrs, OpDef
-from intaglio.ops.pointwise import along
+from intaglio.ir import Graph, Op, TensorType
+from intaglio.ir.verify import TypeRule
+from intaglio.ops.opdef import Attrs, Layout, OpDef, Tail
+from intaglio.ops.pointwise import F32, I32, U8, along
 
 PRECISE: Mapping[str, Callable[..., numerics.F32]] = {
     "leaky_relu": lambda x, a: numerics.leaky_relu(x, a["slope"]),
@@ -44,5 +45,25 @@ def activate_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorT
     return numerics.activate(acc, unit, function, q.step, q.zero, q.qmin, q.qmax, gain).astype(np.uint8)
 
 
-ACTIVATE = OpDef(name="activate", operands=("acc", "factor"), meaning=activate_meaning, kernel="matmul")
+def valid_function(op: Op, graph: Graph) -> None:
+    """Check that the function exists, and that slope and units are finite, so that no accumulator gives NaN."""
+    name, slope = op.attrs.get("function"), op.attrs.get("slope", 0.0)
+    plain = isinstance(slope, (int, float)) and abs(slope) <= float(numerics.LARGEST)
+    if name not in PRECISE or not plain or ("slope" in op.attrs) != (name == "leaky_relu"):
+        raise ValueError(f"activate with {dict(op.attrs)}")
+    if op.inputs[1] not in graph.constants or not np.isfinite(graph.constants[op.inputs[1]]).all():
+        raise ValueError(f"%{op.inputs[1]}: units that are not finite")
+
+
+ACTIVATE = OpDef(
+    name="activate",
+    operands=("acc", "factor"),
+    meaning=activate_meaning,
+    types=TypeRule(((I32,), (F32,)), (U8,), optional=(F32,)),
+    validate=valid_function,
+    layout=Layout.SAME,
+    batch_separable=True,
+    tail=Tail.ACTIVATE,
+    kernel="matmul",
+)
 OPS = (ACTIVATE,)

@@ -23,7 +23,7 @@ def run_op(
 ) -> Sequence[np.ndarray]:
     """All results of an operator that has a meaning. ``symbols``: values of the free dimensions in its attributes."""
     op = replace(op, attrs={key: _fixed(value, symbols) for key, value in op.attrs.items()}) if symbols else op
-    name = op.attrs["operator"] if op.kind == "host" else op.kind
+    name = op.attrs["operator"] if op.is_host else op.kind
     if name not in ops or (meaning := ops[name].meaning) is None:
         raise ValueError(f"{name} has no meaning in NumPy")
     found = meaning(op, args, [graph.types[name] for name in op.inputs], graph.types[op.output])
@@ -65,7 +65,7 @@ def interpret(
     symbols = sizes_of(graph, inputs)
     for op in graph.ops:
         args = [values[name] for name in op.inputs]
-        if op.kind == "island":
+        if op.is_island:
             if island is None:
                 raise ValueError(f"island {op.attrs['key']} needs a callback")
             results = island(op, args)

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Op, TensorType
-from intaglio.ops.opdef import Attrs, Call, OpDef, Roles, first_reason, float_activations, rank
+from intaglio.ir import DType, Graph, Op, TensorType, evaluate
+from intaglio.ir.verify import TypeRule
+from intaglio.ops.opdef import Attrs, Call, Layout, OpDef, Roles, first_reason, float_activations, rank
 
+U8, F32 = DType.U8, DType.F32
 LONGEST = 2**15
 """Values of a row: sums of squares of differences of levels stay below 2^31."""
 
@@ -38,6 +40,14 @@ def layer_norm_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[Tenso
     return numerics.layer_norm(centred, factor, offset, eps.reshape(()), q.zero, q.qmin, q.qmax).astype(np.uint8)
 
 
+def valid_norm(op: Op, graph: Graph) -> None:
+    """Check that there is a factor and an offset for every value of a row, and one epsilon."""
+    row = tuple(evaluate(dim, {}) for dim in graph.types[op.inputs[0]].shape[-1:])
+    found = [graph.types[name].shape for name in op.inputs[1:]]
+    if found != [row, row, (1,)] or row[0] > LONGEST:
+        raise ValueError(f"layer_norm of {graph.types[op.inputs[0]]} with constants of {found}")
+
+
 LAYER_NORM = OpDef(
     name="layer_norm",
     targets=("aten.layer_norm.default",),
@@ -46,6 +56,9 @@ LAYER_NORM = OpDef(
     bind=bind_layer_norm,
     check=first_reason(float_activations, rank(2, 3, 4, 5), last_axis_alone, constant_scale),
     meaning=layer_norm_meaning,
+    types=TypeRule(((U8,), (F32,), (F32,), (F32,)), (U8,)),
+    validate=valid_norm,
+    layout=Layout.ROW_MAJOR,
     kernel="norm",
 )
 OPS = (LAYER_NORM,)

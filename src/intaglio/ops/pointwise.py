@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Axis, DType, Op, Shape, TensorType
-from intaglio.ops.opdef import Attrs, Call, OpDef, Result, Roles, first_reason, float_activations
+from intaglio.ir import Axis, DType, Graph, Op, Shape, TensorType
+from intaglio.ir.verify import TypeRule
+from intaglio.ops.opdef import Attrs, Call, Layout, OpDef, Result, Roles, Tail, first_reason, float_activations
+
+U8, S8, I32, F32 = DType.U8, DType.S8, DType.I32, DType.F32
 
 
 def matching_shapes(call: Call) -> str | None:
@@ -153,6 +156,42 @@ def dequantize_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[Tenso
     return numerics.dequantize(args[0], scale, zero)
 
 
+def channels_or_same(op: Op, types: Mapping[str, TensorType]) -> Layout:
+    """Return the layout in which constants per channel are neighbours; any one layout without such constants."""
+    if "axis" not in op.attrs:
+        return Layout.SAME
+    return Layout.CHANNELS_LAST if op.attrs["axis"] == 1 else Layout.ROW_MAJOR
+
+
+def valid_sum(op: Op, graph: Graph) -> None:
+    """Check that rests stand beside an accumulator only and have the shape of what they belong to, and that there is a
+    factor for every channel where there is an axis."""
+    shape, axis = graph.types[op.inputs[1]].shape, op.attrs.get("axis")
+    joins = graph.types[op.inputs[0]].dtype is DType.I32
+    rests = [graph.types[name].shape for name in op.inputs[4:]]
+    if any(rest != shape for rest in rests) or (not joins and (rests or op.outputs[1:])):
+        raise ValueError(f"add of {graph.types[op.inputs[1]]} with rests of {rests}")
+    if axis is None:
+        return
+    channels, factors = shape[axis : axis + 1], [graph.types[name].shape for name in op.inputs[2:4]]
+    fits = factors[1] == channels if not joins else all(factor in (channels, (1,)) for factor in factors)
+    if axis not in (1, len(shape) - 1) or not fits:
+        raise ValueError(f"add along axis {axis} of {graph.types[op.inputs[1]]} with factors of {factors}")
+
+
+def within_bounds(op: Op, graph: Graph) -> bool:
+    """Return whether the bounds of a clamp are those of its quantized values."""
+    q = graph.types[op.output].levels
+    return op.attrs["low"] <= q.qmin and op.attrs["high"] >= q.qmax
+
+
+def valid_table(op: Op, graph: Graph) -> None:
+    """Check that there is an entry for every quantized value."""
+    kind = graph.types[op.inputs[1]]
+    if kind.shape != (256,):
+        raise ValueError(f"%{op.inputs[1]} is {kind}; a table has 256 entries")
+
+
 ADD = OpDef(
     name="add",
     targets=("aten.add.Tensor", "aten.sub.Tensor"),
@@ -163,6 +202,13 @@ ADD = OpDef(
     check=first_reason(float_activations, matching_shapes),
     infer=broadcast_shape,
     meaning=add_meaning,
+    types=TypeRule(((U8, I32), (U8,), (F32,), (F32,)), (U8,), optional=(U8,), outputs=(1, 2)),
+    validate=valid_sum,
+    residual=1,
+    layout=channels_or_same,
+    batch_separable=True,
+    emit="pair",
+    tail=Tail.ADD,
     kernel="pointwise",
 )
 MUL = OpDef(
@@ -174,6 +220,10 @@ MUL = OpDef(
     check=first_reason(float_activations, matching_shapes),
     infer=broadcast_shape,
     meaning=mul_meaning,
+    types=TypeRule(((U8,), (U8,), (F32,)), (U8,)),
+    layout=Layout.SAME,
+    batch_separable=True,
+    emit="pair",
     kernel="pointwise",
 )
 CLAMP = OpDef(
@@ -190,13 +240,63 @@ CLAMP = OpDef(
     bind=bind_clamp,
     check=first_reason(float_activations, plain_bounds),
     meaning=clamp_meaning,
+    changes_nothing=within_bounds,
+    types=TypeRule(((U8,),), (U8,)),
+    layout=Layout.SAME,
+    batch_separable=True,
+    emit="clamp",
     kernel="pointwise",
 )
-REQUANTIZE = OpDef(name="requantize", operands=("acc", "multiplier"), meaning=requantize_meaning, kernel="matmul")
-TABLE = OpDef(name="table", operands=("self", "levels"), meaning=table_meaning, kernel="pointwise")
-QUANTIZE = OpDef(name="quantize", meaning=quantize_meaning, kernel="border")
-PIXELS = OpDef(
-    name="pixels", operands=("self", "gain", "shift"), infer=pixels_shape, meaning=pixels_meaning, kernel="border"
+REQUANTIZE = OpDef(
+    name="requantize",
+    operands=("acc", "multiplier"),
+    meaning=requantize_meaning,
+    types=TypeRule(((I32,), (F32,)), (U8,), outputs=(1, 2)),
+    layout=Layout.SAME,
+    batch_separable=True,
+    tail=Tail.REQUANTIZE,
+    kernel="matmul",
 )
-DEQUANTIZE = OpDef(name="dequantize", meaning=dequantize_meaning, kernel="border")
+TABLE = OpDef(
+    name="table",
+    operands=("self", "levels"),
+    meaning=table_meaning,
+    types=TypeRule(((U8,), (U8,)), (U8,)),
+    validate=valid_table,
+    follows_product=True,
+    layout=Layout.SAME,
+    batch_separable=True,
+    emit="table",
+    kernel="pointwise",
+)
+QUANTIZE = OpDef(
+    name="quantize",
+    meaning=quantize_meaning,
+    types=TypeRule(((F32,),), (U8, S8)),
+    layout=Layout.SAME,
+    reads_any_strides=True,
+    batch_separable=True,
+    emit="quantize",
+    kernel="border",
+)
+PIXELS = OpDef(
+    name="pixels",
+    operands=("self", "gain", "shift"),
+    infer=pixels_shape,
+    meaning=pixels_meaning,
+    types=TypeRule(((F32,), (F32,), (F32,)), (U8,)),
+    layout=Layout.CHANNELS_LAST,
+    batch_separable=True,
+    emit="pixels",
+    kernel="border",
+)
+DEQUANTIZE = OpDef(
+    name="dequantize",
+    meaning=dequantize_meaning,
+    types=TypeRule(((U8, S8, I32),), (F32,)),
+    layout=Layout.SAME,
+    emit="dequantize",
+    tail=Tail.DEQUANTIZE,
+    kernel="border",
+)
 OPS = (ADD, MUL, CLAMP, REQUANTIZE, TABLE, QUANTIZE, PIXELS, DEQUANTIZE)

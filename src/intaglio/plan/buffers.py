@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from intaglio.ir import Dim, DType, Op, Shape
-from intaglio.ir.moves import Box, Strides, copies
+from intaglio.ops import op_def
+from intaglio.ops.movement.data_movement import Box, Strides, row_major_strides
 
 
 def lies(shape: Shape, rows: bool) -> tuple[Dim, Dim, Dim, Dim]:
@@ -67,7 +68,7 @@ class Buffer:
 def strides(buffer: Buffer) -> Strides:
     """Elements between neighbours along each logical axis."""
     if not buffer.spatial:
-        return _row_major(buffer.shape)
+        return row_major_strides(buffer.shape)
     _, height, width, pixel = buffer.lies()
     line = (width + 2 * buffer.halo[1]) * pixel
     image = (height + 2 * buffer.halo[0]) * line
@@ -76,31 +77,22 @@ def strides(buffer: Buffer) -> Strides:
     return (image, 1, line, pixel) if len(buffer.shape) == 4 else (image, 1, pixel)
 
 
-def _row_major(shape: Shape) -> Strides:
-    found: list[Dim] = []
-    step: Dim = 1
-    for dim in reversed(shape):
-        found.append(step)
-        step = step * dim
-    return tuple(reversed(found))
-
-
 def in_order(buffer: Buffer) -> bool:
     """Whether memory order is logical order without gaps."""
-    pairs = zip(strides(buffer), _row_major(buffer.shape), buffer.shape, strict=True)
+    pairs = zip(strides(buffer), row_major_strides(buffer.shape), buffer.shape, strict=True)
     return all(found == plain or size == 1 for found, plain, size in pairs)
 
 
 def boxes(op: Op, sources: Sequence[Buffer], result: Buffer) -> tuple[Box, ...]:
     """What a move copies where: longest strides of the result first, runs merged where both sides allow."""
-    return copies(op, [(buffer.shape, strides(buffer)) for buffer in sources], strides(result))
+    return op_def(op).strided_copies(op, [(buffer.shape, strides(buffer)) for buffer in sources], strides(result))
 
 
 def moves_nothing(op: Op, source: Buffer, result: Buffer) -> bool:
     """Whether every level of the result lies where its source's does."""
     if any((*source.halo, *result.halo)):
         return False
-    if op.kind == "reshape" and source.shape != result.shape:
+    if op_def(op).keeps_order and source.shape != result.shape:
         return in_order(source) and in_order(result)
     found = boxes(op, [source], result)
     (box, *others) = found

@@ -11,45 +11,13 @@ from dataclasses import dataclass, replace
 
 from intaglio.ir import Dim, DType, Graph, Op, TensorType, evaluate, fresh
 from intaglio.ir.disjoint_sets import DisjointSets
-from intaglio.ir.loops import body_of, row_axis, space
-from intaglio.ir.moves import MOVES
 from intaglio.ir.phases import axis_phases
+from intaglio.ops import Layout, op_def
+from intaglio.ops.loop_ops.loop_space import body_of, row_axis, space
+from intaglio.ops.movement.shape import PERMUTE
 from intaglio.plan.buffers import Buffer, moves_nothing
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Choice
-
-CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
-TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-IMAGE_OPERATORS = (
-    *CONVOLUTIONS,
-    *TRANSPOSED,
-    "unfold_depth",
-    "pixels",
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    *(
-        f"{kind}{axes}d"
-        for kind in ("max_pool", "avg_pool", "adaptive_avg_pool", "upsample_nearest")
-        for axes in (1, 2, 3)
-    ),
-)
-"""Operators that want their channels last."""
-ROW_MAJOR_OPERATORS = (
-    "linear",
-    "layer_norm",
-    "attention",
-    "bmm",
-    "quantize_rows",
-    "dequantize_rows",
-    "lstm",
-    "gru",
-    "linear_f32",
-)
-"""Operators that want the last axis innermost."""
-POINTWISE = ("clamp", "table", "add", "mul", "requantize", "activate", "quantize", "dequantize")
-"""Operators whose operands and result lie alike. A quantize reads any strides, so its float operand is free."""
-MOVED_ALIKE = ("slice", "pad", "cat", "expand", "shuffle", "pixel_shuffle", "pixel_unshuffle")
-"""Moves between any layouts; left alone, the result lies as what it is made of."""
 
 
 def copy_padded_inputs(plan: Plan) -> Plan:
@@ -58,7 +26,7 @@ def copy_padded_inputs(plan: Plan) -> Plan:
     outside, types, copies, ops = graph.outside(), dict(graph.types), dict[str, str](), list[Op]()
     for op in graph.ops:
         inputs = op.inputs
-        if op.kind in (*CONVOLUTIONS, *TRANSPOSED) and inputs[0] in outside and any(halo_of(op, graph)):
+        if op_def(op).convolves and inputs[0] in outside and any(halo_of(op, graph)):
             x = inputs[0]
             if x not in copies:
                 copies[x] = fresh(types, f"{x}_inside")
@@ -96,7 +64,7 @@ def _halos(graph: Graph) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
     halos: dict[str, tuple[int, int]] = {}
     reasons: dict[str, str] = {}
     for op in graph.ops:
-        if op.kind in (*CONVOLUTIONS, *TRANSPOSED):
+        if op_def(op).convolves:
             (y, x), (wide_y, wide_x) = halo_of(op, graph), halos.get(op.inputs[0], (0, 0))
             halos[op.inputs[0]] = max(y, wide_y), max(x, wide_x)
             if y > wide_y or x > wide_x:
@@ -108,21 +76,21 @@ def _assign_aliases(graph: Graph, buffers: dict[str, Buffer]) -> dict[str, str]:
     """Make aliases of results of data movement that moves no byte, and of parts of concatenations; return why."""
     reasons: dict[str, str] = {}
     for op in graph.ops:
-        if op.kind not in MOVES or not {op.inputs[0], op.output} <= buffers.keys():
+        if not op_def(op).moves_data or not {op.inputs[0], op.output} <= buffers.keys():
             continue
         if moves_nothing(op, buffers[op.inputs[0]], buffers[op.output]):
             source = buffers[op.inputs[0]]
             buffers[op.output] = replace(buffers[op.output], alias=source.alias or source.value)
             reasons[op.output] = f"the {op.kind} moves no byte"
     for op in graph.ops:
-        if op.kind == "cat" and op.output in buffers and buffers[op.output].spatial and op.attrs["axis"] == 1:
+        if op_def(op).variadic and op.output in buffers and buffers[op.output].spatial and op.attrs["axis"] == 1:
             _place_parts(op, graph, buffers, reasons)
     return reasons
 
 
 def _stays_inside(graph: Graph) -> frozenset[str]:
     """Values without parameters that kernels make and kernels read; the caller sees none of them."""
-    called = [op for op in graph.ops if op.kind in ("island", "host")]
+    called = [op for op in graph.ops if op.is_called_back]
     seen = {*graph.outputs, *(name for op in called for name in (*op.inputs, *op.outputs))}
     made = (name for op in graph.ops for name in op.outputs if graph.types[name].q is None)
     return frozenset(name for name in made if name not in seen)
@@ -147,15 +115,15 @@ def _place_parts(cat: Op, graph: Graph, buffers: dict[str, Buffer], reasons: dic
 
 def _leaves_room(maker: Op | None, makers: Mapping[str, Op]) -> bool:
     """Convolutions and pools write pixels any distance apart."""
-    if maker is not None and maker.kind in ("requantize", "activate", "add"):
+    if maker is not None and op_def(maker).quantizes_accumulator:
         maker = makers.get(maker.inputs[0])
-    return maker is not None and (maker.kind in (*CONVOLUTIONS, *TRANSPOSED) or "_pool" in maker.kind)
+    return maker is not None and op_def(maker).leaves_room
 
 
 def halo_of(op: Op, graph: Graph) -> tuple[int, int]:
     """Rows and columns of padding that a convolution reads; one row of lines has none above."""
     kernel = tuple(evaluate(size, {}) for size in graph.types[op.inputs[1]].shape[2:])
-    if op.kind in TRANSPOSED:
+    if op_def(op).transposed:
         reach = [max(max(p.before, p.after) for p in axis) for axis in axis_phases(op, kernel)]
     else:
         padding = op.attrs["padding"]
@@ -194,7 +162,7 @@ def _beside_rows(graph: Graph, alike: DisjointSets, decided: set[str]) -> set[st
     move no byte."""
     hinted = set()
     for op in graph.ops:
-        if op.kind == "permute" and (ends := _rows_end(op)) is not None:
+        if op_def(op) is PERMUTE and (ends := _rows_end(op)) is not None:
             hinted.add(alike.find(ends))
     return hinted - decided
 
@@ -219,7 +187,7 @@ def separate_layouts(graph: Graph) -> tuple[Graph, int]:
     groups = _components(graph)
     both = groups.image.keys() & groups.linear.keys()
     users, types, renamed = graph.users(), dict(graph.types), dict[str, str]()
-    chains = [_chain(op, users) for op in graph.ops if _wants(op, graph) == "linear"]
+    chains = [_chain(op, users) for op in graph.ops if op_def(op).layout_of(op, graph.types) is Layout.ROW_MAJOR]
     cut = {
         link.outputs: link
         for chain in chains
@@ -253,7 +221,7 @@ def separate_layouts(graph: Graph) -> tuple[Graph, int]:
 
 def _relaid(op: Op, kind: TensorType) -> bool:
     """Whether an operand or result needs to lie in rows: levels, and the floats of a product of floats."""
-    return kind.dtype is DType.U8 or op.kind == "linear_f32"
+    return kind.dtype is DType.U8 or op_def(op).multiplies_floats
 
 
 @dataclass
@@ -271,35 +239,35 @@ class _Groups:
     def decided(self) -> set[str]:
         return {*self.image, *self.linear}
 
-    def wanted(self, layout: str) -> dict[str, str]:
-        return self.image if layout == "image" else self.linear
+    def wanted(self, layout: Layout) -> dict[str, str]:
+        return self.image if layout is Layout.CHANNELS_LAST else self.linear
 
 
 def _components(graph: Graph) -> _Groups:
     """Join values that must have one layout, and find what operators want for them."""
-    alike, touched = DisjointSets(), list[tuple[str, str, Op]]()
-    given = {*graph.inputs, *(name for op in graph.ops if op.kind == "island" for name in op.outputs)}
+    alike, touched = DisjointSets(), list[tuple[Layout, str, Op]]()
+    given = {*graph.inputs, *(name for op in graph.ops if op.is_island for name in op.outputs)}
     for op in graph.ops:
         read = [name for name in op.inputs if name not in graph.constants and _laid(graph.types[name])]
         made = [name for name in op.outputs if _laid(graph.types[name])]
-        wanted = _wants(op, graph)
-        if op.kind in ("quantize", "quantize_rows"):
+        wanted = op_def(op).layout_of(op, graph.types)
+        if op_def(op).reads_any_strides:
             read = []
-        if wanted == "alike":
+        if wanted is Layout.SAME:
             ends = [*read, *made]
-            if op.kind == "loop":
+            if op.is_loop:
                 ends = [name for name in ends if graph.types[name].shape == space(body_of(op)) and name not in given]
             for name in ends[1:]:
                 alike.join(name, ends[0])
-        elif wanted is not None:
+        elif wanted is not Layout.ANY:
             touched += [(wanted, name, op) for name in (*read, *made)]
     groups = _Groups(alike, {}, {})
     for wanted, name, op in touched:
         groups.wanted(wanted).setdefault(alike.find(name), _shown(op))
     for op in graph.ops:
-        preferred = _prefers(op) if op.kind == "loop" else None
+        preferred = _prefers(op) if op.is_loop else None
         if preferred is not None:
-            other = groups.wanted("linear" if preferred == "image" else "image")
+            other = groups.linear if preferred is Layout.CHANNELS_LAST else groups.image
             for group in {alike.find(name) for name in (*op.inputs, *op.outputs) if _laid(graph.types[name])}:
                 if group not in other:
                     groups.wanted(preferred).setdefault(group, f"rows of {_shown(op)}")
@@ -311,32 +279,15 @@ def _shown(op: Op) -> str:
     return f"{op.kind} %{op.outputs[0]}"
 
 
-def _prefers(op: Op) -> str | None:
+def _prefers(op: Op) -> Layout | None:
     """What makes the elements of a loop's rows neighbours. It takes any strides, so nothing is moved for it."""
     axis, rank = row_axis(body_of(op)), len(space(body_of(op)))
-    return "linear" if axis == rank - 1 else "image" if (axis, rank) == (1, 4) else None
-
-
-def _wants(op: Op, graph: Graph) -> str | None:
-    """Channels last (``image``), row-major (``linear``), operands and result ``alike``; ``None``: it does not matter.
-
-    Constants per channel are read along a pixel, which the last axis is in rows; one slope goes with any channel.
-    """
-    if op.kind == "affine" or (op.kind == "add" and "axis" in op.attrs):
-        return "image" if op.attrs["axis"] == 1 else "linear"
-    if op.kind == "loop":
-        return "alike" if row_axis(body_of(op)) is None else None
-    if op.kind == "prelu":
-        plain = isinstance(graph.types[op.output].shape[-1], int) and graph.types[op.inputs[2]].shape == (1,)
-        return "alike" if plain else "image"
-    if op.kind in IMAGE_OPERATORS or op.kind in ROW_MAJOR_OPERATORS:
-        return "image" if op.kind in IMAGE_OPERATORS else "linear"
-    return "alike" if op.kind in (*POINTWISE, *MOVED_ALIKE) else None
+    return Layout.ROW_MAJOR if axis == rank - 1 else Layout.CHANNELS_LAST if (axis, rank) == (1, 4) else None
 
 
 def _chain(op: Op, users: Mapping[str, tuple[Op, ...]]) -> list[Op]:
     """A matrix product and the operator that takes its accumulator; another operator alone."""
-    return [op, *users[op.output]] if op.kind in ("linear", "bmm") else [op]
+    return [op, *users[op.output]] if op_def(op).accumulates else [op]
 
 
 def _laid(kind: TensorType) -> bool:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from intaglio.ir import DType, evaluate, symbols_of
+from intaglio.ops import op_def
+from intaglio.ops.products.scratch_memory import LINE, SHARERS
 from intaglio.plan.buffers import Buffer
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import BufferLifetime, Choice
-from intaglio.plan.scratch_memory import LINE, SHARERS, recurrent_lines, scratch_lines
 
 SHARES = 8
 """Threads that sum one image together, at most."""
@@ -24,18 +25,18 @@ def add_scratch_buffers(plan: Plan) -> Plan:
     found: dict[str, Buffer] = {}
     reasons: dict[str, str] = {}
     for partition in plan.partitions:
-        op = partition.anchor
-        if op.kind in ("adaptive_avg_pool1d", "adaptive_avg_pool2d") and set(op.attrs["size"]) == {1}:
+        op, record = partition.anchor, op_def(partition.anchor)
+        if record.sums_image and set(op.attrs["size"]) == {1}:
             channels = plan.buffers[op.inputs[0]].channels()
             if isinstance(channels, int) and channels <= FEW_CHANNELS:
                 name = f"{op.output}.sums"
                 found[name] = Buffer(name, (SHARES, channels), DType.I32)
                 reasons[name] = f"{SHARES} threads sum one image of {channels} channels together"
         name = f"{partition.output}.scratch"
-        if lines := scratch_lines(op, plan.graph.types):
+        if lines := record.scratch(op, plan.graph.types):
             found[name] = Buffer(name, (SHARERS, lines, LINE), DType.U8, rows=True)
             reasons[name] = f"each thread packs its operands of the {op.kind}"
-        if lines := recurrent_lines(op, plan.graph.types):
+        if lines := record.shared_scratch(op, plan.graph.types):
             found[name] = Buffer(name, (1, lines, LINE), DType.U8, rows=True)
             reasons[name] = f"gates and states of the {op.kind}, shared by threads"
     return replace(plan, buffers={**plan.buffers, **found}).because(Choice.MEMORY, reasons)

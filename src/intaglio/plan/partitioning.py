@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from intaglio.ir import DType, Graph, Op
-from intaglio.ir.loops import GATHERS, REDUCTIONS, VIEWS, body_of, space
-from intaglio.ir.verify import PRODUCTS
+from intaglio.ops import op_def
+from intaglio.ops.loop_ops.loop_space import body_of, space
+from intaglio.ops.loop_ops.primitives import primitive
+from intaglio.ops.pointwise import MUL
 from intaglio.plan.buffers import Buffer
 from intaglio.plan.graph_passes.loop_merging import as_loop, is_plain
 from intaglio.plan.plan_records import Partition, is_flat
@@ -34,7 +36,7 @@ def fuse(graph: Graph) -> tuple[Partition, ...]:
             chain.append(reader)
         if len(chain) > 1 and len(chain[-1].outputs) == 1 and chain[-1].output not in graph.outputs:
             readers = users[chain[-1].outputs[0]]
-            chain += [op for op in readers if len(readers) == 1 and op.kind == "table"]
+            chain += [op for op in readers if len(readers) == 1 and op_def(op).follows_product]
         taken.update(link.outputs for link in chain)
         partitions.append(Partition(_name(chain), tuple(chain)))
     position = {op.outputs: index for index, op in enumerate(graph.ops)}
@@ -69,7 +71,7 @@ def join_epilogues(partitions: Sequence[Partition], graph: Graph) -> list[Partit
     for partition in partitions:
         loop = partition.anchor
         found[partition.ops[-1].outputs] = partition
-        if loop.kind not in ("loop", "dequantize") or not is_plain(loop, graph.types):
+        if not (loop.is_loop or op_def(loop).dequantizes) or not is_plain(loop, graph.types):
             continue
         products = [
             ends[name]
@@ -87,18 +89,18 @@ def _gives_tiles(partition: Partition, graph: Graph) -> bool:
     """Whether kernels make all results of it some pixels at a time. Depthwise ones, and phases of transposed
     convolutions, have an order of their own."""
     anchor = partition.anchor
-    if len(partition.ops[-1].outputs) > 1 or not partition.tail or anchor.kind.startswith("conv_transpose"):
+    if len(partition.ops[-1].outputs) > 1 or not partition.tail or op_def(anchor).transposed:
         return False
-    if anchor.kind == "bmm":
+    if op_def(anchor).multiplies_activations:
         return True
     groups = anchor.attrs.get("groups", 1)
-    return anchor.kind in PRODUCTS and (groups == 1 or graph.constants[anchor.inputs[1]].shape[0] != groups)
+    return op_def(anchor).multiplies_weight and (groups == 1 or graph.constants[anchor.inputs[1]].shape[0] != groups)
 
 
 def _takes_tiles(loop: Op, value: str) -> bool:
     """Whether a loop computes element by element, all of its space from a value of that size."""
     body = body_of(loop)
-    if any(op.kind in (*REDUCTIONS, *VIEWS, *GATHERS) for op in body.ops):
+    if not all(primitive(op).elementwise for op in body.ops):
         return False
     read = body.inputs[loop.inputs.index(value)]
     return all(body.types[name].shape == space(body) for name in (read, *body.outputs))
@@ -107,12 +109,13 @@ def _takes_tiles(loop: Op, value: str) -> bool:
 def _takes_pixels(partition: Partition, graph: Graph, buffers: Mapping[str, Buffer]) -> bool:
     """Whether it is a convolution of one pixel after the other, all channels of each."""
     anchor = partition.anchor
-    return anchor.kind == "conv2d" and anchor.attrs["groups"] == 1 and is_flat(partition, graph, buffers)
+    plain = op_def(anchor).convolves and len(graph.types[anchor.output].shape) == 4
+    return plain and anchor.attrs["groups"] == 1 and is_flat(partition, graph, buffers)
 
 
 def _weighs_channels(op: Op, graph: Graph, buffers: Mapping[str, Buffer]) -> bool:
     """Whether it is the product of images, dense, and one pixel for each of them."""
-    if op.kind != "mul":
+    if op_def(op) is not MUL:
         return False
     shape, shapes = graph.types[op.output].shape, [graph.types[name].shape for name in op.inputs[:2]]
     if len(shape) != 4 or {*shapes} != {shape, (*shape[:2], 1, 1)}:

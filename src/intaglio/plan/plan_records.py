@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from intaglio.ir import Dim, Graph, Op
+from intaglio.ops import op_def
 from intaglio.plan.buffers import Buffer
 
 
@@ -37,11 +38,11 @@ class Partition:
 
     @property
     def table(self) -> Op | None:
-        return next((op for op in self.tail[1:] if op.kind == "table"), None)
+        return next((op for op in self.tail[1:] if not op.is_loop), None)
 
     @property
     def epilogue(self) -> Op | None:
-        return next((op for op in self.tail[1:] if op.kind == "loop"), None)
+        return next((op for op in self.tail[1:] if op.is_loop), None)
 
     @property
     def output(self) -> str:
@@ -66,11 +67,12 @@ class View:
 def is_flat(partition: Partition, graph: Graph, buffers: Mapping[str, Buffer]) -> bool:
     """Whether all output pixels of all images are one line: single taps, stride 1, no halo anywhere."""
     anchor, first = partition.anchor, partition.tail[0]
-    if anchor.kind == "linear":
+    if not op_def(anchor).convolves:
         return True
-    if anchor.kind.startswith("conv_transpose"):
+    if op_def(anchor).transposed:
         return False
-    images = [anchor.inputs[0], partition.output, *first.inputs[1:2] * (first.kind == "add")]
+    residual = op_def(first).residual
+    images = [anchor.inputs[0], partition.output, *([] if residual is None else [first.inputs[residual]])]
     found = [buffers[name] for name in images if name in buffers]
     plain = not any(any(buffers[buffer.alias or buffer.value].halo) for buffer in found)
     taps = graph.constants[anchor.inputs[1]].shape[2:]
@@ -92,7 +94,7 @@ class Step:
     @property
     def called(self) -> bool:
         """Whether the runtime calls back for it: a float part, or a host operator."""
-        return self.partition.anchor.kind in ("island", "host")
+        return self.partition.anchor.is_called_back
 
 
 @dataclass(frozen=True)

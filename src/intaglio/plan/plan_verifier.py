@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from intaglio.ir import Op, VerifyError, evaluate, symbols_of
-from intaglio.ir.moves import MOVES
+from intaglio.ops import op_def
 from intaglio.plan.execution_plan import Plan
-from intaglio.plan.layouts import CONVOLUTIONS, TRANSPOSED, halo_of
+from intaglio.plan.layouts import halo_of
 from intaglio.plan.plan_records import Step
-from intaglio.plan.views import STRIDED
 
 ALL_CHANNELS = 1 << 62
 """Channels of a buffer that one step writes."""
@@ -85,7 +84,7 @@ def one_writer(plan: Plan) -> Iterator[str]:
 
     Operands of a concatenation write channels of their own, and the concatenation those that are left.
     """
-    joined = {partition.output for partition in plan.partitions if partition.anchor.kind == "cat"}
+    joined = {partition.output for partition in plan.partitions if op_def(partition.anchor).variadic}
     writers: dict[str, list[str]] = {}
     for step in plan.steps:
         for name in step.partition.ops[-1].outputs:
@@ -116,7 +115,7 @@ def views_can_be_read(plan: Plan) -> Iterator[str]:
     for step in plan.steps:
         for op in step.partition.ops:
             for name in op.inputs:
-                if name in plan.views and op.kind not in (*STRIDED, *MOVES):
+                if name in plan.views and not (op_def(op).any_strides or op_def(op).moves_data):
                     yield f"%{name}: a view, but {op.kind} %{op.outputs[0]} takes no strides"
 
 
@@ -131,7 +130,7 @@ def halos_fit(plan: Plan) -> Iterator[str]:
     """Yield buffers whose halo is not that of their widest zero-padding reader."""
     needed: dict[str, tuple[int, int]] = {}
     for op in plan.graph.ops:
-        if op.kind in (*CONVOLUTIONS, *TRANSPOSED):
+        if op_def(op).convolves:
             (y, x), (wide_y, wide_x) = halo_of(op, plan.graph), needed.get(op.inputs[0], (0, 0))
             needed[op.inputs[0]] = max(y, wide_y), max(x, wide_x)
     heads = {partition.head.output for partition in plan.partitions if partition.head is not None}
@@ -157,10 +156,10 @@ PLAN_CHECKS = (
 
 def _needs_no_step(op: Op, plan: Plan) -> bool:
     """Return whether the result of data movement is where its operands are."""
-    if op.kind not in MOVES:
+    if not op_def(op).moves_data:
         return False
     if op.output in plan.views or any(plan.root(name) == op.output for name in op.inputs):
-        parts = (plan.buffers.get(name) for name in op.inputs) if op.kind == "cat" else ()
+        parts = (plan.buffers.get(name) for name in op.inputs) if op_def(op).variadic else ()
         return all(part is not None and part.part is not None for part in parts)
     buffer = plan.buffers.get(op.output)
     return buffer is not None and buffer.alias is not None and buffer.part is None

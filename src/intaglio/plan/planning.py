@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from intaglio.ir import Graph, Op
-from intaglio.ir.moves import MOVES
+from intaglio.ops import op_def
 from intaglio.plan.buffers import Buffer
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.layouts import assign_layouts, copy_padded_inputs
@@ -130,7 +130,7 @@ def _fused_because(partition: Partition) -> str:
 
 def _is_view(op: Op, views: Mapping[str, View]) -> bool:
     """Return whether data movement has nothing to do: its result is a view, or its source was written there."""
-    if op.kind not in MOVES:
+    if not op_def(op).moves_data:
         return False
     return op.output in views or any(name in views and views[name].root == op.output for name in op.inputs)
 
@@ -138,6 +138,6 @@ def _is_view(op: Op, views: Mapping[str, View]) -> bool:
 def _is_alias(op: Op, buffers: Mapping[str, Buffer]) -> bool:
     """Return whether the result is where its source is, or was written in its place part by part."""
     buffer = buffers.get(op.outputs[0])
-    if buffer is None or op.kind != "cat":
+    if buffer is None or not op_def(op).variadic:
         return buffer is not None and buffer.alias is not None and buffer.part is None
     return not any(buffer.halo) and all(name in buffers and buffers[name].part is not None for name in op.inputs)

@@ -6,23 +6,15 @@ that two others were joined in is no obstacle as long as a later reshape splits 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from intaglio.ir import Dim, Graph, Op, Shape
-from intaglio.ir.dims import divide
-from intaglio.ir.moves import MOVES
+from intaglio.ops import Layout, op_def
+from intaglio.ops.movement.aliasing import Axes, joined
 from intaglio.plan.buffers import Buffer, strides
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Choice, View
-
-STRIDED = ("attention", "bmm", "loop")
-"""Operators that read and write any strides along all axes but the last, whose elements are neighbours. Of the second
-operand of a product the last axis may lie anyhow, too."""
-VIEWED = ("reshape", "permute", "slice", "expand")
-
-Factor = tuple[Dim, Dim]
-Axes = tuple[tuple[Factor, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -82,9 +74,9 @@ def _written_in_place(
     """Return results that their operator can write where later reshapes and permutations would put them, and why."""
     found: dict[str, _Lying] = {}
     reasons: dict[str, str] = {}
-    for maker, name in ((op, name) for op in graph.ops if op.kind in STRIDED for name in _results(op, users)):
+    for maker, name in ((op, name) for op in graph.ops if op_def(op).any_strides for name in _results(op, users)):
         path, end = _moves_behind(name, users, graph)
-        if not path or (all(op.kind in STRIDED for op in users[end]) and end not in graph.outputs):
+        if not path or (all(op_def(op).any_strides for op in users[end]) and end not in graph.outputs):
             continue
         buffer = buffers.get(end)
         if buffer is not None and (any(buffer.halo) or buffer.part is not None):
@@ -103,20 +95,28 @@ def _written_in_place(
 
 def _results(op: Op, users: Mapping[str, tuple[Op, ...]]) -> tuple[str, ...]:
     """What an operator writes, a product by what takes its accumulator."""
-    if op.kind != "bmm":
+    if not op_def(op).accumulates:
         return op.outputs
     (tail,) = users[op.output]
-    tables = [reader for reader in users[tail.output] if reader.kind == "table" and len(users[tail.output]) == 1]
+    tables = [
+        reader for reader in users[tail.output] if op_def(reader).follows_product and len(users[tail.output]) == 1
+    ]
     return (tables or [tail])[0].outputs
 
 
 def _moves_behind(name: str, users: Mapping[str, tuple[Op, ...]], graph: Graph) -> tuple[list[Op], str]:
     """Reshapes and permutations, one behind the other, that alone read a value; and the last result."""
     path: list[Op] = []
-    while name not in graph.outputs and len(users[name]) == 1 and users[name][0].kind in ("reshape", "permute"):
+    while name not in graph.outputs and len(users[name]) == 1 and _is_written_through(users[name][0]):
         path.append(users[name][0])
         name = path[-1].output
     return path, name
+
+
+def _is_written_through(op: Op) -> bool:
+    """Whether the source of an operator can be written where its result belongs."""
+    alias = op_def(op).alias
+    return alias is not None and alias.source is not None
 
 
 def _read_in_place(
@@ -130,7 +130,7 @@ def _read_in_place(
     found: dict[str, _Lying] = {}
     own = {*written, *(at.root for at in written.values()), *refused, *graph.outputs}
     for op in graph.ops:
-        if op.kind not in VIEWED or op.output in own:
+        if op_def(op).alias is None or op.output in own:
             continue
         buffer, source = buffers.get(op.output), found.get(op.inputs[0]) or written.get(op.inputs[0])
         if buffer is None or any(buffer.halo) or (buffer.alias is not None and buffer.alias not in found):
@@ -146,10 +146,11 @@ def _unsuited(name: str, at: _Lying, readers: Sequence[Op], found: Mapping[str, 
     view = at.view()
 
     def takes(op: Op) -> bool:
-        if op.kind in MOVES:
-            return op.output in found or (view is not None and op.kind != "unfold_depth")
-        anyhow = op.kind == "bmm" and op.inputs[0] != name and view is not None
-        return op.kind in STRIDED and (anyhow or _neighbours(view))
+        record = op_def(op)
+        if record.moves_data:
+            return op.output in found or (view is not None and record.layout is not Layout.CHANNELS_LAST)
+        anyhow = record.accumulates and op.inputs[0] != name and view is not None
+        return record.any_strides and (anyhow or _neighbours(view))
 
     return next((op.kind for op in readers if not takes(op)), None) if readers else "nothing"
 
@@ -175,69 +176,21 @@ def _lies(
     (above, beside), (_, _, width, pixel) = buffer.halo, buffer.lies()
     start = (above * (width + 2 * beside) + beside) * pixel
     root = name if own or buffer.alias is None or buffer.alias in (apart or ()) else buffer.alias
-    axes = tuple(_joined([pair]) for pair in zip(kind.shape, strides(buffer), strict=True))
+    axes = tuple(joined([pair]) for pair in zip(kind.shape, strides(buffer), strict=True))
     return _Lying(root, start, axes)
 
 
 def _after(op: Op, source: _Lying | None, graph: Graph) -> _Lying | None:
     """Where the result of a move is, if it stays."""
-    shape = graph.types[op.output].shape
-    if source is None:
+    alias = op_def(op).alias
+    if source is None or alias is None:
         return None
-    if op.kind == "reshape":
-        axes = _regrouped(source.axes, shape)
-        return None if axes is None else replace(source, axes=axes)
-    if op.kind == "permute":
-        return replace(source, axes=tuple(source.axes[old] for old in op.attrs["order"]))
-    if op.kind == "expand":
-        wide = zip(source.axes, graph.types[op.inputs[0]].shape, shape, strict=True)
-        return replace(source, axes=tuple(((n, 0),) if n != m else axis for axis, m, n in wide))
-    axis, step, begin = (op.attrs[key] for key in ("axis", "step", "start"))
-    if len(source.axes[axis]) != 1:
-        return None
-    stride = source.axes[axis][0][1]
-    taken = _joined([(shape[axis], stride * step)])
-    return _Lying(source.root, source.start + stride * begin, (*source.axes[:axis], taken, *source.axes[axis + 1 :]))
+    found = alias.result(op, source.axes, graph.types[op.inputs[0]].shape, graph.types[op.output].shape)
+    return None if found is None else _Lying(source.root, source.start + found[0], found[1])
 
 
 def _before(op: Op, result: _Lying, shape: Shape) -> _Lying | None:
     """Where the source of a reshape or permutation must be for its result to lie there."""
-    if op.kind == "permute":
-        order = op.attrs["order"]
-        return replace(result, axes=tuple(result.axes[order.index(axis)] for axis in range(len(order))))
-    axes = _regrouped(result.axes, shape)
+    alias = op_def(op).alias
+    axes = None if alias is None or alias.source is None else alias.source(op, result.axes, shape)
     return None if axes is None else replace(result, axes=axes)
-
-
-def _joined(factors: Iterable[Factor]) -> tuple[Factor, ...]:
-    """Without factors of one element, neighbours in memory joined."""
-    found: list[Factor] = []
-    for size, stride in factors:
-        if size == 1:
-            continue
-        if found and found[-1][1] == stride * size:
-            found[-1] = found[-1][0] * size, stride
-        else:
-            found.append((size, stride))
-    return tuple(found)
-
-
-def _regrouped(axes: Axes, shape: Shape) -> Axes | None:
-    """The same elements in the same order along axes of other sizes; ``None`` where a factor does not divide."""
-    rest, found = list(_joined(factor for axis in axes for factor in axis)), []
-    for size in shape:
-        taken: list[Factor] = []
-        while size != 1:
-            if not rest:
-                return None
-            factor, stride = rest[0]
-            if (left := divide(size, factor)) is not None:
-                taken.append(rest.pop(0))
-                size = left
-            elif (inner := divide(factor, size)) is not None:
-                taken.append((size, stride * inner))
-                rest[0], size = (inner, stride), 1
-            else:
-                return None
-        found.append(_joined(taken))
-    return None if rest else tuple(found)

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from intaglio.errors import InputError
-from intaglio.ir import Dim, External, Graph, evaluator, needs
+from intaglio.ir import Dim, External, Graph, evaluator
+from intaglio.ops import needs
 from intaglio.runtime import threads
 from intaglio.runtime.artifact import Artifact, Layout, Run
 from intaglio.signature import TORCH_DTYPES

@@ -18,11 +18,12 @@ import numpy as np
 
 from intaglio import config
 from intaglio.errors import BuildError, UnsupportedError
-from intaglio.ir import Dim, DType, Expression, External, Program, Shape, Signature, c_expression, needs, symbols_of
+from intaglio.ir import Dim, DType, Expression, External, Program, Shape, Signature, c_expression, symbols_of
 from intaglio.kernels import ISAS
 from intaglio.native.compile import COMPILE_FLAGS
 from intaglio.native.machine import CPU_FLAGS, ISA_FLAGS
 from intaglio.native.units import HEADER_FOLDER, included, library_files
+from intaglio.ops import needs
 from intaglio.output_paths import FOLDER, check_folder, unwritable
 from intaglio.runtime import threads
 from intaglio.runtime.call_plans import is_image

@@ -296,7 +296,7 @@ class Host(Protocol):
 
 def host_names(graph: Graph) -> tuple[str, ...]:
     """Operators of a graph that only their user knows."""
-    return tuple(dict.fromkeys(str(op.attrs["operator"]) for op in graph.ops if op.kind == "host"))
+    return tuple(dict.fromkeys(str(op.attrs["operator"]) for op in graph.ops if op.is_host))
 
 
 def run_host(

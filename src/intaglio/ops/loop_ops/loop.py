@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from intaglio.ir import DType, Graph, Op, TensorType
-from intaglio.ir.loops import GATHERS, body_of, row_axis, space
-from intaglio.ops.loop_ops.primitives import PRIMITIVES, infer
-from intaglio.ops.opdef import OpDef, Result
+from intaglio.ops.loop_ops.loop_space import body_of, row_axis, space
+from intaglio.ops.loop_ops.primitives import PRIMITIVES, infer, primitive
+from intaglio.ops.opdef import Layout, OpDef, Result
 
 ENDS = (DType.F32, DType.BF16, DType.U8, DType.BOOL, DType.I64)
 """Element types that loops read; all but i64 they write."""
@@ -76,7 +76,7 @@ def _check_step(step: Op, op: Op, body: Graph) -> None:
     if infer(step.kind, step.attrs, [kind.shape for kind in types]) != result.shape:
         raise ValueError(f"{where} gives another shape than {result}")
     for name, kind in ((step.inputs[0], types[0]), (step.output, result)):
-        if step.kind in GATHERS or kind.dtype is not DType.U8:
+        if row.gathers or kind.dtype is not DType.U8:
             continue
         if kind.q is None or kind.q.axis is not None or len(kind.q.scales) != 1:
             raise ValueError(f"{where}: %{name} has no parameters of its own")
@@ -86,7 +86,7 @@ def _check_step(step: Op, op: Op, body: Graph) -> None:
         raise ValueError(f"{where} with {dict(step.attrs)}")
     if step.kind == "unsqueeze" and step.inputs[0] not in body.inputs:
         raise ValueError(f"{where} of what the loop makes itself")
-    if step.kind in GATHERS and not {*step.inputs} <= {*body.inputs, *_views(body)}:
+    if row.gathers and not {*step.inputs} <= {*body.inputs, *_views(body)}:
         raise ValueError(f"{where} by what the loop makes itself")
     read = {name for other in body.ops for name in other.inputs}
     if step.kind == "squeeze" and (step.output in read or step.output not in body.outputs):
@@ -94,8 +94,21 @@ def _check_step(step: Op, op: Op, body: Graph) -> None:
 
 
 def _views(body: Graph) -> set[str]:
-    return {op.output for op in body.ops if op.kind == "unsqueeze"}
+    return {op.output for op in body.ops if primitive(op).adds_axis}
 
 
-LOOP = OpDef(name="loop", meaning=loop_meaning, kernel="loop")
+def layout_of_rows(op: Op, types: Mapping[str, TensorType]) -> Layout:
+    """Return one layout for a loop over single elements, which are then neighbours; any for one with rows."""
+    return Layout.SAME if row_axis(body_of(op)) is None else Layout.ANY
+
+
+LOOP = OpDef(
+    name="loop",
+    meaning=loop_meaning,
+    has_body=True,
+    validate=check_loop,
+    layout=layout_of_rows,
+    any_strides=True,
+    kernel="loop",
+)
 OPS = (LOOP,)

@@ -7,24 +7,60 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import numpy as np
 
 from intaglio import numerics
 from intaglio.ir import DType, Op, Shape, TensorType
-from intaglio.ir.loops import GATHERS, broadcast
 from intaglio.numerics import float_math
 from intaglio.ops.opdef import Attrs
 
 F32, BOOL, I64, BF16, U8 = DType.F32, DType.BOOL, DType.I64, DType.BF16, DType.U8
 REAL, TRUTH, WHOLE = (F32, BF16), (BOOL,), (I64,)
+Bound = Callable[[Sequence[float], Attrs], "float | None"]
 Meaning = Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], np.ndarray]
+
+
+def no_bound(sizes: Sequence[float], attrs: Attrs) -> float | None:
+    """Know nothing about the size of the result."""
+    return None
+
+
+def largest(sizes: Sequence[float], attrs: Attrs) -> float | None:
+    """Return the largest operand's size: the function makes none larger."""
+    return max(sizes)
+
+
+def one(sizes: Sequence[float], attrs: Attrs) -> float | None:
+    """Return 1, which the function never exceeds."""
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """C of a reduction: where lanes begin, the function that joins them, and what comes of them in the end."""
+
+    start: str
+    join: str
+    finish: str
 
 
 @dataclass(frozen=True)
 class Primitive:
-    """``operands``: element types each may have, one row for every combination allowed. ``gives``: the result's;
-    ``None`` where its type says. ``reduces``: along attribute ``axis``, whose size becomes 1.
+    """One operator of the body of a loop.
+
+    operands: element types each may have, one row for every combination allowed. gives: the result's; ``None`` where
+    its type says. attrs: names of its attributes. reduces: along attribute ``axis``, whose size becomes 1. gathers: it
+    reads rows of a table, its first operand, by ids, its second; what follows are parameters of the rows. drops_axis,
+    adds_axis: it computes nothing; a value outside the loop has an axis less, or more, than the one inside.
+    approximation: the primitive whose result differs less than a quantize behind it can tell.
+    subtracts: it is the difference of its operands. cheap: it takes about one instruction.
+    c: C over vectors of the operands and its attributes; empty where it depends on types. takes_number: a constant
+    second operand is written as a number. c_of_vectors: C that takes several vectors a step at a time, where one alone
+    would wait for itself; c_of_distances: the same for values that are none above 0. lanes: C of a reduction.
+    bound: (sizes of the operands, attributes) -> a bound of the result's size, ``None`` where there is none.
     """
 
     name: str
@@ -33,6 +69,33 @@ class Primitive:
     meaning: Meaning
     attrs: tuple[str, ...] = ()
     reduces: bool = False
+    gathers: bool = False
+    drops_axis: bool = False
+    adds_axis: bool = False
+    approximation: str = ""
+    subtracts: bool = False
+    cheap: bool = False
+    c: str = ""
+    takes_number: bool = False
+    c_of_vectors: str = ""
+    c_of_distances: str = ""
+    lanes: Lanes | None = None
+    bound: Bound = no_bound
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether it turns floats into quantized values."""
+        return self.gives is U8
+
+    @property
+    def dequantizes(self) -> bool:
+        """Whether it turns quantized values into floats, element by element."""
+        return self.operands[0][0] == (U8,) and not self.gathers
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether it computes each element from one element of every operand."""
+        return not (self.reduces or self.gathers or self.drops_axis or self.adds_axis)
 
 
 def _plain(function: Callable[..., np.ndarray]) -> Meaning:
@@ -43,24 +106,31 @@ def _plain(function: Callable[..., np.ndarray]) -> Meaning:
     return meaning
 
 
-def _real(name: str, function: Callable[..., np.ndarray], operands: int = 1) -> Primitive:
-    return Primitive(name, ((REAL,) * operands,), F32, _plain(function))
+def _unary(name: str, c: str, function: Callable[..., np.ndarray], **facts: Any) -> Primitive:
+    return Primitive(name, ((REAL,),), F32, _plain(function), c=c, **facts)
 
 
-def _compared(name: str, function: Callable[..., np.ndarray]) -> Primitive:
-    return Primitive(name, ((REAL, REAL), (WHOLE, WHOLE)), BOOL, _plain(function))
+def _binary(name: str, c: str, function: Callable[..., np.ndarray], **facts: Any) -> Primitive:
+    return Primitive(name, ((REAL, REAL),), F32, _plain(function), c=c, **facts)
 
 
-def _truth(name: str, function: Callable[..., np.ndarray], operands: int = 2) -> Primitive:
-    return Primitive(name, ((TRUTH,) * operands,), BOOL, _plain(function))
+def _compared(name: str, c: str, function: Callable[..., np.ndarray]) -> Primitive:
+    return Primitive(name, ((REAL, REAL), (WHOLE, WHOLE)), BOOL, _plain(function), c=f"{{0}} {c} {{1}}")
 
 
-def _reduction(name: str, function: Callable[[numerics.F32], numerics.F32]) -> Primitive:
+def _truth(name: str, c: str, function: Callable[..., np.ndarray], operands: int = 2) -> Primitive:
+    infix = operands == 2
+    return Primitive(name, ((TRUTH,) * operands,), BOOL, _plain(function), c=c, takes_number=infix)
+
+
+def _reduction(
+    name: str, lanes: Lanes, function: Callable[[numerics.F32], numerics.F32], bound: Bound = no_bound
+) -> Primitive:
     def meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
         axis = op.attrs["axis"]
         return np.moveaxis(function(np.moveaxis(args[0], axis, -1)), -1, axis)
 
-    return Primitive(name, ((REAL,),), F32, meaning, ("axis",), reduces=True)
+    return Primitive(name, ((REAL,),), F32, meaning, ("axis",), reduces=True, lanes=lanes, bound=bound)
 
 
 def _leaky_relu(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
@@ -99,58 +169,114 @@ def _unsqueeze(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], 
     return np.expand_dims(args[0], op.attrs["axis"])
 
 
+def sum_of_sizes(sizes: Sequence[float], attrs: Attrs) -> float | None:
+    """Bound a sum or a difference."""
+    return sum(sizes)
+
+
+def product_of_sizes(sizes: Sequence[float], attrs: Attrs) -> float | None:
+    """Bound a product."""
+    return prod(sizes)
+
+
+def bound_of_clamp(sizes: Sequence[float], attrs: Attrs) -> float | None:
+    """Bound a clamp by its bounds and what it clamps, as NaN stays."""
+    return max(abs(attrs["low"]), abs(attrs["high"]), *sizes)
+
+
+def bound_of_leaky_relu(sizes: Sequence[float], attrs: Attrs) -> float | None:
+    """Bound a leaky ReLU whose slope is no more than 1."""
+    return max(sizes) if abs(attrs["slope"]) <= 1 else None
+
+
 ANY = ((REAL,), (TRUTH,), (WHOLE,))
-PRIMITIVES: Mapping[str, Primitive] = {
-    row.name: row
-    for row in (
-        _real("add", np.add, 2),
-        _real("sub", np.subtract, 2),
-        _real("mul", np.multiply, 2),
-        _real("div", np.divide, 2),
-        _real("maximum", float_math.maximum, 2),
-        _real("minimum", float_math.minimum, 2),
-        _real("neg", np.negative),
-        _real("abs", np.abs),
-        _real("sqrt", np.sqrt),
-        _real("reciprocal", lambda x: np.float32(1) / x),
-        _real("round", np.rint),
-        _real("exp", float_math.exp),
-        _real("log", float_math.log),
-        _real("relu", lambda x: np.where(x < 0, np.float32(0), x)),
-        _real("hardswish", float_math.of_numbers(numerics.hardswish)),
-        _real("hardsigmoid", float_math.of_numbers(numerics.hardsigmoid)),
-        _real("sigmoid", float_math.of_numbers(numerics.sigmoid)),
-        _real("tanh", float_math.of_numbers(numerics.hyperbolic_tangent)),
-        _real("silu", float_math.of_numbers(numerics.silu)),
-        _real("gelu", float_math.of_numbers(numerics.gelu)),
-        _real("near_gelu", float_math.of_numbers(numerics.near_gelu)),
-        _real("gelu_tanh", float_math.of_numbers(numerics.gelu_tanh)),
-        Primitive("leaky_relu", ((REAL,),), F32, _leaky_relu, ("slope",)),
-        Primitive("clamp", ((REAL,),), F32, _clamp, ("low", "high")),
-        _compared("eq", np.equal),
-        _compared("ne", np.not_equal),
-        _compared("lt", np.less),
-        _compared("le", np.less_equal),
-        _compared("gt", np.greater),
-        _compared("ge", np.greater_equal),
-        _truth("and", np.logical_and),
-        _truth("or", np.logical_or),
-        _truth("xor", np.logical_xor),
-        _truth("not", np.logical_not, 1),
-        Primitive("where", ((TRUTH, REAL, REAL),), F32, _plain(np.where)),
-        Primitive("cast", ANY, None, _cast),
-        Primitive("quantize", (((F32,),),), U8, _quantize),
-        Primitive("dequantize", (((U8,),),), F32, _dequantize),
-        _reduction("sum", float_math.total),
-        _reduction("mean", float_math.mean),
-        _reduction("max", float_math.greatest),
-        _reduction("min", float_math.least),
-        Primitive("squeeze", ANY, None, _squeeze, ("axis",)),
-        Primitive("unsqueeze", ANY, None, _unsqueeze, ("axis",)),
-        Primitive("gather", (((F32,), WHOLE),), F32, _plain(float_math.rows_of)),
-        Primitive("gather_levels", (((U8,), WHOLE, (F32,), (F32,)),), F32, _plain(float_math.rows_of_levels)),
-    )
-}
+ROWS = (
+    _binary("add", "{0} + {1}", np.add, takes_number=True, cheap=True, bound=sum_of_sizes),
+    _binary("sub", "{0} - {1}", np.subtract, takes_number=True, cheap=True, subtracts=True, bound=sum_of_sizes),
+    _binary("mul", "{0} * {1}", np.multiply, takes_number=True, cheap=True, bound=product_of_sizes),
+    _binary("div", "{0} / {1}", np.divide, takes_number=True),
+    _binary("maximum", "larger({0}, {1})", float_math.maximum, cheap=True, bound=largest),
+    _binary("minimum", "smaller({0}, {1})", float_math.minimum, cheap=True, bound=largest),
+    _unary("neg", "-{0}", np.negative, cheap=True, bound=largest),
+    _unary("abs", "absolute({0})", np.abs, cheap=True, bound=largest),
+    _unary("sqrt", "root({0})", np.sqrt),
+    _unary("reciprocal", "1.0f / {0}", lambda x: np.float32(1) / x),
+    _unary("round", "nearest({0})", np.rint),
+    _unary("exp", "exponential({0})", float_math.exp, c_of_distances="exp_negatives"),
+    _unary("log", "logarithm({0})", float_math.log),
+    _unary("relu", "relu({0})", lambda x: np.where(x < 0, np.float32(0), x), cheap=True, bound=largest),
+    _unary("hardswish", "of_number({0}, hardswish({0}))", float_math.of_numbers(numerics.hardswish), bound=largest),
+    _unary("hardsigmoid", "of_number({0}, hardsigmoid({0}))", float_math.of_numbers(numerics.hardsigmoid), bound=one),
+    _unary("sigmoid", "of_number({0}, sigmoid({0}))", float_math.of_numbers(numerics.sigmoid), bound=one),
+    _unary(
+        "tanh", "of_number({0}, hyperbolic_tangent({0}))", float_math.of_numbers(numerics.hyperbolic_tangent), bound=one
+    ),
+    _unary("silu", "of_number({0}, silu({0}))", float_math.of_numbers(numerics.silu), bound=largest),
+    _unary(
+        "gelu",
+        "of_number({0}, gelu({0}))",
+        float_math.of_numbers(numerics.gelu),
+        approximation="near_gelu",
+        bound=largest,
+    ),
+    _unary(
+        "near_gelu",
+        "near_gelu({0})",
+        float_math.of_numbers(numerics.near_gelu),
+        c_of_vectors="near_gelus",
+        bound=largest,
+    ),
+    _unary("gelu_tanh", "of_number({0}, gelu_tanh({0}))", float_math.of_numbers(numerics.gelu_tanh), bound=largest),
+    Primitive(
+        "leaky_relu",
+        ((REAL,),),
+        F32,
+        _leaky_relu,
+        ("slope",),
+        c="of_number({0}, leaky_relu({0}, {slope}))",
+        bound=bound_of_leaky_relu,
+    ),
+    Primitive("clamp", ((REAL,),), F32, _clamp, ("low", "high"), c="clamp({0}, {low}, {high})", bound=bound_of_clamp),
+    _compared("eq", "==", np.equal),
+    _compared("ne", "!=", np.not_equal),
+    _compared("lt", "<", np.less),
+    _compared("le", "<=", np.less_equal),
+    _compared("gt", ">", np.greater),
+    _compared("ge", ">=", np.greater_equal),
+    _truth("and", "{0} & {1}", np.logical_and),
+    _truth("or", "{0} | {1}", np.logical_or),
+    _truth("xor", "{0} ^ {1}", np.logical_xor),
+    _truth("not", "~{0}", np.logical_not, 1),
+    Primitive("where", ((TRUTH, REAL, REAL),), F32, _plain(np.where), c="{0} ? {1} : {2}"),
+    Primitive("cast", ANY, None, _cast, cheap=True),
+    Primitive("quantize", (((F32,),),), U8, _quantize),
+    Primitive("dequantize", (((U8,),),), F32, _dequantize, cheap=True),
+    _reduction("sum", Lanes("0.0f", "added", "tree_of_sums({0})"), float_math.total),
+    _reduction("mean", Lanes("0.0f", "added", "tree_of_sums({0}) / (float)size"), float_math.mean, largest),
+    _reduction("max", Lanes("-__builtin_inff()", "raised", "tree_of_most({0})"), float_math.greatest, largest),
+    _reduction("min", Lanes("__builtin_inff()", "lowered", "tree_of_least({0})"), float_math.least, largest),
+    Primitive("squeeze", ANY, None, _squeeze, ("axis",), drops_axis=True, bound=largest),
+    Primitive("unsqueeze", ANY, None, _unsqueeze, ("axis",), adds_axis=True, bound=largest),
+    Primitive("gather", (((F32,), WHOLE),), F32, _plain(float_math.rows_of), gathers=True),
+    Primitive("gather_levels", (((U8,), WHOLE, (F32,), (F32,)),), F32, _plain(float_math.rows_of_levels), gathers=True),
+)
+PRIMITIVES: Mapping[str, Primitive] = {row.name: row for row in ROWS}
+
+
+def broadcast(*shapes: Shape) -> Shape:
+    """The shape of what these make together. ValueError for shapes that do not go together."""
+    found = []
+    for axis in range(-max(map(len, shapes), default=0), 0):
+        sizes = {shape[axis] for shape in shapes if len(shape) >= -axis} - {1}
+        if len(sizes) > 1:
+            raise ValueError(f"sizes {', '.join(map(str, sizes))} along one axis")
+        found.append(sizes.pop() if sizes else 1)
+    return tuple(found)
+
+
+def primitive(op: Op) -> Primitive:
+    """Return the record of an operator of the body of a loop."""
+    return PRIMITIVES[op.kind]
 
 
 def infer(kind: str, attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
@@ -160,7 +286,7 @@ def infer(kind: str, attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     if not isinstance(axis, int) or not 0 <= axis < max(rank, 1):
         raise ValueError(f"{kind} along axis {axis} of {len(shapes[0])}")
     first = list(shapes[0])
-    if kind in GATHERS:
+    if PRIMITIVES[kind].gathers:
         table, ids, *by_row = shapes
         if len(table) != 2 or not ids or ids[-1] != 1 or any(shape != table[:1] for shape in by_row):
             raise ValueError(f"a table of {list(table)}, ids of {list(ids)}, parameters of {by_row}")

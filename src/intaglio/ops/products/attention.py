@@ -6,14 +6,17 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Op, Shape, TensorType
-from intaglio.ops.opdef import Attrs, Call, OpDef, Roles, first_reason, float_activations
+from intaglio.ir import Dim, DType, Op, Shape, TensorType, numel
+from intaglio.ir.verify import TypeRule
+from intaglio.ops.opdef import Attrs, Call, Layout, OpDef, Roles, first_reason, float_activations
+from intaglio.ops.products.scratch_memory import LINE, QUERIES, whole
 
+U8, I32, F32, BOOL = DType.U8, DType.I32, DType.F32, DType.BOOL
 WIDEST_HEAD = 256
 """Values of a query or key; products of them stay below 2^24, exact in float32."""
 MOST_KEYS = (2**31 - 1) // (255 * 127)
@@ -113,6 +116,31 @@ def bmm_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType],
     return (a @ b).astype(np.int64).astype(np.int32)
 
 
+def attention_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
+    """Count both products of all queries with all keys; what a causal mask excludes is counted."""
+    *outer, rows, width = result
+    return numel(tuple(outer)) * rows * (shapes[1][-2] * (shapes[0][-1] + width))
+
+
+def bmm_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
+    """Count a product of two activations."""
+    return numel(result) * shapes[0][-1]
+
+
+def attention_scratch(op: Op, types: Mapping[str, TensorType]) -> Dim:
+    """Count the 64-byte lines that one thread needs; `attention` of native/attention.h divides them in this order."""
+    _, k, v = (types[name].shape for name in op.inputs[:3])
+    depth, width, keys = 4 * whole(k[-1], 4), 16 * whole(v[-1], 16), whole(v[-2], LINE)
+    # Per 64 keys: K and V packed, sums of K and the mask in 32 bits, scores in float and as levels.
+    return keys * (depth + width + 2 * 4 + QUERIES * (4 + 1)) + QUERIES * width // 16
+
+
+def bmm_scratch(op: Op, types: Mapping[str, TensorType]) -> Dim:
+    """Count the 64-byte lines that one thread needs; `product` of native/attention.h divides them in this order."""
+    *_, inner, columns = types[op.inputs[1]].shape
+    return whole(columns, LINE) * (4 * whole(inner, 4) + 4)
+
+
 ATTENTION = OpDef(
     name="attention",
     targets=("aten.scaled_dot_product_attention.default",),
@@ -124,6 +152,11 @@ ATTENTION = OpDef(
     infer=attention_shape,
     meaning=attention_meaning,
     levels=2,
+    types=TypeRule(((U8,), (U8,), (U8,)), (U8,), optional=(BOOL, F32), symmetric=(1, 2)),
+    macs=attention_macs,
+    layout=Layout.ROW_MAJOR,
+    any_strides=True,
+    scratch=attention_scratch,
     kernel="attention",
 )
 BMM = OpDef(
@@ -135,6 +168,13 @@ BMM = OpDef(
     check=first_reason(float_activations, both_computed, product_axes),
     infer=bmm_shape,
     meaning=bmm_meaning,
+    types=TypeRule(((U8,), (U8,)), (I32,), symmetric=(1,)),
+    macs=bmm_macs,
+    accumulates=True,
+    layout=Layout.ROW_MAJOR,
+    any_strides=True,
+    scratch=bmm_scratch,
+    emit="bmm",
     kernel="attention",
 )
 OPS = (ATTENTION, BMM)

@@ -8,8 +8,20 @@ from math import prod
 
 import numpy as np
 
-from intaglio.ir import Dim, Op, Shape, TensorType
-from intaglio.ops.opdef import Attrs, Call, OpDef, Roles, first_reason, fixed_channels, float_activations, numbers, rank
+from intaglio.ir import Dim, DType, Op, Shape, TensorType, numel
+from intaglio.ir.verify import TypeRule
+from intaglio.ops.opdef import (
+    Attrs,
+    Call,
+    Layout,
+    OpDef,
+    Roles,
+    first_reason,
+    fixed_channels,
+    float_activations,
+    numbers,
+    rank,
+)
 
 MOST_PRODUCTS = (2**31 - 2**30) // (255 * 127)
 """Products per output that fit an int32 accumulator beside a bias of 2^30, whatever the data."""
@@ -166,6 +178,24 @@ def padding_within_taps(call: Call) -> str | None:
     return f"depth padding {attrs['padding'][0]} beyond the taps"
 
 
+def conv_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
+    """Count a convolution: every output meets its channel's weights."""
+    return numel(result) * numel(shapes[1][1:])
+
+
+def transposed_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
+    """Count a transposed convolution: every pixel of the input meets every weight, in either order of their axes."""
+    x, weight = shapes[:2]
+    axes = len(weight) - 2
+    return numel(x[: -axes - 1]) * numel(x[-axes:]) * numel(weight)
+
+
+def linear_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
+    """Count a linear layer."""
+    return numel(result) * shapes[1][-1]
+
+
+ACCUMULATED = TypeRule(((DType.U8,), (DType.S8,), (DType.I32,)), (DType.I32,))
 PLAIN = Roles(x=(0,), weight=1, bias=2)
 TRANSPOSED = Roles(x=(0,), weight=1, bias=2, outputs=1)
 
@@ -181,6 +211,13 @@ def _conv(axes: int) -> OpDef:
         check=first_reason(float_activations, rank(axes + 2), fixed_depth, constant_weight, short_reduction),
         infer=conv_shape,
         meaning=conv_meaning,
+        types=ACCUMULATED,
+        accumulates=True,
+        batch_separable=True,
+        window=True,
+        macs=conv_macs,
+        fewest_pixels=1,
+        layout=Layout.CHANNELS_LAST,
         kernel="matmul",
     )
 
@@ -199,6 +236,13 @@ def _conv_transpose(axes: int) -> OpDef:
         ),
         infer=transposed_shape,
         meaning=transposed_meaning,
+        types=ACCUMULATED,
+        accumulates=True,
+        batch_separable=True,
+        window=True,
+        macs=transposed_macs,
+        fewest_pixels=1,
+        layout=Layout.CHANNELS_LAST,
         kernel="matmul",
     )
 
@@ -212,6 +256,12 @@ LINEAR = OpDef(
     check=first_reason(float_activations, rank(*range(1, 9)), constant_weight, last_axis_fixed, short_reduction),
     infer=linear_shape,
     meaning=linear_meaning,
+    types=ACCUMULATED,
+    accumulates=True,
+    batch_separable=True,
+    window=True,
+    macs=linear_macs,
+    layout=Layout.ROW_MAJOR,
     kernel="matmul",
 )
 OPS = (*map(_conv, (1, 2, 3)), *map(_conv_transpose, (1, 2, 3)), LINEAR)

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from intaglio.ir import Op, Shape, TensorType
+from intaglio.ir import Dim, DType, Graph, Op, Shape, TensorType, numel
+from intaglio.ir.verify import TypeRule
 from intaglio.numerics import float_math
-from intaglio.ops.opdef import Attrs, OpDef
+from intaglio.ops.opdef import Attrs, Layout, OpDef
+
+S8, F16, F32 = DType.S8, DType.F16, DType.F32
 
 
 def linear_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
@@ -22,5 +25,33 @@ def linear_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTyp
     return float_math.linear(x, weight, scales, *bias)
 
 
-LINEAR_F32 = OpDef(name="linear_f32", infer=linear_shape, meaning=linear_meaning, kernel="linear_f32")
+def valid_stored(op: Op, graph: Graph) -> None:
+    """Check that the weight is a constant as wide as a row, with a scale for every output where it is quantized, and
+    that there are as many biases."""
+    x, weight, *bias = (graph.types[name] for name in op.inputs)
+    fits = len(weight.shape) == 2 and len(x.shape) > 0 and x.shape[-1] == weight.shape[1] and not op.attrs
+    scales = weight.q.scales if weight.q is not None else ()
+    axis = None if weight.q is None else weight.q.axis
+    wanted = (weight.shape[0], 0) if weight.dtype is DType.S8 else (0, None)
+    if not (fits and (len(scales), axis) == wanted and all(kind.shape == weight.shape[:1] for kind in bias)):
+        raise ValueError(f"linear_f32 of {x}, {weight} and {[str(kind) for kind in bias]}")
+    if not set(op.inputs[1:]) <= set(graph.constants):
+        raise ValueError(f"%{op.output}: a weight or bias that is no constant")
+
+
+def linear_f32_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
+    """Count a linear layer."""
+    return numel(result) * shapes[1][-1]
+
+
+LINEAR_F32 = OpDef(
+    name="linear_f32",
+    infer=linear_shape,
+    meaning=linear_meaning,
+    types=TypeRule(((F32,), (S8, F16)), (F32,), optional=(F32,)),
+    validate=valid_stored,
+    macs=linear_f32_macs,
+    layout=Layout.ROW_MAJOR,
+    kernel="linear_f32",
+)
 OPS = (LINEAR_F32,)

@@ -8,15 +8,16 @@ are given. Results are y, the last hidden states and, of an LSTM, the last cell 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Op, Shape, TensorType
-from intaglio.ops.dynamic_quant import levels_of_rows
-from intaglio.ops.opdef import Attrs, Call, OpDef, first_reason, float_activations, rank
+from intaglio.ir import Dim, DType, Graph, Op, Shape, TensorType, numel
+from intaglio.ops.dynamic_quant import levels_of_rows, makes_rows, row_levels
+from intaglio.ops.opdef import Attrs, Call, Layout, OpDef, first_reason, float_activations, rank
+from intaglio.ops.products.scratch_memory import LINE, whole
 
 GATES = {"lstm": 4, "gru": 3}
 PER_DIRECTION = 6
@@ -165,6 +166,86 @@ def no_training(call: Call) -> str | None:
     return None
 
 
+def macs_of_weights(x: Shape, weights: Sequence[Shape]) -> Dim:
+    """Count a call: every weight meets every step of every entry of the batch."""
+    total: Dim = 0
+    for shape in weights:
+        if len(shape) == 2:
+            total = total + numel(x[:-1]) * numel(shape)
+    return total
+
+
+def recurrent_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
+    """Count a call of the integer operator: both weights of every layer and direction."""
+    first, places = 1 + attrs["rows"], attrs["layers"] * attrs["directions"]
+    weights = [shapes[first + PER_DIRECTION * place + which] for place in range(places) for which in (0, 1)]
+    return macs_of_weights(shapes[0], weights)
+
+
+def recurrent_scratch(op: Op, types: Mapping[str, TensorType]) -> Dim:
+    """Count the 64-byte lines that all threads share; `cut_up` of native/recurrent.h takes the parts in this order."""
+    x, (gates, hidden) = types[op.inputs[0]].shape, types[op.inputs[2 + op.attrs["rows"]]].shape
+    d, batch, rows = op.attrs["directions"], x[int(not (op.attrs["cell"] or op.attrs["batch_first"]))], numel(x[:-1])
+    wide, cells = d * hidden, d * batch
+    state, result = cells * hidden, rows * wide
+    floats: tuple[Dim, ...] = (d * rows * gates, result, rows, cells * gates, state, state, cells)
+    total: Dim = 0
+    for size in (*(4 * count for count in floats), result, state):
+        total = total + whole(size, LINE)
+    return total
+
+
+def valid_recurrent(op: Op, graph: Graph) -> None:
+    """Check that weights, scales and biases have the sizes that the geometry says, and states and results the
+    model's."""
+    attrs = op.attrs
+    flags, counts = [attrs.get(key) for key in FLAGS], [attrs.get(key) for key in COUNTS]
+    if set(attrs) != {*FLAGS, *COUNTS} or not all(type(flag) is bool for flag in flags):
+        raise ValueError(f"{op.kind} with {dict(attrs)}")
+    layers, directions = counts
+    if type(layers) is not int or layers < 1 or directions not in (1, 2):
+        raise ValueError(f"{op.kind} with {dict(attrs)}")
+    first, places = 1 + attrs["rows"], layers * directions
+    x, given = graph.types[op.inputs[0]], op.inputs[first + PER_DIRECTION * places :]
+    if len(op.inputs) not in (first + PER_DIRECTION * places, first + PER_DIRECTION * places + states(op.kind)):
+        raise ValueError(f"{op.kind} of {len(op.inputs)} operands with {dict(attrs)}")
+    if x.dtype is not DType.U8 or x.q is None or len(x.shape) != 3 - attrs["cell"] or not isinstance(x.shape[-1], int):
+        raise ValueError(f"%{op.inputs[0]} is {x}; {op.kind} reads levels")
+    if attrs["rows"]:
+        made = any(makes_rows(one) and one.outputs == op.inputs[:2] for one in graph.ops)
+        if not made or x.q != row_levels(op.inputs[1]):
+            raise ValueError(f"%{op.inputs[0]} is {x}, with scales %{op.inputs[1]}")
+    elif isinstance(x.q.axis, int) or len(x.q.scales) != 1:
+        raise ValueError(f"%{op.inputs[0]} is {x}; {op.kind} reads levels of one scale")
+    hidden = int(graph.types[op.inputs[first + 1]].shape[1])  # type: ignore[arg-type]
+    for place in range(places):
+        names = op.inputs[first + PER_DIRECTION * place : first + PER_DIRECTION * (place + 1)]
+        width = x.shape[-1] if place < directions else directions * hidden
+        _check_place(names, GATES[op.kind] * hidden, int(width), hidden, graph)
+    shapes = result_shapes(op.kind, attrs, x.shape, hidden)
+    results = [graph.types[name] for name in op.outputs]
+    if tuple(kind.shape for kind in results) != shapes or any(kind.dtype is not DType.F32 for kind in results):
+        raise ValueError(f"{op.kind} gives {shapes}, not {[str(kind) for kind in results]}")
+    for name in given:
+        kind = graph.types[name]
+        if kind.shape != shapes[-1] or kind.dtype is not DType.F32 or name in graph.constants:
+            raise ValueError(f"%{name} is {kind}; a state of {op.kind} is {shapes[-1]}")
+
+
+FLAGS, COUNTS = ("batch_first", "cell", "rows"), ("layers", "directions")
+
+
+def _check_place(names: tuple[str, ...], gates: int, inputs: int, hidden: int, graph: Graph) -> None:
+    """Six constants: two weights, their scales, their biases."""
+    expected = [(gates, inputs), (gates, hidden), *[(gates,)] * (PER_DIRECTION - 2)]
+    for name, shape in zip(names, expected, strict=True):
+        kind = DType.S8 if len(shape) == 2 else DType.F32
+        if name not in graph.constants or (graph.types[name].shape, graph.types[name].dtype) != (shape, kind):
+            raise ValueError(f"%{name} is {graph.types[name]}, not a constant {kind} of {shape}")
+        if kind is DType.F32 and not np.isfinite(graph.constants[name]).all():
+            raise ValueError(f"%{name}: numbers that are not finite")
+
+
 def _record(kind: str, targets: tuple[str, ...]) -> OpDef:
     return OpDef(
         name=kind,
@@ -175,6 +256,11 @@ def _record(kind: str, targets: tuple[str, ...]) -> OpDef:
         check=first_reason(float_activations, rank(2, 3), fixed_inputs, no_training),
         infer=infer_recurrent(kind),
         meaning=recurrent_meaning,
+        validate=valid_recurrent,
+        results_differ=True,
+        macs=recurrent_macs,
+        layout=Layout.ROW_MAJOR,
+        shared_scratch=recurrent_scratch,
         kernel="recurrent",
     )
 

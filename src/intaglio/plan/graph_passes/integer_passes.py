@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from intaglio.ir import Graph, Op, TensorType, fresh
-from intaglio.ops.shape import pad_shape, unfold_depth_shape
+from intaglio.ops import op_def
+from intaglio.ops.movement.pixel_shuffle import unfold_depth_shape
+from intaglio.ops.movement.shape import pad_shape
 from intaglio.plan.graph_passes.loop_merging import merge_loops
 from intaglio.plan.graph_passes.lut_passes import loops_as_tables, near_functions
 from intaglio.plan.layouts import separate_layouts
@@ -19,25 +21,12 @@ def drop_identity(graph: Graph) -> tuple[Graph, int]:
     ops: list[Op] = []
     for op in graph.ops:
         inputs = tuple(same.get(name, name) for name in op.inputs)
-        if _changes_nothing(op, graph):
+        if op_def(op).changes_nothing(op, graph):
             same[op.output] = inputs[0]
         else:
             ops.append(Op(op.kind, inputs, op.outputs, op.attrs, op.body, op.origin))
     outputs = tuple(same.get(name, name) for name in graph.outputs)
     return graph.replace(ops=tuple(ops), outputs=outputs), len(same)
-
-
-def _changes_nothing(op: Op, graph: Graph) -> bool:
-    if op.kind == "clamp":
-        q = graph.types[op.output].levels
-        return op.attrs["low"] <= q.qmin and op.attrs["high"] >= q.qmax
-    if op.attrs.get("relayout"):
-        return False
-    if op.kind == "permute" and op.attrs["order"] != tuple(sorted(op.attrs["order"])):
-        return False
-    if op.kind not in ("reshape", "pad", "slice", "permute", "expand", "cat"):
-        return False
-    return graph.types[op.output] == graph.types[op.inputs[0]]
 
 
 def depth_as_channels(graph: Graph) -> tuple[Graph, int]:
@@ -49,7 +38,7 @@ def depth_as_channels(graph: Graph) -> tuple[Graph, int]:
     types, constants, ops = dict(graph.types), dict(graph.constants), list[Op]()
     count = 0
     for op in graph.ops:
-        if op.kind not in ("conv3d", "conv_transpose3d") or not _has_depth(op, graph):
+        if not (op_def(op).convolves and len(graph.types[op.output].shape) == 5 and _has_depth(op, graph)):
             ops.append(op)
             continue
         count += 1
@@ -75,7 +64,7 @@ MOVED_SHAPES = {"pad": pad_shape, "unfold_depth": unfold_depth_shape}
 
 def _has_depth(op: Op, graph: Graph) -> bool:
     """Whether anything but single depth taps, one for each depth of the result."""
-    transposed = op.kind == "conv_transpose3d"
+    transposed = op_def(op).transposed
     outer = op.attrs["output_padding"][:1] if transposed else ()
     padding = op.attrs["padding"][: 1 if transposed else 2]
     return any((*padding, *outer)) or op.attrs["stride"][0] != 1 or graph.types[op.inputs[1]].shape[2] != 1
@@ -86,7 +75,7 @@ def _unfolded(op: Op, weight: np.ndarray) -> tuple[list[tuple[str, dict[str, Any
     attrs, taps = op.attrs, weight.shape[2]
     stride, dilation = attrs["stride"][0], attrs["dilation"][0]
     unfold = {"groups": attrs["groups"], "taps": taps, "stride": stride, "dilation": dilation}
-    if op.kind == "conv3d":
+    if not op_def(op).transposed:
         before, after, between = attrs["padding"][0], attrs["padding"][1], 0
         flat = {**attrs, "padding": (0, 0, *attrs["padding"][2:])}
     else:

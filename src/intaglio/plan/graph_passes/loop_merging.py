@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from intaglio.ir import DType, Graph, Op, TensorType, fresh
-from intaglio.ir.loops import GATHERS, body_of, row_axis, space
+from intaglio.ops import op_def
+from intaglio.ops.loop_ops.loop_space import body_of, row_axis, space
+from intaglio.ops.loop_ops.primitives import primitive
 
 
 def merge_loops(graph: Graph) -> tuple[Graph, int]:
@@ -34,10 +36,10 @@ class _Merging:
 
     def take_dequantizes(self) -> int:
         """Loops that read floats made of levels read the levels."""
-        made = {op.output: op for op in self.ops if op.kind == "dequantize" and is_plain(op, self.types)}
+        made = {op.output: op for op in self.ops if op_def(op).dequantizes and is_plain(op, self.types)}
         count = 0
         for index, op in enumerate(self.ops):
-            if op.kind == "loop":
+            if op.is_loop:
                 found = [made[name] for name in op.inputs if name in made]
                 for one in found:
                     op = _joined(as_loop(one, self.types), op, set())
@@ -47,10 +49,10 @@ class _Merging:
 
     def next_pair(self) -> tuple[int, int] | None:
         """Places of the next maker and reader that become one."""
-        makers = {name: index for index, op in enumerate(self.ops) if op.kind == "loop" for name in op.outputs}
+        makers = {name: index for index, op in enumerate(self.ops) if op.is_loop for name in op.outputs}
         for at in range(self.first, len(self.ops)):
             op = self.ops[at]
-            if op.kind not in ("loop", "quantize") or not is_plain(op, self.types):
+            if not (op.is_loop or op_def(op).quantizes) or not is_plain(op, self.types):
                 continue
             for name in op.inputs:
                 if name in makers and self._fits(makers[name], at):
@@ -91,15 +93,15 @@ class _Merging:
 
 def is_plain(op: Op, types: Mapping[str, TensorType]) -> bool:
     """A loop; or a quantize, or dequantize, of u8 levels that all have the same parameters."""
-    if op.kind == "loop":
+    if op.is_loop:
         return True
-    kind = types[op.output if op.kind == "quantize" else op.inputs[0]]
+    kind = types[op.output if op_def(op).quantizes else op.inputs[0]]
     return kind.dtype is DType.U8 and kind.q is not None and kind.q.axis is None
 
 
 def as_loop(op: Op, types: Mapping[str, TensorType]) -> Op:
     """A quantize or dequantize as a loop of one operator; a loop as it is."""
-    if op.kind == "loop":
+    if op.is_loop:
         return op
     ends = {name: types[name] for name in (*op.inputs, *op.outputs)}
     body = Graph(op.inputs, op.outputs, ends, (Op(op.kind, op.inputs, op.outputs, op.attrs),))
@@ -124,8 +126,8 @@ def _links(first: Op, second: Op) -> bool:
     one, two = body_of(first), body_of(second)
     whole, axis = space(one), row_axis(one)
     shared = set(first.outputs) & set(second.inputs)
-    lost = {name for op in one.ops if op.kind == "squeeze" for name in op.outputs}
-    lost |= {name for op in two.ops if op.kind in ("unsqueeze", *GATHERS) for name in op.inputs}
+    lost = {name for op in one.ops if primitive(op).drops_axis for name in op.outputs}
+    lost |= {name for op in two.ops if primitive(op).adds_axis or primitive(op).gathers for name in op.inputs}
     shapes = [whole] if axis is None else [whole, (*whole[:axis], 1, *whole[axis + 1 :])]
     return not shared & lost and all(one.types[name].shape in shapes for name in shared)
 

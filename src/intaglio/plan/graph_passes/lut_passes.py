@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from intaglio.ir import DType, Graph, Op, TensorType, fresh
-from intaglio.ir.loops import GATHERS, REDUCTIONS, VIEWS, body_of
 from intaglio.ops.loop_ops.loop import loop_meaning
-
-NEAR = {"gelu": "near_gelu"}
-"""Operator of a body -> the one whose error levels do not see."""
+from intaglio.ops.loop_ops.loop_space import body_of
+from intaglio.ops.loop_ops.primitives import Primitive, primitive
 
 
 def loops_as_tables(graph: Graph) -> tuple[Graph, int]:
@@ -33,10 +33,10 @@ def loops_as_tables(graph: Graph) -> tuple[Graph, int]:
 
 def _only_levels(op: Op, graph: Graph) -> str | None:
     """The levels that all of a loop's only result, levels too, are made of element by element."""
-    if op.kind != "loop" or len(op.outputs) != 1 or graph.types[op.output].dtype is not DType.U8:
+    if not op.is_loop or len(op.outputs) != 1 or graph.types[op.output].dtype is not DType.U8:
         return None
     body, read = body_of(op), [name for name in op.inputs if not _is_number(name, graph)]
-    if any(step.kind in (*REDUCTIONS, *VIEWS, *GATHERS) for step in body.ops) or len(read) != 1:
+    if not all(primitive(step).elementwise for step in body.ops) or len(read) != 1:
         return None
     kind = graph.types[read[0]]
     same = kind.dtype is DType.U8 and kind.shape == graph.types[op.output].shape
@@ -56,6 +56,10 @@ def _table(op: Op, source: str, graph: Graph) -> np.ndarray:
     return found
 
 
+def _are_quantizes(readers: Sequence[Primitive]) -> bool:
+    return bool(readers) and all(reader.quantizes for reader in readers)
+
+
 def near_functions(graph: Graph) -> tuple[Graph, int]:
     """Functions that only levels are made of take the spelling of `activate`: another float32, the same level but for
     ties that rounding decides."""
@@ -63,13 +67,14 @@ def near_functions(graph: Graph) -> tuple[Graph, int]:
 
     def near(op: Op) -> Op:
         nonlocal count
-        if op.kind != "loop":
+        if not op.is_loop:
             return op
         body, steps = body_of(op), list[Op]()
         for step in body.ops:
-            readers = [other.kind for other in body.ops if step.output in other.inputs]
-            if step.kind in NEAR and {*readers} == {"quantize"} and step.output not in body.outputs:
-                step, count = Op(NEAR[step.kind], step.inputs, step.outputs, step.attrs), count + 1
+            readers = [primitive(other) for other in body.ops if step.output in other.inputs]
+            approximation = primitive(step).approximation
+            if approximation and _are_quantizes(readers) and step.output not in body.outputs:
+                step, count = Op(approximation, step.inputs, step.outputs, step.attrs), count + 1
             steps.append(step)
         inner = Graph(body.inputs, body.outputs, body.types, tuple(steps), body.constants)
         return Op(op.kind, op.inputs, op.outputs, op.attrs, inner, op.origin)

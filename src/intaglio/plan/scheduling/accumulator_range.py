@@ -8,17 +8,18 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.ir import Graph
-from intaglio.ir.verify import PRODUCTS
+from intaglio.ops import op_def
+from intaglio.ops.opdef import Tail
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Choice, Partition
 
-FLOAT_TAILS = ("dequantize", "activate", "dequantize_rows")
-"""Tails that take accumulators as floats: nothing is converted back by the microkernel."""
+QUANTIZING_TAILS = (Tail.REQUANTIZE, Tail.ADD)
+"""Tails that convert accumulators in the microkernel; the others take them as floats."""
 
 
 def choose_guards(plan: Plan) -> Plan:
     """Find the partitions whose requantized accumulators may leave the range in which float32 converts to int32."""
-    products = [partition for partition in plan.partitions if partition.anchor.kind in PRODUCTS]
+    products = [partition for partition in plan.partitions if op_def(partition.anchor).multiplies_weight]
     guarded = frozenset(partition.output for partition in products if needs_guard(partition, plan.graph))
     reason = "their bound times the largest factor may exceed the range of int32"
     return replace(plan, guarded=guarded).because(Choice.GUARD, dict.fromkeys(guarded, reason))
@@ -27,7 +28,7 @@ def choose_guards(plan: Plan) -> Plan:
 def needs_guard(partition: Partition, graph: Graph) -> bool:
     """Return whether ``|acc * factor|`` may leave the range in which float32 converts to int32."""
     anchor, tail = partition.anchor, partition.tail[0]
-    if tail.kind in FLOAT_TAILS:
+    if op_def(tail).tail not in QUANTIZING_TAILS:
         return False
     weight, bias = (graph.constants[name] for name in anchor.inputs[1:])
     x = graph.types[anchor.inputs[0]].levels

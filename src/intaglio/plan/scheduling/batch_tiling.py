@@ -11,37 +11,9 @@ from dataclasses import replace
 from itertools import groupby
 
 from intaglio.ir import Dim, Graph, Shape, evaluate, numel, symbol, symbols_of
-from intaglio.ir.verify import PRODUCTS
+from intaglio.ops import op_def
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import BatchTiling, CacheSizes, Choice, Partition, Step, Target
-
-KEEPS_IMAGES_APART = frozenset(
-    {
-        *PRODUCTS,
-        *(f"{kind}{axes}d" for kind in ("max_pool", "avg_pool", "adaptive_avg_pool") for axes in (1, 2, 3)),
-        "requantize",
-        "activate",
-        "add",
-        "mul",
-        "affine",
-        "clamp",
-        "prelu",
-        "table",
-        "quantize",
-        "pixels",
-        "reshape",
-        "permute",
-        "shuffle",
-        "pixel_shuffle",
-        "pixel_unshuffle",
-        "slice",
-        "pad",
-        "cat",
-    }
-)
-"""Operators that make each image of the result of that image alone if the free batch is the first axis of both: no
-move along that axis leaves as many."""
-
 
 STRIDED_AXES = 5
 """Of a tensor of the caller that lies anyhow: strides of the last five are known."""
@@ -95,7 +67,7 @@ def batch_symbol(graph: Graph) -> str | None:
 def _is_separable(partition: Partition, plan: Plan, batch: str) -> bool:
     """Constants have no images; what is written must be a buffer, there and where it really lies."""
     graph, buffers = plan.graph, plan.buffers
-    if not all(op.kind in KEEPS_IMAGES_APART for op in partition.ops):
+    if not all(op_def(op).batch_separable for op in partition.ops):
         return False
     values = [name for op in partition.ops for name in (*op.inputs, *op.outputs) if name not in graph.constants]
     roots = [buffers[buffers[name].alias or name] for name in values if name in buffers]

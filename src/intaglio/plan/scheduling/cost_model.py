@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from intaglio.ir import Dim, Graph, Op, Schedule, Work, numel
-from intaglio.ir.verify import PRODUCTS
-from intaglio.ops.products.lstm_gru import RECURRENT
+from intaglio.ops import op_def
+from intaglio.ops.products.scratch_memory import QUERIES
 from intaglio.plan.buffers import lies
 from intaglio.plan.execution_plan import Plan
-from intaglio.plan.plan_records import Partition, Step
-from intaglio.plan.scratch_memory import QUERIES
+from intaglio.plan.plan_records import Step
 
 F32_PANEL = 64
 """Output channels of a packed panel of float weights; ``PANEL_F32`` of native/linear_f32.h."""
@@ -23,62 +22,48 @@ def work_of(step: Step, plan: Plan) -> Work:
     moved: Dim = 0
     for kind in (graph.types[name] for name in (*read, *partition.ops[-1].outputs)):
         moved = moved + numel(kind.shape) * kind.dtype.bytes
-    if partition.anchor.kind in PRODUCTS:
-        return Work(*_product(partition, graph, plan.schedules[partition.output]), moved, step.phase, step.segment)
-    if partition.anchor.kind in ("attention", "bmm"):
-        return Work(*_pairs(partition, graph), moved, step.phase, step.segment)
-    if partition.anchor.kind in RECURRENT:
-        return Work(*_recurrent(partition.anchor, plan), moved, step.phase, step.segment)
-    if partition.anchor.kind == "linear_f32":
-        return Work(*_float_product(partition.anchor, graph, moved), step.phase, step.segment)
-    value = partition.ops[-1].outputs[0]
-    images, lines, _, _ = lies(graph.types[value].shape, value in plan.rows)
-    return Work(0, images * lines, moved, step.phase, step.segment)
+    anchor, (first, *_) = partition.anchor, partition.anchor.outputs
+    record = op_def(anchor)
+    if record.macs is None:
+        images, lines, _, _ = lies(graph.types[partition.output].shape, partition.output in plan.rows)
+        return Work(0, images * lines, moved, step.phase, step.segment)
+    macs = record.macs(anchor.attrs, [graph.types[name].shape for name in anchor.inputs], graph.types[first].shape)
+    if record.multiplies_weight:
+        units = _tiles(anchor, graph, plan.schedules[partition.output])
+    elif record.multiplies_activations:
+        units = _query_blocks(anchor, graph)
+    elif record.recurrent:
+        units = _recurrent_panels(anchor, plan)
+    else:
+        units = _float_blocks(anchor, graph)
+        moved = moved + graph.constants[anchor.inputs[1]].nbytes  # of few rows, reading them is what takes the time
+    return Work(macs, units, moved, step.phase, step.segment)
 
 
-def _recurrent(op: Op, plan: Plan) -> tuple[Dim, Dim]:
-    """Return multiply-accumulates of an LSTM or GRU, and panels of one time step's product."""
-    shape, constants, blocks = plan.graph.types[op.inputs[0]].shape, plan.graph.constants, max(plan.tallest())
-    weights = [constants[name] for name in op.inputs if name in constants and constants[name].ndim == 2]
+def _recurrent_panels(op: Op, plan: Plan) -> Dim:
+    """Return panels of one time step's product of an LSTM or GRU."""
+    shape, constants = plan.graph.types[op.inputs[0]].shape, plan.graph.constants
+    outputs = next(len(constants[name]) for name in op.inputs if name in constants and constants[name].ndim == 2)
     batch = shape[0] if op.attrs["cell"] or op.attrs["batch_first"] else shape[1]
-    panels = -(-weights[0].shape[0] // (16 * blocks))
-    return numel(shape[:-1]) * sum(weight.size for weight in weights), batch * (op.attrs["directions"] * panels)
+    return batch * (op.attrs["directions"] * -(-outputs // (16 * max(plan.tallest()))))
 
 
-def _product(partition: Partition, graph: Graph, schedule: Schedule) -> tuple[Dim, Dim]:
-    """Return multiply-accumulates, and tiles of all panels.
-
-    Every pixel meets every weight: of the input where a transposed convolution spreads it, else of the result.
-    """
-    anchor, weight = partition.anchor, graph.constants[partition.anchor.inputs[1]]
-    spread = anchor.kind.startswith("conv_transpose")
-    shape = graph.types[anchor.inputs[0] if spread else anchor.output].shape
-    pixels = numel(shape[:-1] if anchor.kind == "linear" else (shape[0], *shape[2:]))
+def _tiles(op: Op, graph: Graph, schedule: Schedule) -> Dim:
+    """Return tiles of all panels: of the input where a transposed convolution spreads it, else of the result."""
+    record, outputs = op_def(op), len(graph.constants[op.inputs[1]])
+    shape = graph.types[op.inputs[0] if record.transposed else op.output].shape
+    pixels = numel((shape[0], *shape[2:]) if record.convolves else shape[:-1])
     tiles = (pixels + (schedule.tile_rows - 1)) // schedule.tile_rows
-    return pixels * weight.size, tiles * -(-weight.shape[0] // (16 * schedule.tile_columns))
+    return tiles * -(-outputs // (16 * schedule.tile_columns))
 
 
-def _float_product(op: Op, graph: Graph, moved: Dim) -> tuple[Dim, Dim, Dim]:
-    """Return multiply-accumulates, blocks of rows of all panels, and ``moved`` with the bytes of the weights.
-
-    For few rows, reading the weights is what takes the time.
-    """
-    weight = graph.constants[op.inputs[1]]
+def _float_blocks(op: Op, graph: Graph) -> Dim:
+    """Return blocks of rows of all panels of float weights."""
     rows = numel(graph.types[op.output].shape[:-1])
-    blocks = (rows + (F32_BLOCK - 1)) // F32_BLOCK
-    return rows * weight.size, blocks * -(-len(weight) // F32_PANEL), moved + weight.nbytes
+    return (rows + (F32_BLOCK - 1)) // F32_BLOCK * -(-len(graph.constants[op.inputs[1]]) // F32_PANEL)
 
 
-def _pairs(partition: Partition, graph: Graph) -> tuple[Dim, Dim]:
-    """Return multiply-accumulates of two activations, and blocks of rows that threads divide.
-
-    What a causal mask excludes is counted.
-    """
-    anchor, types = partition.anchor, graph.types
-    rows, depth = types[anchor.inputs[0]].shape[-2:]
-    *outer, _, width = types[anchor.output].shape
-    inner = depth * width
-    if anchor.kind == "attention":
-        inner = types[anchor.inputs[1]].shape[-2] * (depth + width)
-    blocks = numel(tuple(outer)) * ((rows + (QUERIES - 1)) // QUERIES)
-    return numel(tuple(outer)) * rows * inner, blocks
+def _query_blocks(op: Op, graph: Graph) -> Dim:
+    """Return blocks of rows of the first operand that threads divide."""
+    rows, outer = graph.types[op.inputs[0]].shape[-2], graph.types[op.output].shape[:-2]
+    return numel(outer) * ((rows + (QUERIES - 1)) // QUERIES)

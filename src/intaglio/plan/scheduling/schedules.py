@@ -11,7 +11,7 @@ from math import prod
 from typing import Protocol
 
 from intaglio.ir import Schedule, evaluate, symbols_of
-from intaglio.ir.verify import PRODUCTS
+from intaglio.ops import op_def
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import CacheSizes, Choice, Partition, Target, is_flat
 
@@ -47,7 +47,7 @@ class TileLimits(Protocol):
 
 def analytic_schedules(plan: Plan, target: Target) -> dict[str, Schedule]:
     """Return the analytic schedule of every partition with a matrix product, by the value it makes."""
-    products = [partition for partition in plan.partitions if partition.anchor.kind in PRODUCTS]
+    products = [partition for partition in plan.partitions if op_def(partition.anchor).multiplies_weight]
     return {partition.output: analytic(problem(partition, plan), target) for partition in products}
 
 
@@ -75,22 +75,23 @@ def problem(partition: Partition, plan: Plan) -> Problem:
     weight, out = graph.constants[anchor.inputs[1]], graph.types[anchor.output].shape
     groups = anchor.attrs.get("groups", 1)
     sizes = [evaluate(d, dict.fromkeys(symbols_of(d), 1)) for d in out]
-    pixels = prod(sizes[:-1]) if anchor.kind == "linear" else sizes[0] * prod(sizes[2:])
-    width = pixels if anchor.kind == "linear" else sizes[-1]
+    convolves = op_def(anchor).convolves
+    pixels = sizes[0] * prod(sizes[2:]) if convolves else prod(sizes[:-1])
+    width = sizes[-1] if convolves else pixels
     return Problem(
         outputs=weight.shape[0],
         outputs_per_group=weight.shape[0] // groups,
         pixels=pixels,
         width=width,
         flat=is_flat(partition, graph, plan.buffers),
-        floats=anchor.kind == "linear" and partition.tail[0].kind == "dequantize",
+        floats=not convolves and op_def(partition.tail[0]).converts,
     )
 
 
 def images(partition: Partition) -> list[str]:
     """What a product reads and writes besides constants: input, results, residual operand and its rest."""
     anchor, first, last = partition.anchor, partition.tail[0], partition.ops[-1]
-    residual = (first.inputs[1], *first.inputs[4:]) if first.kind == "add" else ()
+    residual = () if op_def(first).residual is None else (first.inputs[1], *first.inputs[4:])
     return [anchor.inputs[0], *last.outputs, *residual]
 
 
@@ -143,7 +144,7 @@ def geometries(plan: Plan, sizes: Mapping[str, int]) -> dict[str, Geometry]:
     found = {}
     for step in plan.steps:
         anchor = step.partition.anchor
-        if anchor.kind in PRODUCTS:
+        if op_def(anchor).multiplies_weight:
             outputs, per_group = plan.graph.constants[anchor.inputs[1]].shape[:2]
             if per_group > 1 or outputs != anchor.attrs.get("groups", 1):
                 found[step.partition.output] = _geometry(step.partition, plan, sizes)

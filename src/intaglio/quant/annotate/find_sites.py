@@ -13,9 +13,7 @@ from intaglio import numerics
 from intaglio.fxgraph.node_info import info, origin
 from intaglio.fxgraph.nodes import operands, operator
 from intaglio.ir import DType
-from intaglio.ops import ACCUMULATING
 from intaglio.ops.dynamic_quant import ROW_MODES
-from intaglio.ops.products.lstm_gru import RECURRENT
 from intaglio.quant.annotate.find_regions import find_shortcuts
 from intaglio.quant.annotate.per_token import row_sites
 from intaglio.quant.annotate.recurrent_sites import weight_sites
@@ -101,7 +99,7 @@ def around_zero(site: Site) -> Site:
 def _may_give_float(region: Region) -> bool:
     """Whether an accumulator may leave the region dequantized."""
     plain = len(region.nodes) == 1 or region.name == "product_number"
-    return plain and region.record.anchor and region.record.name in (*ACCUMULATING, *RECURRENT)
+    return plain and region.record.anchor and (region.record.accumulates or region.record.recurrent)
 
 
 def _join(names: list[str], sites: dict[str, Site]) -> None:
@@ -204,7 +202,7 @@ def _share(site: Site, produced: Mapping[fx.Node, Region], sites: Mapping[tuple[
 def _parameters(region: Region, sites: dict[tuple[str, str], Site], names: Names) -> None:
     """Weight and bias sites of an anchor: one per weight tensor, one bias per call."""
     record = region.record
-    for site in weight_sites(region.anchor, names.weight) if record.name in RECURRENT else ():
+    for site in weight_sites(region.anchor, names.weight) if record.recurrent else ():
         put(sites, site)
     if record.roles.weight is None:
         return

@@ -18,7 +18,6 @@ from intaglio.fxgraph.node_info import info, origin, set_info, tensor_type
 from intaglio.fxgraph.nodes import activations, is_constant, operands, operator, record_of
 from intaglio.ir import Origin
 from intaglio.ir.disjoint_sets import DisjointSets
-from intaglio.ops import ACCUMULATING
 from intaglio.quant.annotate.embedding_tables import BAGS, EMBEDDING
 from intaglio.quant.annotate.int8_buffers import is_destination
 from intaglio.quant.annotate.sites import Dynamic, Fixed, Observed, Site
@@ -223,7 +222,7 @@ class Written:
             return False
         if record.shares and len(nodes) == 1:
             return root in self.levels and all(self.leaders[root] is self.leaders.get(value) for value, _ in outside)
-        return root in self.levels or (len(nodes) == 1 and record.anchor and record.name in ACCUMULATING)
+        return root in self.levels or (len(nodes) == 1 and record.anchor and record.accumulates)
 
 
 def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> Written:

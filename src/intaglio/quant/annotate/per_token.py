@@ -17,7 +17,6 @@ from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType, TensorType
 from intaglio.ops import OpDef
 from intaglio.ops.dynamic_quant import levels_of_rows, row_levels, scales_shape
-from intaglio.ops.products.lstm_gru import RECURRENT
 from intaglio.quant.annotate.sites import Dynamic, Site
 from intaglio.quant.recipes.settings import Setting
 
@@ -32,7 +31,7 @@ DEQUANTIZE_ROWS = "intaglio.dequantize_rows.default"
 
 def unable_at_run_time(record: OpDef, setting: Setting) -> str | None:
     """Why an operator's activations are not quantized while the model runs, where the recipe asks for it."""
-    if record.name not in ("linear", *RECURRENT):
+    if not (record.is_linear_layer or record.recurrent):
         return "activations are quantized while the model runs, which linear and recurrent layers take"
     if setting.activation.name != "u8" or not setting.weight.native:
         kinds = f"{setting.activation.name} activations and {setting.weight.name} weights"

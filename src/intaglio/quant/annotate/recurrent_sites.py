@@ -14,9 +14,9 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import copy_info, info, inherit_info, origin
 from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operator, record_of
-from intaglio.ir import Dim, DType, Op, QParams, TensorType, numel
+from intaglio.ir import Dim, DType, Op, QParams, TensorType
 from intaglio.ops.dynamic_quant import row_levels
-from intaglio.ops.products.lstm_gru import RECURRENT, bind_recurrent, recurrent_meaning, result_shapes
+from intaglio.ops.products.lstm_gru import bind_recurrent, macs_of_weights, recurrent_meaning, result_shapes
 from intaglio.quant.annotate.per_token import rows_behind
 from intaglio.quant.annotate.sites import Observed, Site
 from intaglio.quant.qdq.weight_grid import channel_scales, weight_grid
@@ -39,7 +39,7 @@ class Parts:
 
 def is_recurrent(node: fx.Node) -> bool:
     record = record_of(node)
-    return record is not None and record.name in RECURRENT
+    return record is not None and record.recurrent
 
 
 def parts_of(node: fx.Node) -> Parts:
@@ -81,18 +81,14 @@ def recurrent_refusal(node: fx.Node, setting: Setting) -> str | None:
     return record.check(call_of(node, record))
 
 
-def recurrent_macs(node: fx.Node) -> Dim:
-    """Multiply-accumulates of a call: every weight meets every step of every entry of the batch."""
+def work_of_recurrent(node: fx.Node) -> Dim:
+    """Return the multiply-accumulates of a call of an LSTM or GRU."""
     if operator(node) == RECURRENT_CALL:
         weights, shape = node.args[5], info(node.args[1]).type.shape
     else:
         weights = [weight for pair in parts_of(node).weights for weight in pair]
         shape = info(node.args[0]).type.shape
-    work: Dim = 0
-    for kind in (info(weight).type for weight in weights):
-        if len(kind.shape) == 2:
-            work = work + numel(shape[:-1]) * numel(kind.shape)
-    return work
+    return macs_of_weights(shape, [info(weight).type.shape for weight in weights])
 
 
 def weight_sites(node: fx.Node, name_of: Callable[[fx.Node], str]) -> Iterator[Site]:

@@ -9,18 +9,18 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import activations, call_of, is_constant, operands, operator, record_of
-from intaglio.ir import DType, evaluate, numel, symbols_of
+from intaglio.ir import Dim, DType, evaluate, symbols_of
+from intaglio.ops import COUNTED
 from intaglio.ops.dynamic_quant import ROW_MODES
 from intaglio.ops.fused_activations import FUNCTIONS
-from intaglio.ops.products.lstm_gru import RECURRENT
 from intaglio.quant.annotate.embedding_tables import BAGS, Table, bag_refusal
 from intaglio.quant.annotate.per_token import unable_at_run_time
 from intaglio.quant.annotate.recurrent_sites import (
     RECURRENT_CALL,
     ZEROS,
     is_recurrent,
-    recurrent_macs,
     recurrent_refusal,
+    work_of_recurrent,
 )
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Skip
@@ -43,7 +43,7 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         return "it runs in Python as long as its condition says; its body is a program of its own"
     if record is None:
         return "no int8 kernel for this operator"
-    if record.name in RECURRENT and setting.quantize:
+    if record.recurrent and setting.quantize:
         return recurrent_refusal(node, setting)
     if tensor_type(node) is None or tensor_type(node).dtype is not DType.F32:
         kind = tensor_type(node)
@@ -80,32 +80,25 @@ def skipped(
 
 
 def macs(node: fx.Node) -> int:
-    """Multiply-accumulates of a convolution, linear layer or matrix product; 0 for the rest.
+    """Return the multiply-accumulates of an operator, quantized or not; 0 for one that multiplies nothing.
 
     Counted at batch 1 and, where other dimensions are free, at their size in the example.
     """
     sizes = node.graph.owning_module.meta.get("sizes", {})
+    work = _work(node)
+    return evaluate(work, {name: sizes.get(name, 1) for name in symbols_of(work)})
+
+
+def _work(node: fx.Node) -> Dim:
     if is_recurrent(node) or operator(node) == RECURRENT_CALL:
-        work = recurrent_macs(node)
-        return evaluate(work, {name: sizes.get(name, 1) for name in symbols_of(work)})
-    name = operator(node).split(".")[1] if operator(node).startswith("aten.") else ""
-    kinds = [tensor_type(value) for value in node.all_input_nodes]
-    if not name.startswith(PRODUCTS) or tensor_type(node) is None or len(kinds) < 2 or None in kinds[:2]:
+        return work_of_recurrent(node)
+    record = COUNTED.get(operator(node))
+    if record is None or record.macs is None or tensor_type(node) is None:
         return 0
-    a, b, result = kinds[0].shape, kinds[1].shape, tensor_type(node).shape
-    if name.startswith("conv_transpose"):
-        total = numel(a) * numel(b[1:])
-    elif name.startswith(("conv", "linear")):
-        total = numel(result) * numel(b[1:])
-    elif name.startswith("scaled_dot_product"):
-        total = numel(a) * b[-2] * 2
-    else:
-        total = numel(result) * (b[-1] if name == "addmm" else a[-1])
-    return evaluate(total, {name: sizes.get(name, 1) for name in symbols_of(total)})
-
-
-PRODUCTS = ("conv", "linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product")
-"""ATen operators (beginnings of their names) whose work is counted in multiply-accumulates."""
+    call = call_of(node, record)
+    if None in call.shapes[:2]:
+        return 0
+    return record.macs(call.arguments, [shape or () for shape in call.shapes], call.result)
 
 
 def _counts(node: fx.Node) -> bool:

@@ -10,10 +10,8 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import info
 from intaglio.fxgraph.nodes import activations, call_of, operands, record_of
-from intaglio.ir.moves import MOVES
-from intaglio.ops import SUMS, OpDef
+from intaglio.ops import OpDef
 from intaglio.ops.dynamic_quant import ROW_MODES
-from intaglio.ops.products.lstm_gru import RECURRENT
 from intaglio.quant.annotate.embedding_tables import Table, table_notes
 from intaglio.quant.annotate.sites import Site, Skip
 from intaglio.quant.recipes.settings import Setting
@@ -66,7 +64,7 @@ class Region(Chain):
     @property
     def moves(self) -> bool:
         """Whether it only puts the levels of one value elsewhere."""
-        return len(self.nodes) == 1 and self.record.name in MOVES and not self.record.variadic
+        return len(self.nodes) == 1 and self.record.moves_data and not self.record.variadic
 
     @property
     def dynamic(self) -> bool:
@@ -78,19 +76,19 @@ class Region(Chain):
         """Role of the sites it reads. Recurrent layers have rows only: entries of the batch lie along another axis."""
         if not self.dynamic:
             return "activation"
-        return "token" if self.record.name in RECURRENT else self.setting.activations
+        return "token" if self.record.recurrent else self.setting.activations
 
     @property
     def gives_float(self) -> bool:
         """Whether its result is none of levels, whoever reads it."""
-        return self.dynamic or self.record.name in RECURRENT
+        return self.dynamic or self.record.recurrent
 
     @property
     def adds_shortcut(self) -> bool:
         """Whether it adds a value to an accumulator that the recipe wants in 16 bits."""
         if info(self.root).composite is not None or not self.record.anchor or self.setting.shortcut != 16:
             return False
-        return any(record_of(node).name in SUMS for node in self.nodes)
+        return any(record_of(node).adds for node in self.nodes)
 
     def activations(self) -> list[fx.Node]:
         """Values from outside that the region reads as levels, in order, once each."""

@@ -114,7 +114,7 @@ def divisible(annotations: Annotations) -> list[Value]:
         site = by_value.get((region.root.name, "activation"))
         able = site is not None and (_divisible(region) or normalizes(region))
         uses = _uses(region.root, member, ()) if able else None
-        if uses and normalizes(region) and any(use.trail or record_of(use.node).name != "linear" for use in uses):
+        if uses and normalizes(region) and any(use.trail or not record_of(use.node).is_linear_layer for use in uses):
             continue
         if uses and site is not None:
             found.append(Value(region, tuple(uses), site.name))
@@ -130,7 +130,7 @@ def _divisible(region: Region) -> bool:
     """A convolution or linear layer of its own constants, then sums and rectifiers only."""
     if region.record.roles.weight is None or not _owns(region.anchor):
         return False
-    if len(tensor_type(region.root).shape) != (2 if region.record.name == "linear" else 4):
+    if len(tensor_type(region.root).shape) != (2 if region.record.is_linear_layer else 4):
         return False  # channels of a linear layer of another rank lie last
     return all(_rectifies(node) or _adds(node, region) for node in region.nodes[1:])
 

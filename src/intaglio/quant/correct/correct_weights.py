@@ -154,7 +154,7 @@ class _Work:
         outputs = len(parameters_of(self.walk.module, region)[0])
         step = numerics.accumulator_scale(self.walk.qparams[x_site.name].step, self.units[w_site.name].scales)
         unit = torch.from_numpy(np.broadcast_to(np.asarray(step, np.float64), outputs).copy()) * 2.0**-16
-        axis = -1 if region.record.name == "linear" else 1
+        axis = -1 if region.record.is_linear_layer else 1
         total = torch.zeros(outputs + 1, dtype=torch.int64)
 
         def add_up() -> None:

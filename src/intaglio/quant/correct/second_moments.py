@@ -117,14 +117,14 @@ def _moved(total: Moments, offset: torch.Tensor) -> Moments:
 def _zeros(region: Region, q: QParams, groups: int, k: int) -> torch.Tensor:
     """Zero points of what the columns of a weight's row are multiplied by: int64 [groups, k]."""
     zeros = torch.tensor(q.zeros)
-    if len(q.zeros) == 1 or region.record.name == "linear":
+    if len(q.zeros) == 1 or region.record.is_linear_layer:
         return zeros.expand(groups, k)
     return zeros.reshape(groups, -1).repeat_interleave(k * groups // len(q.zeros), 1)
 
 
 def _columns(region: Region, batch: torch.Tensor, q: QParams) -> Iterable[torch.Tensor]:
     """u8 columns [groups, k, positions] of some images at a time."""
-    if region.record.name == "linear":
+    if region.record.is_linear_layer:
         yield batch.reshape(-1, batch.shape[-1]).t().contiguous()[None]
         return
     given = call_of(region.anchor, region.record).arguments

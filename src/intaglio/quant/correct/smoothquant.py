@@ -62,7 +62,7 @@ def smoothable(annotations: Annotations) -> list[Smoothed]:
 
 def _ends_in_function(region: Region, node: fx.Node) -> bool:
     """Whether the kernel that makes it has a place for a factor."""
-    return region.name == "anchor_function" and region.root is node and region.record.name == "linear"
+    return region.name == "anchor_function" and region.root is node and region.record.is_linear_layer
 
 
 def _readers(user: fx.Node, value: fx.Node, member: Mapping[fx.Node, Region]) -> list[fx.Node | None]:
@@ -71,7 +71,7 @@ def _readers(user: fx.Node, value: fx.Node, member: Mapping[fx.Node, Region]) ->
     if region is None or record is None:
         return [None]
     channels = tensor_type(value).shape[-1]
-    if record.name == "linear" and user is region.anchor and operands(user)[0] is value:
+    if record.is_linear_layer and user is region.anchor and operands(user)[0] is value:
         weight = operands(user)[1]
         return [user if is_constant(weight) and len(weight.users) == 1 else None]
     kept = record.name in MOVES and len(region.nodes) == 1 and tensor_type(user).shape[-1] == channels

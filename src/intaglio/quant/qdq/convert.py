@@ -20,7 +20,6 @@ from intaglio.fxgraph.nodes import arguments, operands
 from intaglio.ir import About, DType, QParams, Signature, TensorType
 from intaglio.ir.names import sanitized
 from intaglio.ops.dynamic_quant import row_levels
-from intaglio.ops.products.lstm_gru import RECURRENT
 from intaglio.quant.annotate.embedding_tables import quantize_table
 from intaglio.quant.annotate.find_regions import find_shortcuts, reads_shortcut
 from intaglio.quant.annotate.find_sites import Names
@@ -119,7 +118,7 @@ def convert(
     remarks: list[str] = []
     scales = dict(corrections.weight_scales)
     qparams.update(weight_qparams(annotations, qparams, remarks, given, corrections.weights, scales))
-    layers = [region.anchor for region in annotations.regions if region.record.name in RECURRENT]
+    layers = [region.anchor for region in annotations.regions if region.record.recurrent]
     qparams.update(recurrent_qparams(annotations.module, annotations.by_value, layers, given))
     module = copy_graph(annotations.module)
     Rewriter(module, annotations, qparams, corrections).run()
@@ -247,7 +246,7 @@ class Rewriter:
         for region in self.annotations.regions:
             if region.record.roles.weight is not None:
                 self._anchor(region)
-            elif region.record.name in RECURRENT:
+            elif region.record.recurrent:
                 quantize_recurrent(self.nodes[region.anchor.name], self.by_value, self.qparams, self._get)
             elif region.record.name == "attention":
                 self._attention(self.nodes[region.anchor.name])

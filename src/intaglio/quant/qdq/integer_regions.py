@@ -15,8 +15,7 @@ from intaglio.fxgraph.fx_graph_view import FxGraphView
 from intaglio.fxgraph.node_info import info, update_info
 from intaglio.fxgraph.nodes import activations, call_of, is_constant, operands, operator, record_of
 from intaglio.ir import DType, QParams
-from intaglio.ir.moves import MOVES
-from intaglio.ops import ACCUMULATING, NUMBERS, SUMS
+from intaglio.ops import NUMBERS
 from intaglio.quant.annotate.per_token import rows_behind
 from intaglio.quant.annotate.regions import Chain
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE, DEQUANTIZE_CHANNEL, QUANTIZE, QUANTIZE_CHANNEL
@@ -171,7 +170,7 @@ def _is_integer(nodes: tuple[fx.Node, ...]) -> bool:
         if wide != {levels_of(x, DType.U16)} or (wide == {None} and results != {levels_of(x)}):
             return False
     plain = all(record_of(node).name in NUMBERS for node in nodes[1:])
-    return region.result is not None or (plain and record.name in ACCUMULATING)
+    return region.result is not None or (plain and record.accumulates)
 
 
 def _result(user: fx.Node) -> QParams | None:
@@ -196,7 +195,7 @@ def _has_levels(node: fx.Node) -> bool:
 
 def _runs_on_integers(node: fx.Node, region: tuple[fx.Node, ...]) -> bool:
     record, values = record_of(node), operands(node)
-    carries = record.name in SUMS or (record.name in MOVES and not record.variadic)
+    carries = record.adds or (record.moves_data and not record.variadic)
     for value in activations(node):
         levels = levels_of(value) or (levels_of(value, DType.U16) if carries else None)
         if levels is None and value not in region:

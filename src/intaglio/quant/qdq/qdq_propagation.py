@@ -7,7 +7,6 @@ from torch import fx
 from intaglio.fxgraph.node_info import adopt_origin, inherit_info, tensor_type
 from intaglio.fxgraph.nodes import activations, call_before, call_of, is_constant, record_of
 from intaglio.ir import DType, TensorType
-from intaglio.ops import SUMS
 from intaglio.quant.qdq.qdq_normalize import (
     levels_behind,
     levels_of,
@@ -59,7 +58,7 @@ def _carry_down(node: fx.Node) -> None:
 
 def _takes_levels(user: fx.Node) -> bool:
     record = record_of(user)
-    return record is not None and (record.anchor or record.shares or record.name in SUMS)
+    return record is not None and (record.anchor or record.shares or record.adds)
 
 
 def _carry_up(node: fx.Node) -> list[fx.Node]:

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from intaglio.errors import ArtifactError
-from intaglio.ir import About, Dim, Graph, Program, Schedule, Signature, VerifyError, verify
+from intaglio.ir import About, Dim, Graph, Program, Schedule, Signature, VerifyError
+from intaglio.ops import verify
 from intaglio.runtime.artifact import build_program, program_key
 from intaglio.runtime.coverage import Coverage, FloatPart
 from intaglio.runtime.float_islands import Calls, FloatCalls, HostLoop, calls_of, loops_in
@@ -300,7 +301,7 @@ def _check_references(graph: Graph, signature: Signature, islands: Mapping[str, 
     results += len(signature.state)
     if results != len(graph.outputs):
         raise ValueError(f"{results} results in the signature, {len(graph.outputs)} in the graph")
-    keys = [op.attrs["key"] for op in graph.ops if op.kind == "island"]
+    keys = [op.attrs["key"] for op in graph.ops if op.is_island]
     if missing := set(keys) - set(islands):
         raise ValueError(f"no float part {', '.join(sorted(missing))}")
 
@@ -360,7 +361,7 @@ def exact_values(graph: Graph) -> frozenset[str]:
     """Values no float part has touched: they have the same bits on every CPU."""
     exact = {*graph.inputs, *graph.constants}
     for op in graph.ops:
-        if op.kind != "island" and exact.issuperset(op.inputs):
+        if not op.is_island and exact.issuperset(op.inputs):
             exact.update(op.outputs)
     return frozenset(exact)
 

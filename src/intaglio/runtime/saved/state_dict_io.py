@@ -11,7 +11,8 @@ import torch
 
 from intaglio import numerics
 from intaglio.errors import ArtifactError
-from intaglio.ir import Graph, Op, Signature, State, TensorType, VerifyError, verify
+from intaglio.ir import Graph, Op, Signature, State, TensorType, VerifyError
+from intaglio.ops import verify
 from intaglio.runtime.saved.archive import from_json, to_json
 from intaglio.runtime.saved.json_codec import Numbers, decode_graph, encode_graph
 from intaglio.runtime.saved.model_file import NUMBERS

@@ -8,13 +8,18 @@ computes the same numbers in each call.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Op, Shape, TensorType
-from intaglio.ops.opdef import Attrs, Call, OpDef, first_reason, fixed_channels, float_activations, rank
+from intaglio.ir import DType, Graph, Op, Shape, TensorType
+from intaglio.ir.verify import TypeRule
+from intaglio.ops.images.pool import pixels_to_read
+from intaglio.ops.opdef import Attrs, Call, Layout, OpDef, first_reason, fixed_channels, float_activations, rank
+
+U8, I32, F32 = DType.U8, DType.I32, DType.F32
 
 ONE = np.float32(1)
 HALF = np.float32(0.5)
@@ -125,6 +130,52 @@ def linear_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTyp
     return numerics.finish(value * factor.reshape(()), q.zero, q.qmin, q.qmax).astype(np.uint8)
 
 
+def nearest_types(axes: int, attrs: Attrs) -> TypeRule:
+    """Return element types: an index table for every axis, none where a size is free."""
+    return TypeRule(((U8,), *[(I32,)] * (0 if "results" in attrs else axes)), (U8,))
+
+
+def linear_types(axes: int, attrs: Attrs) -> TypeRule:
+    """Return element types: indices and weights for every axis, none where a size is free; then a factor."""
+    return TypeRule(((U8,), *[(I32,), (F32,)] * (0 if "results" in attrs else axes), (F32,)), (U8,))
+
+
+def valid_nearest(op: Op, graph: Graph) -> None:
+    """Check that indices stay inside the axis they are for."""
+    if "results" in op.attrs:
+        _valid_factors(op)
+        return
+    indices = [graph.constants[name] for name in op.inputs[1:]]
+    _valid_indices(op, graph, indices, 1)
+
+
+def valid_linear(op: Op, graph: Graph) -> None:
+    """Check that indices stay inside the axis they are for, and that each has its weights."""
+    if "results" in op.attrs:
+        _valid_factors(op)
+        return
+    tables = [graph.constants[name] for name in op.inputs[1:]]
+    indices = tables[:-1:2]
+    _valid_indices(op, graph, indices, 2)
+    pairs = zip(indices, tables[1:-1:2], strict=True)
+    if tables[-1].shape != (1,) or any(i.shape != w.shape or i.shape[1] != 2 for i, w in pairs):
+        raise ValueError(f"%{op.output}: weights that do not go with their indices")
+
+
+def _valid_indices(op: Op, graph: Graph, indices: Sequence[np.ndarray], rank: int) -> None:
+    for size, index in zip(graph.types[op.inputs[0]].shape[2:], indices, strict=True):
+        if index.ndim != rank or not ((index >= 0) & (index < size)).all():
+            raise ValueError(f"{op.kind} reads outside {graph.types[op.inputs[0]]}")
+
+
+def _valid_factors(op: Op) -> None:
+    """Check an operator without tables: sizes, and a factor or none for each axis."""
+    sizes, results, scales = (op.attrs[name] for name in ("sizes", "results", "scales"))
+    known = [scale is None or (isinstance(scale, (int, float)) and 0 < scale < float("inf")) for scale in scales]
+    if not (len(sizes) == len(results) == len(scales) and all(known)):
+        raise ValueError(f"{op.kind} with {dict(op.attrs)}")
+
+
 def _nearest(axes: int) -> OpDef:
     return OpDef(
         name=f"upsample_nearest{axes}d",
@@ -135,6 +186,12 @@ def _nearest(axes: int) -> OpDef:
         check=first_reason(float_activations, rank(axes + 2), fixed_channels, plain_factors),
         infer=nearest_shape,
         meaning=nearest_meaning,
+        types=partial(nearest_types, axes),
+        validate=valid_nearest,
+        needs=pixels_to_read,
+        layout=Layout.CHANNELS_LAST,
+        fewest_pixels=1,
+        emit="nearest",
         kernel="resize",
     )
 
@@ -148,6 +205,12 @@ def _linear(axes: int, name: str) -> OpDef:
         check=first_reason(float_activations, rank(axes + 2), fixed_channels, plain_factors),
         infer=linear_shape,
         meaning=linear_meaning,
+        types=partial(linear_types, axes),
+        validate=valid_linear,
+        needs=pixels_to_read,
+        layout=Layout.CHANNELS_LAST,
+        fewest_pixels=1,
+        emit="linear",
         kernel="resize",
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -10,8 +10,23 @@ from math import prod
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Dim, Op, QParams, Shape, TensorType, evaluate
-from intaglio.ops.opdef import Attrs, Call, OpDef, first_reason, fixed_channels, float_activations, numbers, rank
+from intaglio.ir import Dim, DType, Graph, Op, QParams, Shape, TensorType, evaluate, numel
+from intaglio.ir.verify import TypeRule
+from intaglio.ops.opdef import (
+    Attrs,
+    Call,
+    Layout,
+    OpDef,
+    first_reason,
+    fixed_channels,
+    float_activations,
+    numbers,
+    rank,
+)
+
+U8, F32 = DType.U8, DType.F32
+MOST_PIXELS = (2**31 - 1) // 255
+"""Quantized values that an int32 sum holds."""
 
 
 @dataclass(frozen=True)
@@ -153,11 +168,14 @@ def bind_adaptive(call: Call) -> Attrs:
     return {"size": tuple(call.result[2:])}
 
 
-def counts(op: str, attrs: Attrs, shape: Shape) -> list[int]:
-    """Every divisor a mean may need, in the order its table of factors has them; 1 alone where windows grow with a
-    free size: the factor of 1 is then divided by the count in each call."""
-    if op.startswith("avg_pool"):
-        return [attrs["divisor"]] if attrs["divisor"] else list(range(1, prod(attrs["kernel"]) + 1))
+def window_counts(attrs: Attrs) -> list[int]:
+    """Return every divisor a mean of windows may need, in the order its table of factors has them."""
+    return [attrs["divisor"]] if attrs["divisor"] else list(range(1, prod(attrs["kernel"]) + 1))
+
+
+def adaptive_counts(attrs: Attrs, shape: Shape) -> list[int]:
+    """Return every divisor that adaptive windows may need. Where windows grow with a free size it is 1 alone: the
+    factor of 1 is then divided by the count in each call."""
     if grows(shape):
         return [1]
     sizes = [evaluate(size, {}) for size in shape[2:]]
@@ -165,9 +183,39 @@ def counts(op: str, attrs: Attrs, shape: Shape) -> list[int]:
     return list(range(1, prod(most) + 1))
 
 
+def counts(kind: str, attrs: Attrs, shape: Shape) -> list[int]:
+    """Return every divisor that an average pool of this kind may need over an input of this shape."""
+    return window_counts(attrs) if kind.startswith("avg_pool") else adaptive_counts(attrs, shape)
+
+
 def grows(shape: Shape) -> bool:
     """Whether windows of adaptive pooling over it are as large as a call says."""
     return not all(isinstance(size, int) for size in shape[2:])
+
+
+def pixels_to_read(op: Op, graph: Graph) -> Iterable[tuple[Dim, str]]:
+    """Yield that no axis of the image is empty, and that an int32 sum holds all of its pixels."""
+    pixels = graph.types[op.inputs[0]].shape[2:]
+    for size in pixels:
+        yield size - 1, "it has no pixel to read"
+    yield numel(pixels) * -1 + MOST_PIXELS, f"{numel(pixels)} pixels; sums of more than {MOST_PIXELS} leave int32"
+
+
+def _valid_factors(op: Op, graph: Graph, divisors: Sequence[int]) -> None:
+    """Check that there is a factor for every divisor."""
+    kind = graph.types[op.inputs[1]]
+    if kind.shape != (len(divisors),):
+        raise ValueError(f"%{op.inputs[1]} is {kind}; {op.kind} reads others")
+
+
+def valid_windows(op: Op, graph: Graph) -> None:
+    """Check the factors of average pooling."""
+    _valid_factors(op, graph, window_counts(op.attrs))
+
+
+def valid_adaptive(op: Op, graph: Graph) -> None:
+    """Check the factors of adaptive average pooling."""
+    _valid_factors(op, graph, adaptive_counts(op.attrs, graph.types[op.inputs[0]].shape))
 
 
 def adaptive_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
@@ -183,6 +231,11 @@ def _max_pool(axes: int) -> OpDef:
         check=first_reason(_poolable(axes), whole_windows),
         infer=pool_shape,
         meaning=max_pool_meaning,
+        types=TypeRule(((U8,),), (U8,)),
+        layout=Layout.CHANNELS_LAST,
+        batch_separable=True,
+        window=True,
+        fewest_pixels=1,
         kernel="pool",
     )
 
@@ -195,6 +248,12 @@ def _avg_pool(axes: int) -> OpDef:
         check=first_reason(_poolable(axes), positive_divisor, whole_windows),
         infer=pool_shape,
         meaning=avg_pool_meaning,
+        types=TypeRule(((U8,), (F32,)), (U8,)),
+        validate=valid_windows,
+        layout=Layout.CHANNELS_LAST,
+        batch_separable=True,
+        window=True,
+        fewest_pixels=1,
         kernel="pool",
     )
 
@@ -207,6 +266,14 @@ def _adaptive_avg_pool(axes: int) -> OpDef:
         check=first_reason(_poolable(axes), fixed_size),
         infer=adaptive_shape,
         meaning=adaptive_meaning,
+        types=TypeRule(((U8,), (F32,)), (U8,)),
+        validate=valid_adaptive,
+        sums_image=axes < 3,
+        needs=pixels_to_read,
+        layout=Layout.CHANNELS_LAST,
+        batch_separable=True,
+        window=True,
+        fewest_pixels=1,
         kernel="pool",
     )
 

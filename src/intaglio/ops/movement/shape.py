@@ -1,4 +1,4 @@
-"""Operators that move levels and do not change them: each is a few strided copies (`intaglio.ir.moves`)."""
+"""Reshapes, slices, padding, concatenation, permutations: each is a few strided copies and changes no element."""
 
 from __future__ import annotations
 
@@ -7,9 +7,22 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.ir import Dim, Op, Shape, TensorType, evaluate, numel
-from intaglio.ir.moves import slice_length
-from intaglio.ops.opdef import Attrs, Call, OpDef, first_reason, fixed_channels, float_activations, rank
+from intaglio.ir import Dim, Graph, Op, Shape, TensorType, numel
+from intaglio.ops.movement.aliasing import EXPANDED, PERMUTED, RESHAPED, SLICED
+from intaglio.ops.movement.data_movement import (
+    MOVED,
+    cat_copies,
+    expand_copies,
+    pad_copies,
+    pad_inside,
+    permute_copies,
+    relayout_copies,
+    slice_copies,
+    slice_inside,
+    slice_length,
+    stays_inside,
+)
+from intaglio.ops.opdef import Attrs, Call, Layout, OpDef, first_reason, float_activations, rank
 
 END = 2**62
 """Slices without an end carry the largest int64; anything this large means "to the end"."""
@@ -198,59 +211,14 @@ def expand_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTyp
     return np.broadcast_to(args[0], op.attrs["shape"])
 
 
-def whole_groups(call: Call) -> str | None:
-    groups = call.arguments["groups"]
-    return None if isinstance(groups, int) else f"groups {groups}"
+def keeps_type(op: Op, graph: Graph) -> bool:
+    """Return whether the result is the operand; a copy into another layout is asked for."""
+    return not op.attrs.get("relayout") and graph.types[op.output] == graph.types[op.inputs[0]]
 
 
-def shuffle_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    n, c, *image = args[0].shape
-    groups = op.attrs["groups"]
-    return args[0].reshape(n, groups, c // groups, *image).swapaxes(1, 2).reshape(n, c, *image)
-
-
-def pixel_shuffle_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
-    (n, c, h, w), r = shapes[0], attrs["factor"]
-    return n, c // (r * r), h * r, w * r
-
-
-def pixel_shuffle_meaning(
-    op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
-) -> np.ndarray:
-    (n, c, h, w), r = args[0].shape, op.attrs["factor"]
-    split = args[0].reshape(n, c // (r * r), r, r, h, w)
-    return split.transpose(0, 1, 4, 2, 5, 3).reshape(n, c // (r * r), h * r, w * r)
-
-
-def pixel_unshuffle_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
-    (n, c, h, w), r = shapes[0], attrs["factor"]
-    return n, c * (r * r), h // r, w // r
-
-
-def pixel_unshuffle_meaning(
-    op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
-) -> np.ndarray:
-    (n, c, h, w), r = args[0].shape, op.attrs["factor"]
-    split = args[0].reshape(n, c, h // r, r, w // r, r)
-    return split.transpose(0, 1, 3, 5, 2, 4).reshape(n, c * r * r, h // r, w // r)
-
-
-def unfold_depth_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
-    n, c, d, h, w = shapes[0]
-    taps = attrs["taps"]
-    return n, c * taps, (d - attrs["dilation"] * (taps - 1) - 1) // attrs["stride"] + 1, h, w
-
-
-def unfold_depth_meaning(
-    op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
-) -> np.ndarray:
-    """Depth windows as channels, tap by tap within each group: [n, (g, k, c), outputs, h, w]."""
-    (n, c, d, h, w), attrs = args[0].shape, op.attrs
-    outputs = evaluate(unfold_depth_shape(attrs, [args[0].shape])[2], {})
-    grouped = args[0].reshape(n, attrs["groups"], 1, c // attrs["groups"], d, h, w)
-    starts = [k * attrs["dilation"] for k in range(attrs["taps"])]
-    taps = [grouped[..., a : a + attrs["stride"] * (outputs - 1) + 1 : attrs["stride"], :, :] for a in starts]
-    return np.concatenate(taps, 2).reshape(n, c * attrs["taps"], outputs, h, w)
+def keeps_axes(op: Op, graph: Graph) -> bool:
+    """Return whether a permutation leaves all axes where they are."""
+    return op.attrs["order"] == tuple(sorted(op.attrs["order"])) and keeps_type(op, graph)
 
 
 ANY_RANK = rank(*range(MOST_AXES + 1))
@@ -264,15 +232,12 @@ CAT = OpDef(
     check=first_reason(float_activations, ANY_RANK, joinable),
     infer=cat_shape,
     meaning=cat_meaning,
-    kernel="move",
-)
-SHUFFLE = OpDef(
-    name="shuffle",
-    targets=("aten.channel_shuffle.default",),
-    shares=True,
-    bind=lambda call: {"groups": call.arguments["groups"]},
-    check=first_reason(float_activations, rank(3, 4, 5), fixed_channels, whole_groups),
-    meaning=shuffle_meaning,
+    validate=stays_inside(cat_copies),
+    window=True,
+    copies=cat_copies,
+    changes_nothing=keeps_type,
+    layout=Layout.SAME,
+    batch_separable=True,
     kernel="move",
 )
 RESHAPE = OpDef(
@@ -292,6 +257,15 @@ RESHAPE = OpDef(
     check=first_reason(float_activations, ANY_RANK, known_sizes),
     infer=same_elements,
     meaning=reshape_meaning,
+    types=MOVED,
+    keeps_order=True,
+    emit="reshape",
+    window=True,
+    copies=relayout_copies,
+    changes_nothing=keeps_type,
+    alias=RESHAPED,
+    layout=Layout.ANY,
+    batch_separable=True,
     kernel="move",
 )
 SLICE = OpDef(
@@ -302,6 +276,15 @@ SLICE = OpDef(
     check=first_reason(float_activations, ANY_RANK, known_slice),
     infer=slice_shape,
     meaning=slice_meaning,
+    types=MOVED,
+    validate=stays_inside(slice_copies),
+    needs=slice_inside,
+    window=True,
+    copies=slice_copies,
+    changes_nothing=keeps_type,
+    alias=SLICED,
+    layout=Layout.SAME,
+    batch_separable=True,
     kernel="move",
 )
 PAD = OpDef(
@@ -312,6 +295,14 @@ PAD = OpDef(
     check=first_reason(float_activations, ANY_RANK, plain_pad),
     infer=pad_shape,
     meaning=pad_meaning,
+    types=MOVED,
+    validate=stays_inside(pad_copies),
+    needs=pad_inside,
+    window=True,
+    copies=pad_copies,
+    changes_nothing=keeps_type,
+    layout=Layout.SAME,
+    batch_separable=True,
     kernel="move",
 )
 PERMUTE = OpDef(
@@ -322,6 +313,14 @@ PERMUTE = OpDef(
     check=first_reason(float_activations, ANY_RANK),
     infer=permute_shape,
     meaning=permute_meaning,
+    types=MOVED,
+    validate=stays_inside(permute_copies),
+    window=True,
+    copies=permute_copies,
+    changes_nothing=keeps_axes,
+    alias=PERMUTED,
+    layout=Layout.ANY,
+    batch_separable=True,
     kernel="move",
 )
 EXPAND = OpDef(
@@ -332,27 +331,13 @@ EXPAND = OpDef(
     check=first_reason(float_activations, ANY_RANK, same_rank),
     infer=expand_shape,
     meaning=expand_meaning,
+    types=MOVED,
+    validate=stays_inside(expand_copies),
+    window=True,
+    copies=expand_copies,
+    changes_nothing=keeps_type,
+    alias=EXPANDED,
+    layout=Layout.SAME,
     kernel="move",
 )
-PIXEL_SHUFFLE = OpDef(
-    name="pixel_shuffle",
-    targets=("aten.pixel_shuffle.default",),
-    shares=True,
-    bind=lambda call: {"factor": int(call.arguments["upscale_factor"])},
-    check=first_reason(float_activations, rank(4), fixed_channels),
-    infer=pixel_shuffle_shape,
-    meaning=pixel_shuffle_meaning,
-    kernel="move",
-)
-PIXEL_UNSHUFFLE = OpDef(
-    name="pixel_unshuffle",
-    targets=("aten.pixel_unshuffle.default",),
-    shares=True,
-    bind=lambda call: {"factor": int(call.arguments["downscale_factor"])},
-    check=first_reason(float_activations, rank(4), fixed_channels),
-    infer=pixel_unshuffle_shape,
-    meaning=pixel_unshuffle_meaning,
-    kernel="move",
-)
-UNFOLD_DEPTH = OpDef(name="unfold_depth", infer=unfold_depth_shape, meaning=unfold_depth_meaning, kernel="move")
-OPS = (CAT, SHUFFLE, RESHAPE, SLICE, PAD, PERMUTE, EXPAND, PIXEL_SHUFFLE, PIXEL_UNSHUFFLE, UNFOLD_DEPTH)
+OPS = (CAT, RESHAPE, SLICE, PAD, PERMUTE, EXPAND)

@@ -1,17 +1,17 @@
-"""Operators that only move levels, as strided copies between buffers of any layout.
+"""Data movement as strided copies between buffers of any layout.
 
-A move is a few `Box`es: sizes, and for each side an offset and a stride per axis, all in elements. Every padding mode,
-slice, permutation and concatenation is made of them, and one kernel runs them all.
+An operator that moves data is a few `Box`es: sizes, and for each side an offset and a stride per axis, all in elements.
+Every padding mode, slice, permutation and concatenation is made of them, and one kernel runs them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from intaglio.ir.dims import Dim, Shape, evaluate, symbols_of
-from intaglio.ir.graph import Op
+from intaglio.ir import Dim, DType, Graph, Op, Shape, evaluate, numel, symbols_of
+from intaglio.ir.verify import TypeRule
 
 Strides = tuple[Dim, ...]
 
@@ -36,9 +36,22 @@ class Box:
     fill: bool = False
 
 
-def copies(op: Op, sources: Sequence[Side], to: Strides, size: int = 1) -> tuple[Box, ...]:
-    """The same between any strides, in bytes of elements that have ``size`` of them."""
-    return tuple(_merged(_in_bytes(box, size)) for box in MOVES[op.kind](op, sources, to))
+def merged_copies(copies: Copies, op: Op, sources: Sequence[Side], to: Strides, size: int = 1) -> tuple[Box, ...]:
+    """Return the strided copies of an operator, longest strides of the result first, runs merged where possible.
+
+    ``size``: bytes of an element, for strides in bytes.
+    """
+    return tuple(_merged(_in_bytes(box, size)) for box in copies(op, sources, to))
+
+
+def row_major_strides(shape: Shape) -> Strides:
+    """Return the strides of a tensor whose memory order is its logical order."""
+    found: list[Dim] = []
+    step: Dim = 1
+    for dim in reversed(shape):
+        found.append(step)
+        step = step * dim
+    return tuple(reversed(found))
 
 
 def _in_bytes(box: Box, size: int) -> Box:
@@ -63,16 +76,16 @@ def _merged(box: Box) -> Box:
 
 
 Side = tuple[Shape, Strides]
-Move = Callable[[Op, Sequence[Side], Strides], list[Box]]
+Copies = Callable[[Op, Sequence[Side], Strides], list[Box]]
 
 
-def _same(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+def relayout_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
     """A reshape that keeps its shape: from one layout to another."""
     ((shape, at),) = sources
     return [Box(tuple(map(Run, shape, at, to)))]
 
 
-def _slice(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+def slice_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
     """Every ``step``-th of an axis from ``start``; negative steps run backwards."""
     ((shape, at),) = sources
     axis, step = op.attrs["axis"], op.attrs["step"]
@@ -88,12 +101,12 @@ def slice_length(start: Dim, stop: Dim, step: int) -> Dim:
     return (stop - start + (step - 1)) // step
 
 
-def _permute(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+def permute_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
     ((shape, at),) = sources
     return [Box(tuple(Run(shape[old], at[old], to[new]) for new, old in enumerate(op.attrs["order"])))]
 
 
-def _cat(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+def cat_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
     axis, found = op.attrs["axis"], []
     begin: Dim = 0
     for operand, (shape, at) in enumerate(sources):
@@ -102,14 +115,14 @@ def _cat(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
     return found
 
 
-def _expand(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+def expand_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
     """Axes of one element, repeated."""
     ((shape, at),) = sources
     wide = op.attrs["shape"]
     return [Box(tuple(Run(n, 0 if m == 1 != n else s, t) for n, m, s, t in zip(wide, shape, at, to, strict=True)))]
 
 
-def _shuffle(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+def shuffle_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
     """Channel ``i * groups + g`` of the result is channel ``g * each + i``."""
     ((shape, at),) = sources
     groups = op.attrs["groups"]
@@ -118,7 +131,7 @@ def _shuffle(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
     return [Box((Run(shape[0], at[0], to[0]), *split, *map(Run, shape[2:], at[2:], to[2:])))]
 
 
-def _pixel_shuffle(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+def pixel_shuffle_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
     """Channel ``c * r * r + i * r + j`` becomes row ``h * r + i``, column ``w * r + j`` of channel c."""
     (((n, c, h, w), (sn, sc, sh, sw)),) = sources
     r = op.attrs["factor"]
@@ -133,7 +146,7 @@ def _pixel_shuffle(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
     return [Box(runs)]
 
 
-def _pixel_unshuffle(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+def pixel_unshuffle_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
     """The inverse of a pixel shuffle."""
     (((n, c, h, w), (sn, sc, sh, sw)),) = sources
     r = op.attrs["factor"]
@@ -148,7 +161,7 @@ def _pixel_unshuffle(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
     return [Box(runs)]
 
 
-def _unfold_depth(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+def unfold_depth_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
     """Tap k of a depth window becomes channels: [n, (g, k, c), outputs, h, w], ``c`` of each group."""
     ((shape, at),) = sources
     groups, taps, step, apart = (op.attrs[name] for name in ("groups", "taps", "stride", "dilation"))
@@ -176,7 +189,7 @@ class _Part:
     fill: bool = False
 
 
-def _pad(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+def pad_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
     """Before, inside and after of every axis, combined; what touches a filled part is filled."""
     ((shape, at),) = sources
     mode, between = op.attrs.get("mode", "constant"), op.attrs.get("between", (0,) * len(shape))
@@ -214,16 +227,54 @@ def _padded_axis(mode: str, before: int, after: int, between: int, size: Dim, at
     return found
 
 
-MOVES: Mapping[str, Move] = {
-    "reshape": _same,
-    "slice": _slice,
-    "permute": _permute,
-    "cat": _cat,
-    "expand": _expand,
-    "shuffle": _shuffle,
-    "pixel_shuffle": _pixel_shuffle,
-    "pixel_unshuffle": _pixel_unshuffle,
-    "unfold_depth": _unfold_depth,
-    "pad": _pad,
-}
-"""Kind -> its copies; a reshape that changes its shape is one only where both sides lie in order."""
+MOVED_TYPES = (DType.U8, DType.F32, DType.BF16, DType.I64, DType.BOOL)
+MOVED = TypeRule((MOVED_TYPES,), MOVED_TYPES, keeps_type=True)
+"""Data movement carries elements of these types and changes none of them."""
+MANY = 4096
+"""Assumed size of a free dimension."""
+
+
+def stays_inside(copies: Copies) -> Callable[[Op, Graph], None]:
+    """Return a check that raises ValueError where one of these copies would leave its tensors.
+
+    Row-major tensors show it: some copy spans all their other axes. Free sizes are assumed to be large; those too small
+    are refused call by call (`OpDef.needs`).
+    """
+
+    def check(op: Op, graph: Graph) -> None:
+        if not all(isinstance(op.attrs.get(bound, 0), int) for bound in ("start", "stop")):
+            return
+        sizes = dict.fromkeys(graph.symbols(), MANY)
+        sides = [(graph.types[name].shape, row_major_strides(graph.types[name].shape)) for name in op.inputs]
+        result = graph.types[op.output].shape
+        for box in merged_copies(copies, op, sides, row_major_strides(result)):
+            spans = [(op.output, result, box.result, [run.result for run in box.runs])]
+            if not box.fill:
+                source = sides[box.operand][0]
+                spans.append((op.inputs[box.operand], source, box.source, [run.source for run in box.runs]))
+            for name, shape, start, steps in spans:
+                reach = [(run.size - 1) * step for run, step in zip(box.runs, steps, strict=True)]
+                first, size, *far = (evaluate(one, sizes) for one in (start, numel(shape), *reach))
+                if first + sum(min(f, 0) for f in far) < 0 or first + sum(max(f, 0) for f in far) >= size:
+                    raise ValueError(f"{op.kind} with {dict(op.attrs)} leaves %{name}, {graph.types[name]}")
+
+    return check
+
+
+def slice_inside(op: Op, graph: Graph) -> Iterable[tuple[Dim, str]]:
+    """Yield that both bounds of a slice are inside its axis."""
+    size = graph.types[op.inputs[0]].shape[op.attrs["axis"]]
+    yield op.attrs["start"], f"a slice would begin at {op.attrs['start']}"
+    yield size - op.attrs["stop"], f"a slice up to {op.attrs['stop']} of an axis of {size}"
+
+
+def pad_inside(op: Op, graph: Graph) -> Iterable[tuple[Dim, str]]:
+    """Yield that padding by reflection or in a circle is no wider than what it repeats."""
+    if op.attrs.get("mode") not in ("reflect", "circular"):
+        return
+    widths = zip(graph.types[op.inputs[0]].shape, op.attrs["before"], op.attrs["after"], strict=True)
+    for size, before, after in widths:
+        widest = max(before, after)
+        if widest:
+            own = int(op.attrs["mode"] == "reflect")
+            yield size - widest - own, f"{op.attrs['mode']} padding by {widest} of an axis of {size}"

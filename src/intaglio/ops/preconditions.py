@@ -1,0 +1,117 @@
+"""What must hold for a graph: types in every graph, preconditions of kernels in one from a file, sizes in a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from intaglio.ir import Dim, DType, Graph, Op
+from intaglio.ir.verify import TypeRule, verify_graph
+from intaglio.ops.opdef import OpDef
+from intaglio.ops.records import OPS, op_def
+
+AT_LEAST_ONE = ("stride", "kernel", "dilation", "groups", "step", "factor", "taps")
+"""Attributes of windows that are 1 or more; others are 0 or more."""
+
+
+def verify(graph: Graph, after: str = "") -> Graph:
+    """Return the graph when it is sound; raise `VerifyError` naming pass, operator and rule when it is not."""
+    return verify_graph(graph, type_rule, _body_rule, after)
+
+
+def type_rule(op: Op) -> TypeRule | None:
+    """Return the element types that an operator takes and gives; ``None`` where it takes any."""
+    record = OPS.get(op.kind)
+    types = None if record is None else record.types
+    return types if types is None or isinstance(types, TypeRule) else types(op.attrs)
+
+
+def _body_rule(op: Op) -> TypeRule | None:
+    """Quantize and dequantize have the same rule inside a loop; its other operators have names of their own."""
+    record = OPS.get(op.kind)
+    return type_rule(op) if record is not None and record.converts else None
+
+
+def check_graph(graph: Graph, hosts: Mapping[str, OpDef] | None = None) -> None:
+    """Check a graph read from a file, as far as kernels rely on it.
+
+    Raises:
+        ValueError: for an operator whose result does not have the shape its record gives, whose window is none, or
+            whose tables are too short or lead outside a tensor.
+    """
+    for op in graph.ops:
+        if op.is_island:
+            continue
+        record = (hosts or {}).get(op.attrs["operator"]) if op.is_host else OPS.get(op.kind)
+        if record is None:
+            raise ValueError(f"there is no operator {op.kind}")
+        if op.is_host and not all(_is_quantized(op, index, record, graph) for index in range(len(op.inputs))):
+            raise ValueError(f"%{op.output}: {record.name} of {[str(graph.types[name]) for name in op.inputs]}")
+        if record.window:
+            _check_window(op)
+        record.validate(op, graph)
+        if record.has_body:
+            continue
+        shape = tuple(record.infer(op.attrs, [graph.types[name].shape for name in op.inputs]))
+        for name in op.outputs[: 1 if record.results_differ else None]:
+            if shape != graph.types[name].shape:
+                raise ValueError(f"%{name} is {graph.types[name]}; {op.kind} gives {shape}")
+
+
+def _is_quantized(op: Op, index: int, record: OpDef, graph: Graph) -> bool:
+    """Quantized values where a host operator reads them, or a constant where it does not."""
+    name, kind = op.inputs[index], graph.types[op.inputs[index]]
+    if index in record.roles.x:
+        return kind.dtype is DType.U8 and kind.q is not None and name not in graph.constants
+    return name in graph.constants
+
+
+def _check_window(op: Op) -> None:
+    for key, value in op.attrs.items():
+        least = 1 if key in AT_LEAST_ONE else 0
+        if any(number < least for number in _integers(value)):
+            raise ValueError(f"{op.kind} with {key} {value}")
+
+
+def _integers(value: Any) -> Iterable[int]:
+    if isinstance(value, tuple):
+        return [number for item in value for number in _integers(item)]
+    return [value] if isinstance(value, int) else []
+
+
+@dataclass(frozen=True)
+class Need:
+    """An expression that must not be negative, of which operator, and what it means."""
+
+    value: Dim
+    where: str
+    operator: str
+    problem: str
+
+
+def needs(graph: Graph) -> tuple[Need, ...]:
+    """Return what a program needs of the free sizes of a call: none negative, bounds of slices inside their axes,
+    padding by reflection narrower than what it reflects, and no empty result of a window. Where a number decides
+    nothing is left to check."""
+    found: dict[Dim, Need] = {}
+    for op in graph.ops:
+        where = op.origin.path or op.outputs[0]
+        for value, problem in (*_sizes(op, graph), *_of_record(op, graph)):
+            if not isinstance(value, int):
+                found.setdefault(value, Need(value, where, op.origin.operator or op.kind, problem))
+    return tuple(found.values())
+
+
+def _sizes(op: Op, graph: Graph) -> Iterable[tuple[Dim, str]]:
+    """Yield that no axis is negative, and that a window gives a pixel."""
+    least = 0 if op.kind not in OPS else op_def(op).fewest_pixels
+    for shape in (graph.types[name].shape for name in op.outputs):
+        for axis, size in enumerate(shape):
+            smallest = least if axis > 1 else 0
+            text = ", ".join(map(str, shape))
+            yield size - smallest, f"its result [{text}] would have fewer than {smallest} along axis {axis}"
+
+
+def _of_record(op: Op, graph: Graph) -> Iterable[tuple[Dim, str]]:
+    return op_def(op).needs(op, graph) if op.kind in OPS else ()

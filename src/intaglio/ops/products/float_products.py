@@ -1,0 +1,110 @@
+"""Matrix products that have no integer form and stay in PyTorch: their records exist so that their work is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from intaglio.ir import Dim, Shape, numel
+from intaglio.ops.opdef import Attrs, OpDef
+
+
+def matrix_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
+    """Count a product whose first operand is reduced along its last axis."""
+    return numel(result) * shapes[0][-1]
+
+
+def added_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
+    """Count a product that is added to the first operand."""
+    return numel(result) * shapes[1][-1]
+
+
+def summed_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
+    """Count a batch of products, added up to the first operand."""
+    return numel(shapes[1]) * shapes[2][-1]
+
+
+def dot_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
+    """Count one multiply-accumulate for every element of the first operand."""
+    return numel(shapes[0])
+
+
+def grouped_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
+    """Count products of groups of rows, which offsets divide; of two matrices the reduced axis is divided."""
+    a, b = shapes[:2]
+    return numel(a) * b[-1] if len(a) == len(b) == 2 else numel(result) * a[-1]
+
+
+def bilinear_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
+    """Count ``x1 @ weight[o] @ x2`` for every output."""
+    return numel(result) * numel(shapes[2][1:])
+
+
+def convolution_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
+    """Count a convolution of any kind by its argument ``transposed``: every pixel meets every weight."""
+    x, weight = shapes[:2]
+    axes = len(weight) - 2
+    of = x if attrs.get("transposed") else result
+    return numel(of[: -axes - 1]) * numel(of[len(of) - axes :]) * numel(weight)
+
+
+def einsum_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
+    """Count an einsum, contracted from left to right; of one operand there is nothing to multiply."""
+    left, _, output = attrs["equation"].replace(" ", "").partition("->")
+    terms = [_letters(term, len(shape)) for term, shape in zip(left.split(","), shapes, strict=True)]
+    sizes: dict[str, Dim] = {}
+    for term, shape in zip(terms, shapes, strict=True):
+        for letter, size in zip(term, shape, strict=True):
+            if sizes.get(letter, 1) == 1:
+                sizes[letter] = size
+    last = set(_letters(output, len(result))) if "->" in attrs["equation"] else _implicit(terms)
+    total: Dim = 0
+    current = terms[0]
+    for index, term in enumerate(terms[1:], start=2):
+        met = dict.fromkeys((*current, *term))
+        total = total + numel(tuple(sizes[letter] for letter in met))
+        wanted = last.union(*terms[index:])
+        current = [letter for letter in met if letter in wanted]
+    return total
+
+
+def _letters(term: str, rank: int) -> list[str]:
+    """Give every axis of an operand its label; axes of an ellipsis are numbered from the last one."""
+    before, dots, after = term.partition("...")
+    if not dots:
+        return list(term)
+    count = rank - len(before) - len(after)
+    return [*before, *(str(axis) for axis in reversed(range(count))), *after]
+
+
+def _implicit(terms: Sequence[Sequence[str]]) -> set[str]:
+    """Labels of the result of an equation without an arrow: those of an ellipsis, and those that occur once."""
+    found = [letter for term in terms for letter in term]
+    return {letter for letter in found if letter.isdigit() or found.count(letter) == 1}
+
+
+OPS = (
+    OpDef("mm", ("aten.mm.default", "aten._int_mm.default"), ("self", "mat2"), macs=matrix_macs),
+    OpDef("batched_mm", ("aten.bmm.default",), ("self", "mat2"), macs=matrix_macs),
+    OpDef("addmm", ("aten.addmm.default",), ("self", "mat1", "mat2"), macs=added_macs),
+    OpDef("baddbmm", ("aten.baddbmm.default",), ("self", "batch1", "batch2"), macs=added_macs),
+    OpDef("addbmm", ("aten.addbmm.default",), ("self", "batch1", "batch2"), macs=summed_macs),
+    OpDef("mv", ("aten.mv.default",), ("self", "vec"), macs=matrix_macs),
+    OpDef("addmv", ("aten.addmv.default",), ("self", "mat", "vec"), macs=added_macs),
+    OpDef("dot", ("aten.dot.default", "aten.vdot.default"), ("self", "other"), macs=dot_macs),
+    OpDef("inner", ("aten.inner.default",), ("self", "other"), macs=matrix_macs),
+    OpDef("einsum", ("aten.einsum.default",), ("tensors",), variadic=True, macs=einsum_macs),
+    OpDef("bilinear", ("aten.bilinear.default",), ("input1", "input2", "weight", "bias"), macs=bilinear_macs),
+    OpDef(
+        "grouped_mm",
+        ("aten._grouped_mm.default", "aten._scaled_grouped_mm.default"),
+        ("self", "mat2"),
+        macs=grouped_macs,
+    ),
+    OpDef("grouped_mm_fallback", ("transformers.grouped_mm_fallback.default",), ("input", "weight"), macs=grouped_macs),
+    OpDef(
+        "convolution",
+        ("aten.convolution.default", "aten._convolution.default", "aten.convolution_overrideable.default"),
+        ("input", "weight"),
+        macs=convolution_macs,
+    ),
+)

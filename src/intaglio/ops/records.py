@@ -1,0 +1,74 @@
+"""All records, by name and by ATen overload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from intaglio.ir import Op
+from intaglio.ops import (
+    channels,
+    dynamic_quant,
+    embedding,
+    fused_activations,
+    norm,
+    pointwise,
+    unary,
+)
+from intaglio.ops.images import pool, resize
+from intaglio.ops.loop_ops import loop
+from intaglio.ops.movement import pixel_shuffle, shape
+from intaglio.ops.opdef import OpDef
+from intaglio.ops.products import attention, conv, float_products, linear_f32, lstm_gru
+
+
+def index(*groups: Iterable[OpDef]) -> tuple[Mapping[str, OpDef], Mapping[str, OpDef]]:
+    """Return records by name and by ATen overload.
+
+    Raises:
+        ValueError: where two records claim one name, unless the first says when the second answers `instead`.
+    """
+    by_name: dict[str, OpDef] = {}
+    by_target: dict[str, OpDef] = {}
+    for record in (record for group in groups for record in group):
+        for key, table in [(record.name, by_name), *((target, by_target) for target in record.targets)]:
+            if key in table and record in table[key].instead.values():
+                continue
+            if key in table:
+                raise ValueError(f"{key} is claimed by {table[key].name} and {record.name}")
+            table[key] = record
+    return MappingProxyType(by_name), MappingProxyType(by_target)
+
+
+OPS, BY_TARGET = index(
+    conv.OPS,
+    pointwise.OPS,
+    channels.OPS,
+    pool.OPS,
+    norm.OPS,
+    resize.OPS,
+    shape.OPS,
+    pixel_shuffle.OPS,
+    unary.OPS,
+    fused_activations.OPS,
+    loop.OPS,
+    attention.OPS,
+    dynamic_quant.OPS,
+    lstm_gru.OPS,
+    embedding.OPS,
+    linear_f32.OPS,
+)
+"""Operators that have an integer form or exist in the integer graph only."""
+_, FLOAT_PRODUCTS = index(float_products.OPS)
+"""ATen overload -> record of a product without an integer form."""
+COUNTED = {target: record for target, record in {**FLOAT_PRODUCTS, **BY_TARGET}.items() if record.macs is not None}
+"""ATen overload -> record of every operator that multiplies and accumulates, in an island or not."""
+
+
+def op_def(op: Op) -> OpDef:
+    """Return the record of an operator of the integer graph; an empty one for islands and host operators."""
+    return OPS.get(op.kind) or CALLED_BACK
+
+
+CALLED_BACK = OpDef(name="")
+"""Islands and host operators, which Python runs."""
