@@ -14,7 +14,7 @@ SOURCES = Path(__file__).parents[2] / "src" / "intaglio"
 ROUNDING = frozenset({"rint", "round", "round_"})
 EXEMPT = {
     "ops": "the operator `round` itself",
-    "islands.py": "a node of the graph of a float island",
+    "cut_islands.py": "a node of the graph of a float island",
     "qdq_normalize.py": "nodes of a graph that write the rule out",
     "correct_weights.py": "sums kept in fixed point, so that they add up exactly",
     "per_channel_inputs.py": "a count of steps, and a test of whether values lie on a grid",
