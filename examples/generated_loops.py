@@ -35,7 +35,7 @@ class Bounded(nn.Module):
         return torch.maximum(x, self.least[2])
 
 
-LOOP = re.compile(r"// [^\n]*: loop, [^\n]*\n.*?\n}\n", re.DOTALL)
+LOOP = re.compile(r"// [^\n]*: loop of [^\n]*\n.*?\n}\n", re.DOTALL)
 """A step of the program that is a loop, its comment with it."""
 
 

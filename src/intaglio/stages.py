@@ -42,7 +42,7 @@ from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.runtime import Coverage, QuantizedModel
 from intaglio.tracing import capture
-from intaglio.tracing.captured import Captured
+from intaglio.tracing.captured import Captured, expect
 
 if TYPE_CHECKING:
     from intaglio.backends.inductor_model import InductorModel
@@ -133,6 +133,7 @@ def calibrate(prepared: Prepared | PreparedQat, data: Any, **options: Any) -> Ra
     """
     if isinstance(prepared, PreparedQat):
         return calibrate_qat(prepared, data, **options)
+    expect(prepared, Prepared, "calibrate")
     return Calibrator(prepared, data, **options).calibrate()
 
 

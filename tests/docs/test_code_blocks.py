@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from support.processor import HAS_VNNI
 from support.project_files import ROOT
 from support.torchvision_stub import import_torchvision
 
@@ -105,6 +106,8 @@ ALONE = [(page, block) for page in PAGES for block in python_blocks(page) if blo
 @pytest.mark.case("problem 40")
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_python_blocks_run_and_print_what_the_page_says(page, page_module):
+    if page.name == "inductor.md" and not HAS_VNNI:
+        pytest.skip("without VNNI oneDNN's int8 kernels saturate in 16 bits, so results differ from the page")
     run_blocks(page, vars(page_module))
 
 

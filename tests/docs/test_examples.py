@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from support import torchvision_stub
+from support.processor import needs_vnni
 from support.project_files import ROOT
 
 
@@ -119,6 +120,7 @@ def test_training_in_four_bits_wins_back_what_rounding_cost(script):
     assert same > 99
 
 
+@needs_vnni
 @pytest.mark.case("document 002")
 def test_export_inductor_runs_its_listing(script):
     printed = script("export_inductor.py")

@@ -90,8 +90,12 @@ class RegionMark:
 def mark_regions(graph: fx.Graph) -> int:
     """Match the fusion rows on a finished Q/DQ graph, write each region on its operators, and return their number.
 
-    This is the only search for regions in a reference model: lowering reads the marks.
+    This is the only search for regions in a reference model: lowering reads the marks. Marks that the graph has, as the
+    part of another graph has them, are replaced.
     """
+    for node in graph.nodes:
+        if info(node).region is not None:
+            update_info(node, region=None)
     regions = _found(graph)
     for index, (name, region) in enumerate(regions):
         for node in region.nodes:
