@@ -1,4 +1,4 @@
-"""Whether two versions of intaglio give the same bits.
+"""Compare the bits that two versions of intaglio give.
 
     python benchmarks/same_bits.py record OLD.json                with one version installed
     python benchmarks/same_bits.py record NEW.json --only bert    with another; some cases only

@@ -1,1 +1,1 @@
-"""What `same_bits.py` records: the networks, the doors they go through, and the kernels of their programs."""
+"""Cases that `same_bits.py` records: networks, the doors they go through, and the kernels of their programs."""

@@ -1,4 +1,4 @@
-"""What one case gives, door by door: digests of results, and texts."""
+"""Digests of results, and texts, of one case, door by door."""
 
 from __future__ import annotations
 

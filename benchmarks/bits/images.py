@@ -206,7 +206,7 @@ class Islands(nn.Module):
 
 
 class Chains(nn.Module):
-    """What is computed in float32 between layers, one loop over memory each."""
+    """Float32 operators between layers; each becomes one loop over memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ class EarlyExit(nn.Module):
 
 
 class QuantizedElsewhere(nn.Module):
-    """What another tool's conversion gives: quantize and dequantize written out."""
+    """A model as another tool converts it, with quantize and dequantize written out."""
 
     def __init__(self) -> None:
         super().__init__()

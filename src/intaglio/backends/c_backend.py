@@ -16,7 +16,7 @@ from intaglio.tracing.while_loops import WhileLoop
 
 @dataclass(frozen=True)
 class COptions:
-    """Where C sources are written, and for which instruction sets.
+    """Options of the C backend: the folder that sources are written to, and their instruction sets.
 
     Args:
         folder: the folder, which is made if there is none.

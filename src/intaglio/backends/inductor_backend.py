@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class InductorOptions:
-    """What TorchInductor compiles for.
+    """Options of the TorchInductor backend.
 
     Args:
         example_inputs: a typical call, as for ``tune``, to compile for at once (default: a batch of one, or the first

@@ -19,13 +19,13 @@ from intaglio.signature import bind
 from intaglio.tune import made_up, one_image, search
 
 POLICIES = ("plan", "fallback")
-"""What a call of a shape that was not planned may do."""
+"""Policies for a call of a shape that was not planned."""
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """How a program is compiled, and what it does with calls of new shapes.
+    """Options of compilation, and the policy for calls of new shapes.
 
     Args:
         isa: instruction sets to build for, of "avx512vnni", "avx2", "portable" (default: the best of this machine). The

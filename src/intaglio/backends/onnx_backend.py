@@ -16,7 +16,7 @@ from intaglio.tracing.while_loops import SCAN_INSTEAD, WhileLoop
 
 @dataclass(frozen=True)
 class OnnxOptions:
-    """Where an ONNX file is written, and what a convolution hands to the sum behind it.
+    """Options of the ONNX backend: the file, and the type that a convolution passes to the sum behind it.
 
     Args:
         path: the file. Tensors of more than 2 GB are beside it, in ``<path>.data``.
