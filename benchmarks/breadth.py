@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from intaglio import stages
-from intaglio.native.machine import isas
+from intaglio.native.cpu import isas
 
 NETWORKS = (
     "mobilenet_v2",

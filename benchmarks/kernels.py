@@ -27,13 +27,13 @@ from rich.console import Console
 from rich.table import Table
 
 from intaglio.codegen.context import limits
-from intaglio.codegen.emit_depthwise import pack_depthwise
+from intaglio.codegen.emitters.emit_depthwise import pack_depthwise
 from intaglio.kernels import ISAS, DepthwiseSpec, Isa, TileSpec, depthwise_tiles
 from intaglio.kernels.depthwise_spec import tallest
-from intaglio.kernels.library import kernel_units
+from intaglio.kernels.kernel_units import kernel_units
 from intaglio.native.compile import build, load
-from intaglio.native.limits import int8_counter
-from intaglio.native.machine import isas
+from intaglio.native.cpu import isas
+from intaglio.native.peak_throughput import int8_counter
 
 TAPS, STRIDES = (3, 5, 7), (1, 2)
 """Of the depthwise kernels that are timed: the tallest tile of each."""
@@ -152,7 +152,7 @@ def built(isa: Isa, tiles: Sequence[TileSpec], depthwise: Sequence[DepthwiseSpec
     units = kernel_units({family.name: family for family in families}.values(), isa.name)
     text = "\n".join(
         [
-            '#include "depthwise.h"',
+            '#include "products/depthwise.h"',
             *dict.fromkeys(family.declaration for family in families),
             *table("TileKernel", "tile_tables", [spec.family for spec in tiles]),
             *table("DepthwiseKernel", "depthwise_tables", [spec.family for spec in depthwise]),

@@ -28,9 +28,9 @@ import intaglio
 from intaglio import stages
 from intaglio.ir import DType, Graph, Input, Op, Output, QParams, Signature, TensorType
 from intaglio.lower import Lowered
-from intaglio.native import machine
+from intaglio.native import cpu as machine
 from intaglio.native.compile import build, load
-from intaglio.native.library import parallel_address
+from intaglio.native.native_library import parallel_address
 from intaglio.ops import verify
 from intaglio.ops.loop_ops.loop_builder import Body
 from intaglio.plan.graph_passes.lut_passes import near_functions
@@ -41,8 +41,8 @@ LARGE = 1 << 26
 """Bytes, twice what the third-level cache of the recorded machine holds."""
 LEVELS = QParams((0.03,), (128,), 0, 255)
 COPY = """
-#include "loops.h"
-#include "run.h"
+#include "elementwise/loops.h"
+#include "base/run.h"
 struct Call { const float* from; float* to; int64_t count; };
 static void streamed_body(void* context, int thread, int threads) {
     const struct Call* c = (const struct Call*)context;

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import intaglio
-from intaglio.native import machine
+from intaglio.native import cpu as machine
 
 SIZES = ((768, 3072), (4096, 4096))
 """Inputs and outputs."""

@@ -16,7 +16,7 @@ from intaglio import errors
 from intaglio.fusion.pattern import Pattern
 from intaglio.fusion.table import GRAPH_FUSIONS
 from intaglio.kernels import ISAS, Isa
-from intaglio.native.machine import CPU_FLAGS
+from intaglio.native.cpu import CPU_FLAGS
 from intaglio.ops import OPS, OpDef
 from intaglio.ops.loop_ops.float_ops import REALS
 

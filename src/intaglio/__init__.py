@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from intaglio.quant.recipes.recipe import Recipe
     from intaglio.quant.recipes.settings import Setting
     from intaglio.runtime import QuantizedModel
-    from intaglio.tune.compare import compare
+    from intaglio.tune.compare_models import compare
 else:
     MODULES = {
         "CompileOptions": "intaglio.backends.native_backend",

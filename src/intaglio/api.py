@@ -15,7 +15,7 @@ from intaglio.backends.native_backend import CompileOptions, compile_native
 from intaglio.errors import InputError
 from intaglio.quant.calibrate.batches import Call, binder_for, peek
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.quant.correct.calibration_cache import SAMPLES, keep
+from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, keep
 from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.runtime import QuantizedModel, example_of
@@ -183,7 +183,7 @@ def _calibrated(prepared: Prepared, data: Any, samples: int | None, progress: bo
 
 def _kept(prepared: Prepared, data: Any, samples: int | None) -> tuple[list[Any], Any]:
     """Return batches to be looked at several times, and data that still starts with them."""
-    return keep(data, prepared.signature, SAMPLES if samples is None else min(samples, SAMPLES))
+    return keep(data, prepared.signature, CACHED_SAMPLES if samples is None else min(samples, CACHED_SAMPLES))
 
 
 def _converted(

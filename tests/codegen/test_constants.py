@@ -4,7 +4,7 @@ import pickle
 
 import numpy as np
 
-from intaglio.codegen.context import ALIGNMENT, FIRST_BYTES, Blob
+from intaglio.codegen.context import CONSTANT_ALIGNMENT, FIRST_BYTES, Blob
 from intaglio.runtime.artifact import aligned
 from support import nets
 from support.int8_models import assert_same, compiled, picture
@@ -14,8 +14,8 @@ def test_constants_are_aligned_and_come_back_as_they_were():
     blob, given = Blob(), [np.arange(n, dtype=kind) for kind in (np.uint8, np.int32, np.float32) for n in (1, 17, 64)]
     starts = [blob.add(array) for array in given]
     whole = blob.array()
-    assert all(start % ALIGNMENT == 0 for start in starts)
-    assert whole.ctypes.data % ALIGNMENT == 0
+    assert all(start % CONSTANT_ALIGNMENT == 0 for start in starts)
+    assert whole.ctypes.data % CONSTANT_ALIGNMENT == 0
     for start, array in zip(starts, given, strict=True):
         assert whole[start : start + array.nbytes].tobytes() == array.tobytes()
 

@@ -13,7 +13,7 @@ from intaglio.codegen import EMITTERS, emit
 from intaglio.ir import About, Schedule, evaluate
 from intaglio.kernels import ISAS
 from intaglio.lower import Lowered
-from intaglio.native import machine
+from intaglio.native import cpu as machine
 from intaglio.ops import OPS
 from intaglio.plan import plan_graph, schedule_plan
 from support.integer_graphs import H, N, Net, W, sizes

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from intaglio.kernels import ISAS
-from intaglio.native import limits, machine
+from intaglio.native import cpu as machine
+from intaglio.native import peak_throughput as limits
 from intaglio.native.compile import load
 from support.project_files import ROOT
 

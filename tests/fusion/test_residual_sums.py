@@ -124,7 +124,7 @@ def test_a_value_of_16_bits_is_never_in_the_middle_of_two_levels():
     for scale in (1e-30, 0.001, 0.1, 1 / 3, 0.7, 3.0, 1e30):
         for zero_point in (0, 1, 128, 255):
             wide = numerics.widen(scale, zero_point)
-            values = np.arange(numerics.STEPS * 255 + 255)
+            values = np.arange(numerics.QUANT_STEPS * 255 + 255)
             real = numerics.dequantize(values, *wide)
             level, rest = numerics.split(values)
             assert np.array_equal(numerics.quantize(real, np.float32(scale), zero_point, 0, 255), level)

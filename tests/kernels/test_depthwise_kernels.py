@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from intaglio.codegen.emit_depthwise import blocks, pack_depthwise
+from intaglio.codegen.emitters.emit_depthwise import blocks, pack_depthwise
 from intaglio.kernels.avx512vnni.vnni_depthwise import emit
 from intaglio.kernels.depthwise_spec import DepthwiseSpec, channel_order, tallest
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from intaglio import numerics
-from intaglio.codegen.emit_steps import affine_bytes
+from intaglio.codegen.emitters.emit_steps import affine_bytes
 from intaglio.native.compile import build, load
-from intaglio.native.library import parallel_address
+from intaglio.native.native_library import parallel_address
 from support.matmul_library import EXPORT, HERE, Memory
 
 CANARY = 0xA5
@@ -19,7 +19,7 @@ ORDERS = {"planes": (0, 1, 2, 3), "channels last": (0, 2, 3, 1)}
 ODD = (np.nan, np.inf, -np.inf, 0.5, -0.5, 1.5, 1e30, -1e30, -0.0)
 
 TEXT = f"""
-#include "border.h"
+#include "elementwise/border.h"
 struct Call {{
     const int64_t* strides;
     struct Image out;

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from intaglio.codegen.context import limits
-from intaglio.codegen.emit_steps import WIDEST
+from intaglio.codegen.emitters.emit_steps import WIDEST
 from intaglio.ir import DType, Op, QParams, TensorType
 from intaglio.native.compile import build, load
-from intaglio.native.library import parallel_address
+from intaglio.native.native_library import parallel_address
 from intaglio.ops import OPS
 from intaglio.ops.images.pool import counts, pool_shape
 from support.matmul_library import EXPORT, HERE, SLACK, Image, Memory
@@ -59,10 +59,10 @@ FACTORS = (1e-42, 1e-20, 1e-3, 0.02, 0.5, 1.0, 3.0, 1e4, 3e6, 1e10, 1e34)
 """From denormal to far beyond what converts to an integer."""
 
 TEXT = f"""
-#include "lookup.h"
-#include "pair.h"
-#include "pointwise.h"
-#include "pooling.h"
+#include "elementwise/lookup.h"
+#include "elementwise/pair.h"
+#include "elementwise/pointwise.h"
+#include "images/pooling.h"
 struct Call {{
     struct Pair pair;
     struct Pool pool;

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from intaglio import stages
-from intaglio.codegen.loop_stages import magnitudes
+from intaglio.codegen.emitters.loop_stages import magnitudes
 from intaglio.ir import DType, Op, QParams, TensorType, prune
 from intaglio.lower import Lowered
 from intaglio.ops import verify

@@ -16,7 +16,8 @@ import pytest
 
 from intaglio import config
 from intaglio.errors import BuildError, InputError
-from intaglio.native import library, machine
+from intaglio.native import cpu as machine
+from intaglio.native import native_library as library
 from intaglio.native.compile import build, is_intact, load
 
 EXPORT = 'extern "C" __attribute__((visibility("default"))) '
@@ -48,7 +49,7 @@ def test_instruction_sets_are_listed_best_first_and_end_in_portable():
 def test_cache_sizes_grow_with_the_level(monkeypatch, tmp_path):
     assert 0 < machine.caches().l1 < machine.caches().l2
     monkeypatch.setattr(machine, "CACHE_FOLDER", tmp_path / "missing")
-    assert machine.caches.__wrapped__() == machine.TYPICAL
+    assert machine.caches.__wrapped__() == machine.TYPICAL_CACHES
 
 
 # ---- build cache
@@ -244,7 +245,7 @@ def test_a_library_that_does_not_load_is_a_build_error(tmp_path):
 # ---- thread pool
 
 BODIES = """
-#include "pool.h"
+#include "base/pool.h"
 #include <sched.h>
 #define BODY extern "C" __attribute__((visibility("default"))) void
 struct Nested { IntaglioParallel parallel; int calls, threads; };

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from intaglio import numerics as nm
-from intaglio.native import machine
+from intaglio.native import cpu as machine
 from intaglio.native.compile import build, load
 
 U8, S8 = (0, 255), (-128, 127)
@@ -19,7 +19,7 @@ FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 SCALES = st.floats(2.0**-100, 2.0**100, width=32)
 
 TWIN = """
-#include "numerics.h"
+#include "base/numerics.h"
 #define LOOP extern "C" __attribute__((visibility("default"))) void
 #define EACH for (int64_t i = 0; i < n; ++i)
 

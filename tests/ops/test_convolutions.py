@@ -9,7 +9,7 @@ from torch import nn
 import intaglio
 from intaglio import stages
 from intaglio.ir.phases import phases
-from intaglio.native.machine import isas
+from intaglio.native.cpu import isas
 from intaglio.plan import plan_graph
 from support.lowering import assert_equal_levels, quantized, sqnr
 from support.nets import randomize

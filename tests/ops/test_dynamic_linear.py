@@ -79,8 +79,8 @@ def test_levels_depend_on_no_other_entry_of_the_batch(batch, rows, count, seed, 
 
 
 TWIN = """
-#include "row_scale.h"
-#include "rows.h"
+#include "products/row_scale.h"
+#include "sequences/rows.h"
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 EXPORT void rows(const float* from, const int64_t* strides, int64_t images, int64_t height, int64_t width,

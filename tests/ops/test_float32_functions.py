@@ -19,7 +19,7 @@ from intaglio.ir import DType, Op, QParams
 from intaglio.ir.verify import VerifyError
 from intaglio.native.compile import build, load
 from intaglio.ops import OPS, check_graph, verify
-from intaglio.ops.fused_activations import FUNCTIONS, PRECISE, bind_precise
+from intaglio.ops.fused_activations import PRECISE, PRECISE_FUNCTIONS, bind_precise
 from intaglio.plan.partitioning import fuse
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.recipes.quantizer import Quantizer
@@ -52,7 +52,7 @@ CALLS |= {"near_gelu": "near_gelu(x)"}
 MEANINGS = {name: lambda x, name=name: PRECISE[name](x, SLOPE) for name in PRECISE}
 MEANINGS |= {"gelu": nm.gelu, "near_gelu": nm.near_gelu}
 MEANINGS |= {name: lambda x, name=name: getattr(nm, name)(-np.abs(x)) for name in ("exp_negative", "expm1_negative")}
-TWIN = '#include "functions.h"\n' + "".join(
+TWIN = '#include "base/functions.h"\n' + "".join(
     f"""
 extern "C" __attribute__((visibility("default"))) void each_{name}(int64_t n, const float* from, float* to) {{
     for (int64_t i = 0; i < n; i += FLOATS) {{
@@ -337,9 +337,9 @@ def test_it_loses_less_than_the_table():
 
 
 def test_every_name_is_a_function_of_the_vocabulary():
-    records = {name: OPS[name] for name in FUNCTIONS}
+    records = {name: OPS[name] for name in PRECISE_FUNCTIONS}
     assert all(record.function is not None for record in records.values())
-    assert {bind_precise(name, {})["function"] for name in FUNCTIONS} | {"gelu_tanh"} == set(PRECISE)
+    assert {bind_precise(name, {})["function"] for name in PRECISE_FUNCTIONS} | {"gelu_tanh"} == set(PRECISE)
     assert bind_precise("leaky_relu", {"negative_slope": 1e300})["slope"] == float(nm.LARGEST)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from intaglio import numerics, stages
-from intaglio.native.machine import isas
+from intaglio.native.cpu import isas
 from support.lowering import assert_equal_levels, quantized
 from support.nets import Body, randomize
 

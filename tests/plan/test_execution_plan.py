@@ -7,7 +7,7 @@ import pytest
 
 from intaglio.ir import VerifyError, symbol
 from intaglio.kernels import ISAS
-from intaglio.plan import PLAN_PASSES, CacheSizes, Plan, Step, View, plan_graph, schedule_plan, verify_plan
+from intaglio.plan import PLAN_PASSES, CacheSizes, Plan, Step, TensorView, plan_graph, schedule_plan, verify_plan
 from support.integer_graphs import Net
 
 
@@ -117,7 +117,7 @@ def shared_memory(plan: Plan) -> Plan:
 
 def view_for_a_convolution(plan: Plan) -> Plan:
     name = plan.steps[1].partition.output
-    view = View(plan.steps[0].partition.output, 0, (1, 1, 1, 1))
+    view = TensorView(plan.steps[0].partition.output, 0, (1, 1, 1, 1))
     buffers = {other: one for other, one in plan.buffers.items() if other != name}
     return replace(plan, views={name: view}, buffers=buffers)
 

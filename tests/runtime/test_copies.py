@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 import intaglio
 from intaglio import stages
 from intaglio.errors import ArtifactError, InputError
-from intaglio.native import machine
+from intaglio.native import cpu as machine
 from support import nets
 from support.int8_models import assert_same, built, compiled, picture
 from support.lowering import quantized

@@ -24,10 +24,10 @@ from torch import nn
 import intaglio
 from intaglio import stages
 from intaglio.errors import ArtifactError, BuildError, InputError
-from intaglio.ir import DType, Groups, QParams, Ref, Rows, TensorType, symbol
+from intaglio.ir import DType, Groups, PerRow, QParams, Ref, TensorType, symbol
 from intaglio.kernels import ISAS
 from intaglio.native import compile as compile_module
-from intaglio.native import machine
+from intaglio.native import cpu as machine
 from intaglio.runtime.float_islands import FloatCalls, function_of
 from intaglio.runtime.saved.json_codec import (
     NotStorableError,
@@ -663,11 +663,11 @@ def test_dimensions_come_back(dim):
 SCALES = st.lists(st.floats(1e-30, 1e30), min_size=1, max_size=9)
 
 
-@given(SCALES, st.integers(0, 255), st.sampled_from([0, 1, Rows(), Groups(4)]), st.lists(DIMS, max_size=4))
+@given(SCALES, st.integers(0, 255), st.sampled_from([0, 1, PerRow(), Groups(4)]), st.lists(DIMS, max_size=4))
 def test_types_come_back(scales, zero, axis, shape):
     zeros = tuple(min(255, zero + i * (len(scales) % 2)) for i in range(len(scales)))
     kind = TensorType(tuple(shape), DType.U8, QParams(tuple(scales), zeros, 0, 255, axis))
-    held = TensorType(tuple(shape), DType.S8, QParams(Ref("s"), Ref("z"), -128, 127, Rows()))
+    held = TensorType(tuple(shape), DType.S8, QParams(Ref("s"), Ref("z"), -128, 127, PerRow()))
     numbers = Numbers()
     entries = [by_text(encode_type(one, numbers)) for one in (kind, held, kind)]
     read = Numbers(numbers.array())

@@ -9,9 +9,10 @@ from torch import nn
 import intaglio
 from intaglio import stages
 from intaglio.errors import BuildError
-from intaglio.native import limits, machine
+from intaglio.native import cpu as machine
+from intaglio.native import peak_throughput as limits
 from intaglio.runtime import quantized_model as runtime_model
-from intaglio.runtime.profile import COLUMNS, Part, Profile
+from intaglio.runtime.profile import COLUMNS, Profile, ProfiledStep
 from support import nets
 from support.int8_models import assert_same, built, compiled, picture
 
@@ -135,7 +136,7 @@ def test_without_a_limit_there_are_no_shares(problem, monkeypatch):
 
 
 def test_what_is_left_is_never_negative():
-    parts = tuple(Part(name, "add", "", 10.0, 0) for name in "ab")
+    parts = tuple(ProfiledStep(name, "add", "", 10.0, 0) for name in "ab")
     assert Profile(parts, 1, call_microseconds=25.0).overhead == 5
     assert Profile(parts, 1, call_microseconds=15.0).overhead == 0
     assert "waits between timed steps" in str(Profile(parts, 1, call_microseconds=15.0))
@@ -169,8 +170,10 @@ def test_the_text_has_one_line_a_part_slowest_first_that_fits_a_screen(profile):
 
 
 def test_long_names_are_cut_and_columns_stay_in_line():
-    short = Part("a", "conv2d", "", 2.0, 4000, "", "tile_6x4_u8", (6, 64), 0.5)
-    text = str(Profile((short, Part("b" * 200, "add", "", 1.0, 0, "", "p01_" + "b" * 200)), 1, 3.0, 4.0, "avx2"))
+    short = ProfiledStep("a", "conv2d", "", 2.0, 4000, "", "tile_6x4_u8", (6, 64), 0.5)
+    text = str(
+        Profile((short, ProfiledStep("b" * 200, "add", "", 1.0, 0, "", "p01_" + "b" * 200)), 1, 3.0, 4.0, "avx2")
+    )
     *_, first, second = text.splitlines()
     assert first == "      2.0   66.7     2.0   50 %  6x64     tile_6x4_u8  a: conv2d, "
     assert second.startswith("      1.0   33.3                          p01_bbbbbb…  bbb")

@@ -11,9 +11,9 @@ from torch import nn
 import intaglio
 from intaglio import stages
 from intaglio.ir import Work, evaluate, symbol
-from intaglio.native.machine import ISA_FLAGS
+from intaglio.native.cpu import ISA_FLAGS
 from intaglio.runtime import Artifact
-from intaglio.runtime.threads import MACS_PER_SECOND, Stretch, shares, stretches
+from intaglio.runtime.threads import MACS_PER_SECOND, SegmentCost, shares, stretches
 from support import nets
 from support.int8_models import assert_same, compiled, picture
 
@@ -24,8 +24,8 @@ def cores(monkeypatch):
     return lambda count: monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(count)))
 
 
-def stretch(*seconds: float, units: float = 1000, barriers: int = 0) -> Stretch:
-    return Stretch(np.array(seconds), np.full(len(seconds), units), barriers)
+def stretch(*seconds: float, units: float = 1000, barriers: int = 0) -> SegmentCost:
+    return SegmentCost(np.array(seconds), np.full(len(seconds), units), barriers)
 
 
 def test_there_is_a_rate_for_every_instruction_set():

@@ -1,4 +1,4 @@
-"""Kernels of native/attention.h called directly, compiled once per instruction set, any geometry at run time."""
+"""Kernels of native/sequences/attention.h called directly, compiled once per instruction set."""
 
 import ctypes
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,9 @@ import numpy as np
 
 from intaglio.codegen.context import limits
 from intaglio.kernels import ISAS, TileSpec
-from intaglio.kernels.library import kernel_units
+from intaglio.kernels.kernel_units import kernel_units
 from intaglio.native.compile import build, load
-from intaglio.native.library import parallel_address
+from intaglio.native.native_library import parallel_address
 from intaglio.ops.products.scratch_memory import SHARERS
 from support.matmul_library import EXPORT
 
@@ -101,8 +101,8 @@ def kernels(isa: str) -> Kernels:
 
 def _text(tables: Sequence[str]) -> str:
     lines = [
-        '#include "attention.h"',
-        '#include "product.h"',
+        '#include "sequences/attention.h"',
+        '#include "products/product.h"',
         *(f"KERNEL_TABLE(TileKernel, {table});" for table in tables),
     ]
     lines += [f"static const TileKernel* const table[] = {{0, {', '.join(tables)}}};"]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from intaglio import numerics
 from intaglio.codegen.context import limits
-from intaglio.codegen.weight_packing import Packing, pack_columns, pack_weights, packing
+from intaglio.codegen.weight_packing import PanelPacking, pack_columns, pack_weights, packing
 from intaglio.ir import DType, Op, QParams, TensorType
 from intaglio.kernels import ISAS, TileSpec
 from intaglio.kernels.tile_spec import RESULTS
@@ -99,7 +99,7 @@ def numbers(case: Case) -> Numbers:
         return Numbers(x, weight, bias, factor, None, None, False, expected)
     names, bounds = ("y", "rest")[: 1 + case.rest], dict(zip(("low", "high"), bounds_of(case), strict=True))
     if case.rest:
-        factor *= np.float32(numerics.STEPS)
+        factor *= np.float32(numerics.QUANT_STEPS)
     if case.result == "u8":
         tail = Op("requantize", (), names, bounds)
         expected = OPS["requantize"].meaning(tail, [acc, factor], [_acc(factor)], _levels(zero_y))
@@ -110,12 +110,12 @@ def numbers(case: Case) -> Numbers:
     other = draw.integers(0, 256, acc.shape).astype(np.uint8)
     factor, other_sign = factor * np.float32(draw.choice([-1, 1])), draw.choice([-1, 1])
     spread = draw.uniform(0.5, 1.5, outputs if case.seed % 2 else 1)
-    unit = (numerics.STEPS if case.rest else 1) / (numerics.STEPS if case.other_rest else 1)
+    unit = (numerics.QUANT_STEPS if case.rest else 1) / (numerics.QUANT_STEPS if case.other_rest else 1)
     other_factor = (other_sign * 2.0 ** (case.exponent or 0) * unit * spread).astype(np.float32)
-    types = [_acc(abs(factor)), _levels(zero_other), _levels(0), _levels(0), _levels(numerics.STEPS // 2)]
+    types = [_acc(abs(factor)), _levels(zero_other), _levels(0), _levels(0), _levels(numerics.QUANT_STEPS // 2)]
     operands, most, other_rest = [acc, other, factor, other_factor], 255, None
     if case.other_rest:
-        other_rest, most = draw.integers(0, numerics.STEPS, acc.shape).astype(np.uint8), 2**16
+        other_rest, most = draw.integers(0, numerics.QUANT_STEPS, acc.shape).astype(np.uint8), 2**16
         operands.append(other_rest)
     found = OPS["add"].meaning(Op("add", (), names, bounds), operands, types, _levels(zero_y))
     expected, rest = found if case.rest else (found, None)
@@ -128,8 +128,10 @@ def bounds_of(case: Case) -> tuple[int, int]:
     if not case.rest:
         return case.bounds
     low, high = case.bounds
-    bottom = 127 if (case.zero_points[1], low) == (0, 0) else case.seed % numerics.STEPS
-    return numerics.STEPS * low + bottom, numerics.STEPS * high + (254 if low == high else case.seed // 7 % 255)
+    bottom = 127 if (case.zero_points[1], low) == (0, 0) else case.seed % numerics.QUANT_STEPS
+    return numerics.QUANT_STEPS * low + bottom, numerics.QUANT_STEPS * high + (
+        254 if low == high else case.seed // 7 % 255
+    )
 
 
 def table_of(case: Case) -> np.ndarray:
@@ -231,7 +233,7 @@ def _address(table) -> int:
     return np.frombuffer(table, np.uint8).ctypes.data
 
 
-def _fields(case: Case, given: Numbers, plan: Packing, image: Image) -> dict[str, int]:
+def _fields(case: Case, given: Numbers, plan: PanelPacking, image: Image) -> dict[str, int]:
     """Geometry and schedule, as `codegen.emit_matmul` prints them."""
     taps = 1 if plan.joined else case.taps[1]
     flat = case.taps == case.stride == (1, 1) and not any(case.padding) and not any(case.halos)
@@ -263,7 +265,7 @@ def _signed(mask: int) -> int:
     return mask - (mask >> 63 << 64)
 
 
-def _operands(case: Case, given: Numbers, plan: Packing) -> dict[str, int]:
+def _operands(case: Case, given: Numbers, plan: PanelPacking) -> dict[str, int]:
     """Packed constants, each up to a guard page."""
     zero_x, zero_y, zero_other = case.zero_points
     zero_y = numerics.widen(1, zero_y).zero_point if case.rest else zero_y

@@ -14,11 +14,11 @@ import pytest
 
 from intaglio.kernels import ISAS, TileSpec
 from intaglio.kernels.depthwise_spec import depthwise_checks
-from intaglio.kernels.library import kernel_units
+from intaglio.kernels.kernel_units import kernel_units
 from intaglio.kernels.tile_spec import layout_checks
-from intaglio.native import machine
+from intaglio.native import cpu as machine
 from intaglio.native.compile import build, load
-from intaglio.native.library import parallel_address
+from intaglio.native.native_library import parallel_address
 
 LOOKS_UP = "avx512vbmi" in machine.read_flags(machine.CPUINFO.read_text())
 """Whether this machine runs the kernels that look up levels."""
@@ -104,7 +104,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Image:
-    """Arguments of ``image`` in native/image.h; the halo is as wide on all sides."""
+    """Arguments of ``image`` in native/base/image.h; the halo is as wide on all sides."""
 
     start: int = 0
     images: int = 0
@@ -168,7 +168,7 @@ def _text(specs: Sequence[TileSpec], declarations: Sequence[str]) -> str:
     ]
     return "\n".join(
         [
-            '#include "matmul.h"',
+            '#include "products/matmul.h"',
             layout_checks(),
             depthwise_checks(),
             *declarations,

@@ -14,7 +14,7 @@ from intaglio.ir import About
 from intaglio.lower import Lowered
 from intaglio.plan import CacheSizes
 from intaglio.runtime import Artifact, QuantizedModel
-from intaglio.runtime.artifact import Run
+from intaglio.runtime.artifact import RunArguments
 from support.integer_graphs import H, N, Net, W, sizes
 from support.matmul_library import Memory
 
@@ -239,7 +239,7 @@ def assert_stays_inside(net: Net, lowered: Lowered, artifact: Artifact) -> None:
     for external, (_, memory) in held.items():
         memory.bytes[:] = 0 if external.written else memory.bytes
     start, data = arena.end(layout.bytes).ctypes.data, constants.hold(artifact.constants)
-    frame = Run(layout.dims, layout.offsets, start, data, table, (ctypes.c_int64 * len(strides))(*strides))
+    frame = RunArguments(layout.dims, layout.offsets, start, data, table, (ctypes.c_int64 * len(strides))(*strides))
     for segment in range(artifact.program.segments):
         artifact.run(frame, segment, 2)
     for external, (tensor, memory) in held.items():

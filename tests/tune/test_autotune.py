@@ -15,7 +15,7 @@ from intaglio import stages
 from intaglio.errors import InputError
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.tune import Start
-from intaglio.tune.fallback import Search
+from intaglio.tune.float_search import Search
 from support import nets
 from support.nets import Body
 

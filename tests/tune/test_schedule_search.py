@@ -33,7 +33,7 @@ from intaglio.plan import (
 )
 from intaglio.tune import made_up, one_image, search
 from intaglio.tune.memory import Memory
-from intaglio.tune.race import best_times, call_of, fastest
+from intaglio.tune.schedule_search import best_times, call_of, fastest
 from support import nets
 from support.integer_graphs import H, N, Net, W
 from support.matmul_cases import cases, numbers, run
@@ -74,7 +74,7 @@ def narrow_is_fast(monkeypatch):
         taken = [program.artifact.program.notes["schedules"] for program in programs]
         return [{value: (s.tile_columns, s.tile_columns) for value, s in chosen.items()} for chosen in taken]
 
-    monkeypatch.setattr("intaglio.tune.race.best_times", clock)
+    monkeypatch.setattr("intaglio.tune.schedule_search.best_times", clock)
     return races
 
 
@@ -193,7 +193,7 @@ def test_a_schedule_is_taken_that_is_faster_by_the_margin_in_both_halves(second,
 
 
 def test_the_clock_times_every_step_of_every_program(lowered, nothing_known, monkeypatch):
-    monkeypatch.setattr("intaglio.tune.race.ROUNDS", range(2, 3))
+    monkeypatch.setattr("intaglio.tune.schedule_search.ROUNDS", range(2, 3))
     programs = [build.compile(lowered, isa=isa) for isa in HERE[:2]]
     found = best_times(programs, call_of(lowered.signature, made_up(lowered.signature)))
     assert len(found) == len(programs)
@@ -245,7 +245,7 @@ def test_another_processor_or_generator_is_another_key(lowered, nothing_known, m
     monkeypatch.setattr("intaglio.tune.memory.GENERATOR", 0)
     assert memory.recall(layer) is None
     monkeypatch.undo()
-    monkeypatch.setattr("intaglio.native.machine.cpu_name", lambda: "another")
+    monkeypatch.setattr("intaglio.native.cpu.cpu_name", lambda: "another")
     assert memory.recall(layer) is None
 
 

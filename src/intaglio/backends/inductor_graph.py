@@ -19,15 +19,15 @@ from intaglio.backends.channel_zero_points import image_of, one_zero_point, take
 from intaglio.fxgraph.graph_passes import copy_graph, drop_unused_constants
 from intaglio.fxgraph.node_info import copy_info, origin, set_info
 from intaglio.fxgraph.nodes import is_constant, operator
-from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS, ROW_UNITS
+from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, ROW_UNITS
 from intaglio.quant.qdq.convert import Reference
-from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE, DEQUANTIZE_CHANNEL, QUANTIZE
+from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL, DEQUANTIZE_TENSOR, QUANTIZE_TENSOR
 
-ATEN = torch.ops.aten
-LAYERS = ("aten.conv1d.default", "aten.conv2d.default", "aten.linear.default")
+aten = torch.ops.aten
+LAYER_TARGETS = ("aten.conv1d.default", "aten.conv2d.default", "aten.linear.default")
 """What oneDNN has calls for. A transposed convolution is matched as if it were none, so it must not look quantized."""
 EMBEDDINGS = ("aten.embedding.default", "aten.embedding_bag.padding_idx", "aten.embedding_bag.default")
-MOVES = (
+INDUCTOR_MOVES = (
     "aten.view.default",
     "aten.reshape.default",
     "aten.flatten.using_ints",
@@ -41,8 +41,8 @@ MOVES = (
     "aten.expand.default",
 )
 """Operators whose results are entries of their input, unchanged."""
-FLOAT8 = ("intaglio.dequantize_per_tensor.default", "intaglio.dequantize_per_channel.default")
-WHOLE = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
+FLOAT8_DEQUANTIZE = ("intaglio.dequantize_per_tensor.default", "intaglio.dequantize_per_channel.default")
+DTYPE_RANGES = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
 """Element types that oneDNN takes, and what it clamps their levels to."""
 LABEL = "intaglio"
 """Key of a node's name in ``meta["custom"]``, which Inductor hands on to what it makes of the node."""
@@ -51,7 +51,7 @@ LABEL = "intaglio"
 def graph_for_inductor(reference: Reference) -> fx.GraphModule:
     """A graph of its own that shares the constants of the reference's."""
     module = fx.GraphModule(reference.module, reference.module.graph.__deepcopy__())
-    for rewrite in PASSES:
+    for rewrite in INDUCTOR_PASSES:
         rewrite(module)
         module.graph.eliminate_dead_code()
     return _labelled(module)
@@ -79,12 +79,17 @@ def _labelled(module: fx.GraphModule) -> fx.GraphModule:
 
 def is_int8_layer(node: fx.Node) -> bool:
     """Whether oneDNN computes it on levels: 8-bit activations with numbers for parameters, weights s8 by output."""
-    if operator(node) not in LAYERS:
+    if operator(node) not in LAYER_TARGETS:
         return False
     x, weight = node.args[0], node.args[1]
-    if not (isinstance(x, fx.Node) and operator(x) == DEQUANTIZE and x.args[5] in WHOLE and not is_constant(x.args[0])):
+    if not (
+        isinstance(x, fx.Node)
+        and operator(x) == DEQUANTIZE_TENSOR
+        and x.args[5] in DTYPE_RANGES
+        and not is_constant(x.args[0])
+    ):
         return False
-    if operator(weight) == DEQUANTIZE:
+    if operator(weight) == DEQUANTIZE_TENSOR:
         return is_constant(weight.args[0]) and weight.args[5] is torch.int8
     return operator(weight) == DEQUANTIZE_CHANNEL and weight.args[3] == 0 and weight.args[6] is torch.int8
 
@@ -93,15 +98,15 @@ def rows_behind_layers(module: fx.GraphModule) -> None:
     """``linear(levels * scale of the row)`` -> ``linear(levels) * scale of the row``: oneDNN has no scale for a row."""
     for linear in [node for node in module.graph.nodes if operator(node) == "aten.linear.default"]:
         rows, weight, *bias = linear.args
-        if operator(rows) != DEQUANTIZE_ROWS:
+        if operator(rows) != DEQUANTIZE_ROWS_TARGET:
             continue
         levels, scales = rows.args
         call = functools.partial(_before, linear)
         x = call(torch.ops.quantized_decomposed.dequantize_per_tensor.default, levels, *ROW_UNITS)
-        steps = call(ATEN.linear.default, x, weight)
-        y = call(ATEN.mul.Tensor, steps, scales)
+        steps = call(aten.linear.default, x, weight)
+        y = call(aten.mul.Tensor, steps, scales)
         if bias and bias[0] is not None:
-            y = call(ATEN.add.Tensor, y, bias[0])
+            y = call(aten.add.Tensor, y, bias[0])
         linear.replace_all_uses_with(y)
 
 
@@ -113,12 +118,12 @@ def images_with_one_zero_point(module: fx.GraphModule) -> None:
 
 def levels_moved(module: fx.GraphModule) -> None:
     """dequantize -> moves -> quantize with the same parameters -> the moves alone, of levels."""
-    for last in [node for node in module.graph.nodes if operator(node) == QUANTIZE]:
+    for last in [node for node in module.graph.nodes if operator(node) == QUANTIZE_TENSOR]:
         chain, node = [], last.args[0]
-        while operator(node) in MOVES:
+        while operator(node) in INDUCTOR_MOVES:
             chain.append(node)
             node = node.args[0]
-        if operator(node) != DEQUANTIZE or node.args[1:] != last.args[1:]:
+        if operator(node) != DEQUANTIZE_TENSOR or node.args[1:] != last.args[1:]:
             continue
         value = node.args[0]
         for move in reversed(chain):
@@ -131,12 +136,12 @@ def levels_moved(module: fx.GraphModule) -> None:
 def narrow_levels_clamped(module: fx.GraphModule) -> None:
     """A quantize to fewer levels than its element type has -> one to all of them, which oneDNN clamps to, and a clamp
     of those."""
-    for node in [node for node in module.graph.nodes if operator(node) == QUANTIZE]:
+    for node in [node for node in module.graph.nodes if operator(node) == QUANTIZE_TENSOR]:
         x, scale, zero, low, high, dtype = node.args
-        if dtype not in WHOLE or (low, high) == WHOLE[dtype]:
+        if dtype not in DTYPE_RANGES or (low, high) == DTYPE_RANGES[dtype]:
             continue
-        levels = _before(node, node.target, x, scale, zero, *WHOLE[dtype], dtype)
-        node.replace_all_uses_with(_before(node, ATEN.clamp.default, levels, low, high))
+        levels = _before(node, node.target, x, scale, zero, *DTYPE_RANGES[dtype], dtype)
+        node.replace_all_uses_with(_before(node, aten.clamp.default, levels, low, high))
 
 
 def sums_without_inputs(module: fx.GraphModule) -> None:
@@ -145,7 +150,7 @@ def sums_without_inputs(module: fx.GraphModule) -> None:
     for add in [node for node in module.graph.nodes if operator(node) == "aten.add.Tensor" and not node.kwargs]:
         for value, other in itertools.permutations(add.args):
             if _is_outside(value) and isinstance(other, fx.Node) and not _is_outside(other):
-                add.replace_all_uses_with(_before(add, ATEN.sub.Tensor, other, _before(add, ATEN.neg.default, value)))
+                add.replace_all_uses_with(_before(add, aten.sub.Tensor, other, _before(add, aten.neg.default, value)))
                 break
 
 
@@ -157,7 +162,11 @@ def constants_for_layers(module: fx.GraphModule) -> None:
     """Weights of int8 layers by channel, with parameters of their own: Inductor merges equal dequantizes, then takes
     one apart that another layer reads. Every other dequantized constant becomes the float it stands for, but the
     tables of embeddings, of which a call reads a few rows."""
-    for node in [node for node in module.graph.nodes if operator(node) in (DEQUANTIZE, DEQUANTIZE_CHANNEL, *FLOAT8)]:
+    for node in [
+        node
+        for node in module.graph.nodes
+        if operator(node) in (DEQUANTIZE_TENSOR, DEQUANTIZE_CHANNEL, *FLOAT8_DEQUANTIZE)
+    ]:
         if not is_constant(node.args[0]) or any(operator(reader) in EMBEDDINGS for reader in node.users):
             continue
         if not all(is_int8_layer(reader) and reader.args[1] is node for reader in node.users):
@@ -170,7 +179,7 @@ def constants_for_layers(module: fx.GraphModule) -> None:
 
 def _by_channel(module: fx.GraphModule, weight: fx.Node, layer: fx.Node) -> fx.Node:
     levels, scales, zeros = weight.args[:3]
-    low, high = weight.args[3:5] if operator(weight) == DEQUANTIZE else weight.args[4:6]
+    low, high = weight.args[3:5] if operator(weight) == DEQUANTIZE_TENSOR else weight.args[4:6]
     count = len(_tensor(module, levels))
     own = torch.as_tensor(_tensor(module, scales)).float().expand(count).clone()
     shifts = torch.as_tensor(_tensor(module, zeros)).long().expand(count).clone()
@@ -198,7 +207,7 @@ def _before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
     return made
 
 
-PASSES: tuple[Callable[[fx.GraphModule], None], ...] = (
+INDUCTOR_PASSES: tuple[Callable[[fx.GraphModule], None], ...] = (
     rows_behind_layers,
     images_with_one_zero_point,
     levels_moved,

@@ -68,8 +68,8 @@ class InductorModel(nn.Module):
         self.signature, self.about = reference.signature, reference.about
         self._graphs = {frozenset[int](): graph_for_inductor(reference)}  # by which inputs are bytes
         self._byte_inputs = byte_inputs(self._graphs[frozenset()])
-        self._programs: list[_Program] = []
-        self._by_type: dict[tuple[_Type, ...], _Program] = {}
+        self._programs: list[_CompiledGraph] = []
+        self._by_type: dict[tuple[_Type, ...], _CompiledGraph] = {}
         self.report: Report | None = None
         self._example: list[torch.Tensor] = []
         for index, tensor in enumerate(initial_state(self.signature)):
@@ -94,7 +94,7 @@ class InductorModel(nn.Module):
     def _state(self) -> list[torch.Tensor]:
         return [getattr(self, f"state{index}") for index in range(len(self.signature.state))]
 
-    def _program(self, inputs: Sequence[torch.Tensor]) -> _Program:
+    def _program(self, inputs: Sequence[torch.Tensor]) -> _CompiledGraph:
         """The one that takes such inputs, compiled if there is none; the first one has no free sizes."""
         key = tuple((tensor.dtype, tensor.shape) for tensor in inputs)
         if key not in self._by_type:
@@ -114,7 +114,7 @@ class InductorModel(nn.Module):
             self._graphs[key] = graph_of_bytes(self._graphs[frozenset()], key)
         return self._graphs[key]
 
-    def _compiled(self, inputs: Sequence[torch.Tensor], free: bool) -> _Program:
+    def _compiled(self, inputs: Sequence[torch.Tensor], free: bool) -> _CompiledGraph:
         graph = self._graph(inputs)
         environment = ShapeEnv(duck_shape=False)
         mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
@@ -129,7 +129,7 @@ class InductorModel(nn.Module):
         self.report = report_of(graph.graph, made, _notes())
         self._example = self._example or [torch.empty_like(tensor) for tensor in inputs]
         guards = environment.produce_guards_expression(fakes) if free else None
-        return _Program(call, tuple((fake.dtype, fake.shape) for fake in fakes), environment, guards)
+        return _CompiledGraph(call, tuple((fake.dtype, fake.shape) for fake in fakes), environment, guards)
 
     def _free_axes(self) -> list[tuple[int, ...]]:
         """Of every input of the graph, the axes whose sizes a call decides."""
@@ -216,7 +216,7 @@ class InductorModel(nn.Module):
 
 
 @dataclass(frozen=True)
-class _Program:
+class _CompiledGraph:
     """``call`` takes the graph's inputs. ``types``: of each input, numbers where a size is fixed. ``guards``: what
     Inductor assumed of free sizes, in PyTorch's own words."""
 

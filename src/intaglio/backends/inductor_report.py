@@ -14,7 +14,7 @@ from intaglio.fxgraph.node_info import origin
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import Origin
 
-KINDS = {
+REPORTED_KINDS = {
     "int8 call": "a layer computed by a call of oneDNN on levels",
     "fused": "computed by the call of the layer in front of it",
     "generated": "in a loop of the C++ that Inductor generates",
@@ -42,7 +42,8 @@ IDLE = ("quantized_decomposed.", "intaglio.quantize", "intaglio.dequantize", "at
 
 @dataclass(frozen=True)
 class Placed:
-    """One operator of the model: ``kind`` is one of `KINDS`; ``call`` what an int8 call does besides, in its order."""
+    """One operator of the model: ``kind`` is one of `REPORTED_KINDS`; ``call`` says what an int8 call does
+    besides, in its order."""
 
     origin: Origin
     kind: str
@@ -66,7 +67,7 @@ class Report:
     def counts(self) -> dict[str, int]:
         """How many operators there are of each kind."""
         found = Counter(placed.kind for placed in self.operators)
-        return {kind: found[kind] for kind in KINDS}
+        return {kind: found[kind] for kind in REPORTED_KINDS}
 
     @property
     def summary(self) -> str:

@@ -204,7 +204,7 @@ PREFIX = "module."
 """Of constants, in the program that is exported."""
 
 
-class _Program(nn.Module):
+class _TracedGraph(nn.Module):
     """Runs a graph node by node, so that what is traced keeps what is said of each node."""
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -229,7 +229,7 @@ def _exported(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> ExportedProg
     for node in module.graph.nodes:
         node.meta["custom"] = {"path": origin(node).path, "source": origin(node).source}
     with torch.no_grad(), traceback.preserve_node_meta():
-        program = torch.export.export(_Program(module), tuple(example), dynamic_shapes=(tuple(free),), strict=False)
+        program = torch.export.export(_TracedGraph(module), tuple(example), dynamic_shapes=(tuple(free),), strict=False)
     for node in program.graph.nodes:
         node.meta["nn_module_stack"] = {"": (node.meta.get("custom", {}).get("path", ""), nn.Module)}
     return program

@@ -17,15 +17,15 @@ from intaglio.backends.channel_zero_points import one_zero_point, take_bytes
 from intaglio.fxgraph.node_info import constant_path, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, call_before, constant_node, is_constant, operator, replace_node
 from intaglio.ir import DType, TensorType
-from intaglio.quant.annotate.embedding_tables import EMBEDDING, table_behind
-from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS, QUANTIZE_ROWS, rows_behind
+from intaglio.quant.annotate.embedding_tables import EMBEDDING_LOOKUP, table_behind
+from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, QUANTIZE_ROWS_TARGET, rows_behind
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
 from intaglio.quant.calibrate.prepare import copy_graph
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL, QUANTIZE_CHANNEL
 from intaglio.runtime.saved.bit_packing import pack, unpack_bits
 from intaglio.torch_private import quantized_decomposed
 
-LINEAR = "aten.linear.default"
+LINEAR_TARGET = "aten.linear.default"
 PER_CHANNEL = (
     QUANTIZE_CHANNEL,
     DEQUANTIZE_CHANNEL,
@@ -35,9 +35,9 @@ PER_CHANNEL = (
 
 
 def legalize(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a reference's graph after `PASSES`. Nodes keep their types and origins."""
+    """A copy of a reference's graph after `ONNX_PASSES`. Nodes keep their types and origins."""
     copied = copy_graph(module)
-    for rewrite in PASSES:
+    for rewrite in ONNX_PASSES:
         for node in list(copied.graph.nodes):
             rewrite(copied, node)
         copied.graph.eliminate_dead_code()
@@ -55,7 +55,7 @@ def multiply_rows(module: fx.GraphModule, node: fx.Node) -> None:
     QuantizeLinear takes no scales that are computed for each row; MatMulInteger and the two factors are what the
     engines run in int8.
     """
-    if operator(node) != LINEAR:
+    if operator(node) != LINEAR_TARGET:
         return
     rows, (_, weight, *bias) = rows_behind(node.args[0]), node.args
     if rows is None or operator(weight) != DEQUANTIZE_CHANNEL:
@@ -83,7 +83,7 @@ def linear_of_rows(
 
 def write_rows(module: fx.GraphModule, node: fx.Node) -> None:
     """Quantize and dequantize of rows, in arithmetic."""
-    meaning = {QUANTIZE_ROWS: levels_of_rows, DEQUANTIZE_ROWS: values_of_rows}.get(operator(node))
+    meaning = {QUANTIZE_ROWS_TARGET: levels_of_rows, DEQUANTIZE_ROWS_TARGET: values_of_rows}.get(operator(node))
     if meaning is not None:
         node.target = meaning
 
@@ -108,10 +108,10 @@ def gather_levels(module: fx.GraphModule, node: fx.Node) -> None:
     """Rows of a table of levels: gathered first, then made float, so that the table stays as it is. Its zero points
     are no whole numbers, which DequantizeLinear has not.
     """
-    if operator(node) == EMBEDDING and (table := table_behind(node.args[0])) is not None:
+    if operator(node) == EMBEDDING_LOOKUP and (table := table_behind(node.args[0])) is not None:
         replace_node(node, call_before(node, tensor_type(node), rows_of_table, *table, node.args[1]))
         return
-    table, alone = table_behind(node), all(operator(user) == EMBEDDING for user in node.users)
+    table, alone = table_behind(node), all(operator(user) == EMBEDDING_LOOKUP for user in node.users)
     if table is not None and not alone and tensor_type(table[2]).dtype is DType.F32:
         replace_node(node, call_before(node, tensor_type(node), values_of_table, *table))
 
@@ -181,7 +181,7 @@ def multiply_few_bits(module: fx.GraphModule, node: fx.Node) -> None:
     Beside quantized activations such a weight stays int8, levels times multiples: kernels of both engines multiply
     8 bits by 8 bits, and would dequantize one of 4 bits to multiply in float.
     """
-    if operator(node) != LINEAR or operator(node.args[1]) != DEQUANTIZE_CHANNEL:
+    if operator(node) != LINEAR_TARGET or operator(node.args[1]) != DEQUANTIZE_CHANNEL:
         return
     (x, _, *bias), dequantized = node.args, node.args[1].args
     packing = tensor_type(dequantized[0]).packing if is_constant(dequantized[0]) else None
@@ -229,7 +229,7 @@ def multiply_matrices(module: fx.GraphModule, node: fx.Node) -> None:
     ONNX has Gemm for two axes only, whose bias may be int32. An integer product in front of a sum is what ONNX Runtime
     runs; a Transpose behind the weight's dequantize would be computed in every call.
     """
-    if operator(node) != LINEAR or len(tensor_type(node.args[0]).shape) == 2:
+    if operator(node) != LINEAR_TARGET or len(tensor_type(node.args[0]).shape) == 2:
         return
     (x, _, *bias), dequantize = node.args, node.args[1]
     if operator(dequantize) != DEQUANTIZE_CHANNEL or not is_constant(dequantize.args[0]):
@@ -290,7 +290,7 @@ def _tensor(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
     return found
 
 
-PASSES: tuple[Callable[[fx.GraphModule, fx.Node], Any], ...] = (
+ONNX_PASSES: tuple[Callable[[fx.GraphModule, fx.Node], Any], ...] = (
     take_bytes,
     one_zero_point,
     multiply_rows,

@@ -16,9 +16,9 @@ from intaglio.ir import QParams
 from intaglio.quant.qdq.integer_regions import levels_of, quantized_to
 from intaglio.torch_private import quantized_decomposed
 
-CONVOLUTIONS = ("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default")
-RELU, ADD = "aten.relu.default", "aten.add.Tensor"
-LOW, HIGH = 0, 255
+CONVOLUTION_TARGETS = ("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default")
+RELU_TARGET, ADD_TARGET = "aten.relu.default", "aten.add.Tensor"
+QUANT_MIN, QUANT_MAX = 0, 255
 
 Range = tuple[float, float]
 
@@ -27,13 +27,18 @@ def quantize_terms(module: fx.GraphModule) -> list[fx.Node]:
     """Puts a quantize to u8 and its dequantize between every convolution of levels, or its ReLU, and the sum that reads
     it, where sums and ReLUs alone lead to a quantize to u8. The convolutions."""
     found = []
-    for node in [node for node in module.graph.nodes if operator(node) in CONVOLUTIONS and len(node.users) == 1]:
+    for node in [node for node in module.graph.nodes if operator(node) in CONVOLUTION_TARGETS and len(node.users) == 1]:
         reader = next(iter(node.users))
-        term, reader = (reader, next(iter(reader.users))) if operator(reader) == RELU else (node, reader)
-        if levels_of(node.args[0]) is None or operator(reader) != ADD or (bounds := wanted(term)) is None:
+        term, reader = (reader, next(iter(reader.users))) if operator(reader) == RELU_TARGET else (node, reader)
+        if levels_of(node.args[0]) is None or operator(reader) != ADD_TARGET or (bounds := wanted(term)) is None:
             continue
         low, high = bounds
-        how = *numerics.affine(0.0 if operator(term) == RELU else low, high, LOW, HIGH), LOW, HIGH, torch.uint8
+        how = (
+            *numerics.affine(0.0 if operator(term) == RELU_TARGET else low, high, QUANT_MIN, QUANT_MAX),
+            QUANT_MIN,
+            QUANT_MAX,
+            torch.uint8,
+        )
         levels = call_before(reader, tensor_type(node), quantized_decomposed().quantize_per_tensor.default, term, *how)
         values = call_before(
             reader, tensor_type(node), quantized_decomposed().dequantize_per_tensor.default, levels, *how
@@ -57,10 +62,10 @@ def wanted(node: fx.Node) -> Range | None:
     reader = next(iter(node.users))
     if (q := quantized_to(reader)) is not None:
         return ends(q)
-    if operator(reader) == RELU:
+    if operator(reader) == RELU_TARGET:
         behind = wanted(reader)
         return None if behind is None else (max(behind[0], 0.0), behind[1])
-    if operator(reader) != ADD or arguments(reader)["alpha"] != 1:
+    if operator(reader) != ADD_TARGET or arguments(reader)["alpha"] != 1:
         return None
     others = [value for value in reader.args[:2] if value is not node and isinstance(value, fx.Node)]
     other, behind = levels_of(others[0]) if others else None, wanted(reader)

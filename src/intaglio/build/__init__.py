@@ -16,7 +16,7 @@ from intaglio.ir import Graph, Program, Schedule, graph_text
 from intaglio.ir.names import sanitized
 from intaglio.kernels import ISAS
 from intaglio.lower import Island, Lowered
-from intaglio.native import machine
+from intaglio.native import cpu as machine
 from intaglio.native.compile import install
 from intaglio.ops import OpDef, check_graph
 from intaglio.plan import CacheSizes, Plan, plan_graph, schedule_plan

@@ -39,7 +39,7 @@ Shape = Annotated[
 ]
 
 
-class Stage(StrEnum):
+class TextStage(StrEnum):
     captured = "captured"
     sites = "sites"
     reference = "reference"
@@ -131,7 +131,7 @@ def quantize(
 @app.command()
 def inspect(
     target: Target,
-    stage: Annotated[Stage | None, typer.Option(help="Print the text of this stage.")] = None,
+    stage: Annotated[TextStage | None, typer.Option(help="Print the text of this stage.")] = None,
     match: Annotated[list[str] | None, typer.Option(metavar="SELECTOR", help="List what it selects.")] = None,
     data: Data = None,
     example_shape: Shape = None,

@@ -28,7 +28,7 @@ from intaglio.torch_private import pytree
 BLOCKS = 8
 PAUSE = 0.1
 """Seconds between blocks: threads of the last engine that wait by spinning go to sleep."""
-DEFAULT_BATCH = 1
+BENCH_BATCH = 1
 STRANGERS_DB = 3.0
 """Below this, the two models compute different things."""
 
@@ -247,7 +247,7 @@ def _example_of(model: QuantizedModel, batch: int | None) -> Call:
     if any(kind.dtype is not DType.F32 for kind in kinds):
         problem = "the model takes more than float32 numbers, which cannot be made up; give --data"
         raise typer.BadParameter(problem, param_hint="TARGET")
-    sizes = {name: batch or DEFAULT_BATCH for kind in kinds for dim in kind.shape for name in symbols_of(dim)}
+    sizes = {name: batch or BENCH_BATCH for kind in kinds for dim in kind.shape for name in symbols_of(dim)}
     shapes = [",".join(str(evaluate(dim, sizes)) for dim in kind.shape) for kind in kinds]
     return targets.random_inputs(shapes), {}
 

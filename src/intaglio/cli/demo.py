@@ -15,8 +15,8 @@ import intaglio
 from intaglio.cli import bench
 from intaglio.cli.show import Result, coverage_parts, coverage_result, facts
 
-CLASSES, SIZE, STEPS, BATCH = 4, 24, 30, 32
-SECONDS = 0.6
+CLASSES, IMAGE_SIZE, TRAINING_STEPS, BATCH = 4, 24, 30, 32
+DEMO_SECONDS = 0.6
 """To measure, for each of the two."""
 
 
@@ -43,7 +43,7 @@ def stripes(count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch
     labels = torch.randint(CLASSES, (count,), generator=generator)
     angle = labels * (torch.pi / CLASSES)
     frequency, phase = 0.6 + 0.6 * torch.rand(count, generator=generator), 6.28 * torch.rand(count, generator=generator)
-    rows, columns = torch.meshgrid(torch.arange(SIZE), torch.arange(SIZE), indexing="ij")
+    rows, columns = torch.meshgrid(torch.arange(IMAGE_SIZE), torch.arange(IMAGE_SIZE), indexing="ij")
     across = angle.cos()[:, None, None] * columns + angle.sin()[:, None, None] * rows
     clean = torch.sin(frequency[:, None, None] * across + phase[:, None, None])
     return (clean + 1.5 * torch.randn(clean.shape, generator=generator))[:, None], labels
@@ -57,7 +57,7 @@ def run() -> dict[str, Any]:
     begin, threads = time.perf_counter(), torch.get_num_threads()
     torch.set_num_threads(1)  # too small to share, the less so with others on the machine
     optimizer = torch.optim.Adam(model.parameters(), 5e-3)
-    for _ in range(STEPS):
+    for _ in range(TRAINING_STEPS):
         images, labels = stripes(BATCH, generator)
         optimizer.zero_grad()
         F.cross_entropy(model(images), labels).backward()
@@ -81,7 +81,7 @@ def run() -> dict[str, Any]:
         "same_answer": _share(expected.argmax(1) == got.argmax(1)),
         "sqnr_db": bench.decibels(expected, got),
         "coverage": coverage_result(quantized.coverage),
-        "speed": bench.race(engines, ((images[:8],), {}), SECONDS, torch.get_num_threads()),
+        "speed": bench.race(engines, ((images[:8],), {}), DEMO_SECONDS, torch.get_num_threads()),
     }
 
 
@@ -93,7 +93,7 @@ def render(result: Result) -> Iterator[RenderableType]:
     yield "Four directions of noisy stripes, learnt by a residual network of three convolutions and a linear layer."
     yield facts(
         (
-            ("trained", f"{result['trained_s']:.1f} s, {STEPS} batches"),
+            ("trained", f"{result['trained_s']:.1f} s, {TRAINING_STEPS} batches"),
             ("quantized", f"{result['quantized_s']:.1f} s, with {4 * BATCH} images"),
             (
                 "right answers",

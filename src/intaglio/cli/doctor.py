@@ -15,7 +15,8 @@ from intaglio import config
 from intaglio.cli.show import Result, facts, table
 from intaglio.errors import BuildError
 from intaglio.kernels import ISAS
-from intaglio.native import limits, machine
+from intaglio.native import cpu as machine
+from intaglio.native import peak_throughput as limits
 
 BUSY = 0.15
 """Share of the processors that others may use before figures mean little."""

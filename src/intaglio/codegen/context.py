@@ -22,12 +22,12 @@ from intaglio.plan.buffers import Buffer, lies, strides
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Partition
 
-ALIGNMENT = 64
+CONSTANT_ALIGNMENT = 64
 FIRST_BYTES = 1 << 20
 """Room for constants before there is more."""
 
 
-NUMBERS = {"int32_t": np.int32, "float": np.float32, "double": np.float64}
+NUMPY_TYPES = {"int32_t": np.int32, "float": np.float32, "double": np.float64}
 """Type in C -> in NumPy."""
 
 
@@ -49,7 +49,7 @@ class Blob:
         key = hashlib.sha256(data).digest()
         if key not in self._known:
             self._known[key] = start = self._size
-            self._size += data.nbytes + -data.nbytes % ALIGNMENT
+            self._size += data.nbytes + -data.nbytes % CONSTANT_ALIGNMENT
             if self._size > len(self._memory):
                 self._memory.resize(2 * self._size)  # what is not written takes no memory
             self._memory[start : start + data.nbytes] = data
@@ -67,7 +67,7 @@ class Context:
         self.plan, self.isa = plan, isa
         self.blob = Blob()
         self.families: dict[str, KernelFamily] = {}
-        self.headers = {"run.h"}
+        self.headers = {"base/run.h"}
         self.kernels: list[TileSpec | DepthwiseSpec] = []
         self.functions: list[str] = []
         self.constants: dict[str, int] = {}
@@ -118,7 +118,7 @@ class Context:
 
     def number(self, value: SupportsFloat, kind: str, label: str) -> str:
         """Return the value of one number that is a constant of the program, so that its text does not depend on it."""
-        return "*" + self.constant(np.array([value], NUMBERS[kind]), kind, label)
+        return "*" + self.constant(np.array([value], NUMPY_TYPES[kind]), kind, label)
 
     def dim(self, dim: Dim) -> str:
         return c_expression(dim)
@@ -214,7 +214,7 @@ class Context:
 
 
 def limits(zero_point: int, low: int, high: int, other_zero_point: int, rest: bool = False) -> np.ndarray:
-    """Bytes of ``struct Limits`` (native/tile.h); ``rest``: zero point and bounds have 16 bits."""
+    """Bytes of ``struct Limits`` (native/products/tile.h); ``rest``: zero point and bounds have 16 bits."""
     parts = (
         np.full(32, zero_point, np.uint16),
         np.full(64, 0 if rest else low, np.uint8),
@@ -242,6 +242,6 @@ def describe(partition: Partition, graph: Graph) -> str:
 def finish(code: Code, context: Context, value: str, limits: str) -> None:
     """The halo of a result, written anew on every run."""
     if context.halo(value):
-        context.include("image.h")
+        context.include("base/image.h")
         code(f"const struct Image frame = {context.image(value)};")
         code(f"fill_halo(&frame, (uint8_t)({limits})->zero_point, thread, threads);")

@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 from intaglio.codegen.context import Context, describe
-from intaglio.codegen.emit_attention import emit_attention, emit_bmm
-from intaglio.codegen.emit_batch_tiling import batch_tiles_call, emit_batch_tile, emit_places, positions
-from intaglio.codegen.emit_data_movement import emit_move, emit_reshape
-from intaglio.codegen.emit_dynamic_quant import emit_quantize_rows
-from intaglio.codegen.emit_embedding import emit_arange, emit_embedding_bag
-from intaglio.codegen.emit_linear_f32 import emit_linear_f32
-from intaglio.codegen.emit_loops import emit_loop
-from intaglio.codegen.emit_matmul import emit_matmul
-from intaglio.codegen.emit_recurrent import emit_recurrent
-from intaglio.codegen.emit_resize import emit_linear, emit_nearest
-from intaglio.codegen.emit_steps import (
+from intaglio.codegen.emitters.emit_attention import emit_attention, emit_bmm
+from intaglio.codegen.emitters.emit_batch_tiling import batch_tiles_call, emit_batch_tile, emit_places, positions
+from intaglio.codegen.emitters.emit_data_movement import emit_move, emit_reshape
+from intaglio.codegen.emitters.emit_dynamic_quant import emit_quantize_rows
+from intaglio.codegen.emitters.emit_embedding import emit_arange, emit_embedding_bag
+from intaglio.codegen.emitters.emit_linear_f32 import emit_linear_f32
+from intaglio.codegen.emitters.emit_loops import emit_loop
+from intaglio.codegen.emitters.emit_matmul import emit_matmul
+from intaglio.codegen.emitters.emit_recurrent import emit_recurrent
+from intaglio.codegen.emitters.emit_resize import emit_linear, emit_nearest
+from intaglio.codegen.emitters.emit_steps import (
     emit_affine,
     emit_clamp,
     emit_dequantize,

@@ -11,7 +11,7 @@ from intaglio.kernels import permutation
 
 
 @dataclass(frozen=True)
-class Packing:
+class PanelPacking:
     """How a weight [outputs, inputs per group, taps y, taps x] becomes panels of ``16 * blocks`` outputs.
 
     ``packed``: columns are permuted for kernels that pack (`permutation`). ``joined``: a row of taps is one run of
@@ -66,7 +66,9 @@ def _columns(packed: bool, blocks: int) -> np.ndarray:
     return np.array(permutation(packed, blocks))
 
 
-def packing(outputs: int, inputs: int, groups: int, taps_x: int, dilation_x: int, blocks: int, packed: bool) -> Packing:
+def packing(
+    outputs: int, inputs: int, groups: int, taps_x: int, dilation_x: int, blocks: int, packed: bool
+) -> PanelPacking:
     """Panels for a layer; ``inputs`` and ``outputs`` count all groups.
 
     Groups smaller than a panel share it: the run covers all their channels, with zeros where a group does not look.
@@ -81,10 +83,10 @@ def packing(outputs: int, inputs: int, groups: int, taps_x: int, dilation_x: int
         stops.append((end // per_group_out + 1) * per_group)
     cover = max(stop - start for start, stop in zip(starts, stops, strict=True))
     first = tuple(min(start, inputs - cover) for start in starts)
-    return Packing(outputs, blocks, packed, joined, first, cover * (taps_x if joined else 1))
+    return PanelPacking(outputs, blocks, packed, joined, first, cover * (taps_x if joined else 1))
 
 
-def pack_weights(weight: np.ndarray, plan: Packing, groups: int) -> np.ndarray:
+def pack_weights(weight: np.ndarray, plan: PanelPacking, groups: int) -> np.ndarray:
     """s8[outputs, inputs per group, taps y, taps x] -> s8[panel][tap row][tap][run][column][4], flat."""
     outputs, _, taps_y, taps_x = weight.shape
     runs = 1 if plan.joined else taps_x
@@ -100,7 +102,7 @@ def pack_weights(weight: np.ndarray, plan: Packing, groups: int) -> np.ndarray:
     return np.concatenate(parts).view(np.int8)
 
 
-def _panel(weight: np.ndarray, outputs: np.ndarray, plan: Packing, panel: int, groups: int) -> np.ndarray:
+def _panel(weight: np.ndarray, outputs: np.ndarray, plan: PanelPacking, panel: int, groups: int) -> np.ndarray:
     """s8[outputs, taps y, taps x, channels of a run]: zeros where a group does not look."""
     rows = weight[outputs].transpose(0, 2, 3, 1)
     if groups == 1:
@@ -112,7 +114,7 @@ def _panel(weight: np.ndarray, outputs: np.ndarray, plan: Packing, panel: int, g
     return dense
 
 
-def pack_columns(values: np.ndarray, plan: Packing) -> np.ndarray:
+def pack_columns(values: np.ndarray, plan: PanelPacking) -> np.ndarray:
     """One value per output (or one for all) -> column order, padded with zeros to whole blocks."""
     spread = np.zeros(plan.panels * 16 * plan.blocks, values.dtype)
     spread[: plan.outputs] = values

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from intaglio.eager.intercepted_run import Run, current
+from intaglio.eager.intercepted_run import InterceptedRun, current
 from intaglio.eager.recording.torch_functions import QUESTION_FUNCTIONS, plain_name
 from intaglio.eager.session import Session
 
@@ -35,7 +35,7 @@ def calls() -> Iterator[list[Intercepted]]:
         yield log
 
 
-class LoggedRun(Run):
+class LoggedRun(InterceptedRun):
     """A run that says what it intercepts."""
 
     def __init__(self, session: Session, path: str, log: list[Intercepted]) -> None:

@@ -1,4 +1,4 @@
-"""`Run`: one call of a model whose operators are intercepted."""
+"""`InterceptedRun`: one call of a model whose operators are intercepted."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from intaglio.torch_private import DisableTorchFunction, DisableTorchFunctionSub
 class _Current(threading.local):
     """Of a thread: the call that runs, and what makes the next one."""
 
-    run: Run | None = None
+    run: InterceptedRun | None = None
 
     def __init__(self) -> None:
-        # A function, as `Run` is defined below.
-        self.make: Callable[[Session, str], Run] = lambda session, path: Run(session, path)  # noqa: PLW0108
+        # A function, as `InterceptedRun` is defined below.
+        self.make: Callable[[Session, str], InterceptedRun] = lambda session, path: InterceptedRun(session, path)  # noqa: PLW0108
 
     @contextlib.contextmanager
-    def made_as(self, make: Callable[[Session, str], Run]) -> Iterator[None]:
+    def made_as(self, make: Callable[[Session, str], InterceptedRun]) -> Iterator[None]:
         """Calls inside the ``with`` are runs of another kind."""
         outer, self.make = self.make, make
         try:
@@ -68,7 +68,7 @@ def call_intercepted(
         current.run = outer
 
 
-class Run(InterceptionMode):
+class InterceptedRun(InterceptionMode):
     """``path``: the module that runs now. ``at``: the recording that is followed; ``recorder``: else what records.
 
     ``frames``: all that have values somebody may still ask for. ``last``: the operator before those of ``at`` and

@@ -17,7 +17,7 @@ class Attachment:
     """Base of what a preparation attaches to modules; copies for another preparation leave it out."""
 
 
-ABSENT = object()
+NO_ATTRIBUTE = object()
 """What a copy has first in place of an attachment."""
 
 
@@ -26,10 +26,10 @@ def bare(model: nn.Module, tensors: dict[int, torch.Tensor] | None = None) -> nn
     is. ``tensors``: by id, those that both have; else they are copied too."""
     memo: dict[int, Any] = dict(tensors or {})
     for home in _attached(model):
-        memo.update({id(value): ABSENT for value in home.values() if isinstance(value, Attachment)})
+        memo.update({id(value): NO_ATTRIBUTE for value in home.values() if isinstance(value, Attachment)})
     copied: nn.Module = copy.deepcopy(model, memo)
     for home in _attached(copied):
-        for name in [name for name, value in home.items() if value is ABSENT]:
+        for name in [name for name, value in home.items() if value is NO_ATTRIBUTE]:
             del home[name]
     return copied
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from intaglio.eager.intercepted_run import call_intercepted, current
 from intaglio.eager.model_copies import Attachment, parts_prepared
-from intaglio.eager.seen_operators import Seen, SeenOpInfo
+from intaglio.eager.seen_operators import SeenOpInfo, SeenRecording
 from intaglio.eager.session import Session
-from intaglio.eager.state_dict_hooks import KEY, Loading, Saving
+from intaglio.eager.state_dict_hooks import STATE_KEY, Loading, Saving
 from intaglio.errors import CaptureError, InputError
 from intaglio.ir import QParams
 from intaglio.runtime import QuantizedModel
@@ -36,10 +36,10 @@ class AutoQuantizationState(Attachment):
         self._session.resume()
         return self._session
 
-    def _seen(self) -> list[Seen]:
+    def _seen(self) -> list[SeenRecording]:
         session, first, found = self.session, 0, []
         for segment in session.segments:
-            found.append(Seen(segment, first, session.model))
+            found.append(SeenRecording(segment, first, session.model))
             first += len(segment.recording.types)
         return found
 
@@ -81,7 +81,7 @@ class AutoQuantizationState(Attachment):
         return "\n".join(["AutoQuantizationState(", *[f"  {line}" for line in lines], ")"])
 
 
-class Call(Attachment):
+class InterceptedCall(Attachment):
     """The forward of a module that is made of others."""
 
     def __init__(self, session: Session, module: nn.Module, path: str) -> None:
@@ -112,7 +112,7 @@ class Call(Attachment):
         return self.function(self.module, *args, **kwargs)
 
 
-class LeafCall(Call):
+class LeafCall(InterceptedCall):
     """The forward of a module of PyTorch's own: one operator."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +122,7 @@ class LeafCall(Call):
         return run.leaf(self.module, self.path, args, kwargs)
 
 
-class OpaqueCall(Call):
+class OpaqueCall(InterceptedCall):
     """The forward of a module that stays in float with all that is in it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,11 +136,11 @@ def attach(session: Session) -> None:
     """Has every module of the session's model intercepted, and what is loaded into it noticed."""
     inside: set[int] = set()
     others = parts_prepared(session.model)
-    state_dict_hooks(session.model)[KEY] = Saving(session)  # type: ignore[index]
+    state_dict_hooks(session.model)[STATE_KEY] = Saving(session)  # type: ignore[index]
     for path, module in session.model.named_modules():
         if id(module) in others:
             continue
-        load_state_dict_pre_hooks(module)[KEY] = Loading(session, module is session.model)  # type: ignore[index]
+        load_state_dict_pre_hooks(module)[STATE_KEY] = Loading(session, module is session.model)  # type: ignore[index]
         if id(module) in inside or isinstance(module, torch.jit.ScriptModule):  # what those run is not intercepted
             continue
         if "forward" in vars(module):
@@ -150,10 +150,10 @@ def attach(session: Session) -> None:
                 "it has a forward of its own, an attribute beside its class",
                 remedy="make it the forward of a class; a wrapper that set it can mostly undo it",
             )
-        kind = call_of(module, session.leaf_classes) if path else Call
-        if kind is not Call:
+        kind = call_of(module, session.leaf_classes) if path else InterceptedCall
+        if kind is not InterceptedCall:
             inside.update(map(id, module.modules()))
-        if kind is Call or module is session.model:
+        if kind is InterceptedCall or module is session.model:
             object.__setattr__(module, "_auto_quant_state", AutoQuantizationState(session, path))
         object.__setattr__(module, "forward", kind(session, module, path))
 
@@ -168,18 +168,18 @@ def session_of(model: nn.Module) -> Session:
     return session
 
 
-def call_of(module: nn.Module, leaf_classes: tuple[type, ...]) -> type[Call]:
+def call_of(module: nn.Module, leaf_classes: tuple[type, ...]) -> type[InterceptedCall]:
     """How calls of a module are taken."""
     own = type(module)
     if isinstance(module, (*leaf_classes, QuantizedModel)):
         return OpaqueCall
     if isinstance(module, CONTAINERS):
-        return Call
+        return InterceptedCall
     if _of_torch(own):
         return LeafCall
     base = next((kind for kind in own.__mro__ if _of_torch(kind) and kind is not nn.Module), None)
     if base is None or base in CONTAINERS:
-        return Call
+        return InterceptedCall
     overrides = own.forward is not base.forward  # type: ignore[attr-defined]
     return OpaqueCall if overrides else LeafCall
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from intaglio.eager.intercepted_run import Run, current
+from intaglio.eager.intercepted_run import InterceptedRun, current
 from intaglio.eager.model_copies import bare, plain_copy
 from intaglio.eager.quantization_state import attach, session_of
 from intaglio.eager.recording.replay import replay, trimmed
@@ -25,7 +25,7 @@ from intaglio.tracing import Captured
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ExecutedSpan:
     """Operators ``first`` up to ``end`` of recording ``number``, which ran one behind the other.
 
     ``given``: node of the recording's graph -> what it was, of values that come from elsewhere.
@@ -41,10 +41,10 @@ class Stretch:
         return self.number, self.first, self.end
 
 
-class TracedRun(Run):
+class TracedRun(InterceptedRun):
     """A run that remembers where it went."""
 
-    def __init__(self, session: Session, path: str, found: list[Stretch]) -> None:
+    def __init__(self, session: Session, path: str, found: list[ExecutedSpan]) -> None:
         super().__init__(session, path)
         self.taken: list[tuple[TraceFrame, int]] = []
         self.found = found
@@ -59,14 +59,16 @@ class TracedRun(Run):
             if at.next > first and at.segment.refused is None:
                 places = at.segment.places
                 given = {places[number]: plain(tensor) for number, tensor in at.bound.items() if number in places}
-                self.found.append(Stretch(self.session.segments.index(at.segment), first, at.next, given))
+                self.found.append(ExecutedSpan(self.session.segments.index(at.segment), first, at.next, given))
         return returned
 
 
-def traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[Stretch]]:
+def traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[ExecutedSpan]]:
     """The result of a call of a converted model, and what ran."""
-    session, found = session_of(model), list[Stretch]()
-    with current.made_as(lambda own, path: TracedRun(own, path, found) if own is session else Run(own, path)):
+    session, found = session_of(model), list[ExecutedSpan]()
+    with current.made_as(
+        lambda own, path: TracedRun(own, path, found) if own is session else InterceptedRun(own, path)
+    ):
         return model(*args, **kwargs), found
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from intaglio.eager.recording.events import Event, Value, leaves
+from intaglio.eager.recording.events import Event, RecordedTensor, leaves
 from intaglio.eager.segments.fused_operators import computing, regions_of, spelled
 from intaglio.eager.segments.segment import Segment
 from intaglio.ir import DType
 from intaglio.quant.annotate.sites import Site
 
-LEVELS = {DType.U8: torch.quint8, DType.S8: torch.qint8}
+TORCH_QUANTIZED_DTYPES = {DType.U8: torch.quint8, DType.S8: torch.qint8}
 """What a tensor of levels is called in PyTorch."""
 
 
@@ -52,7 +52,7 @@ class SeenOpInfo:
         return found
 
 
-class Seen:
+class SeenRecording:
     """One recording as `AutoQuantizationState` shows it. ``first``: what is added to its numbers of values."""
 
     def __init__(self, segment: Segment, first: int, model: torch.nn.Module) -> None:
@@ -77,17 +77,17 @@ class Seen:
             if site is not None:
                 self.sites[number] = site
                 if name in roots:
-                    self.levels[number] = LEVELS.get(site.dtype, torch.float32)
+                    self.levels[number] = TORCH_QUANTIZED_DTYPES.get(site.dtype, torch.float32)
 
     def infos(self, path: str) -> Iterator[SeenOpInfo]:
         """Operators of the module at ``path``."""
-        results = {leaf.index for leaf in leaves(self.segment.recording.results[1]) if isinstance(leaf, Value)}
+        results = {leaf.index for leaf in leaves(self.segment.recording.results[1]) if isinstance(leaf, RecordedTensor)}
         for event in self.segment.events:
             if owner(event) == path:
                 yield self._info(event, results)
 
     def _info(self, event: Event, results: set[int]) -> SeenOpInfo:
-        read, made = event.inputs, [leaf.index for leaf in leaves(event.result) if isinstance(leaf, Value)]
+        read, made = event.inputs, [leaf.index for leaf in leaves(event.result) if isinstance(leaf, RecordedTensor)]
         alone = "in float" if event.index in self.computing else "handed on"
         inside = alone == "handed on" or event.index in self.instead
         quantized = [n for n in dict.fromkeys(read) if inside and n in self.sites and n not in self.levels]

@@ -26,7 +26,7 @@ from intaglio.quant.qdq.parameters import Parameters
 logger = logging.getLogger("intaglio")
 
 FLOW = "flow"
-VERSION = 2
+STATE_VERSION = 2
 Entry = dict[str, Any]
 
 
@@ -55,7 +55,7 @@ def store(session: RecordedState) -> Stored:
         for segment, index in ends
     ]
     entries[FLOW] = {
-        "version": VERSION,
+        "version": STATE_VERSION,
         "runs": session.runs,
         "follows": follows,
         "turns": sorted(session.turns, key=str),
@@ -66,7 +66,7 @@ def store(session: RecordedState) -> Stored:
 
 def _entry(segment: Segment, weights: str) -> Entry:
     free = {str(number): sorted(axes) for number, axes in segment.recording.free.items()}
-    entry: Entry = {"version": VERSION, "operators": lines(segment.recording), "weights": weights, "free": free}
+    entry: Entry = {"version": STATE_VERSION, "operators": lines(segment.recording), "weights": weights, "free": free}
     if segment.reference is not None:
         return {**entry, "parameters": segment.reference.parameters.to_json()}
     if segment.given is not None:

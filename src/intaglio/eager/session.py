@@ -156,7 +156,7 @@ class Session:
             text = f"{seen} behind {behind}, which calibration has not seen; expected {_expected(at)}"
             found = after or before
             where, name, line = (found.path, found.name, source_line()) if found else ("", "call", "")
-            raise UnsupportedError(where or type(self.model).__name__, name, text, source=line, remedy=REMEDY)
+            raise UnsupportedError(where or type(self.model).__name__, name, text, source=line, remedy=CALIBRATE_PATH)
 
     def place(self, event: Event) -> tuple[str, str, int]:
         """Path, name, and the how-many-th line of code: the same for every run of a line, wherever the code lies."""
@@ -282,12 +282,12 @@ class Session:
         what = f"not seen in calibration on {_sizes(given)}" if known else "not seen in calibration"
         if self.strict:
             text = f"{what}; expected {_expected(at)}"
-            raise UnsupportedError(path or type(self.model).__name__, name, text, source=line, remedy=REMEDY)
+            raise UnsupportedError(path or type(self.model).__name__, name, text, source=line, remedy=CALIBRATE_PATH)
         self.warned.add((path, func, line))
         logger.warning("%s, %s (%s): %s; it runs in float", path or type(self.model).__name__, name, line, what)
 
 
-REMEDY = "calibrate with data that takes this way, or convert without strict=True"
+CALIBRATE_PATH = "calibrate with data that takes this way, or convert without strict=True"
 
 
 def _expected(at: TraceFrame | None) -> str:

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from intaglio.eager.model_copies import Attachment
-from intaglio.eager.serialization import FLOW, VERSION, Entry, Stored
+from intaglio.eager.serialization import FLOW, STATE_VERSION, Entry, Stored
 from intaglio.eager.session import Session
 from intaglio.errors import ArtifactError, InputError
 
-KEY = "_auto_quant_state"
+STATE_KEY = "_auto_quant_state"
 """First part of our names in a state dictionary; behind it the number of a recording, or `FLOW`."""
 
 
@@ -27,7 +27,7 @@ class Saving(Attachment):
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, entry in self.session.kept().entries.items():
             text = bytearray(json.dumps(entry, sort_keys=True), "utf-8")
-            state[f"{prefix}{KEY}.{name}"] = torch.frombuffer(text, dtype=torch.uint8)
+            state[f"{prefix}{STATE_KEY}.{name}"] = torch.frombuffer(text, dtype=torch.uint8)
 
 
 class Loading(Attachment):
@@ -50,7 +50,7 @@ class Loading(Attachment):
         errors: list[str],
     ) -> None:
         session = self.session
-        stored, head = session.kept(), f"{prefix}{KEY}."
+        stored, head = session.kept(), f"{prefix}{STATE_KEY}."
         given: dict[str, Entry] = {}
         if self.whole:
             for key in [key for key in state if key.startswith(head)]:
@@ -67,8 +67,8 @@ def read(key: str, tensor: Any) -> Entry:
         version = entry["version"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ArtifactError(key, None, f"no state of a prepared or converted model: {error}") from error
-    if version != VERSION:
-        raise ArtifactError(key, None, f"version {version}; this intaglio reads {VERSION}")
+    if version != STATE_VERSION:
+        raise ArtifactError(key, None, f"version {version}; this intaglio reads {STATE_VERSION}")
     return dict(entry)
 
 

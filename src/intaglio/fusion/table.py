@@ -6,12 +6,12 @@ from intaglio.fusion.conditions import adds_without_broadcast, scales_by_positiv
 from intaglio.fusion.fusion_record import Fusion, FusionLevel, check_longest_first, rows_at
 from intaglio.fusion.pattern import op, seq, wildcard
 from intaglio.ops import ANCHORS, NUMBERS, SUMS
-from intaglio.ops.fused_activations import FUNCTIONS
+from intaglio.ops.fused_activations import PRECISE_FUNCTIONS
 
 FUSIONS = (
     Fusion(
         "anchor_function_affine",
-        seq(ANCHORS, FUNCTIONS, "affine"),
+        seq(ANCHORS, PRECISE_FUNCTIONS, "affine"),
         FusionLevel.GRAPH,
         "the factors of an equalized value go with the function, on the accumulator",
         where=scales_output_channels,
@@ -41,7 +41,7 @@ FUSIONS = (
     ),
     Fusion(
         "anchor_function",
-        seq(ANCHORS, FUNCTIONS),
+        seq(ANCHORS, PRECISE_FUNCTIONS),
         FusionLevel.GRAPH,
         "the function is computed in float32 on the accumulator",
         precise=True,

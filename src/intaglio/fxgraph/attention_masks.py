@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from intaglio.fxgraph.integer_ranges import VIEWS, Ramp, alike, ramp_of
+from intaglio.fxgraph.integer_ranges import RESHAPING_TARGETS, Ramp, alike, ramp_of
 from intaglio.fxgraph.node_info import tensor_type
 from intaglio.fxgraph.nodes import arguments, call_before, operator, replace_node, size_of
 from intaglio.ir import Dim, DType, TensorType
 
-ATEN = torch.ops.aten
+aten = torch.ops.aten
 AND = ("aten.__and__.Tensor", "aten.bitwise_and.Tensor", "aten.logical_and.default")
 OR = ("aten.__or__.Tensor", "aten.bitwise_or.Tensor", "aten.logical_or.default")
 NOT = ("aten.logical_not.default", "aten.bitwise_not.default")
 ONES = ("aten.ones.default", "aten.new_ones.default", "aten.ones_like.default")
-ZEROS = ("aten.zeros.default", "aten.new_zeros.default", "aten.zeros_like.default")
+ZERO_FILLS = ("aten.zeros.default", "aten.new_zeros.default", "aten.zeros_like.default")
 FULLS = ("aten.full.default", "aten.new_full.default", "aten.full_like.default")
-ATTENTION = "aten.scaled_dot_product_attention.default"
+MASKED_ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
 def resolve_masks(module: fx.GraphModule) -> int:
@@ -52,11 +52,11 @@ def _always(
     name = operator(node)
     if tensor_type(node).dtype is not DType.BOOL:
         return None
-    if name in ONES or name in ZEROS:
+    if name in ONES or name in ZERO_FILLS:
         return name in ONES
     if name in FULLS:
         return bool(arguments(node)["fill_value"])
-    if name in VIEWS:
+    if name in RESHAPING_TARGETS:
         return always.get(node.args[0])
     if name in NOT:
         return None if node.args[0] not in always else not always[node.args[0]]
@@ -100,18 +100,18 @@ def _rewrite(node: fx.Node, ramps: dict[fx.Node, Ramp], always: dict[fx.Node, bo
         return same and _widened(node, other)
     if name == "aten.index.Tensor":
         return _whole_index(node, ramps)
-    return name == ATTENTION and _without_mask(node, ramps, always)
+    return name == MASKED_ATTENTION and _without_mask(node, ramps, always)
 
 
 def _chosen(node: fx.Node) -> bool:
     """Zeros or ones, filled where a condition holds -> one number or the other, by the condition."""
     base, condition, fill = node.args
     kind, name = tensor_type(node), operator(base)
-    if name not in (*ZEROS, *ONES) or isinstance(fill, fx.Node) or kind.dtype is not DType.F32:
+    if name not in (*ZERO_FILLS, *ONES) or isinstance(fill, fx.Node) or kind.dtype is not DType.F32:
         return False
     if tensor_type(condition).shape != kind.shape:
         return False
-    replace_node(node, call_before(node, kind, ATEN.where.Scalar, condition, float(fill), float(name in ONES)))
+    replace_node(node, call_before(node, kind, aten.where.Scalar, condition, float(fill), float(name in ONES)))
     return True
 
 
@@ -126,7 +126,7 @@ def _widened(node: fx.Node, value: fx.Node) -> bool:
         ]
         if None in sizes:
             return False
-        value = call_before(node, tensor_type(node), ATEN.expand.default, value, sizes)
+        value = call_before(node, tensor_type(node), aten.expand.default, value, sizes)
     replace_node(node, value)
     return True
 
@@ -148,7 +148,7 @@ def _whole_index(node: fx.Node, ramps: dict[fx.Node, Ramp]) -> bool:
     sizes = [-1 if axis == axes[-1] else size_of(node, size) for axis, size in enumerate(result)]
     if None in sizes:
         return False
-    reshaped = call_before(node, TensorType(result, tensor_type(node).dtype), ATEN.reshape.default, source, sizes)
+    reshaped = call_before(node, TensorType(result, tensor_type(node).dtype), aten.reshape.default, source, sizes)
     replace_node(node, reshaped)
     if (ramp := ramp_of(reshaped, ramps)) is not None:
         ramps[reshaped] = ramp

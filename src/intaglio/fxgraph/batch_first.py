@@ -14,7 +14,7 @@ from intaglio.fxgraph.nodes import arguments, call_before, operator, replace_nod
 from intaglio.ir import Dim, Shape, TensorType
 from intaglio.ir.dims import divide
 
-ATEN = torch.ops.aten
+aten = torch.ops.aten
 RESHAPES = (
     "aten.reshape.default",
     "aten.unsqueeze.default",
@@ -23,8 +23,8 @@ RESHAPES = (
     "aten.squeeze.dims",
     "aten.flatten.using_ints",
 )
-LINEAR, SLICE = "aten.linear.default", "aten.slice.Tensor"
-MOVES = (*RESHAPES, "aten.transpose.int", "aten.permute.default", SLICE)
+LINEAR_LAYER, SLICE_STEP = "aten.linear.default", "aten.slice.Tensor"
+PERMUTING_TARGETS = (*RESHAPES, "aten.transpose.int", "aten.permute.default", SLICE_STEP)
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class Atom:
 
 
 @dataclass
-class Layout:
+class AxisOrder:
     """How a value lies in the source of its moves: axes of atoms, outermost first; axes of one element have none.
 
     ``source``: the atoms of each axis of the source. ``roams``: whether the batch was not in front on the way.
@@ -63,18 +63,22 @@ def batch_first(module: fx.GraphModule) -> int:
     ``torch.nn.MultiheadAttention`` puts the sequence first: [n, s, c] -> [s, n, c] -> linear -> ... ->
     [n, heads, s, d]. A linear layer commutes with every move of the axes before its last.
     """
-    hits = sum(_hoist(node) for node in list(module.graph.nodes) if operator(node) == LINEAR)
-    ends = [n for n in module.graph.nodes if operator(n) in MOVES and any(operator(u) not in MOVES for u in n.users)]
+    hits = sum(_hoist(node) for node in list(module.graph.nodes) if operator(node) == LINEAR_LAYER)
+    ends = [
+        n
+        for n in module.graph.nodes
+        if operator(n) in PERMUTING_TARGETS and any(operator(u) not in PERMUTING_TARGETS for u in n.users)
+    ]
     return hits + sum(_shorten(node) for node in ends)
 
 
 # ---- following moves ------------------------------------------------------------------------------------------------
 
 
-def _chain(end: fx.Node) -> tuple[fx.Node, Layout] | None:
+def _chain(end: fx.Node) -> tuple[fx.Node, AxisOrder] | None:
     """The farthest source from where moves lead here, and how they do."""
     moves: list[fx.Node] = []
-    while operator(end) in MOVES:
+    while operator(end) in PERMUTING_TARGETS:
         moves.insert(0, end)
         end = end.args[0]
     for start, first in enumerate(moves):
@@ -83,16 +87,16 @@ def _chain(end: fx.Node) -> tuple[fx.Node, Layout] | None:
     return None
 
 
-def _follow(moves: Sequence[fx.Node]) -> Layout | None:
+def _follow(moves: Sequence[fx.Node]) -> AxisOrder | None:
     """Where the elements of the last move's result are in the first one's input; ``None`` where that is not known."""
     shape = tensor_type(moves[0].args[0]).shape
     source = [[Atom(axis, size)] if size != 1 else [] for axis, size in enumerate(shape)]
-    layout = Layout(source, [list(axis) for axis in source])
+    layout = AxisOrder(source, [list(axis) for axis in source])
     for node in moves:
         name, rank = operator(node), len(layout.axes)
         if name in RESHAPES:
             fits = _reshape(layout, tensor_type(node).shape)
-        elif name == SLICE:
+        elif name == SLICE_STEP:
             fits = _slice(layout, node)
         else:
             given = node.args[1] if name == "aten.permute.default" else _swapped(rank, *node.args[1:3])
@@ -110,7 +114,7 @@ def _swapped(rank: int, a: int, b: int) -> list[int]:
     return order
 
 
-def _slice(layout: Layout, node: fx.Node) -> bool:
+def _slice(layout: AxisOrder, node: fx.Node) -> bool:
     given = arguments(node)
     axis = layout.axes[given["dim"] % len(layout.axes)]
     start, stop = given["start"] or 0, given["end"]
@@ -126,7 +130,7 @@ def _slice(layout: Layout, node: fx.Node) -> bool:
     return atom.count > 0
 
 
-def _reshape(layout: Layout, shape: Shape) -> bool:
+def _reshape(layout: AxisOrder, shape: Shape) -> bool:
     """Deal the atoms out anew, splitting those that are too large for an axis."""
     waiting = [atom for axis in layout.axes for atom in axis]
     axes: list[list[Atom]] = []
@@ -149,7 +153,7 @@ def _reshape(layout: Layout, shape: Shape) -> bool:
     return not waiting
 
 
-def _split(layout: Layout, waiting: list[Atom], outer: Dim) -> bool:
+def _split(layout: AxisOrder, waiting: list[Atom], outer: Dim) -> bool:
     """The first atom waiting as two, the outer one of this size."""
     atom = waiting[0]
     inner = divide(atom.size, outer) or None
@@ -166,7 +170,7 @@ def _split(layout: Layout, waiting: list[Atom], outer: Dim) -> bool:
 # ---- moves anew -----------------------------------------------------------------------------------------------------
 
 
-def _steps(layout: Layout, source: Shape, shape: Shape) -> list[tuple[Any, Shape, tuple[Any, ...]]] | None:
+def _steps(layout: AxisOrder, source: Shape, shape: Shape) -> list[tuple[Any, Shape, tuple[Any, ...]]] | None:
     """The least moves to a layout: slices, a reshape, a permutation, a reshape: (operator, result, arguments)."""
     steps: list[tuple[Any, Shape, tuple[Any, ...]]] = []
     current = list(source)
@@ -180,22 +184,22 @@ def _steps(layout: Layout, source: Shape, shape: Shape) -> list[tuple[Any, Shape
                 inner *= int(atom.size)  # type: ignore[arg-type]
             bounds = atoms[0].start * inner, (atoms[0].start + int(atoms[0].count)) * inner  # type: ignore[arg-type]
             current[axis] = bounds[1] - bounds[0]
-            steps.append((ATEN.slice.Tensor, tuple(current), (axis, *bounds)))
+            steps.append((aten.slice.Tensor, tuple(current), (axis, *bounds)))
     there = [atom for atoms in layout.source for atom in atoms if atom.count != 1]
     wanted = [atom for axis in layout.axes for atom in axis]
     order = [there.index(atom) for atom in wanted]
     if order == sorted(order):
-        return steps if tuple(current) == shape else [*steps, (ATEN.reshape.default, shape, ())]
+        return steps if tuple(current) == shape else [*steps, (aten.reshape.default, shape, ())]
     if tuple(current) != (split := tuple(atom.count for atom in there)):
-        steps.append((ATEN.reshape.default, split, ()))
-    steps.append((ATEN.permute.default, tuple(atom.count for atom in wanted), (order,)))
-    return steps if steps[-1][1] == shape else [*steps, (ATEN.reshape.default, shape, ())]
+        steps.append((aten.reshape.default, split, ()))
+    steps.append((aten.permute.default, tuple(atom.count for atom in wanted), (order,)))
+    return steps if steps[-1][1] == shape else [*steps, (aten.reshape.default, shape, ())]
 
 
 def _emit(before: fx.Node, value: fx.Node, steps: Sequence[tuple[Any, Shape, tuple[Any, ...]]]) -> fx.Node | None:
     dtype = tensor_type(value).dtype
     for target, shape, given in steps:
-        if target is ATEN.reshape.default:
+        if target is aten.reshape.default:
             free = [axis for axis, size in enumerate(shape) if not isinstance(size, int)][-1:]
             sizes = [-1 if axis in free else size_of(before, size) for axis, size in enumerate(shape)]
             if None in sizes:
@@ -228,7 +232,7 @@ def _hoist(linear: fx.Node) -> bool:
     leading = {id(atom) for axis in layout.axes[:-1] for atom in axis}
     ahead = [[atom for atom in atoms if id(atom) in leading] for atoms in layout.source]
     ahead = [atoms for atoms in ahead if atoms]
-    base = Layout(layout.source, [*ahead, layout.axes[-1]])
+    base = AxisOrder(layout.source, [*ahead, layout.axes[-1]])
     if base.moved():  # the layer's channels are what came first
         return False
     sizes = tuple(_product(atoms) for atoms in base.axes)
@@ -247,12 +251,12 @@ def _hoist(linear: fx.Node) -> bool:
     return True
 
 
-def _behind(layout: Layout, ahead: Sequence[Sequence[Atom]], channels: Dim) -> Layout:
+def _behind(layout: AxisOrder, ahead: Sequence[Sequence[Atom]], channels: Dim) -> AxisOrder:
     """The axes in front of the last as they lie in the result of a layer that reads them in their source's order."""
     anew = {id(atom): Atom(axis, atom.count) for axis, atoms in enumerate(ahead) for atom in atoms}
     last = [Atom(len(ahead), channels)] if channels != 1 else []
     axes = [[anew[id(atom)] for atom in axis] for axis in layout.axes[:-1]]
-    return Layout([*[[anew[id(atom)] for atom in atoms] for atoms in ahead], last], [*axes, last])
+    return AxisOrder([*[[anew[id(atom)] for atom in atoms] for atoms in ahead], last], [*axes, last])
 
 
 def _product(atoms: Sequence[Atom]) -> Dim:

@@ -9,10 +9,10 @@ from intaglio.fxgraph.node_info import constant_path, info, inherit_info, tensor
 from intaglio.fxgraph.nodes import arguments, call_before, constant_node, is_constant, operator, replace_node, resolve
 from intaglio.ir import DType, TensorType, evaluate, symbols_of
 
-ATEN = torch.ops.aten
-MOVES = ("reshape", "view", "unsqueeze", "squeeze", "transpose", "permute", "slice", "select")
+aten = torch.ops.aten
+VIEW_NAMES = ("reshape", "view", "unsqueeze", "squeeze", "transpose", "permute", "slice", "select")
 """Names of operators between a layer and its parts."""
-SIZE = 7
+SAMPLE_SIZE = 7
 """What free dimensions count as while moves are tried out."""
 
 
@@ -26,7 +26,7 @@ def products_as_linear(module: fx.GraphModule) -> int:
             module.register_buffer(name, getattr(module, str(matrix.target)).t().contiguous())
         weight = constant_node(module, name, constant_path(matrix, name))
         with module.graph.inserting_before(node):
-            linear = module.graph.call_function(ATEN.linear.default, (x, weight, *([bias] if bias else [])))
+            linear = module.graph.call_function(aten.linear.default, (x, weight, *([bias] if bias else [])))
         inherit_info(linear, node, type=tensor_type(node))
         node.replace_all_uses_with(linear)
         module.graph.erase_node(node)
@@ -39,11 +39,11 @@ def products_as_matmul(module: fx.GraphModule) -> int:
     for node in hits:
         given, kind = arguments(node), tensor_type(node)
         *added, a, b = node.args[:3]
-        made = call_before(node, kind, ATEN.matmul.default, a, b)
+        made = call_before(node, kind, aten.matmul.default, a, b)
         if added:
             if given["alpha"] != 1:
-                made = call_before(node, kind, ATEN.mul.Scalar, made, given["alpha"])
-            made = call_before(node, kind, ATEN.add.Tensor, made, added[0])
+                made = call_before(node, kind, aten.mul.Scalar, made, given["alpha"])
+            made = call_before(node, kind, aten.add.Tensor, made, added[0])
         replace_node(node, made)
     return len(hits)
 
@@ -94,7 +94,7 @@ def parts_as_layers(module: fx.GraphModule) -> int:
                 path = f"{constant_path(value, value.target)}[{first}:{last}]"
                 constants.append(constant_node(module, name, path))
             with module.graph.inserting_before(node):
-                layer = module.graph.call_function(ATEN.linear.default, (node.args[0], *constants))
+                layer = module.graph.call_function(aten.linear.default, (node.args[0], *constants))
             inherit_info(layer, node, type=TensorType(tensor_type(leaf).shape, DType.F32))
             leaf.replace_all_uses_with(layer)
         count += 1
@@ -120,7 +120,7 @@ def _parts(layer: fx.Node) -> dict[fx.Node, tuple[int, int]]:
         for user in node.users:
             if info(user).dim is not None:
                 continue
-            if not operator(user).startswith("aten.") or operator(user).split(".")[1] not in MOVES:
+            if not operator(user).startswith("aten.") or operator(user).split(".")[1] not in VIEW_NAMES:
                 return {}
             moved = sizes.run(user, node, value)
             if (span := _span(moved, whole)) is not None:
@@ -144,7 +144,7 @@ class _Sizes:
 
     def __init__(self, layer: fx.Node) -> None:
         names = set().union(*[symbols_of(dim) for dim in tensor_type(layer).shape])
-        self.known = {name: SIZE + index for index, name in enumerate(sorted(names))}
+        self.known = {name: SAMPLE_SIZE + index for index, name in enumerate(sorted(names))}
 
     def of(self, node: fx.Node) -> tuple[int, ...]:
         return tuple(evaluate(dim, self.known) for dim in tensor_type(node).shape)

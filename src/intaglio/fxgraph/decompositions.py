@@ -14,7 +14,7 @@ from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operat
 from intaglio.ir import Shape, TensorType
 from intaglio.ops.movement.shape import END
 
-ATEN = torch.ops.aten
+aten = torch.ops.aten
 
 
 def _call(old: fx.Node, shape: Shape, target: Any, *args: Any) -> fx.Node:
@@ -39,10 +39,10 @@ def group_norms_as_layer_norms(module: fx.GraphModule) -> int:
         length = math.prod(int(dim) for dim in shape[1:] if isinstance(dim, int)) // given["num_groups"]
         rows = (shape[0], given["num_groups"], length)
         sizes = size_of(node, shape[0])
-        x = _call(node, rows, ATEN.reshape.default, node.args[0], [sizes, *rows[1:]])
-        x = _call(node, rows, ATEN.layer_norm.default, x, [length], None, None, given["eps"])
-        x = _call(node, shape, ATEN.reshape.default, x, [sizes, *shape[1:]])
-        for target, value in ((ATEN.mul.Tensor, given["weight"]), (ATEN.add.Tensor, given["bias"])):
+        x = _call(node, rows, aten.reshape.default, node.args[0], [sizes, *rows[1:]])
+        x = _call(node, rows, aten.layer_norm.default, x, [length], None, None, given["eps"])
+        x = _call(node, shape, aten.reshape.default, x, [sizes, *shape[1:]])
+        for target, value in ((aten.mul.Tensor, given["weight"]), (aten.add.Tensor, given["bias"])):
             if value is not None:
                 name = f"{value.target}_channels"
                 if not hasattr(module, name):
@@ -99,8 +99,8 @@ def selects_as_slices(module: fx.GraphModule) -> int:
         adopt_origin(node, node.args[0] if node.target is python_operator.getitem else node)
         shape = tensor_type(source).shape
         one, stop = (*shape[:axis], 1, *shape[axis + 1 :]), index + 1 or END
-        part = _call(node, one, ATEN.slice.Tensor, source, axis, index, stop)
-        _replace(node, _call(node, tensor_type(node).shape, ATEN.squeeze.dim, part, axis))
+        part = _call(node, one, aten.slice.Tensor, source, axis, index, stop)
+        _replace(node, _call(node, tensor_type(node).shape, aten.squeeze.dim, part, axis))
     return count
 
 
@@ -125,8 +125,8 @@ def stacks_as_concatenations(module: fx.GraphModule) -> int:
         parts, shape = node.args[0], tensor_type(node).shape
         axis = arguments(node)["dim"] % len(shape)
         one = (*shape[:axis], 1, *shape[axis + 1 :])
-        wide = [_call(node, one, ATEN.unsqueeze.default, part, axis) for part in parts]
-        _replace(node, _call(node, shape, ATEN.cat.default, wide, axis))
+        wide = [_call(node, one, aten.unsqueeze.default, part, axis) for part in parts]
+        _replace(node, _call(node, shape, aten.cat.default, wide, axis))
     return len(hits)
 
 
@@ -137,9 +137,9 @@ def repeats_as_concatenations(module: fx.GraphModule) -> int:
         source, shape = node.args[0], tensor_type(node).shape
         if tensor_type(source).shape[axis] == 1:
             sizes = [count if i == axis else -1 for i in range(len(shape))]
-            _replace(node, _call(node, shape, ATEN.expand.default, source, sizes))
+            _replace(node, _call(node, shape, aten.expand.default, source, sizes))
         else:
-            _replace(node, _call(node, shape, ATEN.cat.default, [source] * count, axis))
+            _replace(node, _call(node, shape, aten.cat.default, [source] * count, axis))
     return len(hits)
 
 
@@ -163,8 +163,8 @@ def rolls_as_concatenations(module: fx.GraphModule) -> int:
             parts = []
             for start, stop in ((cut, shape[axis]), (0, cut)):
                 part = (*shape[:axis], stop - start, *shape[axis + 1 :])
-                parts.append(_call(node, part, ATEN.slice.Tensor, value, axis, start, stop))
-            value = _call(node, shape, ATEN.cat.default, parts, axis)
+                parts.append(_call(node, part, aten.slice.Tensor, value, axis, start, stop))
+            value = _call(node, shape, aten.cat.default, parts, axis)
         _replace(node, value)
     return len(hits)
 

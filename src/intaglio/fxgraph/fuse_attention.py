@@ -13,15 +13,15 @@ from intaglio.fxgraph.node_info import tensor_type
 from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operator, replace_node
 from intaglio.ir import DType, TensorType
 
-ATEN = torch.ops.aten
-PRODUCTS = ("aten.matmul.default", "aten.bmm.default")
+aten = torch.ops.aten
+MATMUL_TARGETS = ("aten.matmul.default", "aten.bmm.default")
 SOFTMAX = ("aten.softmax.int", "aten._softmax.default")
 TIMES = ("aten.mul.Tensor", "aten.mul.Scalar")
 OVER = ("aten.div.Tensor", "aten.div.Scalar")
 PLUS = ("aten.add.Tensor", "aten.add.Scalar")
 FILLS = ("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
 WHERES = ("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
-FAR = -1e4
+MASKED_SCORE = -1e4
 """What is added to a score, or put in its place, counts as minus infinity from here down."""
 MADE: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "aten.zeros.default": lambda given: 0,
@@ -53,7 +53,7 @@ def join_attention(module: fx.GraphModule) -> int:
     """
     hits = 0
     for node in list(module.graph.nodes):
-        if operator(node) not in PRODUCTS or not all(isinstance(value, fx.Node) for value in node.args[:2]):
+        if operator(node) not in MATMUL_TARGETS or not all(isinstance(value, fx.Node) for value in node.args[:2]):
             continue
         found = _scores(module, node.args[0])
         if found is not None and found.product is not None and _joined(module, node, found):
@@ -79,7 +79,7 @@ def _scores(module: fx.GraphModule, softmax: fx.Node) -> Scores | None:
 def _inwards(module: fx.GraphModule, node: fx.Node, found: Scores) -> fx.Node | None:
     """The scores an operator on them reads, what it does noted; ``None`` where this is no attention."""
     name = operator(node)
-    if name in PRODUCTS:
+    if name in MATMUL_TARGETS:
         found.product = node
         return node
     if name == "aten.baddbmm.default" and found.mask is None and found.outer == 1:
@@ -129,7 +129,7 @@ def _leads_to_product(module: fx.GraphModule, node: fx.Node) -> tuple[Any, Any]:
     """Which operand of a sum are the scores, and the other."""
     for value, other in (node.args[:2], node.args[1::-1]):
         inner = value
-        while isinstance(inner, fx.Node) and operator(inner) not in (*PRODUCTS, "aten.baddbmm.default"):
+        while isinstance(inner, fx.Node) and operator(inner) not in (*MATMUL_TARGETS, "aten.baddbmm.default"):
             factor = _factor(module, inner)
             steps = operator(inner) in (*FILLS, *PLUS)
             inner = factor[0] if factor else inner.args[0] if steps else None
@@ -172,12 +172,12 @@ def _number(module: fx.GraphModule, value: Any) -> float | None:
 
 def _far(module: fx.GraphModule, value: Any) -> bool:
     number = _number(module, value)
-    return number is not None and number <= FAR
+    return number is not None and number <= MASKED_SCORE
 
 
 def _joined(module: fx.GraphModule, node: fx.Node, found: Scores) -> bool:
     """The operator in the place of the second product, where the shapes are those of attention."""
-    q, k_t = found.product.args[-2:] if operator(found.product) in PRODUCTS else found.product.args[1:3]
+    q, k_t = found.product.args[-2:] if operator(found.product) in MATMUL_TARGETS else found.product.args[1:3]
     v, kinds = node.args[1], [tensor_type(value) for value in (q, k_t, node.args[1])]
     if any(kind is None or kind.dtype is not DType.F32 or len(kind.shape) < 3 for kind in kinds):
         return False
@@ -189,11 +189,11 @@ def _joined(module: fx.GraphModule, node: fx.Node, found: Scores) -> bool:
     mask = found.mask
     if mask is not None and tensor_type(mask).dtype is DType.BOOL and not found.keeps:
         inverted = operator(mask) == "aten.logical_not.default" and tensor_type(mask.args[0]).dtype is DType.BOOL
-        mask = mask.args[0] if inverted else call_before(node, tensor_type(mask), ATEN.logical_not.default, mask)
+        mask = mask.args[0] if inverted else call_before(node, tensor_type(mask), aten.logical_not.default, mask)
     replace_node(
         node,
         call_before(
-            node, tensor_type(node), ATEN.scaled_dot_product_attention.default, q, k, v, mask, 0.0, False, scale=scale
+            node, tensor_type(node), aten.scaled_dot_product_attention.default, q, k, v, mask, 0.0, False, scale=scale
         ),
     )
     return True
@@ -224,4 +224,4 @@ def _transposed(before: fx.Node, value: fx.Node) -> fx.Node:
     if order == sorted(order):
         return source
     shape = tuple(tensor_type(source).shape[axis] for axis in order)
-    return call_before(before, TensorType(shape, kind.dtype), ATEN.permute.default, source, order)
+    return call_before(before, TensorType(shape, kind.dtype), aten.permute.default, source, order)

@@ -8,7 +8,7 @@ from torch import fx
 from intaglio.fxgraph.node_info import tensor_type
 from intaglio.fxgraph.nodes import operator, replace_node
 
-GATES = {
+GATE_REWRITES = {
     "aten.sigmoid.default": torch.ops.aten.silu.default,
     "aten.hardsigmoid.default": torch.ops.aten.hardswish.default,
 }
@@ -22,7 +22,7 @@ def join_gates(module: fx.GraphModule) -> int:
         if operator(node) != "aten.mul.Tensor":
             continue
         for value, gate in (node.args[:2], node.args[1::-1]):
-            made = GATES.get(operator(gate)) if isinstance(gate, fx.Node) and len(gate.users) == 1 else None
+            made = GATE_REWRITES.get(operator(gate)) if isinstance(gate, fx.Node) and len(gate.users) == 1 else None
             if made is not None and gate.args[0] is value and tensor_type(value) == tensor_type(node):
                 with module.graph.inserting_before(node):
                     joined = module.graph.call_function(made, (value,))

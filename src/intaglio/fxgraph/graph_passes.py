@@ -12,9 +12,9 @@ from torch import fx, nn
 
 from intaglio.fxgraph.attention_masks import resolve_masks
 from intaglio.fxgraph.half_precision import widen_halves
-from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import constant_path, info, set_info, tensor_type
 from intaglio.fxgraph.nodes import arguments, is_constant, operator
+from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ops.movement.shape import END
 from intaglio.torch_private import buffers_of
 
@@ -28,8 +28,8 @@ COPIES = (
     "aten.lift_fresh_copy.default",
     "aten.contiguous.default",
 )
-CHECKS = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default")
-VIEWS = ("aten.view.default", "aten._unsafe_view.default")
+ASSERTIONS = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default")
+VIEW_TARGETS = ("aten.view.default", "aten._unsafe_view.default")
 SAME_IF_EQUAL = ("aten._to_copy.default", "aten.expand.default", "aten.reshape.default", "aten.to.dtype")
 
 
@@ -64,7 +64,7 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
 
 def free_views(module: fx.GraphModule) -> int:
     """view -> reshape: once copies are dropped, a view may stand on a tensor that is not contiguous."""
-    hits = [node for node in module.graph.nodes if operator(node) in VIEWS]
+    hits = [node for node in module.graph.nodes if operator(node) in VIEW_TARGETS]
     for node in hits:
         node.target = torch.ops.aten.reshape.default
     return len(hits)
@@ -135,14 +135,14 @@ PARAMETRIZED = re.compile(r"\.parametrizations\.(\w+)\..*")
 """``conv.parametrizations.weight.original0`` is what ``conv.weight`` is made of."""
 
 
-DEQUANTIZE = "quantized_decomposed.dequantize"
+DEQUANTIZE_TARGETS = "quantized_decomposed.dequantize"
 
 
 def _folds(node: fx.Node) -> bool:
     """Whether a node with constant operands has one value: it has operands, and draws no random numbers."""
     if node.op != "call_function" or not node.all_input_nodes or info(node).dim is not None:
         return False
-    if operator(node).startswith(DEQUANTIZE):  # of a part that is quantized already: its weights stay integers
+    if operator(node).startswith(DEQUANTIZE_TARGETS):  # of a part that is quantized already: its weights stay integers
         return False
     return torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
 
@@ -159,7 +159,7 @@ def drop_unused_constants(module: fx.GraphModule) -> int:
 def drop_checks(module: fx.GraphModule) -> int:
     """Assertions on types and sizes that tracing left behind (``x.float()`` makes one): types are ours to check, and
     each would count as a reader of the value it looks at."""
-    hits = [node for node in module.graph.nodes if operator(node) in CHECKS and not node.users]
+    hits = [node for node in module.graph.nodes if operator(node) in ASSERTIONS and not node.users]
     for node in hits:
         module.graph.erase_node(node)
     return len(hits)

@@ -12,8 +12,8 @@ from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType
 from intaglio.torch_private import pytree
 
-HALVES = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}
-PRODUCTS = ("conv", "linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product")
+HALF_DTYPES = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}
+ACCUMULATING_NAMES = ("conv", "linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product")
 """ATen operators, beginnings of their names, that int8 kernels replace."""
 WIDENED = "values in bfloat16 or float16 are computed as float32; inputs and results keep their element type"
 
@@ -39,18 +39,18 @@ def widen_halves(module: fx.GraphModule) -> int:
     values = list(end.args[0])
     for place, half in results:
         if half is not None:
-            values[place] = _cast_before(end, values[place], HALVES[half], half)
+            values[place] = _cast_before(end, values[place], HALF_DTYPES[half], half)
     end.args = (tuple(values),)
     return len(hits)
 
 
 def _half(node: fx.Node) -> DType | None:
     kind = tensor_type(node)
-    return kind.dtype if kind is not None and kind.dtype in HALVES else None
+    return kind.dtype if kind is not None and kind.dtype in HALF_DTYPES else None
 
 
 def _is_product_of_halves(node: fx.Node) -> bool:
-    return operator(node).removeprefix("aten.").startswith(PRODUCTS) and _half(node) is not None
+    return operator(node).removeprefix("aten.").startswith(ACCUMULATING_NAMES) and _half(node) is not None
 
 
 def _reads_bits(node: fx.Node) -> bool:
@@ -60,7 +60,7 @@ def _reads_bits(node: fx.Node) -> bool:
 
 def _widen(node: fx.Node, module: fx.GraphModule) -> bool:
     """A constant becomes a wider copy; an operator is told to make float32 where it is told to make halves."""
-    halves = tuple(HALVES.values())
+    halves = tuple(HALF_DTYPES.values())
     if node.op == "get_attr":
         tensor = getattr(module, str(node.target))
         if tensor.dtype in halves:

@@ -12,8 +12,8 @@ from intaglio.fxgraph.nodes import arguments, operator
 from intaglio.ir import Dim, DType, Shape, numel
 
 ARANGES = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step")
-SUMS = ("aten.add.Tensor", "aten.add.Scalar", "aten.sub.Tensor", "aten.sub.Scalar")
-VIEWS = (
+ADDITION_TARGETS = ("aten.add.Tensor", "aten.add.Scalar", "aten.sub.Tensor", "aten.sub.Scalar")
+RESHAPING_TARGETS = (
     "aten.unsqueeze.default",
     "aten.squeeze.dim",
     "aten.expand.default",
@@ -49,7 +49,7 @@ def ramp_of(node: fx.Node, ramps: Mapping[fx.Node, Ramp]) -> Ramp | None:
     source = ramps.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
     if source is None:
         return None
-    if name in SUMS:
+    if name in ADDITION_TARGETS:
         number = _added(node)
         return None if number is None else replace(source, start=source.start + number)
     if name == "aten.unsqueeze.default":
@@ -90,7 +90,7 @@ def alike(
     name = operator(node)
     if tensor_type(node).dtype is not DType.I64:
         return None
-    if name in (*VIEWS, "aten.index.Tensor"):
+    if name in (*RESHAPING_TARGETS, "aten.index.Tensor"):
         return numbers.get(node.args[0])
     if name == "aten.cumsum.default":
         return 0 if always.get(node.args[0]) is False else None
@@ -106,7 +106,7 @@ def _precedes(node: fx.Node | None, value: fx.Node, ramp: Ramp) -> bool:
     """Whether this is nothing, or a range's first element less 1."""
     if node is None:
         return True
-    if operator(node) not in SUMS or _added(node) != -1 or operator(node.args[0]) != "aten.slice.Tensor":
+    if operator(node) not in ADDITION_TARGETS or _added(node) != -1 or operator(node.args[0]) != "aten.slice.Tensor":
         return False
     given = arguments(node.args[0])
     place = given["dim"] % len(tensor_type(value).shape), given["start"] or 0, given["end"], given["step"]

@@ -10,15 +10,15 @@ import torch
 from torch import fx
 
 from intaglio.fxgraph.graph_passes import fold_constants
-from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import set_info, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operator, replace_node, resolve
+from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import TensorType
 
-ATEN = torch.ops.aten
+aten = torch.ops.aten
 MOST_BYTES = 64 << 20
 """Of a constant that is made. A table that would be larger is looked up in every call."""
-SLICE, EXPAND, EMBEDDING = "aten.slice.Tensor", "aten.expand.default", "aten.embedding.default"
+SLICE_TARGET, EXPAND_TARGET, EMBEDDING_TARGET = "aten.slice.Tensor", "aten.expand.default", "aten.embedding.default"
 BINARY = ("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor")
 
 
@@ -37,7 +37,7 @@ def lift_slices(module: fx.GraphModule) -> int:
 
 
 @dataclass(frozen=True)
-class Part:
+class ConstantSlice:
     """A slice of a constant: the tensor, and what it is sliced by."""
 
     tensor: torch.Tensor
@@ -50,14 +50,14 @@ class Part:
         return self.axis, self.tensor.dim(), resolve(self.bounds)
 
 
-def _part(module: fx.GraphModule, node: Any) -> Part | None:
-    if not isinstance(node, fx.Node) or operator(node) != SLICE or not is_constant(node.args[0]):
+def _part(module: fx.GraphModule, node: Any) -> ConstantSlice | None:
+    if not isinstance(node, fx.Node) or operator(node) != SLICE_TARGET or not is_constant(node.args[0]):
         return None
     given, kind = arguments(node), tensor_type(node)
     axis = given["dim"] % len(kind.shape)
     if isinstance(kind.shape[axis], int):
         return None
-    return Part(getattr(module, node.args[0].target), axis, (given["start"] or 0, given["end"], given["step"]))
+    return ConstantSlice(getattr(module, node.args[0].target), axis, (given["start"] or 0, given["end"], given["step"]))
 
 
 def _steady(module: fx.GraphModule, value: Any) -> bool:
@@ -65,7 +65,7 @@ def _steady(module: fx.GraphModule, value: Any) -> bool:
     return isinstance(value, fx.Node) and (is_constant(value) or _part(module, value) is not None)
 
 
-def _put(module: fx.GraphModule, node: fx.Node, tensor: torch.Tensor, part: Part, shape: tuple) -> None:
+def _put(module: fx.GraphModule, node: fx.Node, tensor: torch.Tensor, part: ConstantSlice, shape: tuple) -> None:
     """A slice of a new constant in the place of a node."""
     name = add_constant(module, f"part_{node.name}", tensor)
     with module.graph.inserting_before(next(iter(module.graph.nodes))):
@@ -73,21 +73,21 @@ def _put(module: fx.GraphModule, node: fx.Node, tensor: torch.Tensor, part: Part
     kind = tensor_type(node)
     set_info(constant, type=TensorType(tuple(tensor.shape), kind.dtype), path=name)
     bounds = (constant, part.axis, *part.bounds)
-    replace_node(node, call_before(node, TensorType(shape, kind.dtype), ATEN.slice.Tensor, *bounds))
+    replace_node(node, call_before(node, TensorType(shape, kind.dtype), aten.slice.Tensor, *bounds))
 
 
 def _expand_last(module: fx.GraphModule) -> int:
     """Rows of a table for expanded ids -> rows for the ids, expanded."""
-    hits = [n for n in module.graph.nodes if operator(n) == EMBEDDING and operator(n.args[1]) == EXPAND]
+    hits = [n for n in module.graph.nodes if operator(n) == EMBEDDING_TARGET and operator(n.args[1]) == EXPAND_TARGET]
     hits = [node for node in hits if is_constant(node.args[0]) and _steady(module, node.args[1].args[0])]
     for node in hits:
         table, wide = node.args[:2]
         ids, sizes = wide.args[:2]
         kind, width = tensor_type(node), tensor_type(table).shape[1]
         rows = call_before(
-            node, TensorType((*tensor_type(ids).shape, width), kind.dtype), ATEN.embedding.default, table, ids
+            node, TensorType((*tensor_type(ids).shape, width), kind.dtype), aten.embedding.default, table, ids
         )
-        replace_node(node, call_before(node, kind, ATEN.expand.default, rows, [*sizes, -1]))
+        replace_node(node, call_before(node, kind, aten.expand.default, rows, [*sizes, -1]))
     return len(hits)
 
 
@@ -100,7 +100,7 @@ def _drop_expand(module: fx.GraphModule) -> int:
         for index in (0, 1):
             value, other = node.args[index], node.args[1 - index]
             whole = tensor_type(other) is not None and tensor_type(other).shape == tensor_type(node).shape
-            if whole and operator(value) == EXPAND and _steady(module, value.args[0]):
+            if whole and operator(value) == EXPAND_TARGET and _steady(module, value.args[0]):
                 node.update_arg(index, value.args[0])
                 hits += 1
     return hits
@@ -124,7 +124,7 @@ def _slice_last(module: fx.GraphModule) -> int:
     return hits
 
 
-def _commuting(module: fx.GraphModule, node: fx.Node) -> Part | None:
+def _commuting(module: fx.GraphModule, node: fx.Node) -> ConstantSlice | None:
     """The slice that may as well come after this operator."""
     name, kind = operator(node), tensor_type(node)
     parts = [part for value in node.all_input_nodes if (part := _part(module, value)) is not None]
@@ -139,7 +139,7 @@ def _commuting(module: fx.GraphModule, node: fx.Node) -> Part | None:
     whole = [size for size in sizes if isinstance(size, int)]
     if len(whole) < len(sizes) or prod(whole) * kind.dtype.bytes > MOST_BYTES:
         return None
-    if name == EMBEDDING:
+    if name == EMBEDDING_TARGET:
         return part if _part(module, node.args[1]) else None
     if name == "aten.gather.default":
         source, _, ids = node.args[:3]
@@ -151,7 +151,7 @@ def _commuting(module: fx.GraphModule, node: fx.Node) -> Part | None:
     return part if pointwise and len(whole) == part.tensor.dim() and _apart(part, others) else None
 
 
-def _apart(part: Part, others: list[fx.Node]) -> bool:
+def _apart(part: ConstantSlice, others: list[fx.Node]) -> bool:
     """Constants that are the same all along the sliced axis."""
     back = part.tensor.dim() - part.axis
     shapes = [tensor_type(value).shape for value in others]
@@ -168,8 +168,8 @@ def _sum_first(module: fx.GraphModule) -> int:
             continue
         a, b = _part(module, first), _part(module, second)
         if tensor_type(first) == tensor_type(second) and (a and a.like) == (b and b.like):
-            both = call_before(node, tensor_type(second), ATEN.add.Tensor, first, second)
-            replace_node(node, call_before(node, tensor_type(node), ATEN.add.Tensor, value, both))
+            both = call_before(node, tensor_type(second), aten.add.Tensor, first, second)
+            replace_node(node, call_before(node, tensor_type(node), aten.add.Tensor, value, both))
             hits += 1
     return hits
 

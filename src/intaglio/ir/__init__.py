@@ -16,7 +16,7 @@ from intaglio.ir.dims import (
 from intaglio.ir.graph import About, Graph, Input, Op, Origin, Output, Signature, State, fresh, prune
 from intaglio.ir.program_records import External, HostCall, IslandCall, Place, Program, Schedule, StepNote, Work
 from intaglio.ir.text import graph_text
-from intaglio.ir.types import Axis, DType, Groups, Packing, QParams, Ref, Rows, TensorType
+from intaglio.ir.types import Axis, DType, Groups, Packing, PerRow, QParams, Ref, TensorType
 from intaglio.ir.verify import TypeRule, VerifyError, verify_graph
 
 __all__ = [
@@ -35,11 +35,11 @@ __all__ = [
     "Origin",
     "Output",
     "Packing",
+    "PerRow",
     "Place",
     "Program",
     "QParams",
     "Ref",
-    "Rows",
     "Schedule",
     "Shape",
     "Signature",

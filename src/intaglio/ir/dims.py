@@ -65,7 +65,7 @@ class Expression:
     __rmul__ = __mul__
 
 
-LONGEST = 16
+LONGEST_POLYNOMIAL = 16
 """Terms of a quotient that division looks for."""
 
 Dim = int | Expression
@@ -119,7 +119,7 @@ def divide(a: Dim, b: Dim) -> Dim | None:
         return None
     (leading, coefficient), *_ = _terms(b)
     quotient: Dim = 0
-    for _ in range(LONGEST):
+    for _ in range(LONGEST_POLYNOMIAL):
         if a == 0:
             return quotient
         (atoms, count), *_ = _terms(a)

@@ -37,8 +37,12 @@ class DType(Enum):
         return self.value
 
 
+U8, S8, I32, I64 = DType.U8, DType.S8, DType.I32, DType.I64
+F16, BF16, F32, BOOL = DType.F16, DType.BF16, DType.F32, DType.BOOL
+
+
 @dataclass(frozen=True)
-class Rows:
+class PerRow:
     """Parameters per row of the last axis (per token), made at run time."""
 
     def __str__(self) -> str:
@@ -65,7 +69,7 @@ class Ref:
         return f"%{self.value}"
 
 
-Axis = int | Rows | Groups | None
+Axis = int | PerRow | Groups | None
 
 
 @dataclass(frozen=True)

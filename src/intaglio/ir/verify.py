@@ -6,9 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from intaglio.ir.graph import Graph, Op
-from intaglio.ir.types import DType
-
-U8, I32 = DType.U8, DType.I32
+from intaglio.ir.types import I32, U8, DType
 
 
 @dataclass(frozen=True)

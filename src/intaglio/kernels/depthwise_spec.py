@@ -17,7 +17,7 @@ import numpy as np
 ACCUMULATORS = 6
 """Output pixels of a tile: four registers each, eight are left for quads and what makes them."""
 MOST_ROWS = 16
-"""Input rows of a tile, at most (native/tile.h)."""
+"""Input rows of a tile, at most (native/products/tile.h)."""
 
 DEPTHWISE_FIELDS = (
     *(f"rows{i}" for i in range(MOST_ROWS)),
@@ -33,7 +33,7 @@ DEPTHWISE_FIELDS = (
     "count",
     "table",
 )
-"""Fields of ``struct DepthwiseTile`` in native/tile.h, 8 bytes each, in order."""
+"""Fields of ``struct DepthwiseTile`` in native/products/tile.h, 8 bytes each, in order."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from intaglio.kernels.tile_spec import TileSpec
 
 @dataclass(frozen=True)
 class KernelFamily:
-    """A table of kernels, ``name`` in C, ``element`` its type in native/tile.h; ``None`` where it has no kernel."""
+    """A table of kernels, ``name`` in C, ``element`` its type in native/products/tile.h; ``None`` without one."""
 
     name: str
     element: str

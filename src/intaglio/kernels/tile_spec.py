@@ -33,7 +33,7 @@ TILE_FIELDS = (
     "other_rest",
     "other_rest_pixel",
 )
-"""Fields of ``struct Tile`` in native/tile.h, 8 bytes each, in order."""
+"""Fields of ``struct Tile`` in native/products/tile.h, 8 bytes each, in order."""
 
 LIMITS_FIELDS = {
     "zero_point16": 0,

@@ -115,4 +115,4 @@ def rest_qparams(region: IntegerRegion) -> QParams | None:
     """Parameters of what a region gives besides levels: what lies between them, in the steps of 16 bits."""
     if region.wide is None:
         return None
-    return QParams(region.wide.scale, (numerics.STEPS // 2,), 0, numerics.STEPS - 1)
+    return QParams(region.wide.scale, (numerics.QUANT_STEPS // 2,), 0, numerics.QUANT_STEPS - 1)

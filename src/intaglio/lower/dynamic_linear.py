@@ -11,24 +11,24 @@ from intaglio.ir import DType, Op, TensorType
 from intaglio.lower.accumulators import weight_of
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.ops.dynamic_quant import row_accumulator, row_levels, scales_shape
-from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS, QUANTIZE_ROWS, rows_behind
+from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, QUANTIZE_ROWS_TARGET, rows_behind
 from intaglio.quant.annotate.regions import Chain
 
 
 def part_of_rows(node: fx.Node) -> bool:
     """Whether a node quantizes rows, takes a result of that, or stands between levels and what computes with them."""
     source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-    return operator(node) in (QUANTIZE_ROWS, DEQUANTIZE_ROWS) or (
-        source is not None and operator(source) == QUANTIZE_ROWS
+    return operator(node) in (QUANTIZE_ROWS_TARGET, DEQUANTIZE_ROWS_TARGET) or (
+        source is not None and operator(source) == QUANTIZE_ROWS_TARGET
     )
 
 
 def quantize_rows(builder: GraphBuilder, node: fx.Node) -> None:
     """Levels and scales as two values; nodes between them and what computes with them are the levels."""
-    if operator(node) == DEQUANTIZE_ROWS:
+    if operator(node) == DEQUANTIZE_ROWS_TARGET:
         builder.values[node] = builder.values[node.args[0]]
         return
-    if operator(node) != QUANTIZE_ROWS:
+    if operator(node) != QUANTIZE_ROWS_TARGET:
         source, index = node.args
         builder.values[node] = builder.items[source][index]
         return

@@ -26,8 +26,8 @@ from pathlib import Path
 from intaglio import config
 from intaglio.errors import BuildError
 from intaglio.native import units as library
-from intaglio.native.machine import ISA_FLAGS
-from intaglio.native.units import Unit, included, library_units
+from intaglio.native.cpu import ISA_FLAGS
+from intaglio.native.units import TranslationUnit, included, library_units
 
 CACHE_FORMAT = "2"
 SEAL = b"\nintaglio sha256 "
@@ -62,7 +62,7 @@ def build(
     name: str,
     isa: str,
     headers: tuple[str, ...] = (),
-    units: Sequence[Unit] = (),
+    units: Sequence[TranslationUnit] = (),
     force: bool = False,
 ) -> Path:
     """C++ text -> path of a shared object for instruction set ``isa``; taken from the cache unless ``force``.
@@ -92,7 +92,7 @@ def build(
     return path
 
 
-def text_key(source: str, isa: str, units: Sequence[Unit] = ()) -> str:
+def text_key(source: str, isa: str, units: Sequence[TranslationUnit] = ()) -> str:
     """Digest of what a library is compiled from: text, headers, units, instruction set; not of the compiler."""
     parts = [CACHE_FORMAT, isa, _without_comments(source), *(unit.digest for unit in (*units, *library_units(source)))]
     parts += [part for item in sorted(included(source).items()) for part in item]
@@ -175,13 +175,15 @@ def _without_comments(source: str) -> str:
     return re.sub(r"^ *//.*\n", "", source, flags=re.MULTILINE)
 
 
-def _unit_path(unit: Unit, command: tuple[str, ...], isa: str, folder: Path) -> Path:
+def _unit_path(unit: TranslationUnit, command: tuple[str, ...], isa: str, folder: Path) -> Path:
     parts = [CACHE_FORMAT, isa, *command, *UNIT_FLAGS, _version(command[0]), unit.digest]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return folder / f"{unit.name}-{key[:16]}.o"
 
 
-def _compile(source: str, command: tuple[str, ...], name: str, path: Path, objects: dict[Path, Unit]) -> None:
+def _compile(
+    source: str, command: tuple[str, ...], name: str, path: Path, objects: dict[Path, TranslationUnit]
+) -> None:
     """Make the entry ``path`` and what is missing of ``objects``; temporary files, the compiler's too, are in a folder
     that does not outlive the call."""
     text, missing = path.with_suffix(".cpp"), {entry: unit for entry, unit in objects.items() if not is_intact(entry)}
@@ -217,7 +219,7 @@ def _headers() -> str:
     return f"-I{library.HEADER_FOLDER}"
 
 
-def _unit_commands(missing: dict[Path, Unit], command: tuple[str, ...], scratch: Path) -> list[list[str]]:
+def _unit_commands(missing: dict[Path, TranslationUnit], command: tuple[str, ...], scratch: Path) -> list[list[str]]:
     """Write the texts of units into a folder and return what compiles them there: one command for all assembly."""
     assembly, found = [], []
     for entry, unit in missing.items():

@@ -12,19 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from intaglio.errors import BuildError
-from intaglio.native import library
+from intaglio.native import native_library as library
 
-F32 = NDArray[np.float32]
-I64 = NDArray[np.int64]
+Float32Values = NDArray[np.float32]
+Int64Values = NDArray[np.int64]
 
-HALF = 4096
+HALF_BINS = 4096
 """Histogram bins on each side of zero; ``kHalf`` of statistics.cpp."""
-LOWEST_EXPONENT = -160
+LOWEST_BINARY_EXPONENT = -160
 """Exponent for the smallest float32 denormal, 2^-149, and for no values other than zero."""
-KEPT = 5
+MANTISSA_BITS = 5
 """Mantissa bits of a bin of the sketch; ``kKept`` of statistics.cpp."""
-REST = 23 - KEPT
-SKETCH = 1 << (9 + KEPT)
+EXPONENT_BITS = 23 - MANTISSA_BITS
+SKETCH = 1 << (9 + MANTISSA_BITS)
 """Bins of the sketch, by sign, exponent and leading mantissa bits; the negative ones are the upper half."""
 SIGNED_EXPONENTS = 1 << 9
 CHUNK = 1 << 20
@@ -50,14 +50,14 @@ class Counts:
     infinities: int
     zeros: int
     exponent: int
-    bins: I64
-    sketch: I64
+    bins: Int64Values
+    sketch: Int64Values
     total: int
-    lows: F32
-    highs: F32
+    lows: Float32Values
+    highs: Float32Values
 
 
-def count(x: F32, rows: int = 1, threads: int = 1) -> Counts:
+def count(x: Float32Values, rows: int = 1, threads: int = 1) -> Counts:
     """Counts of a float32 array whose values are those of ``rows`` rows of equal length, in one pass."""
     x = _contiguous(x)
     if rows < 0 or (x.size % rows if rows else x.size):
@@ -66,7 +66,7 @@ def count(x: F32, rows: int = 1, threads: int = 1) -> Counts:
     if native is None:
         return count_numpy(x, rows)
     lows, highs = np.empty(rows, np.float32), np.empty(rows, np.float32)
-    bins, sketch, sums = (np.zeros(size, np.int64) for size in (2 * HALF, SKETCH, SIGNED_EXPONENTS))
+    bins, sketch, sums = (np.zeros(size, np.int64) for size in (2 * HALF_BINS, SKETCH, SIGNED_EXPONENTS))
     found, columns = library.NativeCounts(), x.size // rows if rows else 0
     arrays = (array.ctypes.data for array in (lows, highs, bins, sketch, sums))
     native.intaglio_count(x.ctypes.data, rows, columns, threads, *arrays, ctypes.byref(found))
@@ -86,7 +86,9 @@ def count(x: F32, rows: int = 1, threads: int = 1) -> Counts:
     )
 
 
-def channel_extrema(x: F32, outer: int, channels: int, inner: int, threads: int = 1) -> tuple[F32, F32]:
+def channel_extrema(
+    x: Float32Values, outer: int, channels: int, inner: int, threads: int = 1
+) -> tuple[Float32Values, Float32Values]:
     """f32[outer, channels, inner] -> (low f32[channels], high f32[channels]) of the finite values."""
     x = _contiguous(x)
     if x.size != outer * channels * inner:
@@ -102,11 +104,11 @@ def channel_extrema(x: F32, outer: int, channels: int, inner: int, threads: int 
 def exponent_of(magnitude: float) -> int:
     """Smallest k with ``magnitude * 2^-k < HALF``, for a finite float32 magnitude; zero has the lowest there is."""
     if magnitude == 0:
-        return LOWEST_EXPONENT
-    return math.frexp(magnitude)[1] - (HALF.bit_length() - 1)
+        return LOWEST_BINARY_EXPONENT
+    return math.frexp(magnitude)[1] - (HALF_BINS.bit_length() - 1)
 
 
-def exact_sum(x: F32) -> int:
+def exact_sum(x: Float32Values) -> int:
     """Sum of finite values in units of 2^-149, exactly."""
     bits = x.reshape(-1).view(np.uint32)
     sums = np.zeros(SIGNED_EXPONENTS, np.int64)
@@ -114,19 +116,19 @@ def exact_sum(x: F32) -> int:
     return _total(sums)
 
 
-def _total(sums: I64) -> int:
+def _total(sums: Int64Values) -> int:
     """Sums of integer mantissas by sign and exponent -> their sum in units of 2^-149."""
     parts = [(index, int(sums[index])) for index in np.flatnonzero(sums).tolist()]
     return sum((-part if index >> 8 else part) << (max(index & 255, 1) - 1) for index, part in parts)
 
 
-def _mantissas(bits: NDArray[np.uint32]) -> I64:
+def _mantissas(bits: NDArray[np.uint32]) -> Int64Values:
     """Bits of finite values -> mantissas as integers, the leading one of a normal value included."""
     hidden = np.where((bits & np.uint32(0x7F800000)) > 0, np.uint32(1 << 23), np.uint32(0))
     return ((bits & np.uint32(0x7FFFFF)) | hidden).astype(np.int64)
 
 
-def _contiguous(x: F32) -> F32:
+def _contiguous(x: Float32Values) -> Float32Values:
     if x.dtype != np.float32:
         raise TypeError(f"counting takes float32, not {x.dtype}")
     return np.ascontiguousarray(x)
@@ -141,27 +143,27 @@ def _kernels() -> ctypes.CDLL | None:
         return None
 
 
-def count_numpy(x: F32, rows: int) -> Counts:
+def count_numpy(x: Float32Values, rows: int) -> Counts:
     """`count` in NumPy."""
     lows, highs = channel_extrema_numpy(x.reshape(1, rows, x.size // rows if rows else 0))
     low, high = float(_exact(lows).min(initial=np.inf)), float(_exact(highs).max(initial=-np.inf))
     nans = infinities = zeros = total = 0
-    exponent = exponent_of(max(abs(low), abs(high))) if low < np.inf else LOWEST_EXPONENT
-    bins, sketch = np.zeros(2 * HALF, np.int64), np.zeros(SKETCH, np.int64)
+    exponent = exponent_of(max(abs(low), abs(high))) if low < np.inf else LOWEST_BINARY_EXPONENT
+    bins, sketch = np.zeros(2 * HALF_BINS, np.int64), np.zeros(SKETCH, np.int64)
     for part in _parts(x):
         magnitude = part.view(np.int32) & _MAGNITUDE
         nans += int((magnitude > _INFINITY).sum())
         infinities += int((magnitude == _INFINITY).sum())
         zeros += int((magnitude == 0).sum())
         counted = part[(magnitude > 0) & (magnitude < _INFINITY)]
-        index = np.floor(np.ldexp(_exact(counted), -exponent)).astype(np.int64) + HALF
-        bins += np.bincount(index, minlength=2 * HALF)
-        sketch += np.bincount((counted.view(np.uint32) >> np.uint32(REST)).astype(np.int64), minlength=SKETCH)
+        index = np.floor(np.ldexp(_exact(counted), -exponent)).astype(np.int64) + HALF_BINS
+        bins += np.bincount(index, minlength=2 * HALF_BINS)
+        sketch += np.bincount((counted.view(np.uint32) >> np.uint32(EXPONENT_BITS)).astype(np.int64), minlength=SKETCH)
         total += exact_sum(counted)
     return Counts(x.size, low, high, nans, infinities, zeros, exponent, bins, sketch, total, lows, highs)
 
 
-def channel_extrema_numpy(x: F32) -> tuple[F32, F32]:
+def channel_extrema_numpy(x: Float32Values) -> tuple[Float32Values, Float32Values]:
     """`channel_extrema` of f32[outer, channels, inner] in NumPy."""
     keys = x.view(np.int32) & _MAGNITUDE
     keys, finite = np.where(x.view(np.int32) < 0, -keys, keys), keys < _INFINITY
@@ -170,17 +172,17 @@ def channel_extrema_numpy(x: F32) -> tuple[F32, F32]:
     return _values(low), _values(high)
 
 
-def _values(keys: NDArray[np.int32]) -> F32:
+def _values(keys: NDArray[np.int32]) -> Float32Values:
     """Magnitude bits with a sign -> the values; integers order like values in every float mode."""
     return (np.abs(keys) | np.where(keys < 0, np.int32(-(2**31)), np.int32(0))).view(np.float32)
 
 
-def _parts(x: F32) -> list[F32]:
+def _parts(x: Float32Values) -> list[Float32Values]:
     flat = x.reshape(-1)
     return [flat[start : start + CHUNK] for start in range(0, flat.size, CHUNK)]
 
 
-def _exact(x: F32) -> NDArray[np.float64]:
+def _exact(x: Float32Values) -> NDArray[np.float64]:
     """Return f32 values without NaN as f64, converted from their bits: `torch.set_flush_denormal` loses no denormal."""
     bits = x.view(np.uint32)
     exponent = np.maximum(((bits >> np.uint32(23)) & np.uint32(255)).astype(np.int32), 1)

@@ -1,6 +1,6 @@
 """What programs are linked with: parts of the C++ library in this folder, and generated kernels.
 
-A `Unit` is compiled once per instruction set to an object file in the kernel cache (native/compile.py).
+A `TranslationUnit` is compiled once per instruction set to an object file in the kernel cache (native/compile.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Unit:
+class TranslationUnit:
     """A text with an object file of its own. ``digest``: of all that the text is made from; ``text`` is called when the
     cache has no such object file; ``suffix``: ".s" for assembly, ".cpp"."""
 
@@ -29,7 +29,7 @@ class Unit:
 
 
 def included(source: str, headers: tuple[str, ...] = ()) -> dict[str, str]:
-    """Name -> text of every file of this folder that ``source`` includes, directly or not, and of ``headers``."""
+    """Path in this folder -> text of every file that ``source`` includes, directly or not, and of ``headers``."""
     texts: dict[str, str] = {}
     waiting = [*headers, *_INCLUDE.findall(source)]
     while waiting:
@@ -52,7 +52,7 @@ def library_files(source: str) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def library_units(source: str) -> tuple[Unit, ...]:
+def library_units(source: str) -> tuple[TranslationUnit, ...]:
     """The parts of the library that ``source`` is linked with."""
     return tuple(_library_unit(name) for name in library_files(source))
 
@@ -60,14 +60,15 @@ def library_units(source: str) -> tuple[Unit, ...]:
 @cache
 def _library(folder: Path) -> frozenset[str]:
     """C++ files whose header declares functions of the library."""
-    headers = (path for path in folder.glob("*.h") if "LIBRARY void" in path.read_text(encoding="utf-8"))
-    return frozenset(path.with_suffix(".cpp").name for path in headers if path.with_suffix(".cpp").is_file())
+    headers = (path for path in folder.rglob("*.h") if "LIBRARY void" in path.read_text(encoding="utf-8"))
+    sources = (path.with_suffix(".cpp") for path in headers)
+    return frozenset(str(path.relative_to(folder)) for path in sources if path.is_file())
 
 
-def _library_unit(name: str) -> Unit:
+def _library_unit(name: str) -> TranslationUnit:
     text = _read(name)
     digest = hashlib.sha256("\0".join([text, *sorted(included(text).values())]).encode()).hexdigest()
-    return Unit(f"library_{name.removesuffix('.cpp')}", digest, ".cpp", lambda: text)
+    return TranslationUnit(f"library_{Path(name).stem}", digest, ".cpp", lambda: text)
 
 
 def _read(name: str) -> str:

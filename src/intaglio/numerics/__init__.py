@@ -1,4 +1,4 @@
-"""Reference definition of all quantized arithmetic, in NumPy; `native/numerics.h` must match it bit for bit.
+"""Reference definition of all quantized arithmetic, in NumPy; `native/base/numerics.h` must match it bit for bit.
 
 Everything that runs is IEEE float32 ``+ - * /``, comparison and conversion in the written order, ties to even: no fused
 multiply-add, no reciprocal estimates. Integers of kernels wrap as unsigned 32-bit.
@@ -41,8 +41,8 @@ from intaglio.numerics.attention_math import (
     probability_levels,
 )
 from intaglio.numerics.requantization import (
-    STEPS,
-    Levels,
+    QUANT_STEPS,
+    GridParameters,
     activate,
     add_requantize,
     affine_requantize,
@@ -56,10 +56,10 @@ from intaglio.numerics.requantization import (
 )
 from intaglio.numerics.rounding import (
     CONVERTIBLE,
-    F32,
-    I32,
     LARGEST,
     Affine,
+    FloatArray,
+    Int32Array,
     clamp_levels,
     dequantize,
     finish,
@@ -103,11 +103,9 @@ __all__ = [
     "BIAS_LIMIT",
     "CONVERTIBLE",
     "EXP_TERMS",
-    "F32",
     "FLATTEST_ROW",
     "GELU_CUBIC",
     "GELU_LINEAR",
-    "I32",
     "LANES",
     "LARGEST",
     "LEVEL_TERMS",
@@ -121,17 +119,19 @@ __all__ = [
     "NEAR_TERMS",
     "NORMAL_RATE",
     "NORMAL_TERMS",
+    "QUANT_STEPS",
     "ROW_STEPS",
     "ROW_ZERO",
     "SHRINKS",
     "SIXTH",
     "SMALLEST_ROW",
     "SMALLEST_SCALE",
-    "STEPS",
     "TABLE_STEPS",
     "ZERO_WEIGHT_STEPS",
     "Affine",
-    "Levels",
+    "FloatArray",
+    "GridParameters",
+    "Int32Array",
     "accumulator_bound",
     "accumulator_scale",
     "activate",

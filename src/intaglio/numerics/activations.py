@@ -1,4 +1,4 @@
-"""Activation functions in float32, in the order of operations that `native/functions.h` repeats bit for bit."""
+"""Activation functions in float32, in the order of operations that `native/base/functions.h` repeats bit for bit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
-from intaglio.numerics.rounding import F32, LARGEST
+from intaglio.numerics.rounding import LARGEST, FloatArray
 
 LOWEST_EXPONENT = np.float32(-87)
 """Below this `exp_negative` is 0; float32 would soon be denormal."""
@@ -28,7 +28,7 @@ EXP_TERMS = tuple(
 LANES = 16
 
 
-def exp_negative(x: ArrayLike) -> F32:
+def exp_negative(x: ArrayLike) -> FloatArray:
     """f32 -> f32: exp(x) for x <= 0, within 1e-7 of it; 0 below -87.
 
     ``2^n * exp(x - n * ln 2)`` with ``n = rne(x / ln 2)`` and a polynomial in float32, no fused multiply-add.
@@ -38,18 +38,18 @@ def exp_negative(x: ArrayLike) -> F32:
     return np.where(x < LOWEST_EXPONENT, np.float32(0), (rise + np.float32(1)) * power)
 
 
-def expm1_negative(x: ArrayLike) -> F32:
+def expm1_negative(x: ArrayLike) -> FloatArray:
     """f32 -> f32: exp(x) - 1 for x <= 0, within 1e-7 of it, relative to it; the parts of `exp_negative`."""
     rise, power = _exp_parts(np.asarray(x, np.float32))
-    result: F32 = rise * power + (power - np.float32(1))
+    result: FloatArray = rise * power + (power - np.float32(1))
     return result
 
 
-def _exp_parts(x: F32) -> tuple[F32, F32]:
+def _exp_parts(x: FloatArray) -> tuple[FloatArray, FloatArray]:
     """``r`` and a power of two with ``exp(x) = (r + 1) * power``, for x from -87 to 0; below as for -87."""
     bounded = np.maximum(x, LOWEST_EXPONENT)
-    n: F32 = np.rint(bounded * LOG2_E)
-    r: F32 = (bounded - n * LN2_HIGH) - n * LN2_LOW
+    n: FloatArray = np.rint(bounded * LOG2_E)
+    r: FloatArray = (bounded - n * LN2_HIGH) - n * LN2_LOW
     total = np.full_like(r, EXP_TERMS[0])
     for term in EXP_TERMS[1:]:
         total = total * r + term
@@ -68,51 +68,51 @@ GELU_LINEAR = np.float32(2 * math.sqrt(2 / math.pi))
 GELU_CUBIC = np.float32(2 * math.sqrt(2 / math.pi) * 0.044715)
 
 
-def leaky_relu(x: ArrayLike, slope: float) -> F32:
+def leaky_relu(x: ArrayLike, slope: float) -> FloatArray:
     """f32 -> f32: x above 0, else ``x * float32(slope)``."""
     x = np.asarray(x, np.float32)
     with np.errstate(over="ignore"):
         return np.where(x > 0, x, np.maximum(x, -LARGEST) * np.float32(slope))
 
 
-def hardsigmoid(x: ArrayLike) -> F32:
+def hardsigmoid(x: ArrayLike) -> FloatArray:
     """f32 -> f32: ``min(max(x + 3, 0), 6) * float32(1 / 6)``, within 1e-7 of it."""
-    result: F32 = np.clip(np.asarray(x, np.float32) + np.float32(3), np.float32(0), np.float32(6)) * SIXTH
+    result: FloatArray = np.clip(np.asarray(x, np.float32) + np.float32(3), np.float32(0), np.float32(6)) * SIXTH
     return result
 
 
-def hardswish(x: ArrayLike) -> F32:
+def hardswish(x: ArrayLike) -> FloatArray:
     """f32 -> f32: ``x * hardsigmoid(x)``, within 2e-7 of it, relative to it."""
     x = np.asarray(x, np.float32)
-    result: F32 = np.maximum(x, np.float32(-3)) * hardsigmoid(x)
+    result: FloatArray = np.maximum(x, np.float32(-3)) * hardsigmoid(x)
     return result
 
 
-def sigmoid(x: ArrayLike) -> F32:
+def sigmoid(x: ArrayLike) -> FloatArray:
     """f32 -> f32: ``1 / (1 + exp(-x))``, within 2e-7 of it, relative to it; 0 below -87."""
     x = np.asarray(x, np.float32)
     power = exp_negative(-np.abs(x))
-    result: F32 = np.where(x < 0, power, np.float32(1)) / (power + np.float32(1))
+    result: FloatArray = np.where(x < 0, power, np.float32(1)) / (power + np.float32(1))
     return result
 
 
-def silu(x: ArrayLike) -> F32:
+def silu(x: ArrayLike) -> FloatArray:
     """f32 -> f32: ``x * sigmoid(x)``, within 3e-7 of it, relative to it; 0 below -87."""
     x = np.asarray(x, np.float32)
-    result: F32 = np.maximum(x, LOWEST_EXPONENT) * sigmoid(x)
+    result: FloatArray = np.maximum(x, LOWEST_EXPONENT) * sigmoid(x)
     return result
 
 
-def hyperbolic_tangent(x: ArrayLike) -> F32:
+def hyperbolic_tangent(x: ArrayLike) -> FloatArray:
     """f32 -> f32: tanh(x) by `expm1_negative` of ``-2 |x|``, within 2e-7 of it, relative to it."""
     x = np.asarray(x, np.float32)
     with np.errstate(over="ignore"):
         fall = expm1_negative(np.float32(-2) * np.abs(x))
-    result: F32 = np.where(x < 0, fall, -fall) / (fall + np.float32(2))
+    result: FloatArray = np.where(x < 0, fall, -fall) / (fall + np.float32(2))
     return result
 
 
-def gelu(x: ArrayLike) -> F32:
+def gelu(x: ArrayLike) -> FloatArray:
     """f32 -> f32: x times the normal distribution up to x, within ``3e-7 * |x|`` of it.
 
     The tail beyond |x| is ``exp(-x * x / 2)`` times a polynomial in ``1 / (1 + p |x|)``.
@@ -125,7 +125,7 @@ def gelu(x: ArrayLike) -> F32:
     for term in NORMAL_TERMS[1:]:
         total = total * near + term
     tail = (total * near) * power
-    result: F32 = np.maximum(x, LOWEST_EXPONENT) * np.where(x < 0, tail, np.float32(1) - tail)
+    result: FloatArray = np.maximum(x, LOWEST_EXPONENT) * np.where(x < 0, tail, np.float32(1) - tail)
     return result
 
 
@@ -166,7 +166,7 @@ NEAR_TERMS = np.array(
 first: the least largest error, below 2.3e-6, and 0 in the last piece, where 7e-7 and less are left."""
 
 
-def near_gelu(x: ArrayLike) -> F32:
+def near_gelu(x: ArrayLike) -> FloatArray:
     """f32 -> f32: x times the normal distribution up to x, within ``3e-6 * |x|`` of it, for results that become levels.
 
     That is x or 0, the larger, less the tail beyond |x| times |x|. Of 16 pieces of |x| each has its own polynomial: a
@@ -178,11 +178,11 @@ def near_gelu(x: ArrayLike) -> F32:
     *lower, total = NEAR_TERMS[:, np.rint(size * NEAR_RATE).astype(np.int32)]
     for term in reversed(lower):
         total = total * size + term
-    result: F32 = np.where(x < 0, np.float32(0), x) - size * total
+    result: FloatArray = np.where(x < 0, np.float32(0), x) - size * total
     return result
 
 
-def gelu_tanh(x: ArrayLike) -> F32:
+def gelu_tanh(x: ArrayLike) -> FloatArray:
     """f32 -> f32: ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))``, within ``2e-7 * |x|`` of it.
 
     That is ``x * sigmoid(2 * ...)``.
@@ -190,5 +190,5 @@ def gelu_tanh(x: ArrayLike) -> F32:
     x = np.asarray(x, np.float32)
     with np.errstate(over="ignore"):
         inner = x * ((x * x) * GELU_CUBIC + GELU_LINEAR)
-    result: F32 = np.maximum(x, LOWEST_EXPONENT) * sigmoid(inner)
+    result: FloatArray = np.maximum(x, LOWEST_EXPONENT) * sigmoid(inner)
     return result

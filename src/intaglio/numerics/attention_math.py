@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from intaglio.numerics.activations import LOG2_E
-from intaglio.numerics.rounding import F32, I32, LARGEST, finish
+from intaglio.numerics.rounding import LARGEST, FloatArray, Int32Array, finish
 from intaglio.numerics.scales import accumulator_scale, multiplier
 
 LOWEST_SCORE = np.float32(-12)
@@ -52,7 +52,7 @@ def attention_factors(inputs: Sequence[float], scale_y: float, scale: float) -> 
     return factor, np.float32(multiplier(np.float64(np.float32(scale_v)), scale_y))
 
 
-def mask_powers(mask: NDArray[Any]) -> F32:
+def mask_powers(mask: NDArray[Any]) -> FloatArray:
     """What a mask adds to scores in powers of two: ``mask * LOG2_E`` of floats, no less than the least finite one but
     for -inf; 0 for True, -inf for False.
     """
@@ -64,13 +64,15 @@ def mask_powers(mask: NDArray[Any]) -> F32:
     return np.where(given == -np.inf, given, np.where(wide > -LARGEST, wide, -LARGEST))
 
 
-def attention_scores(q: ArrayLike, k: ArrayLike, factor: ArrayLike, mask: NDArray[Any] | None, causal: bool) -> F32:
+def attention_scores(
+    q: ArrayLike, k: ArrayLike, factor: ArrayLike, mask: NDArray[Any] | None, causal: bool
+) -> FloatArray:
     """i[..., queries, D], i[..., keys, D] -> f32[..., queries, keys] in powers of two: ``float32(q . k) * factor``,
     plus `mask_powers`; with ``causal`` -inf for keys behind the query of their number.
     """
     products = np.asarray(q, np.float64) @ np.swapaxes(np.asarray(k, np.float64), -1, -2)
     with np.errstate(over="ignore", invalid="ignore"):
-        scores: F32 = products.astype(np.float32) * np.asarray(factor, np.float32)
+        scores: FloatArray = products.astype(np.float32) * np.asarray(factor, np.float32)
         if mask is not None:
             scores = scores + mask_powers(mask)
     if causal:
@@ -89,7 +91,7 @@ def attention(
     zero_point: int,
     low: int,
     high: int,
-) -> I32:
+) -> Int32Array:
     """i[B, H, queries, D], i[B, G, keys, D], i[B, G, keys, V] -> i32[B, H, queries, V]: levels of
     ``softmax(q k^T * scale + mask) v``; operands are differences from their zero points, ``H / G`` heads share a k, v.
 

@@ -1,4 +1,4 @@
-"""Reference arithmetic of tensors that stay float32 between integers; `native/loops.h` is its C++ counterpart.
+"""Reference arithmetic of tensors that stay float32 between integers; the C++ of it is native/elementwise/loops.h.
 
 Inputs have any size, NaN and infinities included: IEEE float32 in the written order, no fused multiply-add. bfloat16 is
 float32 whose low 16 bits are zero.
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from intaglio import numerics
-from intaglio.numerics import F32, LANES, LN2_HIGH, LN2_LOW
+from intaglio.numerics import LANES, LN2_HIGH, LN2_LOW, FloatArray
 
 LARGEST_EXPONENT = np.float32(89)
 """exp of it is beyond float32."""
@@ -22,15 +22,15 @@ SQRT_HALF_BITS = 0x3F3504F3
 """Of the float32 nearest to sqrt(1/2)."""
 SMALLEST_NORMAL = np.float32(2.0**-126)
 
-Function = Callable[[F32], F32]
+Function = Callable[[FloatArray], FloatArray]
 
 
-def exp(x: ArrayLike) -> F32:
+def exp(x: ArrayLike) -> FloatArray:
     """f32 -> f32: exp(x), within 1.2e-7 of it, relative to it; 0 below -87 and `numerics.exp_negative` up to 0."""
     x = np.asarray(x, np.float32)
     bounded = np.where(x > numerics.LOWEST_EXPONENT, x, numerics.LOWEST_EXPONENT)
     bounded = np.where(bounded < LARGEST_EXPONENT, bounded, LARGEST_EXPONENT)
-    n: F32 = np.rint(bounded * numerics.LOG2_E)
+    n: FloatArray = np.rint(bounded * numerics.LOG2_E)
     rise = _exp_rise(bounded, n)
     whole = n.astype(np.int32)
     power = ((np.minimum(whole, 127) + 127) << 23).view(np.float32)
@@ -41,16 +41,16 @@ def exp(x: ArrayLike) -> F32:
     return np.where(np.isnan(x), x, found)
 
 
-def _exp_rise(x: F32, n: F32) -> F32:
+def _exp_rise(x: FloatArray, n: FloatArray) -> FloatArray:
     """exp(x - n ln 2) - 1, in the order of `numerics.exp_negative`."""
-    r: F32 = (x - n * LN2_HIGH) - n * LN2_LOW
+    r: FloatArray = (x - n * LN2_HIGH) - n * LN2_LOW
     total = np.full_like(r, numerics.EXP_TERMS[0])
     for term in numerics.EXP_TERMS[1:]:
         total = total * r + term
     return total * (r * r) + r
 
 
-def log(x: ArrayLike) -> F32:
+def log(x: ArrayLike) -> FloatArray:
     """f32 -> f32: log(x), within 1.2e-7 of it, relative to it or to 1; -inf of 0, NaN below."""
     x = np.asarray(x, np.float32)
     small = x < SMALLEST_NORMAL
@@ -75,28 +75,28 @@ def log(x: ArrayLike) -> F32:
 def of_numbers(function: Function) -> Function:
     """The function, and NaN of NaN."""
 
-    def wide(x: F32) -> F32:
+    def wide(x: FloatArray) -> FloatArray:
         unknown = np.isnan(x)
         return np.where(unknown, x, function(np.where(unknown, np.float32(0), x)))
 
     return wide
 
 
-def maximum(a: F32, b: F32) -> F32:
+def maximum(a: FloatArray, b: FloatArray) -> FloatArray:
     """The larger; NaN if either is."""
     return np.where((a > b) | np.isnan(a), a, b)
 
 
-def minimum(a: F32, b: F32) -> F32:
+def minimum(a: FloatArray, b: FloatArray) -> FloatArray:
     """The smaller; NaN if either is."""
     return np.where((a < b) | np.isnan(a), a, b)
 
 
-def in_lanes(x: F32, start: float, join: Callable[[F32, F32], F32]) -> F32:
+def in_lanes(x: FloatArray, start: float, join: Callable[[FloatArray, FloatArray], FloatArray]) -> FloatArray:
     """f32[..., C] -> f32[..., 1]: element i joins lane ``i % 16``, in order; then lanes, the upper half to the lower,
     until there is one.
     """
-    lanes: F32 = np.full((*x.shape[:-1], LANES), start, np.float32)
+    lanes: FloatArray = np.full((*x.shape[:-1], LANES), start, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         for first in range(0, x.shape[-1], LANES):
             part = x[..., first : first + LANES]
@@ -108,29 +108,29 @@ def in_lanes(x: F32, start: float, join: Callable[[F32, F32], F32]) -> F32:
     return lanes
 
 
-def total(x: F32) -> F32:
+def total(x: FloatArray) -> FloatArray:
     """f32[..., C] -> f32[..., 1]: the sum."""
     return in_lanes(x, 0.0, np.add)
 
 
-def mean(x: F32) -> F32:
+def mean(x: FloatArray) -> FloatArray:
     """f32[..., C] -> f32[..., 1]: the sum over ``float32(C)``."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        result: F32 = total(x) / np.float32(x.shape[-1])
+        result: FloatArray = total(x) / np.float32(x.shape[-1])
     return result
 
 
-def greatest(x: F32) -> F32:
+def greatest(x: FloatArray) -> FloatArray:
     """f32[..., C] -> f32[..., 1]: -inf of none."""
     return in_lanes(x, -np.inf, lambda lanes, part: maximum(part, lanes))
 
 
-def least(x: F32) -> F32:
+def least(x: FloatArray) -> FloatArray:
     """f32[..., C] -> f32[..., 1]: inf of none."""
     return in_lanes(x, np.inf, lambda lanes, part: minimum(part, lanes))
 
 
-def to_bfloat16(x: ArrayLike) -> F32:
+def to_bfloat16(x: ArrayLike) -> FloatArray:
     """f32 -> the nearest that bfloat16 holds, ties to even; NaN stays NaN."""
     x = np.asarray(x, np.float32)
     bits = np.ascontiguousarray(x).view(np.uint32).reshape(x.shape)
@@ -138,12 +138,14 @@ def to_bfloat16(x: ArrayLike) -> F32:
     return np.where(np.isnan(x), np.float32(np.nan), rounded.view(np.float32))
 
 
-def rows_of(table: NDArray[np.float32], ids: NDArray[np.int64]) -> F32:
+def rows_of(table: NDArray[np.float32], ids: NDArray[np.int64]) -> FloatArray:
     """f32[V, D], i64[..., 1] -> f32[..., D]. IndexError, as PyTorch's, for an id the table does not have."""
     return table[_known(ids, len(table))[..., 0]]
 
 
-def rows_of_levels(levels: NDArray[np.uint8], ids: NDArray[np.int64], scales: F32, zeros: F32) -> F32:
+def rows_of_levels(
+    levels: NDArray[np.uint8], ids: NDArray[np.int64], scales: FloatArray, zeros: FloatArray
+) -> FloatArray:
     """u8[V, D], i64[..., 1], scales and zero points f32[V] -> f32[..., D]; ids as of `rows_of`."""
     found = _known(ids, len(levels))[..., 0]
     return numerics.dequantize_table(levels[found], scales[found], zeros[found])
@@ -155,7 +157,12 @@ def _known(ids: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     return ids
 
 
-def linear(x: F32, weight: NDArray[np.float16 | np.int8], scales: F32 | None = None, bias: F32 | None = None) -> F32:
+def linear(
+    x: FloatArray,
+    weight: NDArray[np.float16 | np.int8],
+    scales: FloatArray | None = None,
+    bias: FloatArray | None = None,
+) -> FloatArray:
     """f32[..., K] and [N, K] -> f32[..., N]: from 0, products with the weights as they are stored, one input after the
     other; then times the scale of an output, then plus its bias.
     """

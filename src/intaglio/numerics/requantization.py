@@ -8,10 +8,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from intaglio.numerics.rounding import F32, I32, Affine, dequantize, finish, quantize, reciprocal
+from intaglio.numerics.rounding import Affine, FloatArray, Int32Array, dequantize, finish, quantize, reciprocal
 
 
-def requantize(acc: ArrayLike, factor: ArrayLike, zero_point: int, low: int, high: int) -> I32:
+def requantize(acc: ArrayLike, factor: ArrayLike, zero_point: int, low: int, high: int) -> Int32Array:
     """i32 accumulators -> i32 levels: ``clamp(rne(float32(acc) * factor) + zero_point, low, high)``; factor broadcasts.
 
     Products beyond +-2^30 are clamped in float first, which cannot change the result.
@@ -23,7 +23,7 @@ def requantize(acc: ArrayLike, factor: ArrayLike, zero_point: int, low: int, hig
 
 def add_requantize(
     a: ArrayLike, factor_a: ArrayLike, b: ArrayLike, factor_b: ArrayLike, zero_point: int, low: int, high: int
-) -> I32:
+) -> Int32Array:
     """``clamp(rne(float32(a) * factor_a + float32(b) * factor_b) + zero_point, low, high)``, no fused multiply-add.
 
     ``a`` is an accumulator or ``q_a - zp_a``; ``b`` is ``q_b - zp_b``. Factors are `multiplier` of ``scale * alpha`` in
@@ -35,7 +35,9 @@ def add_requantize(
         return finish(left + right, zero_point, low, high)
 
 
-def affine_requantize(x: ArrayLike, factor: ArrayLike, offset: ArrayLike, zero_point: int, low: int, high: int) -> I32:
+def affine_requantize(
+    x: ArrayLike, factor: ArrayLike, offset: ArrayLike, zero_point: int, low: int, high: int
+) -> Int32Array:
     """``clamp(rne(float32(x) * factor + offset) + zero_point, low, high)``, no fused multiply-add; x is ``q - zp``."""
     with np.errstate(over="ignore"):
         steps = np.asarray(x, np.int32).astype(np.float32) * np.asarray(factor, np.float32)
@@ -44,7 +46,7 @@ def affine_requantize(x: ArrayLike, factor: ArrayLike, offset: ArrayLike, zero_p
 
 def layer_norm(
     x: ArrayLike, factor: ArrayLike, offset: ArrayLike, eps: ArrayLike, zero_point: int, low: int, high: int
-) -> I32:
+) -> Int32Array:
     """i32[..., C], levels less their zero point -> levels of the normalised rows.
 
     With ``n1 = sum(x)`` and ``n2 = sum(x * x)`` exact: mean ``float32(n1) / float32(C)``, variance ``float32(C * n2 -
@@ -66,13 +68,13 @@ def layer_norm(
 def activate(
     acc: ArrayLike,
     factor: ArrayLike,
-    function: Callable[[F32], F32],
+    function: Callable[[FloatArray], FloatArray],
     scale: ArrayLike,
     zero_point: int,
     low: int,
     high: int,
     gain: ArrayLike = 1,
-) -> I32:
+) -> Int32Array:
     """i32 accumulators -> i32 levels of a function, rounded once:
     ``clamp(rne((function(float32(acc) * factor) * gain) * (1 / scale)) + zero_point, low, high)``; factor and gain
     broadcast.
@@ -83,7 +85,7 @@ def activate(
         return finish(value * reciprocal(scale), zero_point, low, high)
 
 
-STEPS = 255
+QUANT_STEPS = 255
 """Steps of a value of 16 bits in a step of its level. An odd number: no value lies in the middle between two levels."""
 
 
@@ -93,18 +95,20 @@ def widen(scale: float, zero_point: int) -> Affine:
     The scale is ``float32(scale / 255)``, the zero point ``255 * zero_point + 127``. Quantizing ``dequantize(q16)``
     with the parameters of the levels gives ``q16 // 255``.
     """
-    return Affine(float(np.float32(np.float64(np.float32(scale)) / STEPS)), STEPS * zero_point + STEPS // 2)
+    return Affine(
+        float(np.float32(np.float64(np.float32(scale)) / QUANT_STEPS)), QUANT_STEPS * zero_point + QUANT_STEPS // 2
+    )
 
 
-def split(q16: ArrayLike) -> tuple[I32, I32]:
+def split(q16: ArrayLike) -> tuple[Int32Array, Int32Array]:
     """Level and rest of values of 16 bits: ``q16 // 255`` and ``q16 % 255``."""
-    level, rest = np.divmod(np.asarray(q16, np.int32), np.int32(STEPS))
+    level, rest = np.divmod(np.asarray(q16, np.int32), np.int32(QUANT_STEPS))
     return level, rest
 
 
-def joined(level: ArrayLike, rest: ArrayLike) -> I32:
+def joined(level: ArrayLike, rest: ArrayLike) -> Int32Array:
     """``255 * level + rest``, the inverse of `split`; of differences from both zero points, that from its own."""
-    together: I32 = STEPS * np.asarray(level, np.int32) + np.asarray(rest, np.int32)
+    together: Int32Array = QUANT_STEPS * np.asarray(level, np.int32) + np.asarray(rest, np.int32)
     return together
 
 
@@ -116,7 +120,7 @@ def requantize_table(
     return quantize(dequantize(levels, scale_x, zero_x), scale_y, zero_y, low, high).astype(np.uint8)
 
 
-class Levels(Protocol):
+class GridParameters(Protocol):
     """What a table needs of quantization parameters: `intaglio.ir.QParams` has it."""
 
     @property
@@ -132,7 +136,9 @@ class Levels(Protocol):
     def qmax(self) -> int: ...
 
 
-def function_table(function: Callable[[NDArray[np.float64]], ArrayLike], x: Levels, y: Levels) -> NDArray[np.uint8]:
+def function_table(
+    function: Callable[[NDArray[np.float64]], ArrayLike], x: GridParameters, y: GridParameters
+) -> NDArray[np.uint8]:
     """u8[256]: level of x -> level of ``function(x)``; the function is taken in float64 of the float32 value."""
     levels = np.arange(256, dtype=np.int32)
     with np.errstate(all="ignore"):

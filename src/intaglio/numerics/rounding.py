@@ -1,7 +1,7 @@
 """Round real values to quantized ones: the one rule that every other place calls.
 
 ``q = clamp(rne(x * inverse) + zero_point, low, high)`` with ``inverse = float32(1) / scale`` and ties to even.
-`quantize` is the rule; `native/numerics.h` is its C++ counterpart, bit for bit.
+`quantize` is the rule; `native/base/numerics.h` is its C++ counterpart, bit for bit.
 
 `round_clamp` is the part of the rule behind the product, for NumPy arrays and torch tensors. What searches for
 parameters or integers (range methods, SmoothQuant, GPTQ, training) calls it with quotients of its own, in float64 or
@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-F32 = NDArray[np.float32]
+FloatArray = NDArray[np.float32]
 
-I32 = NDArray[np.int32]
+Int32Array = NDArray[np.int32]
 
 LARGEST = np.float32(np.finfo(np.float32).max)
 
@@ -37,12 +37,12 @@ class Affine(NamedTuple):
     zero_point: int
 
 
-def reciprocal(scale: ArrayLike) -> F32:
+def reciprocal(scale: ArrayLike) -> FloatArray:
     """``float32(1) / scale``: what `quantize` multiplies by. Exact twin of torch's ``1.0 / scale``."""
     return np.float32(1) / np.asarray(scale, np.float32)
 
 
-def quantize(x: ArrayLike, scale: ArrayLike, zero_point: ArrayLike, low: int, high: int) -> I32:
+def quantize(x: ArrayLike, scale: ArrayLike, zero_point: ArrayLike, low: int, high: int) -> Int32Array:
     """f32[...] -> i32[...] in steps of ``scale``: ``clamp(rne(x * (1/scale)) + zero_point, low, high)``.
 
     Bit-equal to ``quantized_decomposed.quantize_per_tensor.default`` for finite and infinite x; NaN gives the
@@ -51,11 +51,11 @@ def quantize(x: ArrayLike, scale: ArrayLike, zero_point: ArrayLike, low: int, hi
     with np.errstate(over="ignore", invalid="ignore"):
         steps = np.rint(np.asarray(x, np.float32) * reciprocal(scale))
         shifted = np.where(np.isnan(steps), np.float32(0), steps) + np.asarray(zero_point, np.float32)
-    levels: I32 = np.clip(shifted, np.float32(low), np.float32(high)).astype(np.int32)
+    levels: Int32Array = np.clip(shifted, np.float32(low), np.float32(high)).astype(np.int32)
     return levels
 
 
-def dequantize(q: ArrayLike, scale: ArrayLike, zero_point: ArrayLike) -> F32:
+def dequantize(q: ArrayLike, scale: ArrayLike, zero_point: ArrayLike) -> FloatArray:
     """i[...] -> f32[...]: ``float32(q - zero_point) * scale``."""
     return (np.asarray(q, np.int32) - np.asarray(zero_point, np.int32)).astype(np.float32) * np.asarray(
         scale, np.float32
@@ -75,7 +75,7 @@ def round_clamp(steps: Any, low: Any, high: Any, zero_point: Any = None) -> Any:
     return (rounded if zero_point is None else rounded + zero_point).clip(low, high)
 
 
-def finish(steps: F32, zero_point: int, low: int, high: int) -> I32:
+def finish(steps: FloatArray, zero_point: int, low: int, high: int) -> Int32Array:
     """Steps in float32 -> levels: ``clamp(rne(steps) + zero_point, low, high)``; steps beyond +-2^30 count as those."""
     shifted = np.rint(np.clip(steps, -CONVERTIBLE, CONVERTIBLE)).astype(np.int64) + zero_point
     return np.clip(shifted, low, high).astype(np.int32)

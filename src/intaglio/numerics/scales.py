@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from intaglio.numerics.rounding import F32, I32, Affine, reciprocal
+from intaglio.numerics.rounding import Affine, FloatArray, Int32Array, reciprocal
 
 SMALLEST_SCALE = 2.0**-126
 """Below this a float32 scale is denormal and its reciprocal may be infinite."""
@@ -39,7 +39,7 @@ def affine(low: float, high: float, qmin: int, qmax: int) -> Affine:
     return Affine(scale, zero_point)
 
 
-def symmetric(absmax: ArrayLike, qmax: int) -> F32:
+def symmetric(absmax: ArrayLike, qmax: int) -> FloatArray:
     """Scales ``absmax / qmax`` (float64, stored float32); an all-zero channel gets 1."""
     wide = np.asarray(absmax, np.float64)
     scale = np.maximum(wide / qmax, SMALLEST_SCALE).astype(np.float32)
@@ -50,7 +50,7 @@ SHRINKS = tuple(1 - step / 40 for step in range(29))
 """Of the scale that reaches the largest value: what `least_squares` tries, the largest first."""
 
 
-def least_squares(rows: ArrayLike, qmin: int, qmax: int) -> F32:
+def least_squares(rows: ArrayLike, qmin: int, qmax: int) -> FloatArray:
     """f32[..., K] -> f32[...]: of the scales ``shrink * absmax / qmax`` the one whose nearest levels in qmin..qmax are
     closest to the row, by squared distance; of equal ones the largest. A row of zeros gets 1.
     """
@@ -64,7 +64,7 @@ def least_squares(rows: ArrayLike, qmin: int, qmax: int) -> F32:
     return best
 
 
-def group_scale(groups: ArrayLike, qmin: int, qmax: int, most: int) -> F32:
+def group_scale(groups: ArrayLike, qmin: int, qmax: int, most: int) -> FloatArray:
     """f32[C, G, K] -> f32[C]: the scale of each channel whose groups have steps of 1..most times it.
 
     Every group's own step is that of `least_squares`. Tried is what makes the largest of them n times the scale, for n
@@ -82,7 +82,7 @@ def group_scale(groups: ArrayLike, qmin: int, qmax: int, most: int) -> F32:
     return best
 
 
-def group_multiples(groups: ArrayLike, scale: ArrayLike, qmin: int, qmax: int, most: int) -> I32:
+def group_multiples(groups: ArrayLike, scale: ArrayLike, qmin: int, qmax: int, most: int) -> Int32Array:
     """f32[C, G, K], f32[C] -> i32[C, G]: the multiple in 1..most of its channel's scale that each group's steps are.
 
     The one whose nearest levels in qmin..qmax are closest to the group, by squared distance; the smallest of equal
@@ -97,7 +97,7 @@ def group_multiples(groups: ArrayLike, scale: ArrayLike, qmin: int, qmax: int, m
     return best
 
 
-def _squares(rows: F32, steps: F32, qmin: int, qmax: int) -> NDArray[np.float64]:
+def _squares(rows: FloatArray, steps: FloatArray, qmin: int, qmax: int) -> NDArray[np.float64]:
     """f32[..., K], f32[...] -> f64[...]: squared distance of a row to its nearest levels."""
     with np.errstate(over="ignore", invalid="ignore"):
         levels = np.clip(np.rint(rows * reciprocal(steps)[..., None]), qmin, qmax)
@@ -110,7 +110,7 @@ def accumulator_scale(scale_x: ArrayLike, scale_w: ArrayLike) -> NDArray[np.floa
     return np.asarray(scale_x, np.float32).astype(np.float64) * np.asarray(scale_w, np.float32).astype(np.float64)
 
 
-def bias_steps(bias: ArrayLike, scale_x: ArrayLike, scale_w: ArrayLike) -> I32:
+def bias_steps(bias: ArrayLike, scale_x: ArrayLike, scale_w: ArrayLike) -> Int32Array:
     """f32[C] -> i32[C]: ``rne(float64(bias) / (float64(scale_x) * float64(scale_w)))``; raises when one overflows."""
     steps = np.rint(np.asarray(bias, np.float32).astype(np.float64) / accumulator_scale(scale_x, scale_w))
     if steps.size and np.abs(steps).max() > BIAS_LIMIT:
@@ -118,7 +118,7 @@ def bias_steps(bias: ArrayLike, scale_x: ArrayLike, scale_w: ArrayLike) -> I32:
     return steps.astype(np.int32)
 
 
-def fit_weight_scale(scale_w: ArrayLike, absmax: ArrayLike, bias: ArrayLike | None, scale_x: float) -> F32:
+def fit_weight_scale(scale_w: ArrayLike, absmax: ArrayLike, bias: ArrayLike | None, scale_x: float) -> FloatArray:
     """f32[C] weight scales made fit for an int32 bias, per channel.
 
     An all-zero channel takes the scale that puts its bias at 2^20 steps; a bias of 2^30 steps or more enlarges the
@@ -138,12 +138,12 @@ def fit_weight_scale(scale_w: ArrayLike, absmax: ArrayLike, bias: ArrayLike | No
     return np.where(wide_bias >= scale.astype(np.float64) * wide_x * BIAS_LIMIT, least, scale).astype(np.float32)
 
 
-def multiplier(accumulator: ArrayLike, scale_y: ArrayLike) -> F32:
+def multiplier(accumulator: ArrayLike, scale_y: ArrayLike) -> FloatArray:
     """``float32(accumulator / float64(scale_y))``, the factor of `requantize`; Jacob et al. 2018, eq. 4, in float."""
     return (np.asarray(accumulator, np.float64) / np.asarray(scale_y, np.float32).astype(np.float64)).astype(np.float32)
 
 
-def pool_multipliers(scale_x: float, scale_y: float, counts: Sequence[int]) -> F32:
+def pool_multipliers(scale_x: float, scale_y: float, counts: Sequence[int]) -> FloatArray:
     """Factor of `requantize` for a mean over n values, for every n in ``counts``: ``float32(s_x / (n * s_y))``."""
     return (pool_ratio(scale_x, scale_y) / np.asarray(counts, np.float64)).astype(np.float32)
 

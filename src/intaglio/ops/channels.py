@@ -149,4 +149,4 @@ PRELU = OpDef(
     emit="prelu",
     kernel="pointwise",
 )
-OPS = (AFFINE, SCALED_ADD, PRELU)
+CHANNEL_OPS = (AFFINE, SCALED_ADD, PRELU)

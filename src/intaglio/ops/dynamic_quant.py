@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import DType, Graph, Op, QParams, Ref, Rows, Shape, TensorType
+from intaglio.ir import Graph, Op, PerRow, QParams, Ref, Shape, TensorType
+from intaglio.ir.types import F32, I32, U8
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.opdef import Attrs, Layout, OpDef, Tail
-
-U8, I32, F32 = DType.U8, DType.I32, DType.F32
 
 ROW_MODES = ("token", "tensor")
 """What has a scale of its own: a row of the last axis, or an entry of the batch, whose rows then share one."""
@@ -20,12 +19,12 @@ ROW_MODES = ("token", "tensor")
 def row_levels(scales: str) -> QParams:
     """Parameters of u8 levels whose scales are the value of this name."""
     zero = numerics.ROW_ZERO
-    return QParams(Ref(scales), (zero,), zero - numerics.ROW_STEPS, zero + numerics.ROW_STEPS, Rows())
+    return QParams(Ref(scales), (zero,), zero - numerics.ROW_STEPS, zero + numerics.ROW_STEPS, PerRow())
 
 
 def row_accumulator(scales: str) -> QParams:
     """Parameters of an accumulator that such levels and a weight make."""
-    return QParams(Ref(scales), (0,), -(2**31), 2**31 - 1, Rows())
+    return QParams(Ref(scales), (0,), -(2**31), 2**31 - 1, PerRow())
 
 
 def scales_shape(shape: Shape) -> Shape:
@@ -103,4 +102,4 @@ DEQUANTIZE_ROWS = OpDef(
     tail=Tail.DEQUANTIZE_ROWS,
     kernel="matmul",
 )
-OPS = (QUANTIZE_ROWS, DEQUANTIZE_ROWS)
+DYNAMIC_QUANT_OPS = (QUANTIZE_ROWS, DEQUANTIZE_ROWS)

@@ -60,7 +60,7 @@ def bags_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType]
     return np.array(joined, np.float32).reshape(len(found), given["table"].shape[1])
 
 
-def _joined(rows: numerics.F32, mode: str) -> numerics.F32:
+def _joined(rows: numerics.FloatArray, mode: str) -> numerics.FloatArray:
     """f32[count, D] -> f32[D], row after row."""
     total = np.zeros(rows.shape[1], np.float32)
     with np.errstate(all="ignore"):
@@ -119,4 +119,4 @@ EMBEDDING_BAG = OpDef(
 ARANGE = OpDef(
     name="arange", infer=arange_shape, meaning=arange_meaning, validate=valid_range, emit="arange", kernel="tables"
 )
-OPS = (EMBEDDING_BAG, ARANGE)
+EMBEDDING_OPS = (EMBEDDING_BAG, ARANGE)

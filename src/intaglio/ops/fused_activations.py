@@ -13,7 +13,7 @@ from intaglio.ir.verify import TypeRule
 from intaglio.ops.opdef import Attrs, Layout, OpDef, Tail
 from intaglio.ops.pointwise import F32, I32, U8, along
 
-PRECISE: Mapping[str, Callable[..., numerics.F32]] = {
+PRECISE: Mapping[str, Callable[..., numerics.FloatArray]] = {
     "leaky_relu": lambda x, a: numerics.leaky_relu(x, a["slope"]),
     "hardsigmoid": lambda x, a: numerics.hardsigmoid(x),
     "hardswish": lambda x, a: numerics.hardswish(x),
@@ -24,7 +24,7 @@ PRECISE: Mapping[str, Callable[..., numerics.F32]] = {
     "gelu_tanh": lambda x, a: numerics.gelu_tanh(x),
 }
 """Attribute ``function`` of an `activate` -> its meaning on float32 ``x``, with the attributes ``a``."""
-FUNCTIONS = tuple(name for name in PRECISE if name != "gelu_tanh")
+PRECISE_FUNCTIONS = tuple(name for name in PRECISE if name != "gelu_tanh")
 """Names of the records in ops/unary.py that have this spelling."""
 
 
@@ -66,4 +66,4 @@ ACTIVATE = OpDef(
     tail=Tail.ACTIVATE,
     kernel="matmul",
 )
-OPS = (ACTIVATE,)
+FUSED_ACTIVATION_OPS = (ACTIVATE,)

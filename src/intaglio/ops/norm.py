@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import DType, Graph, Op, TensorType, evaluate
+from intaglio.ir import Graph, Op, TensorType, evaluate
+from intaglio.ir.types import F32, U8
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.opdef import Attrs, Call, Layout, OpDef, Roles, first_reason, float_activations, rank
 
-U8, F32 = DType.U8, DType.F32
-LONGEST = 2**15
+LONGEST_ROW = 2**15
 """Values of a row: sums of squares of differences of levels stay below 2^31."""
 
 
@@ -26,7 +26,7 @@ def last_axis_alone(call: Call) -> str | None:
         return f"layer norm over {len(normalized)} axes; the kernel takes the last one"
     if not isinstance(normalized[0], int):
         return f"rows of {normalized[0]} values; the kernel takes a number"
-    return f"rows of {normalized[0]} values; the kernel takes {LONGEST}" if normalized[0] > LONGEST else None
+    return f"rows of {normalized[0]} values; the kernel takes {LONGEST_ROW}" if normalized[0] > LONGEST_ROW else None
 
 
 def constant_scale(call: Call) -> str | None:
@@ -44,7 +44,7 @@ def valid_norm(op: Op, graph: Graph) -> None:
     """Check that there is a factor and an offset for every value of a row, and one epsilon."""
     row = tuple(evaluate(dim, {}) for dim in graph.types[op.inputs[0]].shape[-1:])
     found = [graph.types[name].shape for name in op.inputs[1:]]
-    if found != [row, row, (1,)] or row[0] > LONGEST:
+    if found != [row, row, (1,)] or row[0] > LONGEST_ROW:
         raise ValueError(f"layer_norm of {graph.types[op.inputs[0]]} with constants of {found}")
 
 
@@ -61,4 +61,4 @@ LAYER_NORM = OpDef(
     layout=Layout.ROW_MAJOR,
     kernel="norm",
 )
-OPS = (LAYER_NORM,)
+NORM_OPS = (LAYER_NORM,)

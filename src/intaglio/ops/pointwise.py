@@ -8,10 +8,9 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.ir import Axis, DType, Graph, Op, Shape, TensorType
+from intaglio.ir.types import F32, I32, S8, U8
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.opdef import Attrs, Call, Layout, OpDef, Result, Roles, Tail, first_reason, float_activations
-
-U8, S8, I32, F32 = DType.U8, DType.S8, DType.I32, DType.F32
 
 
 def matching_shapes(call: Call) -> str | None:
@@ -299,4 +298,4 @@ DEQUANTIZE = OpDef(
     tail=Tail.DEQUANTIZE,
     kernel="border",
 )
-OPS = (ADD, MUL, CLAMP, REQUANTIZE, TABLE, QUANTIZE, PIXELS, DEQUANTIZE)
+POINTWISE_OPS = (ADD, MUL, CLAMP, REQUANTIZE, TABLE, QUANTIZE, PIXELS, DEQUANTIZE)

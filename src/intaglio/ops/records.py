@@ -41,25 +41,25 @@ def index(*groups: Iterable[OpDef]) -> tuple[Mapping[str, OpDef], Mapping[str, O
 
 
 OPS, BY_TARGET = index(
-    conv.OPS,
-    pointwise.OPS,
-    channels.OPS,
-    pool.OPS,
-    norm.OPS,
-    resize.OPS,
-    shape.OPS,
-    pixel_shuffle.OPS,
-    unary.OPS,
-    fused_activations.OPS,
-    loop.OPS,
-    attention.OPS,
-    dynamic_quant.OPS,
-    lstm_gru.OPS,
-    embedding.OPS,
-    linear_f32.OPS,
+    conv.CONVOLUTION_OPS,
+    pointwise.POINTWISE_OPS,
+    channels.CHANNEL_OPS,
+    pool.POOL_OPS,
+    norm.NORM_OPS,
+    resize.RESIZE_OPS,
+    shape.SHAPE_OPS,
+    pixel_shuffle.PIXEL_SHUFFLE_OPS,
+    unary.UNARY_OPS,
+    fused_activations.FUSED_ACTIVATION_OPS,
+    loop.LOOP_OPS,
+    attention.ATTENTION_OPS,
+    dynamic_quant.DYNAMIC_QUANT_OPS,
+    lstm_gru.RECURRENT_OPS,
+    embedding.EMBEDDING_OPS,
+    linear_f32.WEIGHT_ONLY_OPS,
 )
 """Operators that have an integer form or exist in the integer graph only."""
-_, FLOAT_PRODUCTS = index(float_products.OPS)
+_, FLOAT_PRODUCTS = index(float_products.FLOAT_PRODUCT_OPS)
 """ATen overload -> record of a product without an integer form."""
 COUNTED = {target: record for target, record in {**FLOAT_PRODUCTS, **BY_TARGET}.items() if record.macs is not None}
 """ATen overload -> record of every operator that multiplies and accumulates, in an island or not."""

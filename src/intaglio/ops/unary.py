@@ -116,4 +116,4 @@ def _record(name: str, targets: tuple[str, ...], function: Function) -> OpDef:
     )
 
 
-OPS = tuple(_record(name, targets, function) for name, (targets, function) in FUNCTIONS.items())
+UNARY_OPS = tuple(_record(name, targets, function) for name, (targets, function) in FUNCTIONS.items())

@@ -6,7 +6,16 @@ The passes over the integer graph that prepare it for planning are here too; `lo
 from intaglio.plan.buffers import Buffer
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.graph_passes.integer_passes import INTEGER_PASSES
-from intaglio.plan.plan_records import BatchTiling, BufferLifetime, CacheSizes, Choice, Partition, Step, Target, View
+from intaglio.plan.plan_records import (
+    BatchTiling,
+    BufferLifetime,
+    CacheSizes,
+    Choice,
+    Partition,
+    Step,
+    Target,
+    TensorView,
+)
 from intaglio.plan.plan_verifier import verify_plan
 from intaglio.plan.planning import PLAN_PASSES, plan_graph
 from intaglio.plan.scheduling.batch_tiling import analytic_batch_tiling, separable
@@ -40,8 +49,8 @@ __all__ = [
     "Problem",
     "Step",
     "Target",
+    "TensorView",
     "TileLimits",
-    "View",
     "analytic",
     "analytic_batch_tiling",
     "analytic_schedules",

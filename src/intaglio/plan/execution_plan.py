@@ -15,7 +15,7 @@ from intaglio.plan.plan_records import (
     Reasons,
     Step,
     Target,
-    View,
+    TensorView,
 )
 from intaglio.plan.plan_text import batch_tiling_lines, buffer_lines, step_lines, target_line, view_lines
 
@@ -37,7 +37,7 @@ class Plan:
     lifetimes: tuple[BufferLifetime, ...] = ()
     external: tuple[str, ...] = ()
     rows: frozenset[str] = frozenset()
-    views: Mapping[str, View] = field(default_factory=dict)
+    views: Mapping[str, TensorView] = field(default_factory=dict)
     reasons: Reasons = field(default_factory=dict)
     target: Target | None = None
     schedules: Mapping[str, Schedule] = field(default_factory=dict)

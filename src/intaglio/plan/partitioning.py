@@ -17,7 +17,7 @@ from intaglio.plan.plan_records import Partition, is_flat
 
 WIDEST_HEAD_CHANNELS = 4096
 """Channels of what a head makes: the tallest tile of it fits ``WEIGHED_BYTES``, and its terms ``TERMS``, of
-native/weighed_matmul.cpp."""
+native/products/weighed_matmul.cpp."""
 
 
 def fuse(graph: Graph) -> tuple[Partition, ...]:

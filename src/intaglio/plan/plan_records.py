@@ -55,7 +55,7 @@ class Partition:
 
 
 @dataclass(frozen=True)
-class View:
+class TensorView:
     """Elements that lie in the memory of another value: from element ``start`` of ``root`` on, ``strides`` elements
     apart along the logical axes; no strides where nothing reads them and no single ones would do."""
 

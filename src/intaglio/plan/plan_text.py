@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from intaglio.ir import Dim, Graph, Schedule
 from intaglio.plan.buffers import Buffer
-from intaglio.plan.plan_records import BatchTiling, BufferLifetime, Choice, Reasons, Step, Target, View
+from intaglio.plan.plan_records import BatchTiling, BufferLifetime, Choice, Reasons, Step, Target, TensorView
 
 
 def target_line(target: Target | None, steps: int, segments: int) -> str:
@@ -57,7 +57,7 @@ def buffer_lines(buffer: Buffer, lifetime: BufferLifetime | None, reasons: Reaso
         yield from _because(choice, buffer.value, reasons)
 
 
-def view_lines(views: Mapping[str, View], reasons: Reasons) -> Iterator[str]:
+def view_lines(views: Mapping[str, TensorView], reasons: Reasons) -> Iterator[str]:
     """Yield every view, then every result of data movement that is copied although it could have been one."""
     for name, view in views.items():
         yield f"view %{name} in %{view.root} from {view.start}, strides ({', '.join(map(str, view.strides))})"

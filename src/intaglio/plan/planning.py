@@ -12,7 +12,7 @@ from intaglio.plan.execution_plan import Plan
 from intaglio.plan.layouts import assign_layouts, copy_padded_inputs
 from intaglio.plan.memory_planning import add_scratch_buffers, plan_memory
 from intaglio.plan.partitioning import fuse, join_epilogues, join_heads
-from intaglio.plan.plan_records import Choice, Partition, Step, View
+from intaglio.plan.plan_records import Choice, Partition, Step, TensorView
 from intaglio.plan.plan_verifier import verify_plan
 from intaglio.plan.views import assign_views
 
@@ -128,7 +128,7 @@ def _fused_because(partition: Partition) -> str:
     return ", ".join(parts)
 
 
-def _is_view(op: Op, views: Mapping[str, View]) -> bool:
+def _is_view(op: Op, views: Mapping[str, TensorView]) -> bool:
     """Return whether data movement has nothing to do: its result is a view, or its source was written there."""
     if not op_def(op).moves_data:
         return False

@@ -14,7 +14,7 @@ from intaglio.ops import Layout, op_def
 from intaglio.ops.movement.aliasing import Axes, joined
 from intaglio.plan.buffers import Buffer, strides
 from intaglio.plan.execution_plan import Plan
-from intaglio.plan.plan_records import Choice, View
+from intaglio.plan.plan_records import Choice, TensorView
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class _Lying:
     start: Dim
     axes: Axes
 
-    def view(self) -> View | None:
+    def view(self) -> TensorView | None:
         """With one stride an axis, if that is enough."""
         if any(len(axis) > 1 for axis in self.axes):
             return None
-        return View(self.root, self.start, tuple(axis[0][1] if axis else 0 for axis in self.axes))
+        return TensorView(self.root, self.start, tuple(axis[0][1] if axis else 0 for axis in self.axes))
 
 
 def assign_views(plan: Plan) -> Plan:
@@ -53,13 +53,13 @@ def assign_views(plan: Plan) -> Plan:
         found[name] = replace(at, root=written[at.root].root) if at.root in written else at
         if name not in reasons:
             reasons[name] = f"read with strides by {', '.join(dict.fromkeys(op.kind for op in users[name]))}"
-    views = {name: at.view() or View(at.root, at.start, ()) for name, at in found.items()}
+    views = {name: at.view() or TensorView(at.root, at.start, ()) for name, at in found.items()}
     left = {name: _behind(buffer, buffers, views) for name, buffer in buffers.items() if name not in views}
     refused = {name: reason for name, reason in refused.items() if left[name].alias is None}
     return replace(plan, views=views, buffers=left).because(Choice.VIEW, {**refused, **reasons})
 
 
-def _behind(buffer: Buffer, buffers: Mapping[str, Buffer], views: Mapping[str, View]) -> Buffer:
+def _behind(buffer: Buffer, buffers: Mapping[str, Buffer], views: Mapping[str, TensorView]) -> Buffer:
     """Return a buffer whose alias may have become a view: its alias is the root of that if it was one like it."""
     if buffer.alias is None or buffer.alias not in views:
         return buffer
@@ -155,7 +155,7 @@ def _unsuited(name: str, at: _Lying, readers: Sequence[Op], found: Mapping[str, 
     return next((op.kind for op in readers if not takes(op)), None) if readers else "nothing"
 
 
-def _neighbours(view: View | None) -> bool:
+def _neighbours(view: TensorView | None) -> bool:
     """Whether elements along the last axis lie side by side, or are one."""
     return view is not None and (not view.strides or view.strides[-1] in (0, 1))
 

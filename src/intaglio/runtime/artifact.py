@@ -11,27 +11,27 @@ import numpy as np
 
 from intaglio.errors import BuildError
 from intaglio.ir import Program
-from intaglio.kernels.library import kernel_units
-from intaglio.native import machine
+from intaglio.kernels.kernel_units import kernel_units
+from intaglio.native import cpu as machine
 from intaglio.native.compile import build, load, text_key
-from intaglio.native.library import parallel_address
+from intaglio.native.native_library import parallel_address
 
-I64 = ctypes.c_int64
+CInt64 = ctypes.c_int64
 
 
-class Run(ctypes.Structure):
-    """Twin of ``struct Run`` in native/run.h."""
+class RunArguments(ctypes.Structure):
+    """Twin of ``struct Run`` in native/base/run.h."""
 
     _fields_ = (
-        ("dims", ctypes.POINTER(I64)),
-        ("offsets", ctypes.POINTER(I64)),
+        ("dims", ctypes.POINTER(CInt64)),
+        ("offsets", ctypes.POINTER(CInt64)),
         ("arena", ctypes.c_void_p),
         ("constants", ctypes.c_void_p),
         ("external", ctypes.POINTER(ctypes.c_void_p)),
-        ("strides", ctypes.POINTER(I64)),
+        ("strides", ctypes.POINTER(CInt64)),
         ("barrier", ctypes.c_void_p),
         ("bytes", ctypes.POINTER(ctypes.c_uint8)),
-        ("times", ctypes.POINTER(I64)),
+        ("times", ctypes.POINTER(CInt64)),
         ("outside", ctypes.POINTER(ctypes.c_int32)),
     )
 
@@ -46,13 +46,13 @@ class Artifact:
     library: ctypes.CDLL = field(repr=False)
     parallel: int = 0
 
-    def plan(self, symbols: Mapping[str, int]) -> Layout:
+    def plan(self, symbols: Mapping[str, int]) -> CallLayout:
         """Where every buffer lies for these free dimensions."""
-        dims = (I64 * max(len(self.program.symbols), 1))(*[symbols[name] for name in self.program.symbols])
-        offsets = (I64 * max(self.program.buffers, 1))()
-        return Layout(dims, offsets, self.library.intaglio_plan(dims, offsets))
+        dims = (CInt64 * max(len(self.program.symbols), 1))(*[symbols[name] for name in self.program.symbols])
+        offsets = (CInt64 * max(self.program.buffers, 1))()
+        return CallLayout(dims, offsets, self.library.intaglio_plan(dims, offsets))
 
-    def run(self, frame: Run, segment: int, threads: int) -> None:
+    def run(self, frame: RunArguments, segment: int, threads: int) -> None:
         """One native stretch; returns when it is done. Releases the interpreter lock."""
         self.library.intaglio_run(ctypes.byref(frame), segment, threads, self.parallel)
 
@@ -73,11 +73,11 @@ class Artifact:
 
 
 @dataclass(frozen=True)
-class Layout:
+class CallLayout:
     """Free dimensions, buffer offsets, and the bytes of the arena they need."""
 
-    dims: ctypes.Array[I64]
-    offsets: ctypes.Array[I64]
+    dims: ctypes.Array[CInt64]
+    offsets: ctypes.Array[CInt64]
     bytes: int
 
 
@@ -109,10 +109,10 @@ def open_artifact(program: Program, path: Path) -> Artifact:
     library = load(path)
     if not (hasattr(library, "intaglio_plan") and hasattr(library, "intaglio_run")):
         raise BuildError(str(path), None, "the library holds no program", remedy="load the file without trust=True")
-    library.intaglio_plan.restype = I64
-    library.intaglio_plan.argtypes = (ctypes.POINTER(I64), ctypes.POINTER(I64))
+    library.intaglio_plan.restype = CInt64
+    library.intaglio_plan.argtypes = (ctypes.POINTER(CInt64), ctypes.POINTER(CInt64))
     library.intaglio_run.restype = None
-    library.intaglio_run.argtypes = (ctypes.POINTER(Run), ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
+    library.intaglio_run.argtypes = (ctypes.POINTER(RunArguments), ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
     return Artifact(program, path, aligned(program.constants), library, parallel_address())
 
 

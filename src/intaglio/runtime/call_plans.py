@@ -17,12 +17,12 @@ from intaglio.errors import InputError
 from intaglio.ir import Dim, External, Graph, evaluator
 from intaglio.ops import needs
 from intaglio.runtime import threads
-from intaglio.runtime.artifact import Artifact, Layout, Run
+from intaglio.runtime.artifact import Artifact, CallLayout, RunArguments
 from intaglio.signature import TORCH_DTYPES
 
 FRAMES = 16
 """Idle frames a model keeps: calls in flight at once that find memory ready."""
-GROWTH = 1.25
+ARENA_GROWTH = 1.25
 """A frame that is too small becomes larger than it must by this, so that growing shapes do not allocate each time."""
 
 
@@ -36,18 +36,18 @@ class Frame:
         self.external = (ctypes.c_void_p * count)()
         self.strides = (ctypes.c_int64 * (5 * count))()
         self.bytes = (ctypes.c_uint8 * count)()
-        self.layout: Layout | None = None
+        self.layout: CallLayout | None = None
         self.skipped = 0
         self.outside = ctypes.c_int32(0)
         constants = artifact.constants.ctypes.data
-        self.run = Run(None, None, None, constants, self.external, self.strides, None, self.bytes)
+        self.run = RunArguments(None, None, None, constants, self.external, self.strides, None, self.bytes)
         self.run.outside = ctypes.pointer(self.outside)
 
-    def fit(self, layout: Layout) -> None:
+    def fit(self, layout: CallLayout) -> None:
         """Lie as the plan of this call says."""
         size = layout.bytes + 64
         if self.arena.numel() < size:
-            size = max(size, int(GROWTH * self.arena.numel()))
+            size = max(size, int(ARENA_GROWTH * self.arena.numel()))
             self.arena = torch.empty(0, dtype=torch.uint8, device="cpu")  # given back before more is taken
             self.arena = torch.empty(size, dtype=torch.uint8, device="cpu")
             start = self.arena.data_ptr()

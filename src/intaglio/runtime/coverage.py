@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-SHOWN = 3
+SHOWN_ISLANDS = 3
 """Places named per reason."""
 
 
@@ -97,7 +97,9 @@ def _reasons(found: tuple[FloatPart, ...]) -> list[str]:
     ordered = sorted(groups.items(), key=lambda group: -sum(part.macs for part in group[1]))
     lines = []
     for (operator, reason), parts in ordered:
-        places = ", ".join(dict.fromkeys(part.place for part in parts[:SHOWN])) + ", ..." * (len(parts) > SHOWN)
+        places = ", ".join(dict.fromkeys(part.place for part in parts[:SHOWN_ISLANDS])) + ", ..." * (
+            len(parts) > SHOWN_ISLANDS
+        )
         work = sum(part.macs for part in parts)
         count = f" x {len(parts)}" if len(parts) > 1 else ""
         share = f" [{work / 1e6:.1f} M MACs]" if work else ""

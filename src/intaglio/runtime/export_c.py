@@ -21,26 +21,26 @@ from intaglio.errors import BuildError, UnsupportedError
 from intaglio.ir import Dim, DType, Expression, External, Program, Shape, Signature, c_expression, symbols_of
 from intaglio.kernels import ISAS
 from intaglio.native.compile import COMPILE_FLAGS
-from intaglio.native.machine import CPU_FLAGS, ISA_FLAGS
+from intaglio.native.cpu import CPU_FLAGS, ISA_FLAGS
 from intaglio.native.units import HEADER_FOLDER, included, library_files
 from intaglio.ops import needs
 from intaglio.output_paths import FOLDER, check_folder, unwritable
 from intaglio.runtime import threads
 from intaglio.runtime.call_plans import is_image
-from intaglio.runtime.coverage import SHOWN
+from intaglio.runtime.coverage import SHOWN_ISLANDS
 from intaglio.runtime.model_protocol import CompiledModel
 from intaglio.torch_private import pytree
 
 TEMPLATES = HEADER_FOLDER / "exported"
-FILES = ("net.h", "net.cpp", "main.c", "CMakeLists.txt", "README.txt")
-POOL = '#include "pool.cpp"\n#include "image.h"\n'
+EXPORTED_FILES = ("net.h", "net.cpp", "main.c", "CMakeLists.txt", "README.txt")
+THREAD_POOL_INCLUDES = '#include "base/pool.cpp"\n#include "base/image.h"\n'
 """What net.cpp includes of the folder of headers."""
 
-FLAGS = tuple(flag for flag in COMPILE_FLAGS if flag not in ("-std=c++17", "-shared", "-fno-rtti"))
+C_FLAGS = tuple(flag for flag in COMPILE_FLAGS if flag not in ("-std=c++17", "-shared", "-fno-rtti"))
 """Those that C and C++ know, for a library of either kind."""
 
 WEIGHTS_VERSION = 1
-ALIGNMENT = 64
+BLOB_ALIGNMENT = 64
 HEADER = struct.Struct("<8s4Q24x")
 """Of weights.bin, ``Header`` in net.cpp: magic, version, key of the export, bytes of the file, sum of the rest."""
 
@@ -60,13 +60,13 @@ def export_c(model: CompiledModel, folder: str | Path, isas: Sequence[str] | Non
     name, weights = _name(model.about.name), _weights([program.constants for program in programs])
     kernels = {path: text for program in programs for path, text in _program_texts(program, name).items()}
     values, texts = _values(model, programs, tuple(kernels), name), dict[str, str]()
-    for path in FILES:
+    for path in EXPORTED_FILES:
         text = _named((TEMPLATES / path).read_text(encoding="utf-8"), name)
         texts[_named(path, name)] = re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], text)
     texts["kernels/description.h"] = _description(model, programs, weights, name)
-    texts |= {f"kernels/{path}": text for path, text in kernels.items()}
-    for header, text in included(POOL + "".join(kernels.values())).items():
-        texts[f"kernels/{header}"] = text
+    native = included(THREAD_POOL_INCLUDES + "".join(kernels.values()))
+    for path, text in {**kernels, **native}.items():
+        texts[f"kernels/{Path(path).name}"] = re.sub(r'(#include ")\w+/', r"\1", text)
     _write(Path(folder), {**{path: text.encode() for path, text in texts.items()}, "weights.bin": weights})
 
 
@@ -77,7 +77,9 @@ def _check(model: CompiledModel) -> None:
     """`UnsupportedError` that names what only Python can run, and what would make it native."""
     name, signature, coverage = model.about.name, model.signature, model.coverage
     if model.islands:
-        parts = [f"\n    {part}" for part in coverage.floats[:SHOWN]] + ["\n    ..."] * (len(coverage.floats) > SHOWN)
+        parts = [f"\n    {part}" for part in coverage.floats[:SHOWN_ISLANDS]] + ["\n    ..."] * (
+            len(coverage.floats) > SHOWN_ISLANDS
+        )
         raise UnsupportedError(
             name,
             None,
@@ -153,7 +155,7 @@ def _starts(arrays: Sequence[np.ndarray]) -> list[int]:
 
 
 def _round(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return -(-size // BLOB_ALIGNMENT) * BLOB_ALIGNMENT
 
 
 def _weights(arrays: Sequence[np.ndarray]) -> bytes:
@@ -209,7 +211,7 @@ def _values(model: CompiledModel, programs: Sequence[Program], sources: Sequence
         "OUTPUTS": str(len(outputs)),
         "RANK": str(_rank(inputs, outputs)),
         "SOURCES": "".join(f" kernels/{path}" for path in sources),
-        "FLAGS": " ".join(flag for flag in FLAGS if flag not in ("-pthread", "-fPIC")),
+        "FLAGS": " ".join(flag for flag in C_FLAGS if flag not in ("-pthread", "-fPIC")),
         "TARGETS": "\n".join(flags),
         "S": "s" * several,
         "THEY": "they" if several else "it",
@@ -238,7 +240,7 @@ def _isa_flags(path: str) -> tuple[str, ...]:
 
 
 def _commands(sources: Sequence[str], name: str) -> str:
-    lines = [f'FLAGS="{" ".join(FLAGS)}"', f"gcc $FLAGS -c {name}.cpp main.c"]
+    lines = [f'FLAGS="{" ".join(C_FLAGS)}"', f"gcc $FLAGS -c {name}.cpp main.c"]
     lines += [" ".join(["gcc $FLAGS", *_isa_flags(path), f"-c kernels/{path}"]) for path in sources]
     objects = " ".join(f"{Path(path).stem}.o" for path in sources)
     return "\n".join(f"    {line}" for line in [*lines, f"gcc -pthread {name}.o main.o {objects} -o {name}"])

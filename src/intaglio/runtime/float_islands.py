@@ -62,7 +62,7 @@ def function_of(name: str) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class Call:
+class TensorCall:
     """``name = function(*arguments, **keywords)``."""
 
     name: str
@@ -72,7 +72,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Calls:
+class IslandProgram:
     """A float part: tensors, then free dimensions, in; a tuple out. ``constants`` are names of the module's tensors.
 
     Arguments are JSON, as `encode` makes it; a value is ``{"name": its name}``.
@@ -80,7 +80,7 @@ class Calls:
 
     inputs: tuple[str, ...]
     constants: tuple[tuple[str, str], ...]
-    calls: tuple[Call, ...]
+    calls: tuple[TensorCall, ...]
     outputs: tuple[str, ...]
 
     def to_json(self) -> Any:
@@ -93,7 +93,7 @@ class Calls:
         }
 
     @staticmethod
-    def of_json(entry: Any) -> Calls:
+    def of_json(entry: Any) -> IslandProgram:
         names = {identifier(name) for name in entry["inputs"]}
         constants = tuple((identifier(name), identifier(target)) for name, target in entry["constants"])
         names.update(name for name, _ in constants)
@@ -103,12 +103,12 @@ class Calls:
             if missing:
                 raise ValueError(f"{function} reads {', '.join(sorted(missing))} before it is made")
             calls.append(
-                Call(identifier(name), str(function), arguments, {identifier(k): keywords[k] for k in keywords})
+                TensorCall(identifier(name), str(function), arguments, {identifier(k): keywords[k] for k in keywords})
             )
             names.add(name)
         if missing := set(entry["outputs"]) - names:
             raise ValueError(f"nothing makes {', '.join(sorted(missing))}")
-        return Calls(tuple(entry["inputs"]), constants, tuple(calls), tuple(entry["outputs"]))
+        return IslandProgram(tuple(entry["inputs"]), constants, tuple(calls), tuple(entry["outputs"]))
 
 
 class HostLoop(nn.Module):
@@ -132,15 +132,19 @@ def loops_in(module: nn.Module) -> dict[str, HostLoop]:
     return {name: loop for name, loop in inner if isinstance(loop, HostLoop)}
 
 
-LOOP = "loop."
+LOOP_PREFIX = "loop."
 """Before the name of a loop, where others have the name of an operator."""
 
 
 class FloatCalls(nn.Module):
-    """Runs `Calls`. Tensors are buffers under the names they had in the float model's graph; ``loops`` by name."""
+    """Runs `IslandProgram`. Tensors are buffers under the names they had in the float model's graph;
+    ``loops`` has compiled loops by name."""
 
     def __init__(
-        self, calls: Calls, tensors: Mapping[str, torch.Tensor], loops: Mapping[str, HostLoop] = MappingProxyType({})
+        self,
+        calls: IslandProgram,
+        tensors: Mapping[str, torch.Tensor],
+        loops: Mapping[str, HostLoop] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.calls, self.loops = calls, nn.ModuleDict(loops)
@@ -171,14 +175,16 @@ class _Value:
     name: str
 
 
-def _steps(calls: Calls, loops: nn.ModuleDict) -> list[tuple[str, Callable[..., Any], Any, dict[str, Any], list[str]]]:
+def _steps(
+    calls: IslandProgram, loops: nn.ModuleDict
+) -> list[tuple[str, Callable[..., Any], Any, dict[str, Any], list[str]]]:
     """Calls ready to run, each with the values nobody reads after it."""
     steps, later = [], set(calls.outputs)
     for call in reversed(calls.calls):
         read = _values([call.arguments, list(call.keywords.values())])
         arguments = _decoded(call.arguments)
         keywords = {key: _decoded(value) for key, value in call.keywords.items()}
-        loop = call.function.removeprefix(LOOP) if call.function.startswith(LOOP) else None
+        loop = call.function.removeprefix(LOOP_PREFIX) if call.function.startswith(LOOP_PREFIX) else None
         function = function_of(call.function) if loop is None else loops[loop]
         steps.append((call.name, function, arguments, keywords, sorted(read - later)))
         later |= read
@@ -220,7 +226,7 @@ def float_calls(module: fx.GraphModule, loops: Mapping[str, HostLoop] = MappingP
     return FloatCalls(calls_of(module), dict(module.named_buffers()), loops)
 
 
-def calls_of(module: nn.Module) -> Calls:
+def calls_of(module: nn.Module) -> IslandProgram:
     """What a float part does, from the torch.fx module that lowering cut out (or from a loaded one).
 
     `ArtifactError` for an operator that is none of those, or an argument that has no text.
@@ -242,15 +248,15 @@ def calls_of(module: nn.Module) -> Calls:
                 outputs = tuple(value.name for value in node.args[0])
             case _:
                 raise ArtifactError(node.name, str(node.target), f"a {node.op} in a float part cannot be saved")
-    return Calls(tuple(inputs), tuple(constants), tuple(calls), outputs)
+    return IslandProgram(tuple(inputs), tuple(constants), tuple(calls), outputs)
 
 
-def _call(node: fx.Node) -> Call:
+def _call(node: fx.Node) -> TensorCall:
     python = next((name for name, function in PYTHON_CALLS.items() if function is node.target), None)
     name = python or str(node.target)
     where = node.name
     try:
-        if not name.startswith(LOOP):
+        if not name.startswith(LOOP_PREFIX):
             function_of(name)
         arguments = [_encoded(value) for value in node.args]
         keywords = {key: _encoded(value) for key, value in node.kwargs.items()}
@@ -262,7 +268,7 @@ def _call(node: fx.Node) -> Call:
             f"this float part cannot be saved: {problem}",
             remedy="quantize the part of the model without it",
         ) from error
-    return Call(node.name, name, arguments, keywords)
+    return TensorCall(node.name, name, arguments, keywords)
 
 
 def _encoded(value: Any) -> Any:

@@ -30,7 +30,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Part:
+class ProfiledStep:
     """A step or a float part: its name, operators and types, microseconds and multiply-accumulates of a call (0 where
     there are none, or where they are not int8), the module it is from.
 
@@ -65,7 +65,7 @@ class Profile:
     known: for portable kernels, or without a compiler.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[ProfiledStep, ...]
     threads: int
     call_microseconds: float = 0.0
     limit: float | None = None
@@ -87,7 +87,7 @@ class Profile:
         threads. 0 where the waits between steps cost as much."""
         return max(self.call_microseconds - self.microseconds, 0.0)
 
-    def worst(self, count: int | None = None) -> tuple[Part, ...]:
+    def worst(self, count: int | None = None) -> tuple[ProfiledStep, ...]:
         """Those that take longest."""
         return tuple(sorted(self.parts, key=lambda part: -part.microseconds)[:count])
 
@@ -129,7 +129,7 @@ def _rate(macs: int, microseconds: float) -> float:
     return macs / max(microseconds, 1e-9) / 1e3
 
 
-def _line(part: Part, whole: float, wide: int) -> str:
+def _line(part: ProfiledStep, whole: float, wide: int) -> str:
     tile = "x".join(map(str, part.tile or ()))
     limit = "" if part.of_limit is None else f"{100 * part.of_limit:.0f} %"
     rate = f"{part.gmacs:.1f}" if part.macs else ""
@@ -157,5 +157,5 @@ def profile_of(
         microseconds, macs = median(spent) / 1e3, evaluate(step.work.macs, symbols)
         of_limit = _rate(macs, microseconds) / limit if limit and macs else None
         about = step.path, step.kernel, step.tile, of_limit, bool(step.island) and not step.kernel
-        parts.append(Part(step.name, step.kinds, step.types, microseconds, macs, *about))
+        parts.append(ProfiledStep(step.name, step.kinds, step.types, microseconds, macs, *about))
     return Profile(tuple(parts), threads, median(calls_ns) / 1e3, limit, program.isa)

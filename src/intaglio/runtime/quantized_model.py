@@ -18,8 +18,8 @@ from torch import nn
 from intaglio import config
 from intaglio.errors import ArtifactError, BuildError, InputError
 from intaglio.ir import About, Dim, Graph, HostCall, Program, Schedule, Signature
-from intaglio.native.limits import int8_rates
-from intaglio.native.machine import ISA_FLAGS
+from intaglio.native.cpu import ISA_FLAGS
+from intaglio.native.peak_throughput import int8_rates
 from intaglio.output_paths import check_file
 from intaglio.runtime.artifact import Artifact
 from intaglio.runtime.call_plans import FRAMES, Frame, Read, Shapes, Sizes

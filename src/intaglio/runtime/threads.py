@@ -39,7 +39,7 @@ CLOSE = 1.02
 
 
 @dataclass(frozen=True)
-class Stretch:
+class SegmentCost:
     """The steps of a segment at given sizes: seconds each takes on one thread, units of each, barriers between them."""
 
     seconds: np.ndarray
@@ -91,7 +91,7 @@ def _table(program: Program) -> _Table:
     return found
 
 
-def stretches(program: Program, symbols: Mapping[str, int]) -> list[Stretch]:
+def stretches(program: Program, symbols: Mapping[str, int]) -> list[SegmentCost]:
     """One for every segment."""
     table = _table(program)
     found = table.evaluate(*[symbols[name] for name in program.symbols])
@@ -99,7 +99,7 @@ def stretches(program: Program, symbols: Mapping[str, int]) -> list[Stretch]:
     seconds = macs / MACS_PER_SECOND[program.isa] + moved / BYTES_PER_SECOND
     units = np.maximum(units, 1)
     return [
-        Stretch(seconds[steps], units[steps], barriers)
+        SegmentCost(seconds[steps], units[steps], barriers)
         for steps, barriers in zip(table.segments, table.barriers, strict=True)
     ]
 

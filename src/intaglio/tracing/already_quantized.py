@@ -8,7 +8,7 @@ from torch import nn
 
 from intaglio.errors import CaptureError
 
-FLOAT = "quantize the float model it was made from"
+QUANTIZE_FLOAT_MODEL = "quantize the float model it was made from"
 STAGES = {
     "Captured": "prepare(captured)",
     "Prepared": "calibrate(prepared, data), then convert(prepared, ranges)",
@@ -19,15 +19,15 @@ STAGES = {
 }
 """Class of what is no module -> what is done with it."""
 PREPARED = "an observer: the model is prepared by another tool, and not converted"
-CONVERT = f"convert it there, then from_qdq(model, example_inputs); or {FLOAT}"
+CONVERT = f"convert it there, then from_qdq(model, example_inputs); or {QUANTIZE_FLOAT_MODEL}"
 PACKED = "quantized already: its weights are packed for PyTorch's own kernels"
 PROGRAM = "this part is quantized already, and native code cannot be traced"
-OUTSIDE = f"{FLOAT}, or put the int8 part in afterwards"
-KINDS = {
+OUTSIDE = f"{QUANTIZE_FLOAT_MODEL}, or put the int8 part in afterwards"
+QUANTIZED_MODULES = {
     "torch.ao.nn.quantized.modules.functional_modules.": None,  # of float models too
     "torch.ao.nn.quantized.reference.": None,  # quantize and dequantize as operators
-    "torch.ao.nn.quantized.": (PACKED, FLOAT),
-    "torch.ao.nn.intrinsic.quantized.": (PACKED, FLOAT),
+    "torch.ao.nn.quantized.": (PACKED, QUANTIZE_FLOAT_MODEL),
+    "torch.ao.nn.intrinsic.quantized.": (PACKED, QUANTIZE_FLOAT_MODEL),
     "torch.ao.quantization.observer.": (PREPARED, CONVERT),
     "torch.ao.quantization.fake_quantize.": (PREPARED, CONVERT),
     "torchao.quantization.pt2e.observer.": (PREPARED, CONVERT),
@@ -51,15 +51,17 @@ def refuse_quantized(model: Any) -> None:
                 where,
                 None,
                 "quantized already, define-by-run, or prepared for it",
-                remedy=f"eager.rewrite(converted) gives what compile takes; or {FLOAT}",
+                remedy=f"eager.rewrite(converted) gives what compile takes; or {QUANTIZE_FLOAT_MODEL}",
             )
         if (found := _kind(f"{kind.__module__}.{kind.__qualname__}")) is not None:
             raise CaptureError(where, kind.__qualname__, found[0], remedy=found[1])
         for parameter, tensor in module.named_parameters(recurse=False):
             if type(tensor).__module__.startswith("torchao."):
                 where = f"{path}.{parameter}".lstrip(".")
-                raise CaptureError(where, type(tensor).__name__, "quantized already by torchao", remedy=FLOAT)
+                raise CaptureError(
+                    where, type(tensor).__name__, "quantized already by torchao", remedy=QUANTIZE_FLOAT_MODEL
+                )
 
 
 def _kind(name: str) -> tuple[str, str] | None:
-    return next((found for start, found in KINDS.items() if name.startswith(start)), None)
+    return next((found for start, found in QUANTIZED_MODULES.items() if name.startswith(start)), None)

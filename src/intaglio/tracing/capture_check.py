@@ -25,7 +25,7 @@ LONGER = 3
 """Tokens more than in the example, where sequences are free."""
 SINGLE, HALF = (1e-3, 1e-4), (0.05, 0.05)
 """How far a result may be off, relative to itself and to the largest: in float32, and where halves are rounded."""
-ANY = (0.0, math.inf)
+ANY_RANGE = (0.0, math.inf)
 """Where the model draws random numbers, which graph and model draw differently."""
 LENGTHS = (DType.I64, DType.I32, DType.BOOL)
 
@@ -66,7 +66,7 @@ def _differs(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[
     except Exception as error:
         return f"at {label} the graph fails: {error}"
     near = HALF if WIDENED in captured.notes else SINGLE
-    difference = _difference(got, expected, ANY if _draws(captured) else near)
+    difference = _difference(got, expected, ANY_RANGE if _draws(captured) else near)
     return difference and f"at {label} {difference}"
 
 

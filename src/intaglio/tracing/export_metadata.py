@@ -9,9 +9,9 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import info, set_info, update_info
 from intaglio.fxgraph.nodes import dim_of
+from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, Origin, TensorType
 from intaglio.signature import DTYPES
 

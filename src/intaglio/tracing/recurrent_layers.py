@@ -15,26 +15,26 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
-LAYERS: dict[Callable[..., Any], tuple[str, int]] = {
+RECURRENT_LAYERS: dict[Callable[..., Any], tuple[str, int]] = {
     torch.lstm: ("lstm", 2),
     torch.gru: ("gru", 1),
     torch.rnn_tanh: ("rnn_tanh", 1),
     torch.rnn_relu: ("rnn_relu", 1),
 }
 """torch's function -> the operator, and how many states it carries."""
-REST = (
+REFUSED_FUNCTIONS = (
     "Tensor[] params, bool has_biases, int num_layers, float dropout, bool train, bool bidirectional, bool batch_first"
 )
-KEPT: list[torch.library.Library] = []
+RECURRENT_LIBRARIES: list[torch.library.Library] = []
 """An operator lives as long as its library."""
 
 
-class Whole(TorchFunctionMode):
+class RecurrentCapture(TorchFunctionMode):
     """Calls of recurrent layers become calls of the operators that stand in for them; packed sequences stay."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in LAYERS and not kwargs:
-            name, states = LAYERS[func]
+        if func in RECURRENT_LAYERS and not kwargs:
+            name, states = RECURRENT_LAYERS[func]
             lists = [isinstance(arg, (list, tuple)) for arg in args[1:3]]  # of a packed sequence, sizes stand first
             func = _operators()[name] if lists == [states > 1, True] else func
         return func(*args, **(kwargs or {}))
@@ -42,7 +42,7 @@ class Whole(TorchFunctionMode):
 
 def as_torch_has_them(program: ExportedProgram) -> ExportedProgram:
     """The program, torch's operators in the places of those that stood in."""
-    if not KEPT:
+    if not RECURRENT_LIBRARIES:
         return program
     own = {op: getattr(torch.ops.aten, name).input for name, op in _operators().items()}
     for module in (part for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)):
@@ -55,13 +55,15 @@ def as_torch_has_them(program: ExportedProgram) -> ExportedProgram:
 @functools.cache
 def _operators() -> dict[str, Any]:
     library = torch.library.Library("intaglio", "FRAGMENT")
-    KEPT.append(library)
-    for function, (name, count) in LAYERS.items():
+    RECURRENT_LIBRARIES.append(library)
+    for function, (name, count) in RECURRENT_LAYERS.items():
         states = "Tensor[] hx" if count > 1 else "Tensor hx"
-        library.define(f"{name}(Tensor input, {states}, {REST}) -> ({', '.join(['Tensor'] * (1 + count))})")
+        library.define(
+            f"{name}(Tensor input, {states}, {REFUSED_FUNCTIONS}) -> ({', '.join(['Tensor'] * (1 + count))})"
+        )
         library.impl(name, function, "CPU")
         torch.library.register_fake(f"intaglio::{name}", _shapes, lib=library)
-    return {name: getattr(torch.ops.intaglio, name).default for name, _ in LAYERS.values()}
+    return {name: getattr(torch.ops.intaglio, name).default for name, _ in RECURRENT_LAYERS.values()}
 
 
 def _shapes(

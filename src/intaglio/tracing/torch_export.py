@@ -37,11 +37,11 @@ from intaglio.tracing.already_quantized import refuse_quantized
 from intaglio.tracing.captured import Captured, module_classes
 from intaglio.tracing.export_metadata import constant, describe, module_around, path_of, source_of, tensor_of
 from intaglio.tracing.free_dimensions import Names, example_sizes, ranges_of, symbol_names
-from intaglio.tracing.recurrent_layers import Whole, as_torch_has_them
+from intaglio.tracing.recurrent_layers import RecurrentCapture, as_torch_has_them
 from intaglio.tracing.unroll_scans import unroll
 from intaglio.tracing.while_loops import WHILE, loops_of, parts_of, while_loop
 
-CONSTANTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+CONSTANT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 ADVICE = ("For more", "For extended", "For C++", "If you suspect", "The error above", "Caused by", "consider using")
@@ -53,7 +53,7 @@ def export(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], shapes: Any
         with warnings.catch_warnings(), _quiet(), torch.no_grad():
             warnings.simplefilter("ignore")
             forget_compiled_loops()
-            with Whole():
+            with RecurrentCapture():
                 program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes)
             return as_torch_has_them(decompose_used_composites(program))
     except Exception as error:
@@ -139,7 +139,7 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
             spec = specs[node.name]
             if spec.target in changed:
                 state[spec.target] = node
-            elif spec.kind in CONSTANTS:
+            elif spec.kind in CONSTANT_KINDS:
                 if node.users:
                     copies[node] = constant(graph, root, program, spec.target)
             elif spec.kind is InputKind.USER_INPUT:

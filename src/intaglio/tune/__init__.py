@@ -2,19 +2,19 @@
 and schedules by the clock."""
 
 from intaglio.tune.accuracy import Criterion, Start, autotuned
-from intaglio.tune.compare import compare
-from intaglio.tune.comparison import Comparison, Row, Use
-from intaglio.tune.race import made_up, one_image, search
+from intaglio.tune.compare_models import compare
+from intaglio.tune.comparison import Comparison, RangeUse, Row
+from intaglio.tune.schedule_search import made_up, one_image, search
 from intaglio.tune.tuned import Trial, Tuned
 
 __all__ = [
     "Comparison",
     "Criterion",
+    "RangeUse",
     "Row",
     "Start",
     "Trial",
     "Tuned",
-    "Use",
     "autotuned",
     "compare",
     "made_up",

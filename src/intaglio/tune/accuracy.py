@@ -25,11 +25,11 @@ from intaglio.quant.qdq.qparams import activation_qparams
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.runtime import QuantizedModel
 from intaglio.tracing import Captured
-from intaglio.tune.compare import compare
-from intaglio.tune.fallback import Left, Search, preference
+from intaglio.tune.compare_models import compare
+from intaglio.tune.float_search import Left, Search, preference
 from intaglio.tune.tuned import Trial, Tuned
 
-SAMPLES = 32
+RANKING_SAMPLES = 32
 """Operators are ranked by what they do to so many samples."""
 
 Evaluate = Callable[[Any], Any]
@@ -124,7 +124,7 @@ class Start:
     def ranked(self) -> list[str]:
         """Selectors of quantized operators, those first whose own rounding, or that of what they have rounded for them,
         loses most; without one, as something is to be quantized."""
-        report = compare(self.captured, self.reference, self.batches, samples=SAMPLES)
+        report = compare(self.captured, self.reference, self.batches, samples=RANKING_SAMPLES)
         alone = {row.node: row.alone for row in report.rows}
         selectors = {row.node: row.skip for row in report.rows}
         regions = self.reference.annotations.regions

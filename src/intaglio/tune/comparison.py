@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Use:
+class RangeUse:
     """How the float model's values use the levels of a site: shares of values below and above its range, and of its
     levels that occur (``None`` where levels are floating-point numbers)."""
 
@@ -46,7 +46,7 @@ class Row:
     so_far_cosine: float = 1.0
     low: float = 0.0
     high: float = 0.0
-    use: Use | None = None
+    use: RangeUse | None = None
     skip: str = ""
     recording: int = 0
 
@@ -129,7 +129,7 @@ def _selectors(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(row.skip for row in rows if row.skip))
 
 
-def _used(use: Use | None) -> tuple[str, str]:
+def _used(use: RangeUse | None) -> tuple[str, str]:
     """Share of values cut off, share of levels in use."""
     if use is None:
         return "", ""

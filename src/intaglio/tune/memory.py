@@ -15,7 +15,7 @@ from pathlib import Path
 from intaglio import config
 from intaglio.ir import Schedule
 from intaglio.kernels import ISAS
-from intaglio.native import machine
+from intaglio.native import cpu as machine
 from intaglio.plan import GENERATOR, Geometry, misfit
 from intaglio.runtime.saved.json_codec import whole
 

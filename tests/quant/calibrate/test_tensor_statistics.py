@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from intaglio.errors import BuildError
-from intaglio.native import library, machine
+from intaglio.native import cpu as machine
+from intaglio.native import native_library as library
 from intaglio.native import statistics as native
-from intaglio.native.statistics import HALF
+from intaglio.native.statistics import HALF_BINS
 from intaglio.quant.calibrate.range_methods import METHODS, minmax, mse
 from intaglio.quant.calibrate.tensor_statistics import LOWEST_EXPONENT, UNIT, Statistics, exponent_of, sketch_end, widen
 
@@ -146,7 +147,7 @@ def test_without_a_compiler_numpy_counts_and_says_so(monkeypatch):
 def test_a_bin_is_the_floor_of_the_scaled_value(kernels):
     found = native.count(np.array([0.5, 1.0, 1.5, -0.5, -1.0, -1.5, -1e-30, 4095.9], np.float32))
     assert found.exponent == 0
-    occupied = {int(i) - HALF: int(found.bins[i]) for i in np.flatnonzero(found.bins)}
+    occupied = {int(i) - HALF_BINS: int(found.bins[i]) for i in np.flatnonzero(found.bins)}
     assert occupied == {0: 1, 1: 2, -1: 3, -2: 1, 4095: 1}
 
 
@@ -224,14 +225,14 @@ def test_the_exponent_is_the_smallest_that_holds_the_magnitude(x):
     if not math.isfinite(x):
         return
     k = exponent_of(abs(x))
-    assert math.ldexp(abs(x), -k) < HALF
-    assert k == LOWEST_EXPONENT or math.ldexp(abs(x), 1 - k) >= HALF
+    assert math.ldexp(abs(x), -k) < HALF_BINS
+    assert k == LOWEST_EXPONENT or math.ldexp(abs(x), 1 - k) >= HALF_BINS
 
 
 def test_widening_past_every_bin_keeps_signs_and_counts():
-    bins = np.ones(2 * HALF, np.int64)
+    bins = np.ones(2 * HALF_BINS, np.int64)
     wide = widen(bins, 400)
-    assert (wide[HALF - 1], wide[HALF], wide.sum()) == (HALF, HALF, 2 * HALF)
+    assert (wide[HALF_BINS - 1], wide[HALF_BINS], wide.sum()) == (HALF_BINS, HALF_BINS, 2 * HALF_BINS)
 
 
 def test_every_value_is_in_a_bin_or_counted_as_special():

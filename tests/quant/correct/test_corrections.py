@@ -11,9 +11,9 @@ from torch.nn import functional as F
 import intaglio
 from intaglio import stages
 from intaglio.fxgraph.node_info import info
-from intaglio.quant.correct.linalg import DAMPINGS, LEAST, factor_of, taken
+from intaglio.quant.correct.linalg import DAMPINGS, LEAST_DAMPING, factor_of, taken
 from intaglio.quant.correct.second_moments import Moments, moments
-from intaglio.quant.correct.smooth_factors import Rows, smoothing
+from intaglio.quant.correct.smooth_factors import SampledRows, smoothing
 from intaglio.quant.correct.weight_rounding import ROUNDINGS, loss, nearest
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe, Setting
@@ -233,7 +233,7 @@ def test_the_factor_is_of_the_inverse(k):
     diagonal = matrix.diagonal(dim1=1, dim2=2)
     assert (diagonal.diff(dim=1) <= 0).all()
     assert torch.equal(factor, factor.triu())
-    added = DAMPINGS[0] * diagonal.mean(1, keepdim=True) + LEAST * diagonal.amax(1, keepdim=True)
+    added = DAMPINGS[0] * diagonal.mean(1, keepdim=True) + LEAST_DAMPING * diagonal.amax(1, keepdim=True)
     product = factor.transpose(1, 2) @ factor @ (matrix + torch.diag_embed(added.expand(2, k)))
     torch.testing.assert_close(product, torch.eye(k, dtype=torch.float64).expand(2, k, k), rtol=0, atol=1e-9)
 
@@ -448,7 +448,7 @@ def test_smoothing_leaves_the_float_function_alone_and_gains():
 
 
 def test_what_smoothing_does_not_help_stays_as_it_is():
-    rows = Rows.of(torch.randn(16, 4, 8).sign(), 0)
+    rows = SampledRows.of(torch.randn(16, 4, 8).sign(), 0)
     weight = torch.ones(4, 8)
     assert smoothing(rows, [weight], torch.ones(8)) is None
 

@@ -14,7 +14,7 @@ from intaglio.eager.recording.torch_functions import named, spelling
 
 
 @dataclass(frozen=True)
-class Value:
+class RecordedTensor:
     """A tensor of a recording, by number."""
 
     index: int
@@ -45,7 +45,7 @@ class Extent:
             return f"{self.operands[0]}.size({self.operands[1]})"
         return f"({f' {SIGNS[self.operation]} '.join(map(str, self.operands))})"
 
-    def evaluate(self, size: Callable[[Value, int], Any]) -> Any:
+    def evaluate(self, size: Callable[[RecordedTensor, int], Any]) -> Any:
         """``size``: value, axis -> its extent."""
         if self.operation == "size":
             return size(*self.operands)
@@ -96,10 +96,10 @@ class Event:
     """One operator of a recording.
 
     ``function``: what was called; ``None`` for the leaf module at ``path``. ``path``: else the module that called it,
-    for the ``call``-th time. ``args``, ``kwargs``, ``result``: as given and returned, `Value`, `Held` and `Extent` in
-    place of what they stand for. ``changed``: the value the first argument stands for from now on, of an operator that
-    works in place. ``views``: values of the result that are views, each with what of. ``source``: ``file:line, in
-    function``.
+    for the ``call``-th time. ``args``, ``kwargs``, ``result``: as given and returned, with `RecordedTensor`, `Held`
+    and `Extent` in place of what they stand for. ``changed``: for an operator that works in place, the
+    value that the first argument stands for from now on.
+    ``views``: values of the result that are views, each with its base. ``source``: ``file:line, in function``.
     """
 
     index: int
@@ -110,7 +110,7 @@ class Event:
     kwargs: dict[str, Any]
     result: Any
     changed: int | None = None
-    views: tuple[tuple[int, Value | Held], ...] = ()
+    views: tuple[tuple[int, RecordedTensor | Held], ...] = ()
     source: str = ""
     slots: tuple[int, ...] = ()
     """The values among ``args``, and -1 in place of what is none; a shortcut for who compares."""
@@ -118,8 +118,8 @@ class Event:
     """The value that is the whole result, if it is one and nothing is changed in place; a shortcut for who defers."""
 
     def __post_init__(self) -> None:
-        self.slots = tuple(spec.index if isinstance(spec, Value) else -1 for spec in self.args)
-        if isinstance(self.result, Value) and self.changed is None:
+        self.slots = tuple(spec.index if isinstance(spec, RecordedTensor) else -1 for spec in self.args)
+        if isinstance(self.result, RecordedTensor) and self.changed is None:
             self.makes = self.result.index
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,13 +145,15 @@ class Event:
 
     @property
     def inputs(self) -> list[int]:
-        return [leaf.index for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
+        return [leaf.index for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, RecordedTensor)]
 
     @property
     def outputs(self) -> list[int]:
         """Values that this operator makes, not those it hands on."""
         taken = set(self.inputs)
-        made = [leaf.index for leaf in leaves(self.result) if isinstance(leaf, Value) and leaf.index not in taken]
+        made = [
+            leaf.index for leaf in leaves(self.result) if isinstance(leaf, RecordedTensor) and leaf.index not in taken
+        ]
         if self.changed is not None and self.changed not in made:
             made.append(self.changed)
         return made

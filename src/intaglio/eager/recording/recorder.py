@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from intaglio.eager.recording.events import Event, Extent, Held, Length, Value, fill, tensors
+from intaglio.eager.recording.events import Event, Extent, Held, Length, RecordedTensor, fill, tensors
 from intaglio.torch_private import pytree, storage_key
 
 UNROLLED = 64
@@ -58,13 +58,15 @@ class Recorder:
         self.kept: list[torch.Tensor] = []  # a tensor that died could hand its id to another
         self.read = -1
         """Index of the last operator before numbers of a tensor were looked at."""
-        self.looked_at: dict[Value, None] = {}
+        self.looked_at: dict[RecordedTensor, None] = {}
 
     def look(self, tensors_: list[torch.Tensor]) -> None:
         """The model looks at numbers of these: control flow may depend on them."""
         made = {number for event in self.recording.events for number in event.outputs}
         self.read = len(self.recording.events)
-        self.looked_at.update({Value(self.slots[id(t)]): None for t in tensors_ if self.slots.get(id(t)) in made})
+        self.looked_at.update(
+            {RecordedTensor(self.slots[id(t)]): None for t in tensors_ if self.slots.get(id(t)) in made}
+        )
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.recording.call = fill((args, kwargs), self._leaf)
@@ -100,7 +102,7 @@ class Recorder:
         self.recording.inputs[number] = tensor.clone()
 
         def swap(leaf: Any) -> Any:
-            return Value(number) if isinstance(leaf, Held) and leaf.path == path else leaf
+            return RecordedTensor(number) if isinstance(leaf, Held) and leaf.path == path else leaf
 
         for event in self.recording.events:
             event.args, event.kwargs = fill(event.args, swap), fill(event.kwargs, swap)
@@ -118,7 +120,7 @@ class Recorder:
         operator of the recording reads."""
         read = {number for event in self.recording.events for number in event.inputs}
         made = [number for event in self.recording.events for number in event.outputs if number not in read]
-        self.looked_at.update(dict.fromkeys(map(Value, made)))
+        self.looked_at.update(dict.fromkeys(map(RecordedTensor, made)))
 
     def _new(self, tensor: torch.Tensor) -> int:
         number = len(self.recording.types)
@@ -130,7 +132,7 @@ class Recorder:
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             path = self.known.get(id(leaf))
-            return Held(path) if path is not None else Value(self.value(leaf))
+            return Held(path) if path is not None else RecordedTensor(self.value(leaf))
         if isinstance(leaf, Length):
             return self._extent(leaf)
         return leaf
@@ -192,9 +194,11 @@ class Recorder:
         path = self.known.get(id(tensor))
         if path is not None:
             return Held(path)
-        return Value(self.slots[id(tensor)] if id(tensor) in self.slots else self._new(tensor))
+        return RecordedTensor(self.slots[id(tensor)] if id(tensor) in self.slots else self._new(tensor))
 
-    def _views(self, taken: list[torch.Tensor], made: list[torch.Tensor]) -> tuple[tuple[int, Value | Held], ...]:
+    def _views(
+        self, taken: list[torch.Tensor], made: list[torch.Tensor]
+    ) -> tuple[tuple[int, RecordedTensor | Held], ...]:
         """Values of results that lie in the memory of something taken, with that."""
         bases: dict[int, torch.Tensor] = {}
         for tensor in taken:

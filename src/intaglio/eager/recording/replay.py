@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from intaglio.eager.recording.events import Event, Extent, Held, Value, held, leaves
+from intaglio.eager.recording.events import Event, Extent, Held, RecordedTensor, held, leaves
 from intaglio.eager.recording.recorder import Recording
 from intaglio.eager.recording.torch_functions import out_of_place, plain_name
 from intaglio.fxgraph.node_info import known_type, origin, update_info
@@ -25,7 +25,7 @@ from intaglio.ir.names import sanitized
 from intaglio.torch_private import pytree
 from intaglio.tracing import CAPTURE_PASSES, Captured, capture, run
 
-FILES = itertools.count()
+SOURCE_COUNTER = itertools.count()
 
 
 def replay(recording: Recording, model: nn.Module) -> Captured:
@@ -35,7 +35,7 @@ def replay(recording: Recording, model: nn.Module) -> Captured:
     are the values of the recording, for `places`; the recording's own come first. Raises `CaptureError`.
     """
     text, names = text_of(recording, _parameters(model))
-    file = f"<recording {next(FILES)}>"
+    file = f"<recording {next(SOURCE_COUNTER)}>"
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)
     exec(compile(text, file, "exec"), names)
     alike = copy.copy(model)
@@ -53,7 +53,7 @@ def replay(recording: Recording, model: nn.Module) -> Captured:
 def example_of(recording: Recording) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     if recording.call is None:
         return tuple(recording.inputs.values()), {}
-    call = pytree.tree_map(lambda v: recording.inputs[v.index] if isinstance(v, Value) else v, recording.call)
+    call = pytree.tree_map(lambda v: recording.inputs[v.index] if isinstance(v, RecordedTensor) else v, recording.call)
     args, kwargs = call
     return (*args, *[recording.inputs[number] for number in others(recording)]), kwargs
 
@@ -66,7 +66,7 @@ def _free_leaves(recording: Recording) -> dict[int, set[int]]:
 
 def others(recording: Recording) -> list[int]:
     """Inputs that are no arguments of the call."""
-    own = {leaf.index for leaf in leaves(recording.call) if isinstance(leaf, Value)}
+    own = {leaf.index for leaf in leaves(recording.call) if isinstance(leaf, RecordedTensor)}
     return [number for number in recording.inputs if number not in own]
 
 
@@ -105,7 +105,7 @@ class _Writer:
         return f"def forward({', '.join(['self', *names])}):\n    {'; '.join(unpacked) or 'pass'}"
 
     def _unpack(self, spec: Any, place: str, lines: list[str]) -> None:
-        if isinstance(spec, Value):
+        if isinstance(spec, RecordedTensor):
             lines.append(f"v{spec.index} = {place}")
         elif isinstance(spec, dict):
             for key, entry in spec.items():
@@ -136,7 +136,7 @@ class _Writer:
     def _pattern(self, spec: Any) -> str:
         if isinstance(spec, (tuple, list)):
             return "(" + "".join(f"{self._pattern(entry)}, " for entry in spec) + ")"
-        return str(spec) if isinstance(spec, Value) else "_"
+        return str(spec) if isinstance(spec, RecordedTensor) else "_"
 
     def _function(self, function: Callable[..., Any]) -> str:
         stem = sanitized(plain_name(function)).strip("_") or "function"
@@ -150,7 +150,7 @@ class _Writer:
         raise AssertionError
 
     def _text(self, spec: Any) -> str:
-        if isinstance(spec, (Value, Held, Extent, bool, int, str, torch.dtype)) or spec is None or spec is ...:
+        if isinstance(spec, (RecordedTensor, Held, Extent, bool, int, str, torch.dtype)) or spec is None or spec is ...:
             return "..." if spec is ... else repr(spec) if isinstance(spec, str) else str(spec)
         if isinstance(spec, float) and spec == spec and abs(spec) != float("inf"):
             return repr(spec)
@@ -165,7 +165,7 @@ class _Writer:
         return self._named("constant", spec)
 
     def results(self) -> str:
-        made = [Value(number) for event in self.recording.events for number in event.outputs]
+        made = [RecordedTensor(number) for event in self.recording.events for number in event.outputs]
         structure = self._structure()
         return f"    return {structure}, ({''.join(f'{value}, ' for value in made)})"
 

@@ -14,7 +14,7 @@ from intaglio.torch_private import OpOverload
 
 
 @dataclass(frozen=True)
-class Part:
+class GraphPart:
     """``module``: takes the values of ``inputs`` (`name_of` nodes of the whole graph), gives those asked for."""
 
     module: fx.GraphModule
@@ -25,7 +25,9 @@ class UnavailableError(Exception):
     """A value that the graph does not hold, or that depends on one that is not there."""
 
 
-def part_of(module: fx.GraphModule, given: Sequence[str], wanted: Sequence[str], observed: Collection[str]) -> Part:
+def part_of(
+    module: fx.GraphModule, given: Sequence[str], wanted: Sequence[str], observed: Collection[str]
+) -> GraphPart:
     """What computes ``wanted`` from ``given`` and constants. Raises `UnavailableError`.
 
     Wanted values come as their readers see them: behind their observer, quantized and dequantized again where they are
@@ -50,7 +52,7 @@ def part_of(module: fx.GraphModule, given: Sequence[str], wanted: Sequence[str],
     graph.output(tuple(_last(graph, copies, segment) for segment in ends))
     made = fx.GraphModule(module, graph)
     made.meta = dict(module.meta)
-    return Part(made, inputs)
+    return GraphPart(made, inputs)
 
 
 def _counted(module: fx.GraphModule, node: fx.Node, observed: Collection[str]) -> bool:

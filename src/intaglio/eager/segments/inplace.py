@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from intaglio.eager.recording.events import Value, leaves, tensors
+from intaglio.eager.recording.events import RecordedTensor, leaves, tensors
 from intaglio.eager.segments.qtensor import QTensor, become, pending, plain
 from intaglio.eager.segments.trace_frame import HELD_HERE, TraceFrame
 from intaglio.torch_private import storage_key
@@ -94,9 +94,9 @@ def _contents(frame: TraceFrame, kin: Sequence[int | str]) -> dict[int, torch.Te
             made = {
                 leaf: tensor
                 for leaf, tensor in zip(leaves(spec), leaves(result), strict=True)
-                if isinstance(leaf, Value)
+                if isinstance(leaf, RecordedTensor)
             }
-            found.update({number: made[Value(number)] for number in views})
+            found.update({number: made[RecordedTensor(number)] for number in views})
     return found
 
 

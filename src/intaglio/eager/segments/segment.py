@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from intaglio import build
-from intaglio.eager.recording.events import Event, Extent, Held, Value, fill, held, leaves
+from intaglio.eager.recording.events import Event, Extent, Held, RecordedTensor, fill, held, leaves
 from intaglio.eager.recording.recorder import Recording
 from intaglio.eager.recording.replay import example_of, replay, trimmed
 from intaglio.eager.recording.torch_functions import is_factory
 from intaglio.eager.recording.value_mapping import places
-from intaglio.eager.segments.graph_parts import Part, UnavailableError, has_integers, part_of
+from intaglio.eager.segments.graph_parts import GraphPart, UnavailableError, has_integers, part_of
 from intaglio.eager.segments.qtensor import QTensor
 from intaglio.errors import CaptureError, UnsupportedError
 from intaglio.fxgraph.node_info import known_type
@@ -131,7 +131,7 @@ class Segment:
         found: dict[int, int | str] = {}
         for event in self.events:
             for number, base in event.views:
-                found[number] = found.get(base.index, base.index) if isinstance(base, Value) else base.path
+                found[number] = found.get(base.index, base.index) if isinstance(base, RecordedTensor) else base.path
         return found
 
     @cached_property
@@ -145,7 +145,7 @@ class Segment:
     def _last_uses(self) -> dict[int, int]:
         """Value -> index of the last operator that reads it; past the end for results."""
         found = {number: event.index for event in self.events for number in event.inputs}
-        results = [leaf.index for leaf in leaves(self.recording.results[1]) if isinstance(leaf, Value)]
+        results = [leaf.index for leaf in leaves(self.recording.results[1]) if isinstance(leaf, RecordedTensor)]
         return {**found, **dict.fromkeys(results, len(self.events))}
 
     def misfit(self, number: int, tensor: torch.Tensor) -> tuple[int, ...]:
@@ -213,7 +213,7 @@ class Segment:
         model = self.model
 
         def leaf(spec: Any) -> Any:
-            if type(spec) is Value:
+            if type(spec) is RecordedTensor:
                 return value(spec.index)
             if type(spec) is Held:
                 return held(model, spec.path)
@@ -224,7 +224,7 @@ class Segment:
             args[0] = args[0].clone()
         called = model.get_submodule(event.path) if event.function is None else event.function
         result = called(*args, **kwargs)
-        return (Value(event.changed), args[0]) if event.changed is not None else (event.result, result)
+        return (RecordedTensor(event.changed), args[0]) if event.changed is not None else (event.result, result)
 
     def converted(self, parameters: Parameters | None, model: nn.Module) -> Segment:
         """The same recording of the model, its statistics made parameters, if none are given."""
@@ -296,7 +296,7 @@ class Segment:
             self.programs[key] = self._compiled(part, reads)
         return self.programs[key]
 
-    def _compiled(self, part: Part, reads: list[int]) -> Made:
+    def _compiled(self, part: GraphPart, reads: list[int]) -> Made:
         assert self.reference is not None
         nodes = {node.name: node for node in part.module.graph.nodes}
         (output,) = [node for node in part.module.graph.nodes if node.op == "output"]

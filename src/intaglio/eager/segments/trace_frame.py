@@ -10,7 +10,7 @@ from weakref import getweakrefcount
 
 import torch
 
-from intaglio.eager.recording.events import Event, Extent, Held, Value, fill, leaves
+from intaglio.eager.recording.events import Event, Extent, Held, RecordedTensor, fill, leaves
 from intaglio.eager.segments.graph_parts import UnavailableError
 from intaglio.eager.segments.qtensor import QTensor, become, pending, plain
 from intaglio.eager.segments.segment import Segment
@@ -19,7 +19,7 @@ from intaglio.torch_private import DisableTorchFunction, pytree
 HELD_HERE = 3
 """References to a tensor that nobody outside holds, in a loop over the values of a table: the table's, the loop's, the
 argument of getrefcount."""
-KEPT = 8
+RECENT_VALUES = 8
 """Sets of sizes whose tensors a segment keeps for the next call."""
 ATTRIBUTES = 3
 """Of a `QTensor` that nobody gave another one."""
@@ -58,7 +58,7 @@ class TraceFrame:
         spec = self.segment.call_leaves
         if spec is None or self.segment.call_tree != tree:
             return spec is None
-        pairs = [(s.index, v) for s, v in zip(spec, given, strict=True) if type(s) is Value]
+        pairs = [(s.index, v) for s, v in zip(spec, given, strict=True) if type(s) is RecordedTensor]
         if all(isinstance(value, torch.Tensor) for _, value in pairs):
             self.bind(dict(pairs))
         return True
@@ -109,7 +109,7 @@ class TraceFrame:
 
     def _stands_for(self, spec: Any, value: Any, trial: dict[int, torch.Tensor]) -> bool:
         kind = type(spec)
-        if kind is Value:
+        if kind is RecordedTensor:
             return isinstance(value, torch.Tensor) and self._is(spec.index, value, trial)
         if kind is Held:
             return value is self.session.held.get(spec.path)
@@ -184,7 +184,7 @@ class TraceFrame:
             if self.segment.shapes.get(event.slots[0]) != self.segment.shapes.get(event.changed):
                 size = self.sizes[event.changed] if self.sizes else None
                 become(args[0], self._inferred(event.changed) if size is None else size)
-            return args[0] if type(result) is Value else fill(result, self._result)
+            return args[0] if type(result) is RecordedTensor else fill(result, self._result)
         return fill(result, self._result)
 
     def _change(self, tensor: QTensor, number: int) -> None:
@@ -207,7 +207,7 @@ class TraceFrame:
         self.bound.update(dict.fromkeys(places, twin))
 
     def _result(self, leaf: Any) -> Any:
-        if type(leaf) is Value:
+        if type(leaf) is RecordedTensor:
             return self._pending(leaf.index)
         return self.session.held[leaf.path] if type(leaf) is Held else leaf
 
@@ -257,7 +257,7 @@ class TraceFrame:
         for q in spare.values():
             q.content = None
             del q.frame
-        if len(self.segment.spare) >= KEPT:
+        if len(self.segment.spare) >= RECENT_VALUES:
             self.segment.spare.clear()
         self.segment.spare[tuple(self.symbols.items())] = spare
 
@@ -312,7 +312,9 @@ class TraceFrame:
         event = next(event for event in self.events if number in event.outputs)
         with DisableTorchFunction(), torch.no_grad():
             result = self.segment.run_event(event, self.operand, self.size)
-        made = {s.index: v for s, v in zip(leaves(result[0]), leaves(result[1]), strict=True) if type(s) is Value}
+        made = {
+            s.index: v for s, v in zip(leaves(result[0]), leaves(result[1]), strict=True) if type(s) is RecordedTensor
+        }
         return made[number]
 
     def operand(self, number: int) -> torch.Tensor:

@@ -20,8 +20,8 @@ from intaglio.kernels.assembly import REST_CONSTANTS, family_text, field, limit,
 from intaglio.kernels.instruction_set import Isa, KernelFamily
 from intaglio.kernels.tile_spec import TileSpec
 
-TALLEST = {1: 4}
-REGISTERS = """
+AVX2_TALLEST = {1: 4}
+AVX2_REGISTERS = """
 AVX2, System V. rdi: struct Tile.
 Products: rsi weights, rax activations, rbx bytes between pixels, r15 three times that, rdx a tap, r14 a row of taps;
 rcx, r13, r12 count steps, taps, rows of taps. ymm0 mask of even bytes, ymm1 odd and ymm2 even activations, ymm3 a
@@ -31,10 +31,10 @@ ymm1 zero point of the residual operand, ymm2-3 bounds, ymm4-5 factors, ymm6-7 f
 """
 MASK, ODD_A, EVEN_A, PRODUCT = (f"%ymm{i}" for i in range(4))
 EVEN_W, ODD_W = ("%ymm4", "%ymm5"), ("%ymm6", "%ymm7")
-PIXELS = ("(%rax)", "(%rax,%rbx)", "(%rax,%rbx,2)", "(%rax,%r15)")
+PIXEL_ADDRESSES = ("(%rax)", "(%rax,%rbx)", "(%rax,%rbx,2)", "(%rax,%r15)")
 
 # The epilogue has the same registers for other things.
-SCRATCH, OTHER_ZERO, LOW, HIGH = MASK, ODD_A, EVEN_A, PRODUCT
+SCRATCH, OTHER_ZERO, LOW_HALF, HIGH_HALF = MASK, ODD_A, EVEN_A, PRODUCT
 FACTOR, OTHER_FACTOR = EVEN_W, ODD_W
 HALVES = (0, 1)
 
@@ -71,7 +71,11 @@ def _step(spec: TileSpec) -> list[str]:
         lines += [f"vmovdqu {32 * half}(%rsi),{odd}", f"vpsllw $8,{odd},{even}"]
         lines += [f"vpsraw $8,{odd},{odd}", f"vpsraw $8,{even},{even}"]
     for i in range(spec.rows):
-        lines += [f"vpbroadcastd {PIXELS[i]},{ODD_A}", f"vpand {MASK},{ODD_A},{EVEN_A}", f"vpsrlw $8,{ODD_A},{ODD_A}"]
+        lines += [
+            f"vpbroadcastd {PIXEL_ADDRESSES[i]},{ODD_A}",
+            f"vpand {MASK},{ODD_A},{EVEN_A}",
+            f"vpsrlw $8,{ODD_A},{ODD_A}",
+        ]
         for weights, activations in ((EVEN_W, EVEN_A), (ODD_W, ODD_A)):
             lines += [f"vpmaddwd {weights[0]},{activations},{PRODUCT}", f"vpaddd {PRODUCT},{acc(i, 0)},{acc(i, 0)}"]
             lines += [f"vpmaddwd {weights[1]},{activations},{activations}"]
@@ -92,7 +96,10 @@ def _epilogue(spec: TileSpec) -> list[str]:
         lines += [f"vpbroadcastd {limit('other_zero_point')},{OTHER_ZERO}"] * (not spec.other_rest)
     lines += [f"mov {field('rest')},%rsi"] * spec.rest + [f"mov {field('other_rest')},%rbx"] * spec.other_rest
     if spec.guard:
-        lines += [f"vbroadcastss {limit('convertible_low')},{LOW}", f"vbroadcastss {limit('convertible_high')},{HIGH}"]
+        lines += [
+            f"vbroadcastss {limit('convertible_low')},{LOW_HALF}",
+            f"vbroadcastss {limit('convertible_high')},{HIGH_HALF}",
+        ]
     for i in range(spec.rows):
         for half in HALVES:
             lines += _scaled(spec, i, half)
@@ -128,7 +135,7 @@ def _scaled(spec: TileSpec, i: int, half: int) -> list[str]:
             f"vaddps {SCRATCH},{sums},{sums}",
         ]
     if spec.guard:
-        lines += [f"vmaxps {LOW},{sums},{sums}", f"vminps {HIGH},{sums},{sums}"]
+        lines += [f"vmaxps {LOW_HALF},{sums},{sums}", f"vminps {HIGH_HALF},{sums},{sums}"]
     return lines
 
 
@@ -200,7 +207,7 @@ def _store(whole: list[str], pieces: list[tuple[int, list[str]]], item: int, poi
 
 def join(family: KernelFamily, texts: list[str]) -> str:
     """Print a family."""
-    return family_text(family, texts, REGISTERS, REST_CONSTANTS)
+    return family_text(family, texts, AVX2_REGISTERS, REST_CONSTANTS)
 
 
-AVX2 = Isa("avx2", TALLEST, False, ".s", emit, join)
+AVX2 = Isa("avx2", AVX2_TALLEST, False, ".s", emit, join)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from intaglio.kernels.assembly import LEAVE, SAVE, kernel_text, levels, looked_up, skewed
 from intaglio.kernels.depthwise_spec import DEPTHWISE_FIELDS, DepthwiseSpec
 
-POINTERS = ("r8", "r9", "r10", "r11")
+TAP_POINTERS = ("r8", "r9", "r10", "r11")
 """The four rows of a quad."""
 KEPT = {
     "rax": "limits",
@@ -25,7 +25,7 @@ KEPT = {
     "r13": "out",
     "r15": "out_line",
 }
-REGISTERS = """
+DEPTHWISE_REGISTERS = """
 AVX512-VNNI, System V. rdi: struct DepthwiseTile.
 rax limits, rbx bytes between input columns, rbp lookup table, rsi weights, r12 factors, r13 result, r14 next pixel,
 r15 bytes between output rows, rcx first input column of the tile, rdx the one being read, r8-r11 rows of a quad,
@@ -89,7 +89,7 @@ def _columns(spec: DepthwiseSpec) -> list[str]:
         step: list[str] = []
         for quad in range(spec.quads):
             if spec.quads > 1 or column == 0:
-                step += [f"mov {_field(f'rows{4 * quad + i}')},%{pointer}" for i, pointer in enumerate(POINTERS)]
+                step += [f"mov {_field(f'rows{4 * quad + i}')},%{pointer}" for i, pointer in enumerate(TAP_POINTERS)]
             step += [*_interleave(spec), *_products(spec, column, quad)]
         behind = ", among its products the results of the columns before" if done else ""
         lines += [f"# input column {column}{behind}", *_woven(step, done), "add %rbx,%rdx"]
@@ -112,7 +112,7 @@ def _interleave(spec: DepthwiseSpec) -> list[str]:
     """Four rows of a column -> four registers of dwords, the rows of a channel in each."""
     v = [_register(spec, i) for i in range(8)]
     return [
-        *(f"vmovdqu64 (%{pointer},%rdx),{v[i]}" for i, pointer in enumerate(POINTERS)),
+        *(f"vmovdqu64 (%{pointer},%rdx),{v[i]}" for i, pointer in enumerate(TAP_POINTERS)),
         f"vpunpcklbw {v[1]},{v[0]},{v[4]}",
         f"vpunpckhbw {v[1]},{v[0]},{v[5]}",
         f"vpunpcklbw {v[3]},{v[2]},{v[6]}",

@@ -29,12 +29,12 @@ from intaglio.kernels.avx512vnni import vnni_depthwise
 from intaglio.kernels.instruction_set import Isa, KernelFamily
 from intaglio.kernels.tile_spec import TileSpec
 
-POINTERS = ("rax", "r8", "r9", "r10", "r11")
+ROW_POINTERS = ("rax", "r8", "r9", "r10", "r11")
 """One per three rows."""
 ADDRESSES = ("(%{})", "(%{},%rbx)", "(%{},%rbx,2)")
 
-TALLEST = {1: 14, 2: 12, 3: 8, 4: 6}
-REGISTERS = """
+VNNI_TALLEST = {1: 14, 2: 12, 3: 8, 4: 6}
+VNNI_REGISTERS = """
 AVX512-VNNI, System V. rdi: struct Tile.
 Products: rsi weights, rax and r8-r11 activations of three pixels each, rbx bytes between pixels, r15 three times that,
 rdx a tap, r14 a row of taps; rcx, r13, r12 count steps, taps, rows of taps; rbp from weights to those to prefetch.
@@ -55,7 +55,7 @@ class _Kernel:
         self.spec = spec
         self.first = 32 - spec.rows * spec.blocks
         self.spare = min(self.first - spec.blocks, 4)
-        self.pointers = POINTERS[: -(-spec.rows // 3)]
+        self.pointers = ROW_POINTERS[: -(-spec.rows // 3)]
 
     def acc(self, row: int, block: int) -> str:
         return f"%zmm{self.first + row * self.spec.blocks + block}"
@@ -234,13 +234,15 @@ def _constants() -> dict[str, str]:
     return found
 
 
-CONSTANTS = {**_constants(), **REST_CONSTANTS}
+TILE_CONSTANTS = {**_constants(), **REST_CONSTANTS}
 
 
 def join(family: KernelFamily, texts: list[str]) -> str:
     """Print a family."""
     depthwise = family.element == "DepthwiseKernel"
-    return family_text(family, texts, vnni_depthwise.REGISTERS if depthwise else REGISTERS, CONSTANTS)
+    return family_text(
+        family, texts, vnni_depthwise.DEPTHWISE_REGISTERS if depthwise else VNNI_REGISTERS, TILE_CONSTANTS
+    )
 
 
-AVX512VNNI = Isa("avx512vnni", TALLEST, True, ".s", emit, join, vnni_depthwise.emit, "has_vbmi()")
+AVX512VNNI = Isa("avx512vnni", VNNI_TALLEST, True, ".s", emit, join, vnni_depthwise.emit, "has_vbmi()")

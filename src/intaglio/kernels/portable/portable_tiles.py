@@ -15,10 +15,10 @@ def emit(spec: TileSpec) -> str:
 
 
 def join(family: KernelFamily, texts: list[str]) -> str:
-    """Print a family: the functions all kernels call are in native/portable_tile.h."""
+    """Print a family: the functions all kernels call are in native/products/portable_tile.h."""
     names = ", ".join(kernel.name if kernel is not None else "0" for kernel in family.kernels)
     table = f"const {family.element} {family.name}[] = {{{names}}};\n"
-    return "".join(['#include "portable_tile.h"\n\n', *texts, f"\n{family.declaration}\n{table}"])
+    return "".join(['#include "products/portable_tile.h"\n\n', *texts, f"\n{family.declaration}\n{table}"])
 
 
 PORTABLE = Isa("portable", {1: 4}, False, ".cpp", emit, join)

@@ -10,7 +10,8 @@ from math import prod
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Dim, DType, Graph, Op, QParams, Shape, TensorType, evaluate, numel
+from intaglio.ir import Dim, Graph, Op, QParams, Shape, TensorType, evaluate, numel
+from intaglio.ir.types import F32, U8
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.opdef import (
     Attrs,
@@ -24,7 +25,6 @@ from intaglio.ops.opdef import (
     rank,
 )
 
-U8, F32 = DType.U8, DType.F32
 MOST_PIXELS = (2**31 - 1) // 255
 """Quantized values that an int32 sum holds."""
 
@@ -282,4 +282,4 @@ def _poolable(axes: int) -> Callable[[Call], str | None]:
     return first_reason(float_activations, rank(axes + 2), fixed_channels)
 
 
-OPS = tuple(make(axes) for axes in (1, 2, 3) for make in (_max_pool, _avg_pool, _adaptive_avg_pool))
+POOL_OPS = tuple(make(axes) for axes in (1, 2, 3) for make in (_max_pool, _avg_pool, _adaptive_avg_pool))

@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import DType, Graph, Op, Shape, TensorType
+from intaglio.ir import Graph, Op, Shape, TensorType
+from intaglio.ir.types import F32, I32, U8
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.images.pool import pixels_to_read
 from intaglio.ops.opdef import Attrs, Call, Layout, OpDef, first_reason, fixed_channels, float_activations, rank
 
-U8, I32, F32 = DType.U8, DType.I32, DType.F32
-
 ONE = np.float32(1)
-HALF = np.float32(0.5)
+ONE_HALF = np.float32(0.5)
 
 
 def bind_resize(call: Call) -> Attrs:
@@ -75,7 +74,7 @@ def linear(size: int, result: int, scale: float | None, align: bool) -> tuple[np
     if align:
         place = place * (np.float32(size - 1) / np.float32(result - 1) if result > 1 else np.float32(0))
     elif size != result:
-        place = np.maximum(_step(size, result, scale) * (place + HALF) - HALF, np.float32(0))
+        place = np.maximum(_step(size, result, scale) * (place + ONE_HALF) - ONE_HALF, np.float32(0))
     below = np.minimum(place.astype(np.int32), size - 1)
     above = below + (below < size - 1)
     rest = np.clip(place - below.astype(np.float32), np.float32(0), ONE)
@@ -215,4 +214,4 @@ def _linear(axes: int, name: str) -> OpDef:
     )
 
 
-OPS = (*map(_nearest, (1, 2, 3)), _linear(1, "upsample_linear1d"), _linear(2, "upsample_bilinear2d"))
+RESIZE_OPS = (*map(_nearest, (1, 2, 3)), _linear(1, "upsample_linear1d"), _linear(2, "upsample_bilinear2d"))

@@ -16,7 +16,7 @@ from intaglio.ir import TensorType
 from intaglio.ops.loop_ops.loop_builder import Body, RealCall
 from intaglio.ops.loop_ops.primitives import BOOL, F32, I64, REAL, U8
 
-MOST_AXES = 5
+MOST_LOOP_AXES = 5
 """Of a tensor; strides of the last five are known."""
 
 
@@ -46,8 +46,8 @@ def refusal(record: RealDef, call: RealCall) -> str | None:
     for kind in (*call.tensors().values(), call.result):
         if kind.dtype not in (*REAL, BOOL, I64):
             return f"a tensor of {kind.dtype}; the program computes in f32"
-        if len(kind.shape) > MOST_AXES:
-            return f"{len(kind.shape)} axes; the program takes {MOST_AXES}"
+        if len(kind.shape) > MOST_LOOP_AXES:
+            return f"{len(kind.shape)} axes; the program takes {MOST_LOOP_AXES}"
     if call.result.dtype is I64:
         return "it makes integers; the program computes in f32"
     return record.check(call)

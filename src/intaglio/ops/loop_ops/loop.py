@@ -111,4 +111,4 @@ LOOP = OpDef(
     any_strides=True,
     kernel="loop",
 )
-OPS = (LOOP,)
+LOOP_OPS = (LOOP,)

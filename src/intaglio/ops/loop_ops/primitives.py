@@ -14,11 +14,11 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.ir import DType, Op, Shape, TensorType
+from intaglio.ir.types import BF16, BOOL, F32, I64, U8
 from intaglio.numerics import float_math
 from intaglio.ops.opdef import Attrs
 
-F32, BOOL, I64, BF16, U8 = DType.F32, DType.BOOL, DType.I64, DType.BF16, DType.U8
-REAL, TRUTH, WHOLE = (F32, BF16), (BOOL,), (I64,)
+REAL, TRUTH, WHOLE_TYPES = (F32, BF16), (BOOL,), (I64,)
 Bound = Callable[[Sequence[float], Attrs], "float | None"]
 Meaning = Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], np.ndarray]
 
@@ -115,7 +115,7 @@ def _binary(name: str, c: str, function: Callable[..., np.ndarray], **facts: Any
 
 
 def _compared(name: str, c: str, function: Callable[..., np.ndarray]) -> Primitive:
-    return Primitive(name, ((REAL, REAL), (WHOLE, WHOLE)), BOOL, _plain(function), c=f"{{0}} {c} {{1}}")
+    return Primitive(name, ((REAL, REAL), (WHOLE_TYPES, WHOLE_TYPES)), BOOL, _plain(function), c=f"{{0}} {c} {{1}}")
 
 
 def _truth(name: str, c: str, function: Callable[..., np.ndarray], operands: int = 2) -> Primitive:
@@ -124,7 +124,7 @@ def _truth(name: str, c: str, function: Callable[..., np.ndarray], operands: int
 
 
 def _reduction(
-    name: str, lanes: Lanes, function: Callable[[numerics.F32], numerics.F32], bound: Bound = no_bound
+    name: str, lanes: Lanes, function: Callable[[numerics.FloatArray], numerics.FloatArray], bound: Bound = no_bound
 ) -> Primitive:
     def meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
         axis = op.attrs["axis"]
@@ -189,7 +189,7 @@ def bound_of_leaky_relu(sizes: Sequence[float], attrs: Attrs) -> float | None:
     return max(sizes) if abs(attrs["slope"]) <= 1 else None
 
 
-ANY = ((REAL,), (TRUTH,), (WHOLE,))
+ANY_TYPE = ((REAL,), (TRUTH,), (WHOLE_TYPES,))
 ROWS = (
     _binary("add", "{0} + {1}", np.add, takes_number=True, cheap=True, bound=sum_of_sizes),
     _binary("sub", "{0} - {1}", np.subtract, takes_number=True, cheap=True, subtracts=True, bound=sum_of_sizes),
@@ -248,17 +248,19 @@ ROWS = (
     _truth("xor", "{0} ^ {1}", np.logical_xor),
     _truth("not", "~{0}", np.logical_not, 1),
     Primitive("where", ((TRUTH, REAL, REAL),), F32, _plain(np.where), c="{0} ? {1} : {2}"),
-    Primitive("cast", ANY, None, _cast, cheap=True),
+    Primitive("cast", ANY_TYPE, None, _cast, cheap=True),
     Primitive("quantize", (((F32,),),), U8, _quantize),
     Primitive("dequantize", (((U8,),),), F32, _dequantize, cheap=True),
     _reduction("sum", Lanes("0.0f", "added", "tree_of_sums({0})"), float_math.total),
     _reduction("mean", Lanes("0.0f", "added", "tree_of_sums({0}) / (float)size"), float_math.mean, largest),
     _reduction("max", Lanes("-__builtin_inff()", "raised", "tree_of_most({0})"), float_math.greatest, largest),
     _reduction("min", Lanes("__builtin_inff()", "lowered", "tree_of_least({0})"), float_math.least, largest),
-    Primitive("squeeze", ANY, None, _squeeze, ("axis",), drops_axis=True, bound=largest),
-    Primitive("unsqueeze", ANY, None, _unsqueeze, ("axis",), adds_axis=True, bound=largest),
-    Primitive("gather", (((F32,), WHOLE),), F32, _plain(float_math.rows_of), gathers=True),
-    Primitive("gather_levels", (((U8,), WHOLE, (F32,), (F32,)),), F32, _plain(float_math.rows_of_levels), gathers=True),
+    Primitive("squeeze", ANY_TYPE, None, _squeeze, ("axis",), drops_axis=True, bound=largest),
+    Primitive("unsqueeze", ANY_TYPE, None, _unsqueeze, ("axis",), adds_axis=True, bound=largest),
+    Primitive("gather", (((F32,), WHOLE_TYPES),), F32, _plain(float_math.rows_of), gathers=True),
+    Primitive(
+        "gather_levels", (((U8,), WHOLE_TYPES, (F32,), (F32,)),), F32, _plain(float_math.rows_of_levels), gathers=True
+    ),
 )
 PRIMITIVES: Mapping[str, Primitive] = {row.name: row for row in ROWS}
 

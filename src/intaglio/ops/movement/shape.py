@@ -340,4 +340,4 @@ EXPAND = OpDef(
     layout=Layout.SAME,
     kernel="move",
 )
-OPS = (CAT, RESHAPE, SLICE, PAD, PERMUTE, EXPAND)
+SHAPE_OPS = (CAT, RESHAPE, SLICE, PAD, PERMUTE, EXPAND)

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Dim, DType, Op, Shape, TensorType, numel
+from intaglio.ir import Dim, Op, Shape, TensorType, numel
+from intaglio.ir.types import BOOL, F32, I32, U8
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.opdef import Attrs, Call, Layout, OpDef, Roles, first_reason, float_activations
 from intaglio.ops.products.scratch_memory import LINE, QUERIES, whole
 
-U8, I32, F32, BOOL = DType.U8, DType.I32, DType.F32, DType.BOOL
-WIDEST_HEAD = 256
+WIDEST_ATTENTION_HEAD = 256
 """Values of a query or key; products of them stay below 2^24, exact in float32."""
 MOST_KEYS = (2**31 - 1) // (255 * 127)
 """Products of levels of probability and of values that fit an int32 accumulator."""
@@ -52,8 +52,8 @@ def fixed_heads(call: Call) -> str | None:
         if not isinstance(dim, int):
             return f"free dimension {dim}; the kernel takes free batches, queries and keys"
     numbers = [dim for dim in (heads, groups, depth, width) if isinstance(dim, int)]
-    if not all(0 < size <= WIDEST_HEAD for size in numbers[2:]):
-        return f"heads of {depth} and {width} values; the kernel takes 1 to {WIDEST_HEAD}"
+    if not all(0 < size <= WIDEST_ATTENTION_HEAD for size in numbers[2:]):
+        return f"heads of {depth} and {width} values; the kernel takes 1 to {WIDEST_ATTENTION_HEAD}"
     if not numbers[1] or numbers[0] % numbers[1]:
         return f"{heads} heads over {groups} of keys"
     if isinstance(keys, int) and keys > MOST_KEYS:
@@ -128,7 +128,7 @@ def bmm_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
 
 
 def attention_scratch(op: Op, types: Mapping[str, TensorType]) -> Dim:
-    """Count the 64-byte lines that one thread needs; `attention` of native/attention.h divides them in this order."""
+    """Count the 64-byte lines that one thread needs, in the order of `attention` in native/sequences/attention.h."""
     _, k, v = (types[name].shape for name in op.inputs[:3])
     depth, width, keys = 4 * whole(k[-1], 4), 16 * whole(v[-1], 16), whole(v[-2], LINE)
     # Per 64 keys: K and V packed, sums of K and the mask in 32 bits, scores in float and as levels.
@@ -136,7 +136,7 @@ def attention_scratch(op: Op, types: Mapping[str, TensorType]) -> Dim:
 
 
 def bmm_scratch(op: Op, types: Mapping[str, TensorType]) -> Dim:
-    """Count the 64-byte lines that one thread needs; `product` of native/attention.h divides them in this order."""
+    """Count the 64-byte lines that one thread needs, in the order of `product` in native/sequences/attention.h."""
     *_, inner, columns = types[op.inputs[1]].shape
     return whole(columns, LINE) * (4 * whole(inner, 4) + 4)
 
@@ -177,4 +177,4 @@ BMM = OpDef(
     emit="bmm",
     kernel="attention",
 )
-OPS = (ATTENTION, BMM)
+ATTENTION_OPS = (ATTENTION, BMM)

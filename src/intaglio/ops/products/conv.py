@@ -196,8 +196,8 @@ def linear_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
 
 
 ACCUMULATED = TypeRule(((DType.U8,), (DType.S8,), (DType.I32,)), (DType.I32,))
-PLAIN = Roles(x=(0,), weight=1, bias=2)
-TRANSPOSED = Roles(x=(0,), weight=1, bias=2, outputs=1)
+CONV_ROLES = Roles(x=(0,), weight=1, bias=2)
+TRANSPOSED_ROLES = Roles(x=(0,), weight=1, bias=2, outputs=1)
 
 
 def _conv(axes: int) -> OpDef:
@@ -205,7 +205,7 @@ def _conv(axes: int) -> OpDef:
         name=f"conv{axes}d",
         targets=(f"aten.conv{axes}d.default", f"aten.conv{axes}d.padding"),
         operands=("input", "weight", "bias"),
-        roles=PLAIN,
+        roles=CONV_ROLES,
         anchor=True,
         bind=bind_conv,
         check=first_reason(float_activations, rank(axes + 2), fixed_depth, constant_weight, short_reduction),
@@ -228,7 +228,7 @@ def _conv_transpose(axes: int) -> OpDef:
         name=f"conv_transpose{axes}d",
         targets=(f"aten.conv_transpose{axes}d.{overload}",),
         operands=("input", "weight", "bias"),
-        roles=TRANSPOSED,
+        roles=TRANSPOSED_ROLES,
         anchor=True,
         bind=bind_transposed,
         check=first_reason(
@@ -251,7 +251,7 @@ LINEAR = OpDef(
     name="linear",
     targets=("aten.linear.default",),
     operands=("input", "weight", "bias"),
-    roles=PLAIN,
+    roles=CONV_ROLES,
     anchor=True,
     check=first_reason(float_activations, rank(*range(1, 9)), constant_weight, last_axis_fixed, short_reduction),
     infer=linear_shape,
@@ -264,5 +264,5 @@ LINEAR = OpDef(
     layout=Layout.ROW_MAJOR,
     kernel="matmul",
 )
-OPS = (*map(_conv, (1, 2, 3)), *map(_conv_transpose, (1, 2, 3)), LINEAR)
-CONVOLUTIONS = tuple(record.name for record in OPS if record is not LINEAR)
+CONVOLUTION_OPS = (*map(_conv, (1, 2, 3)), *map(_conv_transpose, (1, 2, 3)), LINEAR)
+CONVOLUTIONS = tuple(record.name for record in CONVOLUTION_OPS if record is not LINEAR)

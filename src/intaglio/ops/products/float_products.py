@@ -82,7 +82,7 @@ def _implicit(terms: Sequence[Sequence[str]]) -> set[str]:
     return {letter for letter in found if letter.isdigit() or found.count(letter) == 1}
 
 
-OPS = (
+FLOAT_PRODUCT_OPS = (
     OpDef("mm", ("aten.mm.default", "aten._int_mm.default"), ("self", "mat2"), macs=matrix_macs),
     OpDef("batched_mm", ("aten.bmm.default",), ("self", "mat2"), macs=matrix_macs),
     OpDef("addmm", ("aten.addmm.default",), ("self", "mat1", "mat2"), macs=added_macs),

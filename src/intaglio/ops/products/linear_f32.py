@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from intaglio.ir import Dim, DType, Graph, Op, Shape, TensorType, numel
+from intaglio.ir.types import F16, F32, S8
 from intaglio.ir.verify import TypeRule
 from intaglio.numerics import float_math
 from intaglio.ops.opdef import Attrs, Layout, OpDef
-
-S8, F16, F32 = DType.S8, DType.F16, DType.F32
 
 
 def linear_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
@@ -54,4 +53,4 @@ LINEAR_F32 = OpDef(
     layout=Layout.ROW_MAJOR,
     kernel="linear_f32",
 )
-OPS = (LINEAR_F32,)
+WEIGHT_ONLY_OPS = (LINEAR_F32,)

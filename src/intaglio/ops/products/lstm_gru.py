@@ -19,7 +19,7 @@ from intaglio.ops.dynamic_quant import levels_of_rows, makes_rows, row_levels
 from intaglio.ops.opdef import Attrs, Call, Layout, OpDef, first_reason, float_activations, rank
 from intaglio.ops.products.scratch_memory import LINE, whole
 
-GATES = {"lstm": 4, "gru": 3}
+GATE_COUNT = {"lstm": 4, "gru": 3}
 PER_DIRECTION = 6
 """Operands of a layer and direction."""
 
@@ -60,7 +60,7 @@ def gru_step(x: np.ndarray, h: np.ndarray, state: Sequence[np.ndarray]) -> tuple
     return (n + z * (state[0] - n),)
 
 
-STEPS = {"lstm": lstm_step, "gru": gru_step}
+CELL_STEPS = {"lstm": lstm_step, "gru": gru_step}
 
 
 def product(
@@ -82,7 +82,7 @@ def run_direction(
         for t in reversed(range(steps)) if reverse else range(steps):
             levels, rows = levels_of_rows(now[0], "token")
             of_h = product(levels, numerics.ROW_ZERO, rows, d.w_h, d.columns_h, d.bias_h)
-            now = STEPS[kind](of_x[t], of_h, now)
+            now = CELL_STEPS[kind](of_x[t], of_h, now)
             y[t] = now[0]
     return y, now
 
@@ -183,7 +183,7 @@ def recurrent_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
 
 
 def recurrent_scratch(op: Op, types: Mapping[str, TensorType]) -> Dim:
-    """Count the 64-byte lines that all threads share; `cut_up` of native/recurrent.h takes the parts in this order."""
+    """Count the 64-byte lines that all threads share, in the order of `cut_up` in native/sequences/recurrent.h."""
     x, (gates, hidden) = types[op.inputs[0]].shape, types[op.inputs[2 + op.attrs["rows"]]].shape
     d, batch, rows = op.attrs["directions"], x[int(not (op.attrs["cell"] or op.attrs["batch_first"]))], numel(x[:-1])
     wide, cells = d * hidden, d * batch
@@ -221,7 +221,7 @@ def valid_recurrent(op: Op, graph: Graph) -> None:
     for place in range(places):
         names = op.inputs[first + PER_DIRECTION * place : first + PER_DIRECTION * (place + 1)]
         width = x.shape[-1] if place < directions else directions * hidden
-        _check_place(names, GATES[op.kind] * hidden, int(width), hidden, graph)
+        _check_place(names, GATE_COUNT[op.kind] * hidden, int(width), hidden, graph)
     shapes = result_shapes(op.kind, attrs, x.shape, hidden)
     results = [graph.types[name] for name in op.outputs]
     if tuple(kind.shape for kind in results) != shapes or any(kind.dtype is not DType.F32 for kind in results):
@@ -267,5 +267,5 @@ def _record(kind: str, targets: tuple[str, ...]) -> OpDef:
 
 LSTM = _record("lstm", ("aten.lstm.input", "aten.lstm_cell.default"))
 GRU = _record("gru", ("aten.gru.input", "aten.gru_cell.default"))
-OPS = (LSTM, GRU)
-RECURRENT = tuple(record.name for record in OPS)
+RECURRENT_OPS = (LSTM, GRU)
+RECURRENT = tuple(record.name for record in RECURRENT_OPS)

@@ -33,7 +33,7 @@ def needs_guard(partition: Partition, graph: Graph) -> bool:
     weight, bias = (graph.constants[name] for name in anchor.inputs[1:])
     x = graph.types[anchor.inputs[0]].levels
     factors = [np.abs(graph.constants[name].astype(np.float64)) for name in tail.inputs if name in graph.constants]
-    levels = 255 * (numerics.STEPS + 1 if tail.inputs[4:] else 1)
+    levels = 255 * (numerics.QUANT_STEPS + 1 if tail.inputs[4:] else 1)
     other = levels * factors[1].max(initial=0) if len(factors) > 1 else 0
     most = np.abs(bias.astype(np.int64)).max(initial=0) + weight[:1].size * 128 * 2 * 255
     if most * factors[0].max(initial=0) + other < numerics.CONVERTIBLE / 2:  # whatever the weights: no pass over them

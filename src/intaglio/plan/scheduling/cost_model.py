@@ -10,9 +10,9 @@ from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Step
 
 F32_PANEL = 64
-"""Output channels of a packed panel of float weights; ``PANEL_F32`` of native/linear_f32.h."""
+"""Output channels of a packed panel of float weights; ``PANEL_F32`` of native/products/linear_f32.h."""
 F32_BLOCK = 48
-"""Rows that a thread takes at a time; ``BLOCK`` of native/linear_f32.h."""
+"""Rows that a thread takes at a time; ``BLOCK`` of native/products/linear_f32.h."""
 
 
 def work_of(step: Step, plan: Plan) -> Work:

@@ -19,7 +19,7 @@ from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL
 from intaglio.quant.recipes.settings import Setting
 from intaglio.torch_private import quantized_decomposed
 
-EMBEDDING = "aten.embedding.default"
+EMBEDDING_LOOKUP = "aten.embedding.default"
 BAGS = (
     "aten.embedding_bag.padding_idx",
     "aten.embedding_bag.default",
@@ -43,7 +43,7 @@ class Table:
 def find_tables(settings: Mapping[fx.Node, Setting]) -> tuple[Table, ...]:
     """Embeddings whose recipe asks for tables of levels, in execution order."""
     asked = [node for node, setting in settings.items() if setting.quantize and setting.embeddings == "int8"]
-    return tuple(Table(node, _refusal(node.args[0])) for node in asked if operator(node) in (EMBEDDING, *BAGS))
+    return tuple(Table(node, _refusal(node.args[0])) for node in asked if operator(node) in (EMBEDDING_LOOKUP, *BAGS))
 
 
 def _unread(table: fx.Node) -> str | None:

@@ -179,7 +179,7 @@ def activation_site(name: str, node: fx.Node, setting: Setting) -> Site:
 
 def _shortcut(site: Site) -> Site:
     """The same value in 16 bits."""
-    low, high = numerics.STEPS * site.qmin, numerics.STEPS * site.qmax + numerics.STEPS - 1
+    low, high = numerics.QUANT_STEPS * site.qmin, numerics.QUANT_STEPS * site.qmax + numerics.QUANT_STEPS - 1
     return replace(
         site,
         name=f"{site.name}:shortcut",

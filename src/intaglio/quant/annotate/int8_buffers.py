@@ -17,14 +17,14 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.errors import SelectorError, UnsupportedError
-from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import constant_path, copy_info, info, origin, set_info, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, is_constant, operator, tensor_nodes
+from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, QParams, Signature, State, TensorType
 from intaglio.quant.annotate.sites import Site
-from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE, QUANTIZE
+from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_TENSOR, QUANTIZE_TENSOR
 
-MOVED: Mapping[str, tuple[str, ...]] = {
+BUFFER_UPDATES: Mapping[str, tuple[str, ...]] = {
     "aten.index_put.default": ("self", "values"),
     "aten.slice_scatter.default": ("self", "src"),
     "aten.select_scatter.default": ("self", "src"),
@@ -110,7 +110,7 @@ def checked_buffers(buffers: Mapping[fx.Node, fx.Node], sites: tuple[Site, ...])
 
 def is_destination(reader: fx.Node, value: fx.Node) -> bool:
     """Whether a node writes over a part of a changed buffer: that value is nobody's operand, and gets no observer."""
-    while operator(value) in MOVED and len(value.all_input_nodes) == 1:
+    while operator(value) in BUFFER_UPDATES and len(value.all_input_nodes) == 1:
         value = value.all_input_nodes[0]
     return operator(reader) in WRITES and reader.args[0] is value and info(value).buffer is not None
 
@@ -151,7 +151,7 @@ def _with_levels(entry: State, q: QParams) -> State:
 def _as_levels(before: fx.Node, kind: TensorType) -> None:
     """Its quantize is what the graph is given from now on."""
     update_info(before, type=kind)
-    for user in [user for user in before.users if operator(user) == QUANTIZE]:
+    for user in [user for user in before.users if operator(user) == QUANTIZE_TENSOR]:
         user.replace_all_uses_with(before)
         before.graph.erase_node(user)
 
@@ -172,20 +172,22 @@ class _Mover:
         return self.known[value]
 
     def _levels(self, value: fx.Node) -> fx.Node:
-        if operator(value) == DEQUANTIZE and self._equal(value):
+        if operator(value) == DEQUANTIZE_TENSOR and self._equal(value):
             source = value.args[0]
-            if operator(source) == QUANTIZE and self._moves_stored(source.args[0]):
+            if operator(source) == QUANTIZE_TENSOR and self._moves_stored(source.args[0]):
                 moved = self.levels(source.args[0])
                 update_info(moved, site=info(source).site)
                 source.replace_all_uses_with(moved)
                 return moved
-            self.rounded |= operator(source) == QUANTIZE and self._reads_stored(source)
+            self.rounded |= operator(source) == QUANTIZE_TENSOR and self._reads_stored(source)
             return source
-        alone = operator(value) in MOVED and len(value.users) == 1  # what is in front of it is quantized instead
+        alone = (
+            operator(value) in BUFFER_UPDATES and len(value.users) == 1
+        )  # what is in front of it is quantized instead
         return self._moved(value) if alone or self._moves_stored(value) else self._quantized(value)
 
     def _moved(self, value: fx.Node) -> fx.Node:
-        own = [arguments(value)[name] for name in MOVED[operator(value)]]
+        own = [arguments(value)[name] for name in BUFFER_UPDATES[operator(value)]]
         given = {leaf: self.levels(leaf) for leaf in tensor_nodes(own)}
         with self.graph.inserting_after(value):
             moved = self.graph.node_copy(value, lambda leaf: given.get(leaf, leaf))
@@ -214,12 +216,12 @@ class _Mover:
 
     def _moves_stored(self, value: fx.Node) -> bool:
         """Whether it is what was stored, moved: through operators that only move, and levels of the same parameters."""
-        if operator(value) == DEQUANTIZE and self._equal(value):
+        if operator(value) == DEQUANTIZE_TENSOR and self._equal(value):
             source = value.args[0]
-            return source is self.before or (operator(source) == QUANTIZE and self._moves_stored(source.args[0]))
-        if operator(value) not in MOVED or arguments(value).get("accumulate"):
+            return source is self.before or (operator(source) == QUANTIZE_TENSOR and self._moves_stored(source.args[0]))
+        if operator(value) not in BUFFER_UPDATES or arguments(value).get("accumulate"):
             return False
-        own = [arguments(value)[name] for name in MOVED[operator(value)]]
+        own = [arguments(value)[name] for name in BUFFER_UPDATES[operator(value)]]
         return any(map(self._moves_stored, tensor_nodes(own)))
 
     def _reads_stored(self, value: fx.Node) -> bool:

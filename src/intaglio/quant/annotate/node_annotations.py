@@ -18,13 +18,13 @@ from intaglio.fxgraph.node_info import info, origin, set_info, tensor_type
 from intaglio.fxgraph.nodes import activations, is_constant, operands, operator, record_of
 from intaglio.ir import Origin
 from intaglio.ir.disjoint_sets import DisjointSets
-from intaglio.quant.annotate.embedding_tables import BAGS, EMBEDDING
+from intaglio.quant.annotate.embedding_tables import BAGS, EMBEDDING_LOOKUP
 from intaglio.quant.annotate.int8_buffers import is_destination
 from intaglio.quant.annotate.sites import Dynamic, Fixed, Observed, Site
 from intaglio.quant.recipes.datatypes import DATATYPES
 from intaglio.quant.recipes.settings import Setting
 
-KEY = "quantization_annotation"
+ANNOTATION_KEY = "quantization_annotation"
 """Where a node's ``meta`` has what was written; PyTorch's own quantizers write there too."""
 Place: TypeAlias = "fx.Node | tuple[fx.Node, fx.Node]"
 """A value, or an edge: a value and the node that reads it."""
@@ -108,16 +108,16 @@ class Annotator(Protocol):
 
 def annotate_node(node: fx.Node, annotation: Annotation) -> None:
     """Writes an annotation; `UnsupportedError` where one is already."""
-    if KEY in node.meta:
+    if ANNOTATION_KEY in node.meta:
         raise UnsupportedError(
             node.name, operator(node), "it is annotated already", remedy="look at annotation_of(node) first"
         )
-    node.meta[KEY] = annotation
+    node.meta[ANNOTATION_KEY] = annotation
 
 
 def annotation_of(node: fx.Node) -> Annotation | None:
     """What has been written on a node."""
-    return node.meta.get(KEY)
+    return node.meta.get(ANNOTATION_KEY)
 
 
 class Composed:
@@ -132,7 +132,7 @@ class Composed:
             annotator.annotate(module)
             name = type(annotator).__name__
             for node in module.graph.nodes:
-                record = node.meta.get(KEY)
+                record = node.meta.get(ANNOTATION_KEY)
                 if node in written and (record is not written[node][1] or repr(record) != written[node][2]):
                     done = "removed" if record is None else "changed"
                     raise UnsupportedError(
@@ -285,7 +285,7 @@ def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> Wr
 def _role(reader: fx.Node, value: fx.Node) -> str:
     """What a value is to a node that reads it: "activation", "weight", "table", or "" for other constants and for
     buffers that it writes into."""
-    if operator(reader) in (EMBEDDING, *BAGS):
+    if operator(reader) in (EMBEDDING_LOOKUP, *BAGS):
         return "table" if value is reader.args[0] else ""
     if is_destination(reader, value):
         return ""

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 ROW_UNITS = 1.0, numerics.ROW_ZERO, 0, 255, torch.uint8
 """What torch's dequantize per tensor takes behind levels of rows, to give them in steps of their scales."""
-QUANTIZE_ROWS = "intaglio.quantize_rows.default"
-DEQUANTIZE_ROWS = "intaglio.dequantize_rows.default"
+QUANTIZE_ROWS_TARGET = "intaglio.quantize_rows.default"
+DEQUANTIZE_ROWS_TARGET = "intaglio.dequantize_rows.default"
 
 
 def unable_at_run_time(record: OpDef, setting: Setting) -> str | None:
@@ -90,7 +90,7 @@ def _quantized(graph: fx.Graph, ops: Any, x: fx.Node, mode: str) -> tuple[fx.Nod
 
 def rows_behind(node: fx.Node | None) -> tuple[fx.Node, fx.Node] | None:
     """Levels and scales behind a dequantize of rows; ``None`` for any other node."""
-    return tuple(node.args) if node is not None and operator(node) == DEQUANTIZE_ROWS else None
+    return tuple(node.args) if node is not None and operator(node) == DEQUANTIZE_ROWS_TARGET else None
 
 
 @functools.cache
@@ -101,11 +101,11 @@ def row_operators() -> Any:
         library.define(name + schema)
         library.impl(name, meaning, "CPU")
         torch.library.register_fake(f"intaglio::{name}", fake, lib=library)
-    KEPT.append(library)
+    PER_TOKEN_LIBRARIES.append(library)
     return torch.ops.intaglio
 
 
-KEPT: list[torch.library.Library] = []
+PER_TOKEN_LIBRARIES: list[torch.library.Library] = []
 """An operator lives as long as its library."""
 
 

@@ -23,7 +23,7 @@ from intaglio.quant.qdq.weight_grid import channel_scales, weight_grid
 from intaglio.quant.recipes.settings import Setting
 
 RECURRENT_CALL = "intaglio.recurrent.default"
-ZEROS = ("aten.zeros.default", "aten.zeros_like.default", "aten.new_zeros.default")
+ZERO_STATES = ("aten.zeros.default", "aten.zeros_like.default", "aten.new_zeros.default")
 BIASES = 2
 """Of a layer and direction: one beside the product of x, one beside that of the hidden state."""
 
@@ -57,7 +57,7 @@ def parts_of(node: fx.Node) -> Parts:
 
 def _states(given: Any) -> tuple[fx.Node, ...]:
     nodes = tuple(given) if isinstance(given, (list, tuple)) else (given,)
-    return () if all(node is None or operator(node) in ZEROS for node in nodes) else nodes
+    return () if all(node is None or operator(node) in ZERO_STATES for node in nodes) else nodes
 
 
 def recurrent_refusal(node: fx.Node, setting: Setting) -> str | None:
@@ -176,11 +176,11 @@ def recurrent_operator() -> Any:
     library.define(SCHEMA)
     library.impl("recurrent", _recurrent, "CPU")
     torch.library.register_fake("intaglio::recurrent", _fake, lib=library)
-    KEPT.append(library)
+    RECURRENT_OPERATOR_LIBRARIES.append(library)
     return torch.ops.intaglio.recurrent.default
 
 
-KEPT: list[torch.library.Library] = []
+RECURRENT_OPERATOR_LIBRARIES: list[torch.library.Library] = []
 """An operator lives as long as its library."""
 
 

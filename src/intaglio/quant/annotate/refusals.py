@@ -12,12 +12,12 @@ from intaglio.fxgraph.nodes import activations, call_of, is_constant, operands, 
 from intaglio.ir import Dim, DType, evaluate, symbols_of
 from intaglio.ops import COUNTED
 from intaglio.ops.dynamic_quant import ROW_MODES
-from intaglio.ops.fused_activations import FUNCTIONS
+from intaglio.ops.fused_activations import PRECISE_FUNCTIONS
 from intaglio.quant.annotate.embedding_tables import BAGS, Table, bag_refusal
 from intaglio.quant.annotate.per_token import unable_at_run_time
 from intaglio.quant.annotate.recurrent_sites import (
     RECURRENT_CALL,
-    ZEROS,
+    ZERO_STATES,
     is_recurrent,
     recurrent_refusal,
     work_of_recurrent,
@@ -55,7 +55,9 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
     if setting.activations == "float":
         own = record.roles.weight is not None
         return f"{setting.weight.name} weights alone: its activations stay in float" if own else FLOATS
-    if setting.residual == "float" and not (record.anchor or record.shares or record.name in (*FUNCTIONS, "affine")):
+    if setting.residual == "float" and not (
+        record.anchor or record.shares or record.name in (*PRECISE_FUNCTIONS, "affine")
+    ):
         return "the recipe leaves what is between products in float"
     values = activations(node)
     if any(value is not None and is_constant(value) for value in values):
@@ -104,7 +106,7 @@ def _work(node: fx.Node) -> Dim:
 def _counts(node: fx.Node) -> bool:
     """Operators worth a line in the report: they compute floating-point tensors. States that are zero are nobody's."""
     kind = tensor_type(node)
-    if operator(node) in ZEROS and node.users and all(is_recurrent(user) for user in node.users):
+    if operator(node) in ZERO_STATES and node.users and all(is_recurrent(user) for user in node.users):
         return False
     if node.target is python_operator.getitem or info(node).dim is not None:
         return False

@@ -20,7 +20,7 @@ from intaglio.quant.calibrate.custom_observer import of_activations
 from intaglio.quant.calibrate.data_checks import lint
 from intaglio.quant.calibrate.distributed import Group, merge_statistics
 from intaglio.quant.calibrate.prepare import Prepared
-from intaglio.quant.calibrate.ranges import Ranges, Seen
+from intaglio.quant.calibrate.ranges import Ranges, SeenBatch
 from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.qdq.qparams import activation_ranges
 from intaglio.signature import bind, dims_of
@@ -93,7 +93,7 @@ def _runs_itself(data: Any) -> bool:
     return callable(data) and not isinstance(data, torch.Tensor) and not hasattr(data, "__iter__")
 
 
-def _gathered(prepared: Prepared, seen: dict[int, Seen], group: Group) -> Ranges:
+def _gathered(prepared: Prepared, seen: dict[int, SeenBatch], group: Group) -> Ranges:
     """The ranges of all ranks' batches, after a check that all ranks have the same and choose the same from them."""
     statistics = {name: observer.statistics for name, observer in prepared.observers.items()}
     if group.size > 1:
@@ -120,13 +120,13 @@ def _gathered(prepared: Prepared, seen: dict[int, Seen], group: Group) -> Ranges
     return replace(ranges, findings=lint(prepared, ranges))
 
 
-def _run(prepared: Prepared, data: Any, samples: int | None, progress: bool, group: Group) -> dict[int, Seen]:
+def _run(prepared: Prepared, data: Any, samples: int | None, progress: bool, group: Group) -> dict[int, SeenBatch]:
     """This rank's batches, by index."""
     if _runs_itself(data):
         data(prepared)
         return {}
     _warn_of_repeats(data)
-    binder, seen, watch = Binder.of(prepared.signature), dict[int, Seen](), prepared.watch
+    binder, seen, watch = Binder.of(prepared.signature), dict[int, SeenBatch](), prepared.watch
     first, count, size = watch.batch - group.rank, 0, 0
     items = batches(data) if group.size > 1 else peek(data)[1]  # alone, no batch at all is an error
     for item in _bar(items, _length(data), progress):
@@ -152,7 +152,7 @@ def _run(prepared: Prepared, data: Any, samples: int | None, progress: bool, gro
     return seen
 
 
-def _look(signature: Signature, args: tuple, kwargs: dict[str, Any]) -> Seen:
+def _look(signature: Signature, args: tuple, kwargs: dict[str, Any]) -> SeenBatch:
     digest, inputs, leaves = hashlib.blake2b(digest_size=8), {}, bind(signature, args, kwargs)
     dims_of(signature, leaves)
     for entry, tensor in zip(signature.inputs, leaves, strict=True):
@@ -162,7 +162,7 @@ def _look(signature: Signature, args: tuple, kwargs: dict[str, Any]) -> Seen:
         if finite.numel():
             low, high = finite.aminmax()
             inputs[entry.name] = (low.item(), high.item())
-    return Seen(batch_size(args, kwargs), int.from_bytes(digest.digest(), "big"), inputs)
+    return SeenBatch(batch_size(args, kwargs), int.from_bytes(digest.digest(), "big"), inputs)
 
 
 def batch_size(args: tuple, kwargs: dict[str, Any]) -> int:

@@ -10,19 +10,19 @@ from torch import fx
 from intaglio.fxgraph.nodes import operator
 from intaglio.quant.annotate.sites import Observed, Site
 from intaglio.quant.calibrate.prepare import Prepared
-from intaglio.quant.calibrate.range_methods import FAR, mask_of
+from intaglio.quant.calibrate.range_methods import OUTLIER_RATIO, mask_of
 from intaglio.quant.calibrate.ranges import Finding, Ranges
-from intaglio.quant.recipes.image import MOST, Image
+from intaglio.quant.recipes.image import LARGEST_BYTE, Image
 
-FEW = 32
+FEW_SAMPLES = 32
 """Samples below which extrema are those of the samples, not of the data."""
 SETTLED = 8
 """Batches from which on it is asked whether ranges still grow, and"""
-GROWTH = 1.1
+RANGE_GROWTH = 1.1
 """by how much the last quarter may widen them."""
-PIXELS = 32.0
+PIXEL_RANGE = 32.0
 """Values between here and 255, and none below 0, are bytes; normalised pixels are ones or tens."""
-SHOWN = 5
+SHOWN_FINDINGS = 5
 
 
 def lint(prepared: Prepared, ranges: Ranges) -> tuple[Finding, ...]:
@@ -31,7 +31,7 @@ def lint(prepared: Prepared, ranges: Ranges) -> tuple[Finding, ...]:
 
 
 def few_samples(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
-    if 0 < ranges.samples < FEW:
+    if 0 < ranges.samples < FEW_SAMPLES:
         yield Finding("few_samples", "data", f"{ranges.samples} samples; ranges of a few hundred hold for more data")
 
 
@@ -67,7 +67,7 @@ def pixels_as_bytes(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
             continue
         low, high = min(low for low, _ in ends), max(high for _, high in ends)
         declared = prepared.images.get(entry.name)
-        where, bytewise = f"input '{entry.name}'", low >= 0 and PIXELS < high <= 255
+        where, bytewise = f"input '{entry.name}'", low >= 0 and PIXEL_RANGE < high <= 255
         if declared is not None and not _fits(declared, low, high):
             yield Finding(
                 "pixels_as_bytes",
@@ -120,7 +120,7 @@ def outliers(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
     for name, statistics in ranges.statistics.items():
         site, logits = by_name[name]
         known, spec = logits and mask_of(statistics), site.spec
-        if statistics.largest > FAR * statistics.usual and not known and isinstance(spec, Observed):
+        if statistics.largest > OUTLIER_RATIO * statistics.usual and not known and isinstance(spec, Observed):
             far.setdefault(spec.method.partition(":")[0], []).append(name)
     for method, names in far.items():
         worst = max((ranges.statistics[name] for name in names), key=lambda s: s.largest / s.usual)
@@ -140,13 +140,13 @@ def growing_ranges(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
     for name, statistics in ranges.statistics.items():
         ends = [ends for _, ends in sorted(statistics.history.items())]
         early = ends[: len(ends) * 3 // 4]
-        if len(ends) >= SETTLED and _width(ends) > GROWTH * _width(early):
+        if len(ends) >= SETTLED and _width(ends) > RANGE_GROWTH * _width(early):
             growing.append(name)
     if growing:
         yield Finding(
             "growing_ranges",
             _sites(growing),
-            f"the last quarter of the batches still widened the range by more than {GROWTH - 1:.0%}",
+            f"the last quarter of the batches still widened the range by more than {RANGE_GROWTH - 1:.0%}",
             "calibrate with more batches",
         )
 
@@ -197,7 +197,7 @@ def _kind(node: fx.Node) -> str:
 
 def _fits(image: Image, low: float, high: float) -> bool:
     """Whether values can be normalised pixels, with a little room for interpolation that overshoots."""
-    pixels = torch.tensor([0, MOST], dtype=torch.uint8).reshape(2, 1, 1, 1)
+    pixels = torch.tensor([0, LARGEST_BYTE], dtype=torch.uint8).reshape(2, 1, 1, 1)
     lowest, highest = (end.item() for end in image.normalize(pixels).aminmax())
     room = (highest - lowest) / 4
     return lowest - room <= low and high <= highest + room
@@ -218,5 +218,5 @@ def _sites(names: Iterable[str] | Mapping[str, int]) -> str:
 
 
 def _list(noun: str, words: list[str]) -> str:
-    more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
-    return f"{noun} {', '.join(words[:SHOWN])}{more}".strip()
+    more = f" and {len(words) - SHOWN_FINDINGS} more" if len(words) > SHOWN_FINDINGS else ""
+    return f"{noun} {', '.join(words[:SHOWN_FINDINGS])}{more}".strip()

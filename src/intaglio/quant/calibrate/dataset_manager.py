@@ -120,7 +120,7 @@ def _source(data: Any, batch_size: int | None, columns: Sequence[str] | None) ->
         step = batch_size or max(size, 1)
         return lambda: (_slice(whole, start, start + step, size) for start in range(0, size, step))
     if is_rows(data):
-        return lambda: data.iter(batch_size=batch_size or ROWS)
+        return lambda: data.iter(batch_size=batch_size or DEFAULT_BATCH)
     if callable(data) and not hasattr(data, "__iter__"):
         return data  # type: ignore[no-any-return]
     if not hasattr(data, "__iter__"):
@@ -140,7 +140,7 @@ def _source(data: Any, batch_size: int | None, columns: Sequence[str] | None) ->
     return lambda: data  # type: ignore[no-any-return]
 
 
-ROWS = 32
+DEFAULT_BATCH = 32
 """Rows of a batch where nobody says."""
 
 
@@ -156,7 +156,7 @@ def _length(data: Any, batch_size: int | None) -> int | None:
         size = len(data)
     except TypeError:
         return None
-    return -(-size // (batch_size or ROWS)) if is_rows(data) else size
+    return -(-size // (batch_size or DEFAULT_BATCH)) if is_rows(data) else size
 
 
 def is_mapping(item: Any) -> bool:

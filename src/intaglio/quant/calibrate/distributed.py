@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from intaglio.errors import CalibrationError
-from intaglio.native.statistics import HALF, SKETCH
+from intaglio.native.statistics import HALF_BINS, SKETCH
 from intaglio.quant.calibrate.batches import batches
 from intaglio.quant.calibrate.tensor_statistics import Statistics, widen
 
@@ -157,7 +157,7 @@ def merge_statistics(group: Group, statistics: Mapping[str, Statistics]) -> dict
     for name in names:
         flat += [widen(statistics[name].bins, merged[name].exponent - statistics[name].exponent)]
         flat += [statistics[name].sketch]
-    counts = group.total(np.concatenate([np.zeros(0, np.int64), *flat])).reshape(len(names), 2 * HALF + SKETCH)
+    counts = group.total(np.concatenate([np.zeros(0, np.int64), *flat])).reshape(len(names), 2 * HALF_BINS + SKETCH)
     for name, row in zip(names, counts, strict=True):
-        merged[name].bins, merged[name].sketch = row[: 2 * HALF].copy(), row[2 * HALF :].copy()
+        merged[name].bins, merged[name].sketch = row[: 2 * HALF_BINS].copy(), row[2 * HALF_BINS :].copy()
     return merged

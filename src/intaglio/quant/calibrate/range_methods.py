@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from intaglio import numerics
-from intaglio.native.statistics import HALF, KEPT, SKETCH, exponent_of
+from intaglio.native.statistics import HALF_BINS, MANTISSA_BITS, SKETCH, exponent_of
 from intaglio.quant.calibrate.tensor_statistics import Range, Statistics, rank, sketch_end
 
 F64 = NDArray[np.float64]
@@ -29,11 +29,11 @@ SMALLEST_OCTAVES = 8
 """... down to 2^-8, where a u8 step is as narrow as a bin."""
 REFINEMENTS = (1 / 6, 1 / 12, 1 / 24, 1 / 48)
 """Then each end moves by these octaves, both ways, once each."""
-FAR = 1e3
+OUTLIER_RATIO = 1e3
 """Values this many times as large as usual ones are outliers: with them in range, usual ones are less than a level."""
 PIECES = 8
 """What a bin of the sketch is cut into, for searches: its values are spread over it."""
-UNMASKED, MASKED = ((127 + 10) << KEPT), ((127 + 13) << KEPT) + 7
+UNMASKED, MASKED = ((127 + 10) << MANTISSA_BITS), ((127 + 13) << MANTISSA_BITS) + 7
 """Bins of the sketch: 2^10, where the values of logits end, and 9984 = 1.21875 * 2^13, where those of masks begin."""
 BELOW, ALONE = 16.0, 1024.0
 """What a mask becomes below the smallest other value: e^-16 of what softmax makes of that one, or less."""
@@ -50,8 +50,8 @@ def mse(statistics: Statistics, qmin: int = 0, qmax: int = 255) -> Range:
     """The range within min-max that loses least: mean squared distance of values to their quantized selves.
 
     Searched from coarse to fine over the histogram, both ends together and each alone. Min-max stays where the gain is
-    below what a bin's width can hide, and where there are at most two bins, whose shape is unknown. Values `FAR` from
-    the usual ones are left out: no sum of squares would ever give up the one to save all others.
+    below what a bin's width can hide, and where there are at most two bins, whose shape is unknown. Values
+    `OUTLIER_RATIO` from the usual ones are left out: no sum of squares would ever give up the one to save all others.
     """
     histogram = _Histogram.of(statistics)
     return _search(histogram, partial(histogram.squared, qmin=qmin, qmax=qmax), histogram.hidden)
@@ -77,7 +77,7 @@ def percentile(statistics: Statistics, qmin: int = 0, qmax: int = 255, percent: 
     beyond = statistics.finite - rank(percent / 100, statistics.finite)
     bins, sketch = statistics.bins, statistics.sketch
     ends = []
-    for dyadic, upper in ((bins[:HALF][::-1], sketch[SKETCH // 2 :]), (bins[HALF:], sketch[: SKETCH // 2])):
+    for dyadic, upper in ((bins[:HALF_BINS][::-1], sketch[SKETCH // 2 :]), (bins[HALF_BINS:], sketch[: SKETCH // 2])):
         edges = math.ldexp(_leaving(dyadic, beyond) + 1, statistics.exponent), sketch_end(_leaving(upper, beyond))
         ends.append(min(edges) if beyond < upper.sum() else 0.0)
     return _within(-ends[0], ends[1], statistics)
@@ -179,8 +179,8 @@ def _others(statistics: Statistics) -> Statistics:
     values, counts = np.concatenate([ends, -ends]), np.concatenate([positive, negative])
     low, high = (float(values[counts > 0].min(initial=0)), float(values[counts > 0].max(initial=0)))
     exponent = exponent_of(max(-low, high))
-    bins = np.zeros(2 * HALF, np.int64)
-    np.add.at(bins, np.floor(np.ldexp(values[counts > 0], -exponent)).astype(np.int64) + HALF, counts[counts > 0])
+    bins = np.zeros(2 * HALF_BINS, np.int64)
+    np.add.at(bins, np.floor(np.ldexp(values[counts > 0], -exponent)).astype(np.int64) + HALF_BINS, counts[counts > 0])
     kept = statistics.zeros + int(counts.sum())
     return Statistics(kept, low, high, statistics.zeros, exponent=exponent, bins=bins, sketch=sketch)
 
@@ -209,10 +209,10 @@ class _Histogram:
     @classmethod
     def of(cls, statistics: Statistics) -> _Histogram:
         """Of the dyadic bins; of the sketch where outliers make those too wide to tell the other values apart."""
-        if statistics.largest > FAR * statistics.usual:
+        if statistics.largest > OUTLIER_RATIO * statistics.usual:
             return cls.near(statistics)
         occupied = np.flatnonzero(statistics.bins)
-        left = (occupied - HALF).astype(np.float64)
+        left = (occupied - HALF_BINS).astype(np.float64)
         full = minmax(statistics)
         low, high = (math.ldexp(end, -statistics.exponent) for end in full)
         centres = (np.maximum(left, low) + np.minimum(left + 1, high)) / 2
@@ -223,7 +223,7 @@ class _Histogram:
     def near(cls, statistics: Statistics) -> _Histogram:
         """Of the values that are no outliers."""
         counts = statistics.sketch.reshape(2, -1).copy()
-        limit = FAR * statistics.usual
+        limit = OUTLIER_RATIO * statistics.usual
         while (farthest := int(np.flatnonzero(counts.sum(0))[-1])) and sketch_end(farthest) > limit:
             counts[:, farthest] = 0
         parts: list[tuple[F64, F64, F64]] = []

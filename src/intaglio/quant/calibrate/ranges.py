@@ -14,7 +14,7 @@ from intaglio.ir import QParams
 from intaglio.output_paths import write_text
 from intaglio.quant.calibrate.tensor_statistics import Range, Statistics
 
-VERSION = 2
+RANGES_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -31,29 +31,29 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenBatch:
     """A batch: how many samples it had, a digest of its tensors, extrema of each floating-point input by name."""
 
     samples: int
     digest: int
     inputs: Mapping[str, Range]
 
-    def merge(self, other: Seen) -> Seen:
+    def merge(self, other: SeenBatch) -> SeenBatch:
         """Two parts of one batch."""
         inputs = dict(self.inputs)
         for name, (low, high) in other.inputs.items():
             lowest, highest = inputs.get(name, (low, high))
             inputs[name] = (min(low, lowest), max(high, highest))
-        return Seen(self.samples + other.samples, (self.digest + other.digest) % 2**64, inputs)
+        return SeenBatch(self.samples + other.samples, (self.digest + other.digest) % 2**64, inputs)
 
     def to_dict(self) -> dict[str, Any]:
         inputs = {name: [low.hex(), high.hex()] for name, (low, high) in self.inputs.items()}
         return {"samples": self.samples, "digest": f"{self.digest:016x}", "inputs": inputs}
 
     @staticmethod
-    def from_dict(data: dict[str, Any]) -> Seen:
+    def from_dict(data: dict[str, Any]) -> SeenBatch:
         inputs = {name: (float.fromhex(low), float.fromhex(high)) for name, (low, high) in data["inputs"].items()}
-        return Seen(int(data["samples"]), int(data["digest"], 16), inputs)
+        return SeenBatch(int(data["samples"]), int(data["digest"], 16), inputs)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Ranges:
     batches: int = 0
     samples: int = 0
     graph: str = ""
-    seen: Mapping[int, Seen] = field(default_factory=dict)
+    seen: Mapping[int, SeenBatch] = field(default_factory=dict)
     findings: tuple[Finding, ...] = field(default=(), compare=False)
     parameters: Mapping[str, QParams] | None = None
 
@@ -96,7 +96,7 @@ class Ranges:
     def to_json(self) -> str:
         """Sorted keys and hexadecimal floats: equal ranges give equal text."""
         content = {
-            "version": VERSION,
+            "version": RANGES_VERSION,
             "batches": self.batches,
             "samples": self.samples,
             "graph": self.graph,
@@ -111,10 +111,12 @@ class Ranges:
     def from_json(text: str) -> Ranges:
         try:
             content = json.loads(text)
-            if content["version"] != VERSION:
-                raise ArtifactError("ranges", None, f"version {content['version']}; this intaglio reads {VERSION}")
+            if content["version"] != RANGES_VERSION:
+                raise ArtifactError(
+                    "ranges", None, f"version {content['version']}; this intaglio reads {RANGES_VERSION}"
+                )
             sites = {name: Statistics.from_dict(found) for name, found in content["sites"].items()}
-            seen = {int(index): Seen.from_dict(one) for index, one in content["seen"]}
+            seen = {int(index): SeenBatch.from_dict(one) for index, one in content["seen"]}
             chosen = None
             if "parameters" in content:
                 chosen = {name: _qparams(entry) for name, entry in content["parameters"].items()}

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from intaglio.native.statistics import (
-    HALF,
-    LOWEST_EXPONENT,
-    REST,
+    EXPONENT_BITS,
+    HALF_BINS,
+    LOWEST_BINARY_EXPONENT,
     SKETCH,
     channel_extrema,
     count,
@@ -27,7 +27,7 @@ from intaglio.native.statistics import (
     exponent_of,
 )
 
-I64 = NDArray[np.int64]
+Int64Array = NDArray[np.int64]
 Range = tuple[float, float]
 
 UNIT = 149
@@ -36,13 +36,13 @@ USUAL = Fraction(9999, 10000)
 """Share of the values other than zero whose magnitude is called usual."""
 
 
-def widen(bins: I64, steps: int) -> I64:
+def widen(bins: Int64Array, steps: int) -> Int64Array:
     """Bins of width w -> bins of width ``2^steps * w``: index ``floor(index / 2)`` from zero, ``steps`` times."""
     if not bins.any():
         return bins
-    for _ in range(min(steps, HALF.bit_length())):
+    for _ in range(min(steps, HALF_BINS.bit_length())):
         wider = np.zeros_like(bins)
-        wider[HALF // 2 : HALF + HALF // 2] = bins[::2] + bins[1::2]
+        wider[HALF_BINS // 2 : HALF_BINS + HALF_BINS // 2] = bins[::2] + bins[1::2]
         bins = wider
     return bins
 
@@ -53,27 +53,27 @@ def rank(share: Fraction, count: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Channels:
+class ChannelExtrema:
     """Extrema of each channel along ``axis``, f32[C]; +inf and -inf where a channel has no finite value."""
 
     axis: int
     low: NDArray[np.float32]
     high: NDArray[np.float32]
 
-    def merge(self, other: Channels | None) -> Channels | None:
+    def merge(self, other: ChannelExtrema | None) -> ChannelExtrema | None:
         """Of both operands' data; unknown (``None``) when either is, or they count differently."""
         if other is None or (self.axis, self.low.shape) != (other.axis, other.low.shape):
             return None
-        return Channels(self.axis, np.minimum(self.low, other.low), np.maximum(self.high, other.high))
+        return ChannelExtrema(self.axis, np.minimum(self.low, other.low), np.maximum(self.high, other.high))
 
     def to_dict(self) -> dict[str, Any]:
         low, high = ([float(end).hex() for end in ends] for ends in (self.low, self.high))
         return {"axis": self.axis, "low": low, "high": high}
 
     @staticmethod
-    def from_dict(data: dict[str, Any]) -> Channels:
+    def from_dict(data: dict[str, Any]) -> ChannelExtrema:
         low, high = (np.array([float.fromhex(end) for end in data[name]], np.float32) for name in ("low", "high"))
-        return Channels(int(data["axis"]), low, high)
+        return ChannelExtrema(int(data["axis"]), low, high)
 
 
 @dataclass(eq=False)
@@ -95,14 +95,14 @@ class Statistics:
     zeros: int = 0
     nans: int = 0
     infinities: int = 0
-    exponent: int = LOWEST_EXPONENT
-    bins: I64 = field(default_factory=lambda: np.zeros(2 * HALF, np.int64), repr=False)
-    sketch: I64 = field(default_factory=lambda: np.zeros(SKETCH, np.int64), repr=False)
+    exponent: int = LOWEST_BINARY_EXPONENT
+    bins: Int64Array = field(default_factory=lambda: np.zeros(2 * HALF_BINS, np.int64), repr=False)
+    sketch: Int64Array = field(default_factory=lambda: np.zeros(SKETCH, np.int64), repr=False)
     total: int = field(default=0, repr=False)
     samples: int = 0
     sample_low: int = field(default=0, repr=False)
     sample_high: int = field(default=0, repr=False)
-    channels: Channels | None = None
+    channels: ChannelExtrema | None = None
     history: dict[int, Range] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -212,7 +212,7 @@ class Statistics:
             history=history,
         )
 
-    def _merged_channels(self, other: Statistics) -> Channels | None:
+    def _merged_channels(self, other: Statistics) -> ChannelExtrema | None:
         if self.count == 0 or other.count == 0:
             return self.channels or other.channels
         return self.channels and self.channels.merge(other.channels)
@@ -222,7 +222,7 @@ class Statistics:
 
     def without_counts(self) -> Statistics:
         """All but the two histograms, which are empty: what is small enough to be sent as it is."""
-        return replace(self, bins=np.zeros(2 * HALF, np.int64), sketch=np.zeros(SKETCH, np.int64))
+        return replace(self, bins=np.zeros(2 * HALF_BINS, np.int64), sketch=np.zeros(SKETCH, np.int64))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Statistics) and self._compared() == other._compared()
@@ -235,8 +235,8 @@ class Statistics:
     def to_dict(self) -> dict[str, Any]:
         """JSON-able and exact: floats as hex strings, only the bins that are not empty, as [index, count]."""
         return {
-            **{name: getattr(self, name) for name in PLAIN},
-            **{name: hex(getattr(self, name)) for name in SUMS},
+            **{name: getattr(self, name) for name in PLAIN_COUNTS},
+            **{name: hex(getattr(self, name)) for name in SUMMED_FIELDS},
             "low": self.low.hex(),
             "high": self.high.hex(),
             "bins": _sparse(self.bins),
@@ -249,13 +249,13 @@ class Statistics:
     def from_dict(cls, data: dict[str, Any], complete: bool = True) -> Statistics:
         """The inverse of `to_dict`; ValueError when it is said to be complete and the counts do not add up."""
         made = cls(
-            **{name: int(data[name]) for name in PLAIN},
-            **{name: int(data[name], 16) for name in SUMS},
+            **{name: int(data[name]) for name in PLAIN_COUNTS},
+            **{name: int(data[name], 16) for name in SUMMED_FIELDS},
             low=float.fromhex(data["low"]),
             high=float.fromhex(data["high"]),
-            bins=_dense(data["bins"], 2 * HALF),
+            bins=_dense(data["bins"], 2 * HALF_BINS),
             sketch=_dense(data["sketch"], SKETCH),
-            channels=data["channels"] and Channels.from_dict(data["channels"]),
+            channels=data["channels"] and ChannelExtrema.from_dict(data["channels"]),
             history={int(index): (float.fromhex(low), float.fromhex(high)) for index, low, high in data["history"]},
         )
         counted = made.finite - made.zeros
@@ -265,32 +265,32 @@ class Statistics:
         return made
 
 
-PLAIN = ("count", "zeros", "nans", "infinities", "exponent", "samples")
-SUMS = ("total", "sample_low", "sample_high")
+PLAIN_COUNTS = ("count", "zeros", "nans", "infinities", "exponent", "samples")
+SUMMED_FIELDS = ("total", "sample_low", "sample_high")
 
 
 def sketch_end(index: int) -> float:
     """Largest magnitude in a bin of the sketch's positive half."""
-    bits = min((index + 1) << REST, 0x7F800000) - 1
+    bits = min((index + 1) << EXPONENT_BITS, 0x7F800000) - 1
     return math.ldexp((bits & 0x7FFFFF) | (bits >> 23 > 0) << 23, max(bits >> 23, 1) - 150)
 
 
-def _channels(values: NDArray[np.float32], axis: int, threads: int) -> Channels:
+def _channels(values: NDArray[np.float32], axis: int, threads: int) -> ChannelExtrema:
     axis %= values.ndim
     outer, inner = math.prod(values.shape[:axis]), math.prod(values.shape[axis + 1 :])
-    return Channels(axis, *channel_extrema(values, outer, values.shape[axis], inner, threads))
+    return ChannelExtrema(axis, *channel_extrema(values, outer, values.shape[axis], inner, threads))
 
 
 def _mean(total: int, count: int) -> float:
     return float(Fraction(total, count << UNIT)) if count else 0.0
 
 
-def _sparse(counts: I64) -> list[list[int]]:
+def _sparse(counts: Int64Array) -> list[list[int]]:
     occupied = np.flatnonzero(counts)
     return np.stack([occupied, counts[occupied]], axis=1).tolist()
 
 
-def _dense(pairs: list[list[int]], size: int) -> I64:
+def _dense(pairs: list[list[int]], size: int) -> Int64Array:
     counts = np.zeros(size, np.int64)
     if pairs:
         index, found = np.asarray(pairs, np.int64).T

@@ -84,7 +84,7 @@ def with_inputs(prepared: Prepared, found: Equalization) -> Prepared:
 
 
 @dataclass(frozen=True)
-class Use:
+class ScaledReader:
     """One reader of a value: the node, and what the value's factors are when they arrive there."""
 
     node: fx.Node
@@ -92,11 +92,11 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Value:
+class ScalableResult:
     """The result of a region that can be divided by factors per channel."""
 
     region: Region
-    uses: tuple[Use, ...]
+    uses: tuple[ScaledReader, ...]
     site: str
 
     @property
@@ -105,7 +105,7 @@ class Value:
         return self.region.root.name
 
 
-def divisible(annotations: Annotations) -> list[Value]:
+def divisible(annotations: Annotations) -> list[ScalableResult]:
     """Every value that factors could be put on."""
     regions, by_value = annotations.regions, annotations.by_value
     member = {node: region for region in regions for node in region.nodes}
@@ -117,11 +117,11 @@ def divisible(annotations: Annotations) -> list[Value]:
         if uses and normalizes(region) and any(use.trail or not record_of(use.node).is_linear_layer for use in uses):
             continue
         if uses and site is not None:
-            found.append(Value(region, tuple(uses), site.name))
+            found.append(ScalableResult(region, tuple(uses), site.name))
     return found
 
 
-def arrives(value: Value, factors: torch.Tensor) -> bool:
+def arrives(value: ScalableResult, factors: torch.Tensor) -> bool:
     """Whether every reader sees one factor per channel of its own, not several mixed."""
     return all(_along(use, factors) is not None for use in value.uses)
 
@@ -176,7 +176,7 @@ def _other(node: fx.Node, region: Region) -> fx.Node | None:
 PASSIVE = ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "reshape", "slice", "pad", "clamp")
 
 
-def _uses(value: fx.Node, member: Mapping[fx.Node, Region], trail: tuple[fx.Node, ...]) -> list[Use] | None:
+def _uses(value: fx.Node, member: Mapping[fx.Node, Region], trail: tuple[fx.Node, ...]) -> list[ScaledReader] | None:
     """Readers behind what only selects or averages within a channel; ``None`` when one cannot undo a factor."""
     found = []
     for user in value.users:
@@ -192,7 +192,7 @@ def _uses(value: fx.Node, member: Mapping[fx.Node, Region], trail: tuple[fx.Node
                 return None
             found += inner
         elif _absorbs(user, value, region):
-            found.append(Use(user, trail))
+            found.append(ScaledReader(user, trail))
         else:
             return None
     return found
@@ -207,7 +207,10 @@ def _absorbs(user: fx.Node, value: fx.Node, region: Region) -> bool:
 
 
 def _rewrite(
-    module: fx.GraphModule, regions: Sequence[Region], values: Sequence[Value], factors: Mapping[str, torch.Tensor]
+    module: fx.GraphModule,
+    regions: Sequence[Region],
+    values: Sequence[ScalableResult],
+    factors: Mapping[str, torch.Tensor],
 ) -> None:
     """Scale rows, columns and sums. ``factors``: by node; they arrive everywhere."""
     nodes = {node.name: node for node in module.graph.nodes}
@@ -225,7 +228,7 @@ def _rewrite(
     module.recompile()
 
 
-def _along(use: Use, factors: torch.Tensor) -> torch.Tensor | None:
+def _along(use: ScaledReader, factors: torch.Tensor) -> torch.Tensor | None:
     """Factors of the last value of a trail: the operators themselves carry them; what they pad with counts as one."""
     if not use.trail:
         return factors

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from intaglio.fxgraph.graph_passes import copy_graph
-from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import origin, set_info
+from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, TensorType
 from intaglio.quant.annotate.find_sites import Names, in_order, operand_sites
 from intaglio.quant.annotate.regions import Annotations

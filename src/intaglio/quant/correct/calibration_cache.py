@@ -18,11 +18,11 @@ from intaglio.torch_private import pytree
 Calls = list[list[torch.Tensor]]
 """The tensors of a call, for each batch."""
 
-SAMPLES = 256
+CACHED_SAMPLES = 256
 """Corrections look at so many samples; more gain little (0.5 dB from 256 to 1024 on ResNet-20)."""
 
 
-def kept_calls(signature: Signature, data: Any, samples: int = SAMPLES, group: Group | None = None) -> Calls:
+def kept_calls(signature: Signature, data: Any, samples: int = CACHED_SAMPLES, group: Group | None = None) -> Calls:
     """The tensors of the first batches, whole ones, until there are so many samples; of those, this rank's.
 
     Each call starts from the state the model was captured with.

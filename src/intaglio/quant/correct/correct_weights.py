@@ -20,8 +20,8 @@ from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.correct.biases import annotated_with_biases
-from intaglio.quant.correct.calibration_cache import SAMPLES, kept_calls
-from intaglio.quant.correct.corrections import Corrections, Rounded, Step
+from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, kept_calls
+from intaglio.quant.correct.corrections import Corrections, CorrectionStep, Rounded
 from intaglio.quant.correct.layerwise_eval import CACHE, Walk
 from intaglio.quant.correct.second_moments import Moments, moments, over_ranks, unable
 from intaglio.quant.correct.weight_rounding import ROUNDINGS, gptq, loss, nearest
@@ -35,7 +35,7 @@ def correct(
     ranges: Ranges,
     data: Any,
     *,
-    samples: int = SAMPLES,
+    samples: int = CACHED_SAMPLES,
     cache: int = CACHE,
     group: Group | None = None,
 ) -> Corrections:
@@ -168,11 +168,11 @@ class _Work:
         sums = torch.from_numpy(self.group.total(total.numpy()))
         return sums[:-1].double() * unit / max(int(sums[-1]), 1)
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[CorrectionStep]:
         for name, pairs in self.noise.items():
             means = (sum(part) / len(pairs) for part in zip(*pairs, strict=True))
             before, after = (-10 * math.log10(max(mean, 1e-30)) for mean in means)
-            yield Step(name, f"{len(pairs)} weights, mean over operators", before, after)
+            yield CorrectionStep(name, f"{len(pairs)} weights, mean over operators", before, after)
 
 
 FACTORS = (0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2)

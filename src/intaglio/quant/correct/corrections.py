@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Channels:
+class PerChannelBytes:
     """An input's way to bytes: channel c of x is the byte ``x * gain[c] + shift[c] + zero_points[c]``."""
 
     gain: tuple[float, ...]
@@ -31,7 +31,7 @@ class Channels:
 class Equalization:
     """``inputs``: name -> its channels. ``factors``: site -> what the channels of its value are divided by."""
 
-    inputs: Mapping[str, Channels] = field(default_factory=dict)
+    inputs: Mapping[str, PerChannelBytes] = field(default_factory=dict)
     factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -47,7 +47,7 @@ class Rounded:
 
 
 @dataclass(frozen=True)
-class Step:
+class CorrectionStep:
     """One correction: what it did, and signal to noise in decibels before and after it, of what it is about."""
 
     name: str
@@ -76,7 +76,7 @@ class Corrections:
     annotations: Annotations
     weights: Mapping[str, Rounded] = field(default_factory=dict)
     biases: Mapping[str, np.ndarray] = field(default_factory=dict)
-    steps: tuple[Step, ...] = ()
+    steps: tuple[CorrectionStep, ...] = ()
     source: tuple[Any, Any] | None = field(default=None, repr=False, compare=False)
     activations: Mapping[str, QParams] = field(default_factory=dict, repr=False)
     weight_scales: Mapping[tuple[str, int], np.ndarray] = field(default_factory=dict, repr=False, compare=False)
@@ -127,7 +127,7 @@ class Corrected:
         if odd := sorted(set(sections) - set(SECTIONS)):
             raise ValueError(f"unknown {', '.join(odd)}; known are {', '.join(SECTIONS)}")
         inputs = {
-            name: Channels(_floats(entry["gain"]), _floats(entry["shift"]), tuple(map(int, entry["zero_point"])))
+            name: PerChannelBytes(_floats(entry["gain"]), _floats(entry["shift"]), tuple(map(int, entry["zero_point"])))
             for name, entry in sections.get("inputs", {}).items()
         }
         factors = {name: _floats(values) for name, values in sections.get("factors", {}).items()}

@@ -20,11 +20,11 @@ from intaglio.fxgraph.nodes import operands
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.prepare import Prepared, whole
 from intaglio.quant.correct.apply_equalization import arrives, divisible, equalized, normalizes, with_inputs
-from intaglio.quant.correct.calibration_cache import SAMPLES, Calls, kept_calls
-from intaglio.quant.correct.corrections import Equalization, Step
+from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, Calls, kept_calls
+from intaglio.quant.correct.corrections import CorrectionStep, Equalization
 from intaglio.quant.correct.layerwise_eval import decibels
 from intaglio.quant.correct.per_channel_inputs import channels_of_inputs
-from intaglio.quant.correct.smooth_factors import Rows, Smoothing, smoothing
+from intaglio.quant.correct.smooth_factors import SampledRows, Smoothing, smoothing
 from intaglio.quant.correct.smoothquant import smoothable
 from intaglio.tracing.captured import expect
 
@@ -32,7 +32,7 @@ FLOOR = 0.1
 """No channel is blown up more than tenfold: what calibration saw of a quiet channel may not be all."""
 
 
-def equalize(prepared: Prepared, data: Any, *, samples: int = SAMPLES, group: Group | None = None) -> Prepared:
+def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, group: Group | None = None) -> Prepared:
     """A prepared model of the same function whose values lose less when they are quantized; nothing is observed yet.
 
     Inputs that only convolutions read get a scale and an offset per channel, which their weights and biases absorb.
@@ -74,7 +74,7 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = SAMPLES, group: Gr
     if smooth:
         sums = [sum(getattr(one, key) / one.signal for one in smooth.values()) for key in ("before", "after")]
         ends = (decibels(len(smooth), each) for each in sums)
-        steps += (Step("smooth", f"{len(smooth)} values, results of their readers, mean", *ends),)
+        steps += (CorrectionStep("smooth", f"{len(smooth)} values, results of their readers, mean", *ends),)
     report = "".join(f"{line}\n" for line in (*notes, *steps))
     return equalized(prepared, replace(found, factors=by_site), report, (current, every))
 
@@ -92,7 +92,7 @@ def _largest(
     def run() -> None:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for leaves in calls:
-                _Recorder(module, axes, see).run(*leaves)
+                _ValueRecorder(module, axes, see).run(*leaves)
 
     group.together(run)
     if group.size == 1 or not found:
@@ -113,7 +113,7 @@ def _smoothings(
     """
     if not readers:
         return {}
-    own: dict[str, list[Rows]] = {}
+    own: dict[str, list[SampledRows]] = {}
     sizes = [max((len(leaf) for leaf in leaves if leaf.dim()), default=1) for leaves in calls]
     each = max(group.gather(max(sizes, default=1)))  # samples are counted in steps of the largest batch
 
@@ -123,22 +123,22 @@ def _smoothings(
                 first = (place * group.size + group.rank) * each
 
                 def see(name: str, value: torch.Tensor, first: int = first) -> None:
-                    own.setdefault(name, []).append(Rows.of(value, first))
+                    own.setdefault(name, []).append(SampledRows.of(value, first))
 
-                _Recorder(module, readers, see).run(*leaves)
+                _ValueRecorder(module, readers, see).run(*leaves)
 
     group.together(run)
     found = {}
     for name, weights in readers.items():
         theirs = [part for parts in group.gather(own.get(name, [])) for part in parts]
         theirs.sort(key=lambda part: int(part.samples[0]))
-        result = smoothing(Rows.joined(theirs), weights, largest[name]) if theirs else None
+        result = smoothing(SampledRows.joined(theirs), weights, largest[name]) if theirs else None
         if result is not None:
             found[name] = result
     return found
 
 
-class _Recorder(fx.Interpreter):
+class _ValueRecorder(fx.Interpreter):
     """Hands the values of some nodes to ``see``."""
 
     def __init__(self, module: fx.GraphModule, names: Iterable[str], see: Callable[[str, torch.Tensor], None]) -> None:
@@ -152,7 +152,9 @@ class _Recorder(fx.Interpreter):
         return value
 
 
-def _gain(module: fx.GraphModule, factors: Mapping[str, torch.Tensor], leaves: Sequence[Any]) -> tuple[Step, ...]:
+def _gain(
+    module: fx.GraphModule, factors: Mapping[str, torch.Tensor], leaves: Sequence[Any]
+) -> tuple[CorrectionStep, ...]:
     """Signal to noise of the values themselves, whole and divided, each with 8 bits from its least to its largest."""
     signal, before, after = [], [], []
 
@@ -163,10 +165,10 @@ def _gain(module: fx.GraphModule, factors: Mapping[str, torch.Tensor], leaves: S
         after.append((_rounded(value / divisor) * divisor - value).square().sum().item())
 
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        _Recorder(module, factors, see).run(*leaves)
+        _ValueRecorder(module, factors, see).run(*leaves)
     shares = [[n / s for n, s in zip(noise, signal, strict=True) if s > 0] for noise in (before, after)]
     means = [decibels(len(share), sum(share)) for share in shares]
-    return (Step("equalize", f"{len(factors)} values, mean over them", *means),)
+    return (CorrectionStep("equalize", f"{len(factors)} values, mean over them", *means),)
 
 
 def _rounded(value: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 
 DAMPINGS = (0.01, 0.1, 1.0)
 """Shares of the mean diagonal that are added to it, so that it can be inverted; the first that suffices."""
-LEAST = 1e-6
+LEAST_DAMPING = 1e-6
 """The same of the largest diagonal element: two operands that are nearly one leave little else in float64."""
 SMALL = 128
 """Triangles of at most so many rows are inverted at once."""
@@ -23,7 +23,7 @@ def factor_of(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     diagonal = matrix.diagonal(dim1=1, dim2=2)
     mean, most = diagonal.mean(1, keepdim=True), diagonal.amax(1, keepdim=True)
     for damping in DAMPINGS:
-        added = torch.where(diagonal == 0, torch.ones_like(diagonal), damping * mean + LEAST * most)
+        added = torch.where(diagonal == 0, torch.ones_like(diagonal), damping * mean + LEAST_DAMPING * most)
         lower, failed = torch.linalg.cholesky_ex((matrix + torch.diag_embed(added)).flip(1, 2))
         if not failed.any():
             return order, _inverse(lower).flip(1, 2)

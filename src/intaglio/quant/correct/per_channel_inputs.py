@@ -16,9 +16,9 @@ from intaglio.ir import DType
 from intaglio.quant.annotate.image_inputs import unable_to_absorb
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.prepare import Prepared
-from intaglio.quant.correct.corrections import Channels
+from intaglio.quant.correct.corrections import PerChannelBytes
 
-LEVELS = 256
+BYTE_LEVELS = 256
 STRAIGHT = 1e-3
 """How far from a multiple of the step, in steps, values on a lattice may lie."""
 
@@ -40,7 +40,7 @@ class Channel:
 
 def channels_of_inputs(
     prepared: Prepared, calls: Sequence[Sequence[Any]], group: Group
-) -> tuple[dict[str, Channels], tuple[str, ...]]:
+) -> tuple[dict[str, PerChannelBytes], tuple[str, ...]]:
     """The way to bytes of every input that convolutions can read channel by channel, by name; and a note for each."""
     inputs, notes = {}, []
     placeholders = [node for node in prepared.annotations.module.graph.nodes if node.op == "placeholder"]
@@ -86,26 +86,26 @@ def _merged(channels: Sequence[Channel]) -> Channel:
 
 def _few(values: np.ndarray) -> np.ndarray | None:
     """Distinct values, if they are few; a look at the first thousands spares sorting what has many."""
-    if np.unique(values[: 16 * LEVELS]).size > LEVELS:
+    if np.unique(values[: 16 * BYTE_LEVELS]).size > BYTE_LEVELS:
         return None
     distinct = np.unique(values)
-    return distinct if distinct.size <= LEVELS else None
+    return distinct if distinct.size <= BYTE_LEVELS else None
 
 
-def _ways(channels: Sequence[Channel]) -> tuple[Channels, int]:
+def _ways(channels: Sequence[Channel]) -> tuple[PerChannelBytes, int]:
     """The way from values to levels, and how many channels lose nothing by it."""
     fitted = [_lattice(channel) for channel in channels]
     ways = [_spread(channel) if way is None else way for channel, way in zip(channels, fitted, strict=True)]
     gains = np.array([gain for gain, _ in ways])
     zeros = np.array([zero for _, zero in ways])
-    nearest = numerics.round_clamp(zeros, 0, LEVELS - 1)
+    nearest = numerics.round_clamp(zeros, 0, BYTE_LEVELS - 1)
     gain, shift = (tuple(map(float, part.astype(np.float32))) for part in (gains, zeros - nearest))
-    return Channels(gain, shift, tuple(map(int, nearest))), sum(way is not None for way in fitted)
+    return PerChannelBytes(gain, shift, tuple(map(int, nearest))), sum(way is not None for way in fitted)
 
 
 def _spread(channel: Channel) -> tuple[float, float]:
     """Gain, and the level of zero, which padding needs: as for one range for all, so zero has a level of its own."""
-    scale, zero = numerics.affine(min(channel.low, 0.0), max(channel.high, 0.0), 0, LEVELS - 1)
+    scale, zero = numerics.affine(min(channel.low, 0.0), max(channel.high, 0.0), 0, BYTE_LEVELS - 1)
     return 1 / scale, zero
 
 
@@ -120,11 +120,11 @@ def _lattice(channel: Channel) -> tuple[float, float] | None:
     step = np.diff(values).min()
     places = (values - values[0]) / step
     count = round(float(places[-1]))
-    if count > LEVELS - 1 or count < 1:
+    if count > BYTE_LEVELS - 1 or count < 1:
         return None
     step = (values[-1] - values[0]) / count
     places = (values - values[0]) / step
     if np.abs(places - np.rint(places)).max() > STRAIGHT:
         return None
-    zero = -values[0] / step + (LEVELS - 1 - count) // 2
-    return (float(1 / step), float(zero)) if -0.5 <= zero <= LEVELS - 0.5 else None
+    zero = -values[0] / step + (BYTE_LEVELS - 1 - count) // 2
+    return (float(1 / step), float(zero)) if -0.5 <= zero <= BYTE_LEVELS - 0.5 else None

@@ -20,9 +20,9 @@ from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.correct.linalg import factor_of
 from intaglio.torch_private import int8_matmul
 
-HALF = 128
+BYTE_OFFSET = 128
 """Levels less this are signed bytes, whose products one instruction adds up."""
-ROWS = 1 << 16
+ROWS_AT_ONCE = 1 << 16
 """Positions multiplied at once: 2^16 products of bytes fit an int32 sum."""
 GATHERED = 1 << 25
 """Bytes of columns that are multiplied together, if batches are small."""
@@ -63,11 +63,11 @@ def moments(region: Region, levels: Iterable[torch.Tensor], q: QParams) -> Momen
     products, sums = torch.zeros(groups, k, k, dtype=torch.int64), torch.zeros(groups, k, dtype=torch.int64)
     count = 0
     for columns in _gathered(parts):
-        signed = (columns.to(torch.int16) - HALF).to(torch.int8)
+        signed = (columns.to(torch.int16) - BYTE_OFFSET).to(torch.int8)
         _add_products(products, signed)
         sums += signed.sum(2, dtype=torch.int64)
         count += signed.shape[2]
-    return _moved(Moments(products, sums, count), HALF - _zeros(region, q, groups, k))
+    return _moved(Moments(products, sums, count), BYTE_OFFSET - _zeros(region, q, groups, k))
 
 
 def over_ranks(found: Moments, group: Group) -> Moments:
@@ -95,7 +95,7 @@ def _gathered(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 def _add_products(total: torch.Tensor, signed: torch.Tensor) -> None:
     """Of int8 [groups, k, positions], onto int64 [groups, k, k]."""
     groups, _, count = signed.shape
-    rows = ROWS if groups == 1 else max(1, ROWS // groups)
+    rows = ROWS_AT_ONCE if groups == 1 else max(1, ROWS_AT_ONCE // groups)
     for start in range(0, count, rows):
         part = signed[:, :, start : start + rows]
         if groups == 1:
@@ -130,7 +130,7 @@ def _columns(region: Region, batch: torch.Tensor, q: QParams) -> Iterable[torch.
     given = call_of(region.anchor, region.record).arguments
     images = batch[:, :, None] if batch.dim() == 3 else batch
     kernel = tuple(tensor_type(region.anchor.args[1]).shape[2:])  # type: ignore[union-attr]
-    window = Window.of(given, kernel, batch.dim() - 2)
+    window = ConvolutionWindow.of(given, kernel, batch.dim() - 2)
     zeros = torch.tensor(q.zeros).expand(images.shape[1])
     size = max(1, (1 << 25) // max(1, images[0].numel() * window.taps))
     for part in images.split(size):
@@ -138,7 +138,7 @@ def _columns(region: Region, batch: torch.Tensor, q: QParams) -> Iterable[torch.
 
 
 @dataclass(frozen=True)
-class Window:
+class ConvolutionWindow:
     """How a convolution of two axes walks; one of one axis has a first axis of size 1. Padding: (top, bottom, left,
     right)."""
 
@@ -152,7 +152,7 @@ class Window:
         return self.kernel[0] * self.kernel[1]
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], kernel: tuple[Any, ...], axes: int) -> Window:
+    def of(cls, given: Mapping[str, Any], kernel: tuple[Any, ...], axes: int) -> ConvolutionWindow:
         def pair(values: Any, idle: int) -> tuple[int, int]:
             values = tuple(values)
             values = values * axes if len(values) == 1 else values
@@ -185,7 +185,7 @@ def _padded(images: torch.Tensor, zeros: torch.Tensor, padding: tuple[int, int, 
     return inner
 
 
-def _patches(images: torch.Tensor, window: Window, groups: int) -> torch.Tensor:
+def _patches(images: torch.Tensor, window: ConvolutionWindow, groups: int) -> torch.Tensor:
     """u8 [n, c, h, w] -> [groups, c / groups * taps, positions]: what each row of a weight is multiplied by."""
     (kh, kw), (sh, sw), (dh, dw) = window.kernel, window.stride, window.dilation
     n, channels, height, width = images.shape

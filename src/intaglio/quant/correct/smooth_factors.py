@@ -19,34 +19,34 @@ STRENGTHS = (0.5, 0.6, 0.7, 0.8, 0.9)
 FOLDS = 8
 TOKENS = 16
 """Rows of a sample that are looked at."""
-ROWS = 1024
+SAMPLED_ROW_COUNT = 1024
 """Of all samples."""
 
 
 @dataclass(frozen=True)
-class Rows:
+class SampledRows:
     """Some rows float32 [r, c] of a value; ``samples``: which sample each is of, counted over all batches."""
 
     values: torch.Tensor
     samples: torch.Tensor
 
     @staticmethod
-    def of(value: torch.Tensor, first: int) -> Rows:
+    def of(value: torch.Tensor, first: int) -> SampledRows:
         """Of a batch [n, ..., c], evenly spread over each sample, which are counted from ``first``."""
         tokens = value.reshape(value.shape[0], -1, value.shape[-1])
         step = max(1, tokens.shape[1] // TOKENS)
         chosen = tokens[:, ::step][:, :TOKENS]
         samples = torch.arange(first, first + len(tokens)).repeat_interleave(chosen.shape[1])
-        return Rows(chosen.reshape(-1, value.shape[-1]).float(), samples)
+        return SampledRows(chosen.reshape(-1, value.shape[-1]).float(), samples)
 
-    def few(self) -> Rows:
-        """At most `ROWS` of them, evenly spread."""
-        step = -(-len(self.values) // ROWS)
-        return Rows(self.values[::step], self.samples[::step])
+    def few(self) -> SampledRows:
+        """At most `SAMPLED_ROW_COUNT` of them, evenly spread."""
+        step = -(-len(self.values) // SAMPLED_ROW_COUNT)
+        return SampledRows(self.values[::step], self.samples[::step])
 
     @staticmethod
-    def joined(parts: Sequence[Rows]) -> Rows:
-        return Rows(torch.cat([part.values for part in parts]), torch.cat([part.samples for part in parts]))
+    def joined(parts: Sequence[SampledRows]) -> SampledRows:
+        return SampledRows(torch.cat([part.values for part in parts]), torch.cat([part.samples for part in parts]))
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Smoothing:
     after: float
 
 
-def smoothing(rows: Rows, weights: Sequence[torch.Tensor], largest: torch.Tensor) -> Smoothing | None:
+def smoothing(rows: SampledRows, weights: Sequence[torch.Tensor], largest: torch.Tensor) -> Smoothing | None:
     """``None`` where no strength does better than none. ``weights``: float32 [o, c] of the readers; ``largest``:
     magnitude of each channel over all data.
     """
@@ -83,7 +83,7 @@ def _factors(largest: torch.Tensor, weight: torch.Tensor, strength: float) -> to
     return found / found.log().mean().exp()
 
 
-def _error(rows: Rows, weight: torch.Tensor, strength: float | None) -> float:
+def _error(rows: SampledRows, weight: torch.Tensor, strength: float | None) -> float:
     """Squared error of the results on each fold, quantized by what the other folds say."""
     total, fold = 0.0, rows.samples % FOLDS
     for number in range(FOLDS):

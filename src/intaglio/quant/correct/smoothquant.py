@@ -19,7 +19,7 @@ from intaglio.ir import TensorType
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.qdq.prepare_passes import constant_node
 
-MOVES = ("reshape", "permute", "slice")
+PASSED_THROUGH = ("reshape", "permute", "slice")
 """Between a value and its readers; they leave channels where they are, on the last axis."""
 
 
@@ -74,7 +74,7 @@ def _readers(user: fx.Node, value: fx.Node, member: Mapping[fx.Node, Region]) ->
     if record.is_linear_layer and user is region.anchor and operands(user)[0] is value:
         weight = operands(user)[1]
         return [user if is_constant(weight) and len(weight.users) == 1 else None]
-    kept = record.name in MOVES and len(region.nodes) == 1 and tensor_type(user).shape[-1] == channels
+    kept = record.name in PASSED_THROUGH and len(region.nodes) == 1 and tensor_type(user).shape[-1] == channels
     if not kept or not _keeps_channels(user):
         return [None]
     return [reader for behind in user.users for reader in _readers(behind, user, member)]

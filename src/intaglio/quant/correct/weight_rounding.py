@@ -14,7 +14,7 @@ from intaglio import numerics
 from intaglio.quant.correct.linalg import taken
 from intaglio.quant.correct.second_moments import Moments
 
-FEW = 32
+FEW_COLUMNS = 32
 """Columns that are rounded one by one; of more, a half and then the other."""
 ITERATIONS = 10_000
 RATE = 0.001
@@ -54,7 +54,7 @@ def _spread(
     spread over the second in one product; columns one by one only where few are left.
     """
     width = free.shape[2]
-    if width > FEW:
+    if width > FEW_COLUMNS:
         half = width // 2
         first, errors = _spread(free[..., :half], steps[..., :half], factor[:, :half, :half], low, high)
         rest = free[..., half:] - errors @ factor[:, :half, half:]

@@ -19,7 +19,7 @@ from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.qdq.integer_regions import mark_regions
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
-from intaglio.quant.qdq.qdq_normalize import LIBRARY, QUANTIZE, dequantizes
+from intaglio.quant.qdq.qdq_normalize import LIBRARY, QUANTIZE_TENSOR, dequantizes
 from intaglio.quant.qdq.qparams import fixed_qparams
 from intaglio.tracing.captured import Captured, expect, fx_text
 
@@ -53,7 +53,7 @@ def _sites(graph: fx.Graph) -> Iterator[Site]:
     """Every value that has levels."""
     names, count = Names(graph), dict[str, int]()
     for node in graph.nodes:
-        if operator(node) == QUANTIZE and (q := tensor_type(node).q) is not None:
+        if operator(node) == QUANTIZE_TENSOR and (q := tensor_type(node).q) is not None:
             value = node.args[0]
             number = count[names.of(value)] = count.get(names.of(value), -1) + 1  # a value may have several parameters
             name = names.of(value) + (f"@{number}" if number else "")
@@ -75,6 +75,6 @@ def _reason(node: fx.Node) -> str:
         return "its weight is not quantized"
     if not all(value is not None and dequantizes(value) for value in activations(node)):
         return "it reads a value that is not quantized"
-    if any(operator(user) != QUANTIZE for user in node.users):
+    if any(operator(user) != QUANTIZE_TENSOR for user in node.users):
         return "its result is read as float"
     return "no kernel joins it with what stands around it"

@@ -19,7 +19,7 @@ from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import origin, tensor_type
 from intaglio.fxgraph.nodes import operands, operator, record_of
 from intaglio.ir import DType, evaluate, symbols_of
-from intaglio.quant.annotate.node_annotations import KEY, Annotation, Levels, Own, SameAs, is_apart
+from intaglio.quant.annotate.node_annotations import ANNOTATION_KEY, Annotation, Levels, Own, SameAs, is_apart
 from intaglio.quant.annotate.sites import Dynamic, Fixed, Observed
 from intaglio.signature import DTYPES, TORCH_DTYPES
 from intaglio.torch_private import FakeTensorMode
@@ -129,7 +129,9 @@ def annotations_of(view: fx.GraphModule, annotator: Any) -> dict[fx.Node, Annota
     annotator.annotate(view)
     if hasattr(annotator, "validate"):
         annotator.validate(view)
-    records = {node: node.meta[KEY] for node in view.graph.nodes if KEY in node.meta and node in known}
+    records = {
+        node: node.meta[ANNOTATION_KEY] for node in view.graph.nodes if ANNOTATION_KEY in node.meta and node in known
+    }
     if hasattr(annotator, "prepare_obs_or_fq_callback"):
         _replace_observers(view, annotator, records)
     return {node: _translated(node, record) for node, record in records.items()}
@@ -206,7 +208,7 @@ def _datatype(node: fx.Node, spec: Any, symmetric: bool) -> tuple[str, tuple[int
     return "u8", None if span == (0, 255) else span, shift
 
 
-METHODS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+OBSERVER_METHODS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "HistogramObserver": lambda given: "mse",
     "MinMaxObserver": lambda given: "minmax",
     "PerChannelMinMaxObserver": lambda given: "minmax",
@@ -230,7 +232,7 @@ def _made_by(make: Any) -> tuple[Any, dict[str, Any]]:
 
 def _observed(make: Any, symmetric: bool) -> Observed:
     inner, given = _made_by(make)
-    method = METHODS.get(getattr(inner, "__name__", ""))
+    method = OBSERVER_METHODS.get(getattr(inner, "__name__", ""))
     if method is None:
         return Observed("minmax", symmetric, make)
     return Observed(method(given), symmetric)

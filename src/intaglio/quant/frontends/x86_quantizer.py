@@ -26,49 +26,55 @@ from intaglio.quant.qat.eval_graph import Norm
 from intaglio.quant.recipes.selectors import matches
 from intaglio.quant.recipes.settings import DEFAULT, Setting
 
-RELU, GELU = "aten.relu.default", "aten.gelu.default"
-AFTER_CONV = (RELU, "aten.hardtanh.default", "aten.relu6.default", "aten.hardswish.default", "aten.silu.default")
-AFTER_LINEAR = (RELU, "aten.leaky_relu.default", "aten.tanh.default", GELU)
-CONV2D, LINEAR = "aten.conv2d.default", "aten.linear.default"
-CONV1D, MATMUL, MUL = "aten.conv1d.default", "aten.matmul.default", "aten.mul.Tensor"
-ADD = "aten.add.Tensor"
-ROWS = (
-    op(RELU, op(ADD, seq(CONV2D), wildcard("extra"), commutative=True)),
-    op(ADD, seq(CONV2D), wildcard("extra"), commutative=True),
+RELU_OVERLOAD, GELU = "aten.relu.default", "aten.gelu.default"
+AFTER_CONV = (
+    RELU_OVERLOAD,
+    "aten.hardtanh.default",
+    "aten.relu6.default",
+    "aten.hardswish.default",
+    "aten.silu.default",
+)
+AFTER_LINEAR = (RELU_OVERLOAD, "aten.leaky_relu.default", "aten.tanh.default", GELU)
+CONV2D, LINEAR_OVERLOAD = "aten.conv2d.default", "aten.linear.default"
+CONV1D, MATMUL, MUL_TARGET = "aten.conv1d.default", "aten.matmul.default", "aten.mul.Tensor"
+ADD_OVERLOAD = "aten.add.Tensor"
+X86_PATTERNS = (
+    op(RELU_OVERLOAD, op(ADD_OVERLOAD, seq(CONV2D), wildcard("extra"), commutative=True)),
+    op(ADD_OVERLOAD, seq(CONV2D), wildcard("extra"), commutative=True),
     seq(CONV2D, AFTER_CONV),
-    seq(CONV1D, RELU),
+    seq(CONV1D, RELU_OVERLOAD),
     seq((CONV2D, CONV1D)),
-    op(RELU, op(ADD, seq(LINEAR), wildcard("extra"), commutative=True)),
-    op(ADD, seq(LINEAR), wildcard("extra"), commutative=True),
-    seq(LINEAR, AFTER_LINEAR),
-    seq(LINEAR),
+    op(RELU_OVERLOAD, op(ADD_OVERLOAD, seq(LINEAR_OVERLOAD), wildcard("extra"), commutative=True)),
+    op(ADD_OVERLOAD, seq(LINEAR_OVERLOAD), wildcard("extra"), commutative=True),
+    seq(LINEAR_OVERLOAD, AFTER_LINEAR),
+    seq(LINEAR_OVERLOAD),
     op(MATMUL),
-    op(MUL),
+    op(MUL_TARGET),
 )
 """What becomes one int8 operator, in order of precedence."""
 MAX_POOL, AVG_POOL = "aten.max_pool2d.default", "aten.avg_pool2d.default"
-POOL, CAT, FLATTEN = "aten.adaptive_avg_pool2d.default", "aten.cat.default", "aten.flatten.using_ints"
-PASSING = (MAX_POOL, CAT, AVG_POOL, POOL, FLATTEN)
+POOL_TARGET, CAT_TARGET, FLATTEN = "aten.adaptive_avg_pool2d.default", "aten.cat.default", "aten.flatten.using_ints"
+PASSING = (MAX_POOL, CAT_TARGET, AVG_POOL, POOL_TARGET, FLATTEN)
 """What is quantized only behind what is, and gives levels of its input's parameters."""
-BY_DEFAULT = (*PASSING, CONV1D, CONV2D, LINEAR, MUL)
+BY_DEFAULT = (*PASSING, CONV1D, CONV2D, LINEAR_OVERLOAD, MUL_TARGET)
 TYPES: Mapping[Any, str] = {
     nn.Conv1d: CONV1D,
     F.conv1d: CONV1D,
     nn.Conv2d: CONV2D,
     F.conv2d: CONV2D,
-    nn.Linear: LINEAR,
-    F.linear: LINEAR,
+    nn.Linear: LINEAR_OVERLOAD,
+    F.linear: LINEAR_OVERLOAD,
     nn.MaxPool2d: MAX_POOL,
     F.max_pool2d: MAX_POOL,
     nn.AvgPool2d: AVG_POOL,
     F.avg_pool2d: AVG_POOL,
-    nn.AdaptiveAvgPool2d: POOL,
-    F.adaptive_avg_pool2d: POOL,
-    torch.cat: CAT,
+    nn.AdaptiveAvgPool2d: POOL_TARGET,
+    F.adaptive_avg_pool2d: POOL_TARGET,
+    torch.cat: CAT_TARGET,
     nn.Flatten: FLATTEN,
     torch.flatten: FLATTEN,
     torch.matmul: MATMUL,
-    torch.mul: MUL,
+    torch.mul: MUL_TARGET,
 }
 """Module or function -> the overload it becomes."""
 
@@ -136,12 +142,12 @@ class X86Quantizer:
         """Names first, then types, then the rest: what is annotated stays as it is."""
         view, ends = FxGraphView(module.graph), set[fx.Node]()
         for config, covers in self._scopes(module):
-            for row in ROWS:
+            for row in X86_PATTERNS:
                 for node in module.graph.nodes:
                     hit = match(row, node, view) if node.op == "call_function" else None
                     if hit is None or not covers(hit.nodes) or any(map(annotation_of, hit.nodes)):
                         continue
-                    if operator(node) != MUL or _equal_shapes(node):
+                    if operator(node) != MUL_TARGET or _equal_shapes(node):
                         _annotate_row(hit.nodes, dict(hit.bound).get("extra"), config)
                         ends |= {node} if _kept(config) is not None else set()
             for node in module.graph.nodes:
@@ -199,7 +205,7 @@ def _annotate_row(nodes: Sequence[fx.Node], extra: fx.Node | None, config: Setti
         inputs: dict[fx.Node, Levels | SameAs | Own | None] = {}
         if config is not None and node is anchor:
             inputs = _reads(anchor, config)
-        elif config is not None and operator(node) == ADD and operator(anchor) == CONV2D and extra is not None:
+        elif config is not None and operator(node) == ADD_OVERLOAD and operator(anchor) == CONV2D and extra is not None:
             inputs = {extra: _kept(config)}
         trained = node is root and normed and config is not None and _trains(config)
         annotate_node(node, Annotation(inputs, _kept(config) if trained else None))
@@ -243,7 +249,7 @@ def _equal_shapes(node: fx.Node) -> bool:
 
 def _pass_on(node: fx.Node, config: Setting | None, ends: Collection[fx.Node]) -> bool:
     """Levels in and out with one set of parameters, if all that is read is the end of something quantized."""
-    read = list(dict.fromkeys(arguments(node)["tensors"] if operator(node) == CAT else node.all_input_nodes[:1]))
+    read = list(dict.fromkeys(arguments(node)["tensors"] if operator(node) == CAT_TARGET else node.all_input_nodes[:1]))
     if (levels := _kept(config)) is None:
         annotate_node(node, Annotation())
         return False

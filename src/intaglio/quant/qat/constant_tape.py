@@ -13,8 +13,8 @@ from torch import fx
 
 from intaglio.torch_private import TorchDispatchMode, pytree, schema_of
 
-ATEN = torch.ops.aten
-SAME = (ATEN.detach.default, ATEN.alias.default, ATEN.clone.default)
+aten = torch.ops.aten
+SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
 """What makes no other value. A parameter behind ``detach`` would not be trained."""
 
 

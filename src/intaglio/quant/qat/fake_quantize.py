@@ -271,9 +271,9 @@ def fake_shortcut(x: torch.Tensor, levels: FakeQuantize, low: int, high: int) ->
     q = levels.qparams()
     wide = numerics.widen(q.step, q.zero)
     share = gradient_share(x.numel() // max(len(x), 1), longer_side(low, high, wide.zero_point))
-    fine = scale.reshape([]) / numerics.STEPS
+    fine = scale.reshape([]) / numerics.QUANT_STEPS
     fine = fine + (wide.scale - fine).detach()
-    shifted = zero_point.reshape([]) * numerics.STEPS + (wide.zero_point - q.zero * numerics.STEPS)
+    shifted = zero_point.reshape([]) * numerics.QUANT_STEPS + (wide.zero_point - q.zero * numerics.QUANT_STEPS)
     return RoundToLevels.apply(x, fine, shifted, None, low, high, share)
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import fx, nn
 
 from intaglio.errors import UnsupportedError
-from intaglio.fxgraph.names import unique_name
 from intaglio.fxgraph.node_info import info
+from intaglio.fxgraph.unique_names import unique_name
 from intaglio.ir import DType
 from intaglio.quant.qat.constant_tape import Tape
-from intaglio.quant.qat.eval_graph import COUNTED, Norm, marks_of
+from intaglio.quant.qat.eval_graph import BATCH_NORM_COUNTERS, Norm, marks_of
 from intaglio.quant.qat.fake_quantize import Mode
 from intaglio.quant.qat.train_layers import StatisticsNorm, folded_norm
 from intaglio.tracing.captured import Captured
@@ -48,7 +48,7 @@ class Tree:
             self._leaf(node, getattr(evaluated.module, str(node.target)))
         for state in captured.signature.state:
             owner, _, name = state.path.rpartition(".")
-            if state.type.dtype is DType.I64 and name == COUNTED[2]:
+            if state.type.dtype is DType.I64 and name == BATCH_NORM_COUNTERS[2]:
                 self.counters[owner] = state.path
                 self.place(state.path, torch.from_numpy(state.initial.copy()))
 

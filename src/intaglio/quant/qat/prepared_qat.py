@@ -30,7 +30,7 @@ from intaglio.tracing.while_loops import refuse_loops
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """What training does not change: the model as `convert` will get it, but for its constants, and two functions.
 
     ``compute(root)`` gives the constants called ``names``, and more; ``run(root, *inputs, *computed)`` the results.
@@ -41,7 +41,7 @@ class Plan:
     compute: Callable[..., Sequence[torch.Tensor]]
     run: Callable[..., Sequence[torch.Tensor]]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingPlan:
         return self
 
 
@@ -55,7 +55,7 @@ class PreparedQat(nn.Module):
     (`learn_scales`), or stay.
     """
 
-    _plan: Plan
+    _plan: TrainingPlan
     _mode: Mode
 
     def __init__(self) -> None:
@@ -200,7 +200,9 @@ def prepare_qat(captured: Captured, quantizer: Quantizer | Annotator | None = No
         notes = (f"not trained, as they became numbers: {', '.join(lost)}",)
         prepared = replace(prepared, about=prepared.about.after(notes))
     name = f"{prepared.about.name}, prepared for training"
-    root._plan = Plan(prepared, tuple(training.names), _function(compute, f"constants of {name}"), _function(run, name))
+    root._plan = TrainingPlan(
+        prepared, tuple(training.names), _function(compute, f"constants of {name}"), _function(run, name)
+    )
     root._mode = mode
     return root
 

@@ -13,12 +13,12 @@ from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import arguments, operands, operator
 from intaglio.ir import QParams, Shape
 from intaglio.ir.names import sanitized
-from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS, QUANTIZE_ROWS
+from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, QUANTIZE_ROWS_TARGET
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Derived, Fixed, Shared, Site
 from intaglio.quant.calibrate.prepare import copy_graph
 from intaglio.quant.correct.corrections import Corrections
-from intaglio.quant.qat.eval_graph import ATTENTION, Dropout, Norm, marks_of
+from intaglio.quant.qat.eval_graph import TORCH_ATTENTION, Dropout, Norm, marks_of
 from intaglio.quant.qat.fake_quantize import (
     FakeQuantize,
     FakeQuantizeWeight,
@@ -38,7 +38,7 @@ from intaglio.torch_private import buffers_of
 
 NORMED = (*FOLDABLE, "aten.addcmul.default")
 """What a batch norm can be folded into."""
-QUANTIZE, DEQUANTIZE = "quantized_decomposed.quantize_", "quantized_decomposed.dequantize_"
+QUANTIZE_PREFIX, DEQUANTIZE_PREFIX = "quantized_decomposed.quantize_", "quantized_decomposed.dequantize_"
 
 
 class TrainingGraph:
@@ -116,11 +116,13 @@ class TrainingGraph:
         """Products whose first operand are probabilities that are dropped. An attention that is quantized is written
         out, in order; one that stays in float drops them itself."""
         left = {node.name for node in self.source.graph.nodes}
-        written = [n for n in self.annotations.module.graph.nodes if operator(n) == ATTENTION and n.name not in left]
+        written = [
+            n for n in self.annotations.module.graph.nodes if operator(n) == TORCH_ATTENTION and n.name not in left
+        ]
         wholes: dict[int, str] = {}
         for node in self.source.graph.nodes:
             reads = node.args[0] if operator(node) == "aten.matmul.default" else None
-            dequantized = isinstance(reads, fx.Node) and operator(reads).startswith(DEQUANTIZE)
+            dequantized = isinstance(reads, fx.Node) and operator(reads).startswith(DEQUANTIZE_PREFIX)
             if info(node).composite is not None and dequantized and info(reads.args[0]).site is None:
                 wholes[id(info(node).composite)] = node.name
         found = dict[str, Dropout]()
@@ -132,18 +134,18 @@ class TrainingGraph:
 
     def _call(self, node: fx.Node) -> Any:
         name, source = operator(node), node.args[0] if node.args else None
-        if name.startswith(QUANTIZE):
+        if name.startswith(QUANTIZE_PREFIX):
             return self._rounded(node, self.env[source])
-        if name.startswith(DEQUANTIZE):
+        if name.startswith(DEQUANTIZE_PREFIX):
             return self.env[source] if info(node).site is None else self._constant(node, self.sites[info(node).site])
-        if name == QUANTIZE_ROWS:
+        if name == QUANTIZE_ROWS_TARGET:
             made = self.graph.call_function(fake_rows, (self._switch(), self.env[source], node.args[1]))
             self.forms[source.name].append(made)
             return made
-        if name == DEQUANTIZE_ROWS or (node.target is getitem and operator(source) == QUANTIZE_ROWS):
+        if name == DEQUANTIZE_ROWS_TARGET or (node.target is getitem and operator(source) == QUANTIZE_ROWS_TARGET):
             return self.env[source]
         inside = [m for m in info(node).marks if isinstance(m, Dropout) and m.inside]
-        if name == ATTENTION and inside:
+        if name == TORCH_ATTENTION and inside:
             given = arguments(node)
             mask = self._module(DropoutMask(inside[0].p, ()), inside[0])
             values = [fx.map_arg(given[key], self.env.__getitem__) for key in ("query", "key", "value", "attn_mask")]

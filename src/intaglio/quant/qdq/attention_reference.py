@@ -10,7 +10,7 @@ from torch import fx
 from intaglio.fxgraph.node_info import inherit_info, tensor_type, update_info
 from intaglio.fxgraph.nodes import call_of, operands, record_of
 from intaglio.ir import DType, QParams, Shape, TensorType
-from intaglio.quant.recipes.user_patterns import Whole
+from intaglio.quant.recipes.user_patterns import CompositeMatch
 
 PROBABILITIES = QParams((1 / 255,), (0,), 0, 255)
 """Of exponentials less their row's largest, before they are divided by their sum: no calibration can tell more."""
@@ -55,7 +55,7 @@ def written_out(node: fx.Node, quantize: Any, dequantize: Any) -> fx.Node:
     total = spell(aten.sum.dim_IntList, (powers, [-1], True), row)
     total = spell(aten.clamp.default, (total, 1.0), row)  # the largest of a row is 1; without keys it is 0 / 1
     result = spell(aten.div.Tensor, (spell(aten.matmul.default, (powers, v), results), total), results)
-    spell.mark(Whole(record, spell.reads([value for value in values if value is not None]), attrs))
+    spell.mark(CompositeMatch(record, spell.reads([value for value in values if value is not None]), attrs))
     return result
 
 
@@ -97,6 +97,6 @@ class _Speller:
                 places.setdefault(value, (made.name, place))
         return tuple(places[value] for value in values)
 
-    def mark(self, whole: Whole) -> None:
+    def mark(self, whole: CompositeMatch) -> None:
         for made in self.made:
             update_info(made, composite=whole)

@@ -14,9 +14,9 @@ from torch import fx
 from intaglio import numerics
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.fxgraph.graph_passes import copy_graph, drop_unused_constants
-from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import TAG, info, inherit_info, origin, overlay_info, set_info
 from intaglio.fxgraph.nodes import arguments, operands
+from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import About, DType, QParams, Signature, TensorType
 from intaglio.ir.names import sanitized
 from intaglio.ops.dynamic_quant import row_levels

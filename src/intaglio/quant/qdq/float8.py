@@ -28,11 +28,11 @@ def float8() -> Any:
     for schema, meaning in zip(SCHEMAS, meanings, strict=True):
         library.define(schema)
         library.impl(schema.partition("(")[0], meaning, "CompositeExplicitAutograd")
-    KEPT.append(library)
+    FLOAT8_LIBRARIES.append(library)
     return torch.ops.intaglio
 
 
-KEPT: list[torch.library.Library] = []
+FLOAT8_LIBRARIES: list[torch.library.Library] = []
 """An operator lives as long as its library."""
 
 

@@ -18,8 +18,8 @@ from intaglio.ir import DType, QParams
 from intaglio.ops import NUMBERS
 from intaglio.quant.annotate.per_token import rows_behind
 from intaglio.quant.annotate.regions import Chain
-from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE, DEQUANTIZE_CHANNEL, QUANTIZE, QUANTIZE_CHANNEL
-from intaglio.quant.recipes.user_patterns import Whole, operands_of_whole
+from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL, DEQUANTIZE_TENSOR, QUANTIZE_CHANNEL, QUANTIZE_TENSOR
+from intaglio.quant.recipes.user_patterns import CompositeMatch, operands_of_whole
 from intaglio.signature import DTYPES
 
 
@@ -34,7 +34,7 @@ class IntegerRegion(Chain):
 
 def levels_of(node: fx.Node | None, dtype: DType = DType.U8) -> QParams | None:
     """Parameters of the levels (of 16 bits: u16) behind a dequantize of an activation; ``None`` for any other node."""
-    if node is None or operator(node) not in (DEQUANTIZE, DEQUANTIZE_CHANNEL) or is_constant(node.args[0]):
+    if node is None or operator(node) not in (DEQUANTIZE_TENSOR, DEQUANTIZE_CHANNEL) or is_constant(node.args[0]):
         return None
     if info(node).observer is not None:
         return None
@@ -45,7 +45,7 @@ def quantized_to(node: fx.Node, dtype: DType = DType.U8) -> QParams | None:
     """Parameters of a quantize to u8, or to u16; ``None`` for any other node."""
     return (
         _qparams(node, dtype)
-        if operator(node) in (QUANTIZE, QUANTIZE_CHANNEL) and info(node).observer is None
+        if operator(node) in (QUANTIZE_TENSOR, QUANTIZE_CHANNEL) and info(node).observer is None
         else None
     )
 
@@ -70,11 +70,11 @@ def _qparams(node: fx.Node, dtype: DType) -> QParams | None:
 
 def constant_of(node: fx.Node | None, dtype: DType) -> fx.Node | None:
     """The integer constant behind a dequantize of a weight or bias."""
-    if node is None or operator(node) not in (DEQUANTIZE, DEQUANTIZE_CHANNEL) or not is_constant(node.args[0]):
+    if node is None or operator(node) not in (DEQUANTIZE_TENSOR, DEQUANTIZE_CHANNEL) or not is_constant(node.args[0]):
         return None
     if info(node).observer is not None:
         return None
-    given = node.args[5] if operator(node) == DEQUANTIZE else node.args[6]
+    given = node.args[5] if operator(node) == DEQUANTIZE_TENSOR else node.args[6]
     return node.args[0] if DTYPES.get(given) is dtype else None
 
 
@@ -133,7 +133,7 @@ def _found(graph: fx.Graph) -> list[tuple[str, IntegerRegion]]:
 
 def _composites(graph: fx.Graph) -> list[IntegerRegion]:
     """Find the operators that one record stands for, as annotation took them, where levels go in and come out."""
-    groups: dict[Whole, list[fx.Node]] = {}
+    groups: dict[CompositeMatch, list[fx.Node]] = {}
     for node in graph.nodes:
         if info(node).composite is not None:
             groups.setdefault(info(node).composite, []).append(node)
@@ -183,10 +183,10 @@ def _result(user: fx.Node) -> QParams | None:
         return quantized_to(user)
     again = (quantized_to(level) for real in user.users for level in real.users)
     plain = QParams(
-        (float(np.float32(numerics.STEPS * wide.step)),),
-        (wide.zero // numerics.STEPS,),
-        wide.qmin // numerics.STEPS,
-        wide.qmax // numerics.STEPS,
+        (float(np.float32(numerics.QUANT_STEPS * wide.step)),),
+        (wide.zero // numerics.QUANT_STEPS,),
+        wide.qmin // numerics.QUANT_STEPS,
+        wide.qmax // numerics.QUANT_STEPS,
     )
     return next((q for q in again if q is not None), plain)
 

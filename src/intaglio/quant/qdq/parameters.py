@@ -19,10 +19,10 @@ from intaglio.quant.annotate.sites import Observed, Site
 from intaglio.quant.correct.corrections import Corrected
 from intaglio.quant.recipes.datatypes import DATATYPES, WEIGHT
 
-VERSION = 1
+PARAMETERS_VERSION = 1
 KEYS = ("dtype", "qmin", "qmax", "scale", "zero_point", "group")
 """Of an entry; the last one only where there are groups."""
-SHOWN = 5
+SHOWN_PARAMETERS = 5
 """Names that an error lists."""
 
 
@@ -136,7 +136,7 @@ class Parameters:
     def to_json(self) -> str:
         """A line a site, sorted; hexadecimal scales: equal parameters give equal text."""
         lines = [f"{json.dumps(name)}: {json.dumps(self.entries[name].to_dict())}" for name in sorted(self.entries)]
-        text = f'{{"version": {VERSION}, "sites": {{\n' + ",\n".join(lines) + "\n}"
+        text = f'{{"version": {PARAMETERS_VERSION}, "sites": {{\n' + ",\n".join(lines) + "\n}"
         for section, entries in self.corrected.to_dicts().items():
             rows = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items()]
             text += f',\n"{section}": {{\n' + ",\n".join(rows) + "\n}"
@@ -150,8 +150,8 @@ class Parameters:
             version, sites = content["version"], content["sites"].items()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArtifactError("parameters", None, f"not a file of parameters: {error}") from error
-        if version != VERSION:
-            raise ArtifactError("parameters", None, f"version {version}; this intaglio reads {VERSION}")
+        if version != PARAMETERS_VERSION:
+            raise ArtifactError("parameters", None, f"version {version}; this intaglio reads {PARAMETERS_VERSION}")
         return Parameters.from_dicts(dict(sites), {k: v for k, v in content.items() if k not in ("version", "sites")})
 
     @staticmethod
@@ -234,4 +234,6 @@ def _single(values: list[Any]) -> Any:
 
 def _listed(names: Iterable[str]) -> str:
     names = sorted(names)
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return ", ".join(names[:SHOWN_PARAMETERS]) + (
+        f" and {len(names) - SHOWN_PARAMETERS} more" if len(names) > SHOWN_PARAMETERS else ""
+    )

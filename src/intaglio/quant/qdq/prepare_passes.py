@@ -23,9 +23,9 @@ from intaglio.fxgraph.decompositions import (
 from intaglio.fxgraph.fuse_attention import join_attention
 from intaglio.fxgraph.graph_passes import fold_constants
 from intaglio.fxgraph.lift_slices import lift_slices
-from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import constant_path, info, inherit_info, origin, tensor_type
 from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operator
+from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import TensorType
 from intaglio.ops import ANCHORS, BY_TARGET, OPS
 from intaglio.ops.channels import channel_axis

@@ -13,10 +13,10 @@ from intaglio.fxgraph.node_info import update_info
 from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operands, operator, record_of, replace_node
 from intaglio.ir import DType, QParams, TensorType
 from intaglio.ops.products.conv import outputs_first
-from intaglio.quant.annotate.embedding_tables import BAGS, EMBEDDING
+from intaglio.quant.annotate.embedding_tables import BAGS, EMBEDDING_LOOKUP
 from intaglio.quant.qdq.qdq_normalize import (
-    DEQUANTIZE,
     DEQUANTIZE_CHANNEL,
+    DEQUANTIZE_TENSOR,
     SHIFT,
     dequantizes,
     levels_behind,
@@ -26,7 +26,7 @@ from intaglio.quant.qdq.qdq_normalize import (
     tensor_of,
 )
 
-INT32 = (-(2**31), 2**31 - 1)
+INT32_RANGE = (-(2**31), 2**31 - 1)
 
 
 def store_levels(module: fx.GraphModule) -> int:
@@ -44,7 +44,7 @@ def store_levels(module: fx.GraphModule) -> int:
             source = stored(module, f"{source.args[0].target}_levels", levels, source.args[0])
             node.update_arg(0, source)
             hits += 1
-        if not is_constant(source) or (operator(reader) in (EMBEDDING, *BAGS) and _is_table(node)):
+        if not is_constant(source) or (operator(reader) in (EMBEDDING_LOOKUP, *BAGS) and _is_table(node)):
             continue
         record = record_of(reader)
         places = () if record is None or record.variadic else [i for i, v in enumerate(operands(reader)) if v is node]
@@ -104,13 +104,13 @@ def _weight(module: fx.GraphModule, node: fx.Node, layer: fx.Node) -> bool:
 
 
 def _zeros(module: fx.GraphModule, node: fx.Node) -> np.ndarray:
-    if operator(node) == DEQUANTIZE:
+    if operator(node) == DEQUANTIZE_TENSOR:
         return np.array([node.args[2]], np.int64)
     return tensor_of(module, node, node.args[2]).to(torch.int64).numpy()
 
 
 def _scales(module: fx.GraphModule, node: fx.Node) -> np.ndarray:
-    if operator(node) == DEQUANTIZE:
+    if operator(node) == DEQUANTIZE_TENSOR:
         return np.array([node.args[1]], np.float32)
     return tensor_of(module, node, node.args[1]).numpy()
 
@@ -188,7 +188,7 @@ def _values(module: fx.GraphModule, bias: fx.Node, outputs: int) -> np.ndarray |
     """f32[outputs]; ``None`` where they are computed."""
     if is_constant(bias):
         values = getattr(module, str(bias.target)).detach()
-    elif operator(bias) in (DEQUANTIZE, DEQUANTIZE_CHANNEL) and is_constant(bias.args[0]):
+    elif operator(bias) in (DEQUANTIZE_TENSOR, DEQUANTIZE_CHANNEL) and is_constant(bias.args[0]):
         values = _computed(module, bias)
     else:
         return None
@@ -205,7 +205,7 @@ def _for_empty_channels(
     if len(scales) != len(rows):
         return np.tile(scales, len(rows) // len(scales))
     absmax = np.abs(rows.reshape(len(rows), -1).astype(np.int32)).max(1, initial=0)
-    if operator(weight) == DEQUANTIZE or absmax.all():
+    if operator(weight) == DEQUANTIZE_TENSOR or absmax.all():
         return scales
     return np.where(absmax == 0, numerics.fit_weight_scale(scales, absmax, bias, step), scales).astype(np.float32)
 
@@ -217,5 +217,5 @@ def _put_bias(module: fx.GraphModule, node: fx.Node, bias: fx.Node, steps: np.nd
     scales = stored(module, f"{stem}_scale", torch.from_numpy(units.astype(np.float32)), held)
     zeros = stored(module, f"{stem}_zero_point", torch.zeros(len(steps), dtype=torch.int64), held)
     dequantize = target("dequantize_per_channel")
-    real = call_before(node, kind, dequantize, source, scales, zeros, 0, *INT32, torch.int32)
+    real = call_before(node, kind, dequantize, source, scales, zeros, 0, *INT32_RANGE, torch.int32)
     node.replace_input_with(bias, real)

@@ -16,7 +16,6 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.errors import UnsupportedError
-from intaglio.fxgraph.names import add_constant
 from intaglio.fxgraph.node_info import constant_path, info, origin, tensor_type, update_info
 from intaglio.fxgraph.nodes import (
     arguments,
@@ -28,14 +27,18 @@ from intaglio.fxgraph.nodes import (
     record_of,
     replace_node,
 )
+from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, QParams, TensorType
 from intaglio.ir.names import sanitized
 from intaglio.signature import DTYPES
 
 LIBRARY = "quantized_decomposed."
-QUANTIZE, QUANTIZE_CHANNEL = f"{LIBRARY}quantize_per_tensor.default", f"{LIBRARY}quantize_per_channel.default"
-DEQUANTIZE, DEQUANTIZE_CHANNEL = f"{LIBRARY}dequantize_per_tensor.default", f"{LIBRARY}dequantize_per_channel.default"
-KINDS = ("quantize_per_tensor", "dequantize_per_tensor", "quantize_per_channel", "dequantize_per_channel")
+QUANTIZE_TENSOR, QUANTIZE_CHANNEL = f"{LIBRARY}quantize_per_tensor.default", f"{LIBRARY}quantize_per_channel.default"
+DEQUANTIZE_TENSOR, DEQUANTIZE_CHANNEL = (
+    f"{LIBRARY}dequantize_per_tensor.default",
+    f"{LIBRARY}dequantize_per_channel.default",
+)
+QDQ_NAMES = ("quantize_per_tensor", "dequantize_per_tensor", "quantize_per_channel", "dequantize_per_channel")
 SHIFT = {torch.uint8: 0, torch.int8: 128}
 """Element types of activations that kernels have -> what is added to their levels: all are u8."""
 
@@ -47,11 +50,11 @@ def target(kind: str) -> Any:
 
 def dequantizes(node: fx.Node) -> bool:
     """Whether it makes floats of levels, and no observer of a user's own wrote it."""
-    return operator(node) in (DEQUANTIZE, DEQUANTIZE_CHANNEL) and info(node).observer is None
+    return operator(node) in (DEQUANTIZE_TENSOR, DEQUANTIZE_CHANNEL) and info(node).observer is None
 
 
 def quantizes(node: fx.Node) -> bool:
-    return operator(node) in (QUANTIZE, QUANTIZE_CHANNEL) and info(node).observer is None
+    return operator(node) in (QUANTIZE_TENSOR, QUANTIZE_CHANNEL) and info(node).observer is None
 
 
 # -- one spelling -----------------------------------------------------------------------------------------------------
@@ -66,7 +69,7 @@ def spell_levels(module: fx.GraphModule) -> int:
 
 def _spell(module: fx.GraphModule, node: fx.Node) -> bool:
     kind, given = operator(node).removeprefix(LIBRARY).partition(".")[0], arguments(node)
-    if kind not in KINDS or given["dtype"].is_floating_point:
+    if kind not in QDQ_NAMES or given["dtype"].is_floating_point:
         raise _refused(node, "only levels that are whole numbers, by tensor or by channel, are taken over")
     if given.pop("out_dtype", None) not in (None, torch.float32):
         raise _refused(node, "it gives other floats than float32")
@@ -126,7 +129,7 @@ def separate_levels(module: fx.GraphModule) -> int:
     first: dict[tuple[Any, ...], fx.Node] = {}
     hits = 0
     for node in list(module.graph.nodes):
-        if operator(node) == QUANTIZE and info(node).observer is None:
+        if operator(node) == QUANTIZE_TENSOR and info(node).observer is None:
             if (same := first.setdefault(node.args, node)) is not node:
                 replace_node(node, same)
                 hits += 1
@@ -186,7 +189,7 @@ def _is_own(node: fx.Node) -> bool:
     if operator(node) == QUANTIZE_CHANNEL:
         return operator(node.args[0]) == "aten.addcmul.default" and node.args[-1] is torch.uint8
     _, _, zero, low, high, dtype = node.args
-    steps = numerics.STEPS
+    steps = numerics.QUANT_STEPS
     return dtype is torch.uint16 and zero % steps == steps // 2 and low % steps == 0 and high % steps == steps - 1
 
 
@@ -199,25 +202,25 @@ def _matches(quantize: fx.Node, dequantize: fx.Node) -> bool:
     """By all that decides values: the lowest and highest level are the quantize's."""
     if operator(quantize) == QUANTIZE_CHANNEL:
         return operator(dequantize) == DEQUANTIZE_CHANNEL and quantize.args[1:] == dequantize.args[1:]
-    if (operator(quantize), operator(dequantize)) != (QUANTIZE, DEQUANTIZE):
+    if (operator(quantize), operator(dequantize)) != (QUANTIZE_TENSOR, DEQUANTIZE_TENSOR):
         return False
     return (*quantize.args[1:3], quantize.args[5]) == (*dequantize.args[1:3], dequantize.args[5])
 
 
 def quantizes_to_bytes(node: fx.Node) -> bool:
     """Whether it makes the levels that kernels have of activations."""
-    return operator(node) == QUANTIZE and node.args[5] is torch.uint8 and info(node).observer is None
+    return operator(node) == QUANTIZE_TENSOR and node.args[5] is torch.uint8 and info(node).observer is None
 
 
 def levels_behind(node: fx.Node) -> QParams | None:
     """Of such levels, that a node dequantizes."""
-    bytes_ = operator(node) == DEQUANTIZE and node.args[5] is torch.uint8 and info(node).observer is None
+    bytes_ = operator(node) == DEQUANTIZE_TENSOR and node.args[5] is torch.uint8 and info(node).observer is None
     return levels_of(node) if bytes_ and not is_constant(node.args[0]) else None
 
 
 def levels_of(node: fx.Node) -> QParams | None:
     """The u8 levels that a quantize or dequantize per tensor stands for; ``None`` where kernels have none such."""
-    if operator(node) not in (QUANTIZE, DEQUANTIZE) or (shift := SHIFT.get(node.args[5])) is None:
+    if operator(node) not in (QUANTIZE_TENSOR, DEQUANTIZE_TENSOR) or (shift := SHIFT.get(node.args[5])) is None:
         return None
     scale, zero, low, high = node.args[1:5]
     if not low <= zero <= high or low >= high or not numerics.SMALLEST_SCALE <= scale < math.inf:
@@ -293,7 +296,7 @@ def _written(node: fx.Node, kind: TensorType, target: Any, *args: Any, **kwargs:
 
 
 def _zero_of(node: fx.Node) -> Any:
-    if operator(node) in (QUANTIZE, DEQUANTIZE):
+    if operator(node) in (QUANTIZE_TENSOR, DEQUANTIZE_TENSOR):
         return node.args[2]
     return _along(node, "zero_point", tensor_of(node.graph.owning_module, node, node.args[2]).to(torch.float32))
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from intaglio import numerics
 from intaglio.errors import UnsupportedError
 from intaglio.ir import DType, Origin
-from intaglio.numerics import F32, I32
+from intaglio.numerics import FloatArray, Int32Array
 from intaglio.quant.recipes.datatypes import Datatype
 from intaglio.quant.recipes.settings import DEFAULT, Setting
 
@@ -23,16 +23,16 @@ class Grid:
     rounds otherwise than `nearest` chooses other levels, and leaves the rest as it is.
     """
 
-    steps: F32
-    multiples: I32
+    steps: FloatArray
+    multiples: Int32Array
     low: int
     high: int
 
-    def nearest(self, weight: np.ndarray) -> I32:
+    def nearest(self, weight: np.ndarray) -> Int32Array:
         """The closest levels; ties to even."""
         return numerics.quantize(weight, self.steps, 0, self.low, self.high)
 
-    def clipped(self, weight: np.ndarray) -> F32:
+    def clipped(self, weight: np.ndarray) -> FloatArray:
         """In steps, within low..high and not rounded: levels that are floating-point numbers themselves."""
         return np.clip(weight / self.steps, np.float32(self.low), np.float32(self.high))
 
@@ -82,7 +82,7 @@ def group_of(where: Origin, setting: Setting, outputs: int = 0) -> int:
     return group
 
 
-def channel_scales(rows: np.ndarray, kind: Datatype, group: int = 0) -> F32:
+def channel_scales(rows: np.ndarray, kind: Datatype, group: int = 0) -> FloatArray:
     """f32[C, K] -> f32[C]: the scale of each row, as the datatype's record says."""
     if group:
         return numerics.group_scale(_groups(rows, group), kind.qmin, kind.qmax, kind.multiples)
@@ -91,7 +91,7 @@ def channel_scales(rows: np.ndarray, kind: Datatype, group: int = 0) -> F32:
     return numerics.symmetric(np.abs(rows).max(1, initial=0), kind.qmax)
 
 
-def weight_scales(weight: np.ndarray, setting: Setting = DEFAULT, axis: int = 0) -> F32:
+def weight_scales(weight: np.ndarray, setting: Setting = DEFAULT, axis: int = 0) -> FloatArray:
     """The step of every element, broadcastable to the weight, under a setting; before any bias enlarges a scale."""
     kind, group = setting.weight, setting.group
     rows = np.moveaxis(weight, axis, 0).reshape(weight.shape[axis], -1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from intaglio.ir import DType, Packing
 
-MULTIPLES = 15
+LARGEST_GROUP_MULTIPLE = 15
 """The largest multiple of its channel's scale that a group of weights may have as its own: 4 bits in a file."""
 
 FLOAT8 = (DType.F8E4M3, DType.F8E5M2)
@@ -38,7 +38,7 @@ class Datatype:
         """The largest multiple that keeps every level times it in int8; groups need two or more."""
         if not self.native or "weight" not in self.roles:
             return 1
-        return min(MULTIPLES, 127 // max(self.qmax, -self.qmin))
+        return min(LARGEST_GROUP_MULTIPLE, 127 // max(self.qmax, -self.qmin))
 
     @property
     def floating(self) -> bool:

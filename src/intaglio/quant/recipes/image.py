@@ -10,7 +10,7 @@ import torch
 
 from intaglio.errors import UnsupportedError
 
-MOST = 255
+LARGEST_BYTE = 255
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Image:
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 [n, c, h, w] -> the float32 values the bytes stand for."""
         mean, std = (torch.tensor(_each(values)).reshape(1, -1, 1, 1) for values in (self.mean, self.std))
-        return (pixels / MOST - mean) / std
+        return (pixels / LARGEST_BYTE - mean) / std
 
     def pixels(self, channels: int) -> Pixels:
         """The way from values to bytes for this many channels; `UnsupportedError` when it is not that many."""
@@ -50,9 +50,11 @@ class Image:
                 problem = f"{len(values)} values of {name}; the input has {channels} channels"
                 raise UnsupportedError("Image", None, problem)
             spread[name] = torch.tensor(values, dtype=torch.float64).expand(channels)
-        zero = MOST * spread["mean"]
+        zero = LARGEST_BYTE * spread["mean"]
         nearest = zero.round()
-        return Pixels((MOST * spread["std"]).float(), (zero - nearest).float(), tuple(map(int, nearest.tolist())))
+        return Pixels(
+            (LARGEST_BYTE * spread["std"]).float(), (zero - nearest).float(), tuple(map(int, nearest.tolist()))
+        )
 
 
 @dataclass(frozen=True, eq=False)

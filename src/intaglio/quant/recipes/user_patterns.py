@@ -54,7 +54,7 @@ class QuantizerPattern:
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class CompositeMatch:
     """Operators that one record stands for. ``reads``: each operand as the node that reads it and its place among what
     that reads; ``attrs``: as the record bound them."""
 
@@ -90,13 +90,13 @@ ALIASES = {"dense": "linear", "dense_bias": "linear_bias", "multiply": "mul"}
 """Other names of built-in patterns."""
 
 
-ROWS: Mapping[str, Pattern] = {
+BUILT_IN_PATTERNS: Mapping[str, Pattern] = {
     **{row.name: row.pattern for row in GRAPH_FUSIONS},
     **{record.name: op(record.name) for record in OPS.values() if record.targets},
 }
 """Fusion rows, and every operator that a model can have."""
 BUILT_IN: Mapping[str, Pattern] = {
-    **ROWS,
+    **BUILT_IN_PATTERNS,
     **{
         f"{record.name}_bias": op(record.name, wildcard("x"), wildcard("weight"), const("bias"))
         for record in OPS.values()
@@ -121,7 +121,10 @@ def builtin(
                 remedy="nearest: " + ", ".join(_nearest(name, known)),
             )
     alone = bool(names)
-    return [QuantizerPattern(name, known[name], calibration, priority, setting, alone=alone) for name in names or ROWS]
+    return [
+        QuantizerPattern(name, known[name], calibration, priority, setting, alone=alone)
+        for name in names or BUILT_IN_PATTERNS
+    ]
 
 
 def patterns_of(given: Iterable[QuantizerPattern | str]) -> tuple[QuantizerPattern, ...]:
@@ -297,12 +300,12 @@ def call_of_whole(found: Found, record: OpDef) -> Call:
     )
 
 
-def whole_of(found: Found, record: OpDef) -> Whole:
+def whole_of(found: Found, record: OpDef) -> CompositeMatch:
     """Where each operand is read, so that it can be found again behind a dequantize."""
     reads = [(node.name, place) for node in found.nodes for place in range(len(node.all_input_nodes))]
     values = [value for node in found.nodes for value in node.all_input_nodes]
     places = tuple(reads[values.index(found.bound[name])] for name in record.operands)
-    return Whole(record, places, record.bind(call_of_whole(found, record)))
+    return CompositeMatch(record, places, record.bind(call_of_whole(found, record)))
 
 
 def record_at(nodes: Sequence[fx.Node]) -> OpDef:
@@ -311,7 +314,7 @@ def record_at(nodes: Sequence[fx.Node]) -> OpDef:
     return whole.record if whole is not None else record_of(nodes[0])
 
 
-def operands_of_whole(nodes: Sequence[fx.Node], whole: Whole) -> list[fx.Node]:
+def operands_of_whole(nodes: Sequence[fx.Node], whole: CompositeMatch) -> list[fx.Node]:
     """Values of the record's operands, in its order."""
     by_name = {node.name: node for node in nodes}
     return [by_name[name].all_input_nodes[place] for name, place in whole.reads]

@@ -17,7 +17,7 @@ from intaglio.errors import ArtifactError
 from intaglio.output_paths import FILE, unwritable
 
 FORMAT = "intaglio model"
-VERSION = 1
+ARCHIVE_VERSION = 1
 """Of the format. A reader knows its own version only."""
 
 MANIFEST = "manifest.json"
@@ -28,7 +28,7 @@ SAVE_AGAIN = "save the model again, or copy the file again from where it came"
 def write(path: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes]) -> None:
     """One stored zip, the same bytes for the same members; an existing file is replaced only by a finished one."""
     digests = {name: digest(members[name]) for name in sorted(members)}
-    first = to_json({"format": FORMAT, "version": VERSION, **manifest, "digests": digests})
+    first = to_json({"format": FORMAT, "version": ARCHIVE_VERSION, **manifest, "digests": digests})
     target = Path(os.path.realpath(path))
     draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -109,11 +109,11 @@ def _manifest(path: Path, members: dict[str, bytes]) -> dict[str, Any]:
         raise ArtifactError(
             str(path), None, "not a file of intaglio", remedy="load takes what model.save wrote; torch.load the others"
         )
-    if found.get("version") != VERSION:
+    if found.get("version") != ARCHIVE_VERSION:
         raise ArtifactError(
             str(path),
             None,
-            f"format {found.get('version')!r}; this version reads format {VERSION}",
+            f"format {found.get('version')!r}; this version reads format {ARCHIVE_VERSION}",
             remedy="save the model again with the installed version, or install the one that saved it "
             f"(intaglio {found.get('intaglio', '?')})",
         )

@@ -10,7 +10,7 @@ from intaglio.ir import Packing
 
 MULTIPLE_BITS = 4
 """Of a multiple less one."""
-BLOCK = 1 << 20
+BITS_AT_ONCE = 1 << 20
 """Levels whose bits are in memory at a time; a multiple of 8, so that blocks end where bytes do."""
 
 
@@ -52,7 +52,7 @@ def unpack(levels: np.ndarray, multiples: np.ndarray, packing: Packing, shape: t
 
 def pack_bits(values: np.ndarray, bits: int) -> np.ndarray:
     """Numbers below ``2**bits`` one after the other, highest bit first; the last byte is filled up with zeros."""
-    blocks = [values[start : start + BLOCK].astype(np.uint8) for start in range(0, len(values), BLOCK)]
+    blocks = [values[start : start + BITS_AT_ONCE].astype(np.uint8) for start in range(0, len(values), BITS_AT_ONCE)]
     packed = [np.packbits(np.unpackbits(block[:, None], axis=1)[:, 8 - bits :]) for block in blocks]
     return np.concatenate(packed) if packed else np.zeros(0, np.uint8)
 
@@ -62,8 +62,8 @@ def unpack_bits(data: np.ndarray, bits: int, count: int) -> np.ndarray:
     if data.dtype != np.uint8 or data.shape != (-(-count * bits // 8),):
         raise ValueError(f"{data.dtype}{list(data.shape)} for {count} numbers of {bits} bits")
     values = np.zeros(count, np.uint8)
-    for start in range(0, count, BLOCK):
-        part = values[start : start + BLOCK]
+    for start in range(0, count, BITS_AT_ONCE):
+        part = values[start : start + BITS_AT_ONCE]
         found = np.unpackbits(data[start * bits // 8 :][: -(-len(part) * bits // 8)])[: len(part) * bits]
         for bit in found.reshape(len(part), bits).T:
             part[:] = part << 1 | bit

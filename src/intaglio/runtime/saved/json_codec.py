@@ -24,18 +24,18 @@ from intaglio.ir import (
     Op,
     Origin,
     Packing,
+    PerRow,
     QParams,
     Ref,
-    Rows,
     TensorType,
 )
 from intaglio.ir.dims import FloorDiv
 from intaglio.runtime.saved.bit_packing import pack, unpack
 
-LEVELS, MULTIPLES = " levels", " multiples"
+LEVELS, MULTIPLES_SUFFIX = " levels", " multiples"
 """Ends of the keys of a constant in few bits; a space keeps them out of the names of values."""
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-FEW = 4
+SHORT_ARRAY = 4
 """Parameters per channel that stand in the text; more are in a tensor."""
 
 ARRAYS: Mapping[DType, Any] = {
@@ -49,7 +49,7 @@ ARRAYS: Mapping[DType, Any] = {
     DType.F64: np.float64,
     DType.BOOL: np.bool_,
 }
-BOUNDS = {DType.U8: (0, 255), DType.S8: (-128, 127)}
+INTEGER_BOUNDS = {DType.U8: (0, 255), DType.S8: (-128, 127)}
 TORCH_KINDS: Mapping[str, Any] = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
 NUMPY_KINDS = ("bool", "int8", "uint8", "int16", "int32", "int64", "float32", "float64")
 
@@ -175,7 +175,7 @@ class Numbers:
         self._count = 0
 
     def put(self, values: tuple[float, ...]) -> Any:
-        if len(values) <= FEW:
+        if len(values) <= SHORT_ARRAY:
             return list(values)
         if values not in self._start:
             self._start[values] = self._count
@@ -211,8 +211,8 @@ def decode_type(entry: Any, numbers: Numbers) -> TensorType:
         raise ValueError(f"a negative size in {shape}")
     dtype = DType(entry["dtype"])
     q = _decode_q(entry["q"], numbers) if "q" in entry else None
-    if q is not None and dtype in BOUNDS:
-        low, high = BOUNDS[dtype]
+    if q is not None and dtype in INTEGER_BOUNDS:
+        low, high = INTEGER_BOUNDS[dtype]
         if not low <= q.qmin < q.qmax <= high:
             raise ValueError(f"levels {q.qmin}..{q.qmax} of {dtype}")
     return TensorType(shape, dtype, q, _decode_packing(entry["packing"]) if "packing" in entry else None)
@@ -231,9 +231,9 @@ def _encode_q(q: QParams, numbers: Numbers) -> Any:
     if isinstance(q.zero_point, Ref):
         zeros = {"value": q.zero_point.value}
     else:
-        same = len(q.zero_point) > FEW and len(set(q.zero_point)) == 1
+        same = len(q.zero_point) > SHORT_ARRAY and len(set(q.zero_point)) == 1
         zeros = {"all": q.zero_point[0]} if same else list(q.zero_point)
-    axis = {"groups": q.axis.size} if isinstance(q.axis, Groups) else "rows" if isinstance(q.axis, Rows) else q.axis
+    axis = {"groups": q.axis.size} if isinstance(q.axis, Groups) else "rows" if isinstance(q.axis, PerRow) else q.axis
     return {"scale": scale, "zero_point": zeros, "qmin": q.qmin, "qmax": q.qmax, "axis": axis}
 
 
@@ -248,7 +248,7 @@ def _decode_q(entry: Any, numbers: Numbers) -> QParams:
     if isinstance(axis, dict):
         axis = Groups(whole(axis["groups"]))
     elif axis is not None:
-        axis = Rows() if axis == "rows" else whole(axis)
+        axis = PerRow() if axis == "rows" else whole(axis)
     return QParams(scales, points, whole(entry["qmin"]), whole(entry["qmax"]), axis)
 
 
@@ -278,14 +278,14 @@ def _encode_constant(key: str, array: np.ndarray, packing: Packing | None) -> di
     if packed is None:
         return {key: np.asarray(array, order="C")}  # ascontiguousarray would give a number an axis
     levels, multiples = packed
-    return {key + LEVELS: levels} | ({key + MULTIPLES: multiples} if len(multiples) else {})
+    return {key + LEVELS: levels} | ({key + MULTIPLES_SUFFIX: multiples} if len(multiples) else {})
 
 
 def _decode_constant(key: str, kind: TensorType, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     if kind.packing is None or key + LEVELS not in arrays:
         return arrays[key]
     shape = tuple(map(whole, kind.shape))
-    return unpack(arrays[key + LEVELS], arrays.get(key + MULTIPLES, np.zeros(0, np.uint8)), kind.packing, shape)
+    return unpack(arrays[key + LEVELS], arrays.get(key + MULTIPLES_SUFFIX, np.zeros(0, np.uint8)), kind.packing, shape)
 
 
 def _encode_op(op: Op, numbers: Numbers, arrays: dict[str, np.ndarray], prefix: str) -> Any:

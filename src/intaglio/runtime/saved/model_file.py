@@ -19,7 +19,7 @@ from intaglio.ir import About, Dim, Graph, Program, Schedule, Signature, VerifyE
 from intaglio.ops import verify
 from intaglio.runtime.artifact import build_program, program_key
 from intaglio.runtime.coverage import Coverage, FloatPart
-from intaglio.runtime.float_islands import Calls, FloatCalls, HostLoop, calls_of, loops_in
+from intaglio.runtime.float_islands import FloatCalls, HostLoop, IslandProgram, calls_of, loops_in
 from intaglio.runtime.saved.archive import SAVE_AGAIN, from_json, read, to_json, write
 from intaglio.runtime.saved.json_codec import (
     NotStorableError,
@@ -37,10 +37,10 @@ from intaglio.signature import bind, dims_of
 REBUILT = ("integer", "plan", "program")
 """Stages whose text follows from the graph."""
 
-NUMBERS = "scales of channels"
+SCALES_MEMBER = "scales of channels"
 """Key of the tensor beside the constants; a space keeps it out of the names of values."""
 
-T = TypeVar("T")
+Element = TypeVar("Element")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _members(saved: Saved, path: str | Path, version: str) -> tuple[dict[str, An
             "lists and dictionaries of them",
             remedy="quantize a module that takes and returns those, and convert outside of it",
         ) from error
-    arrays[NUMBERS] = numbers.array()
+    arrays[SCALES_MEMBER] = numbers.array()
     tensors, islands = _island_members(saved.islands, calls)
     members = {
         "graph.json": to_json(graph),
@@ -148,14 +148,14 @@ def _members(saved: Saved, path: str | Path, version: str) -> tuple[dict[str, An
 
 
 def _island_members(
-    islands: Mapping[str, tuple[nn.Module, tuple[Dim, ...]]], calls: Mapping[str, Calls]
+    islands: Mapping[str, tuple[nn.Module, tuple[Dim, ...]]], calls: Mapping[str, IslandProgram]
 ) -> tuple[dict[str, torch.Tensor], Any]:
     """Tensors by key, each memory once; and the lists of calls, which name tensors by key."""
     tensors: dict[str, torch.Tensor] = {}
     keys: dict[Any, str] = {}
     entries = {}
 
-    def part(key: str, module: nn.Module, calls: Calls) -> dict[str, Any]:
+    def part(key: str, module: nn.Module, calls: IslandProgram) -> dict[str, Any]:
         own = {}
         for name, tensor in module.named_buffers(recurse=False):
             same = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
@@ -225,7 +225,7 @@ def load(path: str | Path) -> Saved:
 def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> Saved:
     """Empties ``members``, so that none is in memory longer than it must."""
     arrays = safetensors.numpy.load(_take(members, "weights.safetensors"))
-    numbers = Numbers(arrays.pop(NUMBERS))
+    numbers = Numbers(arrays.pop(SCALES_MEMBER))
     graph = verify(decode_graph(from_json(_take(members, "graph.json")), numbers, arrays), "load")
     signature = decode_signature(manifest["signature"], numbers, arrays)
     islands = _islands(
@@ -285,7 +285,7 @@ def _islands(entries: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, tup
 
 
 def _float_part(key: str, entry: Any, tensors: Mapping[str, torch.Tensor], loops: Mapping[str, HostLoop]) -> FloatCalls:
-    calls = Calls.of_json(entry)
+    calls = IslandProgram.of_json(entry)
     own = {identifier(name): tensors[stored] for name, stored in entry["tensors"].items()}
     if missing := {target for _, target in calls.constants} - set(own):
         raise ValueError(f"{key} has no tensor {', '.join(sorted(missing))}")

@@ -15,22 +15,22 @@ from intaglio.ir import Graph, Op, Signature, State, TensorType, VerifyError
 from intaglio.ops import verify
 from intaglio.runtime.saved.archive import from_json, to_json
 from intaglio.runtime.saved.json_codec import Numbers, decode_graph, encode_graph
-from intaglio.runtime.saved.model_file import NUMBERS
+from intaglio.runtime.saved.model_file import SCALES_MEMBER
 
 GRAPH = "graph"
 """Key of the graph's text, as bytes; those of its constants begin with it and a dot."""
 
-BOUNDS = frozenset({"low", "high"})
+CLAMP_ATTRS = frozenset({"low", "high"})
 """Attributes that follow from scales."""
 
-REMEDY = "load it into a model of the same float model and recipe; intaglio.load reads whole models from files"
+LOAD_SAME_MODEL = "load it into a model of the same float model and recipe; intaglio.load reads whole models from files"
 
 
 def tensors_of(graph: Graph) -> dict[str, torch.Tensor]:
     """Copies: writing into them changes no program."""
     numbers, arrays = Numbers(), dict[str, np.ndarray]()
     text = to_json(encode_graph(graph, numbers, arrays))
-    arrays[NUMBERS] = numbers.array()
+    arrays[SCALES_MEMBER] = numbers.array()
     constants = {f"{GRAPH}.{name}": torch.from_numpy(np.array(array)) for name, array in arrays.items()}
     return {GRAPH: torch.frombuffer(bytearray(text), dtype=torch.uint8), **constants}
 
@@ -39,13 +39,13 @@ def graph_of(state: Mapping[str, Any], like: Graph) -> Graph:
     """The graph these tensors hold, if it differs from ``like`` in numbers only. Else `ArtifactError`."""
     try:
         arrays = {key.removeprefix(f"{GRAPH}."): tensor.detach().cpu().numpy() for key, tensor in state.items()}
-        text, numbers = arrays.pop(GRAPH).tobytes(), Numbers(arrays.pop(NUMBERS))
+        text, numbers = arrays.pop(GRAPH).tobytes(), Numbers(arrays.pop(SCALES_MEMBER))
         graph = verify(decode_graph(from_json(text), numbers, arrays), "load_state_dict")
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, VerifyError) as error:
         problem = f"this state holds no integer graph: {type(error).__name__}: {error}"
-        raise ArtifactError("load_state_dict", None, problem, remedy=REMEDY) from error
+        raise ArtifactError("load_state_dict", None, problem, remedy=LOAD_SAME_MODEL) from error
     if (different := difference(graph, like)) is not None:
-        raise ArtifactError("load_state_dict", None, f"the state of another model: {different}", remedy=REMEDY)
+        raise ArtifactError("load_state_dict", None, f"the state of another model: {different}", remedy=LOAD_SAME_MODEL)
     return graph
 
 
@@ -77,6 +77,6 @@ def difference(graph: Graph, like: Graph) -> str | None:
 
 
 def _structure(op: Op) -> Any:
-    attrs = {key: value for key, value in op.attrs.items() if key not in BOUNDS}
+    attrs = {key: value for key, value in op.attrs.items() if key not in CLAMP_ATTRS}
     body = op.body and [_structure(inner) for inner in op.body.ops]
-    return op.kind, op.inputs, op.outputs, attrs, BOUNDS.intersection(op.attrs), body
+    return op.kind, op.inputs, op.outputs, attrs, CLAMP_ATTRS.intersection(op.attrs), body

@@ -1,0 +1,1 @@
+"""Functions that print the steps of a program, a module for each family of kernels."""

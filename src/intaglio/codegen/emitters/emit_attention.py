@@ -1,0 +1,150 @@
+"""Steps that multiply two activations: attention, and matrix products with their tails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from intaglio import numerics
+from intaglio.codegen.context import Context
+from intaglio.codegen.emitters.emit_loops import epilogue, fill_frames
+from intaglio.codegen.writer import Code
+from intaglio.ir import Dim, Op
+from intaglio.kernels import TileSpec
+from intaglio.ops import op_def
+from intaglio.ops.products.scratch_memory import LINE, SHARERS
+from intaglio.plan.plan_records import Partition
+
+HEAD_AXES = 4
+"""Axes of a mask, the missing ones in front."""
+
+
+def emit_attention(code: Code, partition: Partition, context: Context) -> None:
+    """Fill a ``struct Attention`` and run it."""
+    op, types = partition.anchor, context.graph.types
+    q, k, v = (types[name].shape for name in op.inputs[:3])
+    (batch, heads, queries, depth), groups, keys, width = q, k[1], k[2], v[3]
+    context.include("sequences/attention.h")
+    code("struct Attention a = {};")
+    for field, value in zip(("q", "k", "v", "out"), (*op.inputs[:3], op.output), strict=True):
+        code(f"a.{field} = {_heads(value, context)};")
+    if op.inputs[3:]:
+        _mask(code, op.inputs[3], context)
+    code(f"a.batch = {context.dim(batch)}, a.heads = {heads}, a.shared = {_number(heads) // _number(groups)};")
+    code(f"a.queries = {context.dim(queries)}, a.keys = {context.dim(keys)}, a.depth = {depth}, a.width = {width};")
+    code(f"a.causal = {int(op.attrs['causal'])}, a.zero_q = {types[op.inputs[0]].levels.zero};")
+    for field, factor in zip(("factor", "ratio"), _factors(op, context), strict=True):
+        code(f"a.{field} = {context.number(factor, 'float', field)};")
+    code(f"a.limits = {context.limits(op)};")
+    _kernels(code, "a", (keys, width), context)
+    _scratch(code, "a", partition.output, context)
+    code("attention(&a, thread, threads);")
+
+
+def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
+    """Fill a ``struct Product`` and run it; its tail is a requantize, perhaps and a table, or a dequantize; then
+    perhaps an epilogue."""
+    (a, b), tail, types = partition.anchor.inputs, partition.tail[0], context.graph.types
+    shape, inner = types[partition.anchor.output].shape, types[a].shape[-1]
+    missing: list[Dim] = [1] * (HEAD_AXES - len(shape))
+    batch, heads, rows, columns = [*missing, *shape]
+    base, (b_batch, b_head, depth_apart, column_apart) = _broadcast(b, context)
+    context.include("products/product.h")
+    code("struct Product p = {};")
+    code(f"p.a = {_heads(a, context)};")
+    if partition.epilogue is None:
+        code(f"p.out = {_heads(partition.output, context)};")
+    else:
+        code(f"p.epilogue = {epilogue(partition, context, 16 * context.isa.blocks)};")
+    code(f"p.b = {base}, p.b_batch = {b_batch}, p.b_head = {b_head};")
+    code(f"p.depth_apart = {depth_apart}, p.column_apart = {column_apart};")
+    code(f"p.batch = {context.dim(batch)}, p.heads = {context.dim(heads)}, p.rows = {context.dim(rows)};")
+    code(f"p.depth = {context.dim(inner)}, p.columns = {context.dim(columns)}, p.zero_a = {types[a].levels.zero};")
+    if op_def(tail).dequantizes:
+        factor = np.array(types[partition.anchor.output].levels.scales, np.float64).astype(np.float32)
+    else:
+        factor = context.graph.constants[tail.inputs[1]]
+        code(f"p.limits = {context.limits(tail)};")
+    code(f"p.factor = *{context.constant(factor, 'float', 'factor')};")
+    if partition.table is not None:
+        table = context.graph.constants[partition.table.inputs[1]]
+        code(f"p.table = {context.constant(table, 'uint8_t', 'table')};")
+    _kernels(code, "p", (columns,), context)
+    _scratch(code, "p", partition.output, context)
+    code("product(&p, thread, threads);")
+    if partition.epilogue is not None:
+        fill_frames(code, partition.epilogue, context)
+
+
+def _number(dim: Dim) -> int:
+    if not isinstance(dim, int):
+        raise ValueError(f"free dimension {dim}")
+    return dim
+
+
+def _factors(op: Op, context: Context) -> tuple[np.float32, np.float32]:
+    *inputs, output = (context.graph.types[name].levels.step for name in (*op.inputs[:3], op.output))
+    return numerics.attention_factors(inputs, output, op.attrs["scale"])
+
+
+def _broadcast(value: str, context: Context) -> tuple[str, list[str]]:
+    """The first element, and C expressions of the bytes between neighbours along four axes, 0 where one stands for
+    all."""
+    base, steps = context.strided(value)
+    kind = context.graph.types[value]
+    sizes = zip(kind.shape, steps, strict=True)
+    found = [_step(size, context.dim(step * kind.dtype.bytes), context) for size, step in sizes]
+    return base, ["0"] * (HEAD_AXES - len(found)) + found
+
+
+def _step(size: Dim, step: str, context: Context) -> str:
+    """A size that is free may turn out to be one."""
+    if isinstance(size, int):
+        return "0" if size == 1 else step
+    return f"({context.dim(size)} == 1 ? 0 : {step})"
+
+
+def _heads(value: str, context: Context) -> str:
+    """``struct Heads`` of a value whose last axis lies side by side."""
+    base, (batch, head, row, _) = _broadcast(value, context)
+    return f"(struct Heads){{{base}, {batch}, {head}, {row}}}"
+
+
+def _mask(code: Code, value: str, context: Context) -> None:
+    """A tensor of the caller, what the program made, or a constant."""
+    kind = context.graph.types[value]
+    if value in context.graph.constants:
+        array = np.ascontiguousarray(context.graph.constants[value])
+        apart = [str(step) if size > 1 else "0" for size, step in zip(array.shape, array.strides, strict=True)]
+        base, apart = context.constant(array, "uint8_t", "mask"), ["0"] * (HEAD_AXES - array.ndim) + apart
+    else:
+        base, apart = _broadcast(value, context)
+    code(f"a.mask = {base}, a.mask_bytes = {kind.dtype.bytes};")
+    for axis, step in enumerate(apart):
+        code(f"a.mask_apart[{axis}] = {step};")
+
+
+def _kernels(code: Code, name: str, widths: Iterable[Dim], context: Context) -> None:
+    """Tables of kernels with results in float, by blocks; panels of free width may end in any number of blocks."""
+    most, rows = context.isa.blocks, context.isa.tallest[context.isa.blocks]
+    used = {blocks for width in widths for blocks in _blocks(width, most)}
+    specs = [TileSpec(rows, blocks, "f32") for blocks in range(1, most + 1)]
+    tables = ["0", *(context.tiles(spec) if spec.blocks in used else "0" for spec in specs)]
+    code(f"static const TileKernel* const kernels[] = {{{', '.join(tables)}}};")
+    code(f"{name}.kernels = (struct FloatKernels){{kernels, {most}, {rows}}};")
+
+
+def _blocks(width: Dim, most: int) -> set[int]:
+    if not isinstance(width, int):
+        return set(range(1, most + 1))
+    whole = -(-width // 16)
+    return {min(whole, most), (whole - 1) % most + 1}
+
+
+def _scratch(code: Code, name: str, value: str, context: Context) -> None:
+    """What threads have for themselves."""
+    scratch = f"{value}.scratch"
+    _, lines, _ = context.plan.buffers[scratch].shape
+    code(f"{name}.scratch = r->arena + r->offsets[{context.index[scratch]}];")
+    code(f"{name}.scratch_bytes = {context.dim(lines * LINE)}, {name}.sharers = {SHARERS};")

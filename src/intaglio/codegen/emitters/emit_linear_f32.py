@@ -1,0 +1,40 @@
+"""Linear layers of floats: ``struct FloatLinear``, and their weights in panels."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from intaglio.codegen.context import Context
+from intaglio.codegen.writer import Code
+from intaglio.ir import DType, numel
+from intaglio.plan.plan_records import Partition
+from intaglio.plan.scheduling.cost_model import F32_PANEL
+
+WEIGHT_ELEMENT = {DType.S8: "int8_t", DType.F16: "uint16_t"}
+
+
+def emit_linear_f32(code: Code, partition: Partition, context: Context) -> None:
+    """Rows of floats, shared by threads in blocks, and outputs in panels."""
+    op, constants = partition.anchor, context.graph.constants
+    x, weight, *bias = op.inputs
+    kind = context.graph.types[weight]
+    element, (outputs, inputs) = WEIGHT_ELEMENT[kind.dtype], kind.shape
+    rows = context.dim(numel(context.graph.types[x].shape[:-1]))
+    context.include("products/linear_f32.h")
+    code(f'static_assert(PANEL_F32 == {F32_PANEL}, "panels");')
+    code("struct FloatLinear q = {};")
+    code(f"q.x = (const float*){context.strided(x)[0]}, q.y = (float*){context.strided(op.output)[0]};")
+    code(f"q.weight = {context.constant(pack_panels(constants[weight]), element, 'weights')};")
+    if kind.q is not None:
+        code(f"q.scales = {context.constant(np.array(kind.q.scales, np.float32), 'float', 'scales')};")
+    for name in bias:
+        code(f"q.bias = {context.constant(constants[name], 'float', 'bias')};")
+    code(f"q.rows = {rows}, q.inputs = {inputs}, q.outputs = {outputs};")
+    code(f"float_linear<{element}>(&q, thread, threads);")
+
+
+def pack_panels(weight: np.ndarray) -> np.ndarray:
+    """[N, K] -> [panel, K, `F32_PANEL`]; the last panel is filled up with zeros."""
+    outputs, inputs = weight.shape
+    filled = np.pad(weight, ((0, -outputs % F32_PANEL), (0, 0)))
+    return np.ascontiguousarray(filled.reshape(-1, F32_PANEL, inputs).swapaxes(1, 2))

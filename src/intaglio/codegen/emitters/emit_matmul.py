@@ -1,0 +1,310 @@
+"""Steps whose anchor is a convolution or a linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from intaglio import numerics
+from intaglio.codegen.context import Context
+from intaglio.codegen.emitters import emit_depthwise
+from intaglio.codegen.emitters.emit_loops import epilogue, fill_frames
+from intaglio.codegen.emitters.emit_steps import fill_pair
+from intaglio.codegen.weight_packing import PanelPacking, pack_columns, pack_weights, packing
+from intaglio.codegen.writer import Code
+from intaglio.ir import Op, Schedule
+from intaglio.ir.phases import Phase, axis_phases
+from intaglio.kernels import TileSpec
+from intaglio.ops import op_def
+from intaglio.ops.opdef import Tail
+from intaglio.plan.buffers import lies
+from intaglio.plan.plan_records import Partition, is_flat
+
+RESULT = {Tail.REQUANTIZE: "u8", Tail.ADD: "add"}
+"""What a microkernel makes for each tail, else f32: functions and scales of rows are applied to floats while they are
+in the first-level cache."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One plain convolution over images: a whole layer, or one phase of a transposed one.
+
+    ``weight`` is [outputs, inputs per group, taps y, taps x]; ``start`` the row and column of the input at which the
+    first output's taps begin. ``phases``: the outputs it makes, along rows and columns; ``None`` for all of them.
+    """
+
+    weight: np.ndarray
+    stride: tuple[int, int]
+    dilation: tuple[int, int]
+    start: tuple[int, int]
+    phases: tuple[Phase, Phase] | None = None
+    strides_out: tuple[int, int] = (1, 1)
+
+
+def pieces(anchor: Op, weight: np.ndarray) -> list[Piece]:
+    """What a convolution or linear layer is made of; lines are images of one row, depth is one image each."""
+    missing = 4 - min(weight.ndim, 4)
+    flat = weight.reshape(*weight.shape[:2], *[1] * missing, *weight.shape[2:][-2:])
+    if not op_def(anchor).convolves:
+        return [Piece(flat, (1, 1), (1, 1), (0, 0))]
+    if not op_def(anchor).transposed:
+        begins = anchor.attrs["padding"][::2]
+        return [
+            Piece(
+                flat,
+                _rows_columns(anchor.attrs["stride"], 1),
+                _rows_columns(anchor.attrs["dilation"], 1),
+                _rows_columns([-begin for begin in begins], 0),
+            )
+        ]
+    along = _rows_columns(axis_phases(anchor, weight.shape[2:]), (Phase(0, (0,), 0, 1, 0),))
+    steps = _rows_columns(anchor.attrs["stride"], 1)
+    return [_phase(flat, y, x, steps) for y in along[0] for x in along[1]]
+
+
+def _rows_columns(values: Sequence[Any], lacking: Any) -> tuple[Any, Any]:
+    """The last two of a number per axis; a line has no rows."""
+    return (values[-2] if len(values) > 1 else lacking), values[-1]
+
+
+def _phase(weight: np.ndarray, y: Phase, x: Phase, steps: tuple[int, int]) -> Piece:
+    """The taps of one phase; outputs that no tap reaches get one of zeros."""
+    taken = weight[:, :, list(y.taps)][:, :, :, list(x.taps)]
+    if not taken.size:
+        taken = np.zeros((*weight.shape[:2], 1, 1), np.int8)
+    return Piece(np.ascontiguousarray(taken), (1, 1), (y.apart, x.apart), (y.start, x.start), (y, x), steps)
+
+
+def emit_matmul(code: Code, partition: Partition, context: Context) -> None:
+    """Fill a ``struct Matmul`` for every piece and run it; the result's halo after them."""
+    anchor = partition.anchor
+    parts = pieces(anchor, context.graph.constants[anchor.inputs[1]])
+    for piece in parts:
+        with code.block("") if len(parts) > 1 else nullcontext():
+            _emit_piece(code, partition, context, piece)
+    if partition.epilogue is not None:
+        fill_frames(code, partition.epilogue, context)
+    elif context.halo(partition.output):
+        context.include("base/image.h")
+        code(f"const struct Image frame = {context.image(partition.output)};")
+        zero_point = context.graph.types[partition.output].levels.zero
+        code(f"fill_halo(&frame, {zero_point}, thread, threads);")
+
+
+def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece) -> None:
+    anchor, tail = partition.anchor, partition.tail[0]
+    if (
+        len(tail.outputs) == 1
+        and emit_depthwise.refusal(piece.weight, anchor.attrs.get("groups", 1), op_def(tail).tail) is None
+    ):
+        layer = emit_depthwise.Layer(
+            piece.weight,
+            _folded_bias(partition, context, piece),
+            context.graph.constants[tail.inputs[1]],
+            piece.stride,
+            piece.dilation,
+            piece.start,
+            _result(tail),
+            context.natural(tail),
+            partition.output in context.plan.guarded,
+        )
+        source = context.image(anchor.inputs[0])
+        code(f"const struct Image in = {source};")
+        results = _results(partition.output, context, piece, "in")
+        emit_depthwise.emit_layer(code, layer, "in", results, context.limits(tail), _table(partition, context), context)
+        if op_def(tail).tail is Tail.ACTIVATE:
+            code(f"d.activation = {_activation(tail, context)};")
+        code(f"{emit_depthwise.loop_name(layer, context)}(&d, thread, threads);")
+        return
+    schedule = context.plan.schedules[partition.output]
+    plan = piece_packing(partition, context, schedule, piece)
+    looks_up = context.isa.looks_up if partition.table is not None and op_def(tail).tail is Tail.REQUANTIZE else ""
+    kernels, last_kernels = _kernels(partition, context, plan, schedule, False)
+    context.include("products/matmul.h")
+    code("struct Matmul m = {};")
+    code(f"m.in = {_source(partition, context)};")
+    if partition.epilogue is None:
+        code(f"m.out = {_results(partition.output, context, piece)};")
+    else:
+        code(f"m.out = {_sizes(anchor.output, not op_def(anchor).convolves, context)};")
+        code(f"m.epilogue = {epilogue(partition, context, 16 * plan.blocks)};")
+    _geometry(code, context, plan, piece, anchor.attrs.get("groups", 1))
+    _operands(code, partition, context, plan, piece)
+    code(f"""
+        m.panels = {plan.panels}, m.blocks = {plan.blocks}, m.panel_bytes = {_panel_bytes(plan, piece.weight)};
+        m.flat = {int(is_flat(partition, context.graph, context.plan.buffers))}, m.rows = {schedule.tile_rows};
+        m.kernels = {kernels}, m.last_kernels = {last_kernels};
+        m.mask = {plan.mask:#x}, m.last_mask = {plan.last_mask:#x};
+        m.split_channels_below = {schedule.split_channels_below}, m.chunk_bytes = {schedule.chunk_bytes};
+    """)
+    if looks_up:
+        kernels, last_kernels = _kernels(partition, context, plan, schedule, True)
+        context.include("elementwise/lookup.h")
+        with code.block(f"if ({looks_up})"):
+            code(f"m.kernels = {kernels}, m.last_kernels = {last_kernels};")
+            code("m.tile.table = m.table, m.table = 0;")
+    if partition.head is None:
+        code("matmul(&m, thread, threads);")
+    else:
+        context.include("products/weighed_matmul.h")
+        fill_pair(code, partition.head, context)
+        code("matmul_weighed(&m, &p, thread, threads);")
+
+
+def _source(partition: Partition, context: Context) -> str:
+    """The images a product reads; what its head makes lies nowhere yet."""
+    value = partition.anchor.inputs[0]
+    if partition.head is None:
+        return context.image(value)
+    return _sizes(value, False, context)
+
+
+def _sizes(value: str, rows: bool, context: Context) -> str:
+    """The images of a value that lies nowhere."""
+    sizes = ", ".join(map(context.dim, lies(context.graph.types[value].shape, rows)))
+    return f"image(0, {sizes}, 0, 0)"
+
+
+def _results(value: str, context: Context, piece: Piece, source: str = "m.in") -> str:
+    """The images a piece writes, or reads a residual operand from: all pixels, or those of its phases, as many as the
+    image ``source`` has and a few more or less."""
+    if piece.phases is None:
+        return context.image(value)
+    rows, columns = (
+        f"{phase.first}, {step}, {source}.{size} + {phase.extra}"
+        for phase, step, size in zip(piece.phases, piece.strides_out, ("height", "width"), strict=True)
+    )
+    return f"every({context.image(value)}, {rows}, {columns})"
+
+
+def piece_packing(partition: Partition, context: Context, schedule: Schedule, piece: Piece) -> PanelPacking:
+    """The panels the weight of a piece is cut into."""
+    outputs, per_group, _, taps_x = piece.weight.shape
+    groups = partition.anchor.attrs.get("groups", 1)
+    packs = context.isa.packs and _result(partition.tail[0]) != "f32"
+    return packing(outputs, per_group * groups, groups, taps_x, piece.dilation[1], schedule.tile_columns, packs)
+
+
+def _table(partition: Partition, context: Context) -> str:
+    """The 256 levels to look results up in, or none. A level out of the bounds stands for the bound."""
+    if partition.table is None:
+        return "0"
+    low, high = context.bounds(partition.tail[0])
+    inside = np.clip(np.arange(256), low, high)
+    return context.constant(context.graph.constants[partition.table.inputs[1]][inside], "uint8_t", "table")
+
+
+def _activation(tail: Op, context: Context) -> str:
+    """``struct Activation`` of a tail that is a function."""
+    step = context.graph.types[tail.output].levels.step
+    inverse = context.number(numerics.reciprocal(step), "float", "inverse")
+    slope = context.number(tail.attrs.get("slope", 0), "float", "slope")
+    gain = "0"
+    if tail.inputs[2:]:
+        values = context.graph.constants[tail.inputs[2]]
+        gain = context.constant(np.concatenate([values, np.ones(15, np.float32)]), "float", "gain")
+    context.include("elementwise/activation.h")
+    function = f"{tail.attrs['function']}_levels"
+    return f"(struct Activation){{{function}, {inverse}, {slope}, {context.limits(tail)}, {gain}}}"
+
+
+def rows_tail(tail: Op, context: Context) -> str:
+    """``struct ByRow`` of a tail that dequantizes rows."""
+    columns, bias = (context.graph.constants[name] for name in tail.inputs[2:])
+    parts = (np.broadcast_to(columns, bias.shape), bias)
+    constants = ", ".join(
+        context.constant(np.ascontiguousarray(part), "float", label)
+        for part, label in zip(parts, ("scales", "row_bias"), strict=True)
+    )
+    return f"(struct ByRow){{(const float*){context.strided(tail.inputs[1])[0]}, {constants}, 0}}"
+
+
+def _panel_bytes(plan: PanelPacking, weight: np.ndarray) -> int:
+    taps = weight.shape[2] * (1 if plan.joined else weight.shape[3])
+    return taps * plan.run * 4 * 16 * plan.blocks
+
+
+def _result(tail: Op) -> str:
+    kind = op_def(tail).tail
+    return "f32" if kind is None else RESULT.get(kind, "f32")
+
+
+def _kernels(
+    partition: Partition, context: Context, plan: PanelPacking, schedule: Schedule, table: bool
+) -> tuple[str, str]:
+    """Return tables of kernels by height, for full panels and for the last one."""
+    tail = partition.tail[0]
+    spec = TileSpec(
+        schedule.tile_rows,
+        plan.blocks,
+        _result(tail),
+        natural=plan.packed and context.natural(tail),
+        guard=partition.output in context.plan.guarded,
+        table=table,
+        rest=len(tail.outputs) > 1,
+        other_rest=len(tail.inputs) > 4,
+    )
+    last = replace(spec, blocks=plan.last_blocks)
+    return context.tiles(spec if plan.panels > 1 else last), context.tiles(last)
+
+
+def times(factor: int, text: str) -> str:
+    """Return C of a product."""
+    return text if factor == 1 else f"{factor} * {text}"
+
+
+def _geometry(code: Code, context: Context, plan: PanelPacking, piece: Piece, groups: int) -> None:
+    """Strides between output pixels, rows of taps and taps, in bytes."""
+    weight, (sy, sx), (dy, dx) = piece.weight, piece.stride, piece.dilation
+    channels = weight.shape[1] * groups
+    taps = 1 if plan.joined else weight.shape[3]
+    code(f"""
+        m.stride_y = {sy}, m.stride_x = {sx}, m.top = {-piece.start[0]}, m.left = {-piece.start[1]};
+        m.tile.a_pixel = {sx * channels}, m.tile.tap_rows = {weight.shape[2]}, m.tile.a_row = {times(dy, "m.in.line")};
+        m.tile.taps = {taps}, m.tile.a_tap = {dx * channels}, m.tile.run = {plan.run};
+    """)
+    if any(plan.first):
+        code(f"m.first_channel = {context.constant(np.array(plan.first, np.int32), 'int32_t', 'first_channel')};")
+
+
+def _folded_bias(partition: Partition, context: Context, piece: Piece) -> np.ndarray:
+    """Bias less zero point times the weights of the piece, i64 per output."""
+    anchor, graph = partition.anchor, context.graph
+    zeros, groups = graph.types[anchor.inputs[0]].levels.zeros, anchor.attrs.get("groups", 1)
+    bias = graph.constants[anchor.inputs[2]].astype(np.int64)
+    return bias - numerics.zero_point_term(piece.weight, zeros, groups)
+
+
+def _operands(code: Code, partition: Partition, context: Context, plan: PanelPacking, piece: Piece) -> None:
+    anchor, tail, graph = partition.anchor, partition.tail[0], context.graph
+    folded = _folded_bias(partition, context, piece)
+    packed = pack_weights(piece.weight, plan, anchor.attrs.get("groups", 1))
+    code(f"m.tile.b = {context.constant(packed, 'int8_t', 'weights')};")
+    code(f"m.tile.bias = {context.constant(pack_columns(folded.astype(np.int32), plan), 'int32_t', 'bias')};")
+    if op_def(tail).tail is Tail.DEQUANTIZE:
+        factor = np.array(graph.types[anchor.output].levels.scales, np.float64).astype(np.float32)
+        code(f"m.tile.factor = {context.constant(pack_columns(factor, plan), 'float', 'factor')};")
+        code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 4;")
+        return
+    if op_def(tail).tail is Tail.DEQUANTIZE_ROWS:
+        code(f"m.by_row = {rows_tail(tail, context)};")
+        code(f"m.tile.factor = {context.constant(pack_columns(np.ones(1, np.float32), plan), 'float', 'factor')};")
+        code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 4;")
+        return
+    factors = [graph.constants[name] for name in tail.inputs if name in graph.constants]
+    code(f"m.tile.factor = {context.constant(pack_columns(factors[0], plan), 'float', 'factor')};")
+    code(f"m.tile.limits = {context.limits(tail)}, m.table = {_table(partition, context)};")
+    code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 1;")
+    if op_def(tail).tail is Tail.ACTIVATE:
+        code(f"m.activation = {_activation(tail, context)};")
+    if op_def(tail).tail is Tail.ADD:
+        code(f"m.other = {_results(tail.inputs[1], context, piece)};")
+        code("m.tile.other_pixel = m.other.pixel;")
+        code(f"m.tile.other_factor = {context.constant(pack_columns(factors[1], plan), 'float', 'other_factor')};")
+    for name, values in (("rest", tail.outputs[1:]), ("other_rest", tail.inputs[4:])):
+        for value in values:
+            code(f"m.{name} = {_results(value, context, piece)}, m.tile.{name}_pixel = m.{name}.pixel;")

@@ -1,0 +1,107 @@
+"""LSTM and GRU: ``struct Recurrent``, and the two products of every layer and direction."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from intaglio import numerics
+from intaglio.codegen.context import Context
+from intaglio.codegen.weight_packing import pack_columns, pack_weights, packing
+from intaglio.codegen.writer import Code
+from intaglio.ir import Op
+from intaglio.kernels import TileSpec
+from intaglio.ops.products.lstm_gru import PER_DIRECTION, states
+from intaglio.plan.plan_records import Partition
+from intaglio.plan.scheduling.schedules import LARGEST_SIZE
+
+CHUNK_BYTES = 1 << 19
+"""Of x that stay in cache while all panels pass over them."""
+
+
+def emit_recurrent(code: Code, partition: Partition, context: Context) -> None:
+    op, types = partition.anchor, context.graph.types
+    attrs, x, rows = op.attrs, op.inputs[0], op.attrs["rows"]
+    places = attrs["layers"] * attrs["directions"]
+    first, given = 1 + rows, op.inputs[1 + rows + PER_DIRECTION * places :]
+    _products(code, op, first, places, context)
+    shape = types[x].shape
+    steps, batch = (1, shape[0]) if attrs["cell"] else shape[:2]
+    if attrs["batch_first"]:
+        steps, batch = batch, steps
+    row_t, row_b = (1, steps) if attrs["batch_first"] else (batch, 1)
+    hidden = types[op.inputs[first + 1]].shape[1]
+    context.include("sequences/recurrent.h")
+    code("struct Recurrent q = {};")
+    code(f"q.lstm = {int(states(op.kind) == 2)}, q.layers = {attrs['layers']}, q.directions = {attrs['directions']};")
+    code(f"q.steps = {context.dim(steps)}, q.batch = {context.dim(batch)};")
+    code(f"q.inputs = {shape[-1]}, q.hidden = {hidden};")
+    code(f"q.row_t = {context.dim(row_t)}, q.row_b = {context.dim(row_b)};")
+    code(f"q.x = (uint8_t*){context.strided(x)[0]}, q.of_x = of_x, q.of_h = of_h;")
+    if rows:
+        code(f"q.x_scales = (const float*){context.strided(op.inputs[1])[0]};")
+    else:
+        scale = np.array([types[x].levels.step], np.float32)
+        code(f"q.x_scales = {context.constant(scale, 'float', 'x_scale')}, q.x_alike = 1;")
+    results = list(op.outputs)
+    if not attrs["cell"]:
+        code(f"q.y = (float*){context.strided(results.pop(0))[0]};")
+    for names, suffix in ((given, "0"), (results, "n")):
+        for name, part in zip(names, ("hidden", "cell"), strict=False):
+            code(f"q.{part}_{suffix} = {_states(name, attrs['cell'], context)};")
+    scratch = context.index[f"{partition.output}.scratch"]
+    code(f"q.scratch = r->arena + r->offsets[{scratch}];")
+    code("recurrent(&q, r->barrier, thread, threads);")
+
+
+def _states(name: str, cell: bool, context: Context) -> str:
+    """``struct States`` of a tensor of any strides; a cell has one layer."""
+    base, dense = context.strided(name)
+    if name in context.plan.external and context.given(name):
+        start = 5 * context.plan.external.index(name)
+        steps = [f"r->strides[{start + axis}]" for axis in range(len(dense))]
+    else:
+        steps = [context.dim(step) for step in dense]
+    return f"(struct States){{(float*){base}, {', '.join(['0'] * cell + steps)}}}"
+
+
+def _products(code: Code, op: Op, first: int, places: int, context: Context) -> None:
+    """Both arrays of ``struct Matmul``, without images and scales of rows."""
+    arrays = [context.graph.constants[name] for name in op.inputs[first : first + PER_DIRECTION * places]]
+    zero = context.graph.types[op.inputs[0]].levels.zero
+    code(f"struct Matmul of_x[{places}] = {{}}, of_h[{places}] = {{}};")
+    for place in range(places):
+        w_x, w_h, columns_x, columns_h, bias_x, bias_h = arrays[PER_DIRECTION * place : PER_DIRECTION * (place + 1)]
+        zero_x = zero if place < op.attrs["directions"] else numerics.ROW_ZERO
+        _product(code, f"of_x[{place}]", w_x, zero_x, columns_x, bias_x, context)
+        _product(code, f"of_h[{place}]", w_h, numerics.ROW_ZERO, columns_h, bias_h, context)
+
+
+def _product(
+    code: Code, name: str, weight: np.ndarray, zero: int, columns: np.ndarray, bias: np.ndarray, context: Context
+) -> None:
+    """Threads share panels of few rows, which steps have, and rows of many."""
+    outputs, inputs = weight.shape
+    blocks = min(context.isa.blocks, -(-outputs // 16))
+    plan = packing(outputs, inputs, 1, 1, 1, blocks, packed=False)
+    rows = context.isa.tallest[blocks]
+    last = TileSpec(rows, plan.last_blocks, "f32")
+    full = TileSpec(rows, plan.blocks, "f32") if plan.panels > 1 else last
+    label = name.replace("[", "_").replace("]", "")
+    start = -zero * weight.astype(np.int64).sum(1)
+    scales, row_bias = (
+        context.constant(part, "float", f"{label}_{what}") for part, what in ((columns, "scales"), (bias, "row_bias"))
+    )
+    packed = pack_weights(weight.reshape(outputs, inputs, 1, 1), plan, 1)
+    code(f"""
+        {name}.stride_y = {name}.stride_x = 1, {name}.flat = 1, {name}.rows = {rows}, {name}.out_bytes = 4;
+        {name}.tile.a_pixel = {name}.tile.a_tap = {inputs}, {name}.tile.tap_rows = {name}.tile.taps = 1;
+        {name}.tile.run = {plan.run}, {name}.panels = {plan.panels}, {name}.blocks = {plan.blocks};
+        {name}.panel_bytes = {plan.run * 64 * plan.blocks};
+        {name}.tile.b = {context.constant(packed, "int8_t", f"{label}_weights")};
+        {name}.tile.bias = {context.constant(pack_columns(start.astype(np.int32), plan), "int32_t", f"{label}_bias")};
+        {name}.tile.factor = {context.constant(pack_columns(np.ones(1, np.float32), plan), "float", f"{label}_factor")};
+        {name}.by_row = (struct ByRow){{0, {scales}, {row_bias}, 0}};
+        {name}.kernels = {context.tiles(full)}, {name}.last_kernels = {context.tiles(last)};
+        {name}.mask = {plan.mask:#x}, {name}.last_mask = {plan.last_mask:#x};
+        {name}.split_channels_below = {min(outputs, LARGEST_SIZE)}, {name}.chunk_bytes = {CHUNK_BYTES};
+    """)

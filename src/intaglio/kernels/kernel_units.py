@@ -1,0 +1,33 @@
+"""Families of kernels as units of the native build: generated and assembled once, linked into every program."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from functools import cache, partial
+from pathlib import Path
+
+from intaglio.kernels import ISAS, KernelFamily
+from intaglio.native.units import TranslationUnit, included
+
+
+def kernel_units(families: Iterable[KernelFamily], isa: str) -> tuple[TranslationUnit, ...]:
+    """Return one unit a family. A text is generated only if the cache has no object file of these generators for it."""
+    table = ISAS[isa]
+    return tuple(
+        TranslationUnit(
+            f"{isa}_{family.name}",
+            hashlib.sha256(f"{isa} {family.name} {_sources()}".encode()).hexdigest(),
+            table.suffix,
+            partial(table.family_text, family),
+        )
+        for family in families
+    )
+
+
+@cache
+def _sources() -> str:
+    """Digest of the generators of this folder, and of what portable kernels include."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.rglob("*.py"))]
+    texts += [text for _, text in sorted(included('#include "products/portable_tile.h"').items())]
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()

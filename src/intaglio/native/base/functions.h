@@ -1,0 +1,211 @@
+// Functions of activations, a vector at a time: each has the name, meaning and bits of its twin in numerics.py.
+// Build with -ffp-contract=off. No libm.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "base/intrinsics.h"
+
+#if defined(__AVX512F__)
+enum { FLOATS = 16 };
+#elif defined(__AVX2__)
+enum { FLOATS = 8 };
+#else
+enum { FLOATS = 4 };
+#endif
+typedef float Reals __attribute__((vector_size(4 * FLOATS)));
+typedef int32_t RealBits __attribute__((vector_size(4 * FLOATS)));
+
+static inline Reals every_lane(float x) { return x - (Reals){}; }
+// x > y ? x : y, and x < y ? x : y, which are instructions that the compiler does not find.
+static inline Reals most_of(Reals x, float y) {
+#if defined(__AVX512F__)
+    return (Reals)_mm512_max_ps((__m512)x, _mm512_set1_ps(y));
+#elif defined(__AVX2__)
+    return (Reals)_mm256_max_ps((__m256)x, _mm256_set1_ps(y));
+#else
+    return x > y ? x : every_lane(y);
+#endif
+}
+static inline Reals least_of(Reals x, float y) {
+#if defined(__AVX512F__)
+    return (Reals)_mm512_min_ps((__m512)x, _mm512_set1_ps(y));
+#elif defined(__AVX2__)
+    return (Reals)_mm256_min_ps((__m256)x, _mm256_set1_ps(y));
+#else
+    return x < y ? x : every_lane(y);
+#endif
+}
+static inline Reals absolute(Reals x) { return (Reals)((RealBits)x & 0x7fffffff); }
+// least_of(absolute(x), y) for y above 0; y of NaN.
+static inline Reals size_up_to(Reals x, float y) {
+#if defined(__AVX512DQ__)
+    return (Reals)_mm512_range_ps((__m512)x, _mm512_set1_ps(y), 10);  // 2: of magnitudes the least; 8: without a sign
+#else
+    return least_of(absolute(x), y);
+#endif
+}
+// 0 > x ? 0 : x, so NaN and -0 stay.
+static inline Reals relu(Reals x) {
+#if defined(__AVX512F__)
+    return (Reals)_mm512_max_ps(_mm512_setzero_ps(), (__m512)x);
+#elif defined(__AVX2__)
+    return (Reals)_mm256_max_ps(_mm256_setzero_ps(), (__m256)x);
+#else
+    return x < 0.0f ? every_lane(0.0f) : x;
+#endif
+}
+
+// |x| <= 2^22 -> integral floats, ties to even, as the last bits of what comes of adding 1.5 * 2^23.
+static inline Reals shifted(Reals x) { return x + 12582912.0f; }
+static inline Reals integral(Reals shifted) { return shifted - 12582912.0f; }
+static inline RealBits whole(Reals shifted) { return (RealBits)shifted - 0x4b400000; }
+
+// Of several vectors, step by step: one alone would wait for itself at every step, and the scheduler is too short to find
+// work behind it.
+#define EACH _Pragma("GCC unroll 8") for (int i = 0; i < COUNT; ++i)
+
+// exp(x) - 1 for x = bounded - n * ln 2, in place of `bounded`. Coefficients are those of numerics.py, in the same order.
+template <int COUNT>
+static inline __attribute__((always_inline)) void exp_rises(Reals* r, const Reals* n) {
+    Reals total[COUNT];
+    EACH r[i] = (r[i] - n[i] * 0.693359375f) - n[i] * -2.12194441701285541057586669921875e-4f;
+    EACH total[i] = 0x1.6a23cep-10f * r[i] + 0x1.123a2p-7f;
+    EACH total[i] = total[i] * r[i] + 0x1.5558f2p-5f;
+    EACH total[i] = total[i] * r[i] + 0x1.555492p-3f;
+    EACH total[i] = total[i] * r[i] + 0x1.fffffcp-2f;
+    EACH r[i] = total[i] * (r[i] * r[i]) + r[i];
+}
+
+static inline Reals exp_rise(Reals bounded, Reals n) {
+    exp_rises<1>(&bounded, &n);
+    return bounded;
+}
+
+// r and a power of two with exp(x) = (r + 1) * power, for x from -87 to 0; below as for -87.
+static inline Reals exp_parts(Reals x, Reals* power) {
+    const Reals bounded = most_of(x, -87.0f), rounded = shifted(bounded * 1.44269502162933349609375f);
+    *power = (Reals)((whole(rounded) + 127) << 23);
+    return exp_rise(bounded, integral(rounded));
+}
+
+// NaN stays. Steps of what is below -87 are those of any x and n; what they give is not taken.
+template <int COUNT>
+static inline __attribute__((always_inline)) void exp_negatives(Reals* x) {
+    Reals n[COUNT], power[COUNT];
+    RealBits below[COUNT];
+    EACH below[i] = x[i] < -87.0f;
+    EACH n[i] = shifted(below[i] ? every_lane(0.0f) : x[i] * 1.44269502162933349609375f);
+    EACH power[i] = (Reals)((whole(n[i]) + 127) << 23);
+    EACH n[i] = integral(n[i]);
+    exp_rises<COUNT>(x, n);
+    EACH x[i] = below[i] ? every_lane(0.0f) : (x[i] + 1.0f) * power[i];
+}
+
+static inline Reals exp_negative(Reals x) {
+    exp_negatives<1>(&x);
+    return x;
+}
+
+static inline Reals expm1_negative(Reals x) {
+    Reals power;
+    const Reals rise = exp_parts(x, &power);
+    return rise * power + (power - 1.0f);
+}
+
+static inline Reals leaky_relu(Reals x, float slope) { return x > 0.0f ? x : most_of(x, -0x1.fffffep127f) * slope; }
+
+static inline Reals hardsigmoid(Reals x) { return least_of(most_of(x + 3.0f, 0.0f), 6.0f) * 0x1.555556p-3f; }
+
+static inline Reals hardswish(Reals x) { return most_of(x, -3.0f) * hardsigmoid(x); }
+
+static inline Reals sigmoid(Reals x) {
+    const Reals power = exp_negative(-absolute(x));
+    return (x < 0.0f ? power : every_lane(1.0f)) / (power + 1.0f);
+}
+
+static inline Reals silu(Reals x) { return most_of(x, -87.0f) * sigmoid(x); }
+
+static inline Reals hyperbolic_tangent(Reals x) {
+    const Reals fall = expm1_negative(-2.0f * absolute(x));
+    return (x < 0.0f ? fall : -fall) / (fall + 2.0f);
+}
+
+static inline Reals gelu(Reals x) {
+    const Reals near = 1.0f / (absolute(x) * 0x1.da671p-3f + 1.0f), power = exp_negative((x * -0.5f) * x);
+    Reals total = 0x1.0fb844p-1f * near + -0x1.7401c6p-1f;
+    total = total * near + 0x1.6be1c6p-1f;
+    total = total * near + -0x1.23531cp-3f;
+    total = total * near + 0x1.04f20cp-3f;
+    const Reals tail = (total * near) * power;
+    return most_of(x, -87.0f) * (x < 0.0f ? tail : 1.0f - tail);
+}
+
+// numerics.NEAR_TERMS.
+static const float near_terms[4][16] __attribute__((aligned(64))) = {
+    {0x1p-1f, 0x1.000f98p-1f, 0x1.01ecd2p-1f, 0x1.0ab202p-1f, 0x1.1b66bap-1f, 0x1.289444p-1f, 0x1.1ff3b6p-1f,
+     0x1.f0e2c2p-2f, 0x1.74f3f2p-2f, 0x1.e385e4p-3f, 0x1.0e9182p-3f, 0x1.05fe04p-4f, 0x1.b8628p-6f, 0x1.424da6p-7f,
+     0x1.9c0f8p-9f, 0.0f},
+    {-0x1.988574p-2f, -0x1.9a1c52p-2f, -0x1.af5682p-2f, -0x1.ede6ap-2f, -0x1.22322p-1f, -0x1.3d3ac4p-1f, -0x1.2fc148p-1f,
+     -0x1.f2b8ccp-2f, -0x1.5def9cp-2f, -0x1.a53244p-3f, -0x1.b50dccp-4f, -0x1.88ef62p-5f, -0x1.33719p-6f,
+     -0x1.a445aep-8f, -0x1.f77208p-10f, 0.0f},
+    {0x1.d55798p-14f, 0x1.c2a298p-8f, 0x1.7f84ccp-5f, 0x1.eb377ep-4f, 0x1.8b5e6ep-3f, 0x1.d56cb6p-3f, 0x1.b96528p-3f,
+     0x1.55745ap-3f, 0x1.bc9252p-4f, 0x1.ee4768p-5f, 0x1.d9fa66p-6f, 0x1.8ad01p-7f, 0x1.1f2dd4p-8f, 0x1.6e4604p-10f,
+     0x1.9ad56ep-12f, 0.0f},
+    {0x1.0d194ap-4f, 0x1.c77edep-5f, 0x1.e3a5a8p-6f, 0x1.5e20acp-13f, -0x1.5825ap-6f, -0x1.df94bep-6f, -0x1.b8c1d8p-6f,
+     -0x1.3e3a12p-6f, -0x1.7dbe26p-7f, -0x1.864754p-8f, -0x1.58db46p-9f, -0x1.09a4b4p-10f, -0x1.66ced2p-12f,
+     -0x1.aa9c26p-14f, -0x1.bfc994p-16f, 0.0f},
+};
+
+// The number of the piece that the last bits of `place` name.
+static inline Reals near_term(int power, RealBits place) {
+#if defined(__AVX512F__)
+    return (Reals)_mm512_permutexvar_ps((__m512i)place, _mm512_load_ps(near_terms[power]));
+#elif defined(__AVX2__)
+    const __m256 front = _mm256_permutevar8x32_ps(_mm256_load_ps(near_terms[power]), (__m256i)place);
+    const __m256 back = _mm256_permutevar8x32_ps(_mm256_load_ps(near_terms[power] + 8), (__m256i)place);
+    return (Reals)_mm256_blendv_ps(front, back, (__m256)(place << 28));
+#else
+    Reals found;
+    for (int l = 0; l < FLOATS; ++l) found[l] = near_terms[power][place[l] & 15];
+    return found;
+#endif
+}
+
+// NaN stays.
+template <int COUNT>
+static inline __attribute__((always_inline)) void near_gelus(Reals* x) {
+    Reals size[COUNT], total[COUNT];
+    RealBits place[COUNT];
+    EACH size[i] = size_up_to(x[i], 5.0f);
+    EACH place[i] = (RealBits)shifted(size[i] * 3.0f);
+    EACH total[i] = near_term(3, place[i]) * size[i] + near_term(2, place[i]);
+    EACH total[i] = total[i] * size[i] + near_term(1, place[i]);
+    EACH total[i] = total[i] * size[i] + near_term(0, place[i]);
+    EACH x[i] = relu(x[i]) - size[i] * total[i];
+}
+
+static inline Reals near_gelu(Reals x) {
+    near_gelus<1>(&x);
+    return x;
+}
+
+static inline Reals gelu_tanh(Reals x) {
+    const Reals inner = x * ((x * x) * 0x1.2444f2p-4f + 0x1.988454p0f);
+    return most_of(x, -87.0f) * sigmoid(inner);
+}
+
+// 16 levels, each in 32 bits -> in 8 bits.
+static inline void narrow16(const RealBits* words, uint8_t* levels) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)words[0], (__m256i)words[1]), 0xd8);
+    _mm_storeu_si128((__m128i*)levels, _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
+#else
+    typedef uint8_t Bytes __attribute__((vector_size(FLOATS)));
+    for (int i = 0; i < 16 / FLOATS; ++i) {
+        const Bytes bytes = __builtin_convertvector(words[i], Bytes);
+        memcpy(levels + i * FLOATS, &bytes, sizeof bytes);
+    }
+#endif
+}

@@ -1,0 +1,200 @@
+// The thread pool. Workers are made when first needed, spin briefly for the next job, then sleep on a futex; each has
+// its own ticket, so a job wakes only the workers it uses. Callers hire idle workers, so their jobs run side by side.
+#include "base/pool.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <time.h>
+
+namespace {
+
+constexpr int kMaxWorkers = 1023;
+constexpr int64_t kSpinNanoseconds = 100000;
+constexpr size_t kStackBytes = 8 << 20;
+constexpr unsigned kDefaultFloatMode = 0x1f80;  // round to nearest even, denormals kept, no traps
+
+struct Job {
+    IntaglioBody body;
+    void* context;
+    int threads;
+    alignas(64) uint32_t pending;  // workers that have not finished it
+    uint32_t caller_asleep;
+};
+
+struct alignas(64) Worker {
+    uint32_t ticket;  // number of the last job given to this worker
+    uint32_t asleep;
+    int thread;  // its part of that job
+    Job* job;  // lies in the first of the job's workers, so that a late look at it finds memory
+    Worker* next;  // of the idle ones, or of one job
+    Job own;
+};
+
+pthread_mutex_t pool = PTHREAD_MUTEX_INITIALIZER;  // held while workers are hired and let go
+Worker workers[kMaxWorkers];
+Worker* idle;  // those that worked last come first: they may still be awake
+int worker_count;
+uint32_t callers;  // inside intaglio_parallel_shared
+thread_local Worker* hired;
+thread_local bool inside;
+thread_local uint32_t sharing;  // how often this thread is inside intaglio_parallel_shared
+
+// The float mode is the caller's business (torch.set_flush_denormal); results here must not depend on it.
+unsigned swap_float_mode(unsigned mode) {
+#if defined(__x86_64__)
+    unsigned before = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(mode);
+    return before;
+#else
+    return mode;
+#endif
+}
+
+int64_t now() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * int64_t(1000000000) + t.tv_nsec;
+}
+
+// Waits until done(*word): spins first if no thread of the job has to share a core, then sleeps.
+template <typename Done>
+void wait(uint32_t* word, uint32_t* asleep, bool may_spin, Done done) {
+    if (may_spin) {
+        int64_t end = now() + kSpinNanoseconds;
+        do {
+            for (int spin = 0; spin < 64; ++spin) {
+                if (done(__atomic_load_n(word, __ATOMIC_ACQUIRE))) return;
+                intaglio_pause();
+            }
+        } while (now() < end);
+    }
+    // Either this thread sees the new value, or the one that wrote it sees `asleep`: both orders are total.
+    __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
+    for (uint32_t value; !done(value = __atomic_load_n(word, __ATOMIC_SEQ_CST));) intaglio_sleep(word, value);
+    __atomic_store_n(asleep, 0, __ATOMIC_RELAXED);
+}
+
+void* work(void* argument) {
+    Worker& self = *static_cast<Worker*>(argument);
+    uint32_t seen = 0;
+    bool may_spin = true;
+    swap_float_mode(kDefaultFloatMode);
+    inside = true;
+    for (;;) {
+        wait(&self.ticket, &self.asleep, may_spin, [&](uint32_t ticket) { return ticket != seen; });
+        ++seen;
+        Job& job = *self.job;
+        may_spin = job.threads <= intaglio_cores();
+        job.body(job.context, self.thread, job.threads);
+        if (__atomic_sub_fetch(&job.pending, 1, __ATOMIC_SEQ_CST) == 0 &&
+            __atomic_load_n(&job.caller_asleep, __ATOMIC_SEQ_CST))
+            intaglio_wake(&job.pending, 1);
+    }
+}
+
+// Makes workers until `wanted` are idle, as far as the system allows; `there` are. Returns how many there are then.
+int ensure_idle(int wanted, int there) {
+    if (there >= wanted) return wanted;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals stay with the threads of Python
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, kStackBytes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    for (; there < wanted && worker_count < kMaxWorkers; ++there) {
+        pthread_t thread;
+        Worker* made = &workers[worker_count];
+        *made = Worker{};
+        if (pthread_create(&thread, &attributes, work, made) != 0) break;
+        ++worker_count;
+        made->next = idle;
+        idle = made;
+    }
+    pthread_attr_destroy(&attributes);
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return there;
+}
+
+// Takes up to `wanted` idle workers into `hired`; returns how many.
+int hire(int wanted) {
+    pthread_mutex_lock(&pool);
+    int there = 0;
+    for (Worker* worker = idle; worker && there < wanted; worker = worker->next) ++there;
+    const int count = ensure_idle(wanted, there);
+    Worker** end = &idle;
+    for (int i = 0; i < count; ++i) end = &(*end)->next;
+    hired = count ? idle : nullptr;
+    idle = *end;
+    *end = nullptr;
+    pthread_mutex_unlock(&pool);
+    return count;
+}
+
+void let_go() {
+    if (!hired) return;
+    pthread_mutex_lock(&pool);
+    Worker* last = hired;
+    while (last->next) last = last->next;
+    last->next = idle;
+    idle = hired;
+    pthread_mutex_unlock(&pool);
+    hired = nullptr;
+}
+
+void run(IntaglioBody body, void* context, int threads) {
+    const int helpers = hire(threads - 1);
+    if (!helpers) return body(context, 0, 1);
+    Job& job = hired->own;
+    job = Job{body, context, helpers + 1, uint32_t(helpers), 0};
+    int thread = 0;
+    for (Worker* worker = hired; worker; worker = worker->next) {
+        worker->thread = ++thread;
+        worker->job = &job;
+        __atomic_add_fetch(&worker->ticket, 1, __ATOMIC_SEQ_CST);
+        if (__atomic_load_n(&worker->asleep, __ATOMIC_SEQ_CST)) intaglio_wake(&worker->ticket, 1);
+    }
+    body(context, 0, helpers + 1);
+    wait(&job.pending, &job.caller_asleep, helpers < intaglio_cores(), [](uint32_t left) { return left == 0; });
+    let_go();
+}
+
+// A child of fork has no workers, and the mutex may have been held by a thread it does not have.
+void forget_workers() {
+    pthread_mutex_init(&pool, nullptr);
+    if (hired) hired->own.pending = 0;  // forked from a body: nobody else will finish the job
+    hired = idle = nullptr;
+    worker_count = 0;
+    callers = sharing;
+}
+
+__attribute__((constructor)) void watch_fork() { pthread_atfork(nullptr, nullptr, forget_workers); }
+
+}  // namespace
+
+// Runs body(context, t, n) for t in 0..n-1, t = 0 on the calling thread, and returns when all are done. n is `threads`,
+// or less when the system gives no more threads, or 1 when called from inside a body. Several callers run at once, each
+// with workers of its own.
+extern "C" __attribute__((visibility("default"))) void intaglio_parallel(IntaglioBody body, void* context, int threads) {
+    unsigned before = swap_float_mode(kDefaultFloatMode);
+    if (inside || threads <= 1) {
+        body(context, 0, 1);
+    } else {
+        inside = true;
+        run(body, context, threads);
+        inside = false;
+    }
+    swap_float_mode(before);
+}
+
+// The same among callers that run at once: they divide the cores, for threads that wait for one without a core would
+// slow all of them down. One who is alone gets `threads`.
+extern "C" __attribute__((visibility("default"))) void intaglio_parallel_shared(IntaglioBody body, void* context,
+                                                                                int threads) {
+    const int others = int(__atomic_fetch_add(&callers, 1, __ATOMIC_RELAXED));
+    const int part = others ? intaglio_cores() / (others + 1) : threads;
+    ++sharing;
+    intaglio_parallel(body, context, part < threads ? part : threads);
+    --sharing;
+    __atomic_fetch_sub(&callers, 1, __ATOMIC_RELAXED);
+}

@@ -1,0 +1,376 @@
+// Counting over contiguous float32 arrays. Counts are integers and extrema are exact, so the result depends neither on
+// the thread count nor on the float mode (pool.cpp sets it). Vectors are the compiler's own, as wide as a register.
+#include "base/pool.h"
+
+#include <pthread.h>
+#include <string.h>
+
+#define INTAGLIO_EXPORT extern "C" __attribute__((visibility("default")))
+
+extern "C" void intaglio_parallel(IntaglioBody body, void* context, int threads);
+
+namespace {
+
+constexpr int kHalf = 4096;             // bins of the histogram on each side of zero
+constexpr int kBins = 2 * kHalf;
+constexpr int kLogHalf = 12;
+constexpr int kKept = 5;                // mantissa bits of a bin of the sketch
+constexpr int kRest = 23 - kKept;
+constexpr int kSketch = 1 << (9 + kKept);
+constexpr int kSums = 1 << 9;           // signs and exponents
+constexpr int kBlock = 1024;            // values whose bins are computed at once
+constexpr int kLowest = -160;           // exponent of the histogram for the smallest denormal
+constexpr int64_t kGrain = 1 << 16;     // values below which another thread costs more than it saves
+constexpr int32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
+constexpr float kInf = __builtin_inff();
+
+pthread_mutex_t merging = PTHREAD_MUTEX_INITIALIZER;
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+
+Floats load(const float* x) {
+    Floats lanes;
+    memcpy(&lanes, x, sizeof lanes);
+    return lanes;
+}
+
+// The last `count` < kLanes values, and `filler` in the other lanes.
+Floats load_tail(const float* x, int64_t count, float filler) {
+    Floats lanes = filler - Floats{};
+    memcpy(&lanes, x, size_t(count) * sizeof(float));
+    return lanes;
+}
+
+Ints magnitude_of(Floats x) { return Ints(x) & kMagnitude; }
+Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+int useful_threads(int64_t count, int threads) {
+    int64_t most = (count + kGrain - 1) / kGrain;
+    return int(threads < most ? threads : most);
+}
+
+struct Share {
+    int64_t begin, end;
+};
+
+Share share(int64_t count, int thread, int threads) {
+    return {count * thread / threads, count * (thread + 1) / threads};
+}
+
+}  // namespace
+
+// ---- extrema -------------------------------------------------------------------------------------------------------
+
+namespace {
+
+struct Ends {
+    double low = kInf, high = -kInf;  // double: it survives a flushing caller
+};
+
+struct Extrema {
+    Floats low = kInf - Floats{}, high = -kInf - Floats{};
+
+    Ints add(Floats x) {
+        Ints finite = magnitude_of(x) < kInfinity;
+        low = smaller(finite ? x : kInf - Floats{}, low);
+        high = larger(finite ? x : -kInf - Floats{}, high);
+        return finite;
+    }
+
+    void add_to(Ends& ends) const {
+        for (int lane = 0; lane < kLanes; ++lane) {
+            ends.low = low[lane] < ends.low ? low[lane] : ends.low;
+            ends.high = high[lane] > ends.high ? high[lane] : ends.high;
+        }
+    }
+};
+
+}  // namespace
+
+// ---- extrema per channel -------------------------------------------------------------------------------------------
+
+namespace {
+
+struct ChannelJob {
+    const float* x;
+    int64_t outer, channels, inner;
+    float *low, *high;
+};
+
+Extrema extrema_of(const float* x, int64_t count) {
+    Extrema found;
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) found.add(load(x + i));
+    if (i < count) found.add(load_tail(x + i, count - i, kInf));
+    return found;
+}
+
+// Values of different channels are neighbours: one lane per channel.
+void extend_lanes(const float* x, int64_t count, float* low, float* high) {
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+        Extrema lanes{load(low + i), load(high + i)};
+        lanes.add(load(x + i));
+        memcpy(low + i, &lanes.low, sizeof lanes.low);
+        memcpy(high + i, &lanes.high, sizeof lanes.high);
+    }
+    for (; i < count; ++i) {
+        Ends one{low[i], high[i]};
+        Extrema lanes;
+        lanes.add(load_tail(x + i, 1, kInf));
+        lanes.add_to(one);
+        low[i] = float(one.low);
+        high[i] = float(one.high);
+    }
+}
+
+void channel_body(void* context, int thread, int threads) {
+    const ChannelJob& job = *static_cast<ChannelJob*>(context);
+    Share mine = share(job.channels, thread, threads);
+    for (int64_t c = mine.begin; c < mine.end; ++c) job.low[c] = kInf, job.high[c] = -kInf;
+    for (int64_t o = 0; o < job.outer; ++o) {
+        const float* row = job.x + o * job.channels * job.inner;
+        if (job.inner == 1) {
+            extend_lanes(row + mine.begin, mine.end - mine.begin, job.low + mine.begin, job.high + mine.begin);
+            continue;
+        }
+        for (int64_t c = mine.begin; c < mine.end; ++c) {
+            Ends ends{job.low[c], job.high[c]};
+            extrema_of(row + c * job.inner, job.inner).add_to(ends);
+            job.low[c] = float(ends.low);
+            job.high[c] = float(ends.high);
+        }
+    }
+    for (int64_t c = mine.begin; c < mine.end; ++c) job.low[c] += 0.0f, job.high[c] += 0.0f;
+}
+
+}  // namespace
+
+// x[outer, channels, inner] -> low[channels], high[channels] of the finite values.
+INTAGLIO_EXPORT void intaglio_channel_extrema(const float* x, int64_t outer, int64_t channels, int64_t inner,
+                                              int threads, float* low, float* high) {
+    ChannelJob job{x, outer, channels, inner, low, high};
+    threads = useful_threads(outer * channels * inner, threads);
+    intaglio_parallel(channel_body, &job, threads < channels ? threads : int(channels));
+}
+
+// ---- counts --------------------------------------------------------------------------------------------------------
+
+struct IntaglioCounts {
+    double low, high;  // of the finite values; +inf, -inf when there are none
+    int64_t nans, infinities, zeros;
+    int64_t exponent;  // of the histogram: the smallest whose bins hold every finite value
+};
+
+namespace {
+
+struct CountJob {
+    const float* x;
+    int64_t rows, columns;
+    float *low, *high;               // [rows]
+    int64_t *bins, *sketch, *sums;   // [kBins], [kSketch], [kSums]
+    IntaglioCounts* total;
+};
+
+float power_of_two(int exponent) { return __builtin_bit_cast(float, uint32_t(exponent + 127) << 23); }
+
+// Smallest k with value * 2^-k < kHalf, from the bits of a finite magnitude above zero.
+int exponent_of(int32_t magnitude) {
+    int above = magnitude >> 23 ? (magnitude >> 23) - 126 : 32 - __builtin_clz(uint32_t(magnitude)) - 149;
+    return above - kLogHalf;
+}
+
+// Bins of width w -> bins of width 2^steps * w.
+template <class Count>
+void widen(Count* bins, int64_t steps) {
+    Count any = 0;
+    for (int i = 0; i < kBins; ++i) any |= bins[i];
+    if (!any) return;
+    for (steps = steps <= kLogHalf ? steps : kLogHalf; steps > 0; --steps) {
+        Count wide[kHalf];
+        for (int i = 0; i < kHalf; ++i) wide[i] = bins[2 * i] + bins[2 * i + 1];
+        memset(bins, 0, kBins * sizeof(Count));
+        memcpy(bins + kHalf / 2, wide, sizeof wide);
+    }
+}
+
+// What one thread has counted. Behind the bins are places that nobody reads, one per lane: values that are not counted
+// go there, and equal neighbours among them do not wait for each other's store.
+struct Counts {
+    int64_t exponent = kLowest;
+    uint32_t bins[kBins + kLanes];
+    // Values in the upper bits, and in the lower 40 the sum of the mantissa bits that the bin's number leaves out:
+    // one addition counts a value and sums it exactly.
+    uint64_t sketch[kSketch + kLanes];
+    int64_t unflushed = 0;
+    int64_t nans = 0, infinities = 0, zeros = 0;
+    Ends ends;
+
+    Counts() {
+        memset(bins, 0, sizeof bins);
+        memset(sketch, 0, sizeof sketch);
+    }
+};
+
+constexpr int kSumBits = 40;
+constexpr int64_t kFlush = int64_t(1) << (kSumBits - kRest);  // values whose rests fit the lower bits
+constexpr uint64_t kOne = uint64_t(1) << kSumBits;
+
+struct Scaling {
+    float a, b;  // 2^-exponent = a * b: it need not be a float itself
+
+    explicit Scaling(int64_t exponent) {
+        int half = int(-exponent / 2);
+        a = power_of_two(half);
+        b = power_of_two(int(-exponent) - half);
+    }
+
+    // floor(x * 2^-exponent) + kHalf. From the magnitude, so that a product that underflows still lands below zero when
+    // x is negative: floor(-a) = -trunc(a), less 1 unless a is whole.
+    Ints bins_of(Floats x, Ints counted) const {
+        Floats size = Floats(magnitude_of(x)) * a * b;
+        Ints whole = __builtin_convertvector(counted ? size : Floats{}, Ints);
+        Ints is_whole = (__builtin_convertvector(whole, Floats) == size) & (whole != 0);
+        return Ints(x) < 0 ? kHalf - 1 - whole - is_whole : kHalf + whole;
+    }
+};
+
+Ints lane_numbers() {
+    Ints numbers = {};
+    for (int lane = 0; lane < kLanes; ++lane) numbers[lane] = lane;
+    return numbers;
+}
+
+// Up to kBlock values; the lanes behind them are NaN.
+void count_block(Counts& counts, Extrema& row, const float* x, int64_t count) {
+    Floats values[kBlock / kLanes];
+    const int vectors = int((count + kLanes - 1) / kLanes), whole = int(count / kLanes);
+    memcpy(values, x, size_t(whole) * sizeof(Floats));
+    if (whole < vectors) values[whole] = load_tail(x + whole * kLanes, count - whole * kLanes, __builtin_nanf(""));
+    Ints nans = {}, infinities = {}, zeros = {}, most = {};
+    for (int v = 0; v < vectors; ++v) {
+        Ints magnitude = magnitude_of(values[v]);
+        Ints finite = row.add(values[v]);
+        Ints sized = finite & magnitude;
+        most = sized > most ? sized : most;
+        nans -= magnitude > kInfinity;
+        infinities -= magnitude == kInfinity;
+        zeros -= magnitude == 0;
+    }
+    int32_t largest = 0;
+    counts.nans -= vectors * kLanes - count;
+    for (int lane = 0; lane < kLanes; ++lane) {
+        largest = most[lane] > largest ? most[lane] : largest;
+        counts.nans += nans[lane];
+        counts.infinities += infinities[lane];
+        counts.zeros += zeros[lane];
+    }
+    if (!largest) return;
+    if (int exponent = exponent_of(largest); exponent > counts.exponent) {
+        widen(counts.bins, exponent - counts.exponent);
+        counts.exponent = exponent;
+    }
+    const Scaling scaling(counts.exponent);
+    const Ints lanes = lane_numbers();
+    int32_t bins[kBlock], sketch[kBlock];
+    for (int v = 0; v < vectors; ++v) {
+        Ints magnitude = magnitude_of(values[v]);
+        Ints counted = (magnitude != 0) & (magnitude < kInfinity);
+        Ints found = counted ? scaling.bins_of(values[v], counted) : kBins + lanes;
+        memcpy(bins + v * kLanes, &found, sizeof found);
+        found = counted ? (Ints(values[v]) >> kRest) & (kSketch - 1) : kSketch + lanes;
+        memcpy(sketch + v * kLanes, &found, sizeof found);
+    }
+    const uint32_t* bits = reinterpret_cast<const uint32_t*>(values);
+    for (int j = 0; j < vectors * kLanes; ++j) {
+        ++counts.bins[bins[j]];
+        counts.sketch[sketch[j]] += kOne | (bits[j] & ((1u << kRest) - 1));
+    }
+    counts.unflushed += kBlock;
+}
+
+// Needs the lock.
+void flush(const CountJob& job, Counts& counts) {
+    for (int i = 0; i < kSketch; ++i) {
+        const int64_t found = int64_t(counts.sketch[i] >> kSumBits), rest = int64_t(counts.sketch[i] & (kOne - 1));
+        if (!found) continue;
+        const int64_t kept = (i & ((1 << kKept) - 1)) | ((i >> kKept) & 255 ? 1 << kKept : 0);
+        job.sketch[i] += found;
+        job.sums[i >> kKept] += found * (kept << kRest) + rest;
+        counts.sketch[i] = 0;
+    }
+    counts.unflushed = 0;
+}
+
+// Needs the lock.
+void finish(const CountJob& job, Counts& counts) {
+    flush(job, counts);
+    IntaglioCounts& total = *job.total;
+    if (counts.exponent > total.exponent) {
+        widen(job.bins, counts.exponent - total.exponent);
+        total.exponent = counts.exponent;
+    } else {
+        widen(counts.bins, total.exponent - counts.exponent);
+    }
+    for (int b = 0; b < kBins; ++b) job.bins[b] += counts.bins[b];
+    total.nans += counts.nans;
+    total.infinities += counts.infinities;
+    total.zeros += counts.zeros;
+    total.low = counts.ends.low < total.low ? counts.ends.low : total.low;
+    total.high = counts.ends.high > total.high ? counts.ends.high : total.high;
+}
+
+void count_body(void* context, int thread, int threads) {
+    const CountJob& job = *static_cast<CountJob*>(context);
+    Share mine = share(job.rows * job.columns, thread, threads);
+    Counts counts;
+    for (int64_t i = mine.begin; i < mine.end;) {
+        const int64_t row = i / job.columns, begin = i;
+        const int64_t end = (row + 1) * job.columns < mine.end ? (row + 1) * job.columns : mine.end;
+        Extrema extrema;
+        for (; i < end; i += kBlock) {
+            count_block(counts, extrema, job.x + i, end - i < kBlock ? end - i : kBlock);
+            if (counts.unflushed < kFlush) continue;
+            pthread_mutex_lock(&merging);
+            flush(job, counts);
+            pthread_mutex_unlock(&merging);
+        }
+        i = end;
+        Ends ends;
+        extrema.add_to(ends);
+        ends.low += 0.0;  // -0 becomes 0
+        ends.high += 0.0;
+        counts.ends.low = ends.low < counts.ends.low ? ends.low : counts.ends.low;
+        counts.ends.high = ends.high > counts.ends.high ? ends.high : counts.ends.high;
+        const bool shared = end - begin < job.columns;  // another thread has the rest of this row
+        if (shared) pthread_mutex_lock(&merging);
+        job.low[row] = float(ends.low) < job.low[row] ? float(ends.low) : job.low[row];
+        job.high[row] = float(ends.high) > job.high[row] ? float(ends.high) : job.high[row];
+        if (shared) pthread_mutex_unlock(&merging);
+    }
+    pthread_mutex_lock(&merging);
+    finish(job, counts);
+    pthread_mutex_unlock(&merging);
+}
+
+}  // namespace
+
+// x[rows, columns] -> extrema of each row and of all, and counts added to zeros in bins[kBins] (bin i: values in
+// [i - kHalf, i - kHalf + 1) * 2^exponent), sketch[kSketch] (by sign, exponent and kKept bits of the mantissa) and
+// sums[kSums] (mantissas as integers, by sign and exponent). Zeros, NaN and infinities are in none of them.
+INTAGLIO_EXPORT void intaglio_count(const float* x, int64_t rows, int64_t columns, int threads, float* low, float* high,
+                                    int64_t* bins, int64_t* sketch, int64_t* sums, IntaglioCounts* total) {
+    *total = IntaglioCounts{kInf, -kInf, 0, 0, 0, kLowest};
+    for (int64_t row = 0; row < rows; ++row) low[row] = kInf, high[row] = -kInf;
+    CountJob job{x, rows, columns, low, high, bins, sketch, sums, total};
+    if (rows * columns) intaglio_parallel(count_body, &job, useful_threads(rows * columns, threads));
+}

@@ -1,0 +1,161 @@
+// Vectors of quantized values, spread into float32 and packed again.
+
+#pragma once
+
+#include <string.h>
+
+#include "base/intrinsics.h"
+#include "products/tile.h"
+
+// A vector of levels is spread into four of float and packed again; within 16 bytes, the j-th takes the j-th 4. Where
+// channels have constants of their own, `deal` first moves levels so that the j-th takes the j-th quarter of the vector,
+// and `gather` moves them back. A count says how many levels there are to read or write; more than WIDE are WIDE.
+#if defined(__AVX2__)
+#define VECTORS 1
+static const float UNKNOWN = 3e38f;   // for how large steps may be
+static const uint8_t spread_bytes[4][16] = {{0, 128, 128, 128, 1, 128, 128, 128, 2, 128, 128, 128, 3, 128, 128, 128},
+                                            {4, 128, 128, 128, 5, 128, 128, 128, 6, 128, 128, 128, 7, 128, 128, 128},
+                                            {8, 128, 128, 128, 9, 128, 128, 128, 10, 128, 128, 128, 11, 128, 128, 128},
+                                            {12, 128, 128, 128, 13, 128, 128, 128, 14, 128, 128, 128, 15, 128, 128, 128}};
+enum { TWO_TO_23 = 0x4b000000 };   // as float; a level in its lowest byte is added
+#endif
+
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+enum { WIDE = 64 };
+typedef __m512i Levels;
+typedef __m512 Floats;
+typedef uint16_t Words __attribute__((vector_size(WIDE)));
+typedef int32_t Ints __attribute__((vector_size(WIDE)));
+
+static inline Levels load_levels(const uint8_t* from, int64_t count) {
+    return count >= WIDE ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi8(((__mmask64)1 << count) - 1, from);
+}
+
+static inline void store_levels(uint8_t* to, Levels x, int64_t count) {
+    if (count >= WIDE)
+        _mm512_storeu_si512(to, x);
+    else
+        _mm512_mask_storeu_epi8(to, ((__mmask64)1 << count) - 1, x);
+}
+
+static inline Levels deal(Levels x) {
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), x);
+}
+
+static inline Levels gather(Levels x) { return deal(x); }
+
+static inline Floats floats(float x) { return _mm512_set1_ps(x); }
+
+static inline Floats load_floats(const float* from) { return _mm512_loadu_ps(from); }
+
+// 2^23 + level.
+static inline Floats spread(Levels x, int j) {
+    const __m512i order = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)spread_bytes[j]));
+    return _mm512_castsi512_ps(_mm512_mask_shuffle_epi8(_mm512_set1_epi32(TWO_TO_23), 0x1111111111111111, x, order));
+}
+
+static inline Floats rising(Floats x, Floats rise, Floats fall) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GE_OQ), fall, rise);
+}
+
+struct Finish { __m512i zero_point, low, high; __m512 convertible; int far, whole; };   // whole: bounds are 0 and 255
+
+static inline struct Finish finishing(const struct Limits* q, float most) {
+    const struct Finish f = {_mm512_loadu_si512(q->zero_point16), _mm512_loadu_si512(q->low8), _mm512_loadu_si512(q->high8),
+                             _mm512_set1_ps(q->convertible_high), !(most < q->convertible_high), q->low == 0 && q->high == 255};
+    return f;
+}
+
+// Steps -> int32. What is below the least one and NaN become it; only steps that may be above 2^30 need the bound.
+static inline __m512i converted(Floats steps, const struct Finish* f) {
+    return _mm512_cvtps_epi32(f->far ? _mm512_min_ps(f->convertible, steps) : steps);
+}
+
+// clamp(rne(steps) + zero_point) of four vectors. 16 bits saturate beyond every level, so no clamped result sees it.
+static inline Levels pack(const Floats* steps, const struct Finish* f) {
+    const __m512i a = _mm512_packs_epi32(converted(steps[0], f), converted(steps[1], f));
+    const __m512i b = _mm512_packs_epi32(converted(steps[2], f), converted(steps[3], f));
+    const __m512i level = _mm512_packus_epi16(_mm512_adds_epi16(a, f->zero_point), _mm512_adds_epi16(b, f->zero_point));
+    return f->whole ? level : _mm512_min_epu8(_mm512_max_epu8(level, f->low), f->high);
+}
+
+static inline Levels unpack_low(Levels a, Levels b) { return _mm512_unpacklo_epi16(a, b); }
+static inline Levels unpack_high(Levels a, Levels b) { return _mm512_unpackhi_epi16(a, b); }
+static inline Ints add_pairs(Levels a, Levels b) { return (Ints)_mm512_madd_epi16(a, b); }   // products of words
+#elif defined(__AVX2__)
+enum { WIDE = 32 };
+typedef __m256i Levels;
+typedef __m256 Floats;
+typedef uint16_t Words __attribute__((vector_size(WIDE)));
+typedef int32_t Ints __attribute__((vector_size(WIDE)));
+
+static inline Levels load_levels(const uint8_t* from, int64_t count) {
+    if (count >= WIDE) return _mm256_loadu_si256((const __m256i*)from);
+    uint8_t some[WIDE] = {0};
+    memcpy(some, from, (size_t)count);
+    return _mm256_loadu_si256((const __m256i*)some);
+}
+
+static inline void store_levels(uint8_t* to, Levels x, int64_t count) {
+    uint8_t some[WIDE];
+    _mm256_storeu_si256((__m256i*)(count >= WIDE ? to : some), x);
+    if (count < WIDE) memcpy(to, some, (size_t)count);
+}
+
+static inline Levels deal(Levels x) { return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7)); }
+
+static inline Levels gather(Levels x) { return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
+
+static inline Floats floats(float x) { return _mm256_set1_ps(x); }
+
+static inline Floats load_floats(const float* from) { return _mm256_loadu_ps(from); }
+
+// 2^23 + level.
+static inline Floats spread(Levels x, int j) {
+    const __m256i order = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)spread_bytes[j]));
+    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_shuffle_epi8(x, order), _mm256_set1_epi32(TWO_TO_23)));
+}
+
+static inline Floats rising(Floats x, Floats rise, Floats fall) {
+    return _mm256_blendv_ps(fall, rise, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GE_OQ));
+}
+
+struct Finish { __m256i zero_point, low, high; __m256 convertible; int far, whole; };
+
+static inline struct Finish finishing(const struct Limits* q, float most) {
+    const struct Finish f = {_mm256_loadu_si256((const __m256i*)q->zero_point16), _mm256_loadu_si256((const __m256i*)q->low8),
+                             _mm256_loadu_si256((const __m256i*)q->high8), _mm256_set1_ps(q->convertible_high), !(most < q->convertible_high),
+                             q->low == 0 && q->high == 255};
+    return f;
+}
+
+static inline __m256i converted(Floats steps, const struct Finish* f) {
+    return _mm256_cvtps_epi32(f->far ? _mm256_min_ps(f->convertible, steps) : steps);
+}
+
+static inline Levels pack(const Floats* steps, const struct Finish* f) {
+    const __m256i a = _mm256_packs_epi32(converted(steps[0], f), converted(steps[1], f));
+    const __m256i b = _mm256_packs_epi32(converted(steps[2], f), converted(steps[3], f));
+    const __m256i level = _mm256_packus_epi16(_mm256_adds_epi16(a, f->zero_point), _mm256_adds_epi16(b, f->zero_point));
+    return f->whole ? level : _mm256_min_epu8(_mm256_max_epu8(level, f->low), f->high);
+}
+
+static inline Levels unpack_low(Levels a, Levels b) { return _mm256_unpacklo_epi16(a, b); }
+static inline Levels unpack_high(Levels a, Levels b) { return _mm256_unpackhi_epi16(a, b); }
+static inline Ints add_pairs(Levels a, Levels b) { return (Ints)_mm256_madd_epi16(a, b); }
+#else
+enum { WIDE = 16 };
+#endif
+
+#if defined(VECTORS)
+static inline float magnitude(float x) { return x < 0 ? -x : x; }
+
+// What `spread` gives for a level at its zero point; the difference is exact.
+static inline Floats origin(int32_t zero) { return floats((float)(8388608 + zero)); }
+#endif
+
+// Constants by channel go on with the first channels for WIDE - 1 more: a vector begins with any channel and may end in
+// another pixel. `channel` of the vector at `i` is where it begins, of `count` levels of whole pixels of `period` channels.
+#define FOR_EACH_VECTOR(count, period)                                            \
+    for (int64_t i = 0, channel = 0, step_ = WIDE % (period); i < (count);        \
+         i += WIDE, channel += step_, channel -= channel < (period) ? 0 : (period))

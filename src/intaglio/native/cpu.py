@@ -1,0 +1,89 @@
+"""What this CPU can run: instruction sets, best first, and cache sizes."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+CPUINFO = Path("/proc/cpuinfo")
+CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
+
+ISA_FLAGS: dict[str, tuple[str, ...]] = {
+    "avx512vnni": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"),
+    "avx2": ("-mavx2", "-mf16c"),
+    "portable": (),
+}
+"""Instruction set -> compiler flags, best first. Sets are named, never taken from the building machine."""
+
+CPU_FLAGS: dict[str, frozenset[str]] = {
+    "avx512vnni": frozenset({"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}),
+    "avx2": frozenset({"avx2", "f16c"}),
+    "portable": frozenset(),
+}
+"""Instruction set -> what /proc/cpuinfo must list for it."""
+
+
+class Caches(NamedTuple):
+    """Bytes of one core's first and second level data cache, and of the last level it shares."""
+
+    l1: int
+    l2: int
+    l3: int
+
+
+TYPICAL_CACHES = Caches(32 << 10, 1 << 20, 16 << 20)
+"""Assumed where the system does not say, as in some containers."""
+
+
+def read_flags(text: str) -> frozenset[str]:
+    """CPU flags of the first processor in the text of /proc/cpuinfo."""
+    for line in text.splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def supported(flags: frozenset[str]) -> tuple[str, ...]:
+    """Instruction sets that these CPU flags allow, best first; always ends in "portable"."""
+    return tuple(isa for isa, needed in CPU_FLAGS.items() if needed <= flags)
+
+
+@cache
+def isas() -> tuple[str, ...]:
+    """Instruction sets this CPU runs, best first; always ends in "portable"."""
+    try:
+        return supported(read_flags(CPUINFO.read_text()))
+    except OSError:
+        return ("portable",)
+
+
+@cache
+def cpu_name() -> str:
+    """Model of the processor as /proc/cpuinfo has it, or "unknown"."""
+    try:
+        lines = CPUINFO.read_text().splitlines()
+    except OSError:
+        return "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+@cache
+def caches() -> Caches:
+    """Cache sizes of this machine in bytes; `TYPICAL_CACHES` stands in for what the system does not tell."""
+    found = {level: size for level, size in map(_cache, CACHE_FOLDER.glob("index*")) if size}
+    return Caches(*(found.get(level, typical) for level, typical in enumerate(TYPICAL_CACHES, start=1)))
+
+
+def _cache(folder: Path) -> tuple[int, int]:
+    """(level, bytes) of one entry of the system's list; 0 bytes for instruction caches and unreadable entries."""
+    try:
+        kind, level, size = ((folder / name).read_text().strip() for name in ("type", "level", "size"))
+        return int(level), 0 if kind == "Instruction" else _bytes(size)
+    except (OSError, ValueError):
+        return 0, 0
+
+
+def _bytes(size: str) -> int:
+    units = {"K": 10, "M": 20, "G": 30}
+    return int(size[:-1]) << units[size[-1]] if size[-1:] in units else int(size)

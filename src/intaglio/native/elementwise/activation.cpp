@@ -1,0 +1,66 @@
+// Activations, some vectors side by side.
+
+#include "elementwise/activation.h"
+
+#include "base/functions.h"
+
+// Of `COUNT` vectors of results, their levels. Bounds are whole steps, so it does not matter that they are taken before
+// rounding.
+template <int COUNT>
+static inline __attribute__((always_inline)) void levels_of(const struct Activation* a, Reals* x, const float* gain, RealBits* words) {
+    const struct Limits* q = a->limits;
+    const float inverse = a->inverse, least = (float)(q->low - q->zero_point), most = (float)(q->high - q->zero_point);
+    if (gain)
+        EACH {
+            Reals own;
+            memcpy(&own, gain + i * FLOATS, sizeof own);
+            x[i] = x[i] * own;
+        }
+    EACH x[i] = least_of(most_of(x[i] * inverse, least), most);
+    EACH words[i] = whole(shifted(x[i])) + q->zero_point;
+}
+
+// Channels of some pixels, 64 at a time as long as there are so many.
+template <class Function>
+static inline __attribute__((always_inline)) void function_levels(const struct Activation* a, const float* from, int64_t from_pixel, int64_t pixels, uint8_t* to, int64_t to_pixel, int64_t channels) {
+    enum { ONE = 16 / FLOATS, FOUR = 64 / FLOATS };
+    for (int64_t p = 0; p < pixels; ++p, from += from_pixel, to += to_pixel) {
+        int64_t c = 0;
+        for (; c + 64 <= channels; c += 64) {
+            Reals x[FOUR];
+            RealBits words[FOUR];
+            memcpy(x, from + c, sizeof x);
+            Function::template run<FOUR>(a, x);
+            levels_of<FOUR>(a, x, a->gain ? a->gain + c : 0, words);
+            for (int i = 0; i < 4; ++i) narrow16(words + i * ONE, to + c + 16 * i);
+        }
+        for (; c < channels; c += 16) {
+            Reals x[ONE];
+            RealBits words[ONE];
+            uint8_t level[16];
+            memcpy(x, from + c, sizeof x);
+            Function::template run<ONE>(a, x);
+            levels_of<ONE>(a, x, a->gain ? a->gain + c : 0, words);
+            narrow16(words, level);
+            memcpy(to + c, level, c + 16 <= channels ? 16 : (size_t)(channels - c));
+        }
+    }
+}
+
+#define ACTIVATION(name, run_all) \
+    struct name##_function { \
+        template <int COUNT> \
+        static inline __attribute__((always_inline)) void run(const struct Activation* a, Reals* x) { (void)a; run_all; } \
+    }; \
+    LIBRARY void name##_levels(const struct Activation* a, const float* from, int64_t from_pixel, int64_t pixels, uint8_t* to, int64_t to_pixel, int64_t channels) { \
+        function_levels<name##_function>(a, from, from_pixel, pixels, to, to_pixel, channels); \
+    }
+ACTIVATION(leaky_relu, EACH x[i] = leaky_relu(x[i], a->slope))
+ACTIVATION(hardsigmoid, EACH x[i] = hardsigmoid(x[i]))
+ACTIVATION(hardswish, EACH x[i] = hardswish(x[i]))
+ACTIVATION(sigmoid, EACH x[i] = sigmoid(x[i]))
+ACTIVATION(silu, EACH x[i] = silu(x[i]))
+ACTIVATION(tanh, EACH x[i] = hyperbolic_tangent(x[i]))
+ACTIVATION(gelu, near_gelus<COUNT>(x))
+ACTIVATION(gelu_tanh, EACH x[i] = gelu_tanh(x[i]))
+#undef ACTIVATION

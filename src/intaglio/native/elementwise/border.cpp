@@ -1,0 +1,193 @@
+// Planes and pixels of border.h.
+
+#include "elementwise/border.h"
+
+#include "base/intrinsics.h"
+#include "base/numerics.h"
+
+static inline uint8_t level_of(float x, const struct Affine* q) {
+    return (uint8_t)quantize(x * q->inverse + q->offset, 1.0f, q->zero_point, q->low, q->high);
+}
+
+#if defined(__AVX2__)
+// By channels: where the bytes of four pixels that came as dwords are, and then the dwords of the 16 bytes that hold four.
+static const uint8_t pixel_order[4][16] = {{0, 4, 8, 12}, {0, 1, 4, 5, 8, 9, 12, 13}, {0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14}, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
+#endif
+
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+typedef __m512 Plane;
+typedef __m512i Dwords;
+enum { PLANE = 16 };           // floats of a vector
+
+static inline Plane plane_of(float x) { return _mm512_set1_ps(x); }
+static inline Dwords dwords_of(int32_t x) { return _mm512_set1_epi32(x); }
+static inline Dwords add_dwords(Dwords a, Dwords b, int64_t channel) { return _mm512_add_epi32(a, _mm512_slli_epi32(b, (unsigned)(8 * channel))); }
+static inline Dwords levels_at(const uint8_t* from) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)); }
+
+// Rounded steps from the zero point, within bounds; 0 for NaN.
+static inline Dwords bounded_steps(Plane steps, Plane least, Plane most) {
+    const __mmask16 number = _mm512_cmp_ps_mask(steps, steps, _CMP_ORD_Q);
+    return _mm512_cvtps_epi32(_mm512_maskz_min_ps(number, _mm512_max_ps(steps, least), most));
+}
+
+static inline Plane steps_at(const float* from, Plane inverse, Plane offset) {
+    return _mm512_add_ps(_mm512_mul_ps(_mm512_loadu_ps(from), inverse), offset);
+}
+
+// The low bytes of dwords, `channels` of each -> as many bytes for every pixel.
+static inline void store_pixels(uint8_t* to, Dwords dwords, int64_t channels) {
+    const __m128i order = _mm_loadu_si128((const __m128i*)pixel_order[channels - 1]);
+    const __m512i all = _mm512_permutexvar_epi32(_mm512_cvtepu8_epi32(order), _mm512_shuffle_epi8(dwords, _mm512_broadcast_i32x4(order)));
+    _mm_storeu_si128((__m128i*)to, _mm512_castsi512_si128(all));
+    if (channels > 1) _mm_storeu_si128((__m128i*)(to + 16), _mm512_extracti32x4_epi32(all, 1));
+    if (channels > 2) _mm_storeu_si128((__m128i*)(to + 32), _mm512_extracti32x4_epi32(all, 2));
+    if (channels > 3) _mm_storeu_si128((__m128i*)(to + 48), _mm512_extracti32x4_epi32(all, 3));
+}
+#elif defined(__AVX2__)
+typedef __m256 Plane;
+typedef __m256i Dwords;
+enum { PLANE = 8 };            // floats of a vector
+
+static inline Plane plane_of(float x) { return _mm256_set1_ps(x); }
+static inline Dwords dwords_of(int32_t x) { return _mm256_set1_epi32(x); }
+static inline Dwords add_dwords(Dwords a, Dwords b, int64_t channel) { return _mm256_add_epi32(a, _mm256_slli_epi32(b, (int)(8 * channel))); }
+static inline Dwords levels_at(const uint8_t* from) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
+
+// Rounded steps from the zero point, within bounds; 0 for NaN.
+static inline Dwords bounded_steps(Plane steps, Plane least, Plane most) {
+    const __m256 number = _mm256_cmp_ps(steps, steps, _CMP_ORD_Q);
+    return _mm256_cvtps_epi32(_mm256_and_ps(number, _mm256_min_ps(_mm256_max_ps(steps, least), most)));
+}
+
+static inline Plane steps_at(const float* from, Plane inverse, Plane offset) {
+    return _mm256_add_ps(_mm256_mul_ps(_mm256_loadu_ps(from), inverse), offset);
+}
+
+// The low bytes of dwords, `channels` of each -> as many bytes for every pixel.
+static inline void store_pixels(uint8_t* to, Dwords dwords, int64_t channels) {
+    const __m128i order = _mm_loadu_si128((const __m128i*)pixel_order[channels - 1]);
+    const __m256i all = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(dwords, _mm256_broadcastsi128_si256(order)), _mm256_cvtepu8_epi32(order));
+    const __m128i low = _mm256_castsi256_si128(all), high = _mm256_extracti128_si256(all, 1);
+    if (channels == 1) _mm_storel_epi64((__m128i*)to, low);
+    if (channels > 1) _mm_storeu_si128((__m128i*)to, low);
+    if (channels == 3) _mm_storel_epi64((__m128i*)(to + 16), high);
+    if (channels > 3) _mm_storeu_si128((__m128i*)(to + 16), high);
+}
+#endif
+
+#if defined(__AVX2__)
+enum { PLANES = 4 };           // at most
+
+// What turns floats of a channel into levels. Bounds are whole steps, so it does not matter that they are taken before
+// rounding.
+struct Steps { Plane inverse, offset, least, most; };
+
+static inline struct Steps steps_of(const struct Affine* q) {
+    const float least = (float)(q->low - q->zero_point), most = (float)(q->high - q->zero_point);
+    return (struct Steps){plane_of(q->inverse), plane_of(q->offset), plane_of(least), plane_of(most)};
+}
+
+// Pixel where the next vector begins, behind `x`; the last one ends with the row, and may do some pixels again.
+static inline int64_t next_vector(int64_t x, int64_t width) { return x + 2 * PLANE <= width || x + PLANE == width ? x + PLANE : width - PLANE; }
+
+// Up to 4 planes of floats -> interleaved levels, each plane by the next `apart` of q. Returns how many pixels it did:
+// all, or none of a row narrower than a vector.
+static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
+                                      const struct Affine* q, int64_t apart) {
+    struct Steps by[PLANES];
+    uint32_t zeros = 0;        // of all channels, where their bytes are
+    for (int64_t c = 0; c < channels; ++c) by[c] = steps_of(q + c * apart), zeros += (uint32_t)q[c * apart].zero_point << 8 * c;
+    for (int64_t x = 0; width >= PLANE && x < width; x = next_vector(x, width)) {
+        Dwords dwords = dwords_of((int32_t)zeros);
+        for (int64_t c = 0; c < channels; ++c) {
+            const Plane steps = steps_at(from + c * plane + x, by[c].inverse, by[c].offset);
+            dwords = add_dwords(dwords, bounded_steps(steps, by[c].least, by[c].most), c);
+        }
+        store_pixels(to + x * channels, dwords, channels);
+    }
+    return width < PLANE ? 0 : width;
+}
+
+// Up to 4 planes of bytes -> interleaved; returns as above.
+static inline int64_t interleave_planes(const uint8_t* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to) {
+    for (int64_t x = 0; width >= PLANE && x < width; x = next_vector(x, width)) {
+        Dwords dwords = levels_at(from + x);
+        for (int64_t c = 1; c < channels; ++c) dwords = add_dwords(dwords, levels_at(from + c * plane + x), c);
+        store_pixels(to + x * channels, dwords, channels);
+    }
+    return width < PLANE ? 0 : width;
+}
+
+static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* to, const struct Affine* q) {
+    return quantize_planes(from, 0, count, 1, to, q, 0);
+}
+#else
+enum { PLANES = 0 };
+
+static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
+                                      const struct Affine* q, int64_t apart) {
+    (void)from, (void)plane, (void)width, (void)channels, (void)to, (void)q, (void)apart;
+    return 0;
+}
+
+static inline int64_t interleave_planes(const uint8_t* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to) {
+    (void)from, (void)plane, (void)width, (void)channels, (void)to;
+    return 0;
+}
+
+static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* to, const struct Affine* q) {
+    (void)from, (void)count, (void)to, (void)q;
+    return 0;
+}
+#endif
+
+// float, any strides (elements; batch, channel, row, column) -> levels. Channels are `apart` in q: 1, or 0 for all alike.
+LIBRARY void quantize_image(const float* from, const int64_t* strides, const struct Image* out, const struct Affine* q,
+                                  int64_t apart, int thread, int threads) {
+    const int64_t channels = out->pixel;
+    FOR_EACH_ROW(out) {
+        const float* line = from + n * strides[0] + y * strides[2];
+        uint8_t* to = at(out, n, y, 0);
+        if (strides[1] == 1 || channels == 1) {
+            const int64_t run = !apart && strides[3] == channels ? out->width : 1;  // pixels without gaps, alike
+            for (int64_t x = 0; x < out->width; x += run, to += run * channels) {
+                const float* pixel = line + x * strides[3];
+                for (int64_t i = apart ? 0 : quantize_line(pixel, run * channels, to, q); i < run * channels; ++i)
+                    to[i] = level_of(pixel[i], q + i * apart);
+            }
+            continue;
+        }
+        int64_t done = 0;
+        if (strides[3] == 1 && channels <= PLANES)
+            done = quantize_planes(line, strides[1], out->width, channels, to, q, apart);
+        for (int64_t c = 0; c < channels; ++c)
+            for (int64_t x = done; x < out->width; ++x)
+                to[x * channels + c] = level_of(line[c * strides[1] + x * strides[3]], q + c * apart);
+    }
+}
+
+// Levels in any strides -> the same levels, channels last.
+LIBRARY void copy_image(const uint8_t* from, const int64_t* strides, const struct Image* out, int thread, int threads) {
+    const int64_t channels = out->pixel;
+    FOR_EACH_ROW(out) {
+        const uint8_t* line = from + n * strides[0] + y * strides[2];
+        uint8_t* to = at(out, n, y, 0);
+        if (strides[1] == 1 && strides[3] == channels) {
+            memcpy(to, line, (size_t)(out->width * channels));
+            continue;
+        }
+        int64_t done = 0;
+        if (strides[3] == 1 && channels <= PLANES) done = interleave_planes(line, strides[1], out->width, channels, to);
+        for (int64_t c = 0; c < channels; ++c)
+            for (int64_t x = done; x < out->width; ++x) to[x * channels + c] = line[c * strides[1] + x * strides[3]];
+    }
+}
+
+// Levels -> dense NHWC floats.
+LIBRARY void dequantize_image(const struct Image* in, float* to, const struct Affine* q, int thread, int threads) {
+    FOR_EACH_ROW(in) {
+        const uint8_t* from = at(in, n, y, 0);
+        float* out = to + (n * in->height + y) * in->width * in->pixel;
+        for (int64_t i = 0; i < in->width * in->pixel; ++i) out[i] = dequantize(from[i], q->zero_point, q->scale);
+    }
+}

@@ -1,0 +1,62 @@
+// Lookups in vectors.
+
+#include "elementwise/lookup.h"
+
+#include "base/vectors.h"
+
+#if defined(__AVX512BW__)
+// Processors with AVX512-VBMI look up 64 levels at a time in two registers of each half of the table.
+__attribute__((target("avx512bw,avx512vbmi"))) static void look_up_vectors(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table) {
+    const __m512i a = _mm512_loadu_si512(table), b = _mm512_loadu_si512(table + 64);
+    const __m512i c = _mm512_loadu_si512(table + 128), d = _mm512_loadu_si512(table + 192);
+    for (int64_t x = 0; x < pixels; ++x, from += apart, to += apart)
+        for (int64_t i = 0; i < channels; i += 64) {
+            const __mmask64 some = channels - i < 64 ? ((__mmask64)1 << (channels - i)) - 1 : ~(__mmask64)0;
+            const __m512i level = _mm512_maskz_loadu_epi8(some, from + i);
+            const __m512i low = _mm512_permutex2var_epi8(a, level, b), high = _mm512_permutex2var_epi8(c, level, d);
+            _mm512_mask_storeu_epi8(to + i, some, _mm512_mask_blend_epi8(_mm512_movepi8_mask(level), low, high));
+        }
+}
+#elif defined(__AVX2__)
+// A shuffle sees 16 entries and gives 0 for a negative level. Each changes what the one before it gave, for levels that
+// are still not negative after so many times 16; levels from 128 on are negative until their upper bit is flipped.
+static inline void look_up_vectors(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table) {
+    const __m256i sixteen = _mm256_set1_epi8(16);
+    __m256i change[16];
+    for (int j = 0; j < 16; ++j) {
+        const __m128i part = _mm_loadu_si128((const __m128i*)(table + 16 * j));
+        const __m128i last = j % 8 ? _mm_loadu_si128((const __m128i*)(table + 16 * j - 16)) : _mm_setzero_si128();
+        change[j] = _mm256_broadcastsi128_si256(_mm_xor_si128(part, last));
+    }
+    for (int64_t x = 0; x < pixels; ++x, from += apart, to += apart)
+        for (int64_t i = 0; i < channels; i += WIDE) {
+            __m256i low = load_levels(from + i, channels - i), high = _mm256_xor_si256(low, _mm256_set1_epi8(-128));
+            __m256i found = _mm256_setzero_si256();
+            for (int j = 0; j < 8; ++j) {
+                found = _mm256_xor_si256(found, _mm256_shuffle_epi8(change[j], low));
+                found = _mm256_xor_si256(found, _mm256_shuffle_epi8(change[8 + j], high));
+                low = _mm256_subs_epi8(low, sixteen), high = _mm256_subs_epi8(high, sixteen);
+            }
+            store_levels(to + i, found, channels - i);
+        }
+}
+#endif
+
+// Levels of some channels of pixels `apart` from each other -> what the table has for them.
+LIBRARY void look_up_pixels(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table) {
+#if defined(__AVX512BW__)
+    if (has_vbmi()) {
+        look_up_vectors(from, to, pixels, apart, channels, table);
+        return;
+    }
+#elif defined(__AVX2__)
+    look_up_vectors(from, to, pixels, apart, channels, table);
+    return;
+#endif
+    for (int64_t x = 0; x < pixels; ++x, from += apart, to += apart)
+        for (int64_t i = 0; i < channels; ++i) to[i] = table[from[i]];
+}
+
+LIBRARY void look_up(const struct Image* in, const struct Image* out, const uint8_t* table, int thread, int threads) {
+    FOR_EACH_ROW(out) look_up_pixels(at(in, n, y, 0), at(out, n, y, 0), 1, 0, out->width * out->pixel, table);
+}

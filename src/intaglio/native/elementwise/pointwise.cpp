@@ -1,0 +1,124 @@
+// Operators of pointwise.h.
+
+#include "elementwise/pointwise.h"
+
+#include "base/numerics.h"
+#include "base/vectors.h"
+
+// A factor and an offset per channel: batch norm on its own.
+LIBRARY void affine_levels(const struct Image* in, const struct Image* out, int32_t zero, const float* factor,
+                                 const float* offset, const struct Limits* q, int thread, int threads) {
+    FOR_EACH_ROW(out) {
+        const uint8_t* from = at(in, n, y, 0);
+        uint8_t* to = at(out, n, y, 0);
+        const int64_t count = out->width * out->pixel;
+#if defined(VECTORS)
+        const struct Finish f = finishing(q, UNKNOWN);
+        FOR_EACH_VECTOR(count, out->pixel) {
+            const Levels x = deal(load_levels(from + i, count - i));
+            Floats steps[4];
+            for (int j = 0; j < 4; ++j) {
+                const int64_t c = channel + WIDE / 4 * j;
+                steps[j] = (spread(x, j) - origin(zero)) * load_floats(factor + c) + load_floats(offset + c);
+            }
+            store_levels(to + i, gather(pack(steps, &f)), count - i);
+        }
+#else
+        for (int64_t i = 0; i < count; i += out->pixel)
+            for (int64_t c = 0; c < out->pixel; ++c)
+                to[i + c] = (uint8_t)finish((float)(from[i + c] - zero) * factor[c] + offset[c], q->zero_point, q->low, q->high);
+#endif
+    }
+}
+
+// A value that is not negative times `rise`, another times its channel's `fall`.
+LIBRARY void prelu_levels(const struct Image* in, const struct Image* out, int32_t zero, const float* rise,
+                                const float* fall, const struct Limits* q, int thread, int threads) {
+    FOR_EACH_ROW(out) {
+        const uint8_t* from = at(in, n, y, 0);
+        uint8_t* to = at(out, n, y, 0);
+        const int64_t count = out->width * out->pixel;
+#if defined(VECTORS)
+        const struct Finish f = finishing(q, UNKNOWN);
+        FOR_EACH_VECTOR(count, out->pixel) {
+            const Levels x = deal(load_levels(from + i, count - i));
+            Floats steps[4];
+            for (int j = 0; j < 4; ++j) {
+                const Floats centred = spread(x, j) - origin(zero);
+                steps[j] = centred * rising(centred, floats(*rise), load_floats(fall + channel + WIDE / 4 * j));
+            }
+            store_levels(to + i, gather(pack(steps, &f)), count - i);
+        }
+#else
+        for (int64_t i = 0; i < count; i += out->pixel)
+            for (int64_t c = 0; c < out->pixel; ++c) {
+                const int32_t centred = from[i + c] - zero;
+                to[i + c] = (uint8_t)requantize(centred, centred >= 0 ? *rise : fall[c], q->zero_point, q->low, q->high);
+            }
+#endif
+    }
+}
+
+// Sums of up to 2^15 levels and of their squares.
+struct Moments { int64_t levels, squares; };
+
+static inline struct Moments moments(const uint8_t* from, int64_t count) {
+    int32_t levels = 0, squares = 0;
+#if defined(VECTORS)
+    Ints sum = {}, square = {};
+    for (int64_t i = 0; i < count; i += WIDE) {
+        const Words x = (Words)load_levels(from + i, count - i), even = x & 255, odd = x >> 8;
+        sum += add_pairs((Levels)(even + odd), (Levels)(x - x + 1));
+        square += add_pairs((Levels)even, (Levels)even) + add_pairs((Levels)odd, (Levels)odd);
+    }
+    for (int l = 0; l < WIDE / 4; ++l) levels += sum[l], squares += square[l];
+#else
+    for (int64_t c = 0; c < count; ++c) levels += from[c], squares += from[c] * from[c];
+#endif
+    const struct Moments m = {levels, squares};
+    return m;
+}
+
+// numerics.layer_norm of every pixel. Sums are exact, so their order is free and the zero point leaves the variance alone.
+LIBRARY void layer_norm_levels(const struct Image* in, const struct Image* out, int32_t zero, const float* factor,
+                                     const float* offset, float eps, const struct Limits* q, int thread, int threads) {
+    const int64_t count = in->pixel;
+    FOR_EACH_ROW(out) {
+        for (int64_t x = 0; x < out->width; ++x) {
+            const uint8_t* from = at(in, n, y, x);
+            uint8_t* to = at(out, n, y, x);
+            const struct Moments m = moments(from, count);
+            const float mean = (float)(m.levels - count * zero) / (float)count;
+            const float variance = (float)(count * m.squares - m.levels * m.levels) / (float)(count * count);
+            const float inverse = 1.0f / __builtin_sqrtf(variance + eps);
+#if defined(VECTORS)
+            const struct Finish f = finishing(q, UNKNOWN);
+            for (int64_t i = 0; i < count; i += WIDE) {
+                const Levels level = deal(load_levels(from + i, count - i));
+                Floats steps[4];
+                for (int j = 0; j < 4; ++j) {
+                    const int64_t c = i + WIDE / 4 * j;
+                    const Floats normal = (spread(level, j) - origin(zero) - floats(mean)) * floats(inverse);
+                    steps[j] = normal * load_floats(factor + c) + load_floats(offset + c);
+                }
+                store_levels(to + i, gather(pack(steps, &f)), count - i);
+            }
+#else
+            for (int64_t c = 0; c < count; ++c)
+                to[c] = (uint8_t)finish(((float)(from[c] - zero) - mean) * inverse * factor[c] + offset[c], q->zero_point, q->low, q->high);
+#endif
+        }
+    }
+}
+
+LIBRARY void clamp_levels(const struct Image* in, const struct Image* out, const struct Limits* q, int thread, int threads) {
+    const uint8_t low = (uint8_t)q->low, high = (uint8_t)q->high;
+    FOR_EACH_ROW(out) {
+        const uint8_t* from = at(in, n, y, 0);
+        uint8_t* to = at(out, n, y, 0);
+        for (int64_t i = 0; i < out->width * out->pixel; ++i) {
+            const uint8_t level = from[i] < low ? low : from[i];
+            to[i] = level > high ? high : level;
+        }
+    }
+}

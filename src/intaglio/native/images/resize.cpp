@@ -1,0 +1,92 @@
+// Rows and columns of resize.h.
+
+#include "images/resize.h"
+
+#include "base/numerics.h"
+#include "base/vectors.h"
+
+static inline int64_t nearest_at(const struct Grid* g, int64_t i) {
+    if (g->index) return g->index[i];
+    if (g->images && (g->result == g->size || g->result == 2 * g->size)) return i * g->size / g->result;
+    const float step = g->step != 0 ? g->step : (float)g->size / (float)g->result;
+    return least_of((int64_t)((float)i * step), g->size - 1);
+}
+
+// The two values an output lies between, and their weights.
+struct Between { int64_t below, above; float weight[2]; };
+
+static inline struct Between between(const struct Grid* g, int64_t i) {
+    if (g->index) return (struct Between){g->index[2 * i], g->index[2 * i + 1], {g->weight[2 * i], g->weight[2 * i + 1]}};
+    float place = (float)i;
+    if (g->align) {
+        place = place * (g->result > 1 ? (float)(g->size - 1) / (float)(g->result - 1) : 0.0f);
+    } else if (g->size != g->result) {
+        const float step = g->step != 0 ? g->step : (float)g->size / (float)g->result;
+        place = step * (place + 0.5f) - 0.5f;
+        place = place > 0 ? place : 0;
+    }
+    const int64_t below = least_of((int64_t)place, g->size - 1);
+    const float over = place - (float)below, rest = over > 0 ? over < 1 ? over : 1 : 0;
+    return (struct Between){below, below + (below < g->size - 1), {1 - rest, rest}};
+}
+
+// Every output is a copy of the pixel its grids name. Rows that read the row before them copy its result.
+LIBRARY void upsample_nearest(const struct Image* in, const struct Image* out, int64_t depth_in, int64_t depth_out,
+                                    const struct Grid* depth, const struct Grid* row, const struct Grid* column, int thread,
+                                    int threads) {
+    int64_t done_n = -1, done_y = -1;
+    const uint8_t* done = 0;
+    FOR_EACH_ROW(out) {
+        const int64_t source = n / depth_out * depth_in + nearest_at(depth, n % depth_out), above = nearest_at(row, y);
+        uint8_t* to = at(out, n, y, 0);
+        if (done && source == done_n && above == done_y) {
+            memcpy(to, done, (size_t)(out->width * out->pixel));
+        } else {
+            const uint8_t* from = at(in, source, above, 0);
+            for (int64_t x = 0; x < out->width; ++x)
+                memcpy(to + x * out->pixel, from + nearest_at(column, x) * out->pixel, (size_t)out->pixel);
+        }
+        done = to, done_n = source, done_y = above;
+    }
+}
+
+static inline float blend(const uint8_t* a, const uint8_t* b, int64_t c, const float* weight, int32_t zero) {
+    return (float)(a[c] - zero) * weight[0] + (float)(b[c] - zero) * weight[1];
+}
+
+LIBRARY void upsample_linear(const struct Blend* b, int thread, int threads) {
+    const struct Limits* q = b->limits;
+    const int64_t channels = b->out.pixel;
+    FOR_EACH_ROW(&b->out) {
+        const struct Between rows = between(&b->row, y);
+        const float *v = rows.weight, factor = b->factor[0];
+        const uint8_t *above = at(&b->in, n, rows.below, 0), *below = at(&b->in, n, rows.above, 0);
+        uint8_t* to = at(&b->out, n, y, 0);
+        for (int64_t x = 0; x < b->out.width; ++x, to += channels) {
+            const struct Between columns = between(&b->column, x);
+            const int64_t left = columns.below * channels, right = columns.above * channels;
+            const float* w = columns.weight;
+#if defined(VECTORS)
+            const struct Finish f = finishing(q, UNKNOWN);
+            const Floats zero = origin(b->zero_in), w0 = floats(w[0]), w1 = floats(w[1]), v0 = floats(v[0]), v1 = floats(v[1]);
+            for (int64_t c = 0; c < channels; c += WIDE) {
+                const Levels a0 = load_levels(above + left + c, channels - c), a1 = load_levels(above + right + c, channels - c);
+                const Levels b0 = load_levels(below + left + c, channels - c), b1 = load_levels(below + right + c, channels - c);
+                Floats steps[4];
+                for (int j = 0; j < 4; ++j) {
+                    const Floats top = (spread(a0, j) - zero) * w0 + (spread(a1, j) - zero) * w1;
+                    const Floats bottom = (spread(b0, j) - zero) * w0 + (spread(b1, j) - zero) * w1;
+                    steps[j] = (top * v0 + bottom * v1) * floats(factor);
+                }
+                store_levels(to + c, pack(steps, &f), channels - c);
+            }
+#else
+            for (int64_t c = 0; c < channels; ++c) {
+                const float top = blend(above + left, above + right, c, w, b->zero_in);
+                const float bottom = blend(below + left, below + right, c, w, b->zero_in);
+                to[c] = (uint8_t)finish((top * v[0] + bottom * v[1]) * factor, q->zero_point, q->low, q->high);
+            }
+#endif
+        }
+    }
+}

@@ -1,0 +1,59 @@
+"""The library every process loads once: thread pool and counting kernels, for this machine's best instruction set."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+from intaglio.native import compile as compiler
+from intaglio.native import cpu as machine
+
+BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+"""``void body(void* context, int thread, int threads)``."""
+
+SOURCE = '#include "base/pool.cpp"\n#include "base/statistics.cpp"\n'
+
+
+class NativeCounts(ctypes.Structure):
+    """``IntaglioCounts`` of statistics.cpp."""
+
+    _fields_ = (
+        ("low", ctypes.c_double),
+        ("high", ctypes.c_double),
+        ("nans", ctypes.c_int64),
+        ("infinities", ctypes.c_int64),
+        ("zeros", ctypes.c_int64),
+        ("exponent", ctypes.c_int64),
+    )
+
+
+_ARRAY, _COUNT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+SIGNATURES = {
+    "intaglio_parallel": (BODY, ctypes.c_void_p, _INT),
+    "intaglio_parallel_shared": (BODY, ctypes.c_void_p, _INT),
+    "intaglio_channel_extrema": (_ARRAY, _COUNT, _COUNT, _COUNT, _INT, _ARRAY, _ARRAY),
+    "intaglio_count": (_ARRAY, _COUNT, _COUNT, _INT, *[_ARRAY] * 5, ctypes.POINTER(NativeCounts)),
+}
+
+
+def open_library(isa: str) -> ctypes.CDLL:
+    """Pool and counting kernels built for ``isa``, with argument types set."""
+    library = compiler.load(compiler.build(SOURCE, name="runtime", isa=isa))
+    for name, types in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = types, None
+    return library
+
+
+@cache
+def runtime() -> ctypes.CDLL:
+    """The library of this process; `BuildError` when it cannot be built."""
+    return open_library(machine.isas()[0])
+
+
+@cache
+def parallel_address() -> int:
+    """Address of ``intaglio_parallel_shared`` (an ``IntaglioParallel`` of pool.h), handed to generated programs."""
+    address = ctypes.cast(runtime().intaglio_parallel_shared, ctypes.c_void_p).value
+    assert address is not None
+    return address

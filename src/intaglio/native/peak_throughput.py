@@ -1,0 +1,198 @@
+"""What the arithmetic units and the memory allow: register-only multiply-accumulates and reads a second."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from intaglio.native import cpu as machine
+from intaglio.native.compile import build, load
+
+REPEATS = 5
+PEAK_SECONDS = 0.02
+"""Of one repeat, about."""
+SMALLEST_READ, LARGEST_READ = 64 << 20, 1 << 30
+SLICE_BYTES = 8 << 20
+"""Bytes each core reads at least when all read at once: more than its own caches hold."""
+
+
+Counter = Callable[[float], float]
+"""About how many seconds -> G multiply-accumulates a second of the thread that calls."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A loop of instructions on registers: independent chains, more than latency times issue width, so that the units
+    never wait. ``macs``: multiply-accumulates of one round."""
+
+    kind: str
+    isa: str
+    instruction: str
+    flags: frozenset[str]
+    registers: tuple[str, ...]
+    body: tuple[str, ...]
+    macs: int
+
+
+def _zmm(name: str, macs: int) -> tuple[tuple[str, ...], tuple[str, ...], int]:
+    chains = 24
+    registers = tuple(f"%%zmm{index}" for index in (*range(chains), 30, 31))
+    return registers, tuple(f"{name} %%zmm30, %%zmm31, %%zmm{index}" for index in range(chains)), chains * macs
+
+
+def _ymm_fma() -> tuple[tuple[str, ...], tuple[str, ...], int]:
+    registers = tuple(f"%%ymm{index}" for index in (*range(12), 14, 15))
+    return registers, tuple(f"vfmadd231ps %%ymm14, %%ymm15, %%ymm{index}" for index in range(12)), 12 * 8
+
+
+def _ymm_pairs() -> tuple[tuple[str, ...], tuple[str, ...], int]:
+    """Products of 16-bit numbers, added in pairs: the multiply-add of AVX2 that is exact for int8."""
+    body = []
+    for index in range(8):
+        product = f"%%ymm{8 + index % 4}"
+        body += [f"vpmaddwd %%ymm14, %%ymm15, {product}", f"vpaddd {product}, %%ymm{index}, %%ymm{index}"]
+    return tuple(f"%%ymm{index}" for index in (*range(12), 14, 15)), tuple(body), 8 * 16
+
+
+PROBES = (
+    Probe("int8", "avx512vnni", "vpdpbusd", frozenset({"avx512_vnni"}), *_zmm("vpdpbusd", 64)),
+    Probe("int8", "avx2", "vpmaddwd", frozenset({"avx2"}), *_ymm_pairs()),
+    Probe("fp32", "avx512vnni", "vfmadd231ps zmm", frozenset({"avx512f"}), *_zmm("vfmadd231ps", 16)),
+    Probe("fp32", "avx2", "vfmadd231ps ymm", frozenset({"fma"}), *_ymm_fma()),
+)
+"""Best first; of each kind the first that this CPU runs is measured."""
+
+PEAK_SOURCE = """\
+#include <time.h>
+
+#define PUBLIC extern "C" __attribute__((visibility("default")))
+
+static double seconds() {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+PUBLIC double intaglio_read(const unsigned long* words, long count) {
+    const double start = seconds();
+    unsigned long sum = 0;
+    for (long i = 0; i < count; ++i) sum += words[i];
+    __asm__ volatile("" : : "r"(sum));
+    return seconds() - start;
+}
+"""
+
+PEAK_LOOP = """
+PUBLIC double intaglio_%s(long rounds) {
+    const double start = seconds();
+    __asm__ volatile(
+%s
+        : "+r"(rounds) : : "cc", %s);
+    return seconds() - start;
+}
+"""
+
+
+def chosen() -> dict[str, Probe]:
+    """Kind -> the best probe of this CPU; kinds without one are missing."""
+    return {probe.kind: probe for probe in reversed(_able())}
+
+
+def _able() -> list[Probe]:
+    """The probes this CPU runs, best first."""
+    try:
+        flags = machine.read_flags(machine.CPUINFO.read_text())
+    except OSError:
+        return []
+    return [probe for probe in PROBES if probe.isa in machine.isas() and probe.flags <= flags]
+
+
+def source(probes: dict[str, Probe]) -> str:
+    return PEAK_SOURCE + "".join(_loop(probe) for probe in probes.values())
+
+
+def _loop(probe: Probe) -> str:
+    clear = [f"vpxor{'d' * ('zmm' in name)} {name}, {name}, {name}" for name in probe.registers]
+    lines = [*clear, "1:", *probe.body, "dec %0", "jnz 1b", "vzeroupper"]
+    text = "\n".join(f'        "{line}\\n\\t"' for line in lines)
+    clobbers = ", ".join(f'"xmm{name[5:]}"' for name in probe.registers)
+    return PEAK_LOOP % (probe.kind, text, clobbers)
+
+
+def measure(cores: int) -> dict[str, Any]:
+    """Kind -> rate of one core alone, and of the slowest core when all work at once. Raises `BuildError`."""
+    probes = chosen()
+    isa = next(iter(probes.values())).isa if probes else "portable"
+    library = load(build(source(probes), name="doctor", isa=isa))
+    result: dict[str, Any] = {"int8": None, "fp32": None}
+    for kind, probe in probes.items():
+        count = _counting(library, probe)
+        result[kind] = {"with": probe.instruction, **_rates(lambda *_, count=count: _best(count, PEAK_SECONDS), cores)}
+    result["memory"] = {"with": "one stream a core", **_rates(_reading(library, cores), cores)}
+    return result
+
+
+def int8_rates(isa: str, threads: int, seconds: float = PEAK_SECONDS) -> list[float]:
+    """G multiply-accumulates a second of each of ``threads`` threads that work at once, in int8 with the instructions
+    of ``isa``: the best of some repeats of about ``seconds`` each. Empty where `int8_counter` has none."""
+    count = int8_counter(isa)
+    if count is None:
+        return []
+    with ThreadPoolExecutor(threads) as pool:  # the calls release the interpreter's lock
+        return list(pool.map(lambda _: _best(count, seconds), range(threads)))
+
+
+@cache
+def int8_counter(isa: str) -> Counter | None:
+    """What counts int8 multiply-accumulates of one instruction set; ``None`` if it has no probe, or not on this CPU.
+
+    Raises `BuildError`.
+    """
+    found = [probe for probe in _able() if (probe.kind, probe.isa) == ("int8", isa)]
+    return _counting(load(build(source({"int8": found[0]}), name="limit", isa=isa)), found[0]) if found else None
+
+
+def _counting(library: Any, probe: Probe) -> Counter:
+    """The loop of a probe, as many rounds of it as fill a time."""
+    function = getattr(library, f"intaglio_{probe.kind}")
+    function.restype, function.argtypes = ctypes.c_double, (ctypes.c_long,)
+    trial = 10_000
+    per_round = min(function(trial) for _ in range(3)) / trial
+
+    def count(seconds: float) -> float:
+        rounds = max(int(seconds / max(per_round, 1e-12)), trial)
+        return rounds * probe.macs / function(rounds) / 1e9
+
+    return count
+
+
+def _best(count: Counter, seconds: float) -> float:
+    return max(count(seconds) for _ in range(REPEATS))
+
+
+def _reading(library: Any, cores: int) -> Callable[[int, int], float]:
+    """GB a second that a thread reads of its share of one array, which no cache holds."""
+    function = library.intaglio_read
+    function.restype, function.argtypes = ctypes.c_double, (ctypes.c_void_p, ctypes.c_long)
+    size = min(max(SMALLEST_READ, 2 * machine.caches().l3, cores * SLICE_BYTES), LARGEST_READ)
+    words = np.ones(size // 8, np.uint64)
+
+    def rate(core: int, sharing: int) -> float:
+        count = len(words) // sharing
+        start = words[core * count :].ctypes.data
+        return max(8 * count / function(start, count) for _ in range(REPEATS)) / 1e9
+
+    return rate
+
+
+def _rates(rate: Callable[[int, int], float], cores: int) -> dict[str, float]:
+    """``rate(core, cores at work)`` of one core alone, and of the slowest when all work."""
+    alone = rate(0, 1)
+    with ThreadPoolExecutor(cores) as pool:  # the calls release the interpreter's lock
+        return {"one_core": alone, "each_of_all": min(pool.map(lambda core: rate(core, cores), range(cores)))}

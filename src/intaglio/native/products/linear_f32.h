@@ -1,0 +1,100 @@
+// A linear layer of floats whose weights are stored in fewer bits: floats.linear, bit for bit. Weights become floats in
+// registers, so that what memory gives is what there is of them. Build with -ffp-contract=off.
+#pragma once
+
+#include "elementwise/loops.h"
+#include "base/run.h"
+
+enum { PANEL_F32 = 64 };                  // outputs whose weights lie side by side, input after input
+enum { TALLEST = FLOATS == 16 ? 6 : 2 };  // rows that meet a weight while it is in a register
+enum { BLOCK = 8 * TALLEST };             // rows that a thread takes at a time
+
+// `weight` has whole panels, the last filled up with zeros. `scales` and `bias` may be null.
+struct FloatLinear {
+    const float* x;
+    const void* weight;
+    const float *scales, *bias;
+    float* y;
+    int64_t rows, inputs, outputs;
+};
+
+static inline __attribute__((always_inline)) Reals reals_at(const int8_t* from) {
+#if defined(__AVX512F__)
+    return (Reals)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+    return (Reals)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+    typedef int8_t Levels __attribute__((vector_size(FLOATS)));
+    Levels levels;
+    memcpy(&levels, from, sizeof levels);
+    return __builtin_convertvector(levels, Reals);
+#endif
+}
+
+// float16 -> float32, exact. Without an instruction for it: exponents move by 112, or by 224 those of infinities and NaN;
+// what has none of its own gets that of 2^-14, which is taken off again.
+static inline __attribute__((always_inline)) Reals reals_at(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return (Reals)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__AVX2__)
+    return (Reals)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#else
+    Halves halves;
+    memcpy(&halves, from, sizeof halves);
+    const RealBits bits = __builtin_convertvector(halves, RealBits), rest = (bits & 0x7fff) << 13;
+    const RealBits moved = rest + (rest < 31 << 23 ? (RealBits){} + (112 << 23) : (RealBits){} + (224 << 23));
+    const Reals small = (Reals)(rest + (113 << 23)) - 0x1p-14f;
+    return (Reals)((rest < 1 << 23 ? (RealBits)small : moved) | (bits & 0x8000) << 16);
+#endif
+}
+
+// ROWS rows by ACROSS vectors of outputs, the first of which is `output`.
+template <int ROWS, int ACROSS, typename Element>
+static inline __attribute__((always_inline)) void float_tile(const struct FloatLinear* q, int64_t row, int64_t output) {
+    const int64_t panel = output / PANEL_F32 * PANEL_F32;
+    const Element* weight = (const Element*)q->weight + panel * q->inputs + (output - panel);
+    const float* x = q->x + row * q->inputs;
+    Reals sums[ROWS][ACROSS] = {};
+    for (int64_t k = 0; k < q->inputs; ++k, weight += PANEL_F32)
+#pragma GCC unroll 8
+        for (int v = 0; v < ACROSS; ++v) {
+            const Reals each = reals_at(weight + v * FLOATS);
+#pragma GCC unroll 8
+            for (int i = 0; i < ROWS; ++i) sums[i][v] = sums[i][v] + each * x[i * q->inputs + k];
+        }
+#pragma GCC unroll 8
+    for (int v = 0; v < ACROSS; ++v) {
+        const int64_t first = output + v * FLOATS, left = q->outputs - first, count = left < FLOATS ? left : (int64_t)FLOATS;
+        if (count <= 0) break;
+#pragma GCC unroll 8
+        for (int i = 0; i < ROWS; ++i) {
+            Reals y = sums[i][v];
+            if (q->scales) y = y * read_f32(q->scales + first, 1, count);
+            if (q->bias) y = y + read_f32(q->bias + first, 1, count);
+            write_f32(q->y + (row + i) * q->outputs + first, 1, count, y);
+        }
+    }
+}
+
+// Up to ROWS rows of a panel. One row alone has sums for more outputs, which wait for each other less.
+template <int ROWS, typename Element>
+static inline void float_rows(const struct FloatLinear* q, int64_t row, int64_t rows, int64_t panel) {
+    enum { ACROSS = ROWS == 1 && FLOATS < 16 ? 8 : 4 };
+    if (rows < ROWS) {
+        if constexpr (ROWS > 1) float_rows<ROWS - 1, Element>(q, row, rows, panel);
+        return;
+    }
+    for (int64_t output = panel; output < panel + PANEL_F32 && output < q->outputs; output += ACROSS * FLOATS)
+        float_tile<ROWS, ACROSS, Element>(q, row, output);
+}
+
+// Threads share blocks of rows of every panel, those of a panel one after the other.
+template <typename Element>
+static inline void float_linear(const struct FloatLinear* q, int thread, int threads) {
+    const int64_t blocks = (q->rows + BLOCK - 1) / BLOCK, units = blocks * ((q->outputs + PANEL_F32 - 1) / PANEL_F32);
+    for (int64_t unit = share(units, thread, threads); unit < share(units, thread + 1, threads); ++unit) {
+        const int64_t first = unit % blocks * BLOCK, last = first + BLOCK < q->rows ? first + BLOCK : q->rows;
+        for (int64_t row = first; row < last; row += TALLEST)
+            float_rows<TALLEST, Element>(q, row, last - row < TALLEST ? last - row : (int64_t)TALLEST, unit / blocks * PANEL_F32);
+    }
+}

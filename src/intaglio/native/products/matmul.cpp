@@ -1,0 +1,95 @@
+// The loops of matmul.h around microkernels.
+
+#include "products/matmul.h"
+
+#include "elementwise/lookup.h"
+#include "products/row_scale.h"
+
+// Tiles first..last of one panel. Heights are nearly equal, so no tile is a thin rest.
+LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, int64_t last, int64_t tiles, int64_t width) {
+    struct Tile t = m->tile;
+    const int last_panel = panel == m->panels - 1;
+    const TileKernel* kernels = last_panel ? m->last_kernels : m->kernels;
+    const int64_t channel = panel * m->blocks * 16;
+    const int64_t offset = m->first_channel ? m->first_channel[panel] : 0;
+    t.b += panel * m->panel_bytes, t.ahead = m->panel_bytes;
+    t.bias += channel;
+    t.factor += channel;
+    if (t.other_factor) t.other_factor += channel;
+    t.mask = last_panel ? m->last_mask : m->mask;
+    const int32_t least = (int32_t)(width / tiles), longer = (int32_t)(width % tiles), per_image = (int32_t)m->out.height;
+    const int64_t channels = __builtin_popcountll((unsigned long long)t.mask), out_pixel = t.out_pixel;
+    struct Activation own = m->activation;
+    const struct Activation* activation = own.levels ? &own : 0;
+    if (own.gain) own.gain += channel;
+    float real[(WARM + TILE_BYTES) / sizeof(float)] __attribute__((aligned(64)));
+    if (activation) {
+        t.out_pixel = (channels + 15) / 16 * 64;
+        if (channels % 16) memset(real, 0, sizeof real);  // a kernel leaves lanes behind the last channel as they are
+    }
+    const struct Epilogue* epilogue = m->epilogue.take ? &m->epilogue : 0;
+    uint8_t levels[WARM + TILE_BYTES] __attribute__((aligned(64)));
+    if (epilogue && !activation) t.out_pixel = (channels + 15) / 16 * 16 * epilogue->bytes;
+    uint8_t* const warmed = activation ? levels : (uint8_t*)real;
+    const int64_t warmed_pixel = activation ? (channels + 15) / 16 * 16 : t.out_pixel;
+    const int32_t warm = (int32_t)(WARM / (m->rows * t.out_pixel)) + 1;
+    const int staged = m->table || activation || epilogue || m->by_row.scales;
+    int32_t line = (int32_t)(first / tiles), i = (int32_t)(first % tiles);
+    for (int64_t done = first; done < last;) {
+        const int64_t n = m->flat ? 0 : line / per_image, y = m->flat ? 0 : line % per_image;
+        const uint8_t* a = at(&m->in, n, y * m->stride_y - m->top, -m->left) + offset;
+        uint8_t* out = at(&m->out, n, y, 0) + channel * m->out_bytes;
+        const uint8_t* other = m->other.base ? at(&m->other, n, y, 0) + channel : 0;
+        const int64_t x = (int64_t)i * least + (i < longer ? i : longer);
+        t.a = a + x * t.a_pixel;
+        int64_t pixel = line * width + x;
+        t.out = out + x * out_pixel;
+        t.other = other + x * t.other_pixel;
+        if (m->rest.base) t.rest = at(&m->rest, n, y, 0) + channel + x * t.rest_pixel;
+        if (m->other_rest.base) t.other_rest = at(&m->other_rest, n, y, 0) + channel + x * t.other_rest_pixel;
+        while (i < tiles && done < last) {
+            const int32_t equal = (i < longer ? longer : (int32_t)tiles) - i;
+            const int32_t left = done + equal < last ? equal : (int32_t)(last - done);
+            const int32_t height = least + (i < longer), count = staged && left > warm ? warm : left;
+            uint8_t* first_pixel = t.out;
+            t.count = count;
+            if (activation || epilogue) t.out = (uint8_t*)real;
+            kernels[height](&t);
+            if (activation || epilogue) t.out = first_pixel + height * count * out_pixel;
+            if (epilogue) first_pixel = warmed;
+            const int64_t apart = epilogue ? warmed_pixel : out_pixel;
+            if (activation) activation->levels(activation, real, t.out_pixel / 4, height * count, first_pixel, apart, channels);
+            if (m->by_row.scales) dequantize_rows(&m->by_row, (float*)first_pixel, apart / 4, pixel, height * count, channel, channels);
+            if (m->table) look_up_here(first_pixel, height * count, apart, channels, m->table);
+            if (epilogue) epilogue->take(epilogue->run, warmed, warmed_pixel, pixel, height * count, channel, channels);
+            pixel += height * count;
+            i += count, done += count;
+        }
+        i = 0;
+        ++line;
+    }
+}
+
+LIBRARY void matmul(const struct Matmul* m, int thread, int threads) {
+    const int64_t pixels = m->out.images * m->out.height * m->out.width;
+    const int64_t lines = m->flat ? 1 : m->out.images * m->out.height, width = m->flat ? pixels : m->out.width;
+    if (!pixels) return;
+    const int64_t tiles = (width + m->rows - 1) / m->rows, total = lines * tiles;
+    if (pixels < m->split_channels_below || total < threads) {
+        const int64_t last = first_unit(m, total, thread + 1, threads);
+        for (int64_t unit = first_unit(m, total, thread, threads); unit < last;) {
+            const int64_t panel = unit / total, begin = unit % total;
+            const int64_t end = begin + (last - unit) < total ? begin + (last - unit) : total;
+            matmul_span(m, panel, begin, end, tiles, width);
+            unit += end - begin;
+        }
+        return;
+    }
+    const int64_t first = share(total, thread, threads), last = share(total, thread + 1, threads);
+    const int64_t bytes = (width + tiles - 1) / tiles * m->tile.a_pixel * m->stride_y;
+    const int64_t chunk = m->chunk_bytes / bytes > 1 ? m->chunk_bytes / bytes : 1;
+    for (int64_t begin = first; begin < last; begin += chunk) {
+        const int64_t end = begin + chunk < last ? begin + chunk : last;
+        for (int64_t panel = 0; panel < m->panels; ++panel) matmul_span(m, panel, begin, end, tiles, width);
+    }
+}

@@ -1,0 +1,67 @@
+// Microkernels in plain C++, for any processor; one function of a result for all heights.
+#pragma once
+
+#include "base/numerics.h"
+#include "products/tile.h"
+
+static inline int32_t dot4(const uint8_t* a, const int8_t* b) {
+    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3];
+}
+
+// acc[row][channel] += four activations times four weights, over every tap.
+static inline void portable_products(const struct Tile* t, int rows, int32_t (*acc)[16]) {
+    const int8_t* b = t->b;
+    for (int i = 0; i < rows; ++i) memcpy(acc[i], t->bias, sizeof acc[i]);
+    for (int64_t ky = 0; ky < t->tap_rows; ++ky)
+        for (int64_t kx = 0; kx < t->taps; ++kx)
+            for (int64_t k = 0; k < t->run; ++k, b += 64)
+                for (int i = 0; i < rows; ++i) {
+                    const uint8_t* a = t->a + i * t->a_pixel + ky * t->a_row + kx * t->a_tap + 4 * k;
+                    for (int c = 0; c < 16; ++c)
+                        acc[i][c] = (int32_t)((uint32_t)acc[i][c] + (uint32_t)dot4(a, b + 4 * c));
+                }
+}
+
+static inline void portable_next(struct Tile* t, int rows) {
+    t->a += rows * t->a_pixel, t->out += rows * t->out_pixel, t->other += rows * t->other_pixel;
+    t->rest += rows * t->rest_pixel, t->other_rest += rows * t->other_rest_pixel;
+}
+
+// A level, or 16 bits as a level and a rest.
+static inline void portable_put(const struct Tile* t, int rest, int i, int c, int32_t level) {
+    t->out[i * t->out_pixel + c] = (uint8_t)(rest ? level / STEPS : level);
+    if (rest) t->rest[i * t->rest_pixel + c] = (uint8_t)(level % STEPS);
+}
+
+static inline void portable_u8(const struct Tile* t, int rows, int rest) {
+    int32_t acc[16][16];
+    const struct Limits* q = t->limits;
+    portable_products(t, rows, acc);
+    for (int i = 0; i < rows; ++i)
+        for (int c = 0; c < 16; ++c)
+            if (t->mask >> c & 1)
+                portable_put(t, rest, i, c, requantize(acc[i][c], t->factor[c], q->zero_point, q->low, q->high));
+}
+
+static inline void portable_add(const struct Tile* t, int rows, int rest, int other_rest) {
+    int32_t acc[16][16];
+    const struct Limits* q = t->limits;
+    portable_products(t, rows, acc);
+    for (int i = 0; i < rows; ++i)
+        for (int c = 0; c < 16; ++c)
+            if (t->mask >> c & 1) {
+                const int32_t level = t->other[i * t->other_pixel + c];
+                const int32_t other = other_rest ? STEPS * level + t->other_rest[i * t->other_rest_pixel + c] : level;
+                portable_put(t, rest, i, c,
+                             add_requantize(acc[i][c], t->factor[c], other - q->other_zero_point, t->other_factor[c],
+                                            q->zero_point, q->low, q->high));
+            }
+}
+
+static inline void portable_f32(const struct Tile* t, int rows) {
+    int32_t acc[16][16];
+    portable_products(t, rows, acc);
+    for (int i = 0; i < rows; ++i)
+        for (int c = 0; c < 16; ++c)
+            if (t->mask >> c & 1) ((float*)(t->out + i * t->out_pixel))[c] = (float)acc[i][c] * t->factor[c];
+}

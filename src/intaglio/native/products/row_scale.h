@@ -1,0 +1,86 @@
+// Rows with scales of their own: results of products dequantized, and one row quantized (numerics.py, bit for bit).
+
+#pragma once
+
+#include <string.h>
+
+#include "products/epilogue.h"
+#include "base/functions.h"
+
+// Accumulators as floats, `apart` from row to row, in place; `channel` is the first of `channels`.
+static inline void dequantize_rows(const struct ByRow* r, float* at, int64_t apart, int64_t row, int64_t rows, int64_t channel, int64_t channels) {
+    const float *columns = r->columns + channel, *bias = r->bias + channel;
+    for (int64_t i = 0; i < rows; ++i, at += apart) {
+        const float scale = r->scales[r->alike ? 0 : row + i];
+        int64_t c = 0;
+        for (; c + FLOATS <= channels; c += FLOATS) {
+            Reals x, column, offset;
+            memcpy(&x, at + c, sizeof x), memcpy(&column, columns + c, sizeof x), memcpy(&offset, bias + c, sizeof x);
+            x = x * scale * column + offset;
+            memcpy(at + c, &x, sizeof x);
+        }
+        for (; c < channels; ++c) at[c] = at[c] * scale * columns[c] + bias[c];
+    }
+}
+
+
+enum { SMALLEST_ROW = 0x0d800000, INFINITE = 0x7f800000, NOT_A_NUMBER = 0x7fc00000 };   // bits of 2^-100 and others
+
+static inline float float_of(int32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+// Bits of the largest magnitude of a row, at least those given; magnitudes are ordered as their bits are, NaN above all.
+static inline int32_t peak_bits(const float* from, int64_t apart, int64_t count, int32_t most) {
+    int64_t i = 0;
+    if (apart == 1 && count >= FLOATS) {
+        RealBits lanes = most + (RealBits){};
+        for (; i + FLOATS <= count; i += FLOATS) {
+            RealBits x;
+            memcpy(&x, from + i, sizeof x);
+            x &= 0x7fffffff;
+            lanes = x > lanes ? x : lanes;
+        }
+        for (int l = 0; l < FLOATS; ++l) most = lanes[l] > most ? lanes[l] : most;
+    }
+    for (; i < count; ++i) {
+        int32_t x;
+        memcpy(&x, from + i * apart, sizeof x);
+        x &= 0x7fffffff;
+        most = x > most ? x : most;
+    }
+    return most;
+}
+
+static inline void levels_of_16(const float* from, float inverse, uint8_t* to) {
+    RealBits words[16 / FLOATS];
+    for (int j = 0; j < 16 / FLOATS; ++j) {
+        Reals x;
+        memcpy(&x, from + j * FLOATS, sizeof x);
+        words[j] = whole(shifted(least_of(most_of(x * inverse, -127.0f), 127.0f))) + 128;
+    }
+    narrow16(words, to);
+}
+
+// One row; `bits` of its largest magnitude. Returns its scale.
+static inline float quantize_row(const float* from, int64_t apart, int64_t count, int32_t bits, uint8_t* to) {
+    if (bits >= INFINITE) {
+        memset(to, 128, (size_t)count);
+        return float_of(NOT_A_NUMBER);
+    }
+    const float peak = float_of(bits), inverse = 127.0f / peak;
+    int64_t i = 0;
+    for (; apart == 1 && i + 16 <= count; i += 16) levels_of_16(from + i, inverse, to + i);
+    while (i < count) {
+        float some[16] = {0};
+        uint8_t levels[16];
+        const int64_t left = count - i < 16 ? count - i : 16;
+        for (int64_t l = 0; l < left; ++l) some[l] = from[(i + l) * apart];
+        levels_of_16(some, inverse, levels);
+        memcpy(to + i, levels, (size_t)left);
+        i += left;
+    }
+    return peak / 127.0f;
+}

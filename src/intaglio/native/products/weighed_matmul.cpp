@@ -1,0 +1,28 @@
+// matmul_weighed of weighed_matmul.h.
+
+#include "products/weighed_matmul.h"
+
+enum { WEIGHED_BYTES = 1 << 16, BEHIND = 64 };   // what a thread has room for; what may be read behind it
+
+LIBRARY void matmul_weighed(struct Matmul* m, const struct Pair* weighed, int thread, int threads) {
+    uint8_t made[WEIGHED_BYTES + BEHIND] __attribute__((aligned(64)));
+    const int64_t pixels = m->out.images * m->out.height * m->out.width, pixel = m->in.pixel;
+    if (!pixels) return;
+    const int64_t tiles = (pixels + m->rows - 1) / m->rows, least = pixels / tiles, longer = pixels % tiles;
+    if ((pixels < m->split_channels_below || tiles < threads) && pixels * pixel <= WEIGHED_BYTES) {
+        if (first_unit(m, tiles, thread, threads) == first_unit(m, tiles, thread + 1, threads)) return;
+        weigh_pixels(weighed, 0, pixels, made);
+        m->in.base = made;
+        matmul(m, thread, threads);
+        return;
+    }
+    const int64_t first = share(tiles, thread, threads), last = share(tiles, thread + 1, threads);
+    const int64_t most = WEIGHED_BYTES / ((least + (longer > 0)) * pixel), chunks = (last - first + most - 1) / most;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        const int64_t begin = first + chunk * (last - first) / chunks, end = first + (chunk + 1) * (last - first) / chunks;
+        const int64_t x = begin * least + (begin < longer ? begin : longer), stop = end * least + (end < longer ? end : longer);
+        weigh_pixels(weighed, x, stop - x, made);
+        m->in.base = made - x * pixel;
+        for (int64_t panel = 0; panel < m->panels; ++panel) matmul_span(m, panel, begin, end, tiles, pixels);
+    }
+}

@@ -1,0 +1,190 @@
+// Scores, probabilities and sums of attention.h.
+
+#include "sequences/attention.h"
+
+#include "products/operand.h"
+
+// What one thread has for itself; all lines are whole.
+struct AttentionScratch {
+    struct Operand k, v;
+    int8_t *packed_k, *packed_v;
+    int32_t* terms;                    // of keys
+    float *mask, *scores, *sums;       // of keys; QUERIES by keys; QUERIES by values
+    uint8_t* levels;                   // QUERIES by keys
+    int64_t row, sums_row;             // keys and values, padded
+    const uint8_t* masked;             // what `mask` is made of
+};
+
+static inline struct AttentionScratch attention_scratch(const struct Attention* a, int thread) {
+    struct AttentionScratch s = {};
+    s.row = (a->keys + PANEL - 1) / PANEL * PANEL, s.sums_row = (a->width + 15) / 16 * 16;
+    uint8_t* at = a->scratch + thread * a->scratch_bytes;
+    s.packed_k = (int8_t*)at, at += s.row * ((a->depth + 3) / 4 * 4);
+    s.packed_v = (int8_t*)at, at += s.row * s.sums_row;
+    s.terms = (int32_t*)at, at += 4 * s.row;
+    s.mask = (float*)at, at += 4 * s.row;
+    s.scores = (float*)at, at += 4 * s.row * QUERIES;
+    s.levels = at, at += s.row * QUERIES;
+    s.sums = (float*)at;
+    return s;
+}
+
+// K by columns of keys, V by columns of values.
+static inline void pack_heads(const struct Attention* a, struct AttentionScratch* s, int64_t image, int64_t head) {
+    s->k = (struct Operand){head_of(&a->k, image, head), 1, a->k.row, a->depth, a->keys};
+    s->v = (struct Operand){head_of(&a->v, image, head), a->v.row, 1, a->keys, a->width};
+    pack_operand(&s->k, a->kernels.blocks, s->packed_k);
+    pack_operand(&s->v, a->kernels.blocks, s->packed_v);
+    column_terms(&s->k, a->kernels.blocks, s->packed_k, a->zero_q, s->terms);
+}
+
+static const float MINUS_INFINITY = -__builtin_inff();
+
+static inline float largest(Reals x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float most = x[0];
+    for (int i = 1; i < FLOATS; ++i) most = x[i] > most ? x[i] : most;
+    return most;
+#endif
+}
+
+// numerics.mask_powers of one.
+static inline float mask_power(float x) {
+    const float wide = x * 1.44269502162933349609375f, bounded = wide > -0x1.fffffep127f ? wide : -0x1.fffffep127f;
+    return x == MINUS_INFINITY ? x : bounded;
+}
+
+// One row of the mask as floats to add. Kept while rows are the same.
+static __attribute__((noinline)) const float* mask_row(const struct Attention* a, struct AttentionScratch* s, const uint8_t* from) {
+    if (s->masked == from) return s->mask;
+    const int64_t apart = a->mask_apart[3];
+    s->masked = from;
+    if (a->mask_bytes == 1) {
+        for (int64_t j = 0; j < a->keys; ++j) s->mask[j] = from[j * apart] ? 0.0f : MINUS_INFINITY;
+    } else if (apart == 4) {
+        memcpy(s->mask, from, (size_t)(4 * a->keys));
+        for (int64_t j = 0; j < a->keys; ++j) s->mask[j] = mask_power(s->mask[j]);
+    } else {
+        for (int64_t j = 0; j < a->keys; ++j) {
+            float x;
+            memcpy(&x, from + j * apart, sizeof x);
+            s->mask[j] = mask_power(x);
+        }
+    }
+    return s->mask;
+}
+
+// The largest score of a row, the mask added; behind the last one -infinity, up to a multiple of 16.
+static inline float largest_score(float* x, const float* mask, int64_t keys) {
+    const int64_t padded = (keys + 15) / 16 * 16;
+    for (int64_t j = keys; j < padded; ++j) x[j] = MINUS_INFINITY;
+    Reals most = every_lane(MINUS_INFINITY);
+    if (mask)
+        for (int64_t j = 0; j < padded; j += FLOATS) {
+            const Reals sum = load_reals(x + j) + load_reals(mask + j);
+            store_reals(x + j, sum);
+            most = sum > most ? sum : most;
+        }
+    else
+        for (int64_t j = 0; j < padded; j += FLOATS) {
+            const Reals score = load_reals(x + j);
+            most = score > most ? score : most;
+        }
+    return largest(most);
+}
+
+// 255 * 2^f.
+static inline Reals level_terms(Reals f) {
+    const Reals total = (0x1.c232b0p+3f * f + 0x1.eeed58p+5f) * f + 0x1.61902ap+7f;
+    return total * f + 0x1.fdf69cp+7f;
+}
+
+// numerics.probability_levels of a row of scores; their sum. Scores up to a multiple of 16 are read, as many levels
+// written. What is no number converts to the least integer, which saturates to 0.
+static inline int32_t row_levels(const float* x, float top, int64_t keys, uint8_t* levels) {
+    int64_t j = 0;
+    int32_t sum = 0;
+#if defined(__AVX512VNNI__)
+    __m512i sums = _mm512_setzero_si512();
+    for (; j + 64 <= keys; j += 64) {
+        __m512i words[4];
+        for (int i = 0; i < 4; ++i) {
+            const __m512 power = _mm512_sub_ps(_mm512_loadu_ps(x + j + 16 * i), _mm512_set1_ps(top));
+            const __m512 n = _mm512_roundscale_ps(power, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+            words[i] = _mm512_cvtps_epi32(_mm512_scalef_ps((__m512)level_terms((Reals)_mm512_sub_ps(power, n)), n));
+        }
+        const __m512i low = _mm512_packs_epi32(words[0], words[1]), high = _mm512_packs_epi32(words[2], words[3]);
+        const __m512i bytes = gather(_mm512_packus_epi16(low, high));
+        _mm512_storeu_si512(levels + j, bytes);
+        sums = _mm512_dpbusd_epi32(sums, bytes, _mm512_set1_epi8(1));
+    }
+    sum = _mm512_reduce_add_epi32(sums);
+#endif
+    RealBits rest = {};
+    for (; j < keys; j += 16) {
+        RealBits words[16 / FLOATS];
+        for (int i = 0; i < 16 / FLOATS; ++i) {
+            const Reals power = most_of(load_reals(x + j + i * FLOATS) - top, -12.0f), rounded = shifted(power);
+            const RealBits total = (RealBits)level_terms(power - integral(rounded));
+            rest += words[i] = whole(shifted((Reals)(total + (whole(rounded) << 23))));   // times 2^n
+        }
+        narrow16(words, levels + j);
+    }
+    for (int i = 0; i < FLOATS; ++i) sum += rest[i];
+    return sum;
+}
+
+// Keys of a query, but for those a mask excludes.
+static inline int64_t own_keys(const struct Attention* a, int64_t query) { return a->causal && query < a->keys ? query + 1 : a->keys; }
+
+// Queries first..last of one head.
+static __attribute__((noinline)) void attend(const struct Attention* a, struct AttentionScratch* s, int64_t image, int64_t head, int64_t first, int64_t last) {
+    const int64_t rows = last - first, keys = own_keys(a, last - 1), steps = (keys + 3) / 4;
+    float factor[PANEL], tops[QUERIES], shares[QUERIES];
+    for (int i = 0; i < PANEL; ++i) factor[i] = a->factor;
+    struct Tile t = {};
+    t.a = head_of(&a->q, image, head) + first * a->q.row, t.a_pixel = a->q.row;
+    t.b = s->packed_k, t.tap_rows = t.taps = 1, t.run = (a->depth + 3) / 4;
+    t.bias = s->terms, t.factor = factor, t.out = (uint8_t*)s->scores, t.out_pixel = 4 * s->row;
+    multiply(&a->kernels, &t, &s->k, keys, rows, 0);
+    const uint8_t* mask = a->mask ? a->mask + image * a->mask_apart[0] + head * a->mask_apart[1] : 0;
+    for (int64_t i = 0; i < rows; ++i) {
+        const int64_t query = first + i;
+        tops[i] = largest_score(s->scores + i * s->row, mask ? mask_row(a, s, mask + query * a->mask_apart[2]) : 0, own_keys(a, query));
+    }
+    for (int64_t i = 0; i < rows; ++i) {
+        const int64_t own = own_keys(a, first + i), end = (own + 15) / 16 * 16;
+        uint8_t* levels = s->levels + i * s->row;
+        const int32_t sum = row_levels(s->scores + i * s->row, tops[i], own, levels);
+        if (end < 4 * steps) memset(levels + end, 0, (size_t)(4 * steps - end));
+        shares[i] = sum ? a->ratio / (float)sum : 0.0f;
+    }
+    if (steps) {
+        for (int i = 0; i < PANEL; ++i) factor[i] = 1.0f;
+        t.a = s->levels, t.a_pixel = s->row, t.b = s->packed_v, t.run = steps;
+        t.bias = NO_TERMS, t.out = (uint8_t*)s->sums, t.out_pixel = 4 * s->sums_row;
+        multiply(&a->kernels, &t, &s->v, a->width, rows, 0);
+    } else {
+        memset(s->sums, 0, (size_t)(4 * s->sums_row * rows));
+    }
+    uint8_t* out = head_of(&a->out, image, head) + first * a->out.row;
+    rows_to_levels(s->sums, s->sums_row, rows, shares, a->limits, out, a->out.row, a->width);
+}
+
+// Threads share blocks of queries; each packs the keys and values it comes to need.
+LIBRARY void attention(const struct Attention* a, int thread, int threads) {
+    if (threads > a->sharers) threads = (int)a->sharers;
+    if (thread >= threads) return;
+    const int64_t blocks = (a->queries + QUERIES - 1) / QUERIES, total = a->batch * a->heads * blocks;
+    struct AttentionScratch s = attention_scratch(a, thread);
+    int64_t packed = -1;
+    for (int64_t unit = share(total, thread, threads); unit < share(total, thread + 1, threads); ++unit) {
+        const int64_t block = unit % blocks, head = unit / blocks % a->heads, image = unit / blocks / a->heads;
+        const int64_t pair = image * a->heads + head / a->shared;
+        if (pair != packed) pack_heads(a, &s, image, head / a->shared);
+        packed = pair;
+        attend(a, &s, image, head, a->queries * block / blocks, a->queries * (block + 1) / blocks);
+    }
+}

@@ -1,0 +1,64 @@
+// Rows of a table, joined bag by bag: ops/tables.py, bit for bit. Build with -ffp-contract=off.
+#pragma once
+
+#include "elementwise/loops.h"
+#include "base/run.h"
+
+enum { BAG_SUM, BAG_MEAN, BAG_MAX };
+
+// A table of floats, or with scales of levels; `ends` are one more than bags where the last bag has its own. `weights` may be
+// null. `padding` is no row where every id counts.
+struct Bags {
+    const uint8_t* table;
+    const float *scales, *zero_points, *weights;
+    const int64_t *ids, *offsets;
+    float* out;
+    int64_t rows, width, count, bags, apart, padding;
+    int ends, mode;
+};
+
+static inline Reals row_of(const struct Bags* b, int64_t id, int64_t d, int64_t count) {
+    if (!b->scales) return read_f32((const float*)b->table + id * b->width + d, 1, count);
+    return dequantize_row(read_u8(b->table + id * b->width + d, 1, count), b->scales[id], b->zero_points[id]);
+}
+
+// Whether all ids are rows and the bag lies inside of what there is.
+static inline int joined_rows(const struct Bags* b, float* out, int64_t first, int64_t last) {
+    int64_t joined = 0;
+    if (first < 0 || last < first || last > b->count) return 0;
+    memset(out, 0, (size_t)b->width * sizeof *out);
+    for (int64_t i = first; i < last; ++i) {
+        const int64_t id = b->ids[i];
+        if (id < 0 || id >= b->rows) return 0;
+        if (id == b->padding) continue;
+        const float weight = b->weights ? b->weights[i] : 1.0f;
+        along(0, b->width, [&](int64_t first, int64_t count, int, auto vectors) __attribute__((always_inline)) {
+            enum { COUNT = decltype(vectors)::COUNT };
+            EACH {
+                const int64_t d = first + i * FLOATS;
+                Reals row = row_of(b, id, d, count);
+                if (b->weights) row = row * weight;
+                const Reals total = read_f32(out + d, 1, count);
+                write_f32(out + d, 1, count, b->mode != BAG_MAX ? total + row : joined ? larger(row, total) : row);
+            }
+        });
+        ++joined;
+    }
+    if (b->mode == BAG_MEAN && joined)
+        along(0, b->width, [&](int64_t first, int64_t count, int, auto vectors) __attribute__((always_inline)) {
+            enum { COUNT = decltype(vectors)::COUNT };
+            EACH {
+                const int64_t d = first + i * FLOATS;
+                write_f32(out + d, 1, count, read_f32(out + d, 1, count) / (float)joined);
+            }
+        });
+    return 1;
+}
+
+static inline void embedding_bags(const struct Bags* b, int32_t* outside, int thread, int threads) {
+    for (int64_t bag = share(b->bags, thread, threads); bag < share(b->bags, thread + 1, threads); ++bag) {
+        const int64_t last = bag + 1 < b->bags + b->ends ? b->offsets[bag + 1] : b->count;
+        const int begins = bag || !b->offsets[0];
+        if (!begins || !joined_rows(b, b->out + bag * b->apart, b->offsets[bag], last)) *outside = 1;
+    }
+}

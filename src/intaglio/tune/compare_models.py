@@ -1,0 +1,186 @@
+"""A quantized model against its float model, operator by operator: which one loses the accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from intaglio import eager
+from intaglio.eager.run_trace import binder_of, captures, exact_twin, float_copy, traced
+from intaglio.errors import IntaglioError
+from intaglio.fxgraph.graph_passes import copy_graph
+from intaglio.lower import Lowered, requantize
+from intaglio.lower.graph_builder import plain_name
+from intaglio.quant.calibrate.batches import Binder, binder_for, peek
+from intaglio.quant.calibrate.prepare import Prepared, annotate, prepare, rewritten
+from intaglio.quant.qdq.convert import Reference, convert
+from intaglio.quant.qdq.parameters import Parameters
+from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.runtime import QuantizedModel
+from intaglio.signature import Integers, bind, dims_of
+from intaglio.torch_private import buffers_of, pytree
+from intaglio.tracing import Captured, capture
+from intaglio.tracing.capture_check import clone_tensors
+from intaglio.tracing.captured import GraphStage
+from intaglio.tune.comparison import Comparison
+from intaglio.tune.op_error import Pair, Totals
+
+
+def compare(
+    exact: nn.Module | Captured | Prepared, quantized: Any, data: Any, *, samples: int | None = None
+) -> Comparison:
+    """How much of the float model's values is left, over the same batches for both.
+
+    ``quantized``: a `Reference`, a model of the eager door, or an int8 model, saved or not, whose reference is made
+    again from the float model and the parameters it keeps. Where that gives another integer graph, as after corrections
+    of weights, and for other stages there are results only, and no row per operator. Of a model of the eager door every
+    recording that ran is compared, over all the calls and turns of loops that ran along it. ``data``: an iterable of
+    batches, as for `calibrate`, read once; ``samples`` stops after that many. Raises `InputError` when both are not of
+    one model.
+    """
+    first, items = peek(data)
+    judge: Graphs | SegmentComparison
+    if eager.is_session(quantized) and isinstance(exact, nn.Module):
+        judge = SegmentComparison(exact, quantized)
+    else:
+        judge = Graphs(exact if isinstance(exact, GraphStage) else _captured(exact, first), quantized)
+    total, seen = Totals(), 0
+    for item in items:
+        args, kwargs = judge.binder(item)
+        for index, both in enumerate(judge(args, kwargs)):
+            total.add(f"result {index}", *both)
+        sizes = [leaf.shape[0] for leaf in pytree.tree_leaves((args, kwargs)) if is_batch(leaf)]
+        seen += sizes[0] if sizes else 1
+        if samples is not None and seen >= samples:
+            break
+    rows = sorted((row for pair in judge.pairs for row in pair.rows()), key=lambda row: (row.alone, row.so_far))
+    results = tuple(total.decibels(key) for key in total.signal)
+    return Comparison(tuple(rows), results, seen, judge.parted)
+
+
+def is_batch(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+Results = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors of a call's result: exact, and as found."""
+
+
+class Graphs:
+    """Judges a stage, or an int8 model, that is one graph."""
+
+    parted = 0
+
+    def __init__(self, stage: GraphStage, quantized: Any) -> None:
+        self.stage, self.quantized, self.binder = stage, quantized, Binder.of(stage.signature)
+        reference = _reference(stage, quantized)
+        self.pairs = [] if reference is None else [Pair(_float_graph(stage, reference), reference)]
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Results:
+        """One call of both."""
+        stage = self.stage
+        leaves = bind(stage.signature, args, kwargs)
+        dims_of(stage.signature, leaves)
+        values = clone_tensors([*leaves, *stage.state])
+        expected, found = (
+            stage(*clone_tensors(args), **clone_tensors(kwargs)),
+            self.quantized(*clone_tensors(args), **clone_tensors(kwargs)),
+        )
+        for pair in self.pairs:
+            names = [node.name for node in pair.module.graph.nodes if node.op == "placeholder"]
+            given = dict(zip(names, values, strict=True))
+            pair.add(given, given)
+        return list(zip(_tensors(expected), _tensors(found), strict=True))
+
+
+class SegmentComparison:
+    """Judges a converted model of the eager door: what ran, recording by recording."""
+
+    def __init__(self, exact: nn.Module, quantized: nn.Module) -> None:
+        self.exact, self.quantized = float_copy(exact), quantized
+        self.twin, self.binder, self.parted = exact_twin(quantized), binder_of(quantized), 0
+        self.by_number: dict[int, Pair] = {}
+        for number, (stage, reference) in captures(quantized, self.exact).items():
+            self.by_number[number] = Pair(_float_graph(stage, reference), reference, number)
+
+    @property
+    def pairs(self) -> list[Pair]:
+        return list(self.by_number.values())
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Results:
+        """One call of both; without their results where numbers decide which they are, and did so otherwise in int8."""
+        with torch.no_grad():
+            expected = self.exact(*clone_tensors(args), **clone_tensors(kwargs))
+        _, exactly = traced(self.twin, clone_tensors(args), clone_tensors(kwargs))
+        found, roughly = traced(self.quantized, clone_tensors(args), clone_tensors(kwargs))
+        for mine, its in zip(exactly, roughly, strict=False):
+            if (mine.number, mine.first) != (its.number, its.first):
+                break
+            if mine.number in self.by_number:
+                self.by_number[mine.number].add(mine.given, its.given, range(mine.first, min(mine.end, its.end)))
+            if mine.end != its.end:
+                break
+        parted = [s.extent for s in exactly] != [s.extent for s in roughly]
+        self.parted += parted
+        pairs = list(zip(_tensors(expected), _tensors(found), strict=not parted))
+        return pairs if all(a.shape == b.shape for a, b in pairs) else []
+
+
+def _captured(model: nn.Module, item: Any) -> Captured:
+    """By its first call."""
+    args, kwargs = binder_for(model)(item)
+    return capture(model, args, example_kwargs=kwargs)
+
+
+def _reference(stage: GraphStage, quantized: Any) -> Reference | None:
+    """The reference behind an int8 model, if it can be had."""
+    if isinstance(quantized, Reference):
+        return quantized
+    return eager.rewrite(quantized) if eager.is_session(quantized) else _made_again(stage, quantized)
+
+
+def _made_again(stage: GraphStage, quantized: Any) -> Reference | None:
+    """From the float model and the texts that the int8 model keeps."""
+    texts = quantized.about.texts if isinstance(quantized, (Lowered, QuantizedModel)) else {}
+    if not isinstance(stage, (Captured, Prepared)) or not {"quantizer", "parameters", "integer"} <= texts.keys():
+        return None
+    try:
+        prepared = stage if isinstance(stage, Prepared) else prepare(stage, Quantizer.from_toml(texts["quantizer"]))
+        reference = convert(prepared, Parameters.from_json(texts["parameters"]))
+    except IntaglioError:
+        return None
+    if requantize(reference).text() != texts["integer"]:
+        return None
+    return _with_integers(reference, quantized.graph.constants)
+
+
+def _with_integers(reference: Reference, constants: Mapping[str, np.ndarray]) -> Reference:
+    """The weights as the int8 model has them: corrections may have rounded them otherwise than to nearest."""
+    module = copy_graph(reference.module)
+    for name, tensor in buffers_of(module).items():
+        found = constants.get(plain_name(name))
+        if tensor is not None and tensor.dtype is torch.int8 and found is not None and found.shape == tensor.shape:
+            buffers_of(module)[name] = torch.from_numpy(np.array(found))
+    return replace(reference, module=module)
+
+
+def _float_graph(stage: GraphStage, reference: Reference) -> fx.GraphModule:
+    """As `prepare` leaves it: its nodes have the names they have in a reference."""
+    if isinstance(stage, Prepared):
+        return stage.annotations.module
+    text = reference.about.texts.get("quantizer")
+    if isinstance(stage, Captured) and text is not None:
+        return annotate(stage, Quantizer.from_toml(text)).module
+    return rewritten(stage.module, reference.rewrites)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Floating-point tensors, and those that levels stand for."""
+    leaves = pytree.tree_leaves(value, is_leaf=lambda part: isinstance(part, Integers))
+    leaves = [leaf.dequantize() if isinstance(leaf, Integers) else leaf for leaf in leaves]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]

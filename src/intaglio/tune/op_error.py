@@ -1,0 +1,275 @@
+"""`Pair`: a float graph and the reference made of it, judged node by node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch
+from torch import fx
+
+from intaglio.errors import InputError
+from intaglio.fxgraph.node_info import info, origin, tensor_type
+from intaglio.fxgraph.nodes import name_of, operator
+from intaglio.ir import DType, QParams
+from intaglio.quant.annotate.sites import Shared, Site
+from intaglio.quant.qdq.convert import Reference
+from intaglio.quant.qdq.float8 import float8
+from intaglio.torch_private import quantized_decomposed
+from intaglio.tune.comparison import RangeUse, Row
+
+Given = Mapping[str, torch.Tensor]
+"""Values by name of a node."""
+
+EQUALIZED = (torch.ops.aten.addcmul.default,)
+"""What equalization makes of a sum, and puts behind an input."""
+
+
+class Pair:
+    """The float graph and the reference made of it, node by node of the same name.
+
+    Exact values are those of the float graph as equalization left it: the same function, other values inside.
+    """
+
+    def __init__(self, module: fx.GraphModule, reference: Reference, recording: int = 0) -> None:
+        self.module, self.reference, self.recording = reference.annotations.module, reference, recording
+        self.total = Totals()
+        theirs = {node.name: node for node in module.graph.nodes}
+        self.named = {node.name: node for node in self.module.graph.nodes}
+        found = [node for node in reference.module.graph.nodes if name_of(node) in self.named and _compared(node)]
+        self.nodes = {name_of(node): node for node in found}
+        self.sites = {site.value: site for site in reference.annotations.sites if site.role == "activation"}
+        self.uses = {name: _Uses(self._levels(name)) for name in self.nodes}
+        self.moves = frozenset(
+            value for value, site in self.sites.items() if isinstance(site.spec, Shared) and not site.spec.observed
+        )
+        for name, node in self.nodes.items():
+            other = theirs.get(name)
+            if other is None and reference.parameters.corrected.equalization and node.target in EQUALIZED:
+                continue
+            replaced = node.target in EQUALIZED or name != node.name
+            same = other is not None and (operator(other) == operator(node) or replaced)
+            if other is None or not same or tensor_type(other) != tensor_type(node):
+                kind = "nothing of that name" if other is None else f"{operator(other)} {tensor_type(other)}"
+                where = origin(node)
+                raise InputError(
+                    where.path or node.name,
+                    operator(node) or None,
+                    f"{tensor_type(node)} in the reference, {kind} in the float model",
+                    remedy="compare a reference with the model it was made from",
+                    source=where.source or None,
+                )
+
+    def _levels(self, value: str) -> tuple[Site, QParams] | None:
+        site = self.sites.get(value)
+        return None if site is None else (site, self.reference.qparams[site.name])
+
+    def add(self, exactly: Given, roughly: Given, ran: range | None = None) -> None:
+        """One run of both graphs. ``exactly``, ``roughly``: what they are given, by node; ``ran``: events (eager door)
+        that ran, of a part of the graph. Operators that need more than is given are left out."""
+        exact = _Recomputation(self.module, exactly).values()
+        known = {name: exact[name] for name in self.nodes if name in exact}
+        names = [name for name in known if _in(self.nodes[name], ran, exactly)]
+        alone = _Rounding(self.reference.module, exactly, known, self.moves).values()
+        so_far = _Rounding(self.reference.module, roughly).values()
+        for name in names:
+            if name in so_far and so_far[name].shape == exact[name].shape:
+                self.total.add(f"alone {name}", exact[name], alone[name])
+                self.total.add(f"so far {name}", exact[name], so_far[name])
+                self.uses[name].add(exact[name])
+
+    def rows(self) -> list[Row]:
+        """Of operators that ran."""
+        rows, selectors, total = [], self._selectors(), self.total
+        for name, node in self.nodes.items():
+            if f"alone {name}" not in total.signal:
+                continue
+            where = origin(node)
+            kind = operator(self.named[name])
+            decibels, cosine = (
+                tuple(measure(f"{key} {name}") for key in ("alone", "so far"))
+                for measure in (total.decibels, total.cosine)
+            )
+            site = self.sites[name].name if name in self.sites else ""
+            uses = self.uses[name]
+            rows.append(
+                Row(
+                    name,
+                    site,
+                    where.path if kind else name,
+                    kind or "input",
+                    where.source,
+                    decibels[0],
+                    decibels[1],
+                    cosine[0],
+                    cosine[1],
+                    uses.low,
+                    uses.high,
+                    uses.use(),
+                    selectors.get(name, ""),
+                    self.recording,
+                )
+            )
+        return rows
+
+    def _selectors(self) -> dict[str, str]:
+        """Node -> what skips the region it is in: the path of the region's first operator, if nothing else is inside
+        of that module; else the kind of operator."""
+        paths = {origin(node).path.partition("@")[0] for node in self.nodes.values() if operator(node)}
+        found = {}
+        for region in self.reference.annotations.regions:
+            where = origin(region.anchor)
+            path = ".".join(part.partition("@")[0] for part in where.path.split("."))
+            alone = path and not any(other.startswith(f"{path}.") for other in paths)
+            found.update({node.name: path if alone else f"op:{where.operator}" for node in region.nodes})
+        return found
+
+
+FLOATING = (DType.F16, DType.BF16, DType.F32, DType.F64)
+
+
+def _compared(node: fx.Node) -> bool:
+    """Inputs and operators of the model whose value is a floating-point tensor."""
+    kind = tensor_type(node)
+    levels = operator(node).startswith(("quantized_decomposed.", "intaglio."))
+    known = node.op == "placeholder" or (node.op == "call_function" and not levels)
+    return known and kind is not None and kind.q is None and kind.dtype in FLOATING
+
+
+def _in(node: fx.Node, ran: range | None, given: Given) -> bool:
+    """Whether an operator is one of those that ran, not of those whose result was given."""
+    if ran is None or node.op == "placeholder":
+        return True
+    event = info(node).event
+    return name_of(node) not in given and (event is None or event in ran)
+
+
+NOT_COMPUTED = object()
+"""The value of a node that needs more than is given."""
+
+
+class _Recomputation(fx.Interpreter):
+    """Computes what follows from the values of some nodes, and keeps it by name."""
+
+    def __init__(self, module: fx.GraphModule, given: Given) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.given, self.found = given, dict[str, Any]()
+
+    def values(self) -> Mapping[str, Any]:
+        given = {n: self.given[name_of(n)] for n in self.module.graph.nodes if name_of(n) in self.given}
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for node in self.module.graph.nodes:
+                if node in given:
+                    self.env[node] = self.handed(node, given[node].clone())
+                elif node.op == "placeholder" or any(
+                    self.env[source] is NOT_COMPUTED for source in node.all_input_nodes
+                ):
+                    self.env[node] = NOT_COMPUTED
+                elif node.op != "output":
+                    self.env[node] = self.run_node(node)
+        return self.found
+
+    def handed(self, node: fx.Node, value: Any) -> Any:
+        """What readers of a node read, whose value this is."""
+        self.found[name_of(node)] = value
+        return value
+
+    def run_node(self, n: fx.Node) -> Any:
+        return self.handed(n, super().run_node(n))
+
+
+class _Rounding(_Recomputation):
+    """Keeps values as a reference rounds them, at once where they are made.
+
+    Nodes named in ``exact`` hand on the exact value given there instead of their own, and nothing rounds it again but
+    operators that take levels as they are, recurrent ones.
+    Those in ``moves`` select or clamp values that were rounded before, and lose nothing themselves.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, given: Given, exact: Given | None = None, moves: Set[str] = frozenset()
+    ) -> None:
+        super().__init__(module, given)
+        self.exact, self.moves = exact or {}, moves
+        homes, kinds = (quantized_decomposed(), float8()), ("per_tensor", "per_channel")
+        self.quantizes = [getattr(home, f"quantize_{kind}").default for home in homes for kind in kinds]
+        self.dequantizes = [getattr(home, f"dequantize_{kind}").default for home in homes for kind in kinds]
+
+    def run_node(self, n: fx.Node) -> Any:
+        source = n.args[0] if n.target in self.dequantizes else None
+        if self.exact and isinstance(source, fx.Node) and source.target in self.quantizes:
+            return self.handed(n, self.env[source.args[0]])
+        return super().run_node(n)
+
+    def handed(self, node: fx.Node, value: Any) -> Any:
+        name = name_of(node)
+        self.found[name] = value if name in self.moves else self._rounded(node, value)
+        return self.exact.get(name, value)
+
+    def _rounded(self, node: fx.Node, value: Any) -> Any:
+        quantize = next((user for user in node.users if user.target in self.quantizes and user.args[0] is node), None)
+        if quantize is None:
+            return value
+        dequantize = self.dequantizes[self.quantizes.index(quantize.target)]
+        parameters = fx.map_arg(tuple(quantize.args[1:]), lambda constant: self.fetch_attr(str(constant.target)))
+        return dequantize(quantize.target(value, *parameters), *parameters)
+
+
+class Totals:
+    """Sums of squares by key: of the exact values, of the quantized ones and of the differences."""
+
+    def __init__(self) -> None:
+        self.signal: dict[str, float] = {}
+        self.noise: dict[str, float] = {}
+        self.found: dict[str, float] = {}
+
+    def add(self, key: str, exact: torch.Tensor, found: torch.Tensor) -> None:
+        exact, found = exact.detach().double(), found.detach().double()
+        self.signal[key] = self.signal.get(key, 0.0) + exact.square().sum().item()
+        self.noise[key] = self.noise.get(key, 0.0) + (exact - found).square().sum().item()
+        self.found[key] = self.found.get(key, 0.0) + found.square().sum().item()
+
+    def cosine(self, key: str) -> float:
+        """From the three sums, as in a triangle; 1 where both are zero."""
+        signal, found, noise = self.signal.get(key, 0.0), self.found.get(key, 0.0), self.noise.get(key, 0.0)
+        both = 2 * math.sqrt(signal) * math.sqrt(found)
+        return (signal + found - noise) / both if both else float(signal == found)
+
+    def decibels(self, key: str) -> float:
+        signal, noise = self.signal.get(key, 0.0), self.noise.get(key, 0.0)
+        if noise == 0:
+            return math.inf
+        return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+class _Uses:
+    """Extent of the float model's values in one place and, where it is a site, what they use of its levels."""
+
+    def __init__(self, levels: tuple[Site, QParams] | None) -> None:
+        self.levels, self.low, self.high = levels, math.inf, -math.inf
+        self.below = self.above = self.count = 0
+        size = 0 if levels is None or levels[0].record.floating else levels[1].qmax - levels[1].qmin + 1
+        self.seen = torch.zeros(size, dtype=torch.bool)
+
+    def add(self, exact: torch.Tensor) -> None:
+        if not exact.numel():
+            return
+        exact = exact.detach().float()
+        self.low, self.high = min(self.low, exact.min().item()), max(self.high, exact.max().item())
+        if self.levels is None:
+            return
+        q = self.levels[1]
+        zeros = torch.tensor(q.zeros).reshape([-1 if q.axis == axis else 1 for axis in range(exact.dim())])
+        steps = exact * (1.0 / q.step) if len(self.seen) == 0 else (exact * (1.0 / q.step)).round() + zeros
+        self.below += int((steps < q.qmin).sum())
+        self.above += int((steps > q.qmax).sum())
+        self.count += exact.numel()
+        if len(self.seen):
+            self.seen[steps.nan_to_num().clamp(q.qmin, q.qmax).long().flatten() - q.qmin] = True
+
+    def use(self) -> RangeUse | None:
+        if self.levels is None or not self.count:
+            return None
+        levels = self.seen.sum().item() / len(self.seen) if len(self.seen) else None
+        return RangeUse(self.below / self.count, self.above / self.count, levels)

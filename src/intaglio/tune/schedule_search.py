@@ -1,0 +1,193 @@
+"""A timed search over schedules: what `tune=True` does."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from intaglio import build
+from intaglio.errors import InputError
+from intaglio.ir import Dim, Schedule, Signature, evaluate, symbol, symbols_of
+from intaglio.kernels import ISAS
+from intaglio.lower import Lowered
+from intaglio.native import cpu as machine
+from intaglio.plan import CacheSizes, Geometry, Target, analytic_schedules, geometries, plan_graph, refinements, shapes
+from intaglio.runtime import QuantizedModel
+from intaglio.signature import TORCH_DTYPES, dims_of
+from intaglio.torch_private import pytree
+from intaglio.tune.memory import Memory
+
+ROUNDS = range(4, 101)
+"""Turns of every program in a race: at least the first, and until `SEARCH_SECONDS` are over or the last."""
+SEARCH_SECONDS = 3.0
+MARGIN = 0.98
+"""A schedule is taken instead of the analytic one if its layers take less than this part of the time."""
+
+logger = logging.getLogger("intaglio")
+
+Tensors = Sequence[torch.Tensor]
+Halves = tuple[float, float]
+"""Least microseconds of even turns and of odd turns: how far they are apart is noise."""
+Times = dict[tuple[Geometry, Schedule], Halves]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What the programs of a search share: the model, an instruction set, layers by output value, a call to time."""
+
+    lowered: Lowered
+    isa: str
+    layers: Mapping[str, Geometry]
+    settled: Mapping[Geometry, Schedule]
+    call: tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+def search(lowered: Lowered, isa: str, inputs: Tensors) -> dict[str, Schedule]:
+    """Output value -> schedule, of the layers for which another than the analytic one is faster with these inputs.
+
+    Tiles are tried first; then, with the best tile, how the work is divided; then the best of these alone against the
+    analytic one, because the least of several noisy times is too small. A candidate stands in all layers at once, and
+    the program's own clock says what each layer took, so a race needs a handful of programs however many layers there
+    are. What is found is remembered on disk, and layers that are remembered are not timed again.
+    """
+    symbols = dims_of(lowered.signature, list(inputs), lowered.graph.byte_inputs())
+    planned, table, threads = plan_graph(lowered.graph), ISAS[isa], torch.get_num_threads()
+    caches = CacheSizes(*machine.caches()[:2])
+    layers, analytic = geometries(planned, symbols), analytic_schedules(planned, Target(isa, table.tallest, caches))
+    start = {layer: analytic[value] for value, layer in layers.items()}
+    memory = Memory(isa, threads)
+    known = {layer: schedule for layer in start if (schedule := memory.recall(layer)) is not None}
+    new = [layer for layer in start if layer not in known]
+    if new:
+        began = time.perf_counter()
+        task = _Task(lowered, isa, layers, known, call_of(lowered.signature, inputs))
+        found = {layer: start[layer] for layer in new}
+        races: tuple[Callable[[Geometry, Schedule], Sequence[Schedule]], ...] = (
+            lambda layer, best: shapes(best, layer, table),
+            lambda layer, best: (best, *refinements(best, layer, caches, threads)),
+            lambda layer, best: (best,),
+        )
+        for tried in races:
+            candidates = {layer: list(dict.fromkeys([start[layer], *tried(layer, found[layer])])) for layer in new}
+            found = fastest(candidates, _race(task, candidates))
+        memory.remember(found)
+        known |= found
+        changed = sum(found[layer] != start[layer] for layer in new)
+        took = time.perf_counter() - began
+        logger.info("tuned %d kinds of layers in %.1f s: %d of other schedules", len(new), took, changed)
+    return {value: known[layer] for value, layer in layers.items() if known[layer] != start[layer]}
+
+
+def fastest(candidates: Mapping[Geometry, Sequence[Schedule]], times: Times) -> dict[Geometry, Schedule]:
+    """The candidate with the least time among those that beat the first by more than noise and the margin, or it."""
+    found = {}
+    for layer, options in candidates.items():
+        limit = MARGIN * min(times[layer, options[0]])
+        faster = [schedule for schedule in options if max(times[layer, schedule]) < limit]
+        found[layer] = min(faster, key=lambda schedule: sum(times[layer, schedule]), default=options[0])
+    return found
+
+
+def _race(task: _Task, candidates: Mapping[Geometry, Sequence[Schedule]]) -> Times:
+    """Microseconds of all layers of a geometry with each of its candidates.
+
+    Program i takes candidate i of every layer, or the first where there are fewer. Programs are built side by side.
+    """
+    count = max(map(len, candidates.values()))
+    if count == 1:
+        return {(layer, options[0]): (0.0, 0.0) for layer, options in candidates.items()}
+    variants = []
+    for index in range(count):
+        taken = {layer: options[index if index < len(options) else 0] for layer, options in candidates.items()}
+        taken |= task.settled
+        variants.append({value: taken[layer] for value, layer in task.layers.items()})
+    with ThreadPoolExecutor(min(count, os.cpu_count() or 1)) as pool:
+        programs = list(pool.map(lambda one: build.compile(task.lowered, isa=task.isa, schedules=one), variants))
+    times: Times = {}
+    for variant, spent in zip(variants, best_times(programs, task.call), strict=True):
+        sums: Times = {}
+        for value, layer in task.layers.items():
+            (even, odd), (more_even, more_odd) = sums.get((layer, variant[value]), (0.0, 0.0)), spent[value]
+            sums[layer, variant[value]] = even + more_even, odd + more_odd
+        for key, (even, odd) in sums.items():
+            least_even, least_odd = times.get(key, (even, odd))
+            times[key] = min(even, least_even), min(odd, least_odd)
+    return times
+
+
+def best_times(
+    programs: Sequence[QuantizedModel], call: tuple[tuple[Any, ...], Mapping[str, Any]]
+) -> list[dict[str, Halves]]:
+    """Least microseconds of every step, in even and in odd turns, by the value it makes, for each program.
+
+    Programs take turns, so that a slow moment meets all of them.
+    """
+    args, kwargs = call
+    values = [step.partition.ops[-1].outputs[0] for step in plan_graph(programs[0].graph).steps]
+    best = [{value: [math.inf, math.inf] for value in values} for _ in programs]
+    end = time.perf_counter() + SEARCH_SECONDS
+    for turn in range(ROUNDS.stop - 1):
+        if turn >= ROUNDS.start and time.perf_counter() > end:
+            break
+        for program, least in zip(programs, best, strict=True):
+            for value, nanoseconds in zip(values, program.step_times(*args, **kwargs), strict=True):
+                least[value][turn % 2] = min(nanoseconds / 1e3, least[value][turn % 2])
+    return [{value: (even, odd) for value, (even, odd) in least.items()} for least in best]
+
+
+# ---- what is timed --------------------------------------------------------------------------------------------------
+
+
+def one_image(signature: Signature, tensors: Tensors, byte_inputs: Collection[int]) -> list[torch.Tensor]:
+    """The first entry of a batch."""
+    sizes = dims_of(signature, list(tensors), byte_inputs) | dict.fromkeys(_batch(signature), 1)
+    return [
+        tensor[tuple(slice(evaluate(dim, sizes)) for dim in entry.type.shape)]
+        for entry, tensor in zip(signature.inputs, tensors, strict=True)
+    ]
+
+
+def made_up(signature: Signature) -> list[torch.Tensor]:
+    """Tensors of a batch of one: floats between 0 and 1, other numbers 0. `InputError` when more than the batch is
+    free."""
+    batch = _batch(signature)
+    free = sorted({name for entry in signature.inputs for dim in entry.type.shape for name in symbols_of(dim)} - batch)
+    if free:
+        raise InputError(
+            "tune",
+            None,
+            f"sizes that are free: {', '.join(free)}; which of them to measure with is not known",
+            remedy="give the arguments of a typical call instead of True: tune=(x,)",
+        )
+    draw, sizes = torch.Generator().manual_seed(0), dict.fromkeys(batch, 1)
+    tensors = []
+    for entry in signature.inputs:
+        kind, shape = TORCH_DTYPES[entry.type.dtype], [evaluate(dim, sizes) for dim in entry.type.shape]
+        floats = torch.rand(shape, generator=draw)
+        tensors.append(floats.to(kind) if kind.is_floating_point else torch.zeros(shape, dtype=kind))
+    return tensors
+
+
+def _batch(signature: Signature) -> set[str]:
+    """Free sizes that are the first axis of an input."""
+    first: list[Dim] = [entry.type.shape[0] for entry in signature.inputs if entry.type.shape]
+    return {name for dim in first for name in symbols_of(dim) if dim == symbol(name)}
+
+
+def call_of(signature: Signature, tensors: Tensors) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The arguments these tensors are the leaves of."""
+    leaves: list[Any] = [None] * signature.in_tree.num_leaves
+    for leaf, value in signature.fixed.items():
+        leaves[leaf] = value
+    for entry, tensor in zip(signature.inputs, tensors, strict=True):
+        leaves[entry.leaf] = tensor
+    args, kwargs = pytree.tree_unflatten(leaves, signature.in_tree)
+    return args, kwargs
