@@ -62,11 +62,12 @@ static inline Reals shifted(Reals x) { return x + 12582912.0f; }
 static inline Reals integral(Reals shifted) { return shifted - 12582912.0f; }
 static inline RealBits whole(Reals shifted) { return (RealBits)shifted - 0x4b400000; }
 
-// Of several vectors, step by step: one alone would wait for itself at every step, and the scheduler is too short to find
-// work behind it.
+// Of several vectors, step by step: one alone would wait for itself at every step, and the scheduler is too short to
+// find work behind it.
 #define EACH _Pragma("GCC unroll 8") for (int i = 0; i < COUNT; ++i)
 
-// exp(x) - 1 for x = bounded - n * ln 2, in place of `bounded`. Coefficients are those of numerics.py, in the same order.
+// exp(x) - 1 for x = bounded - n * ln 2, in place of `bounded`. Coefficients are those of numerics.py, in the same
+// order.
 template <int COUNT>
 static inline __attribute__((always_inline)) void exp_rises(Reals* r, const Reals* n) {
     Reals total[COUNT];
@@ -147,9 +148,9 @@ static const float near_terms[4][16] __attribute__((aligned(64))) = {
     {0x1p-1f, 0x1.000f98p-1f, 0x1.01ecd2p-1f, 0x1.0ab202p-1f, 0x1.1b66bap-1f, 0x1.289444p-1f, 0x1.1ff3b6p-1f,
      0x1.f0e2c2p-2f, 0x1.74f3f2p-2f, 0x1.e385e4p-3f, 0x1.0e9182p-3f, 0x1.05fe04p-4f, 0x1.b8628p-6f, 0x1.424da6p-7f,
      0x1.9c0f8p-9f, 0.0f},
-    {-0x1.988574p-2f, -0x1.9a1c52p-2f, -0x1.af5682p-2f, -0x1.ede6ap-2f, -0x1.22322p-1f, -0x1.3d3ac4p-1f, -0x1.2fc148p-1f,
-     -0x1.f2b8ccp-2f, -0x1.5def9cp-2f, -0x1.a53244p-3f, -0x1.b50dccp-4f, -0x1.88ef62p-5f, -0x1.33719p-6f,
-     -0x1.a445aep-8f, -0x1.f77208p-10f, 0.0f},
+    {-0x1.988574p-2f, -0x1.9a1c52p-2f, -0x1.af5682p-2f, -0x1.ede6ap-2f, -0x1.22322p-1f, -0x1.3d3ac4p-1f,
+     -0x1.2fc148p-1f, -0x1.f2b8ccp-2f, -0x1.5def9cp-2f, -0x1.a53244p-3f, -0x1.b50dccp-4f, -0x1.88ef62p-5f,
+     -0x1.33719p-6f, -0x1.a445aep-8f, -0x1.f77208p-10f, 0.0f},
     {0x1.d55798p-14f, 0x1.c2a298p-8f, 0x1.7f84ccp-5f, 0x1.eb377ep-4f, 0x1.8b5e6ep-3f, 0x1.d56cb6p-3f, 0x1.b96528p-3f,
      0x1.55745ap-3f, 0x1.bc9252p-4f, 0x1.ee4768p-5f, 0x1.d9fa66p-6f, 0x1.8ad01p-7f, 0x1.1f2dd4p-8f, 0x1.6e4604p-10f,
      0x1.9ad56ep-12f, 0.0f},
@@ -200,7 +201,8 @@ static inline Reals gelu_tanh(Reals x) {
 static inline void narrow16(const RealBits* words, uint8_t* levels) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)words[0], (__m256i)words[1]), 0xd8);
-    _mm_storeu_si128((__m128i*)levels, _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
+    _mm_storeu_si128((__m128i*)levels,
+                     _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
 #else
     typedef uint8_t Bytes __attribute__((vector_size(FLOATS)));
     for (int i = 0; i < 16 / FLOATS; ++i) {

@@ -10,8 +10,8 @@ struct Image {
     int64_t images, height, width, pixel, halo_y, halo_x, line, image;
 };
 
-static inline struct Image image(uint8_t* start, int64_t images, int64_t height, int64_t width, int64_t pixel, int64_t halo_y,
-                                 int64_t halo_x) {
+static inline struct Image image(uint8_t* start, int64_t images, int64_t height, int64_t width, int64_t pixel,
+                                 int64_t halo_y, int64_t halo_x) {
     struct Image i = {start, images, height, width, pixel, halo_y, halo_x, (width + 2 * halo_x) * pixel, 0};
     i.image = (height + 2 * halo_y) * i.line;
     i.base += halo_y * i.line + halo_x * pixel;
@@ -25,8 +25,8 @@ static inline struct Image channels_from(struct Image i, int64_t first) {
 }
 
 // Some rows and columns of an image as an image of its own: from the first, one in `step`.
-static inline struct Image every(struct Image i, int64_t first_y, int64_t step_y, int64_t height, int64_t first_x, int64_t step_x,
-                                 int64_t width) {
+static inline struct Image every(struct Image i, int64_t first_y, int64_t step_y, int64_t height, int64_t first_x,
+                                 int64_t step_x, int64_t width) {
     i.base += first_y * i.line + first_x * i.pixel;
     i.line *= step_y, i.pixel *= step_x;
     i.height = height, i.width = width;
@@ -75,10 +75,9 @@ static inline void fill_halo(const struct Image* i, uint8_t level, int thread, i
 }
 
 // Rows of an image, one thread's part: `n` and `y` are image and row.
-#define FOR_EACH_ROW(out_image)                                                                           \
-    for (int64_t r_ = share((out_image)->images * (out_image)->height, thread, threads),                  \
-                 end_ = share((out_image)->images * (out_image)->height, thread + 1, threads),            \
-                 n = 0, y = 0;                                                                            \
+#define FOR_EACH_ROW(out_image)                                                                              \
+    for (int64_t r_ = share((out_image)->images * (out_image)->height, thread, threads),                     \
+                 end_ = share((out_image)->images * (out_image)->height, thread + 1, threads), n = 0, y = 0; \
          r_ < end_ && (n = r_ / (out_image)->height, y = r_ % (out_image)->height, 1); ++r_)
 
 static inline int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -1,5 +1,6 @@
-// Vector instructions of the set that is compiled for. <immintrin.h> declares those of every set, which takes g++ longer to
-// read than most programs. Of the version of g++ whose parts of it are known, only those that are used here are read.
+// Vector instructions of the set that is compiled for. <immintrin.h> declares those of every set, which takes g++
+// longer to read than most programs. Of the version of g++ whose parts of it are known, only those that are used here
+// are read.
 #pragma once
 
 #if defined(__AVX2__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ == 12 && !defined(_IMMINTRIN_H_INCLUDED)

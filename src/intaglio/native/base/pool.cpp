@@ -24,8 +24,8 @@ struct Job {
 struct alignas(64) Worker {
     uint32_t ticket;  // number of the last job given to this worker
     uint32_t asleep;
-    int thread;  // its part of that job
-    Job* job;  // lies in the first of the job's workers, so that a late look at it finds memory
+    int thread;    // its part of that job
+    Job* job;      // lies in the first of the job's workers, so that a late look at it finds memory
     Worker* next;  // of the idle ones, or of one job
     Job own;
 };
@@ -175,7 +175,8 @@ __attribute__((constructor)) void watch_fork() { pthread_atfork(nullptr, nullptr
 // Runs body(context, t, n) for t in 0..n-1, t = 0 on the calling thread, and returns when all are done. n is `threads`,
 // or less when the system gives no more threads, or 1 when called from inside a body. Several callers run at once, each
 // with workers of its own.
-extern "C" __attribute__((visibility("default"))) void intaglio_parallel(IntaglioBody body, void* context, int threads) {
+extern "C" __attribute__((visibility("default"))) void intaglio_parallel(IntaglioBody body, void* context,
+                                                                         int threads) {
     unsigned before = swap_float_mode(kDefaultFloatMode);
     if (inside || threads <= 1) {
         body(context, 0, 1);

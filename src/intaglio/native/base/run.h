@@ -17,9 +17,9 @@ struct Run {
     uint8_t* const* external;
     const int64_t* strides;
     struct IntaglioBarrier* barrier;
-    const uint8_t* bytes;      // which of them hold levels, where the program takes floats too
-    int64_t* times;            // nanoseconds by step, then the last reading of the clock; null when nobody asks
-    int32_t* outside;          // becomes 1 where an id is none of a table's rows
+    const uint8_t* bytes;  // which of them hold levels, where the program takes floats too
+    int64_t* times;        // nanoseconds by step, then the last reading of the clock; null when nobody asks
+    int32_t* outside;      // becomes 1 where an id is none of a table's rows
 };
 
 // A constant of the program by its offset.
@@ -40,9 +40,11 @@ static inline void time_step(const struct Run* r, int64_t step, int64_t steps, i
     r->times[steps] = nanoseconds;
 }
 
-// Images `first` to `first + count` of a batch. What steps leave for each other in a turn lies in the `slot`-th of equal parts of
-// memory, or with `spread` over so many of them.
-struct Part { int64_t first, count, slot, spread; };
+// Images `first` to `first + count` of a batch. What steps leave for each other in a turn lies in the `slot`-th of
+// equal parts of memory, or with `spread` over so many of them.
+struct Part {
+    int64_t first, count, slot, spread;
+};
 
 typedef void (*TakeTurn)(const struct Run*, const struct Part*, int thread, int threads);
 
@@ -52,8 +54,10 @@ static inline int64_t turns_at_once(int64_t batch, int64_t each) {
     return turns < cores ? turns : cores;
 }
 
-// Threads take turns of their own, and none waits, as long as there is one for all of them; the rest they take together.
-static inline void take_turns(const struct Run* r, TakeTurn take, int64_t batch, int64_t each, int thread, int threads) {
+// Threads take turns of their own, and none waits, as long as there is one for all of them; the rest they take
+// together.
+static inline void take_turns(const struct Run* r, TakeTurn take, int64_t batch, int64_t each, int thread,
+                              int threads) {
     const int64_t slots = turns_at_once(batch, each), own = threads <= slots ? batch / (each * threads) : 0;
     for (int64_t i = 0; i < own; ++i) {
         const struct Part part = {(thread * own + i) * each, each, thread, 1};
@@ -70,7 +74,9 @@ static inline void take_turns(const struct Run* r, TakeTurn take, int64_t batch,
 static inline int64_t share(int64_t total, int thread, int threads) { return total * thread / threads; }
 
 // Life of one buffer: the phases in which it holds data.
-struct Life { int32_t first, last; };
+struct Life {
+    int32_t first, last;
+};
 
 // Lowest place for each buffer, in the order given, that overlaps no buffer alive at the same time; returns the bytes
 // of the arena. Offsets are multiples of 64.

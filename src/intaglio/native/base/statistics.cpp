@@ -11,16 +11,16 @@ extern "C" void intaglio_parallel(IntaglioBody body, void* context, int threads)
 
 namespace {
 
-constexpr int kHalf = 4096;             // bins of the histogram on each side of zero
+constexpr int kHalf = 4096;  // bins of the histogram on each side of zero
 constexpr int kBins = 2 * kHalf;
 constexpr int kLogHalf = 12;
-constexpr int kKept = 5;                // mantissa bits of a bin of the sketch
+constexpr int kKept = 5;  // mantissa bits of a bin of the sketch
 constexpr int kRest = 23 - kKept;
 constexpr int kSketch = 1 << (9 + kKept);
-constexpr int kSums = 1 << 9;           // signs and exponents
-constexpr int kBlock = 1024;            // values whose bins are computed at once
-constexpr int kLowest = -160;           // exponent of the histogram for the smallest denormal
-constexpr int64_t kGrain = 1 << 16;     // values below which another thread costs more than it saves
+constexpr int kSums = 1 << 9;        // signs and exponents
+constexpr int kBlock = 1024;         // values whose bins are computed at once
+constexpr int kLowest = -160;        // exponent of the histogram for the smallest denormal
+constexpr int64_t kGrain = 1 << 16;  // values below which another thread costs more than it saves
 constexpr int32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
 constexpr float kInf = __builtin_inff();
 
@@ -176,8 +176,8 @@ namespace {
 struct CountJob {
     const float* x;
     int64_t rows, columns;
-    float *low, *high;               // [rows]
-    int64_t *bins, *sketch, *sums;   // [kBins], [kSketch], [kSums]
+    float *low, *high;              // [rows]
+    int64_t *bins, *sketch, *sums;  // [kBins], [kSketch], [kSums]
     IntaglioCounts* total;
 };
 

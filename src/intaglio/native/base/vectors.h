@@ -8,16 +8,18 @@
 #include "products/tile.h"
 
 // A vector of levels is spread into four of float and packed again; within 16 bytes, the j-th takes the j-th 4. Where
-// channels have constants of their own, `deal` first moves levels so that the j-th takes the j-th quarter of the vector,
-// and `gather` moves them back. A count says how many levels there are to read or write; more than WIDE are WIDE.
+// channels have constants of their own, `deal` first moves levels so that the j-th takes the j-th quarter of the
+// vector, and `gather` moves them back. A count says how many levels there are to read or write; more than WIDE are
+// WIDE.
 #if defined(__AVX2__)
 #define VECTORS 1
-static const float UNKNOWN = 3e38f;   // for how large steps may be
-static const uint8_t spread_bytes[4][16] = {{0, 128, 128, 128, 1, 128, 128, 128, 2, 128, 128, 128, 3, 128, 128, 128},
-                                            {4, 128, 128, 128, 5, 128, 128, 128, 6, 128, 128, 128, 7, 128, 128, 128},
-                                            {8, 128, 128, 128, 9, 128, 128, 128, 10, 128, 128, 128, 11, 128, 128, 128},
-                                            {12, 128, 128, 128, 13, 128, 128, 128, 14, 128, 128, 128, 15, 128, 128, 128}};
-enum { TWO_TO_23 = 0x4b000000 };   // as float; a level in its lowest byte is added
+static const float UNKNOWN = 3e38f;  // for how large steps may be
+static const uint8_t spread_bytes[4][16] = {
+    {0, 128, 128, 128, 1, 128, 128, 128, 2, 128, 128, 128, 3, 128, 128, 128},
+    {4, 128, 128, 128, 5, 128, 128, 128, 6, 128, 128, 128, 7, 128, 128, 128},
+    {8, 128, 128, 128, 9, 128, 128, 128, 10, 128, 128, 128, 11, 128, 128, 128},
+    {12, 128, 128, 128, 13, 128, 128, 128, 14, 128, 128, 128, 15, 128, 128, 128}};
+enum { TWO_TO_23 = 0x4b000000 };  // as float; a level in its lowest byte is added
 #endif
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -58,11 +60,16 @@ static inline Floats rising(Floats x, Floats rise, Floats fall) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GE_OQ), fall, rise);
 }
 
-struct Finish { __m512i zero_point, low, high; __m512 convertible; int far, whole; };   // whole: bounds are 0 and 255
+struct Finish {
+    __m512i zero_point, low, high;
+    __m512 convertible;
+    int far, whole;
+};  // whole: bounds are 0 and 255
 
 static inline struct Finish finishing(const struct Limits* q, float most) {
-    const struct Finish f = {_mm512_loadu_si512(q->zero_point16), _mm512_loadu_si512(q->low8), _mm512_loadu_si512(q->high8),
-                             _mm512_set1_ps(q->convertible_high), !(most < q->convertible_high), q->low == 0 && q->high == 255};
+    const struct Finish f = {_mm512_loadu_si512(q->zero_point16), _mm512_loadu_si512(q->low8),
+                             _mm512_loadu_si512(q->high8),        _mm512_set1_ps(q->convertible_high),
+                             !(most < q->convertible_high),       q->low == 0 && q->high == 255};
     return f;
 }
 
@@ -81,7 +88,7 @@ static inline Levels pack(const Floats* steps, const struct Finish* f) {
 
 static inline Levels unpack_low(Levels a, Levels b) { return _mm512_unpacklo_epi16(a, b); }
 static inline Levels unpack_high(Levels a, Levels b) { return _mm512_unpackhi_epi16(a, b); }
-static inline Ints add_pairs(Levels a, Levels b) { return (Ints)_mm512_madd_epi16(a, b); }   // products of words
+static inline Ints add_pairs(Levels a, Levels b) { return (Ints)_mm512_madd_epi16(a, b); }  // products of words
 #elif defined(__AVX2__)
 enum { WIDE = 32 };
 typedef __m256i Levels;
@@ -102,9 +109,13 @@ static inline void store_levels(uint8_t* to, Levels x, int64_t count) {
     if (count < WIDE) memcpy(to, some, (size_t)count);
 }
 
-static inline Levels deal(Levels x) { return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7)); }
+static inline Levels deal(Levels x) {
+    return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+}
 
-static inline Levels gather(Levels x) { return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
+static inline Levels gather(Levels x) {
+    return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
 
 static inline Floats floats(float x) { return _mm256_set1_ps(x); }
 
@@ -120,11 +131,18 @@ static inline Floats rising(Floats x, Floats rise, Floats fall) {
     return _mm256_blendv_ps(fall, rise, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GE_OQ));
 }
 
-struct Finish { __m256i zero_point, low, high; __m256 convertible; int far, whole; };
+struct Finish {
+    __m256i zero_point, low, high;
+    __m256 convertible;
+    int far, whole;
+};
 
 static inline struct Finish finishing(const struct Limits* q, float most) {
-    const struct Finish f = {_mm256_loadu_si256((const __m256i*)q->zero_point16), _mm256_loadu_si256((const __m256i*)q->low8),
-                             _mm256_loadu_si256((const __m256i*)q->high8), _mm256_set1_ps(q->convertible_high), !(most < q->convertible_high),
+    const struct Finish f = {_mm256_loadu_si256((const __m256i*)q->zero_point16),
+                             _mm256_loadu_si256((const __m256i*)q->low8),
+                             _mm256_loadu_si256((const __m256i*)q->high8),
+                             _mm256_set1_ps(q->convertible_high),
+                             !(most < q->convertible_high),
                              q->low == 0 && q->high == 255};
     return f;
 }
@@ -155,7 +173,8 @@ static inline Floats origin(int32_t zero) { return floats((float)(8388608 + zero
 #endif
 
 // Constants by channel go on with the first channels for WIDE - 1 more: a vector begins with any channel and may end in
-// another pixel. `channel` of the vector at `i` is where it begins, of `count` levels of whole pixels of `period` channels.
-#define FOR_EACH_VECTOR(count, period)                                            \
-    for (int64_t i = 0, channel = 0, step_ = WIDE % (period); i < (count);        \
+// another pixel. `channel` of the vector at `i` is where it begins, of `count` levels of whole pixels of `period`
+// channels.
+#define FOR_EACH_VECTOR(count, period)                                     \
+    for (int64_t i = 0, channel = 0, step_ = WIDE % (period); i < (count); \
          i += WIDE, channel += step_, channel -= channel < (period) ? 0 : (period))

@@ -7,11 +7,11 @@
 // Of `COUNT` vectors of results, their levels. Bounds are whole steps, so it does not matter that they are taken before
 // rounding.
 template <int COUNT>
-static inline __attribute__((always_inline)) void levels_of(const struct Activation* a, Reals* x, const float* gain, RealBits* words) {
+static inline __attribute__((always_inline)) void levels_of(const struct Activation* a, Reals* x, const float* gain,
+                                                            RealBits* words) {
     const struct Limits* q = a->limits;
     const float inverse = a->inverse, least = (float)(q->low - q->zero_point), most = (float)(q->high - q->zero_point);
-    if (gain)
-        EACH {
+    if (gain) EACH {
             Reals own;
             memcpy(&own, gain + i * FLOATS, sizeof own);
             x[i] = x[i] * own;
@@ -22,7 +22,9 @@ static inline __attribute__((always_inline)) void levels_of(const struct Activat
 
 // Channels of some pixels, 64 at a time as long as there are so many.
 template <class Function>
-static inline __attribute__((always_inline)) void function_levels(const struct Activation* a, const float* from, int64_t from_pixel, int64_t pixels, uint8_t* to, int64_t to_pixel, int64_t channels) {
+static inline __attribute__((always_inline)) void function_levels(const struct Activation* a, const float* from,
+                                                                  int64_t from_pixel, int64_t pixels, uint8_t* to,
+                                                                  int64_t to_pixel, int64_t channels) {
     enum { ONE = 16 / FLOATS, FOUR = 64 / FLOATS };
     for (int64_t p = 0; p < pixels; ++p, from += from_pixel, to += to_pixel) {
         int64_t c = 0;
@@ -47,13 +49,17 @@ static inline __attribute__((always_inline)) void function_levels(const struct A
     }
 }
 
-#define ACTIVATION(name, run_all) \
-    struct name##_function { \
-        template <int COUNT> \
-        static inline __attribute__((always_inline)) void run(const struct Activation* a, Reals* x) { (void)a; run_all; } \
-    }; \
-    LIBRARY void name##_levels(const struct Activation* a, const float* from, int64_t from_pixel, int64_t pixels, uint8_t* to, int64_t to_pixel, int64_t channels) { \
-        function_levels<name##_function>(a, from, from_pixel, pixels, to, to_pixel, channels); \
+#define ACTIVATION(name, run_all)                                                                                 \
+    struct name##_function {                                                                                      \
+        template <int COUNT>                                                                                      \
+        static inline __attribute__((always_inline)) void run(const struct Activation* a, Reals* x) {             \
+            (void)a;                                                                                              \
+            run_all;                                                                                              \
+        }                                                                                                         \
+    };                                                                                                            \
+    LIBRARY void name##_levels(const struct Activation* a, const float* from, int64_t from_pixel, int64_t pixels, \
+                               uint8_t* to, int64_t to_pixel, int64_t channels) {                                 \
+        function_levels<name##_function>(a, from, from_pixel, pixels, to, to_pixel, channels);                    \
     }
 ACTIVATION(leaky_relu, EACH x[i] = leaky_relu(x[i], a->slope))
 ACTIVATION(hardsigmoid, EACH x[i] = hardsigmoid(x[i]))

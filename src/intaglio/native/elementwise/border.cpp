@@ -10,19 +10,27 @@ static inline uint8_t level_of(float x, const struct Affine* q) {
 }
 
 #if defined(__AVX2__)
-// By channels: where the bytes of four pixels that came as dwords are, and then the dwords of the 16 bytes that hold four.
-static const uint8_t pixel_order[4][16] = {{0, 4, 8, 12}, {0, 1, 4, 5, 8, 9, 12, 13}, {0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14}, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
+// By channels: where the bytes of four pixels that came as dwords are, and then the dwords of the 16 bytes that hold
+// four.
+static const uint8_t pixel_order[4][16] = {{0, 4, 8, 12},
+                                           {0, 1, 4, 5, 8, 9, 12, 13},
+                                           {0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14},
+                                           {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
 #endif
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
 typedef __m512 Plane;
 typedef __m512i Dwords;
-enum { PLANE = 16 };           // floats of a vector
+enum { PLANE = 16 };  // floats of a vector
 
 static inline Plane plane_of(float x) { return _mm512_set1_ps(x); }
 static inline Dwords dwords_of(int32_t x) { return _mm512_set1_epi32(x); }
-static inline Dwords add_dwords(Dwords a, Dwords b, int64_t channel) { return _mm512_add_epi32(a, _mm512_slli_epi32(b, (unsigned)(8 * channel))); }
-static inline Dwords levels_at(const uint8_t* from) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)); }
+static inline Dwords add_dwords(Dwords a, Dwords b, int64_t channel) {
+    return _mm512_add_epi32(a, _mm512_slli_epi32(b, (unsigned)(8 * channel)));
+}
+static inline Dwords levels_at(const uint8_t* from) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+}
 
 // Rounded steps from the zero point, within bounds; 0 for NaN.
 static inline Dwords bounded_steps(Plane steps, Plane least, Plane most) {
@@ -37,7 +45,8 @@ static inline Plane steps_at(const float* from, Plane inverse, Plane offset) {
 // The low bytes of dwords, `channels` of each -> as many bytes for every pixel.
 static inline void store_pixels(uint8_t* to, Dwords dwords, int64_t channels) {
     const __m128i order = _mm_loadu_si128((const __m128i*)pixel_order[channels - 1]);
-    const __m512i all = _mm512_permutexvar_epi32(_mm512_cvtepu8_epi32(order), _mm512_shuffle_epi8(dwords, _mm512_broadcast_i32x4(order)));
+    const __m512i all = _mm512_permutexvar_epi32(_mm512_cvtepu8_epi32(order),
+                                                 _mm512_shuffle_epi8(dwords, _mm512_broadcast_i32x4(order)));
     _mm_storeu_si128((__m128i*)to, _mm512_castsi512_si128(all));
     if (channels > 1) _mm_storeu_si128((__m128i*)(to + 16), _mm512_extracti32x4_epi32(all, 1));
     if (channels > 2) _mm_storeu_si128((__m128i*)(to + 32), _mm512_extracti32x4_epi32(all, 2));
@@ -46,12 +55,16 @@ static inline void store_pixels(uint8_t* to, Dwords dwords, int64_t channels) {
 #elif defined(__AVX2__)
 typedef __m256 Plane;
 typedef __m256i Dwords;
-enum { PLANE = 8 };            // floats of a vector
+enum { PLANE = 8 };  // floats of a vector
 
 static inline Plane plane_of(float x) { return _mm256_set1_ps(x); }
 static inline Dwords dwords_of(int32_t x) { return _mm256_set1_epi32(x); }
-static inline Dwords add_dwords(Dwords a, Dwords b, int64_t channel) { return _mm256_add_epi32(a, _mm256_slli_epi32(b, (int)(8 * channel))); }
-static inline Dwords levels_at(const uint8_t* from) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
+static inline Dwords add_dwords(Dwords a, Dwords b, int64_t channel) {
+    return _mm256_add_epi32(a, _mm256_slli_epi32(b, (int)(8 * channel)));
+}
+static inline Dwords levels_at(const uint8_t* from) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+}
 
 // Rounded steps from the zero point, within bounds; 0 for NaN.
 static inline Dwords bounded_steps(Plane steps, Plane least, Plane most) {
@@ -66,7 +79,8 @@ static inline Plane steps_at(const float* from, Plane inverse, Plane offset) {
 // The low bytes of dwords, `channels` of each -> as many bytes for every pixel.
 static inline void store_pixels(uint8_t* to, Dwords dwords, int64_t channels) {
     const __m128i order = _mm_loadu_si128((const __m128i*)pixel_order[channels - 1]);
-    const __m256i all = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(dwords, _mm256_broadcastsi128_si256(order)), _mm256_cvtepu8_epi32(order));
+    const __m256i all = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(dwords, _mm256_broadcastsi128_si256(order)),
+                                                    _mm256_cvtepu8_epi32(order));
     const __m128i low = _mm256_castsi256_si128(all), high = _mm256_extracti128_si256(all, 1);
     if (channels == 1) _mm_storel_epi64((__m128i*)to, low);
     if (channels > 1) _mm_storeu_si128((__m128i*)to, low);
@@ -76,11 +90,13 @@ static inline void store_pixels(uint8_t* to, Dwords dwords, int64_t channels) {
 #endif
 
 #if defined(__AVX2__)
-enum { PLANES = 4 };           // at most
+enum { PLANES = 4 };  // at most
 
 // What turns floats of a channel into levels. Bounds are whole steps, so it does not matter that they are taken before
 // rounding.
-struct Steps { Plane inverse, offset, least, most; };
+struct Steps {
+    Plane inverse, offset, least, most;
+};
 
 static inline struct Steps steps_of(const struct Affine* q) {
     const float least = (float)(q->low - q->zero_point), most = (float)(q->high - q->zero_point);
@@ -88,15 +104,18 @@ static inline struct Steps steps_of(const struct Affine* q) {
 }
 
 // Pixel where the next vector begins, behind `x`; the last one ends with the row, and may do some pixels again.
-static inline int64_t next_vector(int64_t x, int64_t width) { return x + 2 * PLANE <= width || x + PLANE == width ? x + PLANE : width - PLANE; }
+static inline int64_t next_vector(int64_t x, int64_t width) {
+    return x + 2 * PLANE <= width || x + PLANE == width ? x + PLANE : width - PLANE;
+}
 
 // Up to 4 planes of floats -> interleaved levels, each plane by the next `apart` of q. Returns how many pixels it did:
 // all, or none of a row narrower than a vector.
 static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
                                       const struct Affine* q, int64_t apart) {
     struct Steps by[PLANES];
-    uint32_t zeros = 0;        // of all channels, where their bytes are
-    for (int64_t c = 0; c < channels; ++c) by[c] = steps_of(q + c * apart), zeros += (uint32_t)q[c * apart].zero_point << 8 * c;
+    uint32_t zeros = 0;  // of all channels, where their bytes are
+    for (int64_t c = 0; c < channels; ++c)
+        by[c] = steps_of(q + c * apart), zeros += (uint32_t)q[c * apart].zero_point << 8 * c;
     for (int64_t x = 0; width >= PLANE && x < width; x = next_vector(x, width)) {
         Dwords dwords = dwords_of((int32_t)zeros);
         for (int64_t c = 0; c < channels; ++c) {
@@ -109,7 +128,8 @@ static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t 
 }
 
 // Up to 4 planes of bytes -> interleaved; returns as above.
-static inline int64_t interleave_planes(const uint8_t* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to) {
+static inline int64_t interleave_planes(const uint8_t* from, int64_t plane, int64_t width, int64_t channels,
+                                        uint8_t* to) {
     for (int64_t x = 0; width >= PLANE && x < width; x = next_vector(x, width)) {
         Dwords dwords = levels_at(from + x);
         for (int64_t c = 1; c < channels; ++c) dwords = add_dwords(dwords, levels_at(from + c * plane + x), c);
@@ -130,7 +150,8 @@ static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t 
     return 0;
 }
 
-static inline int64_t interleave_planes(const uint8_t* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to) {
+static inline int64_t interleave_planes(const uint8_t* from, int64_t plane, int64_t width, int64_t channels,
+                                        uint8_t* to) {
     (void)from, (void)plane, (void)width, (void)channels, (void)to;
     return 0;
 }
@@ -141,9 +162,10 @@ static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* t
 }
 #endif
 
-// float, any strides (elements; batch, channel, row, column) -> levels. Channels are `apart` in q: 1, or 0 for all alike.
+// float, any strides (elements; batch, channel, row, column) -> levels. Channels are `apart` in q: 1, or 0 for all
+// alike.
 LIBRARY void quantize_image(const float* from, const int64_t* strides, const struct Image* out, const struct Affine* q,
-                                  int64_t apart, int thread, int threads) {
+                            int64_t apart, int thread, int threads) {
     const int64_t channels = out->pixel;
     FOR_EACH_ROW(out) {
         const float* line = from + n * strides[0] + y * strides[2];

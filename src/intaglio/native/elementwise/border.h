@@ -11,8 +11,10 @@ struct Affine {
     int32_t zero_point, low, high;
 };
 
-// float, any strides (elements; batch, channel, row, column) -> levels. Channels are `apart` in q: 1, or 0 for all alike.
-LIBRARY void quantize_image(const float* from, const int64_t* strides, const struct Image* out, const struct Affine* q, int64_t apart, int thread, int threads);
+// float, any strides (elements; batch, channel, row, column) -> levels. Channels are `apart` in q: 1, or 0 for all
+// alike.
+LIBRARY void quantize_image(const float* from, const int64_t* strides, const struct Image* out, const struct Affine* q,
+                            int64_t apart, int thread, int threads);
 
 // Levels in any strides -> the same levels, channels last.
 LIBRARY void copy_image(const uint8_t* from, const int64_t* strides, const struct Image* out, int thread, int threads);

@@ -6,7 +6,9 @@
 
 #if defined(__AVX512BW__)
 // Processors with AVX512-VBMI look up 64 levels at a time in two registers of each half of the table.
-__attribute__((target("avx512bw,avx512vbmi"))) static void look_up_vectors(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table) {
+__attribute__((target("avx512bw,avx512vbmi"))) static void look_up_vectors(const uint8_t* from, uint8_t* to,
+                                                                           int64_t pixels, int64_t apart,
+                                                                           int64_t channels, const uint8_t* table) {
     const __m512i a = _mm512_loadu_si512(table), b = _mm512_loadu_si512(table + 64);
     const __m512i c = _mm512_loadu_si512(table + 128), d = _mm512_loadu_si512(table + 192);
     for (int64_t x = 0; x < pixels; ++x, from += apart, to += apart)
@@ -20,7 +22,8 @@ __attribute__((target("avx512bw,avx512vbmi"))) static void look_up_vectors(const
 #elif defined(__AVX2__)
 // A shuffle sees 16 entries and gives 0 for a negative level. Each changes what the one before it gave, for levels that
 // are still not negative after so many times 16; levels from 128 on are negative until their upper bit is flipped.
-static inline void look_up_vectors(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table) {
+static inline void look_up_vectors(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t apart, int64_t channels,
+                                   const uint8_t* table) {
     const __m256i sixteen = _mm256_set1_epi8(16);
     __m256i change[16];
     for (int j = 0; j < 16; ++j) {
@@ -43,7 +46,8 @@ static inline void look_up_vectors(const uint8_t* from, uint8_t* to, int64_t pix
 #endif
 
 // Levels of some channels of pixels `apart` from each other -> what the table has for them.
-LIBRARY void look_up_pixels(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table) {
+LIBRARY void look_up_pixels(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t apart, int64_t channels,
+                            const uint8_t* table) {
 #if defined(__AVX512BW__)
     if (has_vbmi()) {
         look_up_vectors(from, to, pixels, apart, channels, table);

@@ -15,7 +15,8 @@ static inline int has_vbmi(void) {
 }
 
 // Quantized values of some channels of pixels `apart` from each other -> their entries of a table.
-LIBRARY void look_up_pixels(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table);
+LIBRARY void look_up_pixels(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t apart, int64_t channels,
+                            const uint8_t* table);
 
 // Levels of some channels of pixels `apart` from each other -> what the table has for them, in place.
 static inline void look_up_here(uint8_t* at, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table) {

@@ -10,28 +10,31 @@
 
 enum { LANES = 16, GROUPS = LANES / FLOATS };  // of a sum; vectors that hold them
 enum { STEP = 4 };                             // vectors that are worked on side by side; levels of them fill one
-enum { STREAMED = 1 << 24 };                    // bytes from which on a result of floats is written past the caches
+enum { STREAMED = 1 << 24 };                   // bytes from which on a result of floats is written past the caches
 enum { PIECE = 1 << 14 };                      // elements of a row that a thread takes at a time, where all are alike
 
 typedef uint8_t Bytes __attribute__((vector_size(FLOATS)));
 typedef uint16_t Halves __attribute__((vector_size(2 * FLOATS)));
 typedef int64_t Longs __attribute__((vector_size(8 * FLOATS)));
 
-// -- ends: `count` elements `apart` from each other; lanes beyond hold zero, and are not stored ---------------------------
+// -- ends: `count` elements `apart` from each other; lanes beyond hold zero, and are not stored
+// ---------------------------
 
-#define END(name, Element, Vector)                                                                       \
-    typedef Vector name##_anywhere __attribute__((aligned(1), may_alias));                               \
-    static inline __attribute__((always_inline)) Vector read_##name(const Element* from, int64_t apart, int64_t count) { \
-        Vector all = {0};                                                                                \
-        if (apart == 1 && count == FLOATS) return *(const name##_anywhere*)from;                         \
-        for (int64_t l = 0; l < count; ++l) all[l] = from[l * apart];                                    \
-        return all;                                                                                      \
-    }                                                                                                    \
-    static inline __attribute__((always_inline)) void write_##name(Element* to, int64_t apart, int64_t count, Vector all) { \
-        if (apart == 1 && count == FLOATS)                                                               \
-            *(name##_anywhere*)to = all;                                                                 \
-        else                                                                                             \
-            for (int64_t l = 0; l < count; ++l) to[l * apart] = all[l];                                  \
+#define END(name, Element, Vector)                                                                            \
+    typedef Vector name##_anywhere __attribute__((aligned(1), may_alias));                                    \
+    static inline __attribute__((always_inline)) Vector read_##name(const Element* from, int64_t apart,       \
+                                                                    int64_t count) {                          \
+        Vector all = {0};                                                                                     \
+        if (apart == 1 && count == FLOATS) return *(const name##_anywhere*)from;                              \
+        for (int64_t l = 0; l < count; ++l) all[l] = from[l * apart];                                         \
+        return all;                                                                                           \
+    }                                                                                                         \
+    static inline __attribute__((always_inline)) void write_##name(Element* to, int64_t apart, int64_t count, \
+                                                                   Vector all) {                              \
+        if (apart == 1 && count == FLOATS)                                                                    \
+            *(name##_anywhere*)to = all;                                                                      \
+        else                                                                                                  \
+            for (int64_t l = 0; l < count; ++l) to[l * apart] = all[l];                                       \
     }
 END(f32, float, Reals)
 END(bytes, uint8_t, Bytes)
@@ -39,8 +42,8 @@ END(halves, uint16_t, Halves)
 END(i64, int64_t, Longs)
 #undef END
 
-// Whether a result of so many bytes goes past the caches: none would still hold all of it when somebody reads it, and a line
-// that is written whole need not be read first.
+// Whether a result of so many bytes goes past the caches: none would still hold all of it when somebody reads it, and a
+// line that is written whole need not be read first.
 static inline int is_streamed(const void* row, int64_t bytes) {
 #if defined(__AVX2__)
     return bytes >= STREAMED && (uintptr_t)row % (4 * FLOATS) == 0;
@@ -118,7 +121,8 @@ static inline RealBits all_bool(const uint8_t* from) { return ((RealBits){} + *f
 static inline RealBits all_u8(const uint8_t* from) { return (RealBits){} + *from; }
 static inline Longs all_i64(const int64_t* from) { return (Longs){} + *from; }
 
-// -- levels -------------------------------------------------------------------------------------------------------------
+// -- levels
+// -------------------------------------------------------------------------------------------------------------
 
 static inline Reals dequantize_lanes(RealBits levels, int32_t zero_point, float scale) {
     return __builtin_convertvector(levels - zero_point, Reals) * scale;
@@ -129,8 +133,8 @@ static inline Reals dequantize_row(RealBits levels, float scale, float zero_poin
     return (__builtin_convertvector(levels, Reals) - zero_point) * scale;
 }
 
-// Levels as read_u8 and dequantize_lanes have them, or of STEP vectors every STEP-th level in the i-th: an instruction then widens
-// them and takes the zero point off. `write_levels` puts them back in turn.
+// Levels as read_u8 and dequantize_lanes have them, or of STEP vectors every STEP-th level in the i-th: an instruction
+// then widens them and takes the zero point off. `write_levels` puts them back in turn.
 template <int COUNT>
 static inline Reals read_in_turn(const uint8_t* from, int i, int64_t count, int32_t zero_point, float scale) {
 #if defined(__AVX512VNNI__)
@@ -142,24 +146,27 @@ static inline Reals read_in_turn(const uint8_t* from, int i, int64_t count, int3
     return dequantize_lanes(read_u8(from + i * FLOATS, 1, count), zero_point, scale);
 }
 
-// numerics.quantize. Bounds are whole steps from the zero point, so it does not matter that they are taken before rounding.
+// numerics.quantize. Bounds are whole steps from the zero point, so it does not matter that they are taken before
+// rounding.
 static inline RealBits quantize_lanes(Reals x, float inverse, int32_t zero_point, float least, float most) {
     const Reals steps = x * inverse, bounded = least_of(most_of(steps, least), most);
     return whole(shifted(steps == steps ? bounded : every_lane(0.0f))) + zero_point;
 }
 
-// The levels of some vectors, one after the other. Of STEP full ones side by side, in one store: what is too low for an i32
-// becomes the least there is, and each packing bounds what it packs. `small`: all are numbers below 2^30 steps; `in_turn`: as
-// read_in_turn has them.
+// The levels of some vectors, one after the other. Of STEP full ones side by side, in one store: what is too low for an
+// i32 becomes the least there is, and each packing bounds what it packs. `small`: all are numbers below 2^30 steps;
+// `in_turn`: as read_in_turn has them.
 template <int COUNT>
-static inline __attribute__((always_inline)) void write_levels(uint8_t* to, int64_t apart, int64_t count, const Reals* x, float inverse,
-                                                               int32_t zero_point, int32_t low, int32_t high, int small, int in_turn) {
+static inline __attribute__((always_inline)) void write_levels(uint8_t* to, int64_t apart, int64_t count,
+                                                               const Reals* x, float inverse, int32_t zero_point,
+                                                               int32_t low, int32_t high, int small, int in_turn) {
 #if defined(__AVX512VNNI__)
     if (COUNT == STEP && apart == 1) {
         __m512i steps[COUNT];
         EACH {
             const __m512 all = (__m512)(x[i] * inverse), lower = _mm512_min_ps(all, _mm512_set1_ps(32767.0f));
-            steps[i] = small ? _mm512_cvtps_epi32(all) : _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(all, all, _CMP_ORD_Q), lower);
+            steps[i] = small ? _mm512_cvtps_epi32(all)
+                             : _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(all, all, _CMP_ORD_Q), lower);
         }
         const __m512i zero = _mm512_set1_epi16((short)zero_point);
         const __m512i front = _mm512_adds_epi16(_mm512_packs_epi32(steps[0], steps[1 % COUNT]), zero);
@@ -193,7 +200,8 @@ static inline __attribute__((always_inline)) void write_levels(uint8_t* to, int6
     }
 #endif
     (void)small, (void)in_turn;
-    EACH write_u8(to + i * FLOATS * apart, apart, count, quantize_lanes(x[i], inverse, zero_point, (float)(low - zero_point), (float)(high - zero_point)));
+    EACH write_u8(to + i * FLOATS * apart, apart, count,
+                  quantize_lanes(x[i], inverse, zero_point, (float)(low - zero_point), (float)(high - zero_point)));
 }
 
 static inline Reals to_bfloat16(Reals x) {
@@ -203,21 +211,24 @@ static inline Reals to_bfloat16(Reals x) {
     return x == x ? (Reals)rounded : every_lane(__builtin_nanf(""));
 }
 
-// -- of one element -----------------------------------------------------------------------------------------------------
+// -- of one element
+// -----------------------------------------------------------------------------------------------------
 
 static inline Reals of_number(Reals x, Reals value) { return x == x ? value : x; }  // NaN stays
 
 // a > b, or NaN ? a : b; the instruction alone gives b of NaN.
 static inline Reals larger(Reals a, Reals b) {
 #if defined(__AVX512F__)
-    return (Reals)_mm512_mask_max_ps((__m512)a, _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_ORD_Q), (__m512)a, (__m512)b);
+    return (Reals)_mm512_mask_max_ps((__m512)a, _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_ORD_Q), (__m512)a,
+                                     (__m512)b);
 #else
     return ((a > b) | (a != a)) ? a : b;
 #endif
 }
 static inline Reals smaller(Reals a, Reals b) {
 #if defined(__AVX512F__)
-    return (Reals)_mm512_mask_min_ps((__m512)a, _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_ORD_Q), (__m512)a, (__m512)b);
+    return (Reals)_mm512_mask_min_ps((__m512)a, _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_ORD_Q), (__m512)a,
+                                     (__m512)b);
 #else
     return ((a < b) | (a != a)) ? a : b;
 #endif
@@ -271,13 +282,15 @@ static inline Reals logarithm(Reals x) {
     total = total * square + 0x1.99999ap-2f;
     total = total * square + 0x1.555556p-1f;
     const Reals exponent = __builtin_convertvector(n - (small & 23), Reals);
-    Reals found = ((total * (square * s) + exponent * -2.12194441701285541057586669921875e-4f) + (s + s)) + exponent * 0.693359375f;
+    Reals found = ((total * (square * s) + exponent * -2.12194441701285541057586669921875e-4f) + (s + s)) +
+                  exponent * 0.693359375f;
     found = x == 0.0f ? every_lane(-__builtin_inff()) : found;
     found = x == __builtin_inff() ? x : found;
     return of_number(x, x < 0.0f ? every_lane(__builtin_nanf("")) : found);
 }
 
-// -- along a row --------------------------------------------------------------------------------------------------------
+// -- along a row
+// --------------------------------------------------------------------------------------------------------
 
 static inline RealBits lanes_below(int64_t count) {
     RealBits lane;
@@ -303,32 +316,37 @@ static inline Reals upper(Reals x, int half) {
     memcpy(&place, places + half, sizeof place);
     return __builtin_shuffle(x, place);
 }
-#define TREE(name, joined)                                                                               \
-    static inline Reals name(const Reals* lanes) {                                                       \
-        Reals each[GROUPS];                                                                              \
-        memcpy(each, lanes, sizeof each);                                                                \
-        for (int half = GROUPS / 2; half; half /= 2)                                                     \
-            for (int g = 0; g < half; ++g) {                                                             \
-                const Reals a = each[g], b = each[g + half];                                             \
-                each[g] = joined;                                                                        \
-            }                                                                                            \
-        _Pragma("GCC unroll 4") for (int half = FLOATS / 2; half; half /= 2) {                           \
-            const Reals a = each[0], b = upper(a, half);                                                 \
-            each[0] = joined;                                                                            \
-        }                                                                                                \
-        return every_lane(each[0][0]);                                                                   \
+#define TREE(name, joined)                                                     \
+    static inline Reals name(const Reals* lanes) {                             \
+        Reals each[GROUPS];                                                    \
+        memcpy(each, lanes, sizeof each);                                      \
+        for (int half = GROUPS / 2; half; half /= 2)                           \
+            for (int g = 0; g < half; ++g) {                                   \
+                const Reals a = each[g], b = each[g + half];                   \
+                each[g] = joined;                                              \
+            }                                                                  \
+        _Pragma("GCC unroll 4") for (int half = FLOATS / 2; half; half /= 2) { \
+            const Reals a = each[0], b = upper(a, half);                       \
+            each[0] = joined;                                                  \
+        }                                                                      \
+        return every_lane(each[0][0]);                                         \
     }
 TREE(tree_of_sums, a + b)
 TREE(tree_of_most, larger(b, a))
 TREE(tree_of_least, smaller(b, a))
 #undef TREE
 
-template <int N> struct Vectors { enum { COUNT = N }; };
+template <int N>
+struct Vectors {
+    enum { COUNT = N };
+};
 
-// take(first element, elements of each vector, which of the vectors that hold 16 lanes is the first, how many vectors), along a
-// row: STEP vectors at a time, then one by one, the last of which may not be full.
-template <typename Take> static inline __attribute__((always_inline)) void along(int64_t first, int64_t size, Take take) {
+// take(first element, elements of each vector, which of the vectors that hold 16 lanes is the first, how many vectors),
+// along a row: STEP vectors at a time, then one by one, the last of which may not be full.
+template <typename Take>
+static inline __attribute__((always_inline)) void along(int64_t first, int64_t size, Take take) {
     int64_t e = first;
     for (; e + STEP * FLOATS <= size; e += STEP * FLOATS) take(e, (int64_t)FLOATS, 0, Vectors<STEP>());
-    for (int g = 0; e < size; e += FLOATS, ++g) take(e, size - e < FLOATS ? size - e : (int64_t)FLOATS, g, Vectors<1>());
+    for (int g = 0; e < size; e += FLOATS, ++g)
+        take(e, size - e < FLOATS ? size - e : (int64_t)FLOATS, g, Vectors<1>());
 }

@@ -14,7 +14,8 @@ static inline void add_line(const struct Pair* p, const uint8_t* a, const uint8_
     for (int64_t i = 0; i < count; i += WIDE) {
         const Levels left = load_levels(a + i, count - i), right = load_levels(b + i, count - i);
         Floats steps[4];
-        for (int j = 0; j < 4; ++j) steps[j] = (spread(left, j) - origin_a) * factor_a + (spread(right, j) - origin_b) * factor_b;
+        for (int j = 0; j < 4; ++j)
+            steps[j] = (spread(left, j) - origin_a) * factor_a + (spread(right, j) - origin_b) * factor_b;
         store_levels(to + i, pack(steps, &f), count - i);
     }
 #else
@@ -24,11 +25,13 @@ static inline void add_line(const struct Pair* p, const uint8_t* a, const uint8_
 #endif
 }
 
-static inline void add_scaled_line(const struct Pair* p, const uint8_t* a, const uint8_t* b, uint8_t* to, int64_t count) {
+static inline void add_scaled_line(const struct Pair* p, const uint8_t* a, const uint8_t* b, uint8_t* to,
+                                   int64_t count) {
     const struct Limits* q = p->limits;
 #if defined(VECTORS)
     const struct Finish f = finishing(q, UNKNOWN);
-    const Floats origin_a = origin(p->zero_a), origin_b = origin(q->other_zero_point), factor_a = floats(p->factor_a[0]);
+    const Floats origin_a = origin(p->zero_a), origin_b = origin(q->other_zero_point),
+                 factor_a = floats(p->factor_a[0]);
     FOR_EACH_VECTOR(count, p->out.pixel) {
         const Levels left = deal(load_levels(a + i, count - i)), right = deal(load_levels(b + i, count - i));
         Floats steps[4];
@@ -41,8 +44,8 @@ static inline void add_scaled_line(const struct Pair* p, const uint8_t* a, const
 #else
     for (int64_t i = 0; i < count; i += p->out.pixel)
         for (int64_t c = 0; c < p->out.pixel; ++c)
-            to[i + c] = (uint8_t)add_requantize(a[i + c] - p->zero_a, p->factor_a[0], b[i + c] - q->other_zero_point, p->factor_b[c],
-                                                q->zero_point, q->low, q->high);
+            to[i + c] = (uint8_t)add_requantize(a[i + c] - p->zero_a, p->factor_a[0], b[i + c] - q->other_zero_point,
+                                                p->factor_b[c], q->zero_point, q->low, q->high);
 #endif
 }
 
@@ -60,8 +63,8 @@ static inline void mul_line(const struct Pair* p, const uint8_t* a, const uint8_
     }
 #else
     for (int64_t i = 0; i < count; ++i)
-        to[i] = (uint8_t)requantize((a[i] - p->zero_a) * (b[i] - q->other_zero_point), p->factor_a[0], q->zero_point, q->low,
-                                    q->high);
+        to[i] = (uint8_t)requantize((a[i] - p->zero_a) * (b[i] - q->other_zero_point), p->factor_a[0], q->zero_point,
+                                    q->low, q->high);
 #endif
 }
 
@@ -97,8 +100,9 @@ static inline void fill_terms(struct Terms* t, const uint8_t* from, int32_t zero
         for (int64_t c = 0; c < WIDE / 4; ++c) t->term[j * apart + quarter + c] = t->term[j * apart + c];
 }
 
-static inline __attribute__((always_inline)) void term_vectors(const struct Terms* t, const uint8_t* from, uint8_t* to, int64_t count,
-                                                               const struct Finish* f, int sum, int sixteens) {
+static inline __attribute__((always_inline)) void term_vectors(const struct Terms* t, const uint8_t* from, uint8_t* to,
+                                                               int64_t count, const struct Finish* f, int sum,
+                                                               int sixteens) {
     const Floats zero = origin(t->zero), factor = floats(t->factor);
     const int64_t apart = sixteens ? t->channels / 4 + WIDE / 4 : WIDE / 4;
     FOR_EACH_VECTOR(count, t->channels) {
@@ -119,7 +123,8 @@ static inline void fill_terms(struct Terms* t, const uint8_t* from, int32_t zero
 }
 #endif
 
-static inline void add_terms(const struct Terms* t, const uint8_t* from, uint8_t* to, int64_t count, const struct Limits* q) {
+static inline void add_terms(const struct Terms* t, const uint8_t* from, uint8_t* to, int64_t count,
+                             const struct Limits* q) {
 #if defined(VECTORS)
     const struct Finish f = finishing(q, UNKNOWN);
     if (in_sixteens(t))
@@ -129,11 +134,13 @@ static inline void add_terms(const struct Terms* t, const uint8_t* from, uint8_t
 #else
     for (int64_t i = 0; i < count; i += t->channels)
         for (int64_t c = 0; c < t->channels; ++c)
-            to[i + c] = (uint8_t)finish((float)(from[i + c] - t->zero) * t->factor + t->term[c], q->zero_point, q->low, q->high);
+            to[i + c] = (uint8_t)finish((float)(from[i + c] - t->zero) * t->factor + t->term[c], q->zero_point, q->low,
+                                        q->high);
 #endif
 }
 
-static inline void mul_terms(const struct Terms* t, const uint8_t* from, uint8_t* to, int64_t count, const struct Limits* q) {
+static inline void mul_terms(const struct Terms* t, const uint8_t* from, uint8_t* to, int64_t count,
+                             const struct Limits* q) {
 #if defined(VECTORS)
     const struct Finish f = finishing(q, 255 * 255 * magnitude(t->factor));
     if (in_sixteens(t))
@@ -143,7 +150,8 @@ static inline void mul_terms(const struct Terms* t, const uint8_t* from, uint8_t
 #else
     for (int64_t i = 0; i < count; i += t->channels)
         for (int64_t c = 0; c < t->channels; ++c)
-            to[i + c] = (uint8_t)finish((float)(from[i + c] - t->zero) * t->term[c] * t->factor, q->zero_point, q->low, q->high);
+            to[i + c] = (uint8_t)finish((float)(from[i + c] - t->zero) * t->term[c] * t->factor, q->zero_point, q->low,
+                                        q->high);
 #endif
 }
 
@@ -191,5 +199,8 @@ LIBRARY void pair_levels(const struct Pair* p, int sum, int thread, int threads)
         return;
     }
     FOR_EACH_ROW(&p->out)
-        (!sum ? mul_line : p->each ? add_scaled_line : add_line)(p, at(&p->a, n, y, 0), at(&p->b, n, y, 0), at(&p->out, n, y, 0), p->out.width * p->out.pixel);
+    (!sum ? mul_line
+     : p->each
+         ? add_scaled_line
+         : add_line)(p, at(&p->a, n, y, 0), at(&p->b, n, y, 0), at(&p->out, n, y, 0), p->out.width * p->out.pixel);
 }

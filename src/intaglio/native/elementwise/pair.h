@@ -6,8 +6,8 @@
 #include "base/library.h"
 #include "products/tile.h"
 
-// Two operands with their zero points and factors; a product has one factor, the first. `each`: the second is one for every
-// channel, and goes on with the first channels.
+// Two operands with their zero points and factors; a product has one factor, the first. `each`: the second is one for
+// every channel, and goes on with the first channels.
 struct Pair {
     struct Image a, b, out;
     int32_t zero_a, each;

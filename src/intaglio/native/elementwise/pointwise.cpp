@@ -7,7 +7,7 @@
 
 // A factor and an offset per channel: batch norm on its own.
 LIBRARY void affine_levels(const struct Image* in, const struct Image* out, int32_t zero, const float* factor,
-                                 const float* offset, const struct Limits* q, int thread, int threads) {
+                           const float* offset, const struct Limits* q, int thread, int threads) {
     FOR_EACH_ROW(out) {
         const uint8_t* from = at(in, n, y, 0);
         uint8_t* to = at(out, n, y, 0);
@@ -26,14 +26,15 @@ LIBRARY void affine_levels(const struct Image* in, const struct Image* out, int3
 #else
         for (int64_t i = 0; i < count; i += out->pixel)
             for (int64_t c = 0; c < out->pixel; ++c)
-                to[i + c] = (uint8_t)finish((float)(from[i + c] - zero) * factor[c] + offset[c], q->zero_point, q->low, q->high);
+                to[i + c] = (uint8_t)finish((float)(from[i + c] - zero) * factor[c] + offset[c], q->zero_point, q->low,
+                                            q->high);
 #endif
     }
 }
 
 // A value that is not negative times `rise`, another times its channel's `fall`.
 LIBRARY void prelu_levels(const struct Image* in, const struct Image* out, int32_t zero, const float* rise,
-                                const float* fall, const struct Limits* q, int thread, int threads) {
+                          const float* fall, const struct Limits* q, int thread, int threads) {
     FOR_EACH_ROW(out) {
         const uint8_t* from = at(in, n, y, 0);
         uint8_t* to = at(out, n, y, 0);
@@ -53,14 +54,17 @@ LIBRARY void prelu_levels(const struct Image* in, const struct Image* out, int32
         for (int64_t i = 0; i < count; i += out->pixel)
             for (int64_t c = 0; c < out->pixel; ++c) {
                 const int32_t centred = from[i + c] - zero;
-                to[i + c] = (uint8_t)requantize(centred, centred >= 0 ? *rise : fall[c], q->zero_point, q->low, q->high);
+                to[i + c] =
+                    (uint8_t)requantize(centred, centred >= 0 ? *rise : fall[c], q->zero_point, q->low, q->high);
             }
 #endif
     }
 }
 
 // Sums of up to 2^15 levels and of their squares.
-struct Moments { int64_t levels, squares; };
+struct Moments {
+    int64_t levels, squares;
+};
 
 static inline struct Moments moments(const uint8_t* from, int64_t count) {
     int32_t levels = 0, squares = 0;
@@ -79,9 +83,10 @@ static inline struct Moments moments(const uint8_t* from, int64_t count) {
     return m;
 }
 
-// numerics.layer_norm of every pixel. Sums are exact, so their order is free and the zero point leaves the variance alone.
+// numerics.layer_norm of every pixel. Sums are exact, so their order is free and the zero point leaves the variance
+// alone.
 LIBRARY void layer_norm_levels(const struct Image* in, const struct Image* out, int32_t zero, const float* factor,
-                                     const float* offset, float eps, const struct Limits* q, int thread, int threads) {
+                               const float* offset, float eps, const struct Limits* q, int thread, int threads) {
     const int64_t count = in->pixel;
     FOR_EACH_ROW(out) {
         for (int64_t x = 0; x < out->width; ++x) {
@@ -105,13 +110,15 @@ LIBRARY void layer_norm_levels(const struct Image* in, const struct Image* out, 
             }
 #else
             for (int64_t c = 0; c < count; ++c)
-                to[c] = (uint8_t)finish(((float)(from[c] - zero) - mean) * inverse * factor[c] + offset[c], q->zero_point, q->low, q->high);
+                to[c] = (uint8_t)finish(((float)(from[c] - zero) - mean) * inverse * factor[c] + offset[c],
+                                        q->zero_point, q->low, q->high);
 #endif
         }
     }
 }
 
-LIBRARY void clamp_levels(const struct Image* in, const struct Image* out, const struct Limits* q, int thread, int threads) {
+LIBRARY void clamp_levels(const struct Image* in, const struct Image* out, const struct Limits* q, int thread,
+                          int threads) {
     const uint8_t low = (uint8_t)q->low, high = (uint8_t)q->high;
     FOR_EACH_ROW(out) {
         const uint8_t* from = at(in, n, y, 0);

@@ -5,12 +5,14 @@
 #include "base/numerics.h"
 #include "base/vectors.h"
 
-enum { SHARED_BYTES = 1 << 16 };   // of one image, from which on threads sum it together
+enum { SHARED_BYTES = 1 << 16 };  // of one image, from which on threads sum it together
 
-typedef uint8_t Lanes __attribute__((vector_size(WIDE)));   // channels; what lies behind the last is read, and not used
+typedef uint8_t Lanes __attribute__((vector_size(WIDE)));  // channels; what lies behind the last is read, and not used
 
 // Window of one output along one axis: what it reads, and what it divides by.
-struct Window { int64_t start, stop, count; };
+struct Window {
+    int64_t start, stop, count;
+};
 
 // Taps of a window that lie inside an axis of `size`; `start` may lie before it.
 static inline struct Window taps_inside(const struct PoolAxis* axis, int64_t index, int64_t size) {
@@ -26,7 +28,8 @@ static inline struct Window taps_inside(const struct PoolAxis* axis, int64_t ind
 
 LIBRARY void max_pool(const struct Pool* p, int thread, int threads) {
     const int64_t rows = p->out.images * p->out.height, channels = p->in.pixel;
-    const int64_t step_z = p->z.dilation * p->in.image, step_y = p->y.dilation * p->in.line, step_x = p->x.dilation * p->in.pixel;
+    const int64_t step_z = p->z.dilation * p->in.image, step_y = p->y.dilation * p->in.line,
+                  step_x = p->x.dilation * p->in.pixel;
     for (int64_t r = share(rows, thread, threads); r < share(rows, thread + 1, threads); ++r) {
         const int64_t i = r / p->out.height, n = i / p->depth_out;
         const struct Window depths = taps_inside(&p->z, i % p->depth_out, p->depth_in);
@@ -55,7 +58,8 @@ LIBRARY void max_pool(const struct Pool* p, int thread, int threads) {
     }
 }
 
-static inline struct Window window(const struct Pool* p, const struct PoolAxis* axis, int64_t index, int64_t outputs, int64_t size) {
+static inline struct Window window(const struct Pool* p, const struct PoolAxis* axis, int64_t index, int64_t outputs,
+                                   int64_t size) {
     struct Window w;
     if (p->adaptive) {
         w.start = index * size / outputs;
@@ -63,7 +67,8 @@ static inline struct Window window(const struct Pool* p, const struct PoolAxis* 
         w.count = w.stop - w.start;
         return w;
     }
-    const int64_t start = index * axis->stride - axis->before, stop = least_of(start + axis->kernel, size + axis->before);
+    const int64_t start = index * axis->stride - axis->before,
+                  stop = least_of(start + axis->kernel, size + axis->before);
     w.start = most_of(start, 0);
     w.stop = most_of(w.start, least_of(stop, size));
     w.count = p->include_pad ? stop - start : w.stop - w.start;
@@ -73,8 +78,12 @@ static inline struct Window window(const struct Pool* p, const struct PoolAxis* 
 // Sums of the levels of some pixels, WIDE channels wide. Two levels of a vector make a word: words add up modulo 2^16,
 // their upper levels apart, which gives both sums while they are below 2^16; then they are spread.
 #if defined(VECTORS)
-enum { HELD = 257 };           // times 255 is below 2^16
-struct Sums { Words words, upper; Ints total[4]; int64_t held; };
+enum { HELD = 257 };  // times 255 is below 2^16
+struct Sums {
+    Words words, upper;
+    Ints total[4];
+    int64_t held;
+};
 
 static inline void spread_sums(struct Sums* s) {
     const Words even = s->words - (s->upper << 8), none = {};
@@ -100,11 +109,13 @@ static inline void sum_pixels(struct Sums* s, const uint8_t* from, int64_t count
 static inline void store_sums(struct Sums* s, int32_t* to) {
     spread_sums(s);
     for (int j = 0; j < 4; ++j)
-        for (int lane = 0; lane < WIDE / 16; ++lane) memcpy(to + 16 * lane + 4 * j, (const char*)&s->total[j] + 16 * lane, 16);
+        for (int lane = 0; lane < WIDE / 16; ++lane)
+            memcpy(to + 16 * lane + 4 * j, (const char*)&s->total[j] + 16 * lane, 16);
 }
 
 // (sum - real) * factor as levels.
-static inline void finish_sums(struct Sums* s, int32_t real, float factor, const struct Limits* q, uint8_t* to, int64_t count) {
+static inline void finish_sums(struct Sums* s, int32_t real, float factor, const struct Limits* q, uint8_t* to,
+                               int64_t count) {
     const struct Finish f = finishing(q, UNKNOWN);
     Floats steps[4];
     spread_sums(s);
@@ -112,7 +123,9 @@ static inline void finish_sums(struct Sums* s, int32_t real, float factor, const
     store_levels(to, pack(steps, &f), count);
 }
 #else
-struct Sums { int32_t total[WIDE]; };
+struct Sums {
+    int32_t total[WIDE];
+};
 
 static inline void sum_pixels(struct Sums* s, const uint8_t* from, int64_t count, int64_t apart) {
     for (int64_t i = 0; i < count; ++i, from += apart)
@@ -121,7 +134,8 @@ static inline void sum_pixels(struct Sums* s, const uint8_t* from, int64_t count
 
 static inline void store_sums(struct Sums* s, int32_t* to) { memcpy(to, s->total, sizeof s->total); }
 
-static inline void finish_sums(struct Sums* s, int32_t real, float factor, const struct Limits* q, uint8_t* to, int64_t count) {
+static inline void finish_sums(struct Sums* s, int32_t real, float factor, const struct Limits* q, uint8_t* to,
+                               int64_t count) {
     for (int64_t l = 0; l < least_of(count, WIDE); ++l)
         to[l] = (uint8_t)requantize(s->total[l] - real, factor, q->zero_point, q->low, q->high);
 }
@@ -136,7 +150,8 @@ static inline void avg_pool_rows(const struct Pool* p, int thread, int threads) 
     const int64_t channels = p->in.pixel, parts = (channels + WIDE - 1) / WIDE;
     const int64_t units = p->out.images * p->out.height * parts;
     for (int64_t u = share(units, thread, threads); u < share(units, thread + 1, threads); ++u) {
-        const int64_t c = u % parts * WIDE, r = u / parts, i = r / p->out.height, y = r % p->out.height, n = i / p->depth_out;
+        const int64_t c = u % parts * WIDE, r = u / parts, i = r / p->out.height, y = r % p->out.height,
+                      n = i / p->depth_out;
         const struct Window depths = window(p, &p->z, i % p->depth_out, p->depth_out, p->depth_in);
         const struct Window lines = window(p, &p->y, y, p->out.height, p->in.height);
         for (int64_t x = 0; x < p->out.width; ++x) {
@@ -160,7 +175,8 @@ static inline void sum_rows(const struct Image* in, int64_t first, int64_t last,
     for (int64_t c = 0; c < channels; c += WIDE) {
         int32_t total[WIDE];
         struct Sums sums = {};
-        for (int64_t y = first; y < last; ++y) sum_pixels(&sums, at(in, 0, y, 0) + c, in->width / pixels, pixels * channels);
+        for (int64_t y = first; y < last; ++y)
+            sum_pixels(&sums, at(in, 0, y, 0) + c, in->width / pixels, pixels * channels);
         store_sums(&sums, total);
         for (int64_t l = channels; l < pixels * channels; ++l) total[l % channels] += total[l];
         memcpy(to + c, total, sizeof *total * (size_t)least_of(WIDE, channels - c));
@@ -175,15 +191,16 @@ static inline void mean_of_image(const struct Pool* p, struct IntaglioBarrier* b
     const struct Limits* q = p->limits;
     const float factor = factor_of(p, pixels);
     if (thread < shares)
-        sum_rows(&p->in, share(p->in.height, thread, shares), share(p->in.height, thread + 1, shares), p->sums + thread * channels);
+        sum_rows(&p->in, share(p->in.height, thread, shares), share(p->in.height, thread + 1, shares),
+                 p->sums + thread * channels);
     intaglio_barrier_wait(barrier, threads);
     for (int64_t c = share(parts, thread, threads) * SOME; c < share(parts, thread + 1, threads) * SOME; c += SOME) {
         int32_t total[SOME] = {0};
         for (int64_t s = 0; s < shares; ++s)  // what lies behind the last channel is read, and not used
             for (int l = 0; l < SOME; ++l) total[l] += p->sums[s * channels + c + l];
         for (int64_t l = 0; l < least_of(SOME, channels - c); ++l)
-            p->out.base[c + l] = (uint8_t)requantize(total[l] - (int32_t)pixels * p->zero_in, factor, q->zero_point, q->low,
-                                                     q->high);
+            p->out.base[c + l] =
+                (uint8_t)requantize(total[l] - (int32_t)pixels * p->zero_in, factor, q->zero_point, q->low, q->high);
     }
 }
 

@@ -13,10 +13,14 @@ static inline int64_t nearest_at(const struct Grid* g, int64_t i) {
 }
 
 // The two values an output lies between, and their weights.
-struct Between { int64_t below, above; float weight[2]; };
+struct Between {
+    int64_t below, above;
+    float weight[2];
+};
 
 static inline struct Between between(const struct Grid* g, int64_t i) {
-    if (g->index) return (struct Between){g->index[2 * i], g->index[2 * i + 1], {g->weight[2 * i], g->weight[2 * i + 1]}};
+    if (g->index)
+        return (struct Between){g->index[2 * i], g->index[2 * i + 1], {g->weight[2 * i], g->weight[2 * i + 1]}};
     float place = (float)i;
     if (g->align) {
         place = place * (g->result > 1 ? (float)(g->size - 1) / (float)(g->result - 1) : 0.0f);
@@ -32,8 +36,8 @@ static inline struct Between between(const struct Grid* g, int64_t i) {
 
 // Every output is a copy of the pixel its grids name. Rows that read the row before them copy its result.
 LIBRARY void upsample_nearest(const struct Image* in, const struct Image* out, int64_t depth_in, int64_t depth_out,
-                                    const struct Grid* depth, const struct Grid* row, const struct Grid* column, int thread,
-                                    int threads) {
+                              const struct Grid* depth, const struct Grid* row, const struct Grid* column, int thread,
+                              int threads) {
     int64_t done_n = -1, done_y = -1;
     const uint8_t* done = 0;
     FOR_EACH_ROW(out) {
@@ -68,10 +72,13 @@ LIBRARY void upsample_linear(const struct Blend* b, int thread, int threads) {
             const float* w = columns.weight;
 #if defined(VECTORS)
             const struct Finish f = finishing(q, UNKNOWN);
-            const Floats zero = origin(b->zero_in), w0 = floats(w[0]), w1 = floats(w[1]), v0 = floats(v[0]), v1 = floats(v[1]);
+            const Floats zero = origin(b->zero_in), w0 = floats(w[0]), w1 = floats(w[1]), v0 = floats(v[0]),
+                         v1 = floats(v[1]);
             for (int64_t c = 0; c < channels; c += WIDE) {
-                const Levels a0 = load_levels(above + left + c, channels - c), a1 = load_levels(above + right + c, channels - c);
-                const Levels b0 = load_levels(below + left + c, channels - c), b1 = load_levels(below + right + c, channels - c);
+                const Levels a0 = load_levels(above + left + c, channels - c),
+                             a1 = load_levels(above + right + c, channels - c);
+                const Levels b0 = load_levels(below + left + c, channels - c),
+                             b1 = load_levels(below + right + c, channels - c);
                 Floats steps[4];
                 for (int j = 0; j < 4; ++j) {
                     const Floats top = (spread(a0, j) - zero) * w0 + (spread(a1, j) - zero) * w1;

@@ -14,7 +14,8 @@ LIBRARY void interleave_levels(const struct Image* in, const struct Image* out, 
             int64_t i = 0;
 #if defined(__AVX2__)
             for (; i + 16 <= each; i += 16) {
-                const __m128i left = _mm_loadu_si128((const __m128i*)(a + i)), right = _mm_loadu_si128((const __m128i*)(b + i));
+                const __m128i left = _mm_loadu_si128((const __m128i*)(a + i)),
+                              right = _mm_loadu_si128((const __m128i*)(b + i));
                 _mm_storeu_si128((__m128i*)(to + 2 * i), _mm_unpacklo_epi8(left, right));
                 _mm_storeu_si128((__m128i*)(to + 2 * i + 16), _mm_unpackhi_epi8(left, right));
             }

@@ -10,17 +10,18 @@
 struct Depthwise {
     struct Image in, out;
     int64_t stride_y, stride_x, dilation_y, top, left, taps_y;
-    int64_t rows, columns;     // of the tallest tile
+    int64_t rows, columns;  // of the tallest tile
     int64_t blocks, block_bytes;
     uint64_t last_mask;
-    const DepthwiseKernel *kernels, *last_kernels;   // by rows, then columns, from 1; full blocks, and the last one
-    const uint8_t* table;      // of results, for kernels that do not look them up; or null
-    struct Activation activation;                    // of results in float; `levels` may be null
+    const DepthwiseKernel *kernels, *last_kernels;  // by rows, then columns, from 1; full blocks, and the last one
+    const uint8_t* table;                           // of results, for kernels that do not look them up; or null
+    struct Activation activation;                   // of results in float; `levels` may be null
     struct DepthwiseTile tile;
 };
 
 // Some tiles side by side, `rows` by `columns` pixels each.
-static inline void depthwise_tiles(const struct Depthwise* d, struct DepthwiseTile* t, DepthwiseKernel kernel, int64_t rows, int64_t columns, int64_t tiles) {
+static inline void depthwise_tiles(const struct Depthwise* d, struct DepthwiseTile* t, DepthwiseKernel kernel,
+                                   int64_t rows, int64_t columns, int64_t tiles) {
     enum { CHANNELS = 64, PIXEL = 4 * CHANNELS };
     const struct Activation* activation = d->activation.levels ? &d->activation : 0;
     const int64_t most = activation ? WARM / (rows * columns * PIXEL) + 1 : tiles;
@@ -32,7 +33,8 @@ static inline void depthwise_tiles(const struct Depthwise* d, struct DepthwiseTi
         if (activation) t->out = (uint8_t*)real, t->out_pixel = PIXEL, t->out_line = pixels * PIXEL;
         kernel(t);
         for (int64_t row = 0; activation && row < rows; ++row)
-            activation->levels(activation, real + row * pixels * CHANNELS, CHANNELS, pixels, out + row * d->out.line, d->out.pixel, __builtin_popcountll(t->mask));
+            activation->levels(activation, real + row * pixels * CHANNELS, CHANNELS, pixels, out + row * d->out.line,
+                               d->out.pixel, __builtin_popcountll(t->mask));
         if (activation) t->out = out + pixels * d->out.pixel;
         for (int64_t i = 0; i < 16; ++i) t->rows[i] += pixels * d->stride_x * t->pixel;
         tiles -= count;
@@ -41,7 +43,8 @@ static inline void depthwise_tiles(const struct Depthwise* d, struct DepthwiseTi
 
 static inline void depthwise(const struct Depthwise* d, int thread, int threads) {
     enum { CHANNELS = 64 };
-    const int64_t groups = (d->out.height + d->rows - 1) / d->rows, tiles = (d->out.width + d->columns - 1) / d->columns;
+    const int64_t groups = (d->out.height + d->rows - 1) / d->rows,
+                  tiles = (d->out.width + d->columns - 1) / d->columns;
     const int64_t units = d->out.images * groups * d->blocks;
     if (!tiles) return;
     const int64_t least = d->out.width / tiles, longer = d->out.width % tiles;  // columns, tiles with one more
@@ -58,12 +61,15 @@ static inline void depthwise(const struct Depthwise* d, int thread, int threads)
         if (last) t.mask = d->last_mask;
         const int64_t needed = (rows - 1) * d->stride_y + d->taps_y;
         for (int64_t i = 0; i < 16; ++i)  // rows past the last one have weights of zero
-            t.rows[i] = at(&d->in, n, y * d->stride_y - d->top + (i < needed ? i : needed - 1) * d->dilation_y, -d->left) + block * CHANNELS;
+            t.rows[i] =
+                at(&d->in, n, y * d->stride_y - d->top + (i < needed ? i : needed - 1) * d->dilation_y, -d->left) +
+                block * CHANNELS;
         t.out = at(&d->out, n, y, 0) + block * CHANNELS;
         if (longer) depthwise_tiles(d, &t, kernels[least + 1], rows, least + 1, longer);
         depthwise_tiles(d, &t, kernels[least], rows, least, tiles - longer);
         for (int64_t row = y; d->table && row < y + rows; ++row)
-            look_up_here(at(&d->out, n, row, 0) + block * CHANNELS, d->out.width, d->out.pixel, __builtin_popcountll(t.mask), d->table);
+            look_up_here(at(&d->out, n, row, 0) + block * CHANNELS, d->out.width, d->out.pixel,
+                         __builtin_popcountll(t.mask), d->table);
     }
 }
 
@@ -71,11 +77,11 @@ static inline void depthwise(const struct Depthwise* d, int thread, int threads)
 struct DepthwisePlain {
     struct Image in, out;
     int64_t stride_y, stride_x, dilation_y, dilation_x, top, left, taps_y, taps_x;
-    const int8_t* weights;     // [tap y][tap x][channel]
+    const int8_t* weights;  // [tap y][tap x][channel]
     const int32_t* bias;
     const float* factor;
     const struct Limits* limits;
-    const uint8_t* table;      // of results; or null
+    const uint8_t* table;  // of results; or null
     struct Activation activation;
 };
 
@@ -92,7 +98,9 @@ static inline void depthwise_plain(const struct DepthwisePlain* d, int thread, i
                 for (int64_t l = 0; l < lanes; ++l) sum[l] = d->bias[c + l];
                 for (int64_t ky = 0; ky < d->taps_y; ++ky)
                     for (int64_t kx = 0; kx < d->taps_x; ++kx) {
-                        const uint8_t* in = at(&d->in, n, y * d->stride_y - d->top + ky * d->dilation_y, x * d->stride_x - d->left + kx * d->dilation_x) + c;
+                        const uint8_t* in = at(&d->in, n, y * d->stride_y - d->top + ky * d->dilation_y,
+                                               x * d->stride_x - d->left + kx * d->dilation_x) +
+                                            c;
                         const int8_t* w = d->weights + (ky * d->taps_x + kx) * channels + c;
                         if (lanes == CHANNELS)
                             for (int l = 0; l < CHANNELS; ++l) sum[l] += (int16_t)(in[l] * w[l]);

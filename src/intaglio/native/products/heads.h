@@ -3,7 +3,11 @@
 
 #include "products/epilogue.h"
 
-enum { QUERIES = 24, PANEL = 64, WIDEST_HEAD = 256 };   // rows at once, as in plan/scratch_memory.py; columns; values, as in ops/attention.py
+enum {
+    QUERIES = 24,
+    PANEL = 64,
+    WIDEST_HEAD = 256
+};  // rows at once, as in plan/scratch_memory.py; columns; values, as in ops/attention.py
 
 // Kernels with results in float: `table[blocks][height]`, panels of up to `blocks` times 16 columns.
 struct FloatKernels {
@@ -17,4 +21,6 @@ struct Heads {
     int64_t batch, head, row;
 };
 
-static inline uint8_t* head_of(const struct Heads* h, int64_t image, int64_t head) { return h->base + image * h->batch + head * h->head; }
+static inline uint8_t* head_of(const struct Heads* h, int64_t image, int64_t head) {
+    return h->base + image * h->batch + head * h->head;
+}

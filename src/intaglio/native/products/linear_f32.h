@@ -31,8 +31,8 @@ static inline __attribute__((always_inline)) Reals reals_at(const int8_t* from) 
 #endif
 }
 
-// float16 -> float32, exact. Without an instruction for it: exponents move by 112, or by 224 those of infinities and NaN;
-// what has none of its own gets that of 2^-14, which is taken off again.
+// float16 -> float32, exact. Without an instruction for it: exponents move by 112, or by 224 those of infinities and
+// NaN; what has none of its own gets that of 2^-14, which is taken off again.
 static inline __attribute__((always_inline)) Reals reals_at(const uint16_t* from) {
 #if defined(__AVX512F__)
     return (Reals)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
@@ -64,7 +64,8 @@ static inline __attribute__((always_inline)) void float_tile(const struct FloatL
         }
 #pragma GCC unroll 8
     for (int v = 0; v < ACROSS; ++v) {
-        const int64_t first = output + v * FLOATS, left = q->outputs - first, count = left < FLOATS ? left : (int64_t)FLOATS;
+        const int64_t first = output + v * FLOATS, left = q->outputs - first,
+                      count = left < FLOATS ? left : (int64_t)FLOATS;
         if (count <= 0) break;
 #pragma GCC unroll 8
         for (int i = 0; i < ROWS; ++i) {
@@ -95,6 +96,7 @@ static inline void float_linear(const struct FloatLinear* q, int thread, int thr
     for (int64_t unit = share(units, thread, threads); unit < share(units, thread + 1, threads); ++unit) {
         const int64_t first = unit % blocks * BLOCK, last = first + BLOCK < q->rows ? first + BLOCK : q->rows;
         for (int64_t row = first; row < last; row += TALLEST)
-            float_rows<TALLEST, Element>(q, row, last - row < TALLEST ? last - row : (int64_t)TALLEST, unit / blocks * PANEL_F32);
+            float_rows<TALLEST, Element>(q, row, last - row < TALLEST ? last - row : (int64_t)TALLEST,
+                                         unit / blocks * PANEL_F32);
     }
 }

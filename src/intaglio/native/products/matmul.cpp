@@ -6,7 +6,8 @@
 #include "products/row_scale.h"
 
 // Tiles first..last of one panel. Heights are nearly equal, so no tile is a thin rest.
-LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, int64_t last, int64_t tiles, int64_t width) {
+LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, int64_t last, int64_t tiles,
+                         int64_t width) {
     struct Tile t = m->tile;
     const int last_panel = panel == m->panels - 1;
     const TileKernel* kernels = last_panel ? m->last_kernels : m->kernels;
@@ -17,7 +18,8 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
     t.factor += channel;
     if (t.other_factor) t.other_factor += channel;
     t.mask = last_panel ? m->last_mask : m->mask;
-    const int32_t least = (int32_t)(width / tiles), longer = (int32_t)(width % tiles), per_image = (int32_t)m->out.height;
+    const int32_t least = (int32_t)(width / tiles), longer = (int32_t)(width % tiles),
+                  per_image = (int32_t)m->out.height;
     const int64_t channels = __builtin_popcountll((unsigned long long)t.mask), out_pixel = t.out_pixel;
     struct Activation own = m->activation;
     const struct Activation* activation = own.levels ? &own : 0;
@@ -58,8 +60,10 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
             if (activation || epilogue) t.out = first_pixel + height * count * out_pixel;
             if (epilogue) first_pixel = warmed;
             const int64_t apart = epilogue ? warmed_pixel : out_pixel;
-            if (activation) activation->levels(activation, real, t.out_pixel / 4, height * count, first_pixel, apart, channels);
-            if (m->by_row.scales) dequantize_rows(&m->by_row, (float*)first_pixel, apart / 4, pixel, height * count, channel, channels);
+            if (activation)
+                activation->levels(activation, real, t.out_pixel / 4, height * count, first_pixel, apart, channels);
+            if (m->by_row.scales)
+                dequantize_rows(&m->by_row, (float*)first_pixel, apart / 4, pixel, height * count, channel, channels);
             if (m->table) look_up_here(first_pixel, height * count, apart, channels, m->table);
             if (epilogue) epilogue->take(epilogue->run, warmed, warmed_pixel, pixel, height * count, channel, channels);
             pixel += height * count;

@@ -6,8 +6,8 @@
 #include "products/heads.h"
 #include "base/vectors.h"
 
-// Levels with zero point 128, `depth` by `columns`, any distances apart -> panels of weights, [panel][depth / 4][columns of
-// the panel, whole blocks][4], zeros where there is nothing.
+// Levels with zero point 128, `depth` by `columns`, any distances apart -> panels of weights, [panel][depth /
+// 4][columns of the panel, whole blocks][4], zeros where there is nothing.
 struct Operand {
     const uint8_t* base;
     int64_t depth_apart, column_apart, depth, columns;
@@ -34,8 +34,10 @@ static inline void transpose16(__m512i* x) {
             x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + 2 + j]);
         }
     for (int i = 0; i < 4; ++i) {
-        const __m512i a = _mm512_shuffle_i32x4(x[i], x[4 + i], 0x88), b = _mm512_shuffle_i32x4(x[8 + i], x[12 + i], 0x88);
-        const __m512i c = _mm512_shuffle_i32x4(x[i], x[4 + i], 0xdd), d = _mm512_shuffle_i32x4(x[8 + i], x[12 + i], 0xdd);
+        const __m512i a = _mm512_shuffle_i32x4(x[i], x[4 + i], 0x88),
+                      b = _mm512_shuffle_i32x4(x[8 + i], x[12 + i], 0x88);
+        const __m512i c = _mm512_shuffle_i32x4(x[i], x[4 + i], 0xdd),
+                      d = _mm512_shuffle_i32x4(x[8 + i], x[12 + i], 0xdd);
         y[i] = _mm512_shuffle_i32x4(a, b, 0x88), y[8 + i] = _mm512_shuffle_i32x4(a, b, 0xdd);
         y[4 + i] = _mm512_shuffle_i32x4(c, d, 0x88), y[12 + i] = _mm512_shuffle_i32x4(c, d, 0xdd);
     }
@@ -51,8 +53,9 @@ static inline void pack_lines(const struct Operand* o, int64_t column, int64_t w
         __m512i x[16];
         for (int i = 0; i < 16; ++i)
             x[i] = column + i < o->columns
-                ? _mm512_xor_si512(_mm512_maskz_loadu_epi8(there, o->base + (column + i) * o->column_apart + d), flip)
-                : _mm512_setzero_si512();
+                       ? _mm512_xor_si512(_mm512_maskz_loadu_epi8(there, o->base + (column + i) * o->column_apart + d),
+                                          flip)
+                       : _mm512_setzero_si512();
         transpose16(x);
         for (int i = 0; 4 * i < left; ++i) _mm512_storeu_si512(to + (d / 4 + i) * 4 * width, x[i]);
     }
@@ -79,9 +82,11 @@ static inline void pack_quads(const struct Operand* o, int64_t d, int64_t column
     const uint8_t* row = o->base + d * o->depth_apart + column;
     uint32_t quads[PANEL] = {};
     if (d + 4 <= o->depth) {
-        const uint8_t *second = row + o->depth_apart, *third = second + o->depth_apart, *fourth = third + o->depth_apart;
+        const uint8_t *second = row + o->depth_apart, *third = second + o->depth_apart,
+                      *fourth = third + o->depth_apart;
         for (int64_t c = 0; c < columns; ++c)
-            quads[c] = (row[c] | (uint32_t)second[c] << 8 | (uint32_t)third[c] << 16 | (uint32_t)fourth[c] << 24) ^ 0x80808080;
+            quads[c] =
+                (row[c] | (uint32_t)second[c] << 8 | (uint32_t)third[c] << 16 | (uint32_t)fourth[c] << 24) ^ 0x80808080;
     } else {
         for (int64_t c = 0; c < columns; ++c) quads[c] = four_levels(o, d, column + c);
     }
@@ -107,7 +112,8 @@ static __attribute__((noinline)) void pack_operand(const struct Operand* o, int6
 }
 
 // The zero point of what is multiplied by a packed operand: -zero times the sum of each column.
-static __attribute__((noinline)) void column_terms(const struct Operand* o, int64_t blocks, const int8_t* packed, int32_t zero, int32_t* terms) {
+static __attribute__((noinline)) void column_terms(const struct Operand* o, int64_t blocks, const int8_t* packed,
+                                                   int32_t zero, int32_t* terms) {
     for (int64_t first = 0; first < o->columns; first += 16 * blocks) {
         const int64_t left = (o->columns - first + 15) / 16 * 16, width = left < 16 * blocks ? left : 16 * blocks;
         for (int64_t c = 0; c < width; c += 16) {
@@ -115,9 +121,11 @@ static __attribute__((noinline)) void column_terms(const struct Operand* o, int6
             for (int64_t d = 0; d < o->depth; d += 4) {
                 const int8_t* quads = packed + d * width + 4 * c;
 #if defined(__AVX512VNNI__)
-                _mm512_storeu_si512(sums, _mm512_dpbusd_epi32(_mm512_loadu_si512(sums), _mm512_set1_epi8(1), _mm512_loadu_si512(quads)));
+                _mm512_storeu_si512(sums, _mm512_dpbusd_epi32(_mm512_loadu_si512(sums), _mm512_set1_epi8(1),
+                                                              _mm512_loadu_si512(quads)));
 #else
-                for (int i = 0; i < 16; ++i) sums[i] += quads[4 * i] + quads[4 * i + 1] + quads[4 * i + 2] + quads[4 * i + 3];
+                for (int i = 0; i < 16; ++i)
+                    sums[i] += quads[4 * i] + quads[4 * i + 1] + quads[4 * i + 2] + quads[4 * i + 3];
 #endif
             }
             for (int i = 0; i < 16; ++i) terms[first + c + i] = -zero * sums[i];
@@ -128,7 +136,8 @@ static __attribute__((noinline)) void column_terms(const struct Operand* o, int6
 
 // Rows times the first `columns` of a packed operand, whose panels are `steps` long where this product takes as many or
 // fewer of its own: t has rows, factor, run and result. All of the last block is written, or with `exact` what it has.
-static inline void multiply(const struct FloatKernels* k, const struct Tile* product, const struct Operand* o, int64_t columns, int64_t rows, int exact) {
+static inline void multiply(const struct FloatKernels* k, const struct Tile* product, const struct Operand* o,
+                            int64_t columns, int64_t rows, int exact) {
     const int64_t tiles = (rows + k->rows - 1) / k->rows, least = rows / tiles, longer = rows % tiles;
     const int64_t panel_bytes = (o->depth + 3) / 4 * 64 * k->blocks;
     struct Tile t = *product;
@@ -158,7 +167,9 @@ static inline Reals load_reals(const float* from) {
 static inline void store_reals(float* to, Reals x) { memcpy(to, &x, sizeof x); }
 
 // Rows of floats, each times its factor -> levels; floats up to a multiple of 16 are read.
-static __attribute__((noinline)) void rows_to_levels(const float* from, int64_t from_row, int64_t rows, const float* factor, const struct Limits* q, uint8_t* to, int64_t to_row, int64_t columns) {
+static __attribute__((noinline)) void rows_to_levels(const float* from, int64_t from_row, int64_t rows,
+                                                     const float* factor, const struct Limits* q, uint8_t* to,
+                                                     int64_t to_row, int64_t columns) {
     const float least = (float)(q->low - q->zero_point), most = (float)(q->high - q->zero_point);
     const int32_t zero_point = q->zero_point;
     for (int64_t r = 0; r < rows; ++r, from += from_row, to += to_row) {
@@ -167,7 +178,8 @@ static __attribute__((noinline)) void rows_to_levels(const float* from, int64_t 
         const struct Finish f = finishing(q, UNKNOWN);
         for (; c + 64 <= columns; c += 64) {
             __m512 steps[4];
-            for (int i = 0; i < 4; ++i) steps[i] = _mm512_mul_ps(_mm512_loadu_ps(from + c + 16 * i), _mm512_set1_ps(factor[r]));
+            for (int i = 0; i < 4; ++i)
+                steps[i] = _mm512_mul_ps(_mm512_loadu_ps(from + c + 16 * i), _mm512_set1_ps(factor[r]));
             _mm512_storeu_si512(to + c, gather(pack(steps, &f)));
         }
 #endif
@@ -175,7 +187,9 @@ static __attribute__((noinline)) void rows_to_levels(const float* from, int64_t 
             RealBits words[16 / FLOATS];
             uint8_t levels[16];
             for (int i = 0; i < 16 / FLOATS; ++i)
-                words[i] = whole(shifted(least_of(most_of(load_reals(from + c + i * FLOATS) * factor[r], least), most))) + zero_point;
+                words[i] =
+                    whole(shifted(least_of(most_of(load_reals(from + c + i * FLOATS) * factor[r], least), most))) +
+                    zero_point;
             narrow16(words, levels);
             memcpy(to + c, levels, c + 16 <= columns ? 16 : (size_t)(columns - c));
         }

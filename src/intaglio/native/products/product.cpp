@@ -6,7 +6,9 @@
 #include "products/operand.h"
 
 // Some rows of one matrix, a panel of columns after the other.
-static __attribute__((noinline)) void multiply_rows(const struct Product* p, const struct Operand* o, const int8_t* packed, const int32_t* terms, const uint8_t* a, uint8_t* out, int64_t pixel, int64_t rows) {
+static __attribute__((noinline)) void multiply_rows(const struct Product* p, const struct Operand* o,
+                                                    const int8_t* packed, const int32_t* terms, const uint8_t* a,
+                                                    uint8_t* out, int64_t pixel, int64_t rows) {
     float factor[PANEL], ones[QUERIES], real[QUERIES * PANEL] __attribute__((aligned(64)));
     for (int i = 0; i < PANEL; ++i) factor[i] = p->factor;
     for (int i = 0; i < QUERIES; ++i) ones[i] = 1.0f;
@@ -45,13 +47,16 @@ LIBRARY void product(const struct Product* p, int thread, int threads) {
     const uint8_t* of = 0;
     for (int64_t unit = share(total, thread, threads); unit < share(total, thread + 1, threads); ++unit) {
         const int64_t block = unit % blocks, head = unit / blocks % p->heads, image = unit / blocks / p->heads;
-        const struct Operand o = {p->b + image * p->b_batch + head * p->b_head, p->depth_apart, p->column_apart, p->depth, p->columns};
+        const struct Operand o = {p->b + image * p->b_batch + head * p->b_head, p->depth_apart, p->column_apart,
+                                  p->depth, p->columns};
         if (o.base != of) {
             pack_operand(&o, p->kernels.blocks, packed);
             column_terms(&o, p->kernels.blocks, packed, p->zero_a, terms);
         }
         of = o.base;
         const int64_t first = p->rows * block / blocks, last = p->rows * (block + 1) / blocks;
-        multiply_rows(p, &o, packed, terms, head_of(&p->a, image, head) + first * p->a.row, head_of(&p->out, image, head) + first * p->out.row, (image * p->heads + head) * p->rows + first, last - first);
+        multiply_rows(p, &o, packed, terms, head_of(&p->a, image, head) + first * p->a.row,
+                      head_of(&p->out, image, head) + first * p->out.row, (image * p->heads + head) * p->rows + first,
+                      last - first);
     }
 }

@@ -8,7 +8,8 @@
 #include "base/functions.h"
 
 // Accumulators as floats, `apart` from row to row, in place; `channel` is the first of `channels`.
-static inline void dequantize_rows(const struct ByRow* r, float* at, int64_t apart, int64_t row, int64_t rows, int64_t channel, int64_t channels) {
+static inline void dequantize_rows(const struct ByRow* r, float* at, int64_t apart, int64_t row, int64_t rows,
+                                   int64_t channel, int64_t channels) {
     const float *columns = r->columns + channel, *bias = r->bias + channel;
     for (int64_t i = 0; i < rows; ++i, at += apart) {
         const float scale = r->scales[r->alike ? 0 : row + i];
@@ -23,8 +24,7 @@ static inline void dequantize_rows(const struct ByRow* r, float* at, int64_t apa
     }
 }
 
-
-enum { SMALLEST_ROW = 0x0d800000, INFINITE = 0x7f800000, NOT_A_NUMBER = 0x7fc00000 };   // bits of 2^-100 and others
+enum { SMALLEST_ROW = 0x0d800000, INFINITE = 0x7f800000, NOT_A_NUMBER = 0x7fc00000 };  // bits of 2^-100 and others
 
 static inline float float_of(int32_t bits) {
     float x;
@@ -32,7 +32,8 @@ static inline float float_of(int32_t bits) {
     return x;
 }
 
-// Bits of the largest magnitude of a row, at least those given; magnitudes are ordered as their bits are, NaN above all.
+// Bits of the largest magnitude of a row, at least those given; magnitudes are ordered as their bits are, NaN above
+// all.
 static inline int32_t peak_bits(const float* from, int64_t apart, int64_t count, int32_t most) {
     int64_t i = 0;
     if (apart == 1 && count >= FLOATS) {

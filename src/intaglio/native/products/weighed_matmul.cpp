@@ -2,7 +2,7 @@
 
 #include "products/weighed_matmul.h"
 
-enum { WEIGHED_BYTES = 1 << 16, BEHIND = 64 };   // what a thread has room for; what may be read behind it
+enum { WEIGHED_BYTES = 1 << 16, BEHIND = 64 };  // what a thread has room for; what may be read behind it
 
 LIBRARY void matmul_weighed(struct Matmul* m, const struct Pair* weighed, int thread, int threads) {
     uint8_t made[WEIGHED_BYTES + BEHIND] __attribute__((aligned(64)));
@@ -19,8 +19,10 @@ LIBRARY void matmul_weighed(struct Matmul* m, const struct Pair* weighed, int th
     const int64_t first = share(tiles, thread, threads), last = share(tiles, thread + 1, threads);
     const int64_t most = WEIGHED_BYTES / ((least + (longer > 0)) * pixel), chunks = (last - first + most - 1) / most;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        const int64_t begin = first + chunk * (last - first) / chunks, end = first + (chunk + 1) * (last - first) / chunks;
-        const int64_t x = begin * least + (begin < longer ? begin : longer), stop = end * least + (end < longer ? end : longer);
+        const int64_t begin = first + chunk * (last - first) / chunks,
+                      end = first + (chunk + 1) * (last - first) / chunks;
+        const int64_t x = begin * least + (begin < longer ? begin : longer),
+                      stop = end * least + (end < longer ? end : longer);
         weigh_pixels(weighed, x, stop - x, made);
         m->in.base = made - x * pixel;
         for (int64_t panel = 0; panel < m->panels; ++panel) matmul_span(m, panel, begin, end, tiles, pixels);

@@ -8,11 +8,11 @@
 struct AttentionScratch {
     struct Operand k, v;
     int8_t *packed_k, *packed_v;
-    int32_t* terms;                    // of keys
-    float *mask, *scores, *sums;       // of keys; QUERIES by keys; QUERIES by values
-    uint8_t* levels;                   // QUERIES by keys
-    int64_t row, sums_row;             // keys and values, padded
-    const uint8_t* masked;             // what `mask` is made of
+    int32_t* terms;               // of keys
+    float *mask, *scores, *sums;  // of keys; QUERIES by keys; QUERIES by values
+    uint8_t* levels;              // QUERIES by keys
+    int64_t row, sums_row;        // keys and values, padded
+    const uint8_t* masked;        // what `mask` is made of
 };
 
 static inline struct AttentionScratch attention_scratch(const struct Attention* a, int thread) {
@@ -57,7 +57,8 @@ static inline float mask_power(float x) {
 }
 
 // One row of the mask as floats to add. Kept while rows are the same.
-static __attribute__((noinline)) const float* mask_row(const struct Attention* a, struct AttentionScratch* s, const uint8_t* from) {
+static __attribute__((noinline)) const float* mask_row(const struct Attention* a, struct AttentionScratch* s,
+                                                       const uint8_t* from) {
     if (s->masked == from) return s->mask;
     const int64_t apart = a->mask_apart[3];
     s->masked = from;
@@ -128,7 +129,7 @@ static inline int32_t row_levels(const float* x, float top, int64_t keys, uint8_
         for (int i = 0; i < 16 / FLOATS; ++i) {
             const Reals power = most_of(load_reals(x + j + i * FLOATS) - top, -12.0f), rounded = shifted(power);
             const RealBits total = (RealBits)level_terms(power - integral(rounded));
-            rest += words[i] = whole(shifted((Reals)(total + (whole(rounded) << 23))));   // times 2^n
+            rest += words[i] = whole(shifted((Reals)(total + (whole(rounded) << 23))));  // times 2^n
         }
         narrow16(words, levels + j);
     }
@@ -137,10 +138,13 @@ static inline int32_t row_levels(const float* x, float top, int64_t keys, uint8_
 }
 
 // Keys of a query, but for those a mask excludes.
-static inline int64_t own_keys(const struct Attention* a, int64_t query) { return a->causal && query < a->keys ? query + 1 : a->keys; }
+static inline int64_t own_keys(const struct Attention* a, int64_t query) {
+    return a->causal && query < a->keys ? query + 1 : a->keys;
+}
 
 // Queries first..last of one head.
-static __attribute__((noinline)) void attend(const struct Attention* a, struct AttentionScratch* s, int64_t image, int64_t head, int64_t first, int64_t last) {
+static __attribute__((noinline)) void attend(const struct Attention* a, struct AttentionScratch* s, int64_t image,
+                                             int64_t head, int64_t first, int64_t last) {
     const int64_t rows = last - first, keys = own_keys(a, last - 1), steps = (keys + 3) / 4;
     float factor[PANEL], tops[QUERIES], shares[QUERIES];
     for (int i = 0; i < PANEL; ++i) factor[i] = a->factor;
@@ -152,7 +156,8 @@ static __attribute__((noinline)) void attend(const struct Attention* a, struct A
     const uint8_t* mask = a->mask ? a->mask + image * a->mask_apart[0] + head * a->mask_apart[1] : 0;
     for (int64_t i = 0; i < rows; ++i) {
         const int64_t query = first + i;
-        tops[i] = largest_score(s->scores + i * s->row, mask ? mask_row(a, s, mask + query * a->mask_apart[2]) : 0, own_keys(a, query));
+        tops[i] = largest_score(s->scores + i * s->row, mask ? mask_row(a, s, mask + query * a->mask_apart[2]) : 0,
+                                own_keys(a, query));
     }
     for (int64_t i = 0; i < rows; ++i) {
         const int64_t own = own_keys(a, first + i), end = (own + 15) / 16 * 16;

@@ -20,7 +20,8 @@ static inline uint8_t* cut(uint8_t** from, int64_t bytes) {
 
 // In the order of recurrent_lines in plan/scratch_memory.py.
 static inline struct Working cut_up(const struct Recurrent* r) {
-    const int64_t gates = (r->lstm ? 4 : 3) * r->hidden, rows = r->steps * r->batch, d = r->directions, cells = d * r->batch;
+    const int64_t gates = (r->lstm ? 4 : 3) * r->hidden, rows = r->steps * r->batch, d = r->directions,
+                  cells = d * r->batch;
     uint8_t* at = r->scratch;
     struct Working w;
     w.of_x = (float*)cut(&at, d * rows * gates * 4);
@@ -46,20 +47,23 @@ static inline Reals reals_at(const float* from) {
 }
 
 // A step of one row: products of x and of h -> states, in place, and y. Vectors read behind the end of a row.
-static inline void step_row(const struct Recurrent* r, const float* x, const float* h, float* hidden, float* cell, float* y) {
+static inline void step_row(const struct Recurrent* r, const float* x, const float* h, float* hidden, float* cell,
+                            float* y) {
     const int64_t n = r->hidden;
     for (int64_t c = 0; c < n; c += FLOATS) {
         const size_t bytes = (size_t)(n - c < FLOATS ? n - c : FLOATS) * sizeof(float);
         Reals state;
         if (r->lstm) {
-            const Reals i = known_sigmoid(reals_at(x + c) + reals_at(h + c)), f = known_sigmoid(reals_at(x + n + c) + reals_at(h + n + c));
+            const Reals i = known_sigmoid(reals_at(x + c) + reals_at(h + c)),
+                        f = known_sigmoid(reals_at(x + n + c) + reals_at(h + n + c));
             const Reals g = known_tangent(reals_at(x + 2 * n + c) + reals_at(h + 2 * n + c));
             const Reals o = known_sigmoid(reals_at(x + 3 * n + c) + reals_at(h + 3 * n + c));
             const Reals next = f * reals_at(cell + c) + i * g;
             memcpy(cell + c, &next, bytes);
             state = o * known_tangent(next);
         } else {
-            const Reals reset = known_sigmoid(reals_at(x + c) + reals_at(h + c)), z = known_sigmoid(reals_at(x + n + c) + reals_at(h + n + c));
+            const Reals reset = known_sigmoid(reals_at(x + c) + reals_at(h + c)),
+                        z = known_sigmoid(reals_at(x + n + c) + reals_at(h + n + c));
             const Reals fresh = known_tangent(reals_at(x + 2 * n + c) + reset * reals_at(h + 2 * n + c));
             state = fresh + z * (reals_at(hidden + c) - fresh);
         }
@@ -76,8 +80,10 @@ static inline void quantize_state(const struct Working* w, int64_t cell, int64_t
 static inline void copy_state(const struct States* s, int64_t layer, int64_t row, float* state, int64_t n, int out) {
     float* at = s->base + layer * s->layer + row * s->row;
     for (int64_t c = 0; c < n; ++c) {
-        if (out) at[c * s->apart] = state[c];
-        else state[c] = at[c * s->apart];
+        if (out)
+            at[c * s->apart] = state[c];
+        else
+            state[c] = at[c * s->apart];
     }
 }
 
@@ -97,7 +103,8 @@ static inline void end_row(const struct Recurrent* r, const struct Working* w, i
 }
 
 // The product of some rows' hidden states, of one direction.
-static inline void multiply_states(const struct Recurrent* r, const struct Working* w, int64_t layer, int64_t first, int64_t count, int thread, int threads) {
+static inline void multiply_states(const struct Recurrent* r, const struct Working* w, int64_t layer, int64_t first,
+                                   int64_t count, int thread, int threads) {
     const int64_t gates = (r->lstm ? 4 : 3) * r->hidden;
     struct Matmul m = r->of_h[layer * r->directions + first / r->batch];
     m.in = image(w->h_levels + first * r->hidden, count, 1, 1, r->hidden, 0, 0);
@@ -111,13 +118,16 @@ static inline void step_cell(const struct Recurrent* r, const struct Working* w,
     const int64_t gates = (r->lstm ? 4 : 3) * r->hidden, n = r->hidden, d = cell / r->batch;
     const int64_t t = d ? r->steps - 1 - step : step, row = t * r->row_t + cell % r->batch * r->row_b;
     const float* x = w->of_x + (d * r->steps * r->batch + row) * gates;
-    step_row(r, x, w->of_h + cell * gates, w->hidden + cell * n, w->cell + cell * n, y ? y + (row * r->directions + d) * n : 0);
+    step_row(r, x, w->of_h + cell * gates, w->hidden + cell * n, w->cell + cell * n,
+             y ? y + (row * r->directions + d) * n : 0);
     quantize_state(w, cell, n);
 }
 
 // All steps of a layer. `cells` are rows of the batch, direction after direction.
-static inline void run_steps(const struct Recurrent* r, const struct Working* w, int64_t layer, float* y, struct IntaglioBarrier* barrier, int thread, int threads) {
-    const int64_t cells = r->directions * r->batch, first = share(cells, thread, threads), last = share(cells, thread + 1, threads);
+static inline void run_steps(const struct Recurrent* r, const struct Working* w, int64_t layer, float* y,
+                             struct IntaglioBarrier* barrier, int thread, int threads) {
+    const int64_t cells = r->directions * r->batch, first = share(cells, thread, threads),
+                  last = share(cells, thread + 1, threads);
     for (int64_t cell = first; cell < last; ++cell) start_row(r, w, layer, cell);
     if (cells >= threads) {
         for (int64_t step = 0; step < r->steps; ++step)
@@ -129,7 +139,8 @@ static inline void run_steps(const struct Recurrent* r, const struct Working* w,
     } else {
         for (int64_t step = 0; step < r->steps; ++step) {
             intaglio_barrier_wait(barrier, threads);
-            for (int64_t begin = 0; begin < cells; begin += r->batch) multiply_states(r, w, layer, begin, r->batch, thread, threads);
+            for (int64_t begin = 0; begin < cells; begin += r->batch)
+                multiply_states(r, w, layer, begin, r->batch, thread, threads);
             intaglio_barrier_wait(barrier, threads);
             for (int64_t cell = first; cell < last; ++cell) step_cell(r, w, y, step, cell);
         }

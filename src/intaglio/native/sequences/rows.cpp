@@ -4,9 +4,10 @@
 
 #include "products/row_scale.h"
 
-// Strides in elements: images, channels, rows, columns. `alike` rows, one after the other, have the scale that the largest
-// magnitude of all of them gives.
-LIBRARY void quantize_rows(const float* from, const int64_t* strides, const struct Image* out, float* scales, int64_t alike, int thread, int threads) {
+// Strides in elements: images, channels, rows, columns. `alike` rows, one after the other, have the scale that the
+// largest magnitude of all of them gives.
+LIBRARY void quantize_rows(const float* from, const int64_t* strides, const struct Image* out, float* scales,
+                           int64_t alike, int thread, int threads) {
     const int64_t rows = out->images * out->height * out->width, count = out->pixel, apart = strides[1];
     int32_t bits = SMALLEST_ROW;
     int64_t known = -1;
@@ -15,12 +16,14 @@ LIBRARY void quantize_rows(const float* from, const int64_t* strides, const stru
             known = r / alike, bits = SMALLEST_ROW;
             for (int64_t i = known * alike; i < (known + 1) * alike; ++i) {
                 const int64_t y = i / out->width;
-                const float* row = from + y / out->height * strides[0] + y % out->height * strides[2] + i % out->width * strides[3];
+                const float* row =
+                    from + y / out->height * strides[0] + y % out->height * strides[2] + i % out->width * strides[3];
                 bits = peak_bits(row, apart, count, bits);
             }
         }
         const int64_t y = r / out->width;
-        const float* row = from + y / out->height * strides[0] + y % out->height * strides[2] + r % out->width * strides[3];
+        const float* row =
+            from + y / out->height * strides[0] + y % out->height * strides[2] + r % out->width * strides[3];
         scales[r] = quantize_row(row, apart, count, bits, out->base + r * count);
     }
 }

@@ -6,8 +6,8 @@
 
 enum { BAG_SUM, BAG_MEAN, BAG_MAX };
 
-// A table of floats, or with scales of levels; `ends` are one more than bags where the last bag has its own. `weights` may be
-// null. `padding` is no row where every id counts.
+// A table of floats, or with scales of levels; `ends` are one more than bags where the last bag has its own. `weights`
+// may be null. `padding` is no row where every id counts.
 struct Bags {
     const uint8_t* table;
     const float *scales, *zero_points, *weights;
