@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from intaglio import Recipe, Setting, quantize
-from intaglio.fxgraph.canonicalize_matmul import parts_as_layers, products_as_linear
 from intaglio.fxgraph.node_info import info
 from intaglio.fxgraph.nodes import operator
+from intaglio.fxgraph.passes.canonicalize_matmul import parts_as_layers, products_as_linear
 from intaglio.ir import evaluate, symbol
 from intaglio.ir.dims import divide
 from intaglio.plan import plan_graph

@@ -7,8 +7,9 @@ from torch.nn import functional as F
 
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.nodes import operator
+from intaglio.fxgraph.passes.decompositions import mean_as_pool
 from intaglio.quant.calibrate.prepare import annotate
-from intaglio.quant.qdq.prepare_passes import PTQ_PASSES, mean_as_pool
+from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
 from intaglio.tracing import capture, run
 from support import nets
 from support.lowering import captured_net
@@ -29,9 +30,9 @@ def passed(model: nn.Module, x: torch.Tensor):
 def passed_graph(captured, x: torch.Tensor):
     """Checked to compute what the captured graph does, and to be done after one run."""
     module = copy_graph(captured.module)
-    counts = run(module, PTQ_PASSES)
+    counts = run(module, PTQ_PASSES.patterns)
     torch.testing.assert_close(module(x)[0], captured.module(x)[0], rtol=1e-4, atol=1e-4)
-    assert set(run(module, PTQ_PASSES).values()) == {0}, "idempotent"
+    assert set(run(module, PTQ_PASSES.patterns).values()) == {0}, "idempotent"
     return module, counts
 
 

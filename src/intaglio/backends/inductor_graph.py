@@ -208,11 +208,10 @@ def _before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
 
 
 INDUCTOR_PASSES: tuple[Callable[[fx.GraphModule], None], ...] = (
-    rows_behind_layers,
-    images_with_one_zero_point,
-    levels_moved,
+    rows_behind_layers,  # first: what it leaves is a layer like others
+    images_with_one_zero_point,  # before constants: it changes biases
+    levels_moved,  # before clamps: it compares the parameters on both sides of the moves
     narrow_levels_clamped,
-    sums_without_inputs,
-    constants_for_layers,
+    sums_without_inputs,  # before constants: a bias that is still dequantized is no constant operand
+    constants_for_layers,  # last: only now it is known which layers are int8
 )
-"""Rows first: what they leave is a layer like others. Constants last: only now it is known which layers are int8."""

@@ -291,14 +291,13 @@ def _tensor(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
 
 
 ONNX_PASSES: tuple[Callable[[fx.GraphModule, fx.Node], Any], ...] = (
-    take_bytes,
+    take_bytes,  # first: it knows images by the quantize that it removes
     one_zero_point,
-    multiply_rows,
+    multiply_rows,  # before `write_rows`, which writes out the rows that no layer multiplies
     write_rows,
     gather_levels,
     write_recurrent,
-    multiply_few_bits,
+    multiply_few_bits,  # before `multiply_matrices`, which takes the linear layers that are left
     multiply_matrices,
-    type_zero_points,
+    type_zero_points,  # last: the others make operators with zero points
 )
-"""Rows before what writes them out; few bits before matrices, which takes the linear layers that are left."""

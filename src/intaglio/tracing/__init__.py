@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from intaglio.fxgraph.graph_passes import CAPTURE_PASSES, run
+from intaglio.fxgraph.graph_passes import run
 from intaglio.tracing.capture_check import disagreement, resized
+from intaglio.tracing.capture_passes import CAPTURE_PASSES
 from intaglio.tracing.captured import Captured, fx_text
 
 __all__ = ["CAPTURE_PASSES", "Captured", "capture", "disagreement", "fx_text", "resized", "run"]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from intaglio.errors import InputError
-from intaglio.fxgraph.half_precision import WIDENED
+from intaglio.fxgraph.passes.half_precision import WIDENED
 from intaglio.ir import DType, Expression, evaluate, symbol, symbols_of
 from intaglio.signature import bind, dims_of
 from intaglio.torch_private import pytree

@@ -21,10 +21,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from intaglio.errors import CaptureError
-from intaglio.fxgraph.graph_passes import CAPTURE_PASSES, run
-from intaglio.fxgraph.half_precision import WIDENED
+from intaglio.fxgraph.graph_passes import run
 from intaglio.fxgraph.node_info import info, update_info
 from intaglio.fxgraph.nodes import dim_of
+from intaglio.fxgraph.passes.half_precision import WIDENED
 from intaglio.ir import About, DType, Input, Origin, Output, Signature, State
 from intaglio.torch_private import (
     buffers_of,
@@ -34,6 +34,7 @@ from intaglio.torch_private import (
     pytree,
 )
 from intaglio.tracing.already_quantized import refuse_quantized
+from intaglio.tracing.capture_passes import CAPTURE_PASSES
 from intaglio.tracing.captured import Captured, module_classes
 from intaglio.tracing.export_metadata import constant, describe, module_around, path_of, source_of, tensor_of
 from intaglio.tracing.free_dimensions import Names, example_sizes, ranges_of, symbol_names

@@ -11,11 +11,12 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from intaglio.errors import CaptureError, UnsupportedError
-from intaglio.fxgraph.graph_passes import CAPTURE_PASSES, run
+from intaglio.fxgraph.graph_passes import run
 from intaglio.fxgraph.node_info import info, origin, update_info
 from intaglio.ir import About, Input, Origin, Output, Signature
 from intaglio.signature import repeated
 from intaglio.torch_private import pytree, size_expression
+from intaglio.tracing.capture_passes import CAPTURE_PASSES
 from intaglio.tracing.captured import Captured, module_classes
 from intaglio.tracing.export_metadata import constant, describe, module_around, path_of
 from intaglio.tracing.unroll_scans import unroll

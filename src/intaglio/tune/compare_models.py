@@ -13,11 +13,11 @@ from torch import fx, nn
 from intaglio import eager
 from intaglio.eager.run_trace import binder_of, captures, exact_twin, float_copy, traced
 from intaglio.errors import IntaglioError
-from intaglio.fxgraph.graph_passes import copy_graph
+from intaglio.fxgraph.graph_passes import copy_graph, run
 from intaglio.lower import Lowered, requantize
 from intaglio.lower.graph_builder import plain_name
 from intaglio.quant.calibrate.batches import Binder, binder_for, peek
-from intaglio.quant.calibrate.prepare import Prepared, annotate, prepare, rewritten
+from intaglio.quant.calibrate.prepare import Prepared, annotate, prepare
 from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.quantizer import Quantizer
@@ -176,7 +176,9 @@ def _float_graph(stage: GraphStage, reference: Reference) -> fx.GraphModule:
     text = reference.about.texts.get("quantizer")
     if isinstance(stage, Captured) and text is not None:
         return annotate(stage, Quantizer.from_toml(text)).module
-    return rewritten(stage.module, reference.rewrites)
+    module = copy_graph(stage.module)
+    run(module, reference.passes)
+    return module
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

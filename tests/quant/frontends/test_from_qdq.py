@@ -59,7 +59,7 @@ def taken(model, x=X, exact=True):
     """The reference; all it computes has the model's bits, but for biases."""
     captured = stages.capture(model.eval(), x)
     module = copy_graph(captured.module)
-    run(module, [step for step in PTQ_PASSES if step is not count_biases])
+    run(module, [step for step in PTQ_PASSES.patterns if step is not count_biases])
     results = module(x)
     assert not exact or torch.equal(results[0], model(x))
     before, reference = str(module.graph), stages.from_qdq(captured)

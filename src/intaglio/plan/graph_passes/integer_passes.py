@@ -91,10 +91,10 @@ def _unfolded(op: Op, weight: np.ndarray) -> tuple[list[tuple[str, dict[str, Any
 
 
 INTEGER_PASSES = (
-    drop_identity,
-    depth_as_channels,
+    drop_identity,  # first: an operator that changes nothing would stand between loops
+    depth_as_channels,  # before layouts: images have two axes from here on
     merge_loops,
-    loops_as_tables,
-    near_functions,
-    separate_layouts,
+    loops_as_tables,  # after merging: loops are as long as they get
+    near_functions,  # after tables, which hold what the function itself gives
+    separate_layouts,  # last: loops have a say in layouts
 )

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from torch import fx
 
-from intaglio.fxgraph.graph_passes import COPIES
 from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import operator, record_of
+from intaglio.fxgraph.passes.identities import COPIES
 from intaglio.ir import DType
 from intaglio.quant.annotate.embedding_tables import find_tables
 from intaglio.quant.annotate.find_regions import PRECISE_ROWS, active_regions, end_reasons, find_shortcuts

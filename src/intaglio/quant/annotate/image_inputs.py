@@ -10,9 +10,9 @@ from torch import fx
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.fxgraph.node_info import info, origin, update_info
 from intaglio.fxgraph.nodes import operator, record_of
+from intaglio.fxgraph.passes.batch_norm_folding import read_affine
 from intaglio.ir import DType, Signature
 from intaglio.quant.annotate.refusals import refusal
-from intaglio.quant.qdq.prepare_passes import read_affine
 from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.quantizer import Quantizer
 

@@ -9,6 +9,7 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import activations, call_of, is_constant, operands, operator, record_of
+from intaglio.fxgraph.passes.batch_norm_folding import BATCH_NORM
 from intaglio.ir import Dim, DType, evaluate, symbols_of
 from intaglio.ops import COUNTED
 from intaglio.ops.dynamic_quant import ROW_MODES
@@ -24,7 +25,6 @@ from intaglio.quant.annotate.recurrent_sites import (
 )
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Skip
-from intaglio.quant.qdq.prepare_passes import BATCH_NORM
 from intaglio.quant.recipes.settings import Setting
 from intaglio.quant.recipes.user_patterns import is_host
 from intaglio.tracing.while_loops import WhileLoop

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,8 +12,6 @@ import torch
 from torch import fx, nn
 
 from intaglio.errors import CalibrationError, SelectorError, UnsupportedError
-from intaglio.fxgraph.fuse_attention import join_attention
-from intaglio.fxgraph.gated_activations import join_gates
 from intaglio.fxgraph.graph_passes import Pass, copy_graph, run
 from intaglio.fxgraph.node_info import info, origin, set_info
 from intaglio.fxgraph.nodes import operator, record_of
@@ -28,7 +26,7 @@ from intaglio.quant.calibrate.custom_observer import Edge, insert_own
 from intaglio.quant.calibrate.range_methods import method_of
 from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.correct.corrections import Equalization
-from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
+from intaglio.quant.qdq.prepare_passes import PTQ_PASSES, PassLists
 from intaglio.quant.qdq.qdq_normalize import quantizes
 from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.quantizer import Quantizer
@@ -117,7 +115,8 @@ class Prepared(GraphStage):
     """Runs like the float model and counts what it sees. ``observers``: site name -> observer.
 
     ``quantizer`` and ``classes`` (module path -> class name) are what it was annotated by;
-    ``equalization`` is what was done to the float model since. ``bodies``: of loops, by name; their observers are among
+    ``equalization`` is what was done to the float model since. ``passes`` rewrote the captured graph.
+    ``bodies``: of loops, by name; their observers are among
     those of the model.
     """
 
@@ -126,7 +125,7 @@ class Prepared(GraphStage):
     annotations: Annotations
     observers: Mapping[str, Observer]
     about: About = field(default_factory=About)
-    rewrites: Mapping[str, int] = field(default_factory=dict)
+    passes: tuple[Pass, ...] = ()
     quantizer: Quantizer = field(default_factory=Quantizer)
     classes: Mapping[str, str] = field(default_factory=dict)
     equalization: Equalization = field(default_factory=Equalization)
@@ -178,7 +177,7 @@ def annotate(captured: Captured, quantizer: Quantizer | Annotator | None = None)
     expect(captured, Captured, "annotate")
     quantizer = Quantizer.of(quantizer)
     module = copy_graph(captured.module)
-    run(module, _passes(quantizer, PTQ_PASSES))
+    run(module, passes_for(quantizer, PTQ_PASSES))
     quantizer = _decided(quantizer, module)
     declare_images(module, captured.signature, quantizer, captured.classes)
     return annotate_graph(module, quantizer, captured.classes)
@@ -192,7 +191,7 @@ def prepare(captured: Captured, quantizer: Quantizer | Annotator | None = None) 
     return prepared_by(copy_graph(captured.module), captured, Quantizer.of(quantizer), PTQ_PASSES)
 
 
-def prepared_by(module: fx.GraphModule, captured: Captured, quantizer: Quantizer, passes: tuple[Pass, ...]) -> Prepared:
+def prepared_by(module: fx.GraphModule, captured: Captured, quantizer: Quantizer, passes: PassLists) -> Prepared:
     """`prepare`, of a module that is rewritten in place, by passes of one's own."""
     prepared = _prepared(module, captured, quantizer, passes)
     if not any(_is_wanted(one.annotations) for one in (prepared, *prepared.bodies.values())):
@@ -224,7 +223,7 @@ def _prepared(
     module: fx.GraphModule,
     captured: Captured,
     quantizer: Quantizer,
-    passes: tuple[Pass, ...],
+    passes: PassLists,
     watch: Watch | None = None,
 ) -> Prepared:
     """``watch``: of the model around, for the body of a loop."""
@@ -233,7 +232,8 @@ def _prepared(
         loop.name: _prepared(copy_graph(loop.body.module), loop.body, _inside(quantizer, loop.body), passes, watch)
         for loop in (node.target for node in loops_of(module))
     }
-    rewrites = run(module, _passes(quantizer, passes))
+    steps = passes_for(quantizer, passes)
+    run(module, steps)
     quantizer = _decided(quantizer, module)
     notes = declare_images(module, captured.signature, quantizer, captured.classes)
     annotations = annotate_graph(module, quantizer, captured.classes)
@@ -250,7 +250,7 @@ def _prepared(
         annotations,
         observers,
         about,
-        rewrites,
+        steps,
         quantizer,
         captured.classes,
         watch=watch,
@@ -267,18 +267,11 @@ def _inside(quantizer: Quantizer, body: Captured) -> Quantizer:
     )
 
 
-def rewritten(module: fx.GraphModule, names: Collection[str]) -> fx.GraphModule:
-    """A copy of a captured graph, after those passes of post-training quantization."""
-    copied = copy_graph(module)
-    run(copied, [step for step in (*PTQ_PASSES, join_gates) if step.__name__ in names])
-    return copied
-
-
-def _passes(quantizer: Quantizer, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
-    """A user's patterns and annotators see operators as the model has them."""
+def passes_for(quantizer: Quantizer, lists: PassLists) -> tuple[Pass, ...]:
+    """Return the passes of a mode that leave operators as a user's patterns and annotators expect them."""
     if quantizer.annotator is not None:
-        return tuple(step for step in passes if step is not join_attention)
-    return passes if quantizer.patterns else (*passes, join_gates)
+        return lists.annotator
+    return lists.patterns if quantizer.patterns else lists.recipe
 
 
 def _decided(quantizer: Quantizer, module: fx.GraphModule) -> Quantizer:

@@ -12,14 +12,14 @@ from torch import fx
 from intaglio.errors import CalibrationError
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import constant_path, info, origin, tensor_type, update_info
-from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operands, operator, record_of
+from intaglio.fxgraph.nodes import arguments, call_of, constant_node, is_constant, operands, operator, record_of
+from intaglio.fxgraph.passes.batch_norm_folding import read_affine
 from intaglio.ir import Dim, evaluate, symbols_of
 from intaglio.ops import BY_TARGET
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.calibrate.prepare import Prepared, again, whole
 from intaglio.quant.correct.corrections import Equalization
 from intaglio.quant.correct.smoothquant import smooth, smoothable
-from intaglio.quant.qdq.prepare_passes import constant_node, read_affine
 
 
 def equalized(

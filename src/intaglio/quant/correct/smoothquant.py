@@ -14,10 +14,9 @@ import torch
 from torch import fx
 
 from intaglio.fxgraph.node_info import constant_path, inherit_info, origin, tensor_type
-from intaglio.fxgraph.nodes import call_of, is_constant, operands, record_of
+from intaglio.fxgraph.nodes import call_of, constant_node, is_constant, operands, record_of
 from intaglio.ir import TensorType
 from intaglio.quant.annotate.regions import Annotations, Region
-from intaglio.quant.qdq.prepare_passes import constant_node
 
 PASSED_THROUGH = ("reshape", "permute", "slice")
 """Between a value and its readers; they leave channels where they are, on the last axis."""

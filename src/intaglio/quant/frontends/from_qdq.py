@@ -36,7 +36,7 @@ def from_qdq(captured: Captured) -> Reference:
             remedy="quantize(model, data) takes float models",
         )
     module = copy_graph(captured.module)
-    run(module, PTQ_PASSES)
+    run(module, PTQ_PASSES.patterns)
     mark_regions(module.graph)
     sites = tuple(_sites(module.graph))
     weights = sum(dequantizes(node) and is_constant(node.args[0]) for node in module.graph.nodes)

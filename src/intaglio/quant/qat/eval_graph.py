@@ -11,14 +11,15 @@ import torch
 from torch import fx
 
 from intaglio.errors import UnsupportedError
-from intaglio.fxgraph.fuse_attention import MATMUL_TARGETS
-from intaglio.fxgraph.graph_passes import CAPTURE_PASSES, run
+from intaglio.fxgraph.graph_passes import run
 from intaglio.fxgraph.node_info import copy_info, info, inherit_info, origin, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, constant_node, operator, record_of
+from intaglio.fxgraph.passes.fuse_attention import MATMUL_TARGETS
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import State
 from intaglio.quant.calibrate.prepare import copy_graph
 from intaglio.torch_private import call_replace_hook
+from intaglio.tracing.capture_passes import CAPTURE_PASSES
 from intaglio.tracing.captured import Captured
 
 EVALUATED_NORM = torch.ops.aten._native_batch_norm_legit_no_training.default

@@ -11,6 +11,7 @@ from torch import fx, nn
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import arguments, operands, operator
+from intaglio.fxgraph.passes.batch_norm_folding import FOLDABLE
 from intaglio.ir import QParams, Shape
 from intaglio.ir.names import sanitized
 from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, QUANTIZE_ROWS_TARGET
@@ -32,7 +33,6 @@ from intaglio.quant.qat.fake_quantize import (
 from intaglio.quant.qat.parameter_tree import Tree
 from intaglio.quant.qat.train_layers import DropoutMask, attended, normalized
 from intaglio.quant.qdq.convert import Rewriter
-from intaglio.quant.qdq.prepare_passes import FOLDABLE
 from intaglio.quant.qdq.qparams import OwnScales, anchor_sites, fixed_qparams, weight_qparams, widened
 from intaglio.torch_private import buffers_of
 

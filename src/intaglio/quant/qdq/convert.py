@@ -13,7 +13,7 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.errors import CalibrationError, UnsupportedError
-from intaglio.fxgraph.graph_passes import copy_graph, drop_unused_constants
+from intaglio.fxgraph.graph_passes import Pass, copy_graph, drop_unused_constants
 from intaglio.fxgraph.node_info import TAG, info, inherit_info, origin, overlay_info, set_info
 from intaglio.fxgraph.nodes import arguments, operands
 from intaglio.fxgraph.unique_names import add_constant
@@ -63,8 +63,8 @@ class Reference(GraphStage):
     """The quantized model in float: every quantize and dequantize explicit, weights as integers. Slow; for judging.
 
     ``qparams``: site name -> parameters. ``parameters``: those of sites that have their own, and all that was
-    corrected: `convert` takes them in place of ranges. ``about.notes``: what was adjusted on the way. ``rewrites``: by
-    pass, how many it made of the float graph. ``bodies``: of loops, by name; their sites are among those of the model.
+    corrected: `convert` takes them in place of ranges. ``about.notes``: what was adjusted on the way. ``passes``:
+    those that rewrote the captured graph. ``bodies``: of loops, by name; their sites are among those of the model.
     """
 
     module: fx.GraphModule
@@ -73,7 +73,7 @@ class Reference(GraphStage):
     annotations: Annotations
     parameters: Parameters
     about: About = field(default_factory=About)
-    rewrites: Mapping[str, int] = field(default_factory=dict)
+    passes: tuple[Pass, ...] = ()
     bodies: Mapping[str, Reference] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -147,7 +147,7 @@ def convert(
         texts["corrections"] = report
     about = prepared.about.after(tuple(remarks), **texts)
     signature = _with_levels(signature, prepared, qparams) if prepared.quantizer.integers else signature
-    return Reference(module, signature, qparams, prepared.annotations, parameters, about, prepared.rewrites, bodies)
+    return Reference(module, signature, qparams, prepared.annotations, parameters, about, prepared.passes, bodies)
 
 
 def _apart(

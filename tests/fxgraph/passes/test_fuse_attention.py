@@ -76,10 +76,10 @@ def passed(body, *args: Tensor):
     captured = capture(model, args)
     assert not captured.notes
     module = copy_graph(captured.module)
-    counts = run(module, PTQ_PASSES)
+    counts = run(module, PTQ_PASSES.patterns)
     for wanted, found in zip(captured.module(*args), module(*args), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    assert set(run(module, PTQ_PASSES).values()) == {0}, "idempotent"
+    assert set(run(module, PTQ_PASSES.patterns).values()) == {0}, "idempotent"
     return captured, module, counts
 
 
@@ -237,9 +237,9 @@ def test_places_and_kinds_of_words_are_one_part_of_one_constant():
     captured = capture(model, words)
     assert str(captured.signature.inputs[0].type) == "i64[n, n1]"
     module = copy_graph(captured.module)
-    counts = run(module, PTQ_PASSES)
+    counts = run(module, PTQ_PASSES.patterns)
     assert counts["lift_slices"]
-    assert set(run(module, PTQ_PASSES).values()) == {0}, "idempotent"
+    assert set(run(module, PTQ_PASSES.patterns).values()) == {0}, "idempotent"
     assert operators(module) == ["sym_size", "embedding", "slice", "add"]
     for length in (1, 4, 16):
         some = torch.randint(50, (3, length))
@@ -247,9 +247,9 @@ def test_places_and_kinds_of_words_are_one_part_of_one_constant():
 
 
 def test_a_constant_that_would_be_large_is_not_made(monkeypatch):
-    from intaglio.fxgraph import lift_slices as slices
+    from intaglio.fxgraph.passes import lift_slices as slices
 
     monkeypatch.setattr(slices, "MOST_BYTES", 16 * 8 * 4 - 1)
     module = copy_graph(capture(Embeddings().eval(), torch.randint(50, (2, 7))).module)
-    run(module, PTQ_PASSES)
+    run(module, PTQ_PASSES.patterns)
     assert operators(module).count("embedding") == 3

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from intaglio.fxgraph.batch_first import batch_first
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import tensor_type, update_info
 from intaglio.fxgraph.nodes import operator
+from intaglio.fxgraph.passes.batch_first import batch_first
 from intaglio.ir import DType, TensorType, symbols_of
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
 from intaglio.tracing import capture, run
@@ -23,10 +23,10 @@ def passed(model: nn.Module, *args: torch.Tensor, **settings) -> tuple[fx.GraphM
     """The graph after the passes of `prepare`, checked to compute the same, and how often `batch_first` rewrote."""
     captured = capture(model.eval(), args, **settings)
     module = copy_graph(captured.module)
-    count = run(module, PTQ_PASSES)["batch_first"]
+    count = run(module, PTQ_PASSES.patterns)["batch_first"]
     for wanted, found in zip(captured.module(*args), module(*args), strict=True):
         torch.testing.assert_close(found, wanted)
-    assert set(run(module, PTQ_PASSES).values()) == {0}, "idempotent"
+    assert set(run(module, PTQ_PASSES.patterns).values()) == {0}, "idempotent"
     return module, count
 
 

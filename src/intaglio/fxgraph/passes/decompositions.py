@@ -199,6 +199,31 @@ def shuffles(module: fx.GraphModule) -> int:
     return count
 
 
+def mean_as_pool(module: fx.GraphModule) -> int:
+    """mean over rows and columns -> adaptive average pool to 1 x 1, and a view where the axes are dropped."""
+    hits = [node for node in module.graph.nodes if operator(node) == "aten.mean.dim" and _over_image(node)]
+    for node in hits:
+        given, source = arguments(node), tensor_type(node.args[0])
+        kept = TensorType((*source.shape[:2], 1, 1), source.dtype)
+        with module.graph.inserting_before(node):
+            pool = module.graph.call_function(torch.ops.aten.adaptive_avg_pool2d.default, (node.args[0], [1, 1]))
+            inherit_info(pool, node, type=kept)
+            result = pool
+            if not given["keepdim"]:
+                result = module.graph.call_function(torch.ops.aten.flatten.using_ints, (pool, 1, 3))
+                inherit_info(result, node, type=tensor_type(node))
+        node.replace_all_uses_with(result)
+        module.graph.erase_node(node)
+    return len(hits)
+
+
+def _over_image(node: fx.Node) -> bool:
+    source, given = tensor_type(node.args[0]), arguments(node)
+    if source is None or len(source.shape) != 4 or given["dim"] is None or given.get("dtype") is not None:
+        return False
+    return sorted(axis % 4 for axis in given["dim"]) == [2, 3]
+
+
 def numbers_as_functions(module: fx.GraphModule) -> int:
     """``x + 3``, ``2 * x``, ``1 - x``: the overload that says a number is meant, so that it is a function of one value.
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from intaglio.fxgraph.graph_passes import fold_constants
 from intaglio.fxgraph.node_info import set_info, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operator, replace_node, resolve
+from intaglio.fxgraph.passes.constant_folding import fold_constants
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import TensorType
 

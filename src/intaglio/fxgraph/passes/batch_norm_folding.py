@@ -1,0 +1,194 @@
+"""Passes that fold a batch norm into the convolution or linear layer beside it, and factors per channel likewise."""
+
+from __future__ import annotations
+
+import operator as python_operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from intaglio.fxgraph.node_info import constant_path, info, inherit_info, origin, tensor_type
+from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operator
+from intaglio.fxgraph.unique_names import add_constant
+from intaglio.ops import ANCHORS, BY_TARGET, OPS
+
+BATCH_NORM = "aten._native_batch_norm_legit_no_training.default"
+
+FOLDABLE = tuple(target for name in ANCHORS for target in OPS[name].targets)
+
+
+def fold_batch_norm_after(module: fx.GraphModule) -> int:
+    """A convolution or linear, then batch norm -> one of them. Calls that share weight and norm share the result."""
+    folds = 0
+    for norm in _batch_norms(module):
+        anchor = norm.args[0]
+        if operator(anchor) in FOLDABLE and len(anchor.users) == 1 and _constants(norm, anchor):
+            if operator(anchor) == "aten.linear.default" and len(tensor_type(anchor).shape) != 2:
+                continue  # batch norm normalises axis 1, a linear of another rank puts its channels elsewhere
+            _fold_after(module, norm, anchor)
+            folds += 1
+    return folds
+
+
+def fold_batch_norm_before(module: fx.GraphModule) -> int:
+    """Batch norm, then a plain convolution without padding, or linear -> one of them.
+
+    With padding the border sees 0 where the folded form would need -shift/scale, so such a norm stays.
+    """
+    folds = 0
+    for norm in _batch_norms(module):
+        (value,) = norm.users
+        users = list(value.users)
+        if users and all(_absorbs(user, value) for user in users) and _constants(norm):
+            for user in users:
+                _fold_before(module, norm, user)
+            folds += 1
+    return folds
+
+
+def norm_as_affine(module: fx.GraphModule) -> int:
+    """A batch norm that nothing absorbed -> ``shift + x * scale`` per channel, one operator."""
+    hits = [norm for norm in _batch_norms(module) if _constants(norm)]
+    for index, norm in enumerate(hits):
+        (value,) = norm.users
+        shape = (1, -1) + (1,) * (len(tensor_type(value).shape) - 2)
+        names = []
+        for label, tensor in zip(("scale", "shift"), _affine(module, norm), strict=True):
+            names.append(f"norm{index}_{label}")
+            module.register_buffer(names[-1], tensor.float().reshape(shape))
+        with module.graph.inserting_before(norm):
+            scale, shift = (constant_node(module, name, f"{origin(norm).path}.{name}") for name in names)
+            node = module.graph.call_function(torch.ops.aten.addcmul.default, (shift, norm.args[0], scale))
+        inherit_info(node, norm, type=tensor_type(value))
+        value.replace_all_uses_with(node)
+        module.graph.erase_node(value)
+        module.graph.erase_node(norm)
+    return len(hits)
+
+
+def read_affine(module: fx.GraphModule, node: fx.Node, gain: torch.Tensor, shift: torch.Tensor) -> fx.Node:
+    """Convolutions that read ``node`` read ``shift + node * gain`` per channel instead, which is returned.
+
+    Their weights and biases undo it; a convolution that pads still pads with zeros, which then stand for
+    ``-shift / gain``. Every reader of ``node`` is a conv2d of constant weights, or asks for its shape.
+    """
+    first = next(user for user in module.graph.nodes if user in node.users and info(user).dim is None)
+    constants = []
+    for label, tensor in (("gain", gain), ("shift", shift)):
+        name = add_constant(module, f"{node.name}_{label}", tensor.float().reshape(1, -1, 1, 1))
+        constants.append(constant_node(module, name, name))
+    factor, offset = constants
+    with module.graph.inserting_before(first):
+        value = module.graph.call_function(torch.ops.aten.addcmul.default, (offset, node, factor))
+    inherit_info(value, node, type=tensor_type(node))
+    for user in [user for user in node.users if user is not value and info(user).dim is None]:
+        _absorb(module, user, 1 / gain.double(), -shift.double() / gain.double(), f"{node.name}|image")
+        user.replace_input_with(node, value)
+    return value
+
+
+def _batch_norms(module: fx.GraphModule) -> list[fx.Node]:
+    """Norms in evaluation mode whose only reader takes their first result."""
+    norms = [node for node in module.graph.nodes if operator(node) == BATCH_NORM]
+    return [n for n in norms if len(n.users) == 1 and next(iter(n.users)).target is python_operator.getitem]
+
+
+def _constants(*nodes: fx.Node) -> bool:
+    parameters = [value for node in nodes for value in node.args[1:5] if isinstance(value, fx.Node)]
+    return all(is_constant(value) for value in parameters)
+
+
+def _absorbs(user: fx.Node, value: fx.Node) -> bool:
+    if operator(user) not in FOLDABLE or user.args[0] is not value or not _constants(user):
+        return False
+    if operator(user) == "aten.linear.default":
+        return len(tensor_type(value).shape) == 2
+    padding = arguments(user)["padding"]
+    if BY_TARGET[operator(user)].roles.outputs:
+        return False
+    return padding == "valid" or not any(padding if padding != "same" else _same(user))
+
+
+def _same(user: fx.Node) -> list[bool]:
+    return [size != 1 for size in tensor_type(user.args[1]).shape[2:]]
+
+
+def _affine(module: fx.GraphModule, norm: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
+    """Batch norm as ``x * scale + shift`` per channel, float64."""
+    weight, bias, mean, variance = (_tensor(module, value) for value in norm.args[1:5])
+    scale = torch.rsqrt(variance + norm.args[6])
+    if weight is not None:
+        scale = scale * weight
+    shift = -mean * scale
+    return scale, shift if bias is None else shift + bias
+
+
+def _tensor(module: fx.GraphModule, value: fx.Node | None) -> torch.Tensor | None:
+    return None if value is None else getattr(module, value.target).double()
+
+
+def _fold_after(module: fx.GraphModule, norm: fx.Node, anchor: fx.Node) -> None:
+    scale, shift = _affine(module, norm)
+    weight, bias = _tensor(module, anchor.args[1]), _tensor(module, arguments(anchor)["bias"])
+    folded = weight * _along_outputs(anchor, scale, weight)
+    moved = shift if bias is None else bias * scale + shift
+    _replace(module, anchor, folded, moved, _label(norm, "after"))
+    (value,) = norm.users
+    value.replace_all_uses_with(anchor)
+    module.graph.erase_node(value)
+    module.graph.erase_node(norm)
+
+
+def _along_outputs(anchor: fx.Node, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """One factor per output channel, shaped to multiply the weight."""
+    ones = [1] * (weight.dim() - 2)
+    if not BY_TARGET[operator(anchor)].roles.outputs:
+        return scale.reshape(-1, 1, *ones)
+    groups = arguments(anchor)["groups"]
+    return scale.reshape(groups, -1).repeat_interleave(weight.shape[0] // groups, 0).reshape(*weight.shape[:2], *ones)
+
+
+def _fold_before(module: fx.GraphModule, norm: fx.Node, user: fx.Node) -> None:
+    _absorb(module, user, *_affine(module, norm), _label(norm, "before"))
+    user.replace_input_with(user.args[0], norm.args[0])
+
+
+def _absorb(module: fx.GraphModule, user: fx.Node, scale: torch.Tensor, shift: torch.Tensor, label: str) -> None:
+    """A convolution or linear layer of ``x * scale + shift`` per channel -> one of x, padding aside."""
+    weight, bias = _tensor(module, user.args[1]), _tensor(module, arguments(user)["bias"])
+    groups = arguments(user).get("groups", 1)
+    outputs, inputs = weight.shape[0] // groups, weight.shape[1]
+    per_output = [t.reshape(groups, inputs).repeat_interleave(outputs, 0) for t in (scale, shift)]
+    spread = [t.reshape(weight.shape[0], inputs, *[1] * (weight.dim() - 2)) for t in per_output]
+    moved = (weight * spread[1]).flatten(1).sum(1)
+    _replace(module, user, weight * spread[0], moved if bias is None else bias + moved, label)
+
+
+def _label(norm: fx.Node, side: str) -> str:
+    return "|".join([*_targets(norm.args[1:5]), str(norm.args[6]), side])
+
+
+def _targets(values: Iterable[fx.Node | None]) -> list[str]:
+    return [value.target if isinstance(value, fx.Node) else "" for value in values]
+
+
+def _replace(module: fx.GraphModule, anchor: fx.Node, weight: torch.Tensor, bias: torch.Tensor, label: str) -> None:
+    """Point the anchor at folded constants; the same weight under the same label gives the same constants."""
+    key = "|".join([*_targets(anchor.args[1:3]), label])
+    known = module.meta.setdefault("folded", {})
+    if key not in known:
+        stem = f"{anchor.args[1].target}_folded{len(known)}"
+        known[key] = (stem, f"{stem}_bias")
+        module.register_buffer(stem, weight.float())
+        module.register_buffer(f"{stem}_bias", bias.float())
+    path = constant_path(anchor.args[1])
+    with module.graph.inserting_before(anchor):
+        nodes = [constant_node(module, name, p) for name, p in zip(known[key], (path, _bias_path(path)), strict=True)]
+    rest = list(anchor.args[3:])
+    anchor.args = (anchor.args[0], *nodes, *rest)
+    anchor.kwargs = {k: v for k, v in anchor.kwargs.items() if k != "bias"}
+
+
+def _bias_path(path: str) -> str:
+    return path.removesuffix("weight") + "bias"

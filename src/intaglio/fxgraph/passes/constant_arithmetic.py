@@ -1,0 +1,80 @@
+"""Passes over arithmetic with a constant: one factor and offset per channel, or a plain number."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from intaglio.fxgraph.node_info import inherit_info, origin, tensor_type
+from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operator
+from intaglio.fxgraph.unique_names import add_constant
+from intaglio.ops.channels import channel_axis
+
+ARITHMETIC = ("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor")
+
+
+def constants_as_affine(module: fx.GraphModule) -> int:
+    """Sums, differences, products and quotients with a constant for every channel -> ``shift + x * scale``."""
+    hits = [node for node in module.graph.nodes if operator(node) in ARITHMETIC and _with_channels(module, node)]
+    for index, node in enumerate(hits):
+        x, scale, shift = _as_affine(module, node)
+        names = []
+        for label, tensor in (("scale", scale), ("shift", shift)):
+            names.append(add_constant(module, f"channels{index}_{label}", tensor.float()))
+        with module.graph.inserting_before(node):
+            factor, offset = (constant_node(module, name, f"{origin(node).path}.{name}") for name in names)
+            result = module.graph.call_function(torch.ops.aten.addcmul.default, (offset, x, factor))
+        inherit_info(result, node, type=tensor_type(node))
+        node.replace_all_uses_with(result)
+        module.graph.erase_node(node)
+    return len(hits)
+
+
+def _with_channels(module: fx.GraphModule, node: fx.Node) -> bool:
+    """One operand is a constant that differs along the channels of the other; none divides by zero."""
+    x, c = _value_and_constant(node)
+    if x is None or tensor_type(x) != tensor_type(node) or tensor_type(x).dtype is not tensor_type(c).dtype:
+        return False
+    shape, tensor = tensor_type(x).shape, getattr(module, c.target)
+    if len(shape) < 2 or tensor.numel() == 1 or channel_axis(tuple(tensor.shape), shape) is None:
+        return False
+    divides = operator(node) == "aten.div.Tensor"
+    return bool(tensor.isfinite().all()) and not (divides and (node.args[0] is c or (tensor == 0).any()))
+
+
+def _value_and_constant(node: fx.Node) -> tuple[fx.Node, fx.Node] | tuple[None, None]:
+    a, b = node.args[:2]
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or is_constant(a) == is_constant(b):
+        return None, None
+    return (b, a) if is_constant(a) else (a, b)
+
+
+def _as_affine(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, torch.Tensor, torch.Tensor]:
+    """What is scaled, scale and shift, both of the rank of the result."""
+    x, c = _value_and_constant(node)
+    constant = getattr(module, c.target).double()
+    constant = constant.reshape(*[1] * (len(tensor_type(x).shape) - constant.dim()), *constant.shape)
+    one, zero, name = torch.ones_like(constant), torch.zeros_like(constant), operator(node)
+    if name in ("aten.mul.Tensor", "aten.div.Tensor"):
+        return x, constant if "mul" in name else 1 / constant, zero
+    alpha = arguments(node)["alpha"] * (-1 if "sub" in name else 1)
+    return (x, alpha * one, constant) if node.args[0] is c else (x, one, alpha * constant)
+
+
+def constants_as_numbers(module: fx.GraphModule) -> int:
+    """Sums, differences, products and quotients with a constant of one element -> with a number."""
+    hits = [node for node in module.graph.nodes if operator(node) in ARITHMETIC and _with_number(module, node)]
+    for node in hits:
+        x, c = _value_and_constant(node)
+        number = getattr(module, c.target).item()
+        if operator(node) == "aten.sub.Tensor" and node.args[0] is c:
+            node.target = torch.ops.aten.rsub.Scalar
+        node.args = (x, number)
+    return len(hits)
+
+
+def _with_number(module: fx.GraphModule, node: fx.Node) -> bool:
+    x, c = _value_and_constant(node)
+    if x is None or tensor_type(x) != tensor_type(node) or getattr(module, c.target).numel() != 1:
+        return False
+    return node.args[0] is x or (operator(node) != "aten.div.Tensor" and arguments(node).get("alpha", 1) == 1)

@@ -1,0 +1,53 @@
+"""`fold_constants`: what reads constants only becomes the constant it computes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import fx
+
+from intaglio.fxgraph.node_info import constant_path, info, set_info, tensor_type
+from intaglio.fxgraph.nodes import is_constant, operator
+from intaglio.fxgraph.unique_names import add_constant
+
+PARAMETRIZED = re.compile(r"\.parametrizations\.(\w+)\..*")
+"""``conv.parametrizations.weight.original0`` is what ``conv.weight`` is made of."""
+
+DEQUANTIZE_TARGETS = "quantized_decomposed.dequantize"
+
+
+def fold_constants(module: fx.GraphModule) -> int:
+    """What reads constants only (weight norm, a weight that is standardized or cast) -> the constant it computes.
+
+    Not a pass of capture: while a model is trained its weights are no constants.
+    """
+    values: dict[fx.Node, Any] = {}
+    paths: dict[fx.Node, str] = {}
+    for node in module.graph.nodes:
+        if is_constant(node):
+            values[node], paths[node] = getattr(module, str(node.target)), constant_path(node)
+        elif _folds(node) and all(source in values for source in node.all_input_nodes):
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+            with torch.no_grad():
+                values[node], paths[node] = node.target(*args, **kwargs), paths[node.all_input_nodes[0]]
+    hits = [n for n, value in values.items() if not is_constant(n) and isinstance(value, torch.Tensor)]
+    hits = [node for node in hits if any(user not in values for user in node.users)]
+    for index, node in enumerate(hits):
+        name = add_constant(module, f"constant{index}", values[node])
+        with module.graph.inserting_before(node):
+            constant = module.graph.get_attr(name)
+        set_info(constant, type=tensor_type(node), path=PARAMETRIZED.sub(r".\1", paths[node]))
+        node.replace_all_uses_with(constant)
+        module.graph.erase_node(node)
+    return len(hits)
+
+
+def _folds(node: fx.Node) -> bool:
+    """Whether a node with constant operands has one value: it has operands, and draws no random numbers."""
+    if node.op != "call_function" or not node.all_input_nodes or info(node).dim is not None:
+        return False
+    if operator(node).startswith(DEQUANTIZE_TARGETS):  # of a part that is quantized already: its weights stay integers
+        return False
+    return torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())

@@ -1,0 +1,77 @@
+"""Passes that remove what tracing leaves behind: copies, views, casts and checks that change nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from intaglio.fxgraph.node_info import tensor_type
+from intaglio.fxgraph.nodes import arguments, operator
+from intaglio.ops.movement.shape import END
+
+COPIES = (
+    "aten.clone.default",
+    "aten.alias.default",
+    "aten.detach.default",
+    "aten.lift_fresh.default",
+    "aten.lift_fresh_copy.default",
+    "aten.contiguous.default",
+)
+
+ASSERTIONS = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default")
+
+VIEW_TARGETS = ("aten.view.default", "aten._unsafe_view.default")
+
+SAME_IF_EQUAL = ("aten._to_copy.default", "aten.expand.default", "aten.reshape.default", "aten.to.dtype")
+
+
+def drop_checks(module: fx.GraphModule) -> int:
+    """Assertions on types and sizes that tracing left behind (``x.float()`` makes one): types are ours to check, and
+    each would count as a reader of the value it looks at."""
+    hits = [node for node in module.graph.nodes if operator(node) in ASSERTIONS and not node.users]
+    for node in hits:
+        module.graph.erase_node(node)
+    return len(hits)
+
+
+def free_views(module: fx.GraphModule) -> int:
+    """view -> reshape: once copies are dropped, a view may stand on a tensor that is not contiguous."""
+    hits = [node for node in module.graph.nodes if operator(node) in VIEW_TARGETS]
+    for node in hits:
+        node.target = torch.ops.aten.reshape.default
+    return len(hits)
+
+
+def drop_identity(module: fx.GraphModule) -> int:
+    """Copies, full slices, casts and views that change nothing -> their input. A returned copy of an input stays."""
+    hits = [node for node in module.graph.nodes if _is_identity(node) and not _returned_input(node)]
+    for node in hits:
+        node.replace_all_uses_with(_only_operand(node))
+        module.graph.erase_node(node)
+    return len(hits)
+
+
+def _only_operand(node: fx.Node) -> fx.Node:
+    return node.args[0][0] if isinstance(node.args[0], (list, tuple)) else node.args[0]
+
+
+def _is_identity(node: fx.Node) -> bool:
+    name = operator(node)
+    if name in COPIES:
+        return True
+    if name == "aten.cat.default":
+        return len(node.args[0]) == 1
+    if name == "aten.dropout.default":
+        return arguments(node)["train"] is False or arguments(node)["p"] == 0
+    if name == "aten.slice.Tensor":
+        given = arguments(node)
+        return given["start"] in (None, 0) and (given["end"] is None or _to_end(given)) and given["step"] == 1
+    return name in SAME_IF_EQUAL and tensor_type(node) == tensor_type(node.args[0]) is not None
+
+
+def _to_end(given: dict) -> bool:
+    return isinstance(given["end"], int) and given["end"] >= END
+
+
+def _returned_input(node: fx.Node) -> bool:
+    return _only_operand(node).op == "placeholder" and any(user.op == "output" for user in node.users)
