@@ -1,6 +1,7 @@
 """Fixtures and options all tests share: golden texts, fixed seeds, a private cache, Hypothesis profiles."""
 
 import difflib
+import gc
 import os
 import re
 import shutil
@@ -16,6 +17,11 @@ DIFF_LINES = 40
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # one core a worker: threads of several that wait by spinning take it from each other
+
+# Tracing allocates so many small objects that Python's collector takes a quarter of a test's time: what is imported is
+# left out of it, and it runs less often.
+gc.freeze()
+gc.set_threshold(50_000, 20, 100)
 
 settings.register_profile("default", deadline=None, max_examples=20, print_blob=True)
 settings.register_profile("thorough", deadline=None, max_examples=300, print_blob=True)

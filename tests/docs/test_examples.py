@@ -56,11 +56,18 @@ def test_patterns_and_calibration_walks_through_one_model(script):
 
 
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="examples/newcomer.py needs torchvision")
-def test_a_newcomer_quantizes_saves_loads_and_compares(tmp_path):
+@pytest.mark.parametrize(
+    "network",
+    [
+        "squeezenet1_1",
+        pytest.param("resnet18", marks=pytest.mark.slow(reason="corrections of 4,608 inputs take a minute of CPU")),
+    ],
+)
+def test_a_newcomer_quantizes_saves_loads_and_compares(network, tmp_path):
     first = Path(torchvision_stub.__file__).read_text(encoding="utf-8") + "\n\nimport_torchvision()\n"
     (tmp_path / "sitecustomize.py").write_text(first, encoding="utf-8")
     script = str(ROOT / "examples/newcomer.py")
-    printed = run(script, "resnet18", "--images", "16", "--size", "64", paths=(str(tmp_path),))
+    printed = run(script, network, "--images", "16", "--size", "64", paths=(str(tmp_path),))
     assert "100.0 % of" in printed
     assert "the new process gives the same bits" in printed
 
