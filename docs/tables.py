@@ -17,8 +17,7 @@ from intaglio.fusion.pattern import Pattern
 from intaglio.fusion.table import GRAPH_FUSIONS
 from intaglio.kernels import ISAS, Isa
 from intaglio.native.cpu import CPU_FLAGS
-from intaglio.ops import OPS, OpDef
-from intaglio.ops.loop_ops.float_ops import REALS
+from intaglio.ops import BY_NAME, OPS, OpDef
 
 MARK = re.compile(r"^\{\{ (\w+) \}\}$", re.MULTILINE)
 MEASURED = Path(__file__).parents[1] / "benchmarks" / "README.md"
@@ -66,7 +65,9 @@ def internal() -> str:
 
 def reals() -> str:
     """Operators that generated loops compute in float32: one row a record."""
-    return table(("ATen overloads",), ([", ".join(f"`{target}`" for target in record.targets)] for record in REALS))
+    found = [(record, record.loop.targets or record.targets) for record in BY_NAME.values() if record.loop is not None]
+    rows = ((f"`{record.name}`", ", ".join(f"`{target}`" for target in targets)) for record, targets in found)
+    return table(("operator", "ATen overloads"), rows)
 
 
 PRECISE_ONLY = ', if the recipe says `functions = "precise"`'

@@ -5,8 +5,7 @@ from __future__ import annotations
 from intaglio.fusion.conditions import adds_without_broadcast, scales_by_positive_number, scales_output_channels
 from intaglio.fusion.fusion_record import Fusion, FusionLevel, check_longest_first, rows_at
 from intaglio.fusion.pattern import op, seq, wildcard
-from intaglio.ops import ANCHORS, NUMBERS, SUMS
-from intaglio.ops.fused_activations import PRECISE_FUNCTIONS
+from intaglio.ops import ANCHORS, NUMBERS, PRECISE_FUNCTIONS, SUMS
 
 FUSIONS = (
     Fusion(

@@ -54,10 +54,12 @@ def operator(node: fx.Node) -> str:
 
 
 def record_of(node: fx.Node) -> OpDef | None:
-    """The operator's record, if it has one: a user's own (`quant.patterns`); of two for one overload, the one that goes
-    with the constants."""
+    """Return the record of an operator that has an integer form, or ``None``: a user's own (`quant.patterns`), and of
+    two for one overload the one that goes with the constants."""
     record = info(node).record or BY_TARGET.get(operator(node))
-    if record is not None and record.instead:
+    if record is None or not record.has_integer_form:
+        return None
+    if record.instead:
         given = arguments(node)
         others = (other for name, other in record.instead.items() if not is_constant(given[name]))
         return next(others, record)

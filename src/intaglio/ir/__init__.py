@@ -13,7 +13,7 @@ from intaglio.ir.dims import (
     symbol,
     symbols_of,
 )
-from intaglio.ir.graph import About, Graph, Input, Op, Origin, Output, Signature, State, fresh, prune
+from intaglio.ir.graph import About, Attrs, Graph, Input, Op, Origin, Output, Signature, State, fresh, prune
 from intaglio.ir.program_records import External, HostCall, IslandCall, Place, Program, Schedule, StepNote, Work
 from intaglio.ir.text import graph_text
 from intaglio.ir.types import Axis, DType, Groups, Packing, PerRow, QParams, Ref, TensorType
@@ -21,6 +21,7 @@ from intaglio.ir.verify import TypeRule, VerifyError, verify_graph
 
 __all__ = [
     "About",
+    "Attrs",
     "Axis",
     "DType",
     "Dim",

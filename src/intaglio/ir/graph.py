@@ -28,6 +28,10 @@ class Origin:
         return " ".join(part for part in (self.path, self.operator and f"({self.operator})") if part)
 
 
+Attrs = Mapping[str, Any]
+"""Attributes of an operator by name."""
+
+
 @dataclass(frozen=True)
 class Op:
     """One operator: ``outputs = kind(inputs, attrs)``.
@@ -39,7 +43,7 @@ class Op:
     kind: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    attrs: Mapping[str, Any] = field(default_factory=dict)
+    attrs: Attrs = field(default_factory=dict)
     body: Graph | None = None
     origin: Origin = Origin()
 

@@ -10,7 +10,6 @@ from intaglio.fxgraph.node_info import origin, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_of, operands, record_of
 from intaglio.ir import DType, Origin, QParams, TensorType
 from intaglio.lower.graph_builder import GraphBuilder, flat_f32
-from intaglio.ops.fused_activations import bind_precise
 from intaglio.ops.products.conv import output_axis
 from intaglio.quant.annotate.regions import Chain
 from intaglio.quant.qdq.integer_regions import IntegerRegion, constant_of, levels_of
@@ -102,7 +101,7 @@ def lower_activate(
     if scaled is not None:
         gain = getattr(builder.module, operands(scaled)[1].target).numpy()
         names.append(builder.add_constant(f"{stem}_gain", flat_f32(gain), DType.F32))
-    attrs = bind_precise(record.name, record.bind(call_of(node, record)))
+    attrs = record.precise(record.bind(call_of(node, record)))
     return builder.add_op("activate", names, stem, result, where, **attrs)
 
 

@@ -12,23 +12,22 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import origin, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operands, operator, record_of, resolve, tensor_nodes
-from intaglio.ir import Graph, Op, TensorType
+from intaglio.ir import Attrs, Graph, Op, TensorType
 from intaglio.lower.graph_builder import GraphBuilder
-from intaglio.ops import OpDef
-from intaglio.ops.loop_ops.float_ops import REAL_BY_TARGET, refusal, write_call
-from intaglio.ops.loop_ops.loop_builder import Body, RealCall
+from intaglio.ops import BY_TARGET, OpDef
+from intaglio.ops.loop_ops.float_loop import FloatLoop
+from intaglio.ops.loop_ops.loop_builder import Body, FloatCall
 from intaglio.ops.movement.data_movement import MOVED_TYPES
-from intaglio.ops.opdef import Attrs
 from intaglio.quant.annotate.embedding_tables import table_behind
 
 STORED = (torch.float32, torch.bool, torch.int64)
 """Element types of constants that loops read."""
 
 
-def real_call(node: fx.Node, module: fx.GraphModule) -> RealCall | None:
+def float_call(node: fx.Node, module: fx.GraphModule) -> FloatCall | None:
     """The call of an operator that the program computes in float; ``None`` where an island does."""
-    record, result = REAL_BY_TARGET.get(operator(node)), tensor_type(node)
-    if record is None or result is None:
+    loop, result = _loop_of(operator(node)), tensor_type(node)
+    if loop is None or result is None:
         return None
     given = {name: _typed(value) for name, value in arguments(node).items()}
     held = {
@@ -45,8 +44,14 @@ def real_call(node: fx.Node, module: fx.GraphModule) -> RealCall | None:
         if (table := table_behind(value)) is not None
     }
     constants = {name: value.detach().numpy() for name, value in held.items()}
-    call = RealCall(operator(node), given, result, constants)
-    return call if refusal(record, call) is None else None
+    call = FloatCall(operator(node), given, result, constants)
+    return call if loop.refusal(call) is None else None
+
+
+def _loop_of(target: str) -> FloatLoop | None:
+    """Return how the program computes an ATen overload between floats."""
+    record = BY_TARGET.get(target)
+    return None if record is None else record.loop
 
 
 def move_of(node: fx.Node) -> tuple[OpDef, Attrs] | None:
@@ -72,7 +77,7 @@ def _typed(value: Any) -> Any:
 
 
 def loop_of(
-    node: fx.Node, call: RealCall, names: Mapping[fx.Node, str], types: Mapping[str, TensorType], result: str
+    node: fx.Node, call: FloatCall, names: Mapping[fx.Node, str], types: Mapping[str, TensorType], result: str
 ) -> tuple[Op, dict[str, np.ndarray]]:
     """The operator as a loop that makes ``result``, and the constants that it brings along. ``names``: of the values
     its operands are."""
@@ -81,7 +86,10 @@ def loop_of(
     values = {name: _value(value, names) for name, value in given.items()}
     for table in filter(None, map(table_behind, given.values())):
         values |= {name: names[part] for name, part in zip(("scales", "zero_points"), table[1:], strict=True)}
-    found = write_call(REAL_BY_TARGET[call.target], call, body, values)
+    loop = _loop_of(call.target)
+    if loop is None:
+        raise ValueError(f"no loop is written for {call.target}")
+    found = loop.write_call(call, body, values)
     ops = tuple(Op(op.kind, op.inputs, (result,) if op.output == found else op.outputs, op.attrs) for op in body.ops)
     made = {result, *body.constants, *(op.output for op in ops)}
     inputs = tuple(dict.fromkeys(name for op in ops for name in op.inputs if name not in made))
@@ -95,7 +103,7 @@ def _value(value: Any, names: Mapping[fx.Node, str]) -> Any:
     return resolve(value)
 
 
-def float_loop(builder: GraphBuilder, node: fx.Node, call: RealCall) -> None:
+def float_loop(builder: GraphBuilder, node: fx.Node, call: FloatCall) -> None:
     """A float operator as a loop of its own; `merge_loops` joins it with its neighbours."""
     names: dict[fx.Node, str] = {}
     for leaf in dict.fromkeys(tensor_nodes((node.args, node.kwargs))):

@@ -8,19 +8,18 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import is_constant, operands, operator, tensor_nodes
-from intaglio.ir import DType, Op
+from intaglio.ir import Attrs, DType, Op
 from intaglio.lower.cut_islands import Unit, island_of
 from intaglio.lower.dynamic_linear import part_of_rows, product_of_rows, quantize_rows
 from intaglio.lower.embedding_bags import arange, embedding_bag, part_of_bag, range_of
-from intaglio.lower.float_operators import float_loop, float_move, move_of, real_call
+from intaglio.lower.float_operators import float_call, float_loop, float_move, move_of
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.lower.lowered import Island
 from intaglio.lower.recurrent_calls import part_of_recurrent, recurrent
 from intaglio.lower.region_lowering import lower_region, quantize_node
 from intaglio.lower.stored_weights import linear_f32, stored_weight, widens_stored
 from intaglio.ops import OpDef
-from intaglio.ops.loop_ops.loop_builder import RealCall
-from intaglio.ops.opdef import Attrs
+from intaglio.ops.loop_ops.loop_builder import FloatCall
 from intaglio.quant.annotate.embedding_tables import table_behind
 from intaglio.quant.annotate.per_token import rows_behind
 from intaglio.quant.qdq.integer_regions import (
@@ -47,7 +46,7 @@ class NodeLowering:
     def __init__(self, module: fx.GraphModule) -> None:
         self.builder = GraphBuilder(module)
         self.regions = marked_regions(module.graph)
-        self.float_ops: dict[fx.Node, RealCall | tuple[OpDef, Attrs]] = {}
+        self.float_ops: dict[fx.Node, FloatCall | tuple[OpDef, Attrs]] = {}
         self.cut: list[list[fx.Node]] = []
 
     def run(self) -> GraphBuilder:
@@ -99,7 +98,7 @@ class NodeLowering:
         read = tensor_nodes((node.args, node.kwargs))
         needs = [n for n in read if n.op != "get_attr" and info(n).dim is None]
         levels = tensor_type(node) is not None and tensor_type(node).q is not None  # of a buffer
-        found = (None if levels else real_call(node, self.builder.module)) or move_of(node)
+        found = (None if levels else float_call(node, self.builder.module)) or move_of(node)
         if found is not None:
             self.float_ops[node] = found
         return Unit((node,), tuple(dict.fromkeys(needs)), found is not None)
@@ -130,7 +129,7 @@ class NodeLowering:
             builder.values[node] = builder.quantized_value(node.args[0])
         elif node in self.float_ops:
             found = self.float_ops[node]
-            if isinstance(found, RealCall):
+            if isinstance(found, FloatCall):
                 float_loop(builder, node, found)
             else:
                 float_move(builder, node, *found)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from intaglio.ops.interpret import interpret, run_op
 from intaglio.ops.opdef import Call, Layout, OpDef, Roles
-from intaglio.ops.operator_groups import ACCUMULATING, ANCHORS, NUMBERS, SUMS
+from intaglio.ops.operator_groups import ACCUMULATING, ANCHORS, NUMBERS, PRECISE_FUNCTIONS, SUMS
 from intaglio.ops.preconditions import check_graph, needs, verify
-from intaglio.ops.records import BY_TARGET, COUNTED, OPS, index, op_def
+from intaglio.ops.records import BY_NAME, BY_TARGET, OPS, index, op_def
 
 __all__ = [
     "ACCUMULATING",
     "ANCHORS",
+    "BY_NAME",
     "BY_TARGET",
-    "COUNTED",
     "NUMBERS",
     "OPS",
+    "PRECISE_FUNCTIONS",
     "SUMS",
     "Call",
     "Layout",

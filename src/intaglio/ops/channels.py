@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Graph, Op, Shape, TensorType
+from intaglio.ir import Attrs, Graph, Op, Shape, TensorType
 from intaglio.ir.verify import TypeRule
+from intaglio.ops.loop_ops import loop_bodies as bodies
+from intaglio.ops.loop_ops.float_loop import FloatLoop
 from intaglio.ops.opdef import (
-    Attrs,
     Call,
     Layout,
     OpDef,
@@ -128,6 +129,7 @@ AFFINE = OpDef(
     bind=bind_affine,
     check=first_reason(float_activations, ANY_CHANNELS, constant_channels),
     meaning=affine_meaning,
+    loop=FloatLoop(bodies.scaled_sum),
     types=TypeRule(((U8,), (F32,), (F32,)), (U8,)),
     validate=valid_affine,
     layout=channels_or_same,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Graph, Op, PerRow, QParams, Ref, Shape, TensorType
+from intaglio.ir import Attrs, Graph, Op, PerRow, QParams, Ref, Shape, TensorType
 from intaglio.ir.types import F32, I32, U8
 from intaglio.ir.verify import TypeRule
-from intaglio.ops.opdef import Attrs, Layout, OpDef, Tail
+from intaglio.ops.opdef import Layout, OpDef, Tail
 
 ROW_MODES = ("token", "tensor")
 """What has a scale of its own: a row of the last axis, or an entry of the batch, whose rows then share one."""

@@ -10,9 +10,9 @@ from itertools import pairwise
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import DType, Graph, Op, Shape, TensorType
+from intaglio.ir import Attrs, DType, Graph, Op, Shape, TensorType
 from intaglio.numerics import float_math
-from intaglio.ops.opdef import Attrs, OpDef
+from intaglio.ops.opdef import OpDef
 
 MODES = ("sum", "mean", "max")
 """In torch's order."""

@@ -10,7 +10,7 @@ import numpy as np
 from intaglio import numerics
 from intaglio.ir import Graph, Op, TensorType
 from intaglio.ir.verify import TypeRule
-from intaglio.ops.opdef import Attrs, Layout, OpDef, Tail
+from intaglio.ops.opdef import Layout, OpDef, Tail
 from intaglio.ops.pointwise import F32, I32, U8, along
 
 PRECISE: Mapping[str, Callable[..., numerics.FloatArray]] = {
@@ -24,16 +24,6 @@ PRECISE: Mapping[str, Callable[..., numerics.FloatArray]] = {
     "gelu_tanh": lambda x, a: numerics.gelu_tanh(x),
 }
 """Attribute ``function`` of an `activate` -> its meaning on float32 ``x``, with the attributes ``a``."""
-PRECISE_FUNCTIONS = tuple(name for name in PRECISE if name != "gelu_tanh")
-"""Names of the records in ops/unary.py that have this spelling."""
-
-
-def bind_precise(function: str, arguments: Attrs) -> Attrs:
-    """Attributes of an `activate` for a record of ops/unary.py and the attributes it binds."""
-    if function == "leaky_relu":
-        slope = np.clip(arguments.get("negative_slope", 0.01), -numerics.LARGEST, numerics.LARGEST)
-        return {"function": function, "slope": float(slope)}
-    return {"function": "gelu_tanh" if arguments.get("approximate") == "tanh" else function}
 
 
 def activate_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:

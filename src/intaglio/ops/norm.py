@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Graph, Op, TensorType, evaluate
+from intaglio.ir import Attrs, Graph, Op, TensorType, evaluate
 from intaglio.ir.types import F32, U8
 from intaglio.ir.verify import TypeRule
-from intaglio.ops.opdef import Attrs, Call, Layout, OpDef, Roles, first_reason, float_activations, rank
+from intaglio.ops.loop_ops import loop_bodies as bodies
+from intaglio.ops.loop_ops.float_loop import FloatLoop
+from intaglio.ops.opdef import Call, Layout, OpDef, Roles, first_reason, float_activations, rank
 
 LONGEST_ROW = 2**15
 """Values of a row: sums of squares of differences of levels stay below 2^31."""
@@ -56,6 +58,7 @@ LAYER_NORM = OpDef(
     bind=bind_layer_norm,
     check=first_reason(float_activations, rank(2, 3, 4, 5), last_axis_alone, constant_scale),
     meaning=layer_norm_meaning,
+    loop=FloatLoop(bodies.layer_norm, bodies.last_axis),
     types=TypeRule(((U8,), (F32,), (F32,), (F32,)), (U8,)),
     validate=valid_norm,
     layout=Layout.ROW_MAJOR,

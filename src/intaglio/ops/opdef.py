@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.ir import Dim, DType, Graph, Op, Shape, TensorType
+from intaglio.ir import Attrs, Dim, DType, Graph, Op, Shape, TensorType
 from intaglio.ir.verify import TypeRule
+from intaglio.ops.loop_ops.float_loop import FloatLoop
 from intaglio.ops.movement.aliasing import Alias
 from intaglio.ops.movement.data_movement import Box, Copies, Side, Strides, merged_copies
 
-Attrs = Mapping[str, Any]
 Result = np.ndarray | tuple[np.ndarray, ...]
 """One array, or as many as an operator has results."""
 
@@ -93,6 +93,8 @@ class OpDef:
     Meaning
         infer: shape rule over symbolic dims. meaning: the integer result in NumPy, in logical order.
         function: for a function of one value, its meaning on float64; lowering makes a lookup table of it.
+        precise: for such a function, its attributes -> those of the `activate` that computes it on an accumulator.
+        loop: how a program computes it between floats; ``None``: an island does.
     Integer graph
         types: element types of operands and results, or a function of the attributes that gives them; ``None``: any.
         validate: raises ValueError for a graph from a file that breaks what the kernel relies on.
@@ -133,6 +135,8 @@ class OpDef:
     infer: Callable[[Attrs, Sequence[Shape]], Shape] = lambda attrs, shapes: shapes[0]
     meaning: Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], Result] | None = None
     function: Callable[[np.ndarray, Attrs], np.ndarray] | None = None
+    precise: Callable[[Attrs], Attrs] | None = None
+    loop: FloatLoop | None = None
     types: TypeRule | Callable[[Attrs], TypeRule] | None = None
     validate: Callable[[Op, Graph], None] = lambda op, graph: None
     needs: Callable[[Op, Graph], Iterable[tuple[Dim, str]]] = lambda op, graph: ()
@@ -158,6 +162,16 @@ class OpDef:
     shared_scratch: Callable[[Op, Mapping[str, TensorType]], Dim] = lambda op, types: 0
     kernel: str | None = None
     emit: str = ""
+
+    @property
+    def has_integer_form(self) -> bool:
+        """Whether it is, or becomes, an operator of the integer graph; else it runs in float, in loops or islands."""
+        return self.kernel is not None or self.meaning is not None or self.function is not None
+
+    @property
+    def computes_on_accumulator(self) -> bool:
+        """Whether a product can go on with it on its accumulators: a precise function, or factors per channel."""
+        return self.precise is not None or self.emit == "affine"
 
     @property
     def multiplies_weight(self) -> bool:

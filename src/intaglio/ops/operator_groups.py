@@ -1,9 +1,16 @@
-"""Groups of operators that fusion, annotation and lowering treat alike, by name."""
+"""Groups of operators that fusion, annotation and lowering treat alike, by name; each is a question to the records."""
 
-ANCHORS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
-ACCUMULATING = (*ANCHORS, "bmm")
+from __future__ import annotations
+
+from intaglio.ops.records import OPS
+
+ANCHORS = tuple(name for name, record in OPS.items() if record.multiplies_weight)
+"""Convolutions and linear layers."""
+ACCUMULATING = tuple(name for name, record in OPS.items() if record.accumulates)
 """What gives an int32 accumulator, which may leave its partition dequantized."""
-SUMS = ("add", "scaled_add")
-"""Both are `add` in the integer graph; the second has a factor per channel."""
+SUMS = tuple(name for name, record in OPS.items() if record.adds)
+"""Each is `add` in the integer graph; `scaled_add` has a factor per channel."""
 NUMBERS = ("mul_number", "div_number")
 """Scale what they read; behind a product of two activations, its unit."""
+PRECISE_FUNCTIONS = tuple(name for name, record in OPS.items() if record.precise is not None)
+"""Functions of one value that a product can compute on its accumulators."""

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Axis, DType, Graph, Op, Shape, TensorType
+from intaglio.ir import Attrs, Axis, DType, Graph, Op, Shape, TensorType
 from intaglio.ir.types import F32, I32, S8, U8
 from intaglio.ir.verify import TypeRule
-from intaglio.ops.opdef import Attrs, Call, Layout, OpDef, Result, Roles, Tail, first_reason, float_activations
+from intaglio.ops.loop_ops import loop_bodies as bodies
+from intaglio.ops.loop_ops.float_loop import FloatLoop
+from intaglio.ops.opdef import Call, Layout, OpDef, Result, Roles, Tail, first_reason, float_activations
 
 
 def matching_shapes(call: Call) -> str | None:
@@ -201,6 +203,7 @@ ADD = OpDef(
     check=first_reason(float_activations, matching_shapes),
     infer=broadcast_shape,
     meaning=add_meaning,
+    loop=FloatLoop(bodies.sum_or_difference),
     types=TypeRule(((U8, I32), (U8,), (F32,), (F32,)), (U8,), optional=(U8,), outputs=(1, 2)),
     validate=valid_sum,
     residual=1,
@@ -219,6 +222,7 @@ MUL = OpDef(
     check=first_reason(float_activations, matching_shapes),
     infer=broadcast_shape,
     meaning=mul_meaning,
+    loop=bodies.binary("mul"),
     types=TypeRule(((U8,), (U8,), (F32,)), (U8,)),
     layout=Layout.SAME,
     batch_separable=True,
@@ -239,6 +243,7 @@ CLAMP = OpDef(
     bind=bind_clamp,
     check=first_reason(float_activations, plain_bounds),
     meaning=clamp_meaning,
+    loop=FloatLoop(bodies.bounds, targets=(*CLAMPS, "aten.hardtanh.default", "aten.clamp.default")),
     changes_nothing=within_bounds,
     types=TypeRule(((U8,),), (U8,)),
     layout=Layout.SAME,

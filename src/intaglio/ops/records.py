@@ -16,7 +16,7 @@ from intaglio.ops import (
     unary,
 )
 from intaglio.ops.images import pool, resize
-from intaglio.ops.loop_ops import loop
+from intaglio.ops.loop_ops import float_only, loop
 from intaglio.ops.movement import pixel_shuffle, shape
 from intaglio.ops.opdef import OpDef
 from intaglio.ops.products import attention, conv, float_products, linear_f32, lstm_gru
@@ -40,7 +40,7 @@ def index(*groups: Iterable[OpDef]) -> tuple[Mapping[str, OpDef], Mapping[str, O
     return MappingProxyType(by_name), MappingProxyType(by_target)
 
 
-OPS, BY_TARGET = index(
+BY_NAME, BY_TARGET = index(
     conv.CONVOLUTION_OPS,
     pointwise.POINTWISE_OPS,
     channels.CHANNEL_OPS,
@@ -57,12 +57,12 @@ OPS, BY_TARGET = index(
     lstm_gru.RECURRENT_OPS,
     embedding.EMBEDDING_OPS,
     linear_f32.WEIGHT_ONLY_OPS,
+    float_only.FLOAT_ONLY_OPS,
+    float_products.FLOAT_PRODUCT_OPS,
 )
+"""Every record."""
+OPS: Mapping[str, OpDef] = MappingProxyType({name: found for name, found in BY_NAME.items() if found.has_integer_form})
 """Operators that have an integer form or exist in the integer graph only."""
-_, FLOAT_PRODUCTS = index(float_products.FLOAT_PRODUCT_OPS)
-"""ATen overload -> record of a product without an integer form."""
-COUNTED = {target: record for target, record in {**FLOAT_PRODUCTS, **BY_TARGET}.items() if record.macs is not None}
-"""ATen overload -> record of every operator that multiplies and accumulates, in an island or not."""
 
 
 def op_def(op: Op) -> OpDef:

@@ -1,4 +1,6 @@
-"""Functions of one value between two sites: a table of 256 levels, built once in float64."""
+"""Functions of one value: between quantized values a lookup table of 256 entries, built once in float64, and between
+floats a loop of the program.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.ops.opdef import Attrs, Call, OpDef, first_reason, float_activations
+from intaglio import numerics
+from intaglio.ir import Attrs
+from intaglio.ops.loop_ops import loop_bodies as bodies
+from intaglio.ops.loop_ops.float_loop import FloatLoop
+from intaglio.ops.opdef import Call, OpDef, first_reason, float_activations
 
 Function = Callable[[np.ndarray, Attrs], np.ndarray]
 
@@ -49,46 +55,16 @@ def _celu(x: np.ndarray, attrs: Attrs) -> np.ndarray:
     return np.where(x > 0, x, alpha * np.expm1(np.minimum(x / alpha, 0)))
 
 
+def _leaky_relu(x: np.ndarray, attrs: Attrs) -> np.ndarray:
+    return np.where(x > 0, x, x * float(attrs.get("negative_slope", 0.01)))
+
+
 SELU = {"alpha": 1.6732632423543772848170429916717, "scale": 1.0507009873554804934193349852946}
 """Klambauer et al. 2017."""
 
-FUNCTIONS: dict[str, tuple[tuple[str, ...], Function]] = {
-    "sigmoid": (("aten.sigmoid.default",), lambda x, a: _sigmoid(x)),
-    "hardsigmoid": (("aten.hardsigmoid.default",), lambda x, a: _hardsigmoid(x)),
-    "hardswish": (("aten.hardswish.default",), lambda x, a: x * _hardsigmoid(x)),
-    "silu": (("aten.silu.default",), lambda x, a: x * _sigmoid(x)),
-    "mish": (("aten.mish.default",), lambda x, a: x * np.tanh(_softplus(x))),
-    "tanh": (("aten.tanh.default",), lambda x, a: np.tanh(x)),
-    "gelu": (("aten.gelu.default",), _gelu),
-    "elu": (("aten.elu.default",), _elu),
-    "selu": (("aten.selu.default",), lambda x, a: _elu(x, SELU)),
-    "leaky_relu": (
-        ("aten.leaky_relu.default",),
-        lambda x, a: np.where(x > 0, x, x * float(a.get("negative_slope", 0.01))),
-    ),
-    "abs": (("aten.abs.default",), lambda x, a: np.abs(x)),
-    "neg": (("aten.neg.default",), lambda x, a: -x),
-    "square": (("aten.square.default",), lambda x, a: x * x),
-    "celu": (("aten.celu.default",), _celu),
-    "softplus": (("aten.softplus.default",), _softplus_of),
-    "log_sigmoid": (("aten.log_sigmoid.default",), lambda x, a: -_softplus(-x)),
-    "threshold": (
-        ("aten.threshold.default",),
-        lambda x, a: np.where(x > float(a["threshold"]), x, float(a["value"])),
-    ),
-    "exp": (("aten.exp.default",), lambda x, a: np.exp(x)),
-    "round": (("aten.round.default",), lambda x, a: np.rint(x)),
-    "add_number": (("aten.add.Scalar",), lambda x, a: x + float(a["other"]) * float(a.get("alpha", 1))),
-    "sub_number": (("aten.sub.Scalar",), lambda x, a: x - float(a["other"]) * float(a.get("alpha", 1))),
-    "rsub_number": (("aten.rsub.Scalar",), lambda x, a: float(a["other"]) - x * float(a.get("alpha", 1))),
-    "mul_number": (("aten.mul.Scalar",), lambda x, a: x * float(a["other"])),
-    "div_number": (("aten.div.Scalar",), lambda x, a: x / float(a["other"])),
-    "pow_number": (("aten.pow.Tensor_Scalar",), lambda x, a: np.power(x, float(a["exponent"]))),
-}
-"""Operator -> ATen overloads, and its meaning on float64 with the arguments of the call."""
-
 
 def bind(call: Call) -> Attrs:
+    """Return the arguments of a call but the operand."""
     return {name: value for name, value in call.arguments.items() if value is not None}
 
 
@@ -105,15 +81,99 @@ def plain_numbers(call: Call) -> str | None:
     return "division by zero" if call.target == "aten.div.Scalar" and call.arguments["other"] == 0 else None
 
 
-def _record(name: str, targets: tuple[str, ...], function: Function) -> OpDef:
+def activate(function: str) -> Callable[[Attrs], Attrs]:
+    """Return what makes the attributes of an `activate` from those of a record, for a function without arguments."""
+    return lambda attrs: {"function": function}
+
+
+def _activate_leaky_relu(attrs: Attrs) -> Attrs:
+    slope = np.clip(attrs.get("negative_slope", 0.01), -numerics.LARGEST, numerics.LARGEST)
+    return {"function": "leaky_relu", "slope": float(slope)}
+
+
+def _activate_gelu(attrs: Attrs) -> Attrs:
+    return {"function": "gelu_tanh" if attrs.get("approximate") == "tanh" else "gelu"}
+
+
+def function(
+    name: str,
+    meaning: Function,
+    target: str = "",
+    *,
+    loop: FloatLoop | None = None,
+    precise: Callable[[Attrs], Attrs] | None = None,
+) -> OpDef:
+    """Return the record of a function of one value.
+
+    Args:
+        name: its name, and unless there is a target the name of the ATen operator.
+        meaning: float64 and the arguments of the call -> float64. Between quantized values it becomes a lookup table.
+        loop: how a program computes it between floats; without one an island does.
+        precise: attributes of the record -> those of the `activate` that computes it on an accumulator.
+    """
     return OpDef(
         name=name,
-        targets=targets,
+        targets=(target or f"aten.{name}.default",),
         bind=bind,
         check=first_reason(float_activations, plain_numbers),
-        function=function,
+        function=meaning,
+        loop=loop,
+        precise=precise,
         kernel="table",
     )
 
 
-UNARY_OPS = tuple(_record(name, targets, function) for name, (targets, function) in FUNCTIONS.items())
+UNARY_OPS = (
+    function("sigmoid", lambda x, a: _sigmoid(x), loop=bodies.unary("sigmoid"), precise=activate("sigmoid")),
+    function(
+        "hardsigmoid",
+        lambda x, a: _hardsigmoid(x),
+        loop=bodies.unary("hardsigmoid"),
+        precise=activate("hardsigmoid"),
+    ),
+    function(
+        "hardswish", lambda x, a: x * _hardsigmoid(x), loop=bodies.unary("hardswish"), precise=activate("hardswish")
+    ),
+    function("silu", lambda x, a: x * _sigmoid(x), loop=bodies.unary("silu"), precise=activate("silu")),
+    function("mish", lambda x, a: x * np.tanh(_softplus(x))),
+    function("tanh", lambda x, a: np.tanh(x), loop=bodies.unary("tanh"), precise=activate("tanh")),
+    function("gelu", _gelu, loop=FloatLoop(bodies.gelu), precise=_activate_gelu),
+    function("elu", _elu),
+    function("selu", lambda x, a: _elu(x, SELU)),
+    function("leaky_relu", _leaky_relu, loop=FloatLoop(bodies.leaky_relu), precise=_activate_leaky_relu),
+    function("abs", lambda x, a: np.abs(x), loop=bodies.unary("abs")),
+    function("neg", lambda x, a: -x, loop=bodies.unary("neg")),
+    function("square", lambda x, a: x * x, loop=FloatLoop(bodies.square)),
+    function("celu", _celu),
+    function("softplus", _softplus_of),
+    function("log_sigmoid", lambda x, a: -_softplus(-x)),
+    function("threshold", lambda x, a: np.where(x > float(a["threshold"]), x, float(a["value"]))),
+    function("exp", lambda x, a: np.exp(x), loop=bodies.unary("exp")),
+    function("round", lambda x, a: np.rint(x), loop=bodies.unary("round")),
+    function(
+        "add_number",
+        lambda x, a: x + float(a["other"]) * float(a.get("alpha", 1)),
+        "aten.add.Scalar",
+        loop=FloatLoop(bodies.sum_or_difference),
+    ),
+    function(
+        "sub_number",
+        lambda x, a: x - float(a["other"]) * float(a.get("alpha", 1)),
+        "aten.sub.Scalar",
+        loop=FloatLoop(bodies.sum_or_difference),
+    ),
+    function(
+        "rsub_number",
+        lambda x, a: float(a["other"]) - x * float(a.get("alpha", 1)),
+        "aten.rsub.Scalar",
+        loop=FloatLoop(bodies.reversed_difference),
+    ),
+    function("mul_number", lambda x, a: x * float(a["other"]), "aten.mul.Scalar", loop=bodies.binary("mul")),
+    function("div_number", lambda x, a: x / float(a["other"]), "aten.div.Scalar", loop=bodies.binary("div")),
+    function(
+        "pow_number",
+        lambda x, a: np.power(x, float(a["exponent"])),
+        "aten.pow.Tensor_Scalar",
+        loop=FloatLoop(bodies.power, bodies.small_power),
+    ),
+)

@@ -10,11 +10,10 @@ from math import prod
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Dim, Graph, Op, QParams, Shape, TensorType, evaluate, numel
+from intaglio.ir import Attrs, Dim, Graph, Op, QParams, Shape, TensorType, evaluate, numel
 from intaglio.ir.types import F32, U8
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.opdef import (
-    Attrs,
     Call,
     Layout,
     OpDef,

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Graph, Op, Shape, TensorType
+from intaglio.ir import Attrs, Graph, Op, Shape, TensorType
 from intaglio.ir.types import F32, I32, U8
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.images.pool import pixels_to_read
-from intaglio.ops.opdef import Attrs, Call, Layout, OpDef, first_reason, fixed_channels, float_activations, rank
+from intaglio.ops.opdef import Call, Layout, OpDef, first_reason, fixed_channels, float_activations, rank
 
 ONE = np.float32(1)
 ONE_HALF = np.float32(0.5)

@@ -14,7 +14,7 @@ from intaglio.ops.loop_ops.primitives import BOOL, F32, I64, PRIMITIVES, REAL, i
 
 
 @dataclass(frozen=True)
-class RealCall:
+class FloatCall:
     """One call: ``arguments`` by schema name, a tensor as its type; ``constants``: those of them that never change."""
 
     target: str

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import DType, Op, Shape, TensorType
+from intaglio.ir import Attrs, DType, Op, Shape, TensorType
 from intaglio.ir.types import BF16, BOOL, F32, I64, U8
 from intaglio.numerics import float_math
-from intaglio.ops.opdef import Attrs
 
 REAL, TRUTH, WHOLE_TYPES = (F32, BF16), (BOOL,), (I64,)
 Bound = Callable[[Sequence[float], Attrs], "float | None"]
@@ -50,6 +49,10 @@ class Lanes:
 @dataclass(frozen=True)
 class Primitive:
     """One operator of the body of a loop.
+
+    A primitive is to a loop what an instruction is to a program: no model calls it, no pass annotates or fuses it, and
+    it has no kernel, layout or quantization parameters of its own. It has what an `OpDef` has not: the C of one vector
+    of elements. Which primitives an operator of a model is made of is in its record, `OpDef.loop`.
 
     operands: element types each may have, one row for every combination allowed. gives: the result's; ``None`` where
     its type says. attrs: names of its attributes. reduces: along attribute ``axis``, whose size becomes 1. gathers: it

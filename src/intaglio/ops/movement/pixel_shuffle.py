@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from intaglio.ir import Op, Shape, TensorType, evaluate
+from intaglio.ir import Attrs, Op, Shape, TensorType, evaluate
 from intaglio.ops.movement.data_movement import (
     MOVED,
     pixel_shuffle_copies,
@@ -15,7 +15,7 @@ from intaglio.ops.movement.data_movement import (
     stays_inside,
     unfold_depth_copies,
 )
-from intaglio.ops.opdef import Attrs, Call, Layout, OpDef, first_reason, fixed_channels, float_activations, rank
+from intaglio.ops.opdef import Call, Layout, OpDef, first_reason, fixed_channels, float_activations, rank
 
 
 def whole_groups(call: Call) -> str | None:

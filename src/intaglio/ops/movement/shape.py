@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.ir import Dim, Graph, Op, Shape, TensorType, numel
+from intaglio.ir import Attrs, Dim, Graph, Op, Shape, TensorType, numel
 from intaglio.ops.movement.aliasing import EXPANDED, PERMUTED, RESHAPED, SLICED
 from intaglio.ops.movement.data_movement import (
     MOVED,
@@ -22,7 +22,7 @@ from intaglio.ops.movement.data_movement import (
     slice_length,
     stays_inside,
 )
-from intaglio.ops.opdef import Attrs, Call, Layout, OpDef, first_reason, float_activations, rank
+from intaglio.ops.opdef import Call, Layout, OpDef, first_reason, float_activations, rank
 
 END = 2**62
 """Slices without an end carry the largest int64; anything this large means "to the end"."""

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Dim, Op, Shape, TensorType, numel
+from intaglio.ir import Attrs, Dim, Op, Shape, TensorType, numel
 from intaglio.ir.types import BOOL, F32, I32, U8
 from intaglio.ir.verify import TypeRule
-from intaglio.ops.opdef import Attrs, Call, Layout, OpDef, Roles, first_reason, float_activations
+from intaglio.ops.opdef import Call, Layout, OpDef, Roles, first_reason, float_activations
 from intaglio.ops.products.scratch_memory import LINE, QUERIES, whole
 
 WIDEST_ATTENTION_HEAD = 256

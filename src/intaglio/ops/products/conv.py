@@ -8,10 +8,9 @@ from math import prod
 
 import numpy as np
 
-from intaglio.ir import Dim, DType, Op, Shape, TensorType, numel
+from intaglio.ir import Attrs, Dim, DType, Op, Shape, TensorType, numel
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.opdef import (
-    Attrs,
     Call,
     Layout,
     OpDef,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from intaglio.ir import Dim, Shape, numel
-from intaglio.ops.opdef import Attrs, OpDef
+from intaglio.ir import Attrs, Dim, Shape, numel
+from intaglio.ops.opdef import OpDef
 
 
 def matrix_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from intaglio.ir import Dim, DType, Graph, Op, Shape, TensorType, numel
+from intaglio.ir import Attrs, Dim, DType, Graph, Op, Shape, TensorType, numel
 from intaglio.ir.types import F16, F32, S8
 from intaglio.ir.verify import TypeRule
 from intaglio.numerics import float_math
-from intaglio.ops.opdef import Attrs, Layout, OpDef
+from intaglio.ops.opdef import Layout, OpDef
 
 
 def linear_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:

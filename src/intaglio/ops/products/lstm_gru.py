@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Dim, DType, Graph, Op, Shape, TensorType, numel
+from intaglio.ir import Attrs, Dim, DType, Graph, Op, Shape, TensorType, numel
 from intaglio.ops.dynamic_quant import levels_of_rows, makes_rows, row_levels
-from intaglio.ops.opdef import Attrs, Call, Layout, OpDef, first_reason, float_activations, rank
+from intaglio.ops.opdef import Call, Layout, OpDef, first_reason, float_activations, rank
 from intaglio.ops.products.scratch_memory import LINE, whole
 
 GATE_COUNT = {"lstm": 4, "gru": 3}

@@ -13,7 +13,6 @@ from intaglio.fxgraph.fx_graph_view import FxGraphView
 from intaglio.fxgraph.node_info import update_info
 from intaglio.fxgraph.nodes import activations, record_of
 from intaglio.ir import DType
-from intaglio.ops.fused_activations import PRECISE_FUNCTIONS
 from intaglio.quant.annotate.node_annotations import Written
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.recipes.quantizer import Quantizer
@@ -133,7 +132,7 @@ def _alike(nodes: Iterable[fx.Node], settings: Mapping[fx.Node, Setting]) -> boo
 
 def _behind_only(node: fx.Node, setting: Setting) -> bool:
     """Whether the recipe wants a function, or factors, in float wherever they are not right behind a product."""
-    return setting.residual == "float" and record_of(node).name in (*PRECISE_FUNCTIONS, "affine")
+    return setting.residual == "float" and record_of(node).computes_on_accumulator
 
 
 def _is_whole(found: Found, reasons: Mapping[fx.Node, str | None]) -> bool:

@@ -11,9 +11,8 @@ from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import activations, call_of, is_constant, operands, operator, record_of
 from intaglio.fxgraph.passes.batch_norm_folding import BATCH_NORM
 from intaglio.ir import Dim, DType, evaluate, symbols_of
-from intaglio.ops import COUNTED
+from intaglio.ops import BY_TARGET
 from intaglio.ops.dynamic_quant import ROW_MODES
-from intaglio.ops.fused_activations import PRECISE_FUNCTIONS
 from intaglio.quant.annotate.embedding_tables import BAGS, Table, bag_refusal
 from intaglio.quant.annotate.per_token import unable_at_run_time
 from intaglio.quant.annotate.recurrent_sites import (
@@ -55,9 +54,7 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
     if setting.activations == "float":
         own = record.roles.weight is not None
         return f"{setting.weight.name} weights alone: its activations stay in float" if own else FLOATS
-    if setting.residual == "float" and not (
-        record.anchor or record.shares or record.name in (*PRECISE_FUNCTIONS, "affine")
-    ):
+    if setting.residual == "float" and not (record.anchor or record.shares or record.computes_on_accumulator):
         return "the recipe leaves what is between products in float"
     values = activations(node)
     if any(value is not None and is_constant(value) for value in values):
@@ -94,7 +91,7 @@ def macs(node: fx.Node) -> int:
 def _work(node: fx.Node) -> Dim:
     if is_recurrent(node) or operator(node) == RECURRENT_CALL:
         return work_of_recurrent(node)
-    record = COUNTED.get(operator(node))
+    record = BY_TARGET.get(operator(node))
     if record is None or record.macs is None or tensor_type(node) is None:
         return 0
     call = call_of(node, record)

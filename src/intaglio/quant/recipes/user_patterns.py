@@ -172,12 +172,17 @@ def check_operators(records: Iterable[OpDef]) -> None:
             problem = "a host operator has no kernel, no list of operands and no weight: constants are operands"
         elif record.name in OPS or record.name in names:
             problem = "another operator has this name"
-        elif taken := [target for target in record.targets if target in BY_TARGET or target in targets]:
+        elif taken := [target for target in record.targets if _has_integer_form(target) or target in targets]:
             problem = f"another operator answers to {', '.join(taken)}"
         if problem is not None:
             raise UnsupportedError(record.name, None, problem, remedy="see docs/patterns.md, An operator of your own")
         names.add(record.name)
         targets.update(record.targets)
+
+
+def _has_integer_form(target: str) -> bool:
+    record = BY_TARGET.get(target)
+    return record is not None and record.has_integer_form
 
 
 def is_host(record: OpDef) -> bool:

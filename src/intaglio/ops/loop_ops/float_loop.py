@@ -1,0 +1,57 @@
+"""Defines how an operator of a model runs between floats: as a loop of the program, made of primitives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from intaglio.ir import TensorType
+from intaglio.ir.types import BOOL, I64
+from intaglio.ops.loop_ops.loop_builder import Body, FloatCall
+from intaglio.ops.loop_ops.primitives import REAL
+
+MOST_LOOP_AXES = 5
+"""Of a tensor; strides of the last five are known."""
+
+Values = Mapping[str, Any]
+"""Arguments of a call by name, tensors as names of values of the body."""
+Write = Callable[[Body, FloatCall, Values], str]
+Check = Callable[[FloatCall], "str | None"]
+
+
+@dataclass(frozen=True)
+class FloatLoop:
+    """How a program computes an operator between floats, in float32.
+
+    write: adds the primitives to a body and returns the name of the result. check: why a call stays in PyTorch, or
+    ``None``. targets: the overloads of the record that it is written for; empty: all of them.
+    """
+
+    write: Write
+    check: Check = lambda call: None
+    targets: tuple[str, ...] = ()
+
+    def refusal(self, call: FloatCall) -> str | None:
+        """Return why this call stays in PyTorch: what holds for all operators, then what the operator's check says."""
+        if self.targets and call.target not in self.targets:
+            return f"no loop is written for {call.target}"
+        for name, value in call.arguments.items():
+            kinds = value if isinstance(value, (list, tuple)) else (value,)
+            if not all(kind is None or isinstance(kind, (TensorType, int, float, bool, str)) for kind in kinds):
+                return f"{name} {value}: the program takes numbers"
+        for kind in (*call.tensors().values(), call.result):
+            if kind.dtype not in (*REAL, BOOL, I64):
+                return f"a tensor of {kind.dtype}; the program computes in f32"
+            if len(kind.shape) > MOST_LOOP_AXES:
+                return f"{len(kind.shape)} axes; the program takes {MOST_LOOP_AXES}"
+        if call.result.dtype is I64:
+            return "it makes integers; the program computes in f32"
+        return self.check(call)
+
+    def write_call(self, call: FloatCall, body: Body, values: Values) -> str:
+        """Add the primitives of a call to a body; return the name of the result, in the element type of the model."""
+        result = self.write(body, call, values)
+        if body.types[result].dtype is not call.result.dtype:
+            result = body("cast", result, dtype=call.result.dtype)
+        return result

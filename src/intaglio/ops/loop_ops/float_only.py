@@ -1,0 +1,113 @@
+"""Operators without an integer form: between floats a loop computes them in float32, beside integers nothing does."""
+
+from __future__ import annotations
+
+from intaglio.ops.loop_ops import loop_bodies as bodies
+from intaglio.ops.loop_ops.float_loop import FloatLoop
+from intaglio.ops.opdef import OpDef
+
+
+def _forms(name: str, *overloads: str) -> tuple[str, ...]:
+    return tuple(f"aten.{name}.{overload}" for overload in overloads)
+
+
+def _function(name: str, loop: FloatLoop) -> OpDef:
+    return OpDef(name, _forms(name, "default"), loop=loop)
+
+
+def _of_two(name: str, targets: tuple[str, ...], loop: FloatLoop) -> OpDef:
+    return OpDef(name, targets, ("self", "other"), loop=loop)
+
+
+def _comparison(kind: str) -> OpDef:
+    return _of_two(kind, _forms(kind, "Tensor", "Scalar"), bodies.binary(kind, bodies.exact_comparison))
+
+
+def _logical(kind: str) -> OpDef:
+    return _of_two(f"logical_{kind}", _forms(f"logical_{kind}", "default"), bodies.logical(kind))
+
+
+def _bitwise(kind: str) -> OpDef:
+    targets = (f"aten.bitwise_{kind}.Tensor", f"aten.__{kind}__.Tensor")
+    return _of_two(f"bitwise_{kind}", targets, bodies.logical(kind, bodies.bitwise))
+
+
+def _reduction(name: str, overload: str, kind: str) -> OpDef:
+    return OpDef(name, (f"aten.{name}.{overload}",), loop=bodies.reduction(kind))
+
+
+ELEMENTWISE = (
+    _function("sqrt", bodies.unary("sqrt")),
+    _function("reciprocal", bodies.unary("reciprocal")),
+    _function("log", bodies.unary("log")),
+    _function("rsqrt", FloatLoop(bodies.rsqrt)),
+    OpDef("round_decimals", _forms("round", "decimals"), loop=bodies.unary("round", bodies.no_decimals)),
+    _of_two("rsub", _forms("rsub", "Tensor"), FloatLoop(bodies.reversed_difference)),
+    _of_two(
+        "div",
+        _forms("div", "Tensor", "Tensor_mode", "Scalar_mode"),
+        bodies.binary("div", bodies.plain_division),
+    ),
+    _of_two("maximum", (*_forms("maximum", "default"), *_forms("max", "other")), bodies.binary("maximum")),
+    _of_two("minimum", (*_forms("minimum", "default"), *_forms("min", "other")), bodies.binary("minimum")),
+)
+TRUTH_VALUES = (
+    *map(_comparison, ("eq", "ne", "lt", "le", "gt", "ge")),
+    *map(_logical, ("and", "or", "xor")),
+    _function("logical_not", bodies.logical("not")),
+    *map(_bitwise, ("and", "or", "xor")),
+    _function("bitwise_not", bodies.logical("not", bodies.bitwise)),
+    OpDef(
+        "where",
+        _forms("where", "self", "ScalarOther", "ScalarSelf", "Scalar"),
+        ("condition", "self", "other"),
+        loop=FloatLoop(bodies.chosen),
+    ),
+    OpDef(
+        "masked_fill",
+        _forms("masked_fill", "Scalar", "Tensor"),
+        ("self", "mask", "value"),
+        loop=FloatLoop(bodies.filled),
+    ),
+    OpDef("cast", _forms("_to_copy", "default"), loop=FloatLoop(bodies.cast, bodies.plain_cast)),
+)
+ALONG_AXIS = (
+    _reduction("sum", "dim_IntList", "sum"),
+    _reduction("mean", "dim", "mean"),
+    _reduction("amax", "default", "max"),
+    _reduction("amin", "default", "min"),
+    OpDef(
+        "variance",
+        (*_forms("var", "dim", "correction"), *_forms("std", "dim", "correction")),
+        loop=FloatLoop(bodies.variance, bodies.fixed_axis),
+    ),
+    OpDef(
+        "softmax",
+        (*_forms("softmax", "int"), *_forms("_softmax", "default")),
+        loop=FloatLoop(bodies.softmax, bodies.one_axis),
+    ),
+    OpDef(
+        "log_softmax",
+        (*_forms("log_softmax", "int"), *_forms("_log_softmax", "default")),
+        loop=FloatLoop(bodies.log_softmax, bodies.one_axis),
+    ),
+    OpDef(
+        "rms_norm",
+        _forms("rms_norm", "default"),
+        ("input", "weight"),
+        loop=FloatLoop(bodies.rms_norm, bodies.last_axis),
+    ),
+    OpDef(
+        "batch_norm",
+        _forms("batch_norm", "default"),
+        ("input", "weight", "bias", "running_mean", "running_var"),
+        loop=FloatLoop(bodies.batch_norm, bodies.constant_statistics),
+    ),
+    OpDef(
+        "embedding",
+        _forms("embedding", "default"),
+        ("weight", "indices"),
+        loop=FloatLoop(bodies.embedding, bodies.constant_table),
+    ),
+)
+FLOAT_ONLY_OPS = (*ELEMENTWISE, *TRUTH_VALUES, *ALONG_AXIS)

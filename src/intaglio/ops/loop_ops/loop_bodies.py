@@ -1,0 +1,262 @@
+"""Bodies of loops: the primitives that an operator of a model is made of, and when a call has to stay in PyTorch.
+
+A function here adds primitives to a `Body` and returns the name of the result; its ``v`` holds the arguments by name,
+tensors as values of the body. Records name these functions in their `FloatLoop`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from intaglio.ir.types import BOOL, F32, I64, U8
+from intaglio.ops.loop_ops.float_loop import Check, FloatLoop, Values
+from intaglio.ops.loop_ops.loop_builder import Body, FloatCall
+from intaglio.ops.loop_ops.primitives import REAL
+
+# ---- of one element -------------------------------------------------------------------------------------------------
+
+
+def unary(kind: str, check: Check = lambda call: None) -> FloatLoop:
+    """Return the loop of one primitive on ``self``."""
+    return FloatLoop(lambda body, call, v: body(kind, v["self"]), check)
+
+
+def binary(kind: str, check: Check = lambda call: None) -> FloatLoop:
+    """Return the loop of one primitive on ``self`` and ``other``."""
+    return FloatLoop(lambda body, call, v: body(kind, v["self"], v["other"]), check)
+
+
+def sum_or_difference(body: Body, call: FloatCall, v: Values) -> str:
+    """Write ``self + alpha * other``, or ``self - alpha * other`` for aten.sub."""
+    kind, alpha = "sub" if call.target.startswith("aten.sub.") else "add", v.get("alpha", 1)
+    return body(kind, v["self"], v["other"] if alpha == 1 else body("mul", v["other"], float(alpha)))
+
+
+def scaled_sum(body: Body, call: FloatCall, v: Values) -> str:
+    """Write ``self + value * tensor1 * tensor2``; nothing is added where that is a constant of zeros."""
+    product = body("mul", v["tensor1"], v["tensor2"])
+    if (value := v.get("value", 1)) != 1:
+        product = body("mul", product, float(value))
+    zeros = call.constants.get("self")
+    return product if zeros is not None and not zeros.any() else body("add", v["self"], product)
+
+
+def reversed_difference(body: Body, call: FloatCall, v: Values) -> str:
+    alpha = v.get("alpha", 1)
+    return body("sub", v["other"], v["self"] if alpha == 1 else body("mul", v["self"], float(alpha)))
+
+
+def plain_division(call: FloatCall) -> str | None:
+    return "a division that rounds" if call.arguments.get("rounding_mode") else None
+
+
+def power(body: Body, call: FloatCall, v: Values) -> str:
+    exponent, x = float(v["exponent"]), v["self"]
+    if exponent == 0.5:
+        return body("sqrt", x)
+    if exponent < 0:
+        return body("reciprocal", body("sqrt", x) if exponent == -0.5 else x)
+    square = body("mul", x, x)
+    return square if exponent == 2 else body("mul", square, x)
+
+
+def small_power(call: FloatCall) -> str | None:
+    exponent = call.arguments["exponent"]
+    return None if exponent in (2, 3, 0.5, -0.5, -1) else f"exponent {exponent}; the program takes 2, 3, 1/2, -1/2, -1"
+
+
+def bounds(body: Body, call: FloatCall, v: Values) -> str:
+    """Write relu, relu6, clamp or hardtanh; a bound left out is infinite."""
+    if call.target == "aten.relu.default":
+        return body("relu", v["self"])
+    if call.target == "aten.relu6.default":
+        return body("clamp", v["self"], low=0.0, high=6.0)
+    low, high = v.get("min", v.get("min_val")), v.get("max", v.get("max_val"))
+    least, most = -np.inf if low is None else float(low), np.inf if high is None else float(high)
+    return body("clamp", v["self"], low=least, high=most)
+
+
+def gelu(body: Body, call: FloatCall, v: Values) -> str:
+    return body("gelu_tanh" if v.get("approximate") == "tanh" else "gelu", v["self"])
+
+
+def leaky_relu(body: Body, call: FloatCall, v: Values) -> str:
+    return body("leaky_relu", v["self"], slope=float(v.get("negative_slope", 0.01)))
+
+
+def rsqrt(body: Body, call: FloatCall, v: Values) -> str:
+    return body("reciprocal", body("sqrt", v["self"]))
+
+
+def square(body: Body, call: FloatCall, v: Values) -> str:
+    return body("mul", v["self"], v["self"])
+
+
+def no_decimals(call: FloatCall) -> str | None:
+    return "rounding to decimals" if call.arguments.get("decimals") else None
+
+
+# ---- truth ----------------------------------------------------------------------------------------------------------
+
+
+def exact_comparison(call: FloatCall) -> str | None:
+    """Integers become floats where they meet a number."""
+    kinds = list(call.tensors().values())
+    if any(kind.dtype is BOOL for kind in kinds):
+        return "a comparison of booleans"
+    other = call.arguments["other"]
+    if len(kinds) == 1 and kinds[0].dtype is I64 and abs(float(other)) >= 2**24:
+        return f"integers compared with {other}; floats tell those apart below 2^24"
+    return None
+
+
+def logical(kind: str, check: Check = lambda call: None) -> FloatLoop:
+    """Return the loop of one primitive on the truth of ``self`` and, where there is one, ``other``."""
+
+    def write(body: Body, call: FloatCall, v: Values) -> str:
+        return body(kind, *[body.truth(v[name]) for name in ("self", "other") if name in v])
+
+    return FloatLoop(write, check)
+
+
+def bitwise(call: FloatCall) -> str | None:
+    return None if all(kind.dtype is BOOL for kind in call.tensors().values()) else "bits of integers"
+
+
+def chosen(body: Body, call: FloatCall, v: Values) -> str:
+    return body("where", v["condition"], *[_real(body, v[name]) for name in ("self", "other")])
+
+
+def filled(body: Body, call: FloatCall, v: Values) -> str:
+    return body("where", v["mask"], _real(body, v["value"]), _real(body, v["self"]))
+
+
+def _real(body: Body, value: str | float) -> str | float:
+    return body.real(value) if isinstance(value, str) else float(value)
+
+
+def cast(body: Body, call: FloatCall, v: Values) -> str:
+    return body("cast", v["self"], dtype=call.result.dtype)
+
+
+def plain_cast(call: FloatCall) -> str | None:
+    return "a cast that changes nothing" if call.kind("self").dtype is call.result.dtype else None
+
+
+# ---- along an axis --------------------------------------------------------------------------------------------------
+
+
+def one_axis(call: FloatCall) -> str | None:
+    """One axis, of floats, that holds something."""
+    dim, kind = call.arguments.get("dim"), call.kind("self")
+    axes = len(dim) if isinstance(dim, (list, tuple)) else int(dim is not None)
+    if axes != 1 or not kind.shape:
+        return f"over {axes or 'all'} axes; the program takes one"
+    if call.arguments.get("dtype") is not None:
+        return "a sum in another element type"
+    return None if kind.dtype in REAL else f"a reduction of {kind.dtype}"
+
+
+def reduction(kind: str) -> FloatLoop:
+    """Return the loop of one reduction along axis ``dim``."""
+
+    def write(body: Body, call: FloatCall, v: Values) -> str:
+        axis = call.axis()
+        found = body(kind, v["self"], axis=axis)
+        return found if v.get("keepdim") else body("squeeze", found, axis=axis)
+
+    return FloatLoop(write, one_axis)
+
+
+def variance(body: Body, call: FloatCall, v: Values) -> str:
+    """Of correction 0 or 1, from the centred values."""
+    axis, size = call.axis(), call.kind("self").shape[call.axis()]
+    centred = body("sub", v["self"], body("mean", v["self"], axis=axis))
+    squares = body("sum", body("mul", centred, centred), axis=axis)
+    found = body("div", squares, float(int(size) - _correction(call)))  # type: ignore[arg-type]
+    found = body("sqrt", found) if call.target.startswith("aten.std") else found
+    return found if v.get("keepdim") else body("squeeze", found, axis=axis)
+
+
+def _correction(call: FloatCall) -> int:
+    given = call.arguments
+    found = given.get("correction", given.get("unbiased", 1))
+    return 1 if found is None else int(found)
+
+
+def fixed_axis(call: FloatCall) -> str | None:
+    size = call.kind("self").shape[call.axis()] if one_axis(call) is None else 0
+    if one_axis(call) is not None or not isinstance(size, int):
+        return one_axis(call) or f"variance along a free dimension {size}"
+    return None if size > _correction(call) else f"variance of {size} values"
+
+
+def softmax(body: Body, call: FloatCall, v: Values) -> str:
+    """``exp(x - max(x)) * (1 / its sum)``: one division a row, where each would take as long as the power."""
+    powers, axis = _powers(body, call, v), call.axis()
+    return body("mul", powers, body("reciprocal", body("sum", powers, axis=axis)))
+
+
+def log_softmax(body: Body, call: FloatCall, v: Values) -> str:
+    axis = call.axis()
+    distance = body("sub", v["self"], body("max", v["self"], axis=axis))
+    return body("sub", distance, body("log", body("sum", body("exp", distance), axis=axis)))
+
+
+def _powers(body: Body, call: FloatCall, v: Values) -> str:
+    return body("exp", body("sub", v["self"], body("max", v["self"], axis=call.axis())))
+
+
+def layer_norm(body: Body, call: FloatCall, v: Values) -> str:
+    """``(x - mean) * (1 / sqrt(mean((x - mean)^2) + eps)) * weight + bias``, from left to right."""
+    axis = len(call.kind("input").shape) - 1
+    centred = body("sub", v["input"], body("mean", v["input"], axis=axis))
+    return _normal(body, v, centred, axis, float(v.get("eps", 1e-5)))
+
+
+def rms_norm(body: Body, call: FloatCall, v: Values) -> str:
+    axis, eps = len(call.kind("input").shape) - 1, v.get("eps")
+    return _normal(body, v, v["input"], axis, float(np.finfo(np.float32).eps if eps is None else eps))
+
+
+def _normal(body: Body, v: Values, centred: str, axis: int, eps: float) -> str:
+    spread = body("add", body("mean", body("mul", centred, centred), axis=axis), eps)
+    result = body("mul", centred, body("reciprocal", body("sqrt", spread)))
+    result = body("mul", result, v["weight"]) if v.get("weight") is not None else result
+    return body("add", result, v["bias"]) if v.get("bias") is not None else result
+
+
+def last_axis(call: FloatCall) -> str | None:
+    axes = call.arguments["normalized_shape"]
+    return None if len(axes) == 1 else f"normalised over {len(axes)} axes; the program takes the last one"
+
+
+def batch_norm(body: Body, call: FloatCall, v: Values) -> str:
+    """``x * factor + offset`` by channel; both from float64."""
+    found = {name: np.asarray(array, np.float64) for name, array in call.constants.items()}
+    factor = found.get("weight", np.float64(1)) / np.sqrt(found["running_var"] + float(v["eps"]))
+    offset = found.get("bias", np.float64(0)) - found["running_mean"] * factor
+    shape = (-1, *[1] * (len(call.kind("input").shape) - 2))
+    names = [body.array(n, a.astype(np.float32).reshape(shape)) for n, a in (("factor", factor), ("offset", offset))]
+    return body("add", body("mul", v["input"], names[0]), names[1])
+
+
+def constant_statistics(call: FloatCall) -> str | None:
+    if call.arguments.get("training"):
+        return "batch norm in training"
+    computed = {*call.tensors()} - {*call.constants, "input"}
+    return f"{', '.join(computed)} computed while the model runs" if computed else None
+
+
+def embedding(body: Body, call: FloatCall, v: Values) -> str:
+    ids = body("unsqueeze", v["indices"], axis=len(call.kind("indices").shape))
+    if body.types[v["weight"]].dtype is U8:
+        return body("gather_levels", v["weight"], ids, v["scales"], v["zero_points"])
+    return body("gather", v["weight"], ids)
+
+
+def constant_table(call: FloatCall) -> str | None:
+    kind = call.kind("weight")
+    if "weight" not in call.constants or kind.dtype is not F32:
+        return "a table that is no constant of f32"
+    return None if call.kind("indices").dtype is I64 else "indices that are not i64"
