@@ -22,7 +22,6 @@ LONG_FILES = {
 }
 LONG_FUNCTIONS = {
     "intaglio/backends/onnx_ops.py:translations": 52,
-    "intaglio/codegen/emitters/emit_matmul.py:_emit_piece": 58,
     "intaglio/quant/qdq/convert.py:convert": 61,
     "intaglio/tracing/torch_export.py:to_captured": 61,
 }

@@ -6,16 +6,20 @@ from itertools import product
 import numpy as np
 import pytest
 
-from intaglio.codegen.emitters.emit_depthwise import blocks, pack_depthwise
+from intaglio.codegen.emitters.emit_depthwise import pack_depthwise
+from intaglio.kernels import ISAS
 from intaglio.kernels.avx512vnni.vnni_depthwise import emit
-from intaglio.kernels.depthwise_spec import DepthwiseSpec, channel_order, tallest
+from intaglio.kernels.depthwise_spec import channel_order
+from intaglio.plan.kernel_records import DepthwiseKernel
+from intaglio.plan.scheduling.convolution_pieces import Piece
+from intaglio.plan.scheduling.kernel_selection import cheapest_depthwise_tile, depthwise_kernel
 
 SHAPES = [(taps, stride) for taps in product((1, 2, 3, 5, 7, 9), repeat=2) for stride in product((1, 2, 3), repeat=2)]
 
 
 @pytest.mark.parametrize(("taps", "stride"), [((3, 3), (1, 1)), ((3, 3), (2, 2)), ((5, 5), (1, 1)), ((7, 7), (1, 1))])
 def test_packed_weights_hold_every_tap_of_every_row_once(taps, stride):
-    spec, draw = tallest(taps, stride), np.random.default_rng(0)
+    spec, draw = cheapest_depthwise_tile(taps, stride), np.random.default_rng(0)
     weight = draw.integers(-127, 128, (50, 1, *taps)).astype(np.int8)
     packed = pack_depthwise(weight, spec).reshape(-1, taps[1], spec.channels, 4)
     order = channel_order(spec.lanes)
@@ -33,7 +37,7 @@ def test_packed_weights_hold_every_tap_of_every_row_once(taps, stride):
 def test_every_tile_fits_the_registers_and_reads_no_other_row(subtests):
     for taps, stride in SHAPES:
         with subtests.test(taps=taps, stride=stride):
-            spec = tallest(taps, stride)
+            spec = cheapest_depthwise_tile(taps, stride)
             assert spec.rows * spec.columns * 4 + 8 <= 32
             text = emit(spec)
             assert max(int(n) for n in re.findall(r"%[yz]mm(\d+)", text)) < 32
@@ -43,13 +47,15 @@ def test_every_tile_fits_the_registers_and_reads_no_other_row(subtests):
 
 
 def test_a_rest_of_half_a_vector_takes_half_a_vector():
-    spec = DepthwiseSpec(2, 3, (3, 3), (1, 1))
-    assert [(first, tile.lanes) for first, tile in blocks(144, spec)] == [(0, 4), (64, 4), (128, 2)]
-    assert [(first, tile.lanes) for first, tile in blocks(112, spec)] == [(0, 4), (64, 4)]
+    for channels, lanes in ((144, [4, 4, 2]), (112, [4, 4]), (32, [2]), (33, [4])):
+        piece = Piece(np.zeros((channels, 1, 3, 3), np.int8), (1, 1), (1, 1), (0, 0))
+        kernel, _ = depthwise_kernel(piece, "u8", False, False, False, ISAS["avx512vnni"])
+        assert isinstance(kernel, DepthwiseKernel)
+        assert [*[kernel.tile.lanes] * (kernel.blocks - 1), kernel.last.lanes] == lanes
 
 
 def test_rows_that_share_input_make_three_by_three_cheap():
     """Two output rows from four input rows: 12 dot products and fewer than 7 interleaving steps a pixel."""
-    spec = tallest((3, 3), (1, 1))
+    spec = cheapest_depthwise_tile((3, 3), (1, 1))
     assert (spec.rows, spec.columns) == (2, 3)
     assert spec.cost < 19

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from intaglio import stages
-from intaglio.codegen.emitters.loop_stages import magnitudes
 from intaglio.ir import DType, Op, QParams, TensorType, prune
 from intaglio.lower import Lowered
 from intaglio.ops import verify
 from intaglio.ops.loop_ops.loop_builder import Body as Inside
 from intaglio.plan.graph_passes.loop_merging import merge_loops
 from intaglio.plan.graph_passes.lut_passes import loops_as_tables, near_functions
+from intaglio.plan.loops.loop_stages import magnitudes
 from support.float_loops import C, N, Sample, equal, some, to_levels
 from support.lowering import tensors
 from support.matmul_library import HERE

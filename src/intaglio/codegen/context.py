@@ -8,7 +8,7 @@ import mmap
 import re
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import SupportsFloat
+from typing import SupportsFloat, TypeVar
 
 import numpy as np
 
@@ -18,9 +18,10 @@ from intaglio.ir import Dim, Graph, Op, Place, c_expression
 from intaglio.kernels import DepthwiseSpec, Isa, KernelFamily, TileSpec, depthwise_tiles
 from intaglio.ops import op_def
 from intaglio.ops.movement.data_movement import Strides
-from intaglio.plan.buffers import Buffer, lies, strides
+from intaglio.plan.buffers import lies, strides
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Partition
+from intaglio.plan.scheduling.value_bounds import result_bounds
 
 CONSTANT_ALIGNMENT = 64
 FIRST_BYTES = 1 << 20
@@ -29,6 +30,9 @@ FIRST_BYTES = 1 << 20
 
 NUMPY_TYPES = {"int32_t": np.int32, "float": np.float32, "double": np.float64}
 """Type in C -> in NumPy."""
+
+
+K = TypeVar("K")
 
 
 class Blob:
@@ -120,6 +124,13 @@ class Context:
         """Return the value of one number that is a constant of the program, so that its text does not depend on it."""
         return "*" + self.constant(np.array([value], NUMPY_TYPES[kind]), kind, label)
 
+    def kernel(self, partition: Partition, kind: type[K]) -> K:
+        """Return the kernel that the plan chose for a partition of one piece."""
+        (found,) = self.plan.kernels[partition.ops[-1].outputs[0]]
+        if not isinstance(found, kind):
+            raise TypeError(f"{partition.name}: {type(found).__name__} is planned, not {kind.__name__}")
+        return found
+
     def dim(self, dim: Dim) -> str:
         return c_expression(dim)
 
@@ -149,22 +160,15 @@ class Context:
     def strided(self, value: str) -> tuple[str, Strides]:
         """C expression of a ``uint8_t*`` to a value's first element, and elements between neighbours along its logical
         axes. A tensor of the caller lies dense: `External.dense`."""
-        view = self.plan.views.get(value)
-        root, start = (value, 0) if view is None else (view.root, view.start)
-        buffer, array = self.plan.buffers.get(root), self.graph.constants.get(root)
-        if buffer is None:
-            kind = self.graph.types[root]
-            steps = strides(Buffer(root, kind.shape, kind.dtype, rows=array is not None or root in self.plan.rows))
-        elif view is None:
-            (above, beside), (_, _, width, pixel) = buffer.halo, buffer.lies()
-            start, steps = (above * (width + 2 * beside) + beside) * pixel, strides(buffer)
+        location = self.plan.location(value)
+        buffer, array = self.plan.buffers.get(location.root), self.graph.constants.get(location.root)
         if buffer is not None:
-            at = f"r->arena + r->offsets[{self.index[buffer.alias or root]}]"
+            at = f"r->arena + r->offsets[{self.index[buffer.alias or location.root]}]"
         else:
-            at = self.external(root) if array is None else self.constant(array, "uint8_t", "values")
-        behind = start * self.graph.types[value].dtype.bytes
+            at = self.external(location.root) if array is None else self.constant(array, "uint8_t", "values")
+        behind = location.start * self.graph.types[value].dtype.bytes
         pointer = at if behind == 0 else f"{at} + {self.dim(behind)}"
-        return f"({pointer})", view.strides if view is not None else steps
+        return f"({pointer})", location.strides
 
     def external(self, value: str) -> str:
         return f"r->external[{self.plan.external.index(value)}]"
@@ -181,31 +185,14 @@ class Context:
         """Whether there is one to fill."""
         return value in self.plan.buffers and any(self.plan.buffers[value].halo)
 
-    def bounds(self, op: Op) -> tuple[int, int]:
-        """Least and greatest level an operator gives."""
-        q = self.graph.types[op.output].levels
-        return op.attrs.get("low", q.qmin), op.attrs.get("high", q.qmax)
-
     def limits(self, op: Op) -> str:
         """``struct Limits`` of the levels an operator gives, or the 16 bits."""
-        q, (low, high), rest = self.graph.types[op.output].levels, self.bounds(op), len(op.outputs) > 1
+        q, (low, high), rest = self.graph.types[op.output].levels, result_bounds(op, self.graph), len(op.outputs) > 1
         other = self.graph.types[op.inputs[1]].levels.zero if op_def(op).pairwise else 0
         if op_def(op).residual is not None and op.inputs[4:]:
             other = numerics.joined(other, self.graph.types[op.inputs[4]].levels.zero).item()
         zero = numerics.widen(1, q.zero).zero_point if rest else q.zero
         return self.constant(limits(zero, low, high, other, rest), "struct Limits", "limits")
-
-    def natural(self, op: Op) -> bool:
-        """Whether an operator gives levels 0..255 with the zero point 0, and a residual operand without a rest has that
-        too; of 16 bits, whether the zero point is the least."""
-        zeros, (low, high) = self.graph.types[op.output].levels.zeros, self.bounds(op)
-        other = (
-            self.graph.types[op.inputs[1]].levels.zeros
-            if op_def(op).residual is not None and not op.inputs[4:]
-            else (0,)
-        )
-        plain = low == numerics.widen(1, 0).zero_point if len(op.outputs) > 1 else (low, high) == (0, 255)
-        return plain and zeros == other == (0,)
 
     def dims_used(self, text: str) -> list[str]:
         """Declarations of the free dimensions that a body mentions."""

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from intaglio.codegen.context import Context, describe
 from intaglio.codegen.emitters.emit_attention import emit_attention, emit_bmm
 from intaglio.codegen.emitters.emit_batch_tiling import batch_tiles_call, emit_batch_tile, emit_places, positions
-from intaglio.codegen.emitters.emit_data_movement import emit_move, emit_reshape
+from intaglio.codegen.emitters.emit_data_movement import emit_movement
 from intaglio.codegen.emitters.emit_dynamic_quant import emit_quantize_rows
 from intaglio.codegen.emitters.emit_embedding import emit_arange, emit_embedding_bag
 from intaglio.codegen.emitters.emit_linear_f32 import emit_linear_f32
@@ -40,8 +40,8 @@ from intaglio.plan.scheduling.cost_model import work_of
 EMITTERS: Mapping[str, Callable[[Code, Partition, Context], None]] = {
     "matmul": emit_matmul,
     "pool": emit_pool,
-    "move": emit_move,
-    "reshape": emit_reshape,
+    "move": emit_movement,
+    "reshape": emit_movement,
     "pair": emit_pair,
     "affine": emit_affine,
     "clamp": emit_clamp,

@@ -9,7 +9,6 @@ that the two packing steps of the epilogue undo.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 
 import numpy as np
@@ -106,16 +105,6 @@ class DepthwiseSpec:
         """Interleaving steps and dot products for one output pixel."""
         products = 4 * len(self.pairs()) * self.taps[1] * self.columns
         return (8 * self.quads * self.columns_read + products) / (self.rows * self.columns)
-
-
-@cache
-def tallest(taps: tuple[int, int], stride: tuple[int, int], dilation_y: int = 1) -> DepthwiseSpec:
-    """The tile that costs least, the smallest of equals; output rows share input where taps are neighbours only."""
-    most = ACCUMULATORS if dilation_y == 1 else 1
-    shapes = [(r, c) for r in range(1, most + 1) for c in range(1, ACCUMULATORS // r + 1)]
-    specs = [DepthwiseSpec(r, c, taps, stride) for r, c in shapes]
-    fitting = [spec for spec in specs if 4 * spec.quads <= MOST_ROWS]
-    return min(fitting, key=lambda spec: (spec.cost, spec.rows * spec.columns))
 
 
 def channel_order(lanes: int) -> np.ndarray:

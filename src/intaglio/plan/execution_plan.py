@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from intaglio.ir import Graph, Schedule
-from intaglio.plan.buffers import Buffer
+from intaglio.plan.buffers import Buffer, strides
+from intaglio.plan.kernel_records import Kernel
+from intaglio.plan.loops.loop_records import LoopSchedule
 from intaglio.plan.plan_records import (
     BatchTiling,
     BufferLifetime,
@@ -17,18 +19,18 @@ from intaglio.plan.plan_records import (
     Target,
     TensorView,
 )
-from intaglio.plan.plan_text import batch_tiling_lines, buffer_lines, step_lines, target_line, view_lines
+from intaglio.plan.plan_text import batch_tiling_lines, buffer_lines, decided_texts, step_lines, target_line, view_lines
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything code generation needs: steps in order, buffers and their lifetimes, views, schedules.
+    """Everything code generation needs: steps in order, buffers and their lifetimes, views, schedules, kernels.
 
-    `plan_graph` fills all that no machine decides, `schedule_plan` the rest: ``target``, ``schedules`` by the value a
-    partition makes, ``batch_tiling``, and ``guarded``: partitions, by the same value, whose accumulators may leave the
-    range that converts to int32. ``external`` values are in tensors of the caller: graph inputs and outputs, what
-    islands read and write. ``rows``: values of three to five axes that are row-major. ``views``: results of data
-    movement for which nothing is copied.
+    `plan_graph` fills all that no machine decides, `schedule_plan` the rest: ``target``, ``schedules`` and ``kernels``
+    by the value a partition makes, ``batch_tiling``, and ``guarded``: partitions, by the same value, whose accumulators
+    may leave the range that converts to int32. ``loops``: schedules of loops by their first results. ``external``
+    values are in tensors of the caller: graph inputs and outputs, what islands read and write. ``rows``: values of
+    three to five axes that are row-major. ``views``: results of data movement for which nothing is copied.
     """
 
     graph: Graph
@@ -43,6 +45,8 @@ class Plan:
     schedules: Mapping[str, Schedule] = field(default_factory=dict)
     batch_tiling: BatchTiling | None = None
     guarded: frozenset[str] = frozenset()
+    kernels: Mapping[str, tuple[Kernel, ...]] = field(default_factory=dict)
+    loops: Mapping[str, LoopSchedule] = field(default_factory=dict)
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
@@ -59,6 +63,18 @@ class Plan:
         buffer = self.buffers.get(name)
         return buffer.alias if buffer is not None and buffer.alias else name
 
+    def location(self, name: str) -> TensorView:
+        """Return where the elements of a value are: in a buffer, a constant, or a dense tensor of the caller."""
+        view = self.views.get(name)
+        if view is not None:
+            return view
+        buffer = self.buffers.get(name)
+        if buffer is None:
+            kind, rows = self.graph.types[name], name in self.graph.constants or name in self.rows
+            return TensorView(name, 0, strides(Buffer(name, kind.shape, kind.dtype, rows=rows)))
+        (above, beside), (_, _, width, pixel) = buffer.halo, buffer.lies()
+        return TensorView(name, (above * (width + 2 * beside) + beside) * pixel, strides(buffer))
+
     def tallest(self) -> Mapping[int, int]:
         """Return the tallest tile of the target by its blocks of 16 channels."""
         if self.target is None:
@@ -72,8 +88,9 @@ class Plan:
     def text(self) -> str:
         """Return partitions, layouts, views, memory, schedules and batch tiling, with the reason of each choice."""
         lines = [target_line(self.target, len(self.steps), self.segments())]
+        decided = decided_texts(self.schedules, self.guarded, self.kernels, self.loops)
         for index, step in enumerate(self.steps):
-            lines += step_lines(index, step, self.graph, self.schedules, self.guarded, self.reasons)
+            lines += step_lines(index, step, self.graph, decided, self.reasons)
         lifetimes = {lifetime.value: lifetime for lifetime in self.lifetimes}
         for name, buffer in self.buffers.items():
             lines += buffer_lines(buffer, lifetimes.get(name), self.reasons)

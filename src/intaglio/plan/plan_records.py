@@ -153,6 +153,8 @@ class Choice(StrEnum):
     MEMORY = "memory"
     SCHEDULE = "schedule"
     GUARD = "guard"
+    KERNEL = "kernel"
+    LOOP = "loop"
     BATCH_TILING = "batch tiling"
 
 

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 from intaglio.ir import Dim, Graph, Schedule
 from intaglio.plan.buffers import Buffer
+from intaglio.plan.kernel_records import Kernel, TiledKernel
+from intaglio.plan.loops.loop_records import LoopSchedule
 from intaglio.plan.plan_records import BatchTiling, BufferLifetime, Choice, Reasons, Step, Target, TensorView
 
 
@@ -17,14 +19,9 @@ def target_line(target: Target | None, steps: int, segments: int) -> str:
 
 
 def step_lines(
-    index: int,
-    step: Step,
-    graph: Graph,
-    schedules: Mapping[str, Schedule],
-    guarded: Collection[str],
-    reasons: Reasons,
+    index: int, step: Step, graph: Graph, decided: Mapping[Choice, Mapping[str, str]], reasons: Reasons
 ) -> Iterator[str]:
-    """Yield a step's operators, result and barrier group, then its schedule, then the reasons."""
+    """Yield a step's operators, result and barrier group, then what was decided about it, each with its reason."""
     partition = step.partition
     kinds = " + ".join(op.kind for op in partition.ops)
     results = partition.ops[-1].outputs
@@ -32,13 +29,36 @@ def step_lines(
     yield f"p{index:02d} {partition.name}: {kinds} -> {result}; phase {step.phase}, segment {step.segment}"
     yield from _because(Choice.FUSION, results[0], reasons)
     yield from _because(Choice.BARRIER, results[0], reasons)
-    if results[0] in schedules:
-        found = schedules[results[0]]
-        yield f"    tile {found.tile_rows}x{16 * found.tile_columns}, chunks of {found.chunk_bytes} bytes"
-        yield from _because(Choice.SCHEDULE, results[0], reasons)
-    if results[0] in guarded:
-        yield "    accumulators are clamped before they are converted"
-        yield from _because(Choice.GUARD, results[0], reasons)
+    for choice, texts in decided.items():
+        if results[0] in texts:
+            yield f"    {texts[results[0]]}"
+            yield from _because(choice, results[0], reasons)
+
+
+def decided_texts(
+    schedules: Mapping[str, Schedule],
+    guarded: Collection[str],
+    kernels: Mapping[str, tuple[Kernel, ...]],
+    loops: Mapping[str, LoopSchedule],
+) -> Mapping[Choice, Mapping[str, str]]:
+    """Return what was decided about steps, by the values they make; only tiles of a product follow its schedule."""
+    tiled = {name for name, found in kernels.items() if any(isinstance(one, TiledKernel) for one in found)}
+    return {
+        Choice.SCHEDULE: {name: _schedule_text(one) for name, one in schedules.items() if name in tiled},
+        Choice.GUARD: dict.fromkeys(guarded, "accumulators are clamped before they are converted"),
+        Choice.KERNEL: {name: _kernels_text(found) for name, found in kernels.items()},
+        Choice.LOOP: {name: f"loop: {one.text()}" for name, one in loops.items()},
+    }
+
+
+def _schedule_text(schedule: Schedule) -> str:
+    return f"tile {schedule.tile_rows}x{16 * schedule.tile_columns}, chunks of {schedule.chunk_bytes} bytes"
+
+
+def _kernels_text(kernels: tuple[Kernel, ...]) -> str:
+    texts = dict.fromkeys(kernel.text() for kernel in kernels)
+    pieces = f" for {len(kernels)} phases" if len(kernels) > 1 else ""
+    return f"runs {'; '.join(texts)}{pieces}"
 
 
 def buffer_lines(buffer: Buffer, lifetime: BufferLifetime | None, reasons: Reasons) -> Iterator[str]:

@@ -10,6 +10,7 @@ from intaglio.ops import op_def
 from intaglio.plan.buffers import Buffer
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.layouts import assign_layouts, copy_padded_inputs
+from intaglio.plan.loops.loop_schedule import schedule_loops
 from intaglio.plan.memory_planning import add_scratch_buffers, plan_memory
 from intaglio.plan.partitioning import fuse, join_epilogues, join_heads
 from intaglio.plan.plan_records import Choice, Partition, Step, TensorView
@@ -95,6 +96,7 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     explain_partitions,
     assign_phases,  # needs the final steps, and roots of views and aliases
     add_scratch_buffers,
+    schedule_loops,  # after epilogues were fused and views found: rows follow strides
     list_external_values,  # after scratch buffers: what is no buffer is the caller's
     plan_memory,  # last: lifetimes are in phases
 )

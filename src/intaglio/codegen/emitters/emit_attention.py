@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,9 +11,9 @@ from intaglio.codegen.context import Context
 from intaglio.codegen.emitters.emit_loops import epilogue, fill_frames
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim, Op
-from intaglio.kernels import TileSpec
 from intaglio.ops import op_def
 from intaglio.ops.products.scratch_memory import LINE, SHARERS
+from intaglio.plan.kernel_records import ActivationTiles
 from intaglio.plan.plan_records import Partition
 
 HEAD_AXES = 4
@@ -23,6 +23,7 @@ HEAD_AXES = 4
 def emit_attention(code: Code, partition: Partition, context: Context) -> None:
     """Fill a ``struct Attention`` and run it."""
     op, types = partition.anchor, context.graph.types
+    tiles = context.kernel(partition, ActivationTiles)
     q, k, v = (types[name].shape for name in op.inputs[:3])
     (batch, heads, queries, depth), groups, keys, width = q, k[1], k[2], v[3]
     context.include("sequences/attention.h")
@@ -37,7 +38,7 @@ def emit_attention(code: Code, partition: Partition, context: Context) -> None:
     for field, factor in zip(("factor", "ratio"), _factors(op, context), strict=True):
         code(f"a.{field} = {context.number(factor, 'float', field)};")
     code(f"a.limits = {context.limits(op)};")
-    _kernels(code, "a", (keys, width), context)
+    _kernels(code, "a", tiles, context)
     _scratch(code, "a", partition.output, context)
     code("attention(&a, thread, threads);")
 
@@ -47,6 +48,7 @@ def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
     perhaps an epilogue."""
     (a, b), tail, types = partition.anchor.inputs, partition.tail[0], context.graph.types
     shape, inner = types[partition.anchor.output].shape, types[a].shape[-1]
+    tiles = context.kernel(partition, ActivationTiles)
     missing: list[Dim] = [1] * (HEAD_AXES - len(shape))
     batch, heads, rows, columns = [*missing, *shape]
     base, (b_batch, b_head, depth_apart, column_apart) = _broadcast(b, context)
@@ -56,7 +58,7 @@ def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
     if partition.epilogue is None:
         code(f"p.out = {_heads(partition.output, context)};")
     else:
-        code(f"p.epilogue = {epilogue(partition, context, 16 * context.isa.blocks)};")
+        code(f"p.epilogue = {epilogue(partition, context, 16 * tiles.tile.blocks)};")
     code(f"p.b = {base}, p.b_batch = {b_batch}, p.b_head = {b_head};")
     code(f"p.depth_apart = {depth_apart}, p.column_apart = {column_apart};")
     code(f"p.batch = {context.dim(batch)}, p.heads = {context.dim(heads)}, p.rows = {context.dim(rows)};")
@@ -70,7 +72,7 @@ def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
     if partition.table is not None:
         table = context.graph.constants[partition.table.inputs[1]]
         code(f"p.table = {context.constant(table, 'uint8_t', 'table')};")
-    _kernels(code, "p", (columns,), context)
+    _kernels(code, "p", tiles, context)
     _scratch(code, "p", partition.output, context)
     code("product(&p, thread, threads);")
     if partition.epilogue is not None:
@@ -125,21 +127,13 @@ def _mask(code: Code, value: str, context: Context) -> None:
         code(f"a.mask_apart[{axis}] = {step};")
 
 
-def _kernels(code: Code, name: str, widths: Iterable[Dim], context: Context) -> None:
-    """Tables of kernels with results in float, by blocks; panels of free width may end in any number of blocks."""
-    most, rows = context.isa.blocks, context.isa.tallest[context.isa.blocks]
-    used = {blocks for width in widths for blocks in _blocks(width, most)}
-    specs = [TileSpec(rows, blocks, "f32") for blocks in range(1, most + 1)]
-    tables = ["0", *(context.tiles(spec) if spec.blocks in used else "0" for spec in specs)]
+def _kernels(code: Code, name: str, tiles: ActivationTiles, context: Context) -> None:
+    """Tables of kernels with results in float, by blocks of 16 columns."""
+    most, rows = tiles.tile.blocks, tiles.tile.rows
+    specs = [replace(tiles.tile, blocks=blocks) for blocks in range(1, most + 1)]
+    tables = ["0", *(context.tiles(spec) if spec.blocks in tiles.widths else "0" for spec in specs)]
     code(f"static const TileKernel* const kernels[] = {{{', '.join(tables)}}};")
     code(f"{name}.kernels = (struct FloatKernels){{kernels, {most}, {rows}}};")
-
-
-def _blocks(width: Dim, most: int) -> set[int]:
-    if not isinstance(width, int):
-        return set(range(1, most + 1))
-    whole = -(-width // 16)
-    return {min(whole, most), (whole - 1) % most + 1}
 
 
 def _scratch(code: Code, name: str, value: str, context: Context) -> None:

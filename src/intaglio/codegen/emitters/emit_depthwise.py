@@ -8,18 +8,9 @@ import numpy as np
 
 from intaglio.codegen.context import Context
 from intaglio.codegen.writer import Code
-from intaglio.kernels.depthwise_spec import MOST_ROWS, DepthwiseSpec, channel_order, tallest
-from intaglio.ops.opdef import Tail
-
-
-def refusal(weight: np.ndarray, groups: int, tail: Tail | None) -> str | None:
-    """Why a convolution does not run here, or ``None``; weight [outputs, inputs per group, taps y, taps x]."""
-    outputs, per_group, taps_y, taps_x = weight.shape
-    if per_group != 1 or outputs != groups or groups < 8:
-        return "channels look at each other"
-    if taps_y > MOST_ROWS - 3 or taps_x > 15:
-        return "too many taps"
-    return None if tail in (Tail.REQUANTIZE, Tail.ACTIVATE) else "a tail that is no level of its own accumulator"
+from intaglio.kernels.depthwise_spec import DepthwiseSpec, channel_order
+from intaglio.plan.kernel_records import DepthwiseKernel, DepthwiseLoops
+from intaglio.plan.scheduling.convolution_pieces import Piece
 
 
 def pack_depthwise(weight: np.ndarray, spec: DepthwiseSpec) -> np.ndarray:
@@ -37,60 +28,44 @@ def pack_depthwise(weight: np.ndarray, spec: DepthwiseSpec) -> np.ndarray:
     return packed.ravel()
 
 
-def blocks(channels: int, spec: DepthwiseSpec) -> list[tuple[int, DepthwiseSpec]]:
-    """(first channel, tile) of every block; a rest of 32 channels or fewer takes half a vector."""
-    found = []
-    for first in range(0, channels, spec.channels):
-        half = channels - first <= spec.channels // 2
-        lanes = spec.lanes // 2 if half else spec.lanes
-        found.append((first, replace(spec, lanes=lanes)))
-    return found
-
-
 @dataclass(frozen=True)
 class Layer:
-    """A depthwise convolution as its emitter takes it: weight [channels, 1, taps y, taps x], bias with the zero point
-    folded in, factor per channel (or one), where the first output's taps begin."""
+    """A depthwise convolution as its emitter takes it.
 
-    weight: np.ndarray
+    ``piece``: its weights [channels, 1, taps y, taps x] and geometry; ``bias`` with the zero point folded in;
+    ``factor`` per channel (or one). The others are C expressions: images, limits, the table to look up in or 0.
+    """
+
+    piece: Piece
     bias: np.ndarray
     factor: np.ndarray
-    stride: tuple[int, int]
-    dilation: tuple[int, int]
-    start: tuple[int, int]
+    source: str
     result: str
-    natural: bool
-    guard: bool
+    limits: str
+    table: str
 
 
-def loop_name(layer: Layer, context: Context) -> str:
-    """Return the function of native/products/depthwise.h that runs a layer."""
-    return "depthwise_plain" if context.isa.depthwise is None or layer.dilation[1] != 1 else "depthwise"
-
-
-def emit_layer(code: Code, layer: Layer, source: str, result: str, limits: str, table: str, context: Context) -> None:
-    """Fill what the loop takes, ``d``, from C expressions of its images."""
+def emit_layer(code: Code, layer: Layer, kernel: DepthwiseKernel | DepthwiseLoops, context: Context) -> str:
+    """Fill what the kernel takes, ``d``, and return the name of the function that runs it."""
     context.include("products/depthwise.h")
-    if loop_name(layer, context) == "depthwise_plain":
-        _emit_plain(code, layer, source, result, limits, table, context)
-        return
-    channels, _, *taps = layer.weight.shape
-    best = tallest((taps[0], taps[1]), layer.stride, layer.dilation[0])
-    floats = layer.result == "f32"
-    spec = replace(best, result=layer.result, natural=layer.natural and not floats, guard=layer.guard)
-    found = blocks(channels, spec)
-    weights = [pack_depthwise(layer.weight[first : first + tile.channels], tile) for first, tile in found]
-    looks_up = context.isa.looks_up if table != "0" else ""
-    kernels, last_kernels = (context.depthwise_tiles(tile) for _, tile in (found[0], found[-1]))
+    if isinstance(kernel, DepthwiseLoops):
+        _emit_plain(code, layer, context)
+        return "depthwise_plain"
+    piece, spec, last_spec = layer.piece, kernel.tile, kernel.last
+    channels, _, *taps = piece.weight.shape
+    specs = [*[spec] * (kernel.blocks - 1), last_spec]
+    found = [(index * spec.channels, one) for index, one in enumerate(specs)]
+    weights = [pack_depthwise(piece.weight[first : first + tile.channels], tile) for first, tile in found]
+    kernels, last_kernels = (context.depthwise_tiles(tile) for tile in (specs[0], last_spec))
     last = channels - found[-1][0]
     code(f"""
         struct Depthwise d = {{}};
-        d.in = {source}, d.out = {result};
-        d.stride_y = {layer.stride[0]}, d.stride_x = {layer.stride[1]}, d.dilation_y = {layer.dilation[0]};
-        d.top = {-layer.start[0]}, d.left = {-layer.start[1]}, d.taps_y = {taps[0]};
+        d.in = {layer.source}, d.out = {layer.result};
+        d.stride_y = {piece.stride[0]}, d.stride_x = {piece.stride[1]}, d.dilation_y = {piece.dilation[0]};
+        d.top = {-piece.start[0]}, d.left = {-piece.start[1]}, d.taps_y = {taps[0]};
         d.rows = {spec.rows}, d.columns = {spec.columns}, d.blocks = {len(found)}, d.block_bytes = {len(weights[0])};
         d.kernels = {kernels}, d.last_kernels = {last_kernels}, d.last_mask = {hex((1 << last) - 1)}ull;
-        d.tile.mask = {hex((1 << min(64, channels)) - 1)}ull, d.tile.limits = {limits}, d.table = {table};
+        d.tile.mask = {hex((1 << min(64, channels)) - 1)}ull, d.tile.limits = {layer.limits}, d.table = {layer.table};
     """)
     for name, kind, array in (
         ("weights", "int8_t", np.concatenate(weights)),
@@ -98,27 +73,29 @@ def emit_layer(code: Code, layer: Layer, source: str, result: str, limits: str, 
         ("factor", "float", _columns(layer.factor, found)),
     ):
         code(f"d.tile.{name} = {context.constant(array, kind, name)};")
-    if looks_up:
-        tables = [context.depthwise_tiles(replace(tile, table=True)) for _, tile in (found[0], found[-1])]
-        with code.block(f"if ({looks_up})"):
+    if kernel.looks_up:
+        tables = [context.depthwise_tiles(replace(tile, table=True)) for tile in (specs[0], last_spec)]
+        with code.block(f"if ({context.isa.looks_up})"):
             code(f"d.kernels = {tables[0]}, d.last_kernels = {tables[1]};")
             code("d.tile.table = d.table, d.table = 0;")
+    return "depthwise"
 
 
-def _emit_plain(code: Code, layer: Layer, source: str, result: str, limits: str, table: str, context: Context) -> None:
+def _emit_plain(code: Code, layer: Layer, context: Context) -> None:
     """The same in loops the compiler vectorises, for other instruction sets and columns apart: weights
     [tap y][tap x][channel]."""
-    channels, _, taps_y, taps_x = layer.weight.shape
+    piece = layer.piece
+    channels, _, taps_y, taps_x = piece.weight.shape
     code(f"""
         struct DepthwisePlain d = {{}};
-        d.in = {source}, d.out = {result};
-        d.stride_y = {layer.stride[0]}, d.stride_x = {layer.stride[1]};
-        d.dilation_y = {layer.dilation[0]}, d.dilation_x = {layer.dilation[1]};
-        d.top = {-layer.start[0]}, d.left = {-layer.start[1]}, d.taps_y = {taps_y}, d.taps_x = {taps_x};
-        d.limits = {limits}, d.table = {table};
+        d.in = {layer.source}, d.out = {layer.result};
+        d.stride_y = {piece.stride[0]}, d.stride_x = {piece.stride[1]};
+        d.dilation_y = {piece.dilation[0]}, d.dilation_x = {piece.dilation[1]};
+        d.top = {-piece.start[0]}, d.left = {-piece.start[1]}, d.taps_y = {taps_y}, d.taps_x = {taps_x};
+        d.limits = {layer.limits}, d.table = {layer.table};
     """)
     for name, kind, array in (
-        ("weights", "int8_t", layer.weight[:, 0].transpose(1, 2, 0)),
+        ("weights", "int8_t", piece.weight[:, 0].transpose(1, 2, 0)),
         ("bias", "int32_t", layer.bias.astype(np.int32)),
         ("factor", "float", np.broadcast_to(layer.factor, (channels,))),
     ):

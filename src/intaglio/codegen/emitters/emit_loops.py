@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from intaglio import numerics
 from intaglio.codegen.context import Context, finish
-from intaglio.codegen.emitters.loop_access import Loop
-from intaglio.codegen.emitters.loop_stages import LoopStage
+from intaglio.codegen.emitters.loop_variables import Loop
 from intaglio.codegen.writer import Code
 from intaglio.ir import DType, Op, numel
-from intaglio.ops import op_def
 from intaglio.ops.loop_ops.primitives import Lanes, primitive
+from intaglio.plan.loops.loop_records import LoopVariant
+from intaglio.plan.loops.loop_stages import LoopStage
 from intaglio.plan.plan_records import Partition
-
-LONGEST_KEPT = 4096
-"""Elements of a row up to which values are kept from pass to pass."""
-KEPT_BYTES = 1 << 18
-"""Of the stack, for the values of a row that are kept."""
-LARGEST_SMALL = 1 << 29
-"""Steps: what is proved to be less converts to i32 as it is."""
 
 LOOP_ELEMENT = {
     DType.F32: "float",
@@ -36,34 +29,30 @@ VECTOR = {DType.F32: "Reals", DType.BF16: "Reals", DType.U8: "RealBits", DType.B
 def emit_loop(code: Code, partition: Partition, context: Context) -> None:
     """The step: rows shared by threads, in each the passes along it."""
     context.include("elementwise/loops.h")
-    loop = Loop(partition.anchor, context)
-    outputs = {name: loop.along(name) for name in loop.body.outputs}
-    keeping, plain = (loop.rows.stages(outputs, keep) for keep in (True, False))
-    code(f"const int64_t size = {context.dim(loop.lines.size)}, rows = {context.dim(numel(loop.lines.outer))};")
+    schedule = context.plan.loops[partition.anchor.outputs[0]]
+    loop = Loop(schedule, context)
+    rows = schedule.rows
+    code(f"const int64_t size = {context.dim(rows.size)}, rows = {context.dim(numel(rows.outer))};")
     _ends(code, loop)
-    count, size = len(loop.kept(keeping)), loop.lines.size
-    if not count:
-        _rows(code, loop, keeping)
-    elif isinstance(size, int):
-        fits = size <= LONGEST_KEPT and 4 * count * size <= KEPT_BYTES
-        _rows(code, loop, keeping if fits else plain, size)
-    else:
-        longest = min(LONGEST_KEPT, KEPT_BYTES // (4 * count))
-        with code.block(f"if (size <= {longest})"):
-            _rows(code, loop, keeping, longest)
+    variant, *others = schedule.variants
+    if not others:
+        _rows(code, loop, variant)
+    for longer in others:
+        with code.block(f"if (size <= {variant.longest})"):
+            _rows(code, loop, variant)
         with code.block("else"):
-            _rows(code, loop, plain)
+            _rows(code, loop, longer)
     fill_frames(code, partition.anchor, context)
 
 
 def _ends(code: Code, loop: Loop) -> None:
     """Where the first element of every end is."""
-    for end in loop.ends.values():
-        const = "" if end.value in loop.body.outputs else "const "
-        if end.value != loop.tile:
+    for end in loop.schedule.ends.values():
+        const = "" if loop.is_result(end) else "const "
+        if not loop.is_tile(end):
             code(
-                f"{const}{LOOP_ELEMENT[end.dtype]}* const {loop.names[end.value]}_at = "
-                f"({const}{LOOP_ELEMENT[end.dtype]}*){end.pointer};"
+                f"{const}{LOOP_ELEMENT[end.dtype]}* const {loop.names[end.name]}_at = "
+                f"({const}{LOOP_ELEMENT[end.dtype]}*){loop.pointers[end.value]};"
             )
 
 
@@ -79,15 +68,14 @@ def epilogue(partition: Partition, context: Context, width: int) -> str:
     """``struct Epilogue`` of a partition's last loop, whose function is printed in front of the step, once more
     for ``width``, the channels of most panels."""
     context.include("elementwise/loops.h", "products/epilogue.h")
-    op, made, anchor = partition.ops[-1], partition.ops[-2].output, partition.anchor
-    rank = len(context.graph.types[made].shape)
-    loop = Loop(op, context, made, 1 if op_def(anchor).convolves else rank - 1)
+    op, made = partition.ops[-1], partition.ops[-2].output
+    loop = Loop(context.plan.loops[op.outputs[0]], context)
     body = Code()
     _ends(body, loop)
     with body.block("for (int64_t p = 0; p < pixels; ++p, tile += apart)"):
         body("const int64_t row = pixel + p, first = 0, last = channels;")
         _pointers(body, loop)
-        for stage in loop.rows.stages(dict.fromkeys(loop.body.outputs, True), keep=False):
+        for stage in loop.schedule.variants[0].stages:
             _stage(body, loop, stage, {})
     name, code = f"behind_{made}", Code()
     head = (
@@ -105,34 +93,35 @@ def epilogue(partition: Partition, context: Context, width: int) -> str:
     return f"(struct Epilogue){{{name}, r, {context.graph.types[made].dtype.bytes}}}"
 
 
-def _rows(code: Code, loop: Loop, stages: Sequence[LoopStage], longest: int = 0) -> None:
+def _rows(code: Code, loop: Loop, variant: LoopVariant) -> None:
     """Every row; of elements that are all alike, a piece of one."""
-    kept = loop.kept(stages)
+    axis, kept = loop.schedule.axis, {name: place for place, name in enumerate(variant.kept)}
     if kept:
-        code(f"float kept[{len(kept)}][{-(-longest // 16) * 16}] __attribute__((aligned(64)));")
-    if loop.axis is None:
+        code(f"float kept[{len(kept)}][{-(-variant.longest // 16) * 16}] __attribute__((aligned(64)));")
+    if axis is None:
         code("const int64_t pieces = (size + PIECE - 1) / PIECE;")
         units = "rows * pieces"
     else:
         units = "rows"
     head = f"for (int64_t u = share({units}, thread, threads); u < share({units}, thread + 1, threads); ++u)"
     with code.block(head):
-        if loop.axis is None:
+        if axis is None:
             code("const int64_t row = u / pieces, first = u % pieces * PIECE;")
             code("const int64_t last = size - first < PIECE ? size : first + PIECE;")
         else:
             code("const int64_t row = u, first = 0, last = size;")
         _pointers(code, loop)
-        for stage in stages:
+        for stage in variant.stages:
             _stage(code, loop, stage, kept)
         _store_rows(code, loop)
-    if any(map(loop.is_streamed, loop.body.outputs)):
+    if loop.schedule.streamed:
         code("end_streams();")
 
 
 def _pointers(code: Code, loop: Loop) -> None:
     """Where the row begins in every end, and all that is one number in it."""
-    outer, context, indices = loop.lines.outer, loop.context, ["row"]
+    schedule, context, indices = loop.schedule, loop.context, ["row"]
+    outer = schedule.rows.outer
     if len(outer) > 1:
         indices = [f"i{axis}" for axis in range(len(outer))]
         code("int64_t rest = row;")
@@ -140,35 +129,36 @@ def _pointers(code: Code, loop: Loop) -> None:
             code(f"const int64_t i{axis} = rest % {context.dim(outer[axis])};")
             code(f"rest /= {context.dim(outer[axis])};")
         code("const int64_t i0 = rest;")
-    for end in loop.ends.values():
-        steps, name = loop.lines.strides[end.value][:-1], loop.names[end.value]
+    for end in schedule.ends.values():
+        *steps, inner = schedule.rows.strides[end.name]
+        name, element = loop.names[end.name], LOOP_ELEMENT[end.dtype]
         terms = [f"{index} * {context.dim(step)}" for index, step in zip(indices, steps, strict=False) if step != 0]
-        const = "" if end.value in loop.body.outputs else "const "
-        if end.value == loop.tile:
-            code(f"const {LOOP_ELEMENT[end.dtype]}* const {name}_row = (const {LOOP_ELEMENT[end.dtype]}*)tile;")
+        const = "" if loop.is_result(end) else "const "
+        if loop.is_tile(end):
+            code(f"const {element}* const {name}_row = (const {element}*)tile;")
             continue
-        if loop.channels is not None and loop.lines.strides[end.value][-1] != 0:
-            terms.append(f"channel * {context.dim(loop.lines.strides[end.value][-1])}")
-        code(f"{const}{LOOP_ELEMENT[end.dtype]}* const {name}_row = {' + '.join([f'{name}_at', *terms])};")
-        if end.value in loop.rows.row and end.value not in loop.body.outputs:
+        if schedule.tile is not None and inner != 0:
+            terms.append(f"channel * {context.dim(inner)}")
+        code(f"{const}{element}* const {name}_row = {' + '.join([f'{name}_at', *terms])};")
+        if end.name in schedule.row_values and not loop.is_result(end):
             code(f"const {VECTOR[end.dtype]} {name} = all_{end.dtype}({name}_row);")
-        if end.value in loop.body.outputs and loop.is_streamed(end.value):
+        if end.name in schedule.streamed:
             code(f"const int {name}_streamed = is_streamed({name}_row, 4 * rows * size);")
-    for name, step in loop.tables.items():
+    for name, step in schedule.tables.items():
         _table(code, loop, name, step)
 
 
 def _table(code: Code, loop: Loop, name: str, step: Op) -> None:
     """The row of a table that an id names; of an id it does not have, the first."""
-    outer = dict(zip(loop.body.inputs, loop.op.inputs, strict=True))
-    pointer, strides = loop._at(outer[step.inputs[0]])
-    count, row = loop.body.types[step.inputs[0]].shape[0], loop.names[name]
-    code(f"int64_t {row}_id = *{loop.names[step.inputs[1]]}_row;")
-    code(f"if ({row}_id < 0 || {row}_id >= {loop.context.dim(count)}) *r->outside = 1, {row}_id = 0;")
-    dtype = LOOP_ELEMENT[loop.body.types[step.inputs[0]].dtype]
-    code(f"const {dtype}* const {row}_found = (const {dtype}*){pointer} + {row}_id * {loop.context.dim(strides[0])};")
-    for label, name in zip(("scale", "zero"), step.inputs[2:], strict=False):
-        code(f"const float {row}_{label} = ((const float*){loop._at(outer[name])[0]})[{row}_id];")
+    table, rows = step.inputs[0], loop.names[name]
+    pointer, count = loop.pointers[loop.outer(table)], loop.context.dim(loop.body.types[table].shape[0])
+    code(f"int64_t {rows}_id = *{loop.names[step.inputs[1]]}_row;")
+    code(f"if ({rows}_id < 0 || {rows}_id >= {count}) *r->outside = 1, {rows}_id = 0;")
+    element = LOOP_ELEMENT[loop.body.types[table].dtype]
+    code(f"const {element}* const {rows}_found = (const {element}*){pointer} + {rows}_id * {loop.row_stride(table)};")
+    for label, parameters in zip(("scale", "zero"), step.inputs[2:], strict=False):
+        values = loop.pointers[loop.outer(parameters)]
+        code(f"const float {rows}_{label} = ((const float*){values})[{rows}_id];")
 
 
 def _stage(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) -> None:
@@ -191,14 +181,12 @@ def _stage(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) ->
 
 def _pass(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) -> None:
     """What is done to some vectors, step by step to all of them."""
-    written = _written(loop, stage)
-    in_turn = _goes_in_turn(loop, stage, written)
 
     def define(name: str, value: str) -> None:
         code(f"{VECTOR[loop.body.types[name].dtype]} {loop.names[name]}[COUNT];")
         code(f"EACH {_operand(name, loop)} = {value};")
 
-    for name in () if in_turn else stage.loads:
+    for name in () if stage.any_order else stage.loads:
         define(name, _load(name, loop))
     for name in stage.restored:
         define(name, f"read_f32(kept[{kept[name]}] + e + i * FLOATS, 1, FLOATS)")
@@ -207,8 +195,8 @@ def _pass(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) -> 
             code(f"Reals {loop.names[op.output]}[COUNT];")
             code(f"EACH {_operand(op.output, loop)} = {_operand(op.inputs[0], loop)};")
             code(f"{of_vectors}<COUNT>({loop.names[op.output]});")
-        elif op.output not in written:
-            turn = in_turn and primitive(op).dequantizes
+        elif op.output not in stage.direct:
+            turn = stage.any_order and primitive(op).dequantizes
             define(op.output, _load_in_turn(op, loop) if turn else _value(op, loop))
     for op in stage.sums:
         lanes = f"{loop.names[op.output]}_lanes[(g + i) % GROUPS]"
@@ -216,19 +204,13 @@ def _pass(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) -> 
     for name in stage.kept:
         code(f"EACH write_f32(kept[{kept[name]}] + e + i * FLOATS, 1, FLOATS, {_operand(name, loop)});")
     for name in stage.stored:
-        code(_store_levels(name, loop, in_turn) if name in written else _store(name, loop))
-
-
-def _written(loop: Loop, stage: LoopStage) -> set[str]:
-    """Levels that need no variable: quantized as they are written, and read by nobody."""
-    read = {name for op in stage.ops for name in op.inputs} | {loop.rows.same.get(name, "") for name in stage.stored}
-    return {op.output for op in stage.ops if primitive(op).quantizes and op.output in stage.stored} - read
+        code(_store_levels(name, loop, stage.any_order) if name in stage.direct else _store(name, loop))
 
 
 def _of_vectors(op: Op, loop: Loop) -> str:
     """Return the C function that takes several vectors a step at a time, if there is one for this operator."""
     row = primitive(op)
-    return row.c_of_vectors or (row.c_of_distances if loop.is_distance(op.inputs[0]) else "")
+    return row.c_of_vectors or (row.c_of_distances if op.inputs[0] in loop.schedule.distances else "")
 
 
 def _lanes(op: Op) -> Lanes:
@@ -238,34 +220,21 @@ def _lanes(op: Op) -> Lanes:
     return lanes
 
 
-def _goes_in_turn(loop: Loop, stage: LoopStage, written: set[str]) -> bool:
-    """Whether all that a pass reads and writes are levels side by side, so that any order of them does."""
-    read = {name for op in stage.ops if primitive(op).dequantizes for name in op.inputs}
-    other = {name for op in stage.ops if not primitive(op).dequantizes for name in op.inputs}
-    ends = {*stage.loads, *stage.stored}
-    return (
-        not (stage.sums or stage.kept or stage.restored)
-        and {*stage.loads} == read - other
-        and {*stage.stored} == written
-        and all(loop.ends[name].dtype is DType.U8 and loop.lines.strides[name][-1] == 1 for name in ends)
-    )
-
-
 def _store_rows(code: Code, loop: Loop) -> None:
     """Results that are one number a row."""
     for name in loop.body.outputs:
-        if not loop.along(name):
-            value = _operand(loop.rows.at(name), loop)
-            code(f"write_{loop.ends[name].dtype}({loop.names[name]}_row, 1, 1, {value});")
+        if not loop.schedule.along(name):
+            value = _operand(loop.schedule.at(name), loop)
+            code(f"write_{loop.schedule.ends[name].dtype}({loop.names[name]}_row, 1, 1, {value});")
 
 
 def _load(name: str, loop: Loop) -> str:
-    if name in loop.tables:
+    if name in loop.schedule.tables:
         row, place = loop.names[name], f"{loop.names[name]}_found + e + i * FLOATS"
-        if loop.tables[name].inputs[2:]:
+        if loop.schedule.tables[name].inputs[2:]:
             return f"dequantize_row(read_u8({place}, 1, count), {row}_scale, {row}_zero)"
         return f"read_f32({place}, 1, count)"
-    return f"read_{loop.ends[name].dtype}({_elements(name, loop)}, count)"
+    return f"read_{loop.schedule.ends[name].dtype}({_elements(name, loop)}, count)"
 
 
 def _load_in_turn(op: Op, loop: Loop) -> str:
@@ -275,27 +244,26 @@ def _load_in_turn(op: Op, loop: Loop) -> str:
 
 
 def _store(name: str, loop: Loop) -> str:
-    source = loop.rows.at(name)
-    if loop.is_streamed(name) and source not in loop.rows.row:
+    source = loop.schedule.at(name)
+    if name in loop.schedule.streamed and source not in loop.schedule.row_values:
         row = f"{loop.names[name]}_row"
         return f"stream_f32<COUNT>({row} + e, count, {loop.names[source]}, {loop.names[name]}_streamed);"
-    return f"EACH write_{loop.ends[name].dtype}({_elements(name, loop)}, count, {_operand(source, loop)});"
+    return f"EACH write_{loop.schedule.ends[name].dtype}({_elements(name, loop)}, count, {_operand(source, loop)});"
 
 
 def _store_levels(name: str, loop: Loop, in_turn: bool) -> str:
     """A quantize as its levels are written, of all vectors at once."""
-    step, q = loop.lines.strides[name][-1], loop.body.types[name].levels
-    apart, (source,) = loop.context.dim(step), loop.rows.makers[name].inputs
+    step, q = loop.schedule.rows.strides[name][-1], loop.body.types[name].levels
+    apart, (source,) = loop.context.dim(step), loop.schedule.makers[name].inputs
     at = f"{loop.names[name]}_row + e" + ("" if step == 1 else f" * {apart}")
-    inverse = numerics.reciprocal(q.step)
-    small = loop.magnitudes.get(source, np.inf) * inverse < LARGEST_SMALL
+    inverse, small = numerics.reciprocal(q.step), name in loop.schedule.convertible
     numbers = f"{number(inverse)}, {q.zero}, {q.qmin}, {q.qmax}, {int(small)}, {int(in_turn)}"
     return f"write_levels<COUNT>({at}, {apart}, count, {loop.names[source]}, {numbers});"
 
 
 def _elements(name: str, loop: Loop) -> str:
     """Where the elements of the i-th vector are, and how far apart."""
-    step = loop.lines.strides[name][-1]
+    step = loop.schedule.rows.strides[name][-1]
     place = "e + i * FLOATS" if step == 1 else f"(e + i * FLOATS) * {loop.context.dim(step)}"
     return f"{loop.names[name]}_row + {place}, {loop.context.dim(step)}"
 
@@ -305,7 +273,7 @@ def _operand(name: str, loop: Loop) -> str:
     array = loop.body.constants.get(name)
     if array is not None:
         return f"every_lane({number(array)})"
-    return loop.names[name] if name in loop.rows.row else f"{loop.names[name]}[i]"
+    return loop.names[name] if name in loop.schedule.row_values else f"{loop.names[name]}[i]"
 
 
 def _value(op: Op, loop: Loop) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,76 +14,27 @@ from intaglio.codegen.emitters.emit_loops import epilogue, fill_frames
 from intaglio.codegen.emitters.emit_steps import fill_pair
 from intaglio.codegen.weight_packing import PanelPacking, pack_columns, pack_weights, packing
 from intaglio.codegen.writer import Code
-from intaglio.ir import Op, Schedule
-from intaglio.ir.phases import Phase, axis_phases
+from intaglio.ir import Op
 from intaglio.kernels import TileSpec
 from intaglio.ops import op_def
 from intaglio.ops.opdef import Tail
 from intaglio.plan.buffers import lies
-from intaglio.plan.plan_records import Partition, is_flat
-
-RESULT = {Tail.REQUANTIZE: "u8", Tail.ADD: "add"}
-"""What a microkernel makes for each tail, else f32: functions and scales of rows are applied to floats while they are
-in the first-level cache."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One plain convolution over images: a whole layer, or one phase of a transposed one.
-
-    ``weight`` is [outputs, inputs per group, taps y, taps x]; ``start`` the row and column of the input at which the
-    first output's taps begin. ``phases``: the outputs it makes, along rows and columns; ``None`` for all of them.
-    """
-
-    weight: np.ndarray
-    stride: tuple[int, int]
-    dilation: tuple[int, int]
-    start: tuple[int, int]
-    phases: tuple[Phase, Phase] | None = None
-    strides_out: tuple[int, int] = (1, 1)
-
-
-def pieces(anchor: Op, weight: np.ndarray) -> list[Piece]:
-    """What a convolution or linear layer is made of; lines are images of one row, depth is one image each."""
-    missing = 4 - min(weight.ndim, 4)
-    flat = weight.reshape(*weight.shape[:2], *[1] * missing, *weight.shape[2:][-2:])
-    if not op_def(anchor).convolves:
-        return [Piece(flat, (1, 1), (1, 1), (0, 0))]
-    if not op_def(anchor).transposed:
-        begins = anchor.attrs["padding"][::2]
-        return [
-            Piece(
-                flat,
-                _rows_columns(anchor.attrs["stride"], 1),
-                _rows_columns(anchor.attrs["dilation"], 1),
-                _rows_columns([-begin for begin in begins], 0),
-            )
-        ]
-    along = _rows_columns(axis_phases(anchor, weight.shape[2:]), (Phase(0, (0,), 0, 1, 0),))
-    steps = _rows_columns(anchor.attrs["stride"], 1)
-    return [_phase(flat, y, x, steps) for y in along[0] for x in along[1]]
-
-
-def _rows_columns(values: Sequence[Any], lacking: Any) -> tuple[Any, Any]:
-    """The last two of a number per axis; a line has no rows."""
-    return (values[-2] if len(values) > 1 else lacking), values[-1]
-
-
-def _phase(weight: np.ndarray, y: Phase, x: Phase, steps: tuple[int, int]) -> Piece:
-    """The taps of one phase; outputs that no tap reaches get one of zeros."""
-    taken = weight[:, :, list(y.taps)][:, :, :, list(x.taps)]
-    if not taken.size:
-        taken = np.zeros((*weight.shape[:2], 1, 1), np.int8)
-    return Piece(np.ascontiguousarray(taken), (1, 1), (y.apart, x.apart), (y.start, x.start), (y, x), steps)
+from intaglio.plan.kernel_records import DepthwiseKernel, DepthwiseLoops, TiledKernel
+from intaglio.plan.plan_records import Partition
+from intaglio.plan.scheduling.convolution_pieces import Piece, pieces
+from intaglio.plan.scheduling.value_bounds import result_bounds
 
 
 def emit_matmul(code: Code, partition: Partition, context: Context) -> None:
-    """Fill a ``struct Matmul`` for every piece and run it; the result's halo after them."""
+    """Print every piece, then the halo of the result."""
     anchor = partition.anchor
     parts = pieces(anchor, context.graph.constants[anchor.inputs[1]])
-    for piece in parts:
+    for piece, kernel in zip(parts, context.plan.kernels[partition.output], strict=True):
         with code.block("") if len(parts) > 1 else nullcontext():
-            _emit_piece(code, partition, context, piece)
+            if isinstance(kernel, TiledKernel):
+                _emit_tiled(code, partition, context, piece, kernel)
+            elif isinstance(kernel, DepthwiseKernel | DepthwiseLoops):
+                _emit_depthwise(code, partition, context, piece, kernel)
     if partition.epilogue is not None:
         fill_frames(code, partition.epilogue, context)
     elif context.halo(partition.output):
@@ -95,35 +44,32 @@ def emit_matmul(code: Code, partition: Partition, context: Context) -> None:
         code(f"fill_halo(&frame, {zero_point}, thread, threads);")
 
 
-def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece) -> None:
-    anchor, tail = partition.anchor, partition.tail[0]
-    if (
-        len(tail.outputs) == 1
-        and emit_depthwise.refusal(piece.weight, anchor.attrs.get("groups", 1), op_def(tail).tail) is None
-    ):
-        layer = emit_depthwise.Layer(
-            piece.weight,
-            _folded_bias(partition, context, piece),
-            context.graph.constants[tail.inputs[1]],
-            piece.stride,
-            piece.dilation,
-            piece.start,
-            _result(tail),
-            context.natural(tail),
-            partition.output in context.plan.guarded,
-        )
-        source = context.image(anchor.inputs[0])
-        code(f"const struct Image in = {source};")
-        results = _results(partition.output, context, piece, "in")
-        emit_depthwise.emit_layer(code, layer, "in", results, context.limits(tail), _table(partition, context), context)
-        if op_def(tail).tail is Tail.ACTIVATE:
-            code(f"d.activation = {_activation(tail, context)};")
-        code(f"{emit_depthwise.loop_name(layer, context)}(&d, thread, threads);")
-        return
-    schedule = context.plan.schedules[partition.output]
-    plan = piece_packing(partition, context, schedule, piece)
-    looks_up = context.isa.looks_up if partition.table is not None and op_def(tail).tail is Tail.REQUANTIZE else ""
-    kernels, last_kernels = _kernels(partition, context, plan, schedule, False)
+def _emit_depthwise(
+    code: Code, partition: Partition, context: Context, piece: Piece, kernel: DepthwiseKernel | DepthwiseLoops
+) -> None:
+    """Fill a ``struct Depthwise``, or a ``struct DepthwisePlain``, and run it."""
+    tail = partition.tail[0]
+    code(f"const struct Image in = {context.image(partition.anchor.inputs[0])};")
+    layer = emit_depthwise.Layer(
+        piece,
+        _folded_bias(partition, context, piece),
+        context.graph.constants[tail.inputs[1]],
+        source="in",
+        result=_results(partition.output, context, piece, "in"),
+        limits=context.limits(tail),
+        table=_table(partition, context),
+    )
+    function = emit_depthwise.emit_layer(code, layer, kernel, context)
+    if op_def(tail).tail is Tail.ACTIVATE:
+        code(f"d.activation = {_activation(tail, context)};")
+    code(f"{function}(&d, thread, threads);")
+
+
+def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece, kernel: TiledKernel) -> None:
+    """Fill a ``struct Matmul`` and run it."""
+    anchor, schedule = partition.anchor, context.plan.schedules[partition.output]
+    plan = _packing(anchor, piece, kernel)
+    kernels, last_kernels = _kernels(context, plan, kernel.tile)
     context.include("products/matmul.h")
     code("struct Matmul m = {};")
     code(f"m.in = {_source(partition, context)};")
@@ -136,15 +82,15 @@ def _emit_piece(code: Code, partition: Partition, context: Context, piece: Piece
     _operands(code, partition, context, plan, piece)
     code(f"""
         m.panels = {plan.panels}, m.blocks = {plan.blocks}, m.panel_bytes = {_panel_bytes(plan, piece.weight)};
-        m.flat = {int(is_flat(partition, context.graph, context.plan.buffers))}, m.rows = {schedule.tile_rows};
+        m.flat = {int(kernel.flat)}, m.rows = {schedule.tile_rows};
         m.kernels = {kernels}, m.last_kernels = {last_kernels};
         m.mask = {plan.mask:#x}, m.last_mask = {plan.last_mask:#x};
         m.split_channels_below = {schedule.split_channels_below}, m.chunk_bytes = {schedule.chunk_bytes};
     """)
-    if looks_up:
-        kernels, last_kernels = _kernels(partition, context, plan, schedule, True)
+    if kernel.looks_up:
+        kernels, last_kernels = _kernels(context, plan, replace(kernel.tile, table=True))
         context.include("elementwise/lookup.h")
-        with code.block(f"if ({looks_up})"):
+        with code.block(f"if ({context.isa.looks_up})"):
             code(f"m.kernels = {kernels}, m.last_kernels = {last_kernels};")
             code("m.tile.table = m.table, m.table = 0;")
     if partition.head is None:
@@ -181,19 +127,18 @@ def _results(value: str, context: Context, piece: Piece, source: str = "m.in") -
     return f"every({context.image(value)}, {rows}, {columns})"
 
 
-def piece_packing(partition: Partition, context: Context, schedule: Schedule, piece: Piece) -> PanelPacking:
-    """The panels the weight of a piece is cut into."""
+def _packing(anchor: Op, piece: Piece, kernel: TiledKernel) -> PanelPacking:
+    """Return the panels that the weight of a piece is cut into."""
     outputs, per_group, _, taps_x = piece.weight.shape
-    groups = partition.anchor.attrs.get("groups", 1)
-    packs = context.isa.packs and _result(partition.tail[0]) != "f32"
-    return packing(outputs, per_group * groups, groups, taps_x, piece.dilation[1], schedule.tile_columns, packs)
+    groups = anchor.attrs.get("groups", 1)
+    return packing(outputs, per_group * groups, groups, taps_x, piece.dilation[1], kernel.tile.blocks, kernel.permuted)
 
 
 def _table(partition: Partition, context: Context) -> str:
     """The 256 levels to look results up in, or none. A level out of the bounds stands for the bound."""
     if partition.table is None:
         return "0"
-    low, high = context.bounds(partition.tail[0])
+    low, high = result_bounds(partition.tail[0], context.graph)
     inside = np.clip(np.arange(256), low, high)
     return context.constant(context.graph.constants[partition.table.inputs[1]][inside], "uint8_t", "table")
 
@@ -228,28 +173,10 @@ def _panel_bytes(plan: PanelPacking, weight: np.ndarray) -> int:
     return taps * plan.run * 4 * 16 * plan.blocks
 
 
-def _result(tail: Op) -> str:
-    kind = op_def(tail).tail
-    return "f32" if kind is None else RESULT.get(kind, "f32")
-
-
-def _kernels(
-    partition: Partition, context: Context, plan: PanelPacking, schedule: Schedule, table: bool
-) -> tuple[str, str]:
+def _kernels(context: Context, plan: PanelPacking, tile: TileSpec) -> tuple[str, str]:
     """Return tables of kernels by height, for full panels and for the last one."""
-    tail = partition.tail[0]
-    spec = TileSpec(
-        schedule.tile_rows,
-        plan.blocks,
-        _result(tail),
-        natural=plan.packed and context.natural(tail),
-        guard=partition.output in context.plan.guarded,
-        table=table,
-        rest=len(tail.outputs) > 1,
-        other_rest=len(tail.inputs) > 4,
-    )
-    last = replace(spec, blocks=plan.last_blocks)
-    return context.tiles(spec if plan.panels > 1 else last), context.tiles(last)
+    last = replace(tile, blocks=plan.last_blocks)
+    return context.tiles(tile if plan.panels > 1 else last), context.tiles(last)
 
 
 def times(factor: int, text: str) -> str:

@@ -8,14 +8,11 @@ from intaglio import numerics
 from intaglio.codegen.context import Context
 from intaglio.codegen.weight_packing import pack_columns, pack_weights, packing
 from intaglio.codegen.writer import Code
-from intaglio.ir import Op
+from intaglio.ir import Op, Schedule
 from intaglio.kernels import TileSpec
 from intaglio.ops.products.lstm_gru import PER_DIRECTION, states
+from intaglio.plan.kernel_records import RecurrentTiles
 from intaglio.plan.plan_records import Partition
-from intaglio.plan.scheduling.schedules import LARGEST_SIZE
-
-CHUNK_BYTES = 1 << 19
-"""Of x that stay in cache while all panels pass over them."""
 
 
 def emit_recurrent(code: Code, partition: Partition, context: Context) -> None:
@@ -23,7 +20,7 @@ def emit_recurrent(code: Code, partition: Partition, context: Context) -> None:
     attrs, x, rows = op.attrs, op.inputs[0], op.attrs["rows"]
     places = attrs["layers"] * attrs["directions"]
     first, given = 1 + rows, op.inputs[1 + rows + PER_DIRECTION * places :]
-    _products(code, op, first, places, context)
+    _products(code, op, first, context.kernel(partition, RecurrentTiles).schedule, context)
     shape = types[x].shape
     steps, batch = (1, shape[0]) if attrs["cell"] else shape[:2]
     if attrs["batch_first"]:
@@ -64,26 +61,32 @@ def _states(name: str, cell: bool, context: Context) -> str:
     return f"(struct States){{(float*){base}, {', '.join(['0'] * cell + steps)}}}"
 
 
-def _products(code: Code, op: Op, first: int, places: int, context: Context) -> None:
+def _products(code: Code, op: Op, first: int, schedule: Schedule, context: Context) -> None:
     """Both arrays of ``struct Matmul``, without images and scales of rows."""
+    places = op.attrs["layers"] * op.attrs["directions"]
     arrays = [context.graph.constants[name] for name in op.inputs[first : first + PER_DIRECTION * places]]
     zero = context.graph.types[op.inputs[0]].levels.zero
     code(f"struct Matmul of_x[{places}] = {{}}, of_h[{places}] = {{}};")
     for place in range(places):
         w_x, w_h, columns_x, columns_h, bias_x, bias_h = arrays[PER_DIRECTION * place : PER_DIRECTION * (place + 1)]
         zero_x = zero if place < op.attrs["directions"] else numerics.ROW_ZERO
-        _product(code, f"of_x[{place}]", w_x, zero_x, columns_x, bias_x, context)
-        _product(code, f"of_h[{place}]", w_h, numerics.ROW_ZERO, columns_h, bias_h, context)
+        _product(code, f"of_x[{place}]", w_x, zero_x, columns_x, bias_x, schedule, context)
+        _product(code, f"of_h[{place}]", w_h, numerics.ROW_ZERO, columns_h, bias_h, schedule, context)
 
 
 def _product(
-    code: Code, name: str, weight: np.ndarray, zero: int, columns: np.ndarray, bias: np.ndarray, context: Context
+    code: Code,
+    name: str,
+    weight: np.ndarray,
+    zero: int,
+    columns: np.ndarray,
+    bias: np.ndarray,
+    schedule: Schedule,
+    context: Context,
 ) -> None:
     """Threads share panels of few rows, which steps have, and rows of many."""
     outputs, inputs = weight.shape
-    blocks = min(context.isa.blocks, -(-outputs // 16))
-    plan = packing(outputs, inputs, 1, 1, 1, blocks, packed=False)
-    rows = context.isa.tallest[blocks]
+    plan, rows = packing(outputs, inputs, 1, 1, 1, schedule.tile_columns, packed=False), schedule.tile_rows
     last = TileSpec(rows, plan.last_blocks, "f32")
     full = TileSpec(rows, plan.blocks, "f32") if plan.panels > 1 else last
     label = name.replace("[", "_").replace("]", "")
@@ -103,5 +106,5 @@ def _product(
         {name}.by_row = (struct ByRow){{0, {scales}, {row_bias}, 0}};
         {name}.kernels = {context.tiles(full)}, {name}.last_kernels = {context.tiles(last)};
         {name}.mask = {plan.mask:#x}, {name}.last_mask = {plan.last_mask:#x};
-        {name}.split_channels_below = {min(outputs, LARGEST_SIZE)}, {name}.chunk_bytes = {CHUNK_BYTES};
+        {name}.split_channels_below = {schedule.split_channels_below}, {name}.chunk_bytes = {schedule.chunk_bytes};
     """)

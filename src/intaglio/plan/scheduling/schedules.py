@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Protocol
 
 from intaglio.ir import Schedule, evaluate, symbols_of
+from intaglio.kernels import Isa
 from intaglio.ops import op_def
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import CacheSizes, Choice, Partition, Target, is_flat
@@ -33,16 +33,6 @@ class Problem:
     width: int
     flat: bool
     floats: bool = False
-
-
-class TileLimits(Protocol):
-    """What a plan must know of an instruction set: its name, and the tallest tile by its blocks of 16 channels."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def tallest(self) -> Mapping[int, int]: ...
 
 
 def analytic_schedules(plan: Plan, target: Target) -> dict[str, Schedule]:
@@ -169,7 +159,7 @@ def _geometry(partition: Partition, plan: Plan, sizes: Mapping[str, int]) -> Geo
     )
 
 
-def shapes(start: Schedule, layer: Geometry, isa: TileLimits) -> tuple[Schedule, ...]:
+def shapes(start: Schedule, layer: Geometry, isa: Isa) -> tuple[Schedule, ...]:
     """Narrower and taller tiles than that of ``start``. Of groups, those that no panel shares with another."""
     outputs, groups = layer.weight[0], dict(layer.attrs).get("groups", 1)
     per_group = outputs // groups if isinstance(groups, int) else outputs
@@ -197,7 +187,7 @@ def refinements(start: Schedule, layer: Geometry, caches: CacheSizes, threads: i
     return tuple(found)
 
 
-def misfit(schedule: Schedule, isa: TileLimits) -> str | None:
+def misfit(schedule: Schedule, isa: Isa) -> str | None:
     """Why an instruction set has no kernels for a schedule, or ``None``."""
     rows, columns = schedule.tile_rows, schedule.tile_columns
     if not 1 <= rows <= isa.tallest.get(columns, 0):

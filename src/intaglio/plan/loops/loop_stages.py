@@ -8,14 +8,21 @@ from dataclasses import dataclass
 from intaglio.ir import DType, Graph, Op
 from intaglio.ops.loop_ops.primitives import primitive
 
-CHEAP = 2
-"""Operators on one loaded value that are done again rather than kept."""
+FEW_OPERATORS = 2
+"""Operators on one loaded value that are computed again rather than kept."""
+LARGEST_SAFE = 2.0**100
+"""Sizes below it stay finite through any sum of a row."""
 
 
 @dataclass(frozen=True)
 class LoopStage:
-    """One pass along a row. ``row``: what is computed before it, once; then along it ``loads``, ``restored`` (values an
-    earlier pass kept), ``ops`` in order, ``sums`` (reductions), ``kept`` and ``stored``."""
+    """One pass along a row.
+
+    ``row``: what is computed before it, once; then along it ``loads``, ``restored`` (values an earlier pass kept),
+    ``ops`` in order, ``sums`` (reductions), ``kept`` and ``stored``. ``direct``: results of a quantize that are written
+    as they are computed, because nothing else reads them. ``any_order``: all that it reads and writes are neighbouring
+    quantized values, so vectors may take them in any order.
+    """
 
     row: tuple[Op, ...]
     loads: tuple[str, ...]
@@ -24,18 +31,20 @@ class LoopStage:
     sums: tuple[Op, ...]
     kept: tuple[str, ...]
     stored: tuple[str, ...]
+    direct: frozenset[str] = frozenset()
+    any_order: bool = False
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is left to do along the row."""
+        """Return whether nothing is left to do along the row."""
         return not (self.sums or self.kept or self.stored)
 
 
 class RowValues:
-    """What every value of a body is: one number a row or an element, and the pass that makes it."""
+    """Finds what every value of a body is: one number a row or an element, and the pass that computes it."""
 
     def __init__(self, body: Graph, single: Collection[str]) -> None:
-        """``single``: ends and constants that are one number a row."""
+        """``single``: operands and constants that are one number a row."""
         self.body = body
         self.makers = {op.output: op for op in body.ops if not _is_read_only(op)}
         self.same = {op.output: op.inputs[0] for op in body.ops if primitive(op).drops_axis}
@@ -47,8 +56,12 @@ class RowValues:
                 self.row.add(op.output)
 
     def stages(self, outputs: Mapping[str, bool], keep: bool) -> tuple[LoopStage, ...]:
-        """All passes. ``outputs``: value -> whether it is stored along the row; ``keep``: whether values may be kept
-        from pass to pass, else they are computed again."""
+        """Return all passes.
+
+        Args:
+            outputs: value -> whether it is stored along the row.
+            keep: whether values may be kept from pass to pass; else they are computed again.
+        """
         last = max(self.stage.values(), default=0)
         kept: list[set[str]] = [set() for _ in range(last + 1)]
         found: list[LoopStage] = []
@@ -67,11 +80,11 @@ class RowValues:
         return tuple(reversed(found))
 
     def at(self, output: str) -> str:
-        """The value that an output is, perhaps with an axis less."""
+        """Return the value that an output is, perhaps with an axis less."""
         return self.same.get(output, output)
 
     def _needs(self, wanted: Collection[str], index: int, keep: bool) -> tuple[list[str], list[str], set[str]]:
-        """What is loaded, restored and computed for these in one pass."""
+        """Return what is loaded, restored and computed for these in one pass."""
         loads, restored, needed = dict[str, None](), dict[str, None](), set[str]()
         waiting = list(wanted)
         while waiting:
@@ -80,34 +93,34 @@ class RowValues:
                 continue
             if name not in self.makers:
                 loads[name] = None
-            elif self.stage[name] < index and keep and self._is_dear(name):
+            elif self.stage[name] < index and keep and self._is_worth_keeping(name):
                 restored[name] = None
             else:
                 needed.add(name)
                 waiting += self.makers[name].inputs
         return list(loads), list(restored), needed
 
-    def _is_dear(self, name: str) -> bool:
-        """Whether keeping a value costs less than computing it again."""
+    def _is_worth_keeping(self, name: str) -> bool:
+        """Return whether keeping a value costs less than computing it again."""
         if self.body.types[name].dtype not in (DType.F32, DType.BF16):
             return False
         loads, _, needed = self._needs([name], 0, False)
-        return len(loads) > 1 or len(needed) > CHEAP or not all(primitive(self.makers[one]).cheap for one in needed)
+        several = len(loads) > 1 or len(needed) > FEW_OPERATORS
+        return several or not all(primitive(self.makers[one]).cheap for one in needed)
 
 
 def _is_read_only(op: Op) -> bool:
-    """Whether an operator computes nothing: rows of a table, or an axis more or less."""
+    """Return whether an operator computes nothing: rows of a table, or an axis more or less."""
     row = primitive(op)
     return row.gathers or row.drops_axis or row.adds_axis
 
 
-LARGEST_SAFE = 2.0**100
-"""Sizes below it stay finite through any sum of a row."""
-
-
 def magnitudes(body: Graph) -> dict[str, float]:
-    """Value -> a bound of its size, for those that are finite numbers whatever the loop reads: what is made of levels
-    and constants by a few operators. Rounding adds less than the factor of two that users of this leave."""
+    """Return bounds of the sizes of values that are finite whatever the loop reads.
+
+    These are made of quantized values and constants by a few operators. Rounding adds less than the factor of two that
+    users of this leave.
+    """
     found = {name: abs(float(array)) for name, array in body.constants.items() if abs(float(array)) < LARGEST_SAFE}
     for op in body.ops:
         size = _magnitude(op, body, found)

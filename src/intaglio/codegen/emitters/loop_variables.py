@@ -1,0 +1,44 @@
+"""The C variables of a loop: names of its values, pointers to its operands and results."""
+
+from __future__ import annotations
+
+from intaglio.codegen.context import Context
+from intaglio.ir import Graph
+from intaglio.plan.loops.loop_access import operand_strides
+from intaglio.plan.loops.loop_records import LoopEnd, LoopSchedule
+
+
+class Loop:
+    """A loop as it is printed: its schedule, ``names`` of variables, ``pointers`` to operands and results by value."""
+
+    def __init__(self, schedule: LoopSchedule, context: Context) -> None:
+        self.schedule, self.context, self.body = schedule, context, schedule.body
+        op, tile = schedule.op, schedule.tile
+        self.pointers = {name: self._operand(name) for name in op.inputs if tile is None or name != tile.value}
+        self.pointers |= {name: context.strided(name)[0] for name in op.outputs}
+        self.names = _c_names(self.body)
+
+    def _operand(self, value: str) -> str:
+        array = self.context.graph.constants.get(value)
+        if array is None:
+            return self.context.strided(value)[0]
+        return f"({self.context.constant(array, 'uint8_t', 'values')})"
+
+    def outer(self, name: str) -> str:
+        """Return the value of the graph that an input of the body is."""
+        return self.schedule.op.inputs[self.body.inputs.index(name)]
+
+    def row_stride(self, name: str) -> str:
+        """Return the elements between rows of a table."""
+        return self.context.dim(operand_strides(self.outer(name), self.context.plan)[0])
+
+    def is_result(self, end: LoopEnd) -> bool:
+        return end.name in self.body.outputs
+
+    def is_tile(self, end: LoopEnd) -> bool:
+        return end.name == self.schedule.tile_name
+
+
+def _c_names(body: Graph) -> dict[str, str]:
+    """Return names of variables: those of the values where C can have them."""
+    return {name: f"v_{name}" if name.isascii() else f"v{index}" for index, name in enumerate(body.types)}

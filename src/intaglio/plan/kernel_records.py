@@ -1,0 +1,97 @@
+"""What a plan chooses for the kernels of a step: which loop runs it and its tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from intaglio.ir import Schedule
+from intaglio.kernels import DepthwiseSpec, TileSpec
+from intaglio.ops.movement.data_movement import Box
+
+
+@dataclass(frozen=True)
+class TiledKernel:
+    """Tiles of a product with constant weights.
+
+    ``tile``: that of a full panel of weights, as tall as its schedule says. ``permuted``: columns of the weights are in
+    the order in which results are packed. ``looks_up``: where the processor can, the microkernel looks results up in
+    the table of the step. ``flat``: all output pixels of all images are one line.
+    """
+
+    tile: TileSpec
+    permuted: bool
+    looks_up: bool
+    flat: bool
+
+    def text(self) -> str:
+        """Return the kernel's name and how it is used."""
+        more = [", looks results up"] * self.looks_up + [", all pixels in one line"] * self.flat
+        return self.tile.name + "".join(more)
+
+
+@dataclass(frozen=True)
+class DepthwiseKernel:
+    """Tiles of a depthwise convolution: that of a full block of channels, that of the last block, how many blocks."""
+
+    tile: DepthwiseSpec
+    last: DepthwiseSpec
+    blocks: int
+    looks_up: bool
+
+    def text(self) -> str:
+        last = f", {self.last.channels} in the last" * (self.last != self.tile)
+        count = f"{self.blocks} block{'s' * (self.blocks > 1)} of channels"
+        return f"{self.tile.name}, {count}{last}" + ", looks results up" * self.looks_up
+
+
+@dataclass(frozen=True)
+class DepthwiseLoops:
+    """A depthwise convolution in loops that the compiler vectorizes."""
+
+    def text(self) -> str:
+        return "depthwise loops that the compiler vectorizes"
+
+
+@dataclass(frozen=True)
+class ActivationTiles:
+    """Tiles of products of two activations: the widest, and the widths of panels, in blocks of 16 columns."""
+
+    tile: TileSpec
+    widths: frozenset[int]
+
+    def text(self) -> str:
+        return f"{self.tile.name}, panels of {', '.join(str(16 * width) for width in sorted(self.widths))} columns"
+
+
+@dataclass(frozen=True)
+class RecurrentTiles:
+    """Tiles of both products of every layer and direction of an LSTM or GRU."""
+
+    schedule: Schedule
+
+    def text(self) -> str:
+        rows, columns = self.schedule.tile_rows, 16 * self.schedule.tile_columns
+        return f"tiles of {rows}x{columns}, chunks of {self.schedule.chunk_bytes} bytes"
+
+
+class Movement(StrEnum):
+    """How elements get from operand to result."""
+
+    INTERLEAVE = "interleave two groups of channels"
+    COPY = "strided copies"
+    RESHAPE = "one pass in logical order"
+
+
+@dataclass(frozen=True)
+class MovementKernel:
+    """Data movement that is a step; ``boxes``: strided copies in bytes, the innermost run last."""
+
+    movement: Movement
+    boxes: tuple[Box, ...] = ()
+
+    def text(self) -> str:
+        return f"{len(self.boxes)} {self.movement}" if self.boxes else str(self.movement)
+
+
+Kernel = TiledKernel | DepthwiseKernel | DepthwiseLoops | ActivationTiles | RecurrentTiles | MovementKernel

@@ -1,0 +1,135 @@
+"""Schedule loops: rows, passes along them, values kept from pass to pass, results written past the caches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from intaglio import numerics
+from intaglio.ir import DType, Graph, Op, numel
+from intaglio.ops import op_def
+from intaglio.ops.loop_ops.loop_space import body_of, row_axis, space
+from intaglio.ops.loop_ops.primitives import PRIMITIVES, primitive
+from intaglio.plan.execution_plan import Plan
+from intaglio.plan.loops.loop_access import loop_ends, loop_rows
+from intaglio.plan.loops.loop_records import EpilogueTile, LoopSchedule, LoopVariant
+from intaglio.plan.loops.loop_stages import LoopStage, RowValues, magnitudes
+from intaglio.plan.plan_records import Choice
+
+LONGEST_KEPT = 4096
+"""Elements of a row up to which values are kept from pass to pass."""
+KEPT_BYTES = 1 << 18
+"""Bytes of the stack for the values of a row that are kept."""
+LARGEST_SMALL = 1 << 29
+"""Quantization steps: what is proved to be less converts to int32 as it is."""
+STREAMED_BYTES = 1 << 24
+"""Bytes from which on a result of floats is written past the caches."""
+
+
+def schedule_loops(plan: Plan) -> Plan:
+    """Schedule every loop, an epilogue too, by the value it makes first."""
+    found = {op.outputs[0]: schedule_loop(op, plan, tile) for op, tile in _loops(plan)}
+    return replace(plan, loops=found).because(Choice.LOOP, {name: _why(loop) for name, loop in found.items()})
+
+
+def _why(loop: LoopSchedule) -> str:
+    """Return why rows are what they are, and why there are several passes."""
+    if loop.tile is not None:
+        return f"a row is the channels of one pixel, while a tile of %{loop.tile.value} is in cache"
+    if loop.axis is None:
+        return f"single elements, in the memory order of %{loop.op.outputs[0]}"
+    if any(primitive(op).reduces for op in loop.body.ops):
+        return "rows lie along the axis of reductions, each of which ends a pass"
+    return "a row is one of a table's"
+
+
+def _loops(plan: Plan) -> Iterator[tuple[Op, EpilogueTile | None]]:
+    for partition in plan.partitions:
+        if partition.anchor.is_loop:
+            yield partition.anchor, None
+        elif partition.epilogue is not None:
+            made = partition.ops[-2].output
+            channels = 1 if op_def(partition.anchor).convolves else len(plan.graph.types[made].shape) - 1
+            yield partition.epilogue, EpilogueTile(made, channels)
+
+
+def schedule_loop(op: Op, plan: Plan, tile: EpilogueTile | None = None) -> LoopSchedule:
+    """Return the schedule of a loop, or of an epilogue that reads a tile."""
+    body, ends = body_of(op), loop_ends(op, plan, tile)
+    rows = loop_rows(body, ends, tile)
+    single = {name for name, steps in rows.strides.items() if steps[-1] == 0 and name not in body.outputs}
+    values = RowValues(body, single | set(body.constants))
+    found = LoopSchedule(
+        op, ends, rows, row_axis(body), tile, frozenset(values.row), values.makers, values.same,
+        distances=frozenset(name for name in values.makers if _is_distance(name, values.makers)),
+        convertible=_convertible(body),
+    )  # fmt: skip
+    streamed = frozenset(name for name in body.outputs if _is_streamed(name, found))
+    variants = tuple(
+        replace(variant, stages=tuple(_arranged(stage, found) for stage in variant.stages))
+        for variant in _variants(found, values)
+    )
+    return replace(found, variants=variants, streamed=streamed)
+
+
+def _variants(loop: LoopSchedule, values: RowValues) -> tuple[LoopVariant, ...]:
+    """Keep values between passes where a row is short enough for them to stay in the first-level cache."""
+    if loop.tile is not None:
+        return (LoopVariant(values.stages(dict.fromkeys(loop.body.outputs, True), keep=False)),)
+    outputs, size = {name: loop.along(name) for name in loop.body.outputs}, loop.rows.size
+    keeping = LoopVariant(values.stages(outputs, keep=True))
+    if not keeping.kept:
+        return (keeping,)
+    plain = LoopVariant(values.stages(outputs, keep=False))
+    longest = min(LONGEST_KEPT, KEPT_BYTES // (4 * len(keeping.kept)))
+    if isinstance(size, int):
+        return (replace(keeping, longest=size) if size <= longest else plain,)
+    return replace(keeping, longest=longest), plain
+
+
+def _arranged(stage: LoopStage, loop: LoopSchedule) -> LoopStage:
+    """Find the results that are written as they are computed, and whether vectors may take elements in any order."""
+    read = {name for op in stage.ops for name in op.inputs} | {loop.same.get(name, "") for name in stage.stored}
+    direct = {op.output for op in stage.ops if primitive(op).quantizes and op.output in stage.stored} - read
+    return replace(stage, direct=frozenset(direct), any_order=_takes_any_order(stage, loop, direct))
+
+
+def _takes_any_order(stage: LoopStage, loop: LoopSchedule, direct: Collection[str]) -> bool:
+    read = {name for op in stage.ops if primitive(op).dequantizes for name in op.inputs}
+    other = {name for op in stage.ops if not primitive(op).dequantizes for name in op.inputs}
+    ends = {*stage.loads, *stage.stored}
+    return (
+        not (stage.sums or stage.kept or stage.restored)
+        and {*stage.loads} == read - other
+        and {*stage.stored} == {*direct}
+        and all(loop.ends[name].dtype is DType.U8 and loop.rows.strides[name][-1] == 1 for name in ends)
+    )
+
+
+def _is_streamed(output: str, loop: LoopSchedule) -> bool:
+    """Return whether a result may be too large for caches: neighbouring floats, but not those of a tile."""
+    if loop.tile is not None or loop.ends[output].dtype is not DType.F32 or loop.rows.strides[output][-1] != 1:
+        return False
+    elements = numel(space(loop.body))
+    return loop.along(output) and not (isinstance(elements, int) and 4 * elements < STREAMED_BYTES)
+
+
+def _is_distance(name: str, makers: Mapping[str, Op]) -> bool:
+    """Return whether a value is that of a row less the row's largest, so not above 0."""
+    step = makers[name]
+    if not primitive(step).subtracts or step.inputs[1] not in makers:
+        return False
+    most = makers[step.inputs[1]]
+    return primitive(most) is PRIMITIVES["max"] and most.inputs[0] == step.inputs[0]
+
+
+def _convertible(body: Graph) -> frozenset[str]:
+    """Return results of a quantize whose operand is proved to be less than `LARGEST_SMALL` steps."""
+    sizes = magnitudes(body)
+
+    def steps(op: Op) -> float:
+        return float(sizes.get(op.inputs[0], np.inf) * numerics.reciprocal(body.types[op.output].levels.step))
+
+    return frozenset(op.output for op in body.ops if primitive(op).quantizes and steps(op) < LARGEST_SMALL)

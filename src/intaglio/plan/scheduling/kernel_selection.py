@@ -1,0 +1,204 @@
+"""Choose the kernels of every step that has a choice: products, recurrent layers, data movement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+from intaglio.ir import Dim, Graph, Op, Schedule
+from intaglio.kernels import DepthwiseSpec, Isa, TileSpec
+from intaglio.kernels.depthwise_spec import ACCUMULATORS, MOST_ROWS
+from intaglio.ops import op_def
+from intaglio.ops.movement.data_movement import Box, Run
+from intaglio.ops.movement.pixel_shuffle import SHUFFLE
+from intaglio.ops.opdef import Tail
+from intaglio.plan.execution_plan import Plan
+from intaglio.plan.kernel_records import (
+    ActivationTiles,
+    DepthwiseKernel,
+    DepthwiseLoops,
+    Kernel,
+    Movement,
+    MovementKernel,
+    RecurrentTiles,
+    TiledKernel,
+)
+from intaglio.plan.plan_records import Choice, Partition, is_flat
+from intaglio.plan.scheduling.convolution_pieces import Piece, pieces
+from intaglio.plan.scheduling.schedules import LARGEST_SIZE
+from intaglio.plan.scheduling.value_bounds import saturates_to_bounds
+
+TILE_RESULTS = {Tail.REQUANTIZE: "u8", Tail.ADD: "add"}
+"""What a microkernel makes for each tail, else f32: functions and scales of rows are applied to floats while they are
+in the first-level cache."""
+FEWEST_DEPTHWISE_GROUPS = 8
+MOST_DEPTHWISE_COLUMNS = 15
+"""Columns of taps that a depthwise kernel has at most."""
+RECURRENT_CHUNK_BYTES = 1 << 19
+"""Bytes of x that stay in cache while all panels of a recurrent layer pass over them."""
+SHORT_RUN = 8
+"""An innermost run shorter than this changes places with a longer one around it."""
+
+
+def choose_kernels(plan: Plan, isa: Isa) -> Plan:
+    """Choose kernels by the value a partition makes, one for each piece of it."""
+    kernels: dict[str, tuple[Kernel, ...]] = {}
+    reasons: dict[str, str] = {}
+    for partition in plan.partitions:
+        record, made = op_def(partition.anchor), partition.ops[-1].outputs[0]
+        if record.multiplies_weight:
+            kernels[made], reasons[made] = _product_kernels(partition, plan, isa)
+        elif record.multiplies_activations:
+            kernels[made] = (_activation_tiles(partition, plan.graph, isa),)
+            reasons[made] = f"the widest tile of {isa.name}; columns end in any width where their number is free"
+        elif record.recurrent:
+            kernels[made] = (RecurrentTiles(_recurrent_schedule(partition.anchor, plan.graph, isa)),)
+            reasons[made] = f"the widest tile of {isa.name} that the gates fill; threads share panels of few rows"
+        elif record.moves_data:
+            kernels[made] = (kernel := movement_kernel(partition.anchor, plan),)
+            reasons[made] = MOVEMENT_REASONS[kernel.movement]
+    return replace(plan, kernels=kernels).because(Choice.KERNEL, reasons)
+
+
+# ---- products with constant weights
+
+
+def _product_kernels(partition: Partition, plan: Plan, isa: Isa) -> tuple[tuple[Kernel, ...], str]:
+    parts = pieces(partition.anchor, plan.graph.constants[partition.anchor.inputs[1]])
+    found = [_product_kernel(partition, piece, plan, isa) for piece in parts]
+    return tuple(kernel for kernel, _ in found), found[0][1]
+
+
+def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) -> tuple[Kernel, str]:
+    """Return the kernel of a piece and why it is not another one."""
+    tail, guard = partition.tail[0], partition.output in plan.guarded
+    kind = op_def(tail).tail
+    result = "f32" if kind is None else TILE_RESULTS.get(kind, "f32")
+    reason = not_depthwise(piece, partition.anchor.attrs.get("groups", 1), tail)
+    if reason is None:
+        looks_up = bool(isa.looks_up) and partition.table is not None
+        natural = result != "f32" and saturates_to_bounds(tail, plan.graph)
+        return depthwise_kernel(piece, result, natural, guard, looks_up, isa)
+    looks_up = bool(isa.looks_up) and partition.table is not None and kind is Tail.REQUANTIZE
+    schedule, permuted = plan.schedules[partition.output], isa.packs and result != "f32"
+    tile = TileSpec(
+        schedule.tile_rows,
+        schedule.tile_columns,
+        result,
+        natural=permuted and saturates_to_bounds(tail, plan.graph),
+        guard=guard,
+        rest=len(tail.outputs) > 1,
+        other_rest=len(tail.inputs) > 4,
+    )
+    return TiledKernel(tile, permuted, looks_up, is_flat(partition, plan.graph, plan.buffers)), reason
+
+
+def not_depthwise(piece: Piece, groups: int, tail: Op) -> str | None:
+    """Return why a convolution does not run in the depthwise kernels, or ``None``."""
+    outputs, per_group, taps_y, taps_x = piece.weight.shape
+    if per_group != 1 or outputs != groups or groups < FEWEST_DEPTHWISE_GROUPS:
+        return "every output sums several input channels"
+    if taps_y > MOST_ROWS - 3 or taps_x > MOST_DEPTHWISE_COLUMNS:
+        return f"{taps_y}x{taps_x} taps are too many for depthwise kernels"
+    if len(tail.outputs) > 1 or op_def(tail).tail not in (Tail.REQUANTIZE, Tail.ACTIVATE):
+        return f"depthwise kernels have no {tail.kind}"
+    return None
+
+
+def depthwise_kernel(
+    piece: Piece, result: str, natural: bool, guard: bool, looks_up: bool, isa: Isa
+) -> tuple[Kernel, str]:
+    """Return tiles of the least cost, or loops where the instruction set has no tiles for such taps, and why."""
+    channels, _, taps_y, taps_x = piece.weight.shape
+    if isa.depthwise is None or piece.dilation[1] != 1:
+        missing = f"{isa.name} has none" if isa.depthwise is None else "dilated columns have none"
+        return DepthwiseLoops(), f"every output sums one input channel; of depthwise tiles, {missing}"
+    best = cheapest_depthwise_tile((taps_y, taps_x), piece.stride, piece.dilation[0])
+    tile = replace(best, result=result, natural=natural, guard=guard)
+    blocks = -(-channels // tile.channels)
+    is_half = channels - (blocks - 1) * tile.channels <= tile.channels // 2
+    last = replace(tile, lanes=tile.lanes // 2) if is_half else tile
+    return DepthwiseKernel(tile, last, blocks, looks_up), "the tile with fewest loads and products an output pixel"
+
+
+@cache
+def cheapest_depthwise_tile(taps: tuple[int, int], stride: tuple[int, int], dilation_y: int = 1) -> DepthwiseSpec:
+    """Return the tile that costs least, the smallest of equals; output rows share input only of neighbouring taps."""
+    most = ACCUMULATORS if dilation_y == 1 else 1
+    shapes = [(r, c) for r in range(1, most + 1) for c in range(1, ACCUMULATORS // r + 1)]
+    specs = [DepthwiseSpec(r, c, taps, stride) for r, c in shapes]
+    fitting = [spec for spec in specs if 4 * spec.quads <= MOST_ROWS]
+    return min(fitting, key=lambda spec: (spec.cost, spec.rows * spec.columns))
+
+
+# ---- products of activations, recurrent layers
+
+
+def _activation_tiles(partition: Partition, graph: Graph, isa: Isa) -> ActivationTiles:
+    """Choose the widest tile, and the widths of panels that can occur; a free size may end in any."""
+    anchor, most = partition.anchor, isa.blocks
+    if partition.tail:
+        widths: tuple[Dim, ...] = (graph.types[anchor.output].shape[-1],)
+    else:
+        widths = graph.types[anchor.inputs[1]].shape[2], graph.types[anchor.inputs[2]].shape[3]
+    found = {blocks for width in widths for blocks in _panel_widths(width, most)}
+    return ActivationTiles(TileSpec(isa.tallest[most], most, "f32"), frozenset(found))
+
+
+def _panel_widths(width: Dim, most: int) -> set[int]:
+    if not isinstance(width, int):
+        return set(range(1, most + 1))
+    whole = -(-width // 16)
+    return {min(whole, most), (whole - 1) % most + 1}
+
+
+def _recurrent_schedule(op: Op, graph: Graph, isa: Isa) -> Schedule:
+    """Return the schedule of all products of an LSTM or GRU, which have equally many outputs."""
+    constants = graph.constants
+    outputs = next(len(constants[name]) for name in op.inputs if name in constants and constants[name].ndim == 2)
+    blocks = min(isa.blocks, -(-outputs // 16))
+    return Schedule(isa.tallest[blocks], blocks, min(outputs, LARGEST_SIZE), RECURRENT_CHUNK_BYTES)
+
+
+# ---- data movement
+
+
+MOVEMENT_REASONS = {
+    Movement.INTERLEAVE: "two groups of channels of images",
+    Movement.COPY: "operand and result have the same axes, merged where both are without gaps",
+    Movement.RESHAPE: "only the logical order is the same on both sides",
+}
+
+
+def movement_kernel(op: Op, plan: Plan) -> MovementKernel:
+    """Choose how elements are moved: strided copies, unless channels interleave or shapes differ."""
+    types, result = plan.graph.types, op.outputs[0]
+    record, images = op_def(op), [plan.buffers.get(name) for name in (*op.inputs, result)]
+    if record is SHUFFLE and op.attrs["groups"] == 2 and all(image is not None and image.spatial for image in images):
+        return MovementKernel(Movement.INTERLEAVE)
+    if record.keeps_order and types[op.inputs[0]].shape != types[result].shape:
+        return MovementKernel(Movement.RESHAPE)
+    return MovementKernel(Movement.COPY, tuple(_copies(op, plan)))
+
+
+def _copies(op: Op, plan: Plan) -> Iterator[Box]:
+    """Yield the copies of a step, without those of operands that are written in their place."""
+    sides = [(plan.graph.types[name].shape, plan.location(name).strides) for name in op.inputs]
+    size = plan.graph.types[op.output].dtype.bytes
+    for box in op_def(op).strided_copies(op, sides, plan.location(op.output).strides, size):
+        buffer = plan.buffers.get(op.inputs[box.operand])
+        if buffer is None or buffer.part is None:
+            yield replace(box, runs=_ordered(box))
+
+
+def _ordered(box: Box) -> tuple[Run, ...]:
+    """Order runs: the innermost last, and not a short one where another is long; a fill reads one element."""
+    runs = [Run(run.size, 0, run.result) if box.fill else run for run in box.runs]
+    if len(runs) > 1 and _is_short(runs[-1]) and not _is_short(runs[-2]):
+        runs[-2:] = runs[:-3:-1]
+    return tuple(runs)
+
+
+def _is_short(run: Run) -> bool:
+    return isinstance(run.size, int) and run.size < SHORT_RUN

@@ -1,0 +1,25 @@
+"""Bounds of the quantized values that an operator gives, and whether saturation alone keeps them."""
+
+from __future__ import annotations
+
+from intaglio import numerics
+from intaglio.ir import Graph, Op
+from intaglio.ops import op_def
+
+
+def result_bounds(op: Op, graph: Graph) -> tuple[int, int]:
+    """Return the least and the greatest quantized value an operator gives."""
+    q = graph.types[op.output].levels
+    return op.attrs.get("low", q.qmin), op.attrs.get("high", q.qmax)
+
+
+def saturates_to_bounds(op: Op, graph: Graph) -> bool:
+    """Return whether saturation gives the bounds of an operator.
+
+    It does for results 0..255 with the zero point 0, where a residual operand without a rest has that too; for results
+    of 16 bits, where the zero point is the least of them.
+    """
+    zeros, (low, high) = graph.types[op.output].levels.zeros, result_bounds(op, graph)
+    other = graph.types[op.inputs[1]].levels.zeros if op_def(op).residual is not None and not op.inputs[4:] else (0,)
+    plain = low == numerics.widen(1, 0).zero_point if len(op.outputs) > 1 else (low, high) == (0, 255)
+    return plain and zeros == other == (0,)

@@ -1,0 +1,122 @@
+"""Kernels and loop schedules are chosen by the plan, which says why; code generation prints what it finds there."""
+
+import pytest
+
+from intaglio.ir import Dim, Graph, TensorType, symbol
+from intaglio.kernels import ISAS
+from intaglio.plan import CacheSizes, Plan, plan_graph, schedule_plan
+from intaglio.plan.kernel_records import (
+    ActivationTiles,
+    DepthwiseKernel,
+    DepthwiseLoops,
+    Kernel,
+    Movement,
+    MovementKernel,
+    TiledKernel,
+)
+from support.float_loops import F32, Sample
+from support.integer_graphs import Net
+
+N = symbol("n")
+
+
+def scheduled(graph: Graph, isa: str = "avx512vnni") -> Plan:
+    return schedule_plan(plan_graph(graph), ISAS[isa], CacheSizes())
+
+
+def only_kernel(plan: Plan, name: str) -> Kernel:
+    (kernel,) = plan.kernels[name]
+    return kernel
+
+
+def depthwise(net: Net, channels: int = 32, **attrs: object) -> str:
+    x = net.quantize(net.input(N, channels, 9, 9), zero_point=0)
+    return net.conv(x, channels, 3, groups=channels, **attrs)
+
+
+@pytest.mark.parametrize(("isa", "kind"), [("avx512vnni", DepthwiseKernel), ("avx2", DepthwiseLoops)])
+def test_a_depthwise_convolution_runs_in_tiles_where_the_instruction_set_has_them(isa, kind):
+    net = Net()
+    y = depthwise(net)
+    kernel = only_kernel(scheduled(net.graph(y), isa), y)
+    assert isinstance(kernel, kind)
+    if isinstance(kernel, DepthwiseKernel):
+        assert (kernel.tile.rows, kernel.tile.columns, kernel.last.channels) == (2, 3, 32)
+
+
+def test_dilated_columns_run_in_loops_on_every_instruction_set():
+    net = Net()
+    y = depthwise(net, dilation=2)
+    plan = scheduled(net.graph(y))
+    assert isinstance(only_kernel(plan, y), DepthwiseLoops)
+    assert "of depthwise tiles, dilated columns have none" in plan.text()
+
+
+def test_few_groups_run_in_tiles_of_all_channels():
+    net = Net()
+    y = depthwise(net, 4)
+    assert isinstance(only_kernel(scheduled(net.graph(y)), y), TiledKernel)
+
+
+def test_a_product_takes_the_tile_of_its_schedule_and_clamps_where_its_guard_says():
+    net = Net()
+    y = net.conv(net.quantize(net.input(N, 16, 9, 9), zero_point=0), 40, 3)
+    for isa in ISAS:
+        plan = scheduled(net.graph(y), isa)
+        kernel, schedule = only_kernel(plan, y), plan.schedules[y]
+        assert isinstance(kernel, TiledKernel)
+        assert (kernel.tile.rows, kernel.tile.blocks) == (schedule.tile_rows, schedule.tile_columns)
+        assert kernel.tile.guard == (y in plan.guarded)
+        assert f"runs {kernel.tile.name}" in plan.text()
+
+
+@pytest.mark.parametrize(("queries", "widths"), [(N, {1, 2, 3, 4}), (40, {1, 3})])
+def test_panels_of_free_width_have_kernels_of_every_width(queries: Dim, widths: set[int]):
+    net = Net()
+    q, k, v = (net.centred(net.quantize(net.input(2, 2, queries, 16), 128)) for _ in range(3))
+    y = net.attention(q, k, v)
+    kernel = only_kernel(scheduled(net.graph(y)), y)
+    assert isinstance(kernel, ActivationTiles)
+    assert kernel.widths == widths
+
+
+def test_a_reshape_between_layouts_is_copied_and_one_between_shapes_follows_logical_order():
+    net = Net()
+    x = net.quantize(net.input(N, 8, 6, 6), zero_point=0)
+    y = net.same("reshape", net.conv(x, 8, 3), shape=(N, 4, 2, 16))
+    plan = scheduled(net.graph(net.conv(y, 8, 1)))
+    assert only_kernel(plan, y) == MovementKernel(Movement.RESHAPE)
+
+
+def softmax(size: Dim) -> Plan:
+    """Return the plan of a loop of two reductions along rows of so many elements."""
+    net = Sample(x=TensorType((N, size), F32))
+
+    def write(body):
+        exponential = body("exp", body("sub", "x", body("max", "x", axis=1)))
+        return body("div", exponential, body("sum", exponential, axis=1))
+
+    net.add(write)
+    return plan_graph(net.lowered().graph)
+
+
+@pytest.mark.parametrize(("size", "longest"), [(1000, [1000]), (5000, [0]), (symbol("c"), [4096, 0])])
+def test_values_are_kept_between_passes_of_rows_that_are_short_enough(size: Dim, longest: list[int]):
+    plan = softmax(size)
+    (loop,) = plan.loops.values()
+    assert [variant.longest for variant in loop.variants] == longest
+    assert [bool(variant.kept) for variant in loop.variants] == [limit > 0 for limit in longest]
+    assert ("kept between passes" in plan.text()) == (longest != [0])
+
+
+def test_values_less_the_largest_of_their_row_are_known_to_be_distances():
+    (loop,) = softmax(8).loops.values()
+    assert len(loop.distances) == 1
+
+
+def test_large_results_of_floats_are_written_past_the_caches():
+    for rows, streamed in ((1 << 12, False), (1 << 13, True), (N, True)):
+        net = Sample(x=TensorType((rows, 512), F32))
+        (y,) = net.add(lambda body: body("neg", "x"))
+        (loop,) = plan_graph(net.lowered().graph).loops.values()
+        assert loop.streamed == ({y} if streamed else set())
