@@ -12,7 +12,7 @@ import intaglio
 from intaglio import stages
 from intaglio.fxgraph.node_info import info
 from intaglio.quant.correct.linalg import DAMPINGS, LEAST_DAMPING, factor_of, taken
-from intaglio.quant.correct.second_moments import Moments, moments
+from intaglio.quant.correct.second_moments import EXACT_POSITIONS, Moments, float_gram, integer_gram, moments
 from intaglio.quant.correct.smooth_factors import SampledRows, smoothing
 from intaglio.quant.correct.weight_rounding import ROUNDINGS, loss, nearest
 from intaglio.quant.recipes.quantizer import Quantizer
@@ -211,6 +211,17 @@ def test_moments_of_one_position(layer):
     assert torch.equal(found.sums.double(), sums)
     parts = [moments(region, [image], q) for image in levels.split(1)]
     assert torch.equal(sum(part.products for part in parts), moments(region, [levels], q).products)
+
+
+@pytest.mark.parametrize("positions", [1, 7, EXACT_POSITIONS, 3 * EXACT_POSITIONS + 5])
+def test_both_ways_to_multiply_positions_are_exact(positions):
+    """Bytes of one sign and of the largest magnitude make the largest sums; random ones cancel."""
+    extreme = torch.tensor([-128, 127, -127], dtype=torch.int8)[:, None].repeat(1, positions)
+    mixed = torch.randint(-128, 128, (5, positions), dtype=torch.int8)
+    for x in (extreme, torch.cat([extreme, mixed])):
+        wide = x.long()
+        assert torch.equal(float_gram(x), wide @ wide.t())
+        assert torch.equal(integer_gram(x).long(), wide @ wide.t())
 
 
 def test_moments_add_up_whatever_the_split():
