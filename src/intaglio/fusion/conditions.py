@@ -37,3 +37,8 @@ def scales_by_positive_number(found: Match[N], view: GraphView[N]) -> str | None
     if isinstance(number, (int, float)) and 0 < number < float("inf"):
         return None
     return f"a factor of {number}"
+
+
+def keeps_shape(found: Match[N], view: GraphView[N]) -> str | None:
+    """Refuse a gate that broadcasts what it weighs."""
+    return None if view.type_of(found["x"]) == view.type_of(found.root) else "a gate that broadcasts"

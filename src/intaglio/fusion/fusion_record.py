@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from intaglio.fusion.matcher import GraphView, Match, N, match
+from intaglio.fusion.matcher import GraphView, Match, N, matches
 from intaglio.fusion.pattern import Pattern
 
 R = TypeVar("R")
-Condition = Callable[[Match[Any], GraphView[Any]], str | None]
+Condition = Callable[[Match[Any], Any], str | None]
+"""A function of a match and the view of the graph it was found in, which is that of the row's level."""
 
 
 class FusionLevel(StrEnum):
-    """The graph a fusion is matched on: the annotated float graph, or the integer graph."""
+    """The graph a fusion is matched on."""
 
+    CAPTURED = "captured"
+    """The float graph before it is annotated, where a fusion makes one operator of several."""
     GRAPH = "graph"
+    """The float graph that is annotated."""
     INTEGER = "integer"
+    """The integer graph: loops, and the accumulators of products."""
+    LOOP_BODY = "loop body"
+    """What one loop of the integer graph computes, element by element."""
+    PARTITION = "partition"
+    """The partitions of a plan, each called by its anchor, when layouts and views are known."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,8 @@ class Fusion:
         where: the side condition, a predicate that returns why a match is refused, or ``None``.
         precise: the row holds only where the recipe asks for precise functions; elsewhere the function is a lookup
             table behind a site.
+        becomes: for a captured graph, the ATen overload of the operator that replaces the match and reads ``x`` of the
+            pattern.
     """
 
     name: str
@@ -40,11 +51,13 @@ class Fusion:
     purpose: str
     where: Condition | None = None
     precise: bool = False
+    becomes: str = ""
 
-
-def rows_at(level: FusionLevel, rows: tuple[Fusion, ...]) -> tuple[Fusion, ...]:
-    """Return the rows that are matched on this kind of graph, longest first."""
-    return tuple(row for row in rows if row.level is level)
+    def find(self, root: N, view: GraphView[N]) -> Iterator[Match[N]]:
+        """Yield the matches at one node for which the condition holds."""
+        for found in matches(self.pattern, root, view):
+            if self.where is None or self.where(found, view) is None:
+                yield found
 
 
 def check_longest_first(rows: tuple[Fusion, ...]) -> None:
@@ -76,10 +89,8 @@ def match_rows(
     candidates, found = list(nodes), list[R]()
     for row in rows:
         for node in candidates:
-            hit = match(row.pattern, node, view) if node not in taken else None
+            hit = next(row.find(node, view), None) if node not in taken else None
             if hit is None or taken.intersection(hit.nodes):
-                continue
-            if row.where is not None and row.where(hit, view) is not None:
                 continue
             if (result := accept(row, tuple(sorted(hit.nodes, key=view.position)))) is not None:
                 found.append(result)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -63,44 +64,70 @@ class Match(Generic[N]):
 
 
 def match(pattern: Pattern, root: N, view: GraphView[N]) -> Match[N] | None:
-    """Match a pattern at ``root``, or return ``None``. Inner operators must have no reader outside the pattern."""
-    bound: dict[str, N] = {}
-    nodes: list[N] = []
-    if not _match(pattern, root, view, bound, nodes, True):
-        return None
-    read = [value for node in nodes for value in view.operands(node)]
-    private = all(view.readers(node) == read.count(node) for node in nodes[1:])
-    return Match(tuple(nodes), tuple(bound.items())) if private else None
+    """Return the first match of a pattern at ``root``, or ``None``.
+
+    Inner operators must have no reader outside of the pattern, unless they are ``shared``.
+    """
+    return next(matches(pattern, root, view), None)
 
 
-def _match(
-    pattern: Pattern, node: N | None, view: GraphView[N], bound: dict[str, N], nodes: list[N], root: bool
-) -> bool:
-    if node is None or (pattern.is_constant and not view.constant(node)):
-        return False
-    if pattern.name and bound.setdefault(pattern.name, node) != node:
-        return False
-    if not pattern.kinds:
-        return True
-    if not set(pattern.kinds).intersection(view.kinds(node)):
-        return False
-    if node in nodes:
-        return bool(pattern.name)  # bound to this node before, with its operands
-    if not (root or pattern.name or view.readers(node) == 1):
-        return False
-    if pattern.where is not None and not pattern.where(node):
-        return False
-    saved_bound, saved_nodes = dict(bound), list(nodes)
-    for operands in _operand_orders(pattern, node, view):
-        bound.clear()
-        bound.update(saved_bound)
-        nodes[:] = [*saved_nodes, node]
-        pairs = zip(pattern.operands, operands, strict=False)
-        if len(operands) >= len(pattern.operands) and all(
-            _match(inner, operand, view, bound, nodes, False) for inner, operand in pairs
-        ):
+def matches(pattern: Pattern, root: N, view: GraphView[N]) -> Iterator[Match[N]]:
+    """Yield the matches of a pattern at ``root``: one, or with ``any_operand`` one for each operand that fits."""
+    for choice in _choices(pattern, root, view):
+        state = _MatchState(view)
+        if state.match(choice, root, True) and state.is_private():
+            yield Match(tuple(state.nodes), tuple(state.bound.items()))
+
+
+def _choices(pattern: Pattern, root: N, view: GraphView[N]) -> Iterator[Pattern]:
+    """Yield the pattern with its operand in each place that it may have at the root, as operands are written."""
+    if not pattern.any_operand:
+        yield pattern
+        return
+    for place in range(len(view.operands(root))):
+        yield replace(pattern, operands=(*[Pattern()] * place, *pattern.operands), any_operand=False)
+
+
+@dataclass
+class _MatchState(Generic[N]):
+    """The state of one search: what names are bound to, and the operators taken so far, root first."""
+
+    view: GraphView[N]
+    bound: dict[str, N] = field(default_factory=dict)
+    nodes: list[N] = field(default_factory=list)
+    shared: set[N] = field(default_factory=set)
+
+    def match(self, pattern: Pattern, node: N | None, root: bool = False) -> bool:
+        if node is None or (pattern.is_constant and not self.view.constant(node)):
+            return False
+        if pattern.name and self.bound.setdefault(pattern.name, node) != node:
+            return False
+        if not pattern.kinds:
             return True
-    return False
+        if not set(pattern.kinds).intersection(self.view.kinds(node)):
+            return False
+        if node in self.nodes:
+            return bool(pattern.name)  # bound to this node before, with its operands
+        if not (root or pattern.name or pattern.shared or self.view.readers(node) == 1):
+            return False
+        if pattern.where is not None and not pattern.where(node):
+            return False
+        return self._match_operands(pattern, node)
+
+    def _match_operands(self, pattern: Pattern, node: N) -> bool:
+        bound, nodes = dict(self.bound), list(self.nodes)
+        shared = self.shared | {node} if pattern.shared else self.shared
+        for operands in _operand_orders(pattern, node, self.view):
+            self.bound, self.nodes, self.shared = dict(bound), [*nodes, node], set(shared)
+            pairs = zip(pattern.operands, operands, strict=False)
+            if len(operands) >= len(pattern.operands) and all(self.match(inner, value) for inner, value in pairs):
+                return True
+        return False
+
+    def is_private(self) -> bool:
+        """Return whether nothing outside of the match reads an inner operator that is not shared."""
+        read = Counter(value for node in self.nodes for value in self.view.operands(node))
+        return all(node in self.shared or self.view.readers(node) == read[node] for node in self.nodes[1:])
 
 
 def _operand_orders(pattern: Pattern, node: N, view: GraphView[N]) -> list[tuple[N | None, ...]]:

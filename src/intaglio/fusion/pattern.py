@@ -11,6 +11,8 @@ class Pattern:
     """A node of a pattern: an operator of one of these ``kinds``, or a leaf if there are none.
 
     ``name`` binds the value that is matched; leaves, or operators, of one name must be one value (a diamond).
+    ``any_operand``: the one pattern in ``operands`` may match any operand. ``shared``: the value may have readers
+    outside of the match.
     """
 
     kinds: tuple[str, ...] = ()
@@ -19,6 +21,8 @@ class Pattern:
     is_constant: bool = False
     where: Callable[[object], bool] | None = None
     commutative: bool = False
+    any_operand: bool = False
+    shared: bool = False
 
     def size(self) -> int:
         """Return the number of operators in the pattern."""
@@ -54,10 +58,16 @@ def op(
     name: str = "",
     where: Callable[[object], bool] | None = None,
     commutative: bool = False,
+    shared: bool = False,
 ) -> Pattern:
     """Match an operator of one of these kinds. Operands beyond those given may be anything."""
     names = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-    return Pattern(names, operands, name, where=where, commutative=commutative)
+    return Pattern(names, operands, name, where=where, commutative=commutative, shared=shared)
+
+
+def reads(kinds: str | Iterable[str], operand: Pattern) -> Pattern:
+    """Match an operator of one of these kinds, any operand of which matches ``operand``."""
+    return Pattern((kinds,) if isinstance(kinds, str) else tuple(kinds), (operand,), any_operand=True)
 
 
 def seq(*kinds: str | Iterable[str]) -> Pattern:

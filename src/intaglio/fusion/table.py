@@ -1,13 +1,71 @@
-"""The table of fusions: which operators become one kernel. Annotation matches it; later stages read what was found."""
+"""The table of fusions: which operators become one operator, one loop, one lookup table or one kernel.
+
+Every row has a pattern, the kind of graph it is matched on, what it saves, and a condition that returns a reason.
+Each tuple belongs to one stage, which asks `Fusion.find` and applies what is found; `GRAPH_FUSIONS` are matched while a
+model is annotated, and later stages read what was found.
+
+Two algorithms are more than their rows. Scores of attention may be scaled and masked any number of times, in any order,
+between product and softmax: the row finds the softmax between two products, and `fxgraph.fuse_attention` walks the
+scores. Loops are merged two at a time until nothing changes, since what is merged may fit a third: the rows say which
+two, and `plan.graph_passes.loop_merging` says in which order.
+"""
 
 from __future__ import annotations
 
-from intaglio.fusion.conditions import adds_without_broadcast, scales_by_positive_number, scales_output_channels
-from intaglio.fusion.fusion_record import Fusion, FusionLevel, check_longest_first, rows_at
-from intaglio.fusion.pattern import op, seq, wildcard
-from intaglio.ops import ANCHORS, NUMBERS, PRECISE_FUNCTIONS, SUMS
+from intaglio.fusion.conditions import (
+    adds_without_broadcast,
+    keeps_shape,
+    scales_by_positive_number,
+    scales_output_channels,
+)
+from intaglio.fusion.fusion_record import Fusion, FusionLevel, check_longest_first
+from intaglio.fusion.loop_conditions import (
+    becomes_only_levels,
+    computes_same_rows,
+    dequantizes_uniformly,
+    maps_levels_to_levels,
+)
+from intaglio.fusion.partition_conditions import makes_one_result, runs_on_tiles, weighs_channels_of_pixels
+from intaglio.fusion.pattern import op, reads, seq, wildcard
+from intaglio.ops import ACCUMULATING, ANCHORS, NUMBERS, OPS, PRECISE_FUNCTIONS, SUMS
+from intaglio.ops.loop_ops.primitives import PRIMITIVES
+from intaglio.ops.pointwise import MUL
 
-FUSIONS = (
+CONVOLVING = tuple(record.name for record in OPS.values() if record.convolves)
+TAILS = tuple(record.name for record in OPS.values() if record.tail is not None)
+"""Take an accumulator."""
+TABLES = tuple(record.name for record in OPS.values() if record.follows_product)
+QUANTIZES = tuple(record.name for record in OPS.values() if record.quantizes)
+DEQUANTIZES = tuple(record.name for record in OPS.values() if record.dequantizes)
+APPROXIMATED = tuple(record.name for record in PRIMITIVES.values() if record.approximation)
+MATMUL_TARGETS = ("aten.matmul.default", "aten.bmm.default")
+SOFTMAX_TARGETS = ("aten.softmax.int", "aten._softmax.default")
+
+GATE_FUSIONS = (
+    Fusion(
+        "silu",
+        op("aten.mul.Tensor", wildcard("x"), op("aten.sigmoid.default", wildcard("x")), commutative=True),
+        FusionLevel.CAPTURED,
+        "a gate written out is the function it is, which has kernels behind convolutions and linear layers",
+        where=keeps_shape,
+        becomes="aten.silu.default",
+    ),
+    Fusion(
+        "hardswish",
+        op("aten.mul.Tensor", wildcard("x"), op("aten.hardsigmoid.default", wildcard("x")), commutative=True),
+        FusionLevel.CAPTURED,
+        "a gate written out is the function it is, which has kernels behind convolutions and linear layers",
+        where=keeps_shape,
+        becomes="aten.hardswish.default",
+    ),
+)
+ATTENTION_FUSION = Fusion(
+    "attention",
+    op(MATMUL_TARGETS, op(SOFTMAX_TARGETS, wildcard("scores"), name="probabilities"), wildcard("v")),
+    FusionLevel.CAPTURED,
+    "attention written out is one kernel, which never stores the scores of all tokens",
+)
+GRAPH_FUSIONS = (
     Fusion(
         "anchor_function_affine",
         seq(ANCHORS, PRECISE_FUNCTIONS, "affine"),
@@ -56,6 +114,76 @@ FUSIONS = (
     ),
 )
 
+DEQUANTIZE_LOOP = Fusion(
+    "dequantize_loop",
+    reads("loop", op(DEQUANTIZES, shared=True)),
+    FusionLevel.INTEGER,
+    "a loop reads quantized values and dequantizes them again, which costs less than floats in memory",
+    where=dequantizes_uniformly,
+)
+LOOP_LOOP = Fusion(
+    "loop_loop",
+    reads(("loop", *QUANTIZES), op("loop", shared=True)),
+    FusionLevel.INTEGER,
+    "what lies between two loops is not stored, unless another operator reads it",
+    where=computes_same_rows,
+)
+LOOP_TABLE = Fusion(
+    "loop_table",
+    reads("loop", wildcard("levels")),
+    FusionLevel.INTEGER,
+    "a loop from one quantized value to another is a lookup table of 256 entries",
+    where=maps_levels_to_levels,
+)
+QUANTIZED_FUNCTION = Fusion(
+    "quantized_function",
+    op(APPROXIMATED),
+    FusionLevel.LOOP_BODY,
+    "a function that is only quantized need be no more exact than that",
+    where=becomes_only_levels,
+)
+ACCUMULATOR_FUSIONS = (
+    Fusion(
+        "product_tail_table",
+        seq(ACCUMULATING, TAILS, TABLES),
+        FusionLevel.INTEGER,
+        "a lookup table takes the quantized values while they are in cache",
+        where=makes_one_result,
+    ),
+    Fusion(
+        "product_tail",
+        seq(ACCUMULATING, TAILS),
+        FusionLevel.INTEGER,
+        "int32 accumulators are never stored",
+    ),
+)
+HEAD_FUSIONS = (
+    Fusion(
+        "product_head",
+        op(CONVOLVING, op(MUL.name)),
+        FusionLevel.PARTITION,
+        "the product of squeeze and excite is no pass over memory and no barrier of its own",
+        where=weighs_channels_of_pixels,
+    ),
+)
+EPILOGUE_FUSIONS = (
+    Fusion(
+        "product_epilogue",
+        reads(("loop", *DEQUANTIZES), op(ACCUMULATING)),
+        FusionLevel.PARTITION,
+        "a loop or a dequantize runs on the tiles of the product that it alone reads, while they are in cache",
+        where=runs_on_tiles,
+    ),
+)
+FUSIONS = (
+    *(ATTENTION_FUSION, *GATE_FUSIONS),
+    *GRAPH_FUSIONS,
+    *(DEQUANTIZE_LOOP, LOOP_LOOP, LOOP_TABLE, QUANTIZED_FUNCTION),
+    *ACCUMULATOR_FUSIONS,
+    *HEAD_FUSIONS,
+    *EPILOGUE_FUSIONS,
+)
+"""Every row, in the order of the stages that ask for them."""
 
-GRAPH_FUSIONS = rows_at(FusionLevel.GRAPH, FUSIONS)
-check_longest_first(GRAPH_FUSIONS)
+for _rows in (GATE_FUSIONS, GRAPH_FUSIONS, ACCUMULATOR_FUSIONS, HEAD_FUSIONS, EPILOGUE_FUSIONS):
+    check_longest_first(_rows)

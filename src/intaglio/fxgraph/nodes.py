@@ -53,6 +53,12 @@ def operator(node: fx.Node) -> str:
     return str(node.target) if node.op == "call_function" else ""
 
 
+def overload_of(name: str) -> Any:
+    """Return the operator that is called ``aten.conv2d.default``."""
+    library, packet, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, library), packet), overload)
+
+
 def record_of(node: fx.Node) -> OpDef | None:
     """Return the record of an operator that has an integer form, or ``None``: a user's own (`quant.patterns`), and of
     two for one overload the one that goes with the constants."""

@@ -17,12 +17,14 @@ class Partition:
 
     The tail of a product is what takes its accumulators, then perhaps a table of the levels, then perhaps an epilogue:
     a loop over single elements that alone reads them, some pixels at a time, just behind. With ``headed`` the first
-    operator is a head: it makes what the anchor reads, some pixels at a time, just before.
+    operator is a head: it makes what the anchor reads, some pixels at a time, just before. ``fusions``: the rows of
+    `intaglio.fusion.table` that joined the operators.
     """
 
     name: str
     ops: tuple[Op, ...]
     headed: bool = False
+    fusions: tuple[str, ...] = ()
 
     @property
     def head(self) -> Op | None:

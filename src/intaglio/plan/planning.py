@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from intaglio.fusion.table import FUSIONS
 from intaglio.ir import Graph, Op
 from intaglio.ops import op_def
 from intaglio.plan.buffers import Buffer
@@ -30,7 +31,7 @@ def fuse_heads(plan: Plan) -> Plan:
 
 def fuse_epilogues(plan: Plan) -> Plan:
     """Move a loop over single elements, or a dequantize, into the product that it alone reads."""
-    return _with_partitions(plan, join_epilogues(plan.partitions, plan.graph))
+    return _with_partitions(plan, join_epilogues(plan.partitions, plan.graph, plan.buffers))
 
 
 def drop_moves_without_copies(plan: Plan) -> Plan:
@@ -79,9 +80,11 @@ def list_external_values(plan: Plan) -> Plan:
 
 
 def explain_partitions(plan: Plan) -> Plan:
-    """Say of every partition of several operators what joined them."""
-    reasons = {p.ops[-1].outputs[0]: _fused_because(p) for p in plan.partitions if len(p.ops) > 1}
-    return plan.because(Choice.FUSION, reasons)
+    """Say which rows of the table of fusions joined the operators of a partition, and what that saves."""
+    purposes = {row.name: row.purpose for row in FUSIONS}
+    fused = (partition for partition in plan.partitions if partition.fusions)
+    why = {p.ops[-1].outputs[0]: "; ".join(f"{name}: {purposes[name]}" for name in p.fusions) for p in fused}
+    return plan.because(Choice.FUSION, why)
 
 
 PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
@@ -113,21 +116,6 @@ def plan_graph(graph: Graph) -> Plan:
 
 def _with_partitions(plan: Plan, partitions: Sequence[Partition]) -> Plan:
     return replace(plan, steps=tuple(map(Step, partitions)))
-
-
-def _fused_because(partition: Partition) -> str:
-    """Return what each operator besides the anchor is to it."""
-    parts = [f"{partition.head.kind} makes its pixels just before"] if partition.head is not None else []
-    for index, op in enumerate(partition.tail):
-        if index == 0:
-            parts.append(f"{op.kind} takes the int32 accumulators")
-        elif op is partition.table:
-            parts.append(f"{op.kind} alone reads the quantized values")
-        elif op is partition.epilogue:
-            parts.append(f"{op.kind} alone reads the tiles")
-        else:
-            parts.append(f"{op.kind} takes the accumulators")
-    return ", ".join(parts)
 
 
 def _is_view(op: Op, views: Mapping[str, TensorView]) -> bool:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from intaglio.fusion.table import ATTENTION_FUSION, MATMUL_TARGETS
+from intaglio.fxgraph.fx_graph_view import FxGraphView
 from intaglio.fxgraph.node_info import tensor_type
 from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operator, replace_node
 from intaglio.ir import DType, TensorType
 
 aten = torch.ops.aten
-MATMUL_TARGETS = ("aten.matmul.default", "aten.bmm.default")
-SOFTMAX = ("aten.softmax.int", "aten._softmax.default")
 TIMES = ("aten.mul.Tensor", "aten.mul.Scalar")
 OVER = ("aten.div.Tensor", "aten.div.Scalar")
 PLUS = ("aten.add.Tensor", "aten.add.Scalar")
@@ -51,11 +51,10 @@ def join_attention(module: fx.GraphModule) -> int:
     in between has another reader. A row that is masked whole has the value 0 afterwards, where the softmax of minus
     infinities is no number, and that of large negative numbers a mean over what is masked.
     """
-    hits = 0
+    hits, view = 0, FxGraphView(module.graph)
     for node in list(module.graph.nodes):
-        if operator(node) not in MATMUL_TARGETS or not all(isinstance(value, fx.Node) for value in node.args[:2]):
-            continue
-        found = _scores(module, node.args[0])
+        match = next(ATTENTION_FUSION.find(node, view), None)
+        found = None if match is None else _scores(module, match["probabilities"])
         if found is not None and found.product is not None and _joined(module, node, found):
             hits += 1
     return hits
@@ -63,8 +62,6 @@ def join_attention(module: fx.GraphModule) -> int:
 
 def _scores(module: fx.GraphModule, softmax: fx.Node) -> Scores | None:
     """From the softmax inwards: factors, one mask, the product."""
-    if operator(softmax) not in SOFTMAX or len(softmax.users) != 1:
-        return None
     rank, dim = len(tensor_type(softmax).shape), softmax.args[1]
     if dim % rank != rank - 1 or tensor_type(softmax) != tensor_type(softmax.args[0]):
         return None

@@ -1,33 +1,27 @@
-"""Gates written out -> the functions they are, which have kernels behind convolutions and linear layers."""
+"""Gates written out -> the functions they are, by the rows of `intaglio.fusion.table`."""
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import tensor_type
-from intaglio.fxgraph.nodes import operator, replace_node
-
-GATE_REWRITES = {
-    "aten.sigmoid.default": torch.ops.aten.silu.default,
-    "aten.hardsigmoid.default": torch.ops.aten.hardswish.default,
-}
-"""g -> what ``x * g(x)`` is."""
+from intaglio.fusion.fusion_record import Fusion, match_rows
+from intaglio.fusion.table import GATE_FUSIONS
+from intaglio.fxgraph.fx_graph_view import FxGraphView
+from intaglio.fxgraph.nodes import overload_of, replace_node
 
 
 def join_gates(module: fx.GraphModule) -> int:
-    """``x * sigmoid(x)`` -> silu, ``x * hardsigmoid(x)`` -> hardswish, where nobody else reads the gate."""
-    hits = 0
-    for node in list(module.graph.nodes):
-        if operator(node) != "aten.mul.Tensor":
-            continue
-        for value, gate in (node.args[:2], node.args[1::-1]):
-            made = GATE_REWRITES.get(operator(gate)) if isinstance(gate, fx.Node) and len(gate.users) == 1 else None
-            if made is not None and gate.args[0] is value and tensor_type(value) == tensor_type(node):
-                with module.graph.inserting_before(node):
-                    joined = module.graph.call_function(made, (value,))
-                joined.meta = dict(gate.meta)
-                replace_node(node, joined)
-                hits += 1
-                break
-    return hits
+    """``x * sigmoid(x)`` -> silu, ``x * hardsigmoid(x)`` -> hardswish, where nothing else reads the gate."""
+    view = FxGraphView(module.graph)
+
+    def accept(row: Fusion, nodes: tuple[fx.Node, ...]) -> tuple[Fusion, fx.Node, fx.Node]:
+        gate, product = nodes
+        return row, gate, product
+
+    found = match_rows(GATE_FUSIONS, module.graph.nodes, view, accept, set())
+    for row, gate, product in sorted(found, key=lambda match: view.position(match[2])):
+        with module.graph.inserting_before(product):
+            joined = module.graph.call_function(overload_of(row.becomes), (gate.args[0],))
+        joined.meta = dict(gate.meta)
+        replace_node(product, joined)
+    return len(found)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
+from intaglio.fusion.integer_graph_view import IntegerGraphView
+from intaglio.fusion.table import LOOP_TABLE, QUANTIZED_FUNCTION
 from intaglio.ir import DType, Graph, Op, TensorType, fresh
 from intaglio.ops.loop_ops.loop import loop_meaning
 from intaglio.ops.loop_ops.loop_space import body_of
-from intaglio.ops.loop_ops.primitives import Primitive, primitive
+from intaglio.ops.loop_ops.primitives import primitive
 
 
 def loops_as_tables(graph: Graph) -> tuple[Graph, int]:
@@ -19,32 +19,16 @@ def loops_as_tables(graph: Graph) -> tuple[Graph, int]:
     that has elements, stays.
     """
     types, constants, ops = dict(graph.types), dict(graph.constants), list[Op]()
-    count = 0
+    view, count = IntegerGraphView(graph), 0
     for op in graph.ops:
-        source = _only_levels(op, graph)
-        if source is not None:
-            levels = fresh(types, f"{op.output}_levels")
+        found = next(LOOP_TABLE.find(op.outputs[0], view), None)
+        if found is not None:
+            source, levels = found["levels"], fresh(types, f"{op.output}_levels")
             constants[levels], types[levels] = _table(op, source, graph), TensorType((256,), DType.U8)
             op = Op("table", (source, levels), op.outputs, {}, origin=op.origin)
             count += 1
         ops.append(op)
     return graph.replace(ops=tuple(ops), types=types, constants=constants), count
-
-
-def _only_levels(op: Op, graph: Graph) -> str | None:
-    """The levels that all of a loop's only result, levels too, are made of element by element."""
-    if not op.is_loop or len(op.outputs) != 1 or graph.types[op.output].dtype is not DType.U8:
-        return None
-    body, read = body_of(op), [name for name in op.inputs if not _is_number(name, graph)]
-    if not all(primitive(step).elementwise for step in body.ops) or len(read) != 1:
-        return None
-    kind = graph.types[read[0]]
-    same = kind.dtype is DType.U8 and kind.shape == graph.types[op.output].shape
-    return read[0] if same and read[0] not in graph.constants else None
-
-
-def _is_number(name: str, graph: Graph) -> bool:
-    return name in graph.constants and graph.constants[name].size == 1
 
 
 def _table(op: Op, source: str, graph: Graph) -> np.ndarray:
@@ -56,10 +40,6 @@ def _table(op: Op, source: str, graph: Graph) -> np.ndarray:
     return found
 
 
-def _are_quantizes(readers: Sequence[Primitive]) -> bool:
-    return bool(readers) and all(reader.quantizes for reader in readers)
-
-
 def near_functions(graph: Graph) -> tuple[Graph, int]:
     """Functions that only levels are made of take the spelling of `activate`: another float32, the same level but for
     ties that rounding decides."""
@@ -69,12 +49,11 @@ def near_functions(graph: Graph) -> tuple[Graph, int]:
         nonlocal count
         if not op.is_loop:
             return op
-        body, steps = body_of(op), list[Op]()
+        body = body_of(op)
+        view, steps = IntegerGraphView(body), list[Op]()
         for step in body.ops:
-            readers = [primitive(other) for other in body.ops if step.output in other.inputs]
-            approximation = primitive(step).approximation
-            if approximation and _are_quantizes(readers) and step.output not in body.outputs:
-                step, count = Op(approximation, step.inputs, step.outputs, step.attrs), count + 1
+            if any(QUANTIZED_FUNCTION.find(step.output, view)):
+                step, count = Op(primitive(step).approximation, step.inputs, step.outputs, step.attrs), count + 1
             steps.append(step)
         inner = Graph(body.inputs, body.outputs, body.types, tuple(steps), body.constants)
         return Op(op.kind, op.inputs, op.outputs, op.attrs, inner, op.origin)

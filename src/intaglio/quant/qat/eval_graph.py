@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from intaglio.errors import UnsupportedError
+from intaglio.fusion.table import MATMUL_TARGETS
 from intaglio.fxgraph.graph_passes import run
 from intaglio.fxgraph.node_info import copy_info, info, inherit_info, origin, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, constant_node, operator, record_of
-from intaglio.fxgraph.passes.fuse_attention import MATMUL_TARGETS
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import State
 from intaglio.quant.calibrate.prepare import copy_graph

@@ -1,0 +1,93 @@
+"""Conditions of the fusion rows of accumulators and partitions: what a kernel can compute in front of a product and
+behind it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from intaglio.fusion.integer_graph_view import IntegerGraphView
+from intaglio.fusion.loop_conditions import as_loop, has_uniform_parameters
+from intaglio.fusion.matcher import GraphView, Match
+from intaglio.ir import Dim, Graph, Op
+from intaglio.ops import op_def
+from intaglio.ops.loop_ops.loop_space import body_of, space
+from intaglio.ops.loop_ops.primitives import primitive
+
+MAX_HEAD_CHANNELS = 4096
+"""Channels of what a head makes: its tallest tile fits ``WEIGHED_BYTES``, and its terms ``TERMS``, of
+native/weighed_matmul.cpp."""
+
+
+class PlanView(GraphView[str], Protocol):
+    """The partitions of a plan; a node is the value that a partition makes."""
+
+    graph: Graph
+
+    def operands(self, node: str) -> tuple[str, ...]:
+        """Return what a partition reads from outside."""
+
+    def operators(self, node: str) -> tuple[Op, ...]:
+        """Return the operators of a partition, anchor first; none for other values."""
+
+    def is_flat(self, node: str) -> bool:
+        """Return whether all pixels that a partition makes are one line in memory."""
+
+    def has_halo(self, value: str) -> bool:
+        """Return whether there are pixels around the images of a value."""
+
+    def pixel_channels(self, value: str) -> Dim:
+        """Return the elements of one pixel in memory."""
+
+
+def makes_one_result(found: Match[str], view: IntegerGraphView) -> str | None:
+    """Refuse a table behind a requantization that also stores the rest of 16 bits."""
+    return None if len(view.op(found.nodes[1]).outputs) == 1 else "a requantization with two results"
+
+
+def weighs_channels_of_pixels(found: Match[str], view: PlanView) -> str | None:
+    """Refuse all but the product of squeeze and excite in front of a dense convolution of single pixels."""
+    anchor, product = view.operators(found.root)[0], view.operators(found.anchor)[0]
+    types = view.graph.types
+    if len(types[anchor.output].shape) != 4 or anchor.attrs["groups"] != 1 or not view.is_flat(found.root):
+        return "a convolution that does not read one pixel after the other"
+    shape, shapes = types[product.output].shape, [types[name].shape for name in product.inputs[:2]]
+    if len(shape) != 4 or {*shapes} != {shape, (*shape[:2], 1, 1)}:
+        return "factors that are not one per channel of an image"
+    image = product.inputs[shapes.index(shape)]
+    channels = view.pixel_channels(image)
+    if not isinstance(channels, int) or channels > MAX_HEAD_CHANNELS:
+        return f"{channels} channels; the kernel has memory for {MAX_HEAD_CHANNELS}"
+    return "pixels around the image" if view.has_halo(image) else None
+
+
+def runs_on_tiles(found: Match[str], view: PlanView) -> str | None:
+    """Refuse a loop that needs more than the tile that a product has just made, or reads one that is made later."""
+    product, (loop, *_) = found.anchor, view.operators(found.root)
+    if not has_uniform_parameters(loop, view.graph.types):
+        return "parameters per channel"
+    if not _gives_tiles(product, view):
+        return "a kernel with an order of its own"
+    private = (name for name in dict.fromkeys(view.operands(found.root)) if view.readers(name) == 1)
+    if any(view.position(name) > view.position(product) and _gives_tiles(name, view) for name in private):
+        return "another product that it reads is made later"
+    loop = as_loop(loop, view.graph.types)
+    body = body_of(loop)
+    if not all(primitive(op).elementwise for op in body.ops):
+        return "it does not compute element by element"
+    read = body.inputs[loop.inputs.index(product)]
+    same = all(body.types[name].shape == space(body) for name in (read, *body.outputs))
+    return None if same else "a loop over more than the product gives"
+
+
+def _gives_tiles(node: str, view: PlanView) -> bool:
+    """Return whether kernels make all results of a partition some pixels at a time. Depthwise ones, and phases of
+    transposed convolutions, have an order of their own."""
+    anchor, *tail = view.operators(node) or (None,)
+    if anchor is None or not tail or len(tail[-1].outputs) > 1 or op_def(anchor).transposed:
+        return False
+    if op_def(anchor).multiplies_activations:
+        return True
+    groups = anchor.attrs.get("groups", 1)
+    return op_def(anchor).multiplies_weight and (
+        groups == 1 or view.graph.constants[anchor.inputs[1]].shape[0] != groups
+    )

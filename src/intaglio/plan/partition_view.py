@@ -1,0 +1,67 @@
+"""Partitions as the matcher sees them: each is called by its anchor, and the value that it makes stands for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from intaglio.ir import Dim, Graph, Op, TensorType
+from intaglio.plan.buffers import Buffer
+from intaglio.plan.plan_records import Partition, is_flat
+
+
+class PartitionView:
+    """Shows partitions in execution order, and where their values are in memory (`fusion.partition_conditions`)."""
+
+    def __init__(self, partitions: Sequence[Partition], graph: Graph, buffers: Mapping[str, Buffer]) -> None:
+        self.graph, self.buffers = graph, buffers
+        self._partitions = {name: one for one in partitions for name in one.ops[-1].outputs}
+        self._place = {name: index for index, one in enumerate(partitions) for name in one.ops[-1].outputs}
+        self._readers = Counter([*(name for op in graph.ops for name in op.inputs), *graph.outputs])
+
+    def operators(self, node: str) -> tuple[Op, ...]:
+        """Return the operators of a partition, anchor first; none for other values."""
+        return self._partitions[node].ops[self._partitions[node].headed :] if node in self._partitions else ()
+
+    def is_flat(self, node: str) -> bool:
+        """Return whether all pixels that a partition makes are one line in memory."""
+        return is_flat(self._partitions[node], self.graph, self.buffers)
+
+    def has_halo(self, value: str) -> bool:
+        """Return whether there are pixels around the images of a value."""
+        buffer = self.buffers[value]
+        return any(self.buffers[buffer.alias or buffer.value].halo)
+
+    def pixel_channels(self, value: str) -> Dim:
+        """Return the elements of one pixel in memory."""
+        return self.buffers[value].channels()
+
+    def kinds(self, node: str) -> tuple[str, ...]:
+        return (self._partitions[node].anchor.kind,) if node in self._partitions else ()
+
+    def operands(self, node: str) -> tuple[str, ...]:
+        """Return what a partition reads from outside, operands of the anchor first, repeats included."""
+        ops = self.operators(node)
+        made = {name for op in ops for name in op.outputs}
+        return tuple(name for op in ops for name in op.inputs if name not in made)
+
+    def readers(self, node: str) -> int:
+        return self._readers[node]
+
+    def constant(self, node: str) -> bool:
+        return node in self.graph.constants
+
+    def position(self, node: str) -> int:
+        return self._place.get(node, -1)
+
+    def type_of(self, node: str) -> TensorType:
+        return self.graph.types[node]
+
+    def attributes(self, node: str) -> Mapping[str, Any]:
+        return self._partitions[node].anchor.attrs
+
+    def array(self, node: str) -> np.ndarray:
+        return self.graph.constants[node]
