@@ -15,7 +15,7 @@ MOST_FILES, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 15, 400, 50
 SHARED_NAMES = frozenset({"__init__", "__main__"})
 
 LONG_FILES = {
-    "intaglio/native/exported/net.cpp": 434,
+    "intaglio/native/exported/net.cpp": 420,
     "intaglio/quant/qdq/convert.py": 401,
     "intaglio/runtime/export_c.py": 445,
     "intaglio/runtime/quantized_model.py": 539,

@@ -18,8 +18,7 @@ int main(int count, char** arguments) {
     check(net_open(count > 1 ? arguments[1] : "weights.bin", &model), "open");
     for (int i = 0; i < net_inputs(); shapes[i] = sizes[i], ++i)
         for (int axis = 0; axis < net_input(i)->rank; ++axis)
-            sizes[i][axis] =
-                net_input(i)->sizes[axis] < 0 ? atoll(count > 2 ? arguments[2] : "1") : net_input(i)->sizes[axis];
+            sizes[i][axis] = net_input(i)->sizes[axis] < 0 ? atoll(count > 2 ? arguments[2] : "1") : net_input(i)->sizes[axis];
     check(net_resize(model, shapes), "resize");
     for (int i = 0; i < net_inputs(); ++i) {
         const size_t bytes = net_input_bytes(model, i), floats = net_input(i)->dtype == NET_F32 ? bytes / 4 : 0;

@@ -1,5 +1,4 @@
-// Opens weights, plans shapes, runs calls. What the network is stands in kernels/description.h. C++ without its
-// library.
+// Opens weights, plans shapes, runs calls. What the network is stands in kernels/description.h. C++ without its library.
 #pragma GCC visibility push(default)
 #include "net.h"
 #pragma GCC visibility pop
@@ -106,8 +105,7 @@ void copy_line(uint8_t* to, const uint8_t* from, int64_t count, int64_t to_step,
 void copy_lines(void* context, int thread, int threads) {
     const Copy& c = *static_cast<const Copy*>(context);
     const int32_t last = c.rank - 1;
-    const int64_t lines = elements(c.sizes, last), to_step = c.to_strides[last] * c.bytes,
-                  from_step = c.from_strides[last] * c.bytes;
+    const int64_t lines = elements(c.sizes, last), to_step = c.to_strides[last] * c.bytes, from_step = c.from_strides[last] * c.bytes;
     for (int64_t line = share(lines, thread, threads); line < share(lines, thread + 1, threads); ++line) {
         uint8_t* to = c.to;
         const uint8_t* from = c.from;
@@ -138,8 +136,7 @@ double seconds(const Program& p, const Amounts* steps, int threads) {
     for (int32_t i = 0; i < p.steps; ++i) {
         const double units = double(steps[i][2] > 1 ? steps[i][2] : 1);
         const int64_t largest = (int64_t(units) + threads - 1) / threads;
-        total +=
-            (double(steps[i][0]) / p.macs_per_second + double(steps[i][1]) / kBytesPerSecond) * double(largest) / units;
+        total += (double(steps[i][0]) / p.macs_per_second + double(steps[i][1]) / kBytesPerSecond) * double(largest) / units;
     }
     return threads == 1 ? total : total + kStart + p.barriers * (kBarrier + kBarrierThread * threads);
 }
@@ -177,8 +174,7 @@ int32_t check_weights(const uint8_t* weights, size_t bytes) {
     memcpy(&header, weights, sizeof header);
     if (memcmp(header.magic, "intaglio", 8) != 0 || header.version != kWeightsVersion || header.key != kWeightsKey)
         return NET_FOREIGN;
-    if (header.bytes != bytes || header.sum != sum_of(weights + sizeof header, bytes - sizeof header))
-        return NET_DAMAGED;
+    if (header.bytes != bytes || header.sum != sum_of(weights + sizeof header, bytes - sizeof header)) return NET_DAMAGED;
     return NET_OK;
 }
 
@@ -202,13 +198,9 @@ struct net_model {
 
 namespace {
 
-const net_value& value_of(int32_t index) {
-    return index < kInputs ? input_values[index] : output_values[index - kInputs];
-}
+const net_value& value_of(int32_t index) { return index < kInputs ? input_values[index] : output_values[index - kInputs]; }
 
-const Entry& entry_of(int32_t index) {
-    return index < kInputs ? input_entries[index] : output_entries[index - kInputs];
-}
+const Entry& entry_of(int32_t index) { return index < kInputs ? input_entries[index] : output_entries[index - kInputs]; }
 
 // Where tensors lie that have to be copied; returns the bytes of program and copies together.
 int64_t place_scratch(const int64_t (*sizes)[kRank], int64_t arena, int64_t* scratch) {
@@ -287,15 +279,10 @@ int32_t net_abi(void) { return NET_ABI; }
 
 const char* net_error(int32_t status) {
     static const char* const texts[] = {
-        "no error",
-        "a null pointer, an index or an element type that is none",
-        "the file of weights cannot be read",
+        "no error", "a null pointer, an index or an element type that is none", "the file of weights cannot be read",
         "not the weights of this network: exported from another one, or at another time",
-        "the weights are damaged: copy the file again",
-        "exported for none of the instruction sets of this processor",
-        "out of memory",
-        "sizes the network does not take: see the shapes of its inputs",
-        "net_resize comes first",
+        "the weights are damaged: copy the file again", "exported for none of the instruction sets of this processor",
+        "out of memory", "sizes the network does not take: see the shapes of its inputs", "net_resize comes first",
         "an id among the inputs is none of the table's rows"};
     return status >= 0 && status < int32_t(sizeof texts / sizeof *texts) ? texts[status] : "no such status";
 }
@@ -424,9 +411,8 @@ int32_t net_run(net_model* model, const void* const* inputs, void* const* output
     for (int32_t i = kValues - 1; i >= kInputs; --i)
         external[entry_of(i).external] = writable(model, i, outputs[i - kInputs]);
     int32_t outside = 0;
-    Run run = {model->dims, model->offsets, model->arena, model->weights + model->program->first,
-               external,    strides,        nullptr,      as_bytes,
-               nullptr,     &outside};
+    Run run = {model->dims, model->offsets, model->arena, model->weights + model->program->first, external, strides,
+               nullptr, as_bytes, nullptr, &outside};
     model->program->run(&run, 0, model->threads, net_parallel_shared);
     if (outside) return NET_INDEX;
     give_back(model, external, outputs, model->threads);

@@ -15,7 +15,7 @@ extern "C" {
 #define NET_ABI 1
 
 // Of this export: how many inputs and outputs, and the largest rank among them.
-enum { NET_INPUTS = @INPUTS @, NET_OUTPUTS = @OUTPUTS @, NET_RANK = @RANK @ };
+enum { NET_INPUTS = @INPUTS@, NET_OUTPUTS = @OUTPUTS@, NET_RANK = @RANK@ };
 
 typedef struct net_model net_model;
 
@@ -35,17 +35,8 @@ enum {
 
 // Element types.
 enum {
-    NET_U8 = 1,
-    NET_S8 = 2,
-    NET_U16 = 3,
-    NET_I16 = 4,
-    NET_I32 = 5,
-    NET_I64 = 6,
-    NET_F16 = 7,
-    NET_BF16 = 8,
-    NET_F32 = 9,
-    NET_F64 = 10,
-    NET_BOOL = 11
+    NET_U8 = 1, NET_S8 = 2, NET_U16 = 3, NET_I16 = 4, NET_I32 = 5, NET_I64 = 6, NET_F16 = 7, NET_BF16 = 8,
+    NET_F32 = 9, NET_F64 = 10, NET_BOOL = 11
 };
 
 // An input or output: its name, its shape as text ("[n, 3, 224, 224]"), its element type, and its sizes, -1 where they
