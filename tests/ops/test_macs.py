@@ -1,0 +1,135 @@
+"""Multiply-accumulates of every operator that multiplies are in its record, and counted in islands too."""
+
+import pytest
+import torch
+from torch import nn
+
+import intaglio
+from intaglio.ops import BY_NAME, BY_TARGET
+from support.lowering import quantized as lowered_of
+from support.nets import Body, randomize
+
+
+def f32(*shape: int) -> torch.Tensor:
+    return torch.randn(shape)
+
+
+GROUPS = torch.tensor([2, 6], dtype=torch.int32)
+CALLS = {
+    "aten.conv1d.default": ((f32(2, 4, 9), f32(6, 2, 3), None, [2], [1], [1], 2), 2 * 6 * 5 * (2 * 3)),
+    "aten.conv1d.padding": ((f32(2, 4, 9), f32(6, 4, 3), None, [1], "same"), 2 * 6 * 9 * (4 * 3)),
+    "aten.conv2d.default": ((f32(2, 3, 8, 7), f32(5, 3, 3, 3)), 2 * 5 * 6 * 5 * (3 * 9)),
+    "aten.conv2d.padding": ((f32(2, 3, 8, 7), f32(5, 3, 3, 3), None, [1, 1], "valid"), 2 * 5 * 6 * 5 * (3 * 9)),
+    "aten.conv3d.default": ((f32(1, 2, 4, 5, 6), f32(3, 2, 2, 2, 2)), 3 * 3 * 4 * 5 * (2 * 8)),
+    "aten.conv3d.padding": ((f32(1, 2, 4, 5, 6), f32(3, 2, 2, 2, 2), None, [1] * 3, "valid"), 3 * 3 * 4 * 5 * (2 * 8)),
+    "aten.conv_transpose1d.default": ((f32(2, 4, 9), f32(4, 3, 3), None, [2]), 2 * 4 * 9 * (3 * 3)),
+    "aten.conv_transpose2d.input": ((f32(2, 4, 5, 6), f32(4, 3, 2, 2), None, [2, 2]), 2 * 4 * 5 * 6 * (3 * 4)),
+    "aten.conv_transpose3d.input": ((f32(1, 2, 3, 4, 5), f32(2, 3, 2, 2, 2)), 2 * 3 * 4 * 5 * (3 * 8)),
+    "aten.convolution.default": (
+        (f32(2, 4, 8, 7), f32(6, 2, 3, 3), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 2),
+        2 * 6 * 6 * 5 * (2 * 9),
+    ),
+    "aten.linear.default": ((f32(2, 5, 7), f32(3, 7)), 2 * 5 * 7 * 3),
+    "aten.matmul.default": ((f32(2, 1, 5, 7), f32(3, 7, 4)), 2 * 3 * 5 * 7 * 4),
+    "aten.scaled_dot_product_attention.default": (
+        (f32(2, 3, 5, 8), f32(2, 3, 7, 8), f32(2, 3, 7, 9)),
+        2 * 3 * 5 * 7 * (8 + 9),
+    ),
+    "aten.mm.default": ((f32(5, 7), f32(7, 3)), 5 * 7 * 3),
+    "aten.bmm.default": ((f32(2, 5, 7), f32(2, 7, 3)), 2 * 5 * 7 * 3),
+    "aten.addmm.default": ((f32(3), f32(5, 7), f32(7, 3)), 5 * 7 * 3),
+    "aten.baddbmm.default": ((f32(3), f32(2, 5, 7), f32(2, 7, 3)), 2 * 5 * 7 * 3),
+    "aten.addbmm.default": ((f32(3), f32(2, 5, 7), f32(2, 7, 3)), 2 * 5 * 7 * 3),
+    "aten.mv.default": ((f32(5, 7), f32(7)), 5 * 7),
+    "aten.addmv.default": ((f32(5), f32(5, 7), f32(7)), 5 * 7),
+    "aten.dot.default": ((f32(7), f32(7)), 7),
+    "aten.vdot.default": ((f32(7), f32(7)), 7),
+    "aten.inner.default": ((f32(2, 5, 7), f32(3, 7)), 2 * 5 * 3 * 7),
+    "aten.bilinear.default": ((f32(4, 5), f32(4, 6), f32(3, 5, 6), None), 4 * 3 * 5 * 6),
+    "aten.einsum.default": (("nd,ndo->no", [f32(4, 5), f32(4, 5, 3)]), 4 * 5 * 3),
+    "aten._grouped_mm.default": ((f32(6, 16), f32(2, 16, 8), GROUPS), 6 * 16 * 8),
+}
+"""ATen overload -> arguments and multiply-accumulates of a call."""
+NOT_CALLED = {
+    "aten._convolution.default": "takes arguments of one backend; counted as aten.convolution",
+    "aten.convolution_overrideable.default": "has no kernel on a CPU; counted as aten.convolution",
+    "aten._int_mm.default": "takes bytes; counted as aten.mm",
+    "aten._scaled_grouped_mm.default": "has no kernel on this CPU; counted as aten._grouped_mm",
+    "aten.lstm.input": "counted with its weights, see test_recurrent.py",
+    "aten.lstm_cell.default": "counted with its weights, see test_recurrent.py",
+    "aten.gru.input": "counted with its weights, see test_recurrent.py",
+    "aten.gru_cell.default": "counted with its weights, see test_recurrent.py",
+    "transformers.grouped_mm_fallback.default": "of another package; counted as aten._grouped_mm",
+}
+
+
+def test_every_operator_that_multiplies_is_called():
+    counted = {target for record in BY_NAME.values() if record.macs is not None for target in record.targets}
+    assert {*CALLS, *NOT_CALLED} == counted
+
+
+@pytest.mark.parametrize("target", CALLS)
+def test_a_record_counts_the_macs_of_a_call(target):
+    arguments, expected = CALLS[target]
+    packet, overload = target.split(".")[1:]
+    call = getattr(getattr(torch.ops.aten, packet), overload)
+    given = {a.name: value for a, value in zip(call._schema.arguments, arguments, strict=False)}
+    record = BY_TARGET[target]
+    read = given[record.operands[0]] if record.variadic else [given.get(name) for name in record.operands]
+    shapes = [() if value is None else tuple(value.shape) for value in read]
+    attrs = {name: value for name, value in given.items() if name not in record.operands}
+    assert record.macs(attrs, shapes, tuple(call(*arguments).shape)) == expected
+
+
+EINSUMS = {
+    "ij,jk": ([(2, 3), (3, 4)], 2 * 3 * 4),
+    "ij,jk,kl->il": ([(2, 3), (3, 4), (4, 5)], 2 * 3 * 4 + 2 * 4 * 5),
+    "...ij,...jk->...ik": ([(6, 2, 3), (1, 3, 4)], 6 * 2 * 3 * 4),
+    "ij,ij->": ([(2, 3), (2, 3)], 2 * 3),
+    "ii->i": ([(3, 3)], 0),
+}
+
+
+@pytest.mark.parametrize("equation", EINSUMS)
+def test_an_einsum_is_counted_from_left_to_right(equation):
+    shapes, expected = EINSUMS[equation]
+    result = torch.einsum(equation, [f32(*shape) for shape in shapes])
+    assert BY_NAME["einsum"].macs({"equation": equation}, shapes, tuple(result.shape)) == expected
+
+
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3)])
+def test_recurrent_layers_count_both_weights_of_every_step(kind, gates):
+    model = randomize(Body(lambda m, x: m.layers(x)[0], layers=kind(8, 16, 2, batch_first=True, bidirectional=True)))
+    _, lowered = lowered_of(model, f32(2, 5, 8))
+    first, second = 2 * gates * 16 * (8 + 16), 2 * gates * 16 * (32 + 16)
+    assert lowered.macs[1] == 5 * (first + second)
+
+
+def test_products_in_islands_count_in_the_coverage():
+    """Products that int8 has no kernel for: an einsum, a grouped and a bilinear product, behind a linear layer."""
+
+    def body(m, x):
+        y = m.first(x)
+        grouped = torch._grouped_mm(y.bfloat16(), m.experts, m.ends)
+        return torch.einsum("nd,ndo->no", y, m.each), grouped, torch.nn.functional.bilinear(y, y, m.pairs)
+
+    model = randomize(Body(body, first=nn.Linear(8, 16)))
+    model.each, model.experts, model.pairs = (
+        nn.Buffer(f32(6, 16, 3)),
+        nn.Buffer(f32(2, 16, 8).bfloat16()),
+        nn.Buffer(f32(3, 16, 16)),
+    )
+    model.ends = nn.Buffer(GROUPS)
+    quantized = intaglio.quantize(model, [f32(6, 8)], progress=False)
+    floats = {part.operator: part.macs for part in quantized.coverage.floats if part.macs}
+    grouped, einsum, bilinear = 6 * 16 * 8, 6 * 16 * 3, 6 * 3 * 16 * 16
+    assert floats == {
+        "aten._grouped_mm.default": grouped,
+        "aten.einsum.default": einsum,
+        "aten.bilinear.default": bilinear,
+    }
+    share = 6 * 8 * 16 / (6 * 8 * 16 + grouped + einsum + bilinear)
+    assert quantized.coverage.macs == share
+    quantized.assert_int8(macs=share)
+    with pytest.raises(AssertionError):
+        quantized.assert_int8(macs=1.0)
