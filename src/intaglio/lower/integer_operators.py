@@ -101,7 +101,7 @@ def lower_single(builder: GraphBuilder, region: IntegerRegion, x: str, stem: str
     elif record.name == "prelu":
         slopes = getattr(builder.module, operands(node)[1].target).numpy().astype(np.float64).ravel()
         arrays = {"rise": ratio, "fall": numerics.multiplier(slopes * q.step, step_y)}
-    elif record.name == "layer_norm":
+    elif record.normalizes:
         arrays, attrs = _layer_norm(builder, node, attrs["eps"], q.step, step_y), {}
     elif not record.shares:
         divisors = counts(record.name, attrs, builder.types[x].shape)

@@ -156,7 +156,7 @@ def _region_unit(region: IntegerRegion) -> Unit:
     """Return a region and the quantized values that it reads."""
     needs = [v for n in region.nodes for v in operands(n) if v is not None and v not in region.nodes]
     needs = [n for n in needs if levels_of(n) or levels_of(n, DType.U16) or rows_behind(n)]
-    if region.record.name == "attention":
+    if region.record.attends:
         needs = [value for value in region.operands() if value is not None and not is_constant(value)]
     return Unit(region.nodes, tuple(needs), True, region)
 

@@ -32,7 +32,7 @@ def lower_region(builder: GraphBuilder, region: IntegerRegion) -> None:
     if is_host(region.record):
         builder.values[region.root] = lower_host(builder, region, stem, TensorType(kind.shape, DType.U8, region.result))
         return
-    if region.record.name == "attention":
+    if region.record.attends:
         builder.values[region.root] = lower_attention(
             builder, region, stem, TensorType(kind.shape, DType.U8, region.result)
         )
@@ -67,7 +67,7 @@ def lower_region(builder: GraphBuilder, region: IntegerRegion) -> None:
         name = lower_affine(builder, region, stem, result, low, high)
     elif region.record.variadic:
         name = lower_cat(builder, region, stem, result)
-    elif region.record.name == "clamp":
+    elif region.record.clamps:
         name = builder.add_op("clamp", [current], f"{stem}_clamp", result, where, low=low, high=high)
     else:
         name = lower_single(builder, region, current, stem, result)

@@ -104,7 +104,9 @@ class OpDef:
         has_body: it has a body, which has the shapes of its results.
         results_differ: results beyond the first have shapes of their own, which ``validate`` checks.
     Cost and kernel
+        passes_factors: a positive factor on a channel of its operand is one on that channel of its result.
         macs: (attributes, shapes of the operands, shape of the result) -> multiply-accumulates of a call.
+        widens_halves: a model in bfloat16 or float16 that has one is computed in float32, as its accumulators are.
         accumulates: the result is an int32 accumulator, which one operator reads and turns into quantized values.
         layout: what its kernel asks for, or a function of the operator and the types of its values that gives it.
         batch_separable: each image of the result is made of that image alone, where the batch is the first axis.
@@ -144,7 +146,9 @@ class OpDef:
     fewest_pixels: int = 0
     has_body: bool = False
     results_differ: bool = False
+    passes_factors: bool = False
     macs: Callable[[Attrs, Sequence[Shape], Shape], Dim] | None = None
+    widens_halves: bool = False
     accumulates: bool = False
     layout: Layout | Callable[[Op, Mapping[str, TensorType]], Layout] = Layout.ANY
     batch_separable: bool = False
@@ -227,6 +231,21 @@ class OpDef:
     def borders_caller(self) -> bool:
         """Whether it quantizes floats of the caller, whatever their strides are."""
         return self.kernel == "border" and not self.dequantizes
+
+    @property
+    def attends(self) -> bool:
+        """Whether it is attention, which reads its mask as it is."""
+        return self.kernel == "attention" and not self.accumulates
+
+    @property
+    def clamps(self) -> bool:
+        """Whether it bounds values; a partition folds the bounds into its own."""
+        return self.emit == "clamp"
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether it normalizes rows, and gives them the same scale whatever the scale of its input was."""
+        return self.kernel == "norm"
 
     @property
     def recurrent(self) -> bool:

@@ -243,6 +243,7 @@ CLAMP = OpDef(
     bind=bind_clamp,
     check=first_reason(float_activations, plain_bounds),
     meaning=clamp_meaning,
+    passes_factors=True,
     loop=FloatLoop(bodies.bounds, targets=(*CLAMPS, "aten.hardtanh.default", "aten.clamp.default")),
     changes_nothing=within_bounds,
     types=TypeRule(((U8,),), (U8,)),

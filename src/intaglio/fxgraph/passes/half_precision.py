@@ -10,11 +10,10 @@ from torch import fx
 from intaglio.fxgraph.node_info import info, set_info, tensor_type, update_info
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType
+from intaglio.ops import BY_TARGET
 from intaglio.torch_private import pytree
 
 HALF_DTYPES = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}
-ACCUMULATING_NAMES = ("conv", "linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product")
-"""ATen operators, beginnings of their names, that int8 kernels replace."""
 WIDENED = "values in bfloat16 or float16 are computed as float32; inputs and results keep their element type"
 
 
@@ -50,7 +49,8 @@ def _half(node: fx.Node) -> DType | None:
 
 
 def _is_product_of_halves(node: fx.Node) -> bool:
-    return operator(node).removeprefix("aten.").startswith(ACCUMULATING_NAMES) and _half(node) is not None
+    record = BY_TARGET.get(operator(node))
+    return record is not None and record.widens_halves and _half(node) is not None
 
 
 def _reads_bits(node: fx.Node) -> bool:

@@ -224,6 +224,7 @@ def adaptive_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 def _max_pool(axes: int) -> OpDef:
     return OpDef(
         name=f"max_pool{axes}d",
+        passes_factors=axes == 2,
         targets=(f"aten.max_pool{axes}d.default",),
         shares=True,
         bind=bind_pool,
@@ -242,6 +243,7 @@ def _max_pool(axes: int) -> OpDef:
 def _avg_pool(axes: int) -> OpDef:
     return OpDef(
         name=f"avg_pool{axes}d",
+        passes_factors=axes == 2,
         targets=(f"aten.avg_pool{axes}d.default",),
         bind=bind_pool,
         check=first_reason(_poolable(axes), positive_divisor, whole_windows),
@@ -260,6 +262,7 @@ def _avg_pool(axes: int) -> OpDef:
 def _adaptive_avg_pool(axes: int) -> OpDef:
     return OpDef(
         name=f"adaptive_avg_pool{axes}d",
+        passes_factors=axes == 2,
         targets=(f"aten.adaptive_avg_pool{axes}d.default",),
         bind=bind_adaptive,
         check=first_reason(_poolable(axes), fixed_size),

@@ -8,14 +8,13 @@ import numpy as np
 
 from intaglio.ir import Attrs, Op, Shape, TensorType, evaluate
 from intaglio.ops.movement.data_movement import (
-    MOVED,
     pixel_shuffle_copies,
     pixel_unshuffle_copies,
     shuffle_copies,
-    stays_inside,
     unfold_depth_copies,
 )
-from intaglio.ops.opdef import Call, Layout, OpDef, first_reason, fixed_channels, float_activations, rank
+from intaglio.ops.movement.shape import movement
+from intaglio.ops.opdef import Call, Layout, first_reason, fixed_channels, float_activations, rank
 
 
 def whole_groups(call: Call) -> str | None:
@@ -73,65 +72,42 @@ def unfold_depth_meaning(
     return np.concatenate(taps, 2).reshape(n, c * attrs["taps"], outputs, h, w)
 
 
-SHUFFLE = OpDef(
-    name="shuffle",
+SHUFFLE = movement(
+    "shuffle",
+    shuffle_copies,
     targets=("aten.channel_shuffle.default",),
-    shares=True,
     bind=lambda call: {"groups": call.arguments["groups"]},
     check=first_reason(float_activations, rank(3, 4, 5), fixed_channels, whole_groups),
     meaning=shuffle_meaning,
-    types=MOVED,
-    validate=stays_inside(shuffle_copies),
-    window=True,
-    copies=shuffle_copies,
-    layout=Layout.SAME,
-    batch_separable=True,
-    kernel="move",
 )
 
-PIXEL_SHUFFLE = OpDef(
-    name="pixel_shuffle",
+PIXEL_SHUFFLE = movement(
+    "pixel_shuffle",
+    pixel_shuffle_copies,
     targets=("aten.pixel_shuffle.default",),
-    shares=True,
     bind=lambda call: {"factor": int(call.arguments["upscale_factor"])},
     check=first_reason(float_activations, rank(4), fixed_channels),
     infer=pixel_shuffle_shape,
     meaning=pixel_shuffle_meaning,
-    types=MOVED,
-    validate=stays_inside(pixel_shuffle_copies),
-    window=True,
-    copies=pixel_shuffle_copies,
-    layout=Layout.SAME,
-    batch_separable=True,
-    kernel="move",
 )
 
-PIXEL_UNSHUFFLE = OpDef(
-    name="pixel_unshuffle",
+PIXEL_UNSHUFFLE = movement(
+    "pixel_unshuffle",
+    pixel_unshuffle_copies,
     targets=("aten.pixel_unshuffle.default",),
-    shares=True,
     bind=lambda call: {"factor": int(call.arguments["downscale_factor"])},
     check=first_reason(float_activations, rank(4), fixed_channels),
     infer=pixel_unshuffle_shape,
     meaning=pixel_unshuffle_meaning,
-    types=MOVED,
-    validate=stays_inside(pixel_unshuffle_copies),
-    window=True,
-    copies=pixel_unshuffle_copies,
-    layout=Layout.SAME,
-    batch_separable=True,
-    kernel="move",
 )
 
-UNFOLD_DEPTH = OpDef(
-    name="unfold_depth",
+UNFOLD_DEPTH = movement(
+    "unfold_depth",
+    unfold_depth_copies,
     infer=unfold_depth_shape,
     meaning=unfold_depth_meaning,
-    types=MOVED,
-    validate=stays_inside(unfold_depth_copies),
-    window=True,
-    copies=unfold_depth_copies,
     layout=Layout.CHANNELS_LAST,
-    kernel="move",
+    shares=False,
+    batch_separable=False,
 )
 PIXEL_SHUFFLE_OPS = (SHUFFLE, PIXEL_SHUFFLE, PIXEL_UNSHUFFLE, UNFOLD_DEPTH)

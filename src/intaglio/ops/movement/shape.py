@@ -11,6 +11,7 @@ from intaglio.ir import Attrs, Dim, Graph, Op, Shape, TensorType, numel
 from intaglio.ops.movement.aliasing import EXPANDED, PERMUTED, RESHAPED, SLICED
 from intaglio.ops.movement.data_movement import (
     MOVED,
+    Copies,
     cat_copies,
     expand_copies,
     pad_copies,
@@ -221,27 +222,44 @@ def keeps_axes(op: Op, graph: Graph) -> bool:
     return op.attrs["order"] == tuple(sorted(op.attrs["order"])) and keeps_type(op, graph)
 
 
+def movement(name: str, copies: Copies, **fields: Any) -> OpDef:
+    """Return the record of an operator that moves elements of any type and changes none.
+
+    Args:
+        name: its name.
+        copies: the strided copies it is made of, which have to stay inside its tensors.
+        fields: of `OpDef`, beside what these operators have in common or in place of it.
+    """
+    common = {
+        "shares": True,
+        "types": MOVED,
+        "validate": stays_inside(copies),
+        "window": True,
+        "layout": Layout.SAME,
+        "batch_separable": True,
+        "kernel": "move",
+    }
+    return OpDef(name=name, copies=copies, **{**common, **fields})
+
+
 ANY_RANK = rank(*range(MOST_AXES + 1))
-CAT = OpDef(
-    name="cat",
+CAT = movement(
+    "cat",
+    cat_copies,
     targets=("aten.cat.default",),
     operands=("tensors",),
     variadic=True,
-    shares=True,
     bind=bind_cat,
     check=first_reason(float_activations, ANY_RANK, joinable),
     infer=cat_shape,
     meaning=cat_meaning,
-    validate=stays_inside(cat_copies),
-    window=True,
-    copies=cat_copies,
     changes_nothing=keeps_type,
-    layout=Layout.SAME,
-    batch_separable=True,
-    kernel="move",
+    types=None,
 )
-RESHAPE = OpDef(
-    name="reshape",
+RESHAPE = movement(
+    "reshape",
+    relayout_copies,
+    passes_factors=True,
     targets=(
         "aten.view.default",
         "aten._unsafe_view.default",
@@ -252,92 +270,64 @@ RESHAPE = OpDef(
         "aten.squeeze.dims",
         "aten.unsqueeze.default",
     ),
-    shares=True,
     bind=bind_reshape,
     check=first_reason(float_activations, ANY_RANK, known_sizes),
     infer=same_elements,
     meaning=reshape_meaning,
-    types=MOVED,
     keeps_order=True,
     emit="reshape",
-    window=True,
-    copies=relayout_copies,
     changes_nothing=keeps_type,
     alias=RESHAPED,
     layout=Layout.ANY,
-    batch_separable=True,
-    kernel="move",
+    validate=lambda op, graph: None,  # `infer` counts its elements
 )
-SLICE = OpDef(
-    name="slice",
+SLICE = movement(
+    "slice",
+    slice_copies,
+    passes_factors=True,
     targets=("aten.slice.Tensor",),
-    shares=True,
     bind=bind_slice,
     check=first_reason(float_activations, ANY_RANK, known_slice),
     infer=slice_shape,
     meaning=slice_meaning,
-    types=MOVED,
-    validate=stays_inside(slice_copies),
     needs=slice_inside,
-    window=True,
-    copies=slice_copies,
     changes_nothing=keeps_type,
     alias=SLICED,
-    layout=Layout.SAME,
-    batch_separable=True,
-    kernel="move",
 )
-PAD = OpDef(
-    name="pad",
+PAD = movement(
+    "pad",
+    pad_copies,
+    passes_factors=True,
     targets=("aten.pad.default", "aten.constant_pad_nd.default"),
-    shares=True,
     bind=bind_pad,
     check=first_reason(float_activations, ANY_RANK, plain_pad),
     infer=pad_shape,
     meaning=pad_meaning,
-    types=MOVED,
-    validate=stays_inside(pad_copies),
     needs=pad_inside,
-    window=True,
-    copies=pad_copies,
     changes_nothing=keeps_type,
-    layout=Layout.SAME,
-    batch_separable=True,
-    kernel="move",
 )
-PERMUTE = OpDef(
-    name="permute",
+PERMUTE = movement(
+    "permute",
+    permute_copies,
     targets=("aten.permute.default", "aten.transpose.int", "aten.t.default"),
-    shares=True,
     bind=bind_permute,
     check=first_reason(float_activations, ANY_RANK),
     infer=permute_shape,
     meaning=permute_meaning,
-    types=MOVED,
-    validate=stays_inside(permute_copies),
-    window=True,
-    copies=permute_copies,
     changes_nothing=keeps_axes,
     alias=PERMUTED,
     layout=Layout.ANY,
-    batch_separable=True,
-    kernel="move",
 )
-EXPAND = OpDef(
-    name="expand",
+EXPAND = movement(
+    "expand",
+    expand_copies,
     targets=("aten.expand.default",),
-    shares=True,
     bind=bind_expand,
     check=first_reason(float_activations, ANY_RANK, same_rank),
     infer=expand_shape,
     meaning=expand_meaning,
-    types=MOVED,
-    validate=stays_inside(expand_copies),
-    window=True,
-    copies=expand_copies,
     changes_nothing=keeps_type,
     alias=EXPANDED,
-    layout=Layout.SAME,
-    kernel="move",
+    batch_separable=False,
 )
 SHAPE_OPS = (CAT, RESHAPE, SLICE, PAD, PERMUTE, EXPAND)

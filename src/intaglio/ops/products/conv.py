@@ -215,6 +215,7 @@ def _conv(axes: int) -> OpDef:
         batch_separable=True,
         window=True,
         macs=conv_macs,
+        widens_halves=True,
         fewest_pixels=1,
         layout=Layout.CHANNELS_LAST,
         kernel="matmul",
@@ -240,6 +241,7 @@ def _conv_transpose(axes: int) -> OpDef:
         batch_separable=True,
         window=True,
         macs=transposed_macs,
+        widens_halves=True,
         fewest_pixels=1,
         layout=Layout.CHANNELS_LAST,
         kernel="matmul",
@@ -260,6 +262,7 @@ LINEAR = OpDef(
     batch_separable=True,
     window=True,
     macs=linear_macs,
+    widens_halves=True,
     layout=Layout.ROW_MAJOR,
     kernel="matmul",
 )

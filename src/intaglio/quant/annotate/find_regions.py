@@ -190,7 +190,7 @@ def _spread(regions: Iterable[Region]) -> set[Region]:
 
 def _clamps_float(region: Region) -> bool:
     """Whether it clamps what an operator gives, which is float where a region did not follow what it reads."""
-    return region.record.name == "clamp" and region.activations()[0].op == "call_function"
+    return region.record.clamps and region.activations()[0].op == "call_function"
 
 
 def _reads_levels(region: Region | None, value: fx.Node, active: set[Region]) -> bool:

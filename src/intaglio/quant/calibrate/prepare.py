@@ -277,7 +277,7 @@ def passes_for(quantizer: Quantizer, lists: PassLists) -> tuple[Pass, ...]:
 def _decided(quantizer: Quantizer, module: fx.GraphModule) -> Quantizer:
     """With a recipe that leaves nothing open for what is in the graph."""
     records = (record_of(node) for node in module.graph.nodes)
-    attention = any(record is not None and record.name == "attention" for record in records)
+    attention = any(record is not None and record.attends for record in records)
     return replace(quantizer, recipe=quantizer.recipe.decided(attention))
 
 

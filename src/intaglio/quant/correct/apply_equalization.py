@@ -137,7 +137,7 @@ def _divisible(region: Region) -> bool:
 
 def normalizes(region: Region) -> bool:
     """A layer norm with a scale and an offset of its own, per channel, which lies last."""
-    if len(region.nodes) != 1 or region.record.name != "layer_norm":
+    if len(region.nodes) != 1 or not region.record.normalizes:
         return False
     given = [value for value in operands(region.anchor)[1:] if value is not None]
     return len(given) == 2 and all(is_constant(value) and len(value.users) == 1 for value in given)
@@ -154,7 +154,7 @@ def _owns(anchor: fx.Node) -> bool:
 
 def _rectifies(node: fx.Node) -> bool:
     """max(x, 0): the one bound that factors above zero do not move."""
-    if record_of(node).name != "clamp":
+    if not record_of(node).clamps:
         return False
     bounds = record_of(node).bind(call_of(node, record_of(node)))
     return bounds["low"] == 0 and bounds["high"] is None
@@ -173,9 +173,6 @@ def _other(node: fx.Node, region: Region) -> fx.Node | None:
     return left if right in region.nodes and left not in region.nodes and alpha == 1 else None
 
 
-PASSIVE = ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "reshape", "slice", "pad", "clamp")
-
-
 def _uses(value: fx.Node, member: Mapping[fx.Node, Region], trail: tuple[fx.Node, ...]) -> list[ScaledReader] | None:
     """Readers behind what only selects or averages within a channel; ``None`` when one cannot undo a factor."""
     found = []
@@ -185,8 +182,8 @@ def _uses(value: fx.Node, member: Mapping[fx.Node, Region], trail: tuple[fx.Node
         region, record = member.get(user), record_of(user)
         if region is None or record is None:
             return None
-        alone = len(region.nodes) == 1 and record.name in PASSIVE
-        if alone and (record.name != "clamp" or _rectifies(user)):
+        alone = len(region.nodes) == 1 and record.passes_factors
+        if alone and (not record.clamps or _rectifies(user)):
             inner = _uses(user, member, (*trail, user))
             if inner is None:
                 return None
@@ -267,7 +264,7 @@ def _scale(module: fx.GraphModule, anchor: fx.Node, rows: torch.Tensor | None, c
     """
     record = BY_TARGET[operator(anchor)]
     values = operands(anchor)
-    if rows is not None and record.name == "layer_norm":
+    if rows is not None and record.normalizes:
         for constant in values[1:]:
             if constant is not None:
                 _swap(module, anchor, constant, getattr(module, constant.target).double() / rows)

@@ -174,7 +174,7 @@ def write_factors(module: fx.GraphModule) -> int:
         values = operands(node)
         for value in [values[i] for i in record.roles.x[1:]]:
             q = None if value is None else levels_behind(value)
-            if q is None or (record.name != "attention" and (q.zero, q.qmin + q.qmax) == (128, 256)):
+            if q is None or (not record.attends and (q.zero, q.qmin + q.qmax) == (128, 256)):
                 continue
             found = f"{q.qmin}..{q.qmax} around {q.zero}"
             update_info(node, unfit=f"its second factor has levels {found}; kernels read 1..255 around 128")

@@ -23,7 +23,7 @@ def carry_levels(module: fx.GraphModule) -> int:
     both ways give the same."""
     before = len(module.graph.nodes)
     for node in list(module.graph.nodes):
-        if _selects(node) and record_of(node).name != "clamp":
+        if _selects(node) and not record_of(node).clamps:
             _carry_down(node)
     pending = [node for node in module.graph.nodes if quantizes_to_bytes(node)]
     while pending:
@@ -67,7 +67,7 @@ def _carry_up(node: fx.Node) -> list[fx.Node]:
     if not _selects(select) or list(select.users) != [node]:
         return []
     values = dict.fromkeys(activations(select))
-    if record_of(select).name == "clamp" and not all(levels_behind(v) or _selects(v) for v in values):
+    if record_of(select).clamps and not all(levels_behind(v) or _selects(v) for v in values):
         return []  # kernels clamp what they accumulate
     made = []
     for value in values:
