@@ -20,7 +20,7 @@ from intaglio.backends.onnx_legalize import legalize
 from intaglio.backends.onnx_ops import translations
 from intaglio.backends.ort_residual_qdq import quantize_terms
 from intaglio.errors import BuildError, InputError, UnsupportedError
-from intaglio.fxgraph.node_info import constant_path, info, origin, tensor_type
+from intaglio.fxgraph.node_info import constant_path, graph_info, info, origin, tensor_type
 from intaglio.ir import Expression, Signature, evaluate, symbols_of
 from intaglio.output_paths import check_file
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
@@ -220,7 +220,7 @@ def _exported(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> ExportedProg
     kinds = [tensor_type(node) for node in inputs]
     sizes: dict[str, int] = {}
     for name in sorted(set().union(*[symbols_of(dim) for kind in kinds for dim in kind.shape])):
-        size = max(module.meta.get("sizes", {}).get(name, LEAST), LEAST)
+        size = max(graph_info(module).sizes.get(name, LEAST), LEAST)
         while size in sizes.values():
             size += 1
         sizes[name] = size

@@ -1,22 +1,24 @@
-"""`NodeInfo`: the typed record of what intaglio knows about a torch.fx node.
+"""`NodeInfo` and `GraphInfo`: typed records of what intaglio knows about a torch.fx node, and about a graph.
 
-It is the one value under `INFO` in ``node.meta``. The other keys there are torch's: ``val``, ``nn_module_stack``,
-``stack_trace``, ``custom``, and ``quantization_annotation`` and `TAG`, which quantizers of the export flow write. The
-record is frozen: copies of a graph share it, and `update_info` gives a node a record of its own.
+Each is the one value under `INFO` in the ``meta`` of its node or module. The other keys of a node are torch's:
+``val``, ``nn_module_stack``, ``stack_trace``, ``custom``, and ``quantization_annotation`` and `TAG`, which quantizers
+of the export flow write. The records are frozen: copies of a graph share them, and `update_info` gives a node a record
+of its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import fx
 
-from intaglio.ir import Dim, Origin, TensorType
+from intaglio.ir import Dim, Origin, TensorType, evaluate, symbols_of
 from intaglio.ops import OpDef
 
 INFO = "intaglio"
-"""Key of the record in ``node.meta``."""
+"""Key of the record in ``meta``."""
 TAG = "quantization_tag"
 """Key of ``node.meta`` that holds whatever a user or a quantizer wrote there. It goes along with the origin."""
 
@@ -86,6 +88,35 @@ class NodeInfo:
 
 
 NOTHING = NodeInfo()
+
+
+@dataclass(frozen=True)
+class GraphInfo:
+    """Facts about a graph as a whole. Copies of the graph have the same record."""
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Size in the example of every free dimension."""
+    module_types: Mapping[str, str] = field(default_factory=dict)
+    """Qualified name of the class of every module of the float model, by path."""
+    folded: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Names of the weight and the bias that a batch norm was folded into, by what they were made of."""
+
+
+def graph_info(module: fx.GraphModule) -> GraphInfo:
+    """Return the record of a graph; an empty one when it has none."""
+    found: GraphInfo = module.meta.get(INFO) or GraphInfo()
+    return found
+
+
+def update_graph_info(module: fx.GraphModule, **values: Any) -> None:
+    """Change fields of a graph's record."""
+    module.meta[INFO] = replace(graph_info(module), **values)
+
+
+def size_in_example(size: Dim, node: fx.Node) -> int:
+    """Return a dimension of a node's graph at batch 1 and, where others are free, at their size in the example."""
+    sizes = graph_info(node.graph.owning_module).sizes
+    return evaluate(size, {name: sizes.get(name, 1) for name in symbols_of(size)})
 
 
 def info(node: fx.Node) -> NodeInfo:

@@ -22,7 +22,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from intaglio.errors import CaptureError
 from intaglio.fxgraph.graph_passes import run
-from intaglio.fxgraph.node_info import info, update_info
+from intaglio.fxgraph.node_info import info, update_graph_info, update_info
 from intaglio.fxgraph.nodes import dim_of
 from intaglio.fxgraph.passes.half_precision import WIDENED
 from intaglio.ir import About, DType, Input, Origin, Output, Signature, State
@@ -175,10 +175,9 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
         elif any(str(user.target) != WHILE for user in node.users):
             raise _control_flow(next(iter(node.users)), program)
     module = fx.GraphModule(root, graph)
-    module.meta["sizes"] = example_sizes(program, names, inputs)
-    module.meta["types"] = {name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in model.named_modules()}
-    for node in loops_of(module):
-        node.target.body.module.meta |= module.meta
+    types = {name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in model.named_modules()}
+    for part in (module, *(node.target.body.module for node in loops_of(module))):
+        update_graph_info(part, sizes=example_sizes(program, names, inputs), module_types=types)
     widened = run(module, CAPTURE_PASSES)["widen_halves"]
     signature = dataclasses.replace(_with_names(signature, model), ranges=ranges_of(program, names))
     tensors = {id(one): one for part in (module, *parts_of(module)) for one in part.buffers()}.values()

@@ -8,7 +8,15 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import constant_path, info, inherit_info, origin, tensor_type
+from intaglio.fxgraph.node_info import (
+    constant_path,
+    graph_info,
+    info,
+    inherit_info,
+    origin,
+    tensor_type,
+    update_graph_info,
+)
 from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operator
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ops import ANCHORS, BY_TARGET, OPS
@@ -176,10 +184,11 @@ def _targets(values: Iterable[fx.Node | None]) -> list[str]:
 def _replace(module: fx.GraphModule, anchor: fx.Node, weight: torch.Tensor, bias: torch.Tensor, label: str) -> None:
     """Point the anchor at folded constants; the same weight under the same label gives the same constants."""
     key = "|".join([*_targets(anchor.args[1:3]), label])
-    known = module.meta.setdefault("folded", {})
+    known = graph_info(module).folded
     if key not in known:
         stem = f"{anchor.args[1].target}_folded{len(known)}"
-        known[key] = (stem, f"{stem}_bias")
+        known = {**known, key: (stem, f"{stem}_bias")}
+        update_graph_info(module, folded=known)
         module.register_buffer(stem, weight.float())
         module.register_buffer(f"{stem}_bias", bias.float())
     path = constant_path(anchor.args[1])

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 
 from torch import fx
 
-from intaglio.fxgraph.node_info import info, origin, tensor_type
+from intaglio.fxgraph.node_info import info, origin, size_in_example, tensor_type
 from intaglio.fxgraph.nodes import activations, call_of, is_constant, operands, operator, record_of
 from intaglio.fxgraph.passes.batch_norm_folding import BATCH_NORM
-from intaglio.ir import Dim, DType, evaluate, symbols_of
+from intaglio.ir import Dim, DType
 from intaglio.ops import BY_TARGET
 from intaglio.ops.dynamic_quant import ROW_MODES
 from intaglio.quant.annotate.embedding_tables import BAGS, Table, bag_refusal
@@ -83,9 +83,7 @@ def macs(node: fx.Node) -> int:
 
     Counted at batch 1 and, where other dimensions are free, at their size in the example.
     """
-    sizes = node.graph.owning_module.meta.get("sizes", {})
-    work = _work(node)
-    return evaluate(work, {name: sizes.get(name, 1) for name in symbols_of(work)})
+    return size_in_example(_work(node), node)
 
 
 def _work(node: fx.Node) -> Dim:

@@ -11,10 +11,9 @@ from torch import fx
 
 from intaglio.errors import CalibrationError
 from intaglio.fxgraph.graph_passes import copy_graph
-from intaglio.fxgraph.node_info import constant_path, info, origin, tensor_type, update_info
+from intaglio.fxgraph.node_info import constant_path, info, origin, size_in_example, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, call_of, constant_node, is_constant, operands, operator, record_of
 from intaglio.fxgraph.passes.batch_norm_folding import read_affine
-from intaglio.ir import Dim, evaluate, symbols_of
 from intaglio.ops import BY_TARGET
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.calibrate.prepare import Prepared, again, whole
@@ -244,17 +243,12 @@ def _along(use: ScaledReader, factors: torch.Tensor) -> torch.Tensor | None:
 
 def _sizes(node: fx.Node) -> tuple[int, ...]:
     """A shape with one image, other free dimensions as in the example."""
-    return (1, *(_in_example(size, node) for size in tensor_type(node).shape[1:]))
+    return (1, *(size_in_example(size, node) for size in tensor_type(node).shape[1:]))
 
 
 def _number(value: Any) -> Any:
     """Arguments with nodes of sizes replaced by the sizes in the example, of one image."""
-    return fx.map_arg(value, lambda node: _in_example(info(node).dim, node))
-
-
-def _in_example(size: Dim, node: fx.Node) -> int:
-    known = node.graph.owning_module.meta.get("sizes", {})
-    return evaluate(size, {name: known.get(name, 1) for name in symbols_of(size)})
+    return fx.map_arg(value, lambda node: size_in_example(info(node).dim, node))
 
 
 def _scale(module: fx.GraphModule, anchor: fx.Node, rows: torch.Tensor | None, columns: torch.Tensor | None) -> None:

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.graph_passes import copy_graph
-from intaglio.fxgraph.node_info import origin, tensor_type
+from intaglio.fxgraph.node_info import graph_info, origin, tensor_type
 from intaglio.fxgraph.nodes import operands, operator, record_of
 from intaglio.ir import DType, evaluate, symbols_of
 from intaglio.quant.annotate.node_annotations import ANNOTATION_KEY, Annotation, Levels, Own, SameAs, is_apart
@@ -61,8 +61,7 @@ AS_TENSOR = {"aten.add.Scalar": aten.add.Tensor, "aten.mul.Scalar": aten.mul.Ten
 def torch_view(module: fx.GraphModule) -> fx.GraphModule:
     """A copy with export's spelling of operators and what export writes on nodes: ``val``, ``nn_module_stack``,
     ``source_fn_stack``; our own ``type`` and ``origin`` stay. Nodes keep their names."""
-    view, sizes = copy_graph(module), module.meta.get("sizes", {})
-    types: Mapping[str, str] = module.meta.get("types", {})
+    view, known = copy_graph(module), graph_info(module)
     with FakeTensorMode():
         for node in list(view.graph.nodes):
             if is_apart(node):
@@ -71,10 +70,10 @@ def torch_view(module: fx.GraphModule) -> fx.GraphModule:
                 continue
             kind = tensor_type(node)
             if kind is not None and kind.dtype in TORCH_DTYPES:
-                shape = [evaluate(size, {n: sizes.get(n, 2) for n in symbols_of(size)}) for size in kind.shape]
+                shape = [evaluate(size, {n: known.sizes.get(n, 2) for n in symbols_of(size)}) for size in kind.shape]
                 node.meta["val"] = torch.empty(shape, dtype=TORCH_DTYPES[kind.dtype])
             _spell(node)
-            node.meta |= _export_meta(node, types)
+            node.meta |= _export_meta(node, known.module_types)
     view.recompile()
     return view
 
