@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from intaglio.backends.channel_zero_points import image_of, one_zero_point, take_bytes
+from intaglio.fxgraph.graph_checker import FOR_ENGINES, finish_pass
 from intaglio.fxgraph.graph_passes import copy_graph, drop_unused_constants
 from intaglio.fxgraph.node_info import copy_info, origin, set_info
 from intaglio.fxgraph.nodes import is_constant, operator
@@ -53,7 +54,7 @@ def graph_for_inductor(reference: Reference) -> fx.GraphModule:
     module = fx.GraphModule(reference.module, reference.module.graph.__deepcopy__())
     for rewrite in INDUCTOR_PASSES:
         rewrite(module)
-        module.graph.eliminate_dead_code()
+        finish_pass(module, rewrite.__name__, FOR_ENGINES)
     return _labelled(module)
 
 

@@ -14,6 +14,7 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.backends.channel_zero_points import one_zero_point, take_bytes
+from intaglio.fxgraph.graph_checker import FOR_ENGINES, finish_pass
 from intaglio.fxgraph.node_info import constant_path, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, call_before, constant_node, is_constant, operator, replace_node
 from intaglio.ir import DType, TensorType
@@ -40,8 +41,7 @@ def legalize(module: fx.GraphModule) -> fx.GraphModule:
     for rewrite in ONNX_PASSES:
         for node in list(copied.graph.nodes):
             rewrite(copied, node)
-        copied.graph.eliminate_dead_code()
-    copied.graph.lint()
+        finish_pass(copied, rewrite.__name__, FOR_ENGINES)
     copied.recompile()
     return copied
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 
 from torch import fx, nn
 
+from intaglio.fxgraph.graph_checker import finish_pass
 from intaglio.torch_private import buffers_of
 
 Pass = Callable[[fx.GraphModule], int]
 
 
 def run(module: fx.GraphModule, passes: Iterable[Pass]) -> dict[str, int]:
-    """Each pass in turn, lint after every one; pass name -> rewrites it made."""
+    """Run each pass in turn and check the graph after every one; return how many rewrites each made, by its name."""
     counts = {}
     for step in passes:
         counts[step.__name__] = step(module)
-        module.graph.eliminate_dead_code()
-        module.graph.lint()
+        finish_pass(module, step.__name__)
     module.recompile()
     drop_unused_constants(module)
     return counts
@@ -37,7 +36,7 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     for old, new in mapping.items():
         new.meta = dict(old.meta)
     copied = fx.GraphModule(root, graph)
-    copied.meta = copy.deepcopy(module.meta)
+    copied.meta = dict(module.meta)
     return copied
 
 

@@ -10,7 +10,7 @@ from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import tensor_type, update_info
 from intaglio.fxgraph.nodes import operator
 from intaglio.fxgraph.passes.batch_first import batch_first
-from intaglio.ir import DType, TensorType, symbols_of
+from intaglio.ir import DType, Origin, TensorType, symbols_of
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
 from intaglio.tracing import capture, run
 from support.nets import Body
@@ -104,13 +104,13 @@ class Drawn:
         nodes = [self.constant(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
         self.value = target(self.value, *args)
         self.node = self.graph.call_function(target, (self.node, *nodes))
-        update_info(self.node, type=TensorType(tuple(self.value.shape), DType.F32))
+        update_info(self.node, type=TensorType(tuple(self.value.shape), DType.F32), origin=Origin("", str(target), ""))
 
     def constant(self, tensor: torch.Tensor) -> fx.Node:
         name = f"w{len(list(self.root.buffers()))}"
         self.root.register_buffer(name, tensor)
         node = self.graph.get_attr(name)
-        update_info(node, type=TensorType(tuple(tensor.shape), DType.F32))
+        update_info(node, type=TensorType(tuple(tensor.shape), DType.F32), path=name)
         return node
 
     def draw(self, data) -> None:

@@ -1,0 +1,121 @@
+"""`finish_pass` removes dead code after a pass and checks that the graph keeps every promise of its stage."""
+
+from __future__ import annotations
+
+import operator as python_operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from intaglio.fxgraph.node_info import INFO, NOTHING, NodeInfo
+from intaglio.fxgraph.nodes import operator
+from intaglio.ir import DType, TensorType, VerifyError
+from intaglio.signature import DTYPES
+from intaglio.torch_private import buffers_of
+
+
+@dataclass(frozen=True)
+class Promises:
+    """What nodes of a stage's graphs have, beside the form of a torch.fx graph.
+
+    Attributes:
+        types: a record with the type of every tensor and the dimension of every symbolic size.
+        origins: an operator has an origin, a constant the path of what it is made of.
+        single_constants: all readers of a constant read the same node.
+    """
+
+    types: bool
+    origins: bool
+    single_constants: bool
+
+
+CANONICAL = Promises(types=True, origins=True, single_constants=True)
+"""Captured graphs and all that follows from them up to the reference model."""
+FOR_ENGINES = Promises(types=False, origins=False, single_constants=False)
+"""Graphs for other engines, whose passes put in operators and constants that nobody annotates any more."""
+
+
+def finish_pass(module: fx.GraphModule, after: str, promises: Promises = CANONICAL) -> None:
+    """Remove dead code, and check the graph.
+
+    A graph has one output, at its end. Nodes have names of their own and stand behind what they read; a node is among
+    the users of what it reads, and its users read it. Constants exist in the module, and their types are those of the
+    tensors there; other types agree with the example value in ``meta["val"]``, where torch put one.
+
+    Args:
+        module: the graph, as the pass left it.
+        after: name of the pass.
+        promises: what its stage promises beyond this.
+
+    Raises:
+        VerifyError: the graph breaks a promise. The error names the pass and the node.
+    """
+    _check_users(module.graph, after)
+    if list(module.graph.find_nodes(op="output")) != [next(reversed(module.graph.nodes), None)]:
+        raise VerifyError(f"after {after}: the graph does not end with its only output")
+    try:
+        module.graph.eliminate_dead_code()  # begins with graph.lint()
+    except (RuntimeError, ValueError) as error:
+        raise VerifyError(f"after {after}: {str(error).splitlines()[0]}") from error
+    _check_records(module, after, promises)
+
+
+def _broken(after: str, node: fx.Node, problem: str) -> VerifyError:
+    return VerifyError(f"after {after}: %{node.name} ({operator(node) or node.op}) {problem}")
+
+
+def _check_users(graph: fx.Graph, after: str) -> None:
+    """Compare what nodes read with the users of what they read; look for the node only where the counts differ."""
+    reads = users = 0
+    for node in graph.nodes:
+        users += len(node.users)
+        for value in node.all_input_nodes:
+            reads += 1
+            if node not in value.users:
+                raise _broken(after, node, f"reads %{value.name}, which does not have it among its users")
+    if reads == users:
+        return
+    for node in graph.nodes:
+        for user in node.users:
+            if node not in user.all_input_nodes:
+                raise _broken(after, node, f"has %{user.name} among its users, which does not read it")
+    raise VerifyError(f"after {after}: a node outside of the graph reads one inside")
+
+
+def _check_records(module: fx.GraphModule, after: str, promises: Promises) -> None:
+    tensors, first = buffers_of(module), dict[str, fx.Node]()
+    for node in module.graph.nodes:
+        if node.op == "output":
+            continue
+        known: NodeInfo = node.meta.get(INFO, NOTHING)
+        kind, value = known.type, node.meta.get("val")
+        if kind is None and known.dim is None and promises.types and not _is_tuple(node):
+            raise _broken(after, node, "has neither a type nor a dimension")
+        if node.op == "get_attr":
+            value = tensors[node.target]
+            if known.path is None and promises.origins:
+                raise _broken(after, node, "has no path")
+            if promises.single_constants and first.setdefault(node.target, node) is not node:
+                raise _broken(after, node, f"reads the constant that %{first[node.target].name} reads already")
+        elif known.origin is None and promises.origins and node.op == "call_function":
+            raise _broken(after, node, "has no origin")
+        if kind is not None and isinstance(value, torch.Tensor) and (problem := _wrong_type(value, kind)) is not None:
+            raise _broken(after, node, problem)
+
+
+def _is_tuple(node: fx.Node) -> bool:
+    return bool(node.users) and all(user.target is python_operator.getitem for user in node.users)
+
+
+def _wrong_type(tensor: torch.Tensor, kind: TensorType) -> str | None:
+    if DTYPES.get(tensor.dtype, DType.OTHER) is not kind.dtype:
+        return f"is {tensor.dtype}; its record says {kind.dtype}"
+    shape = tensor.shape
+    if shape == kind.shape:
+        return None
+    free = len(shape) == len(kind.shape) and all(
+        size == known or not (isinstance(size, int) and isinstance(known, int))
+        for size, known in zip(shape, kind.shape, strict=True)
+    )
+    return None if free else f"has the shape {list(shape)}; its record says {list(kind.shape)}"
