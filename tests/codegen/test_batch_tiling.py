@@ -41,7 +41,7 @@ def in_turns(lowered: Lowered, model: QuantizedModel, turns: BatchTiling) -> Qua
 
 
 def most(lowered: Lowered) -> int:
-    """Phases that can run in turns."""
+    """Barrier groups that can run in turns."""
     return len(list(separable(plan_graph(lowered.graph))))
 
 
@@ -54,12 +54,12 @@ def test_turns_of_a_few_images_have_the_bits_of_the_interpreter(program, isa, im
     assert_bits_of_the_interpreter(net, lowered, in_turns(lowered, compiled(program, isa), turns))
 
 
-@pytest.mark.parametrize("phases", range(1, 7))
-def test_turns_may_end_behind_any_phase(phases):
+@pytest.mark.parametrize("groups", range(1, 7))
+def test_turns_may_end_behind_any_barrier_group(groups):
     """A value is read by the turns and behind them, a residual operand comes from before their end."""
     net, lowered = built(residual)
     assert most(lowered) == 6
-    turns = BatchTiling("n", phases, 1)
+    turns = BatchTiling("n", groups, 1)
     assert_bits_of_the_interpreter(net, lowered, in_turns(lowered, compiled(residual, HERE[-1]), turns))
 
 
@@ -123,6 +123,17 @@ def test_weights_larger_than_activations_end_turns():
     planned = plan_graph(net.graph(net.conv(x, 8, 1, f32=True)))
     assert len(list(separable(planned))) == 4
     assert analytic_batch_tiling(planned, CacheSizes(l2=1 << 14))[0] == BatchTiling("n", 3, 1)
+
+
+def test_the_plan_knows_the_offsets_of_a_batch_that_is_one_tile():
+    planned = schedule_plan(
+        plan_graph(built(residual)[1].graph), ISAS[HERE[0]], CACHES, batch_tiling=BatchTiling("n", 4, 2)
+    )
+    arena, layout = planned.arena(), build_artifact(emit(planned, "offsets")).plan(sizes(2))
+    assert arena.tile
+    assert arena.outside
+    offsets = arena.offsets(planned.buffers, sizes(2))
+    assert offsets == {name: layout.offsets[index] for name, index in arena.positions().items()}
 
 
 def test_a_fixed_batch_takes_no_turns():

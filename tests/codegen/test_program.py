@@ -110,13 +110,16 @@ def test_nothing_outside_the_arena_the_constants_and_the_tensors_is_touched(prog
 
 
 @pytest.mark.parametrize("program", FREE, ids=lambda program: program.__name__)
-def test_buffers_alive_in_one_phase_never_overlap(program, monkeypatch):
+def test_buffers_alive_in_one_barrier_group_never_overlap(program, monkeypatch):
     """On a machine whose caches hold a whole batch: the buffers of batch tiles have places of their own."""
     monkeypatch.setattr(machine, "caches", lambda: machine.Caches(32 << 10, 64 << 20, 64 << 20))
     lowered = replace(built(program)[1], about=About(program.__name__))
     planned, artifact = plan_graph(lowered.graph), build.compile(lowered, isa=HERE[0]).artifact
     for batch in (0, 1, 7):
         layout = artifact.plan(sizes(batch))
+        assert planned.arena().offsets(planned.buffers, sizes(batch)) == {
+            lifetime.value: offset for lifetime, offset in zip(planned.lifetimes, layout.offsets, strict=False)
+        }
         spans = []
         for lifetime, offset in zip(planned.lifetimes, layout.offsets, strict=False):
             size = evaluate(planned.buffers[lifetime.value].size(), sizes(batch))

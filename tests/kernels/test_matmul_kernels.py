@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from intaglio.kernels import ISAS, TileSpec, permutation
 from intaglio.kernels.tile_spec import RESULTS
+from intaglio.plan import BufferLifetime
+from intaglio.plan.arena import first_fit
 from support.matmul_cases import Case, cases, numbers, run
 from support.matmul_library import HERE, LOOKS_UP, kernels
 
@@ -172,6 +174,7 @@ def test_kernels_use_no_instruction_of_a_later_set(kernels_of, allowed):
 def test_no_two_buffers_alive_together_overlap(isa, drawn):
     lives, sizes = [(min(a, b), max(a, b)) for a, b, _ in drawn], [size for _, _, size in drawn]
     offsets, total = kernels(isa).place(lives, sizes)
+    assert (offsets, total) == first_fit([BufferLifetime("", *life, 0) for life in lives], sizes)
     ends = [offset + size + 64 for offset, size in zip(offsets, sizes, strict=True)]
     assert all(offset % 64 == 0 for offset in offsets)
     assert max(ends, default=0) <= total

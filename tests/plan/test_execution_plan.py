@@ -94,7 +94,7 @@ def no_barriers(plan: Plan) -> Plan:
 
 def swapped_steps(plan: Plan) -> Plan:
     first, second, *others = plan.steps
-    return replace(plan, steps=(first, replace(others[0], phase=second.phase), second, *others[1:]))
+    return replace(plan, steps=(first, replace(others[0], barrier_group=second.barrier_group), second, *others[1:]))
 
 
 def missing_step(plan: Plan) -> Plan:
@@ -115,6 +115,11 @@ def shared_memory(plan: Plan) -> Plan:
     return replace(plan, buffers={**plan.buffers, second: replace(plan.buffers[second], alias=first)})
 
 
+def alias_of_nothing(plan: Plan) -> Plan:
+    name = next(name for name, buffer in plan.buffers.items() if buffer.alias)
+    return replace(plan, buffers={**plan.buffers, name: replace(plan.buffers[name], alias="nothing")})
+
+
 def view_for_a_convolution(plan: Plan) -> Plan:
     name = plan.steps[1].partition.output
     view = TensorView(plan.steps[0].partition.output, 0, (1, 1, 1, 1))
@@ -125,18 +130,19 @@ def view_for_a_convolution(plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (halved_lifetime, "uses it in phase 2, but it lives from 1 to 1"),
-        (late_lifetime, "uses it in phase 1, but it lives from 2 to 2"),
+        (halved_lifetime, "uses it in barrier group 2, but it lives from 1 to 1"),
+        (late_lifetime, "uses it in barrier group 1, but it lives from 2 to 2"),
         (no_place, "it has no place in memory"),
         (placed_twice, "a buffer is placed twice"),
         (without_halo, "its halo is 0x0, its readers need (1, 1)"),
         (with_halo, "its halo is 1x1, its readers need (0, 0)"),
-        (no_barriers, "before its phase 0 is over"),
-        (swapped_steps, "before its phase"),
+        (no_barriers, "before its barrier group 0 is over"),
+        (swapped_steps, "before its barrier group"),
         (missing_step, "no partition computes it"),
         (repeated_step, "2 partitions compute it"),
         (segments_out_of_order, "comes after"),
         (shared_memory, "overwrites what"),
+        (alias_of_nothing, "an alias of %nothing, which has no memory of its own"),
         (view_for_a_convolution, "takes no strides"),
     ],
 )

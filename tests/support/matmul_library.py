@@ -140,7 +140,7 @@ class Kernels:
 
     def place(self, lives: Sequence[tuple[int, int]], sizes: Sequence[int]) -> tuple[list[int], int]:
         """Offsets of the planner and the bytes it needs."""
-        flat = (ctypes.c_int32 * (2 * len(lives)))(*[phase for life in lives for phase in life])
+        flat = (ctypes.c_int32 * (2 * len(lives)))(*[group for life in lives for group in life])
         offsets = (ctypes.c_int64 * len(sizes))()
         total = self.library.harness_place(flat, (ctypes.c_int64 * len(sizes))(*sizes), len(sizes), offsets)
         return list(offsets), total

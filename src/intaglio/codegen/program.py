@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from intaglio.codegen.context import Context, describe
 from intaglio.codegen.emitters.emit_attention import emit_attention, emit_bmm
-from intaglio.codegen.emitters.emit_batch_tiling import batch_tiles_call, emit_batch_tile, emit_places, positions
+from intaglio.codegen.emitters.emit_batch_tiling import batch_tiles_call, emit_batch_tile, emit_places
 from intaglio.codegen.emitters.emit_data_movement import emit_movement
 from intaglio.codegen.emitters.emit_dynamic_quant import emit_quantize_rows
 from intaglio.codegen.emitters.emit_embedding import emit_arange, emit_embedding_bag
@@ -76,7 +76,7 @@ def emit(plan: Plan, name: str) -> Program:
     if plan.target is None:
         raise ValueError("this plan is for no machine yet: schedule_plan(plan, ...)")
     isa, tiling = plan.target.isa, plan.batch_tiling
-    context = Context(plan, ISAS[isa], positions(plan))
+    context = Context(plan, ISAS[isa], plan.arena().positions())
     bodies, notes = [], []
     for index, step in enumerate(plan.steps):
         own = context.of_step(index)
@@ -177,7 +177,7 @@ def _scale(kind: TensorType) -> str:
 
 
 def _segments(code: Code, context: Context) -> None:
-    """One function a native stretch: its steps, a barrier where a phase ends. The first begins with what a large batch
+    """One function a native stretch: its steps, a barrier where a group ends. The first begins with what a large batch
     takes in turns."""
     plan = context.plan
     native: dict[int, list[tuple[int, Step]]] = {}
@@ -187,7 +187,7 @@ def _segments(code: Code, context: Context) -> None:
     calls = {segment: _calls_of(steps, len(plan.steps)) for segment, steps in native.items()}
     tiling = plan.batch_tiling
     if tiling is not None:
-        early = sum(step.phase < tiling.phases for step in plan.steps)
+        early = sum(step.barrier_group < tiling.groups for step in plan.steps)
         emit_batch_tile(code, calls[0][:early], tiling, context)
         calls[0][:early] = [batch_tiles_call(tiling, context)]
     for segment, lines in calls.items():
@@ -209,7 +209,7 @@ def _calls_of(steps: Sequence[tuple[int, Step]], count: int) -> list[str]:
     found = []
     for (index, step), following in zip_longest(steps, steps[1:]):
         lines = [f"{_symbol(index, step)}(r, thread, threads);", f"time_step(r, {index}, {count}, thread, threads);"]
-        if following and following[1].phase != step.phase:
+        if following and following[1].barrier_group != step.barrier_group:
             lines.append("intaglio_barrier_wait(r->barrier, threads);")
         found.append("\n".join(lines))
     return found

@@ -79,12 +79,12 @@ class HostCall:
 @dataclass(frozen=True)
 class Work:
     """What a step has to do: multiply-accumulates, units that threads divide, about, bytes of activations read and
-    written; the phase and the segment it runs in."""
+    written; the barrier group and the segment it runs in."""
 
     macs: Dim = 0
     units: Dim = 1
     bytes: Dim = 0
-    phase: int = 0
+    barrier_group: int = 0
     segment: int = 0
 
 

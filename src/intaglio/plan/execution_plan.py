@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from intaglio.ir import Graph, Schedule
+from intaglio.plan.arena import Arena, arena_of
 from intaglio.plan.buffers import Buffer, strides
 from intaglio.plan.kernel_records import Kernel
 from intaglio.plan.loops.loop_records import LoopSchedule
@@ -19,7 +20,15 @@ from intaglio.plan.plan_records import (
     Target,
     TensorView,
 )
-from intaglio.plan.plan_text import batch_tiling_lines, buffer_lines, decided_texts, step_lines, target_line, view_lines
+from intaglio.plan.plan_text import (
+    batch_tiling_lines,
+    buffer_lines,
+    decided_texts,
+    placed_texts,
+    step_lines,
+    target_line,
+    view_lines,
+)
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,10 @@ class Plan:
         (above, beside), (_, _, width, pixel) = buffer.halo, buffer.lies()
         return TensorView(name, (above * (width + 2 * beside) + beside) * pixel, strides(buffer))
 
+    def arena(self) -> Arena:
+        """Return where buffers are placed: in the memory of a batch tile, or outside."""
+        return arena_of(self.lifetimes, self.batch_tiling)
+
     def tallest(self) -> Mapping[int, int]:
         """Return the tallest tile of the target by its blocks of 16 channels."""
         if self.target is None:
@@ -91,9 +104,9 @@ class Plan:
         decided = decided_texts(self.schedules, self.guarded, self.kernels, self.loops)
         for index, step in enumerate(self.steps):
             lines += step_lines(index, step, self.graph, decided, self.reasons)
-        lifetimes = {lifetime.value: lifetime for lifetime in self.lifetimes}
+        places = placed_texts(self.arena(), self.buffers, dict.fromkeys(self.graph.symbols(), 1))
         for name, buffer in self.buffers.items():
-            lines += buffer_lines(buffer, lifetimes.get(name), self.reasons)
+            lines += buffer_lines(buffer, places.get(name), self.reasons)
         lines += view_lines(self.views, self.reasons)
         lines += [f"external {', '.join(f'%{name}' for name in self.external)}"] * bool(self.external)
         lines += batch_tiling_lines(self.batch_tiling, self.reasons)

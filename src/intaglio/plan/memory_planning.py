@@ -43,7 +43,7 @@ def add_scratch_buffers(plan: Plan) -> Plan:
 
 
 def plan_memory(plan: Plan) -> Plan:
-    """Find the lifetime of every buffer, in phases, and place the largest buffers first.
+    """Find the lifetime of every buffer, in barrier groups, and place the largest buffers first.
 
     A big buffer placed late finds only gaps that are too small for it (Pisarchyk and Lee 2020).
     """
@@ -55,8 +55,8 @@ def plan_memory(plan: Plan) -> Plan:
         for name in (*outputs, *scratch, *step.partition.reads()):
             root = plan.root(name)
             if root in plan.buffers:
-                first.setdefault(root, step.phase)
-                last[root] = step.phase
+                first.setdefault(root, step.barrier_group)
+                last[root] = step.barrier_group
     ordered = sorted(first, key=lambda name: (-_typical_bytes(plan.buffers[name]), first[name], name))
     lifetimes = (BufferLifetime(name, first[name], last[name], order) for order, name in enumerate(ordered))
     return replace(plan, lifetimes=tuple(lifetimes))

@@ -85,12 +85,12 @@ def is_flat(partition: Partition, graph: Graph, buffers: Mapping[str, Buffer]) -
 class Step:
     """One entry of a program: a partition, or an island or host operator that the runtime calls.
 
-    Steps of one phase do not depend on each other: threads wait for each other where a phase ends. A segment is a
-    stretch of steps without a call of the runtime in between.
+    Steps of one barrier group do not depend on each other: threads wait for each other where a group ends. A segment is
+    a stretch of steps without a call of the runtime in between.
     """
 
     partition: Partition
-    phase: int = 0
+    barrier_group: int = 0
     segment: int = 0
 
     @property
@@ -101,7 +101,7 @@ class Step:
 
 @dataclass(frozen=True)
 class BufferLifetime:
-    """Phases from the first that writes a buffer to the last that reads it, both included.
+    """Barrier groups from the first that writes a buffer to the last that reads it, both included.
 
     Buffers get their offsets in the order of ``order``.
     """
@@ -112,17 +112,19 @@ class BufferLifetime:
     order: int
 
     def overlaps(self, other: BufferLifetime) -> bool:
-        """Return whether both buffers must be in memory during one phase."""
+        """Return whether both buffers must be in memory during one barrier group."""
         return self.first <= other.last and other.first <= self.last
 
 
 @dataclass(frozen=True)
 class BatchTiling:
-    """The steps of the first ``phases`` phases run on ``images`` images a thread, then on as many others, along the
-    free dimension ``batch``. Bits never depend on it."""
+    """Run the steps of the first ``groups`` barrier groups on ``images`` images a thread, then on as many others.
+
+    ``batch`` is the free dimension that counts images. Bits never depend on it.
+    """
 
     batch: str
-    phases: int
+    groups: int
     images: int
 
 

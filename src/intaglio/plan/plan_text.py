@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from intaglio.ir import Dim, Graph, Schedule
+from intaglio.plan.arena import Arena
 from intaglio.plan.buffers import Buffer
 from intaglio.plan.kernel_records import Kernel, TiledKernel
 from intaglio.plan.loops.loop_records import LoopSchedule
-from intaglio.plan.plan_records import BatchTiling, BufferLifetime, Choice, Reasons, Step, Target, TensorView
+from intaglio.plan.plan_records import BatchTiling, Choice, Reasons, Step, Target, TensorView
 
 
 def target_line(target: Target | None, steps: int, segments: int) -> str:
@@ -26,7 +27,8 @@ def step_lines(
     kinds = " + ".join(op.kind for op in partition.ops)
     results = partition.ops[-1].outputs
     result = ", ".join(f"%{name}: {graph.types[name]}" for name in results)
-    yield f"p{index:02d} {partition.name}: {kinds} -> {result}; phase {step.phase}, segment {step.segment}"
+    place = f"barrier group {step.barrier_group}, segment {step.segment}"
+    yield f"p{index:02d} {partition.name}: {kinds} -> {result}; {place}"
     yield from _because(Choice.FUSION, results[0], reasons)
     yield from _because(Choice.BARRIER, results[0], reasons)
     for choice, texts in decided.items():
@@ -61,17 +63,25 @@ def _kernels_text(kernels: tuple[Kernel, ...]) -> str:
     return f"runs {'; '.join(texts)}{pieces}"
 
 
-def buffer_lines(buffer: Buffer, lifetime: BufferLifetime | None, reasons: Reasons) -> Iterator[str]:
+def placed_texts(arena: Arena, buffers: Mapping[str, Buffer], sizes: Mapping[str, int]) -> dict[str, str]:
+    """Return the bytes, offset for these free sizes, lifetime and placement order of every buffer in the arena."""
+    found, where = dict[str, str](), ", ".join(f"{name}={size}" for name, size in sizes.items())
+    offsets, tile = arena.offsets(buffers, sizes), {one.value for one in arena.tile}
+    for one in (*arena.outside, *arena.tile):
+        offset = f"at {offsets[one.value]}" + " of the batch tile" * (one.value in tile) + f" ({where})" * bool(where)
+        lifetime = f"barrier groups {one.first}..{one.last}, placed {one.order}"
+        found[one.value] = f"{_bytes(buffers[one.value].size())} bytes {offset}, {lifetime}"
+    return found
+
+
+def buffer_lines(buffer: Buffer, place: str | None, reasons: Reasons) -> Iterator[str]:
     """Yield where a buffer is, how large and how long, then the reasons for its layout, halo and alias."""
     shape = ", ".join(map(str, buffer.shape))
     halo = f", halo {buffer.halo[0]}x{buffer.halo[1]}" if any(buffer.halo) else ""
     layout = "channels last" if buffer.spatial else "row-major"
+    where = place or "never in memory"
     if buffer.alias is not None:
         where = f"in %{buffer.alias}" + (f" from channel {buffer.part}" if buffer.part is not None else "")
-    elif lifetime is not None:
-        where = f"{_bytes(buffer.size())} bytes, phases {lifetime.first}..{lifetime.last}, placed {lifetime.order}"
-    else:
-        where = "never in memory"
     yield f"buffer %{buffer.value} {buffer.dtype}[{shape}] {layout}{halo}: {where}"
     for choice in (Choice.LAYOUT, Choice.HALO, Choice.ALIAS, Choice.MEMORY):
         yield from _because(choice, buffer.value, reasons)
@@ -92,7 +102,7 @@ def batch_tiling_lines(tiling: BatchTiling | None, reasons: Reasons) -> Iterator
     reason = reasons.get((Choice.BATCH_TILING, ""))
     if tiling is not None:
         images = _count(tiling.images, "image")
-        yield f"batch tiling along {tiling.batch}: phases 0..{tiling.phases - 1} on {images} a thread: {reason}"
+        yield f"batch tiling along {tiling.batch}: barrier groups 0..{tiling.groups - 1} on {images} a thread: {reason}"
     elif reason is not None:
         yield f"no batch tiling: {reason}"
 

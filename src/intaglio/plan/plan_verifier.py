@@ -38,30 +38,31 @@ def operators_once(plan: Plan) -> Iterator[str]:
 
 
 def written_before_read(plan: Plan) -> Iterator[str]:
-    """Yield values that a step reads before an earlier phase has written them."""
-    phase_of = {name: step.phase for step in plan.steps for op in step.partition.ops for name in op.outputs}
-    dropped = {op.output: op for op in plan.graph.ops if not phase_of.keys() & {*op.outputs}}
+    """Yield values that a step reads before an earlier barrier group has written them."""
+    group_of = {name: step.barrier_group for step in plan.steps for op in step.partition.ops for name in op.outputs}
+    dropped = {op.output: op for op in plan.graph.ops if not group_of.keys() & {*op.outputs}}
     position = {id(step): index for index, step in enumerate(plan.steps)}
     made_at = {name: position[id(step)] for step in plan.steps for op in step.partition.ops for name in op.outputs}
     for step in plan.steps:
         for name in step.partition.reads():
             for source in _sources(name, dropped):
-                if source not in phase_of:
+                if source not in group_of:
                     if source not in plan.graph.inputs and source not in plan.graph.constants:
                         yield f"%{source}: {step.partition.name} reads it, but no step writes it"
-                elif phase_of[source] >= step.phase or made_at[source] >= position[id(step)]:
-                    yield f"%{source}: {step.partition.name} reads it before its phase {phase_of[source]} is over"
+                elif group_of[source] >= step.barrier_group or made_at[source] >= position[id(step)]:
+                    group = group_of[source]
+                    yield f"%{source}: {step.partition.name} reads it before its barrier group {group} is over"
 
 
-def phases_in_order(plan: Plan) -> Iterator[str]:
-    """Yield steps whose phase or segment is lower than that of the step in front of them."""
+def groups_in_order(plan: Plan) -> Iterator[str]:
+    """Yield steps whose barrier group or segment is lower than that of the step in front of them."""
     for before, step in pairwise(plan.steps):
-        if step.phase < before.phase or step.segment < before.segment:
-            yield f"{step.partition.name}: phase {step.phase} comes after phase {before.phase}"
+        if step.barrier_group < before.barrier_group or step.segment < before.segment:
+            yield f"{step.partition.name}: barrier group {step.barrier_group} comes after {before.barrier_group}"
 
 
 def lifetimes_cover_uses(plan: Plan) -> Iterator[str]:
-    """Yield buffers that are written or read in a phase in which others may have their memory."""
+    """Yield buffers that are written or read in a barrier group in which others may have their memory."""
     lifetimes = {lifetime.value: lifetime for lifetime in plan.lifetimes}
     if len(lifetimes) < len(plan.lifetimes) or len({one.order for one in plan.lifetimes}) < len(plan.lifetimes):
         yield "a buffer is placed twice"
@@ -72,9 +73,9 @@ def lifetimes_cover_uses(plan: Plan) -> Iterator[str]:
                 continue
             if lifetime is None:
                 yield f"%{name}: {step.partition.name} uses it, but it has no place in memory"
-            elif not lifetime.first <= step.phase <= lifetime.last:
+            elif not lifetime.first <= step.barrier_group <= lifetime.last:
                 yield (
-                    f"%{name}: {step.partition.name} uses it in phase {step.phase}, "
+                    f"%{name}: {step.partition.name} uses it in barrier group {step.barrier_group}, "
                     f"but it lives from {lifetime.first} to {lifetime.last}"
                 )
 
@@ -145,7 +146,7 @@ def halos_fit(plan: Plan) -> Iterator[str]:
 PLAN_CHECKS = (
     operators_once,
     written_before_read,
-    phases_in_order,
+    groups_in_order,
     lifetimes_cover_uses,
     one_writer,
     views_can_be_read,

@@ -51,19 +51,19 @@ def drop_head_buffers(plan: Plan) -> Plan:
     return replace(plan, buffers={name: buffer for name, buffer in plan.buffers.items() if name not in heads})
 
 
-def assign_phases(plan: Plan) -> Plan:
-    """Begin a phase where a step reads what the current one made, and a segment where the runtime calls back."""
+def assign_barrier_groups(plan: Plan) -> Plan:
+    """Begin a barrier group where a step reads what the current one made, a segment where the runtime calls back."""
     steps: list[Step] = []
     reasons: dict[str, str] = {}
-    phase, segment, made, previous_called = 0, 0, dict[str, str](), False
+    group, segment, made, previous_called = 0, 0, dict[str, str](), False
     for partition in plan.partitions:
         called = Step(partition).called
         read = next((name for name in partition.reads() if plan.root(name) in made), None)
         if steps and (called or previous_called or read is not None):
             reasons[partition.ops[-1].outputs[0]] = "the runtime calls back" if read is None else f"reads %{read}"
-            phase, made = phase + 1, {}
+            group, made = group + 1, {}
             segment += called != previous_called
-        steps.append(Step(partition, phase, segment))
+        steps.append(Step(partition, group, segment))
         made.update((plan.root(name), name) for name in partition.ops[-1].outputs)
         previous_called = called
     return replace(plan, steps=tuple(steps)).because(Choice.BARRIER, reasons)
@@ -97,11 +97,11 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     drop_moves_without_copies,  # after fusion: a dropped step can be nobody's head or epilogue
     drop_head_buffers,
     explain_partitions,
-    assign_phases,  # needs the final steps, and roots of views and aliases
+    assign_barrier_groups,  # needs the final steps, and roots of views and aliases
     add_scratch_buffers,
     schedule_loops,  # after epilogues were fused and views found: rows follow strides
     list_external_values,  # after scratch buffers: what is no buffer is the caller's
-    plan_memory,  # last: lifetimes are in phases
+    plan_memory,  # last: lifetimes are in barrier groups
 )
 
 

@@ -424,13 +424,13 @@ def _program_table(programs: Sequence[Program], name: str) -> str:
     declared, rows = [], []
     starts = _starts([program.constants for program in programs])
     for start, program in zip(starts, programs, strict=False):
-        isa, phases = program.isa, {step.work.phase for step in program.steps}
+        isa, groups = program.isa, {step.work.barrier_group for step in program.steps}
         declared += [
             f'extern "C" void {name}_{isa}_run(Run*, int segment, int threads, IntaglioParallel parallel);',
             f'extern "C" int64_t {name}_{isa}_plan(const int64_t* dims, int64_t* offsets);',
         ]
         functions = ", ".join([f"{isa}_runs_here", f"{name}_{isa}_run", f"{name}_{isa}_plan", f"{isa}_amounts"])
-        barriers, rate = max(len(phases) - 1, 0), threads.MACS_PER_SECOND[isa]
+        barriers, rate = max(len(groups) - 1, 0), threads.MACS_PER_SECOND[isa]
         numbers = f"{len(program.steps)}, {barriers}, {rate!r}, {start}, {program.constants.nbytes}"
         rows.append(f'    {{"{isa}", {functions}, {numbers}}},')
     return "\n".join([*declared, "", "// Best first.", "const Program programs[] = {", *rows, "};"])

@@ -86,8 +86,8 @@ def _table(program: Program) -> _Table:
             np.array([i for i, work in enumerate(works) if work.segment == segment], np.intp)
             for segment in range(program.segments)
         )
-        phases = [len({works[i].phase for i in steps}) for steps in segments]
-        found = _TABLES[program] = _Table(evaluate, segments, tuple(max(count - 1, 0) for count in phases))
+        groups = [len({works[i].barrier_group for i in steps}) for steps in segments]
+        found = _TABLES[program] = _Table(evaluate, segments, tuple(max(count - 1, 0) for count in groups))
     return found
 
 

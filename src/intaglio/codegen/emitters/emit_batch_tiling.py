@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from intaglio.codegen.context import Context
 from intaglio.codegen.writer import Code
-from intaglio.ir import symbol
 from intaglio.ops import op_def
 from intaglio.ops.pointwise import PIXELS
+from intaglio.plan.arena import bytes_of_image
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import BatchTiling, BufferLifetime
 
 
-def positions(plan: Plan) -> dict[str, int]:
-    """Return where in the table of offsets each buffer is.
-
-    With batch tiling: the memory of all tiles, buffers that outlive them, the bytes of one tile, and the buffers of a
-    tile, which have their place in it.
-    """
-    outside, inside = _sorted(plan)
-    found = {one.value: index for index, one in enumerate(outside, start=int(plan.batch_tiling is not None))}
-    return found | {one.value: index for index, one in enumerate(inside, start=len(outside) + 2)}
-
-
-def _sorted(plan: Plan) -> tuple[list[BufferLifetime], list[BufferLifetime]]:
-    """Return buffers that are read or made behind all batch tiles, and those of a tile."""
-    end = plan.batch_tiling.phases if plan.batch_tiling else 0
-    return [one for one in plan.lifetimes if one.last >= end], [one for one in plan.lifetimes if one.last < end]
-
-
 def emit_places(code: Code, context: Context) -> None:
     """Sizes as expressions over the free dimensions, in placement order."""
-    tiling, (outside, inside) = context.plan.batch_tiling, _sorted(context.plan)
+    arena = context.plan.arena()
+    tiling, outside, inside = arena.tiling, arena.outside, arena.tile
     sizes = [context.dim(context.plan.buffers[placement.value].size()) for placement in outside]
     lives = [(placement.first, placement.last) for placement in outside]
     if tiling is not None:
@@ -43,7 +26,7 @@ def emit_places(code: Code, context: Context) -> None:
         _emit_tables(code, own, [(placement.first, placement.last) for placement in inside], "turn_")
         code(f"{bytes_at} = place(turn_lives, turn_sizes, {len(own)}, offsets + {len(outside) + 2});")
         sizes = [f"{bytes_at} * turns_at_once({tiling.batch}, {tiling.images})", *sizes]
-        lives = [(0, tiling.phases - 1), *[(0 if first < tiling.phases else first, last) for first, last in lives]]
+        lives = [(0, tiling.groups - 1), *lives]
     _emit_tables(code, sizes, lives, "")
     code(f"return place(lives, sizes, {len(sizes)}, offsets);")
 
@@ -57,14 +40,14 @@ def _emit_tables(code: Code, sizes: Sequence[str], lives: Sequence[tuple[int, in
 def _bytes_of(placement: BufferLifetime, images: str, context: Context, tiling: BatchTiling) -> str:
     """C expression for some images of a buffer; where threads leave their sums of one image there is no batch."""
     buffer = context.plan.buffers[placement.value]
-    if buffer.shape[0] != symbol(tiling.batch):
-        return context.dim(buffer.size())
-    return f"{images} * {context.dim(replace(buffer, shape=(1, *buffer.shape[1:])).size())}"
+    one = bytes_of_image(buffer, tiling)
+    return context.dim(buffer.size()) if one is None else f"{images} * {context.dim(one)}"
 
 
 def emit_batch_tile(code: Code, calls: Sequence[str], tiling: BatchTiling, context: Context) -> None:
     """One function: ``calls`` of steps on some images of the batch."""
-    plan, (outside, inside) = context.plan, _sorted(context.plan)
+    plan, arena = context.plan, context.plan.arena()
+    outside, inside = arena.outside, arena.tile
     batch, last = context.symbols.index(tiling.batch), len(plan.lifetimes) + 2
     body = Code()
     for name, kind, count in (
@@ -77,7 +60,7 @@ def emit_batch_tile(code: Code, calls: Sequence[str], tiling: BatchTiling, conte
     body(f"dims[{batch}] = part->count;")
     for line in _externals_at(plan, tiling):
         body(line)
-    for placement in (p for p in outside if p.first < tiling.phases):
+    for placement in (p for p in outside if p.first < tiling.groups):
         size = _bytes_of(placement, "part->first", context, tiling)
         body(f"offsets[{context.index[placement.value]}] += {size};")
     body(f"const int64_t begin = offsets[0] + part->slot * offsets[{len(outside) + 1}];")
@@ -89,7 +72,7 @@ def emit_batch_tile(code: Code, calls: Sequence[str], tiling: BatchTiling, conte
     for call in calls:
         body(call)
     images = f"{tiling.images} images" if tiling.images > 1 else "one image"
-    code(f"// Steps of the first {tiling.phases} phases, which a larger batch takes in turns of {images} a thread.")
+    code(f"// Steps of the first {tiling.groups} barrier groups, which run on sub-batches of {images} a thread.")
     with code.block("static void turn(const struct Run* whole, const struct Part* part, int thread, int threads)"):
         for line in context.dims_used(body.text()):
             code(line.replace("r->dims", "whole->dims"))
@@ -105,7 +88,7 @@ def batch_tiles_call(tiling: BatchTiling, context: Context) -> str:
 def _externals_at(plan: Plan, tiling: BatchTiling) -> list[str]:
     """Of the caller's tensors those that are read, from the first image on; pixels may come as the bytes they are."""
     found = {}
-    for op in (step.partition.anchor for step in plan.steps if step.phase < tiling.phases):
+    for op in (step.partition.anchor for step in plan.steps if step.barrier_group < tiling.groups):
         for name in op.inputs:
             if name in plan.external:
                 index, size = plan.external.index(name), str(plan.graph.types[name].dtype.bytes)

@@ -73,7 +73,7 @@ static inline void take_turns(const struct Run* r, TakeTurn take, int64_t batch,
 // First of `total` items that a thread takes.
 static inline int64_t share(int64_t total, int thread, int threads) { return total * thread / threads; }
 
-// Life of one buffer: the phases in which it holds data.
+// Life of one buffer: the barrier groups in which it holds data.
 struct Life {
     int32_t first, last;
 };

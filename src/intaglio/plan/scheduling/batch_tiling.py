@@ -20,7 +20,7 @@ STRIDED_AXES = 5
 
 
 def choose_batch_tiling(plan: Plan, target: Target) -> Plan:
-    """Tile the batch over the leading phases for which that keeps most in cache, if there are some."""
+    """Tile the batch over the leading barrier groups for which that keeps most in cache, if there are some."""
     tiling, reason = analytic_batch_tiling(plan, target.caches)
     return replace(plan, batch_tiling=tiling).because(Choice.BATCH_TILING, {"": reason})
 
@@ -33,25 +33,25 @@ def analytic_batch_tiling(plan: Plan, caches: CacheSizes) -> tuple[BatchTiling |
     the batch count as 1.
     """
     batch = batch_symbol(plan.graph)
-    kept = best = phases = most = largest = 0
+    kept = best = groups = most = largest = 0
     for steps in separable(plan):
         activations = [_activation_bytes(step.partition, plan.graph) for step in steps]
         kept += sum(activations) - sum(_weight_bytes(step.partition, plan.graph) for step in steps)
         most = max(most, *activations)
         if kept > best and max(activations) > caches.l2 // 8:
-            best, phases, largest = kept, steps[0].phase + 1, most
+            best, groups, largest = kept, steps[0].barrier_group + 1, most
     if not batch:
         return None, "no free batch"
-    if not phases:
+    if not groups:
         return None, f"no leading step has activations above {caches.l2 // 8} bytes an image that outweigh the weights"
     images = max(1, caches.l2 // largest)
-    return BatchTiling(batch, phases, images), f"the largest step has {largest} bytes of activations an image"
+    return BatchTiling(batch, groups, images), f"the largest step has {largest} bytes of activations an image"
 
 
 def separable(plan: Plan) -> Iterator[list[Step]]:
-    """First phases whose steps all keep images apart, and end before the program's tensors for the caller."""
+    """First barrier groups whose steps all keep images apart, and end before the program's tensors for the caller."""
     batch = batch_symbol(plan.graph)
-    for _, steps in groupby(plan.steps, key=lambda step: step.phase):
+    for _, steps in groupby(plan.steps, key=lambda step: step.barrier_group):
         found = list(steps)
         if batch is None or not all(_is_separable(step.partition, plan, batch) for step in found):
             return

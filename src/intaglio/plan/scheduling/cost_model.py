@@ -26,7 +26,7 @@ def work_of(step: Step, plan: Plan) -> Work:
     record = op_def(anchor)
     if record.macs is None:
         images, lines, _, _ = lies(graph.types[partition.output].shape, partition.output in plan.rows)
-        return Work(0, images * lines, moved, step.phase, step.segment)
+        return Work(0, images * lines, moved, step.barrier_group, step.segment)
     macs = record.macs(anchor.attrs, [graph.types[name].shape for name in anchor.inputs], graph.types[first].shape)
     if record.multiplies_weight:
         units = _tiles(anchor, graph, plan.schedules[partition.output])
@@ -37,7 +37,7 @@ def work_of(step: Step, plan: Plan) -> Work:
     else:
         units = _float_blocks(anchor, graph)
         moved = moved + graph.constants[anchor.inputs[1]].nbytes  # of few rows, reading them is what takes the time
-    return Work(macs, units, moved, step.phase, step.segment)
+    return Work(macs, units, moved, step.barrier_group, step.segment)
 
 
 def _recurrent_panels(op: Op, plan: Plan) -> Dim:

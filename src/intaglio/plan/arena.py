@@ -1,0 +1,96 @@
+"""The arena of a program: which buffers are in the memory of a batch tile, and at which offsets all of them are.
+
+Sizes may be free, so the program computes offsets when it runs, by the `place` of native/base/run.h; `first_fit` here
+computes the same ones, for the text of a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from intaglio.ir import Dim, evaluate, symbol
+from intaglio.plan.buffers import Buffer
+from intaglio.plan.plan_records import BatchTiling, BufferLifetime
+
+OFFSET_STEP = 64
+"""Offsets are multiples of it."""
+SLACK_BYTES = 64
+"""Bytes behind a buffer that vectors may read."""
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Buffers in placement order: ``outside`` of batch tiles and, with batch tiling, those inside a ``tile``.
+
+    All barrier groups of a tile run one after the other for some images, so what is outside and used in one of them
+    lives from the first group on.
+    """
+
+    tiling: BatchTiling | None
+    outside: tuple[BufferLifetime, ...]
+    tile: tuple[BufferLifetime, ...] = ()
+
+    def positions(self) -> dict[str, int]:
+        """Return where in the table of offsets each buffer is.
+
+        With batch tiling: the memory of all tiles, buffers outside, the bytes of one tile, and the buffers of a tile,
+        whose offsets are inside it.
+        """
+        found = {one.value: index for index, one in enumerate(self.outside, start=int(self.tiling is not None))}
+        return found | {one.value: index for index, one in enumerate(self.tile, start=len(self.outside) + 2)}
+
+    def offsets(self, buffers: Mapping[str, Buffer], sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return the offset of each buffer for these free sizes, of a batch that is one tile."""
+        placed = [evaluate(buffers[one.value].size(), sizes) for one in self.outside]
+        if self.tiling is None:
+            return dict(zip(_names(self.outside), first_fit(self.outside, placed)[0], strict=True))
+        images = min(sizes[self.tiling.batch], self.tiling.images)
+        own = [_bytes_in_tile(buffers[one.value], self.tiling, sizes, images) for one in self.tile]
+        inside, total = first_fit(self.tile, own)
+        memory = BufferLifetime("", 0, self.tiling.groups - 1, -1)
+        _, *others = first_fit([memory, *self.outside], [total, *placed])[0]
+        return dict(zip([*_names(self.outside), *_names(self.tile)], [*others, *inside], strict=True))
+
+
+def arena_of(lifetimes: Sequence[BufferLifetime], tiling: BatchTiling | None) -> Arena:
+    """Return the arena of buffers with these lifetimes, in placement order."""
+    if tiling is None:
+        return Arena(None, tuple(lifetimes))
+    outside = (one for one in lifetimes if one.last >= tiling.groups)
+    whole = (replace(one, first=0) if one.first < tiling.groups else one for one in outside)
+    return Arena(tiling, tuple(whole), tuple(one for one in lifetimes if one.last < tiling.groups))
+
+
+def bytes_of_image(buffer: Buffer, tiling: BatchTiling) -> Dim | None:
+    """Return the bytes of one image, or ``None``: where threads leave their sums of one image there is no batch."""
+    if buffer.shape[0] != symbol(tiling.batch):
+        return None
+    return replace(buffer, shape=(1, *buffer.shape[1:])).size()
+
+
+def first_fit(lifetimes: Sequence[BufferLifetime], sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Place each buffer at the lowest offset that overlaps no earlier one alive at the same time.
+
+    Returns:
+        The offsets, and the bytes of memory that hold all.
+    """
+    found: list[tuple[int, int]] = []
+    for index, (lifetime, size) in enumerate(zip(lifetimes, sizes, strict=True)):
+        room = -(-(size + SLACK_BYTES) // OFFSET_STEP) * OFFSET_STEP
+        taken = sorted(found[other] for other in range(index) if lifetimes[other].overlaps(lifetime))
+        offset = 0
+        for start, end in taken:
+            if offset < end and start < offset + room:
+                offset = end
+        found.append((offset, offset + room))
+    return [start for start, _ in found], max((end for _, end in found), default=0)
+
+
+def _names(lifetimes: Sequence[BufferLifetime]) -> Iterator[str]:
+    return (one.value for one in lifetimes)
+
+
+def _bytes_in_tile(buffer: Buffer, tiling: BatchTiling, sizes: Mapping[str, int], images: int) -> int:
+    one = bytes_of_image(buffer, tiling)
+    return evaluate(buffer.size(), sizes) if one is None else images * evaluate(one, sizes)
