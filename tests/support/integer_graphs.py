@@ -13,7 +13,6 @@ from intaglio.ir import Dim, DType, Graph, Input, Op, Origin, Output, QParams, S
 from intaglio.lower import Lowered
 from intaglio.ops import OPS, run_op, verify
 from intaglio.ops.dynamic_quant import levels_of_rows, row_accumulator, row_levels, scales_shape
-from intaglio.ops.images.pool import counts
 
 N, H, W = symbol("n"), symbol("h"), symbol("w")
 
@@ -217,8 +216,8 @@ class Net:
     def mean(self, kind: str, x: str, **attrs: Any) -> str:
         """avg_pool2d or adaptive_avg_pool2d."""
         q, shape = self._q(self._real(x).std() / 2, None), self.types[x].shape
-        table = numerics.pool_multipliers(self.types[x].levels.step, q.step, counts(kind, attrs, shape))
-        return self._op(kind, [x, self._constant(table, DType.F32)], DType.U8, q, **attrs)
+        table, _ = OPS[kind].constants(attrs, shape, (), self.types[x].levels.step, q.step)
+        return self._op(kind, [x, self._constant(table["factors"], DType.F32)], DType.U8, q, **attrs)
 
     # -- the whole
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,9 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.fxgraph.node_info import origin, tensor_type
-from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operands, operator
+from intaglio.fxgraph.nodes import call_of, is_constant, operands, operator
 from intaglio.ir import DType, Origin, TensorType
 from intaglio.lower.graph_builder import GraphBuilder, flat_f32
-from intaglio.ops.images.pool import counts
-from intaglio.ops.images.resize import is_free, tables
 from intaglio.quant.qdq.integer_regions import IntegerRegion
 
 
@@ -91,41 +90,19 @@ def lower_single(builder: GraphBuilder, region: IntegerRegion, x: str, stem: str
         table = numerics.function_table(lambda real: record.function(real, attrs), *ends)
         levels = builder.add_constant(f"{stem}_{record.name}_levels", table, DType.U8)
         return builder.add_op("table", [x, levels], f"{stem}_{record.name}", result, origin(node))
-    q, step_y = builder.types[x].levels, result.levels.step
-    ratio = flat_f32(numerics.multiplier(q.step, step_y))
-    if record.kernel == "resize":
-        found = tables(record.name, attrs)
-        arrays = {f"table{index}": table for index, table in enumerate(found)}
-        arrays |= {} if record.shares else {"factor": ratio}
-        attrs = attrs if is_free(attrs) else {}
-    elif record.name == "prelu":
-        slopes = getattr(builder.module, operands(node)[1].target).numpy().astype(np.float64).ravel()
-        arrays = {"rise": ratio, "fall": numerics.multiplier(slopes * q.step, step_y)}
-    elif record.normalizes:
-        arrays, attrs = _layer_norm(builder, node, attrs["eps"], q.step, step_y), {}
-    elif not record.shares:
-        divisors = counts(record.name, attrs, builder.types[x].shape)
-        arrays = {"factors": numerics.pool_multipliers(q.step, step_y, divisors)}
-    else:
-        arrays = {}
+    arrays: Mapping[str, np.ndarray] = {}
+    if record.constants is not None:
+        given = [None if value is None else _constant(builder, value) for value in operands(node)[1:]]
+        kind = builder.types[x]
+        arrays, attrs = record.constants(attrs, kind.shape, given, kind.levels.step, result.levels.step)
     for label, array in arrays.items():
-        kind = DType.F32 if array.dtype == np.float32 else DType.I32
-        inputs.append(builder.add_constant(f"{stem}_{label}", array, kind))
+        dtype = DType.F32 if array.dtype == np.float32 else DType.I32
+        inputs.append(builder.add_constant(f"{stem}_{label}", array, dtype))
     return builder.add_op(record.name, inputs, f"{stem}_{record.name}", result, origin(node), **attrs)
 
 
-def _layer_norm(
-    builder: GraphBuilder, node: fx.Node, eps: float, step_x: float, step_y: float
-) -> dict[str, np.ndarray]:
-    """Weight and bias in steps of the result, epsilon in squared steps of what is normalised."""
-    channels, (_, *constants) = arguments(node)["normalized_shape"][0], operands(node)
-    values = [
-        np.full(channels, default) if node is None else getattr(builder.module, node.target).numpy().astype(np.float64)
-        for node, default in zip(constants, (1.0, 0.0), strict=True)
-    ]
-    factor, offset = (numerics.multiplier(value, step_y) for value in values)
-    with np.errstate(over="ignore"):
-        return {"factor": factor, "offset": offset, "eps": np.array([eps / step_x / step_x]).astype(np.float32)}
+def _constant(builder: GraphBuilder, node: fx.Node) -> np.ndarray:
+    return getattr(builder.module, str(node.target)).numpy().astype(np.float64)
 
 
 def region_origin(region: IntegerRegion) -> Origin:

@@ -13,6 +13,8 @@ from intaglio.ops.loop_ops import loop_bodies as bodies
 from intaglio.ops.loop_ops.float_loop import FloatLoop
 from intaglio.ops.opdef import (
     Call,
+    Given,
+    Kept,
     Layout,
     OpDef,
     Roles,
@@ -80,6 +82,13 @@ def constant_slopes(call: Call) -> str | None:
     return None if call.constant[1] else "slopes that are computed while the model runs"
 
 
+def slope_factors(attrs: Attrs, shape: Shape, given: Given, scale_x: float, scale_y: float) -> Kept:
+    """Return the factor of positive values, and those of negative ones: one for all, or one per channel."""
+    rise = np.asarray(numerics.multiplier(scale_x, scale_y), np.float32).reshape(-1)
+    slopes = np.ravel(given[0] if given[0] is not None else 1.0)
+    return {"rise": rise, "fall": numerics.multiplier(slopes * scale_x, scale_y)}, attrs
+
+
 def prelu_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """`numerics.requantize` with the factor of the value's sign; ``rise`` is one number, ``fall`` one per channel."""
     x, rise, fall = args
@@ -144,6 +153,7 @@ PRELU = OpDef(
     operands=("self", "weight"),
     check=first_reason(float_activations, ANY_CHANNELS, fixed_channels, constant_slopes),
     meaning=prelu_meaning,
+    constants=slope_factors,
     types=TypeRule(((U8,), (F32,), (F32,)), (U8,)),
     validate=valid_slopes,
     layout=layout_of_slopes,

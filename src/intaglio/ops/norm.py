@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Attrs, Graph, Op, TensorType, evaluate
+from intaglio.ir import Attrs, Graph, Op, Shape, TensorType, evaluate
 from intaglio.ir.types import F32, U8
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.loop_ops import loop_bodies as bodies
 from intaglio.ops.loop_ops.float_loop import FloatLoop
-from intaglio.ops.opdef import Call, Layout, OpDef, Roles, first_reason, float_activations, rank
+from intaglio.ops.opdef import Call, Given, Kept, Layout, OpDef, Roles, first_reason, float_activations, rank
 
 LONGEST_ROW = 2**15
 """Values of a row: sums of squares of differences of levels stay below 2^31."""
@@ -33,6 +33,16 @@ def last_axis_alone(call: Call) -> str | None:
 
 def constant_scale(call: Call) -> str | None:
     return "a weight or bias that is computed while the model runs" if False in call.constant[1:] else None
+
+
+def norm_constants(attrs: Attrs, shape: Shape, given: Given, scale_x: float, scale_y: float) -> Kept:
+    """Return weight and bias in quantized steps of the result, and epsilon in squared steps of what is normalized."""
+    row = evaluate(shape[-1], {})
+    values = [np.full(row, default) if one is None else one for one, default in zip(given, (1.0, 0.0), strict=True)]
+    factor, offset = (numerics.multiplier(value, scale_y) for value in values)
+    with np.errstate(over="ignore"):
+        eps = np.array([attrs["eps"] / scale_x / scale_x]).astype(np.float32)
+    return {"factor": factor, "offset": offset, "eps": eps}, {}
 
 
 def layer_norm_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
@@ -58,6 +68,7 @@ LAYER_NORM = OpDef(
     bind=bind_layer_norm,
     check=first_reason(float_activations, rank(2, 3, 4, 5), last_axis_alone, constant_scale),
     meaning=layer_norm_meaning,
+    constants=norm_constants,
     loop=FloatLoop(bodies.layer_norm, bodies.last_axis),
     types=TypeRule(((U8,), (F32,), (F32,), (F32,)), (U8,)),
     validate=valid_norm,

@@ -19,6 +19,12 @@ Result = np.ndarray | tuple[np.ndarray, ...]
 """One array, or as many as an operator has results."""
 
 
+Given = Sequence[np.ndarray | None]
+"""Operands of a call that are constants of the model, in float64; ``None`` for one left out."""
+Kept = tuple[Mapping[str, np.ndarray], Attrs]
+"""Constants that a kernel reads behind its operand, by label in their order, and the attributes that it keeps."""
+
+
 @dataclass(frozen=True)
 class Roles:
     """Which operands are activations, weight and bias, by position among ``OpDef.operands``; ``outputs`` is the axis
@@ -96,6 +102,8 @@ class OpDef:
         precise: for such a function, its attributes -> those of the `activate` that computes it on an accumulator.
         loop: how a program computes it between floats; ``None``: an island does.
     Integer graph
+        constants: (attributes, shape of the operand, constants of the model, scale of the operand, of the result) ->
+            what the kernel reads beside the operand; ``None``: nothing.
         types: element types of operands and results, or a function of the attributes that gives them; ``None``: any.
         validate: raises ValueError for a graph from a file that breaks what the kernel relies on.
         needs: expressions over free sizes that must not be negative in a call, each with what it means.
@@ -139,6 +147,7 @@ class OpDef:
     function: Callable[[np.ndarray, Attrs], np.ndarray] | None = None
     precise: Callable[[Attrs], Attrs] | None = None
     loop: FloatLoop | None = None
+    constants: Callable[[Attrs, Shape, Given, float, float], Kept] | None = None
     types: TypeRule | Callable[[Attrs], TypeRule] | None = None
     validate: Callable[[Op, Graph], None] = lambda op, graph: None
     needs: Callable[[Op, Graph], Iterable[tuple[Dim, str]]] = lambda op, graph: ()

@@ -15,6 +15,8 @@ from intaglio.ir.types import F32, U8
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.opdef import (
     Call,
+    Given,
+    Kept,
     Layout,
     OpDef,
     first_reason,
@@ -182,9 +184,14 @@ def adaptive_counts(attrs: Attrs, shape: Shape) -> list[int]:
     return list(range(1, prod(most) + 1))
 
 
-def counts(kind: str, attrs: Attrs, shape: Shape) -> list[int]:
-    """Return every divisor that an average pool of this kind may need over an input of this shape."""
-    return window_counts(attrs) if kind.startswith("avg_pool") else adaptive_counts(attrs, shape)
+def window_factors(attrs: Attrs, shape: Shape, given: Given, scale_x: float, scale_y: float) -> Kept:
+    """Return the factors of average pooling, one for every divisor."""
+    return {"factors": numerics.pool_multipliers(scale_x, scale_y, window_counts(attrs))}, attrs
+
+
+def adaptive_factors(attrs: Attrs, shape: Shape, given: Given, scale_x: float, scale_y: float) -> Kept:
+    """Return the factors of adaptive average pooling, one for every divisor."""
+    return {"factors": numerics.pool_multipliers(scale_x, scale_y, adaptive_counts(attrs, shape))}, attrs
 
 
 def grows(shape: Shape) -> bool:
@@ -249,6 +256,7 @@ def _avg_pool(axes: int) -> OpDef:
         check=first_reason(_poolable(axes), positive_divisor, whole_windows),
         infer=pool_shape,
         meaning=avg_pool_meaning,
+        constants=window_factors,
         types=TypeRule(((U8,), (F32,)), (U8,)),
         validate=valid_windows,
         layout=Layout.CHANNELS_LAST,
@@ -268,6 +276,7 @@ def _adaptive_avg_pool(axes: int) -> OpDef:
         check=first_reason(_poolable(axes), fixed_size),
         infer=adaptive_shape,
         meaning=adaptive_meaning,
+        constants=adaptive_factors,
         types=TypeRule(((U8,), (F32,)), (U8,)),
         validate=valid_adaptive,
         sums_image=axes < 3,

@@ -18,7 +18,7 @@ from intaglio.ir import Attrs, Graph, Op, Shape, TensorType
 from intaglio.ir.types import F32, I32, U8
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.images.pool import pixels_to_read
-from intaglio.ops.opdef import Call, Layout, OpDef, first_reason, fixed_channels, float_activations, rank
+from intaglio.ops.opdef import Call, Given, Kept, Layout, OpDef, first_reason, fixed_channels, float_activations, rank
 
 ONE = np.float32(1)
 ONE_HALF = np.float32(0.5)
@@ -44,17 +44,31 @@ def plain_factors(call: Call) -> str | None:
     return None if plain else f"factors {scales}"
 
 
-def tables(name: str, attrs: Attrs) -> list[np.ndarray]:
-    """What the integer operator reads for each axis: indices, and weights where it takes means. None of a free size."""
-    found: list[np.ndarray] = []
-    if is_free(attrs):
-        return found
-    for size, result, scale in zip(attrs["sizes"], attrs["results"], attrs["scales"], strict=True):
-        if name.startswith("upsample_nearest"):
-            found.append(nearest(size, result, scale, images=len(attrs["sizes"]) == 2))
-        else:
-            found += linear(size, result, scale, attrs["align"])
-    return found
+def nearest_tables(attrs: Attrs) -> list[np.ndarray]:
+    """Return the indices along each axis."""
+    axes = zip(attrs["sizes"], attrs["results"], attrs["scales"], strict=True)
+    return [nearest(*axis, images=len(attrs["sizes"]) == 2) for axis in axes]
+
+
+def linear_tables(attrs: Attrs) -> list[np.ndarray]:
+    """Return the indices and the weights along each axis, in turn."""
+    axes = zip(attrs["sizes"], attrs["results"], attrs["scales"], strict=True)
+    return [table for axis in axes for table in linear(*axis, attrs["align"])]
+
+
+def nearest_constants(attrs: Attrs, shape: Shape, given: Given, scale_x: float, scale_y: float) -> Kept:
+    """Return the tables, or the sizes and factors where a size is known in a call only."""
+    return ({}, attrs) if is_free(attrs) else (_labelled(nearest_tables(attrs)), {})
+
+
+def linear_constants(attrs: Attrs, shape: Shape, given: Given, scale_x: float, scale_y: float) -> Kept:
+    """Return the tables, or the sizes and factors where a size is known in a call only; then the multiplier."""
+    factor = {"factor": np.asarray(numerics.multiplier(scale_x, scale_y), np.float32).reshape(-1)}
+    return (factor, attrs) if is_free(attrs) else (_labelled(linear_tables(attrs)) | factor, {})
+
+
+def _labelled(tables: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    return {f"table{index}": table for index, table in enumerate(tables)}
 
 
 def nearest(size: int, result: int, scale: float | None, images: bool = False) -> np.ndarray:
@@ -108,7 +122,7 @@ def linear_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 def nearest_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     x, *indices = args
     if "results" in op.attrs:
-        indices = tables(op.kind, op.attrs)
+        indices = nearest_tables(op.attrs)
     for axis, index in enumerate(indices, start=2):
         x = x.take(index, axis)
     return x
@@ -118,7 +132,7 @@ def linear_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTyp
     """float32: means along rows, then along columns, of levels less their zero point; then steps of the result."""
     x, *found, factor = args
     if "results" in op.attrs:
-        found = tables(op.kind, op.attrs)
+        found = linear_tables(op.attrs)
     value = (x.astype(np.int32) - types[0].levels.zero).astype(np.float32)
     for axis in reversed(range(2, x.ndim)):
         index, weights = found[2 * (axis - 2) : 2 * (axis - 1)]
@@ -185,6 +199,7 @@ def _nearest(axes: int) -> OpDef:
         check=first_reason(float_activations, rank(axes + 2), fixed_channels, plain_factors),
         infer=nearest_shape,
         meaning=nearest_meaning,
+        constants=nearest_constants,
         types=partial(nearest_types, axes),
         validate=valid_nearest,
         needs=pixels_to_read,
@@ -204,6 +219,7 @@ def _linear(axes: int, name: str) -> OpDef:
         check=first_reason(float_activations, rank(axes + 2), fixed_channels, plain_factors),
         infer=linear_shape,
         meaning=linear_meaning,
+        constants=linear_constants,
         types=partial(linear_types, axes),
         validate=valid_linear,
         needs=pixels_to_read,
