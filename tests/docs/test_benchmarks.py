@@ -98,7 +98,7 @@ def test_blocks_are_summed_up(models):
 @pytest.mark.parametrize("isa", MEASURED)
 def test_every_kind_of_kernel_is_timed(isa, monkeypatch):
     """The smallest tile of each result, and a depthwise one: what they count, not how fast they are."""
-    kernels = script("kernels")
+    kernels = script("microkernels")
     monkeypatch.setattr(kernels, "SECONDS", 1e-5)
     table = ISAS[isa]
     tiles = [spec for spec in table.specs() if (spec.rows, spec.blocks) in ((2, 1), (1, 4)) and not spec.guard]

@@ -1,8 +1,8 @@
 """Every microkernel of an instruction set alone, against the measured peak: how much of it each tile reaches.
 
-    python benchmarks/kernels.py                          the best instruction set of this CPU
-    python benchmarks/kernels.py --isa avx2 --only "tile_4x1_u8"
-    python benchmarks/kernels.py --only "depthwise*"
+    python benchmarks/microkernels.py                          the best instruction set of this CPU
+    python benchmarks/microkernels.py --isa avx2 --only "tile_4x1_u8"
+    python benchmarks/microkernels.py --only "depthwise*"
 
 One thread; inputs, weights and results stay in the first two levels of cache. A kernel is called as programs call it,
 through `matmul` and `depthwise` of the library, for sums over --bytes activations. Blocks of it and of the loop on
@@ -29,11 +29,11 @@ from rich.table import Table
 from intaglio.codegen.context import limits
 from intaglio.codegen.emitters.emit_depthwise import pack_depthwise
 from intaglio.kernels import ISAS, DepthwiseSpec, Isa, TileSpec, depthwise_tiles
-from intaglio.kernels.depthwise_spec import tallest
 from intaglio.kernels.kernel_units import kernel_units
 from intaglio.native.compile import build, load
 from intaglio.native.cpu import isas
 from intaglio.native.peak_throughput import int8_counter
+from intaglio.plan.scheduling.kernel_selection import cheapest_depthwise_tile
 
 TAPS, STRIDES = (3, 5, 7), (1, 2)
 """Of the depthwise kernels that are timed: the tallest tile of each."""
@@ -143,7 +143,7 @@ class Case:
 
 
 def depthwise_specs(isa: Isa) -> list[DepthwiseSpec]:
-    return [tallest((k, k), (s, s)) for k, s in product(TAPS, STRIDES)] if isa.depthwise else []
+    return [cheapest_depthwise_tile((k, k), (s, s)) for k, s in product(TAPS, STRIDES)] if isa.depthwise else []
 
 
 def built(isa: Isa, tiles: Sequence[TileSpec], depthwise: Sequence[DepthwiseSpec], name: str) -> Path:
