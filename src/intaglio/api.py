@@ -19,6 +19,7 @@ from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, keep
 from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.runtime import QuantizedModel, example_of
+from intaglio.runtime.call_plans import NewShapePolicy
 from intaglio.stages import (
     Captured,
     Prepared,
@@ -84,7 +85,7 @@ def quantize(
         example_of(captured.signature, options.tune, range(len(captured.signature.inputs)) if quantizer.input else ())
     prepared, given = prepare(captured, quantizer), quantizer.recipe.parameters
     reference = _calibrated(prepared, data, samples, progress) if given is None else convert(prepared, given)
-    if options.on_new_shape == "fallback":
+    if options.on_new_shape == NewShapePolicy.FALLBACK:
         options = replace(options, float_model=model)
     quantized = compile_native(requantize(reference), options, call)
     logger.info("%r\n%s", quantized, quantized.coverage)

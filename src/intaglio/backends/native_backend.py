@@ -15,11 +15,10 @@ from intaglio.ir import Schedule
 from intaglio.lower import Lowered
 from intaglio.quant.qdq.convert import Reference
 from intaglio.runtime import QuantizedModel, example_of
+from intaglio.runtime.call_plans import NewShapePolicy
 from intaglio.signature import bind
 from intaglio.tune import made_up, one_image, search
 
-POLICIES = ("plan", "fallback")
-"""Policies for a call of a shape that was not planned."""
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
@@ -45,12 +44,12 @@ class CompileOptions:
 
     isa: str | Iterable[str] | None = None
     tune: Any = False
-    on_new_shape: str = "plan"
+    on_new_shape: str = NewShapePolicy.PLAN.value
     float_model: nn.Module | None = None
 
     def __post_init__(self) -> None:
-        if self.on_new_shape not in POLICIES:
-            problem = f"no policy {self.on_new_shape!r}; there are {' and '.join(POLICIES)}"
+        if self.on_new_shape not in tuple(NewShapePolicy):
+            problem = f"no policy {self.on_new_shape!r}; there are {' and '.join(NewShapePolicy)}"
             raise InputError("on_new_shape", None, problem)
         if self.isa is not None and not isinstance(self.isa, str):
             object.__setattr__(self, "isa", tuple(self.isa))
@@ -83,10 +82,10 @@ def compile_native(lowered: Lowered, options: CompileOptions, example: Arguments
         BuildError: this machine runs none of the instruction sets.
         InputError: ``on_new_shape="fallback"`` without a float model.
     """
-    if options.on_new_shape == "fallback" and options.float_model is None:
+    if options.on_new_shape == NewShapePolicy.FALLBACK and options.float_model is None:
         raise InputError("on_new_shape", None, "nothing to fall back to", remedy="give float_model=")
     quantized = build.compile(lowered, isa=options.isa, schedules=searched_schedules(lowered, options, example))
-    if options.on_new_shape == "fallback" and options.float_model is not None:
+    if options.on_new_shape == NewShapePolicy.FALLBACK and options.float_model is not None:
         return quantized.fall_back_to(options.float_model)
     return quantized
 

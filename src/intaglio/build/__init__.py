@@ -36,6 +36,7 @@ from intaglio.runtime import (
     open_artifact,
 )
 from intaglio.runtime.artifact import program_key
+from intaglio.runtime.call_plans import NewShapePolicy
 from intaglio.runtime.saved.state_dict_io import with_levels_of
 
 logger = logging.getLogger("intaglio")
@@ -132,7 +133,7 @@ def _opened(saved: Saved, path: str | Path, trust: bool, isa: str | None, given:
                 remedy="save the model again with the installed version",
             ) from error
     hosts = {one: given[one] for one in host_names(saved.graph)}
-    if saved.on_new_shape != "plan":
+    if saved.on_new_shape != NewShapePolicy.PLAN:
         logger.warning(
             "%s: saved with on_new_shape=%r, but a file has no float model: new shapes are planned until "
             "model.fall_back_to(float_model)",

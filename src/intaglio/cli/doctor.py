@@ -103,7 +103,7 @@ def expectation(found: Mapping[str, Any]) -> str:
         return "Nothing was measured, so nothing can be said about the speed of int8 here."
     ratio = measured["int8"]["one_core"] / measured["fp32"]["one_core"]
     best = next(isa["name"] for isa in found["isas"] if isa["has"] and isa["kernels"])
-    if best == "portable":
+    if best == machine.IsaName.PORTABLE:
         return (
             f"int8 units would do {ratio:.1f} times the work of float32 units here, but only portable kernels exist "
             "for this CPU: right, and not fast."
@@ -132,7 +132,7 @@ def traps(found: Mapping[str, Any]) -> list[str]:
         result.append(f"PyTorch takes {found['torch_threads']} threads for {usable:g} cores: {remedy}")
     if found["busy"] is not None and found["busy"] > BUSY:
         result.append(f"others use {100 * found['busy']:.0f} % of the processors: measured times mean little now")
-    if not any(isa["has"] and isa["kernels"] and isa["name"] != "portable" for isa in found["isas"]):
+    if not any(isa["has"] and isa["kernels"] and isa["name"] != machine.IsaName.PORTABLE for isa in found["isas"]):
         result.append("there are only portable kernels for this CPU, which are right but not fast")
     if found["cache"]["bytes"] > 0.9 * found["cache"]["limit_bytes"]:
         result.append("the kernel cache is nearly full: old programs are compiled again (INTAGLIO_CACHE_MB)")

@@ -12,6 +12,7 @@ from intaglio.eager.segments.fused_operators import computing, regions_of, spell
 from intaglio.eager.segments.segment import Segment
 from intaglio.ir import DType
 from intaglio.quant.annotate.sites import Site
+from intaglio.quant.recipes.choices import Role
 
 TORCH_QUANTIZED_DTYPES = {DType.U8: torch.quint8, DType.S8: torch.qint8}
 """What a tensor of levels is called in PyTorch."""
@@ -73,7 +74,7 @@ class SeenRecording:
             names = ", ".join(map(spelled, events))
             self.instead.update({event.index: f"{region.name} in int8 of {names}" for event in events})
         for number, name in self.segment.places.items():
-            site = annotations.by_value.get((name, "activation"))
+            site = annotations.by_value.get((name, Role.ACTIVATION))
             if site is not None:
                 self.sites[number] = site
                 if name in roots:

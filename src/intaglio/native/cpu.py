@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -9,17 +10,26 @@ from typing import NamedTuple
 CPUINFO = Path("/proc/cpuinfo")
 CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
 
+
+class IsaName(StrEnum):
+    """Instruction sets that kernels are written for, best first."""
+
+    AVX512VNNI = "avx512vnni"
+    AVX2 = "avx2"
+    PORTABLE = "portable"
+
+
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
-    "avx512vnni": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"),
-    "avx2": ("-mavx2", "-mf16c"),
-    "portable": (),
+    IsaName.AVX512VNNI.value: ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"),
+    IsaName.AVX2.value: ("-mavx2", "-mf16c"),
+    IsaName.PORTABLE.value: (),
 }
 """Instruction set -> compiler flags, best first. Sets are named, never taken from the building machine."""
 
 CPU_FLAGS: dict[str, frozenset[str]] = {
-    "avx512vnni": frozenset({"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}),
-    "avx2": frozenset({"avx2", "f16c"}),
-    "portable": frozenset(),
+    IsaName.AVX512VNNI.value: frozenset({"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}),
+    IsaName.AVX2.value: frozenset({"avx2", "f16c"}),
+    IsaName.PORTABLE.value: frozenset(),
 }
 """Instruction set -> what /proc/cpuinfo must list for it."""
 
@@ -55,7 +65,7 @@ def isas() -> tuple[str, ...]:
     try:
         return supported(read_flags(CPUINFO.read_text()))
     except OSError:
-        return ("portable",)
+        return (IsaName.PORTABLE.value,)
 
 
 @cache

@@ -128,7 +128,7 @@ def _loop(probe: Probe) -> str:
 def measure(cores: int) -> dict[str, Any]:
     """Kind -> rate of one core alone, and of the slowest core when all work at once. Raises `BuildError`."""
     probes = chosen()
-    isa = next(iter(probes.values())).isa if probes else "portable"
+    isa = next(iter(probes.values())).isa if probes else machine.IsaName.PORTABLE.value
     library = load(build(source(probes), name="doctor", isa=isa))
     result: dict[str, Any] = {"int8": None, "fp32": None}
     for kind, probe in probes.items():

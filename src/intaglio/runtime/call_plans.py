@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from itertools import accumulate
 
 import numpy as np
@@ -24,6 +25,15 @@ FRAMES = 16
 """Idle frames a model keeps: calls in flight at once that find memory ready."""
 ARENA_GROWTH = 1.25
 """A frame that is too small becomes larger than it must by this, so that growing shapes do not allocate each time."""
+
+
+class NewShapePolicy(StrEnum):
+    """What a model does in a call of a shape that was not planned."""
+
+    PLAN = "plan"
+    """Plan its memory, and run in int8."""
+    FALLBACK = "fallback"
+    """Run the float model."""
 
 
 class Frame:

@@ -22,7 +22,7 @@ from intaglio.native.cpu import ISA_FLAGS
 from intaglio.native.peak_throughput import int8_rates
 from intaglio.output_paths import check_file
 from intaglio.runtime.artifact import Artifact
-from intaglio.runtime.call_plans import FRAMES, Frame, Read, Shapes, Sizes
+from intaglio.runtime.call_plans import FRAMES, Frame, NewShapePolicy, Read, Shapes, Sizes
 from intaglio.runtime.coverage import Coverage
 from intaglio.runtime.custom_op import came_channels_last, register
 from intaglio.runtime.export_c import export_c
@@ -174,7 +174,7 @@ class QuantizedModel(nn.Module):
     @property
     def on_new_shape(self) -> str:
         """What a call of a shape that was not seen does: "plan" its memory and run in int8, or "fallback" to float."""
-        return "fallback" if self._float else "plan"
+        return (NewShapePolicy.FALLBACK if self._float else NewShapePolicy.PLAN).value
 
     def fall_back_to(self, float_model: nn.Module) -> QuantizedModel:
         """From now on calls whose shapes were not planned run this float model, as it is, without gradients.

@@ -16,8 +16,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from intaglio.ir import Program, evaluator
+from intaglio.native.cpu import IsaName
 
-MACS_PER_SECOND: Mapping[str, float] = {"avx512vnni": 220e9, "avx2": 72e9, "portable": 7.3e9}
+MACS_PER_SECOND: Mapping[str, float] = {
+    IsaName.AVX512VNNI: 220e9,
+    IsaName.AVX2: 72e9,
+    IsaName.PORTABLE: 7.3e9,
+}
 """Of one thread in convolutions of 16 channels or more (CIFAR ResNet-20 and ResNet-18)."""
 
 BYTES_PER_SECOND = 24e9

@@ -22,6 +22,7 @@ from intaglio.quant.correct.apply_equalization import equalized
 from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.qdq.parameters import Parameter, Parameters, owners
 from intaglio.quant.qdq.qparams import activation_qparams
+from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.runtime import QuantizedModel
 from intaglio.tracing import Captured
@@ -109,7 +110,7 @@ class Start:
         sites = [
             site
             for site in owners(prepared.annotations.sites, prepared.annotations.leaders)
-            if site.role == "activation" and site.name not in known.entries
+            if site.role == Role.ACTIVATION and site.name not in known.entries
         ]
         if not sites:
             return known

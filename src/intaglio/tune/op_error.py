@@ -16,6 +16,7 @@ from intaglio.ir import DType, QParams
 from intaglio.quant.annotate.sites import Shared, Site
 from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.qdq.float8 import float8
+from intaglio.quant.recipes.choices import Role
 from intaglio.torch_private import quantized_decomposed
 from intaglio.tune.comparison import RangeUse, Row
 
@@ -39,7 +40,7 @@ class Pair:
         self.named = {node.name: node for node in self.module.graph.nodes}
         found = [node for node in reference.module.graph.nodes if name_of(node) in self.named and _compared(node)]
         self.nodes = {name_of(node): node for node in found}
-        self.sites = {site.value: site for site in reference.annotations.sites if site.role == "activation"}
+        self.sites = {site.value: site for site in reference.annotations.sites if site.role == Role.ACTIVATION}
         self.uses = {name: _Uses(self._levels(name)) for name in self.nodes}
         self.moves = frozenset(
             value for value, site in self.sites.items() if isinstance(site.spec, Shared) and not site.spec.observed

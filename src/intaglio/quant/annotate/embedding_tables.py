@@ -16,6 +16,7 @@ from intaglio.fxgraph.node_info import info, inherit_info, origin
 from intaglio.fxgraph.nodes import arguments, is_constant, operator
 from intaglio.ir import DType, TensorType
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL
+from intaglio.quant.recipes.choices import EmbeddingType
 from intaglio.quant.recipes.settings import Setting
 from intaglio.torch_private import quantized_decomposed
 
@@ -42,7 +43,9 @@ class Table:
 
 def find_tables(settings: Mapping[fx.Node, Setting]) -> tuple[Table, ...]:
     """Embeddings whose recipe asks for tables of levels, in execution order."""
-    asked = [node for node, setting in settings.items() if setting.quantize and setting.embeddings == "int8"]
+    asked = [
+        node for node, setting in settings.items() if setting.quantize and setting.embeddings == EmbeddingType.INT8
+    ]
     return tuple(Table(node, _refusal(node.args[0])) for node in asked if operator(node) in (EMBEDDING_LOOKUP, *BAGS))
 
 

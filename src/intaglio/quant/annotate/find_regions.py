@@ -15,6 +15,7 @@ from intaglio.fxgraph.nodes import activations, record_of
 from intaglio.ir import DType
 from intaglio.quant.annotate.node_annotations import Written
 from intaglio.quant.annotate.regions import Region
+from intaglio.quant.recipes.choices import FunctionForm, ResidualType
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.settings import Setting
 from intaglio.quant.recipes.user_patterns import Found, QuantizerPattern, whole_of
@@ -109,7 +110,7 @@ def regions_of(
     def accept(row: Fusion, chain: tuple[fx.Node, ...]) -> Region | None:
         if any(reasons[node] is not None for node in chain) or not _of_one_match(chain, matches):
             return None
-        if row.precise and settings[chain[-1]].functions != "precise":
+        if row.precise and settings[chain[-1]].functions != FunctionForm.PRECISE:
             return None
         if not (_alike(chain, settings) if written is None else written.fits(chain)):
             return None
@@ -132,7 +133,7 @@ def _alike(nodes: Iterable[fx.Node], settings: Mapping[fx.Node, Setting]) -> boo
 
 def _behind_only(node: fx.Node, setting: Setting) -> bool:
     """Whether the recipe wants a function, or factors, in float wherever they are not right behind a product."""
-    return setting.residual == "float" and record_of(node).computes_on_accumulator
+    return setting.residual == ResidualType.FLOAT and record_of(node).computes_on_accumulator
 
 
 def _is_whole(found: Found, reasons: Mapping[fx.Node, str | None]) -> bool:
@@ -173,7 +174,7 @@ def _spread(regions: Iterable[Region]) -> set[Region]:
     while changed:
         before = len(active)
         for region in regions:
-            follows = not (region.shares and region.setting.residual == "float")
+            follows = not (region.shares and region.setting.residual == ResidualType.FLOAT)
             if region not in active and follows and all(value in roots for value in region.activations()):
                 active.add(region)
                 roots.add(region.root)

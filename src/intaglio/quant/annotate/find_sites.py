@@ -13,7 +13,6 @@ from intaglio import numerics
 from intaglio.fxgraph.node_info import info, origin
 from intaglio.fxgraph.nodes import operands, operator
 from intaglio.ir import DType
-from intaglio.ops.dynamic_quant import ROW_MODES
 from intaglio.quant.annotate.find_regions import find_shortcuts
 from intaglio.quant.annotate.per_token import row_sites
 from intaglio.quant.annotate.recurrent_sites import weight_sites
@@ -21,6 +20,7 @@ from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Derived, Fixed, Observed, Shared, Site
 from intaglio.quant.qdq.qdq_normalize import levels_behind
 from intaglio.quant.qdq.weight_grid import group_of
+from intaglio.quant.recipes.choices import Role, WeightScales
 from intaglio.quant.recipes.settings import Setting
 
 
@@ -36,7 +36,7 @@ def sites_of(
     produced = {region.root: region for region in regions}
     static = [region for region in regions if not region.dynamic]
     wanted = {value: region for region in reversed(static) for value in region.activations()}
-    sites: dict[tuple[str, str], Site] = {}
+    sites: dict[tuple[str, Role], Site] = {}
     symmetric = second_factors(regions, buffers)
     for node in graph.nodes:
         if node in produced and (node in wanted or node in returned or not _may_give_float(produced[node])):
@@ -49,17 +49,17 @@ def sites_of(
     operand_sites(regions, sites, names)
     for value, reason in find_shortcuts(regions).items():
         if reason is None:
-            put(sites, _shortcut(sites[value.name, "activation"]))
+            put(sites, _shortcut(sites[value.name, Role.ACTIVATION]))
     shared = {site.name: _share(site, produced, sites) for site in sites.values()}
     for region in regions:
         if region.record.variadic and region.shares:
-            _join([sites[value.name, "activation"].name for value in region.activations()], shared)
+            _join([sites[value.name, Role.ACTIVATION].name for value in region.activations()], shared)
     join_buffers(buffers, sites, shared)
     join_iterations(graph, shared)
     return in_order(graph, shared.values())
 
 
-def operand_sites(regions: Iterable[Region], sites: dict[tuple[str, str], Site], names: Names) -> None:
+def operand_sites(regions: Iterable[Region], sites: dict[tuple[str, Role], Site], names: Names) -> None:
     """Of rows, weights and biases."""
     for site in row_sites(regions, names.of):
         put(sites, site)
@@ -69,7 +69,7 @@ def operand_sites(regions: Iterable[Region], sites: dict[tuple[str, str], Site],
 
 def in_order(graph: fx.Graph, sites: Iterable[Site]) -> tuple[Site, ...]:
     order = {node.name: index for index, node in enumerate(graph.nodes)}
-    rank = {"activation": 0, "shortcut": 1, **dict.fromkeys(ROW_MODES, 2), "weight": 3, "bias": 4}
+    rank = {Role.ACTIVATION: 0, Role.SHORTCUT: 1, Role.TOKEN: 2, Role.TENSOR: 2, Role.WEIGHT: 3, Role.BIAS: 4}
     return tuple(sorted(sites, key=lambda site: (order[site.value], rank[site.role])))
 
 
@@ -119,11 +119,11 @@ def _owner(name: str, sites: Mapping[str, Site]) -> str:
 
 
 def join_buffers(
-    buffers: Mapping[fx.Node, fx.Node], sites: Mapping[tuple[str, str], Site], shared: dict[str, Site]
+    buffers: Mapping[fx.Node, fx.Node], sites: Mapping[tuple[str, Role], Site], shared: dict[str, Site]
 ) -> None:
     """A buffer has the parameters of what it is after a call, and both count: what it held at first among it."""
     for before, after in buffers.items():
-        _join([sites[node.name, "activation"].name for node in (after, before)], shared)
+        _join([sites[node.name, Role.ACTIVATION].name for node in (after, before)], shared)
 
 
 def join_iterations(graph: fx.Graph, sites: dict[str, Site]) -> None:
@@ -134,7 +134,7 @@ def join_iterations(graph: fx.Graph, sites: dict[str, Site]) -> None:
     first: dict[Any, str] = {}
     for site in list(sites.values()):
         node = nodes[site.value]
-        if site.role != "activation" or info(node).turn is None:
+        if site.role != Role.ACTIVATION or info(node).turn is None:
             continue
         turn, kind = info(node).turn, operator(node)
         number = seen[turn, kind] = seen[turn, kind] + 1  # of those that a pass has put in place of one operator
@@ -150,7 +150,7 @@ def _selects(site: Site) -> bool:
     return isinstance(site.spec, Shared) and not site.spec.observed
 
 
-def put(sites: dict[tuple[str, str], Site], site: Site) -> None:
+def put(sites: dict[tuple[str, Role], Site], site: Site) -> None:
     sites.setdefault((site.value, site.role), site)
 
 
@@ -171,10 +171,12 @@ def _output_site(region: Region, names: Names) -> Site:
 def activation_site(name: str, node: fx.Node, setting: Setting) -> Site:
     if info(node).zero_points is not None:  # pixels less their zero points: the levels are bytes
         fixed = Fixed(1.0, info(node).zero_points)
-        return Site(name, node.name, "activation", fixed, DType.U8, 0, 255, 1, origin(node), "u8")
+        return Site(name, node.name, Role.ACTIVATION, fixed, DType.U8, 0, 255, 1, origin(node), "u8")
     kind = setting.activation
     spec = Observed("minmax" if kind.floating else setting.method, not kind.zero_point)
-    return Site(name, node.name, "activation", spec, kind.storage, kind.qmin, kind.qmax, None, origin(node), kind.name)
+    return Site(
+        name, node.name, Role.ACTIVATION, spec, kind.storage, kind.qmin, kind.qmax, None, origin(node), kind.name
+    )
 
 
 def _shortcut(site: Site) -> Site:
@@ -183,7 +185,7 @@ def _shortcut(site: Site) -> Site:
     return replace(
         site,
         name=f"{site.name}:shortcut",
-        role="shortcut",
+        role=Role.SHORTCUT,
         spec=Derived((site.name,)),
         dtype=DType.U16,
         qmin=low,
@@ -191,15 +193,15 @@ def _shortcut(site: Site) -> Site:
     )
 
 
-def _share(site: Site, produced: Mapping[fx.Node, Region], sites: Mapping[tuple[str, str], Site]) -> Site:
+def _share(site: Site, produced: Mapping[fx.Node, Region], sites: Mapping[tuple[str, Role], Site]) -> Site:
     region = next((r for node, r in produced.items() if node.name == site.value), None)
-    if site.role != "activation" or region is None or not region.shares:
+    if site.role != Role.ACTIVATION or region is None or not region.shares:
         return site
-    partner = sites[region.activations()[0].name, "activation"]
+    partner = sites[region.activations()[0].name, Role.ACTIVATION]
     return replace(partner, name=site.name, value=site.value, spec=Shared(partner.name), origin=site.origin)
 
 
-def _parameters(region: Region, sites: dict[tuple[str, str], Site], names: Names) -> None:
+def _parameters(region: Region, sites: dict[tuple[str, Role], Site], names: Names) -> None:
     """Weight and bias sites of an anchor: one per weight tensor, one bias per call."""
     record = region.record
     for site in weight_sites(region.anchor, names.weight) if record.recurrent else ():
@@ -208,13 +210,13 @@ def _parameters(region: Region, sites: dict[tuple[str, str], Site], names: Names
         return
     values = operands(region.anchor)
     x, weight, bias = (values[i] for i in (record.roles.x[0], record.roles.weight, record.roles.bias))
-    per_channel, kind = region.setting.weights != "tensor", region.setting.weight
+    per_channel, kind = region.setting.weights != WeightScales.TENSOR, region.setting.weight
     group = group_of(origin(region.anchor), region.setting, record.roles.outputs)
     low, high = kind.stored(group)
     weight_site = Site(
         names.weight(weight),
         weight.name,
-        "weight",
+        Role.WEIGHT,
         Observed("absmax", True),
         kind.storage,
         low,
@@ -227,14 +229,14 @@ def _parameters(region: Region, sites: dict[tuple[str, str], Site], names: Names
     put(sites, weight_site)
     if region.dynamic or bias is None:
         return
-    if sites[weight.name, "weight"].native and sites[x.name, "activation"].native:
-        sources = (sites[x.name, "activation"].name, sites[weight.name, "weight"].name)
+    if sites[weight.name, Role.WEIGHT].native and sites[x.name, Role.ACTIVATION].native:
+        sources = (sites[x.name, Role.ACTIVATION].name, sites[weight.name, Role.WEIGHT].name)
         put(
             sites,
             Site(
                 f"{names.of(region.anchor)}:bias",
                 region.anchor.name,
-                "bias",
+                Role.BIAS,
                 Derived(sources),
                 DType.I32,
                 -(2**31),

@@ -27,6 +27,7 @@ from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Fixed, Observed, Shared, Site, groups
 from intaglio.quant.annotate.weight_only import alone
 from intaglio.quant.frontends.pt2e_compat import annotations_of, torch_view
+from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.settings import Setting
 
 
@@ -85,7 +86,7 @@ def _annotated_sites(
     """Of every value that is to be levels: for the annotator, as a buffer, as a result. All of a group are counted, but
     for those that are selected from another of it."""
     names = Names(graph)
-    sites: dict[tuple[str, str], Site] = {}
+    sites: dict[tuple[str, Role], Site] = {}
     second = {written.leaders.get(node) for node in second_factors(regions, buffers)}
     selected = {region.root for region in regions if region.shares}
     plain = {node: written.levels[node].site(names.of(node), node) for node in graph.nodes if node in written.levels}

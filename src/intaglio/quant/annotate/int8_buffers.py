@@ -23,6 +23,7 @@ from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, QParams, Signature, State, TensorType
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_TENSOR, QUANTIZE_TENSOR
+from intaglio.quant.recipes.choices import Role
 
 BUFFER_UPDATES: Mapping[str, tuple[str, ...]] = {
     "aten.index_put.default": ("self", "values"),
@@ -103,7 +104,8 @@ def checked_buffers(buffers: Mapping[fx.Node, fx.Node], sites: tuple[Site, ...])
     """The sites, where those of buffers have levels of a byte. Else `UnsupportedError`."""
     kept = {node.name for pair in buffers.items() for node in pair}
     for site in sites:
-        if site.value in kept and site.role == "activation" and (site.dtype is not DType.U8 or site.axis is not None):
+        is_buffer = site.value in kept and site.role == Role.ACTIVATION
+        if is_buffer and (site.dtype is not DType.U8 or site.axis is not None):
             raise UnsupportedError(site.name, None, f"as a buffer it would be {site.datatype}; buffers are u8")
     return sites
 

@@ -21,6 +21,7 @@ from intaglio.ir.disjoint_sets import DisjointSets
 from intaglio.quant.annotate.embedding_tables import BAGS, EMBEDDING_LOOKUP
 from intaglio.quant.annotate.int8_buffers import is_destination
 from intaglio.quant.annotate.sites import Dynamic, Fixed, Observed, Site
+from intaglio.quant.recipes.choices import ActivationMode, Role
 from intaglio.quant.recipes.datatypes import DATATYPES
 from intaglio.quant.recipes.settings import Setting
 
@@ -67,7 +68,7 @@ class Levels:
         spec: Any = self.spec
         if isinstance(spec, Observed) and not kind.zero_point:
             spec = replace(spec, symmetric=True)
-        return Site(name, node.name, "activation", spec, kind.storage, low, high, None, origin(node), kind.name)
+        return Site(name, node.name, Role.ACTIVATION, spec, kind.storage, low, high, None, origin(node), kind.name)
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class Written:
 
     def setting(self, node: fx.Node, setting: Setting) -> Setting:
         """A recipe's setting of a node, with what its annotation says of weights and modes in its place."""
-        alone = self._weight_alone(node) if node in self.nodes else setting.activations == "float"
+        alone = self._weight_alone(node) if node in self.nodes else setting.activations == ActivationMode.FLOAT
         found = replace(
             setting,
             residual="int8",
@@ -249,13 +250,13 @@ def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> Wr
                 custom[own[value.name], reader] = levels.observer
                 continue
             role = _role(reader, own[value.name])
-            if role == "table":
+            if _reads_table(reader, own[value.name]):
                 tables.add(reader)
-            elif role == "weight" and isinstance(levels, Levels):
+            elif role == Role.WEIGHT and isinstance(levels, Levels):
                 weights[reader] = levels
             elif isinstance(levels, Levels) and isinstance(levels.spec, Dynamic):
                 rows[reader] = levels.spec.mode
-            elif role == "activation":
+            elif role == Role.ACTIVATION:
                 places.add((own[value.name], reader), _own(levels, own), annotation.sharing)
         if isinstance(annotation.output, Own):
             custom[reader, None] = annotation.output.observer
@@ -282,17 +283,20 @@ def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> Wr
     )
 
 
-def _role(reader: fx.Node, value: fx.Node) -> str:
-    """What a value is to a node that reads it: "activation", "weight", "table", or "" for other constants and for
-    buffers that it writes into."""
-    if operator(reader) in (EMBEDDING_LOOKUP, *BAGS):
-        return "table" if value is reader.args[0] else ""
-    if is_destination(reader, value):
-        return ""
+def _reads_table(reader: fx.Node, value: fx.Node) -> bool:
+    """Return whether a node looks up rows of a value."""
+    return operator(reader) in (EMBEDDING_LOOKUP, *BAGS) and value is reader.args[0]
+
+
+def _role(reader: fx.Node, value: fx.Node) -> Role | None:
+    """Return what a value is to a node that reads it; ``None`` for all operands of embeddings, for buffers that are
+    written into, and for constants that are no weight."""
+    if operator(reader) in (EMBEDDING_LOOKUP, *BAGS) or is_destination(reader, value):
+        return None
     record = record_of(reader)
     if record is not None and record.roles.weight is not None and operands(reader)[record.roles.weight] is value:
-        return "weight"
-    return "" if is_constant(value) else "activation"
+        return Role.WEIGHT
+    return None if is_constant(value) else Role.ACTIVATION
 
 
 def _own(levels: Levels | SameAs, own: Mapping[str, fx.Node]) -> Levels | SameAs:

@@ -18,6 +18,7 @@ from intaglio.ir import DType, TensorType
 from intaglio.ops import OpDef
 from intaglio.ops.dynamic_quant import levels_of_rows, row_levels, scales_shape
 from intaglio.quant.annotate.sites import Dynamic, Site
+from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.settings import Setting
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def row_sites(regions: Iterable[Region], name_of: Callable[[fx.Node], str]) -> I
 def quantize_at_run_time(graph: fx.Graph, annotations: Annotations) -> None:
     """Levels and scales of what dynamic layers read, and their dequantize, once for all layers that read a value."""
     nodes, ops = {node.name: node for node in graph.nodes}, row_operators()
-    readers: dict[tuple[fx.Node, str], list[fx.Node]] = {}
+    readers: dict[tuple[fx.Node, Role], list[fx.Node]] = {}
     for region in (region for region in annotations.regions if region.dynamic):
         anchor = nodes[region.anchor.name]
         readers.setdefault((anchor.args[0], region.x_role), []).append(anchor)
@@ -73,11 +74,11 @@ def quantize_at_run_time(graph: fx.Graph, annotations: Annotations) -> None:
             anchor.replace_input_with(x, real)
 
 
-def _quantized(graph: fx.Graph, ops: Any, x: fx.Node, mode: str) -> tuple[fx.Node, fx.Node]:
+def _quantized(graph: fx.Graph, ops: Any, x: fx.Node, mode: Role) -> tuple[fx.Node, fx.Node]:
     """The nodes of levels and scales, right behind the value."""
     shape = info(x).type.shape
     with graph.inserting_after(x):
-        pair = graph.call_function(ops.quantize_rows.default, (x, mode))
+        pair = graph.call_function(ops.quantize_rows.default, (x, mode.value))
     inherit_info(pair, x)
     with graph.inserting_after(pair):
         scales = graph.call_function(getitem, (pair, 1))

@@ -20,6 +20,7 @@ from intaglio.ops.products.lstm_gru import bind_recurrent, macs_of_weights, recu
 from intaglio.quant.annotate.per_token import rows_behind
 from intaglio.quant.annotate.sites import Observed, Site
 from intaglio.quant.qdq.weight_grid import channel_scales, weight_grid
+from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.settings import Setting
 
 RECURRENT_CALL = "intaglio.recurrent.default"
@@ -96,17 +97,17 @@ def weight_sites(node: fx.Node, name_of: Callable[[fx.Node], str]) -> Iterator[S
     for weight in (one for pair in parts_of(node).weights for one in pair):
         spec, kind = Observed("absmax", True), Setting().weight
         yield Site(
-            name_of(weight), weight.name, "weight", spec, kind.storage, *kind.stored(0), 0, origin(node), kind.name
+            name_of(weight), weight.name, Role.WEIGHT, spec, kind.storage, *kind.stored(0), 0, origin(node), kind.name
         )
 
 
 def recurrent_qparams(
-    module: fx.GraphModule, sites: Mapping[tuple[str, str], Site], nodes: list[fx.Node], given: Mapping[str, QParams]
+    module: fx.GraphModule, sites: Mapping[tuple[str, Role], Site], nodes: list[fx.Node], given: Mapping[str, QParams]
 ) -> dict[str, QParams]:
     """Scales of all weights, those given or their own."""
     found = {}
     for weight in (one for node in nodes for pair in parts_of(node).weights for one in pair):
-        site = sites[weight.name, "weight"]
+        site = sites[weight.name, Role.WEIGHT]
         values = getattr(module, str(weight.target)).detach().numpy()
         scales = channel_scales(values, site.record, 0) if site.name not in given else given[site.name].scales
         found[site.name] = QParams(tuple(map(float, scales)), (0,) * len(values), site.qmin, site.qmax, 0)
@@ -120,7 +121,7 @@ Store = Callable[[str, np.ndarray, TensorType], fx.Node]
 
 
 def quantize_recurrent(
-    node: fx.Node, sites: Mapping[tuple[str, str], Site], qparams: Mapping[str, QParams], store: Store
+    node: fx.Node, sites: Mapping[tuple[str, Role], Site], qparams: Mapping[str, QParams], store: Store
 ) -> None:
     """A call whose input is behind a dequantize -> the operator on levels; results are its items."""
     graph, parts, attrs = node.graph, parts_of(node), bind_recurrent(call_of(node, record_of(node)))
@@ -128,7 +129,7 @@ def quantize_recurrent(
     for pair, biases in zip(parts.weights, parts.biases, strict=True):
         levels, scales, shifts = [], [], []
         for place, weight in enumerate(pair):
-            site, values = sites[weight.name, "weight"], _values(weight)
+            site, values = sites[weight.name, Role.WEIGHT], _values(weight)
             q, gates = qparams[site.name], len(values)
             steps = np.array(q.scales, np.float32)
             grid = weight_grid(values, steps, site.record).nearest(values).astype(np.int8)

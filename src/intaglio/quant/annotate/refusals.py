@@ -24,6 +24,7 @@ from intaglio.quant.annotate.recurrent_sites import (
 )
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Skip
+from intaglio.quant.recipes.choices import ActivationMode, ResidualType
 from intaglio.quant.recipes.settings import Setting
 from intaglio.quant.recipes.user_patterns import is_host
 from intaglio.tracing.while_loops import WhileLoop
@@ -51,10 +52,12 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         return "the recipe leaves it in float"
     if setting.activations in ROW_MODES and (reason := unable_at_run_time(record, setting)) is not None:
         return reason
-    if setting.activations == "float":
+    if setting.activations == ActivationMode.FLOAT:
         own = record.roles.weight is not None
         return f"{setting.weight.name} weights alone: its activations stay in float" if own else FLOATS
-    if setting.residual == "float" and not (record.anchor or record.shares or record.computes_on_accumulator):
+    if setting.residual == ResidualType.FLOAT and not (
+        record.anchor or record.shares or record.computes_on_accumulator
+    ):
         return "the recipe leaves what is between products in float"
     values = activations(node)
     if any(value is not None and is_constant(value) for value in values):

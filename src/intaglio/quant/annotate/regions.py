@@ -14,6 +14,7 @@ from intaglio.ops import OpDef
 from intaglio.ops.dynamic_quant import ROW_MODES
 from intaglio.quant.annotate.embedding_tables import Table, table_notes
 from intaglio.quant.annotate.sites import Site, Skip
+from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.settings import Setting
 from intaglio.quant.recipes.user_patterns import QuantizerPattern, Rejected, operands_of_whole, record_at
 
@@ -72,11 +73,11 @@ class Region(Chain):
         return self.setting.activations in ROW_MODES
 
     @property
-    def x_role(self) -> str:
+    def x_role(self) -> Role:
         """Role of the sites it reads. Recurrent layers have rows only: entries of the batch lie along another axis."""
         if not self.dynamic:
-            return "activation"
-        return "token" if self.record.recurrent else self.setting.activations
+            return Role.ACTIVATION
+        return Role.TOKEN if self.record.recurrent else Role(self.setting.activations)
 
     @property
     def gives_float(self) -> bool:
@@ -124,12 +125,12 @@ class Annotations:
     alone: Mapping[str, Setting] = field(default_factory=dict)
 
     @property
-    def by_value(self) -> dict[tuple[str, str], Site]:
+    def by_value(self) -> dict[tuple[str, Role], Site]:
         return {(site.value, site.role): site for site in self.sites}
 
     def sites_text(self) -> str:
         """Sites, one line each; biases left out, as one may be added."""
-        return "\n".join(str(site) for site in self.sites if site.role != "bias")
+        return "\n".join(str(site) for site in self.sites if site.role != Role.BIAS)
 
     def text(self) -> str:
         """Sites, then what was skipped, then what patterns matched in vain, one line each."""

@@ -9,6 +9,7 @@ from typing import Any
 from intaglio.errors import UnsupportedError
 from intaglio.ir import Axis, DType, Origin
 from intaglio.ir.disjoint_sets import DisjointSets
+from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.datatypes import DATATYPES, Datatype
 
 
@@ -64,15 +65,14 @@ NOWHERE = Origin()
 class Site:
     """A value that carries quantization parameters.
 
-    ``name`` is ``module.path#call/operator.number``; ``value`` the node of the prepared graph. ``role`` is
-    "activation", "weight", "bias", "shortcut": the same value in 16 bits, for sums, or "token" and "tensor": the same
-    value with scales made while the model runs. ``datatype``: name of the record behind dtype, qmin and qmax, if there
-    is one; ``group``: neighbours of a weight that share a multiple of their channel's scale.
+    ``name`` is ``module.path#call/operator.number``; ``value`` the node of the prepared graph. ``datatype``: name of
+    the record behind dtype, qmin and qmax, if there is one; ``group``: neighbours of a weight that share a multiple of
+    their channel's scale.
     """
 
     name: str
     value: str
-    role: str
+    role: Role
     spec: Spec
     dtype: DType
     qmin: int

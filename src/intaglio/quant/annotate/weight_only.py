@@ -15,6 +15,7 @@ from intaglio.fxgraph.nodes import constant_node, is_constant, operands, record_
 from intaglio.ir import DType, TensorType
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.qdq.weight_grid import channel_scales, group_of, weight_grid
+from intaglio.quant.recipes.choices import ActivationMode, WeightScales
 from intaglio.quant.recipes.settings import Setting
 
 
@@ -28,7 +29,7 @@ def alone(regions: Iterable[Region], settings: Mapping[fx.Node, Setting]) -> dic
             continue
         weight = operands(node)[record.roles.weight]
         stored = weight is not None and is_constant(weight) and tensor_type(weight).dtype is DType.F32
-        if stored and setting.quantize and setting.activations == "float":
+        if stored and setting.quantize and setting.activations == ActivationMode.FLOAT:
             found[node.name] = setting
     return found
 
@@ -57,7 +58,7 @@ def store_weights(module: fx.GraphModule, found: Mapping[str, Setting], dequanti
 def _levels(module: fx.GraphModule, weight: fx.Node, setting: Setting, group: int) -> tuple[fx.Node, ...]:
     """Levels, a scale for every output channel, and zero points, all 0."""
     values, kind = _values(module, weight), setting.weight
-    rows = values.reshape(1 if setting.weights == "tensor" else len(values), -1)
+    rows = values.reshape(1 if setting.weights == WeightScales.TENSOR else len(values), -1)
     scales = np.resize(channel_scales(rows, kind, group), len(values))
     grid = weight_grid(values, scales, kind, group)
     levels = _constant(module, weight, "levels", grid.stored(grid.nearest(values)))

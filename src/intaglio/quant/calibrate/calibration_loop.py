@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -27,7 +28,13 @@ from intaglio.signature import bind, dims_of
 from intaglio.tracing.captured import expect
 
 logger = logging.getLogger("intaglio.lint")
-NONFINITE = ("error", "ignore")
+
+
+class NonFinite(StrEnum):
+    """What calibration does about NaN and infinite values."""
+
+    ERROR = "error"
+    IGNORE = "ignore"
 
 
 def calibrate(
@@ -36,7 +43,7 @@ def calibrate(
     *,
     samples: int | None = None,
     progress: bool | None = None,
-    nonfinite: str = "error",
+    nonfinite: str = NonFinite.ERROR.value,
     first_batch: int | None = None,
     group: Group | None = None,
 ) -> Ranges:
@@ -52,13 +59,13 @@ def calibrate(
     of its own, and all get the statistics of all batches, bit for bit those of one process.
     """
     expect(prepared, Prepared, "calibrate")
-    if nonfinite not in NONFINITE:
-        raise CalibrationError("nonfinite", None, f"{nonfinite!r}; allowed are {NONFINITE}")
+    if nonfinite not in tuple(NonFinite):
+        raise CalibrationError("nonfinite", None, f"{nonfinite!r}; allowed are {tuple(map(str, NonFinite))}")
     group, watch = group or Group.current(), prepared.watch
     before, earlier = {name: observer.statistics for name, observer in prepared.observers.items()}, replace(watch)
     first = earlier.batch if first_batch is None else first_batch
     watch.batch = first + group.rank
-    watch.stride, watch.ignore = group.size, nonfinite == "ignore"
+    watch.stride, watch.ignore = group.size, nonfinite == NonFinite.IGNORE
     _reset(prepared, {name: Statistics() for name in before})
     try:
         group.agree(prepared.observers, "sites")

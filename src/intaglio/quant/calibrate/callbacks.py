@@ -24,6 +24,7 @@ from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.correct.layerwise_eval import CACHE, Walk
 from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, each_output, weight_qparams
 from intaglio.quant.qdq.weight_grid import weight_grid
+from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.user_patterns import ParameterChooser, QuantizerPattern
 from intaglio.signature import bind
 from intaglio.tracing.captured import expect
@@ -257,7 +258,7 @@ class _Walked:
 
     def _settle(self, leader: str, q: QParams | None) -> None:
         for name in self.annotations.leaders if q is not None else ():
-            if self._leader(name) == leader and self.sites[name].role == "activation":
+            if self._leader(name) == leader and self.sites[name].role == Role.ACTIVATION:
                 self.walk.settle(name, q)
 
     def _weights(self, region: Region) -> None:
@@ -299,7 +300,7 @@ def sites_of(annotations: Annotations, region: Region) -> RegionSites:
     """Names of a region's sites."""
     by_value = annotations.by_value
     inputs = tuple(by_value[value.name, region.x_role].name for value in region.activations())
-    output = by_value.get((region.root.name, "activation"))
+    output = by_value.get((region.root.name, Role.ACTIVATION))
     weight = bias = None
     if region.record.roles.weight is not None:
         _, w_site, b_site = anchor_sites(annotations, region)
@@ -324,15 +325,15 @@ def parameters(site: Site, value: Given, region: Region) -> QParams:
             found = _pair(site, first, second)
         except (ValueError, TypeError) as error:
             raise CalibrationError(site.name, site.origin.operator, f"{value!r}: {error}") from error
-    symmetric = site.role != "weight" or set(found.zeros) == {0}
+    symmetric = site.role != Role.WEIGHT or set(found.zeros) == {0}
     if (found.qmin, found.qmax) != (site.qmin, site.qmax) or not symmetric or (found.axis not in (None, site.axis)):
         raise CalibrationError(
             site.name,
             site.origin.operator,
             f"{found} in [{found.qmin}, {found.qmax}]; the site is {site}",
-            remedy="keep the site's integers" + (", with zero point 0" if site.role == "weight" else ""),
+            remedy="keep the site's integers" + (", with zero point 0" if site.role == Role.WEIGHT else ""),
         )
-    if site.role == "weight" and isinstance(site.axis, int) and len(found.scales) == 1:
+    if site.role == Role.WEIGHT and isinstance(site.axis, int) and len(found.scales) == 1:
         channels = fixed_size(operands(region.anchor)[region.record.roles.weight], site.axis)
         return replace(found, scale=found.scales * channels, zero_point=(0,) * channels, axis=site.axis)
     return found
@@ -342,7 +343,7 @@ def _pair(site: Site, first: np.ndarray, second: np.ndarray) -> QParams:
     if first.min() > 0 and np.issubdtype(second.dtype, np.integer):
         scales = tuple(float(np.float32(scale)) for scale in first)
         zeros = tuple(int(zero) for zero in np.broadcast_to(second, first.shape))
-    elif site.role == "weight":
+    elif site.role == Role.WEIGHT:
         scales = tuple(map(float, numerics.symmetric(np.maximum(np.abs(first), np.abs(second)), site.qmax)))
         zeros = (0,) * len(scales)
     else:

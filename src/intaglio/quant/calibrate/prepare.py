@@ -28,6 +28,7 @@ from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.correct.corrections import Equalization
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES, PassLists
 from intaglio.quant.qdq.qdq_normalize import quantizes
+from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.tracing.captured import Captured, GraphStage, expect
@@ -164,7 +165,7 @@ class Prepared(GraphStage):
             raise SelectorError("method", None, str(error)) from error
         sites = tuple(
             replace(site, spec=replace(site.spec, method=method))
-            if site.role == "activation" and isinstance(site.spec, Observed)
+            if site.role == Role.ACTIVATION and isinstance(site.spec, Observed)
             else site
             for site in self.annotations.sites
         )
@@ -335,7 +336,7 @@ def _observed(
     observers = {
         site.name: Observer(site, _sample_axis(nodes[site.value], signature), watch)
         for site in annotations.sites
-        if site.role == "activation" and isinstance(site.spec, Observed)
+        if site.role == Role.ACTIVATION and isinstance(site.spec, Observed)
     }
     places = {name: f"observer_{index}" for index, name in enumerate(observers)}
     for site in annotations.sites:

@@ -19,6 +19,7 @@ from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.calibrate.prepare import Prepared, again, whole
 from intaglio.quant.correct.corrections import Equalization
 from intaglio.quant.correct.smoothquant import smooth, smoothable
+from intaglio.quant.recipes.choices import Role
 
 
 def equalized(
@@ -110,7 +111,7 @@ def divisible(annotations: Annotations) -> list[ScalableResult]:
     member = {node: region for region in regions for node in region.nodes}
     found = []
     for region in regions:
-        site = by_value.get((region.root.name, "activation"))
+        site = by_value.get((region.root.name, Role.ACTIVATION))
         able = site is not None and (_divisible(region) or normalizes(region))
         uses = _uses(region.root, member, ()) if able else None
         if uses and normalizes(region) and any(use.trail or not record_of(use.node).is_linear_layer for use in uses):

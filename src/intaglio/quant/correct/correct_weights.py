@@ -27,6 +27,7 @@ from intaglio.quant.correct.second_moments import Moments, moments, over_ranks, 
 from intaglio.quant.correct.weight_rounding import ROUNDINGS, gptq, loss, nearest
 from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, parameters_of, weight_qparams
 from intaglio.quant.qdq.weight_grid import Grid, weight_grid
+from intaglio.quant.recipes.choices import BiasCorrection, Role, Rounding
 from intaglio.tracing.captured import expect
 
 
@@ -52,7 +53,7 @@ def correct(
     qparams = activation_qparams(prepared, ranges)
     scales: dict[tuple[str, int], np.ndarray] = {}
     units = weight_qparams(annotations, qparams, [], ranges.parameters or {}, {}, scales)
-    through_outputs = any(region.setting.bias == "outputs" for region in annotations.regions)
+    through_outputs = any(region.setting.bias == BiasCorrection.OUTPUTS for region in annotations.regions)
     walk = Walk(annotations, calls, qparams, exact=through_outputs, cache=cache)
     work, regions = _Work(walk, units, group), iter(walk)
     while (region := group.together(lambda: next(regions, None))) is not None:
@@ -79,7 +80,7 @@ class _Work:
         annotations, record, setting = self.walk.annotations, region.record, region.setting
         values = operands(region.anchor)
         x, weight_node = values[record.roles.x[0]], values[record.roles.weight]
-        site = annotations.by_value[weight_node.name, "weight"]
+        site = annotations.by_value[weight_node.name, Role.WEIGHT]
         weight, _ = parameters_of(annotations.module, region)
         q = self.units[site.name]
         if site.name in self.weights:
@@ -92,7 +93,7 @@ class _Work:
             return
         found = self._moments(region, x)
         rows, step = (_grouped(region, np.broadcast_to(part, weight.shape)) for part in (weight, grid.steps))
-        if site.name not in self.weights and setting.rounding != "nearest":
+        if site.name not in self.weights and setting.rounding != Rounding.NEAREST:
             if site.record.squares and not site.group and len(q.scales) == len(weight):
                 q = _rescaled(q, rows, step, found, grid)
                 grid = weight_grid(weight, np.array(q.scales), site.record, 0, record.roles.outputs)
@@ -104,7 +105,7 @@ class _Work:
             self.weights[site.name] = Rounded(q, grid.stored(self.levels[site.name]))
         levels_now = self.levels.get(site.name, grid.nearest(weight))
         self._keep(weight_node, grid, levels_now)
-        if setting.bias != "none":
+        if setting.bias != BiasCorrection.NONE:
             self._bias(region, rows, rows - _grouped(region, levels_now) * step, found)
 
     def _keep(self, node: fx.Node, grid: Grid, levels: np.ndarray) -> None:
@@ -131,7 +132,7 @@ class _Work:
         more than the weights, and may even harm.
         """
         _, bias = parameters_of(self.walk.module, region)
-        if region.setting.bias == "outputs":
+        if region.setting.bias == BiasCorrection.OUTPUTS:
             moved = self._difference(region)
         else:
             x = operands(region.anchor)[region.record.roles.x[0]]
@@ -219,7 +220,8 @@ def _complete(prepared: Prepared) -> Annotations:
 def _lacks_bias(annotations: Annotations, region: Region) -> bool:
     """Whether a bias is to be corrected that is not there."""
     roles = region.record.roles
-    if roles.weight is None or region.setting.bias == "none" or operands(region.anchor)[roles.bias] is not None:
+    corrects = region.setting.bias != BiasCorrection.NONE
+    if roles.weight is None or not corrects or operands(region.anchor)[roles.bias] is not None:
         return False
     if region.dynamic:
         return False
@@ -229,4 +231,4 @@ def _lacks_bias(annotations: Annotations, region: Region) -> bool:
 def operand_site(annotations: Annotations, region: Region) -> Site:
     """The site of what an anchor's weight multiplies."""
     x = operands(region.anchor)[region.record.roles.x[0]]
-    return annotations.by_value[x.name, "activation"]
+    return annotations.by_value[x.name, Role.ACTIVATION]

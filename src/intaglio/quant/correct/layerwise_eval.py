@@ -19,6 +19,7 @@ from intaglio.quant.annotate.find_regions import find_shortcuts, reads_shortcut
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.qdq.convert import quantizing
+from intaglio.quant.recipes.choices import Role
 from intaglio.signature import TORCH_DTYPES
 from intaglio.torch_private import pytree, schema_of
 
@@ -52,8 +53,8 @@ class Walk:
         self.qparams: dict[str, QParams] = dict(qparams or {})
         self.weights: dict[str, torch.Tensor] = {}
         self.biases: dict[str, torch.Tensor] = {}
-        self.sites = {site.value: site for site in annotations.sites if site.role == "activation"}
-        self._wide = {site.value: site for site in annotations.sites if site.role == "shortcut"}
+        self.sites = {site.value: site for site in annotations.sites if site.role == Role.ACTIVATION}
+        self._wide = {site.value: site for site in annotations.sites if site.role == Role.SHORTCUT}
         self._shortcuts = find_shortcuts(annotations.regions)
         self._regions = {region.root.name: region for region in annotations.regions}
         self._inside = {n.name for region in annotations.regions for n in region.nodes}

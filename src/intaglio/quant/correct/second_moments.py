@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from intaglio.fxgraph.node_info import tensor_type
 from intaglio.fxgraph.nodes import call_of
 from intaglio.ir import DType, QParams
-from intaglio.native.cpu import isas
+from intaglio.native.cpu import IsaName, isas
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.calibrate.distributed import Group
@@ -102,7 +102,7 @@ def _add_products(total: torch.Tensor, signed: torch.Tensor) -> None:
     for start in range(0, count, rows):
         part = signed[:, :, start : start + rows]
         if groups == 1:
-            total[0] += integer_gram(part[0]) if "avx512vnni" in isas() else float_gram(part[0])
+            total[0] += integer_gram(part[0]) if IsaName.AVX512VNNI in isas() else float_gram(part[0])
         else:  # small groups: float64 holds these sums exactly, and takes all groups at once
             wide = part.double()
             total += (wide @ wide.transpose(1, 2)).to(torch.int64)

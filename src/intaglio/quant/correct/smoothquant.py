@@ -17,6 +17,7 @@ from intaglio.fxgraph.node_info import constant_path, inherit_info, origin, tens
 from intaglio.fxgraph.nodes import call_of, constant_node, is_constant, operands, record_of
 from intaglio.ir import TensorType
 from intaglio.quant.annotate.regions import Annotations, Region
+from intaglio.quant.recipes.choices import ResidualType, Role
 
 PASSED_THROUGH = ("reshape", "permute", "slice")
 """Between a value and its readers; they leave channels where they are, on the last axis."""
@@ -45,7 +46,7 @@ class Smoothed:
 def smoothable(annotations: Annotations) -> list[Smoothed]:
     """Every value that factors can be put behind, where the recipe leaves sums in float."""
     member = {node: region for region in annotations.regions for node in region.nodes}
-    sites = {site.value: site.name for site in annotations.sites if site.role == "activation"}
+    sites = {site.value: site.name for site in annotations.sites if site.role == Role.ACTIVATION}
     found = []
     for node in annotations.module.graph.nodes:
         region = member.get(node)
@@ -89,7 +90,7 @@ def _keeps_channels(user: fx.Node) -> bool:
 
 def _wanted(readers: Sequence[fx.Node | None], member: Mapping[fx.Node, Region]) -> bool:
     settings = [member[reader].setting for reader in readers if reader is not None]
-    return all(setting.residual == "float" and setting.equalize for setting in settings)
+    return all(setting.residual == ResidualType.FLOAT and setting.equalize for setting in settings)
 
 
 def smooth(module: fx.GraphModule, values: Sequence[Smoothed], factors: Mapping[str, torch.Tensor]) -> None:

@@ -13,6 +13,7 @@ import torch
 from intaglio import numerics
 from intaglio.quant.correct.linalg import taken
 from intaglio.quant.correct.second_moments import Moments
+from intaglio.quant.recipes.choices import Rounding
 
 FEW_COLUMNS = 32
 """Columns that are rounded one by one; of more, a half and then the other."""
@@ -97,7 +98,7 @@ def adaround(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int,
     return _better(chosen, plain, weight, step, moments)
 
 
-ROUNDINGS: dict[str, Round] = {"nearest": nearest, "gptq": gptq, "adaround": adaround}
+ROUNDINGS: dict[str, Round] = {Rounding.NEAREST: nearest, Rounding.GPTQ: gptq, Rounding.ADAROUND: adaround}
 
 
 def loss(levels: torch.Tensor, weight: torch.Tensor, step: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

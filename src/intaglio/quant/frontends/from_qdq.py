@@ -21,6 +21,7 @@ from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
 from intaglio.quant.qdq.qdq_normalize import LIBRARY, QUANTIZE_TENSOR, dequantizes
 from intaglio.quant.qdq.qparams import fixed_qparams
+from intaglio.quant.recipes.choices import Role
 from intaglio.tracing.captured import Captured, expect, fx_text
 
 
@@ -58,7 +59,7 @@ def _sites(graph: fx.Graph) -> Iterator[Site]:
             number = count[names.of(value)] = count.get(names.of(value), -1) + 1  # a value may have several parameters
             name = names.of(value) + (f"@{number}" if number else "")
             spec = Fixed(q.step, q.zero)
-            yield Site(name, value.name, "activation", spec, DType.U8, q.qmin, q.qmax, None, origin(value), "u8")
+            yield Site(name, value.name, Role.ACTIVATION, spec, DType.U8, q.qmin, q.qmax, None, origin(value), "u8")
 
 
 def _reason(node: fx.Node) -> str:

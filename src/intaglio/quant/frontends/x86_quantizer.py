@@ -23,6 +23,7 @@ from intaglio.fxgraph.nodes import activations, arguments, operands, operator, r
 from intaglio.quant.annotate.node_annotations import Annotation, Levels, Own, SameAs, annotate_node, annotation_of
 from intaglio.quant.annotate.sites import Dynamic, Observed
 from intaglio.quant.qat.eval_graph import Norm
+from intaglio.quant.recipes.choices import ActivationMode, WeightScales
 from intaglio.quant.recipes.selectors import matches
 from intaglio.quant.recipes.settings import DEFAULT, Setting
 
@@ -221,17 +222,17 @@ def _reads(anchor: fx.Node, config: Setting) -> dict[fx.Node, Levels | SameAs | 
     if weight is not None and operands(anchor)[weight] is not None:
         whole = config.over(DEFAULT)
         found[operands(anchor)[weight]] = Levels(
-            whole.weight.name, Observed("absmax", True), channels=whole.weights != "tensor"
+            whole.weight.name, Observed("absmax", True), channels=whole.weights != WeightScales.TENSOR
         )
     return found
 
 
 def _activation(config: Setting | None) -> Levels | None:
     """What activations become under a setting; ``None``: they stay in float."""
-    if config is None or config.activations == "float":
+    if config is None or config.activations == ActivationMode.FLOAT:
         return None
     whole = config.over(DEFAULT)
-    if whole.activations in ("token", "tensor"):
+    if whole.activations in (ActivationMode.TOKEN, ActivationMode.TENSOR):
         return Levels(spec=Dynamic(whole.activations))
     return Levels(whole.activation.name, Observed(whole.method or "mse"))
 

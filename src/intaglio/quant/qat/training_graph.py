@@ -34,6 +34,7 @@ from intaglio.quant.qat.parameter_tree import Tree
 from intaglio.quant.qat.train_layers import DropoutMask, attended, normalized
 from intaglio.quant.qdq.convert import Rewriter
 from intaglio.quant.qdq.qparams import OwnScales, anchor_sites, fixed_qparams, weight_qparams, widened
+from intaglio.quant.recipes.choices import Role
 from intaglio.torch_private import buffers_of
 
 NORMED = (*FOLDABLE, "aten.addcmul.default")
@@ -83,7 +84,7 @@ class TrainingGraph:
         """Site -> path of what rounds its values; sites that share parameters are left to their leader."""
         calls, found = {node.name: node for node in self.annotations.module.graph.nodes}, dict[str, str]()
         for site in self.annotations.sites:
-            if site.role == "activation" and self.annotations.leaders[site.name] == site.name:
+            if site.role == Role.ACTIVATION and self.annotations.leaders[site.name] == site.name:
                 shape = tensor_type(calls[site.value]).shape
                 channels = _channels(shape, site)
                 found[site.name] = self._place(FakeQuantize(site, channels, len(shape), self.mode))
@@ -195,7 +196,7 @@ class TrainingGraph:
 
     def _constant(self, node: fx.Node, site: Site) -> fx.Node:
         """A weight or bias, rounded."""
-        if site.role == "weight":
+        if site.role == Role.WEIGHT:
             name = str(self.tree.root.get_submodule(self.quantizers[site.name]).constant)
             return self.graph.call_module(self.quantizers[site.name], (self.constants[name],))
         region = self.anchors[site.value]
@@ -264,13 +265,13 @@ def _quantized(annotations: Annotations) -> fx.GraphModule:
     by_name, qparams = {site.name: site for site in annotations.sites}, dict[str, QParams]()
     shapes = {node.name: tensor_type(node) for node in annotations.module.graph.nodes}
     for site in annotations.sites:
-        if site.role == "activation":
+        if site.role == Role.ACTIVATION:
             leader = by_name[annotations.leaders[site.name]]
             channels = _channels(shapes[site.value].shape, site)
             zero = min(max(0, site.qmin), site.qmax)
             plain = QParams((1.0,) * channels, (zero,) * channels, site.qmin, site.qmax, site.axis)
             qparams[site.name] = fixed_qparams(leader, leader.spec) if isinstance(leader.spec, Fixed) else plain
-    qparams.update({site.name: widened(site, qparams) for site in annotations.sites if site.role == "shortcut"})
+    qparams.update({site.name: widened(site, qparams) for site in annotations.sites if site.role == Role.SHORTCUT})
     qparams.update(weight_qparams(annotations, qparams, [], {}, {}))
     module = copy_graph(annotations.module)
     Rewriter(module, annotations, qparams, Corrections(annotations)).run()

@@ -51,6 +51,7 @@ from intaglio.quant.qdq.qparams import (
     weight_qparams,
 )
 from intaglio.quant.qdq.weight_grid import weight_grid
+from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.datatypes import FLOAT8
 from intaglio.signature import TORCH_DTYPES
 from intaglio.torch_private import quantized_decomposed
@@ -122,7 +123,7 @@ def convert(
     qparams.update(recurrent_qparams(annotations.module, annotations.by_value, layers, given))
     module = copy_graph(annotations.module)
     Rewriter(module, annotations, qparams, corrections).run()
-    held = {before: annotations.by_value[before, "activation"].name for before in annotations.buffers}
+    held = {before: annotations.by_value[before, Role.ACTIVATION].name for before in annotations.buffers}
     signature, computed = store_levels(module, prepared.signature, held, qparams)
     remarks += computed
     write_own(module, annotations.own, prepared.module, prepared.watch.shown)
@@ -162,14 +163,13 @@ def _apart(
 
 
 def _with_levels(signature: Signature, prepared: Prepared, qparams: Mapping[str, QParams]) -> Signature:
-    """The signature, its results integers where they have parameters. `UnsupportedError` where kernels have no such
-    levels."""
+    """Return the signature, its results integers where they have parameters; only u8 by tensor can leave."""
     results = next(n for n in prepared.annotations.module.graph.nodes if n.op == "output").args[0]
     by_value, outputs, index = prepared.annotations.by_value, [], 0
     for output in signature.outputs:
         if output.value is not None:
             name = results[index].name
-            site = by_value[name, "activation"] if name in prepared.annotations.outputs else None
+            site = by_value[name, Role.ACTIVATION] if name in prepared.annotations.outputs else None
             index += 1
             if site is not None and (site.dtype is not DType.U8 or site.axis is not None):
                 raise UnsupportedError(site.name, None, f"as a result it would be {site.datatype}; results are u8")
@@ -192,7 +192,7 @@ def given_corrections(prepared: Prepared, given: Parameters) -> Corrections:
     """Biases and integers as a file has them. `CalibrationError` where they are not this model's."""
     corrected, entries = given.corrected, given.entries
     anchors = {region.anchor.name for region in prepared.annotations.regions}
-    sites = {site.name: site for site in prepared.annotations.sites if site.role == "weight"}
+    sites = {site.name: site for site in prepared.annotations.sites if site.role == Role.WEIGHT}
     unknown = sorted((set(corrected.levels) - set(sites)) | (set(corrected.biases) - anchors))
     if unknown:
         raise CalibrationError("parameters", None, f"corrections of what is not there: {', '.join(unknown[:5])}")
@@ -239,7 +239,7 @@ class Rewriter:
         readers = self._readers()
         produced = {region.root.name for region in self.annotations.regions}
         for site in self.annotations.sites:
-            if site.role == "activation":
+            if site.role == Role.ACTIVATION:
                 everyone = site.value in produced or site.value in self.annotations.outputs
                 self._activation(site, readers, everyone)
         quantize_at_run_time(self.graph, self.annotations)
@@ -278,7 +278,7 @@ class Rewriter:
         node, q = self.nodes[site.value], self.qparams[site.name]
         source, own = node, readers.get(site.value, [])
         others = [user for user in node.users if user not in own]
-        if (wide := self.by_value.get((site.value, "shortcut"))) is not None:
+        if (wide := self.by_value.get((site.value, Role.SHORTCUT))) is not None:
             source = self._shortcut(node, wide)
             own = [user for user in own if user in node.users]
         quantize, dequantize = quantizing(q, site.dtype)
@@ -372,7 +372,7 @@ class Rewriter:
             )
 
     def _constant(self, anchor: fx.Node, old: fx.Node, site: Site, array: np.ndarray, q: QParams) -> None:
-        packing = site.record.packing(site.group) if site.role == "weight" else None
+        packing = site.record.packing(site.group) if site.role == Role.WEIGHT else None
         source = self._get(site.name, array, TensorType(array.shape, site.dtype, q, packing))
         source.meta |= {TAG: old.meta[TAG]} if TAG in old.meta else {}
         with self.graph.inserting_before(anchor):

@@ -17,6 +17,7 @@ from intaglio.numerics import SMALLEST_SCALE
 from intaglio.output_paths import write_text
 from intaglio.quant.annotate.sites import Observed, Site
 from intaglio.quant.correct.corrections import Corrected
+from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.datatypes import DATATYPES, WEIGHT
 
 PARAMETERS_VERSION = 1
@@ -85,7 +86,7 @@ class Parameters:
         found = {}
         for site in owners(sites, leaders):
             q = qparams[site.name]
-            low, high = (site.record.qmin, site.record.qmax) if site.role == "weight" else (q.qmin, q.qmax)
+            low, high = (site.record.qmin, site.record.qmax) if site.role == Role.WEIGHT else (q.qmin, q.qmax)
             found[site.name] = Parameter(site.datatype, low, high, q.scales, q.zeros, site.group)
         return Parameters(found, corrected)
 
@@ -119,7 +120,7 @@ class Parameters:
     def checked(self, sites: Iterable[Site], leaders: Mapping[str, str]) -> dict[str, QParams]:
         """Return owner -> quantization parameters for these sites. `CalibrationError` for names or types not theirs."""
         wanted = {site.name: site for site in owners(sites, leaders)}
-        weights = {name for name, site in wanted.items() if site.role == "weight"}
+        weights = {name for name, site in wanted.items() if site.role == Role.WEIGHT}
         unknown = sorted(set(self.entries) - set(wanted))
         missing = sorted(set(wanted) - set(self.entries) - (set() if weights & set(self.entries) else weights))
         if unknown or missing:
@@ -190,12 +191,12 @@ def _fitting(entry: Parameter, site: Site) -> QParams:
         problem = f"zero point {max(entry.zero_point, key=abs)}; {kind.name} has none"
     elif not (low <= entry.qmin and entry.qmax <= high):
         problem = f"levels {entry.qmin}..{entry.qmax}; {kind.name} has {low}..{high}"
-    elif site.role == "weight" and (entry.qmin, entry.qmax) != (kind.qmin, kind.qmax):
+    elif site.role == Role.WEIGHT and (entry.qmin, entry.qmax) != (kind.qmin, kind.qmax):
         problem = f"levels {entry.qmin}..{entry.qmax}; those of a weight are its datatype's"
     if problem is not None:
         remedy = "change the recipe's weights, weights_dtype or activations_dtype" if "recipe" in problem else None
         raise CalibrationError(f"parameters of {site.name}", None, problem, remedy=remedy)
-    low, high = (site.qmin, site.qmax) if site.role == "weight" else (entry.qmin, entry.qmax)
+    low, high = (site.qmin, site.qmax) if site.role == Role.WEIGHT else (entry.qmin, entry.qmax)
     return QParams(entry.scale, entry.zero_point, low, high, site.axis)
 
 

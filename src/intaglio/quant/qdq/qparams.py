@@ -23,6 +23,7 @@ from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.calibrate.tensor_statistics import Range, Statistics
 from intaglio.quant.correct.corrections import Rounded
 from intaglio.quant.qdq.weight_grid import channel_scales
+from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.datatypes import Datatype
 
 BIAS_RANGE = (-(2**31), 2**31 - 1)
@@ -63,13 +64,13 @@ def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, Q
     chosen = activation_ranges(prepared, found)
     result = {}
     for site in by_name.values():
-        if site.role == "activation":
+        if site.role == Role.ACTIVATION:
             leader = by_name[prepared.annotations.leaders[site.name]]
             if leader.name not in result:
                 result[leader.name] = fixed.get(leader.name) or _activation(leader, chosen)
             result[site.name] = result[leader.name]
-    levels = {site.name: result[site.name] for site in by_name.values() if site.role == "activation"}
-    return levels | {site.name: widened(site, levels) for site in by_name.values() if site.role == "shortcut"}
+    levels = {site.name: result[site.name] for site in by_name.values() if site.role == Role.ACTIVATION}
+    return levels | {site.name: widened(site, levels) for site in by_name.values() if site.role == Role.SHORTCUT}
 
 
 def widened(site: Site, qparams: Mapping[str, QParams]) -> QParams:
@@ -85,11 +86,11 @@ def given_qparams(annotations: Annotations, given: Mapping[str, QParams]) -> dic
     by_name = {site.name: site for site in annotations.sites}
     result = {}
     for site in annotations.sites:
-        if site.role == "activation":
+        if site.role == Role.ACTIVATION:
             leader = by_name[annotations.leaders[site.name]]
             spec = leader.spec
             result[site.name] = fixed_qparams(leader, spec) if isinstance(spec, Fixed) else given[leader.name]
-    return result | {site.name: widened(site, result) for site in annotations.sites if site.role == "shortcut"}
+    return result | {site.name: widened(site, result) for site in annotations.sites if site.role == Role.SHORTCUT}
 
 
 def fixed_qparams(site: Site, spec: Fixed) -> QParams:
@@ -258,7 +259,11 @@ def anchor_sites(annotations: Annotations, region: Region) -> tuple[Site, Site, 
     record, values = region.record, operands(region.anchor)
     x, weight = values[record.roles.x[0]], values[record.roles.weight]
     by_value = annotations.by_value
-    return by_value[x.name, region.x_role], by_value[weight.name, "weight"], by_value.get((region.anchor.name, "bias"))
+    return (
+        by_value[x.name, region.x_role],
+        by_value[weight.name, Role.WEIGHT],
+        by_value.get((region.anchor.name, Role.BIAS)),
+    )
 
 
 def parameters_of(module: fx.GraphModule, region: Region) -> tuple[np.ndarray, np.ndarray | None]:

@@ -11,6 +11,7 @@ from intaglio import numerics
 from intaglio.errors import UnsupportedError
 from intaglio.ir import DType, Origin
 from intaglio.numerics import FloatArray, Int32Array
+from intaglio.quant.recipes.choices import ActivationMode, WeightScales
 from intaglio.quant.recipes.datatypes import Datatype
 from intaglio.quant.recipes.settings import DEFAULT, Setting
 
@@ -61,7 +62,7 @@ def weight_grid(weight: np.ndarray, scales: np.ndarray, kind: Datatype, group: i
 def group_of(where: Origin, setting: Setting, outputs: int = 0) -> int:
     """Size of a weight's groups, 0 without. ``outputs``: axis of the weight that holds output channels.
     `UnsupportedError` where the datatype, the operator or what it computes with has none such."""
-    group, kind, alone = setting.group, setting.weight, setting.activations == "float"
+    group, kind, alone = setting.group, setting.weight, setting.activations == ActivationMode.FLOAT
     problem, remedy = None, 'weights = "channel"'
     if group and kind.multiples < 2:
         problem = f"groups of {kind.name} weights; levels times multiples must stay in 8 bits"
@@ -95,7 +96,7 @@ def weight_scales(weight: np.ndarray, setting: Setting = DEFAULT, axis: int = 0)
     """The step of every element, broadcastable to the weight, under a setting; before any bias enlarges a scale."""
     kind, group = setting.weight, setting.group
     rows = np.moveaxis(weight, axis, 0).reshape(weight.shape[axis], -1)
-    rows = rows.reshape(1, -1) if setting.weights == "tensor" else rows
+    rows = rows.reshape(1, -1) if setting.weights == WeightScales.TENSOR else rows
     return weight_grid(weight, channel_scales(rows, kind, group), kind, group, axis).steps
 
 

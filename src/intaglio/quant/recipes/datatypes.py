@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from intaglio.ir import DType, Packing
+from intaglio.quant.recipes.choices import Role
 
 LARGEST_GROUP_MULTIPLE = 15
 """The largest multiple of its channel's scale that a group of weights may have as its own: 4 bits in a file."""
 
 FLOAT8 = (DType.F8E4M3, DType.F8E5M2)
-WEIGHT, ACTIVATION = ("weight",), ("activation",)
+WEIGHT, ACTIVATION = (Role.WEIGHT,), (Role.ACTIVATION,)
 
 
 @dataclass(frozen=True)
 class Datatype:
-    """``roles``: "weight", "activation" or both. ``storage``: element type of the levels qmin..qmax while a model runs;
-    ``bits``: what a weight takes in a file. ``zero_point``: whether it has one; without, ranges are symmetric.
+    """``roles``: those of values that may have it. ``storage``: element type of the levels qmin..qmax while a model
+    runs; ``bits``: what a weight takes in a file. ``zero_point``: whether it has one; without, ranges are symmetric.
 
     ``native``: kernels compute with the levels. An operator with a type that is not computes in float32 on rounded
     values, in the reference model and behind it. ``squares``: scales are those of least squared error; else the largest
@@ -24,7 +25,7 @@ class Datatype:
     """
 
     name: str
-    roles: tuple[str, ...]
+    roles: tuple[Role, ...]
     storage: DType
     qmin: int
     qmax: int
@@ -36,7 +37,7 @@ class Datatype:
     @property
     def multiples(self) -> int:
         """The largest multiple that keeps every level times it in int8; groups need two or more."""
-        if not self.native or "weight" not in self.roles:
+        if not self.native or Role.WEIGHT not in self.roles:
             return 1
         return min(LARGEST_GROUP_MULTIPLE, 127 // max(self.qmax, -self.qmin))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from intaglio.errors import InputError, SelectorError
 from intaglio.ops import OpDef
 from intaglio.quant.annotate.node_annotations import Annotator
+from intaglio.quant.recipes.choices import OutputType
 from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.recipe import OPEN_RECIPE, Recipe, as_tuple, toml_table, toml_text
 from intaglio.quant.recipes.user_patterns import QuantizerPattern
@@ -40,7 +41,7 @@ class Quantizer:
     int8_buffers: bool | str | Iterable[str] = ()
 
     def __post_init__(self) -> None:
-        if self.outputs not in ("float", "int8"):
+        if self.outputs not in tuple(OutputType):
             raise SelectorError("quantizer", None, f"outputs = {self.outputs!r}; there are 'float' and 'int8'")
         if self.annotator is not None and (self.patterns or self.skip_first or self.skip_last):
             raise SelectorError(
@@ -77,7 +78,7 @@ class Quantizer:
     @property
     def integers(self) -> bool:
         """Whether results leave as levels."""
-        return self.outputs == "int8"
+        return self.outputs == OutputType.INT8
 
     @property
     def has_text(self) -> bool:

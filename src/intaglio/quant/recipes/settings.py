@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from intaglio.errors import SelectorError
-from intaglio.ops.dynamic_quant import ROW_MODES
 from intaglio.quant.calibrate.range_methods import method_of
+from intaglio.quant.recipes.choices import (
+    ActivationMode,
+    BiasCorrection,
+    EmbeddingType,
+    FunctionForm,
+    ResidualType,
+    Role,
+    Rounding,
+    WeightScales,
+)
 from intaglio.quant.recipes.datatypes import DATATYPES, Datatype
 
 
@@ -48,24 +58,26 @@ class Setting:
     embeddings: str | None = None
 
     def __post_init__(self) -> None:
-        allowed = {
+        allowed: dict[str, tuple[object, ...]] = {
             "quantize": (None, True, False),
-            "weights": (None, "channel", "tensor", "group:N"),
+            "weights": (None, *WeightScales, "group:N"),
             "bits": (None, 7, 8),
-            "functions": (None, "table", "precise"),
-            "rounding": (None, "gptq", "adaround", "nearest"),
-            "bias": (None, "none", "weights", "outputs"),
-            "weights_dtype": (None, *_names("weight")),
-            "activations_dtype": (None, *_names("activation")),
+            "functions": (None, *FunctionForm),
+            "rounding": (None, *Rounding),
+            "bias": (None, *BiasCorrection),
+            "weights_dtype": (None, *_names(Role.WEIGHT)),
+            "activations_dtype": (None, *_names(Role.ACTIVATION)),
             "shortcut": (None, 8, 16),
-            "activations": (None, "static", "float", *ROW_MODES),
-            "residual": (None, "int8", "float"),
-            "embeddings": (None, "float", "int8"),
+            "activations": (None, *ActivationMode),
+            "residual": (None, *ResidualType),
+            "embeddings": (None, *EmbeddingType),
         }
         for name, values in allowed.items():
             value = "group:N" if name == "weights" and GROUPS.fullmatch(str(self.weights)) else getattr(self, name)
             if value not in values:
-                raise SelectorError("recipe", None, f"{name} = {getattr(self, name)!r}; allowed are {values[1:]}")
+                raise SelectorError(
+                    "recipe", None, f"{name} = {getattr(self, name)!r}; allowed are {_plain(values[1:])}"
+                )
         try:
             method_of("mse" if self.method is None else self.method)
         except ValueError as error:
@@ -109,7 +121,12 @@ GROUPS = re.compile(r"group:([1-9][0-9]*)")
 """Form of ``weights`` that asks for groups."""
 
 
-def _names(role: str) -> tuple[str, ...]:
+def _plain(values: Iterable[object]) -> tuple[object, ...]:
+    """Return choices as users write them."""
+    return tuple(str(value) if isinstance(value, str) else value for value in values)
+
+
+def _names(role: Role) -> tuple[str, ...]:
     return tuple(name for name, datatype in DATATYPES.items() if role in datatype.roles)
 
 

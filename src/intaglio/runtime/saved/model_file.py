@@ -18,6 +18,7 @@ from intaglio.errors import ArtifactError
 from intaglio.ir import About, Dim, Graph, Program, Schedule, Signature, VerifyError
 from intaglio.ops import verify
 from intaglio.runtime.artifact import build_program, program_key
+from intaglio.runtime.call_plans import NewShapePolicy
 from intaglio.runtime.coverage import Coverage, FloatPart
 from intaglio.runtime.float_islands import FloatCalls, HostLoop, IslandProgram, calls_of, loops_in
 from intaglio.runtime.saved.archive import SAVE_AGAIN, from_json, read, to_json, write
@@ -85,7 +86,7 @@ class Saved:
     libraries: Mapping[str, Library] = field(default_factory=dict)
     example: Example | None = None
     schedules: Mapping[str, Mapping[str, Schedule]] = field(default_factory=dict)
-    on_new_shape: str = "plan"
+    on_new_shape: str = NewShapePolicy.PLAN.value
     bodies: Mapping[str, Saved] = field(default_factory=dict)
 
 
@@ -260,7 +261,7 @@ def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> Saved:
         libraries,
         example,
         chosen,
-        _text(manifest.get("on_new_shape", "plan")),
+        _text(manifest.get("on_new_shape", NewShapePolicy.PLAN.value)),
         bodies,
     )
 
