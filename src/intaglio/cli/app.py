@@ -40,6 +40,8 @@ Shape = Annotated[
 
 
 class TextStage(StrEnum):
+    """Stages whose text `intaglio inspect` prints."""
+
     captured = "captured"
     sites = "sites"
     reference = "reference"

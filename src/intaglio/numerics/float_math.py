@@ -26,7 +26,7 @@ Function = Callable[[FloatArray], FloatArray]
 
 
 def exp(x: ArrayLike) -> FloatArray:
-    """f32 -> f32: exp(x), within 1.2e-7 of it, relative to it; 0 below -87 and `numerics.exp_negative` up to 0."""
+    """Return e to the power of x, f32, within 1.2e-7 relative to it; 0 below -87, `numerics.exp_negative` up to 0."""
     x = np.asarray(x, np.float32)
     bounded = np.where(x > numerics.LOWEST_EXPONENT, x, numerics.LOWEST_EXPONENT)
     bounded = np.where(bounded < LARGEST_EXPONENT, bounded, LARGEST_EXPONENT)
@@ -51,7 +51,7 @@ def _exp_rise(x: FloatArray, n: FloatArray) -> FloatArray:
 
 
 def log(x: ArrayLike) -> FloatArray:
-    """f32 -> f32: log(x), within 1.2e-7 of it, relative to it or to 1; -inf of 0, NaN below."""
+    """Return the natural logarithm, f32, within 1.2e-7 relative to it or to 1; -inf of 0, NaN below."""
     x = np.asarray(x, np.float32)
     small = x < SMALLEST_NORMAL
     with np.errstate(all="ignore"):

@@ -127,7 +127,7 @@ class ProcessGroup(Group):
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's batches of data that all ranks have: those whose index is ``rank``, ``rank + size`` …"""
+    """This rank's batches of data that all ranks have: those whose index is ``rank``, ``rank + size`` and so on."""
 
     data: Any
     rank: int
