@@ -17,10 +17,10 @@ from torch.export import ExportedProgram
 from intaglio import build
 from intaglio.backends import BACKENDS
 from intaglio.backends.c_backend import COptions
-from intaglio.backends.inductor_backend import InductorOptions
+from intaglio.backends.inductor.inductor_backend import InductorOptions
 from intaglio.backends.native_backend import CompileOptions
-from intaglio.backends.onnx_backend import OnnxOptions
-from intaglio.backends.onnx_export import OnnxFile
+from intaglio.backends.onnx.onnx_backend import OnnxOptions
+from intaglio.backends.onnx.onnx_export import OnnxFile
 from intaglio.backends.protocol import backend_named, compile_with, options_for
 from intaglio.errors import InputError
 from intaglio.lower import Lowered, Requantizer, requantize
@@ -45,7 +45,7 @@ from intaglio.tracing import capture
 from intaglio.tracing.captured import Captured, expect
 
 if TYPE_CHECKING:
-    from intaglio.backends.inductor_model import InductorModel
+    from intaglio.backends.inductor.inductor_model import InductorModel
 
 __all__ = [
     "Annotations",

@@ -13,9 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import intaglio
 from intaglio import stages
 from intaglio.backends.channel_zero_points import byte_inputs
-from intaglio.backends.inductor_graph import graph_for_inductor, graph_of_bytes, is_int8_layer
-from intaglio.backends.inductor_model import SETTINGS, lowering
-from intaglio.backends.inductor_sizes import sizes_of_inputs
+from intaglio.backends.inductor.inductor_graph import graph_for_inductor, graph_of_bytes, is_int8_layer
+from intaglio.backends.inductor.inductor_model import SETTINGS, lowering
+from intaglio.backends.inductor.inductor_sizes import sizes_of_inputs
 from intaglio.errors import BuildError, InputError, UnsupportedError
 from intaglio.ops.dynamic_quant import levels_of_rows
 from intaglio.quant.annotate.per_token import decompositions

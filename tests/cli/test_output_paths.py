@@ -28,7 +28,7 @@ def writer(name: str, reference: Reference, monkeypatch: pytest.MonkeyPatch):
         raise AssertionError("the work has begun")
 
     if name == "to_onnx":
-        monkeypatch.setattr(sys.modules["intaglio.backends.onnx_export"], "_exported", reached)
+        monkeypatch.setattr(sys.modules["intaglio.backends.onnx.onnx_export"], "_exported", reached)
         return lambda path: stages.compile(reference, backend="onnx", path=path)
     if name == "save_package":
         monkeypatch.setattr("torch.export.export", reached)

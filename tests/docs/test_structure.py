@@ -21,7 +21,7 @@ LONG_FILES = {
     "intaglio/runtime/quantized_model.py": 539,
 }
 LONG_FUNCTIONS = {
-    "intaglio/backends/onnx_ops.py:translations": 52,
+    "intaglio/backends/onnx/onnx_ops.py:translations": 52,
     "intaglio/quant/qdq/convert.py:convert": 61,
     "intaglio/tracing/torch_export.py:to_captured": 60,
 }

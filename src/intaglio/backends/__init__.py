@@ -4,9 +4,9 @@ A new backend is a module beside these with a class that implements `Backend`, a
 """
 
 from intaglio.backends.c_backend import CBackend
-from intaglio.backends.inductor_backend import InductorBackend
+from intaglio.backends.inductor.inductor_backend import InductorBackend
 from intaglio.backends.native_backend import NativeBackend
-from intaglio.backends.onnx_backend import OnnxBackend
+from intaglio.backends.onnx.onnx_backend import OnnxBackend
 from intaglio.backends.protocol import Backend
 
 BACKENDS: tuple[Backend, ...] = (

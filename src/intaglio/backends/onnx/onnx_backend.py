@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import fx
 
-from intaglio.backends.onnx_export import OnnxFile, Sums, export_onnx
+from intaglio.backends.onnx.onnx_export import OnnxFile, Sums, export_onnx
 from intaglio.lower import Lowered
 from intaglio.quant.qdq.convert import Reference
 from intaglio.tracing.captured import expect

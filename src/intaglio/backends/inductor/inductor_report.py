@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from intaglio.backends.inductor_graph import LABEL, is_int8_layer
+from intaglio.backends.inductor.inductor_graph import LABEL, is_int8_layer
 from intaglio.fxgraph.node_info import origin
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import Origin

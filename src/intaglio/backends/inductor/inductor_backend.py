@@ -18,7 +18,7 @@ from intaglio.tracing.while_loops import SCAN_INSTEAD, WhileLoop
 from intaglio.tune import made_up
 
 if TYPE_CHECKING:
-    from intaglio.backends.inductor_model import InductorModel
+    from intaglio.backends.inductor.inductor_model import InductorModel
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ class InductorBackend:
 
     def compile(self, stage: Reference | Lowered, options: InductorOptions) -> InductorModel:
         """Return a module whose first program is compiled, unless sizes are missing."""
-        from intaglio.backends.inductor_model import InductorModel  # it imports TorchInductor, which takes seconds
+        from intaglio.backends.inductor.inductor_model import (
+            InductorModel,  # it imports TorchInductor, which takes seconds
+        )
 
         expect(stage, Reference, "compile")
         assert isinstance(stage, Reference)

@@ -25,9 +25,9 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from intaglio.backends.channel_zero_points import byte_inputs
-from intaglio.backends.inductor_graph import graph_for_inductor, graph_of_bytes
-from intaglio.backends.inductor_report import Report, report_of
-from intaglio.backends.inductor_sizes import sizes_of_inputs
+from intaglio.backends.inductor.inductor_graph import graph_for_inductor, graph_of_bytes
+from intaglio.backends.inductor.inductor_report import Report, report_of
+from intaglio.backends.inductor.inductor_sizes import sizes_of_inputs
 from intaglio.errors import ArtifactError, BuildError, InputError, UnsupportedError
 from intaglio.fxgraph.node_info import origin
 from intaglio.fxgraph.nodes import operator

@@ -16,9 +16,9 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import traceback
 
-from intaglio.backends.onnx_legalize import legalize
-from intaglio.backends.onnx_ops import translations
-from intaglio.backends.ort_residual_qdq import quantize_terms
+from intaglio.backends.onnx.onnx_legalize import legalize
+from intaglio.backends.onnx.onnx_ops import translations
+from intaglio.backends.onnx.ort_residual_qdq import quantize_terms
 from intaglio.errors import BuildError, InputError, UnsupportedError
 from intaglio.fxgraph.node_info import constant_path, graph_info, info, origin, tensor_type
 from intaglio.ir import Expression, Signature, evaluate, symbols_of

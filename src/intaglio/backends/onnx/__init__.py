@@ -1,0 +1,1 @@
+"""ONNX: a reference in operators that ONNX has, and the file."""
