@@ -26,7 +26,7 @@ from intaglio.ir import DType
 from intaglio.ops import OPS, interpret
 from intaglio.plan import plan_graph
 from intaglio.quant.qdq.convert import Reference
-from intaglio.quant.qdq.integer_regions import QUANTIZE
+from intaglio.quant.qdq.qdq_normalize import QUANTIZE_TENSOR
 from support import nets
 from support.int8_models import assert_same, compiled
 from support.lowering import assert_equal_levels, kinds, quantized, sqnr
@@ -58,7 +58,7 @@ def test_operands_of_other_scales_are_requantized_before_a_concatenation():
     """Case 16: ours always share; a reference in which they do not is lowered as it says."""
     reference, _ = quantized(concatenation(), X)
     site = next(site for site in reference.annotations.sites if site.name == "d#0/conv2d.0")
-    quantizes = [node for node in reference.module.graph.nodes if operator(node) == QUANTIZE]
+    quantizes = [node for node in reference.module.graph.nodes if operator(node) == QUANTIZE_TENSOR]
     (levels,) = [node for node in quantizes if node.args[0].name == site.value]
     for node in (levels, *levels.users):
         node.args = (node.args[0], node.args[1] * 1.7, node.args[2] - 9, *node.args[3:])
@@ -485,7 +485,7 @@ linear layers, whose other operand may stay float by ``residual="float"``."""
 def test_what_the_default_recipe_quantizes(name):
     body, layers, expected = PLACES[name]
     reference, _ = quantized(nets.randomize(Body(body, **layers)), torch.randn(2, 3, 8, 8))
-    assert sum(operator(node) == QUANTIZE for node in reference.module.graph.nodes) == expected
+    assert sum(operator(node) == QUANTIZE_TENSOR for node in reference.module.graph.nodes) == expected
 
 
 @pytest.mark.case("backend 36")

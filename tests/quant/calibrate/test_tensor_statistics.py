@@ -19,7 +19,14 @@ from intaglio.native import native_library as library
 from intaglio.native import statistics as native
 from intaglio.native.statistics import HALF_BINS
 from intaglio.quant.calibrate.range_methods import METHODS, minmax, mse
-from intaglio.quant.calibrate.tensor_statistics import LOWEST_EXPONENT, UNIT, Statistics, exponent_of, sketch_end, widen
+from intaglio.quant.calibrate.tensor_statistics import (
+    LOWEST_BINARY_EXPONENT,
+    UNIT,
+    Statistics,
+    exponent_of,
+    sketch_end,
+    widen,
+)
 
 ANY_FLOAT = hnp.from_dtype(np.dtype(np.float32))
 ARRAYS = hnp.arrays(np.float32, st.integers(0, 60), elements=ANY_FLOAT)
@@ -226,7 +233,7 @@ def test_the_exponent_is_the_smallest_that_holds_the_magnitude(x):
         return
     k = exponent_of(abs(x))
     assert math.ldexp(abs(x), -k) < HALF_BINS
-    assert k == LOWEST_EXPONENT or math.ldexp(abs(x), 1 - k) >= HALF_BINS
+    assert k == LOWEST_BINARY_EXPONENT or math.ldexp(abs(x), 1 - k) >= HALF_BINS
 
 
 def test_widening_past_every_bin_keeps_signs_and_counts():
