@@ -125,6 +125,8 @@ class OpDef:
             whose quantized values it alone reads. tail: how it takes the accumulators of a product, where it can.
         residual: the operand that it adds to an accumulator, its first operand.
         sums_image: threads may sum one image together where the result is one pixel.
+        keeps_last_axis: (attributes, rank of the operand) -> whether data movement along other axes leaves the last one
+            as it is, unless its size changes.
         keeps_order: it keeps elements in logical order, whatever shape it gives them.
         scratch: 64-byte lines that one thread needs for itself; ``shared_scratch``: that all threads share.
         kernel: family of kernels, ``None`` for a host operator. emit: the emitter, where it is not the family's.
@@ -168,6 +170,7 @@ class OpDef:
     changes_nothing: Callable[[Op, Graph], bool] = lambda op, graph: False
     follows_product: bool = False
     tail: Tail | None = None
+    keeps_last_axis: Callable[[Attrs, int], bool] = lambda attrs, axes: False
     keeps_order: bool = False
     residual: int | None = None
     sums_image: bool = False

@@ -259,6 +259,7 @@ CAT = movement(
 RESHAPE = movement(
     "reshape",
     relayout_copies,
+    keeps_last_axis=lambda attrs, axes: True,
     passes_factors=True,
     targets=(
         "aten.view.default",
@@ -284,6 +285,7 @@ RESHAPE = movement(
 SLICE = movement(
     "slice",
     slice_copies,
+    keeps_last_axis=lambda attrs, axes: attrs["axis"] != axes - 1,
     passes_factors=True,
     targets=("aten.slice.Tensor",),
     bind=bind_slice,
@@ -309,6 +311,7 @@ PAD = movement(
 PERMUTE = movement(
     "permute",
     permute_copies,
+    keeps_last_axis=lambda attrs, axes: attrs["order"][-1] == axes - 1,
     targets=("aten.permute.default", "aten.transpose.int", "aten.t.default"),
     bind=bind_permute,
     check=first_reason(float_activations, ANY_RANK),

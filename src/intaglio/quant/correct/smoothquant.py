@@ -19,9 +19,6 @@ from intaglio.ir import TensorType
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.recipes.choices import ResidualType, Role
 
-PASSED_THROUGH = ("reshape", "permute", "slice")
-"""Between a value and its readers; they leave channels where they are, on the last axis."""
-
 
 @dataclass(frozen=True)
 class Smoothed:
@@ -74,18 +71,17 @@ def _readers(user: fx.Node, value: fx.Node, member: Mapping[fx.Node, Region]) ->
     if record.is_linear_layer and user is region.anchor and operands(user)[0] is value:
         weight = operands(user)[1]
         return [user if is_constant(weight) and len(weight.users) == 1 else None]
-    kept = record.name in PASSED_THROUGH and len(region.nodes) == 1 and tensor_type(user).shape[-1] == channels
+    kept = record.moves_data and len(region.nodes) == 1 and tensor_type(user).shape[-1] == channels
     if not kept or not _keeps_channels(user):
         return [None]
     return [reader for behind in user.users for reader in _readers(behind, user, member)]
 
 
 def _keeps_channels(user: fx.Node) -> bool:
-    """Whether a move leaves the last axis as it is."""
-    name, axes = record_of(user).name, len(tensor_type(user.args[0]).shape)
-    if name == "permute":
-        return bool(record_of(user).bind(call_of(user, record_of(user)))["order"][-1] == axes - 1)
-    return name == "reshape" or user.args[1] % axes != axes - 1
+    """Return whether data movement between a value and its readers leaves channels on the last axis."""
+    record = record_of(user)
+    call = call_of(user, record)
+    return record.keeps_last_axis(record.bind(call), len(call.shape()))
 
 
 def _wanted(readers: Sequence[fx.Node | None], member: Mapping[fx.Node, Region]) -> bool:
