@@ -2,6 +2,7 @@
 
 import difflib
 import gc
+import logging
 import os
 import re
 import shutil
@@ -12,16 +13,25 @@ import pytest
 import torch
 from hypothesis import settings
 
+from support.export_memo import ExportMemo
+
 GOLDEN = Path(__file__).parent / "golden"
 DIFF_LINES = 40
+PROGRAMS = ExportMemo()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # one core a worker: threads of several that wait by spinning take it from each other
+    # One core a worker and process started by it: threads of several that wait by spinning take it from each other.
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Tracing allocates so many small objects that Python's collector takes a quarter of a test's time: what is imported is
 # left out of it, and it runs less often.
 gc.freeze()
 gc.set_threshold(50_000, 20, 100)
+
+# pytest would collect every record of torch's own trace, with its graphs as text: a tenth of the time of an export.
+logging.getLogger("torch.__trace").handlers.clear()
+logging.getLogger("torch.__trace").addHandler = lambda handler: None
 
 settings.register_profile("default", deadline=None, max_examples=20, print_blob=True)
 settings.register_profile("thorough", deadline=None, max_examples=300, print_blob=True)
@@ -64,6 +74,15 @@ def as_many_threads_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     from intaglio.runtime import threads
 
     monkeypatch.setattr(threads, "shares", lambda program, symbols, allowed: (allowed,) * program.segments)
+
+
+@pytest.fixture(autouse=True)
+def traced_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of one structure are traced by torch.export once a process; in tests of tracing, each time."""
+    from intaglio.tracing import trace
+
+    if "tracing" not in request.path.parts:
+        monkeypatch.setattr(trace, "export", PROGRAMS)
 
 
 @pytest.fixture
