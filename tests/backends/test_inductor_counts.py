@@ -11,7 +11,7 @@ from torch._inductor import config as inductor_config
 from torch.export import Dim
 
 from intaglio import stages
-from intaglio.backends import inductor_model
+from intaglio.backends.inductor import inductor_model
 from support.nets import Body
 
 pytestmark = pytest.mark.slow(reason="counts torch's own passes, which change with torch only")
