@@ -45,8 +45,16 @@ def most(lowered: Lowered) -> int:
     return len(list(separable(plan_graph(lowered.graph))))
 
 
-@pytest.mark.parametrize(("images", "isa"), [(1 + i, HERE[i % len(HERE)]) for i in range(3)])
-@pytest.mark.parametrize("program", FREE, ids=lambda program: program.__name__)
+OTHER_TURNS = pytest.mark.slow(reason="as many images in turns, and sets of instructions, as other programs have here")
+TURNS = [
+    pytest.param(program, HERE[(place + i) % len(HERE)], 1 + (place + i) % 3, marks=[OTHER_TURNS] * (i > 0))
+    for place, program in enumerate(FREE)
+    for i in range(3)
+]
+"""Program, instruction set, images in a turn: one a program, the others with `make slow`."""
+
+
+@pytest.mark.parametrize(("program", "isa", "images"), TURNS, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_turns_of_a_few_images_have_the_bits_of_the_interpreter(program, isa, images):
     """For every batch, thread count and memory format, and a free image size too."""
     net, lowered = built(program)

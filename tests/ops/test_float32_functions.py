@@ -26,7 +26,7 @@ from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe, Setting
 from support.integer_graphs import Net
 from support.lowering import assert_equal_levels, kinds, lowered, quantized, sqnr, tensors
-from support.matmul_library import HERE
+from support.matmul_library import BEST_HERE, HERE
 from support.nets import Body, randomize
 from support.programs import threads
 
@@ -201,7 +201,8 @@ def assert_same_bits(compiled, integer, x: torch.Tensor) -> None:
     assert all(torch.equal(*pair) for pair in zip(tensors(compiled(x)), tensors(integer(x)), strict=True))
 
 
-def test_every_layer_has_the_bits_of_the_interpreter():
+@pytest.mark.parametrize("isa", BEST_HERE)
+def test_every_layer_has_the_bits_of_the_interpreter(isa):
     """No hidden site, within a level of the reference, on every instruction set, batch and number of threads."""
     model, x = every_layer(*TORCH.values()), torch.randn(3, 3, 11, 39, generator=torch.Generator().manual_seed(1))
     reference, integer = quantized(model, x, recipe=ALL)
@@ -209,13 +210,12 @@ def test_every_layer_has_the_bits_of_the_interpreter():
     assert kinds(integer).count("activate") == 9 * len(TORCH)
     assert "table" not in kinds(integer)
     assert assert_equal_levels(reference, integer, x).rate < 1e-4
-    for isa in HERE:
-        compiled = stages.compile(integer, isa=isa)
-        with threads(3):
-            assert_same_bits(compiled, integer, x)
-        with threads(1):
-            assert_same_bits(compiled, integer, x[:1])
-        assert not any(part.numel() for part in tensors(compiled(x[:0])))
+    compiled = stages.compile(integer, isa=isa)
+    with threads(3):
+        assert_same_bits(compiled, integer, x)
+    with threads(1):
+        assert_same_bits(compiled, integer, x[:1])
+    assert not any(part.numel() for part in tensors(compiled(x[:0])))
 
 
 def channels_of(count: int):
@@ -224,16 +224,16 @@ def channels_of(count: int):
     return nn.Sequential(nn.Conv2d(4, count, 1), nn.Hardswish(), each, nn.SiLU())
 
 
-def test_any_number_of_channels():
+@pytest.mark.parametrize("isa", BEST_HERE)
+def test_any_number_of_channels(isa):
     """Panels and blocks that are part full, rows longer than what is held as floats."""
     layers = {f"of{count}": channels_of(count) for count in (8, 16, 24, 33, 64, 97, 130)}
     model = randomize(Body(lambda m, x: [getattr(m, name)(x) for name in layers], **layers))
     captured = stages.capture(model, torch.randn(2, 4, 3, 150))
     _, integer = lowered(captured, torch.randn(4, 4, 3, 150), recipe=ALL)
-    for isa in HERE:
-        compiled = stages.compile(integer, isa=isa)
-        for size in (1, 4):
-            assert_same_bits(compiled, integer, torch.randn(size, 4, 3, 150))
+    compiled = stages.compile(integer, isa=isa)
+    for size in (1, 4):
+        assert_same_bits(compiled, integer, torch.randn(size, 4, 3, 150))
 
 
 @pytest.mark.parametrize("isa", HERE)
