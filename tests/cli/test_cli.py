@@ -437,8 +437,8 @@ def test_the_sentence_about_noise(capsys):
 
 
 def test_demo_quantizes_and_compares(run, monkeypatch):
-    monkeypatch.setattr("intaglio.cli.demo.SECONDS", 0.01)
-    monkeypatch.setattr("intaglio.cli.demo.STEPS", 20)
+    monkeypatch.setattr("intaglio.cli.demo.DEMO_SECONDS", 0.01)
+    monkeypatch.setattr("intaglio.cli.demo.TRAINING_STEPS", 20)
     found = parsed(run("demo", "--json"))
     assert found["coverage"]["macs"] == 1
     assert found["same_answer"] > 0.9
@@ -448,7 +448,7 @@ def test_demo_quantizes_and_compares(run, monkeypatch):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(limits, "SECONDS", 0.001)
+    monkeypatch.setattr(limits, "PEAK_SECONDS", 0.001)
     monkeypatch.setattr(limits, "SMALLEST_READ", 1 << 20)
     monkeypatch.setattr(machine, "caches", lambda: machine.Caches(1 << 15, 1 << 18, 1 << 19))
 
