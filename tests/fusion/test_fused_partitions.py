@@ -15,7 +15,7 @@ from intaglio.lower import Lowered
 from intaglio.plan import Partition, plan_graph
 from intaglio.quant.qdq.convert import Reference
 from support.lowering import assert_equal_levels, quantized
-from support.matmul_library import HERE
+from support.matmul_library import BEST_HERE, HERE
 from support.nets import Body, randomize
 from support.partition_text import shown
 from support.side_by_side import SideBySide
@@ -77,7 +77,7 @@ def partitions(lowered: Lowered, row: int) -> list[Partition]:
     return [partition for partition in own if shown(partition) != "quantize"]
 
 
-def check(subtests: pytest.Subtests, rows: Sequence[Expected], isas: Sequence[str] = HERE) -> None:
+def check(subtests: pytest.Subtests, rows: Sequence[Expected], isa: str) -> None:
     """The partitions of every row; the contract with the reference; the bits, at other batches too."""
     floats = sorted({name for case in rows for name in case.row.floats})
     model, reference, lowered = lower(rows, floats)
@@ -86,19 +86,18 @@ def check(subtests: pytest.Subtests, rows: Sequence[Expected], isas: Sequence[st
             found = [shown(partition) for partition in partitions(lowered, number)]
             assert found == [*case.row.before, case.row.partition, *case.behind]
     assert_equal_levels(reference, lowered, *model.inputs)
-    assert_bits(subtests, model, lowered, isas)
+    assert_bits(subtests, model, lowered, isa)
 
 
-def assert_bits(subtests: pytest.Subtests, model: SideBySide, lowered: Lowered, isas: Sequence[str]) -> None:
-    for isa in isas:
-        program = stages.compile(lowered, isa=isa)
-        for batch in (4, 1, 3):
-            some = [value[:batch] for value in model.inputs]
-            found, expected = program(*some), lowered(*some)
-            for name in model.reads:
-                with subtests.test("bits", row=name, isa=isa, batch=batch):
-                    assert torch.equal(found[name], expected[name])
-                    assert expected[name].dtype is torch.float32
+def assert_bits(subtests: pytest.Subtests, model: SideBySide, lowered: Lowered, isa: str) -> None:
+    program = stages.compile(lowered, isa=isa)
+    for batch in (4, 1, 3):
+        some = [value[:batch] for value in model.inputs]
+        found, expected = program(*some), lowered(*some)
+        for name in model.reads:
+            with subtests.test("bits", row=name, isa=isa, batch=batch):
+                assert torch.equal(found[name], expected[name])
+                assert expected[name].dtype is torch.float32
 
 
 FACTORS = ("linear + requantize", "linear + requantize")
@@ -136,11 +135,13 @@ TO_FLOAT = (
 """Document 001, list 1: int8 in, float32 out; the operand of a sum is float, too."""
 
 
-def test_int8_in_float32_out(subtests):
-    check(subtests, [Expected(row) for row in TO_FLOAT])
+@pytest.mark.parametrize("isa", BEST_HERE)
+def test_int8_in_float32_out(isa, subtests):
+    check(subtests, [Expected(row) for row in TO_FLOAT], isa)
 
 
-def test_a_result_that_is_quantized_leaves_as_float_from_the_same_partition(subtests):
+@pytest.mark.parametrize("isa", BEST_HERE)
+def test_a_result_that_is_quantized_leaves_as_float_from_the_same_partition(isa, subtests):
     """Where the recipe leaves nothing in float: levels become floats while they lie in cache."""
     rows = [row for row in TO_FLOAT if row.floats]
     model, reference, lowered = lower([Expected(row) for row in rows], floats=())
@@ -150,7 +151,7 @@ def test_a_result_that_is_quantized_leaves_as_float_from_the_same_partition(subt
             assert partition.anchor.kind == row.partition.partition(" ")[0]
             assert shown(partition).endswith("+ loop(dequantize)")
     assert_equal_levels(reference, lowered, *model.inputs)
-    assert_bits(subtests, model, lowered, HERE)
+    assert_bits(subtests, model, lowered, isa)
 
 
 TO_LEVELS = (
@@ -177,8 +178,9 @@ def before_a_layer(row: Row) -> Expected:
     return Expected(row, nn.Linear(5 if row.before == FACTORS else 20, 4), ("linear + dequantize",))
 
 
-def test_int8_in_int8_out(subtests):
-    check(subtests, [before_a_layer(row) for row in TO_LEVELS])
+@pytest.mark.parametrize("isa", BEST_HERE)
+def test_int8_in_int8_out(isa, subtests):
+    check(subtests, [before_a_layer(row) for row in TO_LEVELS], isa)
 
 
 UNARY = {
@@ -207,7 +209,8 @@ BOUNDS = ("relu6", "clamp")
 
 
 @pytest.mark.parametrize("anchor", ["conv2d", "linear"])
-def test_every_unary_tail(anchor, subtests):
+@pytest.mark.parametrize("isa", BEST_HERE)
+def test_every_unary_tail(anchor, isa, subtests):
     """Behind a convolution or linear layer, to levels and to floats."""
     inputs = (IMAGE,) if anchor == "conv2d" else (TOKENS,)
     rows = []
@@ -215,7 +218,7 @@ def test_every_unary_tail(anchor, subtests):
         kinds = f"{anchor} + requantize" + " + table" * (name not in BOUNDS)
         row = Row(name, lambda m, x, f=function: f(m.c(x)), inputs, kinds)
         rows += [before_a_layer(row), Expected(replace(row, partition=f"{kinds} + loop(dequantize)"))]
-    check(subtests, rows, HERE[:1])
+    check(subtests, rows, isa)
 
 
 BINARY = {
@@ -230,7 +233,8 @@ BINARY = {
 
 @pytest.mark.case("patterns row 12")
 @pytest.mark.parametrize("anchor", ["conv2d", "linear"])
-def test_a_tail_with_another_tensor(anchor, subtests):
+@pytest.mark.parametrize("isa", BEST_HERE)
+def test_a_tail_with_another_tensor(anchor, isa, subtests):
     """To floats, and to levels: the loop quantizes what it makes."""
     inputs = (IMAGE, OTHER) if anchor == "conv2d" else (TOKENS, BESIDE)
     rows = []
@@ -240,7 +244,7 @@ def test_a_tail_with_another_tensor(anchor, subtests):
         partition = f"{anchor} + dequantize + loop({loop})"
         row = Row(name, lambda m, x, y, f=function: f(m.c(x), y), inputs, partition, (), floats)
         rows += [Expected(row), before_a_layer(replace(row, partition=f"{partition[:-1]} quantize)"))]
-    check(subtests, rows, HERE[:1])
+    check(subtests, rows, isa)
 
 
 def gated(m: nn.Module, x: Tensor) -> Tensor:
@@ -296,18 +300,20 @@ MORE = (
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_more_rows_of_peers(gated, subtests):
+@pytest.mark.parametrize("isa", BEST_HERE)
+def test_more_rows_of_peers(gated, isa, subtests):
     """To floats, and to levels: the loop quantizes what it makes. The gated row alone keeps its product float."""
     rows = []
     for row in (row for row in MORE if ("mul" in row.floats) is gated):
         quantizing = replace(row, partition=f"{row.partition[:-1]} quantize)")
         layer = nn.Linear(8 if gated else 5, 4)
         rows += [Expected(row), Expected(quantizing, layer, ("linear + dequantize",))]
-    check(subtests, rows)
+    check(subtests, rows, isa)
 
 
 @pytest.mark.case("patterns row 29", "patterns row 30")
-def test_moved_products_softmax_and_attention_are_one_partition_each(subtests):
+@pytest.mark.parametrize("isa", BEST_HERE)
+def test_moved_products_softmax_and_attention_are_one_partition_each(isa, subtests):
     """A product is written where a transpose and a reshape put it; a softmax and its quantize are one loop; queries,
     keys and values are factors of attention, and what comes behind reads its levels."""
 
@@ -322,7 +328,7 @@ def test_moved_products_softmax_and_attention_are_one_partition_each(subtests):
         (Row("softmax", lambda m, x: m.c(x).softmax(-1), (TOKENS,), softmax, ("linear + dequantize",)), 20),
         (Row("attention", attend, (TOKENS,), "attention", ("linear + requantize",) * 3), 20),
     )
-    check(subtests, [Expected(row, nn.Linear(size, 4), ("linear + dequantize",)) for row, size in rows])
+    check(subtests, [Expected(row, nn.Linear(size, 4), ("linear + dequantize",)) for row, size in rows], isa)
 
 
 @pytest.mark.case("patterns row 31")

@@ -12,7 +12,7 @@ from intaglio.errors import SelectorError
 from intaglio.ops import check_graph
 from intaglio.quant.recipes.recipe import Recipe, Setting
 from support.lowering import assert_equal_levels, quantized, sqnr, tensors, worst_levels
-from support.matmul_library import HERE
+from support.matmul_library import BEST_HERE
 from support.nets import Body, randomize
 
 
@@ -68,15 +68,15 @@ SCALED = {
 
 @pytest.mark.parametrize("recipe", [None, PER_TENSOR], ids=["channel", "tensor"])
 @pytest.mark.parametrize("name", SCALED)
-def test_a_scaled_sum_is_one_kernel_with_the_bits_of_its_meaning(name, recipe):
+@pytest.mark.parametrize("isa", BEST_HERE)
+def test_a_scaled_sum_is_one_kernel_with_the_bits_of_its_meaning(name, recipe, isa):
     x, body, modules = SCALED[name]
     reference, lowered = quantized(randomize(Body(body, **modules)), x, recipe=recipe)
     assert not lowered.islands, [str(skip) for skip in lowered.skipped]
     assert assert_equal_levels(reference, lowered, x).rate <= 1e-4
-    for isa in HERE[:1]:
-        model = stages.compile(lowered, isa=isa)
-        for found, expected in zip(tensors(model(x)), tensors(lowered(x)), strict=True):
-            assert torch.equal(found, expected), isa
+    model = stages.compile(lowered, isa=isa)
+    for found, expected in zip(tensors(model(x)), tensors(lowered(x)), strict=True):
+        assert torch.equal(found, expected), isa
 
 
 def test_the_factor_is_the_ratio_in_steps_of_the_result():
@@ -166,7 +166,8 @@ SHORTCUTS = {
 
 
 @pytest.mark.parametrize("name", SHORTCUTS)
-def test_shortcuts_of_16_bits_have_the_bits_of_their_meaning(name):
+@pytest.mark.parametrize("isa", BEST_HERE)
+def test_shortcuts_of_16_bits_have_the_bits_of_their_meaning(name, isa):
     body, modules, count = SHORTCUTS[name]
     reference, lowered = quantized(randomize(Body(body, **modules)), image(), recipe=ACCURATE)
     assert not lowered.islands
@@ -178,10 +179,9 @@ def test_shortcuts_of_16_bits_have_the_bits_of_their_meaning(name):
     assert max(levels.worst.values()) <= 1
     assert levels.rate < 3e-3  # a rest is a 255th of a level
     check_graph(lowered.graph)
-    for isa in HERE:
-        model = stages.compile(lowered, isa=isa)
-        for batch in (1, 3):
-            assert torch.equal(model(image(batch=batch)), lowered(image(batch=batch))), isa
+    model = stages.compile(lowered, isa=isa)
+    for batch in (1, 3):
+        assert torch.equal(model(image(batch=batch)), lowered(image(batch=batch))), isa
 
 
 def test_a_shortcut_of_16_bits_loses_less():
