@@ -1,11 +1,10 @@
-"""A model is annotated once, its fusions are matched when its reference model is made, and lowering reads them."""
+"""A model is annotated once; its fusions are matched then, written on the graph, and read by every later stage."""
 
 import pytest
 import torch
 from torch import nn
 
 from intaglio import stages
-from intaglio.fusion import matcher
 from intaglio.fxgraph.node_info import info, update_info
 from intaglio.lower.lowering import requantize
 from intaglio.quant.calibrate import prepare as prepare_stage
@@ -31,12 +30,16 @@ class Block(nn.Module):
         return self.last(torch.sigmoid(y).mean((2, 3)))
 
 
-def made_reference() -> stages.Reference:
+def calibrated() -> stages.Prepared:
     torch.manual_seed(0)
     x = torch.randn(4, 3, 6, 6)
     prepared = stages.prepare(stages.capture(Block().eval(), (x,)))
     prepared(x)
-    return stages.convert(prepared)
+    return prepared
+
+
+def made_reference() -> stages.Reference:
+    return stages.convert(calibrated())
 
 
 def test_operators_of_a_reference_know_their_fusion():
@@ -58,15 +61,55 @@ def test_operators_of_a_reference_know_their_fusion():
     ]
 
 
-def test_lowering_reads_regions_and_matches_nothing(monkeypatch):
-    reference = made_reference()
+def test_what_annotation_matched_is_read_and_nothing_is_matched_in_the_reference(monkeypatch):
+    prepared = calibrated()
 
     def refuse(*args):
-        pytest.fail("lowering matched a pattern")
+        pytest.fail("the reference was matched")
 
-    monkeypatch.setattr(matcher, "match", refuse)
     monkeypatch.setattr(integer_regions, "match_rows", refuse)
-    assert len(requantize(reference).graph.ops) > 4
+    assert len(requantize(stages.convert(prepared)).graph.ops) > 4
+
+
+def written(graph) -> list[tuple[str, list[str]]]:
+    """Names of the regions on a graph, and of their operators."""
+    return [(mark.fusion, [node.name for node in nodes]) for mark, nodes in integer_regions.marked(graph).items()]
+
+
+def test_regions_of_the_reference_are_those_of_the_annotated_graph():
+    prepared = calibrated()
+    assert written(prepared.annotations.module.graph) == written(stages.convert(prepared).module.graph)
+
+
+class Products(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y @ y.transpose(1, 2) + 1, self.layer(y)
+
+
+def test_what_no_pattern_takes_stays_in_float_beside_quantized_values():
+    """A product reads values that layers read quantized: they have no parameters that its kernel takes."""
+    x = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
+    captured = stages.capture(Products().eval(), (x,))
+    prepared = stages.prepare(captured, stages.Quantizer(patterns=["conv2d", "linear", "add"]))
+    prepared(x)
+    lowered = stages.requantize(stages.convert(prepared))
+    kinds = [op.kind for op in lowered.graph.ops]
+    assert kinds.count("linear") == 2
+    assert "bmm" not in kinds
+
+
+def test_a_function_that_no_pattern_takes_stays_in_float_between_quantized_values():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8)).eval()
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    prepared = stages.prepare(stages.capture(model, (x,)), stages.Quantizer(patterns=["linear"]))
+    prepared(x)
+    reference = stages.convert(prepared)
+    assert [name for name, _ in written(reference.module.graph)] == ["linear", "linear"]
 
 
 def test_an_operator_without_a_region_stays_in_float():

@@ -74,7 +74,7 @@ class NodeInfo:
     site: str | None = None
     """The quantization point whose quantize or dequantize the node is."""
     region: Any = None
-    """`quant.qdq.integer_regions.RegionMark` of an operator of a reference model that runs on integers."""
+    """`quant.annotate.regions.RegionMark` of an operator that runs, or is to run, on integers."""
     replaces: str | None = None
     """Name before conversion of the node that this one replaced."""
     observer: Any = None

@@ -100,6 +100,7 @@ class OpDef:
         infer: shape rule over symbolic dims. meaning: the integer result in NumPy, in logical order.
         function: for a function of one value, its meaning on float64; lowering makes a lookup table of it.
         precise: for such a function, its attributes -> those of the `activate` that computes it on an accumulator.
+        scales: it multiplies or divides by a number, which behind a product of activations scales its unit.
         loop: how a program computes it between floats; ``None``: an island does.
     Integer graph
         constants: (attributes, shape of the operand, constants of the model, scale of the operand, of the result) ->
@@ -148,6 +149,7 @@ class OpDef:
     meaning: Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], Result] | None = None
     function: Callable[[np.ndarray, Attrs], np.ndarray] | None = None
     precise: Callable[[Attrs], Attrs] | None = None
+    scales: bool = False
     loop: FloatLoop | None = None
     constants: Callable[[Attrs, Shape, Given, float, float], Kept] | None = None
     types: TypeRule | Callable[[Attrs], TypeRule] | None = None

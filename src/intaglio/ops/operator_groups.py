@@ -10,7 +10,7 @@ ACCUMULATING = tuple(name for name, record in OPS.items() if record.accumulates)
 """What gives an int32 accumulator, which may leave its partition dequantized."""
 SUMS = tuple(name for name, record in OPS.items() if record.adds)
 """Each is `add` in the integer graph; `scaled_add` has a factor per channel."""
-NUMBERS = ("mul_number", "div_number")
+NUMBERS = tuple(name for name, record in OPS.items() if record.scales)
 """Scale what they read; behind a product of two activations, its unit."""
 PRECISE_FUNCTIONS = tuple(name for name, record in OPS.items() if record.precise is not None)
 """Functions of one value that a product can compute on its accumulators."""

@@ -102,6 +102,7 @@ def function(
     *,
     loop: FloatLoop | None = None,
     precise: Callable[[Attrs], Attrs] | None = None,
+    scales: bool = False,
 ) -> OpDef:
     """Return the record of a function of one value.
 
@@ -110,6 +111,7 @@ def function(
         meaning: float64 and the arguments of the call -> float64. Between quantized values it becomes a lookup table.
         loop: how a program computes it between floats; without one an island does.
         precise: attributes of the record -> those of the `activate` that computes it on an accumulator.
+        scales: it multiplies or divides by a number, which behind a product of activations scales its unit.
     """
     return OpDef(
         name=name,
@@ -119,6 +121,7 @@ def function(
         function=meaning,
         loop=loop,
         precise=precise,
+        scales=scales,
         kernel="table",
     )
 
@@ -168,8 +171,12 @@ UNARY_OPS = (
         "aten.rsub.Scalar",
         loop=FloatLoop(bodies.reversed_difference),
     ),
-    function("mul_number", lambda x, a: x * float(a["other"]), "aten.mul.Scalar", loop=bodies.binary("mul")),
-    function("div_number", lambda x, a: x / float(a["other"]), "aten.div.Scalar", loop=bodies.binary("div")),
+    function(
+        "mul_number", lambda x, a: x * float(a["other"]), "aten.mul.Scalar", scales=True, loop=bodies.binary("mul")
+    ),
+    function(
+        "div_number", lambda x, a: x / float(a["other"]), "aten.div.Scalar", scales=True, loop=bodies.binary("div")
+    ),
     function(
         "pow_number",
         lambda x, a: np.power(x, float(a["exponent"])),

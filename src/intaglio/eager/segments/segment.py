@@ -28,7 +28,7 @@ from intaglio.lower import requantize
 from intaglio.quant.calibrate.prepare import Prepared, prepare
 from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.qdq.convert import Reference, convert
-from intaglio.quant.qdq.integer_regions import mark_regions
+from intaglio.quant.qdq.integer_regions import keep_regions
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.signature import settles
@@ -313,7 +313,7 @@ class Segment:
             state=(),
             ranges={},
         )
-        mark_regions(part.module.graph)  # a part may begin or end inside of a region of the whole graph
+        keep_regions(part.module.graph)
         reference = dataclasses.replace(self.reference, module=part.module, signature=signature)
         program = build.compile(requantize(reference))
         return reads, lambda tensors: program(*tensors)

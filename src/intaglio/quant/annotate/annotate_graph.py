@@ -13,7 +13,7 @@ from intaglio.fxgraph.nodes import operator, record_of
 from intaglio.fxgraph.passes.identities import COPIES
 from intaglio.ir import DType
 from intaglio.quant.annotate.embedding_tables import find_tables
-from intaglio.quant.annotate.find_regions import PRECISE_ROWS, active_regions, end_reasons, find_shortcuts
+from intaglio.quant.annotate.find_regions import PRECISE_ROWS, active_regions, end_reasons, find_shortcuts, regions_of
 from intaglio.quant.annotate.find_sites import sites_of
 from intaglio.quant.annotate.from_annotator import annotated, written_by
 from intaglio.quant.annotate.int8_buffers import checked_buffers, chosen_buffers, names_of
@@ -22,6 +22,7 @@ from intaglio.quant.annotate.refusals import refusal, skipped
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import groups
 from intaglio.quant.annotate.weight_only import alone
+from intaglio.quant.qdq.integer_regions import write_regions
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.settings import Setting
@@ -51,10 +52,12 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
     returned |= dict.fromkeys([*buffers, *buffers.values()])
     if written is not None:
         return annotated(module, quantizer.annotator, written.also(returned), settings, reasons, buffers)
-    regions = active_regions(graph, settings, reasons, matches)
+    found = regions_of(graph, settings, reasons, matches)
+    regions = active_regions(found)
     if quantizer.skip_first or quantizer.skip_last:
         reasons.update(end_reasons(graph, regions, quantizer))
-        regions = active_regions(graph, settings, reasons, matches)
+        regions = active_regions(region for region in found if reasons[region.root] is None)
+    write_regions(graph, regions)
     leaving = {node: recipe.setting(origin(buffers.get(node, node)), classes) for node in returned}
     sites = checked_buffers(buffers, sites_of(graph, regions, leaving, buffers))
     tables = find_tables(settings)

@@ -21,16 +21,11 @@ from intaglio.quant.recipes.settings import Setting
 from intaglio.quant.recipes.user_patterns import Found, QuantizerPattern, whole_of
 
 
-def active_regions(
-    graph: fx.Graph,
-    settings: Mapping[fx.Node, Setting],
-    reasons: Mapping[fx.Node, str | None],
-    matches: Mapping[fx.Node, Found] | None,
-) -> tuple[Region, ...]:
-    """The regions that are quantized, in execution order."""
-    found = regions_of(graph, settings, reasons, matches)
-    active = _spread(found)
-    return tuple(region for region in found if region in active)
+def active_regions(found: Iterable[Region]) -> tuple[Region, ...]:
+    """Return those of the regions found that are quantized, in execution order."""
+    regions = list(found)
+    active = _spread(regions)
+    return tuple(region for region in regions if region in active)
 
 
 def end_reasons(graph: fx.Graph, regions: Iterable[Region], quantizer: Quantizer) -> dict[fx.Node, str]:
@@ -133,7 +128,8 @@ def _alike(nodes: Iterable[fx.Node], settings: Mapping[fx.Node, Setting]) -> boo
 
 def _behind_only(node: fx.Node, setting: Setting) -> bool:
     """Whether the recipe wants a function, or factors, in float wherever they are not right behind a product."""
-    return setting.residual == ResidualType.FLOAT and record_of(node).computes_on_accumulator
+    record = record_of(node)
+    return setting.residual == ResidualType.FLOAT and (record.computes_on_accumulator or record.scales)
 
 
 def _is_whole(found: Found, reasons: Mapping[fx.Node, str | None]) -> bool:

@@ -27,6 +27,7 @@ from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Fixed, Observed, Shared, Site, groups
 from intaglio.quant.annotate.weight_only import alone
 from intaglio.quant.frontends.pt2e_compat import annotations_of, torch_view
+from intaglio.quant.qdq.integer_regions import write_regions
 from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.settings import Setting
 
@@ -45,6 +46,7 @@ def annotated(
         if reasons[node] is None and node not in written.nodes:
             reasons[node] = "no annotation"
     regions = tuple(regions_of(module.graph, settings, reasons, None, written))
+    write_regions(module.graph, regions)
     sites = _replaced(_annotated_sites(module.graph, regions, written, buffers), annotator)
     sites = checked_buffers(buffers, sites)
     tables = find_tables({node: setting for node, setting in settings.items() if node in written.tables})

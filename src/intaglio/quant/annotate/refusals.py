@@ -11,7 +11,7 @@ from intaglio.fxgraph.node_info import info, origin, size_in_example, tensor_typ
 from intaglio.fxgraph.nodes import activations, call_of, is_constant, operands, operator, record_of
 from intaglio.fxgraph.passes.batch_norm_folding import BATCH_NORM
 from intaglio.ir import Dim, DType
-from intaglio.ops import BY_TARGET
+from intaglio.ops import BY_TARGET, OpDef
 from intaglio.ops.dynamic_quant import ROW_MODES
 from intaglio.quant.annotate.embedding_tables import BAGS, Table, bag_refusal
 from intaglio.quant.annotate.per_token import unable_at_run_time
@@ -55,9 +55,8 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
     if setting.activations == ActivationMode.FLOAT:
         own = record.roles.weight is not None
         return f"{setting.weight.name} weights alone: its activations stay in float" if own else FLOATS
-    if setting.residual == ResidualType.FLOAT and not (
-        record.anchor or record.shares or record.computes_on_accumulator
-    ):
+    behind = record.anchor or record.shares or _may_follow_product(node, record)
+    if setting.residual == ResidualType.FLOAT and not behind:
         return "the recipe leaves what is between products in float"
     values = activations(node)
     if any(value is not None and is_constant(value) for value in values):
@@ -71,6 +70,14 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         if any(info(value).zero_points is not None for value in values):
             return "it reads the image, whose channels have parameters of their own"
     return record.check(call_of(node, record))
+
+
+def _may_follow_product(node: fx.Node, record: OpDef) -> bool:
+    """Return whether an operator may run in the kernel of the product in front of it."""
+    source = next(iter(operands(node)), None)
+    before = record_of(source) if source is not None and len(source.users) == 1 else None
+    scaled = before is not None and before.accumulates and before.multiplies_activations
+    return record.computes_on_accumulator or (scaled and record.scales)
 
 
 def skipped(

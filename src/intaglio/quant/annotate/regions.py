@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
-from intaglio.fxgraph.node_info import info
+from intaglio.fxgraph.node_info import info, update_info
 from intaglio.fxgraph.nodes import activations, call_of, operands, record_of
 from intaglio.ops import OpDef
 from intaglio.ops.dynamic_quant import ROW_MODES
@@ -46,6 +46,26 @@ class Chain:
         """As the record binds them."""
         whole = info(self.root).composite
         return self.record.bind(call_of(self.anchor, self.record)) if whole is None else whole.attrs
+
+
+@dataclass(frozen=True)
+class RegionMark:
+    """The region that an operator belongs to: its place among those of the graph, the row of `intaglio.fusion.table`
+    or the only operator that it is called after, and how many operators it has."""
+
+    index: int
+    fusion: str
+    size: int
+
+
+def mark_operators(graph: fx.Graph, regions: Iterable[tuple[str, Sequence[fx.Node]]]) -> None:
+    """Write on every operator of a graph the region that it belongs to; marks that are there already go."""
+    for node in graph.nodes:
+        if info(node).region is not None:
+            update_info(node, region=None)
+    for index, (name, nodes) in enumerate(regions):
+        for node in nodes:
+            update_info(node, region=RegionMark(index, name, len(nodes)))
 
 
 @dataclass(frozen=True)
@@ -90,6 +110,11 @@ class Region(Chain):
         if info(self.root).composite is not None or not self.record.anchor or self.setting.shortcut != 16:
             return False
         return any(record_of(node).adds for node in self.nodes)
+
+    @property
+    def matched(self) -> tuple[str, tuple[fx.Node, ...]]:
+        """What becomes a kernel: of a layer that is quantized while the model runs, the layer alone."""
+        return self.name, self.nodes[:1] if self.dynamic else self.nodes
 
     def activations(self) -> list[fx.Node]:
         """Values from outside that the region reads as levels, in order, once each."""

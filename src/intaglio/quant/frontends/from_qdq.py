@@ -16,7 +16,7 @@ from intaglio.quant.annotate.refusals import skipped
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.annotate.sites import Fixed, Site
 from intaglio.quant.qdq.convert import Reference
-from intaglio.quant.qdq.integer_regions import mark_regions
+from intaglio.quant.qdq.integer_regions import match_regions
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
 from intaglio.quant.qdq.qdq_normalize import LIBRARY, QUANTIZE_TENSOR, dequantizes
@@ -38,7 +38,7 @@ def from_qdq(captured: Captured) -> Reference:
         )
     module = copy_graph(captured.module)
     run(module, PTQ_PASSES.patterns)
-    mark_regions(module.graph)
+    match_regions(module.graph)
     sites = tuple(_sites(module.graph))
     weights = sum(dequantizes(node) and is_constant(node.args[0]) for node in module.graph.nodes)
     reasons = {node: _reason(node) for node in module.graph.nodes if node.op == "call_function"}

@@ -38,7 +38,7 @@ from intaglio.quant.correct.biases import annotated_with_biases
 from intaglio.quant.correct.corrections import Corrected, Corrections, Rounded
 from intaglio.quant.qdq.attention_reference import PROBABILITIES, written_out
 from intaglio.quant.qdq.float8 import float8
-from intaglio.quant.qdq.integer_regions import mark_regions
+from intaglio.quant.qdq.integer_regions import keep_regions
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.qdq.qparams import (
     activation_qparams,
@@ -133,7 +133,7 @@ def convert(
         module.graph.eliminate_dead_code()
     drop_unused_constants(module)
     with_bodies(module, {name: body.module for name, body in bodies.items()})
-    mark_regions(module.graph)
+    keep_regions(module.graph)
     module.recompile()
     levels = {site: rounded.levels for site, rounded in corrections.weights.items()}
     corrected = Corrected(prepared.equalization, levels, corrections.biases)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,13 +12,18 @@ from intaglio import numerics
 from intaglio.fusion.fusion_record import Fusion, match_rows
 from intaglio.fusion.table import GRAPH_FUSIONS
 from intaglio.fxgraph.fx_graph_view import FxGraphView
-from intaglio.fxgraph.node_info import info, update_info
+from intaglio.fxgraph.node_info import info
 from intaglio.fxgraph.nodes import activations, call_of, is_constant, operands, operator, record_of
 from intaglio.ir import DType, QParams
-from intaglio.ops import NUMBERS
 from intaglio.quant.annotate.per_token import rows_behind
-from intaglio.quant.annotate.regions import Chain
-from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL, DEQUANTIZE_TENSOR, QUANTIZE_CHANNEL, QUANTIZE_TENSOR
+from intaglio.quant.annotate.regions import Chain, Region, RegionMark, mark_operators
+from intaglio.quant.qdq.qdq_normalize import (
+    DEQUANTIZE_CHANNEL,
+    DEQUANTIZE_TENSOR,
+    QUANTIZE_CHANNEL,
+    QUANTIZE_TENSOR,
+    dequantizes,
+)
 from intaglio.quant.recipes.user_patterns import CompositeMatch, operands_of_whole
 from intaglio.signature import DTYPES
 
@@ -78,60 +83,81 @@ def constant_of(node: fx.Node | None, dtype: DType) -> fx.Node | None:
     return node.args[0] if DTYPES.get(given) is dtype else None
 
 
-@dataclass(frozen=True)
-class RegionMark:
-    """The integer region that an operator belongs to. ``fusion``: the row of `intaglio.fusion.table`, or the only
-    operator's name."""
+def keep_regions(graph: fx.Graph) -> int:
+    """Keep those of the regions that annotation wrote on a graph that run on integers, and return their number.
 
-    index: int
-    fusion: str
-
-
-def mark_regions(graph: fx.Graph) -> int:
-    """Match the fusion rows on a finished Q/DQ graph, write each region on its operators, and return their number.
-
-    This is the only search for regions in a reference model: lowering reads the marks. Marks that the graph has, as the
-    part of another graph has them, are replaced.
+    The graph is a reference model, or a part of one. Of a region that does not run on integers as a whole, as a part
+    may begin or end inside of it, the operators stay that do by themselves. Nothing is matched.
     """
-    for node in graph.nodes:
-        if info(node).region is not None:
-            update_info(node, region=None)
-    regions = _found(graph)
-    for index, (name, region) in enumerate(regions):
-        for node in region.nodes:
-            update_info(node, region=RegionMark(index, name))
-    return len(regions)
+    found = _composites(graph)
+    taken = {node for _, region in found for node in region.nodes}
+    for mark, nodes in marked(graph).items():
+        if taken.intersection(nodes):
+            continue
+        chains = [(node,) for node in nodes]
+        if len(nodes) == mark.size and _is_integer(tuple(nodes)):
+            found.append((mark.fusion, _region_of(tuple(nodes))))
+        else:
+            found += [(record_of(chain[0]).name, _region_of(chain)) for chain in chains if _is_integer(chain)]
+    return _write(graph, found)
 
 
-def marked_regions(graph: fx.Graph) -> list[IntegerRegion]:
-    """Return the regions that `mark_regions` wrote on the operators of a graph, in execution order."""
+def match_regions(graph: fx.Graph) -> int:
+    """Match the fusion rows on a Q/DQ graph that nothing annotated, write each region on its operators, and return
+    their number."""
+    return _write(graph, [(name, _region_of(chain)) for name, chain in _matched(graph, set(), _is_integer)])
+
+
+def write_regions(graph: fx.Graph, regions: Iterable[Region]) -> None:
+    """Write the regions that annotation found on their operators, for `keep_regions` to read.
+
+    Parts of the graph that were quantized before are no regions of annotation: rows are matched on what reads levels
+    there. What becomes of their results is decided when the rest of the graph is quantized.
+    """
+    found = [region.matched for region in regions]
+    if any(map(dequantizes, graph.nodes)):
+        found += _matched(graph, {node for _, nodes in found for node in nodes}, _takes_integers)
+    mark_operators(graph, found)
+
+
+def _matched(
+    graph: fx.Graph, taken: set[fx.Node], fits: Callable[[tuple[fx.Node, ...]], bool]
+) -> list[tuple[str, tuple[fx.Node, ...]]]:
+    """Match fusion rows, longest first, then single operators."""
+    nodes, taken = [node for node in graph.nodes if record_of(node) is not None], set(taken)
+
+    def accept(row: Fusion, chain: tuple[fx.Node, ...]) -> tuple[str, tuple[fx.Node, ...]] | None:
+        return (row.name, chain) if fits(chain) else None
+
+    found = match_rows(GRAPH_FUSIONS, nodes, FxGraphView(graph), accept, taken)
+    return found + [(record_of(node).name, (node,)) for node in nodes if node not in taken and fits((node,))]
+
+
+def _write(graph: fx.Graph, found: list[tuple[str, IntegerRegion]]) -> int:
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    found = sorted(found, key=lambda item: place[item[1].root])
+    mark_operators(graph, ((name, region.nodes) for name, region in found))
+    return len(found)
+
+
+def marked(graph: fx.Graph) -> dict[RegionMark, list[fx.Node]]:
+    """Return the operators of every region that is written on a graph, in the order of regions and operators."""
     chains: dict[RegionMark, list[fx.Node]] = {}
     for node in graph.nodes:
         if (mark := info(node).region) is not None:
             chains.setdefault(mark, []).append(node)
+    return dict(sorted(chains.items(), key=lambda item: item[0].index))
+
+
+def marked_regions(graph: fx.Graph) -> list[IntegerRegion]:
+    """Return the regions that `keep_regions` or `match_regions` left on a graph, in execution order."""
     return [
         _composite_region(nodes) if info(nodes[-1]).composite is not None else _region_of(tuple(nodes))
-        for _, nodes in sorted(chains.items(), key=lambda item: item[0].index)
+        for nodes in marked(graph).values()
     ]
 
 
-def _found(graph: fx.Graph) -> list[tuple[str, IntegerRegion]]:
-    """Composites, then fusion rows, longest first, then single operators; only what can run on integers."""
-    view = FxGraphView(graph)
-    found = [(region.record.name, region) for region in _composites(graph)]
-    taken = {node for _, region in found for node in region.nodes}
-    nodes = [node for node in graph.nodes if record_of(node) is not None]
-
-    def accept(row: Fusion, chain: tuple[fx.Node, ...]) -> tuple[str, IntegerRegion] | None:
-        return (row.name, _region_of(chain)) if _is_integer(chain) else None
-
-    found += match_rows(GRAPH_FUSIONS, nodes, view, accept, taken)
-    singles = ((node,) for node in nodes if node not in taken)
-    found += [(record_of(chain[0]).name, _region_of(chain)) for chain in singles if _is_integer(chain)]
-    return sorted(found, key=lambda item: view.position(item[1].root))
-
-
-def _composites(graph: fx.Graph) -> list[IntegerRegion]:
+def _composites(graph: fx.Graph) -> list[tuple[str, IntegerRegion]]:
     """Find the operators that one record stands for, as annotation took them, where levels go in and come out."""
     groups: dict[CompositeMatch, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -141,7 +167,7 @@ def _composites(graph: fx.Graph) -> list[IntegerRegion]:
     for whole, nodes in groups.items():
         values, region = operands_of_whole(nodes, whole), _composite_region(nodes)
         if region.result is not None and all(levels_of(values[index]) for index in whole.record.roles.x):
-            found.append(region)
+            found.append((whole.record.name, region))
     return found
 
 
@@ -161,19 +187,26 @@ def _region_of(nodes: tuple[fx.Node, ...]) -> IntegerRegion:
     return IntegerRegion(nodes, None)
 
 
-def _is_integer(nodes: tuple[fx.Node, ...]) -> bool:
-    """Return whether a chain reads levels wherever it reads from outside, and gives levels or a plain accumulator."""
+def _takes_integers(nodes: tuple[fx.Node, ...]) -> bool:
+    """Return whether a chain reads levels wherever it reads from outside."""
     if rows_behind(operands(nodes[0])[0]) is not None:
         return len(nodes) == 1 and _has_levels(nodes[0])
-    if not all(_runs_on_integers(node, nodes) for node in nodes):
+    return all(_runs_on_integers(node, nodes) for node in nodes)
+
+
+def _is_integer(nodes: tuple[fx.Node, ...]) -> bool:
+    """Return whether a chain reads levels wherever it reads from outside, and gives levels or a plain accumulator."""
+    if not _takes_integers(nodes):
         return False
+    if rows_behind(operands(nodes[0])[0]) is not None:
+        return True
     record, region = record_of(nodes[0]), _region_of(nodes)
     if len(nodes) == 1 and record.shares and not record.variadic:
         x = operands(nodes[0])[0]
         results, wide = {_result(user) for user in nodes[0].users}, {quantized_to(u, DType.U16) for u in nodes[0].users}
         if wide != {levels_of(x, DType.U16)} or (wide == {None} and results != {levels_of(x)}):
             return False
-    plain = all(record_of(node).name in NUMBERS for node in nodes[1:])
+    plain = all(record_of(node).scales for node in nodes[1:])
     return region.result is not None or (plain and record.accumulates)
 
 
