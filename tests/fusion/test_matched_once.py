@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import intaglio
 from intaglio import stages
 from intaglio.fxgraph.node_info import info, update_info
 from intaglio.lower.lowering import requantize
@@ -139,7 +140,7 @@ def counter(monkeypatch, name: str, *modules) -> Counter:
     return counted
 
 
-def test_each_stage_annotates_only_a_graph_that_it_changed(monkeypatch):
+def test_a_model_is_annotated_once_with_equalization_and_corrections(monkeypatch):
     annotated = counter(monkeypatch, "annotate_graph", prepare_stage)
     torch.manual_seed(0)
     data = [(torch.randn(4, 3, 6, 6),)]
@@ -150,13 +151,13 @@ def test_each_stage_annotates_only_a_graph_that_it_changed(monkeypatch):
     prepared = stages.equalize(prepared, data)
     assert prepared.equalization.inputs
     assert prepared.equalization.factors
-    assert annotated.count == 3  # a graph with inputs per channel, and that with divided values
+    assert annotated.count == 1  # regions go along with the graphs that are divided
     ranges = stages.calibrate(prepared, data, progress=False)
     corrections = stages.correct(prepared, ranges, data)
     assert corrections.biases
     reference = stages.convert(prepared, ranges, corrections)
     stages.requantize(reference)
-    assert annotated.count == 3
+    assert annotated.count == 1
 
 
 def test_parameters_are_computed_once_for_correct_and_convert(monkeypatch):
@@ -168,3 +169,24 @@ def test_parameters_are_computed_once_for_correct_and_convert(monkeypatch):
     ranges = stages.calibrate(prepared, data, progress=False)
     stages.convert(prepared, ranges, stages.correct(prepared, ranges, data))
     assert (activations.count, weights.count) == (1, 3)
+
+
+class Gate(nn.Module):
+    """Layers that read what a norm and a function give, which smoothing divides where sums stay in float."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.second(torch.nn.functional.gelu(self.first(self.norm(x))))
+
+
+@pytest.mark.parametrize("model", [Block(), Gate()], ids=["convolutions", "layers"])
+@pytest.mark.parametrize("recipe", [{}, {"*": {"equalize": 0.5, "residual": "float", "bias": "outputs"}}])
+def test_quantize_annotates_once(model, recipe, monkeypatch):
+    annotated = counter(monkeypatch, "annotate_graph", prepare_stage)
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 6, 6) if isinstance(model, Block) else torch.randn(4, 5, 16) * torch.logspace(-2, 2, 16)
+    intaglio.quantize(model.eval(), [(x,)], recipe=recipe)
+    assert annotated.count == 1

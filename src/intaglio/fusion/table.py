@@ -65,15 +65,23 @@ ATTENTION_FUSION = Fusion(
     FusionLevel.CAPTURED,
     "attention written out is one kernel, which never stores the scores of all tokens",
 )
+FUNCTION_AFFINE = Fusion(
+    "anchor_function_affine",
+    seq(ANCHORS, PRECISE_FUNCTIONS, "affine"),
+    FusionLevel.GRAPH,
+    "the factors of an equalized value go with the function, on the accumulator",
+    where=scales_output_channels,
+    precise=True,
+)
+FUNCTION = Fusion(
+    "anchor_function",
+    seq(ANCHORS, PRECISE_FUNCTIONS),
+    FusionLevel.GRAPH,
+    "the function is computed in float32 on the accumulator",
+    precise=True,
+)
 GRAPH_FUSIONS = (
-    Fusion(
-        "anchor_function_affine",
-        seq(ANCHORS, PRECISE_FUNCTIONS, "affine"),
-        FusionLevel.GRAPH,
-        "the factors of an equalized value go with the function, on the accumulator",
-        where=scales_output_channels,
-        precise=True,
-    ),
+    FUNCTION_AFFINE,
     Fusion(
         "anchor_add_clamp",
         op("clamp", op(SUMS, op(ANCHORS, wildcard("x")), wildcard("other"), commutative=True)),
@@ -96,13 +104,7 @@ GRAPH_FUSIONS = (
         "a number behind a product of two activations scales its unit",
         where=scales_by_positive_number,
     ),
-    Fusion(
-        "anchor_function",
-        seq(ANCHORS, PRECISE_FUNCTIONS),
-        FusionLevel.GRAPH,
-        "the function is computed in float32 on the accumulator",
-        precise=True,
-    ),
+    FUNCTION,
     Fusion(
         "add_clamp",
         op("clamp", op(SUMS, wildcard("a"), wildcard("b"))),

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from intaglio.fusion.table import FUNCTION, FUNCTION_AFFINE
 from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import operator, record_of
 from intaglio.fxgraph.passes.identities import COPIES
@@ -19,10 +20,10 @@ from intaglio.quant.annotate.from_annotator import annotated, written_by
 from intaglio.quant.annotate.int8_buffers import checked_buffers, chosen_buffers, names_of
 from intaglio.quant.annotate.node_annotations import is_apart
 from intaglio.quant.annotate.refusals import refusal, skipped
-from intaglio.quant.annotate.regions import Annotations, Region
+from intaglio.quant.annotate.regions import Annotations, Region, mark_operators
 from intaglio.quant.annotate.sites import groups
 from intaglio.quant.annotate.weight_only import alone
-from intaglio.quant.qdq.integer_regions import write_regions
+from intaglio.quant.qdq.integer_regions import marked, write_regions
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.settings import Setting
@@ -47,10 +48,8 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
         won, rejected = find(graph, patterns_of(quantizer.patterns), reasons)
         matches = {node: found for found in won for node in found.nodes}
         _follow(matches, recipe, classes, settings, reasons)
-    buffers = chosen_buffers(graph, quantizer.buffers)
-    returned = _returned(graph) if quantizer.integers else {}
-    returned |= dict.fromkeys([*buffers, *buffers.values()])
     if written is not None:
+        buffers, returned = _leaving(graph, quantizer)
         return annotated(module, quantizer.annotator, written.also(returned), settings, reasons, buffers)
     found = regions_of(graph, settings, reasons, matches)
     regions = active_regions(found)
@@ -58,22 +57,62 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
         reasons.update(end_reasons(graph, regions, quantizer))
         regions = active_regions(region for region in found if reasons[region.root] is None)
     write_regions(graph, regions)
-    leaving = {node: recipe.setting(origin(buffers.get(node, node)), classes) for node in returned}
-    sites = checked_buffers(buffers, sites_of(graph, regions, leaving, buffers))
     tables = find_tables(settings)
+    skips = skipped(regions, tables, reasons)
+    own = alone(regions, settings)
+    decided = Annotations(module, (), regions, skips, {}, tuple(rejected), tables, alone=own)
+    return _with_sites(decided, quantizer, classes)
+
+
+def annotations_of_changed(
+    before: Annotations, module: fx.GraphModule, quantizer: Quantizer, classes: Mapping[str, str]
+) -> Annotations:
+    """Return the annotations of a graph with the same operators, whose constants and inputs were changed.
+
+    Regions, and what stays in float, are those that were found before; a division by smoothing factors joins the
+    function in front of it. Patterns and annotators of a user see the changed graph themselves.
+    """
+    if quantizer.annotator is not None or quantizer.patterns:
+        return annotate_graph(module, quantizer, classes)
+    graph = module.graph
+    nodes, known = {node.name: node for node in graph.nodes}, {node.name for node in before.module.graph.nodes}
+    divisions = {node.args[1]: node for node in graph.nodes if info(node).smooths and node.name not in known}
+    regions = tuple(_of_changed(region, nodes, divisions) for region in before.regions)
+    inside = {node for region in regions for node in region.nodes}
+    reasons = {n: refusal(n, quantizer.recipe.setting(origin(n), classes)) for n in divisions.values()}
+    skips = [*before.skipped, *skipped(regions, (), reasons)]
+    order = {name: index for index, name in enumerate(nodes)}
+    others = [(mark.fusion, chain) for mark, chain in marked(graph).items() if not inside.intersection(chain)]
+    mark_operators(graph, [*(region.matched for region in regions), *others])
+    tables = tuple(replace(table, node=nodes[table.node.name]) for table in before.tables)
+    skips.sort(key=lambda skip: order[skip.node])
+    found = replace(before, module=module, regions=regions, skipped=tuple(skips), tables=tables)
+    return _with_sites(found, quantizer, classes)
+
+
+def _of_changed(region: Region, nodes: Mapping[str, fx.Node], divisions: Mapping[fx.Node, fx.Node]) -> Region:
+    """Return a region in a changed graph."""
+    chain = tuple(nodes[node.name] for node in region.nodes)
+    if region.name == FUNCTION.name and chain[-1] in divisions:
+        return replace(region, nodes=(*chain, divisions[chain[-1]]), name=FUNCTION_AFFINE.name)
+    return replace(region, nodes=chain)
+
+
+def _with_sites(found: Annotations, quantizer: Quantizer, classes: Mapping[str, str]) -> Annotations:
+    """Return annotations with the sites of their regions, and of values that leave the model quantized."""
+    graph = found.module.graph
+    buffers, returned = _leaving(graph, quantizer)
+    leaving = {node: quantizer.recipe.setting(origin(buffers.get(node, node)), classes) for node in returned}
+    sites = checked_buffers(buffers, sites_of(graph, found.regions, leaving, buffers))
     outputs = frozenset(node.name for node in returned)
-    return Annotations(
-        module,
-        sites,
-        regions,
-        skipped(regions, tables, reasons),
-        groups(sites),
-        tuple(rejected),
-        tables,
-        outputs=outputs,
-        buffers=names_of(buffers),
-        alone=alone(regions, settings),
-    )
+    return replace(found, sites=sites, leaders=groups(sites), outputs=outputs, buffers=names_of(buffers))
+
+
+def _leaving(graph: fx.Graph, quantizer: Quantizer) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, None]]:
+    """Return the buffers that are kept quantized, with what they are after a call, and all values that leave so."""
+    buffers = chosen_buffers(graph, quantizer.buffers)
+    returned = _returned(graph) if quantizer.integers else {}
+    return buffers, returned | dict.fromkeys([*buffers, *buffers.values()])
 
 
 def _returned(graph: fx.Graph) -> dict[fx.Node, None]:

@@ -16,7 +16,7 @@ from intaglio.fxgraph.graph_passes import Pass, copy_graph, run
 from intaglio.fxgraph.node_info import info, origin, set_info
 from intaglio.fxgraph.nodes import operator, record_of
 from intaglio.ir import About, QParams, Signature, symbols_of
-from intaglio.quant.annotate.annotate_graph import annotate_graph, match_notes, notes_of
+from intaglio.quant.annotate.annotate_graph import annotate_graph, annotations_of_changed, match_notes, notes_of
 from intaglio.quant.annotate.embedding_tables import table_notes
 from intaglio.quant.annotate.image_inputs import declare_images
 from intaglio.quant.annotate.node_annotations import Annotator
@@ -284,7 +284,7 @@ def _decided(quantizer: Quantizer, module: fx.GraphModule) -> Quantizer:
 
 def annotated(prepared: Prepared, module: fx.GraphModule) -> Annotations:
     """Of a module with the same values: by the same recipe, and with the specs that sites have got since."""
-    found = annotate_graph(module, prepared.quantizer, prepared.classes)
+    found = annotations_of_changed(prepared.annotations, module, prepared.quantizer, prepared.classes)
     known = {site.name: site for site in prepared.annotations.sites}
     sites = tuple(
         replace(site, spec=known[site.name].spec)

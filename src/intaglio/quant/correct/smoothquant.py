@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from intaglio.fusion.table import FUNCTION
 from intaglio.fxgraph.node_info import constant_path, inherit_info, origin, tensor_type
 from intaglio.fxgraph.nodes import call_of, constant_node, is_constant, operands, record_of
 from intaglio.ir import TensorType
@@ -59,7 +60,7 @@ def smoothable(annotations: Annotations) -> list[Smoothed]:
 
 def _ends_in_function(region: Region, node: fx.Node) -> bool:
     """Whether the kernel that makes it has a place for a factor."""
-    return region.name == "anchor_function" and region.root is node and region.record.is_linear_layer
+    return region.name == FUNCTION.name and region.root is node and region.record.is_linear_layer
 
 
 def _readers(user: fx.Node, value: fx.Node, member: Mapping[fx.Node, Region]) -> list[fx.Node | None]:
