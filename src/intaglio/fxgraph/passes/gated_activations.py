@@ -11,17 +11,16 @@ from intaglio.fxgraph.nodes import overload_of, replace_node
 
 
 def join_gates(module: fx.GraphModule) -> int:
-    """``x * sigmoid(x)`` -> silu, ``x * hardsigmoid(x)`` -> hardswish, where nothing else reads the gate."""
+    """Replace the operators of every match by the function that its row names, of what the first of them reads."""
     view = FxGraphView(module.graph)
 
     def accept(row: Fusion, nodes: tuple[fx.Node, ...]) -> tuple[Fusion, fx.Node, fx.Node]:
-        gate, product = nodes
-        return row, gate, product
+        return row, nodes[0], nodes[-1]
 
     found = match_rows(GATE_FUSIONS, module.graph.nodes, view, accept, set())
-    for row, gate, product in sorted(found, key=lambda match: view.position(match[2])):
+    for row, first, product in sorted(found, key=lambda match: view.position(match[2])):
         with module.graph.inserting_before(product):
-            joined = module.graph.call_function(overload_of(row.becomes), (gate.args[0],))
-        joined.meta = dict(gate.meta)
+            joined = module.graph.call_function(overload_of(row.becomes), (first.args[0],))
+        joined.meta = dict(first.meta)
         replace_node(product, joined)
     return len(found)
