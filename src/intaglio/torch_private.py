@@ -183,7 +183,7 @@ def decompose_used_composites(program: ExportedProgram) -> ExportedProgram:
     try:
         from torch._export.utils import _is_preservable_cia_op as is_composite
         from torch.export.exported_program import _decompose_exported_program as decompose
-        from torch.export.exported_program import _special_op_to_preserve_cia as preserve
+        from torch.export.exported_program import _special_op_to_preserve_cia as preserve  # type: ignore[attr-defined]
 
         graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
         used = {node.target for graph in graphs for node in graph.nodes if isinstance(node.target, OpOverload)}

@@ -136,11 +136,11 @@ def attach(session: Session) -> None:
     """Has every module of the session's model intercepted, and what is loaded into it noticed."""
     inside: set[int] = set()
     others = parts_prepared(session.model)
-    state_dict_hooks(session.model)[STATE_KEY] = Saving(session)  # type: ignore[index]
+    state_dict_hooks(session.model)[STATE_KEY] = Saving(session)
     for path, module in session.model.named_modules():
         if id(module) in others:
             continue
-        load_state_dict_pre_hooks(module)[STATE_KEY] = Loading(session, module is session.model)  # type: ignore[index]
+        load_state_dict_pre_hooks(module)[STATE_KEY] = Loading(session, module is session.model)
         if id(module) in inside or isinstance(module, torch.jit.ScriptModule):  # what those run is not intercepted
             continue
         if "forward" in vars(module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from intaglio.quant.calibrate.prepare import copy_graph
+from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.quant.qdq.convert import Reference
 from intaglio.torch_private import OpOverload, pytree
 

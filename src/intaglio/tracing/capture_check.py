@@ -36,7 +36,7 @@ def free_symbols(captured: Captured) -> set[str]:
     return set().union(*[symbols_of(dim) for dim in dims]) if dims else set()
 
 
-def disagreement(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
+def disagreement(captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """Where graph and model differ, or ``None``. Tried at every batch in `BATCHES` (`TRAINING`) if the batch is free,
     and at two lengths of sequences that are."""
     try:
@@ -53,7 +53,9 @@ def disagreement(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapp
     return None
 
 
-def _differs(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[str, Any], label: str) -> str | None:
+def _differs(
+    captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: str
+) -> str | None:
     if captured.signature.state:  # both as they were captured
         captured, model = replace(captured), copy.deepcopy(model)
     try:
@@ -76,7 +78,9 @@ def _draws(captured: Captured) -> bool:
     return captured.training and any(torch.Tag.nondeterministic_seeded in own for own in tags)
 
 
-def with_least_lengths(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Captured:
+def with_least_lengths(
+    captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Captured:
     """torch.export looks at lengths of 2 and more; a length of 1 is in range where graph and model agree on it."""
     ranges = dict(captured.signature.ranges)
     for name in sorted(_lengths(captured)):
@@ -97,7 +101,9 @@ def _lengths(captured: Captured) -> set[str]:
     return {name for dim in matrices for name in symbols_of(dim)} - batch
 
 
-def _sizes(captured: Captured, args: tuple, kwargs: Mapping[str, Any], batch: int, longer: bool) -> dict[str, int]:
+def _sizes(
+    captured: Captured, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int, longer: bool
+) -> dict[str, int]:
     """Free dimensions as in the example, those on the first axis of an input at another size; ``longer``: lengths of
     sequences too. Within their ranges."""
     leaves = pytree.tree_leaves((args, dict(kwargs)))
@@ -119,7 +125,9 @@ def _sizes(captured: Captured, args: tuple, kwargs: Mapping[str, Any], batch: in
     return found
 
 
-def resized(captured: Captured, args: tuple, kwargs: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[tuple, dict]:
+def resized(
+    captured: Captured, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: Mapping[str, int]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The example with every free dimension at another size, made by repeating and cutting."""
     leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
     for entry in captured.signature.inputs:

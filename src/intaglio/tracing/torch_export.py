@@ -48,7 +48,7 @@ CONSTANT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENS
 ADVICE = ("For more", "For extended", "For C++", "If you suspect", "The error above", "Caused by", "consider using")
 
 
-def export(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], shapes: Any) -> ExportedProgram:
+def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Any) -> ExportedProgram:
     """torch.export and the default decompositions, its chatter kept quiet; `CaptureError` carries torch's reason."""
     try:
         with warnings.catch_warnings(), _quiet(), torch.no_grad():
@@ -306,7 +306,7 @@ def with_named_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> nn.Modul
 
 def free_axes(
     model: nn.Module,
-    args: tuple,
+    args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     axes: Sequence[Collection[int]],
     second: Any = TorchDim.AUTO,

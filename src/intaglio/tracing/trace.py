@@ -54,7 +54,7 @@ PADDING_SKIPPED = (
 )
 
 
-def _with_padding(captured: Captured, own: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
+def _with_padding(captured: Captured, own: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """A note where the model, called as its users call it, skips what is padding, and the graph does not."""
     skips = any(isinstance(part, nn.TransformerEncoder) and part.use_nested_tensor for part in own.modules())
     if not skips or captured.training:
@@ -65,13 +65,13 @@ def _with_padding(captured: Captured, own: nn.Module, args: tuple, kwargs: dict[
     return replace(captured, about=captured.about.after((PADDING_SKIPPED,))) if differs else captured
 
 
-def _check_example(args: tuple, kwargs: Mapping[str, Any]) -> None:
+def _check_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     for index, leaf in enumerate(pytree.tree_leaves((args, dict(kwargs)))):
         if isinstance(leaf, torch.Tensor) and (problem := unfit(leaf)) is not None:
             raise CaptureError(f"example input {index}", None, problem, remedy=TO_DENSE_ON_CPU)
 
 
-def _try(own: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+def _try(own: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """The float model on its own example, before torch.export words a plain mistake in its own way."""
     try:
         with torch.no_grad():
@@ -91,7 +91,7 @@ def _clone(leaf: Any) -> Any:
 
 
 def _capture(
-    own: nn.Module, args: tuple, kwargs: dict[str, Any], free: Mapping[int, Collection[int]], train: bool
+    own: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], free: Mapping[int, Collection[int]], train: bool
 ) -> Captured:
     notes: tuple[str, ...] = ()
     for sequences in (True, False) if any(map(is_sequence, pytree.tree_leaves((args, kwargs)))) else (False,):
@@ -106,7 +106,7 @@ def _capture(
 
 
 def _with_free_axes(
-    own: nn.Module, args: tuple, kwargs: dict[str, Any], axes: Sequence[Collection[int]], train: bool
+    own: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Sequence[Collection[int]], train: bool
 ) -> tuple[Captured | None, str | None]:
     """The graph with these axes free, of each leaf of the call; else why there is none."""
     reason = None
@@ -124,7 +124,7 @@ def _with_free_axes(
 
 
 def _free(
-    args: tuple, kwargs: dict[str, Any], sequences: bool, free: Mapping[int, Collection[int]]
+    args: tuple[Any, ...], kwargs: dict[str, Any], sequences: bool, free: Mapping[int, Collection[int]]
 ) -> list[tuple[int, ...]]:
     """Axes of each leaf of a call that are to be free: the first, the second of token ids, and those asked for."""
     leaves = pytree.tree_leaves((args, kwargs))
@@ -132,7 +132,9 @@ def _free(
     return [(0, *more, *free.get(index, ())) for index, more in enumerate(second)]
 
 
-def _fixed_lengths(captured: Captured, own: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[str, ...]:
+def _fixed_lengths(
+    captured: Captured, own: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, ...]:
     """Which second axes of integer matrices torch.export made constants of, and why."""
     leaves = pytree.tree_leaves((args, kwargs))
     inputs = [e for e in captured.signature.inputs if is_sequence(leaves[e.leaf]) and isinstance(e.type.shape[1], int)]
@@ -148,7 +150,7 @@ def _fixed_lengths(captured: Captured, own: nn.Module, args: tuple, kwargs: dict
     return tuple(f"the length of '{entry.name}' is fixed as in the example: {reason}" for entry in inputs)
 
 
-def _checked(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Captured:
+def _checked(captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Captured:
     if not captured.training and (reason := disagreement(captured, model, args, kwargs)) is not None:
         raise CaptureError(
             type(model).__name__,
@@ -160,8 +162,8 @@ def _checked(captured: Captured, model: nn.Module, args: tuple, kwargs: Mapping[
 
 
 def _examples(
-    args: tuple, kwargs: dict[str, Any], axes: Sequence[Collection[int]]
-) -> Iterator[tuple[tuple, dict[str, Any]]]:
+    args: tuple[Any, ...], kwargs: dict[str, Any], axes: Sequence[Collection[int]]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Every axis that is to be free and has size 1 repeated to 2; then, where others have another batch, the example
     as it is."""
     leaves, tree = pytree.tree_flatten((args, kwargs))

@@ -15,13 +15,13 @@ from torch import fx
 from intaglio import numerics
 from intaglio.backends.channel_zero_points import one_zero_point, take_bytes
 from intaglio.fxgraph.graph_checker import FOR_ENGINES, finish_pass
+from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import constant_path, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, call_before, constant_node, is_constant, operator, replace_node
 from intaglio.ir import DType, TensorType
 from intaglio.quant.annotate.embedding_tables import EMBEDDING_LOOKUP, table_behind
 from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, QUANTIZE_ROWS_TARGET, rows_behind
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
-from intaglio.quant.calibrate.prepare import copy_graph
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL, QUANTIZE_CHANNEL
 from intaglio.runtime.saved.bit_packing import pack, unpack_bits
 from intaglio.torch_private import quantized_decomposed

@@ -327,4 +327,4 @@ class TraceFrame:
             self._one_by_one(number, made)
         if number not in self.made:
             self.bound[number] = plain(made)
-        return plain(made)  # type: ignore[no-any-return]
+        return plain(made)

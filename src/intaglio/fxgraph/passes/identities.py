@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -69,7 +71,7 @@ def _is_identity(node: fx.Node) -> bool:
     return name in SAME_IF_EQUAL and tensor_type(node) == tensor_type(node.args[0]) is not None
 
 
-def _to_end(given: dict) -> bool:
+def _to_end(given: dict[str, Any]) -> bool:
     return isinstance(given["end"], int) and given["end"] >= END
 
 

@@ -65,7 +65,9 @@ def _steady(module: fx.GraphModule, value: Any) -> bool:
     return isinstance(value, fx.Node) and (is_constant(value) or _part(module, value) is not None)
 
 
-def _put(module: fx.GraphModule, node: fx.Node, tensor: torch.Tensor, part: ConstantSlice, shape: tuple) -> None:
+def _put(
+    module: fx.GraphModule, node: fx.Node, tensor: torch.Tensor, part: ConstantSlice, shape: tuple[Any, ...]
+) -> None:
     """A slice of a new constant in the place of a node."""
     name = add_constant(module, f"part_{node.name}", tensor)
     with module.graph.inserting_before(next(iter(module.graph.nodes))):

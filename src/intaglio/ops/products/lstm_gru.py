@@ -138,7 +138,7 @@ def result_shapes(kind: str, attrs: Attrs, x: Shape, hidden: int) -> tuple[Shape
 def infer_recurrent(kind: str) -> Callable[[Attrs, Sequence[Shape]], Shape]:
     def infer(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
         hidden = shapes[2 + attrs["rows"]][1]
-        return result_shapes(kind, attrs, shapes[0], int(hidden))[0]  # type: ignore[arg-type]
+        return result_shapes(kind, attrs, shapes[0], int(hidden))[0]
 
     return infer
 
@@ -161,7 +161,7 @@ def fixed_inputs(call: Call) -> str | None:
 
 
 def no_training(call: Call) -> str | None:
-    if call.arguments.get("train") and float(call.arguments.get("dropout", 0)) > 0:  # type: ignore[arg-type]
+    if call.arguments.get("train") and float(call.arguments.get("dropout", 0)) > 0:
         return "dropout between layers, as in training"
     return None
 

@@ -55,7 +55,7 @@ def annotated(
         if reasons[node] is None and node not in inside:
             reasons[node] = "levels are not wanted where a kernel reads or gives them"
     edges = frozenset((value.name, reader.name) for value, reader in written.edges if reader not in written.rows)
-    own = {(value.name, reader and reader.name): make for (value, reader), make in written.own.items()}
+    own = {(value.name, reader.name if reader else None): make for (value, reader), make in written.own.items()}
     outputs = frozenset(node.name for node in written.outputs)
     return Annotations(
         module,

@@ -159,7 +159,7 @@ def _run(prepared: Prepared, data: Any, samples: int | None, progress: bool, gro
     return seen
 
 
-def _look(signature: Signature, args: tuple, kwargs: dict[str, Any]) -> SeenBatch:
+def _look(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SeenBatch:
     digest, inputs, leaves = hashlib.blake2b(digest_size=8), {}, bind(signature, args, kwargs)
     dims_of(signature, leaves)
     for entry, tensor in zip(signature.inputs, leaves, strict=True):
@@ -172,7 +172,7 @@ def _look(signature: Signature, args: tuple, kwargs: dict[str, Any]) -> SeenBatc
     return SeenBatch(batch_size(args, kwargs), int.from_bytes(digest.digest(), "big"), inputs)
 
 
-def batch_size(args: tuple, kwargs: dict[str, Any]) -> int:
+def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Samples in a call: the first axis of its first tensor that has axes."""
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim()]
     return tensors[0].shape[0] if tensors else 1

@@ -122,7 +122,7 @@ def _source(data: Any, batch_size: int | None, columns: Sequence[str] | None) ->
     if is_rows(data):
         return lambda: data.iter(batch_size=batch_size or DEFAULT_BATCH)
     if callable(data) and not hasattr(data, "__iter__"):
-        return data  # type: ignore[no-any-return]
+        return data
     if not hasattr(data, "__iter__"):
         raise CalibrationError(
             "data",
@@ -137,7 +137,7 @@ def _source(data: Any, batch_size: int | None, columns: Sequence[str] | None) ->
             f"batch_size = {batch_size} for data that comes in batches already",
             remedy="leave batch_size out, or pass one array or tensor",
         )
-    return lambda: data  # type: ignore[no-any-return]
+    return lambda: data
 
 
 DEFAULT_BATCH = 32

@@ -12,12 +12,11 @@ from torch import fx
 
 from intaglio.errors import UnsupportedError
 from intaglio.fusion.table import MATMUL_TARGETS
-from intaglio.fxgraph.graph_passes import run
+from intaglio.fxgraph.graph_passes import copy_graph, run
 from intaglio.fxgraph.node_info import copy_info, info, inherit_info, origin, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, constant_node, operator, record_of
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import State
-from intaglio.quant.calibrate.prepare import copy_graph
 from intaglio.torch_private import call_replace_hook
 from intaglio.tracing.capture_passes import CAPTURE_PASSES
 from intaglio.tracing.captured import Captured

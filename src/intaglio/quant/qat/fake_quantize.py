@@ -65,7 +65,7 @@ class RoundToLevels(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         v, scale, zero_point, multiples = ctx.saved_tensors
         low, high = (bound - zero_point for bound in ctx.bounds)
         inside = (v >= low) & (v <= high)

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from intaglio.errors import CalibrationError
+from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.quant.calibrate.calibration_loop import calibrate
-from intaglio.quant.calibrate.prepare import Prepared, again, copy_graph
+from intaglio.quant.calibrate.prepare import Prepared, again
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.correct.corrections import Corrected
 from intaglio.quant.qat.fake_quantize import FakeQuantize

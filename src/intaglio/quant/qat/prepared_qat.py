@@ -12,10 +12,11 @@ import torch
 from torch import fx, nn
 
 from intaglio.errors import ArtifactError, CalibrationError, InputError, UnsupportedError
+from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import origin
 from intaglio.quant.annotate.node_annotations import Annotator
 from intaglio.quant.annotate.recurrent_sites import is_recurrent
-from intaglio.quant.calibrate.prepare import Prepared, copy_graph, prepared_by
+from intaglio.quant.calibrate.prepare import Prepared, prepared_by
 from intaglio.quant.qat.constant_tape import Tape
 from intaglio.quant.qat.eval_graph import evaluated, followed, marks_of, settle
 from intaglio.quant.qat.fake_quantize import FakeQuantize, FakeQuantizeWeight, Mode

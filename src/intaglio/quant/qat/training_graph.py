@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from intaglio.errors import UnsupportedError
+from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import arguments, operands, operator
 from intaglio.fxgraph.passes.batch_norm_folding import FOLDABLE
@@ -17,7 +18,6 @@ from intaglio.ir.names import sanitized
 from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, QUANTIZE_ROWS_TARGET
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Derived, Fixed, Shared, Site
-from intaglio.quant.calibrate.prepare import copy_graph
 from intaglio.quant.correct.corrections import Corrections
 from intaglio.quant.qat.eval_graph import TORCH_ATTENTION, Dropout, Norm, marks_of
 from intaglio.quant.qat.fake_quantize import (

@@ -65,7 +65,7 @@ def _computed(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
     """What a node makes of constants."""
     args = fx.map_arg(node.args, lambda leaf: getattr(module, str(leaf.target)))
     with torch.no_grad():
-        found: torch.Tensor = node.target(*args)  # type: ignore[operator]
+        found: torch.Tensor = node.target(*args)
     return found
 
 
