@@ -155,12 +155,7 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
             else:
                 raise CaptureError(node.name, None, f"an input of kind {spec.kind.name}")
             if node.next.op != "placeholder":
-                for kept in state.values():  # behind the inputs of a call
-                    copies[kept] = graph.placeholder(kept.name)
-                    copies[kept].target = copies[kept].name
-                    describe(copies[kept], kept, names, program)
-                for path, kept in state.items():
-                    update_info(copies[kept], buffer=path)
+                copies.update(_copied_state(state, graph, names, program))  # behind the inputs of a call
         elif node.op == "call_function" and str(node.target) == WHILE:
             held = {own: specs[own.name].target for own in copies if copies[own].op == "get_attr"}
             loop, operands = while_loop(node, program, names, held, model, training)
@@ -174,12 +169,37 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
             signature = _outputs(program, node, copies, graph, inputs, fixed, state, names)
         elif any(str(user.target) != WHILE for user in node.users):
             raise _control_flow(next(iter(node.users)), program)
+    signature = dataclasses.replace(_with_names(signature, model), ranges=ranges_of(program, names))
     module = fx.GraphModule(root, graph)
+    return _finished(module, signature, example_sizes(program, names, inputs), model, notes, training)
+
+
+def _copied_state(
+    state: Mapping[str, fx.Node], graph: fx.Graph, names: Names, program: ExportedProgram
+) -> dict[fx.Node, fx.Node]:
+    """Return placeholders for buffers that calls change."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for path, kept in state.items():
+        copies[kept] = graph.placeholder(kept.name)
+        copies[kept].target = copies[kept].name
+        describe(copies[kept], kept, names, program)
+        update_info(copies[kept], buffer=path)
+    return copies
+
+
+def _finished(
+    module: fx.GraphModule,
+    signature: Signature,
+    sizes: Mapping[str, int],
+    model: nn.Module,
+    notes: Sequence[str],
+    training: bool,
+) -> Captured:
+    """Run the passes of capture, and say what the model is."""
     types = {name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in model.named_modules()}
     for part in (module, *(node.target.body.module for node in loops_of(module))):
-        update_graph_info(part, sizes=example_sizes(program, names, inputs), module_types=types)
+        update_graph_info(part, sizes=sizes, module_types=types)
     widened = run(module, CAPTURE_PASSES)["widen_halves"]
-    signature = dataclasses.replace(_with_names(signature, model), ranges=ranges_of(program, names))
     tensors = {id(one): one for part in (module, *parts_of(module)) for one in part.buffers()}.values()
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     about = About(type(model).__name__, size, (*notes, *[WIDENED] * bool(widened)))

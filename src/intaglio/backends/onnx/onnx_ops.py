@@ -13,6 +13,9 @@ from intaglio.torch_private import quantized_decomposed
 CLIPPED = {"UINT8": (0, 255), "INT8": (-128, 127)}
 """Element types that Clip takes, and the levels QuantizeLinear saturates at."""
 
+Translations = tuple[Callable[..., Any], Callable[..., Any]]
+"""What records the ONNX operators of quantize, and of dequantize."""
+
 FLOAT = 1
 """ONNX's number of float32."""
 
@@ -60,13 +63,18 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     def dequantize_channels(q: Any, scales: Any, zeros: Any, axis: int, low: int, high: int, dtype: int) -> Any:
         return op.DequantizeLinear(q, scales, zeros, axis=axis)
 
-    tensors = {quantized_decomposed(): (quantize, dequantize), float8(): (quantize_float8, dequantize_float8)}
-    found: dict[Callable[..., Any], Callable[..., Any]] = {}
-    for ops, (quantize_tensor, dequantize_tensor) in tensors.items():
-        found |= {
-            ops.quantize_per_tensor.default: quantize_tensor,
-            ops.dequantize_per_tensor.default: dequantize_tensor,
-            ops.quantize_per_channel.default: quantize_channels,
-            ops.dequantize_per_channel.default: dequantize_channels,
-        }
-    return found
+    channels = quantize_channels, dequantize_channels
+    return {
+        **_overloads(quantized_decomposed(), (quantize, dequantize), channels),
+        **_overloads(float8(), (quantize_float8, dequantize_float8), channels),
+    }
+
+
+def _overloads(ops: Any, tensor: Translations, channels: Translations) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Return the functions of quantize and dequantize, per tensor and per channel, by the overloads of a namespace."""
+    return {
+        ops.quantize_per_tensor.default: tensor[0],
+        ops.dequantize_per_tensor.default: tensor[1],
+        ops.quantize_per_channel.default: channels[0],
+        ops.dequantize_per_channel.default: channels[1],
+    }

@@ -18,7 +18,7 @@ from intaglio.ir import QParams
 from intaglio.quant.annotate.find_regions import find_shortcuts, reads_shortcut
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Site
-from intaglio.quant.qdq.convert import quantizing
+from intaglio.quant.qdq.qdq_rewriter import quantizing
 from intaglio.quant.recipes.choices import Role
 from intaglio.signature import TORCH_DTYPES
 from intaglio.torch_private import pytree, schema_of

@@ -32,7 +32,7 @@ from intaglio.quant.qat.fake_quantize import (
 )
 from intaglio.quant.qat.parameter_tree import Tree
 from intaglio.quant.qat.train_layers import DropoutMask, attended, normalized
-from intaglio.quant.qdq.convert import Rewriter
+from intaglio.quant.qdq.qdq_rewriter import Rewriter
 from intaglio.quant.qdq.qparams import OwnScales, anchor_sites, fixed_qparams, weight_qparams, widened
 from intaglio.quant.recipes.choices import Role
 from intaglio.torch_private import buffers_of

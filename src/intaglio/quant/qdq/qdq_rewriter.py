@@ -1,0 +1,232 @@
+"""Put quantize and dequantize around the regions of a graph, and integers in place of its constants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from intaglio import numerics
+from intaglio.errors import UnsupportedError
+from intaglio.fxgraph.graph_passes import drop_unused_constants
+from intaglio.fxgraph.node_info import TAG, info, inherit_info, origin, overlay_info, set_info
+from intaglio.fxgraph.nodes import arguments, operands
+from intaglio.fxgraph.unique_names import add_constant
+from intaglio.ir import DType, QParams, TensorType
+from intaglio.ir.names import sanitized
+from intaglio.ops.dynamic_quant import row_levels
+from intaglio.quant.annotate.embedding_tables import quantize_table
+from intaglio.quant.annotate.find_regions import find_shortcuts, reads_shortcut
+from intaglio.quant.annotate.node_annotations import is_apart
+from intaglio.quant.annotate.per_token import quantize_at_run_time
+from intaglio.quant.annotate.recurrent_sites import quantize_recurrent
+from intaglio.quant.annotate.regions import Annotations, Region
+from intaglio.quant.annotate.sites import Site
+from intaglio.quant.correct.corrections import Corrections
+from intaglio.quant.qdq.attention_reference import PROBABILITIES, written_out
+from intaglio.quant.qdq.float8 import float8
+from intaglio.quant.qdq.qparams import (
+    anchor_sites,
+    each_output,
+    parameters_of,
+    per_output,
+)
+from intaglio.quant.qdq.weight_grid import weight_grid
+from intaglio.quant.recipes.choices import Role
+from intaglio.quant.recipes.datatypes import FLOAT8
+from intaglio.signature import TORCH_DTYPES
+from intaglio.torch_private import quantized_decomposed
+
+
+def quantizing(q: QParams, dtype: DType) -> tuple[Any, Any]:
+    """Quantize and dequantize, per tensor or per channel; torch's own round to integers only."""
+    ops = float8() if dtype in FLOAT8 else quantized_decomposed()
+    if q.axis is None:
+        return ops.quantize_per_tensor.default, ops.dequantize_per_tensor.default
+    return ops.quantize_per_channel.default, ops.dequantize_per_channel.default
+
+
+class Rewriter:
+    """Puts quantize and dequantize around the regions of a graph: one quantize a value, one dequantize a reader.
+
+    A quantize, and the dequantize of a constant, says in ``meta["site"]`` whose parameters it has.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, annotations: Annotations, qparams: Mapping[str, QParams], corrections: Corrections
+    ) -> None:
+        self.module, self.graph, self.annotations, self.qparams = module, module.graph, annotations, qparams
+        self.chosen = corrections.weights
+        self.nodes = {node.name: node for node in self.graph.nodes}
+        self.inside = {node.name for region in annotations.regions for node in region.nodes}
+        self.shortcuts = find_shortcuts(annotations.regions)
+        self.by_value = annotations.by_value
+        self.integers: dict[str, fx.Node] = {}
+
+    def run(self) -> None:
+        readers = self._readers()
+        produced = {region.root.name for region in self.annotations.regions}
+        for site in self.annotations.sites:
+            if site.role == Role.ACTIVATION:
+                everyone = site.value in produced or site.value in self.annotations.outputs
+                self._activation(site, readers, everyone)
+        quantize_at_run_time(self.graph, self.annotations)
+        for region in self.annotations.regions:
+            if region.record.roles.weight is not None:
+                self._anchor(region)
+            elif region.record.recurrent:
+                quantize_recurrent(self.nodes[region.anchor.name], self.by_value, self.qparams, self._get)
+            elif region.record.attends:
+                self._attention(self.nodes[region.anchor.name])
+        for table in (table for table in self.annotations.tables if table.reason is None):
+            quantize_table(self.nodes[table.node.name], self._get)
+        for node in filter(is_apart, list(self.graph.nodes)):
+            node.replace_all_uses_with(node.args[0])
+        self.graph.eliminate_dead_code()
+        drop_unused_constants(self.module)
+        self.graph.lint()
+        self.module.recompile()
+
+    def _readers(self) -> dict[str, list[fx.Node]]:
+        """Value name -> nodes that read it as levels: inside regions, and where an annotator wants them to."""
+        readers: dict[str, list[fx.Node]] = {}
+        for value, reader in sorted(self.annotations.edges):
+            if reader not in self.inside:
+                readers.setdefault(value, []).append(self.nodes[reader])
+        for region in (region for region in self.annotations.regions if not region.dynamic):
+            read = region.activations()
+            for node in region.nodes:
+                for value in (value for value in node.all_input_nodes if value in read):
+                    readers.setdefault(value.name, []).append(self.nodes[node.name])
+        return readers
+
+    def _activation(self, site: Site, readers: Mapping[str, list[fx.Node]], everyone: bool) -> None:
+        """Readers inside regions get a dequantize each; the rest one together, or the float value if there is one. A
+        shortcut is quantized to 16 bits first, which some of its readers take."""
+        node, q = self.nodes[site.value], self.qparams[site.name]
+        source, own = node, readers.get(site.value, [])
+        others = [user for user in node.users if user not in own]
+        if (wide := self.by_value.get((site.value, Role.SHORTCUT))) is not None:
+            source = self._shortcut(node, wide)
+            own = [user for user in own if user in node.users]
+        quantize, dequantize = quantizing(q, site.dtype)
+        parameters = self._parameters(site.name, q, site.dtype)
+        with self.graph.inserting_after(source):
+            levels = self.graph.call_function(quantize, (source, *parameters))
+        self._describe(levels, node, site, q)
+        for group in [[user] for user in own] + ([others] if others and everyone else []):
+            with self.graph.inserting_before(group[0] if len(group) == 1 else levels.next):
+                real = self.graph.call_function(dequantize, (levels, *parameters))
+            inherit_info(real, group[0] if len(group) == 1 else node, type=info(node).type)
+            for user in group:
+                user.replace_input_with(node, real)
+
+    def _shortcut(self, node: fx.Node, site: Site) -> fx.Node:
+        """16 bits of a value, in front of the readers that take them; returned as the float that levels are made of."""
+        q = self.qparams[site.name]
+        quantize, dequantize = quantizing(q, site.dtype)
+        parameters = self._parameters(site.name, q, site.dtype)
+        with self.graph.inserting_after(node):
+            wide = self.graph.call_function(quantize, (node, *parameters))
+        self._describe(wide, node, site, q)
+        for user in self._wide_readers(node):
+            with self.graph.inserting_before(user):
+                real = self.graph.call_function(dequantize, (wide, *parameters))
+            inherit_info(real, user, type=info(node).type)
+            user.replace_input_with(node, real)
+        with self.graph.inserting_after(wide):
+            source = self.graph.call_function(dequantize, (wide, *parameters))
+        inherit_info(source, node, type=info(node).type)
+        return source
+
+    def _wide_readers(self, node: fx.Node) -> list[fx.Node]:
+        found = []
+        for region in self.annotations.regions:
+            values = [value for value in region.activations() if value.name == node.name]
+            for own in region.nodes:
+                read = [value for value in own.all_input_nodes if value in values]
+                if any(reads_shortcut(region, own, value, self.shortcuts) for value in read):
+                    found.append(self.nodes[own.name])
+        return found
+
+    def _describe(self, made: fx.Node, node: fx.Node, site: Site, q: QParams) -> None:
+        """Record type, origin and site of the quantize of a node's value."""
+        kind = TensorType(info(node).type.shape, site.dtype, q)
+        inherit_info(made, node, type=kind, site=site.name)
+
+    def _anchor(self, region: Region) -> None:
+        """Integer weight and bias, each behind a dequantize of this call's own."""
+        anchor, roles = self.nodes[region.anchor.name], region.record.roles
+        x_site, w_site, b_site = anchor_sites(self.annotations, region)
+        weight, bias = parameters_of(self.annotations.module, region)
+        w, kind = self.qparams[w_site.name], w_site.record
+        grid = weight_grid(weight, np.array(w.scales), kind, w_site.group, roles.outputs)
+        names = [operands(anchor)[i] for i in (roles.weight, roles.bias)]
+        if kind.floating:
+            self._constant(anchor, names[0], w_site, grid.clipped(weight), w)
+            return
+        chosen = self.chosen.get(w_site.name)
+        levels = grid.stored(grid.nearest(weight)) if chosen is None else chosen.levels
+        self._constant(anchor, names[0], w_site, levels, w)
+        if region.dynamic:  # its bias stays float: there is no unit to count it in
+            self._prove(region, levels, np.zeros(len(levels), np.int32), row_levels(x_site.name))
+        if region.dynamic or not x_site.native:
+            return
+        x, rows = self.qparams[x_site.name], per_output(region, levels)
+        steps = np.zeros(len(rows), np.int32)
+        if bias is not None:
+            steps = numerics.bias_steps(bias, x.step, each_output(w.scales, len(rows)))
+        self._prove(region, rows, steps, x)
+        if b_site is not None:
+            self._constant(anchor, names[1], b_site, steps, self.qparams[b_site.name])
+
+    def _attention(self, node: fx.Node) -> None:
+        result = written_out(node, *quantizing(PROBABILITIES, DType.U8))
+        overlay_info(result, node, replaces=node.name)
+        node.replace_all_uses_with(result)
+        self.graph.erase_node(node)
+
+    def _prove(self, region: Region, levels: np.ndarray, steps: np.ndarray, x: QParams) -> None:
+        groups = arguments(region.anchor).get("groups", 1)
+        bound = numerics.accumulator_bound(levels, steps, x.qmin, x.qmax, x.zeros, groups).max(initial=0)
+        if bound >= 2**31:
+            where = origin(region.anchor)
+            raise UnsupportedError(
+                where.path,
+                where.operator,
+                f"an int32 accumulator could reach {bound}",
+                remedy=f"leave it in float: skip=[{where.path!r}]",
+                source=where.source or None,
+            )
+
+    def _constant(self, anchor: fx.Node, old: fx.Node, site: Site, array: np.ndarray, q: QParams) -> None:
+        packing = site.record.packing(site.group) if site.role == Role.WEIGHT else None
+        source = self._get(site.name, array, TensorType(array.shape, site.dtype, q, packing))
+        source.meta |= {TAG: old.meta[TAG]} if TAG in old.meta else {}
+        with self.graph.inserting_before(anchor):
+            dequantize = quantizing(q, site.dtype)[1]
+            real = self.graph.call_function(dequantize, (source, *self._parameters(site.name, q, site.dtype)))
+        inherit_info(real, anchor, type=TensorType(array.shape, DType.F32), site=site.name)
+        anchor.replace_input_with(old, real)
+
+    def _parameters(self, site: str, q: QParams, dtype: DType) -> tuple[Any, ...]:
+        """What quantize and dequantize take behind the value."""
+        if q.axis is None:
+            return q.step, q.zero, q.qmin, q.qmax, TORCH_DTYPES[dtype]
+        shape = (len(q.scales),)
+        scales = self._get(f"{site}:scale", np.array(q.scales, np.float32), TensorType(shape, DType.F32))
+        zeros = self._get(f"{site}:zero_point", np.array(q.zeros, np.int64), TensorType(shape, DType.I64))
+        return scales, zeros, q.axis, q.qmin, q.qmax, TORCH_DTYPES[dtype]
+
+    def _get(self, key: str, array: np.ndarray, kind: TensorType) -> fx.Node:
+        """One constant per key: a weight of several calls is stored once."""
+        if key not in self.integers:
+            tensor = torch.from_numpy(np.ascontiguousarray(array)).to(TORCH_DTYPES[kind.dtype])
+            name = add_constant(self.module, sanitized(key), tensor)
+            with self.graph.inserting_before(next(iter(self.graph.nodes))):
+                self.integers[key] = self.graph.get_attr(name)
+            set_info(self.integers[key], type=kind, path=key)
+        return self.integers[key]
