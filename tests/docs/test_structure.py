@@ -15,8 +15,6 @@ MOST_FILES, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 15, 400, 50
 SHARED_NAMES = frozenset({"__init__", "__main__"})
 
 LONG_FILES = {
-    "intaglio/native/exported/net.cpp": 420,
-    "intaglio/runtime/export_c.py": 445,
     "intaglio/runtime/quantized_model.py": 539,
 }
 LONG_FUNCTIONS: dict[str, int] = {}

@@ -6,46 +6,32 @@ program differs in is printed into ``kernels/description.h``. Same model, same b
 
 from __future__ import annotations
 
-import hashlib
 import keyword
 import re
-import struct
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import numpy as np
 
 from intaglio import config
 from intaglio.errors import BuildError, UnsupportedError
-from intaglio.ir import Dim, DType, Expression, External, Program, Shape, Signature, c_expression, symbols_of
+from intaglio.ir import DType, Program, Shape, Signature
 from intaglio.kernels import ISAS
 from intaglio.native.compile import COMPILE_FLAGS
-from intaglio.native.cpu import CPU_FLAGS, ISA_FLAGS
+from intaglio.native.cpu import ISA_FLAGS
 from intaglio.native.units import HEADER_FOLDER, included, library_files
-from intaglio.ops import needs
 from intaglio.output_paths import FOLDER, check_folder, unwritable
-from intaglio.runtime import threads
-from intaglio.runtime.call_plans import is_image
 from intaglio.runtime.coverage import SHOWN_ISLANDS
+from intaglio.runtime.export_description import description, inputs_of, largest_rank, outputs_of, shape_text
+from intaglio.runtime.export_weights import weights_file
 from intaglio.runtime.model_protocol import CompiledModel
 from intaglio.torch_private import pytree
 
 TEMPLATES = HEADER_FOLDER / "exported"
-EXPORTED_FILES = ("net.h", "net.cpp", "main.c", "CMakeLists.txt", "README.txt")
+EXPORTED_FILES = ("net.h", "net.cpp", "kernels/tensor_copies.h", "main.c", "CMakeLists.txt", "README.txt")
 THREAD_POOL_INCLUDES = '#include "base/pool.cpp"\n#include "base/image.h"\n'
 """What net.cpp includes of the folder of headers."""
 
 C_FLAGS = tuple(flag for flag in COMPILE_FLAGS if flag not in ("-std=c++17", "-shared", "-fno-rtti"))
 """Those that C and C++ know, for a library of either kind."""
-
-WEIGHTS_VERSION = 1
-BLOB_ALIGNMENT = 64
-HEADER = struct.Struct("<8s4Q24x")
-"""Of weights.bin, ``Header`` in net.cpp: magic, version, key of the export, bytes of the file, sum of the rest."""
-
-SLACK = 64
-"""Bytes behind the last constant that vectors may read."""
 
 
 def export_c(model: CompiledModel, folder: str | Path, isas: Sequence[str] | None) -> None:
@@ -57,13 +43,13 @@ def export_c(model: CompiledModel, folder: str | Path, isas: Sequence[str] | Non
     _check(model)
     check_folder(folder)
     programs = [model.program_for(isa) for isa in _ordered(model, isas)]
-    name, weights = _name(model.about.name), _weights([program.constants for program in programs])
+    name, weights = _name(model.about.name), weights_file([program.constants for program in programs])
     kernels = {path: text for program in programs for path, text in _program_texts(program, name).items()}
     values, texts = _values(model, programs, tuple(kernels), name), dict[str, str]()
     for path in EXPORTED_FILES:
         text = _named((TEMPLATES / path).read_text(encoding="utf-8"), name)
         texts[_named(path, name)] = re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], text)
-    texts["kernels/description.h"] = _description(model, programs, weights, name)
+    texts["kernels/description.h"] = description(model, programs, weights, name)
     native = included(THREAD_POOL_INCLUDES + "".join(kernels.values()))
     for path, text in {**kernels, **native}.items():
         texts[f"kernels/{Path(path).name}"] = re.sub(r'(#include ")\w+/', r"\1", text)
@@ -135,41 +121,6 @@ def _named(text: str, name: str) -> str:
     return re.sub(r"\bNET(?=_)", name.upper(), re.sub(r"\bnet(?=\b|_)", name, text))
 
 
-def _output_names(signature: Signature) -> list[str]:
-    """Of tensors, by their place in the result: ``logits``, ``boxes.1``; ``output`` of one that is the result."""
-    numbered = pytree.tree_unflatten(list(range(len(signature.outputs))), signature.out_tree)
-    paths, _ = pytree.tree_flatten_with_path(numbered)
-    keys = [
-        ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
-        for path, _ in paths
-    ]
-    return [key or "output" for key, output in zip(keys, signature.outputs, strict=True) if output.value is not None]
-
-
-# ---- weights --------------------------------------------------------------------------------------------------------
-
-
-def _starts(arrays: Sequence[np.ndarray]) -> list[int]:
-    """Where each of them begins in the file, and where the last ends."""
-    return list(accumulate((_round(array.nbytes) for array in arrays), initial=_round(HEADER.size)))
-
-
-def _round(size: int) -> int:
-    return -(-size // BLOB_ALIGNMENT) * BLOB_ALIGNMENT
-
-
-def _weights(arrays: Sequence[np.ndarray]) -> bytes:
-    starts = _starts(arrays)
-    content = bytearray(starts[-1] + SLACK)
-    for start, array in zip(starts, arrays, strict=False):
-        content[start : start + array.nbytes] = array.tobytes()
-    words = np.frombuffer(content, "<u8")[HEADER.size // 8 :]
-    total = int((words * (2 * np.arange(len(words), dtype=np.uint64) + np.uint64(1))).sum(dtype=np.uint64))
-    key = int.from_bytes(hashlib.sha256(content).digest()[:8], "little")
-    HEADER.pack_into(content, 0, b"intaglio", WEIGHTS_VERSION, key, len(content), total)
-    return bytes(content)
-
-
 # ---- texts ----------------------------------------------------------------------------------------------------------
 
 
@@ -197,7 +148,7 @@ def _own_constants(family: str, text: str) -> str:
 def _values(model: CompiledModel, programs: Sequence[Program], sources: Sequence[str], name: str) -> dict[str, str]:
     """What stands between @ signs in the texts."""
     isas, several = [program.isa for program in programs], len(programs) > 1
-    inputs, outputs = _inputs(model), _outputs(model)
+    inputs, outputs = inputs_of(model), outputs_of(model)
     flags = [
         f'set_source_files_properties(kernels/{path} PROPERTIES COMPILE_OPTIONS "{";".join(_isa_flags(path))}")'
         for path in sources
@@ -209,7 +160,7 @@ def _values(model: CompiledModel, programs: Sequence[Program], sources: Sequence
         "ISAS": ", ".join(isas),
         "INPUTS": str(len(inputs)),
         "OUTPUTS": str(len(outputs)),
-        "RANK": str(_rank(inputs, outputs)),
+        "RANK": str(largest_rank(inputs, outputs)),
         "SOURCES": "".join(f" kernels/{path}" for path in sources),
         "FLAGS": " ".join(flag for flag in C_FLAGS if flag not in ("-pthread", "-fPIC")),
         "TARGETS": "\n".join(flags),
@@ -224,7 +175,7 @@ def _values(model: CompiledModel, programs: Sequence[Program], sources: Sequence
 
 
 def _value_lines(values: Sequence[tuple[str, Shape, DType]]) -> str:
-    return "".join(f"    {name}: {dtype}{_shape_text(shape)}\n" for name, shape, dtype in values)
+    return "".join(f"    {name}: {dtype}{shape_text(shape)}\n" for name, shape, dtype in values)
 
 
 def _result_text(signature: Signature) -> str:
@@ -244,196 +195,6 @@ def _commands(sources: Sequence[str], name: str) -> str:
     lines += [" ".join(["gcc $FLAGS", *_isa_flags(path), f"-c kernels/{path}"]) for path in sources]
     objects = " ".join(f"{Path(path).stem}.o" for path in sources)
     return "\n".join(f"    {line}" for line in [*lines, f"gcc -pthread {name}.o main.o {objects} -o {name}"])
-
-
-def _inputs(model: CompiledModel) -> list[tuple[str, Shape, DType]]:
-    return [(entry.name, entry.type.shape, entry.type.dtype) for entry in model.signature.inputs]
-
-
-def _outputs(model: CompiledModel) -> list[tuple[str, Shape, DType]]:
-    types = [model.graph.types[value] for value in model.graph.outputs]
-    return [(n, t.shape, t.dtype) for n, t in zip(_output_names(model.signature), types, strict=True)]
-
-
-def _rank(*groups: Sequence[tuple[str, Shape, DType]]) -> int:
-    return max([len(shape) for group in groups for _, shape, _ in group] + [1])
-
-
-def _shape_text(shape: Shape) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"
-
-
-# ---- kernels/description.h ------------------------------------------------------------------------------------------
-
-
-def _description(model: CompiledModel, programs: Sequence[Program], weights: bytes, name: str) -> str:
-    """Tables and size expressions; net.cpp includes them inside its unnamed namespace."""
-    inputs, outputs, symbols = _inputs(model), _outputs(model), programs[0].symbols
-    _, _, key, *_ = HEADER.unpack_from(weights)
-    numbers = {
-        "kSymbols": len(symbols),
-        "kInputs": len(inputs),
-        "kOutputs": len(outputs),
-        "kValues": len(inputs) + len(outputs),
-        "kRank": _rank(inputs, outputs),
-        "kExternals": len(programs[0].externals),
-        "kBuffers": max(program.buffers for program in programs),
-        "kSteps": max(len(program.steps) for program in programs),
-    }
-    constants = {
-        "kStep": threads.STEP,
-        "kStart": threads.START,
-        "kBarrier": threads.BARRIER,
-        "kBarrierThread": threads.BARRIER_THREAD,
-        "kBytesPerSecond": threads.BYTES_PER_SECOND,
-        "kClose": threads.CLOSE,
-    }
-    blocks = [
-        f"// What {name}.cpp must know of the network.",
-        "\n".join(f"constexpr int32_t {field} = {value};" for field, value in numbers.items()),
-        f"constexpr uint64_t kWeightsVersion = {WEIGHTS_VERSION}, kWeightsKey = {key:#018x};",
-        "// Seconds, and what a thread does in one.\n"
-        + "\n".join(f"constexpr double {field} = {value!r};" for field, value in constants.items()),
-        _value_table("input", inputs, name),
-        _value_table("output", outputs, name),
-        _entry_table(
-            "input",
-            [_entry(model, value, i in model.graph.byte_inputs()) for i, value in enumerate(model.graph.inputs)],
-        ),
-        _entry_table("output", [_entry(model, value) for value in model.graph.outputs]),
-        "int64_t floor_of(int64_t a, int64_t b) { return a / b - (a % b < 0); }",
-        _free_sizes(model, symbols),
-        _output_sizes([shape for _, shape, _ in outputs], symbols),
-        *(_amounts(program) for program in programs),
-        *(_runs_here(program.isa) for program in programs),
-        _program_table(programs, name),
-    ]
-    return "\n\n".join(blocks) + "\n"
-
-
-def _value_table(kind: str, values: Sequence[tuple[str, Shape, DType]], prefix: str) -> str:
-    lines, rows = [], []
-    for index, (name, shape, dtype) in enumerate(values):
-        sizes = ", ".join(str(dim) if isinstance(dim, int) else "-1" for dim in shape) or "0"
-        lines.append(f"const int64_t {kind}{index}[] = {{{sizes}}};")
-        code = f"{prefix.upper()}_{dtype.value.upper()}"
-        rows.append(f'    {{{_c_text(name)}, "{_shape_text(shape)}", {code}, {len(shape)}, {kind}{index}}},')
-    return "\n".join([*lines, f"const {prefix}_value {kind}_values[] = {{", *(rows or ["    {},"]), "};"])
-
-
-def _c_text(name: str) -> str:
-    return '"' + "".join(c if c.isprintable() and c not in '"\\?' and c.isascii() else "_" for c in name) + '"'
-
-
-def _entry(model: CompiledModel, value: str, as_bytes: bool = False) -> str:
-    externals = model.artifact.program.externals
-    found = next(((i, external) for i, external in enumerate(externals) if external.value == value), None)
-    return "{-1, ANY_STRIDES, 0}" if found is None else f"{{{found[0]}, {_layout(found[1])}, {int(as_bytes)}}}"
-
-
-def _layout(external: External) -> str:
-    """As `Read.readable` and `lies` have it."""
-    if is_image(external):
-        return "CHANNELS_LAST" if external.dense or external.written else "ANY_STRIDES"
-    return "ROW_MAJOR" if external.dense or external.written or len(external.shape) >= 5 else "ANY_STRIDES"
-
-
-def _entry_table(kind: str, rows: Sequence[str]) -> str:
-    return "\n".join([f"const Entry {kind}_entries[] = {{", *(f"    {row}," for row in rows or ["{}"]), "};"])
-
-
-def _c(dim: Dim) -> str:
-    return c_expression(dim, "d_{}", "floor_of({}, {})")
-
-
-def _dims(used: Iterable[Dim], symbols: Sequence[str]) -> list[str]:
-    """Declarations of the free dimensions that expressions read."""
-    read = frozenset().union(*map(symbols_of, used))
-    return [f"    const int64_t d_{name} = dims[{i}];" for i, name in enumerate(symbols) if name in read]
-
-
-def _free_sizes(model: CompiledModel, symbols: Sequence[str]) -> str:
-    """`dims_of`, and what the graph needs of its sizes."""
-    lines, known = [], set[str]()
-    for index, entry in enumerate(model.signature.inputs):
-        for axis, dim in enumerate(entry.type.shape):
-            size = f"sizes[{index}][{axis}]"
-            if (found := _single(dim)) is not None and found[0] not in known:
-                name, factor = found
-                if factor != 1:
-                    lines.append(f"if ({size} % {factor}) return false;")
-                lines.append(f"const int64_t d_{name} = {size}{f' / {factor}' if factor != 1 else ''};")
-                known.add(name)
-            elif symbols_of(dim) <= known:
-                lines.append(f"if ({size} != {_c(dim)}) return false;")
-            else:
-                lines.append("return false;  // nothing says what this size is")
-    for name, (low, high) in model.signature.ranges.items():
-        if name in known:
-            upper = "" if high is None else f" || d_{name} > {high}"
-            lines.append(f"if (d_{name} < {low}{upper}) return false;")
-    lines += [f"if ({_c(need.value)} < 0) return false;  // {need.problem}" for need in needs(model.graph)]
-    lines += [f"dims[{i}] = d_{name};" for i, name in enumerate(symbols) if name in known]
-    return "\n".join(
-        [
-            "// Free dimensions of a call; false if it has sizes that the network does not take.",
-            "bool free_sizes(const int64_t (*sizes)[kRank], int64_t* dims) {",
-            "    (void)sizes, (void)dims;",
-            *(f"    {line}" for line in lines),
-            "    return true;",
-            "}",
-        ]
-    )
-
-
-def _single(dim: Dim) -> tuple[str, int] | None:
-    """Symbol and factor of a dimension that is nothing else."""
-    if isinstance(dim, Expression) and len(dim.terms) == 1 and len(dim.terms[0][0]) == 1:
-        ((atom,), factor) = dim.terms[0]
-        if isinstance(atom, str):
-            return atom, factor
-    return None
-
-
-def _output_sizes(shapes: Sequence[Shape], symbols: Sequence[str]) -> str:
-    lines = [f"    sizes[{i}][{axis}] = {_c(dim)};" for i, shape in enumerate(shapes) for axis, dim in enumerate(shape)]
-    used = [dim for shape in shapes for dim in shape]
-    head = "void output_sizes(const int64_t* dims, int64_t (*sizes)[kRank]) {"
-    return "\n".join([head, "    (void)dims, (void)sizes;", *_dims(used, symbols), *lines, "}"])
-
-
-def _amounts(program: Program) -> str:
-    works = [step.work for step in program.steps]
-    used = [dim for work in works for dim in (work.macs, work.bytes, work.units)]
-    lines = [
-        f"    steps[{i}][0] = {_c(work.macs)}, steps[{i}][1] = {_c(work.bytes)}, steps[{i}][2] = {_c(work.units)};"
-        for i, work in enumerate(works)
-    ]
-    head = f"void {program.isa}_amounts(const int64_t* dims, Amounts* steps) {{"
-    return "\n".join([head, "    (void)dims, (void)steps;", *_dims(used, program.symbols), *lines, "}"])
-
-
-def _runs_here(isa: str) -> str:
-    """By what the processor and the system say."""
-    flags = [flag.replace("_vnni", "vnni") for flag in sorted(CPU_FLAGS[isa])]
-    tests = " && ".join(f'__builtin_cpu_supports("{flag}")' for flag in flags) or "1"
-    return f"int {isa}_runs_here(void) {{ return {tests}; }}"
-
-
-def _program_table(programs: Sequence[Program], name: str) -> str:
-    declared, rows = [], []
-    starts = _starts([program.constants for program in programs])
-    for start, program in zip(starts, programs, strict=False):
-        isa, groups = program.isa, {step.work.barrier_group for step in program.steps}
-        declared += [
-            f'extern "C" void {name}_{isa}_run(Run*, int segment, int threads, IntaglioParallel parallel);',
-            f'extern "C" int64_t {name}_{isa}_plan(const int64_t* dims, int64_t* offsets);',
-        ]
-        functions = ", ".join([f"{isa}_runs_here", f"{name}_{isa}_run", f"{name}_{isa}_plan", f"{isa}_amounts"])
-        barriers, rate = max(len(groups) - 1, 0), threads.MACS_PER_SECOND[isa]
-        numbers = f"{len(program.steps)}, {barriers}, {rate!r}, {start}, {program.constants.nbytes}"
-        rows.append(f'    {{"{isa}", {functions}, {numbers}}},')
-    return "\n".join([*declared, "", "// Best first.", "const Program programs[] = {", *rows, "};"])
 
 
 def _write(folder: Path, members: Mapping[str, bytes]) -> None:

@@ -1,0 +1,212 @@
+"""What exported C knows of a network: its tensors, size expressions, costs of steps and table of programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from intaglio.ir import Dim, DType, Expression, External, Program, Shape, Signature, c_expression, symbols_of
+from intaglio.native.cpu import CPU_FLAGS
+from intaglio.ops import needs
+from intaglio.runtime import threads
+from intaglio.runtime.call_plans import is_image
+from intaglio.runtime.export_weights import HEADER, WEIGHTS_VERSION, starts_of
+from intaglio.runtime.model_protocol import CompiledModel
+from intaglio.torch_private import pytree
+
+
+def inputs_of(model: CompiledModel) -> list[tuple[str, Shape, DType]]:
+    return [(entry.name, entry.type.shape, entry.type.dtype) for entry in model.signature.inputs]
+
+
+def outputs_of(model: CompiledModel) -> list[tuple[str, Shape, DType]]:
+    types = [model.graph.types[value] for value in model.graph.outputs]
+    return [(n, t.shape, t.dtype) for n, t in zip(_output_names(model.signature), types, strict=True)]
+
+
+def largest_rank(*groups: Sequence[tuple[str, Shape, DType]]) -> int:
+    return max([len(shape) for group in groups for _, shape, _ in group] + [1])
+
+
+def shape_text(shape: Shape) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def _output_names(signature: Signature) -> list[str]:
+    """Of tensors, by their place in the result: ``logits``, ``boxes.1``; ``output`` of one that is the result."""
+    numbered = pytree.tree_unflatten(list(range(len(signature.outputs))), signature.out_tree)
+    paths, _ = pytree.tree_flatten_with_path(numbered)
+    keys = [
+        ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+        for path, _ in paths
+    ]
+    return [key or "output" for key, output in zip(keys, signature.outputs, strict=True) if output.value is not None]
+
+
+def description(model: CompiledModel, programs: Sequence[Program], weights: bytes, name: str) -> str:
+    """Tables and size expressions; net.cpp includes them inside its unnamed namespace."""
+    inputs, outputs, symbols = inputs_of(model), outputs_of(model), programs[0].symbols
+    _, _, key, *_ = HEADER.unpack_from(weights)
+    numbers = {
+        "kSymbols": len(symbols),
+        "kInputs": len(inputs),
+        "kOutputs": len(outputs),
+        "kValues": len(inputs) + len(outputs),
+        "kRank": largest_rank(inputs, outputs),
+        "kExternals": len(programs[0].externals),
+        "kBuffers": max(program.buffers for program in programs),
+        "kSteps": max(len(program.steps) for program in programs),
+    }
+    constants = {
+        "kStep": threads.STEP,
+        "kStart": threads.START,
+        "kBarrier": threads.BARRIER,
+        "kBarrierThread": threads.BARRIER_THREAD,
+        "kBytesPerSecond": threads.BYTES_PER_SECOND,
+        "kClose": threads.CLOSE,
+    }
+    blocks = [
+        f"// What {name}.cpp must know of the network.",
+        "\n".join(f"constexpr int32_t {field} = {value};" for field, value in numbers.items()),
+        f"constexpr uint64_t kWeightsVersion = {WEIGHTS_VERSION}, kWeightsKey = {key:#018x};",
+        "// Seconds, and what a thread does in one.\n"
+        + "\n".join(f"constexpr double {field} = {value!r};" for field, value in constants.items()),
+        _value_table("input", inputs, name),
+        _value_table("output", outputs, name),
+        _entry_table(
+            "input",
+            [_entry(model, value, i in model.graph.byte_inputs()) for i, value in enumerate(model.graph.inputs)],
+        ),
+        _entry_table("output", [_entry(model, value) for value in model.graph.outputs]),
+        "int64_t floor_of(int64_t a, int64_t b) { return a / b - (a % b < 0); }",
+        _free_sizes(model, symbols),
+        _output_sizes([shape for _, shape, _ in outputs], symbols),
+        *(_amounts(program) for program in programs),
+        *(_runs_here(program.isa) for program in programs),
+        _program_table(programs, name),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _value_table(kind: str, values: Sequence[tuple[str, Shape, DType]], prefix: str) -> str:
+    lines, rows = [], []
+    for index, (name, shape, dtype) in enumerate(values):
+        sizes = ", ".join(str(dim) if isinstance(dim, int) else "-1" for dim in shape) or "0"
+        lines.append(f"const int64_t {kind}{index}[] = {{{sizes}}};")
+        code = f"{prefix.upper()}_{dtype.value.upper()}"
+        rows.append(f'    {{{_c_text(name)}, "{shape_text(shape)}", {code}, {len(shape)}, {kind}{index}}},')
+    return "\n".join([*lines, f"const {prefix}_value {kind}_values[] = {{", *(rows or ["    {},"]), "};"])
+
+
+def _c_text(name: str) -> str:
+    return '"' + "".join(c if c.isprintable() and c not in '"\\?' and c.isascii() else "_" for c in name) + '"'
+
+
+def _entry(model: CompiledModel, value: str, as_bytes: bool = False) -> str:
+    externals = model.artifact.program.externals
+    found = next(((i, external) for i, external in enumerate(externals) if external.value == value), None)
+    return "{-1, ANY_STRIDES, 0}" if found is None else f"{{{found[0]}, {_layout(found[1])}, {int(as_bytes)}}}"
+
+
+def _layout(external: External) -> str:
+    """As `Read.readable` and `lies` have it."""
+    if is_image(external):
+        return "CHANNELS_LAST" if external.dense or external.written else "ANY_STRIDES"
+    return "ROW_MAJOR" if external.dense or external.written or len(external.shape) >= 5 else "ANY_STRIDES"
+
+
+def _entry_table(kind: str, rows: Sequence[str]) -> str:
+    return "\n".join([f"const Entry {kind}_entries[] = {{", *(f"    {row}," for row in rows or ["{}"]), "};"])
+
+
+def _c(dim: Dim) -> str:
+    return c_expression(dim, "d_{}", "floor_of({}, {})")
+
+
+def _dims(used: Iterable[Dim], symbols: Sequence[str]) -> list[str]:
+    """Declarations of the free dimensions that expressions read."""
+    read = frozenset().union(*map(symbols_of, used))
+    return [f"    const int64_t d_{name} = dims[{i}];" for i, name in enumerate(symbols) if name in read]
+
+
+def _free_sizes(model: CompiledModel, symbols: Sequence[str]) -> str:
+    """`dims_of`, and what the graph needs of its sizes."""
+    lines, known = [], set[str]()
+    for index, entry in enumerate(model.signature.inputs):
+        for axis, dim in enumerate(entry.type.shape):
+            size = f"sizes[{index}][{axis}]"
+            if (found := _single(dim)) is not None and found[0] not in known:
+                name, factor = found
+                if factor != 1:
+                    lines.append(f"if ({size} % {factor}) return false;")
+                lines.append(f"const int64_t d_{name} = {size}{f' / {factor}' if factor != 1 else ''};")
+                known.add(name)
+            elif symbols_of(dim) <= known:
+                lines.append(f"if ({size} != {_c(dim)}) return false;")
+            else:
+                lines.append("return false;  // nothing says what this size is")
+    for name, (low, high) in model.signature.ranges.items():
+        if name in known:
+            upper = "" if high is None else f" || d_{name} > {high}"
+            lines.append(f"if (d_{name} < {low}{upper}) return false;")
+    lines += [f"if ({_c(need.value)} < 0) return false;  // {need.problem}" for need in needs(model.graph)]
+    lines += [f"dims[{i}] = d_{name};" for i, name in enumerate(symbols) if name in known]
+    return "\n".join(
+        [
+            "// Free dimensions of a call; false if it has sizes that the network does not take.",
+            "bool free_sizes(const int64_t (*sizes)[kRank], int64_t* dims) {",
+            "    (void)sizes, (void)dims;",
+            *(f"    {line}" for line in lines),
+            "    return true;",
+            "}",
+        ]
+    )
+
+
+def _single(dim: Dim) -> tuple[str, int] | None:
+    """Symbol and factor of a dimension that is nothing else."""
+    if isinstance(dim, Expression) and len(dim.terms) == 1 and len(dim.terms[0][0]) == 1:
+        ((atom,), factor) = dim.terms[0]
+        if isinstance(atom, str):
+            return atom, factor
+    return None
+
+
+def _output_sizes(shapes: Sequence[Shape], symbols: Sequence[str]) -> str:
+    lines = [f"    sizes[{i}][{axis}] = {_c(dim)};" for i, shape in enumerate(shapes) for axis, dim in enumerate(shape)]
+    used = [dim for shape in shapes for dim in shape]
+    head = "void output_sizes(const int64_t* dims, int64_t (*sizes)[kRank]) {"
+    return "\n".join([head, "    (void)dims, (void)sizes;", *_dims(used, symbols), *lines, "}"])
+
+
+def _amounts(program: Program) -> str:
+    works = [step.work for step in program.steps]
+    used = [dim for work in works for dim in (work.macs, work.bytes, work.units)]
+    lines = [
+        f"    steps[{i}][0] = {_c(work.macs)}, steps[{i}][1] = {_c(work.bytes)}, steps[{i}][2] = {_c(work.units)};"
+        for i, work in enumerate(works)
+    ]
+    head = f"void {program.isa}_amounts(const int64_t* dims, Amounts* steps) {{"
+    return "\n".join([head, "    (void)dims, (void)steps;", *_dims(used, program.symbols), *lines, "}"])
+
+
+def _runs_here(isa: str) -> str:
+    """By what the processor and the system say."""
+    flags = [flag.replace("_vnni", "vnni") for flag in sorted(CPU_FLAGS[isa])]
+    tests = " && ".join(f'__builtin_cpu_supports("{flag}")' for flag in flags) or "1"
+    return f"int {isa}_runs_here(void) {{ return {tests}; }}"
+
+
+def _program_table(programs: Sequence[Program], name: str) -> str:
+    declared, rows = [], []
+    starts = starts_of([program.constants for program in programs])
+    for start, program in zip(starts, programs, strict=False):
+        isa, groups = program.isa, {step.work.barrier_group for step in program.steps}
+        declared += [
+            f'extern "C" void {name}_{isa}_run(Run*, int segment, int threads, IntaglioParallel parallel);',
+            f'extern "C" int64_t {name}_{isa}_plan(const int64_t* dims, int64_t* offsets);',
+        ]
+        functions = ", ".join([f"{isa}_runs_here", f"{name}_{isa}_run", f"{name}_{isa}_plan", f"{isa}_amounts"])
+        barriers, rate = max(len(groups) - 1, 0), threads.MACS_PER_SECOND[isa]
+        numbers = f"{len(program.steps)}, {barriers}, {rate!r}, {start}, {program.constants.nbytes}"
+        rows.append(f'    {{"{isa}", {functions}, {numbers}}},')
+    return "\n".join([*declared, "", "// Best first.", "const Program programs[] = {", *rows, "};"])

@@ -1,0 +1,39 @@
+"""The file of weights of exported C: a header, then the constants of every instruction set."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+WEIGHTS_VERSION = 1
+BLOB_ALIGNMENT = 64
+HEADER = struct.Struct("<8s4Q24x")
+"""Of weights.bin, ``Header`` in net.cpp: magic, version, key of the export, bytes of the file, sum of the rest."""
+
+SLACK = 64
+"""Bytes behind the last constant that vectors may read."""
+
+
+def starts_of(arrays: Sequence[np.ndarray]) -> list[int]:
+    """Where each of them begins in the file, and where the last ends."""
+    return list(accumulate((_round(array.nbytes) for array in arrays), initial=_round(HEADER.size)))
+
+
+def _round(size: int) -> int:
+    return -(-size // BLOB_ALIGNMENT) * BLOB_ALIGNMENT
+
+
+def weights_file(arrays: Sequence[np.ndarray]) -> bytes:
+    starts = starts_of(arrays)
+    content = bytearray(starts[-1] + SLACK)
+    for start, array in zip(starts, arrays, strict=False):
+        content[start : start + array.nbytes] = array.tobytes()
+    words = np.frombuffer(content, "<u8")[HEADER.size // 8 :]
+    total = int((words * (2 * np.arange(len(words), dtype=np.uint64) + np.uint64(1))).sum(dtype=np.uint64))
+    key = int.from_bytes(hashlib.sha256(content).digest()[:8], "little")
+    HEADER.pack_into(content, 0, b"intaglio", WEIGHTS_VERSION, key, len(content), total)
+    return bytes(content)
