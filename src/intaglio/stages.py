@@ -1,8 +1,8 @@
 """The stages of quantization, one function each, in the order in which `intaglio.quantize` calls them.
 
-`capture`, `prepare`, `equalize`, `calibrate`, `correct`, `convert`, `requantize`, `compile`: each returns a value that
-can be printed, kept and handed to the next stage by hand. `annotate` and `plan` show what `prepare` and `compile`
-decide.
+`capture`, `prepare`, `equalize`, `calibrate`, `correct`, `convert`, `requantize`, `plan`, `compile`: each returns a
+value that can be printed, kept and handed to the next stage by hand. `compile` takes an earlier stage too, and
+`annotate` shows what `prepare` decides.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from intaglio.backends.native_backend import CompileOptions
 from intaglio.backends.onnx.onnx_backend import OnnxOptions
 from intaglio.backends.onnx.onnx_export import OnnxFile
 from intaglio.backends.protocol import backend_named, compile_with, options_for
+from intaglio.build.planned import Planned
 from intaglio.errors import InputError
 from intaglio.lower import Lowered, Requantizer, requantize
-from intaglio.plan import Plan
 from intaglio.quant.annotate.node_annotations import Annotator
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.calibrate.callbacks import Calibrator
@@ -59,7 +59,7 @@ __all__ = [
     "OnnxFile",
     "OnnxOptions",
     "Parameters",
-    "Plan",
+    "Planned",
     "Prepared",
     "PreparedQat",
     "Quantizer",
@@ -202,7 +202,7 @@ def from_qdq(
     return from_captured(captured)
 
 
-def plan(lowered: Lowered, isa: str | None = None) -> Plan:
+def plan(lowered: Lowered, isa: str | None = None) -> Planned:
     """Plan an integer graph as `compile` does: partitions, layouts, memory and schedules, each with its reason.
 
     Args:
@@ -210,17 +210,18 @@ def plan(lowered: Lowered, isa: str | None = None) -> Plan:
         isa: the instruction set (default: the best of this machine).
 
     Returns:
-        The plan, whose ``text()`` says all of it.
+        The plan, whose ``text()`` says all of it, and which `compile` takes.
 
     Raises:
         BuildError: this machine does not run the instruction set.
     """
+    expect(lowered, Lowered, "plan")
     return build.plan_program(lowered, isa=isa)
 
 
 @overload
 def compile(
-    stage: Reference | Lowered,
+    stage: Reference | Lowered | Planned,
     backend: Literal["native"] = "native",
     *,
     isa: str | Iterable[str] | None = None,
@@ -238,11 +239,12 @@ def compile(
 def compile(
     stage: Reference | Lowered, backend: Literal["c"], *, folder: str | Path, isa: str | Iterable[str] | None = None
 ) -> Path: ...
-def compile(stage: Reference | Lowered, backend: str = "native", **options: Any) -> Any:
-    """Compile a reference model or an integer graph with one of the backends.
+def compile(stage: Reference | Lowered | Planned, backend: str = "native", **options: Any) -> Any:
+    """Compile a reference model, an integer graph or a plan with one of the backends.
 
     Args:
-        stage: a reference; the backends "native" and "c" take an integer graph too.
+        stage: a reference; the backends "native" and "c" take an integer graph too, and "native" a plan, which has its
+            instruction set and schedules.
         backend: "native", one C++ program for the whole network; "inductor", TorchInductor; "onnx", a file of standard
             operators; "c", sources that run without Python.
         options: the backend's: fields of `CompileOptions` for "native", `InductorOptions`, `OnnxOptions`, `COptions`.

@@ -86,6 +86,44 @@ def test_a_plan_is_the_one_that_compile_prints(reference):
     assert stages.plan(lowered, isa="portable").text() == stages.compile(lowered, isa="portable").text("plan")
 
 
+def test_a_plan_compiles_to_the_model_that_its_integer_graph_compiles_to(reference):
+    lowered = stages.requantize(reference)
+    planned, direct = stages.compile(stages.plan(lowered, isa="portable")), stages.compile(lowered, isa="portable")
+    assert planned.artifact.program.isa == "portable"
+    for stage in ("integer", "plan", "program"):
+        assert planned.text(stage) == direct.text(stage)
+    x = torch.randn(2, 6)
+    assert torch.equal(planned(x), direct(x))
+    assert planned.coverage == direct.coverage
+
+
+@pytest.mark.parametrize("options", [{"isa": "avx2"}, {"tune": True}])
+def test_a_plan_has_its_instruction_set_and_its_schedules(reference, options):
+    plan = stages.plan(stages.requantize(reference), isa="portable")
+    with pytest.raises(InputError, match="a plan for portable has its instruction set and schedules"):
+        stages.compile(plan, **options)
+
+
+def test_a_plan_falls_back_to_a_float_model_where_it_is_asked_to(reference):
+    plan, net = stages.plan(stages.requantize(reference), isa="portable"), torch.nn.ReLU()
+    assert stages.compile(plan, on_new_shape="fallback", float_model=net).on_new_shape == "fallback"
+    with pytest.raises(InputError, match="nothing to fall back to"):
+        stages.compile(plan, on_new_shape="fallback")
+
+
+def test_only_the_native_backend_takes_a_plan(reference, tmp_path):
+    plan = stages.plan(stages.requantize(reference), isa="portable")
+    with pytest.raises(InputError, match="takes a Reference, got a Planned"):
+        stages.compile(plan, "inductor")
+    with pytest.raises(InputError, match="takes a Lowered, got a Planned"):
+        stages.compile(plan, "c", folder=tmp_path)
+
+
+def test_what_is_planned_is_an_integer_graph(reference):
+    with pytest.raises(InputError, match="takes a Lowered, got a Reference"):
+        stages.plan(reference)
+
+
 def test_the_c_backend_writes_what_the_model_exports(reference, tmp_path):
     stages.compile(reference).export_c(tmp_path / "model")
     assert stages.compile(reference, "c", folder=tmp_path / "stage") == tmp_path / "stage"

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from intaglio import build
 from intaglio.backends.protocol import integer_graph
+from intaglio.build.planned import Planned
 from intaglio.errors import InputError
 from intaglio.ir import Schedule
 from intaglio.lower import Lowered
@@ -65,9 +66,25 @@ class NativeBackend:
     def supports(self, op: fx.Node) -> str | None:
         return None
 
-    def compile(self, stage: Reference | Lowered, options: CompileOptions) -> QuantizedModel:
+    def compile(self, stage: Reference | Lowered | Planned, options: CompileOptions) -> QuantizedModel:
         """Return the compiled model. Raises `BuildError` when this machine runs none of the instruction sets."""
+        if isinstance(stage, Planned):
+            return _with_fallback(compile_plan(stage, options), options)
         return compile_native(integer_graph(stage), options)
+
+
+def compile_plan(planned: Planned, options: CompileOptions) -> QuantizedModel:
+    """Compile a plan as it is.
+
+    Raises:
+        InputError: options ask for other instruction sets or schedules than the plan has.
+    """
+    for name, asked in (("isa", options.isa is not None), ("tune", options.tune is not False)):
+        if asked:
+            problem = f"a plan for {planned.isa} has its instruction set and schedules"
+            raise InputError(name, None, problem, remedy="plan(lowered, isa=...), or compile(lowered, ...)")
+    _check_fallback(options)
+    return build.compile_planned(planned)
 
 
 def compile_native(lowered: Lowered, options: CompileOptions, example: Arguments | None = None) -> QuantizedModel:
@@ -82,9 +99,17 @@ def compile_native(lowered: Lowered, options: CompileOptions, example: Arguments
         BuildError: this machine runs none of the instruction sets.
         InputError: ``on_new_shape="fallback"`` without a float model.
     """
+    _check_fallback(options)
+    quantized = build.compile(lowered, isa=options.isa, schedules=searched_schedules(lowered, options, example))
+    return _with_fallback(quantized, options)
+
+
+def _check_fallback(options: CompileOptions) -> None:
     if options.on_new_shape == NewShapePolicy.FALLBACK and options.float_model is None:
         raise InputError("on_new_shape", None, "nothing to fall back to", remedy="give float_model=")
-    quantized = build.compile(lowered, isa=options.isa, schedules=searched_schedules(lowered, options, example))
+
+
+def _with_fallback(quantized: QuantizedModel, options: CompileOptions) -> QuantizedModel:
     if options.on_new_shape == NewShapePolicy.FALLBACK and options.float_model is not None:
         return quantized.fall_back_to(options.float_model)
     return quantized

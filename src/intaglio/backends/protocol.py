@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
+from intaglio.build.planned import Planned
 from intaglio.errors import InputError, UnsupportedError
 from intaglio.fxgraph.node_info import origin
 from intaglio.lower import Lowered, requantize
@@ -35,12 +36,12 @@ class Backend(Protocol):
     def supports(self, op: fx.Node) -> str | None:
         """Return why the backend cannot compile a node of a reference's graph, or ``None`` if it can."""
 
-    def compile(self, stage: Reference | Lowered, options: Any) -> Any:
+    def compile(self, stage: Any, options: Any) -> Any:
         """Compile the stage.
 
         Args:
-            stage: a reference of supported operators, or an integer graph; a backend that takes one of the two only
-                says so with `expect`.
+            stage: a reference of supported operators, an integer graph or a plan; a backend that takes only some of
+                them says so with `expect`.
             options: an instance of ``Options``.
         """
 
@@ -66,7 +67,7 @@ def options_for(backend: Backend, given: Mapping[str, Any]) -> Any:
     return backend.Options(**given)
 
 
-def compile_with(backend: Backend, stage: Reference | Lowered, options: Any) -> Any:
+def compile_with(backend: Backend, stage: Reference | Lowered | Planned, options: Any) -> Any:
     """Compile a stage once every operator is known to be supported.
 
     Raises:
@@ -81,8 +82,9 @@ def compile_with(backend: Backend, stage: Reference | Lowered, options: Any) -> 
     return backend.compile(stage, options)
 
 
-def integer_graph(stage: Reference | Lowered) -> Lowered:
+def integer_graph(stage: Reference | Lowered | Planned) -> Lowered:
     """Return the integer graph that a backend compiles, of a reference by `requantize`."""
     lowered = requantize(stage) if isinstance(stage, Reference) else stage
     expect(lowered, Lowered, "compile")
+    assert isinstance(lowered, Lowered)
     return lowered

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from intaglio.build.check import check_schedules
+from intaglio.build.planned import Planned
 from intaglio.codegen import emit
 from intaglio.errors import ArtifactError, BuildError
 from intaglio.ir import Graph, Program, Schedule, graph_text
@@ -37,6 +38,7 @@ from intaglio.runtime import (
 )
 from intaglio.runtime.artifact import program_key
 from intaglio.runtime.call_plans import NewShapePolicy
+from intaglio.runtime.saved.model_file import Library
 from intaglio.runtime.saved.state_dict_io import with_levels_of
 
 logger = logging.getLogger("intaglio")
@@ -53,24 +55,40 @@ def compile(
     """
     here, *others = choose(isa)
     general, name = plan_graph(lowered.graph), lowered.about.name
-    planned = _scheduled(general, here, schedules)
-    artifact = build_artifact(_emit(planned, name))
+    planned = Planned(lowered, _scheduled(general, here, schedules))
+    artifact = build_artifact(_emit(planned.plan, name))
     libraries = {other: build_library(_emit(_scheduled(general, other), name)) for other in others}
+    return _compiled(planned, artifact, libraries, isa, {here: dict(schedules)} if schedules else {})
+
+
+def compile_planned(planned: Planned) -> QuantizedModel:
+    """Native program of a plan, for the instruction set that it was made for. Raises `BuildError`."""
+    return _compiled(planned, build_artifact(_emit(planned.plan, planned.lowered.about.name)), {}, planned.isa, {})
+
+
+def plan_program(lowered: Lowered, *, isa: str | None = None) -> Planned:
+    """Plan the program that `compile` makes for one instruction set, with analytic schedules."""
+    return Planned(lowered, _scheduled(plan_graph(lowered.graph), choose(isa)[0]))
+
+
+def _compiled(
+    planned: Planned,
+    artifact: Artifact,
+    libraries: Mapping[str, Library],
+    isa: str | Iterable[str] | None,
+    schedules: Mapping[str, Mapping[str, Schedule]],
+) -> QuantizedModel:
+    """What a user holds of a program that was built; bodies of loops are compiled for the same instruction sets."""
+    lowered = planned.lowered
     bodies = {name: compile(body, isa=isa) for name, body in lowered.bodies.items()}
     islands = {
         key: (float_calls(island.module, _loops(island, bodies)) if island.loops else island.module, island.dims)
         for key, island in lowered.islands.items()
     }
-    chosen = {here: dict(schedules)} if schedules else {}
     saved = Saved(
-        lowered.graph, lowered.signature, islands, _coverage(lowered), lowered.about, libraries, schedules=chosen
+        lowered.graph, lowered.signature, islands, _coverage(lowered), lowered.about, libraries, schedules=schedules
     )
-    return _model(saved, planned, artifact, lowered.hosts)
-
-
-def plan_program(lowered: Lowered, *, isa: str | None = None) -> Plan:
-    """Return the plan of the program that `compile` makes for one instruction set, with analytic schedules."""
-    return _scheduled(plan_graph(lowered.graph), choose(isa)[0])
+    return _model(saved, planned.plan, artifact, lowered.hosts)
 
 
 def _loops(island: Island, bodies: Mapping[str, QuantizedModel]) -> dict[str, HostLoop]:
