@@ -30,7 +30,7 @@ from intaglio.tracing import torch_export
 PLAIN = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis))
 BY_TEXT = (
     *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout, slice, range, types.ModuleType),
-    *(types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType),
+    *(types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, pytree.TreeSpec),
 )
 BY_NAME = (types.BuiltinFunctionType, OpOverload, OpOverloadPacket)
 TENSORS = (Tensor, nn.Parameter, nn.Buffer)

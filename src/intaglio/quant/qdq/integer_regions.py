@@ -94,8 +94,9 @@ def keep_regions(graph: fx.Graph) -> int:
     for mark, nodes in marked(graph).items():
         if taken.intersection(nodes):
             continue
+        nodes = [node for node in nodes if record_of(node) is not None]  # not what convert put in place of an operator
         chains = [(node,) for node in nodes]
-        if len(nodes) == mark.size and _is_integer(tuple(nodes)):
+        if nodes and len(nodes) == mark.size and _is_integer(tuple(nodes)):
             found.append((mark.fusion, _region_of(tuple(nodes))))
         else:
             found += [(record_of(chain[0]).name, _region_of(chain)) for chain in chains if _is_integer(chain)]
@@ -144,7 +145,9 @@ def marked(graph: fx.Graph) -> dict[RegionMark, list[fx.Node]]:
     """Return the operators of every region that is written on a graph, in the order of regions and operators."""
     chains: dict[RegionMark, list[fx.Node]] = {}
     for node in graph.nodes:
-        if (mark := info(node).region) is not None:
+        if (
+            node.op == "call_function" and (mark := info(node).region) is not None
+        ):  # an input of a part is a value of it
             chains.setdefault(mark, []).append(node)
     return dict(sorted(chains.items(), key=lambda item: item[0].index))
 
