@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from torch import fx
 
 from intaglio import numerics
 from intaglio.fxgraph.node_info import info, origin, tensor_type
-from intaglio.fxgraph.nodes import call_of, operands, record_of
+from intaglio.fxgraph.nodes import call_of, is_constant, operands, record_of
 from intaglio.ir import DType, QParams, TensorType
 from intaglio.lower.accumulators import function_of, lower_activate, lower_add, lower_anchor, lower_bmm, rest_qparams
 from intaglio.lower.graph_builder import GraphBuilder, flat_f32
@@ -84,12 +85,15 @@ def _bounds(builder: GraphBuilder, node: fx.Node | None, q: QParams) -> tuple[in
 
 
 def quantize_node(builder: GraphBuilder, node: fx.Node, q: QParams) -> None:
-    """Lower a quantize: of levels with other parameters a table, of equal ones nothing.
-
-    What it reads is no constant: annotation refuses these, and those of other tools were quantized when read.
-    """
+    """Float -> levels; levels of other parameters -> a table; equal parameters -> nothing; constants at once."""
     if image := pixels_of(node):
         _pixels(builder, node, image, q)
+        return
+    if is_constant(node.args[0]):
+        stem = str(node.args[0].target)
+        levels = numerics.quantize(getattr(builder.module, stem).detach(), q.step, q.zero, q.qmin, q.qmax)
+        name = builder.values[node] = builder.add_value(f"{stem}_u8", TensorType(levels.shape, DType.U8, q))
+        builder.constants[name] = levels.astype(np.uint8)
         return
     source = builder.values[node.args[0]]
     kind = builder.types[source]
