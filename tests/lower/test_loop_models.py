@@ -188,3 +188,12 @@ def test_merging_again_changes_nothing(blocks):
     graph, count = merge_loops(blocks[2].graph)
     assert count == 0
     assert graph.ops == blocks[2].graph.ops
+
+
+def test_the_types_of_a_loop_are_listed_in_the_order_of_its_values():
+    """Files, and the keys of their programs, would else differ from process to process, as sets of strings do."""
+    model = Body(lambda m, x: (m.a(x), x.std(-1)), a=nn.Linear(4, 4))
+    _, lowered = quantized(randomize(model), torch.randn(3, 4))
+    body = next(op for op in lowered.graph.ops if op.is_loop and len(op.body.ops) > 2).body
+    made = [op.output for op in body.ops]
+    assert list(body.types) == list(dict.fromkeys([*body.inputs, *body.outputs, *body.constants, *made])), body

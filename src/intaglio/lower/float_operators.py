@@ -91,7 +91,7 @@ def loop_of(
         raise ValueError(f"no loop is written for {call.target}")
     found = loop.write_call(call, body, values)
     ops = tuple(Op(op.kind, op.inputs, (result,) if op.output == found else op.outputs, op.attrs) for op in body.ops)
-    made = {result, *body.constants, *(op.output for op in ops)}
+    made = dict.fromkeys([result, *body.constants, *(op.output for op in ops)])  # files list types in this order
     inputs = tuple(dict.fromkeys(name for op in ops for name in op.inputs if name not in made))
     inner = Graph(inputs, (result,), {name: body.types[name] for name in (*inputs, *made)}, ops, body.constants)
     return Op("loop", inputs, (result,), {}, inner, origin(node)), body.arrays
