@@ -50,7 +50,7 @@ class Cache(nn.Module):
         return self.rows
 
 
-STATEFUL = {"a counter and a mean": (Running, X), "a cache": (Cache, torch.randn(3, 6))}
+STATEFUL = {"a counter and a mean": (Running, X.shape), "a cache": (Cache, (3, 6))}
 
 
 @pytest.fixture(autouse=True)
@@ -60,9 +60,9 @@ def no_gradients():
 
 
 def twins(name: str) -> tuple[nn.Module, nn.Module, Tensor]:
-    make, x = STATEFUL[name]
+    make, shape = STATEFUL[name]
     model = nets.randomize(make()).eval()
-    return model, copy.deepcopy(model), x
+    return model, copy.deepcopy(model), torch.randn(shape)
 
 
 @pytest.mark.parametrize("name", STATEFUL)
