@@ -6,7 +6,7 @@ PIP     = .venv/bin/python -m pip -qq --disable-pip-version-check --no-input
 INSTALL = $(PIP) install --no-compile
 STAMP   = .venv/installed
 DOCS    = .venv/installed_docs
-CPP     = $(shell find src -name '*.h' -o -name '*.c' -o -name '*.cpp')
+CPP_FILES = $(shell find src -name '*.h' -o -name '*.c' -o -name '*.cpp')
 
 export PYTHONUNBUFFERED = 1
 
@@ -29,7 +29,7 @@ slow: $(STAMP) $(DOCS)
 lint: $(STAMP)
 	.venv/bin/python -m ruff check .
 	.venv/bin/python -m ruff format --check .
-	.venv/bin/clang-format --dry-run -Werror $(CPP)
+	.venv/bin/clang-format --dry-run -Werror $(CPP_FILES)
 	.venv/bin/python -m mypy
 
 # The tests beside every PyTorch that pyproject.toml declares, oldest first, each in an environment of its own.

@@ -11,12 +11,11 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import constant_path, info, origin, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, call_before, constant_node, operator, replace_node
+from intaglio.fxgraph.overloads import CONV2D_TARGET
 from intaglio.ir import DType, TensorType
 from intaglio.quant.qdq.integer_regions import constant_of, levels_of, pixels_of
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL
 from intaglio.torch_private import quantized_decomposed
-
-CONVOLUTION = "aten.conv2d.default"
 
 
 def byte_inputs(module: fx.GraphModule) -> frozenset[int]:
@@ -49,7 +48,7 @@ def one_zero_point(module: fx.GraphModule, node: fx.Node) -> None:
     is written around the levels first. The scale must be the same for every channel, which is so where the readers'
     weights took the scales in.
     """
-    if operator(node) != CONVOLUTION or operator(node.args[0]) != DEQUANTIZE_CHANNEL:
+    if operator(node) != CONV2D_TARGET or operator(node.args[0]) != DEQUANTIZE_CHANNEL:
         return
     given, x = arguments(node), node.args[0]
     q, weight, bias = levels_of(x), given["weight"], given["bias"]

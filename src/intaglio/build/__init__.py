@@ -78,7 +78,7 @@ def _compiled(
     isa: str | Iterable[str] | None,
     schedules: Mapping[str, Mapping[str, Schedule]],
 ) -> QuantizedModel:
-    """What a user holds of a program that was built; bodies of loops are compiled for the same instruction sets."""
+    """Return a callable model of a program that was built; bodies of loops are compiled for the same ``isa``."""
     lowered = planned.lowered
     bodies = {name: compile(body, isa=isa) for name, body in lowered.bodies.items()}
     islands = {

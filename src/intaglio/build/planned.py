@@ -10,7 +10,7 @@ from intaglio.plan import Plan
 
 @dataclass(frozen=True)
 class Planned:
-    """What a program will be: the integer graph, and the plan for one instruction set and the caches of this machine.
+    """Holds the integer graph and its plan for one instruction set and the caches of this machine.
 
     ``plan`` has partitions, layouts, views, memory, schedules, kernels and batch tiling, each with its reason.
     """

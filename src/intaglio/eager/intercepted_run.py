@@ -23,13 +23,10 @@ from intaglio.torch_private import DisableTorchFunction, DisableTorchFunctionSub
 
 
 class _Current(threading.local):
-    """Of a thread: the call that runs, and what makes the next one."""
+    """The call that runs in a thread, and what makes the next one: `InterceptedRun` where ``make`` is ``None``."""
 
     run: InterceptedRun | None = None
-
-    def __init__(self) -> None:
-        # A function, as `InterceptedRun` is defined below.
-        self.make: Callable[[Session, str], InterceptedRun] = lambda session, path: InterceptedRun(session, path)  # noqa: PLW0108
+    make: Callable[[Session, str], InterceptedRun] | None = None
 
     @contextlib.contextmanager
     def made_as(self, make: Callable[[Session, str], InterceptedRun]) -> Iterator[None]:
@@ -50,7 +47,7 @@ def call_intercepted(
     """Run the session's model, or the module of it at ``path`` on its own, with its operators intercepted."""
     if session.stored is not None:
         session.resume()
-    run, outer = current.make(session, path), current.run
+    run, outer = (current.make or InterceptedRun)(session, path), current.run
     if outer is not None:
         with DisableTorchFunction():
             outer.settle()

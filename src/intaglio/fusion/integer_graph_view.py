@@ -12,16 +12,44 @@ import numpy as np
 from intaglio.ir import Graph, Op, TensorType
 
 
-class IntegerGraphView:
+class ValueView:
+    """Answers what a matcher asks of the values of an integer graph, whatever its nodes stand for.
+
+    ``ops``: those of the graph, or those of a pass that is rewriting it. ``place``: the position of each node.
+    """
+
+    def __init__(self, graph: Graph, ops: Sequence[Op], place: Mapping[str, int]) -> None:
+        self.graph, self.ops, self._place = graph, list(ops), place
+
+    def readers(self, node: str) -> int:
+        return self._readers[node]
+
+    def constant(self, node: str) -> bool:
+        return node in self.graph.constants
+
+    def position(self, node: str) -> int:
+        return self._place.get(node, -1)
+
+    def type_of(self, node: str) -> TensorType:
+        return self.graph.types[node]
+
+    def array(self, node: str) -> np.ndarray:
+        return self.graph.constants[node]
+
+    @cached_property
+    def _readers(self) -> Counter[str]:
+        return Counter([*(name for op in self.ops for name in op.inputs), *self.graph.outputs])
+
+
+class IntegerGraphView(ValueView):
     """Shows the operators of an integer graph, or of the body of a loop, as a `GraphView` whose nodes are values.
 
     ``ops``: in place of those of the graph, where a pass is rewriting them.
     """
 
     def __init__(self, graph: Graph, ops: Sequence[Op] | None = None) -> None:
-        self.graph = graph
-        self.ops = list(graph.ops if ops is None else ops)
-        self._place = {name: index for index, op in enumerate(self.ops) for name in op.outputs}
+        ops = graph.ops if ops is None else ops
+        super().__init__(graph, ops, {name: index for index, op in enumerate(ops) for name in op.outputs})
 
     def op(self, node: str) -> Op:
         """Return the operator that makes a value."""
@@ -41,29 +69,10 @@ class IntegerGraphView:
     def operands(self, node: str) -> tuple[str, ...]:
         return self.op(node).inputs if node in self._place else ()
 
-    def readers(self, node: str) -> int:
-        return self._readers[node]
-
-    def constant(self, node: str) -> bool:
-        return node in self.graph.constants
-
-    def position(self, node: str) -> int:
-        return self._place.get(node, -1)
-
-    def type_of(self, node: str) -> TensorType:
-        return self.graph.types[node]
-
     def attributes(self, node: str) -> Mapping[str, Any]:
         return self.op(node).attrs
-
-    def array(self, node: str) -> np.ndarray:
-        return self.graph.constants[node]
 
     @property
     def outputs(self) -> Collection[str]:
         """Return the results of the graph."""
         return self.graph.outputs
-
-    @cached_property
-    def _readers(self) -> Counter[str]:
-        return Counter([*(name for op in self.ops for name in op.inputs), *self.graph.outputs])

@@ -17,7 +17,7 @@ from intaglio.torch_private import buffers_of
 
 @dataclass(frozen=True)
 class Promises:
-    """What nodes of a stage's graphs have, beside the form of a torch.fx graph.
+    """Lists what `finish_pass` checks of the nodes of a stage, beside the form of a torch.fx graph.
 
     Attributes:
         types: a record with the type of every tensor and the dimension of every symbolic size.

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from intaglio.errors import BuildError
 from intaglio.native import native_library as library
 
-Float32Values = NDArray[np.float32]
-Int64Values = NDArray[np.int64]
+Float32Array = NDArray[np.float32]
+Int64Array = NDArray[np.int64]
 
 HALF_BINS = 4096
 """Histogram bins on each side of zero; ``kHalf`` of statistics.cpp."""
@@ -50,14 +50,14 @@ class Counts:
     infinities: int
     zeros: int
     exponent: int
-    bins: Int64Values
-    sketch: Int64Values
+    bins: Int64Array
+    sketch: Int64Array
     total: int
-    lows: Float32Values
-    highs: Float32Values
+    lows: Float32Array
+    highs: Float32Array
 
 
-def count(x: Float32Values, rows: int = 1, threads: int = 1) -> Counts:
+def count(x: Float32Array, rows: int = 1, threads: int = 1) -> Counts:
     """Counts of a float32 array whose values are those of ``rows`` rows of equal length, in one pass."""
     x = _contiguous(x)
     if rows < 0 or (x.size % rows if rows else x.size):
@@ -87,8 +87,8 @@ def count(x: Float32Values, rows: int = 1, threads: int = 1) -> Counts:
 
 
 def channel_extrema(
-    x: Float32Values, outer: int, channels: int, inner: int, threads: int = 1
-) -> tuple[Float32Values, Float32Values]:
+    x: Float32Array, outer: int, channels: int, inner: int, threads: int = 1
+) -> tuple[Float32Array, Float32Array]:
     """f32[outer, channels, inner] -> (low f32[channels], high f32[channels]) of the finite values."""
     x = _contiguous(x)
     if x.size != outer * channels * inner:
@@ -108,7 +108,7 @@ def exponent_of(magnitude: float) -> int:
     return math.frexp(magnitude)[1] - (HALF_BINS.bit_length() - 1)
 
 
-def exact_sum(x: Float32Values) -> int:
+def exact_sum(x: Float32Array) -> int:
     """Sum of finite values in units of 2^-149, exactly."""
     bits = x.reshape(-1).view(np.uint32)
     sums = np.zeros(SIGNED_EXPONENTS, np.int64)
@@ -116,19 +116,19 @@ def exact_sum(x: Float32Values) -> int:
     return _total(sums)
 
 
-def _total(sums: Int64Values) -> int:
+def _total(sums: Int64Array) -> int:
     """Sums of integer mantissas by sign and exponent -> their sum in units of 2^-149."""
     parts = [(index, int(sums[index])) for index in np.flatnonzero(sums).tolist()]
     return sum((-part if index >> 8 else part) << (max(index & 255, 1) - 1) for index, part in parts)
 
 
-def _mantissas(bits: NDArray[np.uint32]) -> Int64Values:
+def _mantissas(bits: NDArray[np.uint32]) -> Int64Array:
     """Bits of finite values -> mantissas as integers, the leading one of a normal value included."""
     hidden = np.where((bits & np.uint32(0x7F800000)) > 0, np.uint32(1 << 23), np.uint32(0))
     return ((bits & np.uint32(0x7FFFFF)) | hidden).astype(np.int64)
 
 
-def _contiguous(x: Float32Values) -> Float32Values:
+def _contiguous(x: Float32Array) -> Float32Array:
     if x.dtype != np.float32:
         raise TypeError(f"counting takes float32, not {x.dtype}")
     return np.ascontiguousarray(x)
@@ -143,7 +143,7 @@ def _kernels() -> ctypes.CDLL | None:
         return None
 
 
-def count_numpy(x: Float32Values, rows: int) -> Counts:
+def count_numpy(x: Float32Array, rows: int) -> Counts:
     """`count` in NumPy."""
     lows, highs = channel_extrema_numpy(x.reshape(1, rows, x.size // rows if rows else 0))
     low, high = float(_exact(lows).min(initial=np.inf)), float(_exact(highs).max(initial=-np.inf))
@@ -163,7 +163,7 @@ def count_numpy(x: Float32Values, rows: int) -> Counts:
     return Counts(x.size, low, high, nans, infinities, zeros, exponent, bins, sketch, total, lows, highs)
 
 
-def channel_extrema_numpy(x: Float32Values) -> tuple[Float32Values, Float32Values]:
+def channel_extrema_numpy(x: Float32Array) -> tuple[Float32Array, Float32Array]:
     """`channel_extrema` of f32[outer, channels, inner] in NumPy."""
     keys = x.view(np.int32) & _MAGNITUDE
     keys, finite = np.where(x.view(np.int32) < 0, -keys, keys), keys < _INFINITY
@@ -172,17 +172,17 @@ def channel_extrema_numpy(x: Float32Values) -> tuple[Float32Values, Float32Value
     return _values(low), _values(high)
 
 
-def _values(keys: NDArray[np.int32]) -> Float32Values:
+def _values(keys: NDArray[np.int32]) -> Float32Array:
     """Magnitude bits with a sign -> the values; integers order like values in every float mode."""
     return (np.abs(keys) | np.where(keys < 0, np.int32(-(2**31)), np.int32(0))).view(np.float32)
 
 
-def _parts(x: Float32Values) -> list[Float32Values]:
+def _parts(x: Float32Array) -> list[Float32Array]:
     flat = x.reshape(-1)
     return [flat[start : start + CHUNK] for start in range(0, flat.size, CHUNK)]
 
 
-def _exact(x: Float32Values) -> NDArray[np.float64]:
+def _exact(x: Float32Array) -> NDArray[np.float64]:
     """Return f32 values without NaN as f64, converted from their bits: `torch.set_flush_denormal` loses no denormal."""
     bits = x.view(np.uint32)
     exponent = np.maximum(((bits >> np.uint32(23)) & np.uint32(255)).astype(np.int32), 1)

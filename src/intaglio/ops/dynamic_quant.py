@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Attrs, Graph, Op, PerRow, QParams, Ref, Shape, TensorType
+from intaglio.ir import Graph, Op, PerRow, QParams, Ref, Shape, TensorType
 from intaglio.ir.types import F32, I32, U8
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.opdef import Layout, OpDef, Tail
@@ -43,10 +43,6 @@ def quantize_rows_meaning(
     op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
 ) -> tuple[np.ndarray, ...]:
     return levels_of_rows(args[0], op.attrs["mode"])
-
-
-def dequantize_rows_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
-    return shapes[0]
 
 
 def dequantize_rows_meaning(

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from intaglio.ir import Dim, Graph, Op, TensorType
+from intaglio.fusion.integer_graph_view import ValueView
+from intaglio.ir import Dim, Graph, Op
 from intaglio.plan.buffers import Buffer
 from intaglio.plan.plan_records import Partition, is_flat
 
 
-class PartitionView:
+class PartitionView(ValueView):
     """Shows partitions in execution order, and where their values are in memory (`fusion.partition_conditions`)."""
 
     def __init__(self, partitions: Sequence[Partition], graph: Graph, buffers: Mapping[str, Buffer]) -> None:
-        self.graph, self.buffers = graph, buffers
-        self._partitions = {name: one for one in partitions for name in one.ops[-1].outputs}
-        self._place = {name: index for index, one in enumerate(partitions) for name in one.ops[-1].outputs}
-        self._readers = Counter([*(name for op in graph.ops for name in op.inputs), *graph.outputs])
+        place = {name: index for index, one in enumerate(partitions) for name in one.ops[-1].outputs}
+        super().__init__(graph, graph.ops, place)
+        self.buffers = buffers
+        self._partitions = {name: partitions[index] for name, index in place.items()}
 
     def operators(self, node: str) -> tuple[Op, ...]:
         """Return the operators of a partition, anchor first; none for other values."""
@@ -48,20 +46,5 @@ class PartitionView:
         made = {name for op in ops for name in op.outputs}
         return tuple(name for op in ops for name in op.inputs if name not in made)
 
-    def readers(self, node: str) -> int:
-        return self._readers[node]
-
-    def constant(self, node: str) -> bool:
-        return node in self.graph.constants
-
-    def position(self, node: str) -> int:
-        return self._place.get(node, -1)
-
-    def type_of(self, node: str) -> TensorType:
-        return self.graph.types[node]
-
     def attributes(self, node: str) -> Mapping[str, Any]:
         return self._partitions[node].anchor.attrs
-
-    def array(self, node: str) -> np.ndarray:
-        return self.graph.constants[node]

@@ -18,15 +18,15 @@ from intaglio.fxgraph.graph_checker import FOR_ENGINES, finish_pass
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import constant_path, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, call_before, constant_node, is_constant, operator, replace_node
+from intaglio.fxgraph.overloads import EMBEDDING_TARGET, LINEAR_TARGET
 from intaglio.ir import DType, TensorType
-from intaglio.quant.annotate.embedding_tables import EMBEDDING_LOOKUP, table_behind
+from intaglio.quant.annotate.embedding_tables import table_behind
 from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, QUANTIZE_ROWS_TARGET, rows_behind
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL, QUANTIZE_CHANNEL
 from intaglio.runtime.saved.bit_packing import pack, unpack_bits
 from intaglio.torch_private import quantized_decomposed
 
-LINEAR_TARGET = "aten.linear.default"
 PER_CHANNEL = (
     QUANTIZE_CHANNEL,
     DEQUANTIZE_CHANNEL,
@@ -108,10 +108,10 @@ def gather_levels(module: fx.GraphModule, node: fx.Node) -> None:
     """Rows of a table of levels: gathered first, then made float, so that the table stays as it is. Its zero points
     are no whole numbers, which DequantizeLinear has not.
     """
-    if operator(node) == EMBEDDING_LOOKUP and (table := table_behind(node.args[0])) is not None:
+    if operator(node) == EMBEDDING_TARGET and (table := table_behind(node.args[0])) is not None:
         replace_node(node, call_before(node, tensor_type(node), rows_of_table, *table, node.args[1]))
         return
-    table, alone = table_behind(node), all(operator(user) == EMBEDDING_LOOKUP for user in node.users)
+    table, alone = table_behind(node), all(operator(user) == EMBEDDING_TARGET for user in node.users)
     if table is not None and not alone and tensor_type(table[2]).dtype is DType.F32:
         replace_node(node, call_before(node, tensor_type(node), values_of_table, *table))
 

@@ -12,12 +12,12 @@ from torch import fx
 from intaglio import numerics
 from intaglio.fxgraph.node_info import origin, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, call_before, operator
+from intaglio.fxgraph.overloads import ADD_TARGET, RELU_TARGET
 from intaglio.ir import QParams
 from intaglio.quant.qdq.integer_regions import levels_of, quantized_to
 from intaglio.torch_private import quantized_decomposed
 
 CONVOLUTION_TARGETS = ("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default")
-RELU_TARGET, ADD_TARGET = "aten.relu.default", "aten.add.Tensor"
 QUANT_MIN, QUANT_MAX = 0, 255
 
 Range = tuple[float, float]

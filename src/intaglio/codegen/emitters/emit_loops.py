@@ -46,7 +46,7 @@ def emit_loop(code: Code, partition: Partition, context: Context) -> None:
 
 
 def _ends(code: Code, loop: Loop) -> None:
-    """Where the first element of every end is."""
+    """Declare a pointer to the first element of every operand."""
     for end in loop.schedule.ends.values():
         const = "" if loop.is_result(end) else "const "
         if not loop.is_tile(end):
@@ -119,7 +119,7 @@ def _rows(code: Code, loop: Loop, variant: LoopVariant) -> None:
 
 
 def _pointers(code: Code, loop: Loop) -> None:
-    """Where the row begins in every end, and all that is one number in it."""
+    """Declare pointers to the row in every operand, and the values that are one number for a row."""
     schedule, context, indices = loop.schedule, loop.context, ["row"]
     outer = schedule.rows.outer
     if len(outer) > 1:
@@ -180,7 +180,7 @@ def _stage(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) ->
 
 
 def _pass(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) -> None:
-    """What is done to some vectors, step by step to all of them."""
+    """Write the steps of a stage, each for all vectors of a block."""
 
     def define(name: str, value: str) -> None:
         code(f"{VECTOR[loop.body.types[name].dtype]} {loop.names[name]}[COUNT];")
@@ -262,7 +262,7 @@ def _store_levels(name: str, loop: Loop, in_turn: bool) -> str:
 
 
 def _elements(name: str, loop: Loop) -> str:
-    """Where the elements of the i-th vector are, and how far apart."""
+    """Return the address of the i-th vector's elements, and their distance."""
     step = loop.schedule.rows.strides[name][-1]
     place = "e + i * FLOATS" if step == 1 else f"(e + i * FLOATS) * {loop.context.dim(step)}"
     return f"{loop.names[name]}_row + {place}, {loop.context.dim(step)}"

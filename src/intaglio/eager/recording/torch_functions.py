@@ -63,7 +63,6 @@ QUESTION_FUNCTIONS = frozenset(
     if callable(found) or inspect.isdatadescriptor(found)
 )
 """The same as functions; of a property it is the getter."""
-PROPERTIES_THAT_COMPUTE = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 
 
 def plain_name(function: Callable[..., Any]) -> str:

@@ -8,6 +8,7 @@ from torch import fx
 from intaglio.fxgraph.integer_ranges import RESHAPING_TARGETS, Ramp, alike, ramp_of
 from intaglio.fxgraph.node_info import tensor_type
 from intaglio.fxgraph.nodes import arguments, call_before, operator, replace_node, size_of
+from intaglio.fxgraph.overloads import SDPA_TARGET
 from intaglio.ir import Dim, DType, TensorType
 
 aten = torch.ops.aten
@@ -17,7 +18,6 @@ NOT = ("aten.logical_not.default", "aten.bitwise_not.default")
 ONES = ("aten.ones.default", "aten.new_ones.default", "aten.ones_like.default")
 ZERO_FILLS = ("aten.zeros.default", "aten.new_zeros.default", "aten.zeros_like.default")
 FULLS = ("aten.full.default", "aten.new_full.default", "aten.full_like.default")
-MASKED_ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
 def resolve_masks(module: fx.GraphModule) -> int:
@@ -100,7 +100,7 @@ def _rewrite(node: fx.Node, ramps: dict[fx.Node, Ramp], always: dict[fx.Node, bo
         return same and _widened(node, other)
     if name == "aten.index.Tensor":
         return _whole_index(node, ramps)
-    return name == MASKED_ATTENTION and _without_mask(node, ramps, always)
+    return name == SDPA_TARGET and _without_mask(node, ramps, always)
 
 
 def _chosen(node: fx.Node) -> bool:

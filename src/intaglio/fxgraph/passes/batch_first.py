@@ -11,6 +11,7 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import copy_info, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_before, operator, replace_node, size_of
+from intaglio.fxgraph.overloads import LINEAR_TARGET, SLICE_TARGET
 from intaglio.ir import Dim, Shape, TensorType
 from intaglio.ir.dims import divide
 
@@ -23,8 +24,7 @@ RESHAPES = (
     "aten.squeeze.dims",
     "aten.flatten.using_ints",
 )
-LINEAR_LAYER, SLICE_STEP = "aten.linear.default", "aten.slice.Tensor"
-PERMUTING_TARGETS = (*RESHAPES, "aten.transpose.int", "aten.permute.default", SLICE_STEP)
+PERMUTING_TARGETS = (*RESHAPES, "aten.transpose.int", "aten.permute.default", SLICE_TARGET)
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ def batch_first(module: fx.GraphModule) -> int:
     ``torch.nn.MultiheadAttention`` puts the sequence first: [n, s, c] -> [s, n, c] -> linear -> ... ->
     [n, heads, s, d]. A linear layer commutes with every move of the axes before its last.
     """
-    hits = sum(_hoist(node) for node in list(module.graph.nodes) if operator(node) == LINEAR_LAYER)
+    hits = sum(_hoist(node) for node in list(module.graph.nodes) if operator(node) == LINEAR_TARGET)
     ends = [
         n
         for n in module.graph.nodes
@@ -96,7 +96,7 @@ def _follow(moves: Sequence[fx.Node]) -> AxisOrder | None:
         name, rank = operator(node), len(layout.axes)
         if name in RESHAPES:
             fits = _reshape(layout, tensor_type(node).shape)
-        elif name == SLICE_STEP:
+        elif name == SLICE_TARGET:
             fits = _slice(layout, node)
         else:
             given = node.args[1] if name == "aten.permute.default" else _swapped(rank, *node.args[1:3])

@@ -7,15 +7,16 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import inherit_info, origin, tensor_type
 from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operator
+from intaglio.fxgraph.overloads import ARITHMETIC_TARGETS
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ops.channels import channel_axis
 
-ARITHMETIC = ("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor")
-
 
 def constants_as_affine(module: fx.GraphModule) -> int:
-    """Sums, differences, products and quotients with a constant for every channel -> ``shift + x * scale``."""
-    hits = [node for node in module.graph.nodes if operator(node) in ARITHMETIC and _with_channels(module, node)]
+    """Rewrite sums, differences, products and quotients with a constant per channel as ``shift + x * scale``."""
+    hits = [
+        node for node in module.graph.nodes if operator(node) in ARITHMETIC_TARGETS and _with_channels(module, node)
+    ]
     for index, node in enumerate(hits):
         x, scale, shift = _as_affine(module, node)
         names = []
@@ -50,7 +51,7 @@ def _value_and_constant(node: fx.Node) -> tuple[fx.Node, fx.Node] | tuple[None, 
 
 
 def _as_affine(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, torch.Tensor, torch.Tensor]:
-    """What is scaled, scale and shift, both of the rank of the result."""
+    """Return the operand that is scaled, and the scale and shift, both of the rank of the result."""
     x, c = _value_and_constant(node)
     constant = getattr(module, c.target).double()
     constant = constant.reshape(*[1] * (len(tensor_type(x).shape) - constant.dim()), *constant.shape)
@@ -63,7 +64,7 @@ def _as_affine(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, torch.Te
 
 def constants_as_numbers(module: fx.GraphModule) -> int:
     """Sums, differences, products and quotients with a constant of one element -> with a number."""
-    hits = [node for node in module.graph.nodes if operator(node) in ARITHMETIC and _with_number(module, node)]
+    hits = [node for node in module.graph.nodes if operator(node) in ARITHMETIC_TARGETS and _with_number(module, node)]
     for node in hits:
         x, c = _value_and_constant(node)
         number = getattr(module, c.target).item()

@@ -19,7 +19,7 @@ DEQUANTIZE_TARGETS = "quantized_decomposed.dequantize"
 
 
 def fold_constants(module: fx.GraphModule) -> int:
-    """What reads constants only (weight norm, a weight that is standardized or cast) -> the constant it computes.
+    """Replace operators that read constants only (weight norm, a weight that is standardized or cast) by their result.
 
     Not a pass of capture: while a model is trained its weights are no constants.
     """

@@ -11,6 +11,7 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import set_info, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operator, replace_node, resolve
+from intaglio.fxgraph.overloads import ARITHMETIC_TARGETS, EMBEDDING_TARGET, SLICE_TARGET
 from intaglio.fxgraph.passes.constant_folding import fold_constants
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import TensorType
@@ -18,8 +19,7 @@ from intaglio.ir import TensorType
 aten = torch.ops.aten
 MOST_BYTES = 64 << 20
 """Of a constant that is made. A table that would be larger is looked up in every call."""
-SLICE_TARGET, EXPAND_TARGET, EMBEDDING_TARGET = "aten.slice.Tensor", "aten.expand.default", "aten.embedding.default"
-BINARY = ("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor")
+EXPAND_TARGET = "aten.expand.default"
 
 
 def lift_slices(module: fx.GraphModule) -> int:
@@ -97,7 +97,7 @@ def _drop_expand(module: fx.GraphModule) -> int:
     """``x + expand(part)`` -> ``x + part`` where x has the shape of the sum."""
     hits = 0
     for node in list(module.graph.nodes):
-        if operator(node) not in BINARY or not all(isinstance(value, fx.Node) for value in node.args[:2]):
+        if operator(node) not in ARITHMETIC_TARGETS or not all(isinstance(value, fx.Node) for value in node.args[:2]):
             continue
         for index in (0, 1):
             value, other = node.args[index], node.args[1 - index]

@@ -169,11 +169,12 @@ def reduction(kind: str) -> FloatLoop:
 
 
 def variance(body: Body, call: FloatCall, v: Values) -> str:
-    """Of correction 0 or 1, from the centred values."""
+    """Write the variance with correction 0 or 1 as a mean of squares of the centred values."""
     axis, size = call.axis(), call.kind("self").shape[call.axis()]
     centred = body("sub", v["self"], body("mean", v["self"], axis=axis))
     squares = body("sum", body("mul", centred, centred), axis=axis)
-    found = body("div", squares, float(int(size) - _correction(call)))  # type: ignore[arg-type]
+    assert isinstance(size, int)  # `fixed_axis` refuses any other
+    found = body("div", squares, float(size - _correction(call)))
     found = body("sqrt", found) if call.target.startswith("aten.std") else found
     return found if v.get("keepdim") else body("squeeze", found, axis=axis)
 

@@ -267,4 +267,3 @@ LINEAR = OpDef(
     kernel="matmul",
 )
 CONVOLUTION_OPS = (*map(_conv, (1, 2, 3)), *map(_conv_transpose, (1, 2, 3)), LINEAR)
-CONVOLUTIONS = tuple(record.name for record in CONVOLUTION_OPS if record is not LINEAR)

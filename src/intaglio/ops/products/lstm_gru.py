@@ -217,7 +217,10 @@ def valid_recurrent(op: Op, graph: Graph) -> None:
             raise ValueError(f"%{op.inputs[0]} is {x}, with scales %{op.inputs[1]}")
     elif isinstance(x.q.axis, int) or len(x.q.scales) != 1:
         raise ValueError(f"%{op.inputs[0]} is {x}; {op.kind} reads levels of one scale")
-    hidden = int(graph.types[op.inputs[first + 1]].shape[1])  # type: ignore[arg-type]
+    weight = graph.types[op.inputs[first + 1]]
+    hidden = weight.shape[1] if len(weight.shape) == 2 else None
+    if not isinstance(hidden, int):
+        raise ValueError(f"%{op.inputs[first + 1]} is {weight}, not a matrix of fixed sizes")
     for place in range(places):
         names = op.inputs[first + PER_DIRECTION * place : first + PER_DIRECTION * (place + 1)]
         width = x.shape[-1] if place < directions else directions * hidden

@@ -14,13 +14,13 @@ from torch import fx
 from intaglio import numerics
 from intaglio.fxgraph.node_info import info, inherit_info, origin
 from intaglio.fxgraph.nodes import arguments, is_constant, operator
+from intaglio.fxgraph.overloads import EMBEDDING_TARGET
 from intaglio.ir import DType, TensorType
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL
 from intaglio.quant.recipes.choices import EmbeddingType
 from intaglio.quant.recipes.settings import Setting
 from intaglio.torch_private import quantized_decomposed
 
-EMBEDDING_LOOKUP = "aten.embedding.default"
 BAGS = (
     "aten.embedding_bag.padding_idx",
     "aten.embedding_bag.default",
@@ -46,7 +46,7 @@ def find_tables(settings: Mapping[fx.Node, Setting]) -> tuple[Table, ...]:
     asked = [
         node for node, setting in settings.items() if setting.quantize and setting.embeddings == EmbeddingType.INT8
     ]
-    return tuple(Table(node, _refusal(node.args[0])) for node in asked if operator(node) in (EMBEDDING_LOOKUP, *BAGS))
+    return tuple(Table(node, _refusal(node.args[0])) for node in asked if operator(node) in (EMBEDDING_TARGET, *BAGS))
 
 
 def _unread(table: fx.Node) -> str | None:

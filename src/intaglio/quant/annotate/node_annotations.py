@@ -16,9 +16,10 @@ from torch import fx
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.node_info import info, origin, set_info, tensor_type
 from intaglio.fxgraph.nodes import activations, is_constant, operands, operator, record_of
+from intaglio.fxgraph.overloads import EMBEDDING_TARGET
 from intaglio.ir import Origin
 from intaglio.ir.disjoint_sets import DisjointSets
-from intaglio.quant.annotate.embedding_tables import BAGS, EMBEDDING_LOOKUP
+from intaglio.quant.annotate.embedding_tables import BAGS
 from intaglio.quant.annotate.int8_buffers import is_destination
 from intaglio.quant.annotate.sites import Dynamic, Fixed, Observed, Site
 from intaglio.quant.recipes.choices import ActivationMode, Role
@@ -285,13 +286,13 @@ def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> Wr
 
 def _reads_table(reader: fx.Node, value: fx.Node) -> bool:
     """Return whether a node looks up rows of a value."""
-    return operator(reader) in (EMBEDDING_LOOKUP, *BAGS) and value is reader.args[0]
+    return operator(reader) in (EMBEDDING_TARGET, *BAGS) and value is reader.args[0]
 
 
 def _role(reader: fx.Node, value: fx.Node) -> Role | None:
     """Return what a value is to a node that reads it; ``None`` for all operands of embeddings, for buffers that are
     written into, and for constants that are no weight."""
-    if operator(reader) in (EMBEDDING_LOOKUP, *BAGS) or is_destination(reader, value):
+    if operator(reader) in (EMBEDDING_TARGET, *BAGS) or is_destination(reader, value):
         return None
     record = record_of(reader)
     if record is not None and record.roles.weight is not None and operands(reader)[record.roles.weight] is value:

@@ -21,13 +21,13 @@ from intaglio.native.statistics import (
     HALF_BINS,
     LOWEST_BINARY_EXPONENT,
     SKETCH,
+    Int64Array,
     channel_extrema,
     count,
     exact_sum,
     exponent_of,
 )
 
-Int64Array = NDArray[np.int64]
 Range = tuple[float, float]
 
 UNIT = 149

@@ -20,6 +20,7 @@ from intaglio.fusion.pattern import op, seq, wildcard
 from intaglio.fxgraph.fx_graph_view import FxGraphView
 from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import activations, arguments, operands, operator, record_of
+from intaglio.fxgraph.overloads import ADD_TARGET, CONV2D_TARGET, LINEAR_TARGET, RELU_TARGET
 from intaglio.quant.annotate.node_annotations import Annotation, Levels, Own, SameAs, annotate_node, annotation_of
 from intaglio.quant.annotate.sites import Dynamic, Observed
 from intaglio.quant.qat.eval_graph import Norm
@@ -27,28 +28,26 @@ from intaglio.quant.recipes.choices import ActivationMode, WeightScales
 from intaglio.quant.recipes.selectors import matches
 from intaglio.quant.recipes.settings import DEFAULT, Setting
 
-RELU_OVERLOAD, GELU = "aten.relu.default", "aten.gelu.default"
+GELU = "aten.gelu.default"
 AFTER_CONV = (
-    RELU_OVERLOAD,
+    RELU_TARGET,
     "aten.hardtanh.default",
     "aten.relu6.default",
     "aten.hardswish.default",
     "aten.silu.default",
 )
-AFTER_LINEAR = (RELU_OVERLOAD, "aten.leaky_relu.default", "aten.tanh.default", GELU)
-CONV2D, LINEAR_OVERLOAD = "aten.conv2d.default", "aten.linear.default"
+AFTER_LINEAR = (RELU_TARGET, "aten.leaky_relu.default", "aten.tanh.default", GELU)
 CONV1D, MATMUL, MUL_TARGET = "aten.conv1d.default", "aten.matmul.default", "aten.mul.Tensor"
-ADD_OVERLOAD = "aten.add.Tensor"
 X86_PATTERNS = (
-    op(RELU_OVERLOAD, op(ADD_OVERLOAD, seq(CONV2D), wildcard("extra"), commutative=True)),
-    op(ADD_OVERLOAD, seq(CONV2D), wildcard("extra"), commutative=True),
-    seq(CONV2D, AFTER_CONV),
-    seq(CONV1D, RELU_OVERLOAD),
-    seq((CONV2D, CONV1D)),
-    op(RELU_OVERLOAD, op(ADD_OVERLOAD, seq(LINEAR_OVERLOAD), wildcard("extra"), commutative=True)),
-    op(ADD_OVERLOAD, seq(LINEAR_OVERLOAD), wildcard("extra"), commutative=True),
-    seq(LINEAR_OVERLOAD, AFTER_LINEAR),
-    seq(LINEAR_OVERLOAD),
+    op(RELU_TARGET, op(ADD_TARGET, seq(CONV2D_TARGET), wildcard("extra"), commutative=True)),
+    op(ADD_TARGET, seq(CONV2D_TARGET), wildcard("extra"), commutative=True),
+    seq(CONV2D_TARGET, AFTER_CONV),
+    seq(CONV1D, RELU_TARGET),
+    seq((CONV2D_TARGET, CONV1D)),
+    op(RELU_TARGET, op(ADD_TARGET, seq(LINEAR_TARGET), wildcard("extra"), commutative=True)),
+    op(ADD_TARGET, seq(LINEAR_TARGET), wildcard("extra"), commutative=True),
+    seq(LINEAR_TARGET, AFTER_LINEAR),
+    seq(LINEAR_TARGET),
     op(MATMUL),
     op(MUL_TARGET),
 )
@@ -57,14 +56,14 @@ MAX_POOL, AVG_POOL = "aten.max_pool2d.default", "aten.avg_pool2d.default"
 POOL_TARGET, CAT_TARGET, FLATTEN = "aten.adaptive_avg_pool2d.default", "aten.cat.default", "aten.flatten.using_ints"
 PASSING = (MAX_POOL, CAT_TARGET, AVG_POOL, POOL_TARGET, FLATTEN)
 """What is quantized only behind what is, and gives levels of its input's parameters."""
-BY_DEFAULT = (*PASSING, CONV1D, CONV2D, LINEAR_OVERLOAD, MUL_TARGET)
+BY_DEFAULT = (*PASSING, CONV1D, CONV2D_TARGET, LINEAR_TARGET, MUL_TARGET)
 TYPES: Mapping[Any, str] = {
     nn.Conv1d: CONV1D,
     F.conv1d: CONV1D,
-    nn.Conv2d: CONV2D,
-    F.conv2d: CONV2D,
-    nn.Linear: LINEAR_OVERLOAD,
-    F.linear: LINEAR_OVERLOAD,
+    nn.Conv2d: CONV2D_TARGET,
+    F.conv2d: CONV2D_TARGET,
+    nn.Linear: LINEAR_TARGET,
+    F.linear: LINEAR_TARGET,
     nn.MaxPool2d: MAX_POOL,
     F.max_pool2d: MAX_POOL,
     nn.AvgPool2d: AVG_POOL,
@@ -206,7 +205,7 @@ def _annotate_row(nodes: Sequence[fx.Node], extra: fx.Node | None, config: Setti
         inputs: dict[fx.Node, Levels | SameAs | Own | None] = {}
         if config is not None and node is anchor:
             inputs = _reads(anchor, config)
-        elif config is not None and operator(node) == ADD_OVERLOAD and operator(anchor) == CONV2D and extra is not None:
+        elif config and extra and (operator(node), operator(anchor)) == (ADD_TARGET, CONV2D_TARGET):
             inputs = {extra: _kept(config)}
         trained = node is root and normed and config is not None and _trains(config)
         annotate_node(node, Annotation(inputs, _kept(config) if trained else None))

@@ -15,6 +15,7 @@ from intaglio.fusion.table import MATMUL_TARGETS
 from intaglio.fxgraph.graph_passes import copy_graph, run
 from intaglio.fxgraph.node_info import copy_info, info, inherit_info, origin, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, constant_node, operator, record_of
+from intaglio.fxgraph.overloads import SDPA_TARGET
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import State
 from intaglio.torch_private import call_replace_hook
@@ -23,7 +24,6 @@ from intaglio.tracing.captured import Captured
 
 EVALUATED_NORM = torch.ops.aten._native_batch_norm_legit_no_training.default
 TRAINED_NORM = "aten._native_batch_norm_legit_functional.default"
-TORCH_ATTENTION = "aten.scaled_dot_product_attention.default"
 EMPTIES = ("aten.new_empty.default", "aten.empty.memory_format", "aten.empty_like.default")
 BATCH_NORM_COUNTERS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of a batch norm."""
@@ -144,7 +144,7 @@ def _drop_dropout(module: fx.GraphModule) -> None:
             _without(value, node.args[0], float(node.args[1]), (), number)
         elif name == "aten.mul.Tensor" and (found := _map_dropout(node)) is not None:
             _without(node, *found, number)
-        elif name == TORCH_ATTENTION and (p := float(arguments(node)["dropout_p"])):
+        elif name == SDPA_TARGET and (p := float(arguments(node)["dropout_p"])):
             node.args = tuple(0.0 if i == 4 else a for i, a in enumerate(node.args))
             node.kwargs = {key: value for key, value in node.kwargs.items() if key != "dropout_p"}
             _mark(node, Dropout(p, (), number, origin(node).path, inside=True))
@@ -216,7 +216,7 @@ def followed(module: fx.GraphModule) -> Iterator[None]:
     def follow(old: fx.Node, new: str, user: fx.Node) -> None:
         found = next(node for node in module.graph.nodes if node.name == new)
         marks = info(old).marks
-        if operator(found) == TORCH_ATTENTION and operator(old) in MATMUL_TARGETS and isinstance(old.args[0], fx.Node):
+        if operator(found) == SDPA_TARGET and operator(old) in MATMUL_TARGETS and isinstance(old.args[0], fx.Node):
             marks += tuple(replace(m, inside=True) for m in info(old.args[0]).marks if isinstance(m, Dropout))
         own = info(found).marks
         if added := tuple(mark for mark in marks if mark not in own):

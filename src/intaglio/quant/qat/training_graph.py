@@ -12,6 +12,7 @@ from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import arguments, operands, operator
+from intaglio.fxgraph.overloads import SDPA_TARGET
 from intaglio.fxgraph.passes.batch_norm_folding import FOLDABLE
 from intaglio.ir import QParams, Shape
 from intaglio.ir.names import sanitized
@@ -19,7 +20,7 @@ from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, QUANTIZE_R
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Derived, Fixed, Shared, Site
 from intaglio.quant.correct.corrections import Corrections
-from intaglio.quant.qat.eval_graph import TORCH_ATTENTION, Dropout, Norm, marks_of
+from intaglio.quant.qat.eval_graph import Dropout, Norm, marks_of
 from intaglio.quant.qat.fake_quantize import (
     FakeQuantize,
     FakeQuantizeWeight,
@@ -117,9 +118,7 @@ class TrainingGraph:
         """Products whose first operand are probabilities that are dropped. An attention that is quantized is written
         out, in order; one that stays in float drops them itself."""
         left = {node.name for node in self.source.graph.nodes}
-        written = [
-            n for n in self.annotations.module.graph.nodes if operator(n) == TORCH_ATTENTION and n.name not in left
-        ]
+        written = [n for n in self.annotations.module.graph.nodes if operator(n) == SDPA_TARGET and n.name not in left]
         wholes: dict[int, str] = {}
         for node in self.source.graph.nodes:
             reads = node.args[0] if operator(node) == "aten.matmul.default" else None
@@ -146,7 +145,7 @@ class TrainingGraph:
         if name == DEQUANTIZE_ROWS_TARGET or (node.target is getitem and operator(source) == QUANTIZE_ROWS_TARGET):
             return self.env[source]
         inside = [m for m in info(node).marks if isinstance(m, Dropout) and m.inside]
-        if name == TORCH_ATTENTION and inside:
+        if name == SDPA_TARGET and inside:
             given = arguments(node)
             mask = self._module(DropoutMask(inside[0].p, ()), inside[0])
             values = [fx.map_arg(given[key], self.env.__getitem__) for key in ("query", "key", "value", "attn_mask")]

@@ -11,9 +11,10 @@ from torch import fx
 from intaglio import numerics
 from intaglio.fxgraph.node_info import update_info
 from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operands, operator, record_of, replace_node
+from intaglio.fxgraph.overloads import EMBEDDING_TARGET
 from intaglio.ir import DType, QParams, TensorType
 from intaglio.ops.products.conv import outputs_first
-from intaglio.quant.annotate.embedding_tables import BAGS, EMBEDDING_LOOKUP
+from intaglio.quant.annotate.embedding_tables import BAGS
 from intaglio.quant.qdq.qdq_normalize import (
     DEQUANTIZE_CHANNEL,
     DEQUANTIZE_TENSOR,
@@ -25,8 +26,7 @@ from intaglio.quant.qdq.qdq_normalize import (
     target,
     tensor_of,
 )
-
-INT32_RANGE = (-(2**31), 2**31 - 1)
+from intaglio.quant.recipes.datatypes import INT32_RANGE
 
 
 def store_levels(module: fx.GraphModule) -> int:
@@ -44,7 +44,7 @@ def store_levels(module: fx.GraphModule) -> int:
             source = stored(module, f"{source.args[0].target}_levels", levels, source.args[0])
             node.update_arg(0, source)
             hits += 1
-        if not is_constant(source) or (operator(reader) in (EMBEDDING_LOOKUP, *BAGS) and _is_table(node)):
+        if not is_constant(source) or (operator(reader) in (EMBEDDING_TARGET, *BAGS) and _is_table(node)):
             continue
         record = record_of(reader)
         places = () if record is None or record.variadic else [i for i, v in enumerate(operands(reader)) if v is node]

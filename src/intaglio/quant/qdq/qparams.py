@@ -24,9 +24,7 @@ from intaglio.quant.calibrate.tensor_statistics import Range, Statistics
 from intaglio.quant.correct.corrections import Rounded
 from intaglio.quant.qdq.weight_grid import channel_scales
 from intaglio.quant.recipes.choices import Role
-from intaglio.quant.recipes.datatypes import Datatype
-
-BIAS_RANGE = (-(2**31), 2**31 - 1)
+from intaglio.quant.recipes.datatypes import INT32_RANGE, Datatype
 
 
 def chosen_by_callbacks(annotations: Annotations, ranges: Ranges | None) -> Mapping[str, QParams]:
@@ -251,7 +249,7 @@ def _bias_qparams(x: QParams, w: QParams, outputs: int) -> QParams:
     """One for all, or one per output."""
     units = w.scales if w.axis is None else each_output(w.scales, outputs)
     scales = tuple(map(float, numerics.accumulator_scale(x.step, units)))
-    return QParams(scales, (0,) * len(scales), *BIAS_RANGE, None if w.axis is None else 0)
+    return QParams(scales, (0,) * len(scales), *INT32_RANGE, None if w.axis is None else 0)
 
 
 def anchor_sites(annotations: Annotations, region: Region) -> tuple[Site, Site, Site | None]:

@@ -10,6 +10,8 @@ from intaglio.quant.recipes.choices import Role
 LARGEST_GROUP_MULTIPLE = 15
 """The largest multiple of its channel's scale that a group of weights may have as its own: 4 bits in a file."""
 
+INT32_RANGE = (-(2**31), 2**31 - 1)
+"""Quantized values of a bias."""
 FLOAT8 = (DType.F8E4M3, DType.F8E5M2)
 WEIGHT, ACTIVATION = (Role.WEIGHT,), (Role.ACTIVATION,)
 

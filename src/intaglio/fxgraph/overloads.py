@@ -1,0 +1,11 @@
+"""Names of the ATen overloads that more than one module looks for, as `nodes.operator` returns them."""
+
+ADD_TARGET = "aten.add.Tensor"
+CONV2D_TARGET = "aten.conv2d.default"
+EMBEDDING_TARGET = "aten.embedding.default"
+LINEAR_TARGET = "aten.linear.default"
+RELU_TARGET = "aten.relu.default"
+SDPA_TARGET = "aten.scaled_dot_product_attention.default"
+SLICE_TARGET = "aten.slice.Tensor"
+ARITHMETIC_TARGETS = (ADD_TARGET, "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor")
+"""The four operators of two tensors; adding and subtracting may have a factor ``alpha``."""
