@@ -177,17 +177,27 @@ def forget_compiled_loops() -> None:
 
 
 def decompose_used_composites(program: ExportedProgram) -> ExportedProgram:
-    """Run ``program.run_decompositions({})`` with only the composite operators that the graph has. torch sets up each
-    of its 600 for that, and undoes it, which takes two thirds of the call. Without it (a torch whose steps are
-    others): the public call, with the same result."""
+    """Return ``program.run_decompositions({})``, which traces the program again, in less time.
+
+    A program whose operators all stay as they are is not traced again. For others, torch would set up each of its 600
+    composite operators, which takes two thirds of the call; here only those of the graph are. Without these names (a
+    torch whose steps are others): the public call, with the same result.
+    """
     try:
-        from torch._export.utils import _is_preservable_cia_op as is_composite
+        from torch._export.utils import _is_cia_op as is_composite
+        from torch._export.utils import _is_preservable_cia_op as is_preserved
         from torch.export.exported_program import _decompose_exported_program as decompose
         from torch.export.exported_program import _special_op_to_preserve_cia as preserve  # type: ignore[attr-defined]
 
         graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
-        used = {node.target for graph in graphs for node in graph.nodes if isinstance(node.target, OpOverload)}
-        composite: dict[Any, Any] = {operator: preserve for operator in used if is_composite(operator)}
+        used = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
+        operators = [target for target in used if isinstance(target, OpOverload)]
+        preserved = {operator for operator in operators if is_preserved(operator)}
+        split = any(is_composite(operator) and operator not in preserved for operator in operators)
+        if len(graphs) == 1 and not split and all(map(_is_left_alone, used - preserved)):
+            program.graph_module.graph.eliminate_dead_code()
+            return program
+        composite: dict[Any, Any] = dict.fromkeys(preserved, preserve)
         with unset_fake_temporarily():
             return decompose(
                 program,
@@ -198,3 +208,12 @@ def decompose_used_composites(program: ExportedProgram) -> ExportedProgram:
             )
     except (ImportError, TypeError):
         return program.run_decompositions({})
+
+
+def _is_left_alone(target: Any) -> bool:
+    """Return whether decomposition without a table keeps an operator that is no composite: a function of its operands
+    that returns something new or a view of them. Sizes are computed by Python's own functions."""
+    if not isinstance(target, OpOverload):
+        return getattr(target, "__module__", "") == "_operator"
+    unsafe = torch.Tag.maybe_aliasing_or_mutating in target.tags or "lift" in target.name()
+    return not (unsafe or target._schema.is_mutable) and bool(target._schema.returns)

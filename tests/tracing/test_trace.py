@@ -17,6 +17,7 @@ from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.torch_private import decompose_used_composites
 from intaglio.tracing import CAPTURE_PASSES, capture
+from intaglio.tracing.export_metadata import path_of
 from support import nets
 from support.lowering import captured_net
 from support.nets import Body
@@ -347,17 +348,43 @@ def test_a_model_that_draws_random_numbers_does_not_move_the_generator_of_the_ca
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(
-    ("model", "example"),
-    [
-        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten()), (2, 3, 6, 6)),
-        (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (2, 5, 8)),
-        (nn.GRU(8, 4, batch_first=True), (2, 3, 8)),
-    ],
-    ids=["convolution", "attention", "recurrent"],
-)
-def test_the_short_way_to_a_graph_without_writes_gives_torchs_own(model, example):
-    program = torch.export.export(model.eval(), (torch.randn(example),))
-    short, long = decompose_used_composites(program), program.run_decompositions({})
-    assert short.graph_module.code == long.graph_module.code
-    assert short.graph_signature == long.graph_signature
+class Shapes(nn.Module):
+    """Operators whose results are views or have sizes that are computed."""
+
+    def forward(self, x):
+        parts = torch.split(x.transpose(1, 2), 2, -1)
+        return torch.cat(parts, -1).mean(1) + x.new_zeros(x.shape[0], x.shape[1]), x.softmax(-1).unsqueeze(0)
+
+
+DECOMPOSED = {
+    "convolution": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)), (2, 3, 6, 6)),
+    "attention": (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (2, 5, 8)),
+    "write": (nn.Sequential(nn.Linear(8, 4), nn.Hardtanh(inplace=True)), (2, 8)),
+    "flatten": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), (2, 3, 6, 6)),
+}
+LEFT_ALONE = {
+    "convolutions": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1)), (2, 3, 6, 6)),
+    "layers": (nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Softmax(-1)), (2, 8)),
+    "views": (Shapes(), (2, 4, 6)),
+    "recurrent": (nn.GRU(8, 4, batch_first=True), (2, 3, 8)),
+}
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("name", [*DECOMPOSED, *LEFT_ALONE])
+def test_the_short_way_to_a_graph_without_writes_gives_torchs_own(name, free):
+    model, example = {**DECOMPOSED, **LEFT_ALONE}[name]
+    shapes = ({0: torch.export.Dim.AUTO},) if free else None
+    program = torch.export.export(model.eval(), (torch.randn(example),), dynamic_shapes=shapes)
+    long, short = program.run_decompositions({}), decompose_used_composites(program)
+    assert (short is program) == (name in LEFT_ALONE)
+    assert operators_of(short) == operators_of(long)
+    if not free:  # sizes that are computed take part in numbering names
+        assert short.graph_signature == long.graph_signature
+        assert short.graph_module.code == long.graph_module.code
+
+
+def operators_of(program):
+    """Return operator, shape, element type and module of every value that is no size."""
+    nodes = [node for node in program.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    return [(str(n.target), n.meta["val"].shape, n.meta["val"].dtype, path_of(n, program)) for n in nodes]
