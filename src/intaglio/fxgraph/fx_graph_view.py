@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from intaglio.fxgraph.node_info import tensor_type
-from intaglio.fxgraph.nodes import call_of, is_constant, operands, operator, record_of, tensor_nodes
+from intaglio.fxgraph.node_info import known_type
+from intaglio.fxgraph.nodes import call_of, is_constant, known_record, operands, operator, record_of, tensor_nodes
 from intaglio.ir import TensorType
 
 
@@ -37,13 +37,10 @@ class FxGraphView:
         return self._position[node]
 
     def type_of(self, node: fx.Node) -> TensorType:
-        kind = tensor_type(node)
-        assert kind is not None, f"{node.name} is no tensor"
-        return kind
+        return known_type(node)
 
     def attributes(self, node: fx.Node) -> Mapping[str, Any]:
-        record = record_of(node)
-        assert record is not None, f"{node.name} has no record"
+        record = known_record(node)
         return record.bind(call_of(node, record))
 
     def array(self, node: fx.Node) -> np.ndarray:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from intaglio.fxgraph.node_info import tensor_type
+from intaglio.fxgraph.node_info import known_type
 from intaglio.fxgraph.nodes import arguments, operator
 from intaglio.ir import Dim, DType, Shape, numel
 
@@ -41,7 +41,7 @@ class Ramp:
 
 def ramp_of(node: fx.Node, ramps: Mapping[fx.Node, Ramp]) -> Ramp | None:
     """The range a node makes, of those made before it."""
-    name, shape = operator(node), tensor_type(node).shape
+    name, shape = operator(node), known_type(node).shape
     if name in ARANGES:
         given = arguments(node)
         start, step = given.get("start", 0), given.get("step", 1)
@@ -56,8 +56,8 @@ def ramp_of(node: fx.Node, ramps: Mapping[fx.Node, Ramp]) -> Ramp | None:
         axis = node.args[1] % len(shape)
         return replace(source, axis=source.axis + (axis <= source.axis))
     if name in ("aten.expand.default", "aten.reshape.default"):
-        return _viewed(source, tensor_type(node.args[0]).shape, shape)
-    whole = name == "aten._to_copy.default" and tensor_type(node).dtype in (DType.I64, DType.I32)
+        return _viewed(source, known_type(node.args[0]).shape, shape)
+    whole = name == "aten._to_copy.default" and known_type(node).dtype in (DType.I64, DType.I32)
     return source if whole else None
 
 
@@ -88,7 +88,7 @@ def alike(
     true is 0.
     """
     name = operator(node)
-    if tensor_type(node).dtype is not DType.I64:
+    if known_type(node).dtype is not DType.I64:
         return None
     if name in (*RESHAPING_TARGETS, "aten.index.Tensor"):
         return numbers.get(node.args[0])
@@ -97,9 +97,10 @@ def alike(
     if name != "aten.diff.default":
         return None
     given = arguments(node)
-    ramp, rank = ramps.get(given["self"]), len(tensor_type(node).shape)
-    along = ramp is not None and given["dim"] % rank == ramp.axis and given["n"] == 1 and given["append"] is None
-    return 1 if along and _precedes(given["prepend"], given["self"], ramp) else None
+    ramp, rank = ramps.get(given["self"]), len(known_type(node).shape)
+    if ramp is None or given["dim"] % rank != ramp.axis or given["n"] != 1 or given["append"] is not None:
+        return None
+    return 1 if _precedes(given["prepend"], given["self"], ramp) else None
 
 
 def _precedes(node: fx.Node | None, value: fx.Node, ramp: Ramp) -> bool:
@@ -109,5 +110,5 @@ def _precedes(node: fx.Node | None, value: fx.Node, ramp: Ramp) -> bool:
     if operator(node) not in ADDITION_TARGETS or _added(node) != -1 or operator(node.args[0]) != "aten.slice.Tensor":
         return False
     given = arguments(node.args[0])
-    place = given["dim"] % len(tensor_type(value).shape), given["start"] or 0, given["end"], given["step"]
+    place = given["dim"] % len(known_type(value).shape), given["start"] or 0, given["end"], given["step"]
     return given["self"] is value and place == (ramp.axis, 0, 1, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx
@@ -72,6 +72,13 @@ def record_of(node: fx.Node) -> OpDef | None:
     return record
 
 
+def known_record(node: fx.Node) -> OpDef:
+    """Return the record of an operator that certainly has an integer form."""
+    record = record_of(node)
+    assert record is not None, f"{node} has no record"
+    return record
+
+
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Every argument given or defaulted, by its schema name."""
     schema = schema_of(node.target).arguments
@@ -91,9 +98,36 @@ def operands(node: fx.Node, record: OpDef | None = None) -> tuple[fx.Node | None
     return tuple(value if isinstance(value, fx.Node) and tensor_type(value) else None for value in values)
 
 
+def known_operands(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Return the operands of an operator that certainly leaves none out."""
+    found = operands(node)
+    given = tuple(value for value in found if value is not None)
+    assert len(given) == len(found), f"{node} leaves an operand out"
+    return given
+
+
+class LayerOperands(NamedTuple):
+    """What a layer with a constant weight reads, such as a convolution."""
+
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+
+
+def layer_operands(node: fx.Node) -> LayerOperands:
+    """Return what a layer reads, by the roles of its record."""
+    roles, values = known_record(node).roles, operands(node)
+    assert roles.weight is not None, f"{node} has no weight"
+    assert roles.bias is not None, f"{node} has no bias"
+    x, weight, bias = (values[place] for place in (roles.x[0], roles.weight, roles.bias))
+    assert x is not None, f"{node} has no input"
+    assert weight is not None, f"{node} leaves its weight out"
+    return LayerOperands(x, weight, bias)
+
+
 def activations(node: fx.Node) -> list[fx.Node | None]:
     """The operands that are activations."""
-    record, values = record_of(node), operands(node)
+    record, values = known_record(node), operands(node)
     return list(values) if record.variadic else [values[i] for i in record.roles.x]
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from intaglio.fxgraph.integer_ranges import RESHAPING_TARGETS, Ramp, alike, ramp_of
-from intaglio.fxgraph.node_info import tensor_type
+from intaglio.fxgraph.node_info import known_type, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_before, operator, replace_node, size_of
 from intaglio.fxgraph.overloads import SDPA_TARGET
 from intaglio.ir import Dim, DType, TensorType
@@ -50,7 +50,7 @@ def _always(
 ) -> bool | None:
     """The value a condition has everywhere."""
     name = operator(node)
-    if tensor_type(node).dtype is not DType.BOOL:
+    if known_type(node).dtype is not DType.BOOL:
         return None
     if name in ONES or name in ZERO_FILLS:
         return name in ONES
@@ -89,14 +89,14 @@ def _rewrite(node: fx.Node, ramps: dict[fx.Node, Ramp], always: dict[fx.Node, bo
     if name in AND or name in OR:
         idle = next((value for value in node.args[:2] if always.get(value) is (name in AND)), None)
         other = node.args[1] if idle is node.args[0] else node.args[0]
-        return idle is not None and tensor_type(other).dtype is DType.BOOL and _widened(node, other)
+        return idle is not None and known_type(other).dtype is DType.BOOL and _widened(node, other)
     if name in ("aten.where.self", "aten.where.ScalarOther", "aten.masked_fill.Scalar", "aten.masked_fill.Tensor"):
         fills = "fill" in name
         held = always.get(node.args[1] if fills else node.args[0])
         if held is None or (fills and held):
             return fills and held is None and _chosen(node)
         other = node.args[0] if fills else node.args[1 if held else 2]
-        same = isinstance(other, fx.Node) and tensor_type(other).dtype is tensor_type(node).dtype
+        same = isinstance(other, fx.Node) and known_type(other).dtype is known_type(node).dtype
         return same and _widened(node, other)
     if name == "aten.index.Tensor":
         return _whole_index(node, ramps)
@@ -106,10 +106,10 @@ def _rewrite(node: fx.Node, ramps: dict[fx.Node, Ramp], always: dict[fx.Node, bo
 def _chosen(node: fx.Node) -> bool:
     """Zeros or ones, filled where a condition holds -> one number or the other, by the condition."""
     base, condition, fill = node.args
-    kind, name = tensor_type(node), operator(base)
+    kind, name = known_type(node), operator(base)
     if name not in (*ZERO_FILLS, *ONES) or isinstance(fill, fx.Node) or kind.dtype is not DType.F32:
         return False
-    if tensor_type(condition).shape != kind.shape:
+    if known_type(condition).shape != kind.shape:
         return False
     replace_node(node, call_before(node, kind, aten.where.Scalar, condition, float(fill), float(name in ONES)))
     return True
@@ -117,7 +117,7 @@ def _chosen(node: fx.Node) -> bool:
 
 def _widened(node: fx.Node, value: fx.Node) -> bool:
     """Readers of the node read this value, expanded to its shape."""
-    wanted, shape = tensor_type(node).shape, tensor_type(value).shape
+    wanted, shape = known_type(node).shape, known_type(value).shape
     if wanted != shape:
         aligned = (1,) * (len(wanted) - len(shape)) + shape
         sizes = [
@@ -126,7 +126,7 @@ def _widened(node: fx.Node, value: fx.Node) -> bool:
         ]
         if None in sizes:
             return False
-        value = call_before(node, tensor_type(node), aten.expand.default, value, sizes)
+        value = call_before(node, known_type(node), aten.expand.default, value, sizes)
     replace_node(node, value)
     return True
 
@@ -134,11 +134,11 @@ def _widened(node: fx.Node, value: fx.Node) -> bool:
 def _whole_index(node: fx.Node, ramps: dict[fx.Node, Ramp]) -> bool:
     """``mask[i, j]``, the indices being the whole ranges of its axes in their order -> a reshape."""
     source, indices = node.args
-    found = [ramps.get(index) for index in indices]
-    shape, result = tensor_type(source).shape, tensor_type(node).shape
-    if None in found or [(ramp.start, ramp.length) for ramp in found] != [(0, size) for size in shape]:
+    found = [ramp for index in indices if (ramp := ramps.get(index)) is not None]
+    shape, result = known_type(source).shape, known_type(node).shape
+    if len(found) != len(indices) or [(ramp.start, ramp.length) for ramp in found] != [(0, size) for size in shape]:
         return False
-    ranks = [len(tensor_type(index).shape) for index in indices]
+    ranks = [len(known_type(index).shape) for index in indices]
     axes = [len(result) - rank + ramp.axis for ramp, rank in zip(found, ranks, strict=True)]
     spread: list[Dim] = [1] * len(result)
     for axis, size in zip(axes, shape, strict=True):
@@ -148,7 +148,7 @@ def _whole_index(node: fx.Node, ramps: dict[fx.Node, Ramp]) -> bool:
     sizes = [-1 if axis == axes[-1] else size_of(node, size) for axis, size in enumerate(result)]
     if None in sizes:
         return False
-    reshaped = call_before(node, TensorType(result, tensor_type(node).dtype), aten.reshape.default, source, sizes)
+    reshaped = call_before(node, TensorType(result, known_type(node).dtype), aten.reshape.default, source, sizes)
     replace_node(node, reshaped)
     if (ramp := ramp_of(reshaped, ramps)) is not None:
         ramps[reshaped] = ramp
@@ -178,4 +178,4 @@ def _is_causal(mask: fx.Node, ramps: dict[fx.Node, Ramp]) -> bool:
     a, b = ramps.get(key), ramps.get(query)
     if a is None or b is None or (a.start, a.length) != (b.start, b.length):
         return False
-    return a.axis == len(tensor_type(key).shape) - 1 and b.axis == len(tensor_type(query).shape) - 2
+    return a.axis == len(known_type(key).shape) - 1 and b.axis == len(known_type(query).shape) - 2

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import copy_info, tensor_type
+from intaglio.fxgraph.node_info import copy_info, known_type
 from intaglio.fxgraph.nodes import arguments, call_before, operator, replace_node, size_of
 from intaglio.fxgraph.overloads import LINEAR_TARGET, SLICE_TARGET
-from intaglio.ir import Dim, Shape, TensorType
+from intaglio.ir import Dim, Shape, TensorType, evaluate
 from intaglio.ir.dims import divide
 
 aten = torch.ops.aten
@@ -89,13 +89,13 @@ def _chain(end: fx.Node) -> tuple[fx.Node, AxisOrder] | None:
 
 def _follow(moves: Sequence[fx.Node]) -> AxisOrder | None:
     """Where the elements of the last move's result are in the first one's input; ``None`` where that is not known."""
-    shape = tensor_type(moves[0].args[0]).shape
+    shape = known_type(moves[0].args[0]).shape
     source = [[Atom(axis, size)] if size != 1 else [] for axis, size in enumerate(shape)]
     layout = AxisOrder(source, [list(axis) for axis in source])
     for node in moves:
         name, rank = operator(node), len(layout.axes)
         if name in RESHAPES:
-            fits = _reshape(layout, tensor_type(node).shape)
+            fits = _reshape(layout, known_type(node).shape)
         elif name == SLICE_TARGET:
             fits = _slice(layout, node)
         else:
@@ -181,8 +181,8 @@ def _steps(layout: AxisOrder, source: Shape, shape: Shape) -> list[tuple[Any, Sh
         if cut:
             inner = 1
             for atom in atoms[1:]:
-                inner *= int(atom.size)  # type: ignore[arg-type]
-            bounds = atoms[0].start * inner, (atoms[0].start + int(atoms[0].count)) * inner  # type: ignore[arg-type]
+                inner *= evaluate(atom.size, {})
+            bounds = atoms[0].start * inner, (atoms[0].start + evaluate(atoms[0].count, {})) * inner
             current[axis] = bounds[1] - bounds[0]
             steps.append((aten.slice.Tensor, tuple(current), (axis, *bounds)))
     there = [atom for atoms in layout.source for atom in atoms if atom.count != 1]
@@ -197,7 +197,7 @@ def _steps(layout: AxisOrder, source: Shape, shape: Shape) -> list[tuple[Any, Sh
 
 
 def _emit(before: fx.Node, value: fx.Node, steps: Sequence[tuple[Any, Shape, tuple[Any, ...]]]) -> fx.Node | None:
-    dtype = tensor_type(value).dtype
+    dtype = known_type(value).dtype
     for target, shape, given in steps:
         if target is aten.reshape.default:
             free = [axis for axis, size in enumerate(shape) if not isinstance(size, int)][-1:]
@@ -215,7 +215,7 @@ def _shorten(end: fx.Node) -> bool:
     if found is None or not found[1].roams or found[1].moved():
         return False
     source, layout = found
-    steps = _steps(layout, tensor_type(source).shape, tensor_type(end).shape)
+    steps = _steps(layout, known_type(source).shape, known_type(end).shape)
     value = None if steps is None else _emit(end, source, steps)
     if value is None:
         return False
@@ -225,7 +225,7 @@ def _shorten(end: fx.Node) -> bool:
 
 def _hoist(linear: fx.Node) -> bool:
     """A linear layer behind moves that carry the batch away -> those moves behind the layer."""
-    found, shape = _chain(linear.args[0]), tensor_type(linear).shape
+    found, shape = _chain(linear.args[0]), known_type(linear).shape
     if found is None or not found[1].moved() or not found[1].axes[-1]:
         return False
     source, layout = found
@@ -236,11 +236,11 @@ def _hoist(linear: fx.Node) -> bool:
     if base.moved():  # the layer's channels are what came first
         return False
     sizes = tuple(_product(atoms) for atoms in base.axes)
-    steps = _steps(base, tensor_type(source).shape, sizes)
+    steps = _steps(base, known_type(source).shape, sizes)
     x = None if steps is None else _emit(linear, source, steps)
     if x is None:
         return False
-    kind = TensorType((*sizes[:-1], shape[-1]), tensor_type(linear).dtype)
+    kind = TensorType((*sizes[:-1], shape[-1]), known_type(linear).dtype)
     y = call_before(linear, kind, linear.target, x, *linear.args[1:], **linear.kwargs)
     copy_info(y, linear, type=kind)
     behind = _steps(_behind(layout, ahead, shape[-1]), kind.shape, shape)

@@ -13,6 +13,7 @@ from intaglio.fxgraph.node_info import (
     graph_info,
     info,
     inherit_info,
+    known_type,
     origin,
     tensor_type,
     update_graph_info,
@@ -32,7 +33,7 @@ def fold_batch_norm_after(module: fx.GraphModule) -> int:
     for norm in _batch_norms(module):
         anchor = norm.args[0]
         if operator(anchor) in FOLDABLE and len(anchor.users) == 1 and _constants(norm, anchor):
-            if operator(anchor) == "aten.linear.default" and len(tensor_type(anchor).shape) != 2:
+            if operator(anchor) == "aten.linear.default" and len(known_type(anchor).shape) != 2:
                 continue  # batch norm normalises axis 1, a linear of another rank puts its channels elsewhere
             _fold_after(module, norm, anchor)
             folds += 1
@@ -60,7 +61,7 @@ def norm_as_affine(module: fx.GraphModule) -> int:
     hits = [norm for norm in _batch_norms(module) if _constants(norm)]
     for index, norm in enumerate(hits):
         (value,) = norm.users
-        shape = (1, -1) + (1,) * (len(tensor_type(value).shape) - 2)
+        shape = (1, -1) + (1,) * (len(known_type(value).shape) - 2)
         names = []
         for label, tensor in zip(("scale", "shift"), _affine(module, norm), strict=True):
             names.append(f"norm{index}_{label}")
@@ -111,7 +112,7 @@ def _absorbs(user: fx.Node, value: fx.Node) -> bool:
     if operator(user) not in FOLDABLE or user.args[0] is not value or not _constants(user):
         return False
     if operator(user) == "aten.linear.default":
-        return len(tensor_type(value).shape) == 2
+        return len(known_type(value).shape) == 2
     padding = arguments(user)["padding"]
     if BY_TARGET[operator(user)].roles.outputs:
         return False
@@ -119,12 +120,13 @@ def _absorbs(user: fx.Node, value: fx.Node) -> bool:
 
 
 def _same(user: fx.Node) -> list[bool]:
-    return [size != 1 for size in tensor_type(user.args[1]).shape[2:]]
+    return [size != 1 for size in known_type(user.args[1]).shape[2:]]
 
 
 def _affine(module: fx.GraphModule, norm: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
     """Batch norm as ``x * scale + shift`` per channel, float64."""
-    weight, bias, mean, variance = (_tensor(module, value) for value in norm.args[1:5])
+    weight, bias = (_tensor_or_none(module, value) for value in norm.args[1:3])
+    mean, variance = (_tensor(module, value) for value in norm.args[3:5])
     scale = torch.rsqrt(variance + norm.args[6])
     if weight is not None:
         scale = scale * weight
@@ -132,13 +134,18 @@ def _affine(module: fx.GraphModule, norm: fx.Node) -> tuple[torch.Tensor, torch.
     return scale, shift if bias is None else shift + bias
 
 
-def _tensor(module: fx.GraphModule, value: fx.Node | None) -> torch.Tensor | None:
-    return None if value is None else getattr(module, value.target).double()
+def _tensor(module: fx.GraphModule, value: fx.Node) -> torch.Tensor:
+    tensor: torch.Tensor = getattr(module, value.target)
+    return tensor.double()
+
+
+def _tensor_or_none(module: fx.GraphModule, value: fx.Node | None) -> torch.Tensor | None:
+    return None if value is None else _tensor(module, value)
 
 
 def _fold_after(module: fx.GraphModule, norm: fx.Node, anchor: fx.Node) -> None:
     scale, shift = _affine(module, norm)
-    weight, bias = _tensor(module, anchor.args[1]), _tensor(module, arguments(anchor)["bias"])
+    weight, bias = _tensor(module, anchor.args[1]), _tensor_or_none(module, arguments(anchor)["bias"])
     folded = weight * _along_outputs(anchor, scale, weight)
     moved = shift if bias is None else bias * scale + shift
     _replace(module, anchor, folded, moved, _label(norm, "after"))
@@ -164,7 +171,7 @@ def _fold_before(module: fx.GraphModule, norm: fx.Node, user: fx.Node) -> None:
 
 def _absorb(module: fx.GraphModule, user: fx.Node, scale: torch.Tensor, shift: torch.Tensor, label: str) -> None:
     """A convolution or linear layer of ``x * scale + shift`` per channel -> one of x, padding aside."""
-    weight, bias = _tensor(module, user.args[1]), _tensor(module, arguments(user)["bias"])
+    weight, bias = _tensor(module, user.args[1]), _tensor_or_none(module, arguments(user)["bias"])
     groups = arguments(user).get("groups", 1)
     outputs, inputs = weight.shape[0] // groups, weight.shape[1]
     per_output = [t.reshape(groups, inputs).repeat_interleave(outputs, 0) for t in (scale, shift)]

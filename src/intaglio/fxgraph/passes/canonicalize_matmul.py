@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import constant_path, info, inherit_info, tensor_type
+from intaglio.fxgraph.node_info import constant_path, info, inherit_info, known_type, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_before, constant_node, is_constant, operator, replace_node, resolve
 from intaglio.ir import DType, TensorType, evaluate, symbols_of
 
@@ -18,9 +18,12 @@ SAMPLE_SIZE = 7
 
 def products_as_linear(module: fx.GraphModule) -> int:
     """addmm and mm of a constant matrix -> linear, whose weight is that matrix transposed."""
-    hits = [node for node in module.graph.nodes if _matrices(node) is not None]
-    for node in hits:
-        x, matrix, bias = _matrices(node)
+    count = 0
+    for node in list(module.graph.nodes):
+        found = _matrices(node)  # not before its turn: the operand may be one of these, and another node by now
+        if found is None:
+            continue
+        (x, matrix, bias), count = found, count + 1
         name = f"{matrix.target}_transposed"
         if not hasattr(module, name):
             module.register_buffer(name, getattr(module, str(matrix.target)).t().contiguous())
@@ -30,14 +33,14 @@ def products_as_linear(module: fx.GraphModule) -> int:
         inherit_info(linear, node, type=tensor_type(node))
         node.replace_all_uses_with(linear)
         module.graph.erase_node(node)
-    return len(hits)
+    return count
 
 
 def products_as_matmul(module: fx.GraphModule) -> int:
     """bmm, mm and baddbmm of what is computed -> matmul, times ``alpha``, plus what baddbmm adds."""
     hits = [node for node in module.graph.nodes if _computed(node)]
     for node in hits:
-        given, kind = arguments(node), tensor_type(node)
+        given, kind = arguments(node), known_type(node)
         *added, a, b = node.args[:3]
         made = call_before(node, kind, aten.matmul.default, a, b)
         if added:
@@ -53,7 +56,7 @@ def _computed(node: fx.Node) -> bool:
     if name not in ("aten.bmm.default", "aten.mm.default", "aten.baddbmm.default"):
         return False
     added = name == "aten.baddbmm.default"
-    plain = tensor_type(node).dtype is DType.F32 and (not added or arguments(node)["beta"] == 1)
+    plain = known_type(node).dtype is DType.F32 and (not added or arguments(node)["beta"] == 1)
     return plain and not any(is_constant(factor) for factor in node.args[added : added + 2])
 
 
@@ -62,13 +65,13 @@ def _matrices(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
     if operator(node) not in ("aten.addmm.default", "aten.mm.default"):
         return None
     *bias, x, matrix = node.args[:3]
-    if not is_constant(matrix) or is_constant(x) or tensor_type(x).dtype is not DType.F32:
+    if not is_constant(matrix) or is_constant(x) or known_type(x).dtype is not DType.F32:
         return None
     if bias:
-        given, columns = arguments(node), tensor_type(matrix).shape[-1:]
+        given, columns = arguments(node), known_type(matrix).shape[-1:]
         if given["alpha"] != 1 or given["beta"] != 1 or not is_constant(bias[0]):
             return None
-        if tensor_type(bias[0]).shape != columns:
+        if known_type(bias[0]).shape != columns:
             return None
     return x, matrix, bias[0] if bias else None
 
@@ -95,7 +98,7 @@ def parts_as_layers(module: fx.GraphModule) -> int:
                 constants.append(constant_node(module, name, path))
             with module.graph.inserting_before(node):
                 layer = module.graph.call_function(aten.linear.default, (node.args[0], *constants))
-            inherit_info(layer, node, type=TensorType(tensor_type(leaf).shape, DType.F32))
+            inherit_info(layer, node, type=TensorType(known_type(leaf).shape, DType.F32))
             leaf.replace_all_uses_with(layer)
         count += 1
     module.graph.eliminate_dead_code()
@@ -143,11 +146,11 @@ class _Sizes:
     """Moves on tensors of numbers, free dimensions at one size each."""
 
     def __init__(self, layer: fx.Node) -> None:
-        names = set().union(*[symbols_of(dim) for dim in tensor_type(layer).shape])
+        names = set().union(*[symbols_of(dim) for dim in known_type(layer).shape])
         self.known = {name: SAMPLE_SIZE + index for index, name in enumerate(sorted(names))}
 
     def of(self, node: fx.Node) -> tuple[int, ...]:
-        return tuple(evaluate(dim, self.known) for dim in tensor_type(node).shape)
+        return tuple(evaluate(dim, self.known) for dim in known_type(node).shape)
 
     def run(self, move: fx.Node, source: fx.Node, value: torch.Tensor) -> torch.Tensor:
         def given(leaf: fx.Node) -> object:

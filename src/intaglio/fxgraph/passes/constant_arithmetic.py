@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import inherit_info, origin, tensor_type
+from intaglio.fxgraph.node_info import inherit_info, known_type, origin, tensor_type
 from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operator
 from intaglio.fxgraph.overloads import ARITHMETIC_TARGETS
 from intaglio.fxgraph.unique_names import add_constant
@@ -33,20 +33,27 @@ def constants_as_affine(module: fx.GraphModule) -> int:
 
 def _with_channels(module: fx.GraphModule, node: fx.Node) -> bool:
     """One operand is a constant that differs along the channels of the other; none divides by zero."""
-    x, c = _value_and_constant(node)
-    if x is None or tensor_type(x) != tensor_type(node) or tensor_type(x).dtype is not tensor_type(c).dtype:
+    if not _takes_constant(node):
         return False
-    shape, tensor = tensor_type(x).shape, getattr(module, c.target)
+    x, c = _value_and_constant(node)
+    if tensor_type(x) != tensor_type(node) or known_type(x).dtype is not known_type(c).dtype:
+        return False
+    shape, tensor = known_type(x).shape, getattr(module, c.target)
     if len(shape) < 2 or tensor.numel() == 1 or channel_axis(tuple(tensor.shape), shape) is None:
         return False
     divides = operator(node) == "aten.div.Tensor"
     return bool(tensor.isfinite().all()) and not (divides and (node.args[0] is c or (tensor == 0).any()))
 
 
-def _value_and_constant(node: fx.Node) -> tuple[fx.Node, fx.Node] | tuple[None, None]:
+def _takes_constant(node: fx.Node) -> bool:
+    """Return whether the operands are two tensors, of which one is a constant."""
     a, b = node.args[:2]
-    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or is_constant(a) == is_constant(b):
-        return None, None
+    return isinstance(a, fx.Node) and isinstance(b, fx.Node) and is_constant(a) != is_constant(b)
+
+
+def _value_and_constant(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Return the two operands of an operator that takes a constant: the one that is computed, then the constant."""
+    a, b = node.args[:2]
     return (b, a) if is_constant(a) else (a, b)
 
 
@@ -54,7 +61,7 @@ def _as_affine(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, torch.Te
     """Return the operand that is scaled, and the scale and shift, both of the rank of the result."""
     x, c = _value_and_constant(node)
     constant = getattr(module, c.target).double()
-    constant = constant.reshape(*[1] * (len(tensor_type(x).shape) - constant.dim()), *constant.shape)
+    constant = constant.reshape(*[1] * (len(known_type(x).shape) - constant.dim()), *constant.shape)
     one, zero, name = torch.ones_like(constant), torch.zeros_like(constant), operator(node)
     if name in ("aten.mul.Tensor", "aten.div.Tensor"):
         return x, constant if "mul" in name else 1 / constant, zero
@@ -75,7 +82,9 @@ def constants_as_numbers(module: fx.GraphModule) -> int:
 
 
 def _with_number(module: fx.GraphModule, node: fx.Node) -> bool:
+    if not _takes_constant(node):
+        return False
     x, c = _value_and_constant(node)
-    if x is None or tensor_type(x) != tensor_type(node) or getattr(module, c.target).numel() != 1:
+    if tensor_type(x) != tensor_type(node) or getattr(module, c.target).numel() != 1:
         return False
     return node.args[0] is x or (operator(node) != "aten.div.Tensor" and arguments(node).get("alpha", 1) == 1)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import adopt_origin, constant_path, inherit_info, tensor_type
+from intaglio.fxgraph.node_info import adopt_origin, constant_path, inherit_info, known_type, tensor_type
 from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operator, size_of
 from intaglio.ir import Shape, TensorType
 from intaglio.ops.movement.shape import END
@@ -21,7 +21,7 @@ def _call(old: fx.Node, shape: Shape, target: Any, *args: Any) -> fx.Node:
     """A node of this shape in front of the one it helps to replace."""
     with old.graph.inserting_before(old):
         node = old.graph.call_function(target, args)
-    inherit_info(node, old, type=TensorType(shape, tensor_type(old).dtype))
+    inherit_info(node, old, type=TensorType(shape, known_type(old).dtype))
     return node
 
 
@@ -35,7 +35,7 @@ def group_norms_as_layer_norms(module: fx.GraphModule) -> int:
     norms = (node for node in module.graph.nodes if operator(node) == "aten.group_norm.default")
     hits = [node for node in norms if _groups_are_rows(node)]
     for node in hits:
-        given, shape = arguments(node), tensor_type(node).shape
+        given, shape = arguments(node), known_type(node).shape
         length = math.prod(int(dim) for dim in shape[1:] if isinstance(dim, int)) // given["num_groups"]
         rows = (shape[0], given["num_groups"], length)
         sizes = size_of(node, shape[0])
@@ -57,8 +57,9 @@ def _groups_are_rows(node: fx.Node) -> bool:
     """Whether a group has a known number of values, the batch a size that can be named, and constants go with it."""
     given, kind = arguments(node), tensor_type(node)
     constants = [given[name] for name in ("weight", "bias") if given[name] is not None]
-    fixed = kind is not None and all(isinstance(dim, int) for dim in kind.shape[1:])
-    return fixed and all(map(is_constant, constants)) and size_of(node, kind.shape[0]) is not None
+    if kind is None or not all(isinstance(dim, int) for dim in kind.shape[1:]):
+        return False
+    return all(map(is_constant, constants)) and size_of(node, kind.shape[0]) is not None
 
 
 def splits_as_slices(module: fx.GraphModule) -> int:
@@ -66,7 +67,7 @@ def splits_as_slices(module: fx.GraphModule) -> int:
     hits = [n for n in module.graph.nodes if n.target is python_operator.getitem and _split_sizes(n.args[0])]
     for node in hits:
         source, index = node.args
-        axis, sizes = arguments(source)["dim"] % len(tensor_type(source.args[0]).shape), _split_sizes(source)
+        axis, sizes = arguments(source)["dim"] % len(known_type(source.args[0]).shape), _split_sizes(source)
         start = sum(sizes[:index])
         with module.graph.inserting_before(node):
             call = (source.args[0], axis, start, start + sizes[index])
@@ -82,10 +83,13 @@ def _split_sizes(node: fx.Node) -> list[int]:
     if operator(node) not in ("aten.split.Tensor", "aten.split_with_sizes.default"):
         return []
     given = arguments(node)
-    total, step = tensor_type(node.args[0]).shape[given["dim"]], given.get("split_size", given.get("split_sizes"))
+    total = known_type(node.args[0]).shape[given["dim"]]
     if not isinstance(total, int):
         return []
-    return list(step) if isinstance(step, (list, tuple)) else [min(step, total - at) for at in range(0, total, step)]
+    if operator(node) == "aten.split_with_sizes.default":
+        return list(given["split_sizes"])
+    step = given["split_size"]
+    return [min(step, total - at) for at in range(0, total, step)]
 
 
 def selects_as_slices(module: fx.GraphModule) -> int:
@@ -97,10 +101,10 @@ def selects_as_slices(module: fx.GraphModule) -> int:
             continue
         (source, axis, index), count = found, count + 1
         adopt_origin(node, node.args[0] if node.target is python_operator.getitem else node)
-        shape = tensor_type(source).shape
+        shape = known_type(source).shape
         one, stop = (*shape[:axis], 1, *shape[axis + 1 :]), index + 1 or END
         part = _call(node, one, aten.slice.Tensor, source, axis, index, stop)
-        _replace(node, _call(node, tensor_type(node).shape, aten.squeeze.dim, part, axis))
+        _replace(node, _call(node, known_type(node).shape, aten.squeeze.dim, part, axis))
     return count
 
 
@@ -111,8 +115,8 @@ def _selected(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     if operator(maker) != ("aten.unbind.int" if taken else "aten.select.int"):
         return None
     source, given = maker.args[0], arguments(maker)
-    axis = given["dim"] % len(tensor_type(source).shape)
-    index, size = node.args[1] if taken else given["index"], tensor_type(source).shape[axis]
+    axis = given["dim"] % len(known_type(source).shape)
+    index, size = node.args[1] if taken else given["index"], known_type(source).shape[axis]
     if not isinstance(index, int):
         return None
     return source, axis, index % size if isinstance(size, int) else index
@@ -122,7 +126,7 @@ def stacks_as_concatenations(module: fx.GraphModule) -> int:
     """stack -> a new axis for each, and a concatenation along it."""
     hits = [node for node in module.graph.nodes if operator(node) == "aten.stack.default"]
     for node in hits:
-        parts, shape = node.args[0], tensor_type(node).shape
+        parts, shape = node.args[0], known_type(node).shape
         axis = arguments(node)["dim"] % len(shape)
         one = (*shape[:axis], 1, *shape[axis + 1 :])
         wide = [_call(node, one, aten.unsqueeze.default, part, axis) for part in parts]
@@ -134,8 +138,8 @@ def repeats_as_concatenations(module: fx.GraphModule) -> int:
     """repeat along one axis -> a concatenation of one value; of an axis of one element -> an expansion."""
     hits = [(node, found) for node in module.graph.nodes if (found := _repeated(node)) is not None]
     for node, (axis, count) in hits:
-        source, shape = node.args[0], tensor_type(node).shape
-        if tensor_type(source).shape[axis] == 1:
+        source, shape = node.args[0], known_type(node).shape
+        if known_type(source).shape[axis] == 1:
             sizes = [count if i == axis else -1 for i in range(len(shape))]
             _replace(node, _call(node, shape, aten.expand.default, source, sizes))
         else:
@@ -147,7 +151,7 @@ def _repeated(node: fx.Node) -> tuple[int, int] | None:
     """The only axis that repeats, and how often."""
     if operator(node) != "aten.repeat.default":
         return None
-    source, counts = tensor_type(node.args[0]).shape, node.args[1]
+    source, counts = known_type(node.args[0]).shape, node.args[1]
     axes = [axis for axis, count in enumerate(counts) if count != 1]
     if len(counts) != len(source) or len(axes) != 1 or not isinstance(counts[axes[0]], int):
         return None
@@ -156,10 +160,10 @@ def _repeated(node: fx.Node) -> tuple[int, int] | None:
 
 def rolls_as_concatenations(module: fx.GraphModule) -> int:
     """roll along axes of known sizes -> for each, its end in front of its beginning."""
-    hits = [node for node in module.graph.nodes if operator(node) == "aten.roll.default" and _rolls(node) is not None]
-    for node in hits:
-        value, shape = node.args[0], tensor_type(node).shape
-        for axis, cut in _rolls(node):
+    hits = [(node, found) for node in module.graph.nodes if (found := _rolls(node)) is not None]
+    for node, moves in hits:
+        value, shape = node.args[0], known_type(node).shape
+        for axis, cut in moves:
             parts = []
             for start, stop in ((cut, shape[axis]), (0, cut)):
                 part = (*shape[:axis], stop - start, *shape[axis + 1 :])
@@ -171,7 +175,9 @@ def rolls_as_concatenations(module: fx.GraphModule) -> int:
 
 def _rolls(node: fx.Node) -> list[tuple[int, int]] | None:
     """Axes that move and the index that comes first there; ``None`` where sizes are free or the tensor is flattened."""
-    given, shape = arguments(node), tensor_type(node).shape
+    if operator(node) != "aten.roll.default":
+        return None
+    given, shape = arguments(node), known_type(node).shape
     shifts, axes = given["shifts"], [axis % len(shape) for axis in given["dims"]]
     if not axes or not all(isinstance(n, int) and n for n in (*shifts, *(shape[axis] for axis in axes))):
         return None
@@ -189,8 +195,8 @@ def shuffles(module: fx.GraphModule) -> int:
         first = swap.args[0]
         if operator(first) != "aten.reshape.default" or len(first.users) != 1 or sorted(swap.args[1:]) != [1, 2]:
             continue
-        source, split = first.args[0], tensor_type(first).shape
-        if len(split) == 5 and tensor_type(source) == tensor_type(last) and split[3:] == tensor_type(source).shape[2:]:
+        source, split = first.args[0], known_type(first).shape
+        if len(split) == 5 and tensor_type(source) == tensor_type(last) and split[3:] == known_type(source).shape[2:]:
             with module.graph.inserting_before(last):
                 node = module.graph.call_function(torch.ops.aten.channel_shuffle.default, (source, split[1]))
             node.meta = dict(last.meta)
@@ -203,7 +209,7 @@ def mean_as_pool(module: fx.GraphModule) -> int:
     """mean over rows and columns -> adaptive average pool to 1 x 1, and a view where the axes are dropped."""
     hits = [node for node in module.graph.nodes if operator(node) == "aten.mean.dim" and _over_image(node)]
     for node in hits:
-        given, source = arguments(node), tensor_type(node.args[0])
+        given, source = arguments(node), known_type(node.args[0])
         kept = TensorType((*source.shape[:2], 1, 1), source.dtype)
         with module.graph.inserting_before(node):
             pool = module.graph.call_function(torch.ops.aten.adaptive_avg_pool2d.default, (node.args[0], [1, 1]))

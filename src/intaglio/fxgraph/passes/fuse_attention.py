@@ -11,7 +11,7 @@ from torch import fx
 
 from intaglio.fusion.table import ATTENTION_FUSION, MATMUL_TARGETS
 from intaglio.fxgraph.fx_graph_view import FxGraphView
-from intaglio.fxgraph.node_info import tensor_type
+from intaglio.fxgraph.node_info import known_type, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operator, replace_node
 from intaglio.ir import DType, TensorType
 
@@ -55,14 +55,14 @@ def join_attention(module: fx.GraphModule) -> int:
     for node in list(module.graph.nodes):
         match = next(ATTENTION_FUSION.find(node, view), None)
         found = None if match is None else _scores(module, match["probabilities"])
-        if found is not None and found.product is not None and _joined(module, node, found):
+        if found is not None and found.product is not None and _joined(module, node, found, found.product):
             hits += 1
     return hits
 
 
 def _scores(module: fx.GraphModule, softmax: fx.Node) -> Scores | None:
     """From the softmax inwards: factors, one mask, the product."""
-    rank, dim = len(tensor_type(softmax).shape), softmax.args[1]
+    rank, dim = len(known_type(softmax).shape), softmax.args[1]
     if dim % rank != rank - 1 or tensor_type(softmax) != tensor_type(softmax.args[0]):
         return None
     found, value = Scores(), softmax.args[0]
@@ -139,7 +139,7 @@ def _as_condition(module: fx.GraphModule, mask: fx.Node) -> fx.Node | None:
     """The condition of ``where(condition, 0, far)``, which is added."""
     if operator(mask) not in WHERES or _number(module, mask.args[1]) != 0 or not _far(module, mask.args[2]):
         return None
-    return mask.args[0] if tensor_type(mask.args[0]).shape == tensor_type(mask).shape else None
+    return mask.args[0] if known_type(mask.args[0]).shape == known_type(mask).shape else None
 
 
 def _factor(module: fx.GraphModule, node: Any) -> tuple[fx.Node, float] | None:
@@ -159,7 +159,7 @@ def _factor(module: fx.GraphModule, node: Any) -> tuple[fx.Node, float] | None:
 def _number(module: fx.GraphModule, value: Any) -> float | None:
     """A number, or a constant of one element."""
     if isinstance(value, fx.Node):
-        if operator(value) in MADE and not tensor_type(value).shape:
+        if operator(value) in MADE and not known_type(value).shape:
             return float(MADE[operator(value)](arguments(value)))
         if not is_constant(value) or getattr(module, value.target).numel() != 1:
             return None
@@ -172,25 +172,27 @@ def _far(module: fx.GraphModule, value: Any) -> bool:
     return number is not None and number <= MASKED_SCORE
 
 
-def _joined(module: fx.GraphModule, node: fx.Node, found: Scores) -> bool:
-    """The operator in the place of the second product, where the shapes are those of attention."""
-    q, k_t = found.product.args[-2:] if operator(found.product) in MATMUL_TARGETS else found.product.args[1:3]
-    v, kinds = node.args[1], [tensor_type(value) for value in (q, k_t, node.args[1])]
-    if any(kind is None or kind.dtype is not DType.F32 or len(kind.shape) < 3 for kind in kinds):
-        return False
-    if len({kind.shape[:-2] for kind in kinds}) != 1:
+def _joined(module: fx.GraphModule, node: fx.Node, found: Scores, product: fx.Node) -> bool:
+    """Put the operator in the place of the second product; return whether the shapes are those of attention."""
+    q, k_t = product.args[-2:] if operator(product) in MATMUL_TARGETS else product.args[1:3]
+    v, leading = node.args[1], set()
+    for kind in map(tensor_type, (q, k_t, v)):
+        if kind is None or kind.dtype is not DType.F32 or len(kind.shape) < 3:
+            return False
+        leading.add(kind.shape[:-2])
+    if len(leading) != 1:
         return False
     q, scale = _unscaled(module, q, found.scale)
     k_t, scale = _unscaled(module, k_t, scale)
     k, scale = _unscaled(module, _transposed(node, k_t), scale)
     mask = found.mask
-    if mask is not None and tensor_type(mask).dtype is DType.BOOL and not found.keeps:
-        inverted = operator(mask) == "aten.logical_not.default" and tensor_type(mask.args[0]).dtype is DType.BOOL
-        mask = mask.args[0] if inverted else call_before(node, tensor_type(mask), aten.logical_not.default, mask)
+    if mask is not None and known_type(mask).dtype is DType.BOOL and not found.keeps:
+        inverted = operator(mask) == "aten.logical_not.default" and known_type(mask.args[0]).dtype is DType.BOOL
+        mask = mask.args[0] if inverted else call_before(node, known_type(mask), aten.logical_not.default, mask)
     replace_node(
         node,
         call_before(
-            node, tensor_type(node), aten.scaled_dot_product_attention.default, q, k, v, mask, 0.0, False, scale=scale
+            node, known_type(node), aten.scaled_dot_product_attention.default, q, k, v, mask, 0.0, False, scale=scale
         ),
     )
     return True
@@ -207,7 +209,7 @@ def _unscaled(module: fx.GraphModule, value: fx.Node, scale: float) -> tuple[fx.
 
 def _transposed(before: fx.Node, value: fx.Node) -> fx.Node:
     """The last two axes swapped; one permutation in all with the one the value may come from."""
-    name, kind = operator(value), tensor_type(value)
+    name, kind = operator(value), known_type(value)
     axes, source = len(kind.shape), value
     order = list(range(axes))
     if name in ("aten.transpose.int", "aten.permute.default"):
@@ -220,5 +222,5 @@ def _transposed(before: fx.Node, value: fx.Node) -> fx.Node:
     order[-2:] = order[:-3:-1]
     if order == sorted(order):
         return source
-    shape = tuple(tensor_type(source).shape[axis] for axis in order)
+    shape = tuple(known_type(source).shape[axis] for axis in order)
     return call_before(before, TensorType(shape, kind.dtype), aten.permute.default, source, order)

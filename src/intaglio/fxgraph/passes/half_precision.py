@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import info, origin, set_info, tensor_type, update_info
+from intaglio.fxgraph.node_info import known_type, origin, set_info, tensor_type, update_info
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType
 from intaglio.ops import BY_TARGET
@@ -70,12 +70,12 @@ def _widen(node: fx.Node, module: fx.GraphModule) -> bool:
         node.args, node.kwargs = told
     if _half(node) is None:
         return False
-    update_info(node, type=dataclasses.replace(info(node).type, dtype=DType.F32))
+    update_info(node, type=dataclasses.replace(known_type(node), dtype=DType.F32))
     return True
 
 
 def _cast_before(place: fx.Node, node: fx.Node, wanted: torch.dtype, dtype: DType) -> fx.Node:
     with node.graph.inserting_before(place):
         cast = node.graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": wanted})
-    set_info(cast, type=dataclasses.replace(info(node).type, dtype=dtype), origin=origin(node))
+    set_info(cast, type=dataclasses.replace(known_type(node), dtype=dtype), origin=origin(node))
     return cast

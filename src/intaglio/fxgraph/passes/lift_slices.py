@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import set_info, tensor_type
+from intaglio.fxgraph.node_info import known_type, set_info, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operator, replace_node, resolve
 from intaglio.fxgraph.overloads import ARITHMETIC_TARGETS, EMBEDDING_TARGET, SLICE_TARGET
 from intaglio.fxgraph.passes.constant_folding import fold_constants
@@ -53,7 +53,7 @@ class ConstantSlice:
 def _part(module: fx.GraphModule, node: Any) -> ConstantSlice | None:
     if not isinstance(node, fx.Node) or operator(node) != SLICE_TARGET or not is_constant(node.args[0]):
         return None
-    given, kind = arguments(node), tensor_type(node)
+    given, kind = arguments(node), known_type(node)
     axis = given["dim"] % len(kind.shape)
     if isinstance(kind.shape[axis], int):
         return None
@@ -72,7 +72,7 @@ def _put(
     name = add_constant(module, f"part_{node.name}", tensor)
     with module.graph.inserting_before(next(iter(module.graph.nodes))):
         constant = module.graph.get_attr(name)
-    kind = tensor_type(node)
+    kind = known_type(node)
     set_info(constant, type=TensorType(tuple(tensor.shape), kind.dtype), path=name)
     bounds = (constant, part.axis, *part.bounds)
     replace_node(node, call_before(node, TensorType(shape, kind.dtype), aten.slice.Tensor, *bounds))
@@ -85,9 +85,9 @@ def _expand_last(module: fx.GraphModule) -> int:
     for node in hits:
         table, wide = node.args[:2]
         ids, sizes = wide.args[:2]
-        kind, width = tensor_type(node), tensor_type(table).shape[1]
+        kind, width = known_type(node), known_type(table).shape[1]
         rows = call_before(
-            node, TensorType((*tensor_type(ids).shape, width), kind.dtype), aten.embedding.default, table, ids
+            node, TensorType((*known_type(ids).shape, width), kind.dtype), aten.embedding.default, table, ids
         )
         replace_node(node, call_before(node, kind, aten.expand.default, rows, [*sizes, -1]))
     return len(hits)
@@ -101,7 +101,8 @@ def _drop_expand(module: fx.GraphModule) -> int:
             continue
         for index in (0, 1):
             value, other = node.args[index], node.args[1 - index]
-            whole = tensor_type(other) is not None and tensor_type(other).shape == tensor_type(node).shape
+            kind = tensor_type(other)
+            whole = kind is not None and kind.shape == known_type(node).shape
             if whole and operator(value) == EXPAND_TARGET and _steady(module, value.args[0]):
                 node.update_arg(index, value.args[0])
                 hits += 1
@@ -121,7 +122,7 @@ def _slice_last(module: fx.GraphModule) -> int:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
         with torch.no_grad():
             tensor = node.target(*args, **kwargs)
-        _put(module, node, tensor.contiguous(), part, tensor_type(node).shape)
+        _put(module, node, tensor.contiguous(), part, known_type(node).shape)
         hits += 1
     return hits
 
@@ -156,7 +157,7 @@ def _commuting(module: fx.GraphModule, node: fx.Node) -> ConstantSlice | None:
 def _apart(part: ConstantSlice, others: list[fx.Node]) -> bool:
     """Constants that are the same all along the sliced axis."""
     back = part.tensor.dim() - part.axis
-    shapes = [tensor_type(value).shape for value in others]
+    shapes = [known_type(value).shape for value in others]
     return all(len(shape) < back or shape[-back] == 1 for shape in shapes)
 
 
@@ -164,23 +165,26 @@ def _sum_first(module: fx.GraphModule) -> int:
     """``(x + part) + part`` -> ``x + part``."""
     hits = 0
     for node in list(module.graph.nodes):
-        inner, second = _sum(module, node)
-        value, first = _sum(module, inner) if inner is not None else (None, None)
-        if value is None or len(inner.users) != 1 or tensor_type(inner) != tensor_type(node):
+        outer_sum = _sum(module, node)
+        inner_sum = None if outer_sum is None else _sum(module, outer_sum[0])
+        if outer_sum is None or inner_sum is None:
+            continue
+        (inner, second), (value, first) = outer_sum, inner_sum
+        if len(inner.users) != 1 or tensor_type(inner) != tensor_type(node):
             continue
         a, b = _part(module, first), _part(module, second)
         if tensor_type(first) == tensor_type(second) and (a and a.like) == (b and b.like):
-            both = call_before(node, tensor_type(second), aten.add.Tensor, first, second)
-            replace_node(node, call_before(node, tensor_type(node), aten.add.Tensor, value, both))
+            both = call_before(node, known_type(second), aten.add.Tensor, first, second)
+            replace_node(node, call_before(node, known_type(node), aten.add.Tensor, value, both))
             hits += 1
     return hits
 
 
-def _sum(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """A sum's other operand and its slice of a constant."""
+def _sum(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return the other operand of a sum and its slice of a constant; ``None`` for what is no such sum."""
     if operator(node) != "aten.add.Tensor" or arguments(node)["alpha"] != 1:
-        return None, None
+        return None
     for value, other in (node.args[:2], node.args[1::-1]):
         if isinstance(value, fx.Node) and not _steady(module, value) and _steady(module, other):
             return value, other
-    return None, None
+    return None
