@@ -6,8 +6,8 @@ import numpy as np
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.node_info import origin, tensor_type
-from intaglio.fxgraph.nodes import arguments, call_of, operands, record_of
+from intaglio.fxgraph.node_info import known_type, origin
+from intaglio.fxgraph.nodes import arguments, call_of, known_operands, known_record, layer_operands
 from intaglio.ir import DType, Origin, QParams, TensorType
 from intaglio.lower.graph_builder import GraphBuilder, flat_f32
 from intaglio.ops.products.conv import output_axis
@@ -19,24 +19,25 @@ from intaglio.quant.qdq.qparams import each_output, per_output
 def lower_anchor(builder: GraphBuilder, region: IntegerRegion, stem: str) -> str:
     """A convolution or linear layer into an int32 accumulator; its weight with all outputs first."""
     node, record = region.anchor, region.record
-    values = operands(node)
-    x, (weight, scales) = builder.values[values[0]], weight_of(builder, region)
+    given = layer_operands(node)
+    x, (weight, scales) = builder.values[given.x], weight_of(builder, region)
     unit = tuple(map(float, numerics.accumulator_scale(builder.types[x].levels.step, scales)))
-    axis = None if len(unit) == 1 else output_axis(record.name, len(tensor_type(node).shape))
+    axis = None if len(unit) == 1 else output_axis(record.name, len(known_type(node).shape))
     acc_q = QParams(unit, (0,) * len(unit), -(2**31), 2**31 - 1, axis)
-    bias = constant_of(values[record.roles.bias], DType.I32)
+    bias = constant_of(given.bias, DType.I32)
     outputs = builder.constants[weight].shape[0]
     steps = np.zeros(outputs, np.int32) if bias is None else getattr(builder.module, bias.target).numpy()
     operand_names = [x, weight, builder.add_constant(f"{stem}_bias", steps, DType.I32)]
     attrs = record.bind(call_of(node, record))
-    result = TensorType(tensor_type(node).shape, DType.I32, acc_q)
+    result = TensorType(known_type(node).shape, DType.I32, acc_q)
     return builder.add_op(record.name, operand_names, f"{stem}_acc", result, origin(node), **attrs)
 
 
 def weight_of(builder: GraphBuilder, region: Chain) -> tuple[str, tuple[float, ...]]:
     """The constant weight of an anchor, with all outputs first, and its scales: one, or one per output."""
-    node = operands(region.anchor)[region.record.roles.weight]
+    node = layer_operands(region.anchor).weight
     weight = constant_of(node, DType.S8)
+    assert weight is not None, f"the weight of {region.anchor} is not in integers"
     levels, scales = per_output(region, getattr(builder.module, weight.target).numpy()), builder.scales_of(node)
     scales = scales if len(scales) == 1 else tuple(map(float, each_output(scales, len(levels))))
     q = QParams(scales, (0,) * len(scales), -128, 127, 0 if len(scales) > 1 else None)
@@ -49,8 +50,8 @@ def lower_bmm(builder: GraphBuilder, region: IntegerRegion, stem: str) -> str:
     unit = float(numerics.accumulator_scale(*[builder.types[name].levels.step for name in names]))
     for node in region.nodes[1:]:
         number = float(arguments(node)["other"])
-        unit = unit * number if record_of(node).name == "mul_number" else unit / number
-    kind = TensorType(tensor_type(region.anchor).shape, DType.I32, QParams((unit,), (0,), -(2**31), 2**31 - 1))
+        unit = unit * number if known_record(node).name == "mul_number" else unit / number
+    kind = TensorType(known_type(region.anchor).shape, DType.I32, QParams((unit,), (0,), -(2**31), 2**31 - 1))
     return builder.add_op("bmm", names, f"{stem}_acc", kind, origin(region.anchor))
 
 
@@ -66,9 +67,9 @@ def lower_add(
 ) -> str:
     """The accumulator (or the first operand) first; alpha, or the factor of each channel, goes with the second
     operand as written."""
-    record = record_of(node)
+    record = known_record(node)
     attrs = {"low": low, "high": high}
-    left, right, *factor = operands(node)
+    left, right, *factor = known_operands(node)
     other = right if left in region.nodes or region.record.adds else left
     rest = [builder.rests[builder.values[other]]] if levels_of(other, DType.U16) else []
     if factor:
@@ -96,10 +97,11 @@ def lower_activate(
     builder: GraphBuilder, node: fx.Node, scaled: fx.Node | None, acc: str, stem: str, result: TensorType, where: Origin
 ) -> str:
     """A function of the accumulator in its own unit, perhaps times a factor per channel."""
-    record = record_of(node)
+    record = known_record(node)
+    assert record.precise is not None, f"{record.name} has no precise form"
     names = [acc, builder.add_constant(f"{stem}_unit", flat_f32(np.array(builder.types[acc].levels.scales)), DType.F32)]
     if scaled is not None:
-        gain = getattr(builder.module, operands(scaled)[1].target).numpy()
+        gain = getattr(builder.module, known_operands(scaled)[1].target).numpy()
         names.append(builder.add_constant(f"{stem}_gain", flat_f32(gain), DType.F32))
     attrs = record.precise(record.bind(call_of(node, record)))
     return builder.add_op("activate", names, stem, result, where, **attrs)
@@ -107,7 +109,7 @@ def lower_activate(
 
 def function_of(region: IntegerRegion) -> fx.Node | None:
     """The function of one value behind an anchor."""
-    return next((node for node in region.nodes if record_of(node).function is not None), None)
+    return next((node for node in region.nodes if known_record(node).function is not None), None)
 
 
 def rest_qparams(region: IntegerRegion) -> QParams | None:

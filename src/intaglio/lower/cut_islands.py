@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from intaglio.fxgraph.node_info import info, tensor_type
+from intaglio.fxgraph.node_info import info, known_type
 from intaglio.fxgraph.nodes import operator, tensor_nodes
 from intaglio.ir import Dim
 from intaglio.quant.qdq.integer_regions import IntegerRegion
@@ -40,7 +40,7 @@ def island_of(module: fx.GraphModule, nodes: list[fx.Node]) -> IslandPart:
     """These nodes (in execution order) as a module of their own; constants come along by reference."""
     own = set(nodes)
     used = dict.fromkeys(leaf for node in nodes for leaf in tensor_nodes((node.args, node.kwargs)) if leaf not in own)
-    symbols = [leaf for leaf in used if info(leaf).dim is not None]
+    symbols = {leaf: dim for leaf in used if (dim := info(leaf).dim) is not None}
     constants = [leaf for leaf in used if leaf.op == "get_attr"]
     inputs = [leaf for leaf in used if leaf not in symbols and leaf not in constants]
     outputs = tuple(node for node in nodes if any(user not in own for user in node.users))
@@ -58,7 +58,7 @@ def island_of(module: fx.GraphModule, nodes: list[fx.Node]) -> IslandPart:
         write = None if info(node).observer is not None else ROUNDING.get(operator(node).partition(".")[2])
         copies[node] = write(graph, node, copies) if write else graph.node_copy(node, lambda n: copies[n])
     graph.output(tuple(copies[node] for node in outputs))
-    return IslandPart(fx.GraphModule(root, graph), tuple(inputs), tuple(info(leaf).dim for leaf in symbols), outputs)
+    return IslandPart(fx.GraphModule(root, graph), tuple(inputs), tuple(symbols.values()), outputs)
 
 
 # Levels inside an island have no zero points, and are written in ATen's arithmetic: files hold nothing else.
@@ -79,7 +79,7 @@ def _dequantize(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node
     aten = torch.ops.aten
     scale: float | fx.Node = node.args[1]
     if isinstance(scale, fx.Node):
-        axes = len(tensor_type(node).shape)
+        axes = len(known_type(node).shape)
         shape = [-1 if axis == node.args[3] else 1 for axis in range(axes)]
         scale = graph.call_function(aten.reshape.default, (copies[scale], shape))
     real = graph.call_function(aten._to_copy.default, (copies[node.args[0]],), {"dtype": torch.float32})

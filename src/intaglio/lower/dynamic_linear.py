@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from torch import fx
 
-from intaglio.fxgraph.node_info import origin, tensor_type
-from intaglio.fxgraph.nodes import operands, operator
+from intaglio.fxgraph.node_info import known_type, origin
+from intaglio.fxgraph.nodes import layer_operands, operator
 from intaglio.ir import DType, Op, TensorType
 from intaglio.lower.accumulators import weight_of
 from intaglio.lower.graph_builder import GraphBuilder
@@ -44,17 +44,20 @@ def quantize_rows(builder: GraphBuilder, node: fx.Node) -> None:
 def product_of_rows(builder: GraphBuilder, region: Chain) -> None:
     """A linear layer into an accumulator in units of its rows, dequantized with a bias in float."""
     node, record = region.anchor, region.record
-    values = operands(node)
-    x, scales = (builder.values[part] for part in rows_behind(values[0]))
+    read = layer_operands(node)
+    rows = rows_behind(read.x)
+    assert rows is not None, f"{node} reads no rows"
+    x, scales = (builder.values[part] for part in rows)
     weight, columns = weight_of(builder, region)
-    where, shape, outputs = origin(node), tensor_type(node).shape, builder.constants[weight].shape[0]
+    where, shape, outputs = origin(node), known_type(node).shape, builder.constants[weight].shape[0]
     stem = where.path.replace("@", "_call") or record.name
     zeros = builder.add_constant(f"{stem}_start", np.zeros(outputs, np.int32), DType.I32)
     acc = builder.add_op(
         record.name, [x, weight, zeros], f"{stem}_acc", TensorType(shape, DType.I32, row_accumulator(scales)), where
     )
-    given = values[record.roles.bias]
-    bias = np.zeros(outputs, np.float32) if given is None else getattr(builder.module, given.target).detach().numpy()
+    bias = np.zeros(outputs, np.float32)
+    if read.bias is not None:
+        bias = getattr(builder.module, read.bias.target).detach().numpy()
     names = [
         builder.add_constant(f"{stem}_{label}", array, DType.F32)
         for label, array in (("columns", np.array(columns, np.float32)), ("bias", bias.astype(np.float32)))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from intaglio.fxgraph.integer_ranges import ARANGES
-from intaglio.fxgraph.node_info import fixed_size, origin, tensor_type
+from intaglio.fxgraph.node_info import fixed_size, known_type, origin
 from intaglio.fxgraph.nodes import arguments, is_constant, operator, resolve
 from intaglio.ir import DType, Expression, Op, TensorType
 from intaglio.lower.graph_builder import GraphBuilder
@@ -37,7 +37,7 @@ def embedding_bag(builder: GraphBuilder, node: fx.Node) -> None:
     names += [_named(builder, given["per_sample_weights"])] if weighted else []
     attrs: dict[str, Any] = {"mode": MODES[given["mode"]], "ends": bool(given["include_last_offset"])}
     attrs |= {"weighted": weighted, "padding": _padding(bag, given)}
-    where, kind = origin(bag), tensor_type(node)
+    where, kind = origin(bag), known_type(node)
     stem = where.path.replace("@", "_call") or node.name
     builder.values[node] = builder.add_op(
         "embedding_bag", names, stem, TensorType(kind.shape, DType.F32), where, **attrs
@@ -58,16 +58,15 @@ def _padding(node: fx.Node, given: dict[str, Any]) -> int:
 
 def range_of(node: fx.Node) -> dict[str, Any] | None:
     """Attributes of whole numbers equally far apart; ``None`` for any other node."""
-    kind = tensor_type(node)
-    if operator(node) not in ARANGES or kind.dtype is not DType.I64:
+    if operator(node) not in ARANGES or known_type(node).dtype is not DType.I64:
         return None
     given = {name: resolve(value) for name, value in arguments(node).items()}
     start, step = given.get("start", 0), given.get("step", 1)
     if not isinstance(start, (int, Expression)) or not isinstance(step, int):
         return None
-    return {"start": start, "step": step, "size": kind.shape[0]}
+    return {"start": start, "step": step, "size": known_type(node).shape[0]}
 
 
 def arange(builder: GraphBuilder, node: fx.Node, attrs: dict[str, Any]) -> None:
-    name = builder.add_value(node.name, tensor_type(node), node)
+    name = builder.add_value(node.name, known_type(node), node)
     builder.ops.append(Op("arange", (), (name,), attrs, origin=origin(node)))

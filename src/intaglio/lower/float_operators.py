@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import origin, tensor_type
+from intaglio.fxgraph.node_info import known_type, origin, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operands, operator, record_of, resolve, tensor_nodes
 from intaglio.ir import Attrs, Graph, Op, TensorType
 from intaglio.lower.graph_builder import GraphBuilder
@@ -60,7 +60,7 @@ def move_of(node: fx.Node) -> tuple[OpDef, Attrs] | None:
     if record is None or not record.moves_data or result is None or result.dtype not in MOVED_TYPES:
         return None
     values = operands(node)
-    if None in values or any(tensor_type(value).dtype is not result.dtype for value in values if value is not None):
+    if None in values or any(known_type(value).dtype is not result.dtype for value in values if value is not None):
         return None
     call = call_of(node, record)
     call = replace(call, floating=(True,) * len(call.floating))
@@ -109,8 +109,9 @@ def float_loop(builder: GraphBuilder, node: fx.Node, call: FloatCall) -> None:
     for leaf in dict.fromkeys(tensor_nodes((node.args, node.kwargs))):
         names[leaf] = builder.add_parameter(leaf) if leaf.op == "get_attr" else builder.float_value(leaf)
         names |= {part: builder.add_parameter(part) for part in table_behind(leaf) or ()}
-    result = builder.add_value(node.name, tensor_type(node), node)
+    result = builder.add_value(node.name, known_type(node), node)
     op, arrays = loop_of(node, call, names, builder.types, result)
+    assert op.body is not None  # a loop has one
     for name, array in arrays.items():
         builder.types[name], builder.constants[name] = op.body.types[name], array
     builder.ops.append(op)
@@ -118,7 +119,7 @@ def float_loop(builder: GraphBuilder, node: fx.Node, call: FloatCall) -> None:
 
 def float_move(builder: GraphBuilder, node: fx.Node, record: OpDef, attrs: Attrs) -> None:
     """A move of floats, integers or booleans, or of the levels of a buffer."""
-    of_levels = tensor_type(node).q is not None
+    of_levels = known_type(node).q is not None
     names = [
         builder.add_parameter(value)
         if is_constant(value)
@@ -128,4 +129,4 @@ def float_move(builder: GraphBuilder, node: fx.Node, record: OpDef, attrs: Attrs
         for value in operands(node)
         if value is not None
     ]
-    builder.values[node] = builder.add_op(record.name, names, node.name, tensor_type(node), origin(node), **attrs)
+    builder.values[node] = builder.add_op(record.name, names, node.name, known_type(node), origin(node), **attrs)

@@ -9,7 +9,7 @@ import numpy as np
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.node_info import origin, tensor_type
+from intaglio.fxgraph.node_info import known_type, origin, tensor_type
 from intaglio.ir import DType, Graph, Op, Origin, QParams, TensorType, fresh
 from intaglio.ir.names import sanitized
 from intaglio.lower.lowered import Island
@@ -70,15 +70,15 @@ class GraphBuilder:
         """Add a float parameter of the model, one for all that read it; return its name."""
         stem = str(node.target)
         if stem not in self._reused:
-            kind = tensor_type(node)
-            self._reused[stem] = self.add_constant(stem, getattr(self.module, stem).detach().numpy(), kind.dtype)
+            array = getattr(self.module, stem).detach().numpy()
+            self._reused[stem] = self.add_constant(stem, array, known_type(node).dtype)
         return self._reused[stem]
 
     def add_weight(self, node: fx.Node, array: np.ndarray, q: QParams) -> str:
         """Add the constant of a weight, one for all calls, packed in files as the reference's is; return its name."""
         stem = str(node.target)
         if stem not in self._reused:
-            self._reused[stem] = self.add_value(stem, TensorType(array.shape, DType.S8, q, tensor_type(node).packing))
+            self._reused[stem] = self.add_value(stem, TensorType(array.shape, DType.S8, q, known_type(node).packing))
             self.constants[self._reused[stem]] = np.ascontiguousarray(array)
         return self._reused[stem]
 
@@ -116,8 +116,9 @@ class GraphBuilder:
 
     def add_external(self, node: fx.Node) -> str:
         """Add a value that comes from outside: an input, or a result of an island. PyTorch decides its layout."""
-        name, kind = self.add_value(node.name, tensor_type(node), node), tensor_type(node)
-        if kind is not None and kind.q is not None:
+        kind = known_type(node)
+        name = self.add_value(node.name, kind, node)
+        if kind.q is not None:
             self._inside[name] = ""
         return name
 

@@ -9,8 +9,8 @@ import numpy as np
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.node_info import origin, tensor_type
-from intaglio.fxgraph.nodes import call_of, is_constant, operands, operator
+from intaglio.fxgraph.node_info import known_type, origin
+from intaglio.fxgraph.nodes import call_of, is_constant, known_operands, operands, operator
 from intaglio.ir import DType, Origin, TensorType
 from intaglio.lower.graph_builder import GraphBuilder, flat_f32
 from intaglio.quant.qdq.integer_regions import IntegerRegion
@@ -27,7 +27,7 @@ def lower_affine(
     builder: GraphBuilder, region: IntegerRegion, stem: str, result: TensorType, low: int, high: int
 ) -> str:
     """Scale and shift per channel, in steps of the result."""
-    x, scale, shift = operands(region.anchor)
+    x, scale, shift = known_operands(region.anchor)
     values = [getattr(builder.module, node.target).numpy().astype(np.float64).ravel() for node in (scale, shift)]
     step_x, step_y = builder.types[builder.values[x]].levels.step, result.levels.step
     factors = ((values[0] * step_x / step_y).astype(np.float32), (values[1] / step_y).astype(np.float32))
@@ -75,7 +75,7 @@ def lower_attention(builder: GraphBuilder, region: IntegerRegion, stem: str, res
     names = [builder.values[value] for value in levels]
     if mask is not None and is_constant(mask):
         array = getattr(builder.module, mask.target).detach().numpy()
-        names.append(builder.add_constant(f"{stem}_mask", array, tensor_type(mask).dtype))
+        names.append(builder.add_constant(f"{stem}_mask", array, known_type(mask).dtype))
     elif mask is not None:
         names.append(builder.float_value(mask))
     return builder.add_op("attention", names, f"{stem}_attention", result, origin(region.root), **region.attrs())
@@ -85,9 +85,9 @@ def lower_single(builder: GraphBuilder, region: IntegerRegion, x: str, stem: str
     """Functions, pools and moves: one operator, attributes as its record binds them."""
     node, record = region.anchor, region.record
     attrs, inputs = record.bind(call_of(node, record)), [x]
-    if record.function is not None:
+    if (function := record.function) is not None:
         ends = builder.types[x].levels, result.levels
-        table = numerics.function_table(lambda real: record.function(real, attrs), *ends)
+        table = numerics.function_table(lambda real: function(real, attrs), *ends)
         levels = builder.add_constant(f"{stem}_{record.name}_levels", table, DType.U8)
         return builder.add_op("table", [x, levels], f"{stem}_{record.name}", result, origin(node))
     arrays: Mapping[str, np.ndarray] = {}

@@ -97,7 +97,8 @@ class NodeLowering:
         """Return a float operator: a loop or data movement of the program, else part of an island."""
         read = tensor_nodes((node.args, node.kwargs))
         needs = [n for n in read if n.op != "get_attr" and info(n).dim is None]
-        levels = tensor_type(node) is not None and tensor_type(node).q is not None  # of a buffer
+        kind = tensor_type(node)
+        levels = kind is not None and kind.q is not None  # of a buffer
         found = (None if levels else float_call(node, self.builder.module)) or move_of(node)
         if found is not None:
             self.float_ops[node] = found
@@ -134,7 +135,9 @@ class NodeLowering:
             else:
                 float_move(builder, node, *found)
         else:
-            quantize_node(builder, node, quantized_to(node))
+            q = quantized_to(node)
+            assert q is not None, f"{node} does not quantize"
+            quantize_node(builder, node, q)
 
     def _cut_island(self, nodes: list[fx.Node]) -> None:
         """Add one island of these nodes, which the runtime calls."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from intaglio.fxgraph.node_info import fixed_size, info, origin
+from intaglio.fxgraph.node_info import fixed_size, known_type, origin
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType, Op, TensorType
 from intaglio.lower.graph_builder import GraphBuilder
@@ -37,11 +37,11 @@ def recurrent(builder: GraphBuilder, node: fx.Node) -> None:
     names = [builder.values[x], *([builder.values[scales]] if scales is not None else [])]
     for constant in constants:
         array = getattr(builder.module, constant.target).numpy()
-        dtype = info(constant).type.dtype
+        stored = known_type(constant)
         names.append(
-            builder.add_weight(constant, array, info(constant).type.q)
-            if dtype is DType.S8
-            else builder.add_constant(constant.target, array, dtype)
+            builder.add_weight(constant, array, stored.levels)
+            if stored.dtype is DType.S8
+            else builder.add_constant(constant.target, array, stored.dtype)
         )
     names += [builder.float_value(state) for state in states]
     shapes = result_shapes(kind, attrs, builder.types[names[0]].shape, fixed_size(constants[1], 1))

@@ -8,8 +8,8 @@ import numpy as np
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.node_info import info, origin, tensor_type
-from intaglio.fxgraph.nodes import call_of, is_constant, operands, record_of
+from intaglio.fxgraph.node_info import info, known_type, origin
+from intaglio.fxgraph.nodes import call_of, is_constant, known_record, operands
 from intaglio.ir import DType, QParams, TensorType
 from intaglio.lower.accumulators import function_of, lower_activate, lower_add, lower_anchor, lower_bmm, rest_qparams
 from intaglio.lower.graph_builder import GraphBuilder, flat_f32
@@ -27,7 +27,7 @@ from intaglio.quant.recipes.user_patterns import is_host
 
 
 def lower_region(builder: GraphBuilder, region: IntegerRegion) -> None:
-    where, kind = region_origin(region), tensor_type(region.root)
+    where, kind = region_origin(region), known_type(region.root)
     stem = where.path.replace("@", "_call") or region.record.name
     if is_host(region.record):
         builder.values[region.root] = lower_host(builder, region, stem, TensorType(kind.shape, DType.U8, region.result))
@@ -49,14 +49,14 @@ def lower_region(builder: GraphBuilder, region: IntegerRegion) -> None:
         )
         return
     result, finest = TensorType(kind.shape, DType.U8, region.result), region.wide or region.result
-    tail = {record_of(node).name: node for node in region.nodes}
+    tail = {known_record(node).name: node for node in region.nodes}
     low, high = _bounds(builder, tail.get("clamp"), finest)
-    if (total := next((node for node in region.nodes if record_of(node).adds), None)) is not None:
+    if (total := next((node for node in region.nodes if known_record(node).adds), None)) is not None:
         name = lower_add(builder, total, region, current, stem, result, low, high)
     elif region.record.multiplies_weight and (function := function_of(region)) is not None:
         name = lower_activate(builder, function, tail.get("affine"), current, stem, result, where)
     elif region.record.accumulates:
-        acc = builder.types[current].q
+        acc = builder.types[current].levels
         factors = flat_f32(numerics.multiplier(acc.scales, finest.step))
         factor = builder.add_constant(f"{stem}_multiplier", factors, DType.F32)
         inputs, rest = [current, factor], rest_qparams(region)
@@ -80,7 +80,8 @@ def lower_region(builder: GraphBuilder, region: IntegerRegion) -> None:
 def _bounds(builder: GraphBuilder, node: fx.Node | None, q: QParams) -> tuple[int, int]:
     if node is None:
         return q.qmin, q.qmax
-    attrs = record_of(node).bind(call_of(node, record_of(node)))
+    record = known_record(node)
+    attrs = record.bind(call_of(node, record))
     return numerics.clamp_levels(attrs["low"], attrs["high"], q.step, q.zero, q.qmin, q.qmax)
 
 

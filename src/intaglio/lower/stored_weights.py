@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from intaglio.fxgraph.node_info import origin, tensor_type
-from intaglio.fxgraph.nodes import is_constant, operands, operator, record_of
+from intaglio.fxgraph.node_info import known_type, origin
+from intaglio.fxgraph.nodes import is_constant, layer_operands, operator, record_of
 from intaglio.ir import DType, QParams, TensorType
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.quant.qdq.integer_regions import constant_of, levels_of
@@ -20,13 +20,13 @@ def stored_weight(node: fx.Node) -> fx.Node | None:
     record = record_of(node)
     if record is None or not record.is_linear_layer:
         return None
-    x, weight, bias = operands(node)
-    plain = all(value is None or tensor_type(value).dtype is DType.F32 for value in (x, bias))
+    x, weight, bias = layer_operands(node)
+    plain = all(value is None or known_type(value).dtype is DType.F32 for value in (x, bias))
     simulated = ".dequantize_" in operator(x) and levels_of(x) is None
     if not plain or simulated or not (bias is None or is_constant(bias)):
         return None
     if operator(weight) == WIDEN and is_constant(weight.args[0]):
-        return weight.args[0] if tensor_type(weight.args[0]).dtype is DType.F16 else None
+        return weight.args[0] if known_type(weight.args[0]).dtype is DType.F16 else None
     return constant_of(weight, DType.S8) if operator(weight) == DEQUANTIZE_CHANNEL and weight.args[3] == 0 else None
 
 
@@ -36,9 +36,10 @@ def widens_stored(node: fx.Node) -> bool:
 
 
 def linear_f32(builder: GraphBuilder, node: fx.Node) -> None:
-    x, real, bias = operands(node)
+    x, real, bias = layer_operands(node)
     stored, where = stored_weight(node), origin(node)
-    if tensor_type(stored).dtype is DType.F16:
+    assert stored is not None, f"{node} has no stored weight"
+    if known_type(stored).dtype is DType.F16:
         weight = builder.add_parameter(stored)
     else:
         low, high = real.args[4:6]
@@ -48,5 +49,5 @@ def linear_f32(builder: GraphBuilder, node: fx.Node) -> None:
     names = [builder.add_parameter(x) if is_constant(x) else builder.float_value(x), weight]
     names += [] if bias is None else [builder.add_parameter(bias)]
     stem = where.path.replace("@", "_call") or node.name
-    result = TensorType(tensor_type(node).shape, DType.F32)
+    result = TensorType(known_type(node).shape, DType.F32)
     builder.values[node] = builder.add_op("linear_f32", names, stem, result, where)
