@@ -10,7 +10,7 @@ from torch import fx
 
 from intaglio.fusion.table import FUNCTION, FUNCTION_AFFINE
 from intaglio.fxgraph.node_info import info, origin, tensor_type
-from intaglio.fxgraph.nodes import operator, record_of
+from intaglio.fxgraph.nodes import known_record, operator
 from intaglio.fxgraph.passes.identities import COPIES
 from intaglio.ir import DType
 from intaglio.quant.annotate.embedding_tables import find_tables
@@ -35,7 +35,8 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
     """Sites and skips of a graph that the PTQ passes have been over."""
     recipe, graph = quantizer.recipe, module.graph
     name_operators(graph, quantizer.operators)
-    written = None if quantizer.annotator is None else written_by(module, quantizer.annotator)
+    annotator = quantizer.annotator
+    written = None if annotator is None else written_by(module, annotator)
     computing = [node for node in graph.nodes if node.op == "call_function" and not _is_aside(node)]
     recipe.check((origin(node) for node in everything_in(module) if node.op == "call_function"), classes)
     settings = {node: recipe.setting(origin(node), classes) for node in computing}
@@ -48,9 +49,9 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
         won, rejected = find(graph, patterns_of(quantizer.patterns), reasons)
         matches = {node: found for found in won for node in found.nodes}
         _follow(matches, recipe, classes, settings, reasons)
-    if written is not None:
+    if annotator is not None and written is not None:
         buffers, returned = _leaving(graph, quantizer)
-        return annotated(module, quantizer.annotator, written.also(returned), settings, reasons, buffers)
+        return annotated(module, annotator, written.also(returned), settings, reasons, buffers)
     found = regions_of(graph, settings, reasons, matches)
     regions = active_regions(found)
     if quantizer.skip_first or quantizer.skip_last:
@@ -140,7 +141,7 @@ def _follow(
     for node in tuple(settings):
         found = matches.get(node)
         if found is None:
-            if reasons[node] is None and not record_of(node).shares:
+            if reasons[node] is None and not known_record(node).shares:
                 reasons[node] = "no pattern takes it"
             continue
         if found.pattern.setting is not None:
@@ -164,7 +165,7 @@ def notes_of(regions: Iterable[Region]) -> tuple[str, ...]:
     """Which functions are computed precisely, which weights have few bits, and which shortcuts 8 although 16 were asked
     for; nothing where none are."""
     regions = list(regions)
-    counts = Counter(record_of(region.root).name for region in regions if region.name in PRECISE_ROWS)
+    counts = Counter(known_record(region.root).name for region in regions if region.name in PRECISE_ROWS)
     found = ", ".join(f"{name} x {count}" for name, count in sorted(counts.items()))
     notes = [f"precise functions: {found}; all others are tables of 256 levels"] if found else []
     settings = [region.setting for region in regions if region.record.roles.weight is not None]

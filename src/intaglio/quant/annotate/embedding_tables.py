@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.node_info import info, inherit_info, origin
+from intaglio.fxgraph.node_info import info, inherit_info, known_type, origin
 from intaglio.fxgraph.nodes import arguments, is_constant, operator
 from intaglio.fxgraph.overloads import EMBEDDING_TARGET
 from intaglio.ir import DType, TensorType
@@ -51,10 +51,10 @@ def find_tables(settings: Mapping[fx.Node, Setting]) -> tuple[Table, ...]:
 
 def _unread(table: fx.Node) -> str | None:
     """Why no kernel reads a table of floats."""
-    kind = info(table).type
-    if not is_constant(table) or kind.dtype is not DType.F32:
+    if not is_constant(table) or known_type(table).dtype is not DType.F32:
         return "it is no constant of float32"
-    return None if len(kind.shape) == 2 and 0 not in kind.shape else f"its shape is {list(kind.shape)}"
+    shape = known_type(table).shape
+    return None if len(shape) == 2 and 0 not in shape else f"its shape is {list(shape)}"
 
 
 def _refusal(table: fx.Node) -> str | None:
@@ -71,11 +71,11 @@ def bag_refusal(node: fx.Node) -> str | None:
     table, weights = given["weight"], given["per_sample_weights"]
     if table_behind(table) is None and (reason := _unread(table)) is not None:
         return f"its table: {reason}"
-    ids, offsets = (info(value).type for value in (given["indices"], given["offsets"]))
+    ids, offsets = (known_type(value) for value in (given["indices"], given["offsets"]))
     if (ids.dtype, offsets.dtype) != (DType.I64, DType.I64) or (len(ids.shape), len(offsets.shape)) != (1, 1):
         return f"ids {ids} and offsets {offsets}; the kernel takes i64 of one axis"
-    if weights is not None and info(weights).type.dtype is not DType.F32:
-        return f"weights of samples {info(weights).type}; the kernel takes f32"
+    if weights is not None and known_type(weights).dtype is not DType.F32:
+        return f"weights of samples {known_type(weights)}; the kernel takes f32"
     if any(user.target is not getitem or user.args[1] != 0 for user in node.users):
         return "more than its first result is read"
     return None

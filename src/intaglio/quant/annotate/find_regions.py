@@ -11,7 +11,7 @@ from intaglio.fusion.fusion_record import Fusion, match_rows
 from intaglio.fusion.table import GRAPH_FUSIONS
 from intaglio.fxgraph.fx_graph_view import FxGraphView
 from intaglio.fxgraph.node_info import update_info
-from intaglio.fxgraph.nodes import activations, record_of
+from intaglio.fxgraph.nodes import activations, known_record
 from intaglio.ir import DType
 from intaglio.quant.annotate.node_annotations import Written
 from intaglio.quant.annotate.regions import Region
@@ -31,7 +31,7 @@ def active_regions(found: Iterable[Region]) -> tuple[Region, ...]:
 def end_reasons(graph: fx.Graph, regions: Iterable[Region], quantizer: Quantizer) -> dict[fx.Node, str]:
     """Operators of the first and last regions, and why they stay in float. Regions that only select or clamp values do
     not count: nothing is computed in them."""
-    counted = [region for region in regions if not all(record_of(node).shares for node in region.nodes)]
+    counted = [region for region in regions if not all(known_record(node).shares for node in region.nodes)]
     inside = {node for region in counted for node in region.nodes}
     before: set[fx.Node] = set()
     for node in graph.nodes:
@@ -66,6 +66,7 @@ def find_shortcuts(regions: Iterable[Region]) -> dict[fx.Node, str | None]:
 
     def want(value: fx.Node) -> str | None:
         region = produced.get(value)
+        reason: str | None
         if region is None:
             reason = "no quantized operator makes it"
         elif region.moves:
@@ -114,7 +115,7 @@ def regions_of(
 
     found += match_rows(GRAPH_FUSIONS, nodes, view, accept, taken)
     found += [
-        Region((node,), record_of(node).name, settings[node], _pattern_of((node,), owners))
+        Region((node,), known_record(node).name, settings[node], _pattern_of((node,), owners))
         for node in nodes
         if node not in taken and (written.fits((node,)) if written else not _behind_only(node, settings[node]))
     ]
@@ -128,7 +129,7 @@ def _alike(nodes: Iterable[fx.Node], settings: Mapping[fx.Node, Setting]) -> boo
 
 def _behind_only(node: fx.Node, setting: Setting) -> bool:
     """Whether the recipe wants a function, or factors, in float wherever they are not right behind a product."""
-    record = record_of(node)
+    record = known_record(node)
     return setting.residual == ResidualType.FLOAT and (record.computes_on_accumulator or record.scales)
 
 
@@ -138,6 +139,7 @@ def _is_whole(found: Found, reasons: Mapping[fx.Node, str | None]) -> bool:
 
 def _whole_region(found: Found, settings: Mapping[fx.Node, Setting]) -> Region:
     """All a pattern matched, under the record that stands for it."""
+    assert found.pattern.operator is not None, f"{found.pattern.name} has no record of its own"
     whole = whole_of(found, found.pattern.operator)
     for node in found.nodes:
         update_info(node, composite=whole)
@@ -148,7 +150,7 @@ def _of_one_match(nodes: Iterable[fx.Node], matches: Mapping[fx.Node, Found] | N
     """Whether a chain is inside one match, but for operators that select or clamp values; any is without patterns."""
     if matches is None:
         return True
-    owners = {matches.get(node) for node in nodes if node in matches or not record_of(node).shares}
+    owners = {matches.get(node) for node in nodes if node in matches or not known_record(node).shares}
     return len(owners) == 1 and None not in owners
 
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.fxgraph.node_info import info, origin
-from intaglio.fxgraph.nodes import operands, operator
+from intaglio.fxgraph.nodes import layer_operands, operands, operator
 from intaglio.ir import DType
 from intaglio.quant.annotate.find_regions import find_shortcuts
 from intaglio.quant.annotate.per_token import row_sites
@@ -134,9 +134,9 @@ def join_iterations(graph: fx.Graph, sites: dict[str, Site]) -> None:
     first: dict[Any, str] = {}
     for site in list(sites.values()):
         node = nodes[site.value]
-        if site.role != Role.ACTIVATION or info(node).turn is None:
-            continue
         turn, kind = info(node).turn, operator(node)
+        if site.role != Role.ACTIVATION or turn is None:
+            continue
         number = seen[turn, kind] = seen[turn, kind] + 1  # of those that a pass has put in place of one operator
         partner = first.setdefault((turn.place, kind, number), site.name)
         owners = [sites[_owner(name, sites)] for name in (partner, site.name)]
@@ -173,6 +173,7 @@ def activation_site(name: str, node: fx.Node, setting: Setting) -> Site:
         fixed = Fixed(1.0, info(node).zero_points)
         return Site(name, node.name, Role.ACTIVATION, fixed, DType.U8, 0, 255, 1, origin(node), "u8")
     kind = setting.activation
+    assert setting.method is not None  # a recipe leaves no question open
     spec = Observed("minmax" if kind.floating else setting.method, not kind.zero_point)
     return Site(
         name, node.name, Role.ACTIVATION, spec, kind.storage, kind.qmin, kind.qmax, None, origin(node), kind.name
@@ -208,8 +209,7 @@ def _parameters(region: Region, sites: dict[tuple[str, Role], Site], names: Name
         put(sites, site)
     if record.roles.weight is None:
         return
-    values = operands(region.anchor)
-    x, weight, bias = (values[i] for i in (record.roles.x[0], record.roles.weight, record.roles.bias))
+    x, weight, bias = layer_operands(region.anchor)
     per_channel, kind = region.setting.weights != WeightScales.TENSOR, region.setting.weight
     group = group_of(origin(region.anchor), region.setting, record.roles.outputs)
     low, high = kind.stored(group)

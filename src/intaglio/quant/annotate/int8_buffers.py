@@ -17,7 +17,16 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.errors import SelectorError, UnsupportedError
-from intaglio.fxgraph.node_info import constant_path, copy_info, info, origin, set_info, tensor_type, update_info
+from intaglio.fxgraph.node_info import (
+    constant_path,
+    copy_info,
+    info,
+    known_type,
+    origin,
+    set_info,
+    tensor_type,
+    update_info,
+)
 from intaglio.fxgraph.nodes import arguments, is_constant, operator, tensor_nodes
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, QParams, Signature, State, TensorType
@@ -193,12 +202,12 @@ class _Mover:
         given = {leaf: self.levels(leaf) for leaf in tensor_nodes(own)}
         with self.graph.inserting_after(value):
             moved = self.graph.node_copy(value, lambda leaf: given.get(leaf, leaf))
-        copy_info(moved, value, type=replace(self.kind, shape=tensor_type(value).shape))
+        copy_info(moved, value, type=replace(self.kind, shape=known_type(value).shape))
         return moved
 
     def _quantized(self, value: fx.Node) -> fx.Node:
         self.rounded |= self._reads_stored(value)
-        q, kind = self.kind.levels, replace(self.kind, shape=tensor_type(value).shape)
+        q, kind = self.kind.levels, replace(self.kind, shape=known_type(value).shape)
         if is_constant(value):
             return self._constant(value, kind)
         parameters = (q.step, q.zero, q.qmin, q.qmax, torch.uint8)

@@ -15,7 +15,7 @@ from torch import fx
 
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.node_info import info, origin, set_info, tensor_type
-from intaglio.fxgraph.nodes import activations, is_constant, operands, operator, record_of
+from intaglio.fxgraph.nodes import activations, is_constant, known_record, operands, operator, record_of
 from intaglio.fxgraph.overloads import EMBEDDING_TARGET
 from intaglio.ir import Origin
 from intaglio.ir.disjoint_sets import DisjointSets
@@ -212,7 +212,7 @@ class Written:
 
     def fits(self, nodes: Sequence[fx.Node]) -> bool:
         """Whether a chain reads levels wherever it reads from outside, has none inside, and gives what is wanted."""
-        anchor, root, record = nodes[0], nodes[-1], record_of(nodes[0])
+        anchor, root, record = nodes[0], nodes[-1], known_record(nodes[0])
         outside = [(value, node) for node in nodes for value in activations(node) if value not in nodes]
         if not self.nodes.issuperset(nodes) or any(edge not in self.edges for edge in outside):
             return False

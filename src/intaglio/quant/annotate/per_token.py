@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.node_info import info, inherit_info, origin
+from intaglio.fxgraph.node_info import info, inherit_info, known_type, origin
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType, TensorType
 from intaglio.ops import OpDef
@@ -76,7 +76,7 @@ def quantize_at_run_time(graph: fx.Graph, annotations: Annotations) -> None:
 
 def _quantized(graph: fx.Graph, ops: Any, x: fx.Node, mode: Role) -> tuple[fx.Node, fx.Node]:
     """The nodes of levels and scales, right behind the value."""
-    shape = info(x).type.shape
+    shape = known_type(x).shape
     with graph.inserting_after(x):
         pair = graph.call_function(ops.quantize_rows.default, (x, mode.value))
     inherit_info(pair, x)

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import copy_info, info, inherit_info, origin
-from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operator, record_of
+from intaglio.fxgraph.node_info import copy_info, inherit_info, known_type, origin, tensor_type
+from intaglio.fxgraph.nodes import arguments, call_of, is_constant, known_record, operator, record_of
 from intaglio.ir import Dim, DType, Op, QParams, TensorType
 from intaglio.ops.dynamic_quant import row_levels
 from intaglio.ops.products.lstm_gru import bind_recurrent, macs_of_weights, recurrent_meaning, result_shapes
@@ -63,7 +63,7 @@ def _states(given: Any) -> tuple[fx.Node, ...]:
 
 def recurrent_refusal(node: fx.Node, setting: Setting) -> str | None:
     """Why an LSTM or GRU stays in float."""
-    given, record = arguments(node), record_of(node)
+    given, record = arguments(node), known_record(node)
     attrs = bind_recurrent(call_of(node, record))
     if "params" in given:
         each = 2 + BIASES * bool(given["has_biases"])
@@ -73,7 +73,7 @@ def recurrent_refusal(node: fx.Node, setting: Setting) -> str | None:
     constants = [one for group in (*parts.weights, *parts.biases) for one in group]
     if not all(is_constant(one) for one in constants):
         return "a weight that is computed while the model runs"
-    kinds = {info(one).type.dtype for one in (*constants, *parts.states)}
+    kinds = {known_type(one).dtype for one in (*constants, *parts.states)}
     if kinds != {DType.F32} or {len(group) for group in parts.biases} - {0, BIASES}:
         return "weights, biases or states that are not float32, or one bias without the other"
     if setting.activation.name != "u8" or setting.weight.name != "s8":
@@ -85,11 +85,11 @@ def recurrent_refusal(node: fx.Node, setting: Setting) -> str | None:
 def work_of_recurrent(node: fx.Node) -> Dim:
     """Return the multiply-accumulates of a call of an LSTM or GRU."""
     if operator(node) == RECURRENT_CALL:
-        weights, shape = node.args[5], info(node.args[1]).type.shape
+        weights, shape = node.args[5], known_type(node.args[1]).shape
     else:
         weights = [weight for pair in parts_of(node).weights for weight in pair]
-        shape = info(node.args[0]).type.shape
-    return macs_of_weights(shape, [info(weight).type.shape for weight in weights])
+        shape = known_type(node.args[0]).shape
+    return macs_of_weights(shape, [known_type(weight).shape for weight in weights])
 
 
 def weight_sites(node: fx.Node, name_of: Callable[[fx.Node], str]) -> Iterator[Site]:
@@ -124,7 +124,8 @@ def quantize_recurrent(
     node: fx.Node, sites: Mapping[tuple[str, Role], Site], qparams: Mapping[str, QParams], store: Store
 ) -> None:
     """A call whose input is behind a dequantize -> the operator on levels; results are its items."""
-    graph, parts, attrs = node.graph, parts_of(node), bind_recurrent(call_of(node, record_of(node)))
+    record = known_record(node)
+    graph, parts, attrs = node.graph, parts_of(node), bind_recurrent(call_of(node, record))
     constants: list[fx.Node] = []
     for pair, biases in zip(parts.weights, parts.biases, strict=True):
         levels, scales, shifts = [], [], []
@@ -144,14 +145,13 @@ def quantize_recurrent(
     else:
         (x, step, zero), scale_node = node.args[0].args[:3], None
     geometry = (attrs["layers"], attrs["directions"], attrs["batch_first"], attrs["cell"])
-    kind = record_of(node).name
     with graph.inserting_before(node):
         call = graph.call_function(
             recurrent_operator(),
-            (kind, x, scale_node, float(step), int(zero), constants, list(parts.states), *geometry),
+            (record.name, x, scale_node, float(step), int(zero), constants, list(parts.states), *geometry),
         )
         inherit_info(call, node)
-        if info(node).type is not None and info(node).type is not None:
+        if tensor_type(node) is not None:
             result = graph.call_function(getitem, (call, 0))
             copy_info(result, node, replaces=node.name)
             call = result

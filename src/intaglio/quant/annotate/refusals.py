@@ -45,8 +45,8 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         return "no int8 kernel for this operator"
     if record.recurrent and setting.quantize:
         return recurrent_refusal(node, setting)
-    if tensor_type(node) is None or tensor_type(node).dtype is not DType.F32:
-        kind = tensor_type(node)
+    kind = tensor_type(node)
+    if kind is None or kind.dtype is not DType.F32:
         return "not a float32 tensor" + ("" if kind is None else f" but {kind.dtype}")
     if not setting.quantize:
         return "the recipe leaves it in float"

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from intaglio.fxgraph.node_info import info, update_info
-from intaglio.fxgraph.nodes import activations, call_of, operands, record_of
+from intaglio.fxgraph.nodes import activations, call_of, known_record, operands
 from intaglio.ops import OpDef
 from intaglio.ops.dynamic_quant import ROW_MODES
 from intaglio.quant.annotate.embedding_tables import Table, table_notes
@@ -95,9 +95,10 @@ class Region(Chain):
     @property
     def x_role(self) -> Role:
         """Role of the sites it reads. Recurrent layers have rows only: entries of the batch lie along another axis."""
-        if not self.dynamic:
+        mode = self.setting.activations
+        if mode is None or not self.dynamic:
             return Role.ACTIVATION
-        return Role.TOKEN if self.record.recurrent else Role(self.setting.activations)
+        return Role.TOKEN if self.record.recurrent else Role(mode)
 
     @property
     def gives_float(self) -> bool:
@@ -109,7 +110,7 @@ class Region(Chain):
         """Whether it adds a value to an accumulator that the recipe wants in 16 bits."""
         if info(self.root).composite is not None or not self.record.anchor or self.setting.shortcut != 16:
             return False
-        return any(record_of(node).adds for node in self.nodes)
+        return any(known_record(node).adds for node in self.nodes)
 
     @property
     def matched(self) -> tuple[str, tuple[fx.Node, ...]]:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import constant_path, inherit_info, origin, tensor_type, update_info
-from intaglio.fxgraph.nodes import constant_node, is_constant, operands, record_of
+from intaglio.fxgraph.node_info import constant_path, inherit_info, known_type, origin, tensor_type, update_info
+from intaglio.fxgraph.nodes import constant_node, is_constant, layer_operands, operands, record_of
 from intaglio.ir import DType, TensorType
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.qdq.weight_grid import channel_scales, group_of, weight_grid
@@ -28,7 +28,7 @@ def alone(regions: Iterable[Region], settings: Mapping[fx.Node, Setting]) -> dic
         if node in taken or record is None or record.roles.weight is None or record.roles.outputs:
             continue
         weight = operands(node)[record.roles.weight]
-        stored = weight is not None and is_constant(weight) and tensor_type(weight).dtype is DType.F32
+        stored = weight is not None and is_constant(weight) and known_type(weight).dtype is DType.F32
         if stored and setting.quantize and setting.activations == ActivationMode.FLOAT:
             found[node.name] = setting
     return found
@@ -40,7 +40,7 @@ def store_weights(module: fx.GraphModule, found: Mapping[str, Setting], dequanti
     nodes = {node.name: node for node in module.graph.nodes}
     for name, setting in found.items():
         node = nodes[name]
-        weight = operands(node)[record_of(node).roles.weight]
+        weight = layer_operands(node).weight
         group = group_of(origin(node), setting)
         with module.graph.inserting_before(node):
             if setting.weight.storage is DType.F16:

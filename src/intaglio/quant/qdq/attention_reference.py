@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import inherit_info, tensor_type, update_info
-from intaglio.fxgraph.nodes import call_of, operands, record_of
+from intaglio.fxgraph.node_info import fixed_size, inherit_info, known_type, update_info
+from intaglio.fxgraph.nodes import call_of, known_record, operands
 from intaglio.ir import DType, QParams, Shape, TensorType
 from intaglio.quant.recipes.user_patterns import CompositeMatch
 
@@ -21,19 +21,19 @@ def written_out(node: fx.Node, quantize: Any, dequantize: Any) -> fx.Node:
 
     Rows without any key give 0, as torch's operator does. ``quantize`` and ``dequantize`` are operators per tensor.
     """
-    record, values = record_of(node), operands(node)
+    record, values = known_record(node), operands(node)
     attrs = record.bind(call_of(node, record))
     spell = _Speller(node)
     q, k, v, mask = values
     (n, heads, queries, _), (_, groups, keys, depth), width = (
-        tensor_type(q).shape,
-        tensor_type(k).shape,
-        tensor_type(v).shape[-1],
+        known_type(q).shape,
+        known_type(k).shape,
+        known_type(v).shape[-1],
     )
     aten = torch.ops.aten
     scores, results = (n, heads, queries, keys), (n, heads, queries, width)
     if groups != heads:
-        repeats = int(heads) // int(groups)  # type: ignore[arg-type]
+        repeats = fixed_size(q, 1) // fixed_size(k, 1)
         k = spell(aten.repeat_interleave.self_int, (k, repeats, 1), (n, heads, keys, depth))
         v = spell(aten.repeat_interleave.self_int, (v, repeats, 1), (n, heads, keys, width))
     turned = spell(aten.transpose.int, (k, -2, -1), (n, heads, depth, keys))
@@ -41,7 +41,7 @@ def written_out(node: fx.Node, quantize: Any, dequantize: Any) -> fx.Node:
     x = spell(aten.mul.Scalar, (x, attrs["scale"]), scores)
     if attrs["causal"]:
         mask = spell.causal(x)
-    if mask is not None and tensor_type(mask).dtype is DType.BOOL:
+    if mask is not None and known_type(mask).dtype is DType.BOOL:
         x = spell(aten.where.ScalarOther, (mask, x, float("-inf")), scores)
     elif mask is not None:
         x = spell(aten.add.Tensor, (x, mask), scores)
@@ -74,7 +74,7 @@ class _Speller:
 
     def causal(self, scores: fx.Node) -> fx.Node:
         """bool [queries, keys]: which keys each query sees, those up to its own place."""
-        *_, queries, keys = tensor_type(scores).shape
+        *_, queries, keys = known_type(scores).shape
         aten = torch.ops.aten
         with self.node.graph.inserting_before(self.node):
             sizes = [self.node.graph.call_function(aten.sym_size.int, (scores, axis)) for axis in (2, 3)]

@@ -13,7 +13,16 @@ from intaglio.fusion.fusion_record import Fusion, match_rows
 from intaglio.fusion.table import GRAPH_FUSIONS
 from intaglio.fxgraph.fx_graph_view import FxGraphView
 from intaglio.fxgraph.node_info import info
-from intaglio.fxgraph.nodes import activations, call_of, is_constant, operands, operator, record_of
+from intaglio.fxgraph.nodes import (
+    activations,
+    call_of,
+    is_constant,
+    known_record,
+    layer_operands,
+    operands,
+    operator,
+    record_of,
+)
 from intaglio.ir import DType, QParams
 from intaglio.quant.annotate.per_token import rows_behind
 from intaglio.quant.annotate.regions import Chain, Region, RegionMark, mark_operators
@@ -99,7 +108,7 @@ def keep_regions(graph: fx.Graph) -> int:
         if nodes and len(nodes) == mark.size and _is_integer(tuple(nodes)):
             found.append((mark.fusion, _region_of(tuple(nodes))))
         else:
-            found += [(record_of(chain[0]).name, _region_of(chain)) for chain in chains if _is_integer(chain)]
+            found += [(known_record(chain[0]).name, _region_of(chain)) for chain in chains if _is_integer(chain)]
     return _write(graph, found)
 
 
@@ -131,7 +140,7 @@ def _matched(
         return (row.name, chain) if fits(chain) else None
 
     found = match_rows(GRAPH_FUSIONS, nodes, FxGraphView(graph), accept, taken)
-    return found + [(record_of(node).name, (node,)) for node in nodes if node not in taken and fits((node,))]
+    return found + [(known_record(node).name, (node,)) for node in nodes if node not in taken and fits((node,))]
 
 
 def _write(graph: fx.Graph, found: list[tuple[str, IntegerRegion]]) -> int:
@@ -203,13 +212,13 @@ def _is_integer(nodes: tuple[fx.Node, ...]) -> bool:
         return False
     if rows_behind(operands(nodes[0])[0]) is not None:
         return True
-    record, region = record_of(nodes[0]), _region_of(nodes)
+    record, region = known_record(nodes[0]), _region_of(nodes)
     if len(nodes) == 1 and record.shares and not record.variadic:
         x = operands(nodes[0])[0]
         results, wide = {_result(user) for user in nodes[0].users}, {quantized_to(u, DType.U16) for u in nodes[0].users}
         if wide != {levels_of(x, DType.U16)} or (wide == {None} and results != {levels_of(x)}):
             return False
-    plain = all(record_of(node).scales for node in nodes[1:])
+    plain = all(known_record(node).scales for node in nodes[1:])
     return region.result is not None or (plain and record.accumulates)
 
 
@@ -229,20 +238,22 @@ def _result(user: fx.Node) -> QParams | None:
 
 def _has_levels(node: fx.Node) -> bool:
     """Whether it is an operator with a weight, and that is integers."""
-    weight = record_of(node).roles.weight
+    weight = known_record(node).roles.weight
     return weight is not None and constant_of(operands(node)[weight], DType.S8) is not None
 
 
 def _runs_on_integers(node: fx.Node, region: tuple[fx.Node, ...]) -> bool:
-    record, values = record_of(node), operands(node)
+    record = known_record(node)
     carries = record.adds or (record.moves_data and not record.variadic)
     for value in activations(node):
         levels = levels_of(value) or (levels_of(value, DType.U16) if carries else None)
         if levels is None and value not in region:
             return False
     if record.roles.weight is not None:
-        bias = values[record.roles.bias]
-        if not _has_levels(node) or (bias is not None and constant_of(bias, DType.I32) is None):
+        if not _has_levels(node):
+            return False
+        bias = layer_operands(node).bias
+        if bias is not None and constant_of(bias, DType.I32) is None:
             return False
     call = call_of(node, record)
     if record.roles.weight is not None:  # weights are behind a dequantize here, and constant all the same

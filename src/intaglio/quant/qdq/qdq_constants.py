@@ -10,7 +10,17 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.fxgraph.node_info import update_info
-from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operands, operator, record_of, replace_node
+from intaglio.fxgraph.nodes import (
+    arguments,
+    call_before,
+    is_constant,
+    known_record,
+    layer_operands,
+    operands,
+    operator,
+    record_of,
+    replace_node,
+)
 from intaglio.fxgraph.overloads import EMBEDDING_TARGET
 from intaglio.ir import DType, QParams, TensorType
 from intaglio.ops.products.conv import outputs_first
@@ -78,7 +88,7 @@ def _float_again(module: fx.GraphModule, node: fx.Node, reason: str | None = Non
 
 def _weight(module: fx.GraphModule, node: fx.Node, layer: fx.Node) -> bool:
     levels, zeros = tensor_of(module, node, node.args[0]), _zeros(module, node)
-    shift, axis = SHIFT.get(node.args[-1]), record_of(layer).roles.outputs
+    shift, axis = SHIFT.get(node.args[-1]), known_record(layer).roles.outputs
     reason = None
     if shift is None:
         reason = f"levels of {node.args[-1]}; kernels have bytes"
@@ -127,10 +137,9 @@ def count_biases(module: fx.GraphModule) -> int:
 
 
 def _count(module: fx.GraphModule, node: fx.Node) -> bool:
-    record, values = record_of(node), operands(node)
-    x, weight, bias = (values[i] for i in (record.roles.x[0], record.roles.weight, record.roles.bias))
-    q = None if x is None else levels_behind(x)
-    if q is None or weight is None or not _is_stored(weight):
+    x, weight, bias = layer_operands(node)
+    q = levels_behind(x)
+    if q is None or not _is_stored(weight):
         return bias is not None and _is_constant_levels(bias) and _float_again(module, bias)
     groups = int(arguments(node).get("groups", 1))
     rows = _rows(module, weight, node)
@@ -163,7 +172,7 @@ def _is_stored(weight: fx.Node) -> bool:
 def _rows(module: fx.GraphModule, weight: fx.Node, layer: fx.Node) -> np.ndarray:
     """Levels, all outputs first."""
     levels = tensor_of(module, weight, weight.args[0]).numpy()
-    return outputs_first(levels, int(arguments(layer)["groups"])) if record_of(layer).roles.outputs else levels
+    return outputs_first(levels, int(arguments(layer)["groups"])) if known_record(layer).roles.outputs else levels
 
 
 def _is_counted(module: fx.GraphModule, bias: fx.Node, q: QParams, scales: np.ndarray) -> bool:

@@ -16,7 +16,7 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.errors import UnsupportedError
-from intaglio.fxgraph.node_info import constant_path, info, origin, tensor_type, update_info
+from intaglio.fxgraph.node_info import constant_path, info, known_type, origin, update_info
 from intaglio.fxgraph.nodes import (
     arguments,
     call_before,
@@ -108,7 +108,7 @@ def _channels(module: fx.GraphModule, node: fx.Node, parameters: list[Any]) -> t
     if zeros is None:
         zeros = stored(module, f"{scales.target}_zeros", torch.zeros(len(values), dtype=torch.int64), scales)
     tensor_of(module, node, zeros)
-    return scales, zeros, axis % len(tensor_type(node).shape), *rest
+    return scales, zeros, axis % len(known_type(node).shape), *rest
 
 
 def tensor_of(module: fx.GraphModule, node: fx.Node, constant: fx.Node) -> torch.Tensor:
@@ -172,8 +172,8 @@ def write_factors(module: fx.GraphModule) -> int:
         if record is None or not record.anchor or record.roles.weight is not None or record.variadic:
             continue
         values = operands(node)
-        for value in [values[i] for i in record.roles.x[1:]]:
-            q = None if value is None else levels_behind(value)
+        for value in [value for i in record.roles.x[1:] if (value := values[i]) is not None]:
+            q = levels_behind(value)
             if q is None or (not record.attends and (q.zero, q.qmin + q.qmax) == (128, 256)):
                 continue
             found = f"{q.qmin}..{q.qmax} around {q.zero}"
@@ -229,7 +229,7 @@ def levels_of(node: fx.Node) -> QParams | None:
 
 
 def _pair(node: fx.Node) -> bool:
-    q = levels_of(node) if tensor_type(node.args[0]).dtype is DType.F32 else None
+    q = levels_of(node) if known_type(node.args[0]).dtype is DType.F32 else None
     mates = [user for user in node.users if _matches(node, user)]
     kept = [user for user in node.users if operator(user).startswith("intaglio.")]
     others = [user for user in node.users if user not in mates and user not in kept]
@@ -247,7 +247,7 @@ def _pair(node: fx.Node) -> bool:
     before = [each.args for each in (node, *mates)]
     for each in (node, *mates):
         each.args = (each.args[0], *numbers_of(q))
-    update_info(node, type=TensorType(tensor_type(node).shape, DType.U8, q))
+    update_info(node, type=TensorType(known_type(node).shape, DType.U8, q))
     return bool(others) or before != [each.args for each in (node, *mates)]
 
 
@@ -257,15 +257,15 @@ def numbers_of(q: QParams) -> tuple[Any, ...]:
 
 def round_trip(node: fx.Node, real: fx.Node, q: QParams) -> fx.Node:
     """A value that is levels already, quantized and dequantized; in front of ``node``."""
-    kind = tensor_type(real)
+    kind = known_type(real)
     levels = call_before(node, TensorType(kind.shape, DType.U8, q), target("quantize_per_tensor"), real, *numbers_of(q))
     return call_before(node, kind, target("dequantize_per_tensor"), levels, *numbers_of(q))
 
 
 def _write_quantize(node: fx.Node) -> fx.Node:
     aten, (low, high, dtype), x = torch.ops.aten, node.args[-3:], node.args[0]
-    kind = TensorType(tensor_type(node).shape, DType.F32)
-    if tensor_type(x).dtype is not DType.F32:
+    kind = TensorType(known_type(node).shape, DType.F32)
+    if known_type(x).dtype is not DType.F32:
         x = _written(node, kind, aten._to_copy.default, x, dtype=torch.float32)
     module = node.graph.owning_module
     if operator(node) == QUANTIZE_CHANNEL:
@@ -280,7 +280,7 @@ def _write_quantize(node: fx.Node) -> fx.Node:
 
 
 def _write_dequantize(node: fx.Node, levels: fx.Node | None = None) -> fx.Node:
-    aten, kind = torch.ops.aten, TensorType(tensor_type(node).shape, DType.F32)
+    aten, kind = torch.ops.aten, TensorType(known_type(node).shape, DType.F32)
     real = _written(node, kind, aten._to_copy.default, levels or node.args[0], dtype=torch.float32)
     moved = _written(node, kind, aten.sub.Tensor, real, _zero_of(node))
     scale = node.args[1]
@@ -303,5 +303,5 @@ def _zero_of(node: fx.Node) -> Any:
 
 def _along(node: fx.Node, stem: str, values: torch.Tensor) -> fx.Node:
     """A constant of a value for every entry of the operator's axis."""
-    shape = [-1 if axis == node.args[3] else 1 for axis in range(len(tensor_type(node).shape))]
+    shape = [-1 if axis == node.args[3] else 1 for axis in range(len(known_type(node).shape))]
     return stored(node.graph.owning_module, f"{node.name}_{stem}", values.reshape(shape), node.args[1])

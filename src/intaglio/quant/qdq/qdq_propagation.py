@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from intaglio.fxgraph.node_info import adopt_origin, inherit_info, tensor_type
-from intaglio.fxgraph.nodes import activations, call_before, call_of, is_constant, record_of
+from intaglio.fxgraph.node_info import adopt_origin, inherit_info, known_type
+from intaglio.fxgraph.nodes import activations, call_before, call_of, is_constant, known_record, record_of
 from intaglio.ir import DType, TensorType
 from intaglio.quant.qdq.qdq_normalize import (
     levels_behind,
@@ -23,7 +23,7 @@ def carry_levels(module: fx.GraphModule) -> int:
     both ways give the same."""
     before = len(module.graph.nodes)
     for node in list(module.graph.nodes):
-        if _selects(node) and not record_of(node).clamps:
+        if _selects(node) and not known_record(node).clamps:
             _carry_down(node)
     pending = [node for node in module.graph.nodes if quantizes_to_bytes(node)]
     while pending:
@@ -33,7 +33,7 @@ def carry_levels(module: fx.GraphModule) -> int:
 
 def _selects(node: fx.Node) -> bool:
     record = record_of(node)
-    if record is None or not record.shares or tensor_type(node).dtype is not DType.F32:
+    if record is None or not record.shares or known_type(node).dtype is not DType.F32:
         return False
     values = activations(node)
     return all(v is not None and not is_constant(v) for v in values) and record.check(call_of(node, record)) is None
@@ -49,9 +49,9 @@ def _carry_down(node: fx.Node) -> None:
         return
     with node.graph.inserting_after(node):
         levels = node.graph.call_function(target("quantize_per_tensor"), (node, *numbers_of(q)))
-    inherit_info(levels, node, type=TensorType(tensor_type(node).shape, DType.U8, q))
+    inherit_info(levels, node, type=TensorType(known_type(node).shape, DType.U8, q))
     for user in readers:
-        real = call_before(user, tensor_type(node), target("dequantize_per_tensor"), levels, *numbers_of(q))
+        real = call_before(user, known_type(node), target("dequantize_per_tensor"), levels, *numbers_of(q))
         adopt_origin(real, user)
         user.replace_input_with(node, real)
 
@@ -67,8 +67,9 @@ def _carry_up(node: fx.Node) -> list[fx.Node]:
     if not _selects(select) or list(select.users) != [node]:
         return []
     values = dict.fromkeys(activations(select))
-    if record_of(select).clamps and not all(levels_behind(v) or _selects(v) for v in values):
+    if known_record(select).clamps and not all(levels_behind(v) or _selects(v) for v in values):
         return []  # kernels clamp what they accumulate
+    assert q is not None, f"{node} was not paired"
     made = []
     for value in values:
         if (known := levels_behind(value)) is not None and (known.step, known.zero) == (q.step, q.zero):

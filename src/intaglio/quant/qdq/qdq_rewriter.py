@@ -12,8 +12,8 @@ from torch import fx
 from intaglio import numerics
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.graph_passes import drop_unused_constants
-from intaglio.fxgraph.node_info import TAG, info, inherit_info, origin, overlay_info, set_info
-from intaglio.fxgraph.nodes import arguments, operands
+from intaglio.fxgraph.node_info import TAG, info, inherit_info, known_type, origin, overlay_info, set_info
+from intaglio.fxgraph.nodes import arguments, layer_operands
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, QParams, TensorType
 from intaglio.ir.names import sanitized
@@ -154,7 +154,7 @@ class Rewriter:
 
     def _describe(self, made: fx.Node, node: fx.Node, site: Site, q: QParams) -> None:
         """Record type, origin and site of the quantize of a node's value."""
-        kind = TensorType(info(node).type.shape, site.dtype, q)
+        kind = TensorType(known_type(node).shape, site.dtype, q)
         inherit_info(made, node, type=kind, site=site.name)
 
     def _anchor(self, region: Region) -> None:
@@ -164,13 +164,13 @@ class Rewriter:
         weight, bias = parameters_of(self.annotations.module, region)
         w, kind = self.qparams[w_site.name], w_site.record
         grid = weight_grid(weight, np.array(w.scales), kind, w_site.group, roles.outputs)
-        names = [operands(anchor)[i] for i in (roles.weight, roles.bias)]
+        read = layer_operands(anchor)
         if kind.floating:
-            self._constant(anchor, names[0], w_site, grid.clipped(weight), w)
+            self._constant(anchor, read.weight, w_site, grid.clipped(weight), w)
             return
         chosen = self.chosen.get(w_site.name)
         levels = grid.stored(grid.nearest(weight)) if chosen is None else chosen.levels
-        self._constant(anchor, names[0], w_site, levels, w)
+        self._constant(anchor, read.weight, w_site, levels, w)
         if region.dynamic:  # its bias stays float: there is no unit to count it in
             self._prove(region, levels, np.zeros(len(levels), np.int32), row_levels(x_site.name))
         if region.dynamic or not x_site.native:
@@ -181,7 +181,7 @@ class Rewriter:
             steps = numerics.bias_steps(bias, x.step, each_output(w.scales, len(rows)))
         self._prove(region, rows, steps, x)
         if b_site is not None:
-            self._constant(anchor, names[1], b_site, steps, self.qparams[b_site.name])
+            self._constant(anchor, read.bias, b_site, steps, self.qparams[b_site.name])
 
     def _attention(self, node: fx.Node) -> None:
         result = written_out(node, *quantizing(PROBABILITIES, DType.U8))

@@ -10,8 +10,8 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.errors import CalibrationError, UnsupportedError
-from intaglio.fxgraph.node_info import info
-from intaglio.fxgraph.nodes import call_of, operands
+from intaglio.fxgraph.node_info import origin
+from intaglio.fxgraph.nodes import call_of, layer_operands
 from intaglio.ir import QParams
 from intaglio.ops.products.conv import outputs_first
 from intaglio.quant.annotate.regions import Annotations, Chain, Region
@@ -165,7 +165,7 @@ def weight_qparams(
                 w_site.name,
                 region.anchor.name,
                 "weights or biases that are not finite",
-                remedy=f"skip=[{info(region.anchor).origin.path!r}]",
+                remedy=f"skip=[{origin(region.anchor).path!r}]",
             )
         scales = tuple(map(float, fitted))
         result[w_site.name] = QParams(scales, (0,) * len(scales), w_site.qmin, w_site.qmax, w_site.axis)
@@ -174,7 +174,9 @@ def weight_qparams(
         if region.record.roles.weight is not None:
             x_site, w_site, b_site = anchor_sites(annotations, region)
             if b_site is not None:
-                outputs = len(parameters_of(annotations.module, region)[1])
+                _, bias = parameters_of(annotations.module, region)
+                assert bias is not None  # it has a site
+                outputs = len(bias)
                 result[b_site.name] = _bias_qparams(qparams[x_site.name], result[w_site.name], outputs)
     return result
 
@@ -254,8 +256,7 @@ def _bias_qparams(x: QParams, w: QParams, outputs: int) -> QParams:
 
 def anchor_sites(annotations: Annotations, region: Region) -> tuple[Site, Site, Site | None]:
     """Sites of an anchor's activation, weight and bias."""
-    record, values = region.record, operands(region.anchor)
-    x, weight = values[record.roles.x[0]], values[record.roles.weight]
+    x, weight, _ = layer_operands(region.anchor)
     by_value = annotations.by_value
     return (
         by_value[x.name, region.x_role],
@@ -265,7 +266,7 @@ def anchor_sites(annotations: Annotations, region: Region) -> tuple[Site, Site, 
 
 
 def parameters_of(module: fx.GraphModule, region: Region) -> tuple[np.ndarray, np.ndarray | None]:
-    roles, values = region.record.roles, operands(region.anchor)
-    weight, bias = values[roles.weight], values[roles.bias]
-    arrays = [None if node is None else getattr(module, node.target).detach().numpy() for node in (weight, bias)]
-    return arrays[0], arrays[1]
+    """Return the weight of a layer, and its bias if it has one."""
+    _, weight, bias = layer_operands(region.anchor)
+    values: np.ndarray = getattr(module, weight.target).detach().numpy()
+    return values, None if bias is None else getattr(module, bias.target).detach().numpy()

@@ -15,8 +15,8 @@ from intaglio.fusion.matcher import Match, match
 from intaglio.fusion.pattern import Pattern, const, op, wildcard
 from intaglio.fusion.table import GRAPH_FUSIONS
 from intaglio.fxgraph.fx_graph_view import FxGraphView
-from intaglio.fxgraph.node_info import info, origin, tensor_type, update_info
-from intaglio.fxgraph.nodes import arguments, is_constant, operator, record_of, resolve
+from intaglio.fxgraph.node_info import info, known_type, origin, tensor_type, update_info
+from intaglio.fxgraph.nodes import arguments, is_constant, known_record, operator, resolve
 from intaglio.ir import DType, Origin
 from intaglio.ops import BY_TARGET, OPS, Call, OpDef
 from intaglio.quant.recipes.settings import Setting
@@ -301,7 +301,7 @@ def call_of_whole(found: Found, record: OpDef) -> Call:
         shapes=tuple(kind.shape if kind else None for kind in types),
         floating=tuple(True for _ in types),
         constant=tuple(is_constant(found.bound[name]) for name in record.operands),
-        result=tensor_type(found.nodes[-1]).shape,
+        result=known_type(found.nodes[-1]).shape,
     )
 
 
@@ -316,7 +316,7 @@ def whole_of(found: Found, record: OpDef) -> CompositeMatch:
 def record_at(nodes: Sequence[fx.Node]) -> OpDef:
     """The record of a chain: the one that stands for all of it, else its anchor's."""
     whole = info(nodes[-1]).composite
-    return whole.record if whole is not None else record_of(nodes[0])
+    return whole.record if whole is not None else known_record(nodes[0])
 
 
 def operands_of_whole(nodes: Sequence[fx.Node], whole: CompositeMatch) -> list[fx.Node]:
