@@ -86,10 +86,31 @@ def traced_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture
+def operators_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.onnx reads the source of its operators once a process, not for every export."""
+    from support import onnx_registry
+
+    monkeypatch.setattr(onnx_registry.ONNXRegistry, "from_torchlib", staticmethod(onnx_registry.registry_of_torchlib))
+
+
+@pytest.fixture
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder that is intaglio's cache during the test."""
     folder = tmp_path / "cache"
     folder.mkdir()
+    monkeypatch.setenv("INTAGLIO_CACHE_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def fresh_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is intaglio's cache during the test and holds no program, but kernels that were compiled before."""
+    from intaglio import config
+
+    compiled, folder = config.cache_dir() / "kernels", tmp_path / "cache"
+    (folder / "kernels").mkdir(parents=True)
+    for unit in compiled.glob("*.o"):
+        (folder / "kernels" / unit.name).symlink_to(unit)
     monkeypatch.setenv("INTAGLIO_CACHE_DIR", str(folder))
     return folder
 
