@@ -151,6 +151,7 @@ def test_without_typer_one_line_names_the_extra(start):
     assert "intaglio[cli]" in line
 
 
+@pytest.mark.slow(reason="a process that imports all of PyTorch; help does without it below")
 def test_public_names_are_imported_at_first_use():
     text = """
 import sys, intaglio

@@ -29,6 +29,7 @@ from support.programs import (
     residual,
     threads,
 )
+from support.rarely import rarely_except
 
 
 def in_turns(lowered: Lowered, model: QuantizedModel, turns: BatchTiling) -> QuantizedModel:
@@ -46,12 +47,18 @@ def most(lowered: Lowered) -> int:
 
 
 OTHER_TURNS = pytest.mark.slow(reason="as many images in turns, and sets of instructions, as other programs have here")
+LARGE = ("weighed", "depthwise", "moves", "unjoined", "halos")
 TURNS = [
-    pytest.param(program, HERE[(place + i) % len(HERE)], 1 + (place + i) % 3, marks=[OTHER_TURNS] * (i > 0))
+    pytest.param(
+        program,
+        HERE[(place + i) % len(HERE)],
+        1 + (place + i) % 3,
+        marks=[OTHER_TURNS] * (i > 0 or program.__name__ in LARGE),
+    )
     for place, program in enumerate(FREE)
     for i in range(3)
 ]
-"""Program, instruction set, images in a turn: one a program, the others with `make slow`."""
+"""Program, instruction set, images in a turn: one for each program that compiles fast, the others with `make slow`."""
 
 
 @pytest.mark.parametrize(("program", "isa", "images"), TURNS, ids=lambda value: getattr(value, "__name__", str(value)))
@@ -62,7 +69,7 @@ def test_turns_of_a_few_images_have_the_bits_of_the_interpreter(program, isa, im
     assert_bits_of_the_interpreter(net, lowered, in_turns(lowered, compiled(program, isa), turns))
 
 
-@pytest.mark.parametrize("groups", range(1, 7))
+@pytest.mark.parametrize("groups", rarely_except(1, 4, of=range(1, 7), reason="the other groups of the same program"))
 def test_turns_may_end_behind_any_barrier_group(groups):
     """A value is read by the turns and behind them, a residual operand comes from before their end."""
     net, lowered = built(residual)

@@ -29,16 +29,27 @@ from support.programs import (
     built,
     compiled,
     joined,
+    moves,
     residual,
     threads,
+    tokens,
     unjoined,
     weighed,
 )
+from support.rarely import rarely_except
+
+OTHER_SET = pytest.mark.slow(reason="every program runs on one set of instructions, and every set runs programs")
 
 
 @pytest.mark.case("problem 14", "problem 16")
-@pytest.mark.parametrize("isa", HERE)
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    ("program", "isa"),
+    [
+        pytest.param(program, isa, marks=[OTHER_SET] * (place % len(HERE) != i), id=f"{isa}-{program.__name__}")
+        for place, program in enumerate(PROGRAMS)
+        for i, isa in enumerate(HERE)
+    ],
+)
 def test_a_program_has_the_bits_of_the_interpreter(program, isa):
     """For every batch, thread count and memory format, NaN and infinities included."""
     net, lowered = built(program)
@@ -46,7 +57,11 @@ def test_a_program_has_the_bits_of_the_interpreter(program, isa):
     assert_bits_of_the_interpreter(net, lowered, model)
 
 
-@pytest.mark.parametrize("program", FREE, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program",
+    rarely_except(residual, tokens, joined, of=FREE, reason="every program runs on one set of instructions elsewhere"),
+    ids=lambda program: program.__name__,
+)
 def test_instruction_sets_agree_on_a_large_batch(program):
     inputs = built(program)[0].batch(9, seed=1)
     first, *others = [compiled(program, isa)(*inputs) for isa in HERE]
@@ -102,14 +117,27 @@ def _mixed(net, x):
 # ---- memory
 
 
-@pytest.mark.parametrize("isa", HERE)
-@pytest.mark.parametrize("program", FREE, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    ("program", "isa"),
+    [
+        pytest.param(program, isa, marks=[OTHER_SET] * (PROGRAMS.index(program) % len(HERE) != i))
+        for program in FREE
+        for i, isa in enumerate(HERE)
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_nothing_outside_the_arena_the_constants_and_the_tensors_is_touched(program, isa):
     net, lowered = built(program)
     assert_stays_inside(net, lowered, compiled(program, isa).artifact)
 
 
-@pytest.mark.parametrize("program", FREE, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program",
+    rarely_except(
+        residual, unjoined, moves, tokens, of=FREE, reason="plans of the other programs are checked by the verifier too"
+    ),
+    ids=lambda program: program.__name__,
+)
 def test_buffers_alive_in_one_barrier_group_never_overlap(program, monkeypatch):
     """On a machine whose caches hold a whole batch: the buffers of batch tiles have places of their own."""
     monkeypatch.setattr(machine, "caches", lambda: machine.Caches(32 << 10, 64 << 20, 64 << 20))

@@ -114,6 +114,7 @@ def test_every_kind_of_kernel_is_timed(isa, monkeypatch):
         assert all(math.isfinite(found[key]) and found[key] > 0 for key in ("gmacs", "share", "cycles_per_64"))
 
 
+@pytest.mark.slow(reason="runs a benchmark; what it sums up is tested above")
 def test_lengths_in_turn_are_compared_with_the_same_in_a_row(capsys):
     """A few short ones; the figures themselves are the machine's."""
     script("lengths").main(["stack", "--count", "3", "--least", "2", "--most", "6", "--rounds", "1", "--threads", "1"])

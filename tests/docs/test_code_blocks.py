@@ -20,9 +20,15 @@ import pytest
 
 from support.processor import HAS_VNNI
 from support.project_files import ROOT
+from support.rarely import rarely_except
 from support.torchvision_stub import import_torchvision
 
 PAGES = [path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if path.exists()]
+LONG = (
+    *("capture", "define_by_run", "define_by_run_state", "deploying", "inaccurate", "onnx", "quantizers", "recipes"),
+    *("shapes", "slow", "transformers"),
+)
+"""Pages whose blocks take seconds to run."""
 FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>\w+)(?P<title>[^\n]*)\n(?P<body>.*?)^(?P=indent)```$", re.M | re.S)
 NEEDS = re.compile(r'title="needs (\w+)"')
 
@@ -104,7 +110,13 @@ ALONE = [(page, block) for page in PAGES for block in python_blocks(page) if blo
 
 
 @pytest.mark.case("problem 40")
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
+@pytest.mark.parametrize(
+    "page",
+    rarely_except(
+        *(page for page in PAGES if page.stem not in LONG), of=PAGES, reason="takes seconds; run `make slow`"
+    ),
+    ids=page_name,
+)
 def test_python_blocks_run_and_print_what_the_page_says(page, page_module):
     if page.name == "inductor.md" and not HAS_VNNI:
         pytest.skip("without VNNI oneDNN's int8 kernels saturate in 16 bits, so results differ from the page")

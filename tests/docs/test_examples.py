@@ -43,6 +43,7 @@ def script(monkeypatch) -> Iterator[Callable[[str], str]]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow(reason="calibrates a model six ways; the pages on both run always")
 @pytest.mark.case("document 003")
 @pytest.mark.skipif(find_spec("sklearn") is None, reason="examples/patterns_and_calibration.py needs scikit-learn")
 def test_patterns_and_calibration_walks_through_one_model(script):
@@ -55,6 +56,7 @@ def test_patterns_and_calibration_walks_through_one_model(script):
     assert all(abs(exact - one) <= 0.3 for one in others), rows
 
 
+@pytest.mark.slow(reason="starts processes and quantizes whole networks of torchvision")
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="examples/newcomer.py needs torchvision")
 @pytest.mark.parametrize(
     "network",

@@ -17,6 +17,7 @@ from intaglio import eager, stages
 from intaglio.errors import ArtifactError, CalibrationError, InputError
 from support import nets
 from support.project_files import TESTS
+from support.rarely import rarely, rarely_except
 
 
 class Residual(nn.Module):
@@ -122,7 +123,7 @@ def counts(prepared: nn.Module) -> dict[str, int]:
 
 
 @pytest.mark.case("frontends B11")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", rarely_except("early exit", of=MODELS, reason="other models take the same ways"))
 @pytest.mark.parametrize("way", [copy.deepcopy, saved_and_loaded, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_copy_of_a_converted_model_gives_the_same_bits(name, way):
     """B11: whatever way it was copied, and so does a copy of the copy that has not run."""
@@ -136,7 +137,7 @@ def test_a_copy_of_a_converted_model_gives_the_same_bits(name, way):
 
 
 @pytest.mark.case("frontends B11")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", rarely_except("early exit", of=MODELS, reason="other models take the same ways"))
 @pytest.mark.parametrize("way", [copy.deepcopy, saved_and_loaded])
 def test_a_copy_of_a_prepared_model_has_statistics_of_its_own(name, way):
     """B11: equal to those it was copied from, and counted on by itself."""
@@ -154,6 +155,7 @@ def test_a_copy_of_a_prepared_model_has_statistics_of_its_own(name, way):
     assert differ(outputs(eager.convert(twin), name), expected)
 
 
+@pytest.mark.slow(reason="starts a process; copies in this process are pickled too")
 @pytest.mark.case("frontends B11")
 def test_another_process_loads_and_runs_it(tmp_path):
     """B11: functions are kept by name, graphs are made again."""
@@ -227,7 +229,7 @@ def test_a_state_dictionary_has_the_models_names_and_ours():
 
 
 @pytest.mark.case("frontends A12")
-@pytest.mark.parametrize("name", ["residual", "recurrent"])
+@pytest.mark.parametrize("name", ["recurrent", *rarely("residual", reason="the other model has a test like it")])
 def test_a_fresh_prepared_model_with_a_state_converts_to_the_original(name):
     """A12: of a prepared model (statistics), and of a converted one (parameters)."""
     prepared = calibrated(name)[1]
@@ -242,7 +244,9 @@ def test_a_fresh_prepared_model_with_a_state_converts_to_the_original(name):
 
 
 @pytest.mark.case("frontends A12")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", rarely_except("residual", of=MODELS, reason="other models have the same kind of state")
+)
 def test_a_converted_model_of_other_data_becomes_the_original(name):
     """A12: outputs differ before and are equal after."""
     original = eager.convert(calibrated(name)[1])
@@ -398,7 +402,9 @@ def test_statistics_of_other_weights_are_dropped(caplog):
 
 
 @pytest.mark.case("frontends B13")
-@pytest.mark.parametrize("name", ["residual", "recurrent"])
+@pytest.mark.parametrize(
+    "name", ["residual", *rarely("recurrent", reason="parameters of loops are those of their layers")]
+)
 def test_parameters_stand_for_data(name):
     """B13: in place of calibration; save, load, save gives the same text."""
     model, prepared = calibrated(name)

@@ -13,6 +13,7 @@ from intaglio import eager
 from support import nets
 from support.eager_models import assert_like, assert_near, converted_on, integers, near, same, warnings_of
 from support.nets import Body
+from support.rarely import rarely, rarely_except
 
 
 def pictures(count: int = 4, batch: int = 4, channels: int = 3, size: int = 8, seed: int = 1) -> list[tuple[Tensor]]:
@@ -106,7 +107,10 @@ FUNCTIONAL = {
 
 
 @pytest.mark.case("frontends B3")
-@pytest.mark.parametrize("case", FUNCTIONAL)
+@pytest.mark.parametrize(
+    "case",
+    rarely_except("keywords", "conv3d", "linear keywords", of=FUNCTIONAL, reason="the same functions called otherwise"),
+)
 def test_functional_operators_with_parameters(case, caplog):
     """B3: positional and keyword arguments, defaults left out, with and without bias; weights per channel."""
     body, kernel, shape = FUNCTIONAL[case]
@@ -153,10 +157,17 @@ def zeroed(y: Tensor) -> Tensor:
 
 
 @pytest.mark.case("frontends B4")
-@pytest.mark.parametrize("batch", [4, 5])
-def test_operators_that_stay_float_between_those_that_do_not(batch, caplog):
+@pytest.mark.parametrize(
+    ("batch", "names"),
+    [
+        (4, ("unbind",)),
+        (5, ("in place module", "in a list", "keywords", "in place", "set item", "split")),
+        *rarely((5, tuple(name for name in BETWEEN if name != "unbind")), reason="other operators that stay float"),
+    ],
+    ids=["4", "5", "all"],
+)
+def test_operators_that_stay_float_between_those_that_do_not(batch, names, caplog):
     """In place and not; tensors in lists and keywords. What iterates over the batch has a model with a fixed one."""
-    names = [name for name in BETWEEN if (name == "unbind") is (batch == 4)]
 
     def forward(m: nn.Module, x: Tensor) -> dict[str, Tensor]:
         return {
@@ -207,7 +218,12 @@ OUTPUTS = {
 
 
 @pytest.mark.case("frontends B5")
-@pytest.mark.parametrize("case", OUTPUTS)
+@pytest.mark.parametrize(
+    "case",
+    rarely_except(
+        "nested", "namedtuple", "nothing", "same twice", "integers", of=OUTPUTS, reason="the nested result holds these"
+    ),
+)
 def test_results_of_any_structure(case, caplog):
     """B5: integers and what is no tensor come out as they are."""
     make = OUTPUTS[case]
@@ -266,7 +282,10 @@ CHILDREN = {
 
 
 @pytest.mark.case("frontends B5")
-@pytest.mark.parametrize("case", CHILDREN)
+@pytest.mark.parametrize(
+    "case",
+    rarely_except("dataclass", "nothing", of=CHILDREN, reason="a child's structure is taken apart as the model's"),
+)
 def test_children_hand_on_any_structure(case, caplog):
     """B5: what a child returns, its parent takes apart."""
     make, take = CHILDREN[case]
@@ -304,7 +323,7 @@ CONTAINERS = {
 
 
 @pytest.mark.case("frontends B6")
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("wrapped", [True, *rarely(False, reason="a container at the top is one inside, too")])
 @pytest.mark.parametrize("case", CONTAINERS)
 def test_containers_that_iterate_themselves(case, wrapped, caplog):
     """B6: at the top and inside; iterating sees the user's children only."""

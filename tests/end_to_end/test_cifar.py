@@ -14,7 +14,7 @@ from support.project_files import ROOT
 
 DATA = Path(os.environ.get("INTAGLIO_DATA", ROOT.resolve().parent / "shared" / "data"))
 needs_data = pytest.mark.skipif(not (DATA / "cifar10_jpeg.npz").exists(), reason="needs the folder INTAGLIO_DATA names")
-IMAGES = 1024
+IMAGES = 256
 
 
 class Block(nn.Module):

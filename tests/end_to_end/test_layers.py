@@ -13,6 +13,7 @@ from intaglio.plan import plan_graph
 from intaglio.stages import capture, compile, convert, equalize, prepare, requantize
 from support.matmul_library import BEST_HERE
 from support.nets import Body, randomize
+from support.rarely import rarely, rarely_except
 
 DRAW = torch.Generator().manual_seed(3)
 
@@ -119,7 +120,9 @@ UNARY = {
 
 @pytest.mark.case("frontends C2")
 @pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("name", UNARY)
+@pytest.mark.parametrize(
+    "name", rarely_except("relu", "hardtanh", "gelu", of=UNARY, reason="every function has a test of its table")
+)
 def test_functions_behind_layers_with_and_without_levels(name, quantized):
     after = nn.Linear(21, 4) if quantized else nn.Identity()
     model = Body(lambda m, x: m.after(UNARY[name](m.c(x))), c=nn.Linear(12, 21), after=after)
@@ -132,7 +135,7 @@ def test_functions_behind_layers_with_and_without_levels(name, quantized):
 
 
 @pytest.mark.case("frontends C4")
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [torch.float32, *rarely(torch.bfloat16, reason="another type of the same weights")])
 def test_weights_alone_may_be_integers(kind, tmp_path):
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32)).eval().to(kind)
     x = torch.randn(16, 64, generator=DRAW).to(kind)

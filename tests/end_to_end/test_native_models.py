@@ -32,6 +32,7 @@ from support.int8_models import assert_same, compiled
 from support.lowering import assert_equal_levels, kinds, quantized, sqnr
 from support.matmul_library import BEST_HERE, HERE
 from support.nets import Body
+from support.rarely import rarely
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -236,7 +237,7 @@ def test_a_second_call_packs_nothing():
 
 
 @pytest.mark.case("backend 32")
-def test_a_cache_without_room_gives_the_same_bits(fresh_cache, monkeypatch):
+def test_a_cache_without_room_gives_the_same_bits(fresh_programs, monkeypatch):
     """Case 32: capacity 0."""
     monkeypatch.setenv("INTAGLIO_CACHE_MB", "0")
     _, lowered = compiled(nets.Linears)
@@ -261,7 +262,7 @@ CALLERS = 8
 
 
 @pytest.mark.case("backend 33")
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [2, *rarely(1, 3, reason="stress with another number of threads")])
 def test_threads_that_compile_and_call_at_once_get_what_one_gets(threads, fresh_cache, many_threads, counting_compiler):
     """Case 33: one text, compiled once however many ask; two models in between, shapes of their own."""
     many_threads(threads)
@@ -330,7 +331,7 @@ def by_fx(backend: str) -> nn.Module:
 
 
 @pytest.mark.case("backend 35")
-@pytest.mark.parametrize("backend", ["x86", "qnnpack"])
+@pytest.mark.parametrize("backend", ["x86", *rarely("qnnpack", reason="other ranges in the same operators")])
 @pytest.mark.parametrize("isa", BEST_HERE)
 def test_a_reference_model_of_others_is_fused(backend, isa):
     """Case 35: 7 and 8 bits, weights by channel and by tensor."""
@@ -366,6 +367,8 @@ def from_an_exported_program() -> Reference:
     return reference
 
 
+@pytest.mark.slow(reason="exports to ONNX, which has tests of its own")
+@pytest.mark.usefixtures("operators_read_once")
 @pytest.mark.case("backend 35")
 def test_a_program_brings_its_example_and_goes_to_onnx(tmp_path):
     """The same reference from an exported program; ONNX Runtime computes what it does."""

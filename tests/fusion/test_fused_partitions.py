@@ -18,6 +18,7 @@ from support.lowering import assert_equal_levels, quantized
 from support.matmul_library import BEST_HERE, HERE
 from support.nets import Body, randomize
 from support.partition_text import shown
+from support.rarely import rarely
 from support.side_by_side import SideBySide
 
 IMAGE, OTHER = torch.randn(4, 3, 7, 9), torch.randn(4, 20, 7, 9)
@@ -206,15 +207,24 @@ UNARY = {
 }
 """Table of peers, rows 3 to 7 and 18 to 21."""
 BOUNDS = ("relu6", "clamp")
+FEW_UNARY = ("clamp", "x * sigmoid", "x * hardsigmoid", "gelu", "round", "softplus")
 
 
-@pytest.mark.parametrize("anchor", ["conv2d", "linear"])
+@pytest.mark.parametrize(
+    "anchor", ["conv2d", *rarely("linear", reason="tails of linear layers have tests among the partitions below")]
+)
 @pytest.mark.parametrize("isa", BEST_HERE)
-def test_every_unary_tail(anchor, isa, subtests):
+@pytest.mark.parametrize(
+    "names",
+    [FEW_UNARY, *rarely((tuple(UNARY),), reason="functions that become tables or bounds as those few do")],
+    ids=["few", "all"],
+)
+def test_every_unary_tail(anchor, isa, names, subtests):
     """Behind a convolution or linear layer, to levels and to floats."""
     inputs = (IMAGE,) if anchor == "conv2d" else (TOKENS,)
     rows = []
-    for name, function in UNARY.items():
+    for name in names:
+        function = UNARY[name]
         kinds = f"{anchor} + requantize" + " + table" * (name not in BOUNDS)
         row = Row(name, lambda m, x, f=function: f(m.c(x)), inputs, kinds)
         rows += [before_a_layer(row), Expected(replace(row, partition=f"{kinds} + loop(dequantize)"))]
@@ -232,7 +242,9 @@ BINARY = {
 
 
 @pytest.mark.case("patterns row 12")
-@pytest.mark.parametrize("anchor", ["conv2d", "linear"])
+@pytest.mark.parametrize(
+    "anchor", ["linear", *rarely("conv2d", reason="tails of convolutions have tests among the partitions above")]
+)
 @pytest.mark.parametrize("isa", BEST_HERE)
 def test_a_tail_with_another_tensor(anchor, isa, subtests):
     """To floats, and to levels: the loop quantizes what it makes."""
@@ -342,7 +354,7 @@ def test_a_norm_and_its_quantize_are_one_loop():
 
 
 @pytest.mark.case("patterns row 27")
-@pytest.mark.parametrize("alpha", [1, 0.3])
+@pytest.mark.parametrize("alpha", [0.3, *rarely(1, reason="a factor of one")])
 def test_what_baddbmm_adds_is_added_in_the_kernel(alpha):
     body = lambda m, x, mask: torch.baddbmm(mask, m.q(x), m.k(x).mT, alpha=alpha)  # noqa: E731
     model = randomize(Body(body, q=nn.Linear(16, 8), k=nn.Linear(16, 8)))

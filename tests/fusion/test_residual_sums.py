@@ -14,6 +14,7 @@ from intaglio.quant.recipes.recipe import Recipe, Setting
 from support.lowering import assert_equal_levels, quantized, sqnr, tensors, worst_levels
 from support.matmul_library import BEST_HERE
 from support.nets import Body, randomize
+from support.rarely import rarely_except
 
 
 def image(channels: int = 20, batch: int = 3, seed: int = 0) -> Tensor:
@@ -67,7 +68,18 @@ SCALED = {
 
 
 @pytest.mark.parametrize("recipe", [None, PER_TENSOR], ids=["channel", "tensor"])
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize(
+    "name",
+    rarely_except(
+        "conv",
+        "of two sites of tokens",
+        "wide",
+        "transposed",
+        "groups",
+        of=SCALED,
+        reason="other layers of the same sums",
+    ),
+)
 @pytest.mark.parametrize("isa", BEST_HERE)
 def test_a_scaled_sum_is_one_kernel_with_the_bits_of_its_meaning(name, recipe, isa):
     x, body, modules = SCALED[name]
@@ -165,7 +177,12 @@ SHORTCUTS = {
 """Forward, modules, values of 16 bits."""
 
 
-@pytest.mark.parametrize("name", SHORTCUTS)
+@pytest.mark.parametrize(
+    "name",
+    rarely_except(
+        "two in a row", "depthwise", "tokens", "below zero", of=SHORTCUTS, reason="other layers of the same sums"
+    ),
+)
 @pytest.mark.parametrize("isa", BEST_HERE)
 def test_shortcuts_of_16_bits_have_the_bits_of_their_meaning(name, isa):
     body, modules, count = SHORTCUTS[name]

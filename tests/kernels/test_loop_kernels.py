@@ -19,6 +19,7 @@ from intaglio.ops.loop_ops.primitives import PRIMITIVES
 from support.float_loops import BF16, BOOL, F32, I64, STRANGE, U8, C, N, Sample, equal, some, to_levels
 from support.lowering import tensors
 from support.matmul_library import HERE
+from support.rarely import rarely
 
 
 def test_every_operator_of_a_body_has_its_c():
@@ -155,7 +156,9 @@ def at_random(seed: int, columns: int) -> Lowered:
 
 
 @pytest.mark.parametrize("isa", HERE)
-@pytest.mark.parametrize(("seed", "columns"), [(0, 35), (1, 35), (2, 16), (3, 3), (5, 1), (7, 100)])
+@pytest.mark.parametrize(
+    ("seed", "columns"), [(0, 35), (3, 3), (5, 1), *rarely((1, 35), (2, 16), (7, 100), reason="more random bodies")]
+)
 def test_bodies_at_random_are_their_meaning(isa, seed, columns):
     lowered = at_random(seed, columns)
     model = stages.compile(lowered, isa=isa)

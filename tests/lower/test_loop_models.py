@@ -1,5 +1,7 @@
 """Models whose float operators run as loops: blocks of transformers, images, every ATen operator, what is merged."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from support.float_loops import equal
 from support.lowering import assert_equal_levels, quantized
 from support.matmul_library import BEST_HERE, HERE
 from support.nets import Body, randomize
+from support.side_by_side import SideBySide
 
 F32, U8 = DType.F32, DType.U8
 
@@ -109,24 +112,29 @@ OPERATORS = {
 }
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_operators_are_torchs_to_rounding_and_run_in_the_program(name):
-    model = randomize(
-        Body(
-            lambda m, x: OPERATORS[name](*(f(x).exp() * 0.5 - 1 for f in (m.a, m.b))),
-            a=nn.Linear(9, 9),
-            b=nn.Linear(9, 9),
+def test_operators_are_torchs_to_rounding_and_run_in_the_program(subtests):
+    """Every row of the table reads two layers of its own."""
+    rows = {
+        name: randomize(
+            Body(
+                lambda m, x, row=row: row(*(f(x).exp() * 0.5 - 1 for f in (m.a, m.b))),
+                a=nn.Linear(9, 9),
+                b=nn.Linear(9, 9),
+            )
         )
-    )
+        for name, row in OPERATORS.items()
+    }
     x = torch.randn(4, 5, 9, generator=torch.Generator().manual_seed(1))
-    reference, lowered = quantized(model, x)
+    reference, lowered = quantized(SideBySide({name: (model, [x]) for name, model in rows.items()}), x)
     assert not lowered.islands, lowered.skipped
-    for found, expected in zip(lowered(x), reference(x), strict=True):
-        assert found.dtype is expected.dtype
-        close = found == expected if found.dtype is torch.bool else torch.isclose(found, expected, rtol=1e-5, atol=2e-6)
-        assert close.float().mean() > 0.99
-    model = stages.compile(lowered)
-    assert all(equal(*pair) for pair in zip(model(x), lowered(x), strict=True))
+    program, levels, simulated = stages.compile(lowered)(x), lowered(x), reference(x)
+    for name in OPERATORS:
+        with subtests.test(name):
+            for found, expected in zip(levels[name], simulated[name], strict=True):
+                assert found.dtype is expected.dtype
+                same = torch.eq if found.dtype is torch.bool else partial(torch.isclose, rtol=1e-5, atol=2e-6)
+                assert same(found, expected).float().mean() > 0.99
+            assert all(equal(*pair) for pair in zip(program[name], levels[name], strict=True))
 
 
 def image(m, x):

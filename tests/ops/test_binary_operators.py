@@ -11,6 +11,7 @@ from intaglio.quant.annotate.sites import Observed, Shared
 from support.lowering import assert_equal_levels, tensors
 from support.matmul_library import BEST_HERE
 from support.nets import Body, randomize
+from support.rarely import rarely_except
 
 
 def conv(inputs: int = 3, outputs: int = 20, kernel: int = 3) -> nn.Conv2d:
@@ -106,7 +107,19 @@ def all_stages(net, x):
 
 
 @pytest.mark.case("problem 9", "frontends A9")
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize(
+    "name",
+    rarely_except(
+        "products",
+        "slopes",
+        "norm alone",
+        "cat of vectors",
+        "cat, then padding",
+        "channel shuffle",
+        of=BODIES,
+        reason="other operands of the same operators",
+    ),
+)
 @pytest.mark.parametrize("isa", BEST_HERE)
 def test_operators_of_several_activations(name, isa):
     """The interpreter within a level of the reference, every instruction set equal to the interpreter."""

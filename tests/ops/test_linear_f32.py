@@ -23,6 +23,7 @@ from support.lowering import kinds, quantized
 from support.matmul_library import HERE
 from support.nets import Body, randomize
 from support.programs import threads
+from support.rarely import rarely
 
 F16, F32, S8 = DType.F16, DType.F32, DType.S8
 HALF = Recipe.of({}, Setting(activations="float", weights_dtype="f16"))
@@ -118,7 +119,7 @@ def test_every_float16_becomes_the_float32_it_is(isa):
 
 
 @pytest.mark.case("frontends C4")
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [torch.float32, *rarely(torch.bfloat16, reason="another type of the same weights")])
 def test_weights_may_be_float16(kind, tmp_path):
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).eval().to(kind)
     x = torch.randn(16, 64).to(kind)
@@ -159,8 +160,17 @@ def test_a_float16_layer_is_the_float_layer_of_rounded_weights():
     torch.testing.assert_close(graph(x), wanted, rtol=1e-6, atol=1e-6 * wanted.abs().max().item())
 
 
-@pytest.mark.parametrize("isa", HERE)
-@pytest.mark.parametrize("recipe", [HALF, INT8], ids=["f16", "s8"])
+OTHER_KIND = pytest.mark.slow(reason="each kind of weight runs on one set of instructions, portable code among them")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "isa"),
+    [
+        pytest.param(recipe, isa, marks=[OTHER_KIND] * (isa != fast), id=f"{kind}-{isa}")
+        for recipe, kind, fast in ((HALF, "f16", HERE[0]), (INT8, "s8", "portable"))
+        for isa in HERE
+    ],
+)
 def test_rows_may_have_any_axes_and_layers_a_weight_together(recipe, isa):
     def body(m, x):
         y = m.a(x)

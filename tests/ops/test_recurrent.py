@@ -30,6 +30,7 @@ from support.lowering import kinds, quantized, tensors
 from support.matmul_library import BEST_HERE, HERE
 from support.nets import Body, randomize
 from support.programs import threads
+from support.rarely import rarely_except
 from support.side_by_side import SideBySide
 
 DYNAMIC = Recipe.named("int8_dynamic")
@@ -144,7 +145,10 @@ def test_the_comparison_with_torch_sees_swapped_gates():
 
 @pytest.mark.case("backend 30")
 @pytest.mark.parametrize("mode", RECIPES)
-@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize(
+    "kind",
+    rarely_except("lstm", of=RECURRENT, reason="hidden sizes, free steps and cells of both kinds are tested below"),
+)
 @pytest.mark.parametrize("isa", BEST_HERE)
 def test_recurrent_layers_with_all_flags(mode, kind, isa, subtests):
     """One integer operator each, close to the float model, the bits of its meaning everywhere."""
@@ -166,7 +170,7 @@ def test_recurrent_layers_with_all_flags(mode, kind, isa, subtests):
     everywhere(lowered, (x,), isas=[isa])
 
 
-@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize("kind", rarely_except("gru", of=RECURRENT, reason="every flag of an LSTM is tested above"))
 def test_hidden_sizes_that_fill_vectors_and_that_do_not(kind):
     torch.manual_seed(0)
     x = torch.randn(3, 4, 3)
@@ -189,7 +193,9 @@ def with_free_steps(lowered, steps: int):
     return replace(lowered, graph=replace(graph, types=types), signature=replace(signature, inputs=inputs))
 
 
-@pytest.mark.parametrize("mode", RECIPES)
+@pytest.mark.parametrize(
+    "mode", rarely_except("static", of=RECIPES, reason="scales made per call run with every flag above")
+)
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_steps_and_batch_are_free(mode, kind):
     torch.manual_seed(0)

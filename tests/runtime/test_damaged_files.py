@@ -196,7 +196,7 @@ def poisoned_library(mark: Path) -> bytes:
     return build(source, name="poison", isa="portable").read_bytes()
 
 
-def test_a_poisoned_library_runs_only_for_those_who_trust_it(good, fresh_cache, tmp_path):
+def test_a_poisoned_library_runs_only_for_those_who_trust_it(good, fresh_programs, tmp_path):
     members = members_of(good)
     libraries = {name: poisoned_library(tmp_path / "ran") for name in members if name.endswith(".so")}
     path = tmp_path / "m"
@@ -269,7 +269,7 @@ def read_only(monkeypatch) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_a_cache_that_is_only_readable_serves_what_it_has(way, good, fresh_cache, read_only):
+def test_a_cache_that_is_only_readable_serves_what_it_has(way, good, fresh_programs, read_only):
     first = way(good)
     read_only()
     second = way(good)
@@ -286,7 +286,7 @@ def test_an_empty_cache_that_is_only_readable_is_named_with_its_variable(way, go
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_threads_that_load_at_once_all_get_the_model(way, good, fresh_cache):
+def test_threads_that_load_at_once_all_get_the_model(way, good, fresh_programs):
     start = threading.Barrier(4)
 
     def one(index: int) -> torch.Tensor:
@@ -296,9 +296,10 @@ def test_threads_that_load_at_once_all_get_the_model(way, good, fresh_cache):
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(one, range(4)))
     assert_same(results, [compiled(NET)[0](nets.example(NET(), 2, seed=index)) for index in range(4)])
-    assert not [name for name in entries(fresh_cache) if name.startswith(".build-")]
+    assert not [name for name in entries(fresh_programs) if name.startswith(".build-")]
 
 
+@pytest.mark.slow(reason="stress of processes; threads that load at once are tested below")
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_processes_that_load_at_once_all_get_the_model(way, good, fresh_cache):

@@ -84,6 +84,7 @@ def test_the_best_instruction_set_of_several_is_chosen_when_it_runs(residual):
     assert found.library.isa(found.handle) == HERE[0].encode()
 
 
+@pytest.mark.slow(reason="compiles a large model; smaller ones have free sizes and lookups, too")
 @pytest.mark.parametrize(
     "isa",
     [
@@ -196,6 +197,7 @@ def test_the_commands_of_the_readme_build_main_and_it_prints_the_results(compile
     assert main_prints(model, tmp_path / "convbnrelu", tmp_path)
 
 
+@pytest.mark.slow(reason="runs CMake; the commands of the README build the same files")
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
 @pytest.mark.parametrize(
     "shared", ["ON", pytest.param("OFF", marks=pytest.mark.slow(reason="CMake again, for a static library"))]

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import cache
 
 import pytest
 import torch
@@ -12,19 +13,21 @@ from torch._higher_order_ops.scan import scan
 import intaglio
 from intaglio import stages
 from intaglio.errors import CalibrationError, CaptureError, UnsupportedError
+from intaglio.lower import Lowered
 from intaglio.ops import OPS
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.calibrate.ranges import Ranges
-from intaglio.quant.qdq.convert import convert
+from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.settings import Setting
-from intaglio.tracing import capture
+from intaglio.tracing import Captured, capture
 from support.int8_models import assert_same
-from support.lowering import quantized, worst_levels
+from support.lowering import worst_levels
 from support.matmul_library import BEST_HERE
 from support.nets import Body, randomize
+from support.rarely import rarely_except
 
 STEPS = (0, 1, 5)
 
@@ -92,18 +95,36 @@ def model_of(name: str) -> tuple[nn.Module, Tensor]:
     return randomize(Body(function, **modules())), torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def prepared_of(name: str, recipe: Recipe | None = None):
+@cache
+def captured_of(name: str) -> tuple[nn.Module, Tensor, Captured]:
     model, x = model_of(name)
-    return model, x, prepare(capture(model, (x, torch.tensor(3))), Quantizer(recipe or Recipe()))
+    return model, x, capture(model, (x, torch.tensor(3)))
+
+
+def prepared_of(name: str, recipe: Recipe | None = None):
+    model, x, captured = captured_of(name)
+    return model, x, prepare(captured, Quantizer(recipe or Recipe()))
+
+
+def lowered_of(name: str) -> tuple[nn.Module, Tensor, Reference, Lowered]:
+    model, x, prepared = prepared_of(name)
+    reference = convert(prepared, calibrate(prepared, [(x, torch.tensor(3))]))
+    return model, x, reference, stages.requantize(reference)
 
 
 @pytest.mark.case("frontends C8")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    rarely_except(
+        *("a count", "convolution and norms", "a weight that is outside too"),
+        of=MODELS,
+        reason="scans and conditions run in tests of their own; tracing them together takes seconds",
+    ),
+)
 @pytest.mark.parametrize("isa", BEST_HERE)
 def test_a_body_runs_in_int8_as_often_as_the_data_says(name, isa, tmp_path):
     """C8: any count, none among them; the same bits on every instruction set, and from a file."""
-    model, x = model_of(name)
-    reference, lowered = quantized(model, x, torch.tensor(3))
+    model, x, reference, lowered = lowered_of(name)
     assert lowered.bodies["while_loop"].macs[0] == lowered.bodies["while_loop"].macs[1] > 0
     calls = [(x, torch.tensor(n)) for n in STEPS]
     expected = [lowered(*call) for call in calls]
@@ -135,8 +156,7 @@ def pairs(result) -> list[Tensor]:
 
 @pytest.mark.case("frontends C8")
 def test_the_body_of_a_reference_is_within_the_contract():
-    model, x = model_of("a count")
-    reference, lowered = quantized(model, x, torch.tensor(3))
+    _, x, reference, lowered = lowered_of("a count")
     body, inner = reference.bodies["while_loop"], lowered.bodies["while_loop"]
     levels = worst_levels(body, inner, start(), x, torch.tensor(3))
     kinds = {name: op.kind for op in inner.graph.ops for name in op.outputs}
@@ -190,8 +210,8 @@ def test_selectors_reach_into_bodies_and_past_them(skip, inside, outside):
 
 @pytest.mark.case("frontends C8")
 def test_results_of_no_iteration_are_no_inputs():
-    model, x = model_of("a weight that is outside too")
-    compiled = stages.compile(quantized(model, x, torch.tensor(3))[1])
+    _, x, _, lowered = lowered_of("a weight that is outside too")
+    compiled = stages.compile(lowered)
     found = compiled(x, torch.tensor(0))
     assert torch.equal(found, x)
     assert found.data_ptr() != x.data_ptr()
@@ -211,12 +231,10 @@ def test_loops_in_loops_are_refused():
 
 @pytest.mark.case("frontends C8")
 def test_what_has_no_such_loop_says_so(tmp_path):
-    model, x = model_of("a count")
-    call = (x, torch.tensor(3))
-    reference, lowered = quantized(model, *call)
+    model, x, reference, lowered = lowered_of("a count")
     with pytest.raises(UnsupportedError, match=r"loop\.while_loop.*Inductor"):
         stages.compile(reference, backend="inductor")
     with pytest.raises(UnsupportedError, match=r"loop\.while_loop.*its body is not trained"):
-        stages.prepare(capture(model, call, train=True), qat=True)
+        stages.prepare(capture(model, (x, torch.tensor(3)), train=True), qat=True)
     with pytest.raises(UnsupportedError, match="float parts run in PyTorch"):
         stages.compile(lowered).export_c(tmp_path)

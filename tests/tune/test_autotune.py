@@ -114,6 +114,7 @@ def test_the_recipe_of_a_result_gives_the_same_bits_without_tuning(tmp_path):
     assert torch.equal(stages.compile(tuned.reference)(X), tuned.model(X))
 
 
+@pytest.mark.slow(reason="two whole searches; the recipe of a result is run again above")
 def test_the_same_search_gives_the_same_result_twice():
     search = lambda: intaglio.autotune(layers(), [X], lambda m: 0.5 + len(in_float(m)) / 8, max_drop=0.2)  # noqa: E731
     first, second = search(), search()

@@ -13,6 +13,7 @@ from intaglio.fxgraph.nodes import operator
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
 from intaglio.tracing import capture, run
 from support.nets import Body
+from support.rarely import rarely, rarely_except
 
 HEADS, WIDTH = 2, 8
 X = torch.randn(3, 5, HEADS * WIDTH, generator=torch.Generator().manual_seed(1))
@@ -87,7 +88,19 @@ def operators(module) -> list[str]:
     return [operator(node).split(".")[1] for node in module.graph.nodes if operator(node)]
 
 
-@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize(
+    "name",
+    rarely_except(
+        "a choice added",
+        "scaled behind the mask, which is boolean",
+        "a mask filled in",
+        "keys scaled, before and behind",
+        "keys permuted at once",
+        "no scale",
+        of=JOINED,
+        reason="other orders of the same operators",
+    ),
+)
 def test_written_out_attention_is_one_operator(name):
     body, mask = JOINED[name]
     _, module, counts = passed(body, X, *(() if mask is None else (mask,)))
@@ -158,7 +171,9 @@ IDLE = {
 }
 
 
-@pytest.mark.parametrize("name", IDLE)
+@pytest.mark.parametrize(
+    "name", rarely_except("not never", "below the length", of=IDLE, reason="other comparisons that are always true")
+)
 def test_a_mask_that_is_true_everywhere_vanishes(name):
     captured, _, _ = passed(masked(IDLE[name]), X)
     assert attention_of(captured).args[3] is None
@@ -174,8 +189,8 @@ def test_a_mask_that_hides_something_stays():
 @pytest.mark.parametrize(
     "mask",
     [
-        lambda x: positions(x)[1] <= positions(x)[0],
         lambda x: (positions(x)[0] >= positions(x)[1]) & (positions(x)[0] >= 0),
+        *rarely(lambda x: positions(x)[1] <= positions(x)[0], reason="the same comparison turned round"),
     ],
 )
 def test_a_mask_of_what_comes_before_is_causal(mask):
@@ -187,8 +202,11 @@ def test_a_mask_of_what_comes_before_is_causal(mask):
     "mask",
     [
         lambda x: positions(x)[1] < positions(x)[0] + 1,
-        lambda x: positions(x)[0] <= positions(x)[1],
-        lambda x: positions(x)[1] <= positions(x)[0] + 1,
+        *rarely(
+            lambda x: positions(x)[0] <= positions(x)[1],
+            lambda x: positions(x)[1] <= positions(x)[0] + 1,
+            reason="other comparisons that are not causal",
+        ),
     ],
 )
 def test_other_comparisons_of_positions_stay(mask):

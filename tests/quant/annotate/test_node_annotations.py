@@ -35,6 +35,7 @@ from support import nets
 from support.annotators import Extremum, Shifted, X, conv, counts, prepared, reference
 from support.lowering import assert_equal_levels
 from support.nets import Body
+from support.rarely import rarely
 
 U8, WEIGHT = Levels(), Levels("s8")
 CONV = "aten.conv2d.default"
@@ -471,8 +472,9 @@ def with_own_levels(activation=U8) -> Prepared:
 ROWS = torch.randn(4, 16, generator=torch.Generator().manual_seed(2))
 
 
+@pytest.mark.slow(reason="starts a process; files of models have tests of their own")
 @pytest.mark.case("frontends C10")
-@pytest.mark.parametrize("activation", [U8, Own(Shifted)])
+@pytest.mark.parametrize("activation", [Own(Shifted), *rarely(U8, reason="levels of the type itself")])
 def test_a_model_with_an_observer_s_own_levels_is_saved_and_loaded(activation, tmp_path):
     """C10: in a process that has not imported torch's operators of levels either."""
     stage = with_own_levels(activation)

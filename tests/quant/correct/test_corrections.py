@@ -18,6 +18,7 @@ from intaglio.quant.correct.weight_rounding import ROUNDINGS, loss, nearest
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe, Setting
 from support import nets
+from support.rarely import rarely_except
 
 
 def prepared_of(model, batch, **setting):
@@ -57,7 +58,9 @@ def noise(exact, found):
 # -- equalize --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    "name", rarely_except("option a", "grouped", "linears", of=NETS, reason="layers of the other networks")
+)
 def test_equalizing_leaves_the_float_function_alone(name):
     model = uneven(nets.randomize(NETS[name]()))
     x = nets.example(model, 4)
@@ -311,7 +314,9 @@ def test_operands_that_are_nearly_one_do_no_harm():
 
 
 @pytest.mark.parametrize("setting", [{"rounding": "gptq"}, {"rounding": "nearest", "bias": "weights"}], ids=str)
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    "name", rarely_except("option a", "grouped", "linears", of=NETS, reason="layers of the other networks")
+)
 def test_a_corrected_model_is_still_equal_to_its_integer_graph(name, setting):
     model = nets.randomize(NETS[name]())
     x = nets.example(model, 4)

@@ -20,6 +20,7 @@ from intaglio.fxgraph.graph_passes import copy_graph, run
 from intaglio.quant.qdq.prepare_passes import LEVEL_PASSES, PTQ_PASSES
 from intaglio.quant.qdq.qdq_constants import count_biases
 from support.nets import Body, randomize
+from support.rarely import rarely, rarely_except
 
 OPS = torch.ops.quantized_decomposed
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -90,7 +91,7 @@ def body(first=U8, last=RELU, **weight):
 
 
 @pytest.mark.parametrize("first", [U8, S8, (0.04, 60, 0, 127, torch.uint8), (0.04, 3, -64, 63, torch.int8)], ids=str)
-@pytest.mark.parametrize("folded", [True, False])
+@pytest.mark.parametrize("folded", [True, *rarely(False, reason="constants that are not folded")])
 def test_every_kind_of_activation_and_weight_is_one_kernel(first, folded):
     model = body(first, folded=folded)
     reference = taken(model)
@@ -197,7 +198,10 @@ BETWEEN = {
 }
 
 
-@pytest.mark.parametrize("name", BETWEEN)
+@pytest.mark.parametrize(
+    "name",
+    rarely_except("an order", "a rounded pool", "padding", of=BETWEEN, reason="other operators that select values"),
+)
 @pytest.mark.parametrize("where", ["in front", "behind"])
 def test_levels_are_carried_past_what_selects_values(name, where):
     """Quantized behind it, or dequantized in front of it."""
@@ -226,7 +230,17 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize(
+    "name",
+    rarely_except(
+        "16 bits",
+        "a constant",
+        "a zero point outside",
+        "returned levels",
+        of=ODD,
+        reason="other numbers without a kernel",
+    ),
+)
 def test_levels_that_kernels_do_not_have_are_computed_as_written(name):
     model = Body(lambda m, x: rounded(F.conv2d(ODD[name](x), m.w()), *U8), w=Weight((4, 3, 3, 3)))
     reference = taken(model)

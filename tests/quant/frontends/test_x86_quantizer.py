@@ -24,13 +24,30 @@ from intaglio.quant.qdq.convert import convert
 from support import nets
 from support.annotators import conv, counts
 from support.nets import Body
+from support.rarely import rarely_except
 from support.x86_models import DYNAMIC, HALF, IMAGE, MODELS, ROWS, TRAINING, example, linear, reference
 
 INT8 = get_symmetric_quantization_config()
 TRAINED = get_symmetric_quantization_config(is_qat=True)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    rarely_except(
+        "sums in series",
+        "pool and power",
+        "flatten, then int8",
+        "concatenation and pool",
+        "a tensor twice",
+        "linear in series",
+        "a linear called twice",
+        "attention",
+        "convolution of one axis and function",
+        "a product that broadcasts",
+        of=MODELS,
+        reason="the other models have the same operators",
+    ),
+)
 def test_the_x86_preset_puts_quantize_and_dequantize_where_torchao_does(name):
     model, wanted = MODELS[name]
     quantizer = X86Quantizer().set_global(INT8)
@@ -79,7 +96,10 @@ def test_float16_weights_are_one_conversion_and_nothing_else(after):
     assert torch.allclose(stages.compile(found)(ROWS), found(ROWS), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize(
+    "name",
+    rarely_except("sum and function", "function and pool", "no norm", of=TRAINING, reason="parts of the other models"),
+)
 def test_in_training_what_a_norm_goes_into_gives_levels(name):
     """As torchao's quantizer has it for training, also where a float operator reads them."""
     body, wanted = TRAINING[name]

@@ -14,6 +14,7 @@ import intaglio
 from intaglio import stages
 from support import nets
 from support.qat_models import assert_evaluates_alike, trainable
+from support.rarely import rarely, rarely_except
 
 FOUR = intaglio.Setting(weights_dtype="s4", activations_dtype="u4")
 
@@ -288,8 +289,12 @@ def encoder() -> tuple[nn.Module, list[torch.Tensor]]:
     return Encoder().train(), [torch.randint(0, 50, (4, 12)), mask]
 
 
-@pytest.mark.parametrize("setting", [intaglio.Setting(), FOUR], ids=["eight", "four"])
-@pytest.mark.parametrize("network", [mobile, encoder])
+@pytest.mark.parametrize(
+    "setting",
+    rarely_except(FOUR, of=[intaglio.Setting(), FOUR], reason="the same training in eight bits"),
+    ids=["eight", "four"],
+)
+@pytest.mark.parametrize("network", [mobile, *rarely(encoder, reason="a small training of another field")])
 def test_networks_of_two_fields_learn_in_eight_and_four_bits(network, setting):
     model, inputs = network()
     captured = stages.capture(model, tuple(inputs), train=True)
