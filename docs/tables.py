@@ -14,7 +14,7 @@ from typing import Any
 
 from intaglio import errors
 from intaglio.fusion.pattern import Pattern
-from intaglio.fusion.table import GRAPH_FUSIONS
+from intaglio.fusion.table import FUSIONS, GRAPH_FUSIONS
 from intaglio.kernels import ISAS, Isa
 from intaglio.native.cpu import CPU_FLAGS
 from intaglio.ops import BY_NAME, OPS, OpDef
@@ -74,9 +74,12 @@ PRECISE_ONLY = ', if the recipe says `functions = "precise"`'
 
 
 def fusions() -> str:
-    """Fusion rows in the order they are tried."""
-    found = ((f"`{row.name}`", f"`{text(row.pattern)}`" + PRECISE_ONLY * row.precise) for row in GRAPH_FUSIONS)
-    return table(("row", "operators that become one kernel"), found)
+    """List all rows of `intaglio.fusion.table`, level by level, in the order they are tried."""
+    found = (
+        (f"`{row.name}`", row.level, f"`{text(row.pattern)}`" + PRECISE_ONLY * row.precise, row.purpose)
+        for row in FUSIONS
+    )
+    return table(("row", "matched on", "operators that become one", "why"), found)
 
 
 def text(pattern: Pattern) -> str:

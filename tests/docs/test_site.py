@@ -13,7 +13,7 @@ import intaglio.calibration
 from intaglio import config, errors
 from intaglio.cli.app import app
 from intaglio.fusion.pattern import op, seq, wildcard
-from intaglio.fusion.table import GRAPH_FUSIONS
+from intaglio.fusion.table import FUSIONS, GRAPH_FUSIONS
 from intaglio.kernels import ISAS
 from intaglio.ops import OPS
 from support.project_files import ROOT
@@ -67,7 +67,7 @@ def test_the_row_of_an_operator_has_what_its_record_says(record):
 
 
 def test_every_fusion_row_is_in_the_order_it_is_tried():
-    assert names(tables.fusions()) == [row.name for row in GRAPH_FUSIONS]
+    assert names(tables.fusions()) == [row.name for row in FUSIONS]
 
 
 @pytest.mark.parametrize(
