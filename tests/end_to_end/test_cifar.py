@@ -14,7 +14,7 @@ from support.project_files import ROOT
 
 DATA = Path(os.environ.get("INTAGLIO_DATA", ROOT.resolve().parent / "shared" / "data"))
 needs_data = pytest.mark.skipif(not (DATA / "cifar10_jpeg.npz").exists(), reason="needs the folder INTAGLIO_DATA names")
-IMAGES = 256
+IMAGES = 1024
 
 
 class Block(nn.Module):
@@ -60,9 +60,8 @@ def decibels(got: Tensor, wanted: Tensor) -> float:
 
 
 @needs_data
-@pytest.mark.parametrize(
-    "depth", [20, pytest.param(56, marks=pytest.mark.slow(reason="a minute; ResNet-20 has the same blocks"))]
-)
+@pytest.mark.slow(reason="a trained network over a thousand images")
+@pytest.mark.parametrize("depth", [20, 56])
 def test_integers_are_as_good_as_the_float_simulation(depth):
     """The int8 program against its own Q/DQ reference: within 0.2 dB, all MACs in int8, no island."""
     model = CifarResNet(depth)
