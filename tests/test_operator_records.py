@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import intaglio
 from intaglio.ops import BY_NAME, BY_TARGET, OpDef, index
+from support.project_files import syntax_nodes, syntax_tree
 
 SOURCE = Path(intaglio.__file__).parent
 KINDS = ("kind", "record.name", "operator", "target")
@@ -29,7 +31,7 @@ ALLOWED: dict[str, tuple[int, str]] = {
 
 def comparisons(path: Path) -> Iterator[tuple[int, str]]:
     """Line and text of every comparison of a kind, or of a record's name, with text in a file."""
-    tree = ast.parse(path.read_text())
+    tree = syntax_tree(path)
     constants = {
         target.id
         for node in tree.body
@@ -38,7 +40,7 @@ def comparisons(path: Path) -> Iterator[tuple[int, str]]:
         if isinstance(target, ast.Name)
     }
     constants |= {name for node in tree.body if isinstance(node, ast.ImportFrom) for name in _upper(node)}
-    for node in ast.walk(tree):
+    for node in syntax_nodes(path):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             asks = any(map(_is_kind, sides)) and any(_is_text(side, constants) for side in sides if not _is_kind(side))
@@ -60,12 +62,12 @@ def _upper(node: ast.ImportFrom) -> set[str]:
 
 
 def _is_kind(node: ast.expr) -> bool:
-    """``op.kind``, and the name of a record: ``record.name``, ``record_of(node).name``."""
+    """``op.kind``, and the name of a record: ``record.name``, ``record_of(node).name``, ``known_record(node).name``."""
     if not isinstance(node, ast.Attribute) or node.attr not in ("kind", "name"):
         return False
     if node.attr == "kind":
         return not _ends_with(node.value, ("dtype", "p", "spec", "placed"))
-    return _ends_with(node.value, ("record", "record_of", "op_def"))
+    return _ends_with(node.value, ("record", "record_of", "known_record", "op_def"))
 
 
 def _ends_with(node: ast.expr, names: tuple[str, ...]) -> bool:
@@ -88,6 +90,7 @@ def _is_text(node: ast.expr, constants: set[str]) -> bool:
     return isinstance(node, ast.Name) and node.id in constants
 
 
+@cache
 def found() -> dict[str, list[tuple[int, str]]]:
     """Comparisons by file, of all files outside `ops`."""
     files = sorted(path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] != "ops")

@@ -2,23 +2,16 @@
 
 import ast
 import re
-from functools import cache
-from pathlib import Path
 
 import pytest
 
 from support.known_problems import NOT_TESTED, PROBLEMS
-from support.project_files import ROOT, TESTS
+from support.project_files import ROOT, TESTS, syntax_nodes, syntax_tree
 
 BESIDE_THE_PACKAGE = {"docs", "end_to_end", "golden", "support"}
 MOST_FILES = 15
 CASE = re.compile(r"(backend|calibration|document|(export )?problem|patterns row) \d+|(frontends|patterns) [A-D]\d+")
 NUMBERED = re.compile(r"test_(backend|calibration|cases?|defect|eager|frontends?|(export_)?problem|row)_[a-d]?\d")
-
-
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 FILES = sorted(TESTS.rglob("*.py"))
@@ -45,9 +38,13 @@ def functions(tree: ast.Module) -> list[ast.FunctionDef]:
     return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
 
 
+def is_marker(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == name and ast.unparse(node) == f"pytest.mark.{name}"
+
+
 def cases(tree: ast.Module) -> list[str]:
     """Strings in the ``case`` markers of a file, those of its parameters included."""
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "pytest.mark.case"]
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and is_marker(n.func, "case")]
     return [argument.value for call in calls for argument in call.args if isinstance(argument, ast.Constant)]
 
 
@@ -70,31 +67,29 @@ def test_names_of_files_are_unique():
 
 def test_no_test_imports_another_test_and_none_a_private_name():
     for path in FILES:
-        tests = [module for module, _ in imported(parsed(path)) if re.search(r"(^|\.)test_", module)]
+        tests = [module for module, _ in imported(syntax_tree(path)) if re.search(r"(^|\.)test_", module)]
         assert not tests, f"{path.name} imports {tests}: what two files need goes to tests/support"
-        assert not private_imports(parsed(path)), path.name
+        assert not private_imports(syntax_tree(path)), path.name
 
 
 def test_names_say_behaviour_and_cases_are_markers():
     for path in TEST_FILES:
-        numbered = [node.name for node in functions(parsed(path)) if NUMBERED.match(node.name)]
+        numbered = [node.name for node in functions(syntax_tree(path)) if NUMBERED.match(node.name)]
         assert not numbered, f"{path.name}: {numbered}; the number goes to @pytest.mark.case"
-        assert not [case for case in cases(parsed(path)) if not CASE.fullmatch(case)], path.name
+        assert not [case for case in cases(syntax_tree(path)) if not CASE.fullmatch(case)], path.name
 
 
 def test_what_is_slow_says_why():
     for path in TEST_FILES:
-        slow = [
-            n for n in ast.walk(parsed(path)) if isinstance(n, ast.Attribute) and ast.unparse(n) == "pytest.mark.slow"
-        ]
-        calls = [n for n in ast.walk(parsed(path)) if isinstance(n, ast.Call) and n.func in slow]
+        slow = [node for node in syntax_nodes(path) if is_marker(node, "slow")]
+        calls = [node for node in syntax_nodes(path) if isinstance(node, ast.Call) and node.func in slow]
         assert len(calls) == len(slow), path.name
         assert all([keyword.arg for keyword in call.keywords] == ["reason"] for call in calls), path.name
 
 
 def test_every_problem_has_a_test_or_a_reason():
     assert sorted([*PROBLEMS, *NOT_TESTED]) == list(range(1, 41))
-    named = {case for path in TEST_FILES for case in cases(parsed(path))}
+    named = {case for path in TEST_FILES for case in cases(syntax_tree(path))}
     assert not {number for number in PROBLEMS if f"problem {number}" not in named}
     assert {int(case.split()[1]) for case in named if case.startswith("problem ")} <= set(PROBLEMS)
 

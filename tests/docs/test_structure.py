@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from support.project_files import syntax_nodes, syntax_tree
+
 SOURCES = Path(__file__).parents[2] / "src"
 PACKAGE = SOURCES / "intaglio"
 MOST_FILES, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 15, 400, 50
@@ -27,7 +29,7 @@ def module_of(path: Path) -> str:
 def imported_modules(path: Path, known: Mapping[str, Path]) -> set[str]:
     """Return every module of the package that a file imports, inside functions and for type checking too."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in syntax_nodes(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -69,8 +71,8 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    yield from (node for node in syntax_nodes(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def lines_of_code(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -97,7 +99,7 @@ def test_no_file_has_more_than_four_hundred_lines():
 def test_no_function_has_more_than_fifty_lines():
     found = {}
     for path in python_files():
-        for node in functions(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in functions(path):
             if (count := lines_of_code(node)) > MOST_LINES_OF_A_FUNCTION:
                 found[f"{path.relative_to(SOURCES)}:{node.name}"] = count
     assert found == {}
@@ -127,7 +129,7 @@ def test_no_two_modules_share_a_name():
 def test_no_two_classes_share_a_name():
     names = defaultdict(list)
     for path in python_files():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in syntax_tree(path).body:
             if isinstance(node, ast.ClassDef):
                 names[node.name].append(str(path.relative_to(SOURCES)))
     assert shared(names) == {}
@@ -136,7 +138,7 @@ def test_no_two_classes_share_a_name():
 def test_no_two_constants_share_a_name():
     names = defaultdict(list)
     for path in python_files():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in syntax_tree(path).body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             for target in targets:
                 if isinstance(target, ast.Name) and re.fullmatch(r"[A-Z][A-Z0-9_]*", target.id):

@@ -40,10 +40,19 @@ def private_uses(source: str) -> Iterator[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (f"{node.lineno}: {name}" for name in names if _is_private(name))
         elif isinstance(node, ast.Attribute):
-            name, own = ast.unparse(node), isinstance(node.value, ast.Name) and node.value.id == "self"
-            listed = node.attr in ATTRIBUTES and not own
-            if listed or (_is_private(name) and not name.startswith("torch.ops.")):
-                yield f"{node.lineno}: {name}"
+            own = isinstance(node.value, ast.Name) and node.value.id == "self"
+            if (node.attr in ATTRIBUTES and not own) or _is_private_of_torch(node):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def _is_private_of_torch(node: ast.Attribute) -> bool:
+    first: ast.expr = node
+    while isinstance(first, ast.Attribute):
+        first = first.value
+    if not isinstance(first, ast.Name) or first.id != "torch":
+        return False
+    name = ast.unparse(node)
+    return _is_private(name) and not name.startswith("torch.ops.")
 
 
 def _is_private(name: str) -> bool:

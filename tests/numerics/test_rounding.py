@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from intaglio import numerics
+from support.project_files import syntax_nodes
 
 SOURCES = Path(__file__).parents[2] / "src" / "intaglio"
 ROUNDING = frozenset({"rint", "round", "round_"})
@@ -28,8 +29,7 @@ EXEMPT = {
 
 
 def calls_of_rounding(path: Path) -> list[int]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in ROUNDING)
+    attributes = (node for node in syntax_nodes(path) if isinstance(node, ast.Attribute) and node.attr in ROUNDING)
     return [node.lineno for node in attributes]
 
 
