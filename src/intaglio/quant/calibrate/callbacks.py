@@ -13,7 +13,7 @@ import torch
 from intaglio import numerics
 from intaglio.errors import CalibrationError
 from intaglio.fxgraph.node_info import fixed_size
-from intaglio.fxgraph.nodes import operands
+from intaglio.fxgraph.nodes import layer_operands
 from intaglio.ir import QParams
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Fixed, Site
@@ -96,10 +96,9 @@ class CalibrationInfo:
 
     def weight(self) -> torch.Tensor | None:
         """The float weight."""
-        roles = self.region.record.roles
-        if roles.weight is None:
+        if self.region.record.roles.weight is None:
             return None
-        constant: torch.Tensor = getattr(self._walk.module, operands(self.region.anchor)[roles.weight].target)
+        constant: torch.Tensor = getattr(self._walk.module, layer_operands(self.region.anchor).weight.target)
         return constant
 
     def weight_axis(self) -> int | None:
@@ -257,7 +256,9 @@ class _Walked:
         self._settle(leader.name, self.given[leader.name])
 
     def _settle(self, leader: str, q: QParams | None) -> None:
-        for name in self.annotations.leaders if q is not None else ():
+        if q is None:
+            return
+        for name in self.annotations.leaders:
             if self._leader(name) == leader and self.sites[name].role == Role.ACTIVATION:
                 self.walk.settle(name, q)
 
@@ -274,13 +275,14 @@ def quantize_weight(walk: Walk, region: Region, given: Mapping[str, QParams]) ->
     if x_site.name not in walk.qparams:
         return
     found = weight_qparams(replace(walk.annotations, regions=(region,)), walk.qparams, [], given, {})
-    values, q = operands(region.anchor), found[w_site.name]
-    exact = getattr(walk.module, values[roles.weight].target).detach().numpy()
+    read, q = layer_operands(region.anchor), found[w_site.name]
+    exact = getattr(walk.module, read.weight.target).detach().numpy()
     grid = weight_grid(exact, np.array(q.scales), w_site.record, w_site.group, roles.outputs)
     levels = grid.clipped(exact) if w_site.record.floating else grid.nearest(exact).astype(np.float32)
-    walk.weights[values[roles.weight].name] = torch.from_numpy(levels * grid.steps)
+    walk.weights[read.weight.name] = torch.from_numpy(levels * grid.steps)
     if b_site is not None:
-        bias = getattr(walk.module, values[roles.bias].target).detach().numpy()
+        assert read.bias is not None  # it has a site
+        bias = getattr(walk.module, read.bias.target).detach().numpy()
         steps = numerics.bias_steps(bias, walk.qparams[x_site.name].step, each_output(q.scales, len(bias)))
         unit = np.array(found[b_site.name].scales, np.float32)
         walk.biases[region.anchor.name] = torch.from_numpy(steps.astype(np.float32) * unit)
@@ -334,7 +336,7 @@ def parameters(site: Site, value: Given, region: Region) -> QParams:
             remedy="keep the site's integers" + (", with zero point 0" if site.role == Role.WEIGHT else ""),
         )
     if site.role == Role.WEIGHT and isinstance(site.axis, int) and len(found.scales) == 1:
-        channels = fixed_size(operands(region.anchor)[region.record.roles.weight], site.axis)
+        channels = fixed_size(layer_operands(region.anchor).weight, site.axis)
         return replace(found, scale=found.scales * channels, zero_point=(0,) * channels, axis=site.axis)
     return found
 

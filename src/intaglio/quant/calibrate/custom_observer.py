@@ -81,7 +81,7 @@ def write_own(module: fx.GraphModule, own: Iterable[Edge], observed: fx.GraphMod
     for edge in own:
         name, nodes = str(calls[edge].target), {node.name: node for node in module.graph.nodes}
         if edge not in shown and not is_constant(nodes[edge[0]]):
-            where, kind = info(calls[edge]).origin, type(observed.get_submodule(name)).__name__
+            where, kind = origin(calls[edge]), type(observed.get_submodule(name)).__name__
             raise CalibrationError(
                 where.path or edge[0],
                 where.operator or None,
@@ -101,7 +101,7 @@ def _written(module: fx.GraphModule, call: fx.Node) -> list[fx.Node]:
     """The nodes that an observer writes in place of its call. What others read has the type of the value; what lies
     between has none, and is nobody's but PyTorch's."""
     observer, source = module.get_submodule(str(call.target)), call.args[0]
-    kind, where, known = info(call).type, info(call).origin, set(module.graph.nodes)
+    kind, where, known = info(call).type, origin(call), set(module.graph.nodes)
     if is_constant(source):
         with torch.no_grad():
             observer(getattr(module, str(source.target)))

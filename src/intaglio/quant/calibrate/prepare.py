@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from intaglio.errors import CalibrationError, SelectorError, UnsupportedError
 from intaglio.fxgraph.graph_passes import Pass, copy_graph, run
-from intaglio.fxgraph.node_info import info, origin, set_info
+from intaglio.fxgraph.node_info import info, known_type, origin, set_info
 from intaglio.fxgraph.nodes import operator, record_of
 from intaglio.ir import About, QParams, Signature, symbols_of
 from intaglio.quant.annotate.annotate_graph import annotate_graph, annotations_of_changed, match_notes, notes_of
@@ -353,7 +353,7 @@ def _sample_axis(node: fx.Node, signature: Signature) -> int | None:
     """The axis of a value that is as long as the batch, or a multiple of it; ``None`` without one."""
     free = [entry.type.shape[0] for entry in signature.inputs if entry.type.shape]
     batch = {symbol for size in free[:1] for symbol in symbols_of(size)}
-    axes = [axis for axis, size in enumerate(info(node).type.shape) if batch.intersection(symbols_of(size))]
+    axes = [axis for axis, size in enumerate(known_type(node).shape) if batch.intersection(symbols_of(size))]
     return axes[0] if axes else None
 
 

@@ -11,8 +11,18 @@ from torch import fx
 
 from intaglio.errors import CalibrationError
 from intaglio.fxgraph.graph_passes import copy_graph
-from intaglio.fxgraph.node_info import constant_path, info, origin, size_in_example, tensor_type, update_info
-from intaglio.fxgraph.nodes import arguments, call_of, constant_node, is_constant, operands, operator, record_of
+from intaglio.fxgraph.node_info import constant_path, info, known_type, origin, size_in_example, update_info
+from intaglio.fxgraph.nodes import (
+    arguments,
+    call_of,
+    constant_node,
+    is_constant,
+    known_record,
+    layer_operands,
+    operands,
+    operator,
+    record_of,
+)
 from intaglio.fxgraph.passes.batch_norm_folding import read_affine
 from intaglio.ops import BY_TARGET
 from intaglio.quant.annotate.regions import Annotations, Region
@@ -114,7 +124,7 @@ def divisible(annotations: Annotations) -> list[ScalableResult]:
         site = by_value.get((region.root.name, Role.ACTIVATION))
         able = site is not None and (_divisible(region) or normalizes(region))
         uses = _uses(region.root, member, ()) if able else None
-        if uses and normalizes(region) and any(use.trail or not record_of(use.node).is_linear_layer for use in uses):
+        if uses and normalizes(region) and any(use.trail or not known_record(use.node).is_linear_layer for use in uses):
             continue
         if uses and site is not None:
             found.append(ScalableResult(region, tuple(uses), site.name))
@@ -130,7 +140,7 @@ def _divisible(region: Region) -> bool:
     """A convolution or linear layer of its own constants, then sums and rectifiers only."""
     if region.record.roles.weight is None or not _owns(region.anchor):
         return False
-    if len(tensor_type(region.root).shape) != (2 if region.record.is_linear_layer else 4):
+    if len(known_type(region.root).shape) != (2 if region.record.is_linear_layer else 4):
         return False  # channels of a linear layer of another rank lie last
     return all(_rectifies(node) or _adds(node, region) for node in region.nodes[1:])
 
@@ -144,30 +154,30 @@ def normalizes(region: Region) -> bool:
 
 
 def _owns(anchor: fx.Node) -> bool:
-    record = record_of(anchor)
-    if record.name not in ("conv2d", "linear"):
+    if known_record(anchor).name not in ("conv2d", "linear"):
         return False
-    values = operands(anchor)
-    constants = [values[i] for i in (record.roles.weight, record.roles.bias) if values[i] is not None]
+    _, weight, bias = layer_operands(anchor)
+    constants = [weight] if bias is None else [weight, bias]
     return all(is_constant(c) and len(c.users) == 1 for c in constants)
 
 
 def _rectifies(node: fx.Node) -> bool:
     """max(x, 0): the one bound that factors above zero do not move."""
-    if not record_of(node).clamps:
+    record = known_record(node)
+    if not record.clamps:
         return False
-    bounds = record_of(node).bind(call_of(node, record_of(node)))
+    bounds = record.bind(call_of(node, record))
     return bounds["low"] == 0 and bounds["high"] is None
 
 
 def _adds(node: fx.Node, region: Region) -> bool:
-    return record_of(node).name == "add" and _other(node, region) is not None
+    return known_record(node).name == "add" and _other(node, region) is not None
 
 
 def _other(node: fx.Node, region: Region) -> fx.Node | None:
     """The operand of a sum that comes from outside the region, where the other is the region's own, taken once."""
-    left, right = operands(node)
-    alpha = record_of(node).bind(call_of(node, record_of(node)))["alpha"]
+    record, (left, right) = known_record(node), operands(node)
+    alpha = record.bind(call_of(node, record))["alpha"]
     if left in region.nodes and right not in region.nodes:
         return right
     return left if right in region.nodes and left not in region.nodes and alpha == 1 else None
@@ -197,7 +207,7 @@ def _uses(value: fx.Node, member: Mapping[fx.Node, Region], trail: tuple[fx.Node
 
 def _absorbs(user: fx.Node, value: fx.Node, region: Region) -> bool:
     """Whether a factor on ``value`` can be undone in this reader: by columns of a weight, or the factor of a sum."""
-    record = record_of(user)
+    record = known_record(user)
     if user is region.anchor:
         return _owns(user) and operands(user)[record.roles.x[0]] is value
     return record.name == "add" and _divisible(region) and _other(user, region) is value
@@ -219,8 +229,10 @@ def _rewrite(
             _scale(module, anchor, rows, columns)
         for node in region.nodes[1:]:
             here = arriving.get(node.name)
-            if record_of(node).name == "add" and (rows is not None or here is not None):
-                _weigh(module, nodes[node.name], nodes[_other(node, region).name], rows, here)
+            if known_record(node).name == "add" and (rows is not None or here is not None):
+                other = _other(node, region)
+                assert other is not None, f"{node} adds nothing from outside"
+                _weigh(module, nodes[node.name], nodes[other.name], rows, here)
     module.graph.eliminate_dead_code()
     module.recompile()
 
@@ -244,12 +256,18 @@ def _along(use: ScaledReader, factors: torch.Tensor) -> torch.Tensor | None:
 
 def _sizes(node: fx.Node) -> tuple[int, ...]:
     """A shape with one image, other free dimensions as in the example."""
-    return (1, *(size_in_example(size, node) for size in tensor_type(node).shape[1:]))
+    return (1, *(size_in_example(size, node) for size in known_type(node).shape[1:]))
 
 
 def _number(value: Any) -> Any:
     """Arguments with nodes of sizes replaced by the sizes in the example, of one image."""
-    return fx.map_arg(value, lambda node: size_in_example(info(node).dim, node))
+
+    def size(node: fx.Node) -> int:
+        dim = info(node).dim
+        assert dim is not None, f"{node} is no size"
+        return size_in_example(dim, node)
+
+    return fx.map_arg(value, size)
 
 
 def _scale(module: fx.GraphModule, anchor: fx.Node, rows: torch.Tensor | None, columns: torch.Tensor | None) -> None:
@@ -257,25 +275,23 @@ def _scale(module: fx.GraphModule, anchor: fx.Node, rows: torch.Tensor | None, c
 
     A layer norm has its scale and offset divided.
     """
-    record = BY_TARGET[operator(anchor)]
-    values = operands(anchor)
-    if rows is not None and record.normalizes:
-        for constant in values[1:]:
+    if rows is not None and BY_TARGET[operator(anchor)].normalizes:
+        for constant in operands(anchor)[1:]:
             if constant is not None:
                 _swap(module, anchor, constant, getattr(module, constant.target).double() / rows)
         return
-    weight = getattr(module, values[record.roles.weight].target).double()
+    _, old_weight, bias = layer_operands(anchor)
+    weight = getattr(module, old_weight.target).double()
     if columns is not None:
         groups = arguments(anchor).get("groups", 1)
         each = columns.reshape(groups, 1, -1).expand(groups, weight.shape[0] // groups, weight.shape[1])
         weight = weight * each.reshape(weight.shape[:2] + (1,) * (weight.dim() - 2))
-    bias = values[record.roles.bias]
     if rows is not None:
         weight = weight / rows.reshape(-1, *[1] * (weight.dim() - 1))
         if bias is not None:
             scaled = getattr(module, bias.target).double() / rows
             _swap(module, anchor, bias, scaled)
-    _swap(module, anchor, values[record.roles.weight], weight)
+    _swap(module, anchor, old_weight, weight)
 
 
 def _swap(module: fx.GraphModule, user: fx.Node, old: fx.Node, values: torch.Tensor) -> None:
@@ -289,10 +305,11 @@ def _weigh(
 ) -> None:
     """``acc + alpha * other`` -> ``acc + other * ratio``, ratio per channel; one of ``rows`` and ``here`` is given."""
     own = next(value for value in operands(add) if value is not other)
-    alpha = record_of(add).bind(call_of(add, record_of(add)))["alpha"]
+    record = known_record(add)
+    alpha = record.bind(call_of(add, record))["alpha"]
     ratio = (alpha * (1.0 if here is None else here) / (1.0 if rows is None else rows)).float()
     name = f"{add.name}_ratio"
-    module.register_buffer(name, ratio.reshape(1, -1, *[1] * (len(tensor_type(add).shape) - 2)))
+    module.register_buffer(name, ratio.reshape(1, -1, *[1] * (len(known_type(add).shape) - 2)))
     constant = constant_node(module, name, f"{origin(add).path}.ratio")
     add.target = torch.ops.aten.addcmul.default
     add.args, add.kwargs = (own, other, constant), {}

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.nodes import call_of, operands
+from intaglio.fxgraph.nodes import call_of, layer_operands
 from intaglio.ir import QParams
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Site
@@ -78,8 +78,7 @@ class _Work:
 
     def take(self, region: Region) -> None:
         annotations, record, setting = self.walk.annotations, region.record, region.setting
-        values = operands(region.anchor)
-        x, weight_node = values[record.roles.x[0]], values[record.roles.weight]
+        x, weight_node, _ = layer_operands(region.anchor)
         site = annotations.by_value[weight_node.name, Role.WEIGHT]
         weight, _ = parameters_of(annotations.module, region)
         q = self.units[site.name]
@@ -98,6 +97,7 @@ class _Work:
                 q = _rescaled(q, rows, step, found, grid)
                 grid = weight_grid(weight, np.array(q.scales), site.record, 0, record.roles.outputs)
                 step = _grouped(region, np.broadcast_to(grid.steps, weight.shape))
+            assert setting.rounding is not None  # a recipe leaves no question open
             levels = ROUNDINGS[setting.rounding](rows, step, found, grid.low, grid.high)
             plain = nearest(rows, step, found, grid.low, grid.high)
             self._report(setting.rounding, rows, step, plain, levels, found)
@@ -135,7 +135,7 @@ class _Work:
         if region.setting.bias == BiasCorrection.OUTPUTS:
             moved = self._difference(region)
         else:
-            x = operands(region.anchor)[region.record.roles.x[0]]
+            x = layer_operands(region.anchor).x
             mean = found.sums.double() / max(found.count, 1)
             lost = (error @ mean[..., None])[..., 0]
             moved = lost.reshape(-1) * self.walk.qparams[self.walk.sites[x.name].name].step
@@ -219,9 +219,8 @@ def _complete(prepared: Prepared) -> Annotations:
 
 def _lacks_bias(annotations: Annotations, region: Region) -> bool:
     """Whether a bias is to be corrected that is not there."""
-    roles = region.record.roles
     corrects = region.setting.bias != BiasCorrection.NONE
-    if roles.weight is None or not corrects or operands(region.anchor)[roles.bias] is not None:
+    if region.record.roles.weight is None or not corrects or layer_operands(region.anchor).bias is not None:
         return False
     if region.dynamic:
         return False
@@ -230,5 +229,4 @@ def _lacks_bias(annotations: Annotations, region: Region) -> bool:
 
 def operand_site(annotations: Annotations, region: Region) -> Site:
     """The site of what an anchor's weight multiplies."""
-    x = operands(region.anchor)[region.record.roles.x[0]]
-    return annotations.by_value[x.name, Role.ACTIVATION]
+    return annotations.by_value[layer_operands(region.anchor).x.name, Role.ACTIVATION]

@@ -16,7 +16,7 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.fxgraph.node_info import fixed_size
-from intaglio.fxgraph.nodes import operands
+from intaglio.fxgraph.nodes import layer_operands
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.prepare import Prepared, whole
 from intaglio.quant.correct.apply_equalization import arrives, divisible, equalized, normalizes, with_inputs
@@ -55,7 +55,7 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     readers: dict[str, list[torch.Tensor]] = {name: value.weights for name, value in rows.items()}
     for value in values:
         if normalizes(value.region):
-            readers[value.name] = [getattr(module, str(operands(use.node)[1].target)) for use in value.uses]
+            readers[value.name] = [getattr(module, str(layer_operands(use.node).weight.target)) for use in value.uses]
     largest = _largest(module, {name: -1 if name in readers else 1 for name in sites}, calls, group)
     chosen: dict[str, torch.Tensor] = {}
     smooth = _smoothings(readers, module, calls, largest, group)

@@ -96,7 +96,9 @@ class Walk:
         value = self._run(region, self._reader(batch, inside=True), exact=False)
         site = self.sites.get(region.root.name)
         q = None if site is None else self.qparams.get(site.name)
-        return [value if q is None else _dequantized(_levels(value, q, site), q, site)]
+        if site is None or q is None:
+            return [value]
+        return [_dequantized(_levels(value, q, site), q, site)]
 
     def anchor_outputs(self, region: Region, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What the anchor alone gives inside the float model, and inside the model quantized so far."""
@@ -181,7 +183,7 @@ class Walk:
         kept = self._quantized.get(node.name, batch)
         site = self.sites.get(node.name)
         q = None if site is None else self.qparams.get(site.name)
-        if q is None or (not inside and node.name not in self._regions):
+        if site is None or q is None or (not inside and node.name not in self._regions):
             return kept.real
         region = self._member.get(user) if user is not None else None
         if kept.wide and region is not None and reads_shortcut(region, user, node, self._shortcuts):

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from intaglio.fxgraph.node_info import tensor_type
-from intaglio.fxgraph.nodes import call_of
+from intaglio.fxgraph.node_info import fixed_size, known_type
+from intaglio.fxgraph.nodes import call_of, layer_operands
 from intaglio.ir import DType, QParams
 from intaglio.native.cpu import IsaName, isas
 from intaglio.quant.annotate.regions import Region
@@ -57,11 +57,15 @@ def unable(region: Region, site: Site) -> bool:
     return region.record.name not in ("conv1d", "conv2d", "linear") or site.dtype is not DType.U8
 
 
+def _weight_sizes(region: Region) -> tuple[int, ...]:
+    weight = layer_operands(region.anchor).weight
+    return tuple(fixed_size(weight, axis) for axis in range(len(known_type(weight).shape)))
+
+
 def moments(region: Region, levels: Iterable[torch.Tensor], q: QParams) -> Moments:
     """Of batches of an anchor's operand, u8 in logical order, its parameters ``q``; of none, zeros."""
-    weight = tensor_type(region.anchor.args[1])
     groups = int(call_of(region.anchor, region.record).arguments.get("groups", 1))
-    k = int(np.prod([int(size) for size in weight.shape[1:]]))  # type: ignore[union-attr,arg-type]
+    k = int(np.prod(_weight_sizes(region)[1:]))
     parts = (part for batch in levels for part in _columns(region, batch, q))
     products, sums = torch.zeros(groups, k, k, dtype=torch.int64), torch.zeros(groups, k, dtype=torch.int64)
     count = 0
@@ -149,8 +153,7 @@ def _columns(region: Region, batch: torch.Tensor, q: QParams) -> Iterable[torch.
         return
     given = call_of(region.anchor, region.record).arguments
     images = batch[:, :, None] if batch.dim() == 3 else batch
-    kernel = tuple(tensor_type(region.anchor.args[1]).shape[2:])  # type: ignore[union-attr]
-    window = ConvolutionWindow.of(given, kernel, batch.dim() - 2)
+    window = ConvolutionWindow.of(given, _weight_sizes(region)[2:], batch.dim() - 2)
     zeros = torch.tensor(q.zeros).expand(images.shape[1])
     size = max(1, (1 << 25) // max(1, images[0].numel() * window.taps))
     for part in images.split(size):

@@ -14,8 +14,16 @@ import torch
 from torch import fx
 
 from intaglio.fusion.table import FUNCTION
-from intaglio.fxgraph.node_info import constant_path, inherit_info, origin, tensor_type
-from intaglio.fxgraph.nodes import call_of, constant_node, is_constant, operands, record_of
+from intaglio.fxgraph.node_info import constant_path, inherit_info, known_type, origin
+from intaglio.fxgraph.nodes import (
+    call_of,
+    constant_node,
+    is_constant,
+    known_record,
+    layer_operands,
+    operands,
+    record_of,
+)
 from intaglio.ir import TensorType
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.recipes.choices import ResidualType, Role
@@ -38,7 +46,7 @@ class Smoothed:
     def weights(self) -> list[torch.Tensor]:
         """float32 [outputs, channels] of the readers."""
         module = self.node.graph.owning_module
-        return [getattr(module, str(operands(reader)[1].target)) for reader in self.readers]
+        return [getattr(module, str(layer_operands(reader).weight.target)) for reader in self.readers]
 
 
 def smoothable(annotations: Annotations) -> list[Smoothed]:
@@ -68,11 +76,11 @@ def _readers(user: fx.Node, value: fx.Node, member: Mapping[fx.Node, Region]) ->
     region, record = member.get(user), record_of(user)
     if region is None or record is None:
         return [None]
-    channels = tensor_type(value).shape[-1]
+    channels = known_type(value).shape[-1]
     if record.is_linear_layer and user is region.anchor and operands(user)[0] is value:
-        weight = operands(user)[1]
+        weight = layer_operands(user).weight
         return [user if is_constant(weight) and len(weight.users) == 1 else None]
-    kept = record.moves_data and len(region.nodes) == 1 and tensor_type(user).shape[-1] == channels
+    kept = record.moves_data and len(region.nodes) == 1 and known_type(user).shape[-1] == channels
     if not kept or not _keeps_channels(user):
         return [None]
     return [reader for behind in user.users for reader in _readers(behind, user, member)]
@@ -80,7 +88,7 @@ def _readers(user: fx.Node, value: fx.Node, member: Mapping[fx.Node, Region]) ->
 
 def _keeps_channels(user: fx.Node) -> bool:
     """Return whether data movement between a value and its readers leaves channels on the last axis."""
-    record = record_of(user)
+    record = known_record(user)
     call = call_of(user, record)
     return record.keeps_last_axis(record.bind(call), len(call.shape()))
 
@@ -98,17 +106,17 @@ def smooth(module: fx.GraphModule, values: Sequence[Smoothed], factors: Mapping[
         constants = []
         for label, tensor in (("shift", torch.zeros_like(divisor)), ("gain", 1 / divisor)):
             name = f"{node.name}_smooth_{label}"
-            shape = (1,) * (len(tensor_type(node).shape) - 1) + (-1,)
+            shape = (1,) * (len(known_type(node).shape) - 1) + (-1,)
             module.register_buffer(name, tensor.float().reshape(shape))
             constants.append(constant_node(module, name, f"{origin(node).path}.{label}"))
         with module.graph.inserting_after(node):
             divided = module.graph.call_function(torch.ops.aten.addcmul.default, (constants[0], node, constants[1]))
-        kind = TensorType(tensor_type(node).shape, tensor_type(node).dtype)
+        kind = TensorType(known_type(node).shape, known_type(node).dtype)
         inherit_info(divided, node, type=kind, smooths=True)
         for user in value.users:
             nodes[user.name].replace_input_with(node, divided)
         for reader in value.readers:
-            weight = operands(nodes[reader.name])[1]
+            weight = layer_operands(nodes[reader.name]).weight
             name = f"{weight.target}_smoothed"
             module.register_buffer(name, (getattr(module, str(weight.target)).double() * divisor).float())
             path = constant_path(weight, name)

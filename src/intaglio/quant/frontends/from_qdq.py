@@ -8,7 +8,7 @@ from torch import fx
 
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.graph_passes import copy_graph, run
-from intaglio.fxgraph.node_info import info, origin, tensor_type
+from intaglio.fxgraph.node_info import info, known_type, origin, tensor_type
 from intaglio.fxgraph.nodes import activations, is_constant, operands, operator, record_of
 from intaglio.ir import DType
 from intaglio.quant.annotate.find_sites import Names
@@ -54,7 +54,7 @@ def _sites(graph: fx.Graph) -> Iterator[Site]:
     """Every value that has levels."""
     names, count = Names(graph), dict[str, int]()
     for node in graph.nodes:
-        if operator(node) == QUANTIZE_TENSOR and (q := tensor_type(node).q) is not None:
+        if operator(node) == QUANTIZE_TENSOR and (q := known_type(node).q) is not None:
             value = node.args[0]
             number = count[names.of(value)] = count.get(names.of(value), -1) + 1  # a value may have several parameters
             name = names.of(value) + (f"@{number}" if number else "")
@@ -67,7 +67,8 @@ def _reason(node: fx.Node) -> str:
     record = record_of(node)
     if record is None:
         return "no int8 kernel for this operator"
-    if tensor_type(node) is None or tensor_type(node).dtype is not DType.F32:
+    kind = tensor_type(node)
+    if kind is None or kind.dtype is not DType.F32:
         return "not a float32 tensor"
     weight = None if record.roles.weight is None else operands(node)[record.roles.weight]
     for unfit in (value for value in (node, weight) if value is not None and info(value).unfit is not None):

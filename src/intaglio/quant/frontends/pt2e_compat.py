@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.graph_passes import copy_graph
-from intaglio.fxgraph.node_info import graph_info, origin, tensor_type
+from intaglio.fxgraph.node_info import graph_info, known_type, origin, tensor_type
 from intaglio.fxgraph.nodes import operands, operator, record_of
 from intaglio.ir import DType, evaluate, symbols_of
 from intaglio.quant.annotate.node_annotations import ANNOTATION_KEY, Annotation, Levels, Own, SameAs, is_apart
@@ -89,9 +89,9 @@ def _spell(node: fx.Node) -> None:
 
 def _kept_axes(node: fx.Node) -> int | None:
     """How many axes of its operand a reshape leaves alone, if it joins all others to one."""
-    before, after = tensor_type(node.args[0]), tensor_type(node)
-    kept = len(after.shape) - 1
-    return kept if len(before.shape) > kept + 1 and before.shape[:kept] == after.shape[:kept] else None
+    before, after = known_type(node.args[0]).shape, known_type(node).shape
+    kept = len(after) - 1
+    return kept if len(before) > kept + 1 and before[:kept] == after[:kept] else None
 
 
 MODULE = "torch.nn.modules.module.Module"

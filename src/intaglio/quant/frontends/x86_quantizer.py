@@ -19,7 +19,7 @@ from intaglio.fusion.matcher import match
 from intaglio.fusion.pattern import op, seq, wildcard
 from intaglio.fxgraph.fx_graph_view import FxGraphView
 from intaglio.fxgraph.node_info import info, origin, tensor_type
-from intaglio.fxgraph.nodes import activations, arguments, operands, operator, record_of
+from intaglio.fxgraph.nodes import activations, arguments, known_record, operands, operator
 from intaglio.fxgraph.overloads import ADD_TARGET, CONV2D_TARGET, LINEAR_TARGET, RELU_TARGET
 from intaglio.quant.annotate.node_annotations import Annotation, Levels, Own, SameAs, annotate_node, annotation_of
 from intaglio.quant.annotate.sites import Dynamic, Observed
@@ -217,7 +217,7 @@ def _reads(anchor: fx.Node, config: Setting) -> dict[fx.Node, Levels | SameAs | 
     for one in activations(anchor):
         if one is not None:
             found[one] = _activation(config)
-    weight = record_of(anchor).roles.weight
+    weight = known_record(anchor).roles.weight
     if weight is not None and operands(anchor)[weight] is not None:
         whole = config.over(DEFAULT)
         found[operands(anchor)[weight]] = Levels(
@@ -243,8 +243,8 @@ def _kept(config: Setting | None) -> Levels | None:
 
 
 def _equal_shapes(node: fx.Node) -> bool:
-    kinds = [tensor_type(one) if one is not None else None for one in operands(node)[:2]]
-    return len(kinds) == 2 and None not in kinds and kinds[0].shape == kinds[1].shape
+    kinds = [kind for one in operands(node)[:2] if one is not None and (kind := tensor_type(one)) is not None]
+    return len(kinds) == 2 and kinds[0].shape == kinds[1].shape
 
 
 def _pass_on(node: fx.Node, config: Setting | None, ends: Collection[fx.Node]) -> bool:

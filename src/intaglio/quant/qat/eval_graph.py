@@ -13,7 +13,7 @@ from torch import fx
 from intaglio.errors import UnsupportedError
 from intaglio.fusion.table import MATMUL_TARGETS
 from intaglio.fxgraph.graph_passes import copy_graph, run
-from intaglio.fxgraph.node_info import copy_info, info, inherit_info, origin, tensor_type, update_info
+from intaglio.fxgraph.node_info import copy_info, info, inherit_info, known_type, origin, update_info
 from intaglio.fxgraph.nodes import arguments, constant_node, operator, record_of
 from intaglio.fxgraph.overloads import SDPA_TARGET
 from intaglio.fxgraph.unique_names import add_constant
@@ -154,10 +154,10 @@ def _map_dropout(node: fx.Node) -> tuple[fx.Node, float, tuple[int, ...]] | None
     """``x * (bernoulli(keep) / keep)``: x, the share dropped and the axes along which the mask has one entry."""
     x, mask = node.args
     if operator(mask) in ("aten.div.Scalar", "aten.div.Tensor") and operator(mask.args[0]) == "aten.bernoulli.p":
-        shape = tensor_type(mask).shape
-        if operator(mask.args[0].args[0]) in EMPTIES and len(shape) == len(tensor_type(x).shape):
+        shape = known_type(mask).shape
+        if operator(mask.args[0].args[0]) in EMPTIES and len(shape) == len(known_type(x).shape):
             keep = float(mask.args[0].args[1])
-            whole = tuple(axis for axis, size in enumerate(shape) if size != tensor_type(x).shape[axis])
+            whole = tuple(axis for axis, size in enumerate(shape) if size != known_type(x).shape[axis])
             return x, 1 - keep, whole
     return None
 

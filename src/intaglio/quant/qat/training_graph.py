@@ -10,14 +10,14 @@ from torch import fx, nn
 
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.graph_passes import copy_graph
-from intaglio.fxgraph.node_info import info, origin, tensor_type
-from intaglio.fxgraph.nodes import arguments, operands, operator
+from intaglio.fxgraph.node_info import info, known_type, origin
+from intaglio.fxgraph.nodes import arguments, layer_operands, operator
 from intaglio.fxgraph.overloads import SDPA_TARGET
 from intaglio.fxgraph.passes.batch_norm_folding import FOLDABLE
 from intaglio.ir import QParams, Shape
 from intaglio.ir.names import sanitized
 from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, QUANTIZE_ROWS_TARGET
-from intaglio.quant.annotate.regions import Annotations, Region
+from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.annotate.sites import Derived, Fixed, Shared, Site
 from intaglio.quant.correct.corrections import Corrections
 from intaglio.quant.qat.eval_graph import Dropout, Norm, marks_of
@@ -86,13 +86,13 @@ class TrainingGraph:
         calls, found = {node.name: node for node in self.annotations.module.graph.nodes}, dict[str, str]()
         for site in self.annotations.sites:
             if site.role == Role.ACTIVATION and self.annotations.leaders[site.name] == site.name:
-                shape = tensor_type(calls[site.value]).shape
+                shape = known_type(calls[site.value]).shape
                 channels = _channels(shape, site)
                 found[site.name] = self._place(FakeQuantize(site, channels, len(shape), self.mode))
         for region in self.anchors.values():
             site = anchor_sites(self.annotations, region)[1]
             if site.name not in found:
-                name, own = self._operand(region, region.record.roles.weight), OwnScales.of(region, site)
+                name, own = str(layer_operands(region.anchor).weight.target), OwnScales.of(region, site)
                 weight = getattr(self.annotations.module, name)
                 found[site.name] = self._place(FakeQuantizeWeight(site, name, weight, own, self.mode))
         return found
@@ -100,18 +100,13 @@ class TrainingGraph:
     def _place(self, module: FakeQuantize | FakeQuantizeWeight) -> str:
         return self.tree.place_quantizer(sanitized(module.site.name), module)
 
-    @staticmethod
-    def _operand(region: Region, place: int) -> str:
-        return str(operands(region.anchor)[place].target)
-
     def _constants(self) -> list[str]:
         """Constants of the annotated module that the graph reads as they are, or rounded."""
         names = [str(node.target) for node in self.source.graph.nodes if node.op == "get_attr"]
         names = [name for name in names if name in buffers_of(self.annotations.module)]
         for region in self.anchors.values():
-            for place in (region.record.roles.weight, region.record.roles.bias):
-                if operands(region.anchor)[place] is not None:
-                    names.append(self._operand(region, place))
+            _, weight, bias = layer_operands(region.anchor)
+            names += [str(constant.target) for constant in (weight, bias) if constant is not None]
         return list(dict.fromkeys(names))
 
     def _dropouts_inside(self) -> dict[str, Dropout]:
@@ -121,9 +116,11 @@ class TrainingGraph:
         written = [n for n in self.annotations.module.graph.nodes if operator(n) == SDPA_TARGET and n.name not in left]
         wholes: dict[int, str] = {}
         for node in self.source.graph.nodes:
-            reads = node.args[0] if operator(node) == "aten.matmul.default" else None
+            if operator(node) != "aten.matmul.default" or info(node).composite is None:
+                continue
+            reads = node.args[0]
             dequantized = isinstance(reads, fx.Node) and operator(reads).startswith(DEQUANTIZE_PREFIX)
-            if info(node).composite is not None and dequantized and info(reads.args[0]).site is None:
+            if dequantized and info(reads.args[0]).site is None:
                 wholes[id(info(node).composite)] = node.name
         found = dict[str, Dropout]()
         for attention, product in zip(written, wholes.values(), strict=True):
@@ -137,10 +134,11 @@ class TrainingGraph:
         if name.startswith(QUANTIZE_PREFIX):
             return self._rounded(node, self.env[source])
         if name.startswith(DEQUANTIZE_PREFIX):
-            return self.env[source] if info(node).site is None else self._constant(node, self.sites[info(node).site])
+            site = info(node).site
+            return self.env[source] if site is None else self._constant(node, self.sites[site])
         if name == QUANTIZE_ROWS_TARGET:
             made = self.graph.call_function(fake_rows, (self._switch(), self.env[source], node.args[1]))
-            self.forms[source.name].append(made)
+            self.forms[node.args[0].name].append(made)
             return made
         if name == DEQUANTIZE_ROWS_TARGET or (node.target is getitem and operator(source) == QUANTIZE_ROWS_TARGET):
             return self.env[source]
@@ -179,9 +177,10 @@ class TrainingGraph:
 
     def _rounded(self, node: fx.Node, x: fx.Node) -> fx.Node:
         """Fake-quantize for a quantize: one form more of the site's value."""
-        if info(node).site is None:
+        name = info(node).site
+        if name is None:
             return self.graph.call_function(fake_fixed, (self._switch(), x, *node.args[1:5]))
-        site = self.sites[info(node).site]
+        site = self.sites[name]
         if isinstance(site.spec, Derived):
             of = self.sites[site.spec.sources[0]]
             module = self.graph.get_attr(self.quantizers[self.annotations.leaders[of.name]])
@@ -201,8 +200,11 @@ class TrainingGraph:
         region = self.anchors[site.value]
         x_site, w_site, _ = anchor_sites(self.annotations, region)
         modules = [self.quantizers[self.annotations.leaders[x_site.name]], self.quantizers[w_site.name]]
-        bias = self.constants[self._operand(region, region.record.roles.bias)]
-        return self.graph.call_function(fake_bias, (bias, *map(self.graph.get_attr, modules)))
+        bias = layer_operands(region.anchor).bias
+        assert bias is not None  # it has a site
+        return self.graph.call_function(
+            fake_bias, (self.constants[str(bias.target)], *map(self.graph.get_attr, modules))
+        )
 
     def _switch(self) -> fx.Node:
         if self.switch is None:
@@ -262,11 +264,11 @@ def _channels(shape: Shape, site: Site) -> int:
 def _quantized(annotations: Annotations) -> fx.GraphModule:
     """The Q/DQ graph with parameters that mean nothing yet: where each of them goes is what it is for."""
     by_name, qparams = {site.name: site for site in annotations.sites}, dict[str, QParams]()
-    shapes = {node.name: tensor_type(node) for node in annotations.module.graph.nodes}
+    nodes = {node.name: node for node in annotations.module.graph.nodes}
     for site in annotations.sites:
         if site.role == Role.ACTIVATION:
             leader = by_name[annotations.leaders[site.name]]
-            channels = _channels(shapes[site.value].shape, site)
+            channels = _channels(known_type(nodes[site.value]).shape, site)
             zero = min(max(0, site.qmin), site.qmax)
             plain = QParams((1.0,) * channels, (zero,) * channels, site.qmin, site.qmax, site.axis)
             qparams[site.name] = fixed_qparams(leader, leader.spec) if isinstance(leader.spec, Fixed) else plain
