@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import constant_path, info, origin, tensor_type, update_info
+from intaglio.fxgraph.node_info import constant_path, info, known_type, origin, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, call_before, constant_node, operator, replace_node
 from intaglio.fxgraph.overloads import CONV2D_TARGET
 from intaglio.ir import DType, TensorType
@@ -37,7 +37,7 @@ def image_of(node: fx.Node) -> fx.Node | None:
 def take_bytes(module: fx.GraphModule, node: fx.Node) -> None:
     """An input whose bytes stand for pixels is those bytes, and they are the levels."""
     if (x := image_of(node)) is not None:
-        update_info(x, type=TensorType(tensor_type(x).shape, DType.U8))
+        update_info(x, type=TensorType(known_type(x).shape, DType.U8))
         replace_node(node, x)
 
 
@@ -62,16 +62,16 @@ def one_zero_point(module: fx.GraphModule, node: fx.Node) -> None:
     zero = zeros[0]
     if len(set(zeros)) > 1:
         if any(padding):
-            levels = call_before(x, _padded(tensor_type(x), padding), pad_levels, levels, zeros, padding)
+            levels = call_before(x, _padded(known_type(x), padding), pad_levels, levels, zeros, padding)
             update_info(levels, origin=origin(x.args[0]))
         zero, padding = 0, [0, 0]
         moved = _moved(module, *counts, zeros, given["groups"])
-        held = call_before(node, tensor_type(bias), bias.target, moved, *bias.args[1:])
+        held = call_before(node, known_type(bias), bias.target, moved, *bias.args[1:])
         node.replace_input_with(bias, held)
     how = scales[0], zero, q.qmin, q.qmax, torch.uint8
     one = call_before(
         node,
-        TensorType(tensor_type(levels).shape, DType.F32),
+        TensorType(known_type(levels).shape, DType.F32),
         quantized_decomposed().dequantize_per_tensor.default,
         levels,
         *how,

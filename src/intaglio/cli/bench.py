@@ -98,7 +98,7 @@ def _measured(
     return {"model": repr(quantized), "inputs": shapes, "sqnr_db": error, "compared": model is not None, **result}
 
 
-def calls(model: nn.Module) -> Run:
+def calls(model: Callable[..., Any]) -> Run:
     """A module as an engine, without gradients."""
 
     def go(call: Call) -> Any:
@@ -113,7 +113,7 @@ def compiled(model: nn.Module, call: Call, threads: int) -> Run:
     import torch._inductor.config
 
     with torch._inductor.config.patch(freezing=True):
-        run = calls(torch.compile(model))  # type: ignore[arg-type]
+        run = calls(torch.compile(model))
         run(call)  # compiles
     return run
 

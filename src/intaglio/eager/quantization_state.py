@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -180,9 +180,9 @@ def call_of(module: nn.Module, leaf_classes: tuple[type, ...]) -> type[Intercept
     base = next((kind for kind in own.__mro__ if _of_torch(kind) and kind is not nn.Module), None)
     if base is None or base in CONTAINERS:
         return InterceptedCall
-    overrides = own.forward is not base.forward  # type: ignore[attr-defined]
+    overrides = own.forward is not base.forward
     return OpaqueCall if overrides else LeafCall
 
 
-def _of_torch(kind: type) -> bool:
+def _of_torch(kind: type) -> TypeGuard[type[nn.Module]]:
     return kind.__module__.startswith("torch.nn.") and kind is not nn.Module and issubclass(kind, nn.Module)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
@@ -25,6 +25,7 @@ class GraphStage:
     module: fx.GraphModule
     signature: Signature
     about: About
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # of the subclasses, which are dataclasses
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves = bind(self.signature, args, kwargs)
@@ -56,7 +57,7 @@ class GraphStage:
         return fx_text(self.module.graph)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        fields = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}  # type: ignore[arg-type]
+        fields = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         return type(self)(**{name: copy.deepcopy(value, memo) for name, value in fields.items()})
 
     def __reduce__(self) -> Any:

@@ -22,7 +22,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from intaglio.errors import CaptureError
 from intaglio.fxgraph.graph_passes import run
-from intaglio.fxgraph.node_info import info, update_graph_info, update_info
+from intaglio.fxgraph.node_info import known_type, update_graph_info, update_info
 from intaglio.fxgraph.nodes import dim_of
 from intaglio.fxgraph.passes.half_precision import WIDENED
 from intaglio.ir import About, DType, Input, Origin, Output, Signature, State
@@ -150,7 +150,7 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
                     copies[node] = graph.placeholder(node.name)
                     copies[node].target = copies[node].name  # a buffer may have its name already
                     describe(copies[node], node, names, program)
-                    inputs.append(Input(node.name, leaf, info(copies[node]).type))
+                    inputs.append(Input(node.name, leaf, known_type(copies[node])))
                 leaf += 1
             else:
                 raise CaptureError(node.name, None, f"an input of kind {spec.kind.name}")
@@ -264,7 +264,7 @@ def _outputs(
 
 
 def _state(program: ExportedProgram, path: str, node: fx.Node, value: fx.Node) -> State:
-    tensor, kind = tensor_of(program, path), info(node).type
+    tensor, kind = tensor_of(program, path), known_type(node)
     if kind.dtype in (DType.BF16, DType.F8E4M3, DType.F8E5M2, DType.OTHER):
         raise CaptureError(
             path,

@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 
 from intaglio.errors import CaptureError, UnsupportedError
 from intaglio.fxgraph.graph_passes import run
-from intaglio.fxgraph.node_info import info, origin, update_info
+from intaglio.fxgraph.node_info import constant_path, info, known_type, origin, update_info
 from intaglio.ir import About, Input, Origin, Output, Signature
 from intaglio.signature import repeated
 from intaglio.torch_private import pytree, size_expression
@@ -131,7 +131,7 @@ def _part(
                 continue
             copies[node] = graph.placeholder(f"{loop.name}_{len(inputs)}")
             _describe(copies[node], node, loop, names, program)
-            inputs.append(Input(copies[node].name, len(inputs), info(copies[node]).type))
+            inputs.append(Input(copies[node].name, len(inputs), known_type(copies[node])))
         elif node.op == "call_function":
             copies[node] = graph.node_copy(node, copies.__getitem__)
             copies[node].meta = {}
@@ -163,8 +163,8 @@ def _describe(
         raise _refused(loop, program, "a size in it depends on data, or changes while it runs")
     describe(copied, node, names, program)
     if copied.op == "call_function":
-        own = info(copied).origin
-        owners = [info(one).path for one in copied.all_input_nodes if info(one).trained is not None]
+        own = origin(copied)
+        owners = [constant_path(one) for one in copied.all_input_nodes if info(one).trained is not None]
         path = owners[0].partition("@")[0].rpartition(".")[0] if owners else module_around(loop)
         update_info(copied, origin=Origin(f"{path}@{loop.name}{info(node).turn or ''}", own.operator, own.source))
 

@@ -20,7 +20,7 @@ from intaglio.backends.onnx.onnx_legalize import legalize
 from intaglio.backends.onnx.onnx_ops import translations
 from intaglio.backends.onnx.ort_residual_qdq import quantize_terms
 from intaglio.errors import BuildError, InputError, UnsupportedError
-from intaglio.fxgraph.node_info import constant_path, graph_info, info, origin, tensor_type
+from intaglio.fxgraph.node_info import constant_path, graph_info, info, known_type, origin
 from intaglio.ir import Expression, Signature, evaluate, symbols_of
 from intaglio.output_paths import check_file
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
@@ -114,7 +114,7 @@ def input_names(signature: Signature, inputs: Sequence[fx.Node], notes: list[str
     """As the signature has them; state behind them, by its path."""
     names = [entry.name for entry in signature.inputs] + [entry.path for entry in signature.state]
     for node, entry in zip(inputs, signature.inputs, strict=False):
-        if tensor_type(node).dtype is not entry.type.dtype:
+        if known_type(node).dtype is not entry.type.dtype:
             notes.append(f"input '{entry.name}': u8, the bytes of its images")
     for path in (kept.path for kept in signature.state):
         notes.append(f"buffer '{path}': an input, and '{path}_after' an output; hand it on from call to call")
@@ -147,7 +147,7 @@ def _name_dimensions(model: Any, inputs: Sequence[fx.Node]) -> None:
 
     names: dict[str, str] = {}
     for node, value in zip(inputs, model.graph.inputs, strict=True):
-        for dim, size in zip(tensor_type(node).shape, value.shape, strict=True):
+        for dim, size in zip(known_type(node).shape, value.shape, strict=True):
             if isinstance(size, ir.SymbolicDim) and size.value is not None:
                 names.setdefault(size.value, str(dim))
     for value in _values(model):
@@ -217,7 +217,7 @@ class _TracedGraph(nn.Module):
 
 def _exported(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> ExportedProgram:
     """The graph as torch.export has it, module paths where the exporter looks for them."""
-    kinds = [tensor_type(node) for node in inputs]
+    kinds = [known_type(node) for node in inputs]
     sizes: dict[str, int] = {}
     for name in sorted(set().union(*[symbols_of(dim) for kind in kinds for dim in kind.shape])):
         size = max(graph_info(module).sizes.get(name, LEAST), LEAST)

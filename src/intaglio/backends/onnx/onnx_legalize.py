@@ -16,7 +16,7 @@ from intaglio import numerics
 from intaglio.backends.channel_zero_points import one_zero_point, take_bytes
 from intaglio.fxgraph.graph_checker import FOR_ENGINES, finish_pass
 from intaglio.fxgraph.graph_passes import copy_graph
-from intaglio.fxgraph.node_info import constant_path, tensor_type, update_info
+from intaglio.fxgraph.node_info import constant_path, known_type, update_info
 from intaglio.fxgraph.nodes import arguments, call_before, constant_node, is_constant, operator, replace_node
 from intaglio.fxgraph.overloads import EMBEDDING_TARGET, LINEAR_TARGET
 from intaglio.ir import DType, TensorType
@@ -62,7 +62,7 @@ def multiply_rows(module: fx.GraphModule, node: fx.Node) -> None:
         return
     levels, scales = weight.args[:2]
     columns = transposed(module, levels)
-    made = call_before(node, tensor_type(node), linear_of_rows, *rows, columns, scales, *bias)
+    made = call_before(node, known_type(node), linear_of_rows, *rows, columns, scales, *bias)
     replace_node(node, made)
 
 
@@ -109,11 +109,11 @@ def gather_levels(module: fx.GraphModule, node: fx.Node) -> None:
     are no whole numbers, which DequantizeLinear has not.
     """
     if operator(node) == EMBEDDING_TARGET and (table := table_behind(node.args[0])) is not None:
-        replace_node(node, call_before(node, tensor_type(node), rows_of_table, *table, node.args[1]))
+        replace_node(node, call_before(node, known_type(node), rows_of_table, *table, node.args[1]))
         return
     table, alone = table_behind(node), all(operator(user) == EMBEDDING_TARGET for user in node.users)
-    if table is not None and not alone and tensor_type(table[2]).dtype is DType.F32:
-        replace_node(node, call_before(node, tensor_type(node), values_of_table, *table))
+    if table is not None and not alone and known_type(table[2]).dtype is DType.F32:
+        replace_node(node, call_before(node, known_type(node), values_of_table, *table))
 
 
 def rows_of_table(levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -184,7 +184,7 @@ def multiply_few_bits(module: fx.GraphModule, node: fx.Node) -> None:
     if operator(node) != LINEAR_TARGET or operator(node.args[1]) != DEQUANTIZE_CHANNEL:
         return
     (x, _, *bias), dequantized = node.args, node.args[1].args
-    packing = tensor_type(dequantized[0]).packing if is_constant(dequantized[0]) else None
+    packing = known_type(dequantized[0]).packing if is_constant(dequantized[0]) else None
     if packing is None or operator(x).startswith("quantized_decomposed.dequantize"):
         return
     stored = _tensor(module, dequantized[0]).numpy()
@@ -203,7 +203,7 @@ def multiply_few_bits(module: fx.GraphModule, node: fx.Node) -> None:
     held = constant(module, name, levels.reshape(rows, depth).T, path)
     update_info(held, int4=True)
     steps = constant(module, f"{name}_scale", scales.T, f"{path}:scale")
-    made = call_before(node, tensor_type(node), linear_of_groups, x, held, steps, group, *bias)
+    made = call_before(node, known_type(node), linear_of_groups, x, held, steps, group, *bias)
     replace_node(node, made)
 
 
@@ -229,18 +229,18 @@ def multiply_matrices(module: fx.GraphModule, node: fx.Node) -> None:
     ONNX has Gemm for two axes only, whose bias may be int32. An integer product in front of a sum is what ONNX Runtime
     runs; a Transpose behind the weight's dequantize would be computed in every call.
     """
-    if operator(node) != LINEAR_TARGET or len(tensor_type(node.args[0]).shape) == 2:
+    if operator(node) != LINEAR_TARGET or len(known_type(node.args[0]).shape) == 2:
         return
     (x, _, *bias), dequantize = node.args, node.args[1]
     if operator(dequantize) != DEQUANTIZE_CHANNEL or not is_constant(dequantize.args[0]):
         return
     columns = transposed(module, dequantize.args[0])
     args = columns, *dequantize.args[1:3], 1, *dequantize.args[4:]
-    kind = TensorType(tensor_type(columns).shape, DType.F32)
+    kind = TensorType(known_type(columns).shape, DType.F32)
     real = call_before(node, kind, dequantize.target, *args)
-    made = call_before(node, tensor_type(node), torch.matmul, x, real)
+    made = call_before(node, known_type(node), torch.matmul, x, real)
     if bias and bias[0] is not None:
-        made = call_before(node, tensor_type(node), torch.ops.aten.add.Tensor, made, _real(module, bias[0]))
+        made = call_before(node, known_type(node), torch.ops.aten.add.Tensor, made, _real(module, bias[0]))
     replace_node(node, made)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.node_info import origin, tensor_type, update_info
+from intaglio.fxgraph.node_info import known_type, origin, update_info
 from intaglio.fxgraph.nodes import arguments, call_before, operator
 from intaglio.fxgraph.overloads import ADD_TARGET, RELU_TARGET
 from intaglio.ir import QParams
@@ -39,9 +39,9 @@ def quantize_terms(module: fx.GraphModule) -> list[fx.Node]:
             QUANT_MAX,
             torch.uint8,
         )
-        levels = call_before(reader, tensor_type(node), quantized_decomposed().quantize_per_tensor.default, term, *how)
+        levels = call_before(reader, known_type(node), quantized_decomposed().quantize_per_tensor.default, term, *how)
         values = call_before(
-            reader, tensor_type(node), quantized_decomposed().dequantize_per_tensor.default, levels, *how
+            reader, known_type(node), quantized_decomposed().dequantize_per_tensor.default, levels, *how
         )
         for inserted in (levels, values):
             update_info(inserted, origin=origin(node))

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -219,13 +220,13 @@ def _alive(tensor: torch.Tensor) -> bool:
 
 def source_line() -> str:
     """``file:line, in function`` of the innermost frame that is neither PyTorch's nor ours."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if not (name == "torch" or name.startswith(("torch.", "intaglio."))):
             code = frame.f_code
             return f"{code.co_filename}:{frame.f_lineno}, in {code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
 
 

@@ -69,7 +69,8 @@ def plain_name(function: Callable[..., Any]) -> str:
     """``shape`` of a property's getter, ``relu_`` of a function or method."""
     name: str = getattr(function, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
-        return str(getattr(function.__self__, "__name__", "")) + ("" if name == "__get__" else f".{name}")  # type: ignore[attr-defined]
+        own = getattr(function, "__self__", None)
+        return str(getattr(own, "__name__", "")) + ("" if name == "__get__" else f".{name}")
     return name
 
 
