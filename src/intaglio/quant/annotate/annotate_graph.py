@@ -1,4 +1,4 @@
-"""Which values become integers: fusion rows over the prepared graph, sites on values, reasons for the rest."""
+"""Decide which values of a prepared graph are quantized: match regions, place sites, and give reasons for the rest."""
 
 from __future__ import annotations
 
@@ -32,7 +32,13 @@ from intaglio.tracing.while_loops import everything_in
 
 
 def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mapping[str, str]) -> Annotations:
-    """Sites and skips of a graph that the PTQ passes have been over."""
+    """Annotate a graph that the passes of post-training quantization have rewritten.
+
+    Args:
+        module: the graph. Annotators may insert ``alias`` nodes into it.
+        quantizer: recipe, patterns, annotator and other options.
+        classes: module path -> class name, for the selectors of the recipe.
+    """
     recipe, graph = quantizer.recipe, module.graph
     name_operators(graph, quantizer.operators)
     annotator = quantizer.annotator
@@ -70,8 +76,8 @@ def annotations_of_changed(
 ) -> Annotations:
     """Return the annotations of a graph with the same operators, whose constants and inputs were changed.
 
-    Regions, and what stays in float, are those that were found before; a division by smoothing factors joins the
-    function in front of it. Patterns and annotators of a user see the changed graph themselves.
+    Regions and skipped operators are those of `before`; a division by smoothing factors joins the function in front of
+    it. A user's patterns and annotators run again on the changed graph.
     """
     if quantizer.annotator is not None or quantizer.patterns:
         return annotate_graph(module, quantizer, classes)
@@ -92,7 +98,7 @@ def annotations_of_changed(
 
 
 def _of_changed(region: Region, nodes: Mapping[str, fx.Node], divisions: Mapping[fx.Node, fx.Node]) -> Region:
-    """Return a region in a changed graph."""
+    """Return a region with the nodes of a changed graph."""
     chain = tuple(nodes[node.name] for node in region.nodes)
     if region.name == FUNCTION.name and chain[-1] in divisions:
         return replace(region, nodes=(*chain, divisions[chain[-1]]), name=FUNCTION_AFFINE.name)
@@ -110,14 +116,14 @@ def _with_sites(found: Annotations, quantizer: Quantizer, classes: Mapping[str, 
 
 
 def _leaving(graph: fx.Graph, quantizer: Quantizer) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, None]]:
-    """Return the buffers that are kept quantized, with what they are after a call, and all values that leave so."""
+    """Return the quantized buffers with their values after a call, and all values that leave the model quantized."""
     buffers = chosen_buffers(graph, quantizer.buffers)
     returned = _returned(graph) if quantizer.integers else {}
     return buffers, returned | dict.fromkeys([*buffers, *buffers.values()])
 
 
 def _returned(graph: fx.Graph) -> dict[fx.Node, None]:
-    """Float32 results that operators make."""
+    """Return the float32 results that operators compute."""
     results = next(node for node in graph.nodes if node.op == "output").args[0]
     made = [node for node in results if node.op == "call_function" and operator(node) not in COPIES]
     kinds = {node: tensor_type(node) for node in made}
@@ -125,7 +131,7 @@ def _returned(graph: fx.Graph) -> dict[fx.Node, None]:
 
 
 def _is_aside(node: fx.Node) -> bool:
-    """Whether a node only holds a place: of pixels less their zero points, of a reader with parameters of its own."""
+    """Return whether a node is only a marker: image pixels, or an alias for a reader with its own parameters."""
     return info(node).zero_points is not None or is_apart(node)
 
 
@@ -136,8 +142,10 @@ def _follow(
     settings: dict[fx.Node, Setting],
     reasons: dict[fx.Node, str | None],
 ) -> None:
-    """Settings and reasons as the patterns say. Operators that only select or clamp values need no pattern: they go
-    along with what they follow."""
+    """Update settings and reasons as the user's patterns say.
+
+    Operators that only select or clamp values need no pattern, because they follow the operator in front of them.
+    """
     for node in tuple(settings):
         found = matches.get(node)
         if found is None:
@@ -151,7 +159,7 @@ def _follow(
 
 
 def match_notes(annotations: Annotations) -> tuple[str, ...]:
-    """How often each pattern took something, for reports; nothing where there are no patterns."""
+    """Return a line for reports that counts the regions of each pattern; an empty tuple without patterns."""
     counts = Counter(region.pattern.name for region in annotations.regions if region.pattern is not None)
     vain = len(annotations.rejected)
     if not counts and not vain:
@@ -162,8 +170,7 @@ def match_notes(annotations: Annotations) -> tuple[str, ...]:
 
 
 def notes_of(regions: Iterable[Region]) -> tuple[str, ...]:
-    """Which functions are computed precisely, which weights have few bits, and which shortcuts 8 although 16 were asked
-    for; nothing where none are."""
+    """Return notes on precise functions, on weights with few bits, and on shortcuts that have 8 bits instead of 16."""
     regions = list(regions)
     counts = Counter(known_record(region.root).name for region in regions if region.name in PRECISE_ROWS)
     found = ", ".join(f"{name} x {count}" for name, count in sorted(counts.items()))

@@ -1,5 +1,4 @@
-"""Tables of embeddings as 8-bit levels with a scale and a zero point for every row: which, and how a reference has
-them."""
+"""Embedding tables quantized to 8 bits, with a scale and a zero point for each row."""
 
 from __future__ import annotations
 
@@ -31,7 +30,12 @@ BAGS = (
 
 @dataclass(frozen=True)
 class Table:
-    """The table of one embedding, whose recipe asks for levels; ``reason``: why it stays in float."""
+    """The table of one embedding whose recipe asks for quantization.
+
+    Attributes:
+        node: the embedding.
+        reason: why the table stays in float, or ``None``.
+    """
 
     node: fx.Node
     reason: str | None
@@ -42,7 +46,7 @@ class Table:
 
 
 def find_tables(settings: Mapping[fx.Node, Setting]) -> tuple[Table, ...]:
-    """Embeddings whose recipe asks for tables of levels, in execution order."""
+    """Return the tables that the recipe wants quantized, in execution order."""
     asked = [
         node for node, setting in settings.items() if setting.quantize and setting.embeddings == EmbeddingType.INT8
     ]
@@ -50,7 +54,7 @@ def find_tables(settings: Mapping[fx.Node, Setting]) -> tuple[Table, ...]:
 
 
 def _unread(table: fx.Node) -> str | None:
-    """Why no kernel reads a table of floats."""
+    """Return why kernels cannot read a float table; ``None`` if they can."""
     if not is_constant(table) or known_type(table).dtype is not DType.F32:
         return "it is no constant of float32"
     shape = known_type(table).shape
@@ -58,6 +62,7 @@ def _unread(table: fx.Node) -> str | None:
 
 
 def _refusal(table: fx.Node) -> str | None:
+    """Return why a table cannot be quantized; ``None`` if it can."""
     if (reason := _unread(table)) is not None:
         return reason
     values = getattr(table.graph.owning_module, str(table.target)).detach()
@@ -66,7 +71,7 @@ def _refusal(table: fx.Node) -> str | None:
 
 
 def bag_refusal(node: fx.Node) -> str | None:
-    """Why PyTorch computes a bag; ``None`` where the program does."""
+    """Return why an embedding bag runs in PyTorch; ``None`` if a kernel computes it."""
     given = arguments(node)
     table, weights = given["weight"], given["per_sample_weights"]
     if table_behind(table) is None and (reason := _unread(table)) is not None:
@@ -82,16 +87,19 @@ def bag_refusal(node: fx.Node) -> str | None:
 
 
 def table_notes(tables: Iterable[Table]) -> tuple[str, ...]:
-    """Of tables in 8 bits, and of those that should be; nothing where nobody asked."""
+    """Return one line for each table that the recipe wants quantized, without duplicates."""
     return tuple(dict.fromkeys(map(str, tables)))
 
 
 Store = Callable[[str, np.ndarray, TensorType], fx.Node]
-"""A constant by its key."""
+"""Stores a constant under a key and returns its node."""
 
 
 def quantize_table(node: fx.Node, store: Store) -> None:
-    """The embedding's table -> a dequantize, of its own, of levels that all embeddings of this table share."""
+    """Replace the embedding's table by a dequantize of quantized constants.
+
+    Each embedding gets a dequantize of its own; the constants are shared by all embeddings that use this table.
+    """
     table, graph = node.args[0], node.graph
     values = getattr(graph.owning_module, str(table.target)).detach().numpy()
     levels, *by_row = numerics.quantize_table(values)
@@ -109,7 +117,7 @@ def quantize_table(node: fx.Node, store: Store) -> None:
 
 
 def table_behind(node: object) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """Levels, scales and zero points behind the dequantize of a table; ``None`` for anything else."""
+    """Return the quantized values, scales and zero points of a table's dequantize; ``None`` for any other node."""
     if not isinstance(node, fx.Node) or operator(node) != DEQUANTIZE_CHANNEL or node.args[-1] is not torch.uint8:
         return None
     levels, scales, zeros, *_ = node.args

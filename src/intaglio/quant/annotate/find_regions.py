@@ -1,4 +1,4 @@
-"""Which operators run as one kernel, and which of these are quantized."""
+"""Group operators into regions that run as one kernel, and select the regions that are quantized."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def active_regions(found: Iterable[Region]) -> tuple[Region, ...]:
 
 
 def end_reasons(graph: fx.Graph, regions: Iterable[Region], quantizer: Quantizer) -> dict[fx.Node, str]:
-    """Operators of the first and last regions, and why they stay in float. Regions that only select or clamp values do
-    not count: nothing is computed in them."""
+    """Return the operators of the first and last regions, with the reason why they stay in float.
+
+    Regions that only select or clamp values do not count as first or last, because they compute nothing.
+    """
     counted = [region for region in regions if not all(known_record(node).shares for node in region.nodes)]
     inside = {node for region in counted for node in region.nodes}
     before: set[fx.Node] = set()
@@ -51,15 +53,22 @@ def end_reasons(graph: fx.Graph, regions: Iterable[Region], quantizer: Quantizer
 
 
 def reads_shortcut(region: Region, node: fx.Node, value: fx.Node, shortcuts: Mapping[fx.Node, str | None]) -> bool:
-    """Whether an operator of a region takes 16 bits of a value: a sum behind an anchor whose recipe says so, or a move
-    whose result has them."""
+    """Return whether an operator of a region reads a value with 16 bits.
+
+    It does if it is an addition after an anchor whose recipe asks for 16-bit shortcuts, or a data movement whose result
+    has 16 bits.
+    """
     if value not in shortcuts or shortcuts[value] is not None:
         return False
     return region.root in shortcuts if region.moves else region.adds_shortcut and node is not region.anchor
 
 
 def find_shortcuts(regions: Iterable[Region]) -> dict[fx.Node, str | None]:
-    """Every value that a sum wants in 16 bits, and those it is moved from, with the reason it has 8 (or ``None``)."""
+    """Find the values that a residual addition wants in 16 bits, including those that data movement copies them from.
+
+    Returns:
+        Value -> ``None``, or the reason why it has only 8 bits.
+    """
     regions = list(regions)
     produced = {region.root: region for region in regions}
     found: dict[fx.Node, str | None] = {}
@@ -87,6 +96,7 @@ def find_shortcuts(regions: Iterable[Region]) -> dict[fx.Node, str | None]:
 
 
 PRECISE_ROWS = frozenset(row.name for row in GRAPH_FUSIONS if row.precise)
+"""Names of the fusion rows that compute a function precisely instead of through a 256-entry lookup table."""
 
 
 def regions_of(
@@ -96,8 +106,16 @@ def regions_of(
     matches: Mapping[fx.Node, Found] | None,
     written: Written | None = None,
 ) -> list[Region]:
-    """Every fusion row where it fits, longest first, then single operators; in execution order. With patterns, only
-    inside one match; what has a meaning of its own is one region. With annotations, where they allow it."""
+    """Match all fusion rows, longest first, then single operators; return the regions in execution order.
+
+    Args:
+        graph: the graph to match in.
+        settings: the setting of every operator.
+        reasons: why an operator stays in float; only those with ``None`` are matched.
+        matches: operator -> the match of a user's pattern. With patterns, a region is inside one match, and a pattern
+            with an operator of its own makes exactly one region.
+        written: an annotator's annotations, which regions must fit.
+    """
     view, owners = FxGraphView(graph), matches or {}
     nodes = [node for node in settings if reasons[node] is None]
     found = [_whole_region(one, settings) for one in dict.fromkeys(owners.values()) if _is_whole(one, reasons)]
@@ -123,12 +141,12 @@ def regions_of(
 
 
 def _alike(nodes: Iterable[fx.Node], settings: Mapping[fx.Node, Setting]) -> bool:
-    """Whether one setting holds for a chain, in what concerns all of it."""
+    """Return whether all operators of a chain have the same setting, apart from options of single operators."""
     return len({replace(settings[node], functions=None, shortcut=None, residual=None) for node in nodes}) == 1
 
 
 def _behind_only(node: fx.Node, setting: Setting) -> bool:
-    """Whether the recipe wants a function, or factors, in float wherever they are not right behind a product."""
+    """Return whether the recipe keeps a function or a scaling in float unless it directly follows a matrix product."""
     record = known_record(node)
     return setting.residual == ResidualType.FLOAT and (record.computes_on_accumulator or record.scales)
 
@@ -138,7 +156,7 @@ def _is_whole(found: Found, reasons: Mapping[fx.Node, str | None]) -> bool:
 
 
 def _whole_region(found: Found, settings: Mapping[fx.Node, Setting]) -> Region:
-    """All a pattern matched, under the record that stands for it."""
+    """Return the region of a pattern match that is replaced by one composite operator."""
     assert found.pattern.operator is not None, f"{found.pattern.name} has no record of its own"
     whole = whole_of(found, found.pattern.operator)
     for node in found.nodes:
@@ -147,7 +165,10 @@ def _whole_region(found: Found, settings: Mapping[fx.Node, Setting]) -> Region:
 
 
 def _of_one_match(nodes: Iterable[fx.Node], matches: Mapping[fx.Node, Found] | None) -> bool:
-    """Whether a chain is inside one match, but for operators that select or clamp values; any is without patterns."""
+    """Return whether a chain is inside one match; operators that only select or clamp values may be outside.
+
+    Without patterns every chain is accepted.
+    """
     if matches is None:
         return True
     owners = {matches.get(node) for node in nodes if node in matches or not known_record(node).shares}
@@ -159,11 +180,14 @@ def _pattern_of(nodes: Iterable[fx.Node], owners: Mapping[fx.Node, Found]) -> Qu
 
 
 def _spread(regions: Iterable[Region]) -> set[Region]:
-    """Anchors are quantized, and what patterns take for its own sake. Another region follows when all it reads is, or,
-    if it only selects or clamps values, when all that read it are; where the residual stream is float only then, for
-    what reaches a sum must not be rounded on the way. What clamps the result of a float operator stays float with it:
-    levels are finer behind the clamp. Layers that are quantized while the model runs read and give floats: nothing
-    follows them."""
+    """Return the regions to quantize, starting from the anchors and spreading to their neighbours.
+
+    Anchors are quantized, and so are matches of patterns with ``alone``. Another region follows when everything it
+    reads is quantized. A region that only selects or clamps values also follows when all its readers are quantized.
+    With a float residual stream such regions follow only in this second way, because a value must not be rounded before
+    an addition. A clamp of the result of a float operator stays in float with it, because quantizing after the clamp is
+    finer. Dynamically quantized layers read and return floats, so no region follows them.
+    """
     regions = list(regions)
     reader = {node: region for region in regions for node in region.nodes}
     active = {region for region in regions if region.record.anchor or (region.pattern and region.pattern.alone)}
@@ -188,10 +212,13 @@ def _spread(regions: Iterable[Region]) -> set[Region]:
 
 
 def _clamps_float(region: Region) -> bool:
-    """Whether it clamps what an operator gives, which is float where a region did not follow what it reads."""
+    """Return whether a region clamps the result of an operator that stays in float.
+
+    It is called for regions whose input is not quantized, so any operator in front of them is a float operator.
+    """
     return region.record.clamps and region.activations()[0].op == "call_function"
 
 
 def _reads_levels(region: Region | None, value: fx.Node, active: set[Region]) -> bool:
-    """Of a value; attention reads its mask as it is."""
+    """Return whether `region` reads `value` quantized; attention reads its mask in float."""
     return region in active and not region.dynamic and value in region.activations()

@@ -1,4 +1,4 @@
-"""The values that carry parameters, by name: activations, operands of anchors, what shares with what."""
+"""Find the quantization sites of a graph: activations, weights, biases, and the sites that share parameters."""
 
 from __future__ import annotations
 
@@ -30,8 +30,14 @@ def sites_of(
     returned: Mapping[fx.Node, Setting],
     buffers: Mapping[fx.Node, fx.Node],
 ) -> tuple[Site, ...]:
-    """``returned``: values that leave as levels, and their settings. ``buffers``: those kept as levels -> what they are
-    after a call; both are among ``returned``."""
+    """Return all sites of a graph, in execution order.
+
+    Args:
+        graph: the prepared graph.
+        regions: its quantized regions.
+        returned: values that leave the model quantized, with their settings; quantized buffers are among them.
+        buffers: quantized buffers -> their values after a call.
+    """
     names = Names(graph)
     produced = {region.root: region for region in regions}
     static = [region for region in regions if not region.dynamic]
@@ -60,7 +66,7 @@ def sites_of(
 
 
 def operand_sites(regions: Iterable[Region], sites: dict[tuple[str, Role], Site], names: Names) -> None:
-    """Of rows, weights and biases."""
+    """Add the sites of dynamically quantized activations, weights and biases of regions to `sites`."""
     for site in row_sites(regions, names.of):
         put(sites, site)
     for region in regions:
@@ -68,14 +74,17 @@ def operand_sites(regions: Iterable[Region], sites: dict[tuple[str, Role], Site]
 
 
 def in_order(graph: fx.Graph, sites: Iterable[Site]) -> tuple[Site, ...]:
+    """Return the sites in execution order of their values."""
     order = {node.name: index for index, node in enumerate(graph.nodes)}
     rank = {Role.ACTIVATION: 0, Role.SHORTCUT: 1, Role.TOKEN: 2, Role.TENSOR: 2, Role.WEIGHT: 3, Role.BIAS: 4}
     return tuple(sorted(sites, key=lambda site: (order[site.value], rank[site.role])))
 
 
 def second_factors(regions: Sequence[Region], buffers: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-    """What kernels read as they read weights, keys and values of attention among it, and all that shares parameters
-    with that."""
+    """Return the values that kernels read as signed, like weights, and all values that share parameters with them.
+
+    These are the second operands of products of two activations, such as the keys and values of attention.
+    """
     found: set[fx.Node] = set()
     for region in regions:
         if region.record.roles.weight is None and region.record.anchor and info(region.root).composite is None:
@@ -89,7 +98,7 @@ def second_factors(regions: Sequence[Region], buffers: Mapping[fx.Node, fx.Node]
 
 
 def around_zero(site: Site) -> Site:
-    """With levels around 128, which kernels read as signed ones: 1..255, or as many as fewer bits have."""
+    """Return the site with symmetric quantized values around 128, which kernels read as signed: 1..255 for 8 bits."""
     if not isinstance(site.spec, Observed) or site.dtype is not DType.U8:
         return site
     half = (site.qmax - site.qmin) // 2
@@ -97,14 +106,16 @@ def around_zero(site: Site) -> Site:
 
 
 def _may_give_float(region: Region) -> bool:
-    """Whether an accumulator may leave the region dequantized."""
+    """Return whether the region may return its accumulator dequantized to float."""
     plain = len(region.nodes) == 1 or region.name == "product_number"
     return plain and region.record.anchor and (region.record.accumulates or region.record.recurrent)
 
 
 def _join(names: list[str], sites: dict[str, Site]) -> None:
-    """The operands of a concatenation share parameters, as a buffer does with what it becomes: the owners behind all of
-    them follow the first."""
+    """Let the sites share the parameters of the first, as operands of a concatenation do.
+
+    If a site already shares the parameters of another one, that one is changed instead.
+    """
     for name in names[1:]:
         first, own = _owner(names[0], sites), _owner(name, sites)
         if own != first:
@@ -112,7 +123,7 @@ def _join(names: list[str], sites: dict[str, Site]) -> None:
 
 
 def _owner(name: str, sites: Mapping[str, Site]) -> str:
-    """The site whose parameters it has in the end."""
+    """Return the site that holds the parameters, following `Shared` specs."""
     while isinstance(spec := sites[name].spec, Shared):
         name = spec.site
     return name
@@ -121,14 +132,17 @@ def _owner(name: str, sites: Mapping[str, Site]) -> str:
 def join_buffers(
     buffers: Mapping[fx.Node, fx.Node], sites: Mapping[tuple[str, Role], Site], shared: dict[str, Site]
 ) -> None:
-    """A buffer has the parameters of what it is after a call, and both count: what it held at first among it."""
+    """Let each buffer share the parameters of its value after a call; its initial contents are observed too."""
     for before, after in buffers.items():
         _join([sites[node.name, Role.ACTIVATION].name for node in (after, before)], shared)
 
 
 def join_iterations(graph: fx.Graph, sites: dict[str, Site]) -> None:
-    """What an operator in the body of a loop gives has one range for all iterations, and all of them count. Where the
-    levels of an iteration are of another kind (its value leaves the loop as a second factor) it keeps its own."""
+    """Give an operator of an unrolled loop one range for all iterations, observed over all of them.
+
+    An iteration keeps its own range if its site differs in spec or type from the first one's, for example because its
+    value leaves the loop as the second operand of a product.
+    """
     nodes = {node.name: node for node in graph.nodes}
     seen: Counter[Any] = Counter()
     first: dict[Any, str] = {}
@@ -137,7 +151,7 @@ def join_iterations(graph: fx.Graph, sites: dict[str, Site]) -> None:
         turn, kind = info(node).turn, operator(node)
         if site.role != Role.ACTIVATION or turn is None:
             continue
-        number = seen[turn, kind] = seen[turn, kind] + 1  # of those that a pass has put in place of one operator
+        number = seen[turn, kind] = seen[turn, kind] + 1  # A pass may replace one operator by several.
         partner = first.setdefault((turn.place, kind, number), site.name)
         owners = [sites[_owner(name, sites)] for name in (partner, site.name)]
         alike = {(one.spec, one.dtype, one.qmin, one.qmax, one.axis) for one in owners}
@@ -146,16 +160,17 @@ def join_iterations(graph: fx.Graph, sites: dict[str, Site]) -> None:
 
 
 def _selects(site: Site) -> bool:
-    """Whether its values are among those of the site that it shares parameters with."""
+    """Return whether the values of a site are a selection of those of the site that it shares parameters with."""
     return isinstance(site.spec, Shared) and not site.spec.observed
 
 
 def put(sites: dict[tuple[str, Role], Site], site: Site) -> None:
+    """Add a site, unless there is one of the same value and role."""
     sites.setdefault((site.value, site.role), site)
 
 
 def _as_given(site: Site, node: fx.Node) -> Site:
-    """A value that is levels already keeps them, but where a kernel needs others."""
+    """Return the site with the parameters of the model's own Q/DQ around the value, unless kernels need others."""
     q = levels_behind(node)
     if q is None or site.dtype is not DType.U8 or not isinstance(site.spec, Observed):
         return site
@@ -169,11 +184,11 @@ def _output_site(region: Region, names: Names) -> Site:
 
 
 def activation_site(name: str, node: fx.Node, setting: Setting) -> Site:
-    if info(node).zero_points is not None:  # pixels less their zero points: the levels are bytes
+    if info(node).zero_points is not None:  # Pixels minus their zero points are quantized with scale 1.
         fixed = Fixed(1.0, info(node).zero_points)
         return Site(name, node.name, Role.ACTIVATION, fixed, DType.U8, 0, 255, 1, origin(node), "u8")
     kind = setting.activation
-    assert setting.method is not None  # a recipe leaves no question open
+    assert setting.method is not None  # A decided recipe always has a method.
     spec = Observed("minmax" if kind.floating else setting.method, not kind.zero_point)
     return Site(
         name, node.name, Role.ACTIVATION, spec, kind.storage, kind.qmin, kind.qmax, None, origin(node), kind.name
@@ -181,7 +196,7 @@ def activation_site(name: str, node: fx.Node, setting: Setting) -> Site:
 
 
 def _shortcut(site: Site) -> Site:
-    """The same value in 16 bits."""
+    """Return the 16-bit site of the same value."""
     low, high = numerics.QUANT_STEPS * site.qmin, numerics.QUANT_STEPS * site.qmax + numerics.QUANT_STEPS - 1
     return replace(
         site,
@@ -203,7 +218,7 @@ def _share(site: Site, produced: Mapping[fx.Node, Region], sites: Mapping[tuple[
 
 
 def _parameters(region: Region, sites: dict[tuple[str, Role], Site], names: Names) -> None:
-    """Weight and bias sites of an anchor: one per weight tensor, one bias per call."""
+    """Add the weight and bias sites of an anchor: one for each weight tensor, one bias for each call."""
     record = region.record
     for site in weight_sites(region.anchor, names.weight) if record.recurrent else ():
         put(sites, site)
@@ -248,8 +263,10 @@ def _parameters(region: Region, sites: dict[tuple[str, Role], Site], names: Name
 
 
 class Names:
-    """``module.path#call/operator.number``: number counts equal operators of one module call, sites or not, so that a
-    value is called the same whatever a recipe leaves in float."""
+    """Stable names of values: ``module.path#call/operator.number``.
+
+    The number counts equal operators of one module call, quantized or not, so a name does not depend on the recipe.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
         self._weights: dict[str, fx.Node] = {}
@@ -268,10 +285,13 @@ class Names:
             return str(info(source).buffer)
         if source.op == "placeholder":
             return f"#0/input.{source.name}"
-        return self._known.get(source) or f"{_stem(source)}.0"  # constants have names of their own
+        return self._known.get(source) or f"{_stem(source)}.0"  # Constants have no count.
 
     def weight(self, node: fx.Node) -> str:
-        """The parameter's name; ``@1`` marks another tensor made from it (calls that fold different batch norms)."""
+        """Return the parameter's name.
+
+        The suffix ``@1`` marks another tensor made from it, as when two calls fold different batch norms into it.
+        """
         path = info(node).path or str(node.target)
         name, number = path, 0
         while self._weights.setdefault(name, node) is not node:
@@ -281,7 +301,7 @@ class Names:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """The value that a node holds in another form: pixels, or what was divided by factors."""
+    """Return the original value of a node that holds image pixels, or a value divided by factors."""
     return node.args[1] if info(node).zero_points is not None or info(node).smooths else node
 
 

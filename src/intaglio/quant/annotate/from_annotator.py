@@ -1,4 +1,4 @@
-"""The graph as an annotator wants it: its regions, sites, and the edges that carry levels outside of these."""
+"""Turn the annotations of a user's annotator into regions, sites, and quantized edges outside of regions."""
 
 from __future__ import annotations
 
@@ -40,8 +40,11 @@ def annotated(
     reasons: dict[fx.Node, str | None],
     buffers: Mapping[fx.Node, fx.Node],
 ) -> Annotations:
-    """What an annotator said. Regions lie where fusion rows and operators fit between the values it wants as levels;
-    around all else that it annotated levels are made and taken back."""
+    """Return the `Annotations` that an annotator asks for.
+
+    Fusion rows and operators form regions where they fit between the values that the annotator wants quantized. All
+    other annotated values are quantized and dequantized around float operators.
+    """
     for node in settings:
         if reasons[node] is None and node not in written.nodes:
             reasons[node] = "no annotation"
@@ -74,6 +77,7 @@ def annotated(
 
 
 def written_by(module: fx.GraphModule, annotator: Annotator) -> Written:
+    """Run an annotator on a copy of the graph and resolve its annotations to nodes of `module`."""
     view = torch_view(module)
     annotations = annotations_of(view, annotator)
     tags = {node.name: node.meta[TAG] for node in view.graph.nodes if TAG in node.meta}
@@ -85,8 +89,10 @@ def written_by(module: fx.GraphModule, annotator: Annotator) -> Written:
 def _annotated_sites(
     graph: fx.Graph, regions: tuple[Region, ...], written: Written, buffers: Mapping[fx.Node, fx.Node]
 ) -> tuple[Site, ...]:
-    """Of every value that is to be levels: for the annotator, as a buffer, as a result. All of a group are counted, but
-    for those that are selected from another of it."""
+    """Return one site for every quantized value: annotated, buffer or output.
+
+    All members of a sharing group are observed, except for those that are selected from another member.
+    """
     names = Names(graph)
     sites: dict[tuple[str, Role], Site] = {}
     second = {written.leaders.get(node) for node in second_factors(regions, buffers)}
@@ -106,7 +112,7 @@ def _annotated_sites(
 
 
 def _replaced(sites: tuple[Site, ...], annotator: Annotator) -> tuple[Site, ...]:
-    """With the specs that an annotator puts in place of those it asked for."""
+    """Return the sites with the specs that the annotator's optional method ``specs`` returns for them."""
     if not hasattr(annotator, "specs"):
         return sites
     found = annotator.specs(sites)

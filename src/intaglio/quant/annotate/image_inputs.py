@@ -1,4 +1,4 @@
-"""Inputs declared images: where convolutions can read the bytes themselves."""
+"""Inputs declared as images, whose bytes convolutions read directly."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from intaglio.quant.recipes.quantizer import Quantizer
 def declare_images(
     module: fx.GraphModule, signature: Signature, quantizer: Quantizer, classes: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Convolutions that read an input declared an `Image` read its bytes instead; a note for each where that cannot be.
+    """Let convolutions read the bytes of each input that is declared an `Image`.
 
-    The scale per channel goes into their weights, the fraction of the zero point into their biases.
+    The scale of each channel is folded into the weights, and the fraction of its zero point into the biases.
+
+    Returns:
+        A note for each declared input for which this is not possible.
     """
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = {entry.name: (entry, node) for entry, node in zip(signature.inputs, placeholders, strict=False)}
@@ -45,7 +48,11 @@ def declare_images(
 
 
 def _by_name(given: Image | Mapping[str, Image], names: list[str]) -> Mapping[str, Image]:
-    """`SelectorError` for names there are not, and for one image where several inputs could be meant."""
+    """Return the declared images by input name.
+
+    Raises:
+        SelectorError: for an unknown name, or for a single image when the model does not have exactly one input.
+    """
     if isinstance(given, Image):
         if len(names) != 1:
             remedy = f"say which: input={{{names[0]!r}: …}}" if names else None
@@ -60,7 +67,7 @@ def _by_name(given: Image | Mapping[str, Image], names: list[str]) -> Mapping[st
 
 
 def unable_to_absorb(node: fx.Node, quantizer: Quantizer, classes: Mapping[str, str]) -> str | None:
-    """Why a reader of an image cannot take its bytes."""
+    """Return why the readers of an image cannot take its bytes; ``None`` if they can."""
     users = [user for user in node.users if info(user).dim is None]
     for user in users:
         record, where = record_of(user), f"{origin(user).path or 'the model'} ({operator(user) or user.op})"

@@ -1,8 +1,7 @@
-"""Buffers that a model changes, kept as levels from call to call: a cache of keys and values in a quarter of memory.
+"""Quantized buffers, such as a key-value cache in a quarter of the memory: state that stays uint8 between calls.
 
-What such a buffer holds is stored as uint8. What an operator only puts elsewhere in it is moved as levels, so nothing
-that was written once is rounded again; and where it must go through float32, `quantize` of `dequantize` gives every one
-of 256 levels back.
+Operators that only move data in such a buffer move quantized values, so a stored value is never rounded again. Where a
+value must go through float32, `quantize` after `dequantize` restores each of the 256 quantized values exactly.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ BUFFER_UPDATES: Mapping[str, tuple[str, ...]] = {
         ("self",),
     ),
 }
-"""Operators that put values elsewhere and change none -> the arguments whose values they are."""
+"""Data movement operators -> their arguments that hold the moved values."""
 WRITES = (
     "aten.index_put.default",
     "aten.slice_scatter.default",
@@ -68,17 +67,22 @@ WRITES = (
     "aten.scatter.src",
     "aten.copy.default",
 )
-"""Operators that give their first argument with a part of it written over."""
+"""Operators that return their first argument with a part of it overwritten."""
 
 
-# -- which, and their sites -------------------------------------------------------------------------------------------
+# -- selection of buffers, and their sites ----------------------------------------------------------------------------
 
 
 def chosen_buffers(graph: fx.Graph, selectors: Sequence[str]) -> dict[fx.Node, fx.Node]:
-    """Buffers that the model changes and that are to be levels -> what they are after a call.
+    """Return the mutable buffers that are to be quantized -> their values after a call.
 
-    A wildcard leaves those of other types than float32 alone; the name of one is an `UnsupportedError`. `SelectorError`
-    for a name that no changed buffer has. None shares its memory: capture refuses that.
+    Args:
+        graph: a captured graph. No two of its buffers share memory, because capture rejects that.
+        selectors: paths of buffers, or wildcards, which skip buffers of other types than float32.
+
+    Raises:
+        UnsupportedError: for the exact path of a buffer that is not float32.
+        SelectorError: for a selector that matches no buffer that the model changes.
     """
     state = [node for node in graph.nodes if info(node).buffer is not None]
     results = next(node for node in graph.nodes if node.op == "output").args[0]
@@ -105,12 +109,12 @@ def chosen_buffers(graph: fx.Graph, selectors: Sequence[str]) -> dict[fx.Node, f
 
 
 def names_of(buffers: Mapping[fx.Node, fx.Node]) -> dict[str, str]:
-    """By name, as copies of the graph have them too."""
+    """Return the buffers by node names, which copies of the graph share."""
     return {before.name: after.name for before, after in buffers.items()}
 
 
 def checked_buffers(buffers: Mapping[fx.Node, fx.Node], sites: tuple[Site, ...]) -> tuple[Site, ...]:
-    """The sites, where those of buffers have levels of a byte. Else `UnsupportedError`."""
+    """Return the sites unchanged; raise `UnsupportedError` if one of a buffer is not uint8 with a single scale."""
     kept = {node.name for pair in buffers.items() for node in pair}
     for site in sites:
         is_buffer = site.value in kept and site.role == Role.ACTIVATION
@@ -120,21 +124,31 @@ def checked_buffers(buffers: Mapping[fx.Node, fx.Node], sites: tuple[Site, ...])
 
 
 def is_destination(reader: fx.Node, value: fx.Node) -> bool:
-    """Whether a node writes over a part of a changed buffer: that value is nobody's operand, and gets no observer."""
+    """Return whether a node overwrites a part of a mutable buffer `value`.
+
+    Such a value is not an arithmetic operand and gets no observer.
+    """
     while operator(value) in BUFFER_UPDATES and len(value.all_input_nodes) == 1:
         value = value.all_input_nodes[0]
     return operator(reader) in WRITES and reader.args[0] is value and info(value).buffer is not None
 
 
-# -- what convert makes of them ---------------------------------------------------------------------------------------
+# -- conversion -------------------------------------------------------------------------------------------------------
 
 
 def store_levels(
     module: fx.GraphModule, signature: Signature, buffers: Mapping[str, str], qparams: Mapping[str, QParams]
 ) -> tuple[Signature, list[str]]:
-    """A Q/DQ graph whose buffers come and go as levels, its signature, and which of them are computed from themselves.
+    """Rewrite a Q/DQ graph so that the given buffers are uint8 inputs and outputs.
 
-    ``buffers``: name of the graph's input -> site.
+    Args:
+        module: the graph, which is changed in place.
+        signature: its signature.
+        buffers: name of the graph's input -> site.
+        qparams: site -> its parameters.
+
+    Returns:
+        The new signature, and a note for each buffer whose new values are computed from its old ones and rounded.
     """
     graph, notes, state = module.graph, [], []
     nodes = {node.name: node for node in graph.nodes}
@@ -160,7 +174,7 @@ def _with_levels(entry: State, q: QParams) -> State:
 
 
 def _as_levels(before: fx.Node, kind: TensorType) -> None:
-    """Its quantize is what the graph is given from now on."""
+    """Change the type of a buffer's input to quantized, and remove the quantize nodes that read it."""
     update_info(before, type=kind)
     for user in [user for user in before.users if operator(user) == QUANTIZE_TENSOR]:
         user.replace_all_uses_with(before)
@@ -168,16 +182,16 @@ def _as_levels(before: fx.Node, kind: TensorType) -> None:
 
 
 class _Mover:
-    """Levels of what a buffer is after a call, made of levels as far in front as operators only move."""
+    """Computes the quantized value of a buffer after a call, moving quantized values instead of floats if possible."""
 
     def __init__(self, module: fx.GraphModule, before: fx.Node, kind: TensorType) -> None:
         self.quantize = torch.ops.quantized_decomposed.quantize_per_tensor.default
         self.module, self.graph, self.before, self.kind = module, module.graph, before, kind
         self.known: dict[fx.Node, fx.Node] = {}
-        self.rounded = False  # whether what was stored is computed with, and the result stored
+        self.rounded = False  # Set if a new value is computed from stored values and then rounded.
 
     def levels(self, value: fx.Node) -> fx.Node:
-        """Of a float value of the graph."""
+        """Return the node of the quantized value of a float node."""
         if value not in self.known:
             self.known[value] = self._levels(value)
         return self.known[value]
@@ -192,9 +206,7 @@ class _Mover:
                 return moved
             self.rounded |= operator(source) == QUANTIZE_TENSOR and self._reads_stored(source)
             return source
-        alone = (
-            operator(value) in BUFFER_UPDATES and len(value.users) == 1
-        )  # what is in front of it is quantized instead
+        alone = operator(value) in BUFFER_UPDATES and len(value.users) == 1  # The operands are quantized instead.
         return self._moved(value) if alone or self._moves_stored(value) else self._quantized(value)
 
     def _moved(self, value: fx.Node) -> fx.Node:
@@ -226,7 +238,10 @@ class _Mover:
         return made
 
     def _moves_stored(self, value: fx.Node) -> bool:
-        """Whether it is what was stored, moved: through operators that only move, and levels of the same parameters."""
+        """Return whether a value consists of stored values that were only moved.
+
+        Data movement, and quantize and dequantize with the buffer's parameters, are allowed on the way.
+        """
         if operator(value) == DEQUANTIZE_TENSOR and self._equal(value):
             source = value.args[0]
             return source is self.before or (operator(source) == QUANTIZE_TENSOR and self._moves_stored(source.args[0]))
@@ -236,7 +251,7 @@ class _Mover:
         return any(map(self._moves_stored, tensor_nodes(own)))
 
     def _reads_stored(self, value: fx.Node) -> bool:
-        """Whether it depends on what was stored."""
+        """Return whether a value depends on the stored values of the buffer."""
         seen, left = {value}, [value]
         while left:
             new = [leaf for leaf in left.pop().all_input_nodes if leaf not in seen]

@@ -1,8 +1,4 @@
-"""The public way to say, node by node, which values of a graph become levels: what is written, and what it comes to.
-
-An annotator is given the graph and writes an `Annotation` on each node it has a say on. `resolve` makes of these the
-values that carry parameters, the edges that read them, and who shares them with whom.
-"""
+"""The public interface to select quantized values node by node, and how annotations are resolved."""
 
 from __future__ import annotations
 
@@ -27,17 +23,17 @@ from intaglio.quant.recipes.datatypes import DATATYPES
 from intaglio.quant.recipes.settings import Setting
 
 ANNOTATION_KEY = "quantization_annotation"
-"""Where a node's ``meta`` has what was written; PyTorch's own quantizers write there too."""
+"""Key of the annotation in a node's ``meta``; PyTorch's own quantizers use the same key."""
 Place: TypeAlias = "fx.Node | tuple[fx.Node, fx.Node]"
 """A value, or an edge: a value and the node that reads it."""
 
 
 @dataclass(frozen=True)
 class Levels:
-    """What a value becomes: the name of a datatype (`DATATYPES`) and where its parameters come from.
+    """Quantization of one value: the name of a datatype (`DATATYPES`) and the source of its parameters.
 
-    ``span``: lowest and highest level, where they are not the datatype's. ``channels``: of a weight, one scale for
-    every output channel instead of one for all.
+    ``span``: smallest and largest quantized value, if they are not the datatype's. ``channels``: for a weight, use one
+    scale for each output channel instead of one for all.
     """
 
     datatype: str = "u8"
@@ -64,7 +60,7 @@ class Levels:
         return self.span or (DATATYPES[self.datatype].qmin, DATATYPES[self.datatype].qmax)
 
     def site(self, name: str, node: fx.Node) -> Site:
-        """Of an activation."""
+        """Return the site of an activation that is quantized like this."""
         kind, (low, high) = DATATYPES[self.datatype], self.bounds
         spec: Any = self.spec
         if isinstance(spec, Observed) and not kind.zero_point:
@@ -74,25 +70,31 @@ class Levels:
 
 @dataclass(frozen=True)
 class SameAs:
-    """The parameters of another place, which an annotation gives levels."""
+    """The parameters of another place, whose annotation must have them."""
 
     place: Place
 
 
 @dataclass(frozen=True)
 class Own:
-    """Levels that an observer writes itself. ``observer()`` gives an nn.Module that is shown every value; its
-    ``convert(module, node)`` puts operators of its choice in place of the node that calls it. No kernel knows them:
-    they and what reads them run in float32, as they are written."""
+    """Quantization by an observer that writes its own quantize and dequantize nodes.
+
+    ``observer()`` returns an nn.Module that is called with every value; its ``convert(module, node)`` replaces the node
+    that calls it by other operators. These, and the operators that read them, run in float32 without int8 kernels.
+    """
 
     observer: Callable[[], Any]
 
 
 @dataclass
 class Annotation:
-    """Of one node. ``inputs``: value that the node reads -> what that edge carries (``None``: float). ``output``: what
-    its result becomes for all who read it. ``sharing``: edges of this node with equal levels have the parameters of the
-    value they read, and of its other readers."""
+    """The annotation of one node.
+
+    Attributes:
+        inputs: value that the node reads -> how that edge is quantized (``None``: float).
+        output: how the result is quantized for all its readers.
+        sharing: whether equally quantized edges of this node share parameters with their value and its other readers.
+    """
 
     inputs: dict[fx.Node, Levels | SameAs | Own | None] = field(default_factory=dict)
     output: Levels | SameAs | Own | None = None
@@ -100,16 +102,18 @@ class Annotation:
 
 
 class Annotator(Protocol):
-    """What `prepare` takes beside a `Quantizer`. Two methods more are called where there are any:
-    ``validate(module)`` afterwards, and ``specs(sites)``, which gives an `Observed` or `Fixed` to put in place of what
-    sites have, by name."""
+    """The protocol of an annotator, which `prepare` accepts instead of a `Quantizer`.
+
+    If they exist, ``validate(module)`` and ``specs(sites)``, which returns new specs by site name, are called
+    afterwards.
+    """
 
     def annotate(self, module: fx.GraphModule) -> Any:
-        """Writes `annotate_node`'s records; the module is a copy, whose graph stays as it is."""
+        """Store annotations with `annotate_node`; the module is a copy, whose graph must not change."""
 
 
 def annotate_node(node: fx.Node, annotation: Annotation) -> None:
-    """Writes an annotation; `UnsupportedError` where one is already."""
+    """Store an annotation on a node; raise `UnsupportedError` if it already has one."""
     if ANNOTATION_KEY in node.meta:
         raise UnsupportedError(
             node.name, operator(node), "it is annotated already", remedy="look at annotation_of(node) first"
@@ -118,12 +122,12 @@ def annotate_node(node: fx.Node, annotation: Annotation) -> None:
 
 
 def annotation_of(node: fx.Node) -> Annotation | None:
-    """What has been written on a node."""
+    """Return the annotation of a node, or ``None``."""
     return node.meta.get(ANNOTATION_KEY)
 
 
 class Composed:
-    """Annotators one after another. Who changes or removes what an earlier one wrote is an `UnsupportedError`."""
+    """Runs annotators in order; raises `UnsupportedError` if one changes or removes an annotation of an earlier one."""
 
     def __init__(self, annotators: Iterable[Annotator]) -> None:
         self.annotators = tuple(annotators)
@@ -152,20 +156,24 @@ class Composed:
                 annotator.validate(module)
 
     def specs(self, sites: Sequence[Site]) -> dict[str, Observed | Fixed]:
-        """Of all of them; the later one wins."""
+        """Return the specs of all annotators; for the same site the later one wins."""
         asked = [annotator.specs(sites) for annotator in self.annotators if hasattr(annotator, "specs")]
         return {name: spec for found in asked for name, spec in found.items()}
 
 
 @dataclass(frozen=True)
 class Written:
-    """What annotations come to.
+    """Annotations resolved to nodes of the module.
 
-    ``nodes``: those that have one. ``levels``: value -> what it becomes; ``leaders``: value -> the value whose
-    parameters it has. ``edges``: (value, reader) that carry levels; ``outputs``: values that all who read them read as
-    levels. ``weights``: layer -> what its weight becomes; ``rows``: layer -> "token" or "tensor", where its activation
-    becomes levels while the model runs; ``tables``: embeddings whose table becomes levels; ``own``: (value, reader, or
-    ``None`` for all) -> what makes the observer that writes levels there.
+    Attributes:
+        levels: value -> how it is quantized.
+        leaders: value -> the value whose parameters it has.
+        edges: (value, reader) pairs that read a quantized value.
+        outputs: values that all their readers read quantized.
+        weights: layer -> how its weight is quantized.
+        rows: layer -> "token" or "tensor", if its activation is quantized dynamically.
+        tables: embeddings whose table is quantized.
+        own: (value, reader, or ``None`` for all) -> factory of an observer that writes its own quantize nodes.
     """
 
     nodes: frozenset[fx.Node]
@@ -179,7 +187,7 @@ class Written:
     own: Mapping[tuple[fx.Node, fx.Node | None], Callable[[], Any]]
 
     def also(self, values: Iterable[fx.Node]) -> Written:
-        """With levels of a byte for everyone who reads these values, where nothing else is said of them."""
+        """Return a copy in which these values are read quantized by all readers, as u8 unless annotated otherwise."""
         values = list(values)
         new = [value for value in values if value not in self.levels]
         return replace(
@@ -190,7 +198,7 @@ class Written:
         )
 
     def setting(self, node: fx.Node, setting: Setting) -> Setting:
-        """A recipe's setting of a node, with what its annotation says of weights and modes in its place."""
+        """Return the recipe's setting of a node, overridden by its annotation."""
         alone = self._weight_alone(node) if node in self.nodes else setting.activations == ActivationMode.FLOAT
         found = replace(
             setting,
@@ -207,11 +215,11 @@ class Written:
         return found
 
     def _weight_alone(self, node: fx.Node) -> bool:
-        """Whether a layer's weight is annotated and none of its activations."""
+        """Return whether the weight of a layer is annotated, but none of its activations."""
         return node in self.weights and not any((value, node) in self.edges for value in activations(node))
 
     def fits(self, nodes: Sequence[fx.Node]) -> bool:
-        """Whether a chain reads levels wherever it reads from outside, has none inside, and gives what is wanted."""
+        """Return whether a chain reads only quantized values, contains none, and returns what the annotation wants."""
         anchor, root, record = nodes[0], nodes[-1], known_record(nodes[0])
         outside = [(value, node) for node in nodes for value in activations(node) if value not in nodes]
         if not self.nodes.issuperset(nodes) or any(edge not in self.edges for edge in outside):
@@ -228,10 +236,9 @@ class Written:
 
 
 def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> Written:
-    """What the annotations of a view say of the module it shows. A value whose readers state different parameters gets
-    a node ``alias`` in front of those that differ from the rest; `convert` takes it out again.
+    """Resolve annotations of a copy of the graph to the nodes of `module`, or raise `UnsupportedError`.
 
-    `UnsupportedError` for sharing that leads to no place with levels of its own.
+    A reader whose parameters differ from those of its value gets an ``alias`` node in front, which `convert` removes.
     """
     own = {node.name: node for node in module.graph.nodes}
     written = {node: annotation for node, annotation in written.items() if node.name in own}
@@ -290,8 +297,7 @@ def _reads_table(reader: fx.Node, value: fx.Node) -> bool:
 
 
 def _role(reader: fx.Node, value: fx.Node) -> Role | None:
-    """Return what a value is to a node that reads it; ``None`` for all operands of embeddings, for buffers that are
-    written into, and for constants that are no weight."""
+    """Return the role of a value for a reader; ``None`` for embedding operands, updated buffers and other constants."""
     if operator(reader) in (EMBEDDING_TARGET, *BAGS) or is_destination(reader, value):
         return None
     record = record_of(reader)
@@ -301,7 +307,7 @@ def _role(reader: fx.Node, value: fx.Node) -> Role | None:
 
 
 def _own(levels: Levels | SameAs, own: Mapping[str, fx.Node]) -> Levels | SameAs:
-    """With places of the module instead of the view."""
+    """Return the same quantization with its place translated to nodes of the module."""
     if isinstance(levels, Levels):
         return levels
     nodes = levels.place if isinstance(levels.place, tuple) else (levels.place,)
@@ -310,7 +316,7 @@ def _own(levels: Levels | SameAs, own: Mapping[str, fx.Node]) -> Levels | SameAs
 
 
 class _Places:
-    """Places that carry levels, and who shares with whom."""
+    """Quantized places, and which of them share parameters."""
 
     def __init__(self) -> None:
         self.said: dict[Place, Levels | SameAs] = {}
@@ -322,7 +328,7 @@ class _Places:
             self.alone.add(place)
 
     def settled(self) -> tuple[dict[Place, Levels], dict[Place, Place]]:
-        """Leader -> levels, place -> leader."""
+        """Return leader -> quantization, and place -> leader."""
         sharing, by_name = DisjointSets(), {_name(place): place for place in self.said}
         for place, said in self.said.items():
             sharing.find(_name(place))
@@ -347,7 +353,7 @@ class _Places:
         return levels, {by_name[_name(place)]: leader for place, leader in leaders.items()}
 
     def _share_values(self, sharing: DisjointSets) -> None:
-        """A value and its readers share where what they come to state is equal, unless one is to have its own."""
+        """Join a value and its readers if they are quantized equally, except for places that do not share."""
         stated = {sharing.find(_name(p)): said for p, said in self.said.items() if isinstance(said, Levels)}
         for place in self.said:
             if not isinstance(place, tuple) or place in self.alone:
@@ -366,7 +372,7 @@ def _name(place: Place) -> str:
 
 
 def _apart(module: fx.GraphModule, leaders: Mapping[Place, Place]) -> dict[Place, fx.Node]:
-    """Edges whose parameters are not those of their value -> the node in between."""
+    """Insert an alias for each edge whose parameters differ from those of its value; return edge -> alias."""
     found: dict[Place, fx.Node] = {}
     made: dict[tuple[fx.Node, Place], fx.Node] = {}
     main: dict[fx.Node, Place] = {place: leader for place, leader in leaders.items() if isinstance(place, fx.Node)}
@@ -390,5 +396,5 @@ def _apart(module: fx.GraphModule, leaders: Mapping[Place, Place]) -> dict[Place
 
 
 def is_apart(node: fx.Node) -> bool:
-    """Whether a node only stands between a value and a reader with parameters of its own."""
+    """Return whether a node is an alias in front of a reader with its own parameters."""
     return info(node).stands_between

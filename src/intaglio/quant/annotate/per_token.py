@@ -1,4 +1,4 @@
-"""Linear layers whose activations are quantized while the model runs: their sites, their operators in a torch graph."""
+"""Dynamic quantization of activations: their sites, and the quantize and dequantize operators of a torch graph."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from intaglio.quant.annotate.regions import Annotations, Region
 
 ROW_UNITS = 1.0, numerics.ROW_ZERO, 0, 255, torch.uint8
-"""What torch's dequantize per tensor takes behind levels of rows, to give them in steps of their scales."""
+"""Arguments of torch's dequantize_per_tensor that return dynamically quantized values in units of their scales."""
 QUANTIZE_ROWS_TARGET = "intaglio.quantize_rows.default"
 DEQUANTIZE_ROWS_TARGET = "intaglio.dequantize_rows.default"
 
 
 def unable_at_run_time(record: OpDef, setting: Setting) -> str | None:
-    """Why an operator's activations are not quantized while the model runs, where the recipe asks for it."""
+    """Return why the activations of an operator cannot be quantized dynamically; ``None`` if they can."""
     if not (record.is_linear_layer or record.recurrent):
         return "activations are quantized while the model runs, which linear and recurrent layers take"
     if setting.activation.name != "u8" or not setting.weight.native:
@@ -41,7 +41,7 @@ def unable_at_run_time(record: OpDef, setting: Setting) -> str | None:
 
 
 def row_sites(regions: Iterable[Region], name_of: Callable[[fx.Node], str]) -> Iterator[Site]:
-    """A site for each value and mode, however many layers read it: they share what is made of it."""
+    """Yield one site for each dynamically quantized value and mode, which all layers that read it share."""
     for region in regions:
         for value in region.activations() if region.dynamic else ():
             mode, q = region.x_role, row_levels(value.name)
@@ -59,7 +59,7 @@ def row_sites(regions: Iterable[Region], name_of: Callable[[fx.Node], str]) -> I
 
 
 def quantize_at_run_time(graph: fx.Graph, annotations: Annotations) -> None:
-    """Levels and scales of what dynamic layers read, and their dequantize, once for all layers that read a value."""
+    """Insert quantize and dequantize nodes for what dynamic layers read, once for all layers that read a value."""
     nodes, ops = {node.name: node for node in graph.nodes}, row_operators()
     readers: dict[tuple[fx.Node, Role], list[fx.Node]] = {}
     for region in (region for region in annotations.regions if region.dynamic):
@@ -75,7 +75,7 @@ def quantize_at_run_time(graph: fx.Graph, annotations: Annotations) -> None:
 
 
 def _quantized(graph: fx.Graph, ops: Any, x: fx.Node, mode: Role) -> tuple[fx.Node, fx.Node]:
-    """The nodes of levels and scales, right behind the value."""
+    """Insert a dynamic quantize after a value, and return the nodes of quantized values and scales."""
     shape = known_type(x).shape
     with graph.inserting_after(x):
         pair = graph.call_function(ops.quantize_rows.default, (x, mode.value))
@@ -90,13 +90,13 @@ def _quantized(graph: fx.Graph, ops: Any, x: fx.Node, mode: Role) -> tuple[fx.No
 
 
 def rows_behind(node: fx.Node | None) -> tuple[fx.Node, fx.Node] | None:
-    """Levels and scales behind a dequantize of rows; ``None`` for any other node."""
+    """Return the quantized values and scales that a dynamic dequantize reads; ``None`` for any other node."""
     return tuple(node.args) if node is not None and operator(node) == DEQUANTIZE_ROWS_TARGET else None
 
 
 @functools.cache
 def row_operators() -> Any:
-    """The operators of a torch graph, defined when they are first needed. Their meaning is the interpreter's."""
+    """Return the PyTorch operators, registered on first use; they call the reference implementation."""
     library = torch.library.Library("intaglio", "FRAGMENT")
     for name, (schema, meaning, fake) in OPERATORS.items():
         library.define(name + schema)
@@ -107,7 +107,7 @@ def row_operators() -> Any:
 
 
 PER_TOKEN_LIBRARIES: list[torch.library.Library] = []
-"""An operator lives as long as its library."""
+"""Keeps the library alive, because an operator is removed together with its library."""
 
 
 def _quantize_rows(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,17 +131,20 @@ OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "quantize_rows": ("(Tensor x, str mode) -> (Tensor, Tensor)", _quantize_rows, _fake_levels),
     "dequantize_rows": ("(Tensor levels, Tensor scales) -> Tensor", _dequantize_rows, _fake_real),
 }
-"""Schema, meaning, and the meaning on shapes alone."""
+"""Name -> schema, implementation, and implementation for fake tensors."""
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """The operators in terms of ATen's, with the same bits."""
+    """Return decompositions of the operators into ATen operators, with bit-identical results."""
     ops = row_operators()
     return {ops.quantize_rows.default: _quantize_rows_in_aten, ops.dequantize_rows.default: _dequantize_rows}
 
 
 def _quantize_rows_in_aten(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `levels_of_rows` in ATen; dividing two tensors, as PyTorch turns number over tensor into a reciprocal."""
+    """Compute `levels_of_rows` in ATen.
+
+    It divides two tensors, because PyTorch computes a number divided by a tensor with a reciprocal.
+    """
     largest = x.abs().amax(-1, keepdim=True)
     peaks = torch.where(largest.isfinite(), largest.clamp_min(float(numerics.SMALLEST_ROW)), torch.nan)
     if mode == "tensor" and x.dim() > 2:

@@ -1,4 +1,4 @@
-"""LSTM and GRU: what a call has, the sites of its weights, and the operator that stands for it in a reference."""
+"""LSTM and GRU: tensors of a call, sites of its weights, and the operator that replaces it in the reference model."""
 
 from __future__ import annotations
 
@@ -26,12 +26,18 @@ from intaglio.quant.recipes.settings import Setting
 RECURRENT_CALL = "intaglio.recurrent.default"
 ZERO_STATES = ("aten.zeros.default", "aten.zeros_like.default", "aten.new_zeros.default")
 BIASES = 2
-"""Of a layer and direction: one beside the product of x, one beside that of the hidden state."""
+"""Biases of one layer and direction: one added to the product of x, one to the product of the hidden state."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Tensors of a call, as nodes: weights and biases of every layer and direction, initial states (none: zeros)."""
+    """The tensors of a call, as nodes.
+
+    Attributes:
+        weights: (input weight, hidden weight) of every layer and direction.
+        biases: the two biases of every layer and direction, or empty tuples.
+        states: initial states; empty if they are zeros.
+    """
 
     weights: tuple[tuple[fx.Node, fx.Node], ...]
     biases: tuple[tuple[fx.Node, ...], ...]
@@ -44,7 +50,7 @@ def is_recurrent(node: fx.Node) -> bool:
 
 
 def parts_of(node: fx.Node) -> Parts:
-    """What a call of the stack, or of one cell, has besides its input."""
+    """Return the weights, biases and states of a call of a stack or of one cell."""
     given = arguments(node)
     if "w_ih" in given:
         biases = tuple(given[name] for name in ("b_ih", "b_hh") if given[name] is not None)
@@ -62,7 +68,7 @@ def _states(given: Any) -> tuple[fx.Node, ...]:
 
 
 def recurrent_refusal(node: fx.Node, setting: Setting) -> str | None:
-    """Why an LSTM or GRU stays in float."""
+    """Return why an LSTM or GRU stays in float; ``None`` if it can be quantized."""
     given, record = arguments(node), known_record(node)
     attrs = bind_recurrent(call_of(node, record))
     if "params" in given:
@@ -93,7 +99,7 @@ def work_of_recurrent(node: fx.Node) -> Dim:
 
 
 def weight_sites(node: fx.Node, name_of: Callable[[fx.Node], str]) -> Iterator[Site]:
-    """One for every weight: s8, a scale for each row of a gate."""
+    """Yield one s8 site for every weight, with one scale for each output row of each gate."""
     for weight in (one for pair in parts_of(node).weights for one in pair):
         spec, kind = Observed("absmax", True), Setting().weight
         yield Site(
@@ -104,7 +110,7 @@ def weight_sites(node: fx.Node, name_of: Callable[[fx.Node], str]) -> Iterator[S
 def recurrent_qparams(
     module: fx.GraphModule, sites: Mapping[tuple[str, Role], Site], nodes: list[fx.Node], given: Mapping[str, QParams]
 ) -> dict[str, QParams]:
-    """Scales of all weights, those given or their own."""
+    """Return the parameters of all weights: the given ones, or else those computed from the weight."""
     found = {}
     for weight in (one for node in nodes for pair in parts_of(node).weights for one in pair):
         site = sites[weight.name, Role.WEIGHT]
@@ -114,16 +120,16 @@ def recurrent_qparams(
     return found
 
 
-# ---- in a reference -------------------------------------------------------------------------------------------------
+# ---- operator of the reference model --------------------------------------------------------------------------------
 
 Store = Callable[[str, np.ndarray, TensorType], fx.Node]
-"""A constant by its key."""
+"""Stores a constant under a key and returns its node."""
 
 
 def quantize_recurrent(
     node: fx.Node, sites: Mapping[tuple[str, Role], Site], qparams: Mapping[str, QParams], store: Store
 ) -> None:
-    """A call whose input is behind a dequantize -> the operator on levels; results are its items."""
+    """Replace a call whose input is a dequantize by the operator on quantized values, whose items are the results."""
     record = known_record(node)
     graph, parts, attrs = node.graph, parts_of(node), bind_recurrent(call_of(node, record))
     constants: list[fx.Node] = []
@@ -172,7 +178,7 @@ SCHEMA = (
 
 @functools.cache
 def recurrent_operator() -> Any:
-    """The operator of a torch graph, defined when it is first needed. Its meaning is the interpreter's."""
+    """Return the PyTorch operator, registered on first use; it calls the reference implementation."""
     library = torch.library.Library("intaglio", "FRAGMENT")
     library.define(SCHEMA)
     library.impl("recurrent", _recurrent, "CPU")
@@ -182,7 +188,7 @@ def recurrent_operator() -> Any:
 
 
 RECURRENT_OPERATOR_LIBRARIES: list[torch.library.Library] = []
-"""An operator lives as long as its library."""
+"""Keeps the library alive, because an operator is removed together with its library."""
 
 
 def _recurrent(
@@ -198,7 +204,7 @@ def _recurrent(
     batch_first: bool,
     cell: bool,
 ) -> list[torch.Tensor]:
-    """`ops.products.lstm_gru.recurrent_meaning`."""
+    """Run `ops.products.lstm_gru.recurrent_meaning` on tensors."""
     rows = scales is not None
     attrs = {"layers": layers, "directions": directions, "batch_first": batch_first, "cell": cell, "rows": rows}
     q = row_levels("") if rows else QParams((scale,), (zero_point,), 0, 255)

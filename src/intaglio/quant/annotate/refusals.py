@@ -1,4 +1,4 @@
-"""Why operators stay in float, and what that leaves undone."""
+"""Reasons why operators stay in float, and the multiply-accumulates that they compute."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FLOATS = "the recipe leaves activations in float"
 
 
 def refusal(node: fx.Node, setting: Setting) -> str | None:
-    """Why an operator stays in float under a setting; ``None`` when it need not."""
+    """Return why an operator stays in float under a setting; ``None`` if it can be quantized."""
     record = record_of(node)
     if operator(node) == BATCH_NORM:
         return f"{LOOSE_NORM}, and whose parameters are computed"
@@ -73,7 +73,7 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
 
 
 def _may_follow_product(node: fx.Node, record: OpDef) -> bool:
-    """Return whether an operator may run in the kernel of the product in front of it."""
+    """Return whether an operator may run in the epilogue of the product in front of it."""
     source = next(iter(operands(node)), None)
     before = record_of(source) if source is not None and len(source.users) == 1 else None
     scaled = before is not None and before.accumulates and before.multiplies_activations
@@ -83,6 +83,7 @@ def _may_follow_product(node: fx.Node, record: OpDef) -> bool:
 def skipped(
     regions: Iterable[Region], tables: Iterable[Table], reasons: Mapping[fx.Node, str | None]
 ) -> tuple[Skip, ...]:
+    """Return the operators that stay in float, with reasons; those without a reason get a default."""
     taken = {node for region in regions for node in region.nodes}
     taken |= {table.node for table in tables if table.reason is None}
     return tuple(_skip(node, reason) for node, reason in reasons.items() if node not in taken and _counts(node))
@@ -91,7 +92,7 @@ def skipped(
 def macs(node: fx.Node) -> int:
     """Return the multiply-accumulates of an operator, quantized or not; 0 for one that multiplies nothing.
 
-    Counted at batch 1 and, where other dimensions are free, at their size in the example.
+    The batch is 1, and other free dimensions have their size in the example.
     """
     return size_in_example(_work(node), node)
 
@@ -109,13 +110,16 @@ def _work(node: fx.Node) -> Dim:
 
 
 def _counts(node: fx.Node) -> bool:
-    """Operators worth a line in the report: they compute floating-point tensors. States that are zero are nobody's."""
+    """Return whether a float operator is reported: it computes a floating-point tensor.
+
+    All-zero initial states of LSTMs and GRUs are not reported.
+    """
     kind = tensor_type(node)
     if operator(node) in ZERO_STATES and node.users and all(is_recurrent(user) for user in node.users):
         return False
     if node.target is python_operator.getitem or info(node).dim is not None:
         return False
-    if operator(node).startswith("quantized_decomposed."):  # of a part that is quantized already
+    if operator(node).startswith("quantized_decomposed."):  # The node is part of the model's own quantization.
         return False
     return kind is None or kind.dtype in (DType.F32, DType.F64, DType.F16, DType.BF16)
 

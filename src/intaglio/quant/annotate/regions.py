@@ -1,4 +1,4 @@
-"""What annotation finds: chains of operators that run as one kernel, regions, and all that it decided."""
+"""Results of annotation: the regions that run as one kernel, and all decisions about what is quantized."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from intaglio.quant.recipes.user_patterns import QuantizerPattern, Rejected, ope
 
 @dataclass(frozen=True)
 class Chain:
-    """Operators that run as one kernel, in execution order: anchor first, the value that leaves last."""
+    """Operators that run as one kernel, in execution order: the anchor first, the one that produces the result last."""
 
     nodes: tuple[fx.Node, ...]
 
@@ -38,20 +38,25 @@ class Chain:
         return record_at(self.nodes)
 
     def operands(self) -> tuple[fx.Node | None, ...]:
-        """Of the record that stands for the whole chain, else of the anchor."""
+        """Return the operands of the composite operator that replaces the chain, or else those of the anchor."""
         whole = info(self.root).composite
         return operands(self.anchor) if whole is None else tuple(operands_of_whole(self.nodes, whole))
 
     def attrs(self) -> Mapping[str, Any]:
-        """As the record binds them."""
+        """Return the attributes of the composite operator, or else those that the record reads from the anchor."""
         whole = info(self.root).composite
         return self.record.bind(call_of(self.anchor, self.record)) if whole is None else whole.attrs
 
 
 @dataclass(frozen=True)
 class RegionMark:
-    """The region that an operator belongs to: its place among those of the graph, the row of `intaglio.fusion.table`
-    or the only operator that it is called after, and how many operators it has."""
+    """The region that an operator belongs to.
+
+    Attributes:
+        index: position of the region among those of the graph.
+        fusion: name of the row of `intaglio.fusion.table`, or of the only operator in the region.
+        size: number of operators in the region.
+    """
 
     index: int
     fusion: str
@@ -59,7 +64,7 @@ class RegionMark:
 
 
 def mark_operators(graph: fx.Graph, regions: Iterable[tuple[str, Sequence[fx.Node]]]) -> None:
-    """Write on every operator of a graph the region that it belongs to; marks that are there already go."""
+    """Store on every operator of a graph the region that it belongs to, and remove the marks of an earlier call."""
     for node in graph.nodes:
         if info(node).region is not None:
             update_info(node, region=None)
@@ -70,8 +75,13 @@ def mark_operators(graph: fx.Graph, regions: Iterable[tuple[str, Sequence[fx.Nod
 
 @dataclass(frozen=True)
 class Region(Chain):
-    """A chain that annotation found: the fusion row or operator it is called after, what the recipe says of it, and the
-    user's pattern that it is from."""
+    """A chain that annotation found.
+
+    Attributes:
+        name: the fusion row or the single operator that it matches.
+        setting: the recipe's setting for it.
+        pattern: the user's pattern that matched it, if any.
+    """
 
     name: str
     setting: Setting
@@ -79,22 +89,26 @@ class Region(Chain):
 
     @property
     def shares(self) -> bool:
-        """Whether the result keeps its input's parameters."""
+        """Return whether the result has the quantization parameters of the input."""
         return len(self.nodes) == 1 and self.record.shares
 
     @property
     def moves(self) -> bool:
-        """Whether it only puts the levels of one value elsewhere."""
+        """Return whether the region is a single data movement of one quantized value."""
         return len(self.nodes) == 1 and self.record.moves_data and not self.record.variadic
 
     @property
     def dynamic(self) -> bool:
-        """Whether what it reads is quantized while the model runs."""
+        """Return whether its activations are quantized dynamically, that is while the model runs."""
         return self.setting.activations in ROW_MODES
 
     @property
     def x_role(self) -> Role:
-        """Role of the sites it reads. Recurrent layers have rows only: entries of the batch lie along another axis."""
+        """Return the role of the sites that it reads.
+
+        Dynamic recurrent layers are always quantized per token, because their batch may be on another axis than the
+        first.
+        """
         mode = self.setting.activations
         if mode is None or not self.dynamic:
             return Role.ACTIVATION
@@ -102,23 +116,23 @@ class Region(Chain):
 
     @property
     def gives_float(self) -> bool:
-        """Whether its result is none of levels, whoever reads it."""
+        """Return whether its result is always float, as those of dynamically quantized and of recurrent layers are."""
         return self.dynamic or self.record.recurrent
 
     @property
     def adds_shortcut(self) -> bool:
-        """Whether it adds a value to an accumulator that the recipe wants in 16 bits."""
+        """Return whether it adds to an accumulator a value that the recipe wants in 16 bits."""
         if info(self.root).composite is not None or not self.record.anchor or self.setting.shortcut != 16:
             return False
         return any(known_record(node).adds for node in self.nodes)
 
     @property
     def matched(self) -> tuple[str, tuple[fx.Node, ...]]:
-        """What becomes a kernel: of a layer that is quantized while the model runs, the layer alone."""
+        """Return the name and the operators of the kernel, which is only the anchor if quantization is dynamic."""
         return self.name, self.nodes[:1] if self.dynamic else self.nodes
 
     def activations(self) -> list[fx.Node]:
-        """Values from outside that the region reads as levels, in order, once each."""
+        """Return the values from outside that the region reads quantized, in order and without duplicates."""
         if info(self.root).composite is not None:
             values = self.operands()
             return list(dict.fromkeys(values[i] for i in self.record.roles.x))
@@ -130,12 +144,22 @@ class Region(Chain):
 
 @dataclass(frozen=True)
 class Annotations:
-    """What `annotate` decided. ``leaders``: site -> the site of its group that has the parameters. ``rejected``: what
-    patterns given to the `Quantizer` matched in vain. ``tables``: of embeddings, where the recipe asks for levels.
-    ``edges``: (value, reader) by name, where an annotator wants levels outside of regions too; ``outputs``: values that
-    everyone reads as levels; ``buffers``: the inputs that are buffers kept as levels -> what they are after a call;
-    ``own``: (value, reader, or ``None`` for everyone) -> what makes an observer that writes levels of its own there;
-    ``alone``: layers by name whose weights alone have fewer bits, and how."""
+    """The decisions of `annotate`.
+
+    Attributes:
+        module: the annotated graph.
+        sites: the quantization points, in execution order.
+        regions: the quantized regions, in execution order.
+        skipped: the operators that stay in float, with reasons.
+        leaders: site -> the site of its sharing group that holds the parameters.
+        rejected: matches of the user's patterns that were not used.
+        tables: embedding tables that the recipe wants quantized.
+        edges: (value, reader) by name, where an annotator wants quantized values outside of regions too.
+        outputs: names of the values that all their readers read quantized.
+        buffers: input that holds a quantized buffer -> the buffer's value after a call.
+        own: (value, reader, or ``None`` for all readers) -> factory of an observer that writes its own quantize nodes.
+        alone: weight-only layers by name, with their settings.
+    """
 
     module: fx.GraphModule
     sites: tuple[Site, ...]
@@ -152,13 +176,14 @@ class Annotations:
 
     @property
     def by_value(self) -> dict[tuple[str, Role], Site]:
+        """Return the sites by node name and role."""
         return {(site.value, site.role): site for site in self.sites}
 
     def sites_text(self) -> str:
-        """Sites, one line each; biases left out, as one may be added."""
+        """Return one line for each site except for biases, because corrections may add biases."""
         return "\n".join(str(site) for site in self.sites if site.role != Role.BIAS)
 
     def text(self) -> str:
-        """Sites, then what was skipped, then what patterns matched in vain, one line each."""
+        """Return one line for each site and table, then for each skipped operator and each rejected pattern match."""
         lines = [*map(str, self.sites), *table_notes(self.tables), *(f"skipped {skip}" for skip in self.skipped)]
         return "\n".join(lines + [f"rejected {match}" for match in self.rejected]) + "\n"

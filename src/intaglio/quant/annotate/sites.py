@@ -1,4 +1,4 @@
-"""The annotation model: sites, the specs that give them parameters, sharing."""
+"""The annotation model: sites, the specs that determine their quantization parameters, and parameter sharing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from intaglio.quant.recipes.datatypes import DATATYPES, Datatype
 
 @dataclass(frozen=True)
 class Observed:
-    """Parameters come from statistics through a range method (weights: from the weight itself). ``observer``: makes a
-    module that is shown every value and whose ``calculate_qparams()`` is asked instead: scale and zero point."""
+    """Parameters computed from observed statistics by a range method; a weight is its own statistics.
+
+    Attributes:
+        method: name of the range method.
+        symmetric: whether the range is symmetric around zero.
+        observer: factory of a module that is called with every value; its ``calculate_qparams()`` then replaces the
+            method and returns scale and zero point.
+    """
 
     method: str = "mse"
     symmetric: bool = False
@@ -25,7 +31,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Fixed:
-    """Parameters known beforehand; zero points may be one per channel."""
+    """Parameters known beforehand; there may be one zero point for each channel."""
 
     scale: float
     zero_point: int | tuple[int, ...]
@@ -33,8 +39,13 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Shared:
-    """The parameters of another site. ``observed``: the values here count in its statistics too, as those of the
-    second operand of a concatenation do; a value selected from the other site's adds nothing."""
+    """The parameters of another site.
+
+    Attributes:
+        site: name of the other site.
+        observed: whether the values here count in the other site's statistics, as those of the second operand of a
+            concatenation do. Values that are selected from the other site's add nothing.
+    """
 
     site: str
     observed: bool = False
@@ -42,15 +53,22 @@ class Shared:
 
 @dataclass(frozen=True)
 class Derived:
-    """Computed from other sites: a bias takes ``scale_x * scale_w`` of its ``sources`` (activation, weight), a shortcut
-    the parameters of its value in 8 bits, finer (`numerics.widen`)."""
+    """Parameters computed from those of other sites.
+
+    A bias has ``scale_x * scale_w`` of its ``sources`` (activation, weight). A shortcut has the parameters of its 8-bit
+    value with finer steps (`numerics.widen`).
+    """
 
     sources: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Dynamic:
-    """Parameters computed at run time: per row of the last axis ("token") or per entry of the batch ("tensor")."""
+    """Parameters computed at run time.
+
+    Attributes:
+        mode: "token" for one scale for each vector along the last axis, "tensor" for one for each entry of the batch.
+    """
 
     mode: str
 
@@ -63,11 +81,20 @@ NOWHERE = Origin()
 
 @dataclass(frozen=True)
 class Site:
-    """A value that carries quantization parameters.
+    """A quantization point: a value that has quantization parameters.
 
-    ``name`` is ``module.path#call/operator.number``; ``value`` the node of the prepared graph. ``datatype``: name of
-    the record behind dtype, qmin and qmax, if there is one; ``group``: neighbours of a weight that share a multiple of
-    their channel's scale.
+    Attributes:
+        name: ``module.path#call/operator.number``.
+        value: name of the node in the prepared graph.
+        role: what the value is to its readers, such as an activation or a weight.
+        spec: the source of its parameters.
+        dtype: storage type.
+        qmin: smallest quantized value.
+        qmax: largest quantized value.
+        axis: channel axis, or ``None`` for one scale.
+        origin: the module and line that the value comes from.
+        datatype: name of the record that ``dtype``, ``qmin`` and ``qmax`` come from, if there is one.
+        group: number of neighbouring weights that share a multiple of their channel's scale; 0 without groups.
     """
 
     name: str
@@ -84,12 +111,12 @@ class Site:
 
     @property
     def record(self) -> Datatype:
-        """What is known of its datatype; a bias has none."""
+        """Return the record of its datatype, which biases do not have."""
         return DATATYPES[self.datatype]
 
     @property
     def native(self) -> bool:
-        """Whether kernels compute with its levels."""
+        """Return whether kernels compute directly with its quantized values."""
         return not self.datatype or self.record.native
 
     def __str__(self) -> str:
@@ -113,7 +140,7 @@ def _spec(spec: Spec) -> str:
 
 @dataclass(frozen=True)
 class Skip:
-    """An operator that stays in float, and why."""
+    """An operator that stays in float, with the reason."""
 
     node: str
     reason: str
@@ -126,10 +153,13 @@ class Skip:
 
 
 def groups(sites: Iterable[Site]) -> Mapping[str, str]:
-    """Site name -> the site whose spec gives its parameters.
+    """Return site name -> the site of its sharing group whose spec determines the parameters.
 
-    Chains and cycles of `Shared`, in any order, are one group. A missing partner, a group in which nothing is observed
-    or fixed, or one whose members disagree on type and range, is an `UnsupportedError`.
+    Sites connected by `Shared` specs are one group, in any order and even in cycles.
+
+    Raises:
+        UnsupportedError: if a partner is missing, if no member is observed, fixed or derived, or if members disagree on
+            type, range or spec.
     """
     by_name = {site.name: site for site in sites}
     sharing = DisjointSets()

@@ -1,4 +1,4 @@
-"""Layers whose weights alone are stored in fewer bits, as integers or float16, and computed with in float32."""
+"""Weight-only quantization: weights stored as integers or float16, computed with in float32."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from intaglio.quant.recipes.settings import Setting
 
 
 def alone(regions: Iterable[Region], settings: Mapping[fx.Node, Setting]) -> dict[str, Setting]:
-    """Convolutions and linear layers outside of regions whose setting says it, by name, each with a float32 weight that
-    never changes."""
+    """Return the weight-only layers by name.
+
+    These are convolutions and linear layers outside of regions, with float activations and a constant float32 weight.
+    """
     taken, found = {node for region in regions for node in region.nodes}, {}
     for node, setting in settings.items():
         record = record_of(node)
@@ -35,8 +37,18 @@ def alone(regions: Iterable[Region], settings: Mapping[fx.Node, Setting]) -> dic
 
 
 def store_weights(module: fx.GraphModule, found: Mapping[str, Setting], dequantize: Any) -> list[str]:
-    """The weights of such layers as their settings say, behind what makes them float32 again; calls of a weight share
-    its constants. A remark for each datatype. ``dequantize``: torch's, per channel."""
+    """Replace the weights of weight-only layers by quantized constants and a dequantize.
+
+    Calls that use the same weight share its constants.
+
+    Args:
+        module: the graph, which is changed in place.
+        found: layer -> setting.
+        dequantize: torch's dequantize_per_channel.
+
+    Returns:
+        A remark for each datatype.
+    """
     nodes = {node.name: node for node in module.graph.nodes}
     for name, setting in found.items():
         node = nodes[name]
@@ -56,7 +68,7 @@ def store_weights(module: fx.GraphModule, found: Mapping[str, Setting], dequanti
 
 
 def _levels(module: fx.GraphModule, weight: fx.Node, setting: Setting, group: int) -> tuple[fx.Node, ...]:
-    """Levels, a scale for every output channel, and zero points, all 0."""
+    """Return the quantized values, a scale for each output channel, and zero points, which are all 0."""
     values, kind = _values(module, weight), setting.weight
     rows = values.reshape(1 if setting.weights == WeightScales.TENSOR else len(values), -1)
     scales = np.resize(channel_scales(rows, kind, group), len(values))
@@ -68,7 +80,7 @@ def _levels(module: fx.GraphModule, weight: fx.Node, setting: Setting, group: in
 
 
 def _halves(module: fx.GraphModule, weight: fx.Node) -> fx.Node:
-    """The nearest float16, or the largest one: as torch's fp16 linear saturates."""
+    """Return the weight rounded to float16 and saturated, as torch's fp16 linear does."""
     values, largest = _values(module, weight), np.finfo(np.float16).max
     return _constant(module, weight, "f16", np.clip(values, -largest, largest).astype(np.float16))
 
@@ -79,7 +91,7 @@ def _values(module: fx.GraphModule, weight: fx.Node) -> np.ndarray:
 
 
 def _constant(module: fx.GraphModule, weight: fx.Node, label: str, array: np.ndarray) -> fx.Node:
-    """Made of a weight, once."""
+    """Return a constant made from a weight; it is registered once."""
     name = f"{weight.target}_{label}"
     if not hasattr(module, name):
         module.register_buffer(name, torch.from_numpy(np.ascontiguousarray(array)))
