@@ -1,4 +1,6 @@
-"""The integer graph and the program it becomes: types, dimensions, operators, records of programs. No torch."""
+"""The integer graph and the compiled program: types, dimensions, operators and records. This package does not use
+torch.
+"""
 
 from intaglio.ir.dims import (
     Dim,

@@ -1,6 +1,7 @@
-"""Dimensions: integers, or polynomials over named symbols and floor divisions of them.
+"""Dimensions: integers, or polynomials over named symbols and their floor divisions.
 
-A shape is a tuple of `Dim`; ``N*49`` and ``(H + 1)//2`` are values that print, compare, evaluate and turn into C.
+A shape is a tuple of `Dim`. Expressions such as ``N*49`` and ``(H + 1)//2`` can be printed, compared, evaluated and
+emitted as C.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Monomial = tuple[Atom, ...]
 
 @dataclass(frozen=True)
 class Expression:
-    """Sum of integer coefficients times products of atoms; terms sorted, no zero coefficient."""
+    """Sum of integer coefficients times products of atoms; terms are sorted and have no zero coefficient."""
 
     terms: tuple[tuple[Monomial, int], ...]
 
@@ -55,8 +56,11 @@ class Expression:
         return self * -1 + other
 
     def __floordiv__(self, divisor: int) -> Dim:
-        """Equal quotients look equal: whole multiples of the divisor stand outside, what is left is a `FloorDiv` atom
-        of coefficients below its divisor, without common factors and quotients of quotients."""
+        """Return the quotient in canonical form, so that equal quotients compare equal.
+
+        Multiples of the divisor are moved out of the quotient. The remainder is a `FloorDiv` atom whose coefficients
+        are smaller than its divisor, without common factors or nested quotients.
+        """
         outside = [(monomial, coefficient // divisor) for monomial, coefficient in self.terms]
         rest = _collect([(monomial, coefficient % divisor) for monomial, coefficient in self.terms])
         return _collect([*outside, *_terms(_quotient(rest, divisor))])
@@ -66,14 +70,14 @@ class Expression:
 
 
 LONGEST_POLYNOMIAL = 16
-"""Terms of a quotient that division looks for."""
+"""Maximum number of terms of a quotient that `divide` searches for."""
 
 Dim = int | Expression
 Shape = tuple[Dim, ...]
 
 
 def symbol(name: str) -> Expression:
-    """A free dimension."""
+    """Return the free dimension with this name."""
     return Expression((((name,), 1),))
 
 
@@ -98,7 +102,7 @@ def _collect(terms: Iterable[tuple[Monomial, int]]) -> Dim:
 
 
 def _quotient(dim: Dim, divisor: int) -> Dim:
-    """``dim // divisor`` of coefficients from 0 to below the divisor."""
+    """Return ``dim // divisor`` for coefficients in [0, divisor)."""
     if isinstance(dim, int):
         return dim // divisor
     free = [coefficient for monomial, coefficient in dim.terms if monomial]
@@ -114,7 +118,11 @@ def _quotient(dim: Dim, divisor: int) -> Dim:
 
 
 def divide(a: Dim, b: Dim) -> Dim | None:
-    """The dimension that times ``b`` is ``a`` for all values of the symbols, where there is one: long division."""
+    """Return the dimension that equals ``a`` when multiplied by ``b``, for all values of the symbols; ``None`` without
+    one.
+
+    The quotient is found by polynomial long division.
+    """
     if b == 0:
         return None
     (leading, coefficient), *_ = _terms(b)
@@ -136,8 +144,10 @@ def divide(a: Dim, b: Dim) -> Dim | None:
 
 
 def evaluate(dim: Dim, symbols: Mapping[str, int]) -> int:
-    """The integer a dimension stands for; KeyError names a symbol without a value. In loops, which torch.compile can
-    follow where the values are sizes of its own."""
+    """Return the value of a dimension; raise `KeyError` with the name of a symbol that has no value.
+
+    The function uses loops, so that torch.compile can trace it when the values are symbolic sizes.
+    """
     if isinstance(dim, int):
         return dim
     total = 0
@@ -155,18 +165,20 @@ def _atom(atom: Atom, symbols: Mapping[str, int]) -> int:
 
 
 def solve(dim: Dim, size: int, name: str, symbols: Mapping[str, int]) -> int | None:
-    """What the symbol must be for the dimension to be ``size``; ``None`` where that is no whole number, or the symbol
-    is anywhere but in one term of its own."""
+    """Return the value of the symbol ``name`` for which the dimension is ``size``.
+
+    Returns ``None`` if that value is not an integer, or if the symbol occurs elsewhere than in one linear term.
+    """
     factor = dict(_terms(dim)).get((name,), 0)
     rest = dim - symbol(name) * factor
     if not factor or name in symbols_of(rest):
         return None
     product = size - evaluate(rest, symbols)
-    return None if product % factor else product // factor  # no divmod, which torch's symbolic sizes do not have
+    return None if product % factor else product // factor  # not divmod, which torch's symbolic sizes do not support
 
 
 def substitute(dim: Dim, symbols: Mapping[str, Dim]) -> Dim:
-    """The dimension with symbols replaced; those without a value stay."""
+    """Return the dimension with symbols replaced; symbols without a replacement remain."""
     if isinstance(dim, int):
         return dim
     total: Dim = 0
@@ -182,8 +194,11 @@ def substitute(dim: Dim, symbols: Mapping[str, Dim]) -> Dim:
 
 
 def evaluator(dims: Sequence[Dim], symbols: Sequence[str]) -> Callable[..., tuple[int, ...]]:
-    """A function of the values of ``symbols``, in this order, that evaluates all of ``dims`` at once, many times as
-    fast as `evaluate`. Its text holds numbers and names of its own only, whatever the symbols are called."""
+    """Compile a function of the values of ``symbols``, in this order, that evaluates all ``dims`` at once.
+
+    It is many times as fast as `evaluate`. The compiled text contains only numbers and generated names, whatever the
+    symbols are called.
+    """
     names = {name: f"s{index}" for index, name in enumerate(symbols)}
     distinct = {dim: f"d{index}" for index, dim in enumerate(dict.fromkeys(dims))}
     parameters = ", ".join(names.values())
@@ -205,7 +220,7 @@ def _python(dim: Dim, names: Mapping[str, str]) -> str:
 
 
 def symbols_of(dim: Dim) -> frozenset[str]:
-    """Names of the free symbols in a dimension."""
+    """Return the names of the free symbols in a dimension."""
     if isinstance(dim, int):
         return frozenset()
     atoms = [atom for monomial, _ in dim.terms for atom in monomial]
@@ -214,7 +229,7 @@ def symbols_of(dim: Dim) -> frozenset[str]:
 
 
 def numel(shape: Shape) -> Dim:
-    """Number of elements."""
+    """Return the number of elements of a shape."""
     total: Dim = 1
     for dim in shape:
         total = total * dim
@@ -222,8 +237,14 @@ def numel(shape: Shape) -> Dim:
 
 
 def c_expression(dim: Dim, name: str = "{}", divide: str = "(({}) / {})") -> str:
-    """C text over int64 variables; ``name`` formats a symbol, ``divide`` a quotient: C's own is the floor of dimensions
-    (>= 0) only."""
+    """Return C text that computes the dimension with int64 variables.
+
+    Args:
+        dim: The dimension.
+        name: Format of a symbol.
+        divide: Format of a quotient. The default is C's division, which equals floor division for dimensions (>= 0)
+            only.
+    """
     if isinstance(dim, int):
         return str(dim)
 

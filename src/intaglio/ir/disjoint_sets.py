@@ -1,15 +1,16 @@
-"""Union-find: which names belong together."""
+"""Disjoint sets (union-find) of names."""
 
 from __future__ import annotations
 
 
 class DisjointSets:
-    """Union-find over names, without recursion."""
+    """Disjoint sets of names with path compression, without recursion."""
 
     def __init__(self) -> None:
         self._parent: dict[str, str] = {}
 
     def find(self, name: str) -> str:
+        """Return the representative of the set that contains ``name``."""
         root = name
         while (parent := self._parent.setdefault(root, root)) != root:
             root = parent
@@ -18,4 +19,5 @@ class DisjointSets:
         return root
 
     def join(self, a: str, b: str) -> None:
+        """Merge the sets that contain ``a`` and ``b``."""
         self._parent[self.find(a)] = self.find(b)

@@ -1,6 +1,6 @@
-"""The integer graph: immutable, typed, in single-assignment form. No torch.
+"""The integer graph: immutable, typed, in single-assignment form. It does not use torch.
 
-Values are names; a graph holds their types, the constants among them and the operators in execution order.
+Values are names. A graph holds their types, the arrays of those that are constant, and operators in execution order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from intaglio.ir.types import DType, QParams, TensorType
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an operator comes from: module path (``layer1.0.conv1``), ATen operator, line of the user's model."""
+    """Source of an operator: module path (``layer1.0.conv1``), ATen operator, line of the user's model."""
 
     path: str = ""
     operator: str = ""
@@ -34,10 +34,10 @@ Attrs = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Op:
-    """One operator: ``outputs = kind(inputs, attrs)``.
+    """An operator: ``outputs = kind(inputs, attrs)``.
 
-    Kinds with a meaning of their own: ``island`` (opaque float part, attr ``key``; run by a callback), ``host`` (NumPy
-    meaning, no kernel) and ``loop`` (``body`` is a graph of pointwise operators and reductions).
+    Three kinds are special: ``island`` (opaque float subgraph with attribute ``key``, run by a callback), ``host``
+    (defined in NumPy, has no kernel) and ``loop`` (``body`` is a graph of pointwise operators and reductions).
     """
 
     kind: str
@@ -52,27 +52,27 @@ class Op:
 
     @property
     def output(self) -> str:
-        """The first result; only islands, and sums and requantizations that keep a rest, have more."""
+        """Return the first result. Only islands, and sums and requantizations with 16-bit results, have several."""
         return self.outputs[0]
 
     @property
     def is_island(self) -> bool:
-        """Whether it is an opaque float part."""
+        """Return whether the operator is an opaque float subgraph."""
         return self.kind == "island"
 
     @property
     def is_host(self) -> bool:
-        """Whether it is a host operator: integer meaning, no kernel."""
+        """Return whether the operator is a host operator, which has an integer definition but no kernel."""
         return self.kind == "host"
 
     @property
     def is_called_back(self) -> bool:
-        """Whether Python runs it between two segments of the program: islands and host operators."""
+        """Return whether Python runs the operator between two segments of the program: an island or a host operator."""
         return self.is_island or self.is_host
 
     @property
     def is_loop(self) -> bool:
-        """Whether it is a loop, which has a body."""
+        """Return whether the operator is a loop, which has a body."""
         return self.kind == "loop"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -81,7 +81,15 @@ class Op:
 
 @dataclass(frozen=True)
 class Graph:
-    """Inputs and outputs are value names; ``constants`` are arrays of values that never change."""
+    """Integer graph in single-assignment form.
+
+    Attributes:
+        inputs: Names of the inputs.
+        outputs: Names of the results.
+        types: Type of every value.
+        ops: Operators in execution order.
+        constants: Arrays of the values that never change.
+    """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -94,7 +102,9 @@ class Graph:
         object.__setattr__(self, "constants", MappingProxyType(dict(self.constants)))
 
     def users(self) -> dict[str, tuple[Op, ...]]:
-        """Value name -> operators that read it, in order, once per operator. Graph outputs are not operators."""
+        """Return for each value the operators that read it, in order, once per operator. Graph outputs are not
+        operators.
+        """
         readers: dict[str, list[Op]] = {name: [] for name in self.types}
         for op in self.ops:
             for name in dict.fromkeys(op.inputs):
@@ -102,25 +112,27 @@ class Graph:
         return {name: tuple(ops) for name, ops in readers.items()}
 
     def byte_inputs(self) -> frozenset[int]:
-        """Inputs that may be uint8 levels as well as floats, by position: all that reads them is
-        ``pixels`` of ``bytes``, as of declared images."""
+        """Return the positions of inputs that may be passed as uint8 quantized values instead of floats.
+
+        These are inputs, such as declared images, that only ``pixels`` operators with the attribute ``bytes`` read.
+        """
         users = self.users()
         read = {i: users[name] for i, name in enumerate(self.inputs) if name not in self.outputs}
         return frozenset(i for i, ops in read.items() if ops and all(op.attrs.get("bytes") for op in ops))
 
     def outside(self) -> frozenset[str]:
-        """Values that callers and islands see: they lie in tensors of PyTorch's."""
+        """Return the values that callers and islands see; their memory belongs to PyTorch tensors."""
         islands = [op for op in self.ops if op.is_island]
         ends = (name for op in islands for name in (*op.inputs, *op.outputs))
         return frozenset((*self.inputs, *self.outputs, *ends))
 
     def symbols(self) -> tuple[str, ...]:
-        """Free dimensions of the inputs, sorted."""
+        """Return the names of the inputs' free dimensions, sorted."""
         names = [symbols_of(dim) for name in self.inputs for dim in self.types[name].shape]
         return tuple(sorted(frozenset().union(*names)))
 
     def replace(self, **changes: Any) -> Graph:
-        """A copy with some fields changed and values nobody mentions dropped."""
+        """Return a copy with some fields changed and unused values dropped."""
         return prune(replace(self, **changes))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -128,7 +140,7 @@ class Graph:
 
 
 def prune(graph: Graph) -> Graph:
-    """The graph without operators, constants and types that no output needs."""
+    """Return the graph without operators, constants and types that no output depends on."""
     needed, ops = set(graph.outputs), []
     for op in reversed(graph.ops):
         if needed.intersection(op.outputs):
@@ -143,7 +155,7 @@ def prune(graph: Graph) -> Graph:
 
 @dataclass(frozen=True)
 class Input:
-    """One tensor leaf of the model's arguments: its place in the flattened call, name, type."""
+    """One tensor leaf of the model's arguments: name, position in the flattened call (``leaf``), type."""
 
     name: str
     leaf: int
@@ -152,9 +164,12 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One leaf of the model's result: a graph value, or a constant of the call (``None``, a number, a string).
+    """One leaf of the model's result.
 
-    ``levels``: parameters of a value that is returned as integers.
+    Attributes:
+        value: Graph value that is returned, or ``None`` for a constant.
+        constant: Constant that is returned instead: ``None``, a number, a string.
+        levels: Quantization parameters of a value that is returned as integers.
     """
 
     value: str | None
@@ -164,11 +179,14 @@ class Output:
 
 @dataclass(frozen=True)
 class State:
-    """A buffer the model changes while it runs.
+    """Buffer that the model updates while it runs.
 
-    The graph reads it as input ``name``, after those of the call, and gives what it is afterwards as ``value``, after
-    all other results. ``path``: its name in the model; ``initial``: what it held when the model was captured, as levels
-    where ``type`` has parameters.
+    Attributes:
+        name: Graph input that holds the buffer; such inputs follow those of the call.
+        value: Graph output with the updated buffer; such outputs follow all other results.
+        path: Name of the buffer in the model.
+        type: Type of the buffer.
+        initial: Content at capture, quantized if ``type`` has quantization parameters.
     """
 
     name: str
@@ -180,12 +198,18 @@ class State:
 
 @dataclass(frozen=True)
 class Signature:
-    """How a call becomes graph inputs and how graph outputs become the model's result.
+    """Mapping between the arguments and results of a call and the inputs and outputs of the graph.
 
-    ``in_tree`` and ``out_tree`` describe nested structures (torch pytree specs; opaque here). ``fixed`` maps leaves
-    that are not tensors to the value they were captured with. ``written`` names inputs the model changes in place:
-    leaf -> graph value copied back. ``names`` are the parameters of ``forward``. ``ranges``: free dimension -> least
-    and largest size, where not every size will do. ``state``: what the model keeps from call to call.
+    Attributes:
+        inputs: Tensor leaves of the arguments.
+        outputs: Leaves of the result.
+        in_tree: Nested structure of the arguments (a torch pytree spec, opaque here).
+        out_tree: Nested structure of the result.
+        fixed: Non-tensor leaves with the values they had at capture.
+        written: Inputs that the model updates in place: leaf -> graph value that is copied back.
+        names: Parameter names of ``forward``.
+        ranges: Smallest and largest size of each restricted free dimension.
+        state: Buffers that keep values from call to call.
     """
 
     inputs: tuple[Input, ...]
@@ -201,8 +225,14 @@ class Signature:
 
 @dataclass(frozen=True)
 class About:
-    """What travels with a model from stage to stage: its class, the bytes of its float tensors, what was decided on
-    the way (``notes``, one line each), and the text of the stages behind it."""
+    """Information about a model that is passed from stage to stage.
+
+    Attributes:
+        name: Class of the model.
+        bytes: Bytes of its float tensors.
+        notes: Decisions of the stages so far, one line each.
+        texts: Text form of each earlier stage.
+    """
 
     name: str = "model"
     bytes: int = 0
@@ -210,12 +240,12 @@ class About:
     texts: Mapping[str, str] = field(default_factory=dict)
 
     def after(self, notes: tuple[str, ...] = (), **texts: str) -> About:
-        """With the notes and texts of one more stage."""
+        """Return a copy with the notes and texts of one more stage."""
         return About(self.name, self.bytes, (*self.notes, *notes), {**self.texts, **texts})
 
 
 def fresh(taken: Mapping[str, Any], stem: str) -> str:
-    """``stem``, or ``stem_2``, ``stem_3`` ... if it is taken."""
+    """Return ``stem``, or the first of ``stem_2``, ``stem_3`` ... that is not taken."""
     if stem not in taken:
         return stem
     number = 2

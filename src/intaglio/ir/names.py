@@ -1,8 +1,8 @@
-"""Names made of other names: what a program, a graph or a file may call a thing."""
+"""Conversion of names for programs, graphs and files."""
 
 from __future__ import annotations
 
 
 def sanitized(text: str) -> str:
-    """Return the text with ``_`` in place of every character that is no letter or digit."""
+    """Return the text with every character other than letters and digits replaced by ``_``."""
     return "".join(c if c.isalnum() else "_" for c in text)

@@ -1,8 +1,9 @@
-"""A transposed convolution as one plain convolution per phase.
+"""Decomposition of a transposed convolution into one plain convolution per phase (sub-pixel convolution).
 
-Along an axis of stride s, outputs ``s * q + r`` of phase r read the taps t for which ``r + padding - t * dilation`` is
-a multiple of s and no others, at input ``q + (r + padding - t * dilation) / s``: neighbours for neighbouring q. So each
-phase is a convolution of stride 1 with its own few taps, and no multiplication is by a zero put in between.
+Along an axis of stride s, outputs ``s * q + r`` of phase r read exactly the taps t for which ``r + padding - t *
+dilation`` is a multiple of s, at input ``q + (r + padding - t * dilation) / s``. Neighbouring q read neighbouring
+inputs, so each phase is a convolution of stride 1 with a subset of the taps, and no multiplication is by an inserted
+zero.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ from intaglio.ir.graph import Op
 class Phase:
     """Outputs ``first, first + stride ...`` along one axis, ``inputs + extra`` of them.
 
-    They read ``taps`` at inputs ``q + start, q + start + apart ...``; without any tap (a stride beyond the kernel) the
-    result is the bias alone.
+    Attributes:
+        first: Index of the phase's first output.
+        taps: Taps of the kernel that the phase reads, in order of input. Without a tap (a stride larger than the
+            kernel) the result is the bias.
+        start: Offset of the first tap's input: output q reads inputs ``q + start, q + start + apart ...``.
+        apart: Distance between the inputs of two taps, the dilation of the phase.
+        extra: Number of outputs of the phase less the number of inputs.
     """
 
     first: int
@@ -29,17 +35,17 @@ class Phase:
 
     @property
     def before(self) -> int:
-        """Inputs read before the first."""
+        """Return the number of padding inputs read before the first input."""
         return max(0, -self.start)
 
     @property
     def after(self) -> int:
-        """Inputs read after the last."""
+        """Return the number of padding inputs read after the last input."""
         return max(0, self.extra + self.start + self.apart * (max(len(self.taps), 1) - 1))
 
 
 def phases(kernel: int, stride: int, padding: int, dilation: int, output_padding: int) -> tuple[Phase, ...]:
-    """Every phase of one axis."""
+    """Return all phases of one axis, one for each of ``stride`` outputs."""
     found = []
     span = dilation * (kernel - 1) + output_padding - 2 * padding
     for first in range(stride):
@@ -51,7 +57,7 @@ def phases(kernel: int, stride: int, padding: int, dilation: int, output_padding
 
 
 def axis_phases(op: Op, kernel: tuple[int, ...]) -> list[tuple[Phase, ...]]:
-    """Phases along each spatial axis of a transposed convolution whose weight has these taps."""
+    """Return the phases along each spatial axis of a transposed convolution with this kernel shape."""
     attrs = op.attrs
     names = ("stride", "padding", "dilation", "output_padding")
     return [phases(k, *given) for k, *given in zip(kernel, *(attrs[name] for name in names), strict=True)]

@@ -1,4 +1,4 @@
-"""The finished program: its text and constants, what the runtime calls and what it is told of every step."""
+"""Records of a compiled program: source, constants, callbacks, and a description of every step for the runtime."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from intaglio.ir.types import DType
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a partition is computed; bits never depend on it.
+    """Execution parameters of a partition with a GEMM; results do not depend on them.
 
-    ``tile_rows`` output pixels by ``tile_columns`` blocks of 16 channels a microkernel. Threads share pixels; below
-    ``split_channels_below`` output pixels they share panels of channels. ``chunk_bytes`` of input activations stay in
-    cache while all panels pass over them.
+    Attributes:
+        tile_rows: Output pixels of a microkernel.
+        tile_columns: Blocks of 16 output channels of a microkernel.
+        split_channels_below: Threads divide panels of channels below this number of output pixels, else pixels.
+        chunk_bytes: Bytes of input activations that stay in cache while all panels pass over them.
     """
 
     tile_rows: int = 1
@@ -30,9 +32,16 @@ class Schedule:
 
 @dataclass(frozen=True)
 class External:
-    """One entry of the table of caller's tensors: value, logical shape, element type, whether the program writes it,
-    whether three to five axes lie row-major instead of channels last. ``dense``: it is read as it lies then, by other
-    steps than those that take any strides."""
+    """Entry of the table of the caller's tensors.
+
+    Attributes:
+        value: Name of the value.
+        shape: Logical shape.
+        dtype: Element type.
+        written: The program writes the tensor.
+        rows: Tensors of three to five axes are row-major instead of channels last.
+        dense: The layout must be exactly this one, because steps that do not accept arbitrary strides read the tensor.
+    """
 
     value: str
     shape: Shape
@@ -44,7 +53,7 @@ class External:
 
 @dataclass(frozen=True)
 class IslandCall:
-    """An island between two segments: which externals it reads and writes."""
+    """Call of an island between two segments, with the externals that it reads and writes."""
 
     key: str
     inputs: tuple[str, ...]
@@ -54,8 +63,15 @@ class IslandCall:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the levels of a value lie in the arena: from the offset ``at`` in the program's table plus ``start`` bytes
-    on, ``strides`` bytes apart along the logical axes. ``frame``: bytes of all of it where it has a halo, else 0."""
+    """Location of a quantized value in the arena.
+
+    Attributes:
+        at: Index of the buffer's offset in the program's table.
+        start: Bytes from this offset to the first element.
+        shape: Logical shape.
+        strides: Strides in bytes along the logical axes.
+        frame: Bytes of the whole buffer if it has a halo, else 0.
+    """
 
     at: int
     start: Dim
@@ -66,8 +82,11 @@ class Place:
 
 @dataclass(frozen=True)
 class HostCall:
-    """A host operator between two segments: what it reads (places in the arena; ``None`` for a constant of the graph)
-    and writes."""
+    """Call of a host operator between two segments.
+
+    ``inputs`` are locations in the arena, or ``None`` for constants of the graph; ``output`` is the location of the
+    result.
+    """
 
     key: str
     op: Op
@@ -78,8 +97,15 @@ class HostCall:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step has to do: multiply-accumulates, units that threads divide, about, bytes of activations read and
-    written; the barrier group and the segment it runs in."""
+    """Cost of a step.
+
+    Attributes:
+        macs: Multiply-accumulates.
+        units: Approximate number of units that threads can divide.
+        bytes: Bytes of activations read and written.
+        barrier_group: Steps of one group need no barrier between them.
+        segment: Segment of the program that the step belongs to.
+    """
 
     macs: Dim = 0
     units: Dim = 1
@@ -90,11 +116,17 @@ class Work:
 
 @dataclass(frozen=True)
 class StepNote:
-    """A step for readers and for the runtime: partition, kinds of its operators, types, its work; the key of an island;
-    the module its anchor is in.
+    """Description of a step for readers and for the runtime.
 
-    ``kernel``: the largest microkernel of the step and ``tile`` its output pixels and channels, else the function that
-    is the step.
+    Attributes:
+        name: Name of the partition.
+        kinds: Kinds of its operators.
+        types: Types of its values.
+        work: Cost of the step.
+        island: Key of the island, if it is one.
+        path: Module of its anchor.
+        kernel: Largest microkernel of the step, else the function that implements it.
+        tile: Output pixels and channels of the microkernel.
     """
 
     name: str
@@ -109,9 +141,9 @@ class StepNote:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Generated C++ text, the constants it reads, and what the runtime must know to call it. Equal to itself only.
+    """Generated C++ source, the constants it reads, and all that the runtime needs to call it. It compares by identity.
 
-    ``kernels``: families of microkernels it is linked with (`kernels.KernelFamily`).
+    ``kernels`` are the microkernel families that it is linked with (`kernels.KernelFamily`).
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Runs passes over an integer graph."""
+"""Pass manager of the integer graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ Verify = Callable[[Graph, str], Graph]
 
 
 def run_passes(graph: Graph, passes: Iterable[Pass], verify: Verify) -> tuple[Graph, dict[str, int]]:
-    """Run each pass in turn, the verifier after every one; return the graph and the rewrites each pass made."""
+    """Run the passes in order and verify the graph after each; return the graph and the number of rewrites of each
+    pass.
+    """
     counts = {}
     for step in passes:
         graph, counts[step.__name__] = step(graph)

@@ -1,4 +1,4 @@
-"""The printer: one line a value, the same text for the same graph."""
+"""Text form of a graph: one line per operator, deterministic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from intaglio.ir.graph import Graph, Op
 
 
 def graph_text(graph: Graph) -> str:
-    """The whole graph: inputs, constants, operators in order, outputs."""
+    """Return the text of a graph: inputs, constants, operators in order, outputs."""
     lines = [f"input %{name}: {graph.types[name]}" for name in graph.inputs]
     lines += [f"const %{name}: {graph.types[name]}{_few(array)}" for name, array in graph.constants.items()]
     lines += [line for op in graph.ops for line in op_lines(op, graph)]
@@ -20,7 +20,7 @@ def graph_text(graph: Graph) -> str:
 
 
 def op_lines(op: Op, graph: Graph) -> list[str]:
-    """``%y = kind(%x, ...) {attrs}: type  # origin``; a body follows, indented."""
+    """Return the lines of one operator: ``%y = kind(%x, ...) {attrs}: type  # origin``, then its indented body."""
     left = ", ".join(f"%{name}" for name in op.outputs)
     right = ", ".join(f"%{name}" for name in op.inputs)
     types = ", ".join(str(graph.types[name]) for name in op.outputs)

@@ -1,4 +1,4 @@
-"""What a value is: element type, shape, quantization parameters."""
+"""Types of values: element type, shape, quantization parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from intaglio.ir.dims import Shape
 
 
 class DType(Enum):
-    """Element types. Kernels take u8, s8, i32 and f32; the rest only crosses islands, f8 stays inside."""
+    """Element types. Kernels compute in u8, s8, i32 and f32; the others only cross islands, and f8 only occurs inside
+    them.
+    """
 
     U8 = "u8"
     S8 = "s8"
@@ -43,7 +45,7 @@ F16, BF16, F32, BOOL = DType.F16, DType.BF16, DType.F32, DType.BOOL
 
 @dataclass(frozen=True)
 class PerRow:
-    """Parameters per row of the last axis (per token), made at run time."""
+    """Dynamic quantization parameters per row of the last axis (per token)."""
 
     def __str__(self) -> str:
         return "rows"
@@ -51,7 +53,7 @@ class PerRow:
 
 @dataclass(frozen=True)
 class Groups:
-    """Parameters per group of ``size`` neighbours along the input axis of a weight."""
+    """Quantization parameters per group of ``size`` neighbours along the input axis of a weight."""
 
     size: int
 
@@ -61,7 +63,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Ref:
-    """Parameters held by another value of the graph (made at run time)."""
+    """Reference to parameters that another value of the graph holds at run time."""
 
     value: str
 
@@ -74,10 +76,10 @@ Axis = int | PerRow | Groups | None
 
 @dataclass(frozen=True)
 class QParams:
-    """``real = (q - zero_point) * scale``, q in [qmin, qmax]; one entry, or one per channel, row or group.
+    """Quantization parameters: ``real = (q - zero_point) * scale`` with q in [qmin, qmax].
 
-    Scales of stored integers are float32 values held exactly as Python floats; the scale of an accumulator is the
-    float64 product of two of them.
+    There is one entry per tensor, channel, row or group, according to ``axis``. Scales of stored integers are float32
+    values held exactly as Python floats; the scale of an accumulator is the float64 product of two of them.
     """
 
     scale: tuple[float, ...] | Ref
@@ -98,26 +100,26 @@ class QParams:
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """Constant scales; parameters made at run time have none."""
+        """Return the constant scales; raise `TypeError` for dynamic parameters."""
         if isinstance(self.scale, Ref):
             raise TypeError(f"the scale is held by {self.scale}")
         return self.scale
 
     @property
     def step(self) -> float:
-        """The only scale, of all channels."""
+        """Return the scale, which all channels share."""
         (scale,) = set(self.scales)
         return scale
 
     @property
     def zero(self) -> int:
-        """The only zero point."""
+        """Return the only zero point."""
         (zero_point,) = self.zeros
         return zero_point
 
     @property
     def zeros(self) -> tuple[int, ...]:
-        """Constant zero points; parameters made at run time have none."""
+        """Return the constant zero points; raise `TypeError` for dynamic parameters."""
         if isinstance(self.zero_point, Ref):
             raise TypeError(f"the zero point is held by {self.zero_point}")
         return self.zero_point
@@ -133,10 +135,13 @@ class QParams:
 
 @dataclass(frozen=True)
 class Packing:
-    """How a file holds constant integers in fewer than 8 bits: levels of ``bits``, the lowest of them ``low``.
+    """Storage of constant integers in a file with fewer than 8 bits each.
 
-    ``group``: so many neighbours of an output channel, in memory order, are levels times one multiple; 0: all are
-    levels themselves.
+    Attributes:
+        bits: Bits of a stored value.
+        low: Smallest stored value.
+        group: Number of neighbouring weights of an output channel, in memory order, that share an integer multiple; 0
+            without multiples.
     """
 
     bits: int
@@ -149,8 +154,14 @@ class Packing:
 
 @dataclass(frozen=True)
 class TensorType:
-    """Logical shape (channels second), element type, quantization parameters if it holds levels; of a constant that
-    a file can hold in fewer bits, how."""
+    """Type of a value.
+
+    Attributes:
+        shape: Logical shape, channels second.
+        dtype: Element type.
+        q: Quantization parameters of a quantized value.
+        packing: Storage format of a constant that a file can hold in fewer bits.
+    """
 
     shape: Shape
     dtype: DType
@@ -159,7 +170,7 @@ class TensorType:
 
     @property
     def levels(self) -> QParams:
-        """Parameters of a value that must have them."""
+        """Return the quantization parameters; raise `TypeError` for a value without them."""
         if self.q is None:
             raise TypeError(f"{self} holds no levels")
         return self.q

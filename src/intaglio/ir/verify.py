@@ -1,4 +1,4 @@
-"""Verifies the structure of a graph and the element types of its operators. Runs after every pass."""
+"""Verifier for the structure of a graph and the element types of its operators; it runs after every pass."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from intaglio.ir.types import I32, U8, DType
 class TypeRule:
     """Element types of an operator's operands and results.
 
-    optional: those of a last operand that may be left out. symmetric: operands that kernels read as they read weights:
-    zero point 128, quantized values 1..255. outputs: the least and the largest number of results. keeps_type: the
-    result has the element type of the first operand.
+    Attributes:
+        operands: Allowed element types of each operand.
+        results: Allowed element types of the results.
+        optional: Allowed element types of an optional last operand.
+        symmetric: Operands that kernels read like weights: zero point 128, quantized values 1..255.
+        outputs: Smallest and largest number of results.
+        keeps_type: The result has the element type of the first operand.
     """
 
     operands: tuple[tuple[DType, ...], ...]
@@ -27,20 +31,21 @@ class TypeRule:
 
 
 Rules = Callable[[Op], TypeRule | None]
-"""The rule of an operator; ``None`` where it takes any types."""
+"""Returns the type rule of an operator, or ``None`` if it accepts any types."""
 
 
 class VerifyError(AssertionError):
-    """A graph that our own passes broke: a bug of intaglio, never of its user."""
+    """Raised for an invalid graph that a pass produced; this is always a bug in intaglio."""
 
 
 def verify_graph(graph: Graph, rules: Rules, body_rules: Rules, after: str = "") -> Graph:
-    """Return the graph when it is sound; raise `VerifyError` naming the pass, the operator and the rule when it is not.
+    """Return the graph if it is valid; otherwise raise `VerifyError` with the pass, the operator and the rule.
 
     Args:
-        rules: gives the rule of an operator of the graph.
-        body_rules: gives that of an operator inside the body of a loop.
-        after: the pass that made the graph.
+        graph: The graph to check.
+        rules: Returns the type rule of an operator of the graph.
+        body_rules: Returns the type rule of an operator in the body of a loop.
+        after: Name of the pass that produced the graph.
     """
     place = f" after {after}" if after else ""
     defined = {*graph.inputs, *graph.constants}
@@ -95,14 +100,14 @@ def _check_types(op: Op, rule: TypeRule, graph: Graph, label: str) -> None:
 
 
 def _check_ends(op: Op, body: Graph, graph: Graph, label: str) -> None:
-    """What a body reads and gives are the operator's operands and results, in order."""
+    """Check that the body's inputs and outputs have the types of the operator's operands and results, in order."""
     for outer, inner in ((op.inputs, body.inputs), (op.outputs, body.outputs)):
         same = [graph.types[name] for name in outer] == [body.types[name] for name in inner]
         _require(len(outer) == len(inner) and same, f"{label}: its body has other ends")
 
 
 def _check_accumulators(graph: Graph, place: str) -> None:
-    """An accumulator has one reader and stays inside its partition."""
+    """Check that every accumulator has exactly one reader, since it never leaves its partition."""
     users = graph.users()
     for op in graph.ops:
         for name in op.outputs:

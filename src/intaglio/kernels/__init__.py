@@ -1,4 +1,4 @@
-"""Microkernels, a folder an instruction set; one list of parameters feeds choice, tests, benchmarks, documentation."""
+"""Microkernels, one folder per instruction set; a single list of parameters drives selection, tests and benchmarks."""
 
 from collections.abc import Mapping
 

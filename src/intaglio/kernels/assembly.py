@@ -1,8 +1,8 @@
-"""What the assembly printers share: a function around the lines, operands of the structs, the loops over taps.
+"""Shared parts of the assembly printers: function frames, operands of the structs, loops over taps.
 
-x86-64, System V. rdi holds the `Tile` throughout. While products are summed: rsi weights, rbx the distance between
-pixels, r15 three times that, rdx a tap, r14 a row of taps; rcx, r13, r12 count steps, taps and rows of taps; rbp is
-free.
+The code is x86-64, System V. rdi holds the `Tile` throughout. While products are accumulated, rsi points to the
+weights, rbx is the distance between pixels, r15 three times that, rdx points to a tap, r14 to a row of taps; rcx, r13,
+r12 count steps, taps and rows of taps; rbp is unused.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ LEAVE = ("vzeroupper", *(f"pop %{register}" for register in reversed(SAVED)), "r
 
 
 def tile_function(spec: TileSpec, lines: Sequence[str]) -> str:
-    """Print a kernel: ``lines`` for every tile of the count.
+    """Return the text of a kernel that executes ``lines`` for each of ``count`` tiles.
 
-    They leave rdx, and rcx where there is a residual operand, rsi and rbx where those have rests, at the pixel after
-    the tile's last.
+    ``lines`` must leave rdx at the pixel after the tile's last. The same holds for rcx if there is a residual operand,
+    and for rsi and rbx if results and residual operand have 16 bits.
     """
     moved = [f"mov %rdx,{field('out')}", *[f"mov %rcx,{field('other')}"] * (spec.result == "add")]
     moved += [f"mov %rsi,{field('rest')}"] * spec.rest + [f"mov %rbx,{field('other_rest')}"] * spec.other_rest
@@ -33,7 +33,7 @@ def tile_function(spec: TileSpec, lines: Sequence[str]) -> str:
 
 
 def kernel_text(name: str, note: str, lines: Sequence[str]) -> str:
-    """Print a function of one pointer to a struct. Its name is local to the object file."""
+    """Return the text of a function that takes one pointer to a struct. Its name is local to the object file."""
     body = "\n".join(line if line.startswith("#") or line.endswith(":") else f"    {line}" for line in lines)
     return f"""
 # {name}: {note}
@@ -46,9 +46,9 @@ def kernel_text(name: str, note: str, lines: Sequence[str]) -> str:
 
 
 def family_text(family: KernelFamily, texts: Sequence[str], registers: str, constants: Mapping[str, str]) -> str:
-    """Print a file for the assembler: a map of registers, the kernels, the constants they read, and their table.
+    """Return an assembler file: a comment with the registers, the kernels, the constants they read, and their table.
 
-    Only the table's name leaves the object file, and not the library that it is linked into.
+    The table's name is the only global symbol, and it is hidden in the shared object.
     """
     comments = "".join(f"# {line}".rstrip() + "\n" for line in registers.strip().splitlines())
     read = set(re.findall(r"\bintaglio_\w+", "".join(texts)))
@@ -67,20 +67,26 @@ def family_text(family: KernelFamily, texts: Sequence[str], registers: str, cons
 
 
 def field(name: str) -> str:
-    """Memory operand of a field of the tile."""
+    """Return the memory operand of a field of the tile."""
     return f"{tile_offset(name)}(%rdi)"
 
 
 def limit(name: str) -> str:
-    """Memory operand of a field of the limits, whose address is in rax."""
+    """Return the memory operand of a field of the limits, whose address is in rax."""
     return f"{LIMITS_FIELDS[name]}(%rax)"
 
 
 def levels(row: Sequence[str], natural: bool, guard: bool, bounded: bool) -> Iterator[list[str]]:
-    """Stages that round float32 steps in one to four registers and pack them to levels in the first of these.
+    """Yield the stages that round float32 steps in one to four registers and pack them to uint8 in the first register.
 
-    Packed twice with saturation, the zero point added on 16-bit lanes between; rax holds the address of the limits.
-    bounded: bounds inside 0..255 are somebody else's business.
+    Values are packed twice with saturation, and the zero point is added to 16-bit lanes in between. rax holds the
+    address of the limits.
+
+    Args:
+        row: Registers with the steps of one pixel.
+        natural: The zero point is 0 and saturation replaces the clamp.
+        guard: Clamp in float before the conversion to int32.
+        bounded: The caller clamps; skip the clamp.
     """
     bounds = []
     if guard:
@@ -98,8 +104,10 @@ def levels(row: Sequence[str], natural: bool, guard: bool, bounded: bool) -> Ite
 
 
 def rests(row: Sequence[str], spare: str, natural: bool, guard: bool) -> Iterator[list[str]]:
-    """Stages that round float32 steps in one to four registers to 16 bits and take these apart: rests end up in the
-    first of the row, levels in its second or, where there is none, in ``spare``. rax holds the address of the limits.
+    """Yield the stages that round float32 steps in one to four registers to 16 bits and split them.
+
+    The rests end up in the first register of ``row``, the 8-bit values in the second or, without one, in ``spare``. rax
+    holds the address of the limits.
     """
     first, count = row[0], len(row)
     bounds = []
@@ -115,7 +123,7 @@ def rests(row: Sequence[str], spare: str, natural: bool, guard: bool) -> Iterato
     else:
         packs += [f"vpmaxuw {limit('low16')},{word},{word}" for word in words]
     yield [*packs, *(f"vpminuw {limit('high16')},{word},{word}" for word in words)]
-    if count == 3:  # halves of the two lie side by side, so that one register is enough for what is split off
+    if count == 3:  # the halves of both are packed together, so that one register suffices for the 8-bit values
         yield split(words[0], row[1])
         yield [f"vpackuswb {row[1]},{first},{first}", *split(words[1], row[1])]
         yield [
@@ -130,9 +138,10 @@ def rests(row: Sequence[str], spare: str, natural: bool, guard: bool) -> Iterato
 
 
 def split(word: str, level: str) -> list[str]:
-    """16 bits -> a level in one register, a rest in the other, both still in 16 bits.
+    """Return the lines that split 16-bit values into the 8-bit value in one register and the rest in the other.
 
-    ``x // 255`` is ``x * 32897 >> 23``, and ``x % 255`` the low byte of the sum of that and x.
+    Both stay in 16-bit lanes. ``x // 255`` is ``x * 32897 >> 23``, and ``x % 255`` is the low byte of the sum of that
+    and x.
     """
     return [
         f"vpmulhuw intaglio_rest(%rip),{word},{level}",
@@ -149,12 +158,15 @@ def _and(register: str) -> str:
 REST_CONSTANTS = {
     "intaglio_rest": "".join(f"    .word {','.join([str(word)] * 32)}\n" for word in (32897, 255)),
 }
-"""What `split` multiplies by and masks with."""
+"""Multiplier and mask that `split` reads."""
 
 
 def looked_up(row: str, spare: str, table: str, first: str, third: str, turn: int) -> Iterator[list[str]]:
-    """Stages that give 64 levels what the table at an address has for them, two quarters of it in registers
-    (AVX512-VBMI). Four turns do not disturb each other if their registers are not the same."""
+    """Yield the stages that map 64 quantized values by the lookup table at an address (AVX512-VBMI).
+
+    Two quarters of the table are in the registers ``first`` and ``third``. Up to four calls with consecutive values of
+    ``turn`` can be interleaved, because each uses a mask register of its own, if their other registers differ.
+    """
     mask = f"%k{2 + turn % 4}"
     yield [f"vpmovb2m {row},{mask}", f"vmovdqa64 {row},{spare}"]
     yield [f"vpermi2b 64(%{table}),{first},{row}", f"vpermi2b 192(%{table}),{third},{spare}"]
@@ -162,15 +174,17 @@ def looked_up(row: str, spare: str, table: str, first: str, third: str, turn: in
 
 
 def skewed(rows: Iterable[Iterable[list[str]]]) -> list[str]:
-    """Stages of rows that each start one stage after the row before; the oldest row's stage stands first."""
+    """Interleave the stages of rows, each of which starts one stage after the row before; older rows come first."""
     late: list[list[list[str]]] = [[[]] * index + list(stages) for index, stages in enumerate(rows)]
     return [line for together in zip_longest(*late, fillvalue=[]) for stage in together for line in stage]
 
 
 def tap_loops(start: Sequence[str], step: Sequence[str]) -> list[str]:
-    """Rows of taps, taps of a row, steps of 4 channels.
+    """Return three nested loops: rows of taps, taps of a row, steps of 4 channels.
 
-    ``start`` sets up a tap whose first pixel is at rdx; ``step`` does one step and moves the pointers on.
+    Args:
+        start: Lines that prepare a tap whose first pixel is at rdx.
+        step: Lines of one step, which also advance the pointers.
     """
     lines = ["# products: rows of taps, taps, steps of 4 input channels", f"mov {field('a_pixel')},%rbx"]
     lines += ["lea (%rbx,%rbx,2),%r15", f"mov {field('b')},%rsi"]

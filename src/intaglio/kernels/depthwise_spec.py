@@ -1,9 +1,9 @@
-"""Depthwise convolutions: four rows of one channel side by side, so that a dot product of four bytes has four taps.
+"""Parameters of depthwise convolution microkernels, in which a four-byte dot product computes four vertical taps.
 
-A tile is a few output rows by a few output pixels by the channels of one vector. A column of input is loaded row by
-row and interleaved into quads, four rows of a channel in a dword; every tap column and every output row that reaches
-it takes one dot product of it, with zero weights for rows it does not look at. Interleaving leaves channels in an order
-that the two packing steps of the epilogue undo.
+A tile is a few output rows by a few output pixels by the channels of one vector. A column of input is loaded row by row
+and interleaved into quads, which hold four rows of a channel in a dword. Every tap column and every output row that
+reads the quad takes one dot product of it, with zero weights for rows outside of its window. Interleaving permutes the
+channels, and the two packing instructions of the epilogue restore their order.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from itertools import product
 import numpy as np
 
 ACCUMULATORS = 6
-"""Output pixels of a tile: four registers each, eight are left for quads and what makes them."""
+"""Maximum number of output pixels of a tile: each takes four registers, and eight remain for building quads."""
 MOST_ROWS = 16
-"""Input rows of a tile, at most (native/products/tile.h)."""
+"""Maximum number of input rows of a tile (native/products/tile.h)."""
 
 DEPTHWISE_FIELDS = (
     *(f"rows{i}" for i in range(MOST_ROWS)),
@@ -37,10 +37,18 @@ DEPTHWISE_FIELDS = (
 
 @dataclass(frozen=True)
 class DepthwiseSpec:
-    """``rows`` by ``columns`` output pixels of ``taps`` (y, x) at ``stride`` (y, x); ``lanes`` of 16 channels a vector.
+    """Parameters of a depthwise microkernel that computes ``rows`` by ``columns`` output pixels.
 
-    result: "u8", or "f32" in the order of channels, each pixel of a whole vector. natural, guard, table: as of a
-    `TileSpec`.
+    Attributes:
+        rows: Output rows.
+        columns: Output pixels per row.
+        taps: Kernel size (y, x).
+        stride: Stride (y, x).
+        lanes: Blocks of 16 channels in a vector.
+        result: "u8", or "f32" with channels in order and whole vectors per pixel.
+        natural: See `TileSpec`.
+        guard: See `TileSpec`.
+        table: See `TileSpec`.
     """
 
     rows: int
@@ -55,12 +63,12 @@ class DepthwiseSpec:
 
     @property
     def name(self) -> str:
-        """C symbol, less the instruction set."""
+        """Return the kernel's C symbol without the instruction set."""
         return f"depthwise_{self.rows}x{self.columns}_{self._problem}"
 
     @property
     def family(self) -> str:
-        """C symbol of the table of these kernels up to this size, less the instruction set."""
+        """Return the C symbol, without the instruction set, of the table of these kernels up to this size."""
         return f"depthwise_to_{self.rows}x{self.columns}_{self._problem}"
 
     @property
@@ -76,7 +84,7 @@ class DepthwiseSpec:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Output pixels and channels."""
+        """Return the numbers of output pixels and channels."""
         return self.rows * self.columns, self.channels
 
     @property
@@ -89,11 +97,11 @@ class DepthwiseSpec:
 
     @property
     def quads(self) -> int:
-        """Groups of four input rows."""
+        """Return the number of groups of four input rows."""
         return -(-self.rows_read // 4)
 
     def pairs(self) -> list[tuple[int, int]]:
-        """(output row, quad) where the row looks at the quad, in the order weights lie."""
+        """Return (output row, quad) for every quad that the row reads, in the memory order of the weights."""
         return [(r, q) for r, q in product(range(self.rows), range(self.quads)) if self._looks(r, q)]
 
     def _looks(self, row: int, quad: int) -> bool:
@@ -102,18 +110,18 @@ class DepthwiseSpec:
 
     @property
     def cost(self) -> float:
-        """Interleaving steps and dot products for one output pixel."""
+        """Return the number of interleaving instructions and dot products per output pixel."""
         products = 4 * len(self.pairs()) * self.taps[1] * self.columns
         return (8 * self.quads * self.columns_read + products) / (self.rows * self.columns)
 
 
 def channel_order(lanes: int) -> np.ndarray:
-    """Channel of every dword of the four accumulators of a pixel."""
+    """Return the channel of every dword of the four accumulators of a pixel."""
     return np.array([16 * (p // 4) + 4 * j + p % 4 for j in range(4) for p in range(4 * lanes)])
 
 
 def depthwise_checks() -> str:
-    """C++ that fails to compile when ``struct DepthwiseTile`` and the table above disagree."""
+    """Return C++ static assertions that ``struct DepthwiseTile`` agrees with the table above."""
     names = {f: f for f in DEPTHWISE_FIELDS[MOST_ROWS:]} | {"rows0": "rows"}
     lines = [
         f'static_assert(offsetof(struct DepthwiseTile, {name}) == {8 * DEPTHWISE_FIELDS.index(f)}, "DepthwiseTile");'

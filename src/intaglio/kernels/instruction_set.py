@@ -1,6 +1,6 @@
-"""An instruction set as the generator sees it: which kernels it has and how their text is printed.
+"""Instruction sets for the kernel generators: which kernels each has and how their text is printed.
 
-Kernels that differ only in size are one `KernelFamily`: a table of functions, generated and assembled as one unit.
+Kernels that differ only in size form a `KernelFamily`: a table of functions that is generated and assembled as a unit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from intaglio.kernels.tile_spec import TileSpec
 
 @dataclass(frozen=True)
 class KernelFamily:
-    """A table of kernels, ``name`` in C, ``element`` its type in native/products/tile.h; ``None`` without one."""
+    """Table of kernels that differ only in size.
+
+    Attributes:
+        name: Name of the table in C.
+        element: Type of its elements in native/products/tile.h.
+        kernels: Kernel of each element; ``None`` for unused elements.
+    """
 
     name: str
     element: str
@@ -23,24 +29,31 @@ class KernelFamily:
 
     @property
     def declaration(self) -> str:
-        """The table as a program declares it."""
+        """Return the C declaration of the table for programs."""
         return f"KERNEL_TABLE({self.element}, {self.name});"
 
     @property
     def symbols(self) -> tuple[str, ...]:
-        """Every name of the family that a linker may see."""
+        """Return every symbol of the family in its object file."""
         return (self.name, *(kernel.name for kernel in self.kernels if kernel is not None))
 
 
 @dataclass(frozen=True)
 class Isa:
-    """An instruction set: tallest tile by blocks, and the functions that print its kernels.
+    """Instruction set: its tile sizes and the functions that print its kernels.
 
-    ``packs``: results leave registers through two packing steps, which give the channels of a panel in order if its
-    columns were permuted (`permutation`); such kernels have a form for natural results. ``tile`` and ``depthwise``
-    print one kernel; without ``depthwise``, depthwise convolutions are loops that the compiler vectorises. ``join``
-    makes the text of a family from those of its kernels. ``suffix``: of a file with that text. ``looks_up``: C
-    expression that says whether this machine runs kernels with lookup tables; empty if there are none.
+    Attributes:
+        name: Name of the instruction set.
+        tallest: Maximum number of tile rows for each number of blocks.
+        packs: Results leave registers through two packing instructions, which restore the channel order of a panel
+            whose columns were permuted (`permutation`). Such kernels have a ``natural`` variant.
+        suffix: Suffix of a file with kernels.
+        tile: Prints one GEMM kernel.
+        join: Prints a family from the texts of its kernels.
+        depthwise: Prints one depthwise kernel; ``None`` if depthwise convolutions are loops that the compiler
+            vectorizes.
+        looks_up: C expression that tells whether this machine supports kernels with lookup tables; empty without such
+            kernels.
     """
 
     name: str
@@ -54,11 +67,11 @@ class Isa:
 
     @property
     def blocks(self) -> int:
-        """Widest tile in blocks of 16 channels."""
+        """Return the width of the widest tile in blocks of 16 channels."""
         return max(self.tallest)
 
     def kernel_text(self, spec: TileSpec | DepthwiseSpec) -> str:
-        """Print one kernel."""
+        """Return the text of one kernel."""
         if isinstance(spec, TileSpec):
             return self.tile(spec)
         if self.depthwise is None:
@@ -66,16 +79,16 @@ class Isa:
         return self.depthwise(spec)
 
     def family_text(self, family: KernelFamily) -> str:
-        """Print a family: its kernels, the constants they read, its table."""
+        """Return the text of a family: its kernels, the constants they read, its table."""
         return self.join(family, [self.kernel_text(spec) for spec in family.kernels if spec is not None])
 
     def tiles(self, spec: TileSpec) -> KernelFamily:
-        """Return the family of a kernel: all heights, its table indexed by height."""
+        """Return the family of a kernel: all heights, indexed by height."""
         heights = range(1, self.tallest[spec.blocks] + 1)
         return KernelFamily(spec.family, "TileKernel", (None, *(replace(spec, rows=rows) for rows in heights)))
 
     def specs(self) -> Iterator[TileSpec]:
-        """Yield every matrix product kernel."""
+        """Yield the parameters of every GEMM kernel."""
         for blocks, tallest in self.tallest.items():
             for rows in range(1, tallest + 1):
                 yield TileSpec(rows, blocks, "f32")
@@ -90,7 +103,7 @@ class Isa:
 
 
 def depthwise_tiles(spec: DepthwiseSpec) -> KernelFamily:
-    """Return the family of the largest tile ``spec``: smaller ones by rows, then by columns, each from 1 on."""
+    """Return the family of the largest tile ``spec``: all tiles up to its size, ordered by rows, then by columns."""
     sizes = product(range(1, spec.rows + 1), range(1, spec.columns + 1))
     specs = tuple(replace(spec, rows=rows, columns=columns) for rows, columns in sizes)
     return KernelFamily(spec.family, "DepthwiseKernel", specs)

@@ -1,4 +1,4 @@
-"""Families of kernels as units of the native build: generated and assembled once, linked into every program."""
+"""Kernel families as translation units: generated and assembled once, then linked into every program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from intaglio.native.units import TranslationUnit, included
 
 
 def kernel_units(families: Iterable[KernelFamily], isa: str) -> tuple[TranslationUnit, ...]:
-    """Return one unit a family. A text is generated only if the cache has no object file of these generators for it."""
+    """Return one translation unit per family.
+
+    The text of a family is generated only if the cache has no object file for it from the current generators.
+    """
     table = ISAS[isa]
     return tuple(
         TranslationUnit(
@@ -27,7 +30,7 @@ def kernel_units(families: Iterable[KernelFamily], isa: str) -> tuple[Translatio
 
 @cache
 def _sources() -> str:
-    """Digest of the generators of this folder, and of what portable kernels include."""
+    """Return the digest of the generators in this folder and of the headers that portable kernels include."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.rglob("*.py"))]
     texts += [text for _, text in sorted(included('#include "products/portable_tile.h"').items())]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()

@@ -1,11 +1,11 @@
-"""Parameters of a matrix product kernel: some output pixels by blocks of 16 channels, all taps, an epilogue."""
+"""Parameters of a GEMM microkernel: some output pixels by blocks of 16 channels, over all taps, with an epilogue."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 RESULTS = ("u8", "add", "f32")
-"""Requantize to levels; add a residual operand and requantize; dequantize to float."""
+"""Epilogues: requantize; add a residual operand and requantize; dequantize to float."""
 
 TILE_FIELDS = (
     "a",
@@ -48,18 +48,24 @@ LIMITS_FIELDS = {
     "convertible_low": 336,
     "convertible_high": 340,
 }
-"""Byte offsets in ``struct Limits``."""
+"""Byte offsets of the fields of ``struct Limits``."""
 
 
 @dataclass(frozen=True)
 class TileSpec:
-    """``rows`` output pixels by ``blocks`` of 16 channels.
+    """Parameters of a GEMM microkernel that computes ``rows`` output pixels by ``blocks`` of 16 channels.
 
-    natural: levels lie in 0..255 with the zero point 0, that of a residual operand too, so that saturation alone bounds
-    them. guard: products may exceed the range of the conversion to int32 and are clamped in float first. table: levels
-    are looked up before they are stored, in a table that knows of bounds inside 0..255. rest: results have 16 bits, a
-    level and a rest (numerics.split); natural ones are levels with the zero point 0, none below it. other_rest: so has
-    the residual operand, whatever its zero point.
+    Attributes:
+        rows: Output pixels.
+        blocks: Blocks of 16 output channels.
+        result: One of `RESULTS`.
+        natural: Quantized values are in 0..255 with the zero point 0, also those of a residual operand, so that
+            saturation replaces the clamp. A 16-bit result comes from 8-bit values with the zero point 0, none of them
+            below it.
+        guard: Products may exceed the range of the conversion to int32 and are clamped in float first.
+        table: Quantized values are mapped by a lookup table before they are stored; the table includes the clamp.
+        rest: Results have 16 bits, stored as an 8-bit value and a rest (`numerics.split`).
+        other_rest: The residual operand has 16 bits in this form, with any zero point.
     """
 
     rows: int
@@ -73,17 +79,17 @@ class TileSpec:
 
     @property
     def name(self) -> str:
-        """C symbol, less the instruction set."""
+        """Return the kernel's C symbol without the instruction set."""
         return f"tile_{self.rows}x{self.blocks}_{self.result}{self.marks}"
 
     @property
     def family(self) -> str:
-        """C symbol of the table of these kernels by height, less the instruction set."""
+        """Return the C symbol, without the instruction set, of the table of these kernels by height."""
         return f"tiles_x{self.blocks}_{self.result}{self.marks}"
 
     @property
     def marks(self) -> str:
-        """The end of both names."""
+        """Return the suffix of both names."""
         marks = {
             "natural": self.natural,
             "guard": self.guard,
@@ -95,15 +101,15 @@ class TileSpec:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Output pixels and channels."""
+        """Return the numbers of output pixels and channels."""
         return self.rows, 16 * self.blocks
 
 
 def permutation(packed: bool, blocks: int) -> list[int]:
-    """Channel (within a panel) that each accumulator column holds.
+    """Return the channel (within a panel) that each accumulator column holds.
 
-    Packing saturates pairs of registers lane by lane: of n registers, dword ``4L + t`` of register j ends up as byte
-    ``4nL + 4j + t``.
+    Packing instructions saturate pairs of registers within 128-bit lanes: with n registers, dword ``4L + t`` of
+    register j becomes byte ``4nL + 4j + t``.
     """
     if not packed:
         return list(range(16 * blocks))
@@ -111,12 +117,12 @@ def permutation(packed: bool, blocks: int) -> list[int]:
 
 
 def tile_offset(field: str) -> int:
-    """Byte offset of a field of ``struct Tile``."""
+    """Return the byte offset of a field of ``struct Tile``."""
     return 8 * TILE_FIELDS.index(field)
 
 
 def layout_checks() -> str:
-    """C++ that fails to compile when the structs and the tables above disagree."""
+    """Return C++ static assertions that the structs agree with the tables above."""
     lines = [f'static_assert(offsetof(struct Tile, {f}) == {tile_offset(f)}, "Tile");' for f in TILE_FIELDS]
     lines += [f'static_assert(offsetof(struct Limits, {f}) == {at}, "Limits");' for f, at in LIMITS_FIELDS.items()]
     return "\n".join(lines) + "\n"

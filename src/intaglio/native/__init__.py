@@ -1,1 +1,1 @@
-"""C++ sources that programs are linked with, their compilation, and what this CPU can do."""
+"""C++ sources of the runtime library, their compilation, and detection of the CPU's features."""

@@ -1,8 +1,9 @@
-"""C++ text -> shared object in the kernel cache: keyed by content, written atomically, bounded in size.
+"""Compilation of C++ text to shared objects in a kernel cache, which is keyed by content and bounded in size.
 
-An entry is ``<name>-<key>.so`` with its source ``<name>-<key>.cpp`` beside it, or the object file of a `Unit`, which
-several shared objects are linked from: ``<name>-<key>.o``. The last bytes of both are the SHA-256 of the rest, which
-loaders and linkers ignore, so a damaged entry is recognised before it is used and built again.
+An entry is ``<name>-<key>.so`` with its source ``<name>-<key>.cpp``, or ``<name>-<key>.o``, the object file of a
+`TranslationUnit` that several shared objects are linked from. Entries are written atomically. The last bytes of ``.so``
+and ``.o`` files are the SHA-256 of the rest, which loaders and linkers ignore, so that a damaged entry is detected
+before it is used and is built again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ CACHE_FORMAT = "2"
 SEAL = b"\nintaglio sha256 "
 SEAL_BYTES = len(SEAL) + 64
 GRACE_SECONDS = 60
-"""Entries built or used this recently are not evicted: their `load` may not have happened yet, here or elsewhere."""
+"""Entries built or used this recently are not evicted, because a process may not have called `load` on them yet."""
 ABANDONED_SECONDS = 3600
 ERROR_LINES = 20
 
@@ -41,14 +42,14 @@ ERROR_LINES = 20
 COMPILE_FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno"),
     *("-fno-exceptions", "-fno-rtti", "-fvisibility=hidden"),
-    # g++ 12 takes an address it has split into integers for a null pointer, stops reading the function there, finds
-    # that it writes nothing, and drops its calls.
+    # Without this, g++ 12 mistakes an address that was split into integers for a null pointer, concludes that the
+    # function writes nothing, and removes calls of it.
     "-fno-delete-null-pointer-checks",
 )
 # Only libc is linked and nothing may stay undefined: a call into libstdc++ or libm is an error when building, with
 # g++ and clang alike. (libpthread is empty since glibc 2.34.)
 LINK_FLAGS = ("-nodefaultlibs", "-Wl,--no-undefined", "-Wl,--gc-sections", "-lpthread", "-lc", "-lgcc")
-# A function of an object file that nothing calls is left out of the shared object.
+# The linker drops functions of an object file that are never called.
 UNIT_FLAGS = ("-ffunction-sections",)
 
 _locks: dict[Path, threading.Lock] = {}
@@ -65,12 +66,14 @@ def build(
     units: Sequence[TranslationUnit] = (),
     force: bool = False,
 ) -> Path:
-    """C++ text -> path of a shared object for instruction set ``isa``; taken from the cache unless ``force``.
+    """Compile C++ text to a shared object for instruction set ``isa`` and return its path.
 
-    The text may include files of this folder; they are part of the key, and so are the files ``headers`` names. It is
-    linked with ``units`` and with the parts of the library whose headers it includes. What is missing is compiled at
-    the same time. Raises `BuildError` when there is no compiler, it rejects the text, or the cache folder cannot be
-    written.
+    An entry of the cache is reused unless ``force`` is set. The text may include files of this folder; they are part of
+    the key, and so are the files that ``headers`` names. The shared object is linked with ``units`` and with the parts
+    of the library whose headers the text includes. All missing objects are compiled in parallel.
+
+    Raises:
+        BuildError: No compiler was found, it rejects the text, or the cache folder cannot be written.
     """
     command = (_compiler(name), *COMPILE_FLAGS, *ISA_FLAGS[isa])
     folder = config.cache_dir() / "kernels"
@@ -93,16 +96,22 @@ def build(
 
 
 def text_key(source: str, isa: str, units: Sequence[TranslationUnit] = ()) -> str:
-    """Digest of what a library is compiled from: text, headers, units, instruction set; not of the compiler."""
+    """Return the digest of all that a library is compiled from: text, headers, units and instruction set, not the
+    compiler.
+    """
     parts = [CACHE_FORMAT, isa, _without_comments(source), *(unit.digest for unit in (*units, *library_units(source)))]
     parts += [part for item in sorted(included(source).items()) for part in item]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def install(content: bytes, *, name: str) -> Path:
-    """A library somebody else built -> its path in the cache, under the digest of its bytes.
+    """Write a shared object that was built elsewhere into the cache, under the digest of its bytes, and return its
+    path.
 
-    `build` never looks there. Raises `BuildError` when the cache folder cannot be written.
+    `build` never returns such an entry.
+
+    Raises:
+        BuildError: The cache folder cannot be written.
     """
     folder = config.cache_dir() / "kernels"
     path = folder / f"trusted-{hashlib.sha256(content).hexdigest()}.so"
@@ -122,7 +131,7 @@ def install(content: bytes, *, name: str) -> Path:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The library at ``path``, one per path and process."""
+    """Load the library at ``path``, once per path and process."""
     if path not in _loaded:
         try:
             _loaded.setdefault(path, ctypes.CDLL(str(path)))
@@ -134,7 +143,7 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def is_intact(path: Path) -> bool:
-    """Whether ``path`` is a complete entry: it exists and its seal fits its bytes."""
+    """Return whether ``path`` is a complete entry: the file exists and its seal matches its bytes."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -171,7 +180,7 @@ def _key(source: str, command: tuple[str, ...], isa: str, headers: tuple[str, ..
 
 
 def _without_comments(source: str) -> str:
-    """Drop lines that are comments: programs that differ only in the scales they mention are the same library."""
+    """Drop comment lines, so that programs that differ only in the scales they mention share a library."""
     return re.sub(r"^ *//.*\n", "", source, flags=re.MULTILINE)
 
 
@@ -184,8 +193,10 @@ def _unit_path(unit: TranslationUnit, command: tuple[str, ...], isa: str, folder
 def _compile(
     source: str, command: tuple[str, ...], name: str, path: Path, objects: dict[Path, TranslationUnit]
 ) -> None:
-    """Make the entry ``path`` and what is missing of ``objects``; temporary files, the compiler's too, are in a folder
-    that does not outlive the call."""
+    """Write the entry ``path`` and those of ``objects`` that are missing.
+
+    Temporary files, including those of the compiler, are in a folder that is deleted before the function returns.
+    """
     text, missing = path.with_suffix(".cpp"), {entry: unit for entry, unit in objects.items() if not is_intact(entry)}
     with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as scratch:
         draft = Path(scratch, "kernel.cpp")
@@ -215,12 +226,15 @@ def _compile(
 
 
 def _headers() -> str:
-    """Return the compiler's option for this folder."""
+    """Return the compiler option that adds this folder to the include path."""
     return f"-I{library.HEADER_FOLDER}"
 
 
 def _unit_commands(missing: dict[Path, TranslationUnit], command: tuple[str, ...], scratch: Path) -> list[list[str]]:
-    """Write the texts of units into a folder and return what compiles them there: one command for all assembly."""
+    """Write the texts of ``missing`` units into a folder and return the commands that compile them there.
+
+    One command assembles all assembly texts.
+    """
     assembly, found = [], []
     for entry, unit in missing.items():
         text = scratch / f"{entry.stem}{unit.suffix}"
@@ -233,7 +247,7 @@ def _unit_commands(missing: dict[Path, TranslationUnit], command: tuple[str, ...
 
 
 def _seal_as(made: Path, path: Path) -> None:
-    """Append the seal to a file and move it to its place in the cache."""
+    """Append the seal to a file and move it to its path in the cache."""
     with made.open("r+b") as file:
         seal = _seal(file.read())
         file.write(seal)
@@ -241,8 +255,10 @@ def _seal_as(made: Path, path: Path) -> None:
 
 
 def _run_together(commands: Sequence[Sequence[str]], name: str, folder: str) -> None:
-    """Run commands at the same time in a folder; `BuildError` with the output of the first that fails. Whatever
-    interrupts the wait also ends the compilers and their children."""
+    """Run commands in parallel in a folder; raise `BuildError` with the output of the first that fails.
+
+    If the wait is interrupted, the compilers and their child processes are killed.
+    """
     environment, running = {**os.environ, "TMPDIR": folder, "LC_ALL": "C"}, list[subprocess.Popen[str]]()
     try:
         for command in commands:
@@ -279,7 +295,7 @@ def _run_together(commands: Sequence[Sequence[str]], name: str, folder: str) -> 
 
 @contextlib.contextmanager
 def _deferred_interrupt() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block: a process that has started is then known to who must end it."""
+    """Delay Ctrl-C until the end of the block, so that every started process is recorded and can be killed."""
     before = signal.getsignal(signal.SIGINT)
     if before is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -299,12 +315,12 @@ def _seal(content: bytes) -> bytes:
 
 
 def _touch(path: Path) -> None:
-    with contextlib.suppress(OSError):  # a cache that is only readable still serves
+    with contextlib.suppress(OSError):  # a read-only cache still works
         os.utime(path)
 
 
 def _evict(folder: Path) -> None:
-    """Remove the least recently used entries until the folder is within the limit; and what crashes left behind."""
+    """Remove the least recently used entries until the folder is within its limit, and files left by crashed builds."""
     now = time.time()
     sizes: dict[str, int] = defaultdict(int)
     used: dict[str, float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""What this CPU can run: instruction sets, best first, and cache sizes."""
+"""CPU features of this machine: supported instruction sets, best first, and cache sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 class IsaName(StrEnum):
-    """Instruction sets that kernels are written for, best first."""
+    """Instruction sets that kernels exist for, best first."""
 
     AVX512VNNI = "avx512vnni"
     AVX2 = "avx2"
@@ -24,18 +24,20 @@ ISA_FLAGS: dict[str, tuple[str, ...]] = {
     IsaName.AVX2.value: ("-mavx2", "-mf16c"),
     IsaName.PORTABLE.value: (),
 }
-"""Instruction set -> compiler flags, best first. Sets are named, never taken from the building machine."""
+"""Compiler flags per instruction set, best first. They never depend on the machine that compiles (no
+``-march=native``).
+"""
 
 CPU_FLAGS: dict[str, frozenset[str]] = {
     IsaName.AVX512VNNI.value: frozenset({"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}),
     IsaName.AVX2.value: frozenset({"avx2", "f16c"}),
     IsaName.PORTABLE.value: frozenset(),
 }
-"""Instruction set -> what /proc/cpuinfo must list for it."""
+"""Flags that /proc/cpuinfo must list for each instruction set."""
 
 
 class Caches(NamedTuple):
-    """Bytes of one core's first and second level data cache, and of the last level it shares."""
+    """Sizes in bytes of a core's first- and second-level data caches and of the shared last-level cache."""
 
     l1: int
     l2: int
@@ -43,11 +45,11 @@ class Caches(NamedTuple):
 
 
 TYPICAL_CACHES = Caches(32 << 10, 1 << 20, 16 << 20)
-"""Assumed where the system does not say, as in some containers."""
+"""Sizes assumed where the system does not report them, as in some containers."""
 
 
 def read_flags(text: str) -> frozenset[str]:
-    """CPU flags of the first processor in the text of /proc/cpuinfo."""
+    """Return the CPU flags of the first processor in the text of /proc/cpuinfo."""
     for line in text.splitlines():
         if line.startswith("flags"):
             return frozenset(line.partition(":")[2].split())
@@ -55,13 +57,13 @@ def read_flags(text: str) -> frozenset[str]:
 
 
 def supported(flags: frozenset[str]) -> tuple[str, ...]:
-    """Instruction sets that these CPU flags allow, best first; always ends in "portable"."""
+    """Return the instruction sets that these CPU flags allow, best first; the last is always "portable"."""
     return tuple(isa for isa, needed in CPU_FLAGS.items() if needed <= flags)
 
 
 @cache
 def isas() -> tuple[str, ...]:
-    """Instruction sets this CPU runs, best first; always ends in "portable"."""
+    """Return the instruction sets that this CPU supports, best first; the last is always "portable"."""
     try:
         return supported(read_flags(CPUINFO.read_text()))
     except OSError:
@@ -70,7 +72,7 @@ def isas() -> tuple[str, ...]:
 
 @cache
 def cpu_name() -> str:
-    """Model of the processor as /proc/cpuinfo has it, or "unknown"."""
+    """Return the processor's model name from /proc/cpuinfo, or "unknown"."""
     try:
         lines = CPUINFO.read_text().splitlines()
     except OSError:
@@ -80,13 +82,13 @@ def cpu_name() -> str:
 
 @cache
 def caches() -> Caches:
-    """Cache sizes of this machine in bytes; `TYPICAL_CACHES` stands in for what the system does not tell."""
+    """Return the cache sizes of this machine in bytes; sizes that the system does not report are `TYPICAL_CACHES`."""
     found = {level: size for level, size in map(_cache, CACHE_FOLDER.glob("index*")) if size}
     return Caches(*(found.get(level, typical) for level, typical in enumerate(TYPICAL_CACHES, start=1)))
 
 
 def _cache(folder: Path) -> tuple[int, int]:
-    """(level, bytes) of one entry of the system's list; 0 bytes for instruction caches and unreadable entries."""
+    """Return (level, bytes) of one sysfs cache entry; 0 bytes for instruction caches and unreadable entries."""
     try:
         kind, level, size = ((folder / name).read_text().strip() for name in ("type", "level", "size"))
         return int(level), 0 if kind == "Instruction" else _bytes(size)

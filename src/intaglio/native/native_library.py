@@ -1,4 +1,4 @@
-"""The library every process loads once: thread pool and counting kernels, for this machine's best instruction set."""
+"""The native library that each process loads once: thread pool and counting kernels, for the best instruction set."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from intaglio.native import compile as compiler
 from intaglio.native import cpu as machine
 
 BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
-"""``void body(void* context, int thread, int threads)``."""
+"""C type of the function that threads run: ``void body(void* context, int thread, int threads)``."""
 
 SOURCE = '#include "base/pool.cpp"\n#include "base/statistics.cpp"\n'
 
 
 class NativeCounts(ctypes.Structure):
-    """``IntaglioCounts`` of statistics.cpp."""
+    """Mirror of ``IntaglioCounts`` in statistics.cpp."""
 
     _fields_ = (
         ("low", ctypes.c_double),
@@ -37,7 +37,7 @@ SIGNATURES = {
 
 
 def open_library(isa: str) -> ctypes.CDLL:
-    """Pool and counting kernels built for ``isa``, with argument types set."""
+    """Build thread pool and counting kernels for ``isa`` and load them with their argument types set."""
     library = compiler.load(compiler.build(SOURCE, name="runtime", isa=isa))
     for name, types in SIGNATURES.items():
         function = getattr(library, name)
@@ -47,13 +47,13 @@ def open_library(isa: str) -> ctypes.CDLL:
 
 @cache
 def runtime() -> ctypes.CDLL:
-    """The library of this process; `BuildError` when it cannot be built."""
+    """Return the library of this process; raise `BuildError` if it cannot be built."""
     return open_library(machine.isas()[0])
 
 
 @cache
 def parallel_address() -> int:
-    """Address of ``intaglio_parallel_shared`` (an ``IntaglioParallel`` of pool.h), handed to generated programs."""
+    """Return the address of ``intaglio_parallel_shared`` (an ``IntaglioParallel`` of pool.h) for generated programs."""
     address = ctypes.cast(runtime().intaglio_parallel_shared, ctypes.c_void_p).value
     assert address is not None
     return address

@@ -1,4 +1,4 @@
-"""What the arithmetic units and the memory allow: register-only multiply-accumulates and reads a second."""
+"""Measurement of peak throughput: multiply-accumulates on registers and memory reads per second."""
 
 from __future__ import annotations
 
@@ -16,20 +16,33 @@ from intaglio.native.compile import build, load
 
 REPEATS = 5
 PEAK_SECONDS = 0.02
-"""Of one repeat, about."""
+"""Approximate duration of one repeat of the measurement in seconds."""
 SMALLEST_READ, LARGEST_READ = 64 << 20, 1 << 30
 SLICE_BYTES = 8 << 20
-"""Bytes each core reads at least when all read at once: more than its own caches hold."""
+"""Minimum number of bytes that each core reads when all read in parallel; more than its own caches hold."""
 
 
 Counter = Callable[[float], float]
-"""About how many seconds -> G multiply-accumulates a second of the thread that calls."""
+"""Runs a probe for about the given number of seconds and returns G multiply-accumulates per second of the calling
+thread.
+"""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A loop of instructions on registers: independent chains, more than latency times issue width, so that the units
-    never wait. ``macs``: multiply-accumulates of one round."""
+    """Loop of multiply-accumulate instructions on registers, which measures peak throughput.
+
+    Its chains are independent, and there are more of them than latency times issue width, so that the units never wait.
+
+    Attributes:
+        kind: ``int8`` or ``fp32``.
+        isa: Instruction set that the loop belongs to.
+        instruction: Instruction shown in reports.
+        flags: CPU flags that the loop needs.
+        registers: Registers that the loop clobbers.
+        body: Instructions of one round.
+        macs: Multiply-accumulates of one round.
+    """
 
     kind: str
     isa: str
@@ -52,7 +65,11 @@ def _ymm_fma() -> tuple[tuple[str, ...], tuple[str, ...], int]:
 
 
 def _ymm_pairs() -> tuple[tuple[str, ...], tuple[str, ...], int]:
-    """Products of 16-bit numbers, added in pairs: the multiply-add of AVX2 that is exact for int8."""
+    """Return registers, instructions and multiply-accumulates of a loop of vpmaddwd, AVX2's exact multiply-add for
+    int8.
+
+    It multiplies 16-bit numbers and adds the products in pairs.
+    """
     body = []
     for index in range(8):
         product = f"%%ymm{8 + index % 4}"
@@ -66,7 +83,7 @@ PROBES = (
     Probe("fp32", "avx512vnni", "vfmadd231ps zmm", frozenset({"avx512f"}), *_zmm("vfmadd231ps", 16)),
     Probe("fp32", "avx2", "vfmadd231ps ymm", frozenset({"fma"}), *_ymm_fma()),
 )
-"""Best first; of each kind the first that this CPU runs is measured."""
+"""All probes, best first; the first of each kind that this CPU supports is measured."""
 
 PEAK_SOURCE = """\
 #include <time.h>
@@ -100,12 +117,12 @@ PUBLIC double intaglio_%s(long rounds) {
 
 
 def chosen() -> dict[str, Probe]:
-    """Kind -> the best probe of this CPU; kinds without one are missing."""
+    """Return the best supported probe of each kind; kinds without one are missing."""
     return {probe.kind: probe for probe in reversed(_able())}
 
 
 def _able() -> list[Probe]:
-    """The probes this CPU runs, best first."""
+    """Return the probes that this CPU supports, best first."""
     try:
         flags = machine.read_flags(machine.CPUINFO.read_text())
     except OSError:
@@ -126,7 +143,11 @@ def _loop(probe: Probe) -> str:
 
 
 def measure(cores: int) -> dict[str, Any]:
-    """Kind -> rate of one core alone, and of the slowest core when all work at once. Raises `BuildError`."""
+    """Return for each kind the rate of one core alone, and of the slowest core when all work in parallel.
+
+    Raises:
+        BuildError: The probes cannot be compiled.
+    """
     probes = chosen()
     isa = next(iter(probes.values())).isa if probes else machine.IsaName.PORTABLE.value
     library = load(build(source(probes), name="doctor", isa=isa))
@@ -139,8 +160,11 @@ def measure(cores: int) -> dict[str, Any]:
 
 
 def int8_rates(isa: str, threads: int, seconds: float = PEAK_SECONDS) -> list[float]:
-    """G multiply-accumulates a second of each of ``threads`` threads that work at once, in int8 with the instructions
-    of ``isa``: the best of some repeats of about ``seconds`` each. Empty where `int8_counter` has none."""
+    """Return the int8 peak of each of ``threads`` parallel threads in G multiply-accumulates per second.
+
+    Each rate is the best of some repeats of about ``seconds`` each with the instructions of ``isa``. The list is empty
+    if `int8_counter` returns ``None``.
+    """
     count = int8_counter(isa)
     if count is None:
         return []
@@ -150,16 +174,17 @@ def int8_rates(isa: str, threads: int, seconds: float = PEAK_SECONDS) -> list[fl
 
 @cache
 def int8_counter(isa: str) -> Counter | None:
-    """What counts int8 multiply-accumulates of one instruction set; ``None`` if it has no probe, or not on this CPU.
+    """Return the int8 counter of one instruction set; ``None`` without a probe for it that this CPU supports.
 
-    Raises `BuildError`.
+    Raises:
+        BuildError: The probe cannot be compiled.
     """
     found = [probe for probe in _able() if (probe.kind, probe.isa) == ("int8", isa)]
     return _counting(load(build(source({"int8": found[0]}), name="limit", isa=isa)), found[0]) if found else None
 
 
 def _counting(library: Any, probe: Probe) -> Counter:
-    """The loop of a probe, as many rounds of it as fill a time."""
+    """Return a counter that runs as many rounds of a probe as fill the given time."""
     function = getattr(library, f"intaglio_{probe.kind}")
     function.restype, function.argtypes = ctypes.c_double, (ctypes.c_long,)
     trial = 10_000
@@ -177,7 +202,10 @@ def _best(count: Counter, seconds: float) -> float:
 
 
 def _reading(library: Any, cores: int) -> Callable[[int, int], float]:
-    """GB a second that a thread reads of its share of one array, which no cache holds."""
+    """Return a function that measures the GB per second a thread reads from its slice of an array.
+
+    The array is larger than the caches.
+    """
     function = library.intaglio_read
     function.restype, function.argtypes = ctypes.c_double, (ctypes.c_void_p, ctypes.c_long)
     size = min(max(SMALLEST_READ, 2 * machine.caches().l3, cores * SLICE_BYTES), LARGEST_READ)
@@ -192,7 +220,7 @@ def _reading(library: Any, cores: int) -> Callable[[int, int], float]:
 
 
 def _rates(rate: Callable[[int, int], float], cores: int) -> dict[str, float]:
-    """``rate(core, cores at work)`` of one core alone, and of the slowest when all work."""
+    """Return ``rate(core, active cores)`` of one core alone, and of the slowest core when all work in parallel."""
     alone = rate(0, 1)
     with ThreadPoolExecutor(cores) as pool:  # the calls release the interpreter's lock
         return {"one_core": alone, "each_of_all": min(pool.map(lambda core: rate(core, cores), range(cores)))}

@@ -1,4 +1,4 @@
-"""Counting over float32 arrays: compiled kernels, and NumPy with the same results where nothing can be compiled."""
+"""Statistics of float32 arrays for calibration: compiled kernels, and a NumPy fallback with identical results."""
 
 from __future__ import annotations
 
@@ -18,29 +18,38 @@ Float32Array = NDArray[np.float32]
 Int64Array = NDArray[np.int64]
 
 HALF_BINS = 4096
-"""Histogram bins on each side of zero; ``kHalf`` of statistics.cpp."""
+"""Number of histogram bins on each side of zero; ``kHalf`` of statistics.cpp."""
 LOWEST_BINARY_EXPONENT = -160
-"""Exponent for the smallest float32 denormal, 2^-149, and for no values other than zero."""
+"""Exponent for the smallest float32 denormal, 2^-149, and for arrays that contain only zeros."""
 MANTISSA_BITS = 5
-"""Mantissa bits of a bin of the sketch; ``kKept`` of statistics.cpp."""
+"""Mantissa bits that index a bin of the sketch; ``kKept`` of statistics.cpp."""
 EXPONENT_BITS = 23 - MANTISSA_BITS
 SKETCH = 1 << (9 + MANTISSA_BITS)
-"""Bins of the sketch, by sign, exponent and leading mantissa bits; the negative ones are the upper half."""
+"""Number of bins of the sketch, by sign, exponent and leading mantissa bits; the upper half is for negative values."""
 SIGNED_EXPONENTS = 1 << 9
 CHUNK = 1 << 20
-"""Values the NumPy fallback holds in float64 at once."""
+"""Number of values that the NumPy fallback converts to float64 at a time."""
 
 _MAGNITUDE, _INFINITY = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What one pass over ``f32[rows, columns]`` counts.
+    """Statistics of one pass over ``f32[rows, columns]``. Zeros, NaN and infinities are in neither histogram.
 
-    ``low`` and ``high``: smallest and largest finite value (+inf, -inf without one; -0 counts as 0), ``lows`` and
-    ``highs`` the same of each row. ``bins[2 * HALF]``: bin i counts the values in [i - HALF, i - HALF + 1) *
-    2^exponent, with the smallest exponent that holds all. ``sketch[SKETCH]``: counts by the upper bits of a value.
-    ``total``: their exact sum in units of 2^-149. Zeros, NaN and infinities are in neither histogram.
+    Attributes:
+        count: Number of values.
+        low: Smallest finite value; +inf if there is none; -0 counts as 0.
+        high: Largest finite value; -inf if there is none.
+        nans: Number of NaNs.
+        infinities: Number of infinities.
+        zeros: Number of zeros.
+        exponent: Smallest exponent with which all values fit into ``bins``.
+        bins: Histogram i64[2 * HALF_BINS]; bin i counts the values in ``[i - HALF, i - HALF + 1) * 2^exponent``.
+        sketch: Histogram i64[SKETCH] by the upper bits of a value.
+        total: Exact sum in units of 2^-149.
+        lows: ``low`` of each row.
+        highs: ``high`` of each row.
     """
 
     count: int
@@ -58,7 +67,7 @@ class Counts:
 
 
 def count(x: Float32Array, rows: int = 1, threads: int = 1) -> Counts:
-    """Counts of a float32 array whose values are those of ``rows`` rows of equal length, in one pass."""
+    """Count the statistics of a float32 array, seen as ``rows`` rows of equal length, in one pass."""
     x = _contiguous(x)
     if rows < 0 or (x.size % rows if rows else x.size):
         raise ValueError(f"{x.size} values are not {rows} rows of equal length")
@@ -89,7 +98,7 @@ def count(x: Float32Array, rows: int = 1, threads: int = 1) -> Counts:
 def channel_extrema(
     x: Float32Array, outer: int, channels: int, inner: int, threads: int = 1
 ) -> tuple[Float32Array, Float32Array]:
-    """f32[outer, channels, inner] -> (low f32[channels], high f32[channels]) of the finite values."""
+    """Return the smallest and largest finite value f32[channels] of each channel of f32[outer, channels, inner]."""
     x = _contiguous(x)
     if x.size != outer * channels * inner:
         raise ValueError(f"{x.size} values are not [{outer}, {channels}, {inner}]")
@@ -102,14 +111,16 @@ def channel_extrema(
 
 
 def exponent_of(magnitude: float) -> int:
-    """Smallest k with ``magnitude * 2^-k < HALF``, for a finite float32 magnitude; zero has the lowest there is."""
+    """Return the smallest k with ``magnitude * 2^-k < HALF_BINS`` for a finite magnitude; `LOWEST_BINARY_EXPONENT` for
+    zero.
+    """
     if magnitude == 0:
         return LOWEST_BINARY_EXPONENT
     return math.frexp(magnitude)[1] - (HALF_BINS.bit_length() - 1)
 
 
 def exact_sum(x: Float32Array) -> int:
-    """Sum of finite values in units of 2^-149, exactly."""
+    """Return the exact sum of finite values in units of 2^-149."""
     bits = x.reshape(-1).view(np.uint32)
     sums = np.zeros(SIGNED_EXPONENTS, np.int64)
     np.add.at(sums, (bits >> np.uint32(23)).astype(np.int64), _mantissas(bits))
@@ -117,13 +128,13 @@ def exact_sum(x: Float32Array) -> int:
 
 
 def _total(sums: Int64Array) -> int:
-    """Sums of integer mantissas by sign and exponent -> their sum in units of 2^-149."""
+    """Return the sum in units of 2^-149 from sums of integer mantissas by sign and exponent."""
     parts = [(index, int(sums[index])) for index in np.flatnonzero(sums).tolist()]
     return sum((-part if index >> 8 else part) << (max(index & 255, 1) - 1) for index, part in parts)
 
 
 def _mantissas(bits: NDArray[np.uint32]) -> Int64Array:
-    """Bits of finite values -> mantissas as integers, the leading one of a normal value included."""
+    """Return the integer mantissas of finite values given as bits, with the implicit leading one of normal values."""
     hidden = np.where((bits & np.uint32(0x7F800000)) > 0, np.uint32(1 << 23), np.uint32(0))
     return ((bits & np.uint32(0x7FFFFF)) | hidden).astype(np.int64)
 
@@ -144,7 +155,7 @@ def _kernels() -> ctypes.CDLL | None:
 
 
 def count_numpy(x: Float32Array, rows: int) -> Counts:
-    """`count` in NumPy."""
+    """Compute `count` in NumPy."""
     lows, highs = channel_extrema_numpy(x.reshape(1, rows, x.size // rows if rows else 0))
     low, high = float(_exact(lows).min(initial=np.inf)), float(_exact(highs).max(initial=-np.inf))
     nans = infinities = zeros = total = 0
@@ -164,7 +175,7 @@ def count_numpy(x: Float32Array, rows: int) -> Counts:
 
 
 def channel_extrema_numpy(x: Float32Array) -> tuple[Float32Array, Float32Array]:
-    """`channel_extrema` of f32[outer, channels, inner] in NumPy."""
+    """Compute `channel_extrema` of f32[outer, channels, inner] in NumPy."""
     keys = x.view(np.int32) & _MAGNITUDE
     keys, finite = np.where(x.view(np.int32) < 0, -keys, keys), keys < _INFINITY
     low = np.where(finite, keys, _INFINITY).min(axis=(0, 2), initial=_INFINITY)
@@ -173,7 +184,7 @@ def channel_extrema_numpy(x: Float32Array) -> tuple[Float32Array, Float32Array]:
 
 
 def _values(keys: NDArray[np.int32]) -> Float32Array:
-    """Magnitude bits with a sign -> the values; integers order like values in every float mode."""
+    """Return the float32 values of signed magnitude bits; such integers order like the values in every float mode."""
     return (np.abs(keys) | np.where(keys < 0, np.int32(-(2**31)), np.int32(0))).view(np.float32)
 
 
@@ -183,7 +194,7 @@ def _parts(x: Float32Array) -> list[Float32Array]:
 
 
 def _exact(x: Float32Array) -> NDArray[np.float64]:
-    """Return f32 values without NaN as f64, converted from their bits: `torch.set_flush_denormal` loses no denormal."""
+    """Convert f32 values without NaN to f64 from their bits, which keeps denormals under `torch.set_flush_denormal`."""
     bits = x.view(np.uint32)
     exponent = np.maximum(((bits >> np.uint32(23)) & np.uint32(255)).astype(np.int32), 1)
     size = np.where(exponent < 255, np.ldexp(_mantissas(bits).astype(np.float64), exponent - 150), np.inf)

@@ -1,4 +1,4 @@
-"""What programs are linked with: parts of the C++ library in this folder, and generated kernels.
+"""Translation units that programs are linked with: parts of the C++ library in this folder, and generated kernels.
 
 A `TranslationUnit` is compiled once per instruction set to an object file in the kernel cache (native/compile.py).
 """
@@ -19,8 +19,14 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 @dataclass(frozen=True)
 class TranslationUnit:
-    """A text with an object file of its own. ``digest``: of all that the text is made from; ``text`` is called when the
-    cache has no such object file; ``suffix``: ".s" for assembly, ".cpp"."""
+    """Source text that is compiled to an object file of its own.
+
+    Attributes:
+        name: Stem of the file in the cache.
+        digest: Digest of everything that the text is generated from.
+        suffix: ".s" for assembly, ".cpp" for C++.
+        text: Returns the source; called only if the cache has no object file with this digest.
+    """
 
     name: str
     digest: str
@@ -29,7 +35,7 @@ class TranslationUnit:
 
 
 def included(source: str, headers: tuple[str, ...] = ()) -> dict[str, str]:
-    """Path in this folder -> text of every file that ``source`` includes, directly or not, and of ``headers``."""
+    """Return path and text of every file of this folder that ``source`` or ``headers`` include, also indirectly."""
     texts: dict[str, str] = {}
     waiting = [*headers, *_INCLUDE.findall(source)]
     while waiting:
@@ -41,7 +47,7 @@ def included(source: str, headers: tuple[str, ...] = ()) -> dict[str, str]:
 
 
 def library_files(source: str) -> tuple[str, ...]:
-    """Names of the C++ files that hold the library functions ``source`` may call, directly or not, in order of name."""
+    """Return the sorted names of the C++ files with the library functions that ``source`` may call, also indirectly."""
     found, waiting = set[str](), [source]
     while waiting:
         for header in included(waiting.pop()):
@@ -53,13 +59,13 @@ def library_files(source: str) -> tuple[str, ...]:
 
 
 def library_units(source: str) -> tuple[TranslationUnit, ...]:
-    """The parts of the library that ``source`` is linked with."""
+    """Return the parts of the library that ``source`` is linked with."""
     return tuple(_library_unit(name) for name in library_files(source))
 
 
 @cache
 def _library(folder: Path) -> frozenset[str]:
-    """C++ files whose header declares functions of the library."""
+    """Return the C++ files whose header declares functions of the library."""
     headers = (path for path in folder.rglob("*.h") if "LIBRARY void" in path.read_text(encoding="utf-8"))
     sources = (path.with_suffix(".cpp") for path in headers)
     return frozenset(str(path.relative_to(folder)) for path in sources if path.is_file())

@@ -1,7 +1,7 @@
 """Reference definition of all quantized arithmetic, in NumPy; `native/base/numerics.h` must match it bit for bit.
 
 Everything that runs is IEEE float32 ``+ - * /``, comparison and conversion in the written order, ties to even: no fused
-multiply-add, no reciprocal estimates. Integers of kernels wrap as unsigned 32-bit.
+multiply-add, no reciprocal estimates. Integer arithmetic of kernels wraps as unsigned 32-bit.
 """
 
 from intaglio.numerics.activations import (

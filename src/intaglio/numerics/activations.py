@@ -10,28 +10,28 @@ from numpy.typing import ArrayLike
 from intaglio.numerics.rounding import LARGEST, FloatArray
 
 LOWEST_EXPONENT = np.float32(-87)
-"""Below this `exp_negative` is 0; float32 would soon be denormal."""
+"""`exp_negative` returns 0 below this; the results would soon be denormal float32."""
 
 LOG2_E = np.float32(1.44269502162933349609375)
 
 LN2_HIGH = np.float32(0.693359375)
 
 LN2_LOW = np.float32(-2.12194441701285541057586669921875e-4)
-"""ln 2 in two parts: products of the high one with whole numbers up to 2^15 are exact."""
+"""ln 2 in two parts: products of `LN2_HIGH` with integers up to 2^15 are exact."""
 
 EXP_TERMS = tuple(
     np.float32(float.fromhex(term))
     for term in ("0x1.6a23cep-10", "0x1.123a2p-7", "0x1.5558f2p-5", "0x1.555492p-3", "0x1.fffffcp-2")
 )
-"""Coefficients of r^6 ... r^2 in exp(r), least relative error on |r| <= ln(2)/2."""
+"""Coefficients of r^6 ... r^2 of the polynomial for exp(r) with the least relative error on |r| <= ln(2)/2."""
 
 LANES = 16
 
 
 def exp_negative(x: ArrayLike) -> FloatArray:
-    """f32 -> f32: exp(x) for x <= 0, within 1e-7 of it; 0 below -87.
+    """Return exp(x) for f32 x <= 0, with a relative error of at most 1e-7; 0 below -87.
 
-    ``2^n * exp(x - n * ln 2)`` with ``n = rne(x / ln 2)`` and a polynomial in float32, no fused multiply-add.
+    ``2^n * exp(x - n * ln 2)`` with ``n = rne(x / ln 2)`` and a polynomial in float32, without fused multiply-add.
     """
     x = np.asarray(x, np.float32)
     rise, power = _exp_parts(x)
@@ -39,14 +39,14 @@ def exp_negative(x: ArrayLike) -> FloatArray:
 
 
 def expm1_negative(x: ArrayLike) -> FloatArray:
-    """f32 -> f32: exp(x) - 1 for x <= 0, within 1e-7 of it, relative to it; the parts of `exp_negative`."""
+    """Return exp(x) - 1 for f32 x <= 0, with a relative error of at most 1e-7."""
     rise, power = _exp_parts(np.asarray(x, np.float32))
     result: FloatArray = rise * power + (power - np.float32(1))
     return result
 
 
 def _exp_parts(x: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """``r`` and a power of two with ``exp(x) = (r + 1) * power``, for x from -87 to 0; below as for -87."""
+    """Return ``r`` and a power of two with ``exp(x) = (r + 1) * power``, for x in [-87, 0]; smaller x count as -87."""
     bounded = np.maximum(x, LOWEST_EXPONENT)
     n: FloatArray = np.rint(bounded * LOG2_E)
     r: FloatArray = (bounded - n * LN2_HIGH) - n * LN2_LOW
@@ -61,7 +61,9 @@ SIXTH = np.float32(1 / 6)
 NORMAL_RATE = np.float32(0.3275911 / math.sqrt(2))
 
 NORMAL_TERMS = tuple(np.float32(a / 2) for a in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592))
-"""Half the complementary error function, Abramowitz and Stegun 7.1.26: highest power of ``1 / (1 + p z)`` first."""
+"""Coefficients of half the complementary error function, Abramowitz and Stegun 7.1.26, highest power of ``1 / (1 + p
+z)`` first.
+"""
 
 GELU_LINEAR = np.float32(2 * math.sqrt(2 / math.pi))
 
@@ -69,27 +71,27 @@ GELU_CUBIC = np.float32(2 * math.sqrt(2 / math.pi) * 0.044715)
 
 
 def leaky_relu(x: ArrayLike, slope: float) -> FloatArray:
-    """f32 -> f32: x above 0, else ``x * float32(slope)``."""
+    """Return f32 x where it is positive, else ``x * float32(slope)``."""
     x = np.asarray(x, np.float32)
     with np.errstate(over="ignore"):
         return np.where(x > 0, x, np.maximum(x, -LARGEST) * np.float32(slope))
 
 
 def hardsigmoid(x: ArrayLike) -> FloatArray:
-    """f32 -> f32: ``min(max(x + 3, 0), 6) * float32(1 / 6)``, within 1e-7 of it."""
+    """Return ``min(max(x + 3, 0), 6) * float32(1 / 6)`` of f32 x, within 1e-7 of hardsigmoid."""
     result: FloatArray = np.clip(np.asarray(x, np.float32) + np.float32(3), np.float32(0), np.float32(6)) * SIXTH
     return result
 
 
 def hardswish(x: ArrayLike) -> FloatArray:
-    """f32 -> f32: ``x * hardsigmoid(x)``, within 2e-7 of it, relative to it."""
+    """Return ``x * hardsigmoid(x)`` of f32 x, with a relative error of at most 2e-7."""
     x = np.asarray(x, np.float32)
     result: FloatArray = np.maximum(x, np.float32(-3)) * hardsigmoid(x)
     return result
 
 
 def sigmoid(x: ArrayLike) -> FloatArray:
-    """f32 -> f32: ``1 / (1 + exp(-x))``, within 2e-7 of it, relative to it; 0 below -87."""
+    """Return ``1 / (1 + exp(-x))`` of f32 x, with a relative error of at most 2e-7; 0 below -87."""
     x = np.asarray(x, np.float32)
     power = exp_negative(-np.abs(x))
     result: FloatArray = np.where(x < 0, power, np.float32(1)) / (power + np.float32(1))
@@ -97,14 +99,14 @@ def sigmoid(x: ArrayLike) -> FloatArray:
 
 
 def silu(x: ArrayLike) -> FloatArray:
-    """f32 -> f32: ``x * sigmoid(x)``, within 3e-7 of it, relative to it; 0 below -87."""
+    """Return ``x * sigmoid(x)`` of f32 x, with a relative error of at most 3e-7; 0 below -87."""
     x = np.asarray(x, np.float32)
     result: FloatArray = np.maximum(x, LOWEST_EXPONENT) * sigmoid(x)
     return result
 
 
 def hyperbolic_tangent(x: ArrayLike) -> FloatArray:
-    """f32 -> f32: tanh(x) by `expm1_negative` of ``-2 |x|``, within 2e-7 of it, relative to it."""
+    """Return tanh(x) of f32 x from `expm1_negative` of ``-2 |x|``, with a relative error of at most 2e-7."""
     x = np.asarray(x, np.float32)
     with np.errstate(over="ignore"):
         fall = expm1_negative(np.float32(-2) * np.abs(x))
@@ -113,7 +115,7 @@ def hyperbolic_tangent(x: ArrayLike) -> FloatArray:
 
 
 def gelu(x: ArrayLike) -> FloatArray:
-    """f32 -> f32: x times the normal distribution up to x, within ``3e-7 * |x|`` of it.
+    """Return x times the standard normal CDF at x, f32, within ``3e-7 * |x|`` of it.
 
     The tail beyond |x| is ``exp(-x * x / 2)`` times a polynomial in ``1 / (1 + p |x|)``.
     """
@@ -130,10 +132,10 @@ def gelu(x: ArrayLike) -> FloatArray:
 
 
 NEAR_RATE = np.float32(3)
-"""Pieces of `near_gelu` in 1."""
+"""Number of pieces of `near_gelu` per unit of |x|."""
 
 NEAR_END = np.float32(5)
-"""Magnitudes from here on count as this, in the middle of the last of 16 pieces."""
+"""Larger magnitudes are clamped to this, the middle of the last of 16 pieces."""
 
 NEAR_TERMS = np.array(
     [
@@ -162,16 +164,19 @@ NEAR_TERMS = np.array(
     ],
     np.float32,
 )
-"""[power, piece]: ``1 - normal distribution of t`` around ``t = piece / NEAR_RATE`` as a polynomial in t, lowest power
-first: the least largest error, below 2.3e-6, and 0 in the last piece, where 7e-7 and less are left."""
+"""[power, piece]: coefficients of ``1 - normal CDF`` near ``t = piece / NEAR_RATE`` as a polynomial in t.
+
+Powers ascend. The polynomials minimize the largest error, which is below 2.3e-6. The last piece is 0, where the true
+value is at most 7e-7.
+"""
 
 
 def near_gelu(x: ArrayLike) -> FloatArray:
-    """f32 -> f32: x times the normal distribution up to x, within ``3e-6 * |x|`` of it, for results that become levels.
+    """Return an approximation of `gelu` within ``3e-6 * |x|``, for results that are then quantized to 8 bits.
 
-    That is x or 0, the larger, less the tail beyond |x| times |x|. Of 16 pieces of |x| each has its own polynomial: a
-    table of 16 numbers is one register, and looking them up takes less time than the higher powers that one polynomial
-    for all would need.
+    It is ``max(x, 0)`` less |x| times the tail beyond |x|. Each of 16 pieces of |x| has its own polynomial: a table of
+    16 numbers fits into one vector register, and a lookup costs less than the higher powers that a single polynomial
+    would need.
     """
     x = np.asarray(x, np.float32)
     size = np.minimum(np.abs(x), NEAR_END)
@@ -183,9 +188,9 @@ def near_gelu(x: ArrayLike) -> FloatArray:
 
 
 def gelu_tanh(x: ArrayLike) -> FloatArray:
-    """f32 -> f32: ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))``, within ``2e-7 * |x|`` of it.
+    """Return ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))`` of f32 x, within ``2e-7 * |x|`` of it.
 
-    That is ``x * sigmoid(2 * ...)``.
+    It is computed as ``x * sigmoid(2 * ...)``.
     """
     x = np.asarray(x, np.float32)
     with np.errstate(over="ignore"):

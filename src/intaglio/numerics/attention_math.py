@@ -1,4 +1,4 @@
-"""Attention between quantized values: scores in powers of two, 8-bit probabilities, one rounding of the result."""
+"""Attention between quantized tensors: scores as base-2 exponents, 8-bit probabilities, one rounding of the result."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from intaglio.numerics.rounding import LARGEST, FloatArray, Int32Array, finish
 from intaglio.numerics.scales import accumulator_scale, multiplier
 
 LOWEST_SCORE = np.float32(-12)
-"""Scores so far below the largest of their row, or farther, have the level 0: 255 * 2^-12 is less than 0.07."""
+"""Scores this far or farther below the largest of their row get probability 0: 255 * 2^-12 is less than 0.07."""
 
 LEVEL_TERMS = tuple(
     np.float32(float.fromhex(term)) for term in ("0x1.c232b0p+3", "0x1.eeed58p+5", "0x1.61902ap+7", "0x1.fdf69cp+7")
 )
-"""Coefficients of f^3 ... f^0 in 255 * 2^f, least relative error (7.5e-5) on |f| <= 1/2."""
+"""Coefficients of f^3 ... f^0 in 255 * 2^f with the least relative error (7.5e-5) on |f| <= 1/2."""
 
 
 def probability_levels(x: ArrayLike) -> NDArray[np.uint8]:
-    """f32[..., keys] -> u8[..., keys]: ``rne(255 * 2^(x - max(x)))``, within 0.02 of it before rounding.
+    """Quantize the unnormalized softmax of scores f32[..., keys] to u8[..., keys]: ``rne(255 * 2^(x - max(x)))``.
 
-    A NaN is no score: it is never the largest, and its level is 0. So are all levels of a row whose largest score is
-    infinite, and of one without keys.
+    The error before rounding is at most 0.02. A NaN score is never the largest and gets probability 0. All
+    probabilities of a row are 0 if its largest score is infinite or if it has no keys.
     """
     x = np.asarray(x, np.float32)
     top = np.fmax.reduce(x, axis=-1, keepdims=True, initial=np.float32(-np.inf))
@@ -43,9 +43,12 @@ def probability_levels(x: ArrayLike) -> NDArray[np.uint8]:
 
 
 def attention_factors(inputs: Sequence[float], scale_y: float, scale: float) -> tuple[np.float32, np.float32]:
-    """``float32(s_q * s_k * scale / ln 2)`` and ``float32(s_v / s_y)``, both from float64: see `attention`.
+    """Return ``float32(s_q * s_k * scale / ln 2)`` and ``float32(s_v / s_y)``, computed in float64; see `attention`.
 
-    ``inputs``: scales of q, k and v; ``scale``: what scores are multiplied by.
+    Args:
+        inputs: Scales of q, k and v.
+        scale_y: Scale of the result.
+        scale: Factor that scores are multiplied by, usually ``1 / sqrt(D)``.
     """
     scale_q, scale_k, scale_v = inputs
     factor = np.float32(accumulator_scale(scale_q, scale_k) * np.float64(scale) / math.log(2))
@@ -53,8 +56,9 @@ def attention_factors(inputs: Sequence[float], scale_y: float, scale: float) -> 
 
 
 def mask_powers(mask: NDArray[Any]) -> FloatArray:
-    """What a mask adds to scores in powers of two: ``mask * LOG2_E`` of floats, no less than the least finite one but
-    for -inf; 0 for True, -inf for False.
+    """Return the term that a mask adds to base-2 scores: 0 or -inf for a bool mask, else ``mask * LOG2_E``.
+
+    Products of a float mask are clamped at the least finite float32, except for -inf itself.
     """
     if mask.dtype == np.bool_:
         return np.where(mask, np.float32(0), np.float32(-np.inf))
@@ -67,8 +71,16 @@ def mask_powers(mask: NDArray[Any]) -> FloatArray:
 def attention_scores(
     q: ArrayLike, k: ArrayLike, factor: ArrayLike, mask: NDArray[Any] | None, causal: bool
 ) -> FloatArray:
-    """i[..., queries, D], i[..., keys, D] -> f32[..., queries, keys] in powers of two: ``float32(q . k) * factor``,
-    plus `mask_powers`; with ``causal`` -inf for keys behind the query of their number.
+    """Return base-2 scores f32[..., queries, keys]: ``float32(q . k) * factor`` plus `mask_powers`.
+
+    With ``causal``, keys after the query of the same index get -inf.
+
+    Args:
+        q: Queries less their zero point, i[..., queries, D].
+        k: Keys less their zero point, i[..., keys, D].
+        factor: First of `attention_factors`.
+        mask: Float or bool mask that broadcasts against the scores, or ``None``.
+        causal: Mask keys after the query.
     """
     products = np.asarray(q, np.float64) @ np.swapaxes(np.asarray(k, np.float64), -1, -2)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -92,12 +104,22 @@ def attention(
     low: int,
     high: int,
 ) -> Int32Array:
-    """i[B, H, queries, D], i[B, G, keys, D], i[B, G, keys, V] -> i32[B, H, queries, V]: levels of
-    ``softmax(q k^T * scale + mask) v``; operands are differences from their zero points, ``H / G`` heads share a k, v.
+    """Return the quantized result i32[B, H, queries, V] of ``softmax(q k^T * scale + mask) v``.
 
-    ``p = probability_levels(scores)`` and ``p v`` is exact in int32; the result is ``clamp(rne(float32(p v) * (ratio /
-    float32(sum(p)))) + zero_point, low, high)``, the zero point where no key has a level. factor and ratio: see
-    `attention_factors`.
+    ``p = probability_levels(scores)``, and ``p v`` is exact in int32. The result is ``clamp(rne(float32(p v) * (ratio /
+    float32(sum(p)))) + zero_point, low, high)``; it is the zero point where every probability is 0.
+
+    Args:
+        q: Queries less their zero point, i[B, H, queries, D].
+        k: Keys less their zero point, i[B, G, keys, D]; ``H / G`` heads share a key (grouped-query attention).
+        v: Values less their zero point, i[B, G, keys, V].
+        mask: Float or bool mask, or ``None``.
+        causal: Mask keys after the query.
+        factor: First of `attention_factors`.
+        ratio: Second of `attention_factors`.
+        zero_point: Zero point of the result.
+        low: Smallest quantized value of the result.
+        high: Largest quantized value of the result.
     """
     q, k, v = (np.asarray(x) for x in (q, k, v))
     k, v = (np.repeat(x, q.shape[1] // x.shape[1], 1) for x in (k, v))

@@ -1,7 +1,7 @@
-"""Reference arithmetic of tensors that stay float32 between integers; the C++ of it is native/elementwise/loops.h.
+"""Reference arithmetic of tensors that stay float32 in an integer graph; its C++ is native/elementwise/loops.h.
 
-Inputs have any size, NaN and infinities included: IEEE float32 in the written order, no fused multiply-add. bfloat16 is
-float32 whose low 16 bits are zero.
+Inputs may have any magnitude and may be NaN or infinite. Operations are IEEE float32 in the written order, without
+fused multiply-add. A bfloat16 value is a float32 value whose low 16 bits are zero.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from intaglio import numerics
 from intaglio.numerics import LANES, LN2_HIGH, LN2_LOW, FloatArray
 
 LARGEST_EXPONENT = np.float32(89)
-"""exp of it is beyond float32."""
+"""exp of this exceeds float32."""
 LOG_TERMS = tuple(np.float32(2 / n) for n in (9, 7, 5, 3))
-"""Of s^9 ... s^3 in ``log((1 + s) / (1 - s)) = 2 s + 2/3 s^3 + ...``; |s| <= 0.172."""
+"""Coefficients of s^9 ... s^3 in ``log((1 + s) / (1 - s)) = 2 s + 2/3 s^3 + ...``; |s| <= 0.172."""
 SQRT_HALF_BITS = 0x3F3504F3
-"""Of the float32 nearest to sqrt(1/2)."""
+"""Bit pattern of the float32 nearest to sqrt(1/2)."""
 SMALLEST_NORMAL = np.float32(2.0**-126)
 
 Function = Callable[[FloatArray], FloatArray]
 
 
 def exp(x: ArrayLike) -> FloatArray:
-    """Return e to the power of x, f32, within 1.2e-7 relative to it; 0 below -87, `numerics.exp_negative` up to 0."""
+    """Return e to the power of f32 x, with a relative error of at most 1.2e-7; 0 below -87.
+
+    It equals `numerics.exp_negative` for x <= 0.
+    """
     x = np.asarray(x, np.float32)
     bounded = np.where(x > numerics.LOWEST_EXPONENT, x, numerics.LOWEST_EXPONENT)
     bounded = np.where(bounded < LARGEST_EXPONENT, bounded, LARGEST_EXPONENT)
@@ -42,7 +45,7 @@ def exp(x: ArrayLike) -> FloatArray:
 
 
 def _exp_rise(x: FloatArray, n: FloatArray) -> FloatArray:
-    """exp(x - n ln 2) - 1, in the order of `numerics.exp_negative`."""
+    """Return exp(x - n ln 2) - 1 with the operations of `numerics.exp_negative` in the same order."""
     r: FloatArray = (x - n * LN2_HIGH) - n * LN2_LOW
     total = np.full_like(r, numerics.EXP_TERMS[0])
     for term in numerics.EXP_TERMS[1:]:
@@ -51,7 +54,10 @@ def _exp_rise(x: FloatArray, n: FloatArray) -> FloatArray:
 
 
 def log(x: ArrayLike) -> FloatArray:
-    """Return the natural logarithm, f32, within 1.2e-7 relative to it or to 1; -inf of 0, NaN below."""
+    """Return the natural logarithm of f32 x; -inf at 0, NaN for negative x.
+
+    The error is at most 1.2e-7, absolute or relative to the result, whichever is larger.
+    """
     x = np.asarray(x, np.float32)
     small = x < SMALLEST_NORMAL
     with np.errstate(all="ignore"):
@@ -73,7 +79,7 @@ def log(x: ArrayLike) -> FloatArray:
 
 
 def of_numbers(function: Function) -> Function:
-    """The function, and NaN of NaN."""
+    """Wrap a function so that NaN maps to NaN; the function itself sees 0 instead."""
 
     def wide(x: FloatArray) -> FloatArray:
         unknown = np.isnan(x)
@@ -83,18 +89,20 @@ def of_numbers(function: Function) -> Function:
 
 
 def maximum(a: FloatArray, b: FloatArray) -> FloatArray:
-    """The larger; NaN if either is."""
+    """Return the larger of both elementwise; NaN if either is NaN."""
     return np.where((a > b) | np.isnan(a), a, b)
 
 
 def minimum(a: FloatArray, b: FloatArray) -> FloatArray:
-    """The smaller; NaN if either is."""
+    """Return the smaller of both elementwise; NaN if either is NaN."""
     return np.where((a < b) | np.isnan(a), a, b)
 
 
 def in_lanes(x: FloatArray, start: float, join: Callable[[FloatArray, FloatArray], FloatArray]) -> FloatArray:
-    """f32[..., C] -> f32[..., 1]: element i joins lane ``i % 16``, in order; then lanes, the upper half to the lower,
-    until there is one.
+    """Reduce f32[..., C] to f32[..., 1] in the order of a 16-lane vector loop.
+
+    Element i is joined to lane ``i % 16`` in order; then the upper half of the lanes is joined to the lower half until
+    one lane remains.
     """
     lanes: FloatArray = np.full((*x.shape[:-1], LANES), start, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -109,29 +117,29 @@ def in_lanes(x: FloatArray, start: float, join: Callable[[FloatArray, FloatArray
 
 
 def total(x: FloatArray) -> FloatArray:
-    """f32[..., C] -> f32[..., 1]: the sum."""
+    """Return the sum f32[..., 1] of f32[..., C] over the last axis."""
     return in_lanes(x, 0.0, np.add)
 
 
 def mean(x: FloatArray) -> FloatArray:
-    """f32[..., C] -> f32[..., 1]: the sum over ``float32(C)``."""
+    """Return the mean f32[..., 1] of f32[..., C]: the sum over the last axis divided by ``float32(C)``."""
     with np.errstate(invalid="ignore", divide="ignore"):
         result: FloatArray = total(x) / np.float32(x.shape[-1])
     return result
 
 
 def greatest(x: FloatArray) -> FloatArray:
-    """f32[..., C] -> f32[..., 1]: -inf of none."""
+    """Return the maximum f32[..., 1] of f32[..., C] over the last axis; -inf if C is 0."""
     return in_lanes(x, -np.inf, lambda lanes, part: maximum(part, lanes))
 
 
 def least(x: FloatArray) -> FloatArray:
-    """f32[..., C] -> f32[..., 1]: inf of none."""
+    """Return the minimum f32[..., 1] of f32[..., C] over the last axis; inf if C is 0."""
     return in_lanes(x, np.inf, lambda lanes, part: minimum(part, lanes))
 
 
 def to_bfloat16(x: ArrayLike) -> FloatArray:
-    """f32 -> the nearest that bfloat16 holds, ties to even; NaN stays NaN."""
+    """Round f32 to the nearest bfloat16 value, ties to even; NaN stays NaN."""
     x = np.asarray(x, np.float32)
     bits = np.ascontiguousarray(x).view(np.uint32).reshape(x.shape)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
@@ -139,14 +147,21 @@ def to_bfloat16(x: ArrayLike) -> FloatArray:
 
 
 def rows_of(table: NDArray[np.float32], ids: NDArray[np.int64]) -> FloatArray:
-    """f32[V, D], i64[..., 1] -> f32[..., D]. IndexError, as PyTorch's, for an id the table does not have."""
+    """Look up rows of the table f32[V, D] by ids i64[..., 1]; return f32[..., D].
+
+    Raises:
+        IndexError: An id is out of range, with PyTorch's message.
+    """
     return table[_known(ids, len(table))[..., 0]]
 
 
 def rows_of_levels(
     levels: NDArray[np.uint8], ids: NDArray[np.int64], scales: FloatArray, zeros: FloatArray
 ) -> FloatArray:
-    """u8[V, D], i64[..., 1], scales and zero points f32[V] -> f32[..., D]; ids as of `rows_of`."""
+    """Look up rows of a quantized table u8[V, D] by ids i64[..., 1] and dequantize them to f32[..., D].
+
+    ``scales`` and ``zeros`` are f32[V], one per row of the table. Ids are checked as by `rows_of`.
+    """
     found = _known(ids, len(levels))[..., 0]
     return numerics.dequantize_table(levels[found], scales[found], zeros[found])
 
@@ -163,8 +178,10 @@ def linear(
     scales: FloatArray | None = None,
     bias: FloatArray | None = None,
 ) -> FloatArray:
-    """f32[..., K] and [N, K] -> f32[..., N]: from 0, products with the weights as they are stored, one input after the
-    other; then times the scale of an output, then plus its bias.
+    """Return ``x @ weight.T`` of f32[..., K] and a weight-only quantized or float16 weight [N, K] as f32[..., N].
+
+    Products are accumulated from 0, one input after the other, with the weights as they are stored. The sum is then
+    multiplied by ``scales`` of the outputs, and ``bias`` is added.
     """
     total = np.zeros((*x.shape[:-1], len(weight)), np.float32)
     with np.errstate(all="ignore"):

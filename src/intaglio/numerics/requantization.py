@@ -1,4 +1,4 @@
-"""Integer operators between quantized values: requantize, add, affine, layer norm, lookup tables, 16-bit values."""
+"""Integer operators between quantized tensors: requantize, add, affine, layer norm, lookup tables, 16-bit values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from intaglio.numerics.rounding import Affine, FloatArray, Int32Array, dequantiz
 
 
 def requantize(acc: ArrayLike, factor: ArrayLike, zero_point: int, low: int, high: int) -> Int32Array:
-    """i32 accumulators -> i32 levels: ``clamp(rne(float32(acc) * factor) + zero_point, low, high)``; factor broadcasts.
+    """Requantize i32 accumulators: ``clamp(rne(float32(acc) * factor) + zero_point, low, high)``; factor broadcasts.
 
     Products beyond +-2^30 are clamped in float first, which cannot change the result.
     """
@@ -24,10 +24,19 @@ def requantize(acc: ArrayLike, factor: ArrayLike, zero_point: int, low: int, hig
 def add_requantize(
     a: ArrayLike, factor_a: ArrayLike, b: ArrayLike, factor_b: ArrayLike, zero_point: int, low: int, high: int
 ) -> Int32Array:
-    """``clamp(rne(float32(a) * factor_a + float32(b) * factor_b) + zero_point, low, high)``, no fused multiply-add.
+    """Return ``clamp(rne(float32(a) * factor_a + float32(b) * factor_b) + zero_point, low, high)`` as i32.
 
-    ``a`` is an accumulator or ``q_a - zp_a``; ``b`` is ``q_b - zp_b``. Factors are `multiplier` of ``scale * alpha`` in
-    float64; alpha, of ``a + alpha * b``, is one number or one for every channel.
+    The sum is computed without fused multiply-add.
+
+    Args:
+        a: An accumulator or ``q_a - zp_a``.
+        factor_a: The `multiplier` of ``scale * alpha`` in float64, where alpha is that of ``a + alpha * b``: one number
+            or one per channel.
+        b: ``q_b - zp_b``.
+        factor_b: As ``factor_a``.
+        zero_point: Zero point of the result.
+        low: Smallest quantized value of the result.
+        high: Largest quantized value of the result.
     """
     with np.errstate(over="ignore"):
         left = np.asarray(a, np.int32).astype(np.float32) * np.asarray(factor_a, np.float32)
@@ -38,7 +47,10 @@ def add_requantize(
 def affine_requantize(
     x: ArrayLike, factor: ArrayLike, offset: ArrayLike, zero_point: int, low: int, high: int
 ) -> Int32Array:
-    """``clamp(rne(float32(x) * factor + offset) + zero_point, low, high)``, no fused multiply-add; x is ``q - zp``."""
+    """Return ``clamp(rne(float32(x) * factor + offset) + zero_point, low, high)``; x is ``q - zp``.
+
+    Product and sum are rounded separately (no fused multiply-add).
+    """
     with np.errstate(over="ignore"):
         steps = np.asarray(x, np.int32).astype(np.float32) * np.asarray(factor, np.float32)
         return finish(steps + np.asarray(offset, np.float32), zero_point, low, high)
@@ -47,12 +59,12 @@ def affine_requantize(
 def layer_norm(
     x: ArrayLike, factor: ArrayLike, offset: ArrayLike, eps: ArrayLike, zero_point: int, low: int, high: int
 ) -> Int32Array:
-    """i32[..., C], levels less their zero point -> levels of the normalised rows.
+    """Return the layer norm of i32[..., C], quantized values less their zero point, as quantized values of the result.
 
-    With ``n1 = sum(x)`` and ``n2 = sum(x * x)`` exact: mean ``float32(n1) / float32(C)``, variance ``float32(C * n2 -
-    n1 * n1) / float32(C * C)``, ``inverse = 1 / sqrt(variance + eps)``; then ``clamp(rne((x - mean) * inverse * factor
-    + offset) + zero_point, low, high)`` from left to right. ``eps`` is in squared steps of x, ``factor`` and ``offset``
-    in steps of the result. Ba et al. 2016.
+    ``n1 = sum(x)`` and ``n2 = sum(x * x)`` are exact. The mean is ``float32(n1) / float32(C)``, the variance
+    ``float32(C * n2 - n1 * n1) / float32(C * C)``, ``inverse = 1 / sqrt(variance + eps)``, and the result
+    ``clamp(rne((x - mean) * inverse * factor + offset) + zero_point, low, high)``, evaluated from left to right.
+    ``eps`` is in squared steps of x, ``factor`` and ``offset`` are in steps of the result. Ba et al. 2016.
     """
     wide = np.asarray(x, np.int64)
     count = wide.shape[-1]
@@ -75,9 +87,10 @@ def activate(
     high: int,
     gain: ArrayLike = 1,
 ) -> Int32Array:
-    """i32 accumulators -> i32 levels of a function, rounded once:
-    ``clamp(rne((function(float32(acc) * factor) * gain) * (1 / scale)) + zero_point, low, high)``; factor and gain
-    broadcast.
+    """Apply a float function to dequantized i32 accumulators and quantize the result, rounding once.
+
+    ``clamp(rne((function(float32(acc) * factor) * gain) * (1 / scale)) + zero_point, low, high)``; ``factor`` and
+    ``gain`` broadcast.
     """
     with np.errstate(over="ignore"):
         real = np.asarray(acc, np.int32).astype(np.float32) * np.asarray(factor, np.float32)
@@ -86,14 +99,14 @@ def activate(
 
 
 QUANT_STEPS = 255
-"""Steps of a value of 16 bits in a step of its level. An odd number: no value lies in the middle between two levels."""
+"""Steps of a 16-bit value in one step of its 8-bit value. It is odd, so that no 16-bit value is halfway between two."""
 
 
 def widen(scale: float, zero_point: int) -> Affine:
-    """Parameters of 16 bits for a value whose levels have these: ``q16 = 255 * level + rest``, rest in 0..254.
+    """Return the 16-bit parameters for a value with the 8-bit parameters (scale, zero_point).
 
-    The scale is ``float32(scale / 255)``, the zero point ``255 * zero_point + 127``. Quantizing ``dequantize(q16)``
-    with the parameters of the levels gives ``q16 // 255``.
+    A 16-bit value is ``q16 = 255 * q8 + rest`` with rest in 0..254. Its scale is ``float32(scale / 255)``, its zero
+    point ``255 * zero_point + 127``. Quantizing ``dequantize(q16)`` with the 8-bit parameters gives ``q16 // 255``.
     """
     return Affine(
         float(np.float32(np.float64(np.float32(scale)) / QUANT_STEPS)), QUANT_STEPS * zero_point + QUANT_STEPS // 2
@@ -101,13 +114,16 @@ def widen(scale: float, zero_point: int) -> Affine:
 
 
 def split(q16: ArrayLike) -> tuple[Int32Array, Int32Array]:
-    """Level and rest of values of 16 bits: ``q16 // 255`` and ``q16 % 255``."""
+    """Split 16-bit values into their 8-bit value and the rest: ``q16 // 255`` and ``q16 % 255``."""
     level, rest = np.divmod(np.asarray(q16, np.int32), np.int32(QUANT_STEPS))
     return level, rest
 
 
 def joined(level: ArrayLike, rest: ArrayLike) -> Int32Array:
-    """``255 * level + rest``, the inverse of `split`; of differences from both zero points, that from its own."""
+    """Return ``255 * level + rest``, the inverse of `split`.
+
+    Given differences from the zero points of both parts, the result is the difference from the 16-bit zero point.
+    """
     together: Int32Array = QUANT_STEPS * np.asarray(level, np.int32) + np.asarray(rest, np.int32)
     return together
 
@@ -115,13 +131,13 @@ def joined(level: ArrayLike, rest: ArrayLike) -> Int32Array:
 def requantize_table(
     scale_x: float, zero_x: int, scale_y: float, zero_y: int, low: int, high: int
 ) -> NDArray[np.uint8]:
-    """u8[256]: level of x -> level of y for a plain change of parameters: `quantize` of `dequantize`."""
+    """Return the lookup table u8[256] that changes quantization parameters: `quantize` of `dequantize`."""
     levels = np.arange(256, dtype=np.int32)
     return quantize(dequantize(levels, scale_x, zero_x), scale_y, zero_y, low, high).astype(np.uint8)
 
 
 class GridParameters(Protocol):
-    """What a table needs of quantization parameters: `intaglio.ir.QParams` has it."""
+    """Quantization parameters that a lookup table is computed from; `intaglio.ir.QParams` implements the protocol."""
 
     @property
     def step(self) -> float: ...
@@ -139,7 +155,11 @@ class GridParameters(Protocol):
 def function_table(
     function: Callable[[NDArray[np.float64]], ArrayLike], x: GridParameters, y: GridParameters
 ) -> NDArray[np.uint8]:
-    """u8[256]: level of x -> level of ``function(x)``; the function is taken in float64 of the float32 value."""
+    """Return the lookup table u8[256] of an elementwise function between two quantized tensors.
+
+    ``function`` is evaluated in float64 at the dequantized float32 values of ``x``; its results are quantized for
+    ``y``.
+    """
     levels = np.arange(256, dtype=np.int32)
     with np.errstate(all="ignore"):
         result = np.asarray(function(dequantize(levels, x.step, x.zero).astype(np.float64))).astype(np.float32)

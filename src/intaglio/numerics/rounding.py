@@ -1,16 +1,16 @@
-"""Round real values to quantized ones: the one rule that every other place calls.
+"""Rounding of real values to quantized values. All other modules call these functions.
 
-``q = clamp(rne(x * inverse) + zero_point, low, high)`` with ``inverse = float32(1) / scale`` and ties to even.
-`quantize` is the rule; `native/base/numerics.h` is its C++ counterpart, bit for bit.
+``q = clamp(rne(x * inverse) + zero_point, low, high)`` with ``inverse = float32(1) / scale`` and ties to even (`rne`).
+`quantize` is the reference implementation; `native/base/numerics.h` is its C++ counterpart and agrees bit for bit.
 
-`round_clamp` is the part of the rule behind the product, for NumPy arrays and torch tensors. What searches for
-parameters or integers (range methods, SmoothQuant, GPTQ, training) calls it with quotients of its own, in float64 or
-with gradients: they compare candidates, and what they choose is stored as integers, so their division need not be the
-float32 product that kernels compute.
+`round_clamp` is the part of the formula after the product, for NumPy arrays and torch tensors. Algorithms that search
+for parameters or integers (range methods, SmoothQuant, GPTQ, training) call it with quotients of their own, in float64
+or with gradients. They compare candidates, and their choice is stored as integers, so that their division need not be
+the float32 product that kernels compute.
 
-Rounding outside of this package is one of these, and `tests/numerics` holds the list: the operator ``round`` itself;
-nodes of a torch.fx graph that write the rule out; a zero point or a count rounded to a whole number; statistics that
-need the value before the clamp; sums kept in fixed point.
+Code outside of this package may round only in these cases, which `tests/numerics` lists: the operator ``round`` itself;
+nodes of a torch.fx graph that write the formula out; a zero point or a count rounded to an integer; statistics that
+need the value before the clamp; sums in fixed point.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ Int32Array = NDArray[np.int32]
 LARGEST = np.float32(np.finfo(np.float32).max)
 
 CONVERTIBLE = 2.0**30
-"""Products below this survive conversion to int32 with any zero point added; above, kernels clamp in float first."""
+"""Bound on products that fit into int32 with any zero point added; larger ones are clamped in float first."""
 
 
 class Affine(NamedTuple):
-    """A scale (a float32 value held as a Python float) and a zero point."""
+    """Scale (a float32 value held as a Python float) and zero point of per-tensor quantization."""
 
     scale: float
     zero_point: int
 
 
 def reciprocal(scale: ArrayLike) -> FloatArray:
-    """``float32(1) / scale``: what `quantize` multiplies by. Exact twin of torch's ``1.0 / scale``."""
+    """Return ``float32(1) / scale``, the factor that `quantize` multiplies by; bit-equal to torch's ``1.0 / scale``."""
     return np.float32(1) / np.asarray(scale, np.float32)
 
 
 def quantize(x: ArrayLike, scale: ArrayLike, zero_point: ArrayLike, low: int, high: int) -> Int32Array:
-    """f32[...] -> i32[...] in steps of ``scale``: ``clamp(rne(x * (1/scale)) + zero_point, low, high)``.
+    """Quantize f32[...] to i32[...]: ``clamp(rne(x * (1/scale)) + zero_point, low, high)``.
 
-    Bit-equal to ``quantized_decomposed.quantize_per_tensor.default`` for finite and infinite x; NaN gives the
-    zero point (torch: 0). Parameters broadcast against x.
+    The result is bit-equal to ``quantized_decomposed.quantize_per_tensor.default`` for finite and infinite x. NaN
+    becomes the zero point (torch: 0). The parameters broadcast against x.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         steps = np.rint(np.asarray(x, np.float32) * reciprocal(scale))
@@ -56,27 +56,30 @@ def quantize(x: ArrayLike, scale: ArrayLike, zero_point: ArrayLike, low: int, hi
 
 
 def dequantize(q: ArrayLike, scale: ArrayLike, zero_point: ArrayLike) -> FloatArray:
-    """i[...] -> f32[...]: ``float32(q - zero_point) * scale``."""
+    """Dequantize i[...] to f32[...]: ``float32(q - zero_point) * scale``."""
     return (np.asarray(q, np.int32) - np.asarray(zero_point, np.int32)).astype(np.float32) * np.asarray(
         scale, np.float32
     )
 
 
 def round_clamp(steps: Any, low: Any, high: Any, zero_point: Any = None) -> Any:
-    """Return ``clamp(rne(steps) + zero_point, low, high)`` for a NumPy array or a torch tensor, of its own type.
+    """Return ``clamp(rne(steps) + zero_point, low, high)`` as the NumPy array or torch tensor that ``steps`` is.
 
     Args:
         steps: Values divided by their scale, any shape, float32 or float64.
-        low: The smallest quantized value, a number or what broadcasts against ``steps``.
-        high: The largest one, likewise.
-        zero_point: A number or what broadcasts against ``steps``; ``None`` adds nothing.
+        low: Smallest quantized value, a number or an array that broadcasts against ``steps``.
+        high: Largest quantized value, likewise.
+        zero_point: A number or an array that broadcasts against ``steps``; ``None`` adds nothing.
     """
     rounded = steps.round()
     return (rounded if zero_point is None else rounded + zero_point).clip(low, high)
 
 
 def finish(steps: FloatArray, zero_point: int, low: int, high: int) -> Int32Array:
-    """Steps in float32 -> levels: ``clamp(rne(steps) + zero_point, low, high)``; steps beyond +-2^30 count as those."""
+    """Round and clamp f32 ``steps`` to i32: ``clamp(rne(steps) + zero_point, low, high)``.
+
+    ``steps`` are values divided by their scale. Those beyond +-2^30 are clamped to +-2^30 before the conversion.
+    """
     shifted = np.rint(np.clip(steps, -CONVERTIBLE, CONVERTIBLE)).astype(np.int64) + zero_point
     return np.clip(shifted, low, high).astype(np.int32)
 
@@ -84,7 +87,11 @@ def finish(steps: FloatArray, zero_point: int, low: int, high: int) -> Int32Arra
 def clamp_levels(
     low: float | None, high: float | None, scale: float, zero_point: int, qmin: int, qmax: int
 ) -> tuple[int, int]:
-    """Integer bounds of a float clamp: each bound is quantized (rounded, not truncated), so fused equals unfused."""
+    """Return the integer bounds of a float clamp ``[low, high]``.
+
+    Each bound is quantized (rounded, not truncated), so that a fused clamp gives the same result as a separate one.
+    ``None`` means no bound and gives ``qmin`` or ``qmax``.
+    """
 
     def level(bound: float | None, fallback: int) -> int:
         return fallback if bound is None else int(quantize(np.float32(bound), scale, zero_point, qmin, qmax))

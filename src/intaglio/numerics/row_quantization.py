@@ -1,4 +1,4 @@
-"""Quantize each row of a tensor by itself: activations per token at run time, embedding tables per row."""
+"""Per-row quantization: activations per token at run time (dynamic quantization), and embedding tables per row."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from intaglio.numerics.rounding import FloatArray
 ROW_STEPS = 127
 
 SMALLEST_ROW = np.float32(2.0**-100)
-"""The largest magnitude of a row counts as at least this: both a row's scale and its inverse stay normal."""
+"""Lower bound of a row's largest magnitude; both the scale of a row and its inverse stay normal float32."""
 
 ROW_ZERO = 128
 
 
 def row_peaks(x: ArrayLike) -> FloatArray:
-    """f32[..., K] -> f32[..., 1]: the largest magnitude of each row, `SMALLEST_ROW` at least; NaN where the row has a
-    NaN or an infinity.
+    """Return the largest magnitude f32[..., 1] of each row of f32[..., K], at least `SMALLEST_ROW`.
+
+    It is NaN for a row with a NaN or an infinity.
     """
     magnitudes = np.abs(np.asarray(x, np.float32)).max(-1, keepdims=True, initial=0)
     peaks: FloatArray = np.where(np.isfinite(magnitudes), np.maximum(magnitudes, SMALLEST_ROW), np.float32(np.nan))
@@ -25,10 +26,18 @@ def row_peaks(x: ArrayLike) -> FloatArray:
 
 
 def quantize_rows(x: ArrayLike, peaks: ArrayLike) -> tuple[NDArray[np.uint8], FloatArray]:
-    """f32[..., K] and the largest magnitude a of each row -> levels u8[..., K], scales f32[..., 1], made at run time.
+    """Quantize each row of f32[..., K] with its own scale, as dynamic per-token quantization does.
 
-    ``a / 127``, and ``clamp(rne(x * (127 / a)), -127, 127) + 128``. Where a is NaN the scale is, and all levels 128:
-    everything that is computed of the row is NaN.
+    The scale is ``a / 127`` and the quantized values are ``clamp(rne(x * (127 / a)), -127, 127) + 128``, where a is the
+    row's largest magnitude. If a is NaN, the scale is NaN and all quantized values are 128, so that every result
+    computed from the row is NaN.
+
+    Args:
+        x: Values f32[..., K].
+        peaks: Largest magnitude f32[..., 1] of each row, from `row_peaks`.
+
+    Returns:
+        Quantized values u8[..., K] and scales f32[..., 1].
     """
     x, peaks = np.asarray(x, np.float32), np.asarray(peaks, np.float32)
     known = np.isfinite(peaks)
@@ -39,8 +48,10 @@ def quantize_rows(x: ArrayLike, peaks: ArrayLike) -> tuple[NDArray[np.uint8], Fl
 
 
 def dequantize_rows(acc: ArrayLike, rows: ArrayLike, columns: ArrayLike, bias: ArrayLike) -> FloatArray:
-    """i32[..., C] of a product with rows of levels -> f32[..., C]: ``float32(acc) * rows * columns + bias``, left to
-    right; scales of rows f32[..., 1], of columns f32[C] or one, bias f32[C].
+    """Dequantize the i32[..., C] result of a GEMM with dynamically quantized rows to f32[..., C].
+
+    ``float32(acc) * rows * columns + bias`` is evaluated from left to right. ``rows`` f32[..., 1] are the scales of
+    tokens, ``columns`` f32[C] or one number those of output channels, ``bias`` is f32[C].
     """
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = np.asarray(acc, np.int32).astype(np.float32) * np.asarray(rows, np.float32)
@@ -51,15 +62,18 @@ def dequantize_rows(acc: ArrayLike, rows: ArrayLike, columns: ArrayLike, bias: A
 TABLE_STEPS = 255
 
 FLATTEST_ROW = np.float32(2.0**-23)
-"""A row of a table whose values lie in less than 255 times this has steps of 1."""
+"""Smallest scale of a row of a table; a row with a smaller range gets scale 1."""
 
 
 def quantize_table(table: ArrayLike) -> tuple[NDArray[np.uint8], FloatArray, FloatArray]:
-    """f32[V, D] -> u8[V, D], scales f32[V], zero points f32[V]: every row from its least to its largest value.
+    """Quantize each row of an embedding table f32[V, D] over its own range [least, most].
 
-    ``s = (most - least) / 255``, 1 where that is no more than `FLATTEST_ROW`; ``z = -least / s``, which is no whole
-    number; ``q = clamp(rne(x * (1 / s) + z), 0, 255)``. Bit-equal to torch's per-channel float parameters (tests/ops/
-    test_embedding.py). The range of a row need not include 0.
+    ``s = (most - least) / 255``, or 1 if that is at most `FLATTEST_ROW`; ``z = -least / s`` is a float zero point; ``q
+    = clamp(rne(x * (1 / s) + z), 0, 255)``. The result is bit-equal to torch's per-channel float parameters
+    (tests/ops/test_embedding.py). The range of a row need not include 0.
+
+    Returns:
+        Quantized values u8[V, D], scales f32[V] and zero points f32[V].
     """
     table = np.asarray(table, np.float32)
     least, most = table.min(1), table.max(1)
@@ -72,7 +86,7 @@ def quantize_table(table: ArrayLike) -> tuple[NDArray[np.uint8], FloatArray, Flo
 
 
 def dequantize_table(levels: ArrayLike, scales: ArrayLike, zeros: ArrayLike) -> FloatArray:
-    """u8[..., D], scales and zero points f32[...] of its rows -> f32[..., D]: ``(float32(q) - z) * s``."""
+    """Dequantize rows u8[..., D] to f32[..., D]: ``(float32(q) - z) * s``; scales and zero points are f32[...]."""
     real = np.asarray(levels).astype(np.float32) - np.asarray(zeros, np.float32)[..., None]
     result: FloatArray = real * np.asarray(scales, np.float32)[..., None]
     return result

@@ -1,4 +1,4 @@
-"""Compute quantization parameters: scales, zero points, integer biases, multipliers, accumulator bounds.
+"""Quantization parameters: scales, zero points, integer biases, requantization multipliers, accumulator bounds.
 
 Everything is computed in float64 and stored in float32 or int32.
 """
@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from intaglio.numerics.rounding import Affine, FloatArray, Int32Array, reciprocal
 
 SMALLEST_SCALE = 2.0**-126
-"""Below this a float32 scale is denormal and its reciprocal may be infinite."""
+"""Smallest scale. A float32 scale below it is denormal, and its reciprocal may be infinite."""
 
 BIAS_LIMIT = 2**30
 
@@ -22,10 +22,13 @@ ZERO_WEIGHT_STEPS = 2**20
 
 
 def affine(low: float, high: float, qmin: int, qmax: int) -> Affine:
-    """Scale and zero point for the range [low, high], widened to hold 0; computed in float64, stored float32.
+    """Return scale and zero point for the range [low, high], widened to contain 0.
 
-    The zero point is rounded, so zero is exact and the range may shift by half a step. All-zero gives (1, qmin
-    clamped towards 0).
+    They are computed in float64, and the scale is stored in float32. The zero point is rounded, so that zero is exact
+    and the range may shift by half a step. An all-zero range gives scale 1 and the value of qmin..qmax nearest to 0.
+
+    Raises:
+        ValueError: The range is not finite, or its scale exceeds float32.
     """
     low, high = min(float(low), 0.0), max(float(high), 0.0)
     if not (math.isfinite(low) and math.isfinite(high)):
@@ -40,19 +43,21 @@ def affine(low: float, high: float, qmin: int, qmax: int) -> Affine:
 
 
 def symmetric(absmax: ArrayLike, qmax: int) -> FloatArray:
-    """Scales ``absmax / qmax`` (float64, stored float32); an all-zero channel gets 1."""
+    """Return the scales ``absmax / qmax``, computed in float64 and stored in float32; an all-zero channel gets 1."""
     wide = np.asarray(absmax, np.float64)
     scale = np.maximum(wide / qmax, SMALLEST_SCALE).astype(np.float32)
     return np.where(wide == 0, np.float32(1), scale)
 
 
 SHRINKS = tuple(1 - step / 40 for step in range(29))
-"""Of the scale that reaches the largest value: what `least_squares` tries, the largest first."""
+"""Fractions of the scale ``absmax / qmax`` that `least_squares` tries, the largest first."""
 
 
 def least_squares(rows: ArrayLike, qmin: int, qmax: int) -> FloatArray:
-    """f32[..., K] -> f32[...]: of the scales ``shrink * absmax / qmax`` the one whose nearest levels in qmin..qmax are
-    closest to the row, by squared distance; of equal ones the largest. A row of zeros gets 1.
+    """Return the scale f32[...] of each row of f32[..., K] that minimizes the squared quantization error.
+
+    The candidates are ``shrink * absmax / qmax`` for the fractions in `SHRINKS`, and values are rounded to the nearest
+    in qmin..qmax. The largest of equally good scales wins. A row of zeros gets 1.
     """
     rows = np.asarray(rows, np.float32)
     absmax = np.abs(rows).max(-1, initial=0).astype(np.float64)
@@ -65,10 +70,11 @@ def least_squares(rows: ArrayLike, qmin: int, qmax: int) -> FloatArray:
 
 
 def group_scale(groups: ArrayLike, qmin: int, qmax: int, most: int) -> FloatArray:
-    """f32[C, G, K] -> f32[C]: the scale of each channel whose groups have steps of 1..most times it.
+    """Return the scale f32[C] of each channel of f32[C, G, K] with group-wise quantization.
 
-    Every group's own step is that of `least_squares`. Tried is what makes the largest of them n times the scale, for n
-    from ``most`` down to half of it, all others their nearest multiples; least squared error decides.
+    The scale of a group is an integer multiple 1..most of its channel's scale. The ideal scale of each group is that of
+    `least_squares`. The candidates make the largest of them n times the channel's scale, for n from ``most`` down to
+    half of it, and round the other groups to the nearest multiple. The least squared error decides.
     """
     groups = np.asarray(groups, np.float32)
     own = np.where(np.abs(groups).max(-1, initial=0) == 0, 0, least_squares(groups, qmin, qmax)).astype(np.float64)
@@ -83,10 +89,18 @@ def group_scale(groups: ArrayLike, qmin: int, qmax: int, most: int) -> FloatArra
 
 
 def group_multiples(groups: ArrayLike, scale: ArrayLike, qmin: int, qmax: int, most: int) -> Int32Array:
-    """f32[C, G, K], f32[C] -> i32[C, G]: the multiple in 1..most of its channel's scale that each group's steps are.
+    """Return the multiple i32[C, G], in 1..most, of its channel's scale that each group uses as its own scale.
 
-    The one whose nearest levels in qmin..qmax are closest to the group, by squared distance; the smallest of equal
-    ones. Level times multiple is an exact integer in units of the channel's scale.
+    Each is the multiple with the least squared error over the group when values are rounded to the nearest in
+    qmin..qmax, the smallest of equally good ones. A quantized value times its multiple is an exact integer in units of
+    the channel's scale.
+
+    Args:
+        groups: Weights f32[C, G, K].
+        scale: Scale of each channel f32[C].
+        qmin: Smallest quantized value.
+        qmax: Largest quantized value.
+        most: Largest multiple.
     """
     groups, scale = np.asarray(groups, np.float32), np.asarray(scale, np.float32)
     best, least = np.ones(groups.shape[:2], np.int32), np.full(groups.shape[:2], np.inf)
@@ -98,7 +112,9 @@ def group_multiples(groups: ArrayLike, scale: ArrayLike, qmin: int, qmax: int, m
 
 
 def _squares(rows: FloatArray, steps: FloatArray, qmin: int, qmax: int) -> NDArray[np.float64]:
-    """f32[..., K], f32[...] -> f64[...]: squared distance of a row to its nearest levels."""
+    """Return the squared distance f64[...] of each row of f32[..., K] to its nearest quantized values; scales are
+    f32[...].
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         levels = np.clip(np.rint(rows * reciprocal(steps)[..., None]), qmin, qmax)
         total: NDArray[np.float64] = np.square(rows - levels * steps[..., None]).sum(-1, dtype=np.float64)
@@ -106,12 +122,16 @@ def _squares(rows: FloatArray, steps: FloatArray, qmin: int, qmax: int) -> NDArr
 
 
 def accumulator_scale(scale_x: ArrayLike, scale_w: ArrayLike) -> NDArray[np.float64]:
-    """float64 product of two stored float32 scales: the unit of an int32 accumulator."""
+    """Return the float64 product of two stored float32 scales, the scale of an int32 accumulator."""
     return np.asarray(scale_x, np.float32).astype(np.float64) * np.asarray(scale_w, np.float32).astype(np.float64)
 
 
 def bias_steps(bias: ArrayLike, scale_x: ArrayLike, scale_w: ArrayLike) -> Int32Array:
-    """f32[C] -> i32[C]: ``rne(float64(bias) / (float64(scale_x) * float64(scale_w)))``; raises when one overflows."""
+    """Quantize the bias f32[C] to i32[C]: ``rne(float64(bias) / (float64(scale_x) * float64(scale_w)))``.
+
+    Raises:
+        OverflowError: A bias exceeds 2^30 accumulator steps.
+    """
     steps = np.rint(np.asarray(bias, np.float32).astype(np.float64) / accumulator_scale(scale_x, scale_w))
     if steps.size and np.abs(steps).max() > BIAS_LIMIT:
         raise OverflowError("a bias exceeds 2^30 accumulator steps")
@@ -119,10 +139,10 @@ def bias_steps(bias: ArrayLike, scale_x: ArrayLike, scale_w: ArrayLike) -> Int32
 
 
 def fit_weight_scale(scale_w: ArrayLike, absmax: ArrayLike, bias: ArrayLike | None, scale_x: float) -> FloatArray:
-    """f32[C] weight scales made fit for an int32 bias, per channel.
+    """Return the weight scales f32[C], enlarged per channel where the int32 bias would overflow.
 
-    An all-zero channel takes the scale that puts its bias at 2^20 steps; a bias of 2^30 steps or more enlarges the
-    scale by the least factor that avoids it.
+    An all-zero channel takes the scale that puts its bias at 2^20 steps. Where the bias would have 2^30 steps or more,
+    the scale is enlarged by the least factor that avoids it.
     """
     scale = np.array(scale_w, np.float32)
     if bias is None:
@@ -139,27 +159,30 @@ def fit_weight_scale(scale_w: ArrayLike, absmax: ArrayLike, bias: ArrayLike | No
 
 
 def multiplier(accumulator: ArrayLike, scale_y: ArrayLike) -> FloatArray:
-    """``float32(accumulator / float64(scale_y))``, the factor of `requantize`; Jacob et al. 2018, eq. 4, in float."""
+    """Return ``float32(accumulator / float64(scale_y))``, the factor of `requantize`.
+
+    This is the multiplier M of Jacob et al. 2018, eq. 4, as a float.
+    """
     return (np.asarray(accumulator, np.float64) / np.asarray(scale_y, np.float32).astype(np.float64)).astype(np.float32)
 
 
 def pool_multipliers(scale_x: float, scale_y: float, counts: Sequence[int]) -> FloatArray:
-    """Factor of `requantize` for a mean over n values, for every n in ``counts``: ``float32(s_x / (n * s_y))``."""
+    """Return the `requantize` factors ``float32(s_x / (n * s_y))`` of means over n values, for all n in ``counts``."""
     return (pool_ratio(scale_x, scale_y) / np.asarray(counts, np.float64)).astype(np.float32)
 
 
 def pool_ratio(scale_x: float, scale_y: float) -> np.float64:
-    """What `pool_multipliers` divides by every count, in float64."""
+    """Return ``scale_x / scale_y`` in float64, which `pool_multipliers` divides by every count."""
     return np.float64(np.float32(scale_x)) / np.float64(np.float32(scale_y))
 
 
 def zero_point_term(weight: ArrayLike, zero_points: int | Sequence[int], groups: int = 1) -> NDArray[np.int64]:
-    """i64[C]: ``sum(zero_point * w)`` of each output channel, for one zero point or one per input channel.
+    """Return ``sum(zero_point * w)`` i64[C] of each output channel, for one zero point or one per input channel.
 
-    The weight is [outputs, inputs of a group, taps...].
+    ``weight`` is [outputs, inputs per group, taps...].
     """
     w, different = np.asarray(weight), np.unique(zero_points)
-    if len(different) == 1:  # one pass over the weight, which is most of the time it takes to load a model
+    if len(different) == 1:  # a single pass over the weight, because this dominates the load time of a model
         once: NDArray[np.int64] = int(different[0]) * w.reshape(len(w), -1).sum(1, np.int64)
         return once
     sums = w.reshape(*w.shape[:2], -1).sum(2, np.int64)
@@ -171,10 +194,11 @@ def zero_point_term(weight: ArrayLike, zero_points: int | Sequence[int], groups:
 def accumulator_bound(
     weight: ArrayLike, bias: ArrayLike, qmin: int, qmax: int, zero_points: int | Sequence[int], groups: int = 1
 ) -> NDArray[np.int64]:
-    """i64[C]: the largest |accumulator| a channel can reach, zero-point term folded into the bias or not.
+    """Return i64[C]: the largest |accumulator| that each output channel can reach.
 
-    ``|bias - zp * sum(w)| + max|q| * sum|w|`` bounds the folded form that kernels use, ``|bias| + max|q - zp| *
-    sum|w|`` the plain one. Below 2^31 the result is exact, though partial sums may wrap.
+    ``|bias - zp * sum(w)| + max|q| * sum|w|`` bounds the form that kernels use, with the zero-point term folded into
+    the bias; ``|bias| + max|q - zp| * sum|w|`` bounds the plain form. The result is the larger of both. If it is below
+    2^31, the final accumulator is exact, though partial sums may wrap.
     """
     w, b = np.asarray(weight).reshape(np.shape(weight)[0], -1), np.asarray(bias, np.int64)
     above, below = np.maximum(w, 0).sum(1, np.int64), np.minimum(w, 0).sum(1, np.int64)

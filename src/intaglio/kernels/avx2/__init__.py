@@ -1,1 +1,1 @@
-"""Generators of kernels for AVX2."""
+"""Kernel generators for AVX2."""

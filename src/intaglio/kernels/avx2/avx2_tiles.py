@@ -1,17 +1,17 @@
-"""AVX2 microkernels as assembly, exact: products of 16-bit numbers, so no sum of two saturates as vpmaddubsw's does.
+"""AVX2 GEMM microkernels in assembly. They multiply 16-bit numbers, so no sum saturates as with vpmaddubsw.
 
-Weights lie as for AVX512-VNNI, four bytes of a channel in a dword. A dword is taken apart in registers into its even
-bytes and its odd bytes as two pairs of 16-bit numbers, activations by a mask and a shift, weights by shifts that carry
-the sign; vpmaddwd multiplies like with like. One step of 4 channels by 4 pixels by 16 outputs, 256 products, is
+Weights have the memory layout of AVX512-VNNI, four bytes of a channel in a dword. A dword is split in registers into
+its even and odd bytes as two pairs of 16-bit numbers, activations by a mask and a shift, weights by arithmetic shifts;
+vpmaddwd multiplies even by even and odd by odd. One step of 4 channels by 4 pixels by 16 outputs, 256 products, takes
 
     weights      2 loads, 6 shifts
     activations  4 broadcasts, 4 masks, 4 shifts
     products     16 vpmaddwd, 16 vpaddd
 
-52 instructions and 4 of the loop: 14 for 64 products. Weights widened in memory would save 4 of the 52, and took 6% off
-the time of this loop where it was measured, from a first-level cache that holds half as many of them.
+These are 52 instructions and 4 of the loop, or 14 per 64 products. Weights widened in memory would save 4 of the 52 and
+made the loop 6% faster when measured, but a first-level cache holds only half as many of them.
 
-Registers: ymm0..3 mask, activations and a product, ymm4..7 weights, then two accumulators a pixel.
+Registers: ymm0..3 mask, activations and a product, ymm4..7 weights, then two accumulators per pixel.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ MASK, ODD_A, EVEN_A, PRODUCT = (f"%ymm{i}" for i in range(4))
 EVEN_W, ODD_W = ("%ymm4", "%ymm5"), ("%ymm6", "%ymm7")
 PIXEL_ADDRESSES = ("(%rax)", "(%rax,%rbx)", "(%rax,%rbx,2)", "(%rax,%r15)")
 
-# The epilogue has the same registers for other things.
+# The epilogue reuses these registers.
 SCRATCH, OTHER_ZERO, LOW_HALF, HIGH_HALF = MASK, ODD_A, EVEN_A, PRODUCT
 FACTOR, OTHER_FACTOR = EVEN_W, ODD_W
 HALVES = (0, 1)
 
 
 def emit(spec: TileSpec) -> str:
-    """Print one kernel."""
+    """Return the text of one kernel."""
     return tile_function(spec, [*_biases(spec), *tap_loops(["mov %rdx,%rax"], _step(spec)), *_epilogue(spec)])
 
 
 def acc(pixel: int, half: int) -> str:
-    """Sums of 8 channels."""
+    """Return the register with the accumulators of 8 channels."""
     return f"%ymm{8 + 2 * pixel + half}"
 
 
 def xmm(register: str) -> str:
-    """Lower half of a register."""
+    """Return the lower half of a register."""
     return register.replace("ymm", "xmm")
 
 
@@ -84,7 +84,7 @@ def _step(spec: TileSpec) -> list[str]:
 
 
 def _epilogue(spec: TileSpec) -> list[str]:
-    """Factors into registers, then pixel by pixel. r10 counts the channels."""
+    """Return the lines that load the factors and then finish pixel by pixel. r10 holds the number of channels."""
     add = spec.result == "add"
     lines = ["# epilogue: factors, then pixel by pixel", f"mov {field('limits')},%rax"]
     lines += [f"mov {field('factor')},%r8", f"mov {field('out')},%rdx"]
@@ -112,15 +112,16 @@ def _epilogue(spec: TileSpec) -> list[str]:
 
 
 def _scaled(spec: TileSpec, i: int, half: int) -> list[str]:
-    """float32(acc) * factor (+ float32(q - zero point) * factor), clamped to what converts.
+    """Return the lines for float32(acc) * factor (+ float32(q - zero point) * factor), clamped to the convertible
+    range.
 
-    Of the residual operand 16 channels are read whatever the mask: the planner leaves 64 bytes behind a buffer.
+    16 channels of the residual operand are read regardless of the mask: the planner leaves 64 bytes after every buffer.
     """
     sums = acc(i, half)
     lines = [f"vcvtdq2ps {sums},{sums}", f"vmulps {FACTOR[half]},{sums},{sums}"]
     if spec.result == "add":
         lines += [f"vpmovzxbd {8 * half}(%rcx),{SCRATCH}"]
-        if spec.other_rest:  # 255 times the level, and the rest; the zero point has no register to stay in
+        if spec.other_rest:  # 255 times the 8-bit value plus the rest; no register is free to keep the zero point
             lines += [
                 f"vpslld $8,{SCRATCH},{OTHER_ZERO}",
                 f"vpsubd {SCRATCH},{OTHER_ZERO},{SCRATCH}",
@@ -140,7 +141,7 @@ def _scaled(spec: TileSpec, i: int, half: int) -> list[str]:
 
 
 def _levels(i: int) -> list[str]:
-    """Rounded, packed with saturation, the zero point added on 16-bit lanes between."""
+    """Return the lines that round, pack with saturation and store; the zero point is added to 16-bit lanes."""
     low, high = acc(i, 0), acc(i, 1)
     levels, upper = xmm(low), xmm(SCRATCH)
     lines = [
@@ -158,7 +159,7 @@ def _levels(i: int) -> list[str]:
 
 
 def _rests(i: int) -> list[str]:
-    """Rounded to 16 bits and taken apart; levels and rests stored."""
+    """Return the lines that round to 16 bits, split, and store 8-bit values and rests."""
     low, high = acc(i, 0), acc(i, 1)
     lines = [f"vpbroadcastd {limit('zero_point')},{SCRATCH}"]
     lines += [line for half in (low, high) for line in (f"vcvtps2dq {half},{half}", f"vpaddd {SCRATCH},{half},{half}")]
@@ -198,7 +199,7 @@ def _floats(i: int) -> list[str]:
 
 
 def _store(whole: list[str], pieces: list[tuple[int, list[str]]], item: int, pointer: str = "rdx") -> list[str]:
-    """16 channels at a pointer, or as many as r10 says in pieces of 8, 4, 2 and 1: nothing behind them is written."""
+    """Return the lines that store 16 channels at a pointer, or exactly r10 channels in pieces of 8, 4, 2 and 1."""
     lines = ["test $16,%r10d", "jz 4f", *whole, "jmp 9f", "4:", f"mov %{pointer},%r11"]
     for label, (channels, moves) in enumerate(pieces, start=5):
         lines += [f"test ${channels},%r10d", f"jz {label}f", *moves, f"add ${channels * item},%r11", f"{label}:"]
@@ -206,7 +207,7 @@ def _store(whole: list[str], pieces: list[tuple[int, list[str]]], item: int, poi
 
 
 def join(family: KernelFamily, texts: list[str]) -> str:
-    """Print a family."""
+    """Return the text of a family."""
     return family_text(family, texts, AVX2_REGISTERS, REST_CONSTANTS)
 
 

@@ -1,1 +1,1 @@
-"""Generators of kernels for AVX512-VNNI."""
+"""Kernel generators for AVX512-VNNI."""

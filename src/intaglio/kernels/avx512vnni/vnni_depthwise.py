@@ -1,10 +1,11 @@
-"""AVX512-VNNI depthwise microkernels as assembly (kernels/depthwise_spec.py says how they compute).
+"""AVX512-VNNI depthwise microkernels in assembly; kernels/depthwise_spec.py describes the algorithm.
 
-One column of one quad is 4 loads, 4 instructions that interleave bytes and 4 words; then 4 vpdpbusd for every tap
-column and output row that looks at it, weights from memory. A pixel is finished among the instructions of the next
-input column, since the scheduler does not look far enough ahead to overlap the two. Zen 4 does a tile of 2 by 3 pixels
-of 3x3 taps in 134 cycles from the first-level cache: 72 dot products and 24 multiplications share two pipes, and loads
-of 64 bytes take 120 turns. Registers: 0..3 the quad, 4..7 rows being interleaved, four accumulators a pixel from 8 on.
+One column of one quad takes 4 loads, 4 instructions that interleave bytes and 4 that interleave words; then 4 vpdpbusd
+for every tap column and output row that reads it, with weights from memory. The epilogue of a pixel is placed among the
+instructions of the next input column, since the scheduler does not look far enough ahead to overlap the two. Zen 4
+computes a tile of 2 by 3 pixels with 3x3 taps in 134 cycles from the first-level cache: 72 dot products and 24
+multiplications share two pipes, and loads of 64 bytes take 120 cycles. Registers: 0..3 the quad, 4..7 rows that are
+being interleaved, from 8 on four accumulators per pixel.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from intaglio.kernels.assembly import LEAVE, SAVE, kernel_text, levels, looked_u
 from intaglio.kernels.depthwise_spec import DEPTHWISE_FIELDS, DepthwiseSpec
 
 TAP_POINTERS = ("r8", "r9", "r10", "r11")
-"""The four rows of a quad."""
+"""Pointers to the four rows of a quad."""
 KEPT = {
     "rax": "limits",
     "rbx": "pixel",
@@ -31,12 +32,15 @@ rax limits, rbx bytes between input columns, rbp lookup table, rsi weights, r12 
 r15 bytes between output rows, rcx first input column of the tile, rdx the one being read, r8-r11 rows of a quad,
 k1 channels to write. 0-3 a quad of rows, interleaved; 4-7 rows being interleaved; from 8 on four accumulators a pixel.
 """
-"""Fields that registers hold throughout; r13 moves on from output column to output column. rcx, rdx: the first column
-of the tile and the one being read, in bytes; r14: where the next pixel is stored."""
+"""Header comment of a generated file. `KEPT` are the fields that stay in registers for the whole kernel.
+
+r13 advances from output column to output column. rcx and rdx are the byte offsets of the tile's first input column and
+of the current one; r14 is the address of the next pixel's result.
+"""
 
 
 def emit(spec: DepthwiseSpec) -> str:
-    """Print one kernel."""
+    """Return the text of one kernel."""
     begin = [*SAVE, *(f"mov {_field(name)},%{register}" for register, name in KEPT.items())]
     begin += [f"kmovq {_field('mask')},%k1", "xor %ecx,%ecx", "0:"]
     end = [
@@ -64,12 +68,12 @@ def _acc(spec: DepthwiseSpec, row: int, column: int, part: int) -> str:
 
 
 def _bytes(spec: DepthwiseSpec) -> int:
-    """Of a vector."""
+    """Return the number of channels in a vector, which is its size in bytes."""
     return 16 * spec.lanes
 
 
 def _biases(spec: DepthwiseSpec) -> list[str]:
-    """Where every accumulator starts."""
+    """Return the lines that initialize every accumulator with the bias."""
     lines = ["# accumulators start with the bias", f"mov {_field('bias')},%r14", "mov %rcx,%rdx"]
     for row in range(spec.rows):
         for column in range(spec.columns):
@@ -82,7 +86,7 @@ def _biases(spec: DepthwiseSpec) -> list[str]:
 
 
 def _columns(spec: DepthwiseSpec) -> list[str]:
-    """Every input column, the products of all it is part of, and among them the pixels that the last one completed."""
+    """Return the lines of all input columns: their products and, among these, the epilogues of completed pixels."""
     lines: list[str] = []
     done: list[str] = []
     for column in range(spec.columns_read):
@@ -95,13 +99,13 @@ def _columns(spec: DepthwiseSpec) -> list[str]:
         lines += [f"# input column {column}{behind}", *_woven(step, done), "add %rbx,%rdx"]
         x, rest = divmod(column - spec.taps[1] + 1, spec.stride[1])
         done = _finished(spec, x) if x >= 0 and not rest else []
-        if spec.result == "f32":  # needs the registers that the next column is interleaved in
+        if spec.result == "f32":  # the epilogue needs the registers that interleave the next column
             lines, done = lines + done, []
     return lines + done
 
 
 def _woven(lines: Sequence[str], others: Sequence[str]) -> list[str]:
-    """The second list spread over the first; both keep their order."""
+    """Distribute the second list evenly over the first; both keep their order."""
     woven: list[str] = []
     for index, line in enumerate(lines):
         woven += [line, *others[index * len(others) // len(lines) : (index + 1) * len(others) // len(lines)]]
@@ -109,7 +113,7 @@ def _woven(lines: Sequence[str], others: Sequence[str]) -> list[str]:
 
 
 def _interleave(spec: DepthwiseSpec) -> list[str]:
-    """Four rows of a column -> four registers of dwords, the rows of a channel in each."""
+    """Return the lines that turn four rows of a column into four registers; each dword holds a channel of all rows."""
     v = [_register(spec, i) for i in range(8)]
     return [
         *(f"vmovdqu64 (%{pointer},%rdx),{v[i]}" for i, pointer in enumerate(TAP_POINTERS)),
@@ -138,7 +142,7 @@ def _products(spec: DepthwiseSpec, column: int, quad: int) -> list[str]:
 
 
 def _finished(spec: DepthwiseSpec, x: int) -> list[str]:
-    """The pixels of an output column: float32(acc) * factor, rounded, packed, stored row by row."""
+    """Return the epilogue of an output column: float32(acc) * factor, rounded, packed, stored row by row."""
     rows = skewed(_pixel(spec, row, x) for row in range(spec.rows))
     return ["mov %r13,%r14", *rows, f"add {_field('out_pixel')},%r13"]
 
@@ -160,7 +164,10 @@ def _pixel(spec: DepthwiseSpec, row: int, column: int) -> Iterator[list[str]]:
 
 
 def _in_order(spec: DepthwiseSpec, parts: list[str]) -> Iterator[list[str]]:
-    """Four channels of each 128 bits, the next ones in the next register -> one after the other: lanes transposed."""
+    """Yield the stages that transpose 128-bit lanes, so that channels are in order.
+
+    Before, each lane of a register holds four channels, and the next four are in the next register.
+    """
     a, b, c, d = parts
     free = [_register(spec, 4 + i) for i in range(4)]
 

@@ -1,12 +1,12 @@
-"""AVX512-VNNI microkernels as assembly: accumulators in fixed registers, which g++ would spill.
+"""AVX512-VNNI GEMM microkernels in assembly: accumulators are in fixed registers, which g++ would spill.
 
-One k step is ``blocks`` loads of weights, ``rows`` broadcasts of 4 activations, ``rows * blocks`` vpdpbusd.
-Registers: zmm0.. weights, then broadcasts; the last ``rows * blocks`` are accumulators.
+One k step has ``blocks`` loads of weights, ``rows`` broadcasts of 4 activations and ``rows * blocks`` vpdpbusd.
+Registers: weights from zmm0 on, then broadcasts; the last ``rows * blocks`` are accumulators.
 
-In the epilogue every row goes through a few stages of mutually independent instructions, and between two stages of a
-row stand stages of its neighbours. Row after row would wait: the scheduler holds some 64 instructions, two or three
-rows, for as long as a row takes from end to end. 64 levels cost 5 to 7 cycles beside the products where that cost 10 to
-13 (Zen 4, 64 to 1024 and 16 to 96 channels).
+In the epilogue every row goes through a few stages of mutually independent instructions, and stages of neighbouring
+rows are interleaved. Row after row would stall: the scheduler holds some 64 instructions, two or three rows, for the
+whole latency of a row. 64 quantized values take 5 to 7 cycles in addition to the products, instead of 10 to 13 (Zen 4,
+64 to 1024 input and 16 to 96 output channels).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from intaglio.kernels.instruction_set import Isa, KernelFamily
 from intaglio.kernels.tile_spec import TileSpec
 
 ROW_POINTERS = ("rax", "r8", "r9", "r10", "r11")
-"""One per three rows."""
+"""Pointers to activations, one for every three rows."""
 ADDRESSES = ("(%{})", "(%{},%rbx)", "(%{},%rbx,2)")
 
 VNNI_TALLEST = {1: 14, 2: 12, 3: 8, 4: 6}
@@ -45,12 +45,14 @@ table, k1 channels to write. zmm0.. factors, then controls of shuffles, then the
 
 
 def emit(spec: TileSpec) -> str:
-    """Print one kernel."""
+    """Return the text of one kernel."""
     kernel = _Kernel(spec)
     return tile_function(spec, [*kernel.biases(), *kernel.products(), *kernel.epilogue()])
 
 
 class _Kernel:
+    """Prints the parts of one kernel."""
+
     def __init__(self, spec: TileSpec) -> None:
         self.spec = spec
         self.first = 32 - spec.rows * spec.blocks
@@ -67,7 +69,7 @@ class _Kernel:
         return [(i, j) for i in range(self.spec.rows) for j in range(self.spec.blocks)]
 
     def biases(self) -> list[str]:
-        """Where every accumulator starts."""
+        """Return the lines that initialize every accumulator with the bias."""
         lines = ["# accumulators start with the bias", f"mov {field('bias')},%rax"]
         lines += [f"vmovdqu64 {64 * j}(%rax),{self.acc(0, j)}" for j in range(self.spec.blocks)]
         return lines + [f"vmovdqa64 {self.acc(0, j)},{self.acc(i, j)}" for i, j in self.cells() if i]
@@ -77,7 +79,7 @@ class _Kernel:
         start = [f"mov %rdx,%{first}"]
         start += [f"lea (%{low},%r15),%{high}" for low, high in zip(self.pointers, others, strict=False)]
         moves = [*(f"add $4,%{pointer}" for pointer in self.pointers), f"add ${64 * self.spec.blocks},%rsi"]
-        # One line a step, another one of the step for every tile: the next panel is there when its turn comes.
+        # Every step prefetches one cache line, another one for every tile, so that the next panel is cached in time.
         ahead = ["# prefetch the next panel of weights", f"mov {field('ahead')},%rbp", f"addq $64,{field('ahead')}"]
         return [*ahead, *tap_loops(start, [*self.step(), "prefetcht1 (%rsi,%rbp)", *moves])]
 
@@ -90,7 +92,7 @@ class _Kernel:
             lines += [f"vpdpbusd %zmm{j},{spread},{self.acc(i, j)}" for j in range(blocks)]
         return lines
 
-    # -- epilogue: zmm0.. factors, then the controls of shuffles, then what a residual operand becomes
+    # -- epilogue: factors from zmm0 on, then shuffle controls, then the residual operand
 
     def epilogue(self) -> list[str]:
         blocks, add, packs = self.spec.blocks, self.spec.result == "add", self.spec.result != "f32"
@@ -126,11 +128,11 @@ class _Kernel:
 
     @property
     def quarters(self) -> tuple[str, str]:
-        """Levels 0..63 and 128..191 of a table."""
+        """Return the registers with entries 0..63 and 128..191 of a lookup table."""
         return f"%zmm{self.spec.blocks + 1}", f"%zmm{self.spec.blocks + 2}"
 
     def float_stages(self, i: int) -> Iterator[list[str]]:
-        """Dequantized, the last block under the mask."""
+        """Yield the stages that dequantize and store a row, the last block under the mask."""
         row = self.row(i)
         yield [f"vcvtdq2ps {acc},{acc}" for acc in row]
         yield [f"vmulps %zmm{j},{acc},{acc}" for j, acc in enumerate(row)]
@@ -139,14 +141,19 @@ class _Kernel:
         yield [*stores, f"add {field('out_pixel')},%rdx"]
 
     def level_stages(self, i: int) -> Iterator[list[str]]:
-        """float32(acc) * factor, clamped to what converts, rounded, packed."""
+        """Yield the stages of a requantized row: float32(acc) * factor, clamped to the convertible range, rounded,
+        packed.
+        """
         row = self.row(i)
         yield [f"vcvtdq2ps {acc},{acc}" for acc in row]
         yield [f"vmulps %zmm{j},{acc},{acc}" for j, acc in enumerate(row)]
         yield from self.rounded(row, i)
 
     def sum_stages(self, i: int) -> Iterator[list[str]]:
-        """float32(acc) * factor + float32(q - zero point) * factor. The operand's registers are the next row's, too."""
+        """Yield the stages of a row with a residual: float32(acc) * factor + float32(q - zero point) * factor.
+
+        The registers of the residual operand are reused by the next row.
+        """
         row, (terms, spread) = self.row(i), self.terms_of_rest() if self.spec.other_rest else self.terms()
         if self.spec.other_rest or not self.spec.natural:
             spread += [f"vpsubd {limit('other_zero_point')}{{1to16}},{term},{term}" for term in terms]
@@ -159,19 +166,24 @@ class _Kernel:
         yield from self.rounded(row, i)
 
     def scratch(self, count: int) -> list[str]:
-        """Registers that no row needs for longer than two stages."""
+        """Return registers that each row needs for at most two stages."""
         begin = self.spec.blocks + 2 * (self.spec.blocks < 4)
         return [f"%zmm{register}" for register in range(begin, begin + count)]
 
     def terms(self) -> tuple[list[str], list[str]]:
-        """A pixel of the residual operand, as integers of 32 bits in the order of accumulators."""
+        """Return registers and lines for a pixel of the residual operand, as 32-bit integers in the order of
+        accumulators.
+        """
         *others, loaded = terms = self.scratch(self.spec.blocks)
         lines = [f"vmovdqu8 (%rcx),{loaded}{{%k1}}{{z}}", f"add {field('other_pixel')},%rcx"]
         lines += [f"vpermd {loaded},{self.widen},{loaded}"] * (self.spec.blocks < 4)
         return terms, lines + [f"vpshufb {64 * j}(%r11),{loaded},{term}" for j, term in enumerate([*others, loaded])]
 
     def terms_of_rest(self) -> tuple[list[str], list[str]]:
-        """The same of 16 bits: level and rest side by side, then 255 times the one and the other added."""
+        """Return the same as `terms` for 16-bit operands.
+
+        8-bit value and rest are interleaved, then 255 times the former and the latter are added.
+        """
         blocks = self.spec.blocks
         level, rest, *free = self.scratch(max(blocks, 2))
         lines = [
@@ -190,7 +202,9 @@ class _Kernel:
         return terms, lines + [f"vpmaddwd 128(%r11),{term},{term}" for term in terms]
 
     def rounded(self, row: list[str], i: int) -> Iterator[list[str]]:
-        """To levels, in the order of their channels, stored at once; of 16 bits the rests, too."""
+        """Yield the stages that round, pack and store a row with its channels in order; 16-bit results store their
+        rests, too.
+        """
         if self.spec.rest:
             spare = f"%zmm{self.spec.blocks + 4 + i % 4}"
             yield from rests(row, spare, self.spec.natural, self.spec.guard)
@@ -217,9 +231,14 @@ def _lanes(directive: str, values: Iterable[int]) -> str:
 
 
 def _constants() -> dict[str, str]:
-    """Controls of shuffles. spread: byte ``4j + t`` of each 128-bit lane into dword t, for j = 0..3. pairs: both
-    bytes of pair t into words of dword t, and of pair ``4 + t``; then what these words count. For n < 4 blocks: gather,
-    n dwords of every lane to the front; widen, back to the lanes."""
+    """Return the constants that kernels read, mostly shuffle controls.
+
+    - ``spread``: byte ``4j + t`` of each 128-bit lane to dword t, for j = 0..3.
+    - ``pairs``: both bytes of pair t to words of dword t, then those of pair ``4 + t``; then the factors of these
+      words.
+    - ``gather`` for n < 4 blocks: n dwords of every lane to the front.
+    - ``widen`` for n < 4 blocks: the same dwords back to the lanes.
+    """
     spread = [[value for t in range(4) for value in (4 * j + t, 128, 128, 128)] for j in range(4)]
     pairs = [[value for t in range(4) for value in (i + 2 * t, 128, i + 2 * t + 1, 128)] for i in (0, 8)]
     found = {
@@ -238,7 +257,7 @@ TILE_CONSTANTS = {**_constants(), **REST_CONSTANTS}
 
 
 def join(family: KernelFamily, texts: list[str]) -> str:
-    """Print a family."""
+    """Return the text of a family."""
     depthwise = family.element == "DepthwiseKernel"
     return family_text(
         family, texts, vnni_depthwise.DEPTHWISE_REGISTERS if depthwise else VNNI_REGISTERS, TILE_CONSTANTS

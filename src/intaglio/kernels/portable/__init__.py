@@ -1,1 +1,1 @@
-"""Generators of kernels for plain C++."""
+"""Kernel generators for plain C++."""

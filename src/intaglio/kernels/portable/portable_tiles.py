@@ -1,4 +1,4 @@
-"""The same kernels in plain C++: they run on any processor, and read as an explanation of the others."""
+"""GEMM microkernels in plain C++, which run on any processor and serve as the readable form of the assembly kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from intaglio.kernels.tile_spec import TileSpec
 
 
 def emit(spec: TileSpec) -> str:
-    """Print one kernel: a wrapper that fixes the height."""
+    """Return the text of one kernel: a wrapper that fixes the number of output pixels."""
     kinds = {"u8": [spec.rest], "add": [spec.rest, spec.other_rest], "f32": []}[spec.result]
     numbers = ", ".join(str(int(number)) for number in (spec.rows, *kinds))
     each = f"portable_{spec.result}(t, {numbers}), portable_next(t, {spec.rows})"
@@ -15,7 +15,7 @@ def emit(spec: TileSpec) -> str:
 
 
 def join(family: KernelFamily, texts: list[str]) -> str:
-    """Print a family: the functions all kernels call are in native/products/portable_tile.h."""
+    """Return the text of a family; the functions that all kernels call are in native/products/portable_tile.h."""
     names = ", ".join(kernel.name if kernel is not None else "0" for kernel in family.kernels)
     table = f"const {family.element} {family.name}[] = {{{names}}};\n"
     return "".join(['#include "products/portable_tile.h"\n\n', *texts, f"\n{family.declaration}\n{table}"])
