@@ -1,4 +1,4 @@
-"""Training with the rounding in the graph."""
+"""Quantization-aware training."""
 
 from intaglio.quant.qat.finish_training import calibrate_qat, convert_qat
 from intaglio.quant.qat.prepared_qat import PreparedQat, prepare_qat

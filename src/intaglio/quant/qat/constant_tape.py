@@ -1,5 +1,4 @@
-"""How passes compute the constants of a graph, recorded: so that the same can be computed of other values, and
-differentiated."""
+"""Recording of how passes compute constants, to recompute them from other parameters and to differentiate them."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from intaglio.torch_private import TorchDispatchMode, pytree, schema_of
 
 aten = torch.ops.aten
 SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
-"""What makes no other value. A parameter behind ``detach`` would not be trained."""
+"""Operators that return their input's values. They are skipped, because `detach` would stop the gradient."""
 
 
 Fixed = Callable[[torch.Tensor], fx.Node]
@@ -27,12 +26,15 @@ class _Step:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     place: int | None
-    """Which of the results it is; ``None``: the only one."""
+    """Index of the result among several; ``None`` for an only result."""
 
 
 @dataclass
 class Tape:
-    """While it is entered, every operator that makes a tensor is kept, and the tensor too, as its identity counts."""
+    """Records every operator that creates a tensor while it is entered.
+
+    It keeps all tensors alive, because they are identified by `id`.
+    """
 
     steps: dict[int, _Step] = field(default_factory=dict)
     alive: list[Any] = field(default_factory=list)
@@ -46,8 +48,17 @@ class Tape:
         self.mode.__exit__(*raised)
 
     def write(self, graph: fx.Graph, tensor: torch.Tensor, known: dict[int, fx.Node], fixed: Fixed) -> fx.Node | None:
-        """The node that computes a tensor of the constants ``known``, by identity, which it is added to; ``None``
-        where it does not come from them. ``fixed`` gives a node for a tensor that something known is combined with."""
+        """Add the nodes that compute a tensor to `graph` and return the last one.
+
+        Args:
+            graph: graph to extend.
+            tensor: the tensor to compute.
+            known: `id` of a tensor -> node that computes it; extended on the way.
+            fixed: returns a node for a tensor that depends on no known tensor.
+
+        Returns:
+            The node of the tensor, or ``None`` if it depends on no known tensor.
+        """
         if id(tensor) in known:
             return known[id(tensor)]
         step = self.steps.get(id(tensor))

@@ -1,4 +1,4 @@
-"""A model captured in training -> what it computes in evaluation, with marks where training does something else."""
+"""Conversion of a graph captured in training to evaluation, with marks for batch norm and dropout."""
 
 from __future__ import annotations
 
@@ -26,13 +26,20 @@ EVALUATED_NORM = torch.ops.aten._native_batch_norm_legit_no_training.default
 TRAINED_NORM = "aten._native_batch_norm_legit_functional.default"
 EMPTIES = ("aten.new_empty.default", "aten.empty.memory_format", "aten.empty_like.default")
 BATCH_NORM_COUNTERS = ("running_mean", "running_var", "num_batches_tracked")
-"""Buffers of a batch norm."""
+"""Names of a batch norm's buffers."""
 
 
 @dataclass(frozen=True)
 class Norm:
-    """A batch norm has made the value: its weight, bias, running mean and variance by name of their constants
-    (``None``: it has none), and the path of the module that holds the statistics."""
+    """Mark of a value that a batch norm computes.
+
+    Attributes:
+        path: path of the module that holds the statistics.
+        constants: names of the constants for weight, bias, running mean and variance; ``None`` for a missing one.
+        momentum: momentum of the running statistics.
+        eps: epsilon of the norm.
+        number: index of the norm in the graph.
+    """
 
     path: str
     constants: tuple[str | None, ...]
@@ -43,11 +50,15 @@ class Norm:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Readers get the value with a share of it set to zero.
+    """Mark of a value whose readers receive it with dropout.
 
-    ``whole``: axes along which all is kept or none, as along rows and columns of feature maps. ``inside``: what is
-    dropped are the probabilities of the attention that makes the value. ``readers``: names of those it holds for, of
-    several; else all.
+    Attributes:
+        p: probability of a zero.
+        whole: axes along which the mask is constant, as for channel dropout.
+        number: index of the dropout's node in the graph.
+        path: path of the dropout's module.
+        inside: whether dropout applies to the probabilities inside the attention that computes the value.
+        readers: names of the readers that receive dropout; empty for all.
     """
 
     p: float
@@ -59,9 +70,10 @@ class Dropout:
 
 
 def evaluated(captured: Captured) -> Captured:
-    """Batch norms with their running statistics, no dropout; the records of nodes say what was there.
+    """Return the model in evaluation: batch norms with running statistics and no dropout, both marked on their nodes.
 
-    `UnsupportedError` for other buffers that the model changes, and for other random numbers it draws.
+    Raises:
+        UnsupportedError: the model changes other buffers or draws other random numbers.
     """
     module, states = copy_graph(captured.module), {state.name: state for state in captured.signature.state}
     output = next(node for node in module.graph.nodes if node.op == "output")
@@ -83,7 +95,7 @@ def _unable(node: fx.Node, problem: str, remedy: str) -> UnsupportedError:
 
 
 def _evaluate_norms(module: fx.GraphModule, states: Mapping[str, State]) -> set[str]:
-    """Batch norms that count -> those that read what was counted; the paths of modules that count."""
+    """Replace training batch norms by ones that read running statistics, and return the paths of their modules."""
     known: set[str] = set()
     for number, node in enumerate([node for node in module.graph.nodes if operator(node) == TRAINED_NORM]):
         x, weight, bias, mean, variance, _, momentum, eps = node.args
@@ -104,14 +116,14 @@ def _evaluate_norms(module: fx.GraphModule, states: Mapping[str, State]) -> set[
 
 
 def _before_calls(value: fx.Node) -> fx.Node:
-    """The input a buffer came in by, before earlier calls of its norm changed it."""
+    """Return the input that a buffer had before earlier calls of its norm changed it."""
     while value.op != "placeholder":
         value = value.args[0].args[3 if value.args[1] == 3 else 4]
     return value
 
 
 def _as_constant(module: fx.GraphModule, state: State) -> fx.Node:
-    """A buffer the model changes, as a constant: it is read as it is when the call begins."""
+    """Return the buffer of a state as a constant with its initial value."""
     for node in module.graph.nodes:
         if node.op == "get_attr" and info(node).path == state.path:
             return node
@@ -120,7 +132,11 @@ def _as_constant(module: fx.GraphModule, state: State) -> fx.Node:
 
 
 def _drop_counters(module: fx.GraphModule, states: Mapping[str, State], norms: set[str]) -> None:
-    """Inputs for buffers go. What is left of them counts batches, or is refused."""
+    """Remove the inputs for state.
+
+    Raises:
+        UnsupportedError: a state is not a buffer of a batch norm.
+    """
     module.graph.eliminate_dead_code()
     for node in [node for node in module.graph.nodes if node.op == "placeholder" and node.name in states]:
         state = states[node.name]
@@ -136,7 +152,7 @@ def _drop_counters(module: fx.GraphModule, states: Mapping[str, State], norms: s
 
 
 def _drop_dropout(module: fx.GraphModule) -> None:
-    """Dropout of values, of whole feature maps, and of attention -> nothing, and a mark."""
+    """Remove dropout of values, of feature maps and inside attention, and mark the values."""
     for number, node in enumerate(list(module.graph.nodes)):
         name = operator(node)
         if name == "aten.native_dropout.default" or name == "aten.dropout.default":
@@ -151,7 +167,7 @@ def _drop_dropout(module: fx.GraphModule) -> None:
 
 
 def _map_dropout(node: fx.Node) -> tuple[fx.Node, float, tuple[int, ...]] | None:
-    """``x * (bernoulli(keep) / keep)``: x, the share dropped and the axes along which the mask has one entry."""
+    """Match ``x * (bernoulli(keep) / keep)`` and return x, ``1 - keep`` and the axes where the mask has size 1."""
     x, mask = node.args
     if operator(mask) in ("aten.div.Scalar", "aten.div.Tensor") and operator(mask.args[0]) == "aten.bernoulli.p":
         shape = known_type(mask).shape
@@ -163,7 +179,7 @@ def _map_dropout(node: fx.Node) -> tuple[fx.Node, float, tuple[int, ...]] | None
 
 
 def _without(value: fx.Node, source: fx.Node, p: float, whole: tuple[int, ...], number: int) -> None:
-    """Readers of the dropout's value read its source."""
+    """Let the readers of a dropout's result read its input, which gets the mark."""
     call = value.args[0] if value.target is python_operator.getitem else value
     alone = source.users.keys() <= {call, *_shape_readers(source)}
     readers = () if alone else tuple(user.name for user in value.users)
@@ -174,7 +190,7 @@ def _without(value: fx.Node, source: fx.Node, p: float, whole: tuple[int, ...], 
 
 
 def _erase(node: fx.Node) -> None:
-    """A node, its unread results and what only it reads: random numbers are not dropped as dead code."""
+    """Erase a node and the inputs that only it reads. Dead code elimination keeps random operators."""
     unread = [user for user in node.users if user.target is python_operator.getitem and not user.users]
     if node.op == "call_function" and len(unread) == len(node.users):
         sources = node.all_input_nodes
@@ -193,12 +209,12 @@ def _mark(node: fx.Node, mark: Norm | Dropout) -> None:
 
 
 def marks_of(module: fx.GraphModule) -> list[tuple[fx.Node, Norm | Dropout]]:
-    """Every mark with the node that has it, in order."""
+    """Return all marks with their nodes, in graph order."""
     return [(node, mark) for node in module.graph.nodes for mark in info(node).marks]
 
 
 def settle(module: fx.GraphModule) -> None:
-    """A mark that went along with a part of its value, too, stays with the value."""
+    """Keep each mark only on the first node that carries it along any path."""
     above: dict[fx.Node, set[tuple[type, int]]] = {}
     for node in module.graph.nodes:
         inherited = set[tuple[type, int]]().union(*(above[source] for source in node.all_input_nodes))
@@ -210,8 +226,10 @@ def settle(module: fx.GraphModule) -> None:
 
 @contextlib.contextmanager
 def followed(module: fx.GraphModule) -> Iterator[None]:
-    """While passes put nodes in the place of others, marks go along. What is joined to attention takes the dropout of
-    its probabilities inside."""
+    """Copy marks to replacement nodes while passes run inside this context.
+
+    When matmuls are fused into attention, the dropout of the probabilities moves inside it.
+    """
 
     def follow(old: fx.Node, new: str, user: fx.Node) -> None:
         found = next(node for node in module.graph.nodes if node.name == new)

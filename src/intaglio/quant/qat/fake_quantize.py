@@ -1,4 +1,4 @@
-"""Fake-quantization: float values rounded to the levels they will have, with gradients."""
+"""Fake quantization with gradients for values, scales and zero points."""
 
 from __future__ import annotations
 
@@ -19,15 +19,20 @@ from intaglio.quant.qdq.qparams import OwnScales
 from intaglio.quant.qdq.weight_grid import weight_grid
 
 AVERAGING = 0.01
-"""Share of the newest batch's extremes in their moving averages."""
+"""Weight of a new batch in the moving averages of the extremes."""
 SMALLEST = 2.0**-100
-"""What a learned scale cannot fall below."""
+"""Lower bound of a learned scale."""
 
 
 @dataclass
 class Mode:
-    """What the modules of one model have in common. ``observe``: scales follow the values; ``learn``: they are trained.
-    Never both. ``quantize``: values are rounded at all. ``frozen``: batch norms use their running statistics.
+    """Switches that all modules of a model share. `observe` and `learn` are never both set.
+
+    Attributes:
+        observe: scales follow the values.
+        learn: scales are trained.
+        quantize: values are rounded.
+        frozen: batch norms use their running statistics in training.
     """
 
     observe: bool = True
@@ -37,12 +42,12 @@ class Mode:
 
 
 class RoundToLevels(torch.autograd.Function):
-    """``(clamp(rne(x * (1/s)) + zp, low, high) - zp) * s``, as numerics.py has it, and ``m`` times that in steps of
-    ``s * m`` for groups of weights with multiples m.
+    """Computes ``(clamp(rne(x * (1/s)) + zp, low, high) - zp) * s``, as in `intaglio.numerics`.
 
-    With v = x / (s * m): the gradient passes where low <= v + zp <= high, and is 0 outside (straight-through). That of
-    s is ``round(v) - v`` inside and ``level - zp`` outside, times m (Esser et al. 2020, eq. 3); that of zp ``-s``
-    outside and 0 inside (Bhalgat et al. 2020, eq. 5); both times ``share``, see `gradient_share`.
+    Weight groups with multiples m use steps of ``s * m``. With v = x / (s * m), the gradient of x passes where low <= v
+    + zp <= high and is 0 outside (straight-through estimator). The gradient of s is ``round(v) - v`` inside and
+    ``clamp(v)`` outside, times m (Esser et al. 2020, eq. 3). The gradient of zp is ``-s`` outside and 0 inside (Bhalgat
+    et al. 2020, eq. 5). Both are multiplied by ``share`` (see `gradient_share`).
     """
 
     @staticmethod
@@ -81,25 +86,35 @@ class RoundToLevels(torch.autograd.Function):
 
 
 def gradient_share(values: int, levels: int) -> float:
-    """1/sqrt(n * levels) for n values a scale: what its gradient is multiplied by, so that scales move as weights do
-    (Esser et al. 2020, section 2.2).
+    """Return ``1/sqrt(n * levels)``, the gradient scale of LSQ (Esser et al. 2020, section 2.2).
 
-    ``levels`` is the paper's Q_P, how many are above zero. Their start, 2 * mean|x| / sqrt(Q_P) there, is here what
-    calibration or the moving averages found, and for weights what `convert` would give them.
+    It makes scales move at the rate of weights. Unlike LSQ, which starts from ``2 * mean|x| / sqrt(Q_P)``, scales start
+    from calibration, from moving averages or, for weights, from the rule of `convert`.
+
+    Args:
+        values: n, number of values per scale.
+        levels: Q_P, number of positive quantized values.
     """
     return (max(values, 1) * levels) ** -0.5
 
 
 def longer_side(low: int, high: int, zero: int) -> int:
-    """Levels above the zero point, or below it where those are more: half of all where it lies in the middle."""
+    """Return the number of quantized values on the larger side of the zero point."""
     return max(high - zero, zero - low)
 
 
 class FakeQuantize(nn.Module):
-    """An activation site's values, and those that share its parameters.
+    """Fake quantization of an activation site and of the sites that share its parameters.
 
-    ``scale``, ``zero_point``: parameters of the levels, trained while scales are learned; ``low``, ``high``: moving
-    averages of the extremes, float64, which they follow otherwise. Before any value is seen nothing is rounded.
+    Nothing is rounded before the first value is seen.
+
+    Attributes:
+        scale: f32[channels], trained while scales are learned.
+        zero_point: f32[channels], trained like the scale.
+        low: f64[channels], moving average of the minimum, which determines scale and zero point while they are
+            observed.
+        high: f64[channels], moving average of the maximum.
+        seen: whether the parameters are set.
     """
 
     low: torch.Tensor
@@ -122,16 +137,16 @@ class FakeQuantize(nn.Module):
 
     @property
     def observed(self) -> bool:
-        """Whether its parameters follow from values; else they are known beforehand."""
+        """Return whether the parameters follow the values; otherwise they are fixed."""
         return isinstance(self.site.spec, Observed)
 
     def forward(self, x: torch.Tensor, counts: bool = True) -> torch.Tensor:
-        """``counts``: whether the values enter the averages."""
+        """Fake-quantize `x`; with `counts` its range enters the moving averages."""
         if self.mode.observe and self.observed:
             if self.training and counts:
                 self._observe(x.detach())
             elif self.seen:
-                self.follow()  # averages may have come from another process, as buffers do
+                self.follow()  # DDP may have replaced the averages, which are buffers
         if not self.mode.quantize or not self.seen:
             return x
         scale, zero_point = self.parameters_of_levels()
@@ -141,7 +156,7 @@ class FakeQuantize(nn.Module):
         return RoundToLevels.apply(x, scale.reshape(self.shape), zero_point.reshape(self.shape), None, low, high, share)
 
     def parameters_of_levels(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale and zero point as they are used: positive, and a whole number within the levels."""
+        """Return the positive scale and the integer zero point within the quantized range that are in effect."""
         scale = self.scale.abs().clamp_min(SMALLEST)
         clamped = self.zero_point.clamp(self.site.qmin, self.site.qmax)
         return scale, clamped + (clamped.round() - clamped).detach()
@@ -167,7 +182,7 @@ class FakeQuantize(nn.Module):
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Scale and zero point from the averages."""
+        """Compute scale and zero point from the moving averages."""
         ends = list(zip(self.low.tolist(), self.high.tolist(), strict=True))
         if isinstance(self.site.spec, Observed) and self.site.spec.symmetric:
             ends = [(min(low, -high), max(high, -low)) for low, high in ends]
@@ -178,7 +193,8 @@ class FakeQuantize(nn.Module):
 
     @torch.no_grad()
     def start(self, q: QParams) -> None:
-        """From known parameters: averages are the ends of their range, which gives them back exactly."""
+        """Set known parameters, and the averages to the ends of their range, from which `follow` computes them
+        again."""
         scales, zeros = (torch.tensor(values, dtype=torch.float64) for values in (q.scales, q.zeros))
         self.low.copy_((q.qmin - zeros) * scales)
         self.high.copy_((q.qmax - zeros) * scales)
@@ -187,7 +203,7 @@ class FakeQuantize(nn.Module):
         self.seen.fill_(True)
 
     def learnable(self) -> list[nn.Parameter]:
-        """The scale; the zero point too where the range has two sides."""
+        """Return the trainable parameters: the scale, and the zero point if it is inside an asymmetric range."""
         zero, site = self.zero_point, self.site
         inner = bool(((zero > site.qmin) & (zero < site.qmax)).all())
         symmetric = isinstance(site.spec, Observed) and site.spec.symmetric
@@ -205,10 +221,12 @@ class FakeQuantize(nn.Module):
 
 
 class FakeQuantizeWeight(nn.Module):
-    """A weight's values. ``scale``: one, or one a channel; while it is not learned, what the weight asks for now.
+    """Fake quantization of a weight.
 
-    ``constant``: name of the weight in the prepared graph; ``own``: an array's scales by the rule that `convert` goes
-    by.
+    Attributes:
+        scale: f32[1] or f32[channels], computed from the current weight while it is not learned.
+        constant: name of the weight in the prepared graph.
+        own: computes the scales of a weight as `convert` does.
     """
 
     def __init__(self, site: Site, constant: str, weight: torch.Tensor, own: OwnScales, mode: Mode) -> None:
@@ -251,7 +269,7 @@ class FakeQuantizeWeight(nn.Module):
 
 
 def fake_bias(bias: torch.Tensor, x: FakeQuantize, weight: FakeQuantizeWeight) -> torch.Tensor:
-    """A bias in int32 steps of ``s_x * s_w``; its gradient passes as it is."""
+    """Round a bias to int32 steps of ``s_x * s_w``; the gradient passes unchanged."""
     if not x.mode.quantize or not x.seen:
         return bias
     with torch.no_grad():
@@ -264,7 +282,7 @@ def fake_bias(bias: torch.Tensor, x: FakeQuantize, weight: FakeQuantizeWeight) -
 
 
 def fake_shortcut(x: torch.Tensor, levels: FakeQuantize, low: int, high: int) -> torch.Tensor:
-    """The 16 bits of a value whose levels have 8: `numerics.widen`, with gradients for the scale of these."""
+    """Fake-quantize a value to 16 bits with trainable parameters that `numerics.widen` derives from its 8-bit ones."""
     if not levels.mode.quantize or not levels.seen:
         return x
     scale, zero_point = levels.parameters_of_levels()
@@ -278,7 +296,7 @@ def fake_shortcut(x: torch.Tensor, levels: FakeQuantize, low: int, high: int) ->
 
 
 class Switch(nn.Module):
-    """Tells functions without parameters of their own whether values are rounded."""
+    """Holds the mode for fake-quantize functions without parameters of their own."""
 
     def __init__(self, mode: Mode) -> None:
         super().__init__()
@@ -286,7 +304,7 @@ class Switch(nn.Module):
 
 
 def fake_fixed(switch: Switch, x: torch.Tensor, scale: float, zero_point: int, low: int, high: int) -> torch.Tensor:
-    """Levels whose parameters are known beforehand."""
+    """Fake-quantize with fixed parameters."""
     if not switch.mode.quantize:
         return x
     values = torch.tensor(scale), torch.tensor(float(zero_point))
@@ -294,7 +312,7 @@ def fake_fixed(switch: Switch, x: torch.Tensor, scale: float, zero_point: int, l
 
 
 def fake_rows(switch: Switch, x: torch.Tensor, mode: str) -> torch.Tensor:
-    """What is quantized while the model runs; nothing is clipped, so all of the gradient passes."""
+    """Fake-quantize dynamically per token or per batch entry. Nothing is clipped, so the whole gradient passes."""
     if not switch.mode.quantize:
         return x
     ops = row_operators()

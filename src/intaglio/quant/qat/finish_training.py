@@ -1,4 +1,4 @@
-"""Calibration of a model that trains, and its way to a `Reference`: through the same doors as any other's."""
+"""Calibration of a model in training, and its conversion to a `Reference`, both through the post-training functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from intaglio.quant.qdq.qparams import activation_qparams
 
 
 def calibrate_qat(trained: PreparedQat, data: Any, **options: Any) -> Ranges:
-    """`calibrate` with the weights as they are now, in evaluation; every site's scale starts from what is found."""
+    """Calibrate with the current weights in evaluation mode, and start every scale from the result."""
     prepared = as_trained(trained)
     ranges = calibrate(prepared, data, **options)
     qparams = activation_qparams(prepared, ranges)
@@ -31,7 +31,13 @@ def calibrate_qat(trained: PreparedQat, data: Any, **options: Any) -> Ranges:
 
 
 def convert_qat(trained: PreparedQat) -> Reference:
-    """Batch norms folded with their running statistics, scales as trained; results are those in evaluation."""
+    """Convert a trained model with batch norms folded by their running statistics and with the trained scales.
+
+    The outputs are those of the trained model in evaluation mode.
+
+    Raises:
+        CalibrationError: a site has seen no data.
+    """
     if unseen := trained.unseen():
         raise CalibrationError(
             ", ".join(unseen[:5]),
@@ -48,7 +54,11 @@ def convert_qat(trained: PreparedQat) -> Reference:
 
 
 def as_trained(trained: PreparedQat) -> Prepared:
-    """The model as post-training quantization would have it, of the parameters as they are now."""
+    """Prepare the model for post-training quantization with its current parameters.
+
+    Raises:
+        CalibrationError: training changed which values are quantized.
+    """
     prepared = trained._plan.prepared
     module = copy_graph(prepared.annotations.module)
     for name, values in trained.constants().items():

@@ -1,4 +1,4 @@
-"""The float model's parameters and buffers in their own places, and the constants that passes make of them."""
+"""Parameters and buffers of the float model under their own names, and the graph that computes constants from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ FIXED = "fixed"
 
 
 class Tree:
-    """``root`` gets them all. ``paths``: name of a constant of the evaluated graph -> where it lies."""
+    """Places parameters, buffers and submodules on `root`, the module that is trained.
+
+    Attributes:
+        paths: constant of the evaluated graph -> path of its parameter or buffer.
+        norms: module path -> batch norm.
+        counters: module path of a batch norm -> path of its `num_batches_tracked`.
+    """
 
     def __init__(self, root: nn.Module, captured: Captured, evaluated: Captured, mode: Mode) -> None:
         self.root, self.module, self.paths = root, evaluated.module, dict[str, str]()
@@ -38,7 +44,7 @@ class Tree:
                     "a batch norm whose statistics are the model's own buffers",
                     remedy="make it a module",
                 )
-        for path in dict.fromkeys([*captured.classes, *self.norms]):  # in the float model's order
+        for path in dict.fromkeys([*captured.classes, *self.norms]):  # keeps the order of the float model
             if path in self.norms:
                 norm = self.norms[path]
                 self.place(path, StatisticsNorm(mode, norm.momentum, norm.eps))
@@ -60,7 +66,7 @@ class Tree:
         self.place(path, tensor.clone() if trained is None else nn.Parameter(tensor.clone(), requires_grad=trained))
 
     def place(self, path: str, value: nn.Module | torch.Tensor, persistent: bool = True) -> None:
-        """Modules on the way are made."""
+        """Register a module, parameter or buffer at a dotted path, and add the containers on the way."""
         owner, _, name = path.rpartition(".")
         module = self.root
         for step in owner.split(".") if owner else ():
@@ -75,18 +81,26 @@ class Tree:
             module.register_buffer(name, value, persistent)
 
     def place_quantizer(self, name: str, module: nn.Module) -> str:
-        """Its path, among the others."""
+        """Register a fake-quantize module under a unique name, and return its path."""
         if (placed := getattr(self.root, self.quantizers, None)) is not None:
             name = unique_name(placed, name)
         self.place(f"{self.quantizers}.{name}", module)
         return f"{self.quantizers}.{name}"
 
     def free(self, name: str) -> str:
-        """A name that the model does not have."""
+        """Return a name that the model does not use, derived from `name`."""
         return unique_name(self.root, name)
 
     def constants(self, module: fx.GraphModule, names: list[str], tape: Tape) -> fx.Graph:
-        """A graph that computes constants of a module that passes have been over, then the factor of every norm."""
+        """Return a graph that computes constants from parameters and buffers.
+
+        Its outputs are the constants `names`, then the folding factor of every batch norm.
+
+        Args:
+            module: graph module after the passes; it owns the constants.
+            names: names of the constants to compute.
+            tape: recording of how the passes computed them.
+        """
         graph, known, number = fx.Graph(), dict[int, fx.Node](), 0
         leaves = {name: graph.get_attr(path) for name, path in self.paths.items()}
 

@@ -1,4 +1,4 @@
-"""`PreparedQat`: a model that trains with the rounding of its integer form in it."""
+"""Preparation of a captured model for quantization-aware training."""
 
 from __future__ import annotations
 
@@ -32,9 +32,13 @@ from intaglio.tracing.while_loops import refuse_loops
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What training does not change: the model as `convert` will get it, but for its constants, and two functions.
+    """The parts of a prepared model that training does not change.
 
-    ``compute(root)`` gives the constants called ``names``, and more; ``run(root, *inputs, *computed)`` the results.
+    Attributes:
+        prepared: the model as `convert` receives it, except for its constants.
+        names: names of the constants in the prepared graph.
+        compute: ``compute(root)`` returns the constants `names`, then the folding factors of batch norms.
+        run: ``run(root, *inputs, *computed)`` returns the results.
     """
 
     prepared: Prepared
@@ -47,13 +51,14 @@ class TrainingPlan:
 
 
 class PreparedQat(nn.Module):
-    """Called, trained, saved and loaded like the float model, whose parameters, buffers and batch norms it has under
-    their own names; ``quantizers`` round values to their levels. It loads state dicts of its own, and with
-    ``strict=False`` those of the float model.
+    """Trainable model with fake quantization.
 
-    ``train()`` and ``eval()`` switch batch norms and dropout. Scales follow the values, which is how it begins
-    (`observe_ranges`: moving averages of activations while training, weights as they are), or are trained
-    (`learn_scales`), or stay.
+    It has the parameters, buffers and batch norms of the float model under their own names, and fake-quantize modules
+    under ``quantizers``. It loads its own state dicts, and with ``strict=False`` those of the float model.
+
+    ``train()`` and ``eval()`` switch batch norms and dropout. Scales follow the values at first (`observe_ranges`:
+    moving averages of activation ranges in training, current weights); they can also be trained (`learn_scales`) or
+    stay constant.
     """
 
     _plan: TrainingPlan
@@ -61,25 +66,28 @@ class PreparedQat(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # A hook and not `load_state_dict`, which a parent that loads its own state does not call.
+        # A hook, because a parent that loads its own state does not call `load_state_dict` of its children.
         self.register_load_state_dict_post_hook(_switch_as_loaded)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The float model's results, values rounded on the way."""
+        """Return the results of the float model computed with fake quantization."""
         signature = self._plan.prepared.signature
         leaves = bind(signature, args, kwargs)
         symbols = dims_of(signature, leaves)
-        with torch.autocast("cpu", enabled=False):  # the graph says every element type itself
+        with torch.autocast("cpu", enabled=False):  # the graph contains explicit casts
             results = self._plan.run(self, *leaves, *self._plan.compute(self))
         return rebuild(signature, tuple(results), symbols)
 
     def observe_ranges(self, on: bool = True) -> PreparedQat:
-        """Whether scales follow the values; off, they stay as they are. On, they are no longer trained."""
+        """Let scales follow the values if `on`, which ends their training; otherwise keep them constant."""
         return self._switch(observe=on, learn=self._mode.learn and not on)
 
     def learn_scales(self, on: bool = True) -> PreparedQat:
-        """Whether scales are trained: by steps of any optimizer that has `scale_parameters`. On, they follow nothing
-        else. `CalibrationError` where there is nothing to start from."""
+        """Train the scales if `on`, which ends observation; the optimizer must contain `scale_parameters`.
+
+        Raises:
+            CalibrationError: a site has no scale to start from.
+        """
         if on and (unseen := self.unseen()):
             raise CalibrationError(
                 ", ".join(unseen[:5]),
@@ -92,33 +100,33 @@ class PreparedQat(nn.Module):
         return self._switch(learn=on, observe=self._mode.observe and not on)
 
     def round_values(self, on: bool = True) -> PreparedQat:
-        """Whether anything is rounded; off, the model computes what the float model does."""
+        """Enable or disable fake quantization. Without it the model computes the float results."""
         return self._switch(quantize=on)
 
     def freeze_batch_norms(self, on: bool = True) -> PreparedQat:
-        """Whether batch norms use their running statistics in training too, and leave them as they are.
+        """Use running statistics of batch norms in training too, without updating them, if `on`.
 
-        They are constants to the gradient then, as in a float model whose norms evaluate, and nothing normalises what
-        a step makes of the layers before: statistics that do not fit the data yet, or a rate that needs norms, let
-        training diverge, in float as well. For trained weights, or the last epochs.
+        The statistics are then constants for the gradient, as for batch norms in evaluation mode. Training can diverge,
+        in float as well, if they do not fit the data yet or the learning rate needs normalization. Use it with trained
+        weights or in the last epochs.
         """
         return self._switch(frozen=on)
 
     def scale_parameters(self) -> list[nn.Parameter]:
-        """Learned scales and zero points: for a group of their own, without weight decay."""
+        """Return learned scales and zero points, for an optimizer group without weight decay."""
         return [parameter for module in self.rounding() for parameter in module.learnable()]
 
     def rounding(self) -> Iterator[FakeQuantize | FakeQuantizeWeight]:
-        """What rounds activations and weights."""
+        """Iterate over the fake-quantize modules of activations and weights."""
         return (module for module in self.modules() if isinstance(module, (FakeQuantize, FakeQuantizeWeight)))
 
     def unseen(self) -> list[str]:
-        """Sites without parameters yet."""
+        """Return the names of activation sites that have seen no data."""
         return [m.site.name for m in self.rounding() if isinstance(m, FakeQuantize) and not m.seen]
 
     @torch.no_grad()
     def follow_weights(self) -> None:
-        """Scales of weights as these are now."""
+        """Recompute the scales of weights from their current values."""
         for name, values in self.constants().items():
             for module in self.rounding():
                 if isinstance(module, FakeQuantizeWeight) and module.constant == name:
@@ -126,7 +134,7 @@ class PreparedQat(nn.Module):
 
     @torch.no_grad()
     def constants(self) -> dict[str, torch.Tensor]:
-        """Name in the prepared graph -> what it is now, batch norms folded with their running statistics."""
+        """Return the constants of the prepared graph by name, batch norms folded with their running statistics."""
         frozen = self._mode.frozen
         self._mode.frozen = True
         try:
@@ -144,7 +152,7 @@ class PreparedQat(nn.Module):
         return self
 
     def get_extra_state(self) -> torch.Tensor:
-        """The switches, so that a state dict resumes in the same mode."""
+        """Return the mode switches, so that a state dict resumes in the same mode."""
         return torch.tensor([getattr(self._mode, name) for name in SWITCHES])
 
     def set_extra_state(self, state: torch.Tensor) -> None:
@@ -171,12 +179,21 @@ SWITCHES = ("observe", "learn", "quantize", "frozen")
 
 
 def _switch_as_loaded(prepared: PreparedQat, incompatible: Any) -> None:
-    """What is trained follows from the switches that were loaded, and from the zero points."""
+    """Enable gradients of scales and zero points by the switches of a loaded state dict."""
     prepared._switch()
 
 
 def prepare_qat(captured: Captured, quantizer: Quantizer | Annotator | None = None) -> PreparedQat:
-    """A model captured in training -> one that trains rounded. `UnsupportedError` for what cannot be trained."""
+    """Prepare a model that was captured in training for quantization-aware training.
+
+    Args:
+        captured: result of ``capture(..., train=True)``.
+        quantizer: what to quantize.
+
+    Raises:
+        InputError: the model was captured in evaluation.
+        UnsupportedError: the model contains parts that cannot be trained.
+    """
     expect(captured, Captured, "prepare")
     if not captured.training:
         raise InputError(
@@ -209,7 +226,11 @@ def prepare_qat(captured: Captured, quantizer: Quantizer | Annotator | None = No
 
 
 def _check(prepared: Prepared, evaluation: Captured) -> None:
-    """`UnsupportedError` for what has no gradient here, and for marks that no node has any more."""
+    """Check that everything quantized has a gradient, and that no batch norm or dropout was lost on the way.
+
+    Raises:
+        UnsupportedError: one of these is not the case.
+    """
     annotations = prepared.annotations
     refused = [(region.anchor, "a recurrent layer") for region in annotations.regions if is_recurrent(region.anchor)]
     refused += [(table.node, "a table of embeddings in levels") for table in annotations.tables if table.reason is None]
@@ -240,13 +261,13 @@ def _check(prepared: Prepared, evaluation: Captured) -> None:
 
 
 def _unread(root: nn.Module, *graphs: fx.Graph) -> list[str]:
-    """Parameters that no graph reads, though they are to be trained."""
+    """Return the names of trainable parameters that no graph reads."""
     read = {str(node.target) for graph in graphs for node in graph.nodes if node.op == "get_attr"}
     return [name for name, p in root.named_parameters() if p.requires_grad and name not in read]
 
 
 def _function(graph: fx.Graph, title: str) -> Callable[..., Any]:
-    """The graph as a function of the root and its inputs, whose lines a debugger shows."""
+    """Compile a graph to a function of the root module and its inputs, with source lines for debuggers."""
     code = graph.python_code("self")
     file = f"<{title}>"
     linecache.cache[file] = (len(code.src), None, code.src.splitlines(True), file)

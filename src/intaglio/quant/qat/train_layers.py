@@ -1,4 +1,4 @@
-"""What does something else in training than in evaluation: batch norms and dropout."""
+"""Batch norm and dropout, which behave differently in training and evaluation."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch import nn
 from intaglio.quant.qat.fake_quantize import Mode
 
 VANISHED = 2.0**-60
-"""Weights of a batch norm below it count as zeros."""
+"""Batch norm weights below this magnitude are treated as zero."""
 
 
 class StatisticsNorm(nn.Module):
-    """A batch norm folded into the operator before it.
+    """A batch norm that is folded into the preceding operator.
 
-    Evaluating, that operator's constants hold it with its running statistics. Training, they hold the same factor per
-    channel without the shift, so that its weights are rounded as they will be; the result is divided by the factor and
-    normalised with the batch's own statistics (Krishnamoorthi 2018, section 3.2.2).
+    In evaluation the constants of that operator contain the norm with its running statistics. In training they contain
+    only its factor per channel, so that weights are rounded at their final magnitude; the output is divided by the
+    factor and normalized with batch statistics (Krishnamoorthi 2018, section 3.2.2).
     """
 
     def __init__(self, mode: Mode, momentum: float, eps: float) -> None:
@@ -25,7 +25,7 @@ class StatisticsNorm(nn.Module):
 
     @property
     def counts(self) -> bool:
-        """Whether the batch's own statistics are used, and counted into the running ones."""
+        """Return whether batch statistics are used and the running ones are updated."""
         return self.training and not self.mode.frozen
 
     def extra_repr(self) -> str:
@@ -38,9 +38,9 @@ Affine = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Ten
 def folded_norm(
     norm: StatisticsNorm, weight: torch.Tensor | None, bias: torch.Tensor | None, mean: torch.Tensor, var: torch.Tensor
 ) -> Affine:
-    """Weight, bias, mean and variance to fold, and the factor per channel that they fold in.
+    """Return weight, bias, mean and variance to fold, and the factor per channel that folding applies.
 
-    Where the weight is 0 the factor is as if it were 1: nothing could be divided by 0, and it trains like any other.
+    Where the weight is 0, it is replaced by 1: the output could not be divided by 0, and the weight still trains.
     """
     factor = torch.rsqrt(var.double() + norm.eps).float()
     if not norm.counts:
@@ -61,7 +61,7 @@ def normalized(
     var: torch.Tensor,
     batches: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What `folded_norm` left out, behind the operator it is folded into."""
+    """Apply the part of a batch norm that `folded_norm` left out to the output `y` of the preceding operator."""
     if not norm.counts:
         return y
     if batches is not None:
@@ -71,7 +71,7 @@ def normalized(
 
 
 class DropoutMask(nn.Module):
-    """The same share of one value, or of several forms of it, set to zero in training, the rest enlarged."""
+    """Applies one dropout mask to a value, or to several quantized forms of it."""
 
     def __init__(self, p: float, whole: tuple[int, ...]) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def attended(
     scale: float | None,
     grouped: bool,
 ) -> torch.Tensor:
-    """Attention in float, with its dropout."""
+    """Compute attention in float with dropout."""
     p = dropout.p if dropout.training else 0.0
     attention = nn.functional.scaled_dot_product_attention
     return attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=grouped)

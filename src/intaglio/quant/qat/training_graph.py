@@ -1,4 +1,4 @@
-"""From an annotated graph to one that trains: the places of the Q/DQ model's own graph, fake-quantize in each."""
+"""Construction of the training graph: the Q/DQ graph with fake quantization in place of quantize and dequantize."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ from intaglio.quant.recipes.choices import Role
 from intaglio.torch_private import buffers_of
 
 NORMED = (*FOLDABLE, "aten.addcmul.default")
-"""What a batch norm can be folded into."""
+"""Operators that a batch norm can be folded into."""
 QUANTIZE_PREFIX, DEQUANTIZE_PREFIX = "quantized_decomposed.quantize_", "quantized_decomposed.dequantize_"
 
 
 class TrainingGraph:
-    """Copies the Q/DQ graph of annotations node by node; the modules that it calls are put into the tree.
+    """Copies the Q/DQ graph of the annotations with fake-quantize modules, which it places in the tree.
 
-    Inputs of ``graph`` are those of the model, then the constants ``names``, then a factor for every batch norm.
+    The inputs of ``graph`` are those of the model, then the constants ``names``, then the folding factor of every batch
+    norm.
     """
 
     def __init__(self, annotations: Annotations, tree: Tree, mode: Mode) -> None:
@@ -82,7 +83,8 @@ class TrainingGraph:
         return self.graph
 
     def _modules(self) -> dict[str, str]:
-        """Site -> path of what rounds its values; sites that share parameters are left to their leader."""
+        """Place fake-quantize modules for weights and for activations that own their parameters; return paths by
+        site."""
         calls, found = {node.name: node for node in self.annotations.module.graph.nodes}, dict[str, str]()
         for site in self.annotations.sites:
             if site.role == Role.ACTIVATION and self.annotations.leaders[site.name] == site.name:
@@ -101,7 +103,7 @@ class TrainingGraph:
         return self.tree.place_quantizer(sanitized(module.site.name), module)
 
     def _constants(self) -> list[str]:
-        """Constants of the annotated module that the graph reads as they are, or rounded."""
+        """Return the names of the constants that the graph reads, rounded or not."""
         names = [str(node.target) for node in self.source.graph.nodes if node.op == "get_attr"]
         names = [name for name in names if name in buffers_of(self.annotations.module)]
         for region in self.anchors.values():
@@ -110,8 +112,10 @@ class TrainingGraph:
         return list(dict.fromkeys(names))
 
     def _dropouts_inside(self) -> dict[str, Dropout]:
-        """Products whose first operand are probabilities that are dropped. An attention that is quantized is written
-        out, in order; one that stays in float drops them itself."""
+        """Return dropout marks by the name of the product that reads the dropped probabilities.
+
+        Only quantized attention is decomposed, in graph order; float attention applies its dropout itself.
+        """
         left = {node.name for node in self.source.graph.nodes}
         written = [n for n in self.annotations.module.graph.nodes if operator(n) == SDPA_TARGET and n.name not in left]
         wholes: dict[int, str] = {}
@@ -176,7 +180,7 @@ class TrainingGraph:
         return self.graph.call_function(normalized, (norm, made, self.factors[mark.path], *values))
 
     def _rounded(self, node: fx.Node, x: fx.Node) -> fx.Node:
-        """Fake-quantize for a quantize: one form more of the site's value."""
+        """Insert fake quantization for a quantize, and record the result as another form of the site's value."""
         name = info(node).site
         if name is None:
             return self.graph.call_function(fake_fixed, (self._switch(), x, *node.args[1:5]))
@@ -193,7 +197,7 @@ class TrainingGraph:
         return made
 
     def _constant(self, node: fx.Node, site: Site) -> fx.Node:
-        """A weight or bias, rounded."""
+        """Insert fake quantization of a weight or bias."""
         if site.role == Role.WEIGHT:
             name = str(self.tree.root.get_submodule(self.quantizers[site.name]).constant)
             return self.graph.call_module(self.quantizers[site.name], (self.constants[name],))
@@ -212,7 +216,7 @@ class TrainingGraph:
         return self.graph.get_attr(self.switch)
 
     def _module(self, module: DropoutMask, mark: Dropout) -> str:
-        """Path of a dropout's module: the float model's own, for all its calls."""
+        """Return the path of a dropout's module; all calls of one module in the float model share it."""
         path = mark.path.partition("@")[0]
         key = path, mark.p, mark.whole
         if key not in self.dropouts:
@@ -224,7 +228,7 @@ class TrainingGraph:
         return self.dropouts[key]
 
     def _drop(self, node: fx.Node, mark: Dropout) -> None:
-        """The readers of a value, in all its forms, read what a dropout leaves of it."""
+        """Let the readers of a value, in all its forms, read it with dropout."""
         forms = list(dict.fromkeys(self.forms[node.name]))
         users = [user for form in forms for user in form.users if user not in forms]
         if mark.readers:
@@ -245,7 +249,7 @@ class TrainingGraph:
 
 
 def _taken(root: nn.Module, path: str) -> bool:
-    """Whether something else than a container lies there."""
+    """Return whether the root already has an attribute at a dotted path."""
     module: Any = root
     for step in path.split("."):
         if not hasattr(module, step):
@@ -255,14 +259,14 @@ def _taken(root: nn.Module, path: str) -> bool:
 
 
 def _channels(shape: Shape, site: Site) -> int:
-    """Scales of an activation site: one, or one for each channel, of which there is a fixed number."""
+    """Return the number of scales of an activation site: one, or one per channel. The number of channels is static."""
     size = shape[site.axis] if isinstance(site.axis, int) else 1
     assert isinstance(size, int)
     return size
 
 
 def _quantized(annotations: Annotations) -> fx.GraphModule:
-    """The Q/DQ graph with parameters that mean nothing yet: where each of them goes is what it is for."""
+    """Return the Q/DQ graph with placeholder parameters; only the positions of its operators are used."""
     by_name, qparams = {site.name: site for site in annotations.sites}, dict[str, QParams]()
     nodes = {node.name: node for node in annotations.module.graph.nodes}
     for site in annotations.sites:

@@ -1,1 +1,1 @@
-"""Turn ranges into quantization parameters, and a prepared graph into the Q/DQ reference model."""
+"""Scales and zero points from ranges, and the conversion of a prepared graph to the Q/DQ reference model."""

@@ -1,4 +1,4 @@
-"""Attention in the reference model, written out: what its kernel rounds inside is quantized there too."""
+"""Decomposition of attention into float and Q/DQ operators for the reference model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ from intaglio.ir import DType, QParams, Shape, TensorType
 from intaglio.quant.recipes.user_patterns import CompositeMatch
 
 PROBABILITIES = QParams((1 / 255,), (0,), 0, 255)
-"""Of exponentials less their row's largest, before they are divided by their sum: no calibration can tell more."""
+"""Fixed parameters of `exp(x - row maximum)` before the division by the row sum. The range is [0, 1] by definition, so
+it needs no calibration."""
 
 
 def written_out(node: fx.Node, quantize: Any, dequantize: Any) -> fx.Node:
-    """Attention -> its result, spelled as products, exponentials in levels, and a sum of these; one `Whole`.
+    """Decompose an attention node into matmul, exp and sum, and return the node of the result.
 
-    Rows without any key give 0, as torch's operator does. ``quantize`` and ``dequantize`` are operators per tensor.
+    The exponentials are quantized to u8 with `PROBABILITIES` before the second product, as the kernel does it. All new
+    nodes are marked as one `CompositeMatch`. Queries that attend to no key give 0, as in PyTorch.
+
+    Args:
+        node: call of `scaled_dot_product_attention`.
+        quantize: per-tensor quantize operator for the exponentials.
+        dequantize: per-tensor dequantize operator that belongs to it.
     """
     record, values = known_record(node), operands(node)
     attrs = record.bind(call_of(node, record))
@@ -53,14 +60,14 @@ def written_out(node: fx.Node, quantize: Any, dequantize: Any) -> fx.Node:
     levels = spell(quantize, (powers, *parameters), scores, TensorType(scores, DType.U8, PROBABILITIES))
     powers = spell(dequantize, (levels, *parameters), scores)
     total = spell(aten.sum.dim_IntList, (powers, [-1], True), row)
-    total = spell(aten.clamp.default, (total, 1.0), row)  # the largest of a row is 1; without keys it is 0 / 1
+    total = spell(aten.clamp.default, (total, 1.0), row)  # the maximum of a row is 1; a row without keys gives 0 / 1
     result = spell(aten.div.Tensor, (spell(aten.matmul.default, (powers, v), results), total), results)
     spell.mark(CompositeMatch(record, spell.reads([value for value in values if value is not None]), attrs))
     return result
 
 
 class _Speller:
-    """Adds operators in front of the one they stand for."""
+    """Inserts float operators in front of `node` and collects them in `made`."""
 
     def __init__(self, node: fx.Node) -> None:
         self.node, self.made = node, list[fx.Node]()
@@ -73,7 +80,7 @@ class _Speller:
         return made
 
     def causal(self, scores: fx.Node) -> fx.Node:
-        """bool [queries, keys]: which keys each query sees, those up to its own place."""
+        """Return the causal mask bool[queries, keys]: query i attends to keys 0..i."""
         *_, queries, keys = known_type(scores).shape
         aten = torch.ops.aten
         with self.node.graph.inserting_before(self.node):
@@ -90,7 +97,7 @@ class _Speller:
         return self(aten.ge.Tensor, (rows, columns), shape, TensorType(shape, DType.BOOL))
 
     def reads(self, values: list[fx.Node]) -> tuple[tuple[str, int], ...]:
-        """Where each value is read: by which of the operators made, as which of what that reads."""
+        """Return for each value the first new node that reads it, by name, and the value's index among its inputs."""
         places: dict[fx.Node, tuple[str, int]] = {}
         for made in self.made:
             for place, value in enumerate(made.all_input_nodes):

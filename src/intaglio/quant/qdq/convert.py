@@ -1,4 +1,4 @@
-"""Prepared graph and ranges -> `Reference`: the runnable Q/DQ model."""
+"""Conversion of a prepared graph and its ranges to the Q/DQ reference model."""
 
 from __future__ import annotations
 
@@ -40,11 +40,20 @@ from intaglio.tracing.while_loops import with_bodies
 
 @dataclass(frozen=True)
 class Reference(GraphStage):
-    """The quantized model in float: every quantize and dequantize explicit, weights as integers. Slow; for judging.
+    """The quantized model simulated in float, with explicit quantize and dequantize operators and integer weights.
 
-    ``qparams``: site name -> parameters. ``parameters``: those of sites that have their own, and all that was
-    corrected: `convert` takes them in place of ranges. ``about.notes``: what was adjusted on the way. ``passes``:
-    those that rewrote the captured graph. ``bodies``: of loops, by name; their sites are among those of the model.
+    It is slower than the float model and serves to measure accuracy.
+
+    Attributes:
+        module: Q/DQ graph.
+        signature: inputs, outputs and state.
+        qparams: site name -> parameters, those of loop bodies included.
+        annotations: sites and regions of the prepared graph.
+        parameters: parameters of the sites that own theirs, and all corrections; `convert` accepts it in place of
+            ranges.
+        about: stage texts, and in `about.notes` the adjustments made on the way.
+        passes: passes that rewrote the captured graph.
+        bodies: references of loop bodies by name.
     """
 
     module: fx.GraphModule
@@ -63,12 +72,18 @@ class Reference(GraphStage):
 def convert(
     prepared: Prepared, ranges: Ranges | Parameters | None = None, corrections: Corrections | None = None
 ) -> Reference:
-    """Ranges (default: what the prepared model has seen) become parameters, weights and biases integers.
+    """Convert a prepared model and its ranges to a Q/DQ reference model with integer weights and biases.
 
-    `Parameters` are taken as they are, and no data is needed; only a weight's scale that its bias does not fit grows.
-    Those of what the recipe leaves in float are not looked at, so that they may be of a recipe that leaves less.
-    ``corrections``: integers and biases that `correct` found better than the nearest ones. Raises `CalibrationError`
-    when a site has seen no data, `UnsupportedError` when an accumulator could overflow.
+    Args:
+        prepared: model with observers.
+        ranges: statistics or parameters; by default what the observers of `prepared` have seen. `Parameters` need no
+            data and are taken as they are; only a weight's scale grows if its bias does not fit. Parameters of sites
+            that this recipe leaves in float are ignored.
+        corrections: weights and biases that `correct` found.
+
+    Raises:
+        CalibrationError: a site has seen no data, or ranges or corrections belong to another model.
+        UnsupportedError: an int32 accumulator could overflow.
     """
     expect(prepared, Prepared, "convert")
     bodies: dict[str, Reference] = {}
@@ -119,10 +134,7 @@ def convert(
 def _chosen_qparams(
     prepared: Prepared, ranges: Ranges | Parameters | None, corrections: Corrections, remarks: list[str]
 ) -> dict[str, QParams]:
-    """Return the parameters of every site: those that were given, those of its range, those of its weight.
-
-    ``remarks``: what was adjusted is added to it.
-    """
+    """Return the parameters of every site, from `ranges`, callbacks or its weight; append adjustments to `remarks`."""
     annotations, given = corrections.annotations, dict[str, QParams]()
     if isinstance(ranges, Parameters):
         given |= ranges.checked(annotations.sites, annotations.leaders)
@@ -140,7 +152,7 @@ def _chosen_qparams(
 def _parameters(
     prepared: Prepared, qparams: Mapping[str, QParams], corrections: Corrections, bodies: Mapping[str, Reference]
 ) -> Parameters:
-    """Return the parameters of the model and of the bodies of its loops, and all that was corrected."""
+    """Return the parameters and corrections of the model and of its loop bodies."""
     annotations = corrections.annotations
     levels = {site: rounded.levels for site, rounded in corrections.weights.items()}
     corrected = Corrected(prepared.equalization, levels, corrections.biases)
@@ -153,16 +165,21 @@ def _parameters(
 def _apart(
     ranges: Ranges | Parameters | None, body: Prepared
 ) -> tuple[Ranges | Parameters | None, Ranges | Parameters | None]:
-    """What was given for a model, and what of it is for the body of a loop."""
+    """Split ranges or parameters into those of the model and those of a loop body."""
     if isinstance(ranges, Parameters):
         return ranges.split(site.name for site in body.annotations.sites)
-    if ranges is None or not body.observers.keys() <= ranges.statistics.keys():  # refused when the model looks
+    # If statistics are missing, the check of the whole model raises the error.
+    if ranges is None or not body.observers.keys() <= ranges.statistics.keys():
         return ranges, None
     return ranges, replace(ranges, statistics={name: ranges.statistics[name] for name in body.observers}, graph="")
 
 
 def _with_levels(signature: Signature, prepared: Prepared, qparams: Mapping[str, QParams]) -> Signature:
-    """Return the signature, its results integers where they have parameters; only u8 by tensor can leave."""
+    """Return the signature with quantized outputs where they have a site.
+
+    Raises:
+        UnsupportedError: an output is not u8 per tensor.
+    """
     results = next(n for n in prepared.annotations.module.graph.nodes if n.op == "output").args[0]
     by_value, outputs, index = prepared.annotations.by_value, [], 0
     for output in signature.outputs:
@@ -178,7 +195,7 @@ def _with_levels(signature: Signature, prepared: Prepared, qparams: Mapping[str,
 
 
 def left_in_float(prepared: Prepared) -> tuple[set[str], set[str]]:
-    """Names of sites, and of anchors' nodes, that the `whole` model could have and this one has not."""
+    """Return the names of the sites and anchor nodes that `whole(prepared)` has and `prepared` does not."""
     every, here = whole(prepared), prepared.annotations
     names = Names(every.module.graph)
     values = {value for region in every.regions for value in (*region.nodes, *region.activations())}
@@ -188,7 +205,11 @@ def left_in_float(prepared: Prepared) -> tuple[set[str], set[str]]:
 
 
 def given_corrections(prepared: Prepared, given: Parameters) -> Corrections:
-    """Biases and integers as a file has them. `CalibrationError` where they are not this model's."""
+    """Return the corrections that the parameters contain.
+
+    Raises:
+        CalibrationError: they belong to another model.
+    """
     corrected, entries = given.corrected, given.entries
     anchors = {region.anchor.name for region in prepared.annotations.regions}
     sites = {site.name: site for site in prepared.annotations.sites if site.role == Role.WEIGHT}

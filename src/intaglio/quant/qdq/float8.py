@@ -1,6 +1,6 @@
-"""Quantize and dequantize between float32 and 8-bit floating-point levels, as operators of a torch graph.
+"""Quantize and dequantize operators between float32 and float8.
 
-Names and arguments are those of torch's `quantized_decomposed`, whose own operators round to whole numbers.
+They have the names and arguments of torch's `quantized_decomposed`, whose own operators round to integers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCHEMAS = (
 
 @functools.cache
 def float8() -> Any:
-    """The operators, defined when they are first needed."""
+    """Define the operators on the first call, and return their namespace."""
     library = torch.library.Library("intaglio", "FRAGMENT")
     meanings = (_quantize, _dequantize, _quantize_per_channel, _dequantize_per_channel)
     for schema, meaning in zip(SCHEMAS, meanings, strict=True):
@@ -33,11 +33,11 @@ def float8() -> Any:
 
 
 FLOAT8_LIBRARIES: list[torch.library.Library] = []
-"""An operator lives as long as its library."""
+"""Keeps the libraries alive, because operators are removed with their library."""
 
 
 def _quantize(x: torch.Tensor, scale: float, zero_point: int, low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
-    """``x * (1 / scale)`` clamped to low..high, then the nearest of the type's numbers, ties to even; NaN gives 0."""
+    """Return ``x * (1 / scale)`` clamped to low..high and rounded to float8, ties to even; NaN gives 0."""
     return _levels(x * (1.0 / scale), low, high, dtype)
 
 
@@ -60,7 +60,7 @@ def _dequantize_per_channel(
 
 
 def _levels(steps: torch.Tensor, low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
-    """A cast alone would turn what is beyond the largest number into NaN or infinity."""
+    """Clamp and cast to float8. Without the clamp a cast turns large values into NaN or infinity."""
     return steps.nan_to_num(nan=0.0).clamp(low, high).to(dtype)
 
 

@@ -39,15 +39,19 @@ from intaglio.signature import DTYPES
 
 @dataclass(frozen=True)
 class IntegerRegion(Chain):
-    """A chain between dequantize and quantize. ``result`` holds the parameters of the levels it gives; ``None`` when it
-    gives float. ``wide``: those of the 16 bits that the levels are made of, if they are."""
+    """A chain of operators between dequantize and quantize.
+
+    Attributes:
+        result: parameters of the quantized result; ``None`` if the region returns float.
+        wide: parameters of the 16-bit result that the 8-bit one is derived from, if there is one.
+    """
 
     result: QParams | None
     wide: QParams | None = None
 
 
 def levels_of(node: fx.Node | None, dtype: DType = DType.U8) -> QParams | None:
-    """Parameters of the levels (of 16 bits: u16) behind a dequantize of an activation; ``None`` for any other node."""
+    """Return the parameters of the quantized activation that `node` dequantizes; ``None`` for any other node."""
     if node is None or operator(node) not in (DEQUANTIZE_TENSOR, DEQUANTIZE_CHANNEL) or is_constant(node.args[0]):
         return None
     if info(node).observer is not None:
@@ -56,7 +60,7 @@ def levels_of(node: fx.Node | None, dtype: DType = DType.U8) -> QParams | None:
 
 
 def quantized_to(node: fx.Node, dtype: DType = DType.U8) -> QParams | None:
-    """Parameters of a quantize to u8, or to u16; ``None`` for any other node."""
+    """Return the parameters of a quantize to `dtype` (u8 or u16); ``None`` for any other node."""
     return (
         _qparams(node, dtype)
         if operator(node) in (QUANTIZE_TENSOR, QUANTIZE_CHANNEL) and info(node).observer is None
@@ -65,7 +69,7 @@ def quantized_to(node: fx.Node, dtype: DType = DType.U8) -> QParams | None:
 
 
 def pixels_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """The image, its gain and its shift behind a quantize per channel; ``None`` for any other node."""
+    """Return image, gain and shift of a per-channel quantize of ``image * gain + shift``, else ``None``."""
     if operator(node) != QUANTIZE_CHANNEL or operator(node.args[0]) != "aten.addcmul.default":
         return None
     shift, image, gain = node.args[0].args
@@ -83,7 +87,7 @@ def _qparams(node: fx.Node, dtype: DType) -> QParams | None:
 
 
 def constant_of(node: fx.Node | None, dtype: DType) -> fx.Node | None:
-    """The integer constant behind a dequantize of a weight or bias."""
+    """Return the integer constant that `node` dequantizes to a weight or bias; ``None`` for any other node."""
     if node is None or operator(node) not in (DEQUANTIZE_TENSOR, DEQUANTIZE_CHANNEL) or not is_constant(node.args[0]):
         return None
     if info(node).observer is not None:
@@ -93,17 +97,19 @@ def constant_of(node: fx.Node | None, dtype: DType) -> fx.Node | None:
 
 
 def keep_regions(graph: fx.Graph) -> int:
-    """Keep those of the regions that annotation wrote on a graph that run on integers, and return their number.
+    """Keep the annotated regions of a graph that run on integers, and return their number.
 
-    The graph is a reference model, or a part of one. Of a region that does not run on integers as a whole, as a part
-    may begin or end inside of it, the operators stay that do by themselves. Nothing is matched.
+    The graph is a reference model or a part of one. A part may begin or end inside a region; such a region is split,
+    and those of its operators that run on integers by themselves are kept. No pattern is matched here.
     """
     found = _composites(graph)
     taken = {node for _, region in found for node in region.nodes}
     for mark, nodes in marked(graph).items():
         if taken.intersection(nodes):
             continue
-        nodes = [node for node in nodes if record_of(node) is not None]  # not what convert put in place of an operator
+        nodes = [
+            node for node in nodes if record_of(node) is not None
+        ]  # skip the nodes that `convert` replaced an operator with
         chains = [(node,) for node in nodes]
         if nodes and len(nodes) == mark.size and _is_integer(tuple(nodes)):
             found.append((mark.fusion, _region_of(tuple(nodes))))
@@ -113,16 +119,15 @@ def keep_regions(graph: fx.Graph) -> int:
 
 
 def match_regions(graph: fx.Graph) -> int:
-    """Match the fusion rows on a Q/DQ graph that nothing annotated, write each region on its operators, and return
-    their number."""
+    """Match the fusion rows on a Q/DQ graph without annotations, mark each region, and return their number."""
     return _write(graph, [(name, _region_of(chain)) for name, chain in _matched(graph, set(), _is_integer)])
 
 
 def write_regions(graph: fx.Graph, regions: Iterable[Region]) -> None:
-    """Write the regions that annotation found on their operators, for `keep_regions` to read.
+    """Mark the regions that annotation found on their operators, for `keep_regions` to read.
 
-    Parts of the graph that were quantized before are no regions of annotation: rows are matched on what reads levels
-    there. What becomes of their results is decided when the rest of the graph is quantized.
+    Annotation ignores operators that were quantized before. Fusion rows are matched on those here, by their inputs
+    alone: their results may still become quantized with the rest of the graph.
     """
     found = [region.matched for region in regions]
     if any(map(dequantizes, graph.nodes)):
@@ -133,7 +138,7 @@ def write_regions(graph: fx.Graph, regions: Iterable[Region]) -> None:
 def _matched(
     graph: fx.Graph, taken: set[fx.Node], fits: Callable[[tuple[fx.Node, ...]], bool]
 ) -> list[tuple[str, tuple[fx.Node, ...]]]:
-    """Match fusion rows, longest first, then single operators."""
+    """Match the fusion rows, longest first, then single operators, on nodes that are not `taken`."""
     nodes, taken = [node for node in graph.nodes if record_of(node) is not None], set(taken)
 
     def accept(row: Fusion, chain: tuple[fx.Node, ...]) -> tuple[str, tuple[fx.Node, ...]] | None:
@@ -156,7 +161,7 @@ def marked(graph: fx.Graph) -> dict[RegionMark, list[fx.Node]]:
     for node in graph.nodes:
         if (
             node.op == "call_function" and (mark := info(node).region) is not None
-        ):  # an input of a part is a value of it
+        ):  # a placeholder of a subgraph may carry the mark of a value in a region
             chains.setdefault(mark, []).append(node)
     return dict(sorted(chains.items(), key=lambda item: item[0].index))
 
@@ -170,7 +175,7 @@ def marked_regions(graph: fx.Graph) -> list[IntegerRegion]:
 
 
 def _composites(graph: fx.Graph) -> list[tuple[str, IntegerRegion]]:
-    """Find the operators that one record stands for, as annotation took them, where levels go in and come out."""
+    """Find the composites that annotation marked whose inputs and result are quantized."""
     groups: dict[CompositeMatch, list[fx.Node]] = {}
     for node in graph.nodes:
         if info(node).composite is not None:
@@ -189,7 +194,7 @@ def _composite_region(nodes: Sequence[fx.Node]) -> IntegerRegion:
 
 
 def _region_of(nodes: tuple[fx.Node, ...]) -> IntegerRegion:
-    """Return the region of a chain, with the parameters of the levels that it gives, if all its readers agree."""
+    """Return the region of a chain, with the parameters of its result if all its readers agree on them."""
     if rows_behind(operands(nodes[0])[0]) is not None:
         return IntegerRegion(nodes, None)
     results = {_result(user) for user in nodes[-1].users}
@@ -200,14 +205,14 @@ def _region_of(nodes: tuple[fx.Node, ...]) -> IntegerRegion:
 
 
 def _takes_integers(nodes: tuple[fx.Node, ...]) -> bool:
-    """Return whether a chain reads levels wherever it reads from outside."""
+    """Return whether every operand from outside the chain is quantized."""
     if rows_behind(operands(nodes[0])[0]) is not None:
         return len(nodes) == 1 and _has_levels(nodes[0])
     return all(_runs_on_integers(node, nodes) for node in nodes)
 
 
 def _is_integer(nodes: tuple[fx.Node, ...]) -> bool:
-    """Return whether a chain reads levels wherever it reads from outside, and gives levels or a plain accumulator."""
+    """Return whether a chain reads quantized operands only and returns quantized values or a plain accumulator."""
     if not _takes_integers(nodes):
         return False
     if rows_behind(operands(nodes[0])[0]) is not None:
@@ -223,7 +228,8 @@ def _is_integer(nodes: tuple[fx.Node, ...]) -> bool:
 
 
 def _result(user: fx.Node) -> QParams | None:
-    """Parameters of the levels a reader of a float value makes of it; of 16 bits, those they are made of these."""
+    """Return the u8 parameters that a reader quantizes a float value to; for a reader that quantizes to 16 bits, those
+    derived from them."""
     if (wide := quantized_to(user, DType.U16)) is None:
         return quantized_to(user)
     again = (quantized_to(level) for real in user.users for level in real.users)
@@ -237,7 +243,7 @@ def _result(user: fx.Node) -> QParams | None:
 
 
 def _has_levels(node: fx.Node) -> bool:
-    """Whether it is an operator with a weight, and that is integers."""
+    """Return whether the operator has a weight that is stored as s8."""
     weight = known_record(node).roles.weight
     return weight is not None and constant_of(operands(node)[weight], DType.S8) is not None
 
@@ -256,7 +262,7 @@ def _runs_on_integers(node: fx.Node, region: tuple[fx.Node, ...]) -> bool:
         if bias is not None and constant_of(bias, DType.I32) is None:
             return False
     call = call_of(node, record)
-    if record.roles.weight is not None:  # weights are behind a dequantize here, and constant all the same
+    if record.roles.weight is not None:  # the weight is dequantized here, but it is still a constant
         constant = (call.constant[0], True, None if call.constant[2] is None else True)
         call = replace(call, constant=constant)
     return record.check(call) is None

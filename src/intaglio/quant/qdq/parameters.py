@@ -1,4 +1,4 @@
-"""`Parameters`: what calibration came to, site by site; a text that people can edit, and that needs no data again."""
+"""Quantization parameters of all sites in an editable text form that needs no calibration data."""
 
 from __future__ import annotations
 
@@ -22,17 +22,23 @@ from intaglio.quant.recipes.datatypes import DATATYPES, WEIGHT
 
 PARAMETERS_VERSION = 1
 KEYS = ("dtype", "qmin", "qmax", "scale", "zero_point", "group")
-"""Of an entry; the last one only where there are groups."""
+"""Keys of an entry; "group" is optional."""
 SHOWN_PARAMETERS = 5
-"""Names that an error lists."""
+"""Maximum number of names that an error lists."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """Of one site: name of its datatype, lowest and highest level, scales (one, or one per channel), zero points.
+    """Quantization parameters of one site.
 
-    ``group``: neighbours of a weight whose steps are one multiple of their channel's scale; the multiples follow from
-    the weight.
+    Attributes:
+        dtype: name of the datatype in `DATATYPES`.
+        qmin: lowest quantized value.
+        qmax: highest quantized value.
+        scale: one scale, or one per channel.
+        zero_point: one zero point per scale.
+        group: number of neighbours in a weight channel that share a step, an integer multiple of the channel's scale; 0
+            without groups. The multiples are computed from the weight.
     """
 
     dtype: str
@@ -43,7 +49,7 @@ class Parameter:
     group: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Hexadecimal scales; what is the same for all channels stands once."""
+        """Return the JSON form: hexadecimal scales, and a single number where all channels are equal."""
         entry: dict[str, Any] = {"dtype": self.dtype} | ({"group": self.group} if self.group else {})
         scales = [_hexadecimal(scale) for scale in self.scale]
         zeros = list(self.zero_point[:1] if len(set(self.zero_point)) == 1 else self.zero_point)
@@ -52,7 +58,11 @@ class Parameter:
 
     @staticmethod
     def from_dict(name: str, entry: Mapping[str, Any]) -> Parameter:
-        """`ArtifactError` that names the site and what is wrong with it."""
+        """Parse the JSON form of the entry of site `name`.
+
+        Raises:
+            ArtifactError: a key or value is invalid.
+        """
         try:
             if odd := sorted({"group": 0, **entry}.keys() ^ {*KEYS}):
                 raise ValueError(f"{', '.join(odd)}; an entry has {', '.join(KEYS)}, and no other key")
@@ -69,10 +79,14 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Site name -> `Parameter`, for every site that has its own: observed activations and weights.
+    """Parameters by site name, for every site that has parameters of its own: observed activations and weights.
 
-    Sites that share another's parameters, biases and declared images have no entry: theirs follow. Weights may be left
-    out, all of them: their scales then follow from their values.
+    Sites that share parameters, biases and declared images have no entry, because theirs are derived. The weights may
+    all be missing; their scales are then computed from their values.
+
+    Attributes:
+        entries: site name -> `Parameter`.
+        corrected: equalization factors, rounded weights and corrected biases.
     """
 
     entries: Mapping[str, Parameter]
@@ -82,7 +96,7 @@ class Parameters:
     def of(
         sites: Iterable[Site], leaders: Mapping[str, str], qparams: Mapping[str, QParams], corrected: Corrected
     ) -> Parameters:
-        """What a converted model has."""
+        """Collect the parameters of a converted model."""
         found = {}
         for site in owners(sites, leaders):
             q = qparams[site.name]
@@ -91,12 +105,17 @@ class Parameters:
         return Parameters(found, corrected)
 
     def without_weights(self) -> Parameters:
-        """Activations only, and what they are divided by."""
+        """Return a copy without the entries and rounded values of weights."""
         kept = {name: entry for name, entry in self.entries.items() if DATATYPES[entry.dtype].roles != WEIGHT}
         return Parameters(kept, Corrected(self.corrected.equalization, biases=self.corrected.biases))
 
     def without(self, sites: Collection[str], anchors: Collection[str]) -> Parameters:
-        """Those of all other sites, and corrections of all others and of biases of other anchors (names of nodes)."""
+        """Return a copy without the entries and corrections of some sites, and without the biases of some anchors.
+
+        Args:
+            sites: names of sites.
+            anchors: names of anchor nodes.
+        """
         old = self.corrected
         levels = {name: values for name, values in old.levels.items() if name not in sites}
         biases = {name: values for name, values in old.biases.items() if name not in anchors}
@@ -104,21 +123,25 @@ class Parameters:
         return Parameters(kept, Corrected(old.equalization, levels, biases))
 
     def split(self, names: Iterable[str]) -> tuple[Parameters, Parameters]:
-        """The others, with all that was corrected, and those of these sites."""
+        """Return the parameters of all other sites, with all corrections, and those of the sites `names`."""
         inner = set(names)
         own = {name: entry for name, entry in self.entries.items() if name not in inner}
         part = {name: entry for name, entry in self.entries.items() if name in inner}
         return replace(self, entries=own), Parameters(part)
 
     def changed(self, name: str, **fields: Any) -> Parameters:
-        """With other fields of one entry: ``scale=0.02``, ``zero_point=3``."""
+        """Return a copy with some fields of the entry `name` replaced, as in ``changed(name, scale=0.02)``."""
         if name not in self.entries:
             raise CalibrationError("parameters", None, f"no site {name!r}", remedy=_listed(self.entries))
         entry = Parameter.from_dict(name, {**self.entries[name].to_dict(), **fields})
         return replace(self, entries={**self.entries, name: entry})
 
     def checked(self, sites: Iterable[Site], leaders: Mapping[str, str]) -> dict[str, QParams]:
-        """Return owner -> quantization parameters for these sites. `CalibrationError` for names or types not theirs."""
+        """Return the quantization parameters by name of the sites that own them.
+
+        Raises:
+            CalibrationError: the entries do not belong to these sites, or do not fit their datatypes.
+        """
         wanted = {site.name: site for site in owners(sites, leaders)}
         weights = {name for name, site in wanted.items() if site.role == Role.WEIGHT}
         unknown = sorted(set(self.entries) - set(wanted))
@@ -135,7 +158,7 @@ class Parameters:
         return {name: _fitting(entry, wanted[name]) for name, entry in self.entries.items()}
 
     def to_json(self) -> str:
-        """A line a site, sorted; hexadecimal scales: equal parameters give equal text."""
+        """Return JSON with one line per site, sorted by name; hexadecimal scales make equal parameters equal text."""
         lines = [f"{json.dumps(name)}: {json.dumps(self.entries[name].to_dict())}" for name in sorted(self.entries)]
         text = f'{{"version": {PARAMETERS_VERSION}, "sites": {{\n' + ",\n".join(lines) + "\n}"
         for section, entries in self.corrected.to_dicts().items():
@@ -145,7 +168,7 @@ class Parameters:
 
     @staticmethod
     def from_json(text: str) -> Parameters:
-        """Scales may be decimal too: ``0.02`` or ``"0x1.47ae14p-6"``; they are rounded to float32."""
+        """Parse the text of `to_json`. Scales may also be decimal (``0.02``); they are rounded to float32."""
         try:
             content = json.loads(text)
             version, sites = content["version"], content["sites"].items()
@@ -159,7 +182,12 @@ class Parameters:
     def from_dicts(
         entries: Mapping[str, Mapping[str, Any]], sections: Mapping[str, Mapping[str, Any]] | None = None
     ) -> Parameters:
-        """``sections``: what `Corrected.to_dicts` gives."""
+        """Build parameters from parsed entries.
+
+        Args:
+            entries: site name -> dictionary of `Parameter.to_dict`.
+            sections: corrections, as `Corrected.to_dicts` returns them.
+        """
         try:
             corrected = Corrected.from_dicts(sections or {})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -175,14 +203,19 @@ class Parameters:
 
 
 def owners(sites: Iterable[Site], leaders: Mapping[str, str]) -> list[Site]:
-    """Sites whose parameters follow from data or values, and from no other site's."""
+    """Return the observed sites that lead their sharing group. The parameters of all others are derived."""
     return [site for site in sites if isinstance(site.spec, Observed) and leaders[site.name] == site.name]
 
 
 def _fitting(entry: Parameter, site: Site) -> QParams:
-    """`CalibrationError` when the entry is not one that the site could have."""
+    """Return the entry as quantization parameters of the site.
+
+    Raises:
+        CalibrationError: the site's datatype or recipe does not allow the entry.
+    """
     kind, problem = site.record, None
-    low, high = min(kind.qmin, site.qmin), max(kind.qmax, site.qmax)  # a product's second factor has 128 as its zero
+    # The second factor of a product has the zero point 128.
+    low, high = min(kind.qmin, site.qmin), max(kind.qmax, site.qmax)
     if (entry.dtype, entry.group) != (site.datatype, site.group):
         problem = f"{_type(entry.dtype, entry.group)}; the recipe makes it {_type(site.datatype, site.group)}"
     elif len(entry.scale) != 1 and site.axis is None:
@@ -205,13 +238,13 @@ def _type(name: str, group: int) -> str:
 
 
 def _hexadecimal(value: float) -> str:
-    """Exact; without the zeros that float32 leaves at the end."""
+    """Return the exact hexadecimal form of a float without trailing zeros."""
     digits, _, exponent = float(value).hex().partition("p")
     return f"{digits.rstrip('0').rstrip('.')}p{exponent}"
 
 
 def _scale(value: Any) -> float:
-    """A float32 value, from a number or a text of one, decimal or hexadecimal."""
+    """Parse a scale, a number or a decimal or hexadecimal string, and round it to float32."""
     number = float.fromhex(value) if isinstance(value, str) and "x" in value.lower() else float(value)
     scale = float(np.float32(number))
     if isinstance(value, bool) or not (SMALLEST_SCALE <= scale < math.inf):

@@ -1,4 +1,4 @@
-"""What `prepare` does to a captured graph before it looks for sites: literal lists of passes, in order."""
+"""The fx passes that `prepare` runs on a captured graph before annotation, as literal tuples in execution order."""
 
 from __future__ import annotations
 
@@ -29,53 +29,53 @@ from intaglio.quant.qdq.qdq_normalize import pair_levels, separate_levels, spell
 from intaglio.quant.qdq.qdq_propagation import carry_levels
 
 LEVEL_PASSES: tuple[Pass, ...] = (
-    spell_levels,  # first: all others read only the form that it writes
-    separate_levels,  # the next three change a dequantize for its one reader
-    store_levels,  # constants before activations: what is left has no constant behind it
+    spell_levels,  # first: all others read only the canonical form that it writes
+    separate_levels,  # the next three rewrite a dequantize, which must have a single reader
+    store_levels,  # constants before activations: every dequantize left reads a computed value
     pair_levels,
-    carry_levels,  # after pairing: only values that kernels can hold are carried
-    separate_levels,  # carrying makes quantizes that are equal
-    write_factors,  # last, with biases: operators read their final operands
+    carry_levels,  # after pairing: only parameters that kernels support are propagated
+    separate_levels,  # propagation creates duplicate quantizes
+    write_factors,  # last, together with biases: operators now have their final operands
     count_biases,
 )
-"""For models that others quantized; they find nothing in a float model."""
+"""Passes for models that already contain quantize and dequantize operators; they change nothing in a float model."""
 
 CONSTANT_PASSES: tuple[Pass, ...] = (
-    fold_constants,  # first: a weight that is computed counts as a constant for all that follow
+    fold_constants,  # first: the passes below must see a computed weight as a constant
     products_as_linear,  # needs constant matrices
-    lift_slices,  # after folding, which takes what is constant as a whole
+    lift_slices,  # after folding, which removes slices of constants
 )
 LAYER_PASSES: tuple[Pass, ...] = (
-    products_as_matmul,  # after attention, which knows products in every form
-    fold_batch_norm_after,  # into the layer in front where both sides could take it: it needs no condition on padding
+    products_as_matmul,  # after attention, whose matcher accepts every form of product
+    fold_batch_norm_after,  # before folding forward: folding backward needs no condition on padding
 )
 OPERATOR_PASSES: tuple[Pass, ...] = (
-    norm_as_affine,  # after folding: only norms that no layer absorbed
-    group_norms_as_layer_norms,  # before factors per channel, which it leaves
+    norm_as_affine,  # after folding: only batch norms that no layer absorbed
+    group_norms_as_layer_norms,  # before `constants_as_affine`, which takes the per-channel factors it leaves
     constants_as_affine,
-    splits_as_slices,  # the next two follow slices
+    splits_as_slices,  # the next two look at slices
     selects_as_slices,
     batch_first,
-    parts_as_layers,  # after `batch_first`: parts of a layer must lie side by side
-    stacks_as_concatenations,  # after selects: elements that are stacked again are slices by now
+    parts_as_layers,  # after `batch_first`: slices of a layer must run along its output channels
+    stacks_as_concatenations,  # after selects: stacked elements are slices by now
     repeats_as_concatenations,
     rolls_as_concatenations,
     shuffles,
     mean_as_pool,
-    constants_as_numbers,  # after `constants_as_affine`, which takes constants of several elements
-    numbers_as_functions,  # last: other passes look for the overloads of tensors
-    *LEVEL_PASSES,  # operators have their final form: levels are carried past their records
+    constants_as_numbers,  # after `constants_as_affine`, which handles constants with several elements
+    numbers_as_functions,  # last: other passes look for the tensor overloads
+    *LEVEL_PASSES,  # operators have their final form: propagation goes by their records
 )
 
 
 @dataclass(frozen=True)
 class PassLists:
-    """The passes of a mode of `prepare`, by who says what is quantized.
+    """Pass lists of one mode of `prepare`, one for each way to say what is quantized.
 
     Attributes:
-        recipe: with nothing but a recipe.
-        patterns: with patterns of a user's own, which see gates as the model has them.
-        annotator: with a quantizer of the export flow, which sees attention as the model has it, too.
+        recipe: for a recipe alone.
+        patterns: for user patterns, which match gated activations as the model has them.
+        annotator: for a pt2e quantizer, which also annotates attention as the model has it.
     """
 
     recipe: tuple[Pass, ...]
@@ -86,11 +86,11 @@ class PassLists:
 PTQ_PASSES = PassLists(
     recipe=(
         *CONSTANT_PASSES,
-        join_attention,  # before `products_as_matmul`: a product that is no part of attention is one by itself
+        join_attention,  # before `products_as_matmul`, which takes all products that are not part of attention
         *LAYER_PASSES,
         fold_batch_norm_before,
         *OPERATOR_PASSES,
-        join_gates,  # last: the function has a row in the table of fusions
+        join_gates,  # last: the fusion table has a row for the fused function
     ),
     patterns=(*CONSTANT_PASSES, join_attention, *LAYER_PASSES, fold_batch_norm_before, *OPERATOR_PASSES),
     annotator=(*CONSTANT_PASSES, *LAYER_PASSES, fold_batch_norm_before, *OPERATOR_PASSES),
@@ -100,5 +100,5 @@ QAT_PASSES = PassLists(
     patterns=(*CONSTANT_PASSES, join_attention, *LAYER_PASSES, *OPERATOR_PASSES),
     annotator=(*CONSTANT_PASSES, *LAYER_PASSES, *OPERATOR_PASSES),
 )
-"""For training. A norm in front of a layer stays an operator: the weights behind it would have to follow its
-statistics."""
+"""Pass lists for training. A batch norm in front of a layer stays an operator: the weights behind it would otherwise
+have to follow its statistics."""

@@ -1,4 +1,4 @@
-"""Weights, tables and biases that others stored as levels, as kernels have them, or else as floats."""
+"""Canonical integer constants of an imported Q/DQ model: s8 weights, u8 embedding tables and int32 biases."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ from intaglio.quant.recipes.datatypes import INT32_RANGE
 
 
 def store_levels(module: fx.GraphModule) -> int:
-    """Dequantized constants: a layer's weight is s8 without zero points, a table stays; anything else is float again.
+    """Convert each dequantized constant to a form that kernels read, and return the number of changes.
 
-    A weight that kernels do not have so says why, and is not quantized again.
+    A weight becomes s8 without zero points, and a u8 embedding table stays. Every other constant except a bias becomes
+    float again. So does a weight that kernels do not support: it is marked with the reason, and is not quantized again.
     """
     hits = 0
     for node in list(module.graph.nodes):
@@ -67,12 +68,12 @@ def store_levels(module: fx.GraphModule) -> int:
 
 
 def _is_table(node: fx.Node) -> bool:
-    """As `embeddings.table_behind` reads them."""
+    """Return whether a node dequantizes a u8 table per row, the form that `embedding_tables.table_behind` reads."""
     return operator(node) == DEQUANTIZE_CHANNEL and node.args[3] == 0 and node.args[-1] is torch.uint8
 
 
 def _computed(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
-    """What a node makes of constants."""
+    """Evaluate a node whose inputs are constants."""
     args = fx.map_arg(node.args, lambda leaf: getattr(module, str(leaf.target)))
     with torch.no_grad():
         found: torch.Tensor = node.target(*args)
@@ -129,8 +130,11 @@ def _scales(module: fx.GraphModule, node: fx.Node) -> np.ndarray:
 
 
 def count_biases(module: fx.GraphModule) -> int:
-    """The bias of a layer of levels -> int32, in steps of its accumulator. Where it does not fit, or the sum, the layer
-    has its weight as floats, and says why; where the layer is none of levels, its bias is float."""
+    """Convert biases of quantized layers to int32 with the scale of the accumulator, and return the number of changes.
+
+    If the bias or the accumulator would overflow, the weight becomes float and is marked with the reason. Biases of
+    layers that are not quantized become float.
+    """
     roles = {node: record.roles for node in module.graph.nodes if (record := record_of(node)) is not None}
     layers = [node for node, own in roles.items() if own.weight is not None and own.bias is not None]
     return sum(_count(module, node) for node in layers)
@@ -170,13 +174,13 @@ def _is_stored(weight: fx.Node) -> bool:
 
 
 def _rows(module: fx.GraphModule, weight: fx.Node, layer: fx.Node) -> np.ndarray:
-    """Levels, all outputs first."""
+    """Return the quantized weight with its output channels first."""
     levels = tensor_of(module, weight, weight.args[0]).numpy()
     return outputs_first(levels, int(arguments(layer)["groups"])) if known_record(layer).roles.outputs else levels
 
 
 def _is_counted(module: fx.GraphModule, bias: fx.Node, q: QParams, scales: np.ndarray) -> bool:
-    """Whether it is in these steps already."""
+    """Return whether the bias is int32 already and has the accumulator's scale."""
     units = numerics.accumulator_scale(q.step, scales).astype(np.float32)
     return _is_constant_levels(bias) and bias.args[-1] is torch.int32 and bool((_scales(module, bias) == units).all())
 
@@ -184,7 +188,7 @@ def _is_counted(module: fx.GraphModule, bias: fx.Node, q: QParams, scales: np.nd
 def _steps(
     rows: np.ndarray, bias: np.ndarray, q: QParams, scales: np.ndarray, groups: int
 ) -> tuple[str | None, np.ndarray]:
-    """Why it does not fit, or the steps."""
+    """Quantize a bias to i32 and return the reason why it does not fit, or ``None``, and the result."""
     try:
         steps = numerics.bias_steps(bias, q.step, scales)
     except OverflowError:
@@ -194,7 +198,7 @@ def _steps(
 
 
 def _values(module: fx.GraphModule, bias: fx.Node, outputs: int) -> np.ndarray | None:
-    """f32[outputs]; ``None`` where they are computed."""
+    """Return the bias as f32[outputs]; ``None`` if it is not a finite constant of that shape."""
     if is_constant(bias):
         values = getattr(module, str(bias.target)).detach()
     elif operator(bias) in (DEQUANTIZE_TENSOR, DEQUANTIZE_CHANNEL) and is_constant(bias.args[0]):
@@ -208,8 +212,11 @@ def _values(module: fx.GraphModule, bias: fx.Node, outputs: int) -> np.ndarray |
 def _for_empty_channels(
     module: fx.GraphModule, weight: fx.Node, rows: np.ndarray, bias: np.ndarray, step: float
 ) -> np.ndarray:
-    """f32[outputs]: the scales, those of channels whose levels are all 0 such that the bias fits; any scale gives the
-    same there. Groups of a transposed convolution share scales, which stay."""
+    """Return the weight's scales as f32[outputs], enlarged for all-zero channels so that their bias fits.
+
+    The scale of an all-zero channel is arbitrary. Scales that the groups of a transposed convolution share are not
+    changed.
+    """
     scales = _scales(module, weight)
     if len(scales) != len(rows):
         return np.tile(scales, len(rows) // len(scales))

@@ -1,8 +1,7 @@
-"""Quantize and dequantize that others wrote, brought to the form in which a `Reference` has them.
+"""Normalization of imported Q/DQ operators to the form of a `Reference`.
 
-Every pass leaves each value as it is; only a bias is rounded, to whole steps of its accumulator. What integers cannot
-say is written out in arithmetic, and then no kernel takes it for levels. Source of what the operators mean:
-torch.ao.quantization.fx._decomposed.
+The passes do not change any value, except that biases are rounded to the accumulator's scale. Quantization that no
+kernel supports is decomposed into float arithmetic. The operators are defined in torch.ao.quantization.fx._decomposed.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ DEQUANTIZE_TENSOR, DEQUANTIZE_CHANNEL = (
 )
 QDQ_NAMES = ("quantize_per_tensor", "dequantize_per_tensor", "quantize_per_channel", "dequantize_per_channel")
 SHIFT = {torch.uint8: 0, torch.int8: 128}
-"""Element types of activations that kernels have -> what is added to their levels: all are u8."""
+"""Supported dtypes of quantized activations, and the offset that converts them to u8."""
 
 
 def target(kind: str) -> Any:
-    """The library is registered, as a graph holds one of its operators."""
+    """Return the operator `kind` of `quantized_decomposed`. A graph that contains its operators has registered it."""
     return getattr(torch.ops.quantized_decomposed, kind).default
 
 
 def dequantizes(node: fx.Node) -> bool:
-    """Whether it makes floats of levels, and no observer of a user's own wrote it."""
+    """Return whether a node dequantizes and was not written by a custom observer."""
     return operator(node) in (DEQUANTIZE_TENSOR, DEQUANTIZE_CHANNEL) and info(node).observer is None
 
 
@@ -57,12 +56,17 @@ def quantizes(node: fx.Node) -> bool:
     return operator(node) in (QUANTIZE_TENSOR, QUANTIZE_CHANNEL) and info(node).observer is None
 
 
-# -- one spelling -----------------------------------------------------------------------------------------------------
+# -- canonical form ---------------------------------------------------------------------------------------------------
 
 
 def spell_levels(module: fx.GraphModule) -> int:
-    """Overloads of tensors -> those of numbers; arguments in their places, scales float32. `UnsupportedError` where
-    parameters are computed while the model runs, and for other operators of that library."""
+    """Canonicalize Q/DQ calls and return the number of calls changed.
+
+    The canonical form is the overload with numbers, positional arguments and float32 scales.
+
+    Raises:
+        UnsupportedError: parameters are computed at run time, or the operator is none of the four supported ones.
+    """
     hits = [node for node in module.graph.nodes if operator(node).startswith(LIBRARY) and info(node).observer is None]
     return sum(_spell(module, node) for node in hits)
 
@@ -100,7 +104,8 @@ def _number(module: fx.GraphModule, node: fx.Node, value: Any) -> float:
 
 
 def _channels(module: fx.GraphModule, node: fx.Node, parameters: list[Any]) -> tuple[Any, ...]:
-    """Zero points of a table may be floats; left out they are 0. The axis is counted from the front."""
+    """Return the per-channel arguments: scales as float32, zero points (default 0), and a non-negative axis. Zero
+    points of an embedding table may be float."""
     scales, zeros, axis, *rest = parameters
     values = tensor_of(module, node, scales)
     if values.dtype is not torch.float32:
@@ -119,13 +124,13 @@ def tensor_of(module: fx.GraphModule, node: fx.Node, constant: fx.Node) -> torch
 
 
 def stored(module: fx.GraphModule, stem: str, values: torch.Tensor, of: fx.Node) -> fx.Node:
-    """A new constant, with the path of another."""
+    """Add a constant and return its node; it takes the module path of the constant `of`."""
     name = add_constant(module, sanitized(stem), values.contiguous())
     return constant_node(module, name, constant_path(of, str(of.target)))
 
 
 def separate_levels(module: fx.GraphModule) -> int:
-    """One quantize of a value for the same parameters; a dequantize for every reader."""
+    """Merge equal quantizes of a value and give every reader its own dequantize; return the number of changes."""
     first: dict[tuple[Any, ...], fx.Node] = {}
     hits = 0
     for node in list(module.graph.nodes):
@@ -147,8 +152,11 @@ def separate_levels(module: fx.GraphModule) -> int:
 
 
 def pair_levels(module: fx.GraphModule) -> int:
-    """Levels between a quantize and a dequantize of the same parameters -> u8. All else is written out in arithmetic,
-    and what was levels before is quantized again behind it, which gives the same levels."""
+    """Convert each quantize and its dequantizes to u8, and return the number of changes.
+
+    Pairs that kernels do not support are decomposed into arithmetic. A dequantize without a matching quantize is
+    decomposed too; a u8 quantize and dequantize follow it, which reproduce the same values.
+    """
     hits = 0
     for node in list(module.graph.nodes):
         if quantizes(node) and not _is_own(node):
@@ -164,8 +172,12 @@ def pair_levels(module: fx.GraphModule) -> int:
 
 
 def write_factors(module: fx.GraphModule) -> int:
-    """The second factor of a product of activations, which kernels read as signed levels, 1..255 around 128: any other
-    is written out. So is attention's, which a kernel would compute with levels of its own between its products."""
+    """Decompose the Q/DQ of second factors that kernels do not support, and return the number of changes.
+
+    Kernels read the second factor of a product of activations as 1..255 with zero point 128. Quantized operands of
+    attention after the first are always decomposed, because the kernel also quantizes the probabilities, which the
+    imported model does not.
+    """
     hits = 0
     for node in list(module.graph.nodes):
         record = record_of(node)
@@ -185,7 +197,7 @@ def write_factors(module: fx.GraphModule) -> int:
 
 
 def _is_own(node: fx.Node) -> bool:
-    """Levels that only our references have: bytes of an image, channel by channel, and a value's 16 bits."""
+    """Return whether only intaglio's own references quantize like this: per-channel image bytes and 16-bit values."""
     if operator(node) == QUANTIZE_CHANNEL:
         return operator(node.args[0]) == "aten.addcmul.default" and node.args[-1] is torch.uint8
     _, _, zero, low, high, dtype = node.args
@@ -194,12 +206,13 @@ def _is_own(node: fx.Node) -> bool:
 
 
 def _is_alone(node: fx.Node) -> bool:
-    """Whether a dequantize has neither a constant nor a quantize of its parameters in front."""
+    """Return whether a dequantize reads neither a constant nor a quantize with its parameters."""
     return not is_constant(node.args[0]) and not _matches(node.args[0], node)
 
 
 def _matches(quantize: fx.Node, dequantize: fx.Node) -> bool:
-    """By all that decides values: the lowest and highest level are the quantize's."""
+    """Return whether a dequantize has the scale, zero point and dtype of a quantize. The per-tensor bounds of the
+    dequantize have no effect."""
     if operator(quantize) == QUANTIZE_CHANNEL:
         return operator(dequantize) == DEQUANTIZE_CHANNEL and quantize.args[1:] == dequantize.args[1:]
     if (operator(quantize), operator(dequantize)) != (QUANTIZE_TENSOR, DEQUANTIZE_TENSOR):
@@ -208,18 +221,18 @@ def _matches(quantize: fx.Node, dequantize: fx.Node) -> bool:
 
 
 def quantizes_to_bytes(node: fx.Node) -> bool:
-    """Whether it makes the levels that kernels have of activations."""
+    """Return whether a node quantizes to u8 per tensor, the form of activations in kernels."""
     return operator(node) == QUANTIZE_TENSOR and node.args[5] is torch.uint8 and info(node).observer is None
 
 
 def levels_behind(node: fx.Node) -> QParams | None:
-    """Of such levels, that a node dequantizes."""
+    """Return the parameters of the u8 activation that a node dequantizes; ``None`` for any other node."""
     bytes_ = operator(node) == DEQUANTIZE_TENSOR and node.args[5] is torch.uint8 and info(node).observer is None
     return levels_of(node) if bytes_ and not is_constant(node.args[0]) else None
 
 
 def levels_of(node: fx.Node) -> QParams | None:
-    """The u8 levels that a quantize or dequantize per tensor stands for; ``None`` where kernels have none such."""
+    """Return the u8 parameters of a per-tensor quantize or dequantize; ``None`` if kernels do not support them."""
     if operator(node) not in (QUANTIZE_TENSOR, DEQUANTIZE_TENSOR) or (shift := SHIFT.get(node.args[5])) is None:
         return None
     scale, zero, low, high = node.args[1:5]
@@ -256,7 +269,8 @@ def numbers_of(q: QParams) -> tuple[Any, ...]:
 
 
 def round_trip(node: fx.Node, real: fx.Node, q: QParams) -> fx.Node:
-    """A value that is levels already, quantized and dequantized; in front of ``node``."""
+    """Insert a quantize and a dequantize of `real` in front of `node`, and return the dequantize. `real` is on the grid
+    of `q` already, so its value does not change."""
     kind = known_type(real)
     levels = call_before(node, TensorType(kind.shape, DType.U8, q), target("quantize_per_tensor"), real, *numbers_of(q))
     return call_before(node, kind, target("dequantize_per_tensor"), levels, *numbers_of(q))
@@ -302,6 +316,6 @@ def _zero_of(node: fx.Node) -> Any:
 
 
 def _along(node: fx.Node, stem: str, values: torch.Tensor) -> fx.Node:
-    """A constant of a value for every entry of the operator's axis."""
+    """Return a constant with one entry per channel, broadcastable along the operator's axis."""
     shape = [-1 if axis == node.args[3] else 1 for axis in range(len(known_type(node).shape))]
     return stored(node.graph.owning_module, f"{node.name}_{stem}", values.reshape(shape), node.args[1])

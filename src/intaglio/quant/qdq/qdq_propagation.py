@@ -1,4 +1,4 @@
-"""Quantize and dequantize that others wrote, moved past operators that select values, so that levels are selected."""
+"""Propagation of quantize and dequantize past data movement, so that it moves quantized values."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from intaglio.quant.qdq.qdq_normalize import (
 
 
 def carry_levels(module: fx.GraphModule) -> int:
-    """Operators that select values select levels: what is quantized behind one is quantized in front of it, and what
-    was dequantized in front is quantized behind it for layers that read it. Quantizing keeps the order of values, so
-    both ways give the same."""
+    """Propagate quantize and dequantize past operators that only select values, and return the number of nodes added.
+
+    A dequantize in front of such an operator is repeated behind it for the layers that read the result; a quantize
+    behind it moves in front. Quantization is monotonic, so the results do not change.
+    """
     before = len(module.graph.nodes)
     for node in list(module.graph.nodes):
         if _selects(node) and not known_record(node).clamps:
@@ -62,13 +64,13 @@ def _takes_levels(user: fx.Node) -> bool:
 
 
 def _carry_up(node: fx.Node) -> list[fx.Node]:
-    """Quantizes put in front of the operator that one stands behind."""
+    """Move a quantize in front of the operator it follows, and return the quantizes inserted."""
     select, q = node.args[0], levels_of(node)
     if not _selects(select) or list(select.users) != [node]:
         return []
     values = dict.fromkeys(activations(select))
     if known_record(select).clamps and not all(levels_behind(v) or _selects(v) for v in values):
-        return []  # kernels clamp what they accumulate
+        return []  # kernels clamp only what they accumulate
     assert q is not None, f"{node} was not paired"
     made = []
     for value in values:

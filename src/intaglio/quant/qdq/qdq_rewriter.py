@@ -1,4 +1,4 @@
-"""Put quantize and dequantize around the regions of a graph, and integers in place of its constants."""
+"""Insertion of quantize and dequantize around annotated regions, and of integer constants for weights and biases."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ from intaglio.torch_private import quantized_decomposed
 
 
 def quantizing(q: QParams, dtype: DType) -> tuple[Any, Any]:
-    """Quantize and dequantize, per tensor or per channel; torch's own round to integers only."""
+    """Return the quantize and dequantize operators for these parameters, per tensor or per channel.
+
+    Float8 types use the operators of `float8`, because PyTorch's round to integers.
+    """
     ops = float8() if dtype in FLOAT8 else quantized_decomposed()
     if q.axis is None:
         return ops.quantize_per_tensor.default, ops.dequantize_per_tensor.default
@@ -50,9 +53,9 @@ def quantizing(q: QParams, dtype: DType) -> tuple[Any, Any]:
 
 
 class Rewriter:
-    """Puts quantize and dequantize around the regions of a graph: one quantize a value, one dequantize a reader.
+    """Inserts quantize and dequantize around the regions of a graph: one quantize per value, one dequantize per reader.
 
-    A quantize, and the dequantize of a constant, says in ``meta["site"]`` whose parameters it has.
+    Each quantize, and each dequantize of a constant, records the site that its parameters belong to.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class Rewriter:
         self.module.recompile()
 
     def _readers(self) -> dict[str, list[fx.Node]]:
-        """Value name -> nodes that read it as levels: inside regions, and where an annotator wants them to."""
+        """Return by value name the nodes that read it quantized: those inside regions and those an annotator chose."""
         readers: dict[str, list[fx.Node]] = {}
         for value, reader in sorted(self.annotations.edges):
             if reader not in self.inside:
@@ -104,8 +107,11 @@ class Rewriter:
         return readers
 
     def _activation(self, site: Site, readers: Mapping[str, list[fx.Node]], everyone: bool) -> None:
-        """Readers inside regions get a dequantize each; the rest one together, or the float value if there is one. A
-        shortcut is quantized to 16 bits first, which some of its readers take."""
+        """Quantize the value of a site and dequantize it for its readers.
+
+        Each reader inside a region gets a dequantize of its own. The other readers share one if the flag is set, and
+        read the float value otherwise. A shortcut is first quantized to 16 bits, which some of its readers take.
+        """
         node, q = self.nodes[site.value], self.qparams[site.name]
         source, own = node, readers.get(site.value, [])
         others = [user for user in node.users if user not in own]
@@ -125,7 +131,8 @@ class Rewriter:
                 user.replace_input_with(node, real)
 
     def _shortcut(self, node: fx.Node, site: Site) -> fx.Node:
-        """16 bits of a value, in front of the readers that take them; returned as the float that levels are made of."""
+        """Quantize a value to 16 bits, dequantize it for the readers that take 16 bits, and return the float value that
+        the u8 quantize reads."""
         q = self.qparams[site.name]
         quantize, dequantize = quantizing(q, site.dtype)
         parameters = self._parameters(site.name, q, site.dtype)
@@ -153,12 +160,12 @@ class Rewriter:
         return found
 
     def _describe(self, made: fx.Node, node: fx.Node, site: Site, q: QParams) -> None:
-        """Record type, origin and site of the quantize of a node's value."""
+        """Record type, origin and site on the quantize of a node's value."""
         kind = TensorType(known_type(node).shape, site.dtype, q)
         inherit_info(made, node, type=kind, site=site.name)
 
     def _anchor(self, region: Region) -> None:
-        """Integer weight and bias, each behind a dequantize of this call's own."""
+        """Replace weight and bias of a layer by integers, each with a dequantize for this call alone."""
         anchor, roles = self.nodes[region.anchor.name], region.record.roles
         x_site, w_site, b_site = anchor_sites(self.annotations, region)
         weight, bias = parameters_of(self.annotations.module, region)
@@ -171,7 +178,7 @@ class Rewriter:
         chosen = self.chosen.get(w_site.name)
         levels = grid.stored(grid.nearest(weight)) if chosen is None else chosen.levels
         self._constant(anchor, read.weight, w_site, levels, w)
-        if region.dynamic:  # its bias stays float: there is no unit to count it in
+        if region.dynamic:  # the bias stays float: the scale of the accumulator is not known yet
             self._prove(region, levels, np.zeros(len(levels), np.int32), row_levels(x_site.name))
         if region.dynamic or not x_site.native:
             return
@@ -213,7 +220,7 @@ class Rewriter:
         anchor.replace_input_with(old, real)
 
     def _parameters(self, site: str, q: QParams, dtype: DType) -> tuple[Any, ...]:
-        """What quantize and dequantize take behind the value."""
+        """Return the arguments of quantize and dequantize after the tensor."""
         if q.axis is None:
             return q.step, q.zero, q.qmin, q.qmax, TORCH_DTYPES[dtype]
         shape = (len(q.scales),)
@@ -222,7 +229,7 @@ class Rewriter:
         return scales, zeros, q.axis, q.qmin, q.qmax, TORCH_DTYPES[dtype]
 
     def _get(self, key: str, array: np.ndarray, kind: TensorType) -> fx.Node:
-        """One constant per key: a weight of several calls is stored once."""
+        """Return the constant of a key, added on first use: a weight that several calls read is stored once."""
         if key not in self.integers:
             tensor = torch.from_numpy(np.ascontiguousarray(array)).to(TORCH_DTYPES[kind.dtype])
             name = add_constant(self.module, sanitized(key), tensor)

@@ -1,4 +1,4 @@
-"""From ranges and weights to scales and zero points, site by site."""
+"""Computation of scales and zero points from ranges and weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ from intaglio.quant.recipes.datatypes import INT32_RANGE, Datatype
 
 
 def chosen_by_callbacks(annotations: Annotations, ranges: Ranges | None) -> Mapping[str, QParams]:
-    """What calibration callbacks chose; `CalibrationError` if there are some and nobody asked them."""
+    """Return the parameters that calibration callbacks chose.
+
+    Raises:
+        CalibrationError: a pattern has a callback that was not called.
+    """
     asked = {region.pattern.name for region in annotations.regions if region.pattern and region.pattern.calibration}
     if asked and (ranges is None or ranges.parameters is None):
         raise CalibrationError(
@@ -41,7 +45,11 @@ def chosen_by_callbacks(annotations: Annotations, ranges: Ranges | None) -> Mapp
 
 
 def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, QParams]:
-    """Parameters of every activation site, shared ones included."""
+    """Return the parameters of every activation and shortcut site, shared ones included.
+
+    Raises:
+        CalibrationError: the ranges belong to another model, or a site has seen no data.
+    """
     found = ranges.statistics if ranges else {name: o.statistics for name, o in prepared.observers.items()}
     if set(found) != set(prepared.observers):
         odd = sorted(set(found) ^ set(prepared.observers))
@@ -72,7 +80,7 @@ def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, Q
 
 
 def widened(site: Site, qparams: Mapping[str, QParams]) -> QParams:
-    """Parameters of 16 bits, from those of the levels."""
+    """Return the 16-bit parameters of a shortcut site, computed from the 8-bit ones."""
     assert isinstance(site.spec, Derived)
     levels = qparams[site.spec.sources[0]]
     scale, zero_point = numerics.widen(levels.step, levels.zero)
@@ -80,7 +88,7 @@ def widened(site: Site, qparams: Mapping[str, QParams]) -> QParams:
 
 
 def given_qparams(annotations: Annotations, given: Mapping[str, QParams]) -> dict[str, QParams]:
-    """Parameters of every activation site, shared and fixed ones included."""
+    """Return the parameters of every activation and shortcut site, derived from those of the sites that own theirs."""
     by_name = {site.name: site for site in annotations.sites}
     result = {}
     for site in annotations.sites:
@@ -97,7 +105,7 @@ def fixed_qparams(site: Site, spec: Fixed) -> QParams:
 
 
 def activation_ranges(prepared: Prepared, found: Mapping[str, Statistics]) -> dict[str, list[Range]]:
-    """What the method of each site makes of its statistics: one range, or one per channel."""
+    """Return the ranges that each site's method computes from its statistics: one, or one per channel."""
     logits, result = softmax_operands(prepared.annotations.module), {}
     for site in prepared.annotations.sites:
         if site.name in found and isinstance(site.spec, Observed):
@@ -135,10 +143,15 @@ def weight_qparams(
     chosen: Mapping[str, Rounded],
     own_scales: dict[tuple[str, int], np.ndarray] | None = None,
 ) -> dict[str, QParams]:
-    """Scales of every weight, ``given`` or its own, made fit for the biases of all its call sites; then the biases'.
+    """Return the parameters of all weights and biases, weight scales enlarged where a bias would overflow.
 
-    ``chosen``: weights that are integers already. ``own_scales``: those that the weights' own values ask for, by site
-    and groups; what is not there yet is computed and added.
+    Args:
+        annotations: sites and regions.
+        qparams: parameters of the activation sites.
+        remarks: a note is added for each weight whose scales were enlarged.
+        given: parameters that replace those computed from the weight.
+        chosen: weights that are rounded already.
+        own_scales: cache of the scales computed from weight values, by site and groups; missing entries are added.
     """
     own_scales = {} if own_scales is None else own_scales
     result: dict[str, QParams] = {}
@@ -175,7 +188,7 @@ def weight_qparams(
             x_site, w_site, b_site = anchor_sites(annotations, region)
             if b_site is not None:
                 _, bias = parameters_of(annotations.module, region)
-                assert bias is not None  # it has a site
+                assert bias is not None  # a bias site exists only for a bias
                 outputs = len(bias)
                 result[b_site.name] = _bias_qparams(qparams[x_site.name], result[w_site.name], outputs)
     return result
@@ -189,11 +202,10 @@ def _fitted_scales(
     scale_x: float,
     plain: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Scales of a weight as its values ask for them (``plain``), and as the bias does: one, or one per channel of its
-    own axis.
+    """Return the scales of a weight by its values and after fitting its bias, one or one per channel of its axis.
 
-    A transposed convolution's axis holds the outputs of one group, so its groups share scales. Channels of zeros do
-    not count as enlarged.
+    The groups of a transposed convolution share scales, because its channel axis holds the outputs of one group.
+    All-zero channels get the fitted scale in both results, so that they do not count as enlarged.
     """
     rows, own = per_output(region, weight), OwnScales.of(region, site)
     absmax = np.abs(rows.reshape(len(rows), -1)).max(1)
@@ -208,8 +220,14 @@ def _fitted_scales(
 
 @dataclass(frozen=True)
 class OwnScales:
-    """f32 weight -> f32[C], the scales that its values ask for. ``groups``: of a transposed convolution, whose axis
-    holds the outputs of one group; else 0."""
+    """Computes the scales of a weight from its values, f32 weight -> f32[C].
+
+    Attributes:
+        kind: datatype of the quantized weight.
+        group: size of weight groups, 0 for none.
+        axis: channel axis, ``None`` for one scale per tensor.
+        groups: groups of a transposed convolution, whose channel axis holds the outputs of one group; else 0.
+    """
 
     kind: Datatype
     group: int
@@ -222,7 +240,7 @@ class OwnScales:
         return OwnScales(site.record, site.group, axis, _groups(region) if region.record.roles.outputs else 0)
 
     def sharing(self, weight: np.ndarray) -> np.ndarray:
-        """[C, K]: what shares each scale."""
+        """Return the weight as [C, K], where row c holds all elements that share scale c."""
         rows = outputs_first(weight, self.groups) if self.groups else weight
         count = 1 if self.axis is None else weight.shape[self.axis]
         return rows.reshape(len(rows) // count, count, -1).swapaxes(0, 1).reshape(count, -1)
@@ -236,26 +254,26 @@ def _groups(region: Chain) -> int:
 
 
 def per_output(region: Chain, weight: np.ndarray) -> np.ndarray:
-    """A weight with all its output channels first, group after group."""
+    """Return a weight with all output channels on the first axis, group after group."""
     if not region.record.roles.outputs:
         return weight
     return outputs_first(weight, _groups(region))
 
 
 def each_output(scales: Sequence[float] | np.ndarray, outputs: int) -> np.ndarray:
-    """One scale per output channel: of one for all, or of those every group shares."""
+    """Repeat scales that are shared by the tensor or by groups, so that there is one per output channel."""
     return np.tile(np.asarray(scales, np.float32), outputs // len(scales))
 
 
 def _bias_qparams(x: QParams, w: QParams, outputs: int) -> QParams:
-    """One for all, or one per output."""
+    """Return the parameters of a bias, one scale or one per output channel."""
     units = w.scales if w.axis is None else each_output(w.scales, outputs)
     scales = tuple(map(float, numerics.accumulator_scale(x.step, units)))
     return QParams(scales, (0,) * len(scales), *INT32_RANGE, None if w.axis is None else 0)
 
 
 def anchor_sites(annotations: Annotations, region: Region) -> tuple[Site, Site, Site | None]:
-    """Sites of an anchor's activation, weight and bias."""
+    """Return the sites of an anchor's activation, weight and bias."""
     x, weight, _ = layer_operands(region.anchor)
     by_value = annotations.by_value
     return (
@@ -266,7 +284,7 @@ def anchor_sites(annotations: Annotations, region: Region) -> tuple[Site, Site, 
 
 
 def parameters_of(module: fx.GraphModule, region: Region) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the weight of a layer, and its bias if it has one."""
+    """Return the weight of a layer, and its bias or ``None``."""
     _, weight, bias = layer_operands(region.anchor)
     values: np.ndarray = getattr(module, weight.target).detach().numpy()
     return values, None if bias is None else getattr(module, bias.target).detach().numpy()

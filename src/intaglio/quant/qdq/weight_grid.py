@@ -1,4 +1,4 @@
-"""From a weight to its levels: scales, the multiples of groups, and the grid that rounding chooses from."""
+"""Quantization grids of weights: scales, multiples of groups, and rounding."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ from intaglio.quant.recipes.settings import DEFAULT, Setting
 
 @dataclass(frozen=True)
 class Grid:
-    """The values that a weight's elements can take: ``level * steps``, levels in low..high.
+    """The values that the elements of a weight can take: ``q * steps`` with q in `low`..`high`.
 
-    ``steps`` and ``multiples`` broadcast against the weight; a step is the channel's scale times the multiple. Who
-    rounds otherwise than `nearest` chooses other levels, and leaves the rest as it is.
+    Rounding methods other than `nearest` choose other quantized values on the same grid.
+
+    Attributes:
+        steps: channel scale times multiple, broadcastable to the weight.
+        multiples: multiple of each group, broadcastable to the weight; 1 without groups.
+        low: lowest quantized value.
+        high: highest quantized value.
     """
 
     steps: FloatArray
@@ -30,22 +35,28 @@ class Grid:
     high: int
 
     def nearest(self, weight: np.ndarray) -> Int32Array:
-        """The closest levels; ties to even."""
+        """Quantize a weight to the nearest values, ties to even."""
         return numerics.quantize(weight, self.steps, 0, self.low, self.high)
 
     def clipped(self, weight: np.ndarray) -> FloatArray:
-        """In steps, within low..high and not rounded: levels that are floating-point numbers themselves."""
+        """Return the weight divided by the steps and clipped to `low`..`high`, not rounded, for float datatypes."""
         return np.clip(weight / self.steps, np.float32(self.low), np.float32(self.high))
 
     def stored(self, levels: np.ndarray) -> NDArray[np.int8]:
-        """int8 in units of the channel's scale, exact: what kernels compute with."""
+        """Return quantized values as int8 in exact units of the channel's scale, which kernels compute with."""
         return (levels * self.multiples).astype(np.int8)
 
 
 def weight_grid(weight: np.ndarray, scales: np.ndarray, kind: Datatype, group: int = 0, axis: int = 0) -> Grid:
-    """The grid of a weight whose scales (one, or one for each channel of ``axis``) are known.
+    """Return the grid of a weight with known scales.
 
-    ``group``: so many neighbours of a channel share a multiple, that of least squared error; ``axis`` is 0 then.
+    Args:
+        weight: float weight.
+        scales: one scale, or one per channel of `axis`.
+        kind: datatype of the quantized values.
+        group: number of neighbours in a channel that share a multiple, chosen for the least squared error; 0 for no
+            groups. With groups `axis` is 0.
+        axis: axis of the output channels.
     """
     spread = [1] * weight.ndim
     spread[axis] = len(scales)
@@ -60,8 +71,16 @@ def weight_grid(weight: np.ndarray, scales: np.ndarray, kind: Datatype, group: i
 
 
 def group_of(where: Origin, setting: Setting, outputs: int = 0) -> int:
-    """Size of a weight's groups, 0 without. ``outputs``: axis of the weight that holds output channels.
-    `UnsupportedError` where the datatype, the operator or what it computes with has none such."""
+    """Return the group size of a weight, 0 without groups.
+
+    Args:
+        where: origin of the operator, for the error.
+        setting: setting of the operator.
+        outputs: axis of the weight that holds the output channels.
+
+    Raises:
+        UnsupportedError: the datatype, the operator or the mode of its activations does not support the setting.
+    """
     group, kind, alone = setting.group, setting.weight, setting.activations == ActivationMode.FLOAT
     problem, remedy = None, 'weights = "channel"'
     if group and kind.multiples < 2:
@@ -84,7 +103,7 @@ def group_of(where: Origin, setting: Setting, outputs: int = 0) -> int:
 
 
 def channel_scales(rows: np.ndarray, kind: Datatype, group: int = 0) -> FloatArray:
-    """f32[C, K] -> f32[C]: the scale of each row, as the datatype's record says."""
+    """Return the scale of each row, f32[C, K] -> f32[C], by the rule of the datatype."""
     if group:
         return numerics.group_scale(_groups(rows, group), kind.qmin, kind.qmax, kind.multiples)
     if kind.squares:
@@ -93,7 +112,7 @@ def channel_scales(rows: np.ndarray, kind: Datatype, group: int = 0) -> FloatArr
 
 
 def weight_scales(weight: np.ndarray, setting: Setting = DEFAULT, axis: int = 0) -> FloatArray:
-    """The step of every element, broadcastable to the weight, under a setting; before any bias enlarges a scale."""
+    """Return the step of every element under a setting, broadcastable to the weight and not yet fitted to a bias."""
     kind, group = setting.weight, setting.group
     rows = np.moveaxis(weight, axis, 0).reshape(weight.shape[axis], -1)
     rows = rows.reshape(1, -1) if setting.weights == WeightScales.TENSOR else rows
@@ -101,6 +120,6 @@ def weight_scales(weight: np.ndarray, setting: Setting = DEFAULT, axis: int = 0)
 
 
 def _groups(rows: np.ndarray, group: int) -> np.ndarray:
-    """[C, K] -> [C, groups, size]; the last group is filled up with zeros."""
+    """Reshape [C, K] to [C, groups, size]; the last group is padded with zeros."""
     missing = -rows.shape[1] % group
     return np.pad(rows, ((0, 0), (0, missing))).reshape(len(rows), -1, group)

@@ -1,1 +1,1 @@
-"""What a user asks for: recipes, settings, data types, image inputs, patterns."""
+"""User-facing configuration: recipes, settings, datatypes, image inputs and patterns."""

@@ -1,4 +1,4 @@
-"""What recipes, sites and options choose between. Each is a string too: users and files write the plain word."""
+"""Options of recipes, sites and models as string enums; users and files write the plain strings."""
 
 from __future__ import annotations
 
@@ -6,46 +6,46 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What a value is to the operators that read its levels."""
+    """Roles of a quantized value for the operators that read it."""
 
     ACTIVATION = "activation"
     SHORTCUT = "shortcut"
-    """The same value in 16 bits, for sums."""
+    """The value in 16 bits, for residual additions."""
     TOKEN = "token"
-    """The same value with a scale for every row of the last axis, made while the model runs."""
+    """The value with a scale per token (row of the last axis), computed at run time."""
     TENSOR = "tensor"
-    """The same value with a scale for every entry of the batch, made while the model runs."""
+    """The value with a scale per batch entry, computed at run time."""
     WEIGHT = "weight"
     BIAS = "bias"
 
 
 class ActivationMode(StrEnum):
-    """Where the scales of an operator's activations come from."""
+    """Sources of the scales of an operator's activations."""
 
     STATIC = "static"
-    """From calibration."""
+    """Calibration."""
     FLOAT = "float"
-    """Nowhere: only weights have fewer bits."""
+    """No scales: weight-only quantization."""
     TOKEN = "token"
     TENSOR = "tensor"
 
 
 class WeightScales(StrEnum):
-    """How many scales a weight has. A group of neighbours, ``group:32``, has a multiple of its channel's."""
+    """Granularities of weight scales. With ``group:32`` each group of 32 has a multiple of its channel's scale."""
 
     CHANNEL = "channel"
     TENSOR = "tensor"
 
 
 class FunctionForm(StrEnum):
-    """How a function right behind a convolution or linear layer is computed."""
+    """Implementations of an activation function fused into a convolution or linear layer."""
 
     TABLE = "table"
     PRECISE = "precise"
 
 
 class Rounding(StrEnum):
-    """How `correct` rounds weights."""
+    """Methods by which `correct` rounds weights."""
 
     GPTQ = "gptq"
     ADAROUND = "adaround"
@@ -53,31 +53,31 @@ class Rounding(StrEnum):
 
 
 class BiasCorrection(StrEnum):
-    """What `correct` changes biases for."""
+    """Errors that `correct` compensates in biases."""
 
     NONE = "none"
     WEIGHTS = "weights"
-    """For rounded weights."""
+    """The error of rounded weights."""
     OUTPUTS = "outputs"
-    """For all that quantization moved."""
+    """The error of all quantization in front of the output."""
 
 
 class ResidualType(StrEnum):
-    """Element type between convolutions, linear layers and products of activations."""
+    """Datatypes of values between convolutions, linear layers and products of activations."""
 
     INT8 = "int8"
     FLOAT = "float"
 
 
 class EmbeddingType(StrEnum):
-    """Element type of tables of embeddings."""
+    """Datatypes of embedding tables."""
 
     FLOAT = "float"
     INT8 = "int8"
 
 
 class OutputType(StrEnum):
-    """What a model gives: floats, or levels with their parameters."""
+    """Datatypes of model outputs: floats, or integers with scale and zero point."""
 
     FLOAT = "float"
     INT8 = "int8"

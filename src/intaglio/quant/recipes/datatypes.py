@@ -1,4 +1,4 @@
-"""The datatypes levels can have, a record each. What no kernel computes with, the reference model still does."""
+"""Datatypes of quantized values. The reference model simulates those that no kernel supports."""
 
 from __future__ import annotations
 
@@ -8,22 +8,30 @@ from intaglio.ir import DType, Packing
 from intaglio.quant.recipes.choices import Role
 
 LARGEST_GROUP_MULTIPLE = 15
-"""The largest multiple of its channel's scale that a group of weights may have as its own: 4 bits in a file."""
+"""Largest multiple of its channel's scale that a weight group may have; a file stores it in 4 bits."""
 
 INT32_RANGE = (-(2**31), 2**31 - 1)
-"""Quantized values of a bias."""
+"""Range of quantized biases."""
 FLOAT8 = (DType.F8E4M3, DType.F8E5M2)
 WEIGHT, ACTIVATION = (Role.WEIGHT,), (Role.ACTIVATION,)
 
 
 @dataclass(frozen=True)
 class Datatype:
-    """``roles``: those of values that may have it. ``storage``: element type of the levels qmin..qmax while a model
-    runs; ``bits``: what a weight takes in a file. ``zero_point``: whether it has one; without, ranges are symmetric.
+    """Datatype of quantized values.
 
-    ``native``: kernels compute with the levels. An operator with a type that is not computes in float32 on rounded
-    values, in the reference model and behind it. ``squares``: scales are those of least squared error; else the largest
-    value is the last level.
+    Attributes:
+        name: name in recipes.
+        roles: roles of values that may have it.
+        storage: element type at run time.
+        qmin: lowest quantized value.
+        qmax: highest quantized value.
+        bits: bits per weight in a file.
+        zero_point: whether it has zero points; otherwise ranges are symmetric.
+        native: whether kernels compute with quantized values; otherwise operators compute in float32 on rounded values,
+            in the reference model and in the compiled one.
+        squares: whether scales minimize the squared error; otherwise the largest value maps to the last quantized
+            value.
     """
 
     name: str
@@ -38,22 +46,22 @@ class Datatype:
 
     @property
     def multiples(self) -> int:
-        """The largest multiple that keeps every level times it in int8; groups need two or more."""
+        """Return the largest multiple that keeps quantized values times multiples in int8; groups need at least 2."""
         if not self.native or Role.WEIGHT not in self.roles:
             return 1
         return min(LARGEST_GROUP_MULTIPLE, 127 // max(self.qmax, -self.qmin))
 
     @property
     def floating(self) -> bool:
-        """Whether levels are floating-point numbers themselves."""
+        """Return whether quantized values are floating-point numbers."""
         return self.storage in FLOAT8
 
     def packing(self, group: int) -> Packing | None:
-        """How a file holds a weight; ``None``: as it is in memory."""
+        """Return how a file packs a weight; ``None`` if it is stored as in memory."""
         return Packing(self.bits, self.qmin, group) if self.native and self.bits < 8 else None
 
     def stored(self, group: int) -> tuple[int, int]:
-        """Lowest and highest integer in memory: of levels, or with groups of levels times their multiples."""
+        """Return the lowest and highest integer in memory, multiples of groups included."""
         most = self.multiples if group else 1
         return self.qmin * most, self.qmax * most
 
@@ -74,4 +82,4 @@ DATATYPES: dict[str, Datatype] = {
         Datatype("f8e5m2", WEIGHT + ACTIVATION, DType.F8E5M2, -57344, 57344, native=False),
     )
 }
-"""Name -> record. A recipe may name any of them; one that is added here works from then on."""
+"""Datatypes by the name that recipes use. A new row needs no other change."""

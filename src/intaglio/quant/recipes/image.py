@@ -1,4 +1,4 @@
-"""`Image`: an input whose bytes 0..255 stand for normalised pixels."""
+"""Image inputs, whose bytes 0..255 represent normalized pixels."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ LARGEST_BYTE = 255
 
 @dataclass(frozen=True)
 class Image:
-    """Byte p of channel c stands for ``(p / 255 - mean[c]) / std[c]``; one number holds for all channels.
+    """Declares that byte p of channel c represents ``(p / 255 - mean[c]) / std[c]``.
 
-    The levels of the input are then the bytes: nothing is observed, nothing rounded, and uint8 tensors are taken as
-    they are. A zero that a convolution pads with is the byte nearest to ``255 * mean[c]``, half a step off at most.
+    The quantized values of the input are the bytes themselves, so the input is neither observed nor rounded, and uint8
+    tensors are accepted directly. Zero padding uses the byte nearest to ``255 * mean[c]``, which is off by at most half
+    a step.
+
+    Attributes:
+        mean: one number, or one per channel, between 0 and 1.
+        std: one positive number, or one per channel.
     """
 
     mean: Iterable[float] | float = 0.0
     std: Iterable[float] | float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("mean", "std"):  # tuples: they are read more than once
+        for name in ("mean", "std"):  # tuples, because an iterator can be read only once
             object.__setattr__(self, name, tuple(_each(getattr(self, name))))
         if not _each(self.std) or not all(math.isfinite(value) and value > 0 for value in _each(self.std)):
             raise UnsupportedError("Image", None, f"std {self.std}; each must be a number above 0")
@@ -38,12 +43,16 @@ class Image:
             )
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
-        """uint8 [n, c, h, w] -> the float32 values the bytes stand for."""
+        """Return the float32 values of uint8 pixels [n, c, h, w]."""
         mean, std = (torch.tensor(_each(values)).reshape(1, -1, 1, 1) for values in (self.mean, self.std))
         return (pixels / LARGEST_BYTE - mean) / std
 
     def pixels(self, channels: int) -> Pixels:
-        """The way from values to bytes for this many channels; `UnsupportedError` when it is not that many."""
+        """Return the conversion from values to bytes for a number of channels.
+
+        Raises:
+            UnsupportedError: `mean` or `std` has another number of channels.
+        """
         spread = {}
         for name, values in (("mean", _each(self.mean)), ("std", _each(self.std))):
             if len(values) not in (1, channels):
@@ -59,7 +68,13 @@ class Image:
 
 @dataclass(frozen=True, eq=False)
 class Pixels:
-    """``x * gain + shift`` is the byte less its channel's zero point; the shift is at most half a byte."""
+    """Conversion from normalized values to bytes: ``x * gain + shift + zero_point`` is the byte of x.
+
+    Attributes:
+        gain: f32[c].
+        shift: f32[c], at most half a byte.
+        zero_points: one per channel.
+    """
 
     gain: torch.Tensor
     shift: torch.Tensor

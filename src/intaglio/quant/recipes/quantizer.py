@@ -1,4 +1,4 @@
-"""`Quantizer`: decides what is quantized and how, by a recipe, patterns, records and annotators of a user's own."""
+"""The quantizer of a model: recipe, input and output types, user patterns, user operators and annotators."""
 
 from __future__ import annotations
 
@@ -18,16 +18,21 @@ from intaglio.quant.recipes.user_patterns import QuantizerPattern
 
 @dataclass(frozen=True)
 class Quantizer:
-    """Decides what is quantized and how: a recipe over the fusion rows and operator records.
+    """Configuration of what is quantized and how.
 
-    ``input``: what the bytes of the only input stand for, or of several by name. ``patterns``: if any, only what these
-    match is quantized, and what selects or clamps values beside it; names stand for built-in ones (`patterns.builtin`).
-    ``operators``: records of a user's own. ``skip_first``, ``skip_last``: leave in float what computes and is reached
-    from an input, or reaches an output, without crossing another quantized operator that computes. ``annotator``: says
-    node by node what is quantized (`intaglio.annotation`); the recipe then says the rest, and what stays in float.
-    ``outputs``: "int8" makes of every float32 result of an operator levels with scale and zero point (`Integers`).
-    ``int8_buffers``: float32 buffers that the model changes and that are to be kept as levels: their names, with the
-    wildcards of selectors, or ``True`` for all.
+    Attributes:
+        recipe: settings by selector.
+        input: what the bytes of the only input represent, or of several inputs by name.
+        patterns: user patterns or names of built-in ones (`patterns.builtin`). If there are any, only their matches are
+            quantized, and the data movement and clamps next to them.
+        operators: records of user-defined operators.
+        skip_first: leave in float the compute operators that an input reaches without passing another quantized one.
+        skip_last: leave in float the compute operators that reach an output without passing another quantized one.
+        annotator: annotates the quantized nodes (`intaglio.annotation`); the recipe decides everything else, and what
+            stays in float.
+        outputs: "int8" returns float32 results of operators as quantized values with scale and zero point (`Integers`).
+        int8_buffers: float32 buffers with state that are stored quantized: names with the wildcards of selectors, or
+            ``True`` for all.
     """
 
     recipe: Recipe = OPEN_RECIPE
@@ -59,7 +64,7 @@ class Quantizer:
 
     @staticmethod
     def of(given: Quantizer | Annotator | None) -> Quantizer:
-        """What `prepare` was given: one of these, what it annotates by, or nothing."""
+        """Return the quantizer that `prepare` was given as a `Quantizer`, an annotator or nothing."""
         if given is None or isinstance(given, Quantizer):
             return given or Quantizer()
         if not hasattr(given, "annotate"):
@@ -72,30 +77,30 @@ class Quantizer:
 
     @property
     def buffers(self) -> tuple[str, ...]:
-        """Selectors of the buffers that are to be levels."""
+        """Return the selectors of the buffers that are stored quantized."""
         return ("*",) if self.int8_buffers is True else as_tuple(self.int8_buffers or ())
 
     @property
     def integers(self) -> bool:
-        """Whether results leave as levels."""
+        """Return whether the model returns quantized values."""
         return self.outputs == OutputType.INT8
 
     @property
     def has_text(self) -> bool:
-        """Whether `to_toml` holds all of it: patterns, operators, skipped ends, annotators, outputs and buffers have no
-        text."""
+        """Return whether `to_toml` represents everything, which it does only for recipe and input."""
         ends = self.skip_first or self.skip_last or self.integers or self.buffers
         return not (self.patterns or self.operators or ends or self.annotator)
 
     def to_toml(self) -> str:
-        """Return the recipe as TOML, without parameters, a table ``[input."name"]`` for each image ("": the only)."""
+        """Return the recipe without parameters as TOML, and a table ``[input."name"]`` per image ("" for an only
+        input)."""
         images = {"": self.input} if isinstance(self.input, Image) else (self.input or {})
         tables = [toml_table(f"{INPUT}.{toml_text(name)}", dataclasses.asdict(i)) for name, i in images.items()]
         return "\n".join([self.recipe.with_parameters(None).to_toml(), *tables])
 
     @staticmethod
     def from_toml(text: str) -> Quantizer:
-        """Inverse of `to_toml`."""
+        """Parse the text of `to_toml`."""
         tables = tomllib.loads(text).get(INPUT, {})
         images = {name: Image(**table) for name, table in tables.items()}
         recipe = Recipe.from_toml(text.partition(f"\n[{INPUT}.")[0])
@@ -103,4 +108,4 @@ class Quantizer:
 
 
 INPUT = "input"
-"""Name of the tables of a quantizer's text that are none of its recipe."""
+"""Prefix of the TOML tables that do not belong to the recipe."""

@@ -1,4 +1,4 @@
-"""`Recipe`: what a user wants of which part of a model. Selectors -> settings, in Python or TOML."""
+"""Recipes: quantization settings by selector, in Python or TOML."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ from intaglio.quant.recipes.settings import DEFAULT, NAMED, TRANSFORMER, UNSET, 
 
 PARAMETERS = "parameters"
 CORRECTED = "corrected"
-"""Name of the tables that are no settings."""
+"""Names of the TOML tables that are not settings."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings by selector over a default.
+    """Quantization settings by selector, over a default.
 
-    A selector is a module path glob (``layer1.*``; it covers what is inside too), ``re:pattern`` over module paths,
-    ``type:Linear`` (class of a module) or ``op:aten.add``. Module names win over module types, these over operators,
-    these over the default; among names the nearest enclosing module wins, then the later entry. ``parameters``: what
-    the sites have that come of it, for a file that needs no data to quantize by. What the default leaves open `prepare`
-    decides by what is in the model.
+    A selector is a glob over module paths (``layer1.*``, which also covers the submodules), ``re:pattern`` over module
+    paths, ``type:Linear`` (class of a module) or ``op:aten.add``. Module names take precedence over module types, types
+    over operators, and operators over the default. Among module names the innermost enclosing module wins, then the
+    later entry. `prepare` fills the settings that the default leaves open by the kind of model.
+
+    Attributes:
+        entries: pairs of selector and setting.
+        default: setting of all other operators.
+        parameters: quantization parameters of the sites; with them a model is quantized without data.
     """
 
     entries: tuple[tuple[str, Setting], ...] = ()
@@ -40,22 +44,28 @@ class Recipe:
 
     @staticmethod
     def named(name: str) -> Recipe:
-        """``"default"``; ``"accurate"``: what sums add to a convolution keeps 16 bits; ``"int8_dynamic"``: linear and
-        recurrent layers only, whose activations are quantized while the model runs, so that nothing is calibrated;
-        ``"convolutional"`` or ``"transformer"``: what the default is for a model without or with attention, whatever is
-        in the model."""
+        """Return a built-in recipe.
+
+        Args:
+            name: ``"default"``; ``"accurate"``: residual additions into a convolution keep 16 bits; ``"int8_dynamic"``:
+                dynamic quantization of linear and recurrent layers only, without calibration; ``"convolutional"`` or
+                ``"transformer"``: the defaults of models without or with attention, for any model.
+
+        Raises:
+            SelectorError: `name` is unknown.
+        """
         if name not in NAMED:
             raise SelectorError("recipe", None, f"there is none called {name!r}; known are {', '.join(NAMED)}")
         return Recipe(default=NAMED[name])
 
     @staticmethod
     def of(entries: Mapping[str, Setting | Mapping[str, Any] | None], default: Setting = UNSET) -> Recipe:
-        """From a mapping; ``None`` means "leave in float", a dictionary is a `Setting`'s fields."""
+        """Build a recipe from a mapping. ``None`` means "leave in float"; a dictionary holds fields of a `Setting`."""
         return Recipe(tuple((selector, _setting(selector, value)) for selector, value in entries.items()), default)
 
     @staticmethod
     def given(recipe: Recipe | Mapping[str, Any] | str | Path | None) -> Recipe:
-        """What a user may say: nothing, a name, a file, a mapping, or a recipe."""
+        """Return the recipe that a user gave as nothing, a name, a file, a mapping or a `Recipe`."""
         if recipe is None:
             return Recipe()
         if isinstance(recipe, str) and recipe in NAMED:
@@ -65,7 +75,7 @@ class Recipe:
         return recipe if isinstance(recipe, Recipe) else Recipe.of(recipe)
 
     def with_selection(self, skip: Iterable[str] = (), only: Iterable[str] = ()) -> Recipe:
-        """``only``: nothing else is quantized; ``skip``: these are not. Both are selectors."""
+        """Return a copy that quantizes only the selectors `only`, if given, and leaves those of `skip` in float."""
         skip, only = as_tuple(skip), as_tuple(only)
         default = replace(self.default, quantize=False) if only else self.default
         chosen = [(selector, Setting(quantize=True)) for selector in only]
@@ -73,25 +83,30 @@ class Recipe:
         return replace(self, entries=(*self.entries, *chosen, *left), default=default)
 
     def with_parameters(self, parameters: Parameters | None) -> Recipe:
-        """The same settings, and these parameters of their sites."""
+        """Return a copy with these quantization parameters."""
         return replace(self, parameters=parameters)
 
     @property
     def leaves_float(self) -> bool:
-        """Whether anything is said to stay in float."""
+        """Return whether any setting leaves operators in float."""
         return any(setting.quantize is False for setting in (self.default, *(s for _, s in self.entries)))
 
     def of_everything(self) -> Recipe:
-        """The same settings, and nothing said to stay in float."""
+        """Return a copy in which no setting leaves operators in float."""
         entries = tuple((selector, _unskipped(setting)) for selector, setting in self.entries)
         return replace(self, entries=entries, default=_unskipped(self.default))
 
     def decided(self, attention: bool) -> Recipe:
-        """With a default that leaves nothing open, for a model with or without attention."""
+        """Return a copy whose default leaves nothing open, for a model with or without attention."""
         return replace(self, default=self.default.over(TRANSFORMER if attention else DEFAULT))
 
     def setting(self, origin: Origin, classes: Mapping[str, str]) -> Setting:
-        """What holds for one operator."""
+        """Return the setting of one operator.
+
+        Args:
+            origin: path and operator.
+            classes: module path -> class name.
+        """
         result = self.default.over(DEFAULT)
         for level in PREFIXES:
             hits = [
@@ -104,7 +119,11 @@ class Recipe:
         return result
 
     def check(self, origins: Iterable[Origin], classes: Mapping[str, str]) -> None:
-        """`SelectorError` for a selector that matches none of these operators, with the nearest names."""
+        """Check that every selector matches one of these operators.
+
+        Raises:
+            SelectorError: a selector matches none; the message lists the nearest names.
+        """
         origins = list(origins)
         for selector, _ in self.entries:
             if not any(matches(selector, origin, classes) is not None for origin in origins):
@@ -116,7 +135,7 @@ class Recipe:
                 )
 
     def within(self, origins: Iterable[Origin], classes: Mapping[str, str]) -> Recipe:
-        """Without the selectors that match none of these operators: for a part of a model."""
+        """Return a copy without the selectors that match none of these operators, for a part of a model."""
         origins = list(origins)
         entries = [
             (selector, setting)
@@ -126,9 +145,9 @@ class Recipe:
         return replace(self, entries=tuple(entries))
 
     def to_toml(self) -> str:
-        """TOML text that `from_toml` reads back to an equal recipe."""
+        """Return TOML text that `from_toml` reads back to an equal recipe."""
         merged: dict[str, Setting] = {}
-        for selector, setting in self.entries:  # a table may stand once: the later entry wins, at the later place
+        for selector, setting in self.entries:  # TOML allows a table once: the later entry wins
             merged[selector] = setting.over(merged.pop(selector, Setting()))
         tables = [
             toml_table("default", _keys(self.default)),
@@ -142,7 +161,11 @@ class Recipe:
 
     @staticmethod
     def from_toml(text: str) -> Recipe:
-        """``[default]``, one table per selector, and ``[parameters."site"]`` tables; unknown keys are errors."""
+        """Parse ``[default]``, one table per selector, and ``[parameters."site"]`` tables.
+
+        Raises:
+            SelectorError: the text is not valid TOML or has an unknown key.
+        """
         try:
             tables = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
@@ -162,7 +185,7 @@ class Recipe:
 
 
 OPEN_RECIPE = Recipe()
-"""Says nothing: every setting is decided by what is in the model."""
+"""Recipe that leaves every setting open; `prepare` fills them by the kind of model."""
 
 
 def _setting(selector: str, value: Setting | Mapping[str, Any] | None) -> Setting:
@@ -192,7 +215,7 @@ def _keys(setting: Setting) -> dict[str, Any]:
 
 
 def _tables(name: str, entries: Mapping[str, Any]) -> list[str]:
-    """One table of what are no tables themselves, and one for each that is."""
+    """Return one TOML table of the plain values, and one for each nested mapping."""
     plain = {toml_text(key): value for key, value in entries.items() if not isinstance(value, Mapping)}
     inner = [
         toml_table(f"{name}.{toml_text(key)}", value) for key, value in entries.items() if isinstance(value, Mapping)
@@ -205,8 +228,11 @@ def toml_table(name: str, values: Mapping[str, Any]) -> str:
 
 
 def toml_text(value: Any) -> str:
-    """TOML writes booleans, numbers, texts and lists of them as JSON does, but for characters that JSON may escape in
-    two halves, and one that it may leave as it is."""
+    """Return a value as TOML.
+
+    TOML writes booleans, numbers, strings and lists like JSON, except that it has no surrogate escapes and must escape
+    the delete character.
+    """
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

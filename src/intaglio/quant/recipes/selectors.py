@@ -1,4 +1,4 @@
-"""Selectors: which operators a module path glob, ``re:``, ``type:`` or ``op:`` names."""
+"""Matching of recipe selectors (module path globs, ``re:``, ``type:`` and ``op:``) against operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PREFIXES = ("op:", "type:", "")
 
 
 def matches(selector: str, origin: Origin, classes: Mapping[str, str]) -> int | None:
-    """Depth of the enclosing module a selector hits (0 for ``op:``), or ``None``."""
+    """Return the depth of the module that a selector matches (0 for ``op:``), or ``None``."""
     if selector.startswith("op:"):
         name = selector[3:]
         forms = (origin.operator, origin.operator.rpartition(".")[0])
@@ -65,4 +65,4 @@ def nearest(selector: str, origins: list[Origin], classes: Mapping[str, str]) ->
 
 
 NUMBER = re.compile(r"\b\d+\b")
-"""The index of a layer in a module path."""
+"""Index of a layer in a module path."""

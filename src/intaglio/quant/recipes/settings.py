@@ -1,4 +1,4 @@
-"""`Setting`: the choices for one operator, and the defaults of models with and without attention."""
+"""Settings of one operator, and the defaults of models with and without attention."""
 
 from __future__ import annotations
 
@@ -24,22 +24,30 @@ from intaglio.quant.recipes.datatypes import DATATYPES, Datatype
 
 @dataclass(frozen=True)
 class Setting:
-    """``None`` leaves a question to the next weaker setting.
+    """Quantization settings of one operator. A field that is ``None`` is filled from the next weaker setting.
 
-    quantize: int8 at all. method: range method of activations, "mse", "minmax", "percentile", "kl", "average" or "ema",
-    the third and the last also with a parameter, as in "percentile:99.99" (range_methods.py). weights: "channel" or
-    "tensor" scales, or "group:32", where 32 neighbours of a channel have steps of 1..15 times its scale. bits: 8, or 7
-    for activations in 0..127. functions: "table" or "precise", how a function such as silu right behind a convolution
-    or linear layer is computed. shortcut: bits of what a sum behind one of these adds to it, 8 or 16.
-    residual: "int8", or "float": what lies between convolutions, linear layers and products of activations stays in
-    float32, sums and norms above all. weights_dtype, activations_dtype: names of `DATATYPES`; without, s8 and what
-    ``bits`` says. activations: "static", with parameters from calibration, "float", so that of
-    convolutions and linear layers only the weights have fewer bits, as "f16" has, or, of linear and recurrent layers,
-    quantized while the model runs, with a scale for every "token" (row of the last axis) or "tensor" (entry of the
-    batch). embeddings: tables of embeddings in "float", or in "int8", with a scale and a zero point for every row. For
-    `equalize` and `correct`: equalize: share of each channel's deficit that is made up for before calibration, 0 to 1;
-    rounding: of weights, "gptq", "adaround" or "nearest"; bias: "none", "weights" (makes up for rounded weights) or
-    "outputs" (for all that quantization moved).
+    Attributes:
+        quantize: whether the operator is quantized at all.
+        method: range method of activations: "mse", "minmax", "percentile", "kl", "average" or "ema"; "percentile" and
+            "ema" take a parameter, as in "percentile:99.99".
+        weights: scales of weights: "channel", "tensor", or "group:32", where 32 neighbours of a channel share a step of
+            1 to 15 times the channel's scale.
+        bits: 8, or 7 for activations in 0..127.
+        functions: how an activation function such as silu is computed behind a convolution or linear layer: "table" or
+            "precise".
+        rounding: how `correct` rounds weights: "gptq", "adaround" or "nearest".
+        bias: what `correct` compensates in biases: "none", "weights" (rounded weights) or "outputs" (all quantization
+            error).
+        equalize: strength of `equalize`, the exponent alpha of its per-channel factors, 0 to 1.
+        weights_dtype: name in `DATATYPES`; default s8.
+        activations_dtype: name in `DATATYPES`; default u8, or u7 with ``bits=7``.
+        shortcut: bits of the other operand of a residual addition fused into the operator, 8 or 16.
+        residual: "int8", or "float" to keep values between convolutions, linear layers and products of activations in
+            float32, mainly sums and norms.
+        activations: "static" (calibrated), "float" (weight-only quantization of convolutions and linear layers), or,
+            for linear and recurrent layers, quantized at run time per "token" (row of the last axis) or per "tensor"
+            (batch entry).
+        embeddings: embedding tables in "float", or in "int8" with a scale and a zero point per row.
     """
 
     quantize: bool | None = None
@@ -94,7 +102,7 @@ class Setting:
 
     @property
     def activation(self) -> Datatype:
-        """Of activations; ``bits = 7`` makes u8 u7."""
+        """Return the datatype of activations; with ``bits=7`` u8 becomes u7."""
         name = self.activations_dtype or "u8"
         return DATATYPES["u7" if name == "u8" and self.bits == 7 else name]
 
@@ -104,21 +112,21 @@ class Setting:
 
     @property
     def group(self) -> int:
-        """Neighbours of a weight that share a multiple of their channel's scale; 0: there are no groups."""
+        """Return the size of weight groups, or 0 without groups."""
         found = GROUPS.fullmatch(self.weights or "")
         return int(found[1]) if found else 0
 
     def over(self, weaker: Setting) -> Setting:
-        """This setting, its gaps filled from a weaker one."""
+        """Return this setting with its open fields filled from a weaker one."""
         mine, theirs = dataclasses.asdict(self), dataclasses.asdict(weaker)
         both = {key: theirs[key] if mine[key] is None else mine[key] for key in mine}
-        if self.bits is not None or self.activations_dtype is not None:  # one question in two keys
+        if self.bits is not None or self.activations_dtype is not None:  # the two keys answer one question
             both |= {"bits": self.bits, "activations_dtype": self.activations_dtype}
         return Setting(**both)
 
 
 GROUPS = re.compile(r"group:([1-9][0-9]*)")
-"""Form of ``weights`` that asks for groups."""
+"""Form of a `weights` setting with groups."""
 
 
 def _plain(values: Iterable[object]) -> tuple[object, ...]:
@@ -131,7 +139,7 @@ def _names(role: Role) -> tuple[str, ...]:
 
 
 UNSET = Setting()
-"""Leaves every question open."""
+"""Setting that leaves every field open."""
 DEFAULT = Setting(
     quantize=True,
     method="mse",
@@ -146,10 +154,10 @@ DEFAULT = Setting(
     activations="static",
     embeddings="float",
 )
-"""Of a model without attention."""
+"""Default of models without attention."""
 TRANSFORMER = dataclasses.replace(DEFAULT, method="minmax", functions="precise", rounding="nearest", residual="float")
-"""Of a model with attention: what sticks out of a token's values is signal, so nothing is clipped and sums are not
-rounded; smoothing does for accuracy what rounding of weights does elsewhere (docs/transformers.md)."""
+"""Default of models with attention. Outliers of a token carry signal, so ranges are not clipped and sums stay in float.
+SmoothQuant replaces weight rounding as the correction (docs/transformers.md)."""
 NAMED = {
     "default": UNSET,
     "convolutional": DEFAULT,
@@ -157,4 +165,4 @@ NAMED = {
     "accurate": Setting(shortcut=16),
     "int8_dynamic": Setting(activations="token"),
 }
-"""Name -> default setting. What these leave open is decided by what is in the model."""
+"""Default settings by recipe name. `prepare` fills the fields they leave open by the kind of model."""

@@ -1,4 +1,4 @@
-"""Patterns a user gives: what is quantized, by which priority, setting, callback and, perhaps, meaning in integers."""
+"""User patterns: the operators they match, their settings and callbacks, and their integer meaning."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from intaglio.torch_private import schema_of
 
 
 class ParameterChooser(Protocol):
-    """States what a pattern's ``calibration`` has to have; `intaglio.calibration.CalibrationCallback` is its base."""
+    """Protocol of a pattern's `calibration`; `intaglio.calibration.CalibrationCallback` is its base class."""
 
     def calibrate(self, info: Any) -> Mapping[str, Any]:
         """Return parameters by site name for the region that a `CalibrationInfo` describes."""
@@ -32,15 +32,23 @@ class ParameterChooser(Protocol):
 
 @dataclass(frozen=True)
 class QuantizerPattern:
-    """A name and a small DAG of operators (`intaglio.patterns`); what it matches is quantized.
+    """A named pattern, a small DAG of operators (`intaglio.patterns`), whose matches are quantized.
 
-    An operator is called by its record's name ("conv2d", "clamp") or by its overload ("aten.relu.default").
-    calibration: asked for the parameters of each region of a match. priority: where matches overlap the higher wins,
-    then the larger, then the one that ends earlier in the graph, then what says more of its operands, then the name.
-    setting: stronger than a recipe's default, weaker than its entries. ranks: of the result; empty for any. alone:
-    quantized wherever it matches, else only beside something quantized or as a convolution or linear layer. operator:
-    the meaning in integers of all it matches together; its operands are called as the pattern's leaves are. Without one
-    the built-in fusion rows and records decide which kernels run the match.
+    Operators are named by record ("conv2d", "clamp") or by overload ("aten.relu.default"). Where matches overlap, the
+    one with the higher `priority` wins, then the larger, then the one that ends earlier in the graph, then the pattern
+    with more operands, then the name.
+
+    Attributes:
+        name: unique name.
+        pattern: root of the DAG.
+        calibration: callback that chooses the parameters of each region of a match.
+        priority: precedence over overlapping matches.
+        setting: takes precedence over the default of the recipe, not over its entries.
+        ranks: allowed ranks of the result; empty for any.
+        alone: quantize every match; otherwise only matches that contain a convolution or linear layer or are next to
+            something quantized.
+        operator: integer meaning of the whole match, with operands named as the leaves of the pattern. Without it the
+            built-in fusion rows and records decide which kernels run the match.
     """
 
     name: str
@@ -55,8 +63,13 @@ class QuantizerPattern:
 
 @dataclass(frozen=True, eq=False)
 class CompositeMatch:
-    """Operators that one record stands for. ``reads``: each operand as the node that reads it and its place among what
-    that reads; ``attrs``: as the record bound them."""
+    """Operators that one record represents.
+
+    Attributes:
+        record: the operator record.
+        reads: for each operand the name of a node that reads it, and the operand's index among that node's inputs.
+        attrs: attributes as the record binds them.
+    """
 
     record: OpDef
     reads: tuple[tuple[str, int], ...]
@@ -65,7 +78,7 @@ class CompositeMatch:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """A match that won, its operators in execution order."""
+    """A match that won over overlapping ones, with its operators in execution order."""
 
     pattern: QuantizerPattern
     nodes: tuple[fx.Node, ...]
@@ -74,7 +87,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A match of a pattern that another took operators of, or that cannot be quantized."""
+    """A match that overlaps a stronger one or cannot be quantized."""
 
     pattern: str
     origin: Origin
@@ -87,14 +100,14 @@ class Rejected:
 # -- built-in patterns ------------------------------------------------------------------------------------------------
 
 ALIASES = {"dense": "linear", "dense_bias": "linear_bias", "multiply": "mul"}
-"""Other names of built-in patterns."""
+"""Alternative names of built-in patterns."""
 
 
 BUILT_IN_PATTERNS: Mapping[str, Pattern] = {
     **{row.name: row.pattern for row in GRAPH_FUSIONS},
     **{record.name: op(record.name) for record in OPS.values() if record.targets},
 }
-"""Fusion rows, and every operator that a model can have."""
+"""Patterns of all fusion rows and single operators by name."""
 BUILT_IN: Mapping[str, Pattern] = {
     **BUILT_IN_PATTERNS,
     **{
@@ -103,14 +116,20 @@ BUILT_IN: Mapping[str, Pattern] = {
         if record.roles.bias is not None
     },
 }
-"""Name -> pattern: those, and the layers that have a bias."""
+"""Built-in patterns by name: fusion rows, operators, and layers with a bias."""
 
 
 def builtin(
     *names: str, calibration: ParameterChooser | None = None, priority: int = 0, setting: Setting | None = None
 ) -> list[QuantizerPattern]:
-    """Patterns of intaglio's own by name: fusion rows ("anchor_add_clamp"), operators ("conv2d", "add"), layers with a
-    bias ("conv2d_bias"). Without names all rows and operators, as a `Quantizer` without patterns has them."""
+    """Return built-in patterns by name; without names, all fusion rows and operators.
+
+    Names are those of fusion rows ("anchor_add_clamp"), operators ("conv2d", "add") and layers with a bias
+    ("conv2d_bias").
+
+    Raises:
+        SelectorError: a name is unknown.
+    """
     known = {**BUILT_IN, **{alias: BUILT_IN[name] for alias, name in ALIASES.items()}}
     for name in names:
         if name not in known:
@@ -128,7 +147,12 @@ def builtin(
 
 
 def patterns_of(given: Iterable[QuantizerPattern | str]) -> tuple[QuantizerPattern, ...]:
-    """Names replaced by built-in patterns. `SelectorError` for two of one name, or an operator nobody knows."""
+    """Replace names by built-in patterns and check the result.
+
+    Raises:
+        SelectorError: two patterns share a name, or a root is not an operator.
+        UnsupportedError: the integer meaning of a pattern is not valid.
+    """
     found = [one for entry in given for one in (builtin(entry) if isinstance(entry, str) else [entry])]
     for name, count in Counter(pattern.name for pattern in found).items():
         if count > 1:
@@ -157,11 +181,15 @@ def _nearest(name: str, known: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.3) or sorted(known)[:3]
 
 
-# -- operators of a user ----------------------------------------------------------------------------------------------
+# -- user-defined operators -------------------------------------------------------------------------------------------
 
 
 def check_operators(records: Iterable[OpDef]) -> None:
-    """`UnsupportedError` for a record that cannot be a host operator, or whose name or overload has one already."""
+    """Check the records of user-defined operators.
+
+    Raises:
+        UnsupportedError: a record cannot run on the host, or its name or overload belongs to another one.
+    """
     names: set[str] = set()
     targets: set[str] = set()
     for record in records:
@@ -186,12 +214,12 @@ def _has_integer_form(target: str) -> bool:
 
 
 def is_host(record: OpDef) -> bool:
-    """Whether Python runs it: it has a meaning in integers, and no kernel."""
+    """Return whether the operator runs in Python: it has an integer meaning but no kernel."""
     return record.kernel is None and record.meaning is not None
 
 
 def name_operators(graph: fx.Graph, records: Iterable[OpDef]) -> None:
-    """Lets every later stage read a user's records off the nodes."""
+    """Attach the records of user-defined operators to their nodes, where all later stages look them up."""
     records = tuple(records)
     check_operators(records)
     by_target = {target: record for record in records for target in record.targets}
@@ -210,8 +238,15 @@ def name_operators(graph: fx.Graph, records: Iterable[OpDef]) -> None:
 def find(
     graph: fx.Graph, patterns: Sequence[QuantizerPattern], reasons: Mapping[fx.Node, str | None]
 ) -> tuple[list[Found], list[Rejected]]:
-    """Every match of every pattern on the graph as it is; of those that overlap the strongest, whatever the order of
-    the patterns. ``reasons``: why an operator stays in float."""
+    """Match all patterns on a graph, and return the matches that won and those that were rejected.
+
+    The result does not depend on the order of the patterns.
+
+    Args:
+        graph: prepared graph.
+        patterns: user patterns.
+        reasons: candidate root -> reason why the operator stays in float, or ``None``.
+    """
     view = FxGraphView(graph)
     _check_kinds(patterns, view, graph)
     candidates: list[Found] = []
@@ -241,7 +276,7 @@ def find(
 
 
 def _rank(found: Found, view: FxGraphView) -> tuple[int, int, int, int, str]:
-    """Strongest first. Of two as large at one place, the pattern that says more of the operands."""
+    """Return the sort key of a match, strongest first. Equal matches rank by the number of leaves in their pattern."""
     pattern, leaves = found.pattern, sum(1 for _ in found.pattern.pattern.leaves())
     return -pattern.priority, -len(found.nodes), view.position(found.nodes[-1]), -leaves, pattern.name
 
@@ -252,7 +287,7 @@ def _place(found: Found) -> str:
 
 
 def _check_kinds(patterns: Sequence[QuantizerPattern], view: FxGraphView, graph: fx.Graph) -> None:
-    """A name with a dot may be an overload that this model lacks; any other is a record's."""
+    """Check that every operator name is known. A name with a dot may be an overload that the model does not contain."""
     known = {*OPS, *(kind for node in graph.nodes for kind in view.kinds(node))}
     for pattern in patterns:
         for kind in pattern.pattern.named_kinds():
@@ -266,7 +301,7 @@ def _check_kinds(patterns: Sequence[QuantizerPattern], view: FxGraphView, graph:
 
 
 def _guard(found: Found, hit: Match[fx.Node], reasons: Mapping[fx.Node, str | None]) -> str | None:
-    """Why what a pattern matched stays in float. Operators that a whole stands for need no record of their own."""
+    """Return why a match stays in float, or ``None``. Operators of a composite need no record of their own."""
     kind = tensor_type(hit.root)
     if kind is not None and found.pattern.ranks and len(kind.shape) not in found.pattern.ranks:
         return f"result of rank {len(kind.shape)}; the pattern is for {' or '.join(map(str, found.pattern.ranks))}"
@@ -286,7 +321,7 @@ def _guard(found: Found, hit: Match[fx.Node], reasons: Mapping[fx.Node, str | No
 
 
 def call_of_whole(found: Found, record: OpDef) -> Call:
-    """A match as the functions of its record take it; the arguments of an operator with a name as "name.argument"."""
+    """Return a match as a call of its record; arguments of a named operator are called "name.argument"."""
     types = [tensor_type(found.bound[name]) for name in record.operands]
     given = {
         f"{name}.{key}": resolve(value)
@@ -306,7 +341,7 @@ def call_of_whole(found: Found, record: OpDef) -> Call:
 
 
 def whole_of(found: Found, record: OpDef) -> CompositeMatch:
-    """Where each operand is read, so that it can be found again behind a dequantize."""
+    """Return the composite of a match, which locates the operands by the nodes that read them."""
     reads = [(node.name, place) for node in found.nodes for place in range(len(node.all_input_nodes))]
     values = [value for node in found.nodes for value in node.all_input_nodes]
     places = tuple(reads[values.index(found.bound[name])] for name in record.operands)
@@ -314,12 +349,12 @@ def whole_of(found: Found, record: OpDef) -> CompositeMatch:
 
 
 def record_at(nodes: Sequence[fx.Node]) -> OpDef:
-    """The record of a chain: the one that stands for all of it, else its anchor's."""
+    """Return the record of a chain: the composite's if it has one, otherwise the anchor's."""
     whole = info(nodes[-1]).composite
     return whole.record if whole is not None else known_record(nodes[0])
 
 
 def operands_of_whole(nodes: Sequence[fx.Node], whole: CompositeMatch) -> list[fx.Node]:
-    """Values of the record's operands, in its order."""
+    """Return the operand values of a composite in the order of its record."""
     by_name = {node.name: node for node in nodes}
     return [by_name[name].all_input_nodes[place] for name, place in whole.reads]
