@@ -1,4 +1,4 @@
-"""Define-by-run: quantize models that stay plain Python."""
+"""Define-by-run quantization: quantize a model that stays plain Python, without exporting it first."""
 
 from __future__ import annotations
 
@@ -45,11 +45,18 @@ def prepare(
     *,
     leaf_classes: tuple[type, ...] = (),
 ) -> nn.Module:
-    """A copy of the model, in evaluation mode, that observes as it runs; the example is not counted.
+    """Return a copy of the model, in evaluation mode, that collects calibration statistics whenever it is called.
 
-    ``example_inputs``: a tuple of arguments, or the only one. ``leaf_classes``: modules of these classes stay in float
-    with all that is in them. Copies, pickles and the state dictionary of the result have what it has seen: entries of
-    their own beside the model's, under ``_auto_quant_state``.
+    The example inputs run once so that the operators are recorded; they do not count as calibration data. Copies,
+    pickles and the state dictionary of the result contain the statistics, the latter as extra entries named
+    `_auto_quant_state.*`.
+
+    Args:
+        model: Float model. It is not changed.
+        example_inputs: A tuple of positional arguments, or the only one.
+        recipe: What to quantize and how. The default recipe is used if it is None.
+        example_kwargs: Keyword arguments of the example call.
+        leaf_classes: Modules of these classes, and everything inside them, stay in float.
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     prepared = bare(model).eval()
@@ -67,11 +74,18 @@ def prepare(
 def convert(
     prepared: nn.Module, parameters: Parameters | Sequence[Parameters] | None = None, *, strict: bool = False
 ) -> nn.Module:
-    """A model that runs int8, still plain Python.
+    """Return a copy of a prepared model that runs int8 kernels and is still plain Python.
 
-    ``parameters``: those of an earlier conversion (`parameters`), one a recording; no data is needed then. Without, a
-    model that was calibrated takes what was counted, one that was not what it has: from a state dictionary, or from its
-    recipe. ``strict``: an operator that calibration has not seen is an error instead of a warning.
+    Args:
+        prepared: Model from `prepare`.
+        parameters: Quantization parameters of an earlier conversion (see `parameters`), one `Parameters` per recording.
+            No calibration data is needed then. If None, the collected statistics are used; a model that was never
+            called uses the parameters from its state dictionary or from its recipe.
+        strict: Raise an error instead of a warning when the model runs an operator that calibration has not seen.
+
+    Raises:
+        CalibrationError: The model has neither statistics nor parameters.
+        InputError: The number of parameter sets differs from the number of recordings.
     """
     before = session_of(prepared)
     given = _given(before, parameters)
@@ -84,7 +98,7 @@ def convert(
 
 
 def _given(before: Session, parameters: Parameters | Sequence[Parameters] | None) -> list[Parameters | None]:
-    """Parameters by recording; `None` where what was counted is to be taken."""
+    """Return the given parameters of each recording, or None where the collected statistics are to be used."""
     segments = before.segments
     if parameters is None and before.runs:
         return [None] * len(segments)
@@ -107,15 +121,20 @@ def _given(before: Session, parameters: Parameters | Sequence[Parameters] | None
 
 
 def parameters(converted: nn.Module) -> tuple[Parameters, ...]:
-    """What conversion came to, one a recording: `convert` takes them in place of data, a recipe keeps them."""
+    """Return the quantization parameters of a converted model, one `Parameters` per recording.
+
+    `convert` accepts them instead of calibration data, and a recipe can store them.
+    """
     references = [segment.reference for segment in session_of(converted).segments]
     return tuple(Parameters({}) if found is None else found.parameters for found in references)
 
 
 def rewrite(converted: nn.Module) -> Reference:
-    """The explicit graph of a converted model that always runs the same way, for `compile`.
+    """Return the explicit graph of a converted model that always runs the same operators, as input for `compile`.
 
-    Raises `InputError` for a model with several recordings, and says where they part.
+    Raises:
+        InputError: The model is not converted, has several recordings (the message lists where each begins), or has no
+            quantized operator.
     """
     session = session_of(converted)
     if session.records:
@@ -140,21 +159,22 @@ def fusions(
     recipe: Recipe | Mapping[str, Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> list[tuple[str, ...]]:
-    """What would run as one, in the order it runs: module paths, and ``path::function`` of functions they call.
+    """Return the groups of operators that would be fused, in execution order.
 
-    The model runs once, with the example inputs; it is not changed, and nothing is calibrated.
+    Each group lists module paths, and `path::function` for functions that a module calls. The model runs once with the
+    example inputs; it is not changed, and nothing is calibrated.
     """
     found = session_of(prepare(model, example_inputs, recipe, example_kwargs)).segments
     return list(dict.fromkeys(names for segment in found for names in fused(segment)))
 
 
 def is_session(model: Any) -> bool:
-    """Whether `prepare` or `convert` made it."""
+    """Return whether `prepare` or `convert` made the model."""
     return isinstance(getattr(model, "_auto_quant_state", None), AutoQuantizationState)
 
 
 def _listed(segments: Sequence[Segment]) -> str:
-    """Recordings, each by its first operator and the line of code it begins on."""
+    """Format the recordings for an error message, each with its first operator and the source line of that operator."""
     firsts = [segment.events[0] for segment in segments]
     texts = [
         f"  {number}: {len(segment.events)} operators from {first.path or 'model'} ({first.name}) at {first.source}"

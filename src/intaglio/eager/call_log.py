@@ -1,4 +1,4 @@
-"""`calls`: the order in which calls of a prepared or converted model are intercepted."""
+"""Log of intercepted calls, in order, for a prepared or converted model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from intaglio.eager.session import Session
 
 @dataclass(frozen=True)
 class Intercepted:
-    """``path``: the module that is called, or whose code calls the function ``operator``. ``moment``: start or end."""
+    """One event of the log.
+
+    Attributes:
+        path: Path of the module that is called, or whose code calls the function.
+        operator: Name of the function, or None for a call of the module itself.
+        moment: "start" or "end".
+    """
 
     path: str
     operator: str | None
@@ -29,14 +35,17 @@ class Intercepted:
 
 @contextlib.contextmanager
 def calls() -> Iterator[list[Intercepted]]:
-    """All that is intercepted in this thread inside the ``with``, in order; questions such as shapes left out."""
+    """Yield a list that receives every call intercepted in this thread inside the `with` block, in order.
+
+    Calls that only query metadata, such as `Tensor.shape`, are not logged.
+    """
     log: list[Intercepted] = []
     with current.made_as(lambda session, path: LoggedRun(session, path, log)):
         yield log
 
 
 class LoggedRun(InterceptedRun):
-    """A run that says what it intercepts."""
+    """An intercepted run that logs the start and the end of every call."""
 
     def __init__(self, session: Session, path: str, log: list[Intercepted]) -> None:
         super().__init__(session, path)

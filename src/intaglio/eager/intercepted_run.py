@@ -23,14 +23,19 @@ from intaglio.torch_private import DisableTorchFunction, DisableTorchFunctionSub
 
 
 class _Current(threading.local):
-    """The call that runs in a thread, and what makes the next one: `InterceptedRun` where ``make`` is ``None``."""
+    """The run of the current thread.
+
+    Attributes:
+        run: Call that is running, or None.
+        make: Constructor of the next run. If it is None, `InterceptedRun` is used.
+    """
 
     run: InterceptedRun | None = None
     make: Callable[[Session, str], InterceptedRun] | None = None
 
     @contextlib.contextmanager
     def made_as(self, make: Callable[[Session, str], InterceptedRun]) -> Iterator[None]:
-        """Calls inside the ``with`` are runs of another kind."""
+        """Construct runs with `make` inside the `with` block."""
         outer, self.make = self.make, make
         try:
             yield
@@ -66,10 +71,16 @@ def call_intercepted(
 
 
 class InterceptedRun(InterceptionMode):
-    """``path``: the module that runs now. ``at``: the recording that is followed; ``recorder``: else what records.
+    """A torch function mode that defers recorded operators, and runs or records all others.
 
-    ``frames``: all that have values somebody may still ask for. ``last``: the operator before those of ``at`` and
-    ``recorder``."""
+    Attributes:
+        path: Path of the module that is running.
+        entry: Path of the module that was called.
+        at: Position in the segment that is followed, or None.
+        recorder: Recorder of new operators, or None while a segment is followed.
+        frames: All frames with values that may still be read.
+        last: Operator that ran before those of `at` and `recorder`.
+    """
 
     def __init__(self, session: Session, path: str) -> None:
         super().__init__()
@@ -82,7 +93,7 @@ class InterceptedRun(InterceptionMode):
         self.calls: dict[str, int] = {path: 1}
         self.inside: list[str] = [path]
 
-    # -- begin and end -------------------------------------------------------------------------------------------
+    # -- begin and end --------------------------------------------------------------------------------------------
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         session = self.session
@@ -104,13 +115,13 @@ class InterceptedRun(InterceptionMode):
         return self.session.finished(result)
 
     def settle(self) -> None:
-        """The numbers of all that was deferred and that somebody holds."""
+        """Compute all deferred values that are still referenced."""
         for frame in list(self.frames):
             frame.settle()
 
     @property
     def place(self) -> Event | None:
-        """The last operator that a recording has."""
+        """Return the last operator that is part of a recording."""
         if self.recorder is not None and self.recorder.recording.events:
             return self.recorder.recording.events[-1]
         return self.at.events[self.at.next - 1] if self.at is not None and self.at.next > 0 else self.last
@@ -130,7 +141,7 @@ class InterceptedRun(InterceptionMode):
     def leave(self, path: str) -> None:
         self.inside.pop()
 
-    # -- what is intercepted -------------------------------------------------------------------------------------
+    # -- what is intercepted --------------------------------------------------------------------------------------
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -155,16 +166,16 @@ class InterceptedRun(InterceptionMode):
         return self._elsewhere(None, path, args, kwargs, type(module).forward.__get__(module))
 
     def opaque(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module that stays as it is, with all that is in it."""
+        """Run a module that stays in float, with computed tensors and without interception."""
         with DisableTorchFunction():
             self.close()
             self.settle()
             return forward(*fill(args, plain), **fill(kwargs, plain))
 
-    # -- elsewhere -----------------------------------------------------------------------------------------------
+    # -- other operators ------------------------------------------------------------------------------------------
 
     def _answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A question about a tensor that its numbers are not needed for."""
+        """Answer a metadata query about a tensor without computing its contents."""
         with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         return result if self.recorder is None else _lengths(plain_name(func), args, result)
@@ -172,7 +183,7 @@ class InterceptedRun(InterceptionMode):
     def _elsewhere(
         self, func: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]
     ) -> Any:
-        """Not the operator that was expected: one of another place, a new one, or none of ours."""
+        """Handle an operator that the current segment does not expect: find it in a recording, or treat it as new."""
         with DisableTorchFunction():
             if self.recorder is not None and self._rolls(func, path):
                 self.close()
@@ -190,7 +201,7 @@ class InterceptedRun(InterceptionMode):
     def _change(
         self, at: TraceFrame, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]
     ) -> Any:
-        """An operator in place that was expected; it runs at once where others see its tensor."""
+        """Run an expected in-place operator: defer it if its target is private, otherwise run it at once."""
         if is_private(args[0], self.frames):
             return at.defer(event, args)
         with DisableTorchFunction():
@@ -199,7 +210,7 @@ class InterceptedRun(InterceptionMode):
             return result
 
     def _write(self, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]) -> Any:
-        """An operator that writes to memory others may see."""
+        """Run an operator that writes to memory which other tensors may share."""
         written = targets(args, kwargs)
         places = prepare_write(written, self.frames)
         if self.session.written(places, self.recorder) and self.at is not None and self.at.segment.refused is not None:
@@ -212,8 +223,11 @@ class InterceptedRun(InterceptionMode):
         return fill(result, lambda leaf: given.get(id(leaf), leaf))
 
     def _rolls(self, func: Any, path: str) -> bool:
-        """Whether an operator that was recorded before begins a loop whose turns share their parameters: its length
-        depends on data, it is a recursion, or it is long."""
+        """Return whether this operator begins another iteration of a loop, so that the recording ends before it.
+
+        Iterations then share one segment and its parameters. The operator has run on the same source line before, and
+        the call is recursive, tensor contents were read since (a data-dependent loop), or it has run `UNROLLED` times.
+        """
         assert self.recorder is not None
         events = [event for event in self.recorder.recording.events if event.key == (path, func)]
         if not events:
@@ -226,7 +240,7 @@ class InterceptedRun(InterceptionMode):
     def _new(
         self, func: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]
     ) -> Any:
-        """An operator that no recording has here."""
+        """Run an operator that no recording has at this position, and record it if possible."""
         session, recorder = self.session, self.recorder
         known_float = (path, func) in session.floats or isinstance(func, torch.ScriptMethod)
         in_place = works_in_place(func, kwargs) if func is not None else self._leaf_in_place(path)
@@ -262,7 +276,7 @@ class InterceptedRun(InterceptionMode):
         return bool(getattr(module, "inplace", False)) and not isinstance(module, FeatureDropout)
 
     def close(self) -> None:
-        """Ends the recording, if there is one, and makes a segment of it."""
+        """End the current recording, if any, and make a segment of it."""
         recorder, self.recorder = self.recorder, None
         if recorder is not None and recorder.recording.events:
             recorder.close()
@@ -273,7 +287,7 @@ class InterceptedRun(InterceptionMode):
 
 
 def _lengths(name: str, args: tuple[Any, ...], result: Any) -> Any:
-    """Sizes that remember whose they are."""
+    """Wrap sizes in `Length`, which remembers the tensor and axis they come from."""
     if name in ("shape", "size") and isinstance(result, tuple):
         return tuple(Length.of(size, "size", args[0], axis) for axis, size in enumerate(result))
     if name == "size" and len(args) > 1:

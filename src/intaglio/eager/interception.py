@@ -1,4 +1,4 @@
-"""The function mode that marks intercepted code, and work in the middle of it that is not intercepted."""
+"""Torch function mode that intercepts a model, and a context manager that suspends it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from intaglio.torch_private import EnableTorchFunction, current_function_mode, w
 
 
 class InterceptionMode(TorchFunctionMode):
-    """Base class of the mode that intercepts a call of a prepared or converted model."""
+    """Base class of the torch function mode that intercepts the operators of a prepared or converted model."""
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Suspend every interception of the current thread for our own work inside the ``with``."""
+    """Suspend every interception of the current thread inside the `with` block."""
     if isinstance(current_function_mode(), InterceptionMode):
         with without_current_function_mode(), uninterrupted():
             yield

@@ -1,4 +1,4 @@
-"""Copies of a model: without what a preparation attached to its modules, with tensors of its own or the same ones."""
+"""Copies of a model without the attributes and hooks that a preparation added, with shared or copied tensors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ from intaglio.torch_private import load_state_dict_pre_hooks, state_dict_hooks, 
 
 
 class Attachment:
-    """Base of what a preparation attaches to modules; copies for another preparation leave it out."""
+    """Base class of the objects that a preparation attaches to modules. Copies for another preparation omit them."""
 
 
 NO_ATTRIBUTE = object()
-"""What a copy has first in place of an attachment."""
+"""Placeholder that a copy holds for an attachment until the attribute is deleted."""
 
 
 def bare(model: nn.Module, tensors: dict[int, torch.Tensor] | None = None) -> nn.Module:
-    """Modules of its own, without what its own preparation attached; a part that was prepared by itself stays what it
-    is. ``tensors``: by id, those that both have; else they are copied too."""
+    """Copy a model without the attachments of its own preparation.
+
+    Submodules that were prepared separately stay prepared.
+
+    Args:
+        model: Model to copy.
+        tensors: Tensors by id that the copy shares with the model. All others are copied.
+    """
     memo: dict[int, Any] = dict(tensors or {})
     for home in _attached(model):
         memo.update({id(value): NO_ATTRIBUTE for value in home.values() if isinstance(value, Attachment)})
@@ -35,8 +41,11 @@ def bare(model: nn.Module, tensors: dict[int, torch.Tensor] | None = None) -> nn
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """A bare copy around the same tensors, for torch.export: without the parts that it does not take, and operators of
-    its modules do not work in place."""
+    """Copy a model for `torch.export`, sharing its tensors.
+
+    The copy has no submodules that export cannot trace (ScriptModules, compiled models, separately prepared modules),
+    and no module of it works in place.
+    """
     copied = bare(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     for module in list(copied.modules()):
         if isinstance(module, torch.jit.ScriptModule):
@@ -50,19 +59,19 @@ def plain_copy(model: nn.Module) -> nn.Module:
 
 
 def is_prepared(module: nn.Module) -> bool:
-    """Whether it was prepared, or converted, by itself."""
+    """Return whether `prepare` or `convert` was called on this module itself, not on a module that contains it."""
     state = vars(module).get("_auto_quant_state")
     return isinstance(state, Attachment) and cast("Any", state)._session.model is module
 
 
 def parts_prepared(model: nn.Module) -> set[int]:
-    """Ids of the modules in it that belong to another preparation."""
+    """Return the ids of all modules inside `model` that belong to a separate preparation."""
     roots = [module for module in model.modules() if module is not model and is_prepared(module)]
     return {id(inner) for root in roots for inner in root.modules()}
 
 
 def _attached(model: nn.Module) -> Iterator[dict[Any, Any]]:
-    """Where attachments of its own preparation are: attributes, and hooks of the state dictionary."""
+    """Yield the dictionaries that hold attachments: attributes and state dictionary hooks of each module."""
     others = parts_prepared(model)
     for module in model.modules():
         if id(module) not in others:

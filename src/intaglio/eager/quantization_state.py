@@ -1,4 +1,4 @@
-"""`AutoQuantizationState`: what a module of a prepared or converted model saw, and how its calls are intercepted."""
+"""`AutoQuantizationState`, which shows what a module has run, and the interception of module calls."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.
 
 
 class AutoQuantizationState(Attachment):
-    """Of one module that is made of others; an attribute of it that no one who iterates modules sees.
+    """Recorded operators and quantization parameters of one non-leaf module, stored as an attribute of it.
 
-    It prints what the module saw; tensors have one number in all of the model.
+    It is not a submodule, so iteration over modules does not find it. Its text lists what the module has run; tensors
+    are numbered over the whole model.
     """
 
     def __init__(self, session: Session, path: str) -> None:
@@ -32,7 +33,7 @@ class AutoQuantizationState(Attachment):
 
     @property
     def session(self) -> Session:
-        """What all modules of the model share; its graphs are there."""
+        """Return the session that all modules of the model share, with its graphs built."""
         self._session.resume()
         return self._session
 
@@ -45,12 +46,14 @@ class AutoQuantizationState(Attachment):
 
     @property
     def seen_op_infos(self) -> dict[int, SeenOpInfo]:
-        """Operators that the module's code or its leaf modules are, in the order they were seen."""
+        """Return the operators that the module's code or its leaf modules run, in recording order."""
         return dict(enumerate(info for seen in self._seen() for info in seen.infos(self.path)))
 
     @property
     def tensor_id_to_observer(self) -> nn.ModuleDict:
-        """Observers of a prepared model, of the tensors that the module makes or is the first to read."""
+        """Return the observers of a prepared model for tensors that the module's operators make or are the first to
+        read.
+        """
         found = {}
         for seen in self._seen():
             if seen.segment.prepared is not None and seen.segment.reference is None:
@@ -61,7 +64,7 @@ class AutoQuantizationState(Attachment):
 
     @property
     def tensor_id_to_qparams(self) -> dict[int, QParams]:
-        """Parameters in a converted model, of the same tensors."""
+        """Return the quantization parameters of a converted model for the same tensors."""
         found = {}
         for seen in self._seen():
             if seen.segment.reference is not None:
@@ -82,7 +85,7 @@ class AutoQuantizationState(Attachment):
 
 
 class InterceptedCall(Attachment):
-    """The forward of a module that is made of others."""
+    """Replacement for the forward of a non-leaf module."""
 
     def __init__(self, session: Session, module: nn.Module, path: str) -> None:
         self.session, self.module, self.path = session, module, path
@@ -113,7 +116,7 @@ class InterceptedCall(Attachment):
 
 
 class LeafCall(InterceptedCall):
-    """The forward of a module of PyTorch's own: one operator."""
+    """Replacement for the forward of a module from `torch.nn`, which counts as one operator."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = current.run
@@ -123,7 +126,7 @@ class LeafCall(InterceptedCall):
 
 
 class OpaqueCall(InterceptedCall):
-    """The forward of a module that stays in float with all that is in it."""
+    """Replacement for the forward of a module that stays in float with everything inside it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = current.run
@@ -133,7 +136,11 @@ class OpaqueCall(InterceptedCall):
 
 
 def attach(session: Session) -> None:
-    """Has every module of the session's model intercepted, and what is loaded into it noticed."""
+    """Intercept every module of the session's model, and install the state dictionary hooks.
+
+    Raises:
+        CaptureError: A module has an instance attribute named `forward`.
+    """
     inside: set[int] = set()
     others = parts_prepared(session.model)
     state_dict_hooks(session.model)[STATE_KEY] = Saving(session)
@@ -141,7 +148,7 @@ def attach(session: Session) -> None:
         if id(module) in others:
             continue
         load_state_dict_pre_hooks(module)[STATE_KEY] = Loading(session, module is session.model)
-        if id(module) in inside or isinstance(module, torch.jit.ScriptModule):  # what those run is not intercepted
+        if id(module) in inside or isinstance(module, torch.jit.ScriptModule):  # code inside these is not intercepted
             continue
         if "forward" in vars(module):
             raise CaptureError(
@@ -159,7 +166,11 @@ def attach(session: Session) -> None:
 
 
 def session_of(model: nn.Module) -> Session:
-    """What all modules of a prepared or converted model share."""
+    """Return the session that all modules of a prepared or converted model share.
+
+    Raises:
+        InputError: The model is not prepared.
+    """
     state = getattr(model, "_auto_quant_state", None)
     if state is None:
         found = f"a {type(model).__name__} that is not prepared"
@@ -169,7 +180,11 @@ def session_of(model: nn.Module) -> Session:
 
 
 def call_of(module: nn.Module, leaf_classes: tuple[type, ...]) -> type[InterceptedCall]:
-    """How calls of a module are taken."""
+    """Return the class that replaces the forward of a module.
+
+    Leaf classes, compiled models, and subclasses of `torch.nn` modules that override forward are opaque. Modules of
+    `torch.nn` except containers are leaves. All others are intercepted.
+    """
     own = type(module)
     if isinstance(module, (*leaf_classes, QuantizedModel)):
         return OpaqueCall

@@ -1,4 +1,4 @@
-"""What calls of a converted model ran, recording by recording, and the same of its float model: for who compares."""
+"""Trace which recorded operators a converted model runs, and build its float counterpart for comparisons."""
 
 from __future__ import annotations
 
@@ -26,9 +26,13 @@ from intaglio.tracing import Captured
 
 @dataclass(frozen=True)
 class ExecutedSpan:
-    """Operators ``first`` up to ``end`` of recording ``number``, which ran one behind the other.
+    """Consecutive operators of one recording that a call has run.
 
-    ``given``: node of the recording's graph -> what it was, of values that come from elsewhere.
+    Attributes:
+        number: Index of the recording.
+        first: Index of the first operator.
+        end: Index after the last operator.
+        given: Tensors that come from outside the recording, by the name of their node in the recording's graph.
     """
 
     number: int
@@ -42,7 +46,7 @@ class ExecutedSpan:
 
 
 class TracedRun(InterceptedRun):
-    """A run that remembers where it went."""
+    """An intercepted run that stores the spans it has run in `found`."""
 
     def __init__(self, session: Session, path: str, found: list[ExecutedSpan]) -> None:
         super().__init__(session, path)
@@ -64,7 +68,7 @@ class TracedRun(InterceptedRun):
 
 
 def traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[ExecutedSpan]]:
-    """The result of a call of a converted model, and what ran."""
+    """Call a converted model; return its result and the spans of recorded operators that ran."""
     session, found = session_of(model), list[ExecutedSpan]()
     with current.made_as(
         lambda own, path: TracedRun(own, path, found) if own is session else InterceptedRun(own, path)
@@ -73,25 +77,25 @@ def traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def exact_twin(converted: nn.Module) -> nn.Module:
-    """A model that follows the same recordings, in float: the graphs as they were before anything was quantized."""
+    """Return a float model that follows the recordings of a converted model, on the graphs before quantization."""
     before = session_of(converted)
     if before.records:
         raise InputError("compare", None, "the model is prepared, not converted", remedy="eager.convert(model) first")
     twin = bare(converted)
     session = Session(twin, before.quantizer, leaf_classes=before.leaf_classes)
     session.follow(before, [segment.exact(session.origin) for segment in before.segments])
-    session.warned = before.warned  # one warning for a line that neither has seen
+    session.warned = before.warned  # both models report an unseen source line only once
     attach(session)
     return twin
 
 
 def float_copy(model: nn.Module) -> nn.Module:
-    """A float model of its own, of one that may be prepared."""
+    """Return a float copy of a model, which may be prepared, in evaluation mode and with tensors of its own."""
     return bare(model).eval()
 
 
 def captures(converted: nn.Module, model: nn.Module) -> dict[int, tuple[Captured, Reference]]:
-    """Number of a recording -> a float model the way that recording has it, and what conversion made of it."""
+    """Return the captured float graph of `model` and the reference model, by index of the recording."""
     plain_model, found = plain_copy(model), {}
     for number, segment in enumerate(session_of(converted).segments):
         if segment.reference is not None:
@@ -104,7 +108,7 @@ def _captured(segment: Segment, model: nn.Module) -> Captured:
 
 
 def binder_of(converted: nn.Module) -> Binder:
-    """Items of data -> calls that are nested like the one that was recorded first."""
+    """Return a `Binder` that turns items of a data set into calls nested like the call that was recorded first."""
     segments = session_of(converted).segments
     call = segments[0].recording.call if segments else None
     if call is None:

@@ -1,4 +1,4 @@
-"""What one module of a prepared or converted model saw: its operators, their tensors, and what is done about them."""
+"""Recorded operators of one module of a prepared or converted model, their tensors, and how each is executed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from intaglio.quant.annotate.sites import Site
 from intaglio.quant.recipes.choices import Role
 
 TORCH_QUANTIZED_DTYPES = {DType.U8: torch.quint8, DType.S8: torch.qint8}
-"""What a tensor of levels is called in PyTorch."""
+"""PyTorch's quantized data types for our integer data types."""
 
 
 @dataclass(frozen=True)
 class QTensorInfo:
-    """``id``: of the tensor, in all of the model. ``inf_dtype``: what flows there when the converted model runs."""
+    """A tensor that an operator reads or returns.
+
+    Attributes:
+        id: Number of the tensor, unique in the model.
+        inf_dtype: Data type of the tensor when the converted model runs.
+    """
 
     id: int
     inf_dtype: torch.dtype
@@ -28,10 +33,16 @@ class QTensorInfo:
 
 @dataclass(frozen=True)
 class SeenOpInfo:
-    """One operator, once for each time it was recorded. ``type``: the function, or the class of the leaf module.
+    """One operator, listed once for each time it was recorded.
 
-    ``before``, ``instead``, ``after``: what a converted model does about it: tensors quantized or dequantized for it,
-    the region that runs in its place, and whether its result is dequantized for who called the model.
+    Attributes:
+        type: Name of the function, or of the class of the leaf module.
+        path: Path of the leaf module, or empty for a function.
+        input_tensor_infos: Tensors that the operator reads.
+        output_tensor_infos: Tensors that the operator makes.
+        before: Tensors that the converted model quantizes or dequantizes for the operator.
+        instead: Quantized region that replaces the operator, or "in float" or "handed on".
+        after: Results that the converted model dequantizes for its caller.
     """
 
     type: str
@@ -43,7 +54,7 @@ class SeenOpInfo:
     after: str
 
     def lines(self, index: int, converted: bool) -> list[str]:
-        """As `AutoQuantizationState` prints it."""
+        """Return the lines that `AutoQuantizationState` prints for this operator."""
         found = [f"{index}: (type): {self.type}" + (f" ({self.path})" if self.path else "")]
         for name in ("input_tensor_infos", "output_tensor_infos"):
             infos = [f"     {info}," for info in getattr(self, name)]
@@ -54,7 +65,11 @@ class SeenOpInfo:
 
 
 class SeenRecording:
-    """One recording as `AutoQuantizationState` shows it. ``first``: what is added to its numbers of values."""
+    """One recording in the form that `AutoQuantizationState` shows.
+
+    Attributes:
+        first: Offset added to the value numbers of the recording, so that tensor ids are unique in the model.
+    """
 
     def __init__(self, segment: Segment, first: int, model: torch.nn.Module) -> None:
         self.segment, self.first, self.model = segment, first, model
@@ -81,7 +96,7 @@ class SeenRecording:
                     self.levels[number] = TORCH_QUANTIZED_DTYPES.get(site.dtype, torch.float32)
 
     def infos(self, path: str) -> Iterator[SeenOpInfo]:
-        """Operators of the module at ``path``."""
+        """Yield the operators of the module at `path`."""
         results = {leaf.index for leaf in leaves(self.segment.recording.results[1]) if isinstance(leaf, RecordedTensor)}
         for event in self.segment.events:
             if owner(event) == path:
@@ -111,7 +126,7 @@ class SeenRecording:
         return tuple(QTensorInfo(self.first + number, types[number]) for number in numbers)
 
     def observed(self, path: str) -> dict[int, Site]:
-        """Tensor id -> site, of what the module's operators make, and of what they are the first to read."""
+        """Return the site of each tensor that the module's operators make or are the first to read, by tensor id."""
         known: set[int] = set()
         found = {}
         for event in self.segment.events:
@@ -123,5 +138,5 @@ class SeenRecording:
 
 
 def owner(event: Event) -> str:
-    """The module whose operator it is."""
+    """Return the path of the module whose code runs the operator."""
     return event.path if event.function is not None else event.path.rpartition(".")[0]

@@ -1,7 +1,7 @@
-"""What is kept of a session by copies, pickles and state dictionaries, and the way back.
+"""Serialize a session for copies, pickles and state dictionaries, and restore it.
 
-Graphs are not kept: they are made again from the recordings when they are first needed, with the weights the model has
-then. Beside a recording stands its *entry*, JSON: what was counted, or the parameters that came of it.
+Graphs are not serialized. They are rebuilt from the recordings at the next call, with the current weights. Each
+recording has an *entry* (JSON) with its statistics or with the parameters chosen from them.
 """
 
 from __future__ import annotations
@@ -26,26 +26,34 @@ from intaglio.quant.qdq.parameters import Parameters
 logger = logging.getLogger("intaglio")
 
 FLOW = "flow"
+"""Key of the entry that holds the transitions between recordings."""
 STATE_VERSION = 2
+"""Version of the entry format."""
 Entry = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """``entries``: number of a recording, as text -> "operators" (lines), "weights" (digest), axes of values that are
-    "free", and "statistics" by site with the number of their next "batch", or "parameters" (their JSON). Under `FLOW`:
-    "runs", what "follows" what by number, and for ``strict`` the "turns" and what ran "outside" of recordings.
+    """Recordings of a session and their entries.
+
+    Attributes:
+        recordings: One `Recording` per segment.
+        entries: One entry per recording, under its index as text, and one under `FLOW`. The entry of a recording has
+            "operators" (lines), "weights" (digest), "free" (dynamic axes of inputs), and "statistics" by site with the
+            index of the next "batch", or "parameters" (JSON). The `FLOW` entry has "runs", "follows" (transitions by
+            index), and for strict models "turns" (pairs of consecutive operators) and "outside" (operators outside
+            recordings).
     """
 
     recordings: tuple[Recording, ...]
     entries: Mapping[str, Entry]
 
 
-# -- there ------------------------------------------------------------------------------------------------------------
+# -- store ------------------------------------------------------------------------------------------------------------
 
 
 def store(session: RecordedState) -> Stored:
-    """What a session has seen, counted and chosen."""
+    """Return the recordings of a session with their statistics or parameters."""
     weights = digest(session.origin)
     numbers = {segment: number for number, segment in enumerate(session.segments)}
     entries = {str(number): _entry(segment, weights) for segment, number in numbers.items()}
@@ -79,12 +87,12 @@ def _entry(segment: Segment, weights: str) -> Entry:
 
 
 def lines(recording: Recording) -> list[str]:
-    """One line an operator: what tells recordings apart."""
+    """Return one line of text per operator; recordings are compared by these lines."""
     return text_of(recording)[0].splitlines()
 
 
 def digest(model: nn.Module) -> str:
-    """Of the tensors that the model's state dictionary has."""
+    """Return the BLAKE2 digest of the tensors in the model's state dictionary."""
     found = hashlib.blake2b(digest_size=16)
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, torch.Tensor):
@@ -93,14 +101,14 @@ def digest(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-# -- and back ---------------------------------------------------------------------------------------------------------
+# -- restore ----------------------------------------------------------------------------------------------------------
 
 
 def restore(session: RecordedState, stored: Stored) -> None:
-    """Segments of the recordings, by the weights that the model has now.
+    """Rebuild the segments of a session from its recordings, with the weights that the model has now.
 
-    Parameters stay; of other weights than they were made for the scales are chosen anew. Statistics of other weights
-    are dropped: such a model is as never run.
+    If the weights have changed, activation parameters are kept and weight scales are chosen again, but statistics are
+    dropped: the prepared model must then be calibrated again.
     """
     weights, dropped = digest(session.origin), False
     for number, recording in enumerate(stored.recordings):
@@ -132,7 +140,11 @@ def restore(session: RecordedState, stored: Stored) -> None:
 
 
 def _count(segment: Segment, entry: Entry) -> None:
-    """The statistics of an entry, as if they had been counted here."""
+    """Load the statistics of an entry into the observers of a segment.
+
+    Raises:
+        InputError: The entry has statistics of other sites.
+    """
     if segment.prepared is None or "statistics" not in entry:
         return
     own, kept = segment.prepared.observers, entry["statistics"]

@@ -1,4 +1,4 @@
-"""`Session`: what all modules of a prepared or converted model share."""
+"""`Session`: the state that all modules of a prepared or converted model share."""
 
 from __future__ import annotations
 
@@ -31,9 +31,14 @@ logger = logging.getLogger("intaglio")
 
 
 class Session:
-    """``model`` runs and is intercepted, ``origin`` is a model of the same tensors that is not.
+    """Recordings of a model, their segments, and the transitions between them.
 
-    ``records``: operators that were not seen yet are recorded; else they run in float, or with ``strict`` are errors.
+    Attributes:
+        model: Model that runs and is intercepted.
+        origin: Model with the same tensors that is not intercepted.
+        quantizer: Chooses the sites and their parameters.
+        strict: Raise an error for operators that calibration has not seen, instead of running them in float.
+        records: True while the model is prepared: operators that were not seen yet are recorded.
     """
 
     def __init__(
@@ -47,7 +52,7 @@ class Session:
         self._empty()
 
     def _empty(self) -> None:
-        """Nothing seen yet; tensors as the model has them now."""
+        """Reset the session to one without recordings, with the tensors that the model has now."""
         self.origin, self.runs = plain_copy(self.model), 0
         self.segments: list[Segment] = []
         self.held = dict(_tensors_of(self.model))
@@ -55,28 +60,28 @@ class Session:
         self.index: dict[Any, list[tuple[Segment, Event]]] = {}
         self.edges: dict[Any, list[tuple[Segment, int]]] = {}
         self.turns: set[tuple[Any, Any]] = set()
-        """Places of operators that followed each other while calibrating; ``None`` begins and ends a call."""
+        """Pairs of `place`s of operators that followed each other in calibration. None begins and ends a call."""
         self.lines: dict[tuple[str, str], list[str]] = {}
-        """Path and name of an operator -> the lines of code it was recorded on."""
+        """Source lines that an operator was recorded on, by its path and name."""
         self.outside: set[tuple[str, str, str]] = set()
-        """Path, name and calling function of operators that were seen but that no recording can have."""
+        """Path, name and calling function of operators that were seen but cannot be part of a recording."""
         self.modules = dict(self.model.named_modules())
         self.floats: set[Any] = set()
         self.warned: set[Any] = set()
 
-    # -- copies --------------------------------------------------------------------------------------------------
+    # -- serialization and copies ---------------------------------------------------------------------------------
 
     def kept(self) -> Stored:
-        """What outlives the graphs."""
+        """Return the serializable state: recordings and their entries, without graphs."""
         with self.lock:
             return store(self) if self.stored is None else self.stored
 
     def suspend(self, stored: Stored) -> None:
-        """Graphs are made again from this at the next call."""
+        """Replace the graphs by their serialized state; the next call rebuilds them."""
         self.stored = stored
 
     def resume(self) -> None:
-        """The graphs of what was kept, if they are not there."""
+        """Rebuild the graphs from the serialized state, if the session is suspended."""
         with self.lock, uninterrupted(), torch.inference_mode(False):
             if self.stored is not None:
                 self._empty()
@@ -90,11 +95,11 @@ class Session:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, lock=threading.RLock())
 
-    # -- calls ---------------------------------------------------------------------------------------------------
+    # -- calls ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """A call that calibrates: of one thread at a time, and without a trace if it fails."""
+        """Hold the lock during a calibration call, and restore the session if the call fails."""
         with self.lock:
             snapshot = Snapshot(self)
             try:
@@ -103,10 +108,10 @@ class Session:
                 snapshot()
                 raise
 
-    # -- recordings ----------------------------------------------------------------------------------------------
+    # -- recordings -----------------------------------------------------------------------------------------------
 
     def finished(self, result: Any) -> Any:
-        """The result of a call without deferred values; one batch more for the observers."""
+        """Return the result of a call with all deferred values computed. While calibrating, begin the next batch."""
         found = plain_results(result)
         if self.records:
             self.check_modules()
@@ -116,7 +121,7 @@ class Session:
         return found
 
     def recorded(self, recording: Recording) -> Segment:
-        """A segment of it, which counts what was recorded."""
+        """Add a segment for a finished recording, and collect statistics of the recorded tensors."""
         segment = Segment(recording, self.origin, self.quantizer)
         self.add(segment)
         self.turns.update(itertools.pairwise(map(self.place, segment.events)))
@@ -125,8 +130,10 @@ class Session:
         return segment
 
     def written(self, places: set[int], recorder: Recorder | None) -> bool:
-        """Memory is about to be written to; whether recordings had taken a tensor of the model that lies there as a
-        constant. They are not followed any more."""
+        """Disable recordings that use tensors in this memory, which is about to be written to, as constants.
+
+        Return True if a recording was disabled. `places` holds storage keys.
+        """
         changed = {path: tensor for path, tensor in self.held.items() if memory(tensor) in places}
         for path, tensor in changed.items():
             if recorder is not None:
@@ -144,7 +151,11 @@ class Session:
         return bool(retired)
 
     def turn(self, before: Event | None, after: Event | None, at: TraceFrame | None) -> None:
-        """One operator behind another, or the end: known while calibrating, else with ``strict`` an error if new."""
+        """Note that operator `after` follows `before`; None is the beginning or end of a call.
+
+        Raises:
+            UnsupportedError: The session is strict and converted, and calibration has not seen this transition.
+        """
         if not self.records and not self.strict:
             return
         pair = before and self.place(before), after and self.place(after)
@@ -159,14 +170,14 @@ class Session:
             raise UnsupportedError(where or type(self.model).__name__, name, text, source=line, remedy=CALIBRATE_PATH)
 
     def place(self, event: Event) -> tuple[str, str, int]:
-        """Path, name, and the how-many-th line of code: the same for every run of a line, wherever the code lies."""
+        """Return path, name and ordinal of the source line of an operator, which do not depend on the file's folder."""
         lines = self.lines.setdefault((event.path, event.name), [])
         if event.source not in lines:
             lines.append(event.source)
         return event.path, event.name, lines.index(event.source)
 
     def check_modules(self) -> None:
-        """A forward that replaces modules leaves the recordings with those it had before."""
+        """Raise `CaptureError` if forward has replaced, added or removed a module that recordings refer to."""
         now = dict(self.model.named_modules())
         for path in (*self.modules, *now):
             if now.get(path) is not self.modules.get(path):
@@ -182,7 +193,12 @@ class Session:
         self.segments.append(segment)
 
     def follow(self, before: Session, made: Sequence[Segment]) -> None:
-        """Runs along ``made``, of the segments of another session, the way that one does; nothing is recorded."""
+        """Take over the recordings and transitions of another session, which is not recorded any further.
+
+        Args:
+            before: Session to follow.
+            made: Segments of this session, in the order of those of `before`.
+        """
         self.records = False
         self.turns, self.outside = set(before.turns), set(before.outside)
         self.lines = {key: list(lines) for key, lines in before.lines.items()}
@@ -198,7 +214,11 @@ class Session:
             self.index.setdefault(event.key, []).append((segment, event))
 
     def entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceFrame:
-        """The first recording, from its beginning, on the arguments of the model."""
+        """Return a frame at the beginning of the first segment, with the arguments of the model bound.
+
+        Raises:
+            InputError: The session is strict, and the arguments are nested differently than in calibration.
+        """
         first = self.segments[0]
         made = TraceFrame(self, first)
         if not made.begin(args, kwargs) and self.strict:
@@ -221,8 +241,11 @@ class Session:
     def find(
         self, at: TraceFrame | None, func: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> TraceFrame | None:
-        """Where the operator was recorded, its operands bound: where it followed before, else on the same line, else
-        the next one of the same recording, or the last one before."""
+        """Find where this operator was recorded, and return a frame there with its operands bound.
+
+        Candidates are tried in this order: an operator that followed the current position in calibration, one on the
+        same source line, the next one in the current segment, the last one before it.
+        """
         candidates = self.index.get((path, func))
         if not candidates:
             return None
@@ -255,8 +278,10 @@ class Session:
     def _started(
         self, segment: Segment, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any], widens: bool
     ) -> TraceFrame | None:
-        """An frame that begins with this operator on these operands; with ``widens``, for sizes that the recording
-        does not take yet."""
+        """Return a frame that begins with this operator on these operands, or None if they do not fit.
+
+        With `widens`, axes of the segment become dynamic where only their sizes differ from the recording.
+        """
         found = TraceFrame(self, segment, event.index)
         if found.follows(event, args, kwargs):
             return found
@@ -265,8 +290,11 @@ class Session:
         return None
 
     def apart(self, func: Any, path: str, at: TraceFrame | None, given: Any) -> None:
-        """An operator that no recording has, because it cannot or because calibration has not seen it: that is said,
-        once for each line of code."""
+        """Report an operator that no recording has, because recordings cannot contain it or calibration has not seen
+        it.
+
+        A converted model warns once per source line, or raises `UnsupportedError` if it is strict.
+        """
         place = path, operator_name(func), source_line().rpartition(", in ")[2]
         if self.records:
             self.outside.add(place)
@@ -291,17 +319,18 @@ CALIBRATE_PATH = "calibrate with data that takes this way, or convert without st
 
 
 def _expected(at: TraceFrame | None) -> str:
+    """Return the name of the operator that the recording expects next, for an error message."""
     return "nothing more" if at is None or at.next >= at.count else str(at.events[at.next])
 
 
 def _sizes(given: Any) -> str:
-    """Types and sizes of tensors, as a message has them."""
+    """Format data types and shapes of tensors for a message."""
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors(given))
 
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Buffers and attributes of modules are behind it what they were before."""
+    """Restore the attributes, submodules and buffers of all modules after the `with` block."""
     tables = [
         (table, dict(table))
         for module in model.modules()
@@ -319,7 +348,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _tensors_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters, buffers, and other tensors that modules hold as attributes, by dotted name."""
+    """Return parameters, buffers and other tensor attributes of modules with their dotted names."""
     found = [*model.named_parameters(), *model.named_buffers()]
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -328,7 +357,7 @@ def _tensors_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def plain_results(result: Any) -> Any:
-    """The model's result without deferred values, wherever PyTorch finds tensors in it."""
+    """Replace deferred tensors in the result of a model by computed ones, in all containers and objects."""
     if type(result) is QTensor:
         return result.numbers()
     if isinstance(result, torch.Tensor):
@@ -337,7 +366,7 @@ def plain_results(result: Any) -> Any:
 
 
 def _plain_object(thing: Any, known: dict[int, Any]) -> Any:
-    """An object that PyTorch knows no structure of: its attributes and entries are replaced where they are."""
+    """Replace deferred tensors in attributes and entries of an object that is not a pytree container, in place."""
     if type(thing) is QTensor:
         return thing.numbers()
     if id(thing) in known or isinstance(thing, (torch.Tensor, nn.Module, type, types.ModuleType)) or callable(thing):

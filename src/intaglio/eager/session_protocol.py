@@ -12,7 +12,7 @@ from intaglio.quant.recipes.quantizer import Quantizer
 
 
 class RecordedState(Protocol):
-    """States which attributes of a `Session` hold what was recorded. The attributes are documented there."""
+    """Protocol for the attributes of a `Session` that hold what was recorded. `Session` documents them."""
 
     origin: nn.Module
     quantizer: Quantizer

@@ -1,4 +1,4 @@
-"""`Snapshot`: what a calibrating call adds to a session, taken back where it does not end well."""
+"""`Snapshot`: saves the state of a session before a calibration call, to restore it if the call fails."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from intaglio.eager.session_protocol import RecordedState
 
 
 class Snapshot:
-    """A session as it was when this was made: what was recorded and counted.
+    """The recordings and statistics of a session at one time; calling the snapshot restores them.
 
-    A recording that was made for more sizes meanwhile, or retired because the model writes to its constants, stays so.
+    Two changes are not undone: axes of a recording that became dynamic stay dynamic, and a recording that was disabled
+    because the model writes to its constants stays disabled.
     """
 
     def __init__(self, session: RecordedState) -> None:

@@ -1,4 +1,4 @@
-"""Hooks of state dictionaries: what a session has seen is saved and loaded beside the model's tensors."""
+"""State dictionary hooks that save and load calibration statistics and parameters beside the model's tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from intaglio.eager.session import Session
 from intaglio.errors import ArtifactError, InputError
 
 STATE_KEY = "_auto_quant_state"
-"""First part of our names in a state dictionary; behind it the number of a recording, or `FLOW`."""
+"""First part of our keys in a state dictionary. The number of a recording, or `FLOW`, follows it."""
 
 
 class Saving(Attachment):
-    """Hook of a model's state dictionary: one uint8 tensor an entry, beside what the model has."""
+    """State dictionary hook that adds one uint8 tensor per entry to the model's own tensors."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -31,9 +31,12 @@ class Saving(Attachment):
 
 
 class Loading(Attachment):
-    """Hook of every module that a state dictionary is loaded into: its graphs are made again when they are needed.
+    """Hook that runs before a state dictionary is loaded into a module; the graphs are rebuilt when they are next
+    needed.
 
-    The model itself (``whole``) takes its entries.
+    Attributes:
+        session: Session of the model.
+        whole: True for the hook of the model itself, which also reads the stored entries.
     """
 
     def __init__(self, session: Session, whole: bool) -> None:
@@ -61,7 +64,11 @@ class Loading(Attachment):
 
 
 def read(key: str, tensor: Any) -> Entry:
-    """The entry in a tensor of a state dictionary. `ArtifactError` when there is none."""
+    """Decode the entry in a tensor of a state dictionary.
+
+    Raises:
+        ArtifactError: The tensor holds no entry, or one of another version.
+    """
     try:
         entry = json.loads(bytes(tensor.tolist()))
         version = entry["version"]
@@ -73,7 +80,12 @@ def read(key: str, tensor: Any) -> Entry:
 
 
 def _fitting(key: str, name: str, entry: Entry, session: Session, stored: Stored) -> Entry:
-    """The entry, of a recording that this model has. `InputError` for another's."""
+    """Return the entry if it fits a recording of this model.
+
+    Raises:
+        InputError: The model has no such recording, its operators differ, or statistics are loaded into a converted
+            model.
+    """
     if name == FLOW:
         return entry
     remedy = "prepare the model with the same example inputs, and let it run the same ways once"

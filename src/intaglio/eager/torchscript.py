@@ -1,4 +1,4 @@
-"""A reference model in the form that `torch.jit.script` takes."""
+"""Convert a reference model to a form that `torch.jit.script` accepts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from intaglio.torch_private import OpOverload, pytree
 
 
 def scriptable(reference: Reference) -> fx.GraphModule:
-    """The graph, with operators called by the names that TorchScript resolves; tensors in, tensors out.
+    """Return the graph of a reference model with operators called by names that TorchScript resolves.
 
-    It takes the tensors of a call in order. It gives the one tensor that the model gives, else a tuple of all of them.
-    ``torch.jit.script`` and ``torch.jit.trace`` both take it, and all three compute what the reference does.
+    The module takes the tensors of a call in order. It returns a single tensor if the model does, otherwise a tuple of
+    all output tensors. Both `torch.jit.script` and `torch.jit.trace` accept it, and the results equal those of the
+    reference.
     """
     module = copy_graph(reference.module)
     for node in module.graph.nodes:

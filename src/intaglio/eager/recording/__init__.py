@@ -1,1 +1,1 @@
-"""Recording of the operators a model runs, and the graph made of a recording."""
+"""Record the operators that a model runs, and build a graph from a recording."""

@@ -1,4 +1,4 @@
-"""What a running model did: one record an operator, with the values it took and gave."""
+"""Records of a model's run: one `Event` per operator, with its operands and results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from intaglio.eager.recording.torch_functions import named, spelling
 
 @dataclass(frozen=True)
 class RecordedTensor:
-    """A tensor of a recording, by number."""
+    """A tensor of a recording, identified by its number."""
 
     index: int
 
@@ -25,7 +25,7 @@ class RecordedTensor:
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter, a buffer or another tensor that a module holds as an attribute."""
+    """A parameter, buffer or other tensor attribute of the model, identified by its dotted name."""
 
     path: str
 
@@ -35,7 +35,12 @@ class Held:
 
 @dataclass(frozen=True)
 class Extent:
-    """A number computed from the sizes of values: ``size`` of a value's axis, or an operator of numbers."""
+    """A number computed from sizes of tensors: the size of an axis, or an arithmetic operator on such numbers.
+
+    Attributes:
+        operation: "size", or a key of `SIGNS`.
+        operands: (tensor, axis) of a size, otherwise the two operands.
+    """
 
     operation: str
     operands: tuple[Any, ...]
@@ -46,7 +51,7 @@ class Extent:
         return f"({f' {SIGNS[self.operation]} '.join(map(str, self.operands))})"
 
     def evaluate(self, size: Callable[[RecordedTensor, int], Any]) -> Any:
-        """``size``: value, axis -> its extent."""
+        """Compute the number; `size` returns the size of an axis of a value."""
         if self.operation == "size":
             return size(*self.operands)
         numbers = [o.evaluate(size) if isinstance(o, Extent) else o for o in self.operands]
@@ -54,14 +59,14 @@ class Extent:
 
 
 SIGNS = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}
-"""Operators of `Length`s that give one."""
+"""Operators whose result on a `Length` is a `Length`, with their signs."""
 
 
 class Length(int):
-    """A size read from a tensor while recording: an int that remembers where it came from."""
+    """An int read from a tensor's shape while recording, which remembers where it came from."""
 
     origin: tuple[Any, ...]
-    """("size", tensor, axis), or (operator, operand, operand)."""
+    """("size", tensor, axis) or (operator, operand, operand)."""
 
     @classmethod
     def of(cls, number: int, *origin: Any) -> Length:
@@ -95,11 +100,17 @@ for _name in SIGNS:
 class Event:
     """One operator of a recording.
 
-    ``function``: what was called; ``None`` for the leaf module at ``path``. ``path``: else the module that called it,
-    for the ``call``-th time. ``args``, ``kwargs``, ``result``: as given and returned, with `RecordedTensor`, `Held`
-    and `Extent` in place of what they stand for. ``changed``: for an operator that works in place, the
-    value that the first argument stands for from now on.
-    ``views``: values of the result that are views, each with its base. ``source``: ``file:line, in function``.
+    Attributes:
+        index: Position in the recording.
+        function: Function that was called, or None for a call of the leaf module at `path`.
+        path: Path of the leaf module, or of the module whose code called the function.
+        call: Number of earlier calls of the module whose code runs the operator.
+        args: Positional arguments, with `RecordedTensor`, `Held` and `Extent` for tensors and sizes.
+        kwargs: Keyword arguments, in the same form.
+        result: Result, in the same form.
+        changed: For an in-place operator, the value that its first argument represents afterwards.
+        views: Values of the result that are views, each with its base.
+        source: `file:line, in function`.
     """
 
     index: int
@@ -113,9 +124,9 @@ class Event:
     views: tuple[tuple[int, RecordedTensor | Held], ...] = ()
     source: str = ""
     slots: tuple[int, ...] = ()
-    """The values among ``args``, and -1 in place of what is none; a shortcut for who compares."""
+    """Value numbers of `args`, with -1 for arguments that are not tensors; speeds up comparisons."""
     makes: int = -1
-    """The value that is the whole result, if it is one and nothing is changed in place; a shortcut for who defers."""
+    """Number of the value if it is the entire result and no argument is updated in place, otherwise -1."""
 
     def __post_init__(self) -> None:
         self.slots = tuple(spec.index if isinstance(spec, RecordedTensor) else -1 for spec in self.args)
@@ -123,7 +134,7 @@ class Event:
             self.makes = self.result.index
 
     def __getstate__(self) -> dict[str, Any]:
-        """Functions of PyTorch by name: most of them cannot be pickled."""
+        """Store functions of PyTorch by name, because most of them cannot be pickled."""
         parts = None if self.function is None else spelling(self.function)
         return vars(self) if parts is None else {**vars(self), "function": parts}
 
@@ -133,7 +144,7 @@ class Event:
 
     @property
     def name(self) -> str:
-        """The operator, as an error names it."""
+        """Return the name of the operator for error messages."""
         return operator_name(self.function)
 
     def __str__(self) -> str:
@@ -149,7 +160,7 @@ class Event:
 
     @property
     def outputs(self) -> list[int]:
-        """Values that this operator makes, not those it hands on."""
+        """Return the numbers of the values that this operator makes, without inputs that it passes on."""
         taken = set(self.inputs)
         made = [
             leaf.index for leaf in leaves(self.result) if isinstance(leaf, RecordedTensor) and leaf.index not in taken
@@ -160,7 +171,7 @@ class Event:
 
 
 def leaves(spec: Any) -> Iterator[Any]:
-    """What is in nested containers, `Extent`s opened."""
+    """Yield the leaves of nested containers, including the operands of an `Extent`."""
     if isinstance(spec, (tuple, list)):
         for entry in spec:
             yield from leaves(entry)
@@ -176,7 +187,7 @@ def leaves(spec: Any) -> Iterator[Any]:
 
 
 def fill(spec: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The same containers with every leaf replaced; classes of containers are kept."""
+    """Return the same nested containers with every leaf replaced by `leaf(value)`. Classes of containers are kept."""
     if isinstance(spec, torch.Tensor):
         return leaf(spec)
     if isinstance(spec, tuple):
@@ -198,7 +209,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def operator_name(function: Any) -> str:
-    """What an event's function is called in messages: as PyTorch's documentation has it, where it is there."""
+    """Return the name of an event's function for messages, if possible as in PyTorch's documentation."""
     if function is None:
         return "call of the module"
     if isinstance(function, torch.ScriptMethod):
@@ -207,7 +218,7 @@ def operator_name(function: Any) -> str:
 
 
 def held(model: nn.Module, path: str) -> torch.Tensor:
-    """The tensor that a module of the model holds under this dotted name."""
+    """Return the tensor with this dotted name in the model."""
     owner, _, name = path.rpartition(".")
     found: torch.Tensor = getattr(model.get_submodule(owner), name)
     return found

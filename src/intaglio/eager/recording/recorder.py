@@ -1,4 +1,4 @@
-"""Recording what a float model does while it runs: `Recorder` makes the events of one `Recording`."""
+"""`Recorder`: records the operators of a float model while it runs, as events of one `Recording`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ from intaglio.eager.recording.events import Event, Extent, Held, Length, Recorde
 from intaglio.torch_private import pytree, storage_key
 
 UNROLLED = 64
-"""So many runs of one line of code have parameters of their own; those behind share the last one's."""
+"""Number of iterations of a source line that get their own parameters. Later ones share those of the last."""
 
 
 @dataclass(eq=False)
 class Recording:
-    """A straight line of operators that was seen to run.
+    """A straight-line sequence of operators that the model has run.
 
-    ``inputs``: the values that come from elsewhere, with the tensors they were. ``call``: arguments of the model,
-    values in place of tensors, of a recording that begins where the model does. ``results``: what the model returned
-    if it ends there, else what is needed behind: a pytree spec and its leaves. ``types``: element type of each value.
-    ``free``: input -> axes, besides the batch, that calls of other sizes were seen for.
+    Attributes:
+        events: The operators.
+        inputs: Tensors that come from elsewhere, by value number.
+        types: Data type of each value.
+        call: Arguments of the model, with values for tensors, if the recording begins where the model does.
+        results: Pytree spec and leaves of the model's result if the recording ends there, otherwise of the values that
+            are needed afterwards.
+        free: Axes of inputs, besides the batch, in which calls with other sizes were seen.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -36,7 +40,7 @@ class Recording:
     free: dict[int, set[int]] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The results as they are nested: a pytree's spec is for one version of PyTorch."""
+        """Store the results as nested containers, because a pytree spec is specific to one version of PyTorch."""
         tree, entries = self.results
         return {**vars(self), "results": pytree.tree_unflatten(entries, tree)}
 
@@ -45,24 +49,24 @@ class Recording:
         vars(self).update(state, results=(tree, entries))
 
     def __deepcopy__(self, memo: Any) -> Recording:
-        """Around the same tensors and operators: once it is made a segment of, only what is free changes."""
+        """Copy only `free`, and share tensors and events: nothing else changes once a segment is made."""
         return dataclasses.replace(self, free={number: set(axes) for number, axes in self.free.items()})
 
 
 class Recorder:
-    """Knows tensors by identity while the model runs in float."""
+    """Builds a `Recording` while the model runs in float, and identifies tensors by object identity."""
 
     def __init__(self, known: dict[int, str]) -> None:
-        """``known``: id of every tensor the model holds -> its dotted name."""
+        """Begin a recording; `known` holds the dotted name of each tensor of the model, by id."""
         self.recording, self.known = Recording(), known
         self.slots: dict[int, int] = {}
-        self.kept: list[torch.Tensor] = []  # a tensor that died could hand its id to another
+        self.kept: list[torch.Tensor] = []  # keeps tensors alive, so that ids are not reused
         self.read = -1
-        """Index of the last operator before numbers of a tensor were looked at."""
+        """Number of operators that were recorded before the contents of a tensor were last read."""
         self.looked_at: dict[RecordedTensor, None] = {}
 
     def look(self, tensors_: list[torch.Tensor]) -> None:
-        """The model looks at numbers of these: control flow may depend on them."""
+        """Note that the model reads the contents of these tensors, on which its control flow may depend."""
         made = {number for event in self.recording.events for number in event.outputs}
         self.read = len(self.recording.events)
         self.looked_at.update(
@@ -73,7 +77,7 @@ class Recorder:
         self.recording.call = fill((args, kwargs), self._leaf)
 
     def end(self, result: Any) -> None:
-        """What the model returned, of a recording that lasts to its end."""
+        """Store the model's result, for a recording that reaches the end of the call."""
         entries, tree = pytree.tree_flatten(result)
         if not all(isinstance(entry, (torch.Tensor, int, float, str, type(None))) for entry in entries):
             entries, tree = pytree.tree_flatten(tuple(tensors(entries)))
@@ -84,7 +88,7 @@ class Recorder:
             self.recording.results = tree, [self._leaf(entry) for entry in entries]
 
     def close(self) -> None:
-        """Without an end, the results are the values that somebody still holds."""
+        """Finish the recording. If it has no result, its results are the values that are still referenced."""
         if self.recording.results is None:
             made = {number for event in self.recording.events for number in event.outputs}
             alive = [t for t in self.kept if self.slots.get(id(t)) in made and _alive(t)]
@@ -97,7 +101,7 @@ class Recorder:
             self.recording.results = tree, entries
 
     def release(self, path: str, tensor: torch.Tensor) -> None:
-        """A tensor that the model holds is about to be written to: what was read of it so far is an input."""
+        """Turn a tensor of the model that is about to be written to into an input of the operators recorded so far."""
         number = self._new(tensor)
         del self.slots[id(tensor)]
         self.recording.inputs[number] = tensor.clone()
@@ -110,15 +114,18 @@ class Recorder:
             event.result = fill(event.result, swap)
 
     def value(self, tensor: torch.Tensor) -> int:
-        """Its number; a tensor seen for the first time comes from elsewhere."""
+        """Return the number of a tensor. A tensor that is seen for the first time becomes an input."""
         if id(tensor) not in self.slots:
             self._read_elsewhere()
             self.recording.inputs[self._new(tensor)] = tensor
         return self.slots[id(tensor)]
 
     def _read_elsewhere(self) -> None:
-        """A tensor comes from where nothing is intercepted, as from TorchScript; it may be made of values that no
-        operator of the recording reads."""
+        """Add values that no operator reads to the results.
+
+        A new input comes from code that is not intercepted, such as TorchScript, which may have computed it from these
+        values.
+        """
         read = {number for event in self.recording.events for number in event.inputs}
         made = [number for event in self.recording.events for number in event.outputs if number not in read]
         self.looked_at.update(dict.fromkeys(map(RecordedTensor, made)))
@@ -147,8 +154,11 @@ class Recorder:
         return Extent(operation, tuple(map(self._extent, operands)))
 
     def takes(self, args: Any, kwargs: dict[str, Any], in_place: bool) -> bool:
-        """Whether the operator can be part of a recording: it does not write where others may look, and has the types
-        that its inputs give it."""
+        """Return whether an operator can be part of a recording.
+
+        It must not write to memory that other tensors share, and autocast must be off, so that its inputs determine its
+        types.
+        """
         if "out" in kwargs or torch.is_autocast_enabled("cpu"):
             return False
         if not in_place:
@@ -157,7 +167,7 @@ class Recorder:
         return isinstance(target, torch.Tensor) and self._owned(target)
 
     def _owned(self, tensor: torch.Tensor) -> bool:
-        """A value made here that no other tensor alive shares memory with."""
+        """Return whether a tensor was made in this recording and shares memory with no other live tensor."""
         number = self.slots.get(id(tensor))
         if number is None or number in self.recording.inputs:
             return False
@@ -165,7 +175,7 @@ class Recorder:
         return not any(t is not tensor and storage_key(t) == place and _alive(t) for t in self.kept)
 
     def arguments(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """As the event holds them; to be asked before the operator runs."""
+        """Return the arguments in the form that an event stores. Must be called before the operator runs."""
         return tuple(fill(list(args), self._leaf)), fill(kwargs, self._leaf)
 
     def record(
@@ -179,7 +189,18 @@ class Recorder:
         result: Any,
         in_place: bool,
     ) -> Event:
-        """``given``: what `arguments` said; ``args``, ``kwargs``, ``result``: the tensors themselves."""
+        """Append the event of an operator that has run.
+
+        Args:
+            function: Function that was called, or None for a leaf module.
+            path: Path of the leaf module, or of the module that called the function.
+            call: Number of earlier calls of the module whose code runs the operator.
+            given: Arguments as returned by `arguments`.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            result: Result of the call.
+            in_place: Whether the operator writes to its first argument.
+        """
         changed = None
         if in_place:
             self.slots.pop(id(args[0]), None)
@@ -200,7 +221,7 @@ class Recorder:
     def _views(
         self, taken: list[torch.Tensor], made: list[torch.Tensor]
     ) -> tuple[tuple[int, RecordedTensor | Held], ...]:
-        """Values of results that lie in the memory of something taken, with that."""
+        """Return the value numbers of results that share memory with an operand, each with that operand."""
         bases: dict[int, torch.Tensor] = {}
         for tensor in taken:
             bases.setdefault(storage_key(tensor), tensor)
@@ -214,12 +235,12 @@ class Recorder:
 
 
 def _alive(tensor: torch.Tensor) -> bool:
-    """Whether anyone but the recorder holds it."""
+    """Return whether a tensor is referenced outside the recorder."""
     return sys.getrefcount(tensor) > 4
 
 
 def source_line() -> str:
-    """``file:line, in function`` of the innermost frame that is neither PyTorch's nor ours."""
+    """Return `file:line, in function` of the innermost frame outside PyTorch and intaglio."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -231,5 +252,5 @@ def source_line() -> str:
 
 
 def in_file(source: str) -> str:
-    """A source line without the folder its file lies in."""
+    """Return a source line without the folder of the file."""
     return source.replace("\\", "/").rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""A recording -> Python text that runs it again -> the canonical graph that `capture` gives."""
+"""Replay a recording: generate Python code that runs it again, and capture that as a canonical graph."""
 
 from __future__ import annotations
 
@@ -28,10 +28,17 @@ from intaglio.tracing import CAPTURE_PASSES, Captured, capture, run
 
 
 def replay(recording: Recording, model: nn.Module) -> Captured:
-    """The recording as `capture` has it; every node knows the module path and source line of its operator.
+    """Return the graph that `capture` makes of a recording, with the module path and source line of each operator.
 
-    ``model``: holds the modules and tensors; no call of it runs, and it is not changed. The last results of the graph
-    are the values of the recording, for `places`; the recording's own come first. Raises `CaptureError`.
+    The outputs of the graph are the results of the recording followed by all values that its operators make; `places`
+    needs the latter.
+
+    Args:
+        recording: Operators to replay.
+        model: Holds the modules and tensors. Its forward is not called, and the model is not changed.
+
+    Raises:
+        CaptureError: The graph cannot be captured.
     """
     text, names = text_of(recording, _parameters(model))
     file = f"<recording {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
@@ -58,40 +65,40 @@ def example_of(recording: Recording) -> tuple[tuple[Any, ...], Mapping[str, Any]
 
 
 def _free_leaves(recording: Recording) -> dict[int, set[int]]:
-    """Leaf of the example -> axes that are to be free."""
+    """Return the axes that are to be dynamic, by leaf of the example arguments."""
     order = {id(leaf): index for index, leaf in enumerate(pytree.tree_leaves(example_of(recording)))}
     return {order[id(recording.inputs[number])]: axes for number, axes in recording.free.items()}
 
 
 def others(recording: Recording) -> list[int]:
-    """Inputs that are no arguments of the call."""
+    """Return the inputs that are not arguments of the call."""
     own = {leaf.index for leaf in leaves(recording.call) if isinstance(leaf, RecordedTensor)}
     return [number for number in recording.inputs if number not in own]
 
 
 def _parameters(model: nn.Module) -> list[str]:
-    """What the model's forward calls its positional arguments."""
+    """Return the names of the positional arguments of the model's forward."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     found = inspect.signature(type(model).forward).parameters.values()
     return [p.name for p in found if p.kind in kinds][1:]
 
 
 def text_of(recording: Recording, parameters: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
-    """Python text with one line an operator, behind the line of the signature; and the names it uses."""
+    """Return Python code with one line per operator after the signature, and the namespace that it runs in."""
     writer = _Writer(recording)
     lines = [writer.signature(parameters), *[writer.line(event) for event in recording.events], writer.results()]
     return "\n".join(lines) + "\n", writer.names
 
 
 class _Writer:
-    """Names functions, and constants that have no text, as they come."""
+    """Writes the code of a recording, and names functions and constants that have no literal form."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.names: dict[str, Any] = {"torch": torch, "held": held}
 
     def signature(self, parameters: Sequence[str]) -> str:
-        """Two lines: parameters, and the values in them."""
+        """Return two lines: the signature, and assignments of the tensors in its arguments to value names."""
         recording = self.recording
         if recording.call is None:
             return f"def forward(self, {', '.join(f'v{number}' for number in recording.inputs)}):\n    pass"
@@ -169,7 +176,7 @@ class _Writer:
         return f"    return {structure}, ({''.join(f'{value}, ' for value in made)})"
 
     def _structure(self) -> str:
-        """The model's result; classes of containers that torch knows are kept."""
+        """Return the expression of the recording's result, rebuilt as a pytree with its container classes."""
         tree, entries = self.recording.results
         if tree.is_leaf():
             return self._text(entries[0])
@@ -178,10 +185,11 @@ class _Writer:
 
 
 KEYWORDS = ("and", "or", "not", "self", "run", "torch", "held", "structure", "unflatten", "constant")
+"""Names that generated functions and constants must not take."""
 
 
 def _name_origins(module: fx.GraphModule, events: list[Event], file: str) -> None:
-    """Path and source of every node as the model has them, where the graph has lines of the recording's text."""
+    """Give each node the module path and source line that its operator has in the model."""
     for node in module.graph.nodes:
         event = event_of(node, events, file)
         if event is None:
@@ -194,7 +202,7 @@ def _name_origins(module: fx.GraphModule, events: list[Event], file: str) -> Non
 
 
 def event_of(node: fx.Node, events: list[Event], file: str) -> Event | None:
-    """The operator on whose line of the text a node was made."""
+    """Return the operator whose line of generated code made the node, or None."""
     if node.op != "call_function" or not origin(node).source.startswith(f"{file}:"):
         return None
     line = int(origin(node).source.removeprefix(f"{file}:").partition(",")[0])
@@ -202,11 +210,16 @@ def event_of(node: fx.Node, events: list[Event], file: str) -> Event | None:
 
 
 HEAD = 3
-"""The line of the first operator, counted from 1."""
+"""Line number of the first operator in the generated code; lines are counted from 1."""
 
 
 def trimmed(captured: Captured, recording: Recording) -> tuple[Captured, dict[int, str], dict[int, Shape]]:
-    """The graph without the values as results; value -> node that holds it, value -> shape."""
+    """Remove the recorded values from the outputs of a replayed graph, and clean up.
+
+    Returns:
+        The graph, the name of the node that holds each value (values that clean-up removed are missing), and the shape
+        of each value.
+    """
     module, signature = captured.module, captured.signature
     made = [number for event in recording.events for number in event.outputs]
     (output,) = [node for node in module.graph.nodes if node.op == "output"]
@@ -226,7 +239,9 @@ def trimmed(captured: Captured, recording: Recording) -> tuple[Captured, dict[in
 
 
 def _placeholders(captured: Captured, recording: Recording) -> dict[int, fx.Node]:
-    nodes = [node for node in captured.module.graph.nodes if node.op == "placeholder"]  # those of state come last
+    nodes = [
+        node for node in captured.module.graph.nodes if node.op == "placeholder"
+    ]  # placeholders of parameters and buffers come last
     by_leaf = {entry.leaf: node for entry, node in zip(captured.signature.inputs, nodes, strict=False)}
     order = {id(leaf): index for index, leaf in enumerate(pytree.tree_leaves(example_of(recording)))}
     found = {number: by_leaf.get(order[id(tensor)]) for number, tensor in recording.inputs.items()}

@@ -1,4 +1,4 @@
-"""What functions of tensors are to an interception: operators, questions about a tensor, reads of its numbers."""
+"""Classify functions of tensors: metadata queries, in-place operators, factories, and their names."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ QUESTIONS = frozenset(
         "promote_types",
     }
 )
-"""Answered without the numbers of a tensor."""
+"""Names of functions and properties that do not read the contents of a tensor."""
 QUESTION_FUNCTIONS = frozenset(
     getattr(found, "__get__", found) if inspect.isdatadescriptor(found) else found
     for home in (torch.Tensor, torch)
     for found in (getattr(home, name, None) for name in QUESTIONS)
     if callable(found) or inspect.isdatadescriptor(found)
 )
-"""The same as functions; of a property it is the getter."""
+"""The functions with these names. A property is represented by its getter."""
 
 
 def plain_name(function: Callable[..., Any]) -> str:
-    """``shape`` of a property's getter, ``relu_`` of a function or method."""
+    """Return the name of a function, for example `relu_`, or of the property of a getter, for example `shape`."""
     name: str = getattr(function, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         own = getattr(function, "__self__", None)
@@ -75,7 +75,7 @@ def plain_name(function: Callable[..., Any]) -> str:
 
 
 def works_in_place(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call changes its first argument."""
+    """Return whether a call changes its first argument."""
     name = plain_name(function)
     if name.endswith(".__set__") or kwargs.get("inplace") is True or name == "__setitem__":
         return True
@@ -85,13 +85,13 @@ def works_in_place(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool
 
 
 def is_factory(function: Callable[..., Any] | None) -> bool:
-    """Whether a function reads sizes and types of its arguments, but none of their numbers."""
+    """Return whether a function reads shapes and data types of its arguments, but not their contents."""
     name = "" if function is None else plain_name(function)
     return name.endswith("_like") or (name.startswith("new_") and name != "new_tensor")
 
 
 def out_of_place(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The function that computes the same without changing its argument, if PyTorch has it under the usual name."""
+    """Return the function of the usual name that computes the same out of place, or None if PyTorch lacks it."""
     name = plain_name(function)
     other = "__" + name[3:] if name.startswith("__i") else name.rstrip("_")
     if other == name or name == "__setitem__":
@@ -101,7 +101,7 @@ def out_of_place(function: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 def spelling(function: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Attribute names that lead from torch to the function, for files; `None` of one that is not PyTorch's."""
+    """Return the attribute names that lead from `torch` to the function, or None if it is not a PyTorch function."""
     name = torch.overrides.resolve_name(function)
     if name is not None and name.startswith("torch."):
         parts = tuple(name.split(".")[1:])
@@ -111,7 +111,7 @@ def spelling(function: Callable[..., Any]) -> tuple[str, ...] | None:
 
 
 def named(parts: tuple[str, ...]) -> Any:
-    """What these attribute names lead to."""
+    """Return the function that these attribute names lead to, starting at `torch`."""
     found: Any = torch
     for part in parts:
         found = getattr(found, part)

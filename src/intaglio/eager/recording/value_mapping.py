@@ -1,4 +1,4 @@
-"""Which node of a rewritten graph holds a value: asked of the numbers, not of the passes."""
+"""Find the node of a rewritten graph that holds a recorded value, by comparing values at run time."""
 
 from __future__ import annotations
 
@@ -10,15 +10,27 @@ import torch
 from torch import fx
 
 TOLERANCE = 1e-4
-"""Of the largest magnitude: what folding a batch norm may change, and far below what a wrong node would."""
+"""Tolerance relative to the largest magnitude.
+
+It is above the error of folding a batch norm, and far below the difference to another node.
+"""
 
 
 def places(
     before: fx.GraphModule, after: fx.GraphModule, nodes: Mapping[int, str], inputs: Sequence[torch.Tensor]
 ) -> dict[int, str]:
-    """Value -> node of ``after``, for values that ``before`` holds in ``nodes`` and ``after`` holds at all.
+    """Map recorded values to nodes of a rewritten graph.
 
-    Both graphs run on the example and on random numbers in its place; a node that differs in either is another value.
+    Both graphs run on the example inputs and on random inputs; a node matches if its values agree for both.
+
+    Args:
+        before: Graph that holds the values.
+        after: Rewritten graph.
+        nodes: Name of the node of `before` by value number.
+        inputs: Example inputs.
+
+    Returns:
+        Name of the node of `after` by value number, for values that `after` still holds.
     """
     probes = [_values(before, sample, set(nodes.values())) for sample in _samples(inputs)]
     others = [_values(after, sample) for sample in _samples(inputs)]
@@ -43,7 +55,7 @@ def places(
 
 
 def _print(value: torch.Tensor) -> tuple[float, float]:
-    """Mean and mean magnitude: what differs in these need not be compared number by number."""
+    """Return mean and mean magnitude. Tensors that differ in these need no elementwise comparison."""
     numbers = value.float() if value.numel() else torch.zeros(1)
     return float(numbers.mean()), float(numbers.abs().mean())
 

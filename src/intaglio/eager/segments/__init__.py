@@ -1,1 +1,1 @@
-"""Segments, straight lines of recorded operators, and the deferred tensors that run along them."""
+"""Segments (straight-line sequences of recorded operators) and the deferred tensors computed by them."""

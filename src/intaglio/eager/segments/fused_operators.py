@@ -1,4 +1,4 @@
-"""Which operators of a recording become one: found on the graph, told in the model's terms."""
+"""Find which recorded operators are fused, and report them by the names in the model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from intaglio.quant.annotate.regions import Region
 
 
 def regions_of(segment: Segment) -> list[tuple[Region, tuple[Event, ...]]]:
-    """Regions of a segment that is not refused, each with the operators that are in it, folded ones too.
+    """Return the regions of a segment, each with its operators. The segment must not be refused.
 
-    An operator belongs to the node that was made of it, and to the node that holds its result: so a batch norm is
-    found that the convolution before it took in. Those that capture drops, as dropout, belong to none.
+    An operator belongs to the node that was made from it and to the node that holds its result. A batch norm that was
+    folded into a convolution is therefore found with the convolution. Operators that capture removes, such as dropout,
+    belong to no region.
     """
     assert segment.prepared is not None
     captured = computing(segment)
@@ -31,17 +32,20 @@ def regions_of(segment: Segment) -> list[tuple[Region, tuple[Event, ...]]]:
 
 
 def computing(segment: Segment) -> set[int]:
-    """Indices of the operators that the graph has nodes of; others hand on what they are given."""
+    """Return the indices of operators that have a node in the graph. All others only pass on their inputs."""
     return {event for node in segment.captured.module.graph.nodes if (event := info(node).event) is not None}
 
 
 def fused(segment: Segment) -> list[tuple[str, ...]]:
-    """Operators that become one with others, in the order they run, as `spelled`."""
+    """Return the groups of operators that are fused with others, in execution order, named by `spelled`."""
     if segment.prepared is None:
         return []
     return [tuple(map(spelled, events)) for _, events in regions_of(segment) if len(events) > 1]
 
 
 def spelled(event: Event) -> str:
-    """``layer1.0.conv1`` of a module, ``layer1.0::add`` of a function that the module's code calls."""
+    """Return the name of an operator in the model.
+
+    It is `layer1.0.conv1` for a module and `layer1.0::add` for a function that a module calls.
+    """
     return event.path if event.function is None else f"{event.path}::{plain_name(event.function)}"

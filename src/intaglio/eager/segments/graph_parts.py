@@ -1,4 +1,4 @@
-"""A part of a stage's graph as a graph of its own: what leads from some of its values to others."""
+"""Extract the part of a graph that computes some of its values from others."""
 
 from __future__ import annotations
 
@@ -15,23 +15,36 @@ from intaglio.torch_private import OpOverload
 
 @dataclass(frozen=True)
 class GraphPart:
-    """``module``: takes the values of ``inputs`` (`name_of` nodes of the whole graph), gives those asked for."""
+    """A subgraph with its own inputs.
+
+    Attributes:
+        module: Graph module that takes the values of `inputs` and returns the requested values.
+        inputs: Names (`name_of`) of nodes of the complete graph.
+    """
 
     module: fx.GraphModule
     inputs: tuple[str, ...]
 
 
 class UnavailableError(Exception):
-    """A value that the graph does not hold, or that depends on one that is not there."""
+    """The graph does not hold a requested value, or the value depends on one that is not given."""
 
 
 def part_of(
     module: fx.GraphModule, given: Sequence[str], wanted: Sequence[str], observed: Collection[str]
 ) -> GraphPart:
-    """What computes ``wanted`` from ``given`` and constants. Raises `UnavailableError`.
+    """Extract the subgraph that computes `wanted` from `given` and constants.
 
-    Wanted values come as their readers see them: behind their observer, quantized and dequantized again where they are
-    quantized. ``observed``: those given that an observer has counted already.
+    Wanted values are returned as their consumers see them: after their observer, or quantized and dequantized again.
+
+    Args:
+        module: Graph of a stage.
+        given: Names of the values that are known.
+        wanted: Names of the values to compute.
+        observed: Names of given values that an observer has already counted; the part leaves out their observers.
+
+    Raises:
+        UnavailableError: A wanted value is not in the graph, or depends on an input that is not given.
     """
     nodes = {name_of(node): node for node in module.graph.nodes}
     known = [name for name in given if name in nodes]
@@ -60,7 +73,10 @@ def _counted(module: fx.GraphModule, node: fx.Node, observed: Collection[str]) -
 
 
 def _as_read(nodes: dict[str, fx.Node], name: str) -> tuple[fx.Node, ...]:
-    """The node that readers of a value read, or the integers they read and one dequantize of them."""
+    """Return the node that consumers of a value read: the value or its observer.
+
+    For a quantized value, return its quantize node and one of its dequantize nodes.
+    """
     if name not in nodes:
         raise UnavailableError(name)
     node = nodes[name]
@@ -102,7 +118,7 @@ def _reach(ends: Sequence[fx.Node], given: Collection[fx.Node]) -> set[fx.Node]:
 
 
 def has_integers(module: fx.GraphModule) -> bool:
-    """Whether anything in a part of a reference model is quantized."""
+    """Return whether part of a reference model contains quantized operators."""
     return any("quantized_decomposed" in (operator(node) or "") or _rows(node) for node in module.graph.nodes)
 
 

@@ -1,4 +1,4 @@
-"""Writes that others can see: before a tensor is written to, what was deferred is computed and views share memory."""
+"""In-place updates: before memory changes, compute deferred values that depend on it and make views share it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from intaglio.torch_private import storage_key
 
 
 def targets(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """What an operator that works in place, or has ``out``, writes to."""
+    """Return the tensors that an operator that works in place or has an `out` argument writes to."""
     if "out" in kwargs:
         return tensors(kwargs["out"])
     return tensors(args[0]) if args else tensors(list(kwargs.values())[:1])
 
 
 def memory(tensor: torch.Tensor) -> int:
-    """The storage a plain tensor lies in."""
+    """Return the storage key of a plain tensor."""
     return storage_key(tensor)
 
 
 def is_private(tensor: Any, frames: Collection[TraceFrame]) -> bool:
-    """Whether a deferred value has no view or base that anyone could see a write through."""
+    """Return whether a write to this deferred tensor cannot be observed through a view, a base or another frame."""
     if type(tensor) is not QTensor or not isinstance(tensor.frame, TraceFrame):
         return False
     own = tensor.frame
@@ -41,7 +41,18 @@ def is_private(tensor: Any, frames: Collection[TraceFrame]) -> bool:
 
 
 def prepare_write(written: Sequence[torch.Tensor], frames: Collection[TraceFrame]) -> set[int]:
-    """Has nothing deferred depend on what these tensors are now; the storages that will change."""
+    """Make deferred values independent of the memory that an in-place update is about to change.
+
+    All deferred values are computed, the written tensors and their views leave their recordings, and operands that
+    share their memory are replaced by copies.
+
+    Args:
+        written: Tensors that will be written to.
+        frames: All frames of the call.
+
+    Returns:
+        Storage keys of the memory that will change.
+    """
     for frame in frames:
         frame.settle()
     for tensor in written:
@@ -56,15 +67,18 @@ def prepare_write(written: Sequence[torch.Tensor], frames: Collection[TraceFrame
 
 
 def reshape(written: Sequence[torch.Tensor]) -> None:
-    """What was written to has the shape that its numbers got, as by ``resize_``."""
+    """Give written tensors the shape of their contents, which may have changed as by `resize_`."""
     for tensor in written:
         if type(tensor) is QTensor and tensor.content is not None and tensor.content.shape != tensor.shape:
             become(tensor, tensor.content.shape)
 
 
 def release(frame: TraceFrame, number: int) -> None:
-    """The value and all that is a view of the same memory become tensors that share it and belong to no recording; the
-    recording keeps copies."""
+    """Detach a value and all views of its memory from the frame.
+
+    The tensors that the model holds become computed tensors with shared memory that belong to no recording. The frame
+    keeps copies of them.
+    """
     segment, made = frame.segment, frame.made
     contents = _contents(frame, segment.kin.get(number, (number,)))
     for slot in list(made):
@@ -79,7 +93,7 @@ def release(frame: TraceFrame, number: int) -> None:
 
 
 def _contents(frame: TraceFrame, kin: Sequence[int | str]) -> dict[int, torch.Tensor]:
-    """Values of one memory, made anew from the one they are views of, which comes first."""
+    """Recompute the values that share one memory as views of their root, which is the first entry of `kin`."""
     root, segment = kin[0], frame.segment
     found: dict[int, torch.Tensor] = {}
     if isinstance(root, int):
@@ -101,7 +115,7 @@ def _contents(frame: TraceFrame, kin: Sequence[int | str]) -> dict[int, torch.Te
 
 
 def _is_shared(frame: TraceFrame, base: torch.Tensor, kin: Sequence[int | str]) -> bool:
-    """Whether a graph gave, as the base of views, memory that another value lies in too."""
+    """Return whether the base of these views shares memory with an unrelated value."""
     known = [plain(tensor) for tensor in frame.bound.values()]
     known += [q.content for q in frame.made.values() if q.content is not None and q.slot not in kin]
     return memory(base) in {memory(tensor) for tensor in known}

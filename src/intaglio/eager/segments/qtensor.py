@@ -1,4 +1,4 @@
-"""`QTensor`: a value of a converted model that is not computed before somebody needs it."""
+"""`QTensor`: a deferred tensor of a converted model, which is computed when its contents are first needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from intaglio.torch_private import DisableTorchFunction, DisableTorchFunctionSub
 
 
 class DeferredValues(Protocol):
-    """States what a deferred tensor asks of the frame it belongs to. `TraceFrame` is the one implementation."""
+    """Protocol for the frame that a deferred tensor belongs to. `TraceFrame` implements it."""
 
     made: dict[int, QTensor]
 
@@ -26,19 +26,23 @@ class DeferredValues(Protocol):
 
 
 class QTensor(torch.Tensor):
-    """Shape and element type of the float model's value; its numbers are made when something asks for them.
+    """Tensor subclass with the shape and data type of the float model's value, whose contents are computed on demand.
 
-    ``frame`` and ``slot`` say which value of which recording it stands for. For everyone who is not part of a
-    converted model it is a tensor like any other: whatever reads it gets float numbers.
+    Code outside the converted model can use it like any float tensor.
+
+    Attributes:
+        frame: Frame that computes the value. It is None after an in-place update: the tensor is then independent.
+        slot: Number of the value in the recording of the frame.
+        content: The computed tensor, or None.
     """
 
     frame: DeferredValues | None
-    """`None` of one that was written to: it belongs to no recording any more."""
+    """None after an in-place update: the tensor then belongs to no recording."""
     slot: int
     content: torch.Tensor | None
 
     def numbers(self) -> torch.Tensor:
-        """The value as a plain tensor; what has to run for it runs now."""
+        """Return the value as a plain tensor, and compute it first if necessary."""
         if self.content is None:
             assert self.frame is not None
             self.frame.compute([self])
@@ -74,11 +78,11 @@ def pending(size: tuple[int, ...], dtype: torch.dtype, frame: DeferredValues, sl
 
 
 def become(tensor: QTensor, size: tuple[int, ...]) -> None:
-    """The same object has another shape from now on."""
+    """Change the shape of a deferred tensor, in place."""
     with DisableTorchFunction():
         tensor.data = make_wrapper_subclass(QTensor, size, dtype=tensor.dtype)
 
 
 def plain(value: Any) -> Any:
-    """A tensor with its numbers; anything else as it is."""
+    """Return the computed tensor of a `QTensor`, and any other value unchanged."""
     return value.numbers() if type(value) is QTensor else value

@@ -1,4 +1,4 @@
-"""A recording and what becomes of it: captured, prepared, reference, and the parts of these that run."""
+"""`Segment`: a recording with its captured, prepared and reference graphs, and the compiled parts of these."""
 
 from __future__ import annotations
 
@@ -36,14 +36,19 @@ from intaglio.torch_private import pytree
 
 logger = logging.getLogger("intaglio")
 Made = tuple[Sequence[int], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]
-"""The values that a part reads, and what makes the wanted ones from them."""
+"""Numbers of the values that a part reads, and the function that computes the wanted values from them."""
 
 
 class Segment:
-    """A straight line of operators with one set of sites; runs whole or in parts.
+    """A straight-line sequence of operators with one set of sites, which runs as a whole or in parts.
 
-    ``refused``: why nothing of it can be quantized; its operators run as they are then. ``given``: parameters that a
-    state dictionary brought, for a model that has counted nothing.
+    Attributes:
+        refused: Reason why it cannot be quantized, or None. Its operators then run unchanged.
+        given: Parameters loaded from a state dictionary, for a model without statistics.
+        reference: Quantized graph, once converted.
+        parts: Computations by given and wanted values.
+        programs: Compiled computations by what they read and compute; several parts can share one.
+        spare: Tensors for reuse by the next call, by value number for each assignment of dynamic sizes.
     """
 
     def __init__(self, recording: Recording, model: nn.Module, quantizer: Quantizer) -> None:
@@ -56,7 +61,7 @@ class Segment:
         self.lock = threading.Lock()
         self.parts: dict[Any, Made] = {}
         self.programs: dict[Any, Made] = {}
-        """By what they read and make; parts that know more values may be the same program."""
+        """Parts with different given values can share one program."""
         self._sizes: dict[Any, list[torch.Size | None]] = {}
         self.spare: dict[Any, dict[int, QTensor]] = {}
         self.last_use = self._last_uses()
@@ -77,8 +82,10 @@ class Segment:
         self.places = places(self.captured.module, after, nodes, inputs)
 
     def widen(self, misfits: Mapping[int, Collection[int]]) -> bool:
-        """Builds the graph anew with these axes of inputs free; whether the model's own code allows that. What was
-        observed stays."""
+        """Rebuild the graph with these axes of inputs dynamic, and keep the statistics.
+
+        Return False if nothing changes or the model's code does not allow it.
+        """
         inputs = {number: axes for number, axes in misfits.items() if number in self.recording.inputs}
         known = self.recording.free
         if self.prepared is None or all(set(axes) <= known.get(number, set()) for number, axes in inputs.items()):
@@ -98,17 +105,17 @@ class Segment:
 
     @cached_property
     def call_leaves(self) -> list[Any] | None:
-        """Leaves of the model's arguments as the recording has them."""
+        """Return the recorded leaves of the model's arguments, or None if the recording begins inside the model."""
         return None if self.recording.call is None else pytree.tree_leaves(self.recording.call)
 
     @cached_property
     def call_tree(self) -> Any:
-        """How the model's arguments are nested."""
+        """Return the recorded pytree structure of the model's arguments, or None."""
         return None if self.recording.call is None else pytree.tree_structure(self.recording.call)
 
     @cached_property
     def constants(self) -> frozenset[str]:
-        """Names of the tensors of the model that operators read."""
+        """Return the names of the model's tensors that the operators read."""
         specs = (leaf for event in self.events for leaf in leaves((event.args, event.kwargs)))
         modules = tuple(f"{event.path}." if event.path else "" for event in self.events if event.function is None)
         names = {path for path, _ in (*self.model.named_parameters(), *self.model.named_buffers())}
@@ -117,8 +124,10 @@ class Segment:
 
     @cached_property
     def folded(self) -> frozenset[int]:
-        """Values that depend on no number of an input: the graph has them as constants, so that another tensor cannot
-        stand for one."""
+        """Return the values that do not depend on the contents of inputs.
+
+        The graph holds them as constants, so that no other tensor may replace one.
+        """
         found: set[int] = set()
         for event in self.events:
             if is_factory(event.function) or found.issuperset(event.inputs):
@@ -127,7 +136,7 @@ class Segment:
 
     @cached_property
     def roots(self) -> dict[int, int | str]:
-        """View -> the value, or the name of the tensor the model holds, whose memory it lies in."""
+        """Return, for each view, the value number or the name of the model's tensor that owns its memory."""
         found: dict[int, int | str] = {}
         for event in self.events:
             for number, base in event.views:
@@ -136,31 +145,30 @@ class Segment:
 
     @cached_property
     def kin(self) -> dict[int, tuple[int | str, ...]]:
-        """Value that views share memory with -> all of that memory, the one that is no view first."""
+        """Return, for each value that shares memory with views, all values of that memory, with the root first."""
         families: dict[int | str, tuple[int | str, ...]] = {}
         for number, root in self.roots.items():
             families[root] = (*families.get(root, (root,)), number)
         return {number: family for family in families.values() for number in family if isinstance(number, int)}
 
     def _last_uses(self) -> dict[int, int]:
-        """Value -> index of the last operator that reads it; past the end for results."""
+        """Return the index of the last operator that reads each value; the number of operators for results."""
         found = {number: event.index for event in self.events for number in event.inputs}
         results = [leaf.index for leaf in leaves(self.recording.results[1]) if isinstance(leaf, RecordedTensor)]
         return {**found, **dict.fromkeys(results, len(self.events))}
 
     def misfit(self, number: int, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Axes along which a tensor has another size than this value was recorded with, where that is all that
-        differs."""
+        """Return the axes along which a tensor differs in size from the recorded value, if nothing else differs."""
         shape = self.shapes.get(number, ())
         if tensor.dtype is not self.recording.types[number] or tensor.dim() != len(shape):
             return ()
         fixed = enumerate(zip(shape, tensor.shape, strict=True))
         return tuple(axis for axis, (dim, size) in fixed if isinstance(dim, int) and dim != size)
 
-    # -- sizes ---------------------------------------------------------------------------------------------------
+    # -- sizes ----------------------------------------------------------------------------------------------------
 
     def fits(self, number: int, tensor: torch.Tensor, symbols: dict[str, int]) -> bool:
-        """Whether a tensor can stand for this value; free sizes it settles are added to ``symbols``."""
+        """Return whether a tensor can replace this value, and add the dynamic sizes it determines to `symbols`."""
         if tensor.dtype is not self.recording.types[number] or tensor.device.type != "cpu":
             return False
         shape = self.shapes.get(number)
@@ -169,7 +177,7 @@ class Segment:
         return all(settles(dim, size, symbols) for dim, size in zip(shape, tensor.shape, strict=True))
 
     def sizes(self, symbols: dict[str, int]) -> list[torch.Size | None]:
-        """Size of every value; `None` where the free sizes known so far do not say."""
+        """Return the shape of each value, or None where the dynamic sizes known so far do not determine it."""
         key = tuple(symbols.items())
         found = self._sizes.get(key)
         if found is None:
@@ -185,10 +193,10 @@ class Segment:
         except KeyError:
             return None
 
-    # -- running -------------------------------------------------------------------------------------------------
+    # -- running --------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """As if nothing had been observed."""
+        """Discard all statistics."""
         if self.prepared is not None:
             self.prepared.watch.batch = 0
             for observer in self.prepared.observers.values():
@@ -199,7 +207,7 @@ class Segment:
             self.prepared.watch.batch += self.prepared.watch.stride
 
     def observe(self) -> None:
-        """Count the tensors of the recording itself."""
+        """Collect statistics of the recorded tensors."""
         assert self.prepared is not None
         args, kwargs = example_of(self.recording)
         batch = self.prepared.watch.batch
@@ -209,7 +217,16 @@ class Segment:
     def run_event(
         self, event: Event, value: Callable[[int], torch.Tensor], size: Callable[[int, int], int]
     ) -> tuple[Any, Any]:
-        """One operator in float: its result as recorded, and as computed."""
+        """Run one operator in float.
+
+        Args:
+            event: Operator to run. An in-place operator runs on a copy of its target.
+            value: Function that returns the tensor of a value number.
+            size: Function that returns the size of an axis of a value.
+
+        Returns:
+            The result as recorded, with value numbers, and the computed result.
+        """
         model = self.model
 
         def leaf(spec: Any) -> Any:
@@ -227,7 +244,7 @@ class Segment:
         return (RecordedTensor(event.changed), args[0]) if event.changed is not None else (event.result, result)
 
     def converted(self, parameters: Parameters | None, model: nn.Module) -> Segment:
-        """The same recording of the model, its statistics made parameters, if none are given."""
+        """Return the quantized segment for `model`, with the given parameters or those chosen from the statistics."""
         made = self._of(model)
         if self.prepared is not None:
             if parameters is None:
@@ -237,7 +254,7 @@ class Segment:
         return made
 
     def exact(self, model: nn.Module) -> Segment:
-        """The same recording of the model in float: the graph that was quantized, as it was before."""
+        """Return the segment for `model` with the float graph that was quantized."""
         made = self._of(model)
         made.reference = None
         if self.prepared is not None:
@@ -251,7 +268,7 @@ class Segment:
         return made
 
     def _complete(self) -> None:
-        """Sites that no call has reached count the tensors of the recording."""
+        """Collect statistics of the recorded tensors for sites that calibration calls have not reached."""
         assert self.prepared is not None
         observers = self.prepared.observers.values()
         counted = {observer: observer.statistics for observer in observers if observer.statistics.count}
@@ -262,15 +279,21 @@ class Segment:
             logger.info("%d sites were reached by the example inputs only", missing)
 
     def compile_parts(self, asked: Iterable[tuple[frozenset[int], tuple[int, ...]]]) -> None:
-        """Ahead of the first call: those that calls of the prepared model used."""
+        """Compile the parts that calls of the prepared model used, ahead of the first call."""
         for given, wanted in asked:
             with contextlib.suppress(UnavailableError):
                 self.part(given, wanted, frozenset())
 
     def part(self, given: frozenset[int], wanted: tuple[int, ...], counted: frozenset[int]) -> Made:
-        """What makes some values from others: the values it reads, and a function. Raises `UnavailableError`.
+        """Return the computation of `wanted` from `given`: the values that it reads, and a function.
 
-        ``counted``: those that observers have counted already, which is nothing to a reference model.
+        Args:
+            given: Values that are known.
+            wanted: Values to compute.
+            counted: Values that observers have already counted. A reference model ignores it.
+
+        Raises:
+            UnavailableError: The graph does not hold a wanted value, or cannot compute it from the given ones.
         """
         key = (given, wanted, counted if self.reference is None else frozenset())
         found = self.parts.get(key)

@@ -1,4 +1,4 @@
-"""`TraceFrame`: one run along a segment; what was deferred, what is known, and how the rest is computed."""
+"""`TraceFrame`: one run along a segment, which tracks operands and deferred values and computes them on demand."""
 
 from __future__ import annotations
 
@@ -17,26 +17,38 @@ from intaglio.eager.segments.segment import Segment
 from intaglio.torch_private import DisableTorchFunction, pytree
 
 HELD_HERE = 3
-"""References to a tensor that nobody outside holds, in a loop over the values of a table: the table's, the loop's, the
-argument of getrefcount."""
+"""Reference count of an otherwise unreferenced tensor in a loop over a dictionary.
+
+One reference each is held by the dictionary, the loop variable and the argument of getrefcount.
+"""
 RECENT_VALUES = 8
-"""Sets of sizes whose tensors a segment keeps for the next call."""
+"""Number of size assignments for which a segment keeps tensors for reuse."""
 ATTRIBUTES = 3
-"""Of a `QTensor` that nobody gave another one."""
+"""Number of attributes of a `QTensor` to which user code has added none."""
 
 
 class TensorHolder(Protocol):
-    """States what a frame reads of its session."""
+    """Protocol for the part of a session that a frame reads."""
 
     held: dict[str, torch.Tensor]
-    """Dotted name -> parameter, buffer or attribute of the model."""
+    """Parameters, buffers and tensor attributes of the model by dotted name."""
 
 
 class TraceFrame:
-    """``next``: the operator that is expected. ``bound``: tensors that stand for values made elsewhere; ``made``:
-    values made here, deferred or not; ``replaced``: values whose tensor stood for another one before, with the first it
-    stood for. ``spare``:
-    tensors of an earlier call, by value, to be taken instead of making new ones."""
+    """The position of a call in a segment, with its operands and deferred values.
+
+    Attributes:
+        next: Index of the operator that is expected next.
+        bound: Tensors of values that were made outside this frame, by value number.
+        made: Tensors of values made by this frame, deferred or computed.
+        symbols: Dynamic sizes that operands have determined.
+        replaced: For values written in place to a tensor, the value that the tensor first represented.
+        sizes: Shape of each value, or None while unknown.
+        misfits: Axes in whose size the operands of a failed `bind` differ from the recording.
+        spare: Tensors of an earlier call, by value number, for reuse.
+        counted: Values that observers have already counted.
+        computed: Values of `made` with contents.
+    """
 
     def __init__(self, session: TensorHolder, segment: Segment, start: int = 0) -> None:
         self.session, self.segment, self.next = session, segment, start
@@ -53,7 +65,7 @@ class TraceFrame:
         self.computed: set[int] = set()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """The arguments of the model, if they are nested like those it was recorded with; whether they are."""
+        """Bind the arguments of the model; return whether they are nested as in the recording."""
         given, tree = pytree.tree_flatten((args, kwargs))
         spec = self.segment.call_leaves
         if spec is None or self.segment.call_tree != tree:
@@ -63,10 +75,10 @@ class TraceFrame:
             self.bind(dict(pairs))
         return True
 
-    # -- following -----------------------------------------------------------------------------------------------
+    # -- following ------------------------------------------------------------------------------------------------
 
     def follows(self, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call is this operator on these values; what it settles about inputs is kept if so."""
+        """Return whether a call is this operator on these values, and bind the operands if so."""
         slots = event.slots
         if len(args) != len(slots) or len(kwargs) != len(event.kwargs):
             return False
@@ -83,7 +95,9 @@ class TraceFrame:
             if slot >= 0 and type(value) is QTensor and value.frame is self:
                 if value.slot != slot:
                     return False
-            elif value is not spec and not self._stands_for(spec, value, trial):  # code's constants are the same object
+            elif value is not spec and not self._stands_for(
+                spec, value, trial
+            ):  # constants in code are identical objects
                 return False
         if kwargs:
             for key, spec in event.kwargs.items():
@@ -93,7 +107,7 @@ class TraceFrame:
         return not trial or self.bind(trial)
 
     def bind(self, trial: dict[int, torch.Tensor]) -> bool:
-        """These tensors for these values, if they have their types."""
+        """Bind tensors to values if data types and shapes fit; return whether they do."""
         symbols = dict(self.symbols)
         with DisableTorchFunction():
             segment = self.segment
@@ -148,7 +162,7 @@ class TraceFrame:
         return known is value
 
     def _is_of_segment(self, value: torch.Tensor, number: int) -> bool:
-        """Whether it is this value from another run along the segment."""
+        """Return whether a tensor is this value from another run along the same segment."""
         return (
             type(value) is QTensor
             and value.slot == number
@@ -163,17 +177,21 @@ class TraceFrame:
             return None
 
     def size(self, number: int, axis: int, trial: Mapping[int, torch.Tensor] = MappingProxyType({})) -> int:
-        """Of a value that is known, or whose size follows from those that are."""
+        """Return the size of an axis of a value.
+
+        Raises:
+            LookupError: The value is not known, and its shape does not follow from known ones.
+        """
         known = self.bound.get(number, trial.get(number, self.made.get(number)))
         found = known.shape if known is not None else self.sizes[number] if self.sizes else None
         if found is None:
             raise LookupError
         return int(found[axis])
 
-    # -- deferring -----------------------------------------------------------------------------------------------
+    # -- deferring ------------------------------------------------------------------------------------------------
 
     def defer(self, event: Event, args: tuple[Any, ...]) -> Any:
-        """The result of the operator that was expected, not computed yet."""
+        """Return the result of the expected operator as deferred tensors."""
         self.next += 1
         if event.makes >= 0:
             return self._pending(event.makes)
@@ -188,7 +206,7 @@ class TraceFrame:
         return fill(result, self._result)
 
     def _change(self, tensor: QTensor, number: int) -> None:
-        """The caller's tensor, which nobody sees through another, stands for another value from now on."""
+        """Make the caller's private tensor represent another value, as an in-place operator does."""
         if tensor.frame is self and tensor.content is None:
             old = tensor.slot
             self.replaced[number] = self.replaced.get(old, old)
@@ -229,20 +247,22 @@ class TraceFrame:
         return made
 
     def _inferred(self, number: int) -> torch.Size:
-        """A size that the free sizes known so far do not give: by computing the value."""
+        """Return a shape that the known dynamic sizes do not determine, by computing the value."""
         real = self._replayed(number)
         self.bound[number] = real
         return real.shape
 
     def skip(self, event: Event, changed: torch.Tensor) -> None:
-        """The operator that was expected ran at once and wrote to this tensor."""
+        """Advance past the expected operator, which ran at once and wrote to the tensor `changed`."""
         self.next = event.index + 1
         assert event.changed is not None
         self.bound[event.changed] = changed
 
     def leave(self) -> None:
-        """Behind the end of a call: tensors that nobody holds serve the next call of these sizes. Making one is dearer
-        than all else of deferring an operator."""
+        """Keep deferred tensors without other references for the next call with the same sizes.
+
+        Creating a tensor costs more than all other work of deferring an operator.
+        """
         if not self.sizes:
             return
         spare, changed, first = {}, self.segment.changed, self.replaced
@@ -252,7 +272,7 @@ class TraceFrame:
                 if slot not in changed and (slot == q.slot or q.shape == self.sizes[slot]):
                     spare[slot] = q
             elif q.content is None:
-                return  # its numbers may still be asked for
+                return  # the caller may still read its contents
         self.made.clear()
         for q in spare.values():
             q.content = None
@@ -261,16 +281,16 @@ class TraceFrame:
             self.segment.spare.clear()
         self.segment.spare[tuple(self.symbols.items())] = spare
 
-    # -- computing -----------------------------------------------------------------------------------------------
+    # -- computing ------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """The numbers of every deferred value that somebody holds."""
+        """Compute every deferred value that is still referenced."""
         wanted = [q for q in self.made.values() if q.content is None and getrefcount(q) > HELD_HERE]
         if wanted:
             self.compute(wanted)
 
     def compute(self, wanted: Sequence[QTensor]) -> None:
-        """The numbers of these, and of others that are alive and will be read."""
+        """Compute these values, together with other referenced ones that later operators read."""
         with DisableTorchFunction(), torch.no_grad(), torch.autocast("cpu", enabled=False):
             chosen = {q.slot: q for q in wanted if q.content is None}
             later = self.segment.last_use
@@ -294,7 +314,7 @@ class TraceFrame:
             self.computed.add(number)
 
     def _one_by_one(self, number: int, q: QTensor) -> None:
-        """A value by itself; by its float operator if the graph does not hold it."""
+        """Compute a value by itself, with its float operator if the graph does not hold it."""
         try:
             self._run(frozenset([*self.bound, *self.computed]), (number,), {number: q})
         except UnavailableError:
@@ -306,7 +326,7 @@ class TraceFrame:
         return plain(self.made[number] if found is None else found)
 
     def _replayed(self, number: int) -> torch.Tensor:
-        """By the float operator itself, on operands as they are."""
+        """Return a value, computed by its float operator if necessary."""
         if number in self.bound or number in self.computed:
             return self._known(number)
         event = next(event for event in self.events if number in event.outputs)
@@ -318,7 +338,7 @@ class TraceFrame:
         return made[number]
 
     def operand(self, number: int) -> torch.Tensor:
-        """The numbers of a value, whatever it takes."""
+        """Return the tensor of a value, and compute it first if necessary."""
         known = self.bound.get(number)
         if known is not None:
             return plain(known)
