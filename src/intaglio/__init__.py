@@ -1,4 +1,4 @@
-"""intaglio: a float PyTorch model and a few batches of data in, a fast int8 model for the CPU out."""
+"""intaglio quantizes float PyTorch models with a few batches of data and compiles them to int8 programs for CPUs."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,7 @@ else:
         "load": "intaglio.build",
         "quantize": "intaglio.api",
     }
-    """Public name -> the module that defines it; the other names are modules themselves."""
+    """Public name -> the module that defines it. Names that are missing here are modules themselves."""
 
     def __getattr__(name: str) -> Any:
         """Import a public name at its first use, so that `intaglio --help` does not wait for PyTorch."""

@@ -1,4 +1,4 @@
-"""`python -m intaglio`: the command line."""
+"""Entry point of ``python -m intaglio``, the command line."""
 
 from intaglio.cli import main
 

@@ -1,9 +1,9 @@
-"""Decide node by node what is quantized.
+"""Annotate a graph node by node with the quantization of its values.
 
-Any object with a method ``annotate(module)`` is a quantizer that `intaglio.stages.prepare` takes. It writes an
-`Annotation` on nodes with `annotate_node`: `Levels` on the edges they read and on their results, `SameAs` to share the
-parameters of another edge, or `Own`, an observer that quantizes by itself. `Observed`, `Fixed` and `Dynamic` name the
-source of parameters. `Composed` joins several quantizers; `X86Quantizer` is one.
+Any object with a method ``annotate(module)`` is a quantizer that `intaglio.stages.prepare` accepts. It calls
+`annotate_node` to put an `Annotation` on nodes: `Levels` quantizes the value on an input edge or a result, `SameAs`
+shares the parameters of another edge, and `Own` installs a custom observer. `Observed`, `Fixed` and `Dynamic` say how
+the parameters of a value are determined. `Composed` applies several quantizers, and `X86Quantizer` is a ready-made one.
 """
 
 from intaglio.quant.annotate.node_annotations import (

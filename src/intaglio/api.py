@@ -1,4 +1,4 @@
-"""`quantize` and `autotune`: all stages in order."""
+"""`quantize` and `autotune`: the public functions that run all stages of quantization in order."""
 
 from __future__ import annotations
 
@@ -55,33 +55,45 @@ def quantize(
     progress: bool | None = None,
     options: CompileOptions | None = None,
 ) -> QuantizedModel:
-    """Quantize a float model with a few batches of data and compile it for the CPU. The float model is never changed.
+    """Quantize a float model with a few batches of data and compile it for the CPU. The float model is not changed.
 
     Args:
         model: the float model.
-        data: any iterable of batches (tensors, tuples, dictionaries, (inputs, label) pairs), a `DataLoader`, or a
-            function that is called with the model to calibrate, which leaves out `equalize` and `correct`: these look
-            several times at the first 256 samples, which are kept.
-        example_inputs: a tuple of arguments (default: the first batch).
-        dynamic_shapes: as `torch.export` takes them (default: the batch is free).
-        recipe: a `Recipe`, its name ("accurate", or "int8_dynamic", which needs no data), its entries as a mapping, or
-            the path of its TOML file. With one that has parameters nothing is calibrated.
-        skip: selectors of what stays in float.
-        only: selectors; nothing else is quantized.
-        input: what the bytes of images stand for, by name where there are several inputs; uint8 images are then taken.
-        quantizer: a `stages.Quantizer` with patterns, operators and more, in place of ``recipe`` and ``input``.
-        samples: stop calibration after that many.
-        progress: show a bar (default: on a terminal).
-        options: instruction sets, a search for schedules, calls of new shapes; ``tune=True`` measures with the first
-            entry of the example inputs' batch.
+        data: calibration data: an iterable of batches (tensors, tuples, dictionaries or (inputs, label) pairs), a
+            `DataLoader`, or a function that is called with the model to calibrate. A function skips `equalize` and
+            `correct`, which need to read the first 256 samples several times. ``None`` is possible if all activations
+            are quantized dynamically or the recipe already has parameters.
+        example_inputs: a tuple with the arguments of one call (default: the first batch).
+        dynamic_shapes: dynamic dimensions, in the form that `torch.export` takes (default: the batch is dynamic).
+        recipe: a `Recipe`, the name of one ("accurate", or "int8_dynamic", which needs no data), its entries as a
+            mapping, or the path of its TOML file. A recipe that has parameters replaces calibration.
+        skip: selectors of the operators that stay in float.
+        only: selectors of the operators to quantize; all others stay in float (default: quantize all).
+        input: the normalization of image inputs. An `Image`, or a mapping from input name to `Image` if there are
+            several inputs. The quantized model then accepts uint8 images too.
+        quantizer: a `stages.Quantizer`, which can also have patterns and user operators. Replaces ``recipe`` and
+            ``input``.
+        samples: number of samples after which calibration stops (default: all).
+        progress: whether to show a progress bar (default: if standard error is a terminal).
+        options: instruction sets, schedule search and the policy for new shapes. With ``tune=True`` the search measures
+            with the first sample of the example inputs.
+
+    Returns:
+        The int8 model, which is called like the float model.
 
     Raises:
-        IntaglioError: something cannot be done; the error says where, what, and what to do.
+        IntaglioError: the model cannot be captured, quantized or compiled. The error says where and why, and suggests a
+            remedy.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(16, 4), torch.nn.ReLU())
+        >>> int8 = intaglio.quantize(model, [torch.randn(8, 16) for _ in range(4)])
+        >>> y = int8(torch.randn(2, 16))
     """
     options = options or CompileOptions()
     quantizer = _selected(quantizer, recipe, skip, only, input)
     captured, call, data = _captured(model, data, example_inputs, dynamic_shapes)
-    if not isinstance(options.tune, bool):  # before the work, not after it
+    if not isinstance(options.tune, bool):  # fail before calibration, not after it
         example_of(captured.signature, options.tune, range(len(captured.signature.inputs)) if quantizer.input else ())
     prepared, given = prepare(captured, quantizer), quantizer.recipe.parameters
     reference = _calibrated(prepared, data, samples, progress) if given is None else convert(prepared, given)
@@ -107,27 +119,38 @@ def autotune(
     progress: bool | None = None,
     isa: str | Iterable[str] | None = None,
 ) -> Tuned:
-    """Quantize as much of a model as a metric of the user's allows.
+    """Quantize as much of a model as an accuracy metric allows.
 
-    If what `quantize` gives is good enough, that is all. Otherwise operators are ranked by what rounding them alone
-    does (`compare`); the worst are left in float, twice as many each time until the metric holds, then as few of those
-    as will do. Everything is calibrated and corrected once; trials only convert and compile. Where no trial holds, the
-    best is returned, with a warning. The result is the same wherever ``evaluate`` is.
+    Starts from the model that `quantize` would return. If its metric is too low, operators are ranked by the error that
+    their own rounding causes (`compare`), and the worst are left in float: twice as many in each trial until the metric
+    is reached, then as few of them as suffice. Calibration and correction run once; each trial only converts and
+    compiles. If no trial reaches the metric, the best one is returned with a warning.
 
     Args:
-        model: the float model, which is never changed.
-        data: batches; a function of the model cannot be ranked over.
-        evaluate: a function of a model, the float one or an int8 one, that returns a number, higher for better. It is
-            called without gradients, the float model first.
-        max_drop: how far the metric may be below the float model's, as a share of that.
-        relative: ``False`` makes ``max_drop`` a difference.
-        evaluations: how often ``evaluate`` may be called.
-        quantizer: what is quantized at most; what it leaves in float stays there.
+        model: the float model, which is not changed.
+        data: an iterable of batches. A function that runs the model is refused, because operators are ranked over
+            batches.
+        evaluate: a function that takes a model, either the float model or an int8 model, and returns one finite number,
+            higher for better. It is called without gradients, with the float model first.
+        max_drop: the largest accepted loss of the metric, as a fraction of the float model's metric.
+        relative: if ``False``, ``max_drop`` is an absolute difference.
+        evaluations: the largest number of calls of ``evaluate``, the one with the float model included.
+        example_inputs: a tuple with the arguments of one call (default: the first batch).
+        dynamic_shapes: as in `quantize`.
+        quantizer: what to quantize at most. Operators that it leaves in float stay in float.
+        samples: as in `quantize`.
+        progress: as in `quantize`.
         isa: instruction sets, as in `CompileOptions`.
-        example_inputs, dynamic_shapes, samples, progress: as in `quantize`.
+
+    Returns:
+        The chosen model, its recipe and all trials.
 
     Raises:
-        InputError: ``evaluate`` fails or returns anything but one finite number.
+        InputError: ``evaluate`` fails or does not return one finite number, or ``data`` is a function.
+
+    Example:
+        >>> tuned = intaglio.autotune(model, batches, evaluate=lambda m: accuracy(m, test_set), max_drop=0.005)
+        >>> tuned.model.save("model.int8")
     """
     criterion = Criterion(evaluate, max_drop, relative, evaluations)
     quantizer = quantizer or Quantizer()
@@ -152,7 +175,8 @@ def _selected(
     only: Selectors,
     images: Image | Mapping[str, Image] | None,
 ) -> Quantizer:
-    """Return the quantizer that was given, or that of a recipe and images, less what is skipped."""
+    """Return the given quantizer, or one made of a recipe and images, with the selection of ``skip`` and ``only``
+    applied."""
     if quantizer is None:
         quantizer = Quantizer(Recipe.given(recipe), images or {})
     elif recipe is not None or images is not None:
@@ -161,14 +185,15 @@ def _selected(
 
 
 def _captured(model: nn.Module, data: Any, example_inputs: Any, dynamic_shapes: Any) -> tuple[Captured, Call, Any]:
-    """Return the captured model, the arguments of the example call, and data that still starts with it."""
+    """Return the captured model, the arguments of the example call, and data that still starts with the first batch."""
     refuse_quantized(model)
     call, data = _first_call(model, data, example_inputs)
     return capture(model, call[0], example_kwargs=call[1], dynamic_shapes=dynamic_shapes), call, data
 
 
 def _first_call(model: nn.Module, data: Any, example_inputs: Any) -> tuple[Call, Any]:
-    """Return the example inputs, or else the first batch, and data that still starts with it."""
+    """Return the arguments of the example call (default: those of the first batch), and data that still starts with
+    it."""
     if example_inputs is None:
         first, data = peek(data)
         return binder_for(model)(first), data
@@ -176,21 +201,22 @@ def _first_call(model: nn.Module, data: Any, example_inputs: Any) -> tuple[Call,
 
 
 def _calibrated(prepared: Prepared, data: Any, samples: int | None, progress: bool | None) -> Reference:
-    """Calibrate and convert; a model that is quantized while it runs needs no data."""
+    """Calibrate and convert. A model whose activations are all quantized dynamically needs no data."""
     if not prepared.observers:
         return convert(prepared)
     return _converted(prepared, *_kept(prepared, data, samples), samples, progress)
 
 
 def _kept(prepared: Prepared, data: Any, samples: int | None) -> tuple[list[Any], Any]:
-    """Return batches to be looked at several times, and data that still starts with them."""
+    """Return the cached batches for equalization and correction, and data that still starts with them."""
     return keep(data, prepared.signature, CACHED_SAMPLES if samples is None else min(samples, CACHED_SAMPLES))
 
 
 def _converted(
     prepared: Prepared, looked_at: list[Any], data: Any, samples: int | None, progress: bool | None
 ) -> Reference:
-    """Equalize, calibrate, correct and convert; with a function that runs the model, only calibrate and convert."""
+    """Equalize, calibrate, correct and convert. Data that is a function has no cached batches: only calibrate and
+    convert."""
     if not looked_at and Group.current().size == 1:
         return convert(prepared, calibrate(prepared, data, samples=samples, progress=progress))
     prepared = equalize(prepared, looked_at)

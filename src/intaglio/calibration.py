@@ -1,10 +1,9 @@
-"""Calibrate with callbacks and data sets of one's own.
+"""Calibrate with user-defined callbacks and data sets.
 
-A `CalibrationCallback` chooses the parameters of the sites of one pattern; `Calibrator` calls it with a
-`CalibrationInfo`, region by region, and returns the ranges of all sites. `GlobalCalibrationCallback` and
-`AverageMaxCalibrationCallback` are two of them. `DatasetManager` gives any data the form of batches, and `share` gives
-every rank of a distributed calibration its part of a `DataLoader`. `intaglio.stages.calibrate` is all that is needed
-where no pattern has a callback.
+A `CalibrationCallback` chooses the parameters of the sites of one pattern. `Calibrator` calls it region by region with
+a `CalibrationInfo` and returns the ranges of all sites. `GlobalCalibrationCallback` and `AverageMaxCalibrationCallback`
+are ready-made callbacks. `DatasetManager` turns data of any form into batches, and `share` gives each rank of a
+distributed calibration its part of a `DataLoader`. If no pattern has a callback, `intaglio.stages.calibrate` is enough.
 """
 
 from intaglio.quant.calibrate.callbacks import (

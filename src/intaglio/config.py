@@ -1,4 +1,4 @@
-"""The only reader of the environment. Nothing here is needed for correct results."""
+"""Settings from environment variables. This is the only module that reads them, and none of them changes results."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 from intaglio.errors import InputError
 
 VERSION = "0.1.0"
-"""Of this package; saved models name it."""
+"""Version of this package, which saved models record."""
 
 
 def cache_dir() -> Path:
-    """Folder of compiled kernels: ``INTAGLIO_CACHE_DIR``, else ``intaglio`` below the user's cache folder."""
+    """Return the folder of compiled kernels: ``INTAGLIO_CACHE_DIR``, else ``intaglio`` below the user's cache
+    folder."""
     chosen = os.environ.get("INTAGLIO_CACHE_DIR")
     if chosen:
         return Path(chosen)
@@ -23,13 +24,13 @@ def cache_dir() -> Path:
 
 
 def cache_limit_bytes() -> int:
-    """Size the kernel cache is kept below: ``INTAGLIO_CACHE_MB``, 1024 by default."""
+    """Return the maximum size of the kernel cache in bytes: ``INTAGLIO_CACHE_MB``, 1024 by default."""
     return _number("INTAGLIO_CACHE_MB", 1024) << 20
 
 
 def plans() -> int:
-    """Sets of shapes whose plans a model keeps, the least recently used out first: ``INTAGLIO_PLANS``, 256 by default.
-    A plan is some kilobytes; memory of activations is shared by all."""
+    """Return the number of call shapes whose plans a model caches: ``INTAGLIO_PLANS``, 256 by default. The least
+    recently used plan is dropped first. A plan takes some kilobytes; all plans share the memory of activations."""
     return max(1, _number("INTAGLIO_PLANS", 256))
 
 
@@ -42,11 +43,11 @@ def _number(variable: str, default: int) -> int:
 
 
 def compiler() -> str | None:
-    """Path of the C++ compiler (``CXX``, else ``g++``, else ``c++``), or ``None`` when there is none."""
+    """Return the path of the C++ compiler (``CXX``, else ``g++``, else ``c++``), or ``None`` if none is found."""
     names = (os.environ["CXX"],) if os.environ.get("CXX") else ("g++", "c++")
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
 def show_progress() -> bool:
-    """Whether progress bars may be drawn: a terminal, and ``INTAGLIO_PROGRESS`` is not 0."""
+    """Return whether progress bars may be drawn: standard error is a terminal and ``INTAGLIO_PROGRESS`` is not 0."""
     return sys.stderr.isatty() and os.environ.get("INTAGLIO_PROGRESS", "1") != "0"

@@ -1,14 +1,17 @@
-"""What can go wrong, told to the person who sees it: where, what, the limit, the remedy."""
+"""Exception classes. Every message says where the problem is, what it is, which limit it breaks and how to fix it."""
 
 from __future__ import annotations
 
 
 class IntaglioError(Exception):
-    """Base of every error intaglio raises on purpose.
+    """Base class of all errors that intaglio raises on purpose.
 
-    ``where`` is a module path, argument or file; ``operator`` an ATen operator (or ``None``);
-    ``problem`` says what is wrong and the limit it broke; ``remedy`` what to do about it;
-    ``source`` the line of the user's model, where one is known.
+    Attributes:
+        where: module path, argument or file.
+        operator: ATen operator, or ``None``.
+        problem: what is wrong, and the limit that it breaks.
+        remedy: what the user can do about it, or ``None``.
+        source: line of the user's model, or ``None`` if it is not known.
     """
 
     def __init__(
@@ -41,15 +44,15 @@ def _rebuild(
 
 
 class CaptureError(IntaglioError):
-    """The model could not be turned into a graph, or the graph disagrees with the model."""
+    """The model cannot be turned into a graph, or the graph disagrees with the model."""
 
 
 class UnsupportedError(IntaglioError):
-    """Something the model or a recipe asks for cannot be expressed in int8."""
+    """The model or the recipe asks for something that cannot be expressed in int8."""
 
 
 class SelectorError(IntaglioError):
-    """A selector of a recipe matches nothing or cannot be read."""
+    """A selector of a recipe matches nothing or is malformed."""
 
 
 class CalibrationError(IntaglioError):
@@ -57,12 +60,12 @@ class CalibrationError(IntaglioError):
 
 
 class BuildError(IntaglioError):
-    """Generated code could not be compiled or loaded."""
+    """Generated code cannot be compiled or loaded."""
 
 
 class InputError(IntaglioError):
-    """A call with inputs that the model was not built for."""
+    """An argument or an input tensor does not fit the model."""
 
 
 class ArtifactError(IntaglioError):
-    """A saved file is damaged, or from another version."""
+    """A saved file is damaged, cannot be written, or comes from another version."""

@@ -1,5 +1,5 @@
-"""Where results are written, checked before the work that leads to them: a file needs a folder that exists, and the
-folder of an export, which is the result itself, is made."""
+"""Checks of output paths, made before the work whose results are written there. The folder of a file must exist; the
+folder of an export is created."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ FOLDER = "choose a folder that can be made and has room"
 
 
 def unwritable(path: str | Path, reason: object, remedy: str) -> ArtifactError:
-    """``remedy``: `FILE` or `FOLDER`. Of an ``OSError``, its reason without the path of a draft."""
+    """Return the error for a path that cannot be written.
+
+    Args:
+        path: the path that the user gave.
+        reason: a text, or an ``OSError``, whose message is used without the path of the temporary file.
+        remedy: `FILE` or `FOLDER`.
+    """
     said = getattr(reason, "strerror", None) or reason
     return ArtifactError(str(path), None, f"cannot be written: {said}", remedy=remedy)
 
 
 def check_file(path: str | Path) -> None:
-    """`ArtifactError` where no file can be made or replaced."""
+    """Raise `ArtifactError` if no file can be created or replaced at ``path``."""
     folder = Path(os.path.realpath(path)).parent
     if os.path.isdir(path):
         raise unwritable(path, "it is a folder", FILE)
@@ -28,7 +34,7 @@ def check_file(path: str | Path) -> None:
 
 
 def check_folder(path: str | Path) -> None:
-    """`ArtifactError` where no folder can be made or written into."""
+    """Raise `ArtifactError` if no folder can be created at ``path``, or if it cannot be written into."""
     folder = Path(os.path.realpath(path))
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     if (reason := _closed(existing)) is not None:
@@ -36,14 +42,14 @@ def check_folder(path: str | Path) -> None:
 
 
 def _closed(folder: Path) -> str | None:
-    """Why nothing can be put into a folder."""
+    """Return why files cannot be created in ``folder``, or ``None`` if they can."""
     if not folder.is_dir():
         return f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
     return None if os.access(folder, os.W_OK | os.X_OK) else f"no permission to write into {folder}"
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """The whole of a file, in UTF-8."""
+    """Write ``text`` to a file in UTF-8. Raise `ArtifactError` if it cannot be written."""
     check_file(path)
     try:
         Path(path).write_text(text, encoding="utf-8")

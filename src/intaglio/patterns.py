@@ -1,8 +1,9 @@
-"""What patterns and operators of one's own are made of.
+"""Building blocks of user-defined patterns and operators.
 
-`op` is an operator, `seq` a chain of them, `wildcard` any value, `const` one that never changes; `builtin` gives
-intaglio's own patterns. `OpDef` is the record of an operator, `Roles` says which of its operands are activations,
-`Call` is what its functions see of a call; `quantize` and `dequantize` are the arithmetic its meaning needs.
+In a pattern, `op` matches an operator, `seq` a chain of operators, `wildcard` any value and `const` a constant;
+`builtin` returns intaglio's own patterns. `OpDef` is the record of an operator, `Roles` says which of its operands are
+activations, and `Call` describes a call to the functions of the record. `quantize` and `dequantize` are the reference
+arithmetic for the integer meaning of an operator.
 """
 
 from intaglio.fusion.pattern import Pattern, const, op, seq, wildcard

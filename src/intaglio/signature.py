@@ -1,4 +1,5 @@
-"""How a call of the model becomes tensors, and tensors its result. The one home of argument checks."""
+"""Conversion of a call's arguments to input tensors and of output tensors to its result. All argument checks are
+here."""
 
 from __future__ import annotations
 
@@ -31,7 +32,16 @@ TORCH_DTYPES = {kind: dtype for dtype, kind in DTYPES.items()}
 
 
 def bind(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensor leaves of a call, checked against the captured structure."""
+    """Return the tensor leaves of a call in the order of the signature's inputs.
+
+    Args:
+        signature: the signature of the captured model.
+        args: positional arguments.
+        kwargs: keyword arguments. Arguments of ``forward`` may be passed by position or by keyword.
+
+    Raises:
+        InputError: the nesting differs from the captured call, or a leaf that is not a tensor has another value.
+    """
     leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
     if tree != signature.in_tree:
         leaves = _rearranged(signature, args, kwargs)
@@ -49,7 +59,8 @@ def bind(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def _rearranged(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Leaves of a call that spells positional arguments by keyword, or the other way round."""
+    """Return the leaves of a call that passes captured positional arguments by keyword, or captured keywords by
+    position."""
     example_args, example_kwargs = pytree.tree_unflatten([None] * signature.in_tree.num_leaves, signature.in_tree)
     args = tuple(_like(a, example) for a, example in zip(args, example_args, strict=False)) + args[len(example_args) :]
     names, given = signature.names, {name: _like(value, example_kwargs.get(name)) for name, value in kwargs.items()}
@@ -74,12 +85,13 @@ def _rearranged(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def plain_mapping(value: Any) -> Any:
-    """A dictionary, of a mapping that torch does not know as a container (what tokenizers return is one)."""
+    """Return a mapping that PyTorch's pytree does not know as a container (for example the result of a tokenizer) as a
+    dictionary, and other values unchanged."""
     return dict(value) if isinstance(value, Mapping) and type(value) not in pytree.SUPPORTED_NODES else value
 
 
 def _like(value: Any, example: Any) -> Any:
-    """Mappings as dictionaries, with their keys in the order of the example's."""
+    """Return ``value`` with mappings as dictionaries whose keys have the order of ``example``."""
     value = plain_mapping(value)
     if type(value) is dict and type(example) is dict and value.keys() == example.keys():
         return {key: _like(value[key], example[key]) for key in example}
@@ -87,9 +99,15 @@ def _like(value: Any, example: Any) -> Any:
 
 
 def dims_of(signature: Signature, leaves: Sequence[Any], byte_inputs: Collection[int] = ()) -> dict[str, int]:
-    """Values of the free dimensions in a call; `InputError` when a tensor does not fit its captured type.
+    """Return the sizes of the dynamic dimensions in a call.
 
-    ``byte_inputs``: positions of inputs that may be uint8 instead.
+    Args:
+        signature: the signature of the captured model.
+        leaves: the tensors of the call, in the order of the signature's inputs.
+        byte_inputs: positions of inputs that may be uint8 instead of their captured type.
+
+    Raises:
+        InputError: a tensor does not fit its captured type, or a dynamic dimension is out of its range.
     """
     check_kinds(signature, leaves, byte_inputs)
     symbols: dict[str, int] = {}
@@ -109,7 +127,8 @@ def dims_of(signature: Signature, leaves: Sequence[Any], byte_inputs: Collection
 
 
 def check_kinds(signature: Signature, leaves: Sequence[Any], byte_inputs: Collection[int] = ()) -> None:
-    """`InputError` for what is no dense tensor of the captured element type on the CPU, whatever its shape."""
+    """Raise `InputError` unless every leaf is a dense CPU tensor of the captured element type. Shapes are not
+    checked."""
     for index, (entry, value) in enumerate(zip(signature.inputs, leaves, strict=True)):
         where = f"input '{entry.name}'"
         if not isinstance(value, torch.Tensor):
@@ -131,7 +150,7 @@ def _shape_text(shape: Sequence[Any]) -> str:
 
 
 def _beyond(signature: Signature, symbols: Mapping[str, int]) -> str | None:
-    """The range of a free dimension that is outside of it."""
+    """Return a text with the range of the first dynamic dimension that is outside of its range, or ``None``."""
     for name, (low, high) in signature.ranges.items():
         if name in symbols and not low <= symbols[name] <= (symbols[name] if high is None else high):
             return f"{name} of at least {low}" if high is None else f"{name} from {low} to {high}"
@@ -139,7 +158,8 @@ def _beyond(signature: Signature, symbols: Mapping[str, int]) -> str | None:
 
 
 def unfit(tensor: torch.Tensor) -> str | None:
-    """Why no model of ours reads this tensor, whatever its shape and element type."""
+    """Return why a compiled model cannot read this tensor, whatever its shape and element type, or ``None`` if it
+    can."""
     if tensor.is_nested:
         return "a nested tensor; the model takes dense tensors"
     if tensor.layout is not torch.strided:
@@ -153,7 +173,8 @@ TO_DENSE_ON_CPU = "call .cpu(), .to_dense() or torch.nested.to_padded_tensor"
 
 
 def settles(dim: Dim, size: int, symbols: dict[str, int]) -> bool:
-    """Whether an axis may have this size; the one symbol of its expression that was not known is known from now on."""
+    """Return whether an axis may have this size. If exactly one symbol of ``dim`` is unknown, solve for it and add its
+    value to ``symbols``."""
     unknown = symbols_of(dim) - symbols.keys()
     if len(unknown) == 1:
         (name,) = unknown
@@ -164,17 +185,23 @@ def settles(dim: Dim, size: int, symbols: dict[str, int]) -> bool:
 
 
 def initial_state(signature: Signature) -> list[torch.Tensor]:
-    """What the buffers that the model changes held when it was captured: the graph's inputs behind those of a call."""
+    """Return copies of what the model's mutable buffers held at capture. They are the graph's last inputs."""
     return [torch.from_numpy(entry.initial.copy()) for entry in signature.state]
 
 
 def kept_state(signature: Signature, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Their values after a call, the last of its results, in memory that nobody else holds."""
+    """Return copies of the new values of mutable buffers, which are the last results of a call."""
     return [value.clone() for value in results[len(results) - len(signature.state) :]]
 
 
 class Integers(NamedTuple):
-    """A result as levels: ``(values - zero_point) * scale`` is what it stands for."""
+    """An output tensor of quantized values, ``real = (values - zero_point) * scale``.
+
+    Attributes:
+        values: the quantized values, uint8.
+        scale: scale of the tensor.
+        zero_point: zero point of the tensor.
+    """
 
     values: torch.Tensor
     scale: float
@@ -182,17 +209,24 @@ class Integers(NamedTuple):
 
     @staticmethod
     def of(real: torch.Tensor, q: QParams) -> Integers:
-        """From dequantized levels. A level times its scale is off by half a unit in the last place, so it is found."""
+        """Return the quantized values of a tensor that the program dequantized. Rounding recovers them exactly: a
+        quantized value times its scale is off by at most half a unit in the last place."""
         levels = numerics.round_clamp(real * float(numerics.reciprocal(q.step)), q.qmin, q.qmax, q.zero)
         return Integers(levels.to(torch.uint8), q.step, q.zero)
 
     def dequantize(self) -> torch.Tensor:
-        """The float values that the levels stand for."""
+        """Return the dequantized values as float32."""
         return (self.values.to(torch.int32) - self.zero_point).to(torch.float32) * self.scale
 
 
 def rebuild(signature: Signature, results: tuple[Any, ...], symbols: Mapping[str, int]) -> Any:
-    """The model's result from the graph's tensor results, structure and constants restored."""
+    """Return the model's result in its original structure.
+
+    Args:
+        signature: the signature of the captured model.
+        results: the graph's output tensors; constants of the result are filled in.
+        symbols: sizes of the dynamic dimensions, for results that are sizes.
+    """
     values = iter(results)
     leaves = []
     for output in signature.outputs:
@@ -211,8 +245,13 @@ def repeated(
     carried: int,
     values: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    """What ``while condition(*values): values = (*body(*values), *beside)`` leaves of the first values, those that are
-    carried, in memory of their own.
+    """Run ``while condition(*values): values = (*body(*values), *values[carried:])`` and return the carried values.
+
+    Args:
+        condition: returns a sequence whose first entry decides whether the body runs again.
+        body: returns the new carried values.
+        carried: number of values that the loop changes; the others are constant.
+        values: the initial values, which are not changed.
     """
     held, beside = [value.clone() for value in values[:carried]], values[carried:]
     while condition(*held, *beside)[0]:

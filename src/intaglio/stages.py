@@ -1,8 +1,8 @@
 """The stages of quantization, one function each, in the order in which `intaglio.quantize` calls them.
 
-`capture`, `prepare`, `equalize`, `calibrate`, `correct`, `convert`, `requantize`, `plan`, `compile`: each returns a
-value that can be printed, kept and handed to the next stage by hand. `compile` takes an earlier stage too, and
-`annotate` shows what `prepare` decides.
+The stages are `capture`, `prepare`, `equalize`, `calibrate`, `correct`, `convert`, `requantize`, `plan` and `compile`.
+Each function returns a value that can be printed, stored and passed to the next stage. `compile` accepts the results of
+earlier stages too, and `annotate` shows what `prepare` would decide.
 """
 
 from __future__ import annotations
@@ -93,18 +93,23 @@ def prepare(captured: Captured, quantizer: Quantizer | Annotator | None, qat: Li
 def prepare(
     captured: Captured, quantizer: Quantizer | Annotator | None = None, qat: bool = False
 ) -> Prepared | PreparedQat:
-    """Fold what can be folded, find the sites, and put an observer on each.
+    """Simplify the captured graph, find its quantization points (sites) and insert an observer at each.
 
     Args:
         captured: the captured model.
-        quantizer: a `Quantizer`, or an object that annotates nodes (`intaglio.annotation`).
-        qat: put a fake-quantize on each site instead, of a model that was captured with ``train=True``.
+        quantizer: a `Quantizer`, or any object that annotates nodes (`intaglio.annotation`). Default: ``Quantizer()``.
+        qat: insert fake-quantize modules for training instead of observers. The model must have been captured with
+            ``train=True``.
 
     Returns:
-        A model that is called as the float model was, and counts what it sees or is trained.
+        A model that is called like the float model and collects statistics, or with ``qat`` one to be trained.
 
     Raises:
-        UnsupportedError: nothing can be quantized, or an operator cannot be trained.
+        UnsupportedError: no operator can be quantized, or with ``qat`` an operator cannot be trained.
+
+    Example:
+        >>> captured = stages.capture(model, (x,))
+        >>> prepared = stages.prepare(captured)
     """
     return prepare_qat(captured, quantizer) if qat else prepare_captured(captured, quantizer)
 
@@ -112,24 +117,27 @@ def prepare(
 def calibrate(prepared: Prepared | PreparedQat, data: Any, **options: Any) -> Ranges:
     """Collect statistics of every site over the data, which is read once.
 
-    Callbacks of patterns choose the parameters of their regions, producers first, over batches that are kept. A model
-    prepared for training is calibrated as it evaluates, and its scales start from what is found.
+    Callbacks of patterns choose the parameters of their regions, producers before consumers, over cached batches. A
+    model prepared for training is calibrated in evaluation mode, and its scales start from the ranges found.
 
     Args:
-        prepared: the prepared model. On an error its statistics are as they were before.
-        data: an iterable of tensors, tuples, dictionaries or (inputs, label) pairs; a `DataLoader`; or a function that
+        prepared: the prepared model. If an error occurs its statistics are restored.
+        data: an iterable of tensors, tuples, dictionaries or (inputs, label) pairs, a `DataLoader`, or a function that
             is called with the prepared model.
-        options: ``samples`` stops after that many; ``progress`` shows a bar; ``nonfinite`` makes a NaN or an infinity
-            an "error", or leaves it out with "ignore"; ``first_batch`` is the index of the first batch (default: the
-            one after those the model has seen); ``group`` are the processes that calibrate together (default: those of
-            torch.distributed, where it is initialised); ``cache`` are bytes of values that callbacks may keep between
-            regions, beyond which these wait in a temporary file.
+        options: keyword arguments. ``samples``: number of samples after which to stop (default: all). ``progress``:
+            show a progress bar. ``nonfinite``: raise an "error" at a NaN or an infinity, or "ignore" the value.
+            ``first_batch``: index of the first batch (default: the one after those the model has seen). ``group``:
+            processes that calibrate together (default: those of torch.distributed if it is initialized). ``cache``:
+            bytes of values that callbacks may keep in memory between regions; more values go to a temporary file.
 
     Returns:
-        Statistics by site, and the parameters that callbacks chose.
+        The statistics of every site, and the parameters that callbacks chose.
 
     Raises:
-        CalibrationError: the data are empty, not finite, or of other shapes than the model's.
+        CalibrationError: the data is empty, is not finite, or has other shapes than the model.
+
+    Example:
+        >>> ranges = stages.calibrate(prepared, batches, samples=512)
     """
     if isinstance(prepared, PreparedQat):
         return calibrate_qat(prepared, data, **options)
@@ -140,21 +148,24 @@ def calibrate(prepared: Prepared | PreparedQat, data: Any, **options: Any) -> Ra
 def convert(
     prepared: Prepared | PreparedQat, ranges: Ranges | Parameters | None = None, corrections: Corrections | None = None
 ) -> Reference:
-    """Turn ranges into scales and zero points, and weights and biases into integers.
+    """Compute scales and zero points from ranges, and quantize weights and biases.
 
     Args:
-        prepared: the prepared model. A trained one has its parameters already, and takes no others.
-        ranges: statistics (default: what the prepared model has seen), or `Parameters`, which are taken as they are and
-            need no data; only a weight's scale that its bias does not fit grows.
-        corrections: integers and biases that `correct` found better than the nearest ones.
+        prepared: the prepared model. A trained model has its own parameters and accepts no others.
+        ranges: statistics (default: those of the prepared model), or `Parameters`, which are used unchanged and need no
+            data, except that the scale of a weight grows if its bias would not fit int32.
+        corrections: weights and biases of `correct`, used instead of round-to-nearest.
 
     Returns:
-        The reference model: a PyTorch graph with every quantize and dequantize written out.
+        The reference model, a PyTorch graph with explicit quantize and dequantize operators.
 
     Raises:
         CalibrationError: a site has seen no data.
-        UnsupportedError: an accumulator could overflow.
+        UnsupportedError: an int32 accumulator could overflow.
         InputError: a trained model is given ranges or corrections.
+
+    Example:
+        >>> reference = stages.convert(prepared, ranges)
     """
     if not isinstance(prepared, PreparedQat):
         return convert_prepared(prepared, ranges, corrections)
@@ -175,21 +186,26 @@ def from_qdq(
     example_kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> Reference:
-    """Read a model that another tool quantized, with its scales and zero points; nothing is calibrated.
+    """Import a model that another tool quantized, with its scales and zero points. No calibration takes place.
 
-    Operators between dequantize and quantize that have no int8 kernel stay in float.
+    Operators between a dequantize and a quantize that have no int8 kernel stay in float.
 
     Args:
-        model: what `convert_pt2e` gives, a program that was exported from it, or any module whose graph holds
-            ``quantized_decomposed.quantize_per_tensor`` and its kin.
-        example_inputs, example_kwargs, dynamic_shapes: as in `capture`; a program has its own example.
+        model: the result of `convert_pt2e`, a program exported from it, or any module whose graph has operators of
+            ``quantized_decomposed`` such as ``quantize_per_tensor``.
+        example_inputs: a tuple with the arguments of one call (default: those stored in an exported program).
+        example_kwargs: keyword arguments of that call.
+        dynamic_shapes: dynamic dimensions, as in `capture`.
 
     Returns:
         The reference model.
 
     Raises:
-        UnsupportedError: quantized values cannot be taken over, such as those whose scales are computed while the model
-            runs.
+        UnsupportedError: quantization parameters cannot be imported, for example scales that are computed at run time.
+        InputError: ``example_inputs`` are needed and not given.
+
+    Example:
+        >>> reference = stages.from_qdq(convert_pt2e(prepared), (x,))
     """
     if isinstance(model, Captured):
         return from_captured(model)
@@ -203,17 +219,20 @@ def from_qdq(
 
 
 def plan(lowered: Lowered, isa: str | None = None) -> Planned:
-    """Plan an integer graph as `compile` does: partitions, layouts, memory and schedules, each with its reason.
+    """Plan an integer graph for an instruction set: partitions, layouts, memory and schedules, each with its reason.
 
     Args:
         lowered: the integer graph.
-        isa: the instruction set (default: the best of this machine).
+        isa: the instruction set (default: the best one of this machine).
 
     Returns:
-        The plan, whose ``text()`` says all of it, and which `compile` takes.
+        The plan. Its ``text()`` prints every decision, and `compile` accepts it.
 
     Raises:
-        BuildError: this machine does not run the instruction set.
+        BuildError: this machine does not support the instruction set.
+
+    Example:
+        >>> print(stages.plan(stages.requantize(reference)).text())
     """
     expect(lowered, Lowered, "plan")
     return build.plan_program(lowered, isa=isa)
@@ -243,20 +262,25 @@ def compile(stage: Reference | Lowered | Planned, backend: str = "native", **opt
     """Compile a reference model, an integer graph or a plan with one of the backends.
 
     Args:
-        stage: a reference; the backends "native" and "c" take an integer graph too, and "native" a plan, which has its
-            instruction set and schedules.
+        stage: a reference model. The backends "native" and "c" accept an integer graph too, and "native" a plan, which
+            already has its instruction set and schedules.
         backend: "native", one C++ program for the whole network; "inductor", TorchInductor; "onnx", a file of standard
-            operators; "c", sources that run without Python.
-        options: the backend's: fields of `CompileOptions` for "native", `InductorOptions`, `OnnxOptions`, `COptions`.
+            operators; or "c", sources that run without Python.
+        options: keyword arguments of the backend: the fields of `CompileOptions` for "native", `InductorOptions` for
+            "inductor", `OnnxOptions` for "onnx" and `COptions` for "c".
 
     Returns:
-        A `QuantizedModel` or an `InductorModel`, which are called as the float model was; an `OnnxFile`, which says
-        what was written; or the path of the folder of C.
+        A `QuantizedModel` or an `InductorModel`, both called like the float model; an `OnnxFile`, which describes the
+        written file; or the path of the folder of C sources.
 
     Raises:
-        UnsupportedError: the backend has no form of an operator.
-        InputError: there is no such backend, or it has no such option.
-        BuildError: this machine runs none of the instruction sets, or the compiler fails.
+        UnsupportedError: the backend does not support an operator.
+        InputError: the backend does not exist, or it does not have such an option.
+        BuildError: this machine supports none of the instruction sets, or the compiler fails.
+
+    Example:
+        >>> int8 = stages.compile(reference)
+        >>> stages.compile(reference, "onnx", path="model.onnx")
     """
     chosen = backend_named(BACKENDS, backend)
     return compile_with(chosen, stage, options_for(chosen, options))

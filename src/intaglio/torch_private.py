@@ -1,7 +1,7 @@
-"""Every private or unstable name of PyTorch that intaglio uses, with its purpose and what breaks without it.
+"""All private or unstable names of PyTorch that intaglio uses, each with its purpose and what would break without it.
 
-Other modules import these names from here, so that a new release of PyTorch is checked in one file.
-`tests/docs/test_torch_private.py` finds uses elsewhere; its list of exceptions says why each is not here.
+Other modules import these names from here, so that only one file needs checking for a new release of PyTorch.
+`tests/docs/test_torch_private.py` finds uses elsewhere; its list of exceptions gives the reason for each.
 """
 
 from __future__ import annotations
@@ -51,37 +51,42 @@ __all__ = [
     "without_current_function_mode",
 ]
 
-# Re-exported as they are:
-# - pytree flattens the arguments and results of every call (24 modules). Without it: signatures, files and the eager
-#   door need a flattening of their own; torch.export stores its tree specs, so files would need a new format.
-# - OpOverload, OpOverloadPacket tell operators of a graph from Python functions. Without them: look at `type(...)`.
-# - FakeTensorMode, unset_fake_temporarily run annotators and decompositions without data. Without them: quantizers of
-#   the export flow see no `val`.
-# - TorchDispatchMode records what training computes of constants. Without it: quantization-aware training.
+# Re-exported unchanged:
+# - pytree flattens the arguments and results of every call (24 modules). Without it, signatures, files and eager mode
+#   would need a flattening of their own; torch.export stores its tree specs, so files would need a new format.
+# - OpOverload and OpOverloadPacket distinguish operators of a graph from Python functions. Without them, compare
+#   `type(...)`.
+# - FakeTensorMode and unset_fake_temporarily run annotators and decompositions without data. Without them, quantizers
+#   of the export flow see no `val`.
+# - TorchDispatchMode records the operations on constants during training. Without it, quantization-aware training
+#   does not work.
 
 DisableTorchFunction = torch._C.DisableTorchFunction
-"""Context without ``__torch_function__``, modes included. Without it: the eager door would intercept its own work."""
+"""Context without ``__torch_function__``, modes included. Without it, eager mode would intercept its own operations."""
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
-"""Context without ``__torch_function__`` of subclasses. Without it: questions to deferred tensors would recurse."""
+"""Context without ``__torch_function__`` of subclasses. Without it, reading attributes of deferred tensors would
+recurse."""
 EnableTorchFunction = torch._C._EnableTorchFunction
-"""Context that undoes `DisableTorchFunction`. Without it: modules that run while a call is intercepted."""
+"""Context that reverts `DisableTorchFunction`. Without it, modules could not run while a call is intercepted."""
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
-"""Makes a tensor of a shape and element type without memory. Without it: deferred tensors of the eager door."""
+"""Creates a tensor with a shape and an element type but no memory. Without it, eager mode has no deferred tensors."""
 FeatureDropout = nn.modules.dropout._DropoutNd
-"""Base class of dropout modules, whose ``inplace`` does nothing in evaluation. Without it: list the classes."""
+"""Base class of dropout modules, whose ``inplace`` has no effect in evaluation. Without it, the classes must be
+listed."""
 
 
-# ---- modes of the eager door ----------------------------------------------------------------------------------------
+# ---- function modes of eager mode ------------------------------------------------------------------------------------
 
 
 def current_function_mode() -> TorchFunctionMode | None:
-    """Return the innermost function mode. Without it: calls nested in a call of an eager model."""
+    """Return the innermost function mode. Without it, calls nested in a call of an eager model are not recognized."""
     found: TorchFunctionMode | None = _get_current_function_mode()
     return found
 
 
 def without_current_function_mode() -> AbstractContextManager[Any]:
-    """Suspend the innermost function mode inside the ``with``. Without it: as `current_function_mode`."""
+    """Suspend the innermost function mode inside the ``with``. Needed for the same reason as
+    `current_function_mode`."""
     context: AbstractContextManager[Any] = _pop_mode_temporarily()
     return context
 
@@ -90,38 +95,42 @@ def without_current_function_mode() -> AbstractContextManager[Any]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that tensors of one storage share. Without it: ``data_ptr``, which empty storages share."""
+    """Return a number that tensors of one storage share. Without it, only ``data_ptr`` remains, which is 0 for all
+    empty storages."""
     return tensor.untyped_storage()._cdata
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the table of a module's own buffers, to be changed in place. Without it: ``named_buffers`` and setattr."""
+    """Return the dictionary of a module's own buffers, which may be changed in place. Without it, use ``named_buffers``
+    and ``setattr``."""
     return module._buffers
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the table of a module's own parameters. Without it: as `buffers_of`."""
+    """Return the dictionary of a module's own parameters. Without it, use ``named_parameters`` and ``setattr``."""
     return module._parameters
 
 
 def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the table of a module's own submodules. Without it: as `buffers_of`."""
+    """Return the dictionary of a module's own submodules. Without it, use ``named_children`` and ``setattr``."""
     return module._modules
 
 
 def state_dict_hooks(module: nn.Module) -> dict[Any, Any]:
-    """Return the hooks that run when a state dictionary is made. Without it: copies of eager models keep the hooks of
-    the original, as ``register_state_dict_post_hook`` gives no way to leave one out of a copy."""
+    """Return the hooks that run when a state dictionary is made. Without it, copies of eager models keep the hooks of
+    the original, because ``register_state_dict_post_hook`` offers no way to leave one out of a copy."""
     return module._state_dict_hooks
 
 
 def load_state_dict_pre_hooks(module: nn.Module) -> dict[Any, Any]:
-    """Return the hooks that run before a state dictionary is loaded. Without it: as `state_dict_hooks`."""
+    """Return the hooks that run before a state dictionary is loaded. Needed for the same reason as
+    `state_dict_hooks`."""
     return module._load_state_dict_pre_hooks
 
 
 def int8_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the int32 product of two int8 matrices. Without it: second moments are counted in float64, slower."""
+    """Return the int32 product of two int8 matrices. Without it, second moments are computed in float64, which is
+    slower."""
     return torch._int_mm(a, b)
 
 
@@ -129,31 +138,31 @@ def int8_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def schema_of(operator: Any) -> Any:
-    """Return the schema of an operator overload. Without it: arguments have no names and no defaults."""
+    """Return the schema of an operator overload. Without it, names and defaults of arguments are unknown."""
     return operator._schema
 
 
 def size_expression(size: torch.SymInt) -> Any:
-    """Return the sympy expression of a symbolic size. Without it: no free dimensions."""
+    """Return the sympy expression of a symbolic size. Without it, all dimensions would be static."""
     return size.node.expr
 
 
 def size_hint(size: torch.SymInt) -> Any:
-    """Return the number that a symbolic size had in the example. Without it: as `size_expression`."""
+    """Return the number that a symbolic size had in the example. Without it, all dimensions would be static."""
     return size.node.hint
 
 
 @contextmanager
 def call_replace_hook(module: fx.GraphModule, hook: Callable[[fx.Node, str, fx.Node], None]) -> Iterator[None]:
-    """Call the hook whenever a node takes the place of another one. Without it: training loses which values had a
-    batch norm or dropout when passes replace their nodes."""
+    """Call ``hook`` whenever a node replaces another one. Without it, training would lose track of which values had a
+    batch norm or a dropout when passes replace their nodes."""
     with module._set_replace_hook(hook):
         yield
 
 
 def quantized_decomposed() -> Any:
-    """Return torch's namespace of quantize and dequantize operators, registered by a deprecated module. Without it:
-    reference models need operators of their own. The import waits until it is needed."""
+    """Return PyTorch's namespace of quantize and dequantize operators, which a deprecated module registers. Without it,
+    reference models need operators of their own. The module is imported at the first call."""
     from torch.ao.quantization.fx import _decomposed  # noqa: F401
 
     return torch.ops.quantized_decomposed
@@ -163,15 +172,18 @@ def quantized_decomposed() -> Any:
 
 
 def forget_compiled_loops() -> None:
-    """Drop what torch compiled of its loops. It compiles each, in an export too, and would take what it has of an
-    earlier one for this one, and its sizes for those that are free here. Without it: a second capture of a loop has
-    the sizes of the first."""
+    """Drop the code that PyTorch compiled for its loop operators.
+
+    PyTorch compiles each loop, during an export too. It would reuse the code of an earlier loop for a new one, with the
+    sizes of the earlier loop for dimensions that are dynamic in the new one. Without it, a second capture of a loop has
+    the sizes of the first.
+    """
     from torch._dynamo.eval_frame import remove_from_cache
 
     for name in ("scan", "map", "while_loop"):
         module = importlib.import_module(f"torch._higher_order_ops.{name}")
         for function in [value for value in vars(module).values() if isinstance(value, types.FunctionType)]:
-            for code in function.__code__.co_consts:  # what it hands to torch.compile is defined inside
+            for code in function.__code__.co_consts:  # the function that it passes to torch.compile is nested
                 if isinstance(code, types.CodeType):
                     remove_from_cache(code)
 
@@ -179,9 +191,9 @@ def forget_compiled_loops() -> None:
 def decompose_used_composites(program: ExportedProgram) -> ExportedProgram:
     """Return ``program.run_decompositions({})``, which traces the program again, in less time.
 
-    A program whose operators all stay as they are is not traced again. For others, torch would set up each of its 600
-    composite operators, which takes two thirds of the call; here only those of the graph are. Without these names (a
-    torch whose steps are others): the public call, with the same result.
+    A program whose operators all stay unchanged is not traced again. For other programs PyTorch would set up each of
+    its 600 composite operators, which takes two thirds of the call; here only the operators of the graph are set up. If
+    PyTorch lacks these names, the public function gives the same result.
     """
     try:
         from torch._export.utils import _is_cia_op as is_composite
@@ -211,8 +223,8 @@ def decompose_used_composites(program: ExportedProgram) -> ExportedProgram:
 
 
 def _is_left_alone(target: Any) -> bool:
-    """Return whether decomposition without a table keeps an operator that is no composite: a function of its operands
-    that returns something new or a view of them. Sizes are computed by Python's own functions."""
+    """Return whether decomposition without a table keeps an operator that is not composite: a functional operator or a
+    view of its operands. Sizes are computed by functions of the module ``operator``."""
     if not isinstance(target, OpOverload):
         return getattr(target, "__module__", "") == "_operator"
     unsafe = torch.Tag.maybe_aliasing_or_mutating in target.tags or "lift" in target.name()
