@@ -61,8 +61,8 @@ def quantize(
         model: the float model.
         data: calibration data: an iterable of batches (tensors, tuples, dictionaries or (inputs, label) pairs), a
             `DataLoader`, or a function that is called with the model to calibrate. A function skips `equalize` and
-            `correct`, which need to read the first 256 samples several times. ``None`` is possible if all activations
-            are quantized dynamically or the recipe already has parameters.
+            `correct`, which need to read the first 256 samples several times. It may be ``None`` together with
+            ``example_inputs`` if all activations are quantized dynamically or the recipe has parameters.
         example_inputs: a tuple with the arguments of one call (default: the first batch).
         dynamic_shapes: dynamic dimensions, in the form that `torch.export` takes (default: the batch is dynamic).
         recipe: a `Recipe`, the name of one ("accurate", or "int8_dynamic", which needs no data), its entries as a

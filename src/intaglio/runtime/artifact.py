@@ -1,4 +1,4 @@
-"""`Artifact`: a compiled program and its constants, ready to be called. No torch."""
+"""`Artifact`: a compiled program and its constants, loaded into this process. This module does not use PyTorch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CInt64 = ctypes.c_int64
 
 
 class RunArguments(ctypes.Structure):
-    """Twin of ``struct Run`` in native/base/run.h."""
+    """ctypes counterpart of ``struct Run`` in native/base/run.h."""
 
     _fields_ = (
         ("dims", ctypes.POINTER(CInt64)),
@@ -38,7 +38,15 @@ class RunArguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Artifact:
-    """A program, the shared object made of it, and its entry points."""
+    """A program, the shared library compiled from it, and its entry points.
+
+    Attributes:
+        program: source text, constants and steps.
+        path: file of the shared library.
+        constants: u8[n], the constants, aligned to 64 bytes.
+        library: the loaded library.
+        parallel: address of the function that runs a segment on several threads.
+    """
 
     program: Program
     path: Path
@@ -47,34 +55,40 @@ class Artifact:
     parallel: int = 0
 
     def plan(self, symbols: Mapping[str, int]) -> CallLayout:
-        """Where every buffer lies for these free dimensions."""
+        """Return the offset of every buffer for these sizes of the dynamic dimensions."""
         dims = (CInt64 * max(len(self.program.symbols), 1))(*[symbols[name] for name in self.program.symbols])
         offsets = (CInt64 * max(self.program.buffers, 1))()
         return CallLayout(dims, offsets, self.library.intaglio_plan(dims, offsets))
 
     def run(self, frame: RunArguments, segment: int, threads: int) -> None:
-        """One native stretch; returns when it is done. Releases the interpreter lock."""
+        """Run one segment and return when it is done. The global interpreter lock is released meanwhile."""
         self.library.intaglio_run(ctypes.byref(frame), segment, threads, self.parallel)
 
     def library_bytes(self) -> bytes:
-        """The shared object itself; built again if the cache has lost it."""
+        """Return the bytes of the shared library, compiled again if the cache no longer has it."""
         try:
             return self.path.read_bytes()
         except FileNotFoundError:
             return build_program(self.program).read_bytes()
 
     def __deepcopy__(self, memo: object) -> Artifact:
-        """Itself: nothing in it ever changes."""
+        """Return the artifact itself, which is immutable."""
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A pickle holds the program; the library is found in the cache or built where it is read."""
+        """Pickle the program only. Unpickling finds the library in the cache or compiles it."""
         return build_artifact, (self.program,)
 
 
 @dataclass(frozen=True)
 class CallLayout:
-    """Free dimensions, buffer offsets, and the bytes of the arena they need."""
+    """Memory plan of a call.
+
+    Attributes:
+        dims: sizes of the dynamic dimensions.
+        offsets: offset of every buffer in the arena.
+        bytes: size of the arena.
+    """
 
     dims: ctypes.Array[CInt64]
     offsets: ctypes.Array[CInt64]
@@ -82,24 +96,29 @@ class CallLayout:
 
 
 def build_program(program: Program) -> Path:
-    """Compile a program (or take it from the cache) and link its kernels. Raises `BuildError`."""
+    """Compile a program, or find it in the cache, link its kernels and return the library. Raise `BuildError` on
+    failure."""
     units = kernel_units(program.kernels, program.isa)
     return build(program.source, name=program.name, isa=program.isa, units=units)
 
 
 def program_key(program: Program) -> str:
-    """Digest of what a program's library is compiled from."""
+    """Return the digest of the text that a program's library is compiled from."""
     return text_key(program.source, program.isa, kernel_units(program.kernels, program.isa))
 
 
 def build_artifact(program: Program) -> Artifact:
-    """Compile (or take from the cache) and load. Raises `BuildError`."""
+    """Compile a program, or find it in the cache, and load it. Raise `BuildError` on failure."""
     return open_artifact(program, build_program(program))
 
 
 def open_artifact(program: Program, path: Path) -> Artifact:
-    """The program with the library at ``path``, which was compiled from its text."""
-    if program.isa not in machine.isas():  # a pickle brings the program of the machine it was made on
+    """Load the library at ``path``, which was compiled from the text of ``program``.
+
+    Raises:
+        BuildError: this machine does not support the instruction set, or the library does not have the entry points.
+    """
+    if program.isa not in machine.isas():  # a pickle may come from a machine with other instruction sets
         raise BuildError(
             program.name,
             None,
@@ -117,7 +136,7 @@ def open_artifact(program: Program, path: Path) -> Artifact:
 
 
 def aligned(array: np.ndarray, boundary: int = 64) -> np.ndarray:
-    """The bytes of an array that starts at a multiple of ``boundary`` bytes: its own, or a copy's."""
+    """Return the bytes of an array at an address that is a multiple of ``boundary``, copied if necessary."""
     if array.ctypes.data % boundary == 0 and array.flags.c_contiguous:
         return array.view(np.uint8).ravel()
     memory = np.empty(array.nbytes + boundary, np.uint8)

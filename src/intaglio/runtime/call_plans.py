@@ -1,7 +1,7 @@
-"""What follows from the shapes of a call: offsets, sizes, threads; and the memory of calls in flight.
+"""Plans of calls: buffer offsets, sizes and thread counts for the shapes of a call, and memory of calls in flight.
 
-Everything symbolic is evaluated by one compiled function a model, so that a new shape costs little more than the
-program's own plan.
+One compiled function per model evaluates all symbolic sizes, so that a new shape costs little more than the memory plan
+of the compiled program.
 """
 
 from __future__ import annotations
@@ -22,23 +22,27 @@ from intaglio.runtime.artifact import Artifact, CallLayout, RunArguments
 from intaglio.signature import TORCH_DTYPES
 
 FRAMES = 16
-"""Idle frames a model keeps: calls in flight at once that find memory ready."""
+"""Maximum number of idle frames that a model keeps for reuse."""
 ARENA_GROWTH = 1.25
-"""A frame that is too small becomes larger than it must by this, so that growing shapes do not allocate each time."""
+"""Factor by which an arena that is too small grows at least, so that increasing shapes do not allocate in every
+call."""
 
 
 class NewShapePolicy(StrEnum):
-    """What a model does in a call of a shape that was not planned."""
+    """Policies for a call with shapes that were not planned."""
 
     PLAN = "plan"
-    """Plan its memory, and run in int8."""
+    """Plan memory for the new shapes and run in int8."""
     FALLBACK = "fallback"
     """Run the float model."""
 
 
 class Frame:
-    """Memory of one call in flight: arena and the tables the program reads. Reused by calls of any shapes, never shared
-    by two calls; the arena grows to the largest."""
+    """Memory of one call in flight: the arena and the tables that the program reads.
+
+    A frame is reused by later calls of any shapes but never shared by two calls at once. The arena grows to the size of
+    the largest call.
+    """
 
     def __init__(self, artifact: Artifact) -> None:
         count = max(len(artifact.program.externals), 1)
@@ -54,11 +58,11 @@ class Frame:
         self.run.outside = ctypes.pointer(self.outside)
 
     def fit(self, layout: CallLayout) -> None:
-        """Lie as the plan of this call says."""
+        """Set sizes and buffer offsets to those of ``layout``, and enlarge the arena if it is too small."""
         size = layout.bytes + 64
         if self.arena.numel() < size:
             size = max(size, int(ARENA_GROWTH * self.arena.numel()))
-            self.arena = torch.empty(0, dtype=torch.uint8, device="cpu")  # given back before more is taken
+            self.arena = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old arena before allocating
             self.arena = torch.empty(size, dtype=torch.uint8, device="cpu")
             start = self.arena.data_ptr()
             self.skipped = -start % 64
@@ -66,11 +70,11 @@ class Frame:
         self.run.dims, self.run.offsets, self.layout = layout.dims, layout.offsets, layout
 
     def levels(self) -> np.ndarray:
-        """The arena from where offsets count."""
+        """Return the arena as bytes, from the 64-byte boundary that buffer offsets are relative to."""
         return self.arena.numpy()[self.skipped :]
 
     def read(self, index: int, tensor: torch.Tensor) -> None:
-        """Let entry ``index`` of the table of the caller's tensors be this one, to be read."""
+        """Set entry ``index`` of the table of external tensors to a tensor that the program reads."""
         first, axes = 5 * index, min(tensor.dim(), 5)
         self.external[index] = tensor.data_ptr()
         self.bytes[index] = tensor.dtype is torch.uint8
@@ -78,8 +82,8 @@ class Frame:
 
 
 class Sizes:
-    """All dimensions the runtime asks for, evaluated at once: needs, shapes of the caller's tensors, arguments of float
-    parts."""
+    """Evaluates all symbolic sizes that the runtime needs at once: shape requirements of operators, shapes of external
+    tensors and the size arguments of float islands."""
 
     def __init__(self, artifact: Artifact, graph: Graph, islands: Mapping[str, tuple[Dim, ...]]) -> None:
         self.artifact, self.needs = artifact, needs(graph)
@@ -89,8 +93,11 @@ class Sizes:
         self.evaluate = evaluator([dim for group in groups for dim in group], artifact.program.symbols)
 
     def of(self, symbols: Mapping[str, int]) -> list[tuple[int, ...]]:
-        """Shape of every external, then the arguments of every float part. `InputError` for sizes the graph has no
-        meaning for."""
+        """Return the shape of every external tensor, then the size arguments of every float island.
+
+        Raises:
+            InputError: an operator is not defined for these sizes.
+        """
         found = self.evaluate(*[symbols[name] for name in self.artifact.program.symbols])
         checked, *groups = [found[first:last] for first, last in zip(self.ends, self.ends[1:], strict=False)]
         if checked and min(checked) < 0:
@@ -101,7 +108,16 @@ class Sizes:
 
 
 class Shapes:
-    """Everything that follows from the shapes of a call."""
+    """Plan of a call: everything that depends only on its shapes.
+
+    Attributes:
+        artifact: the compiled program.
+        symbols: sizes of the dynamic dimensions.
+        layout: buffer offsets and the size of the arena.
+        island_dims: size arguments of every float island.
+        written: name, shape and strides of every external tensor that the program writes.
+        read: shape of every external tensor that the program reads.
+    """
 
     def __init__(self, sizes: Sizes, symbols: dict[str, int]) -> None:
         found = sizes.of(symbols)
@@ -114,7 +130,7 @@ class Shapes:
         self.read = {e.value: s for e, s in zip(externals, found, strict=False) if not e.written}
 
     def shares(self, allowed: int) -> tuple[int, ...]:
-        """Threads of every segment, when so many are allowed."""
+        """Return the number of threads for every segment if at most ``allowed`` may be used."""
         found = self._shares.get(allowed)
         if found is None:
             found = self._shares[allowed] = threads.shares(self.artifact.program, self.symbols, allowed)
@@ -122,7 +138,7 @@ class Shapes:
 
 
 def lies(external: External, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Strides to allocate: dense, images with channels last."""
+    """Return the strides to allocate for an external tensor: dense, with channels last for images."""
     order = [0, *range(2, len(sizes)), 1] if is_image(external) else range(len(sizes))
     steps, step = [0] * len(sizes), 1
     for axis in reversed(order):
@@ -132,18 +148,25 @@ def lies(external: External, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_image(external: External) -> bool:
+    """Return whether the program accesses the tensor as an image with channels last."""
     return len(external.shape) in (3, 4, 5) and not external.rows
 
 
 class Read:
-    """An entry of the table of the caller's tensors that the program reads, and how."""
+    """An entry of the table of external tensors that the program reads."""
 
     def __init__(self, index: int, external: External, bytes_too: bool) -> None:
         self.index, self.external, self.bytes_too = index, external, bytes_too
         self.value, self.dtype, self.strided = external.value, TORCH_DTYPES.get(external.dtype), is_image(external)
 
     def readable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor with its values in memory: of any strides where each axis is read by its own, else dense."""
+        """Return a tensor that the program can read in place of ``tensor``.
+
+        The program reads some entries with any strides; for others the result is contiguous in the layout of the entry.
+
+        Raises:
+            InputError: the element type differs from the one the program was compiled for.
+        """
         known = tensor.dtype is self.dtype or self.dtype is None or (self.bytes_too and tensor.dtype is torch.uint8)
         if not known:
             problem = f"element type {tensor.dtype}; the program reads {self.external.dtype}"
@@ -155,7 +178,7 @@ class Read:
 
 
 def _dense_as(external: External, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without gaps in the layout of an entry; itself where it lies so."""
+    """Return the tensor without gaps in the layout of an entry, without a copy if it has that layout already."""
     if not is_image(external):
         return tensor.contiguous()
     return tensor.movedim(1, -1).contiguous().movedim(-1, 1)

@@ -1,17 +1,24 @@
-"""What of a model runs in int8, and why the rest does not."""
+"""Coverage reports: how much of a model runs in int8, and why the rest does not."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 SHOWN_ISLANDS = 3
-"""Places named per reason."""
+"""Number of operators that are named for each reason."""
 
 
 @dataclass(frozen=True)
 class FloatPart:
-    """An operator that stays in float: module path, operator, why, its multiply-accumulates at batch 1, line of the
-    model's source."""
+    """An operator that stays in float.
+
+    Attributes:
+        path: path of its module.
+        operator: ATen operator.
+        reason: why it stays in float.
+        macs: its multiply-accumulates for a batch of one.
+        source: its line in the source code of the model.
+    """
 
     path: str
     operator: str
@@ -21,7 +28,7 @@ class FloatPart:
 
     @property
     def place(self) -> str:
-        """The module, or, outside any submodule, the line."""
+        """Return the module path or, outside of any submodule, the line of the source code."""
         return self.path or self.source or "model"
 
     def __str__(self) -> str:
@@ -30,9 +37,21 @@ class FloatPart:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Shares of a model that run in int8. ``islands`` counts the float parts the program stops for; ``notes`` says what
-    was decided on the way. ``hosts``: operators on int8 levels that it stops for too, as their meaning is a user's.
-    ``loops``: float operators that it runs itself."""
+    """Share of a model that runs in int8.
+
+    Attributes:
+        macs_int8: multiply-accumulates in int8 of convolutions, linear layers and matrix products, for a batch of one.
+        macs_total: all multiply-accumulates of such operators.
+        operators_int8: number of operators in int8.
+        operators_total: number of operators on floating-point tensors.
+        islands: number of float islands, for which the compiled program returns to PyTorch.
+        floats: operators in float islands.
+        bytes_before: bytes of the float model's tensors.
+        bytes_after: bytes of the int8 model's constants.
+        notes: decisions made by earlier stages, one line each.
+        hosts: user-defined operators on quantized values, for which the program returns to Python.
+        loops: float operators that the compiled program runs itself.
+    """
 
     macs_int8: int
     macs_total: int
@@ -47,7 +66,7 @@ class Coverage:
     loops: tuple[FloatPart, ...] = ()
 
     def with_body(self, body: Coverage) -> Coverage:
-        """Of a model whose float parts run a loop over this body, which counts once however often it runs."""
+        """Return the coverage with the body of a loop added. The body counts once, however often it runs."""
         return replace(
             self,
             macs_int8=self.macs_int8 + body.macs_int8,
@@ -62,16 +81,18 @@ class Coverage:
 
     @property
     def macs(self) -> float:
-        """Share of multiply-accumulates of convolutions, linear layers and matrix products, 0..1."""
+        """Return the share of multiply-accumulates of convolutions, linear layers and matrix products in int8, from 0
+        to 1."""
         return self.macs_int8 / self.macs_total if self.macs_total else 0.0
 
     @property
     def operators(self) -> float:
-        """Share of operators on floating-point tensors, 0..1."""
+        """Return the share of operators on floating-point tensors that run in int8, from 0 to 1."""
         return self.operators_int8 / self.operators_total if self.operators_total else 0.0
 
     def __str__(self) -> str:
-        """The shares, then the float operators by reason, the most work first."""
+        """Format the shares, then the float operators grouped by reason, those with the most multiply-accumulates
+        first."""
         lines = [
             f"{100 * self.macs:.1f} % of {self.macs_total / 1e6:.1f} M MACs and {self.operators_int8} of "
             f"{self.operators_total} operators in int8",
@@ -90,7 +111,7 @@ class Coverage:
 
 
 def _reasons(found: tuple[FloatPart, ...]) -> list[str]:
-    """One line an operator and reason, the most work first."""
+    """Return one line for each operator and reason, those with the most multiply-accumulates first."""
     groups: dict[tuple[str, str], list[FloatPart]] = {}
     for part in found:
         groups.setdefault((part.operator, part.reason), []).append(part)

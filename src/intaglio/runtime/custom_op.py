@@ -1,6 +1,6 @@
-"""A quantized model inside `torch.compile`: one operator to the compiler, whose sizes follow from the signature.
+"""Custom operator that makes a quantized model one node for `torch.compile`, with output sizes from its signature.
 
-A graph names the model by a number, as operators take no modules; the compiler's guards hold the module itself.
+Operators cannot take modules, so a graph names the model by a number. The compiler's guards refer to the module itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUMBERS = count()
 
 
 def register(model: CompiledModel) -> int:
-    """The number that stands for a model in graphs; never used again."""
+    """Return a new number that identifies the model in graphs."""
     number = next(_NUMBERS)
     _MODELS[number] = model
     return number
@@ -29,7 +29,7 @@ def register(model: CompiledModel) -> int:
 
 @torch.library.custom_op("intaglio::call", mutates_args=(), device_types="cpu")
 def call(inputs: list[torch.Tensor], model: int) -> list[torch.Tensor]:
-    """Tensor results of a call by position, in memory of their own."""
+    """Run a model and return its output tensors, none of which shares memory with an input or another output."""
     found = _MODELS[model]
     held = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     results = []
@@ -43,7 +43,7 @@ def call(inputs: list[torch.Tensor], model: int) -> list[torch.Tensor]:
 
 @call.register_fake
 def _(inputs: list[torch.Tensor], model: int) -> list[torch.Tensor]:
-    """Their sizes, strides and element types; the checks of a call, of which those on sizes become guards."""
+    """Return fake results with sizes, strides and element types. The checks on sizes become guards of the compiler."""
     found = _MODELS[model]
     symbols = _symbols(found, inputs)
     types = [found.graph.types[name] for name in found.graph.outputs]
@@ -60,8 +60,8 @@ def _symbols(model: CompiledModel, inputs: Sequence[torch.Tensor]) -> dict[str, 
 
 
 def _strides(model: CompiledModel, inputs: Sequence[torch.Tensor], symbols: dict[str, int]) -> list[tuple[int, ...]]:
-    """As a call of the model returns results: what the program makes as it lies, but images as they came; all else
-    dense."""
+    """Return the strides of every result, as a call of the model returns it. Results of the program have their own
+    layout, but images are contiguous unless an input is channels-last. All other results are dense."""
     made = {external.value: external for external in model.artifact.program.externals if external.written}
     last = any(came_channels_last(tensor) for tensor in inputs)
     found = []
@@ -82,10 +82,11 @@ def _dense(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _lies_so(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Whether it has these strides, but for axes of one element."""
+    """Return whether the tensor has these strides, ignoring axes of size 1."""
     return all(a == b or size == 1 for a, b, size in zip(tensor.stride(), strides, tensor.shape, strict=True))
 
 
 def came_channels_last(tensor: torch.Tensor) -> bool:
+    """Return whether a 4-d tensor is in channels-last format and not contiguous."""
     last = torch.channels_last
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()

@@ -1,7 +1,7 @@
-"""A program as C: what a build without Python needs, in one folder.
+"""Export of a program as C sources: one folder with everything that a build without Python needs.
 
-The texts that are the same for every network lie in native/exported, written for a network called ``net``; what a
-program differs in is printed into ``kernels/description.h``. Same model, same bytes.
+The files that are the same for every network are in native/exported, written for a network called ``net``. Everything
+specific to a program is generated into ``kernels/description.h``. The same model always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -28,17 +28,24 @@ from intaglio.torch_private import pytree
 TEMPLATES = HEADER_FOLDER / "exported"
 EXPORTED_FILES = ("net.h", "net.cpp", "kernels/tensor_copies.h", "main.c", "CMakeLists.txt", "README.txt")
 THREAD_POOL_INCLUDES = '#include "base/pool.cpp"\n#include "base/image.h"\n'
-"""What net.cpp includes of the folder of headers."""
+"""Library headers that net.cpp includes."""
 
 C_FLAGS = tuple(flag for flag in COMPILE_FLAGS if flag not in ("-std=c++17", "-shared", "-fno-rtti"))
-"""Those that C and C++ know, for a library of either kind."""
+"""Compiler flags that C and C++ share, for static and shared libraries."""
 
 
 def export_c(model: CompiledModel, folder: str | Path, isas: Sequence[str] | None) -> None:
-    """Write sources, header, weights and build files for these instruction sets (default: the model's own).
+    """Write sources, header, weights and build files.
 
-    Raises `UnsupportedError` for what C cannot run, `BuildError` for instruction sets there are none of, and
-    `ArtifactError` when the folder cannot be written.
+    Args:
+        model: the compiled model.
+        folder: the folder, which is created if it does not exist.
+        isas: instruction sets (default: the model's own).
+
+    Raises:
+        UnsupportedError: parts of the model run in Python.
+        BuildError: an instruction set does not exist, or none is given.
+        ArtifactError: the folder cannot be written.
     """
     _check(model)
     check_folder(folder)
@@ -56,11 +63,12 @@ def export_c(model: CompiledModel, folder: str | Path, isas: Sequence[str] | Non
     _write(Path(folder), {**{path: text.encode() for path, text in texts.items()}, "weights.bin": weights})
 
 
-# ---- what can be exported -------------------------------------------------------------------------------------------
+# ---- supported models -----------------------------------------------------------------------------------------------
 
 
 def _check(model: CompiledModel) -> None:
-    """`UnsupportedError` that names what only Python can run, and what would make it native."""
+    """Raise `UnsupportedError` for parts that only Python can run. The error names them and says how to make them
+    native."""
     name, signature, coverage = model.about.name, model.signature, model.coverage
     if model.islands:
         parts = [f"\n    {part}" for part in coverage.floats[:SHOWN_ISLANDS]] + ["\n    ..."] * (
@@ -99,7 +107,7 @@ def _check(model: CompiledModel) -> None:
 
 
 def _ordered(model: CompiledModel, isas: Sequence[str] | None) -> list[str]:
-    """Best first, as the exported program looks for one that runs."""
+    """Return the instruction sets, best first, in the order in which the exported program tries them."""
     asked = tuple(isas) if isas is not None else (model.artifact.program.isa,)
     if not asked or (unknown := [isa for isa in asked if isa not in ISA_FLAGS]):
         problem = f"no kernels for {', '.join(unknown)}" if asked else "no instruction set"
@@ -111,13 +119,13 @@ def _ordered(model: CompiledModel, isas: Sequence[str] | None) -> list[str]:
 
 
 def _name(title: str) -> str:
-    """Class of the model -> beginning of all names of its export: lower case."""
+    """Return the prefix of all names in the export, in lower case, from the class name of the model."""
     name = re.sub(r"[^a-z0-9]+", "_", title.lower()).strip("_") or "model"
     return f"model_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name
 
 
 def _named(text: str, name: str) -> str:
-    """A text about ``net``, about the network of this name."""
+    """Return a text about ``net`` with the name of this network instead."""
     return re.sub(r"\bNET(?=_)", name.upper(), re.sub(r"\bnet(?=\b|_)", name, text))
 
 
@@ -125,9 +133,10 @@ def _named(text: str, name: str) -> str:
 
 
 def _program_texts(program: Program, name: str) -> dict[str, str]:
-    """File -> text of a program and of the kernels it calls; names that are linked are this network's own.
+    """Return the sources of a program and its kernels by file name.
 
-    Functions of the library are part of the program's text: they are static in it.
+    Linked names get the prefix of this network. Library functions are static and therefore part of the program's
+    source.
     """
     table = ISAS[program.isa]
     entries = "".join(f"#define intaglio_{entry} {name}_{program.isa}_{entry}\n" for entry in ("run", "plan"))
@@ -141,12 +150,12 @@ def _program_texts(program: Program, name: str) -> dict[str, str]:
 
 
 def _own_constants(family: str, text: str) -> str:
-    """Families of one file have constants of the same names."""
+    """Return the text of a kernel family with a prefix on its constants, whose names would clash in one file."""
     return re.sub(r"\bintaglio_(?=\w)", f"{family}_", text)
 
 
 def _values(model: CompiledModel, programs: Sequence[Program], sources: Sequence[str], name: str) -> dict[str, str]:
-    """What stands between @ signs in the texts."""
+    """Return the replacements of the ``@NAME@`` placeholders in the templates."""
     isas, several = [program.isa for program in programs], len(programs) > 1
     inputs, outputs = inputs_of(model), outputs_of(model)
     flags = [
@@ -179,14 +188,14 @@ def _value_lines(values: Sequence[tuple[str, Shape, DType]]) -> str:
 
 
 def _result_text(signature: Signature) -> str:
-    """What the Python call returns, with numbers of outputs for tensors."""
+    """Return the structure of the Python result as text, with numbered outputs for tensors."""
     numbers = iter(range(len(signature.outputs)))
     leaves = [f"output {next(numbers)}" if o.value is not None else str(o.constant) for o in signature.outputs]
     return str(pytree.tree_unflatten(leaves, signature.out_tree)).replace("'", "")
 
 
 def _isa_flags(path: str) -> tuple[str, ...]:
-    """Return the compiler's flags for the text of an instruction set."""
+    """Return the compiler flags for a source file, from the instruction set in its name."""
     return ISA_FLAGS[Path(path).stem.removesuffix("_kernels")]
 
 

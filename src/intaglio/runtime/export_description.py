@@ -1,4 +1,4 @@
-"""What exported C knows of a network: its tensors, size expressions, costs of steps and table of programs."""
+"""Generated tables of exported C: tensors, size expressions, costs of steps and programs of a network."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def shape_text(shape: Shape) -> str:
 
 
 def _output_names(signature: Signature) -> list[str]:
-    """Of tensors, by their place in the result: ``logits``, ``boxes.1``; ``output`` of one that is the result."""
+    """Return the names of output tensors from their position in the result: ``logits``, ``boxes.1``, or ``output`` if
+    the result is a single tensor."""
     numbered = pytree.tree_unflatten(list(range(len(signature.outputs))), signature.out_tree)
     paths, _ = pytree.tree_flatten_with_path(numbered)
     keys = [
@@ -43,7 +44,8 @@ def _output_names(signature: Signature) -> list[str]:
 
 
 def description(model: CompiledModel, programs: Sequence[Program], weights: bytes, name: str) -> str:
-    """Tables and size expressions; net.cpp includes them inside its unnamed namespace."""
+    """Return the text of ``kernels/description.h``: tables and size expressions that net.cpp includes in its unnamed
+    namespace."""
     inputs, outputs, symbols = inputs_of(model), outputs_of(model), programs[0].symbols
     _, _, key, *_ = HEADER.unpack_from(weights)
     numbers = {
@@ -108,7 +110,7 @@ def _entry(model: CompiledModel, value: str, as_bytes: bool = False) -> str:
 
 
 def _layout(external: External) -> str:
-    """As `Read.readable` and `lies` have it."""
+    """Return the layout that the program expects, in accordance with `runtime.call_plans`."""
     if is_image(external):
         return "CHANNELS_LAST" if external.dense or external.written else "ANY_STRIDES"
     return "ROW_MAJOR" if external.dense or external.written or len(external.shape) >= 5 else "ANY_STRIDES"
@@ -123,13 +125,13 @@ def _c(dim: Dim) -> str:
 
 
 def _dims(used: Iterable[Dim], symbols: Sequence[str]) -> list[str]:
-    """Declarations of the free dimensions that expressions read."""
+    """Return declarations of the dynamic dimensions that the expressions use."""
     read = frozenset().union(*map(symbols_of, used))
     return [f"    const int64_t d_{name} = dims[{i}];" for i, name in enumerate(symbols) if name in read]
 
 
 def _free_sizes(model: CompiledModel, symbols: Sequence[str]) -> str:
-    """`dims_of`, and what the graph needs of its sizes."""
+    """Return the C++ function that computes dynamic dimensions and checks sizes, the counterpart of `dims_of`."""
     lines, known = [], set[str]()
     for index, entry in enumerate(model.signature.inputs):
         for axis, dim in enumerate(entry.type.shape):
@@ -163,7 +165,7 @@ def _free_sizes(model: CompiledModel, symbols: Sequence[str]) -> str:
 
 
 def _single(dim: Dim) -> tuple[str, int] | None:
-    """Symbol and factor of a dimension that is nothing else."""
+    """Return symbol and factor if a dimension is a symbol times a constant, else ``None``."""
     if isinstance(dim, Expression) and len(dim.terms) == 1 and len(dim.terms[0][0]) == 1:
         ((atom,), factor) = dim.terms[0]
         if isinstance(atom, str):
@@ -190,7 +192,7 @@ def _amounts(program: Program) -> str:
 
 
 def _runs_here(isa: str) -> str:
-    """By what the processor and the system say."""
+    """Return the C function that tests whether the processor and the operating system support an instruction set."""
     flags = [flag.replace("_vnni", "vnni") for flag in sorted(CPU_FLAGS[isa])]
     tests = " && ".join(f'__builtin_cpu_supports("{flag}")' for flag in flags) or "1"
     return f"int {isa}_runs_here(void) {{ return {tests}; }}"

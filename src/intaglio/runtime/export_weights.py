@@ -1,4 +1,4 @@
-"""The file of weights of exported C: a header, then the constants of every instruction set."""
+"""The weights file of exported C: a header, then the constants for every instruction set."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 WEIGHTS_VERSION = 1
 BLOB_ALIGNMENT = 64
 HEADER = struct.Struct("<8s4Q24x")
-"""Of weights.bin, ``Header`` in net.cpp: magic, version, key of the export, bytes of the file, sum of the rest."""
+"""``Header`` in net.cpp: magic, version, key of the export, size of the file in bytes, checksum of the rest."""
 
 SLACK = 64
-"""Bytes behind the last constant that vectors may read."""
+"""Bytes after the last constant that vector loads may read."""
 
 
 def starts_of(arrays: Sequence[np.ndarray]) -> list[int]:
-    """Where each of them begins in the file, and where the last ends."""
+    """Return the offset of each array in the file, and the end of the last one."""
     return list(accumulate((_round(array.nbytes) for array in arrays), initial=_round(HEADER.size)))
 
 

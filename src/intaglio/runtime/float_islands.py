@@ -1,5 +1,5 @@
-"""What the runtime calls back for: float parts, which a file holds as lists of calls, without Python code, and host
-operators, whose meaning the user gives again."""
+"""Parts of a model that run outside of the compiled program: float islands, which are stored as lists of calls without
+Python code, and user-defined host operators."""
 
 from __future__ import annotations
 
@@ -24,19 +24,24 @@ PYTHON_CALLS: Mapping[str, Callable[..., Any]] = {
     f"operator.{f.__name__}": f
     for f in (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv)
 }
-"""Functions on sizes, and the one that takes a result of several apart, that are no ATen operators."""
+"""Python functions that islands may call besides ATen operators: arithmetic on sizes, and ``getitem`` for tuple
+results."""
 
 REFUSED = frozenset({"from_file", "set_data", "record_stream"})
-"""ATen operators that reach beyond their arguments, or past the checks on them."""
+"""ATen operators that access more than their arguments or bypass their checks."""
 
 _NAME = re.compile(r"(aten|quantized_decomposed)\.([A-Za-z_][A-Za-z0-9_]*)\.([A-Za-z_][A-Za-z0-9_]*)")
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """``aten.<operator>.<overload>``, or one of torch's operators of levels under ``quantized_decomposed`` -> the
-    operator, if it is one that gives tensors or numbers and writes none.
+    """Return the operator for a name such as ``aten.add.Tensor`` or
+    ``quantized_decomposed.quantize_per_tensor.default``.
 
-    `ArtifactError` for every other name; nothing is imported to find it but torch's own module of the latter.
+    Only operators that return tensors or numbers and modify nothing are allowed. Nothing is imported, except PyTorch's
+    own module of quantize and dequantize operators.
+
+    Raises:
+        ArtifactError: the name is any other one.
     """
     if name in PYTHON_CALLS:
         return PYTHON_CALLS[name]
@@ -63,7 +68,7 @@ def function_of(name: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class TensorCall:
-    """``name = function(*arguments, **keywords)``."""
+    """The call ``name = function(*arguments, **keywords)``."""
 
     name: str
     function: str
@@ -73,9 +78,13 @@ class TensorCall:
 
 @dataclass(frozen=True)
 class IslandProgram:
-    """A float part: tensors, then free dimensions, in; a tuple out. ``constants`` are names of the module's tensors.
+    """A float island as a list of calls. It takes tensors, then dynamic dimensions, and returns a tuple.
 
-    Arguments are JSON, as `encode` makes it; a value is ``{"name": its name}``.
+    Attributes:
+        inputs: names of the arguments.
+        constants: pairs of a value's name and the name of the module's tensor that it reads.
+        calls: the calls in order. Arguments are JSON as `encode` writes it; a value is ``{"name": its name}``.
+        outputs: names of the results.
     """
 
     inputs: tuple[str, ...]
@@ -94,6 +103,7 @@ class IslandProgram:
 
     @staticmethod
     def of_json(entry: Any) -> IslandProgram:
+        """Return the program that `to_json` wrote. Raise `ValueError` if a call uses a value before it is computed."""
         names = {identifier(name) for name in entry["inputs"]}
         constants = tuple((identifier(name), identifier(target)) for name, target in entry["constants"])
         names.update(name for name, _ in constants)
@@ -112,13 +122,19 @@ class IslandProgram:
 
 
 class HostLoop(nn.Module):
-    """Runs a body, a program of its own, as long as its condition, a float part, says."""
+    """Runs a compiled body as long as a condition, a float island, is true."""
 
     condition: FloatCalls
     body: Any
 
     def __init__(self, carried: int, condition: FloatCalls, body: nn.Module | None = None) -> None:
-        """A loop of a file gets its body, a `QuantizedModel`, when that is built."""
+        """Create a loop.
+
+        Args:
+            carried: number of values that the loop changes.
+            condition: the float island that decides whether the body runs again.
+            body: a `QuantizedModel`; ``None`` for a loop read from a file, until its body is compiled.
+        """
         super().__init__()
         self.carried, self.condition, self.body = carried, condition, body
 
@@ -127,18 +143,18 @@ class HostLoop(nn.Module):
 
 
 def loops_in(module: nn.Module) -> dict[str, HostLoop]:
-    """Loops of a float part, by name."""
+    """Return the loops of a float island by name."""
     inner = module.loops.items() if isinstance(module, FloatCalls) else ()
     return {name: loop for name, loop in inner if isinstance(loop, HostLoop)}
 
 
 LOOP_PREFIX = "loop."
-"""Before the name of a loop, where others have the name of an operator."""
+"""Prefix of a loop's name in a call, in the place of an operator's name."""
 
 
 class FloatCalls(nn.Module):
-    """Runs `IslandProgram`. Tensors are buffers under the names they had in the float model's graph;
-    ``loops`` has compiled loops by name."""
+    """Runs an `IslandProgram`. Its tensors are buffers with their names in the float model's graph, and ``loops`` holds
+    compiled loops by name."""
 
     def __init__(
         self,
@@ -178,7 +194,8 @@ class _Value:
 def _steps(
     calls: IslandProgram, loops: nn.ModuleDict
 ) -> list[tuple[str, Callable[..., Any], Any, dict[str, Any], list[str]]]:
-    """Calls ready to run, each with the values nobody reads after it."""
+    """Return the calls ready to run: name of the result, function, arguments, keyword arguments, and the values that
+    can be freed afterwards because no later call reads them."""
     steps, later = [], set(calls.outputs)
     for call in reversed(calls.calls):
         read = _values([call.arguments, list(call.keywords.values())])
@@ -192,6 +209,7 @@ def _steps(
 
 
 def _values(entry: Any) -> set[str]:
+    """Return the names of all values in JSON arguments."""
     if isinstance(entry, list):
         return set().union(*map(_values, entry))
     if isinstance(entry, dict):
@@ -200,7 +218,7 @@ def _values(entry: Any) -> set[str]:
 
 
 def _decoded(entry: Any) -> Any:
-    """`decode`, with places for values."""
+    """Decode JSON arguments like `decode`, with a `_Value` for every name of a value."""
     if isinstance(entry, list):
         return [_decoded(item) for item in entry]
     if isinstance(entry, dict) and "name" in entry:
@@ -211,6 +229,7 @@ def _decoded(entry: Any) -> Any:
 
 
 def _filled(value: Any, held: Mapping[str, Any]) -> Any:
+    """Return the arguments with every `_Value` replaced by its tensor or number."""
     if isinstance(value, _Value):
         return held[value.name]
     if isinstance(value, (list, tuple)):
@@ -222,14 +241,15 @@ def _filled(value: Any, held: Mapping[str, Any]) -> Any:
 
 
 def float_calls(module: fx.GraphModule, loops: Mapping[str, HostLoop] = MappingProxyType({})) -> FloatCalls:
-    """A part that lowering cut out, as a loaded one is."""
+    """Return a float island cut out by lowering in the form that a loaded island has."""
     return FloatCalls(calls_of(module), dict(module.named_buffers()), loops)
 
 
 def calls_of(module: nn.Module) -> IslandProgram:
-    """What a float part does, from the torch.fx module that lowering cut out (or from a loaded one).
+    """Return the list of calls of a float island, from its torch.fx module or from a loaded island.
 
-    `ArtifactError` for an operator that is none of those, or an argument that has no text.
+    Raises:
+        ArtifactError: an operator is not allowed in files, or an argument cannot be written as JSON.
     """
     if isinstance(module, FloatCalls):
         return module.calls
@@ -272,7 +292,7 @@ def _call(node: fx.Node) -> TensorCall:
 
 
 def _encoded(value: Any) -> Any:
-    """`encode`, with values by name."""
+    """Encode arguments like `encode`, with names for values."""
     if isinstance(value, fx.Node):
         return {"name": value.name}
     if isinstance(value, tuple):
@@ -288,27 +308,33 @@ Meaning = Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType],
 
 
 class Offsets(Protocol):
-    """The program's table."""
+    """Buffer offsets of the program."""
 
     def __getitem__(self, index: int, /) -> int: ...
 
 
 class Host(Protocol):
-    """The record of a host operator, as far as running it takes."""
+    """The part of a host operator's record that running it needs."""
 
     @property
     def meaning(self) -> Meaning | None: ...
 
 
 def host_names(graph: Graph) -> tuple[str, ...]:
-    """Operators of a graph that only their user knows."""
+    """Return the names of the user-defined operators of a graph."""
     return tuple(dict.fromkeys(str(op.attrs["operator"]) for op in graph.ops if op.is_host))
 
 
 def run_host(
     call: HostCall, host: Host, graph: Graph, arena: np.ndarray, offsets: Offsets, symbols: Mapping[str, int]
 ) -> None:
-    """Levels from the arena through the host's meaning and back into it; a halo of the result holds its zero point."""
+    """Run a user-defined operator: read quantized values from the arena, call its meaning and write the result back.
+
+    The halo of the result is filled with its zero point.
+
+    Raises:
+        InputError: the meaning returns another element type or shape than the program reads.
+    """
     if host.meaning is None:
         raise ValueError(f"{call.op.attrs['operator']} has no meaning in NumPy")
     op, arrays = call.op, []
@@ -332,7 +358,7 @@ def run_host(
 
 
 def _levels(place: Place, arena: np.ndarray, offsets: Offsets, symbols: Mapping[str, int]) -> np.ndarray:
-    """A view in logical order."""
+    """Return a view of a buffer's quantized values with their logical shape."""
     shape, strides = ([evaluate(dim, symbols) for dim in dims] for dims in (place.shape, place.strides))
     start = offsets[place.at] + evaluate(place.start, symbols)
     return np.lib.stride_tricks.as_strided(arena[start:], shape, strides)

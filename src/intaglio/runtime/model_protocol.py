@@ -1,4 +1,4 @@
-"""`CompiledModel`: the part of a quantized model that its export and its operator in `torch.compile` read."""
+"""`CompiledModel`: the part of a quantized model that its C export and its `torch.compile` operator use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from intaglio.runtime.float_islands import Host
 
 
 class CompiledModel(Protocol):
-    """States what `runtime.export_c` and `runtime.custom_op` need, so that they do not import the model's class."""
+    """Interface that `runtime.export_c` and `runtime.custom_op` need, so that they do not import the model's class."""
 
     artifact: Artifact
     signature: Signature
@@ -26,7 +26,7 @@ class CompiledModel(Protocol):
     hosts: dict[str, Host]
 
     def results(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the output tensors of a call with these input tensors."""
+        """Return the output tensors for the input tensors of a call."""
 
     def program_for(self, isa: str) -> Program:
-        """Return the program text and constants for an instruction set."""
+        """Return the source text and constants of the program for an instruction set."""

@@ -1,4 +1,4 @@
-"""Where the time of a call goes, step by step, and how much of it the arithmetic units are used."""
+"""Profiles: the time of every step of a call, and its share of the peak int8 throughput."""
 
 from __future__ import annotations
 
@@ -11,32 +11,39 @@ from typing import Any
 from intaglio.ir import Program, evaluate
 
 COLUMNS = 120
-"""Of a line of text; what does not fit is cut off."""
+"""Maximum length of a printed line; longer lines are cut."""
 KERNEL_COLUMNS = 20
-"""Where no step has a microkernel."""
+"""Width of the kernel column if no step has a microkernel."""
 
 
 class Clock:
-    """Nanoseconds of steps, which the program adds up, and of float parts, by key."""
+    """Accumulates the nanoseconds of the program's steps and, by key, of float islands."""
 
     def __init__(self, steps: int, islands: Iterable[str]) -> None:
         self.steps = (ctypes.c_int64 * (steps + 1))()
         self.islands = dict.fromkeys(islands, 0)
 
     def spent(self, program: Program) -> list[int]:
-        """Nanoseconds of every step of the program, float parts among them."""
+        """Return the nanoseconds of every step of the program, float islands included."""
         ends = zip(program.steps, self.steps, strict=False)
         return [self.islands[step.island] if step.island else taken for step, taken in ends]
 
 
 @dataclass(frozen=True)
 class ProfiledStep:
-    """A step or a float part: its name, operators and types, microseconds and multiply-accumulates of a call (0 where
-    there are none, or where they are not int8), the module it is from.
+    """A step of the program or a float island.
 
-    ``kernel``: the largest microkernel of the step and ``tile`` its output pixels and channels; where there is none,
-    the function in the program's text, and for a float part nothing. ``of_limit``: share of the arithmetic limit of
-    all threads; ``None`` where there are no multiply-accumulates, or no limit is known.
+    Attributes:
+        name: name of the step.
+        kinds: its operators.
+        types: its data types.
+        microseconds: time per call.
+        macs: int8 multiply-accumulates per call, 0 for other steps.
+        path: module that the step comes from.
+        kernel: its largest microkernel, or else its function in the program's source; empty for a float island.
+        tile: output pixels and channels of the microkernel, or ``None``.
+        of_limit: share of the peak throughput of all threads, or ``None`` if there is nothing to compare.
+        island: whether it is a float island.
     """
 
     name: str
@@ -52,17 +59,21 @@ class ProfiledStep:
 
     @property
     def gmacs(self) -> float:
-        """G multiply-accumulates a second."""
+        """Return the rate in 10⁹ multiply-accumulates per second."""
         return _rate(self.macs, self.microseconds)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Parts of a call in execution order, and the threads that shared them.
+    """Steps and float islands of a call in execution order.
 
-    ``call_microseconds``: a whole call without the clock between steps. ``limit``: G int8 multiply-accumulates a second
-    that so many threads do from registers alone with the instructions of ``isa``, measured; ``None`` where that is not
-    known: for portable kernels, or without a compiler.
+    Attributes:
+        parts: the steps and islands.
+        threads: number of threads that shared the work.
+        call_microseconds: time of a whole call without the clock between steps.
+        limit: peak int8 throughput of so many threads in 10⁹ multiply-accumulates per second, measured from registers
+            with the instructions of ``isa``. ``None`` for portable kernels or without a compiler.
+        isa: instruction set of the program.
     """
 
     parts: tuple[ProfiledStep, ...]
@@ -73,38 +84,39 @@ class Profile:
 
     @property
     def microseconds(self) -> float:
-        """Of all parts. Threads meet after every step while it is measured, so it can be more than a call takes."""
+        """Return the total time of all parts. It can exceed the time of a call, because threads wait for each other
+        after every step while it is measured."""
         return sum(part.microseconds for part in self.parts)
 
     @property
     def islands(self) -> float:
-        """Microseconds of the float parts."""
+        """Return the microseconds of all float islands."""
         return sum(part.microseconds for part in self.parts if part.island)
 
     @property
     def overhead(self) -> float:
-        """Microseconds of a call outside of its parts: Python, checks of the inputs, memory for the results, waking
-        threads. 0 where the waits between steps cost as much."""
+        """Return the microseconds of a call outside of its parts: Python, input checks, allocation of results and
+        waking threads. It is 0 if the waits between timed steps cost as much."""
         return max(self.call_microseconds - self.microseconds, 0.0)
 
     def worst(self, count: int | None = None) -> tuple[ProfiledStep, ...]:
-        """Those that take longest."""
+        """Return the ``count`` slowest parts, or all of them, slowest first."""
         return tuple(sorted(self.parts, key=lambda part: -part.microseconds)[:count])
 
     def by_kind(self) -> dict[str, float]:
-        """Operators -> microseconds of all their parts, the most first."""
+        """Return the microseconds of all parts by operators, the slowest first."""
         total: dict[str, float] = {}
         for part in self.parts:
             total[part.kinds] = total.get(part.kinds, 0.0) + part.microseconds
         return dict(sorted(total.items(), key=lambda entry: -entry[1]))
 
     def rows(self) -> list[dict[str, Any]]:
-        """One dictionary a part, for `pandas.DataFrame` and its like."""
+        """Return one dictionary per part, for `pandas.DataFrame` and similar."""
         return [{**asdict(part), "gmacs": part.gmacs} for part in self.parts]
 
     def __str__(self) -> str:
-        """A head, then the parts, slowest first: microseconds, share of all parts, G multiply-accumulates a second,
-        share of the limit, tile, kernel, what it is."""
+        """Format a heading, then the parts, slowest first: microseconds, share of the total, 10⁹ multiply-accumulates
+        per second, share of the limit, tile, kernel and name."""
         whole = max(self.microseconds, 1e-9)
         wide = max((len(part.kernel) for part in self.parts if part.tile), default=KERNEL_COLUMNS)
         names = f"{'us':>9}  share  GMAC/s  limit  {'tile':7}  {'kernel':{wide}}  step"
@@ -112,7 +124,7 @@ class Profile:
         return "\n".join(line if len(line) <= COLUMNS else line[: COLUMNS - 1] + "…" for line in lines)
 
     def _head(self) -> list[str]:
-        """The call, what it is made of, the limit it is held against."""
+        """Return the lines about the whole call, its parts and the peak throughput."""
         macs, count = sum(part.macs for part in self.parts), sum(part.island for part in self.parts)
         call = f"{self.call_microseconds:.1f} us a call on {self.threads} thread{'s' * (self.threads != 1)}, {self.isa}"
         if self.limit:
@@ -148,9 +160,16 @@ def profile_of(
     threads: int,
     rates: Sequence[float],
 ) -> Profile:
-    """Medians over calls: of every step from the clock of each, and of the calls that had none. ``symbols``: the free
-    dimensions; ``rates``: what each thread can do, nothing where that is not known. The program's steps have float
-    parts among them, under their key."""
+    """Return the medians over calls.
+
+    Args:
+        program: the program.
+        symbols: sizes of the dynamic dimensions.
+        clocks: one clock for each timed call.
+        calls_ns: nanoseconds of each ordinary call.
+        threads: number of threads that the calls used.
+        rates: peak rate of each thread in 10⁹ multiply-accumulates per second; empty if it is not known.
+    """
     limit = sum(rates) or None
     parts = []
     for step, *spent in zip(program.steps, *(clock.spent(program) for clock in clocks), strict=True):

@@ -1,4 +1,4 @@
-"""Calls of a compiled program from PyTorch: tensors in, memory, segments and islands in order, tensors out."""
+"""Calls of a compiled program from PyTorch: argument checks, memory, segments and islands in order, and results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("intaglio")
 
 
 class ProgramModule(nn.Module):
-    """Runs a compiled program, its islands and its host operators; `QuantizedModel` is what users see of it."""
+    """Runs a compiled program, its float islands and its host operators. `QuantizedModel` is the public subclass."""
 
     def __init__(
         self,
@@ -45,10 +45,22 @@ class ProgramModule(nn.Module):
         hosts: Mapping[str, Host] | None = None,
         emit: Callable[[Any, str], Program] | None = None,
     ) -> None:
-        """``graph`` is what the program was made of: files hold it. ``libraries``: for other instruction sets.
-        ``remake``: makes a model like this one around a graph with other numbers. ``schedules``: those a search chose,
-        by instruction set and output value. ``hosts``: records of a user's own operators, by name. ``emit``: prints the
-        program of a model for another instruction set."""
+        """Wrap a compiled program.
+
+        Args:
+            artifact: the compiled program.
+            signature: arguments and results of a call.
+            graph: the integer graph that the program was compiled from, which is saved in files.
+            islands: module and size arguments of every float island, by key.
+            coverage: share of the model that runs in int8.
+            about: name, notes and stage texts of the model.
+            example: a call and the digest of its results.
+            libraries: compiled programs for other instruction sets.
+            remake: makes a model like this one around a graph with other weights and scales.
+            schedules: schedules that a search chose, by instruction set and output value.
+            hosts: records of user-defined operators, by name.
+            emit: generates the program of a model for another instruction set.
+        """
         super().__init__()
         self._emit, self._remake = emit, remake
         self.schedules, self.hosts = dict(schedules or {}), dict(hosts or {})
@@ -69,7 +81,7 @@ class ProgramModule(nn.Module):
         self._shapes: OrderedDict[Any, Shapes] = OrderedDict()
         self._frames: list[Frame] = []
         self._sizes: Sizes | None = None
-        self._float: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no part of this module
+        self._float: tuple[nn.Module, ...] = ()  # in a tuple, so that it does not become a submodule
         self._warm: set[Any] = set()
         self._fell_back = False
         self._plain = _plain_tensors(signature)
@@ -100,7 +112,7 @@ class ProgramModule(nn.Module):
         return rebuild(self.signature, tuple(results[: self._results]), shapes.symbols)
 
     def _traced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The call as one operator of the graph that a compiler makes."""
+        """Run the call as one custom operator while `torch.compile` traces it."""
         if torch.compiler.is_exporting():
             raise InputError("call", None, "this part is quantized already; native code cannot be traced")
         leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
@@ -110,29 +122,31 @@ class ProgramModule(nn.Module):
         return rebuild(self.signature, tuple(results), dims_of(self.signature, leaves, self._byte_inputs))
 
     def results(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors a call gives for its tensors, by position."""
+        """Return the output tensors for the input tensors of a call."""
         with torch.no_grad():
             values = self._run(leaves, self._shapes_of(leaves), torch.get_num_threads())
             return [self._returned(values[name], leaves) for name in self._outputs]
 
     @property
     def _opaque(self) -> bool:
-        """Whether a call does more than its operator would say: changes something, or runs another model."""
+        """Return whether a call has effects that its custom operator cannot express: in-place updates, mutable buffers
+        or a float fallback."""
         return bool(self._float or self.signature.state or self.signature.written)
 
     def _state(self) -> list[torch.Tensor]:
         return [getattr(self, f"state{index}") for index in range(len(self.signature.state))]
 
     def _is_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether a call is just the expected number of positional tensors, for which `bind` can be skipped."""
         return 0 < len(args) == self._plain and not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
 
     def _shapes_of(self, leaves: Sequence[torch.Tensor]) -> Shapes:
-        """Plan for these shapes; checks the tensors when it has not seen them before."""
+        """Return the plan for these tensors. Their types are checked only when the combination is new."""
         key = tuple([(leaf.shape, leaf.dtype, leaf.device, leaf.layout) for leaf in leaves if hasattr(leaf, "layout")])
         found = self._shapes.get(key)
         if found is None:
             found = self._planned(dims_of(self.signature, list(leaves), self._byte_inputs))
-        # Without a lock, which a forked child could inherit held: each of these steps is atomic.
+        # No lock, because a forked child could inherit it in the locked state. Each of these steps is atomic.
         self._shapes[key] = found
         if len(self._shapes) > 1:
             with contextlib.suppress(KeyError):
@@ -143,22 +157,27 @@ class ProgramModule(nn.Module):
 
     @property
     def on_new_shape(self) -> str:
-        """What a call of a shape that was not seen does: "plan" its memory and run in int8, or "fallback" to float."""
+        """Return the policy for calls of new shapes: "plan" their memory and run in int8, or "fallback" to the float
+        model."""
         return (NewShapePolicy.FALLBACK if self._float else NewShapePolicy.PLAN).value
 
     def fall_back_to(self, float_model: nn.Module) -> Self:
-        """From now on calls whose shapes were not planned run this float model, as it is, without gradients.
+        """Run calls whose shapes were not planned with this float model, without gradients.
 
-        Planned are those given to `warm`, or else those of the first call: shape, strides, element type and device of
-        every tensor. Inputs of another element type or device are refused as ever. The model is kept by reference, and
-        is not part of files.
+        The planned calls are those given to `warm`, or otherwise the first call. A call is identified by shape,
+        strides, element type and device of every tensor. Inputs of a wrong element type or device are still refused.
+        The model is kept by reference and is not saved in files.
         """
         self._float = (float_model,)
         return self
 
     def warm(self, *calls: Any) -> None:
-        """Plan these shapes, and have memory for the largest. Each is the arguments of a call (a tuple, a dictionary by
-        name, the only one), or a shape in place of every tensor: ``(1, 128)``, or ``((1, 128), (1, 128))``."""
+        """Plan calls in advance and allocate memory for the largest.
+
+        Args:
+            calls: for each call its arguments (a tuple, a dictionary by name, or the only argument), or the shapes of
+                its tensors: ``(1, 128)`` for one input, ``((1, 128), (1, 128))`` for two.
+        """
         frame = Frame(self.artifact)
         for call in calls:
             leaves = self._made_up(call)
@@ -169,7 +188,7 @@ class ProgramModule(nn.Module):
         self._frames.append(frame)
 
     def _made_up(self, call: Any) -> Sequence[torch.Tensor]:
-        """The tensors of a call, of which only shapes may be given."""
+        """Return the tensors of a call. Where only shapes are given, the tensors are uninitialized."""
         inputs = self.signature.inputs
         sizes = [call] if _is_shape(call) else list(call) if isinstance(call, (tuple, list)) else []
         if sizes and all(map(_is_shape, sizes)) and len(sizes) == len(inputs):
@@ -178,7 +197,7 @@ class ProgramModule(nn.Module):
         return leaves_of(self.signature, call, self._byte_inputs)
 
     def _takes(self, leaves: Sequence[torch.Tensor]) -> bool:
-        """Whether a call was planned; the first one of all is, if nothing was, and the program takes its shapes."""
+        """Return whether a call was planned. If nothing was planned yet, plan this call."""
         check_kinds(self.signature, leaves, self._byte_inputs)
         guard = _guard(leaves)
         if not self._warm:
@@ -191,7 +210,7 @@ class ProgramModule(nn.Module):
         return guard in self._warm
 
     def _planned(self, symbols: dict[str, int]) -> Shapes:
-        """The plan for these free sizes."""
+        """Return the plan for these sizes of the dynamic dimensions."""
         if self._sizes is None:
             self._sizes = Sizes(self.artifact, self.graph, self.island_dims)
         return Shapes(self._sizes, symbols)
@@ -199,6 +218,17 @@ class ProgramModule(nn.Module):
     def _run(
         self, leaves: Sequence[torch.Tensor], shapes: Shapes, allowed: int, clock: Clock | None = None
     ) -> dict[str, torch.Tensor]:
+        """Run all segments and islands in order.
+
+        Args:
+            leaves: the graph's input tensors, state included.
+            shapes: the plan of the call.
+            allowed: the largest number of threads.
+            clock: collects the time of steps and islands, if given.
+
+        Returns:
+            Every external value by name.
+        """
         values = dict(zip(self._inputs, leaves, strict=True))
         try:
             frame = self._frames.pop()
@@ -215,7 +245,7 @@ class ProgramModule(nn.Module):
                         self._host(call, frame, shapes, clock)
                         continue
                     dims = shapes.island_dims[call.key]
-                    with torch.autocast("cpu", enabled=False):  # what follows reads float32
+                    with torch.autocast("cpu", enabled=False):  # islands and later segments read float32
                         begin = time.perf_counter_ns()
                         results = self.islands[call.key](*[values[name] for name in call.inputs], *dims)
                         if clock:
@@ -237,33 +267,34 @@ class ProgramModule(nn.Module):
                     frame.read(entry.index, tensor)
                     kept.append(tensor)
             shapes.artifact.run(frame.run, segment, shares[segment])
-            if frame.outside.value:  # the frame is not used again
+            if frame.outside.value:  # the frame is dropped, not reused
                 raise IndexError("index out of range in self")
         if len(self._frames) < FRAMES:
             self._frames.append(frame)
         return values
 
     def _host(self, call: HostCall, frame: Frame, shapes: Shapes, clock: Clock | None) -> None:
+        """Run a user-defined operator on quantized values in the arena."""
         begin, host = time.perf_counter_ns(), self.hosts[call.op.attrs["operator"]]
         run_host(call, host, self.graph, frame.levels(), shapes.layout.offsets, shapes.symbols)
         if clock:
             clock.islands[call.key] += time.perf_counter_ns() - begin
 
     def _returned(self, value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Contiguous, unless an input came with channels last."""
+        """Return an image result contiguous, unless an input was channels-last."""
         if value.dim() == 4 and not value.is_contiguous() and not any(map(came_channels_last, leaves)):
             return value.contiguous()
         return value
 
     def program_for(self, isa: str) -> Program:
-        """The program's text and constants for an instruction set; nothing is compiled."""
+        """Return the source text and constants of the program for an instruction set, without compiling it."""
         if isa == self.artifact.program.isa:
             return self.artifact.program
         assert self._emit is not None
         return self._emit(self, isa)
 
     def _clocked(self, leaves: Sequence[torch.Tensor], shapes: Shapes, allowed: int) -> Clock:
-        """What every step of one call took."""
+        """Run one call and return the time of every step."""
         program = self.artifact.program
         clock = Clock(len(program.steps), [step.island for step in program.steps if step.island])
         with torch.no_grad():
@@ -276,12 +307,12 @@ def _is_shape(value: Any) -> bool:
 
 
 def _guard(leaves: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """What a planned call is known by."""
+    """Return the key of a planned call: shape, strides, element type and device of every tensor."""
     return tuple([(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in leaves])
 
 
 def _plain_tensors(signature: Signature) -> int:
-    """How many positional tensors make a call, if that is all a call is; else 0."""
+    """Return the number of inputs if a call consists of positional tensors only, else 0."""
     tree, count = signature.in_tree, len(signature.inputs)
     if tree is None or signature.fixed or tree.num_leaves != count:
         return 0

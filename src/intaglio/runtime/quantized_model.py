@@ -1,4 +1,4 @@
-"""`QuantizedModel`: the int8 program as an nn.Module with the float model's signature."""
+"""`QuantizedModel`: the int8 program as a module with the float model's signature."""
 
 from __future__ import annotations
 
@@ -35,41 +35,56 @@ from intaglio.runtime.saved.model_file import (
 from intaglio.signature import bind, initial_state
 
 LIMIT_SECONDS = 0.002
-"""Of one of the repeats that measure the arithmetic limit."""
+"""Seconds per repeat of the measurement of peak int8 throughput."""
 
 STAYS = "leave the int8 model as it is, and convert what goes in and what comes out"
 
 
 class QuantizedModel(ProgramModule):
-    """Runs an int8 program; takes and returns what the float model did.
+    """Runs an int8 program and is called like the float model.
 
-    It uses at most as many threads as ``torch.set_num_threads`` says, and fewer where more would gain nothing. Any
-    number of Python threads may call it at once; they divide the cores. It has no gradients and no training mode.
+    It uses at most as many threads as ``torch.set_num_threads`` allows, and fewer if more would not help. Several
+    Python threads may call it at once; they share the cores. It has no gradients and no training mode.
 
-    Buffers that the float model changes while it runs are buffers of this model (``state0``, ...), with what they held
-    when it was captured; each call leaves new values there, so calls of such a model must come one after the other.
-    Those that its `Quantizer` was asked to keep as levels (``int8_buffers``) are uint8.
+    Buffers that the float model changes while it runs are buffers of this model (``state0``, ...). They start with
+    their values at capture, and each call updates them, so calls of such a model must be sequential. With
+    ``int8_buffers`` of the `Quantizer` they are quantized to uint8.
     """
 
-    # -- what a user asks ----------------------------------------------------------------------------------------
+    # -- public methods ------------------------------------------------------------------------------------------
 
     def text(self, stage: str) -> str:
-        """What a stage made: captured, sites, reference, integer, plan or program; what it was made by, the
-        quantizer (a recipe) and the parameters of activations; and what corrections gained."""
+        """Return the text of a stage.
+
+        Args:
+            stage: "captured", "sites", "reference", "integer", "plan" or "program" for the result of a stage;
+                "quantizer" for the recipe, "parameters" for the quantization parameters of activations, or
+                "corrections" for what corrections gained.
+
+        Raises:
+            InputError: the model has no such text; the error lists those it has.
+        """
         texts = self.about.texts
         if stage not in texts:
             raise InputError("text", None, f"no stage {stage!r}; there are {', '.join(texts)}")
         return texts[stage]
 
     def profile(self, *args: Any, calls: int = 20, **kwargs: Any) -> Profile:
-        """Where the time of a call goes: every step of the program and every float part, the slowest first, with the
-        kernel that runs it and its share of the arithmetic limit; and what a call takes besides.
+        """Measure every step of the program and every float island.
 
-        Medians of ``calls`` timed calls and of as many without a clock inside, by turns, after a first one. Between
-        timed steps all threads wait for each other, so their sum is a little more than they take of an ordinary call.
-        The limit is measured before and after.
+        The times are medians over ``calls`` timed calls, which alternate with as many ordinary calls after a warm-up
+        call. In timed calls all threads wait for each other after each step, so the sum of the steps is a little more
+        than an ordinary call takes. The peak throughput is measured before and after.
+
+        Args:
+            args: positional arguments of the call.
+            calls: number of timed calls.
+            kwargs: keyword arguments of the call.
+
+        Returns:
+            The steps with their kernels and share of the peak throughput, and the overhead of a call.
         """
-        if self.signature.written:  # a call writes into its inputs; this one must not
+        if self.signature.written:  # a call updates its inputs in place; profiling must not
             args, kwargs = copy.deepcopy((args, kwargs))
         leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
         self(*args, **kwargs)
@@ -86,30 +101,36 @@ class QuantizedModel(ProgramModule):
         return profile_of(program, shapes.symbols, clocks, whole, used, rates)
 
     def step_times(self, *args: Any, **kwargs: Any) -> list[int]:
-        """Nanoseconds of every step of one call, in execution order; the calls of a timed search."""
-        if self.signature.written:  # as above
+        """Return the nanoseconds of every step of one call in execution order. The schedule search uses it."""
+        if self.signature.written:  # a call updates its inputs in place; timing must not
             args, kwargs = copy.deepcopy((args, kwargs))
         leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
         return self._clocked(leaves, self._shapes_of(leaves), torch.get_num_threads()).spent(self.artifact.program)
 
     def reset(self) -> None:
-        """The buffers that calls change hold again what they did when the float model was captured."""
+        """Reset mutable buffers to the values that they had when the float model was captured."""
         for index, tensor in enumerate(initial_state(self.signature)):
             setattr(self, f"state{index}", tensor)
 
     def assert_int8(self, macs: float = 1.0) -> None:
-        """AssertionError, with the reasons, when a smaller share of the multiply-accumulates runs in int8."""
+        """Raise `AssertionError`, with the reasons, if less than this share of multiply-accumulates runs in int8."""
         if self.coverage.macs < macs:
             shares = f"{100 * self.coverage.macs:.2f} % of MACs in int8, asked for {100 * macs:.2f} %"
             raise AssertionError(f"{shares}\n{self.coverage}")
 
     def save(self, path: str | Path, *, example: Any = None, library: bool = True) -> None:
-        """Write the model to one file, for `intaglio.load`; a file of that name is replaced once the new one is whole.
+        """Write the model to one file for `intaglio.load`. An existing file is replaced only once the new one is
+        complete.
 
-        ``example``: arguments of a call (a tuple, a dictionary by name, or the only one); they and the digest of what
-        comes of them go into the file, for `verify`. ``library``: put the compiled programs in too, one for every
-        instruction set, for those who load with ``trust=True``. Raises `ArtifactError`, and leaves an existing file
-        as it is.
+        Args:
+            path: the file.
+            example: arguments of one call (a tuple, a dictionary by name, or the only argument), which are stored with
+                a digest of their results for `verify` (default: the example that the model has, if any).
+            library: whether to store the compiled programs too, one for each instruction set, for loading with
+                ``trust=True``.
+
+        Raises:
+            ArtifactError: the file cannot be written. An existing file is left unchanged.
         """
         check_file(path)
         stored = self.example
@@ -119,7 +140,7 @@ class QuantizedModel(ProgramModule):
         save(self._saved(stored, library), path, config.VERSION)
 
     def _saved(self, example: Example | None, library: bool) -> Saved:
-        """What a file holds of it."""
+        """Return the contents of a file of this model."""
         program, libraries = self.artifact.program, {}
         if library:
             built = {**self.libraries, program.isa: library_of(program, self.artifact.library_bytes())}
@@ -141,24 +162,34 @@ class QuantizedModel(ProgramModule):
 
     @property
     def loops(self) -> dict[str, HostLoop]:
-        """What runs in Python as long as the data says, by name; the body of each is a `QuantizedModel`."""
+        """Return the loops that Python drives because their number of iterations depends on data, by name. The body of
+        each is a `QuantizedModel`."""
         return {name: loop for module in self.islands.values() for name, loop in loops_in(module).items()}
 
     def export_c(self, folder: str | Path, *, isa: str | Sequence[str] | None = None) -> None:
-        """Write the program as C: sources, a header, weights, a CMake file, a small main and a README, to be built and
-        run without Python, with the same bits (docs/deploying.md, "Without Python").
+        """Write the program as C sources that build and run without Python, with bit-identical results.
 
-        ``isa``: one instruction set or several, of which the export runs the best that a processor has; default: the
-        one of this model. Files of these names in the folder are replaced. Raises `UnsupportedError` when parts of the
-        model run in Python.
+        The folder gets sources, a header, weights, a CMake file, a small main program and a README (docs/deploying.md,
+        "Without Python"). Files of the same names are replaced.
+
+        Args:
+            folder: the folder, which is created if it does not exist.
+            isa: one or several instruction sets (default: the one of this model). The exported program uses the best
+                one that the processor supports.
+
+        Raises:
+            UnsupportedError: parts of the model run in Python.
         """
         export_c(self, folder, (isa,) if isinstance(isa, str) else isa)
 
     def verify(self) -> None:
-        """Run the example stored with the model and compare every integer result, bit for bit.
+        """Run the example stored with the model and compare every integer result bit for bit.
 
-        Results behind a float part are left out: PyTorch's float operators differ from CPU to CPU. Raises
-        `ArtifactError` when a bit differs, `InputError` when the model has no example.
+        Results that depend on a float island are left out, because PyTorch's float operators differ between CPUs.
+
+        Raises:
+            ArtifactError: a bit differs.
+            InputError: the model has no example.
         """
         if self.example is None:
             remedy = "model.save(path, example=x) stores one; intaglio.load(path).verify() runs it"
@@ -174,6 +205,7 @@ class QuantizedModel(ProgramModule):
             )
 
     def _exact_digest(self, tensors: Sequence[torch.Tensor]) -> str:
+        """Return the digest of the results of a call that do not depend on a float island."""
         leaves = [tensor.clone() for tensor in tensors]
         with torch.no_grad():
             tensors = [*leaves, *initial_state(self.signature)]
@@ -182,10 +214,11 @@ class QuantizedModel(ProgramModule):
         names = [*self._written, *self._outputs]
         return digest_of(values, [name for name in dict.fromkeys(names) if name in exact])
 
-    # -- what every nn.Module has --------------------------------------------------------------------------------
+    # -- overridden methods of nn.Module -------------------------------------------------------------------------------
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """The integer graph with its weights and scales, whatever instruction set they are packed for."""
+        """Store the integer graph with its weights and scales, independently of the instruction set they are packed
+        for."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination.update({prefix + key: tensor for key, tensor in state_dict_io.tensors_of(self.graph).items()})
 
@@ -199,10 +232,12 @@ class QuantizedModel(ProgramModule):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Weights and scales of a model of the same operators; its program is built, unless the cache has it.
+        """Load weights and scales of a model with the same operators. Its program is compiled unless the cache has it.
 
-        Raises `ArtifactError`, before anything is changed, when they are another model's. No other thread may be
-        calling the model.
+        No other thread may be calling the model.
+
+        Raises:
+            ArtifactError: the state belongs to another model. This model is then unchanged.
         """
         start = prefix + state_dict_io.GRAPH
         own = {key.removeprefix(prefix): state_dict[key] for key in state_dict if f"{key}.".startswith(f"{start}.")}
@@ -225,7 +260,8 @@ class QuantizedModel(ProgramModule):
         self._frames, self._sizes = [], None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedModel:
-        """`to`, `cuda`, `half` and their like; `InputError` if tensors would leave the CPU or float32."""
+        """Apply `to`, `cuda`, `half` and similar methods. Raise `InputError` if tensors would leave the CPU or
+        float32."""
         try:
             moved = fn(torch.zeros(1, device="cpu"))
         except (RuntimeError, AssertionError) as error:
@@ -238,13 +274,13 @@ class QuantizedModel(ProgramModule):
         return self
 
     def train(self, mode: bool = True) -> QuantizedModel:
-        """An int8 program cannot be trained; asking for it warns and changes nothing."""
+        """Warn that an int8 program cannot be trained, and change nothing."""
         if mode:
             warnings.warn("an int8 model has no training mode; it stays as it is", stacklevel=2)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles start without plans and arenas."""
+        """Return the state for copies and pickles, without plans and arenas."""
         return {**self.__dict__, "_shapes": OrderedDict(), "_frames": [], "_sizes": None, "_warm": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -263,7 +299,8 @@ class QuantizedModel(ProgramModule):
 
 
 def _int8_rates(isa: str, threads: int) -> list[float]:
-    """What each of these threads can do at most; nothing on a machine where that cannot be built."""
+    """Return the peak multiply-accumulates per second of each thread, or nothing if the measuring program cannot be
+    built."""
     try:
         return int8_rates(isa, threads, LIMIT_SECONDS)
     except BuildError:

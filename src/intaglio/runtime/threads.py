@@ -1,9 +1,9 @@
-"""How many threads a stretch of a program is worth: a model of its time, and the fewest that come close to the best.
+"""Thread counts: a cost model of the segments of a program, and the fewest threads that come close to the best time.
 
     time(threads) = start + sum over steps of (step + work / rate / threads as far as its units divide) + barriers
 
-The constants were measured on two cores of an AMD EPYC (family 25, 2.6 GHz); benchmarks/scale.py shows what they
-predict and what a machine does. Nothing is timed at run time, and results never depend on the number.
+The constants were measured on two cores of an AMD EPYC (family 25, 2.6 GHz); benchmarks/scale.py compares predictions
+and measurements. Nothing is timed at run time, and results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -23,36 +23,43 @@ MACS_PER_SECOND: Mapping[str, float] = {
     IsaName.AVX2: 72e9,
     IsaName.PORTABLE: 7.3e9,
 }
-"""Of one thread in convolutions of 16 channels or more (CIFAR ResNet-20 and ResNet-18)."""
+"""Rate of one thread in convolutions of 16 channels or more (CIFAR ResNet-20 and ResNet-18)."""
 
 BYTES_PER_SECOND = 24e9
-"""Activations one thread reads and writes beside that: quantize runs at 44e9, max_pool at 80e9, MobileNetV2 as a whole
-at this."""
+"""Rate at which one thread reads and writes activations in addition. Quantize reaches 44e9, max_pool 80e9, and the
+whole MobileNetV2 this rate."""
 
 STEP = 0.1e-6
 """Seconds of a step before its first tile."""
 
 START = 5e-6
-"""Seconds until other threads work: 0.2e-6 while they still wait for the next call, 30e-6 to 200e-6 once they sleep."""
+"""Seconds until the other threads work: 0.2e-6 while they still spin for the next call, 30e-6 to 200e-6 once they
+sleep."""
 
 BARRIER, BARRIER_THREAD = 0.08e-6, 0.04e-6
-"""Seconds of a barrier, and for each thread at it. Two threads were measured (0.05e-6 without work between, 0.15e-6 for
-a line that moves and lateness); the rise is an estimate for cores of one socket."""
+"""Seconds of a barrier, and for each thread that waits at it. Two threads were measured (0.05e-6 without work in
+between, 0.15e-6 for cache line transfer and late arrival); the increase is an estimate for cores of one socket."""
 
 CLOSE = 1.02
-"""More threads are not worth 2 % of the time: they take cores from others."""
+"""More threads are used only if they save more than 2 % of the time, because they take cores from other work."""
 
 
 @dataclass(frozen=True)
 class SegmentCost:
-    """The steps of a segment at given sizes: seconds each takes on one thread, units of each, barriers between them."""
+    """Cost of a segment at given sizes.
+
+    Attributes:
+        seconds: f64[steps], time of each step on one thread.
+        units: f64[steps], number of units that each step can be divided into.
+        barriers: number of barriers between the steps.
+    """
 
     seconds: np.ndarray
     units: np.ndarray
     barriers: int
 
     def times(self, most: int) -> np.ndarray:
-        """Predicted seconds with 1 to ``most`` threads."""
+        """Return the predicted seconds with 1 to ``most`` threads, f64[most]."""
         counts = np.arange(1, most + 1)
         largest = np.ceil(self.units / counts[:, None]) / self.units
         shared = (self.seconds * largest).sum(1) + STEP * len(self.seconds)
@@ -60,18 +67,24 @@ class SegmentCost:
         return shared + np.where(counts > 1, others, 0)
 
     def time(self, threads: int) -> float:
-        """Predicted seconds."""
+        """Return the predicted seconds with this number of threads."""
         return float(self.times(threads)[-1])
 
     def threads(self, most: int) -> int:
-        """The fewest, up to ``most``, whose time is close to the best."""
+        """Return the fewest threads, up to ``most``, whose time is close to the best."""
         times = self.times(most)
         return int(np.argmax(times <= CLOSE * times.min())) + 1
 
 
 @dataclass(frozen=True)
 class _Table:
-    """Of a program: what evaluates macs, bytes and units of all steps, the steps of every segment, and barriers."""
+    """Compiled cost expressions of a program.
+
+    Attributes:
+        evaluate: function of the dynamic dimensions that returns MACs, bytes and units of every step.
+        segments: indices of the steps of every segment.
+        barriers: number of barriers of every segment.
+    """
 
     evaluate: Callable[..., tuple[int, ...]]
     segments: tuple[np.ndarray, ...]
@@ -79,7 +92,7 @@ class _Table:
 
 
 _TABLES: WeakKeyDictionary[Program, _Table] = WeakKeyDictionary()
-"""Made once a program."""
+"""Cost expressions by program, compiled once."""
 
 
 def _table(program: Program) -> _Table:
@@ -97,7 +110,7 @@ def _table(program: Program) -> _Table:
 
 
 def stretches(program: Program, symbols: Mapping[str, int]) -> list[SegmentCost]:
-    """One for every segment."""
+    """Return the cost of every segment."""
     table = _table(program)
     found = table.evaluate(*[symbols[name] for name in program.symbols])
     macs, moved, units = np.array(found, np.float64).reshape(-1, 3).T
@@ -110,7 +123,8 @@ def stretches(program: Program, symbols: Mapping[str, int]) -> list[SegmentCost]
 
 
 def shares(program: Program, symbols: Mapping[str, int], allowed: int) -> tuple[int, ...]:
-    """Threads of every segment: at most ``allowed``, at most the cores this process may use."""
+    """Return the number of threads for every segment, at most ``allowed`` and at most the cores this process may
+    use."""
     most = min(allowed, len(os.sched_getaffinity(0)))
     if most <= 1:
         return (1,) * program.segments
