@@ -1,4 +1,4 @@
-"""Plan -> C++ text and packed constants. No torch, and no decision that the plan does not hold."""
+"""Code generation: print a plan as C++ source and packed constants. It uses no torch and makes no decisions."""
 
 from intaglio.codegen.program import EMITTERS, emit
 

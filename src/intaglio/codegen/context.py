@@ -1,4 +1,4 @@
-"""What every emitter of a step needs: images, constants, kernels that must be in the text."""
+"""`Context`: images, strides, constants and kernels of the program that emitters print."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ from intaglio.plan.scheduling.value_bounds import result_bounds
 
 CONSTANT_ALIGNMENT = 64
 FIRST_BYTES = 1 << 20
-"""Room for constants before there is more."""
+"""Initial capacity for constants, in bytes."""
 
 
 NUMPY_TYPES = {"int32_t": np.int32, "float": np.float32, "double": np.float64}
-"""Type in C -> in NumPy."""
+"""NumPy types of C types."""
 
 
 K = TypeVar("K")
 
 
 class Blob:
-    """Constants of a program in one aligned array; equal bytes are stored once.
+    """Constants of a program in one aligned array. Equal bytes are stored once.
 
-    They are written where they stay, into pages that are moved, not copied, when there must be more: weights are never
-    in memory twice.
+    It is backed by an anonymous mmap that grows with mremap, so weights are never held in memory twice.
     """
 
     def __init__(self) -> None:
@@ -48,24 +47,37 @@ class Blob:
         self._size = 0
 
     def add(self, array: np.ndarray) -> int:
-        """Offset of these bytes."""
+        """Store an array if it is new, and return the offset of its bytes."""
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         key = hashlib.sha256(data).digest()
         if key not in self._known:
             self._known[key] = start = self._size
             self._size += data.nbytes + -data.nbytes % CONSTANT_ALIGNMENT
             if self._size > len(self._memory):
-                self._memory.resize(2 * self._size)  # what is not written takes no memory
+                self._memory.resize(2 * self._size)  # unwritten pages use no memory
             self._memory[start : start + data.nbytes] = data
         return self._known[key]
 
     def array(self) -> np.ndarray:
-        """All of them; nothing can be added after."""
+        """Return all constants. No constant can be added afterwards."""
         return np.frombuffer(self._memory, np.uint8)[: self._size]
 
 
 class Context:
-    """One program being printed. ``index``: where in the table of offsets each buffer is."""
+    """State of the program that is being printed.
+
+    Attributes:
+        plan: Plan to print.
+        isa: Instruction set with the kernels of the program.
+        index: Position of each buffer in the table of offsets.
+        blob: Constants of the program.
+        families: Kernel tables that the program uses, by name.
+        headers: Headers that the program includes.
+        kernels: Kernels of the current step.
+        functions: Helper functions to print before the current step.
+        constants: Offsets of the current step's constants, by name.
+        step: Prefix of names of the current step.
+    """
 
     def __init__(self, plan: Plan, isa: Isa, index: Mapping[str, int]) -> None:
         self.plan, self.isa = plan, isa
@@ -80,23 +92,26 @@ class Context:
         self.symbols = plan.graph.symbols()
 
     def of_step(self, number: int) -> Context:
-        """Return the context of a step: its ``kernels``, its named ``constants``, text of ``functions`` to print before
-        it. Families of kernels, headers and bytes of constants are those of the program."""
+        """Return the context of one step.
+
+        It has its own `kernels`, `constants` and `functions`; kernel tables, headers and the blob are shared with the
+        program.
+        """
         own = copy.copy(self)
         own.kernels, own.functions, own.constants, own.step = [], [], {}, f"p{number:02d}"
         return own
 
     def include(self, *headers: str) -> None:
-        """Note that the program calls functions of these headers."""
+        """Add headers whose functions the program calls."""
         self.headers.update(headers)
 
     def tiles(self, spec: TileSpec) -> str:
-        """Return the table of a kernel and all lower ones, by height; the step's tallest is this one."""
+        """Return the name of the table of kernels up to the height of this one, indexed by height."""
         self.kernels.append(spec)
         return self._table(self.isa.tiles(spec))
 
     def depthwise_tiles(self, spec: DepthwiseSpec) -> str:
-        """Return the table of a kernel and all smaller ones, by rows and columns."""
+        """Return the name of the table of depthwise kernels up to this size, indexed by rows and columns."""
         self.kernels.append(spec)
         return self._table(depthwise_tiles(spec))
 
@@ -106,7 +121,7 @@ class Context:
 
     @property
     def largest_kernel(self) -> TileSpec | DepthwiseSpec | None:
-        """The kernel of the step with most results a call; ``None`` where it calls none."""
+        """Return the kernel of the step that computes most results per call, or None if the step calls no kernel."""
         return max(self.kernels, key=lambda kernel: prod(kernel.tile), default=None)
 
     @property
@@ -114,18 +129,21 @@ class Context:
         return self.plan.graph
 
     def constant(self, array: np.ndarray, kind: str, label: str) -> str:
-        """Return a pointer to a constant, whose place has a name: ``constant<float>(r, p01_factor)``."""
+        """Store an array and return a C expression for a pointer to it, such as `constant<float>(r, p01_factor)`."""
         offset, name, count = self.blob.add(array), f"{self.step}_{label}", 2
         while self.constants.setdefault(name, offset) != offset:
             name, count = f"{self.step}_{label}_{count}", count + 1
         return f"constant<{kind}>(r, {name})"
 
     def number(self, value: SupportsFloat, kind: str, label: str) -> str:
-        """Return the value of one number that is a constant of the program, so that its text does not depend on it."""
+        """Store a scalar and return a C expression for its value.
+
+        The source text then does not depend on the value, so that a compiled program can be reused.
+        """
         return "*" + self.constant(np.array([value], NUMPY_TYPES[kind]), kind, label)
 
     def kernel(self, partition: Partition, kind: type[K]) -> K:
-        """Return the kernel that the plan chose for a partition of one piece."""
+        """Return the kernel that the plan chose for a partition with one piece."""
         (found,) = self.plan.kernels[partition.ops[-1].outputs[0]]
         if not isinstance(found, kind):
             raise TypeError(f"{partition.name}: {type(found).__name__} is planned, not {kind.__name__}")
@@ -135,7 +153,7 @@ class Context:
         return c_expression(dim)
 
     def image(self, value: str) -> str:
-        """C expression that makes the `Image` of a buffer, or of a dense float tensor of the caller."""
+        """Return a C expression for the `Image` of a buffer, or of a dense float tensor of the caller."""
         buffer = self.plan.buffers.get(value)
         if buffer is None:
             kind = self.graph.types[value]
@@ -150,7 +168,7 @@ class Context:
         return f"image({start}, {sizes}, {buffer.halo[0]}, {buffer.halo[1]})"
 
     def place(self, value: str) -> Place:
-        """Where Python finds the levels of a value."""
+        """Return the location of a quantized value in the arena, for host operators."""
         buffer = self.plan.buffers[value]
         (rows, columns), (_, _, width, pixel) = buffer.halo, buffer.lies()
         start = (rows * (width + 2 * columns) + columns) * pixel
@@ -158,8 +176,10 @@ class Context:
         return Place(self.index[buffer.alias or value], start, buffer.shape, strides(buffer), frame)
 
     def strided(self, value: str) -> tuple[str, Strides]:
-        """C expression of a ``uint8_t*`` to a value's first element, and elements between neighbours along its logical
-        axes. A tensor of the caller lies dense: `External.dense`."""
+        """Return a C pointer to the first element of a value, and the strides of its logical axes in elements.
+
+        A tensor of the caller is assumed to be dense (see `External.dense`).
+        """
         location = self.plan.location(value)
         buffer, array = self.plan.buffers.get(location.root), self.graph.constants.get(location.root)
         if buffer is not None:
@@ -177,16 +197,16 @@ class Context:
         return f"r->strides + {5 * self.plan.external.index(value)}"
 
     def given(self, value: str) -> bool:
-        """Whether a tensor of the caller is read only: an input of the graph, or what an island made."""
+        """Return whether the program only reads a tensor of the caller: a graph input or a result of an island."""
         makers = [op for op in self.graph.ops if value in op.outputs]
         return not makers or makers[0].is_island
 
     def halo(self, value: str) -> bool:
-        """Whether there is one to fill."""
+        """Return whether a value has a halo that must be filled."""
         return value in self.plan.buffers and any(self.plan.buffers[value].halo)
 
     def limits(self, op: Op) -> str:
-        """``struct Limits`` of the levels an operator gives, or the 16 bits."""
+        """Return a pointer to the `struct Limits` of an operator's results, which have 8 or 16 bits."""
         q, (low, high), rest = self.graph.types[op.output].levels, result_bounds(op, self.graph), len(op.outputs) > 1
         other = self.graph.types[op.inputs[1]].levels.zero if op_def(op).pairwise else 0
         if op_def(op).residual is not None and op.inputs[4:]:
@@ -195,13 +215,21 @@ class Context:
         return self.constant(limits(zero, low, high, other, rest), "struct Limits", "limits")
 
     def dims_used(self, text: str) -> list[str]:
-        """Declarations of the free dimensions that a body mentions."""
+        """Return declarations of the dynamic dimensions that a function body uses."""
         words = set(re.findall(r"\b[a-z]\w*\b", text))
         return [f"const int64_t {name} = r->dims[{i}];" for i, name in enumerate(self.symbols) if name in words]
 
 
 def limits(zero_point: int, low: int, high: int, other_zero_point: int, rest: bool = False) -> np.ndarray:
-    """Bytes of ``struct Limits`` (native/products/tile.h); ``rest``: zero point and bounds have 16 bits."""
+    """Return the bytes of `struct Limits` (native/products/tile.h).
+
+    Args:
+        zero_point: Zero point of the result.
+        low: Smallest quantized value.
+        high: Largest quantized value.
+        other_zero_point: Zero point of the second operand, if there is one.
+        rest: Whether zero point and bounds are those of 16-bit values.
+    """
     parts = (
         np.full(32, zero_point, np.uint16),
         np.full(64, 0 if rest else low, np.uint8),
@@ -216,7 +244,7 @@ def limits(zero_point: int, low: int, high: int, other_zero_point: int, rest: bo
 
 
 def describe(partition: Partition, graph: Graph) -> str:
-    """``u8[n, 64, 56, 56] -> u8[n, 64, 56, 56]`` of a partition's activations."""
+    """Return the types of a partition's activations, such as `u8[n, 64, 56, 56] -> u8[n, 64, 56, 56]`."""
 
     def kinds(names: Iterable[str]) -> str:
         types = [graph.types[name] for name in names]
@@ -227,7 +255,7 @@ def describe(partition: Partition, graph: Graph) -> str:
 
 
 def finish(code: Code, context: Context, value: str, limits: str) -> None:
-    """The halo of a result, written anew on every run."""
+    """Print code that fills the halo of a result, which every run does again."""
     if context.halo(value):
         context.include("base/image.h")
         code(f"const struct Image frame = {context.image(value)};")

@@ -1,4 +1,4 @@
-"""Plan -> `Program`: one C++ text, one block of constants. Prints what was decided elsewhere."""
+"""Print a plan as a `Program`: the C++ source, its constants, and the tables that the runtime needs."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ EMITTERS: Mapping[str, Callable[[Code, Partition, Context], None]] = {
     "pixels": emit_pixels,
     "dequantize": emit_dequantize,
 }
-"""`OpDef.emitter` -> what prints its step; tests/codegen/test_program.py checks it against the records."""
+"""Function that prints a step, by `OpDef.emitter`. tests/codegen/test_program.py compares the keys with the records."""
 
 
 HOST = "host operator"
-"""In place of a kernel, for reports."""
+"""Kernel name that reports show for a host operator."""
 
 EXPORT = 'extern "C" __attribute__((visibility("default")))'
 
 
 def emit(plan: Plan, name: str) -> Program:
-    """Return the program of a plan that `schedule_plan` returned, for its instruction set."""
+    """Return the program of a plan for the instruction set that `schedule_plan` chose kernels for."""
     if plan.target is None:
         raise ValueError("this plan is for no machine yet: schedule_plan(plan, ...)")
     isa, tiling = plan.target.isa, plan.batch_tiling
@@ -113,7 +113,7 @@ def emit(plan: Plan, name: str) -> Program:
 
 
 def _note(index: int, step: Step, context: Context) -> StepNote:
-    """What a table of times and the runtime are told of a step, after it was printed."""
+    """Return the facts about a step for profiling tables and the runtime. The step must have been printed before."""
     partition, graph = step.partition, context.graph
     kinds, key = " + ".join(op.kind for op in partition.ops), partition.anchor.attrs.get("key", "")
     largest = context.largest_kernel
@@ -131,7 +131,7 @@ def _symbol(index: int, step: Step) -> str:
 
 
 def _step(index: int, step: Step, context: Context) -> str:
-    """Print one function: where it comes from, what goes in and out at which scales, its schedule."""
+    """Print the C++ function of a step, with its origin, types, scales and schedule in comments."""
     partition = step.partition
     body = Code()
     EMITTERS[op_def(partition.anchor).emitter](body, partition, context)
@@ -151,7 +151,7 @@ def _step(index: int, step: Step, context: Context) -> str:
 
 
 def _heading(partition: Partition, context: Context) -> Iterator[str]:
-    """Yield what a reader wants to know of a step before its text."""
+    """Yield the comment lines that describe a step: operators, shapes, scales, attributes, schedule."""
     anchor, types = partition.anchor, context.graph.types
     kinds, where = (
         " + ".join(op.kind for op in partition.ops),
@@ -177,8 +177,10 @@ def _scale(kind: TensorType) -> str:
 
 
 def _segments(code: Code, context: Context) -> None:
-    """One function a native stretch: its steps, a barrier where a group ends. The first begins with what a large batch
-    takes in turns."""
+    """Print one function per segment: calls of its native steps, with a barrier between barrier groups.
+
+    The first segment begins with the steps that batch tiling runs on sub-batches, if there are any.
+    """
     plan = context.plan
     native: dict[int, list[tuple[int, Step]]] = {}
     for index, step in enumerate(plan.steps):
@@ -205,7 +207,7 @@ def _segments(code: Code, context: Context) -> None:
 
 
 def _calls_of(steps: Sequence[tuple[int, Step]], count: int) -> list[str]:
-    """A call for every step of a stretch, with the barrier behind it if there is one."""
+    """Return a call for each step of a segment, followed by a barrier where a barrier group ends."""
     found = []
     for (index, step), following in zip_longest(steps, steps[1:]):
         lines = [f"{_symbol(index, step)}(r, thread, threads);", f"time_step(r, {index}, {count}, thread, threads);"]
@@ -236,7 +238,7 @@ def _externals(plan: Plan) -> tuple[External, ...]:
 
 
 def _read_dense(plan: Plan) -> set[str]:
-    """Tensors of the caller that a step reads as they lie dense."""
+    """Return the caller's tensors that are read by steps which do not accept arbitrary strides."""
     read: set[str] = set()
     for step in plan.steps:
         if not step.called:
@@ -246,7 +248,7 @@ def _read_dense(plan: Plan) -> set[str]:
 
 
 def _calls(context: Context) -> tuple[IslandCall | HostCall, ...]:
-    """In the order of the steps."""
+    """Return the calls of islands and host operators, in execution order."""
     found: list[IslandCall | HostCall] = []
     for step in (step for step in context.plan.steps if step.called):
         op = step.partition.anchor

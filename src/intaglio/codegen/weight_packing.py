@@ -1,4 +1,4 @@
-"""Weights, biases and factors in the order kernels read them. NumPy in, bytes out."""
+"""Pack weights, biases and scale factors in the order in which GEMM kernels read them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from intaglio.kernels import permutation
 
 @dataclass(frozen=True)
 class PanelPacking:
-    """How a weight [outputs, inputs per group, taps y, taps x] becomes panels of ``16 * blocks`` outputs.
+    """Layout of a weight `[outputs, inputs per group, kernel y, kernel x]` as panels of `16 * blocks` output channels.
 
-    ``packed``: columns are permuted for kernels that pack (`permutation`). ``joined``: a row of taps is one run of
-    bytes (one group, neighbouring taps). ``first``: input channel at which each panel's run starts; ``cover``:
-    channels (or bytes of joined taps) in a run.
+    Attributes:
+        outputs: Output channels.
+        blocks: Blocks of 16 columns in a full panel.
+        packed: Columns are permuted for kernels that pack results (see `permutation`).
+        joined: All taps of a kernel row form one run of bytes; requires one group and adjacent taps.
+        first: First input channel of each panel's run.
+        cover: Input channels of a run, or bytes if taps are joined.
     """
 
     outputs: int
@@ -32,32 +36,32 @@ class PanelPacking:
 
     @property
     def last_blocks(self) -> int:
-        """Blocks of 16 in the last panel."""
+        """Return the number of blocks of 16 columns in the last panel."""
         return -(-(self.outputs - (self.panels - 1) * 16 * self.blocks) // 16)
 
     @property
     def mask(self) -> int:
-        """A bit for every channel of a full panel."""
+        """Return a bit mask of the channels of a full panel."""
         return (1 << 16 * self.blocks) - 1
 
     @property
     def last_mask(self) -> int:
-        """A bit for every channel of the last panel."""
+        """Return a bit mask of the channels of the last panel."""
         return (1 << self.outputs - (self.panels - 1) * 16 * self.blocks) - 1
 
     @property
     def run(self) -> int:
-        """4-byte steps of one run."""
+        """Return the number of 4-byte groups in a run, each of which is one step of the kernel."""
         return -(-self.cover // 4)
 
     def order(self, panel: int) -> np.ndarray:
-        """Output channel of every column of a panel; past the end where there is none."""
+        """Return the output channel of each column of a panel. Columns without a channel have indices past the end."""
         last = panel == self.panels - 1
         return panel * 16 * self.blocks + _columns(self.packed, self.last_blocks if last else self.blocks)
 
     @cached_property
     def columns(self) -> np.ndarray:
-        """`order` of all panels, one after the other."""
+        """Return the output channels of the columns of all panels, concatenated."""
         return np.concatenate([self.order(panel) for panel in range(self.panels)])
 
 
@@ -69,9 +73,19 @@ def _columns(packed: bool, blocks: int) -> np.ndarray:
 def packing(
     outputs: int, inputs: int, groups: int, taps_x: int, dilation_x: int, blocks: int, packed: bool
 ) -> PanelPacking:
-    """Panels for a layer; ``inputs`` and ``outputs`` count all groups.
+    """Return the panels of a convolution or linear layer.
 
-    Groups smaller than a panel share it: the run covers all their channels, with zeros where a group does not look.
+    Groups smaller than a panel share one: its run covers the channels of all of them, with zero weights for other
+    groups.
+
+    Args:
+        outputs: Output channels of all groups.
+        inputs: Input channels of all groups.
+        groups: Number of groups.
+        taps_x: Kernel width.
+        dilation_x: Dilation along the width.
+        blocks: Blocks of 16 columns in a panel.
+        packed: Whether columns are permuted for kernels that pack results.
     """
     joined = groups == 1 and (taps_x == 1 or dilation_x == 1)
     per_group, per_group_out = inputs // groups, outputs // groups
@@ -87,7 +101,16 @@ def packing(
 
 
 def pack_weights(weight: np.ndarray, plan: PanelPacking, groups: int) -> np.ndarray:
-    """s8[outputs, inputs per group, taps y, taps x] -> s8[panel][tap row][tap][run][column][4], flat."""
+    """Pack the weights of a layer.
+
+    Args:
+        weight: s8[outputs, inputs per group, kernel y, kernel x].
+        plan: Panels to pack into.
+        groups: Number of groups.
+
+    Returns:
+        s8[panel, kernel y, kernel x (1 if taps are joined), run, column, 4], flattened.
+    """
     outputs, _, taps_y, taps_x = weight.shape
     runs = 1 if plan.joined else taps_x
     parts = []
@@ -97,13 +120,13 @@ def pack_weights(weight: np.ndarray, plan: PanelPacking, groups: int) -> np.ndar
         dense = _panel(weight, order[inside], plan, panel, groups)
         padded = np.zeros((len(order), taps_y, runs, 4 * plan.run), np.int8)
         padded[inside, :, :, : plan.cover] = dense.reshape(len(dense), taps_y, runs, -1)
-        quads = padded.view(np.int32)  # moving four bytes at a time is what makes this fast
+        quads = padded.view(np.int32)  # transposing 4-byte elements is much faster than bytes
         parts.append(quads.transpose(1, 2, 3, 0).ravel())
     return np.concatenate(parts).view(np.int8)
 
 
 def _panel(weight: np.ndarray, outputs: np.ndarray, plan: PanelPacking, panel: int, groups: int) -> np.ndarray:
-    """s8[outputs, taps y, taps x, channels of a run]: zeros where a group does not look."""
+    """Return the weights of a panel, s8[outputs, kernel y, kernel x, channels of a run], zero for other groups."""
     rows = weight[outputs].transpose(0, 2, 3, 1)
     if groups == 1:
         return rows
@@ -115,7 +138,7 @@ def _panel(weight: np.ndarray, outputs: np.ndarray, plan: PanelPacking, panel: i
 
 
 def pack_columns(values: np.ndarray, plan: PanelPacking) -> np.ndarray:
-    """One value per output (or one for all) -> column order, padded with zeros to whole blocks."""
+    """Return one value per output channel, or one for all, in column order and padded with zeros to full panels."""
     spread = np.zeros(plan.panels * 16 * plan.blocks, values.dtype)
     spread[: plan.outputs] = values
     return spread[plan.columns]

@@ -1,4 +1,4 @@
-"""A builder for nested C++ text."""
+"""`Code`: writes nested C++ source text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from textwrap import dedent
 
 
 class Code:
-    """``code("x += 1;")`` adds lines; ``with code.block("for (...)"):`` nests them."""
+    """Collects lines of C++: `code("x += 1;")` adds lines, and `with code.block("for (...)"):` nests them."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []

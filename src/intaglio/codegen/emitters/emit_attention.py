@@ -1,4 +1,4 @@
-"""Steps that multiply two activations: attention, and matrix products with their tails."""
+"""Print steps that multiply two activations: attention, and batched GEMMs with their tails."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from intaglio.plan.kernel_records import ActivationTiles
 from intaglio.plan.plan_records import Partition
 
 HEAD_AXES = 4
-"""Axes of a mask, the missing ones in front."""
+"""Number of axes of a mask in `struct Attention`; missing leading axes have size 1."""
 
 
 def emit_attention(code: Code, partition: Partition, context: Context) -> None:
-    """Fill a ``struct Attention`` and run it."""
+    """Print an attention step: fill a `struct Attention` and run it."""
     op, types = partition.anchor, context.graph.types
     tiles = context.kernel(partition, ActivationTiles)
     q, k, v = (types[name].shape for name in op.inputs[:3])
@@ -44,8 +44,10 @@ def emit_attention(code: Code, partition: Partition, context: Context) -> None:
 
 
 def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
-    """Fill a ``struct Product`` and run it; its tail is a requantize, perhaps and a table, or a dequantize; then
-    perhaps an epilogue."""
+    """Print a batched GEMM: fill a `struct Product` and run it.
+
+    Its tail is a requantize, optionally followed by a lookup table, or a dequantize; an epilogue can follow either.
+    """
     (a, b), tail, types = partition.anchor.inputs, partition.tail[0], context.graph.types
     shape, inner = types[partition.anchor.output].shape, types[a].shape[-1]
     tiles = context.kernel(partition, ActivationTiles)
@@ -91,8 +93,10 @@ def _factors(op: Op, context: Context) -> tuple[np.float32, np.float32]:
 
 
 def _broadcast(value: str, context: Context) -> tuple[str, list[str]]:
-    """The first element, and C expressions of the bytes between neighbours along four axes, 0 where one stands for
-    all."""
+    """Return C expressions for the first element and for the byte strides along four axes.
+
+    The stride of a broadcast axis is 0.
+    """
     base, steps = context.strided(value)
     kind = context.graph.types[value]
     sizes = zip(kind.shape, steps, strict=True)
@@ -101,20 +105,20 @@ def _broadcast(value: str, context: Context) -> tuple[str, list[str]]:
 
 
 def _step(size: Dim, step: str, context: Context) -> str:
-    """A size that is free may turn out to be one."""
+    """Return the stride of an axis in C, which is 0 if a dynamic size turns out to be 1."""
     if isinstance(size, int):
         return "0" if size == 1 else step
     return f"({context.dim(size)} == 1 ? 0 : {step})"
 
 
 def _heads(value: str, context: Context) -> str:
-    """``struct Heads`` of a value whose last axis lies side by side."""
+    """Return the `struct Heads` of a value whose last axis is contiguous."""
     base, (batch, head, row, _) = _broadcast(value, context)
     return f"(struct Heads){{{base}, {batch}, {head}, {row}}}"
 
 
 def _mask(code: Code, value: str, context: Context) -> None:
-    """A tensor of the caller, what the program made, or a constant."""
+    """Print the fields of an attention mask, which is a tensor of the caller, a value of the program or a constant."""
     kind = context.graph.types[value]
     if value in context.graph.constants:
         array = np.ascontiguousarray(context.graph.constants[value])
@@ -128,7 +132,7 @@ def _mask(code: Code, value: str, context: Context) -> None:
 
 
 def _kernels(code: Code, name: str, tiles: ActivationTiles, context: Context) -> None:
-    """Tables of kernels with results in float, by blocks of 16 columns."""
+    """Print the table of kernels with float results, indexed by the width in blocks of 16 columns."""
     most, rows = tiles.tile.blocks, tiles.tile.rows
     specs = [replace(tiles.tile, blocks=blocks) for blocks in range(1, most + 1)]
     tables = ["0", *(context.tiles(spec) if spec.blocks in tiles.widths else "0" for spec in specs)]
@@ -137,7 +141,7 @@ def _kernels(code: Code, name: str, tiles: ActivationTiles, context: Context) ->
 
 
 def _scratch(code: Code, name: str, value: str, context: Context) -> None:
-    """What threads have for themselves."""
+    """Print the fields for the scratch memory of the threads."""
     scratch = f"{value}.scratch"
     _, lines, _ = context.plan.buffers[scratch].shape
     code(f"{name}.scratch = r->arena + r->offsets[{context.index[scratch]}];")

@@ -1,4 +1,4 @@
-"""The text of batch tiling: places of buffers, and the function that runs the leading steps on some images."""
+"""Print batch tiling: buffer offsets, and the function that runs the leading steps on a sub-batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from intaglio.plan.plan_records import BatchTiling, BufferLifetime
 
 
 def emit_places(code: Code, context: Context) -> None:
-    """Sizes as expressions over the free dimensions, in placement order."""
+    """Print the computation of buffer offsets from sizes, which depend on dynamic dimensions, and lifetimes."""
     arena = context.plan.arena()
     tiling, outside, inside = arena.tiling, arena.outside, arena.tile
     sizes = [context.dim(context.plan.buffers[placement.value].size()) for placement in outside]
@@ -38,14 +38,17 @@ def _emit_tables(code: Code, sizes: Sequence[str], lives: Sequence[tuple[int, in
 
 
 def _bytes_of(placement: BufferLifetime, images: str, context: Context, tiling: BatchTiling) -> str:
-    """C expression for some images of a buffer; where threads leave their sums of one image there is no batch."""
+    """Return a C expression for the bytes of some images of a buffer.
+
+    The partial sums that threads leave for a single image have no batch axis; their entire size is returned.
+    """
     buffer = context.plan.buffers[placement.value]
     one = bytes_of_image(buffer, tiling)
     return context.dim(buffer.size()) if one is None else f"{images} * {context.dim(one)}"
 
 
 def emit_batch_tile(code: Code, calls: Sequence[str], tiling: BatchTiling, context: Context) -> None:
-    """One function: ``calls`` of steps on some images of the batch."""
+    """Print the function that runs the steps in `calls` on some images of the batch."""
     plan, arena = context.plan, context.plan.arena()
     outside, inside = arena.outside, arena.tile
     batch, last = context.symbols.index(tiling.batch), len(plan.lifetimes) + 2
@@ -80,13 +83,16 @@ def emit_batch_tile(code: Code, calls: Sequence[str], tiling: BatchTiling, conte
 
 
 def batch_tiles_call(tiling: BatchTiling, context: Context) -> str:
-    """Runs that function for all images."""
+    """Return the C statement that calls this function for all sub-batches."""
     batch = f"r->dims[{context.symbols.index(tiling.batch)}]"
     return f"take_turns(r, turn, {batch}, {tiling.images}, thread, threads);"
 
 
 def _externals_at(plan: Plan, tiling: BatchTiling) -> list[str]:
-    """Of the caller's tensors those that are read, from the first image on; pixels may come as the bytes they are."""
+    """Return statements that advance the pointers of input tensors to the first image of the sub-batch.
+
+    Elements of an input image have one byte if the caller passes uint8 pixels.
+    """
     found = {}
     for op in (step.partition.anchor for step in plan.steps if step.barrier_group < tiling.groups):
         for name in op.inputs:

@@ -1,4 +1,4 @@
-"""Print data movement: strided copies, interleaved channels, and reshapes that follow logical order."""
+"""Print data movement: strided copies, channel interleaving, and reshapes in logical order."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from intaglio.plan.kernel_records import Movement, MovementKernel
 from intaglio.plan.plan_records import Partition
 
 RUNS = 8
-"""Runs of one strided copy in native/elementwise/data_movement.h."""
+"""Number of runs of a `struct Copy` in native/elementwise/data_movement.h."""
 AXES = 7
-"""Axes of one side of a reshape there, bytes of an element among them."""
+"""Number of axes of a `struct Side` there, including the bytes of an element."""
 
 
 def emit_movement(code: Code, partition: Partition, context: Context) -> None:
-    """Print the movement that the plan chose, then the halo of the result."""
+    """Print the data movement that the plan chose, and fill the halo of the result."""
     kernel = context.kernel(partition, MovementKernel)
     MOVEMENTS[kernel.movement](code, partition.anchor, kernel, context)
     if context.graph.types[partition.output].q is not None:
@@ -51,7 +51,7 @@ def _copy(code: Code, op: Op, kernel: MovementKernel, context: Context) -> None:
 
 
 def _table(runs: Sequence[Run], context: Context) -> str:
-    """Sizes, source strides and result strides, runs of one element in front."""
+    """Return sizes, source strides and result strides of a copy, padded with leading runs of one element."""
     whole = [Run(1, 0, 0)] * (RUNS - len(runs)) + list(runs)
     columns = ([run.size for run in whole], [run.source for run in whole], [run.result for run in whole])
     return ", ".join(_braced(column, context) for column in columns)
@@ -62,7 +62,7 @@ def _braced(values: Sequence[Dim], context: Context) -> str:
 
 
 def _reshape(code: Code, op: Op, kernel: MovementKernel, context: Context) -> None:
-    """Logical order is the same on both sides; each has strides of its own."""
+    """Print a reshape, which copies in logical order between two sets of strides."""
     context.include("elementwise/data_movement.h")
     for name, value in (("in", op.inputs[0]), ("out", op.output)):
         (start, steps), kind = context.strided(value), context.graph.types[value]

@@ -1,4 +1,4 @@
-"""Depthwise convolutions: their weights packed, and the loop over their tiles (kernels/depthwise_spec.py)."""
+"""Print depthwise convolutions: packed weights and the loop over tiles (see kernels/depthwise_spec.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from intaglio.plan.scheduling.convolution_pieces import Piece
 
 
 def pack_depthwise(weight: np.ndarray, spec: DepthwiseSpec) -> np.ndarray:
-    """s8[channels of a block, 1, taps y, taps x] -> s8[pair][tap x][accumulator][dword][4 rows], zeros past the end."""
+    """Pack the weights of a block of channels for a depthwise kernel.
+
+    Args:
+        weight: s8[channels, 1, kernel y, kernel x], with at most `spec.channels` channels.
+        spec: Kernel that reads the weights.
+
+    Returns:
+        s8[pair of output row and quad of input rows, kernel x, accumulator, 4 input rows], flattened and zero-padded.
+    """
     taps_y, taps_x = spec.taps
     full = np.zeros((spec.channels, taps_y, taps_x), np.int8)
     full[: len(weight)] = weight[:, 0]
@@ -30,10 +38,16 @@ def pack_depthwise(weight: np.ndarray, spec: DepthwiseSpec) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Layer:
-    """A depthwise convolution as its emitter takes it.
+    """Operands of a depthwise convolution.
 
-    ``piece``: its weights [channels, 1, taps y, taps x] and geometry; ``bias`` with the zero point folded in;
-    ``factor`` per channel (or one). The others are C expressions: images, limits, the table to look up in or 0.
+    Attributes:
+        piece: Weights `[channels, 1, kernel y, kernel x]` and geometry.
+        bias: Bias with the zero-point term folded in.
+        factor: Requantization factor per channel, or one for all.
+        source: C expression of the input image.
+        result: C expression of the output image.
+        limits: C expression of the `struct Limits` of the result.
+        table: C expression of the lookup table, or "0".
     """
 
     piece: Piece
@@ -46,7 +60,7 @@ class Layer:
 
 
 def emit_layer(code: Code, layer: Layer, kernel: DepthwiseKernel | DepthwiseLoops, context: Context) -> str:
-    """Fill what the kernel takes, ``d``, and return the name of the function that runs it."""
+    """Print code that fills the kernel's arguments `d`, and return the name of the function that runs it."""
     context.include("products/depthwise.h")
     if isinstance(kernel, DepthwiseLoops):
         _emit_plain(code, layer, context)
@@ -82,8 +96,11 @@ def emit_layer(code: Code, layer: Layer, kernel: DepthwiseKernel | DepthwiseLoop
 
 
 def _emit_plain(code: Code, layer: Layer, context: Context) -> None:
-    """The same in loops the compiler vectorises, for other instruction sets and columns apart: weights
-    [tap y][tap x][channel]."""
+    """Print a `struct DepthwisePlain`, for loops that the compiler vectorizes.
+
+    They are used for instruction sets without depthwise kernels and for dilated columns. Weights are packed as [kernel
+    y, kernel x, channel].
+    """
     piece = layer.piece
     channels, _, taps_y, taps_x = piece.weight.shape
     code(f"""
@@ -103,7 +120,7 @@ def _emit_plain(code: Code, layer: Layer, context: Context) -> None:
 
 
 def _columns(values: np.ndarray, found: list[tuple[int, DepthwiseSpec]]) -> np.ndarray:
-    """One value per channel (or one for all) in the order of accumulators, block after block."""
+    """Return one value per channel, or one for all, in the order of the accumulators of all blocks."""
     last, tile = found[-1]
     spread = np.zeros(last + tile.channels, values.dtype)
     spread[:] = values if values.size == 1 else 0

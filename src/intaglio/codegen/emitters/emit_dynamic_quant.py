@@ -1,4 +1,4 @@
-"""Rows that are quantized while the model runs."""
+"""Print dynamic quantization."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from intaglio.plan.plan_records import Partition
 
 
 def emit_quantize_rows(code: Code, partition: Partition, context: Context) -> None:
-    """A float tensor of any strides -> levels, row-major, and a scale for every row."""
+    """Print a dynamic quantize of a float tensor with any strides.
+
+    The results are a row-major u8 tensor and an f32 scale per row (token). In "tensor" mode, all rows of a batch entry
+    have the same scale.
+    """
     op = partition.anchor
     levels, scales = op.outputs
     shape = context.graph.types[levels].shape

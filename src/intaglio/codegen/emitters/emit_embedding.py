@@ -1,4 +1,4 @@
-"""Rows of tables joined bag by bag, and whole numbers equally far apart."""
+"""Print embedding bags and integer ranges."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BAG_MODES = {"sum": "BAG_SUM", "mean": "BAG_MEAN", "max": "BAG_MAX"}
 
 
 def emit_embedding_bag(code: Code, partition: Partition, context: Context) -> None:
-    """Bags shared by threads: ``struct Bags``."""
+    """Print an embedding bag: fill a `struct Bags`; threads divide the bags."""
     op, types = partition.anchor, context.graph.types
     table, ids, offsets, *rest = op.inputs
     pointer = {name: context.strided(name)[0] for name in (*op.inputs, op.output)}

@@ -1,4 +1,4 @@
-"""Linear layers of floats: ``struct FloatLinear``, and their weights in panels."""
+"""Print linear layers with float activations: a `struct FloatLinear` and its weights in panels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ WEIGHT_ELEMENT = {DType.S8: "int8_t", DType.F16: "uint16_t"}
 
 
 def emit_linear_f32(code: Code, partition: Partition, context: Context) -> None:
-    """Rows of floats, shared by threads in blocks, and outputs in panels."""
+    """Print a linear layer with float activations and float16 or int8 weights.
+
+    Threads divide blocks of rows and panels of output channels.
+    """
     op, constants = partition.anchor, context.graph.constants
     x, weight, *bias = op.inputs
     kind = context.graph.types[weight]
@@ -34,7 +37,7 @@ def emit_linear_f32(code: Code, partition: Partition, context: Context) -> None:
 
 
 def pack_panels(weight: np.ndarray) -> np.ndarray:
-    """[N, K] -> [panel, K, `F32_PANEL`]; the last panel is filled up with zeros."""
+    """Pack a weight [N, K] as [panel, K, `F32_PANEL`]. The last panel is padded with zeros."""
     outputs, inputs = weight.shape
     filled = np.pad(weight, ((0, -outputs % F32_PANEL), (0, 0)))
     return np.ascontiguousarray(filled.reshape(-1, F32_PANEL, inputs).swapaxes(1, 2))

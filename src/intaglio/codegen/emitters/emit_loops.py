@@ -1,4 +1,4 @@
-"""Loops: one pass over memory for each stretch between reductions, some vectors at a time, with an exact tail."""
+"""Print loops: one pass over memory per stage between reductions, and an exact remainder after whole vectors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VECTOR = {DType.F32: "Reals", DType.BF16: "Reals", DType.U8: "RealBits", DType.B
 
 
 def emit_loop(code: Code, partition: Partition, context: Context) -> None:
-    """The step: rows shared by threads, in each the passes along it."""
+    """Print a loop step. Threads divide the rows, and each row is processed in one or more passes."""
     context.include("elementwise/loops.h")
     schedule = context.plan.loops[partition.anchor.outputs[0]]
     loop = Loop(schedule, context)
@@ -46,7 +46,7 @@ def emit_loop(code: Code, partition: Partition, context: Context) -> None:
 
 
 def _ends(code: Code, loop: Loop) -> None:
-    """Declare a pointer to the first element of every operand."""
+    """Declare a pointer to the first element of every operand and result."""
     for end in loop.schedule.ends.values():
         const = "" if loop.is_result(end) else "const "
         if not loop.is_tile(end):
@@ -57,7 +57,7 @@ def _ends(code: Code, loop: Loop) -> None:
 
 
 def fill_frames(code: Code, op: Op, context: Context) -> None:
-    """The halos of what a loop makes."""
+    """Print code that fills the halos of a loop's results."""
     for name in op.outputs:
         if context.halo(name):
             with code.block(""):
@@ -65,8 +65,10 @@ def fill_frames(code: Code, op: Op, context: Context) -> None:
 
 
 def epilogue(partition: Partition, context: Context, width: int) -> str:
-    """``struct Epilogue`` of a partition's last loop, whose function is printed in front of the step, once more
-    for ``width``, the channels of most panels."""
+    """Print the function of a partition's epilogue ahead of the step, and return its `struct Epilogue`.
+
+    The function has a second version for `width` channels, the size of a full panel.
+    """
     context.include("elementwise/loops.h", "products/epilogue.h")
     op, made = partition.ops[-1], partition.ops[-2].output
     loop = Loop(context.plan.loops[op.outputs[0]], context)
@@ -94,7 +96,7 @@ def epilogue(partition: Partition, context: Context, width: int) -> str:
 
 
 def _rows(code: Code, loop: Loop, variant: LoopVariant) -> None:
-    """Every row; of elements that are all alike, a piece of one."""
+    """Print the loop over rows. Without a reduction, long rows are divided into pieces."""
     axis, kept = loop.schedule.axis, {name: place for place, name in enumerate(variant.kept)}
     if kept:
         code(f"float kept[{len(kept)}][{-(-variant.longest // 16) * 16}] __attribute__((aligned(64)));")
@@ -119,7 +121,7 @@ def _rows(code: Code, loop: Loop, variant: LoopVariant) -> None:
 
 
 def _pointers(code: Code, loop: Loop) -> None:
-    """Declare pointers to the row in every operand, and the values that are one number for a row."""
+    """Declare pointers to the current row of every operand, and the values that are constant along a row."""
     schedule, context, indices = loop.schedule, loop.context, ["row"]
     outer = schedule.rows.outer
     if len(outer) > 1:
@@ -149,7 +151,7 @@ def _pointers(code: Code, loop: Loop) -> None:
 
 
 def _table(code: Code, loop: Loop, name: str, step: Op) -> None:
-    """The row of a table that an id names; of an id it does not have, the first."""
+    """Declare a pointer to the embedding row of an id. An id out of range sets `outside` and selects row 0."""
     table, rows = step.inputs[0], loop.names[name]
     pointer, count = loop.pointers[loop.outer(table)], loop.context.dim(loop.body.types[table].shape[0])
     code(f"int64_t {rows}_id = *{loop.names[step.inputs[1]]}_row;")
@@ -180,7 +182,7 @@ def _stage(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) ->
 
 
 def _pass(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) -> None:
-    """Write the steps of a stage, each for all vectors of a block."""
+    """Print the operators of a stage, each for all vectors of a block."""
 
     def define(name: str, value: str) -> None:
         code(f"{VECTOR[loop.body.types[name].dtype]} {loop.names[name]}[COUNT];")
@@ -208,7 +210,7 @@ def _pass(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) -> 
 
 
 def _of_vectors(op: Op, loop: Loop) -> str:
-    """Return the C function that takes several vectors a step at a time, if there is one for this operator."""
+    """Return the C function that processes several vectors at a time, or "" if there is none for the operator."""
     row = primitive(op)
     return row.c_of_vectors or (row.c_of_distances if op.inputs[0] in loop.schedule.distances else "")
 
@@ -221,7 +223,7 @@ def _lanes(op: Op) -> Lanes:
 
 
 def _store_rows(code: Code, loop: Loop) -> None:
-    """Results that are one number a row."""
+    """Print the stores of results that have one value per row."""
     for name in loop.body.outputs:
         if not loop.schedule.along(name):
             value = _operand(loop.schedule.at(name), loop)
@@ -238,7 +240,7 @@ def _load(name: str, loop: Loop) -> str:
 
 
 def _load_in_turn(op: Op, loop: Loop) -> str:
-    """A dequantize as its levels are read."""
+    """Return a load fused with its dequantize, with elements interleaved over the vectors of a block."""
     (name,), q = op.inputs, loop.body.types[op.inputs[0]].levels
     return f"read_in_turn<COUNT>({loop.names[name]}_row + e, i, count, {q.zero}, {number(q.step)})"
 
@@ -252,7 +254,7 @@ def _store(name: str, loop: Loop) -> str:
 
 
 def _store_levels(name: str, loop: Loop, in_turn: bool) -> str:
-    """A quantize as its levels are written, of all vectors at once."""
+    """Return a store fused with its quantize, of all vectors of a block."""
     step, q = loop.schedule.rows.strides[name][-1], loop.body.types[name].levels
     apart, (source,) = loop.context.dim(step), loop.schedule.makers[name].inputs
     at = f"{loop.names[name]}_row + e" + ("" if step == 1 else f" * {apart}")
@@ -262,14 +264,14 @@ def _store_levels(name: str, loop: Loop, in_turn: bool) -> str:
 
 
 def _elements(name: str, loop: Loop) -> str:
-    """Return the address of the i-th vector's elements, and their distance."""
+    """Return the address of the i-th vector's elements, and their stride."""
     step = loop.schedule.rows.strides[name][-1]
     place = "e + i * FLOATS" if step == 1 else f"(e + i * FLOATS) * {loop.context.dim(step)}"
     return f"{loop.names[name]}_row + {place}, {loop.context.dim(step)}"
 
 
 def _operand(name: str, loop: Loop) -> str:
-    """A variable, the i-th of them where there is one for each vector, or a number in every lane."""
+    """Return the C variable of a value, its i-th vector if it varies along the row, or a constant in every lane."""
     array = loop.body.constants.get(name)
     if array is not None:
         return f"every_lane({number(array)})"
@@ -277,7 +279,7 @@ def _operand(name: str, loop: Loop) -> str:
 
 
 def _value(op: Op, loop: Loop) -> str:
-    """C of one operator over the variables of its operands."""
+    """Return the C expression of an operator on the variables of its operands."""
     types, constants = loop.body.types, loop.body.constants
     given, result = [_operand(name, loop) for name in op.inputs], types[op.output]
     row = primitive(op)
@@ -308,7 +310,7 @@ def _cast(value: str, source: DType, result: DType) -> str:
 
 
 def number(value: float | np.ndarray) -> str:
-    """A float32 in C, exactly."""
+    """Return a float32 as an exact C literal."""
     single = float(np.float32(value))
     if np.isnan(single):
         return '__builtin_nanf("")'

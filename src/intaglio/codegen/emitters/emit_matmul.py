@@ -1,4 +1,4 @@
-"""Steps whose anchor is a convolution or a linear layer."""
+"""Print steps whose anchor is a convolution or a linear layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from intaglio.plan.scheduling.value_bounds import result_bounds
 
 
 def emit_matmul(code: Code, partition: Partition, context: Context) -> None:
-    """Print every piece, then the halo of the result."""
+    """Print all pieces of a convolution or linear layer, and fill the halo of the result."""
     anchor = partition.anchor
     parts = pieces(anchor, context.graph.constants[anchor.inputs[1]])
     for piece, kernel in zip(parts, context.plan.kernels[partition.output], strict=True):
@@ -47,7 +47,7 @@ def emit_matmul(code: Code, partition: Partition, context: Context) -> None:
 def _emit_depthwise(
     code: Code, partition: Partition, context: Context, piece: Piece, kernel: DepthwiseKernel | DepthwiseLoops
 ) -> None:
-    """Fill a ``struct Depthwise``, or a ``struct DepthwisePlain``, and run it."""
+    """Print a depthwise piece: fill a `struct Depthwise` or `struct DepthwisePlain`, and run it."""
     tail = partition.tail[0]
     code(f"const struct Image in = {context.image(partition.anchor.inputs[0])};")
     layer = emit_depthwise.Layer(
@@ -66,7 +66,7 @@ def _emit_depthwise(
 
 
 def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece, kernel: TiledKernel) -> None:
-    """Fill a ``struct Matmul`` and run it."""
+    """Print a piece as a tiled GEMM: fill a `struct Matmul` and run it."""
     anchor, schedule = partition.anchor, context.plan.schedules[partition.output]
     plan = _packing(anchor, piece, kernel)
     kernels, last_kernels = _kernels(context, plan, kernel.tile)
@@ -102,7 +102,7 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
 
 
 def _source(partition: Partition, context: Context) -> str:
-    """The images a product reads; what its head makes lies nowhere yet."""
+    """Return the image that a GEMM reads. Results of a fused head have no memory, only sizes."""
     value = partition.anchor.inputs[0]
     if partition.head is None:
         return context.image(value)
@@ -110,14 +110,16 @@ def _source(partition: Partition, context: Context) -> str:
 
 
 def _sizes(value: str, rows: bool, context: Context) -> str:
-    """The images of a value that lies nowhere."""
+    """Return an image with the sizes of a value that is never stored."""
     sizes = ", ".join(map(context.dim, lies(context.graph.types[value].shape, rows)))
     return f"image(0, {sizes}, 0, 0)"
 
 
 def _results(value: str, context: Context, piece: Piece, source: str = "m.in") -> str:
-    """The images a piece writes, or reads a residual operand from: all pixels, or those of its phases, as many as the
-    image ``source`` has and a few more or less."""
+    """Return the image that a piece writes, or reads a residual operand from.
+
+    It contains all pixels, or those of the piece's phases: one per pixel of the image `source`, plus or minus a few.
+    """
     if piece.phases is None:
         return context.image(value)
     rows, columns = (
@@ -128,14 +130,17 @@ def _results(value: str, context: Context, piece: Piece, source: str = "m.in") -
 
 
 def _packing(anchor: Op, piece: Piece, kernel: TiledKernel) -> PanelPacking:
-    """Return the panels that the weight of a piece is cut into."""
+    """Return the panel layout of a piece's weight."""
     outputs, per_group, _, taps_x = piece.weight.shape
     groups = anchor.attrs.get("groups", 1)
     return packing(outputs, per_group * groups, groups, taps_x, piece.dilation[1], kernel.tile.blocks, kernel.permuted)
 
 
 def _table(partition: Partition, context: Context) -> str:
-    """The 256 levels to look results up in, or none. A level out of the bounds stands for the bound."""
+    """Return a pointer to the 256-entry lookup table of the results, or "0".
+
+    Entries outside the bounds of the results are replaced by those of the nearest bound.
+    """
     if partition.table is None:
         return "0"
     low, high = result_bounds(partition.tail[0], context.graph)
@@ -144,7 +149,7 @@ def _table(partition: Partition, context: Context) -> str:
 
 
 def _activation(tail: Op, context: Context) -> str:
-    """``struct Activation`` of a tail that is a function."""
+    """Return the `struct Activation` of a tail that applies a function to float results."""
     step = context.graph.types[tail.output].levels.step
     inverse = context.number(numerics.reciprocal(step), "float", "inverse")
     slope = context.number(tail.attrs.get("slope", 0), "float", "slope")
@@ -158,7 +163,7 @@ def _activation(tail: Op, context: Context) -> str:
 
 
 def rows_tail(tail: Op, context: Context) -> str:
-    """``struct ByRow`` of a tail that dequantizes rows."""
+    """Return the `struct ByRow` of a tail that dequantizes with per-token scales."""
     columns, bias = (context.graph.constants[name] for name in tail.inputs[2:])
     parts = (np.broadcast_to(columns, bias.shape), bias)
     constants = ", ".join(
@@ -174,18 +179,18 @@ def _panel_bytes(plan: PanelPacking, weight: np.ndarray) -> int:
 
 
 def _kernels(context: Context, plan: PanelPacking, tile: TileSpec) -> tuple[str, str]:
-    """Return tables of kernels by height, for full panels and for the last one."""
+    """Return the tables of kernels by height, for full panels and for the last panel."""
     last = replace(tile, blocks=plan.last_blocks)
     return context.tiles(tile if plan.panels > 1 else last), context.tiles(last)
 
 
 def times(factor: int, text: str) -> str:
-    """Return C of a product."""
+    """Return a C product, without a factor of 1."""
     return text if factor == 1 else f"{factor} * {text}"
 
 
 def _geometry(code: Code, context: Context, plan: PanelPacking, piece: Piece, groups: int) -> None:
-    """Strides between output pixels, rows of taps and taps, in bytes."""
+    """Print the byte strides between output pixels, kernel rows and taps."""
     weight, (sy, sx), (dy, dx) = piece.weight, piece.stride, piece.dilation
     channels = weight.shape[1] * groups
     taps = 1 if plan.joined else weight.shape[3]
@@ -199,7 +204,7 @@ def _geometry(code: Code, context: Context, plan: PanelPacking, piece: Piece, gr
 
 
 def _folded_bias(partition: Partition, context: Context, piece: Piece) -> np.ndarray:
-    """Bias less zero point times the weights of the piece, i64 per output."""
+    """Return the bias minus zero point times weights, i64[outputs]."""
     anchor, graph = partition.anchor, context.graph
     zeros, groups = graph.types[anchor.inputs[0]].levels.zeros, anchor.attrs.get("groups", 1)
     bias = graph.constants[anchor.inputs[2]].astype(np.int64)

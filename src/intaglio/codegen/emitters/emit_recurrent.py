@@ -1,4 +1,4 @@
-"""LSTM and GRU: ``struct Recurrent``, and the two products of every layer and direction."""
+"""Print LSTM and GRU steps: a `struct Recurrent`, with two GEMMs for every layer and direction."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def emit_recurrent(code: Code, partition: Partition, context: Context) -> None:
 
 
 def _states(name: str, cell: bool, context: Context) -> str:
-    """``struct States`` of a tensor of any strides; a cell has one layer."""
+    """Return the `struct States` of a state tensor with any strides. The state of a cell has no layer axis."""
     base, dense = context.strided(name)
     if name in context.plan.external and context.given(name):
         start = 5 * context.plan.external.index(name)
@@ -62,7 +62,7 @@ def _states(name: str, cell: bool, context: Context) -> str:
 
 
 def _products(code: Code, op: Op, first: int, schedule: Schedule, context: Context) -> None:
-    """Both arrays of ``struct Matmul``, without images and scales of rows."""
+    """Print the `struct Matmul` arrays for inputs and hidden states, without images and per-token scales."""
     places = op.attrs["layers"] * op.attrs["directions"]
     arrays = [context.graph.constants[name] for name in op.inputs[first : first + PER_DIRECTION * places]]
     zero = context.graph.types[op.inputs[0]].levels.zero
@@ -84,7 +84,10 @@ def _product(
     schedule: Schedule,
     context: Context,
 ) -> None:
-    """Threads share panels of few rows, which steps have, and rows of many."""
+    """Print one `struct Matmul`.
+
+    Threads divide the panels of output channels if there are few rows, as in a single time step, otherwise the rows.
+    """
     outputs, inputs = weight.shape
     plan, rows = packing(outputs, inputs, 1, 1, 1, schedule.tile_columns, packed=False), schedule.tile_rows
     last = TileSpec(rows, plan.last_blocks, "f32")

@@ -1,4 +1,4 @@
-"""Steps that upsample: tables of what to read, and with what weights."""
+"""Print upsampling steps: index and weight tables, or the sizes that determine them at run time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from intaglio.ir import Op
 from intaglio.plan.plan_records import Partition
 
 STAY = np.zeros(1, np.int32)
-"""The only row of a line, the only depth of an image."""
+"""Index table of an axis with a single element."""
 
 
 def emit_nearest(code: Code, partition: Partition, context: Context) -> None:
-    """Where depths, rows and columns lie; a line has one row, and all but volumes one depth."""
+    """Print a nearest upsampling. 1-D inputs are images with one row, and inputs other than volumes have depth 1."""
     op, graph = partition.anchor, context.graph
     if "results" in op.attrs:
         found = _grids(op, context)
@@ -33,7 +33,7 @@ def emit_nearest(code: Code, partition: Partition, context: Context) -> None:
 
 
 def emit_linear(code: Code, partition: Partition, context: Context) -> None:
-    """Pairs of rows and columns and their weights; a line is a mean of one row."""
+    """Print a linear or bilinear upsampling. A 1-D input is an image with one row."""
     op, graph = partition.anchor, context.graph
     *found, factor = (graph.constants[name] for name in op.inputs[1:])
     if "results" in op.attrs:
@@ -56,12 +56,15 @@ def emit_linear(code: Code, partition: Partition, context: Context) -> None:
 
 
 def _pairs(index: np.ndarray, weight: np.ndarray, context: Context) -> str:
-    """``struct Grid`` of tables of pairs."""
+    """Return the `struct Grid` of tables with pairs of indices and weights."""
     return f"{{{context.constant(index, 'int32_t', 'index')}, {context.constant(weight, 'float', 'weight')}}}"
 
 
 def _grids(op: Op, context: Context) -> list[str]:
-    """``struct Grid`` without tables, for every axis; the factor's step is rounded as `ops.resize` rounds it."""
+    """Return a `struct Grid` for every axis, whose entries are computed at run time from dynamic sizes.
+
+    The step, 1 / scale factor, is rounded to float32 as in `ops.resize`.
+    """
     images, align = int(len(op.attrs["sizes"]) == 2), int(op.attrs["align"])
     found = []
     for size, result, scale in zip(op.attrs["sizes"], op.attrs["results"], op.attrs["scales"], strict=True):

@@ -1,4 +1,4 @@
-"""Steps of one operator: pools, pointwise levels, borders."""
+"""Print steps of a single operator: pooling, elementwise operators on quantized values, quantize and dequantize."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from intaglio.plan.plan_records import Partition
 
 AXIS_NAMES = "zyx"
 WIDEST = 64
-"""Most levels a vector of native/base/vectors.h holds."""
+"""Largest number of quantized values in a vector of native/base/vectors.h."""
 
 
 def emit_pool(code: Code, partition: Partition, context: Context) -> None:
-    """Lines have one row, and all but volumes one depth."""
+    """Print a pooling step. 1-D inputs are images with one row, and inputs other than volumes have depth 1."""
     op = partition.anchor
     shapes = [context.graph.types[name].shape for name in (op.inputs[0], op.output)]
     axes, limits = AXIS_NAMES[5 - len(shapes[0]) :], context.limits(op)
@@ -61,7 +61,7 @@ def emit_pool(code: Code, partition: Partition, context: Context) -> None:
 
 
 def fill_pair(code: Code, op: Op, context: Context) -> None:
-    """``struct Pair``, but for where the result lies."""
+    """Print a `struct Pair` for an add or mul of two quantized values, without its result image."""
     zero = context.graph.types[op.inputs[0]].levels.zero
     factors, each = [context.graph.constants[name] for name in op.inputs[2:]], "axis" in op.attrs
     context.include("elementwise/pair.h")
@@ -76,7 +76,7 @@ def fill_pair(code: Code, op: Op, context: Context) -> None:
 
 
 def emit_pair(code: Code, partition: Partition, context: Context) -> None:
-    """add and mul of two values of levels."""
+    """Print an add or mul of two quantized values."""
     op = partition.anchor
     fill_pair(code, op, context)
     code(f"p.out = {context.image(op.output)};")
@@ -85,7 +85,12 @@ def emit_pair(code: Code, partition: Partition, context: Context) -> None:
 
 
 def one_input(header: str, call: Callable[[Op, Context], str]) -> Callable[[Code, Partition, Context], None]:
-    """Prints a step of one image and its result: ``call`` gives the statement over ``in`` and ``out``."""
+    """Return an emitter for operators with one input image.
+
+    Args:
+        header: Header with the C function.
+        call: Returns the C statement that computes the image `out` from `in`.
+    """
 
     def emit(code: Code, partition: Partition, context: Context) -> None:
         op = partition.anchor
@@ -99,7 +104,7 @@ def one_input(header: str, call: Callable[[Op, Context], str]) -> Callable[[Code
 
 
 def _by_channel(context: Context, values: np.ndarray, label: str) -> str:
-    """Constants that go on with the first channels, for vectors that end in another pixel."""
+    """Store per-channel constants, extended cyclically because a vector can end in the next pixel."""
     return context.constant(np.resize(values, values.size + WIDEST - 1), "float", label)
 
 
@@ -131,7 +136,7 @@ def _prelu_call(op: Op, context: Context) -> str:
 
 
 def _channels(context: Context, value: str) -> int:
-    """Of a value whose kernel has a constant for each."""
+    """Return the number of channels of a value, which is static because kernels have constants per channel."""
     (channels,) = (dim for dim in [context.plan.buffers[value].channels()] if isinstance(dim, int))
     return channels
 
@@ -157,7 +162,7 @@ emit_layer_norm = one_input("elementwise/pointwise.h", _layer_norm_call)
 
 
 def emit_quantize(code: Code, partition: Partition, context: Context) -> None:
-    """A float tensor of any strides; of volumes, the depths of one after the other."""
+    """Print a quantize of a float tensor with any strides. A volume is processed as depth slices, image by image."""
     op = partition.anchor
     buffer = context.plan.buffers[op.output]
     context.include("elementwise/border.h")
@@ -178,7 +183,10 @@ def emit_quantize(code: Code, partition: Partition, context: Context) -> None:
 
 
 def source_strides(code: Code, value: str, context: Context) -> str:
-    """Of a tensor that came from outside, as it came; what the program itself wrote is dense."""
+    """Return a C expression for the strides of a float tensor.
+
+    A tensor of the caller has its actual strides. For one that the program wrote, declare its dense strides.
+    """
     if context.given(value):
         return context.strides(value)
     steps = ", ".join(map(context.dim, context.strided(value)[1][-5:]))
@@ -187,7 +195,15 @@ def source_strides(code: Code, value: str, context: Context) -> str:
 
 
 def strides_read(rank: int, rows: bool) -> list[str]:
-    """Strides along images, channels, rows and columns of what is read, from those of its last five axes."""
+    """Return C expressions for the strides along images, channels, rows and columns.
+
+    Args:
+        rank: Number of axes of the tensor.
+        rows: Whether the tensor is treated as row-major instead of as an image.
+
+    Returns:
+        Elements of the array `s`, which holds the strides of the last five axes, or "0" for missing axes.
+    """
     if rows or rank not in (3, 4, 5):
         axes = [rank - 4 if rank > 3 else 0, rank - 1, rank - 3 if rank > 3 else 1, rank - 2 if rank > 3 else -1]
         axes = [0, axes[1], -1, -1] if rank == 2 else [-1, rank - 1, -1, -1] if rank < 2 else axes
@@ -197,7 +213,7 @@ def strides_read(rank: int, rows: bool) -> list[str]:
 
 
 def emit_pixels(code: Code, partition: Partition, context: Context) -> None:
-    """An image of floats, or of the bytes that are its levels."""
+    """Print a quantize of an input image, which the caller passes as floats or directly as uint8 pixels."""
     op = partition.anchor
     source, strides = context.external(op.inputs[0]), context.strides(op.inputs[0])
     gain, shift = (context.graph.constants[name] for name in op.inputs[1:])
@@ -224,7 +240,7 @@ def emit_dequantize(code: Code, partition: Partition, context: Context) -> None:
 
 
 def _affine(context: Context, value: str) -> str:
-    """``struct Affine`` of a value's levels."""
+    """Store the `struct Affine` with the quantization parameters of a value, and return a pointer to it."""
     q = context.graph.types[value].levels
     return context.constant(
         affine_bytes(numerics.reciprocal(q.step), 0, q.step, q.zero, q.qmin, q.qmax), "struct Affine", "scale"
@@ -232,6 +248,6 @@ def _affine(context: Context, value: str) -> str:
 
 
 def affine_bytes(inverse: Any, offset: Any, scale: float, zero_point: int, low: int, high: int) -> np.ndarray:
-    """``struct Affine`` (native/elementwise/border.h)."""
+    """Return the bytes of a `struct Affine` (native/elementwise/border.h)."""
     floats, integers = np.array([inverse, offset, scale], np.float32), np.array([zero_point, low, high], np.int32)
     return np.frombuffer(floats.tobytes() + integers.tobytes(), np.uint8)

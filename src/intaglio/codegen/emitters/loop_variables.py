@@ -1,4 +1,4 @@
-"""The C variables of a loop: names of its values, pointers to its operands and results."""
+"""C variables of a loop: names of its values, and pointers to its operands and results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from intaglio.plan.loops.loop_records import LoopEnd, LoopSchedule
 
 
 class Loop:
-    """A loop as it is printed: its schedule, ``names`` of variables, ``pointers`` to operands and results by value."""
+    """A loop that is being printed.
+
+    Attributes:
+        schedule: Schedule of the loop.
+        names: C variables by value.
+        pointers: C pointers to operands and results by value.
+    """
 
     def __init__(self, schedule: LoopSchedule, context: Context) -> None:
         self.schedule, self.context, self.body = schedule, context, schedule.body
@@ -25,11 +31,11 @@ class Loop:
         return f"({self.context.constant(array, 'uint8_t', 'values')})"
 
     def outer(self, name: str) -> str:
-        """Return the value of the graph that an input of the body is."""
+        """Return the value of the graph that the loop's input `name` refers to."""
         return self.schedule.op.inputs[self.body.inputs.index(name)]
 
     def row_stride(self, name: str) -> str:
-        """Return the elements between rows of a table."""
+        """Return the stride between the rows of an embedding table, in elements."""
         return self.context.dim(operand_strides(self.outer(name), self.context.plan)[0])
 
     def is_result(self, end: LoopEnd) -> bool:
@@ -40,5 +46,5 @@ class Loop:
 
 
 def _c_names(body: Graph) -> dict[str, str]:
-    """Return names of variables: those of the values where C can have them."""
+    """Return the C variable of each value: its name after `v_`, or `v` and a number if the name is not ASCII."""
     return {name: f"v_{name}" if name.isascii() else f"v{index}" for index, name in enumerate(body.types)}
