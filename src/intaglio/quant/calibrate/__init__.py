@@ -1,1 +1,1 @@
-"""Observe values over data and merge what was counted."""
+"""Calibration: observe values over data, and choose a range for each quantization point."""

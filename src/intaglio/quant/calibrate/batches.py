@@ -1,4 +1,4 @@
-"""Batches of any shape -> calls of the model. What was decided is said once."""
+"""Convert batches of any structure into calls of the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Data = Iterable[Any] | Callable[[Any], Any] | torch.Tensor
 
 
 def batches(data: Any) -> Iterator[Any]:
-    """An iterator over batches; one tensor is one batch."""
+    """Return an iterator over batches; a single tensor is one batch."""
     if isinstance(data, torch.Tensor):
         return iter([data])
     try:
@@ -37,7 +37,7 @@ def batches(data: Any) -> Iterator[Any]:
 
 
 def peek(data: Any) -> tuple[Any, Iterator[Any]]:
-    """The first batch, and an iterator that still starts with it. `CalibrationError` when there is none."""
+    """Return the first batch, and an iterator that still starts with it; raise `CalibrationError` without batches."""
     found = batches(data)
     first = next(found, _NOTHING)
     if first is _NOTHING:
@@ -52,11 +52,11 @@ def peek(data: Any) -> tuple[Any, Iterator[Any]]:
 
 _NOTHING = object()
 LABELS = frozenset({"label", "labels"})
-"""Keys of a batch that go to forward only where it has no default for them."""
+"""Keys of a batch that are passed to forward only if it has no default for them."""
 
 
 class Binder:
-    """Turns items into calls, by the signature of forward and the structure of the example call."""
+    """Converts batches into calls, by the signature of forward and the structure of the example inputs."""
 
     def __init__(
         self,
@@ -66,9 +66,15 @@ class Binder:
         nested: type | None = None,
         open_ended: bool = False,
     ) -> None:
-        """``names``: what forward can take by name, positional parameters first. ``keywords``: what a sequence fills
-        behind its ``required`` positions. ``nested``: the container that the first argument is, if it is one.
-        ``open_ended``: forward has ``**kwargs``."""
+        """Store how forward can be called.
+
+        Args:
+            names: parameters that forward takes by name, positional ones first.
+            required: number of positional arguments that a sequence fills first.
+            keywords: keyword arguments that a sequence fills after these.
+            nested: type of the container that the first argument is, if it is one.
+            open_ended: whether forward has ``**kwargs``.
+        """
         self.names, self.required, self.keywords, self.nested = names, required, keywords, nested
         self.open_ended = open_ended
         self._said = False
@@ -137,7 +143,7 @@ class Binder:
 
 
 def binder_for(model: torch.nn.Module) -> Binder:
-    """Before anything is captured: the parameters of forward that have no default."""
+    """Return the binder for a model that is not captured, from the parameters of forward without defaults."""
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(type(model).__name__, None, "not an nn.Module", remedy="pass the float model")
     parameters = inspect.signature(model.forward).parameters.values()

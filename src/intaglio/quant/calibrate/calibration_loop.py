@@ -1,4 +1,4 @@
-"""The calibration loop: batches through the prepared model, statistics out."""
+"""The calibration loop, which runs batches through the prepared model and returns statistics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger("intaglio.lint")
 
 
 class NonFinite(StrEnum):
-    """What calibration does about NaN and infinite values."""
+    """Treatment of NaN and infinite values in calibration."""
 
     ERROR = "error"
     IGNORE = "ignore"
@@ -47,16 +47,24 @@ def calibrate(
     first_batch: int | None = None,
     group: Group | None = None,
 ) -> Ranges:
-    """Statistics of every site over the data, which is read once.
+    """Run the data through a prepared model once and return the statistics of every site.
 
-    ``data``: an iterable of tensors, tuples, dictionaries or (inputs, label) pairs; a `DataLoader`; or a function that
-    is called with the prepared model. ``samples`` stops after that many. Memory does not grow with the data, but for a
-    few numbers a batch. ``nonfinite``: a NaN or an infinity is an "error", or "ignore" leaves it out. ``first_batch``:
-    index of the first batch (default: the one after those the model has seen). On an error the statistics are as they
-    were before. Returns what was counted in this call, with what the lint noticed in ``findings``, also logged.
+    If it fails, the observers keep their earlier statistics. Memory does not grow with the data, except for a few
+    numbers for each batch.
 
-    ``group`` (default: the processes of torch.distributed, where it is initialised): every rank calls this with batches
-    of its own, and all get the statistics of all batches, bit for bit those of one process.
+    Args:
+        prepared: the model with observers.
+        data: an iterable of tensors, tuples, dictionaries or (inputs, label) pairs; a `DataLoader`; or a function that
+            is called with the prepared model.
+        samples: number of samples after which to stop.
+        progress: whether to show a progress bar; by default as configured.
+        nonfinite: "error" to raise for NaN and infinite values, "ignore" to leave them out.
+        first_batch: index of the first batch; by default that after the batches the model has seen.
+        group: the processes of torch.distributed by default, if it is initialized. Every rank calls this function with
+            its own batches, and all get the statistics of all batches, bit for bit those of one process.
+
+    Returns:
+        The statistics of this call only, with the findings of the data checks, which are also logged.
     """
     expect(prepared, Prepared, "calibrate")
     if nonfinite not in tuple(NonFinite):
@@ -101,7 +109,7 @@ def _runs_itself(data: Any) -> bool:
 
 
 def _gathered(prepared: Prepared, seen: dict[int, SeenBatch], group: Group) -> Ranges:
-    """The ranges of all ranks' batches, after a check that all ranks have the same and choose the same from them."""
+    """Return the ranges over the batches of all ranks, after a check that all ranks would choose the same ranges."""
     statistics = {name: observer.statistics for name, observer in prepared.observers.items()}
     if group.size > 1:
         merged = merge_statistics(group, statistics)
@@ -128,14 +136,14 @@ def _gathered(prepared: Prepared, seen: dict[int, SeenBatch], group: Group) -> R
 
 
 def _run(prepared: Prepared, data: Any, samples: int | None, progress: bool, group: Group) -> dict[int, SeenBatch]:
-    """This rank's batches, by index."""
+    """Run this rank's batches and return them by index."""
     if _runs_itself(data):
         data(prepared)
         return {}
     _warn_of_repeats(data)
     binder, seen, watch = Binder.of(prepared.signature), dict[int, SeenBatch](), prepared.watch
     first, count, size = watch.batch - group.rank, 0, 0
-    items = batches(data) if group.size > 1 else peek(data)[1]  # alone, no batch at all is an error
+    items = batches(data) if group.size > 1 else peek(data)[1]  # A single process must have a batch.
     for item in _bar(items, _length(data), progress):
         args, kwargs = binder(item)
         index, size = watch.batch, size or batch_size(args, kwargs)
@@ -173,7 +181,7 @@ def _look(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Samples in a call: the first axis of its first tensor that has axes."""
+    """Return the samples in a call: the size of the first axis of its first tensor that has axes."""
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim()]
     return tensors[0].shape[0] if tensors else 1
 
@@ -200,7 +208,7 @@ def _bar(items: Iterator[Any], total: int | None, show: bool) -> Iterator[Any]:
     if not show:
         yield from items
         return
-    from rich.console import Console  # only where a bar is drawn: it takes a tenth of a second to import
+    from rich.console import Console  # Imported here, because it takes a tenth of a second.
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("calibrating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

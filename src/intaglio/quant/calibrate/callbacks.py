@@ -1,4 +1,4 @@
-"""Calibration by callbacks: a pattern's own way from values, exact or quantized so far, to parameters."""
+"""Calibration callbacks of patterns, which compute quantization parameters from float and quantized values."""
 
 from __future__ import annotations
 
@@ -30,25 +30,27 @@ from intaglio.signature import bind
 from intaglio.tracing.captured import expect
 
 Given = QParams | tuple[Any, Any]
-"""What a callback says of a site: `QParams`, (low, high), or (scale, zero point).
+"""Parameters that a callback returns for a site: `QParams`, (low, high), or (scale, zero point).
 
-A pair is (scale, zero point) when the second is an integer and the first above 0, as no range that holds 0 begins
-there. Arrays, one entry a channel, are for weights.
+A pair is (scale, zero point) if the second entry is an integer and the first one is above 0, because ranges contain 0.
+For weights, the entries may be arrays with one element for each channel.
 """
 
 
 class CalibrationCallback:
-    """Gives parameters of a region's sites, from the values there."""
+    """Base class of callbacks, which choose the parameters of a region's sites from the values at these sites."""
 
     def calibrate(self, info: CalibrationInfo) -> Mapping[str, Given]:
-        """Site name -> parameters, for as many sites as it wants to decide. The others get theirs from the statistics
-        by their setting's method."""
+        """Return site name -> parameters for the sites that this callback decides.
+
+        All other sites get theirs from the statistics by the method of their setting.
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class RegionSites:
-    """Names of a region's sites. ``output`` is ``None`` where the region gives float."""
+    """Names of a region's sites; ``output`` is ``None`` if the region returns float."""
 
     inputs: tuple[str, ...]
     weight: str | None
@@ -60,10 +62,10 @@ class RegionSites:
 
 
 class CalibrationInfo:
-    """A region that a pattern took, while the walk over kept batches stands before it.
+    """Gives a callback access to the values of one region over the cached batches.
 
-    Values are lists of tensors, one per input or output; ``batch`` counts from 0 to ``batches``. What lies before the
-    region has its parameters, so `quantized_inputs` carry the error of all of it.
+    Values are lists of tensors, one for each input or output; ``batch`` counts from 0 to ``batches - 1``. Everything in
+    front of the region has its parameters, so `quantized_inputs` contain the error of all earlier quantization.
     """
 
     def __init__(self, walk: Walk, region: Region, pattern: QuantizerPattern, sites: RegionSites) -> None:
@@ -75,49 +77,55 @@ class CalibrationInfo:
 
     @property
     def settled(self) -> Mapping[str, QParams]:
-        """Sites of the region that have parameters already; they keep them."""
+        """Return the sites of the region that already have parameters, which they keep."""
         return {name: self._walk.qparams[name] for name in self.sites if name in self._walk.qparams}
 
     def unquantized_inputs(self, batch: int) -> list[torch.Tensor]:
-        """What the region reads inside the float model."""
+        """Return the inputs of the region in the float model."""
         return self._walk.unquantized_inputs(self.region, batch)
 
     def unquantized_outputs(self, batch: int) -> list[torch.Tensor]:
-        """What the region gives there."""
+        """Return the outputs of the region in the float model."""
         return self._walk.unquantized_outputs(self.region, batch)
 
     def quantized_inputs(self, batch: int) -> list[torch.Tensor]:
-        """What the region reads inside the model quantized so far, dequantized; as it is where that is open."""
+        """Return the dequantized inputs of the region in the model quantized so far.
+
+        Inputs whose parameters are not known yet are float.
+        """
         return self._walk.quantized_inputs(self.region, batch)
 
     def quantized_outputs(self, batch: int) -> list[torch.Tensor]:
-        """What the region gives there; its own weight and output are quantized once their parameters are settled."""
+        """Return the outputs of the region in the model quantized so far.
+
+        Its own weight and output are quantized once their parameters are known.
+        """
         return self._walk.quantized_outputs(self.region, batch)
 
     def weight(self) -> torch.Tensor | None:
-        """The float weight."""
+        """Return the float weight, or ``None``."""
         if self.region.record.roles.weight is None:
             return None
         constant: torch.Tensor = getattr(self._walk.module, layer_operands(self.region.anchor).weight.target)
         return constant
 
     def weight_axis(self) -> int | None:
-        """The axis of the weight that scales are along; ``None`` for one scale."""
+        """Return the channel axis of the weight; ``None`` for a single scale."""
         return None if self.sites.weight is None else _axis(self._walk.annotations, self.sites.weight)
 
     def with_parameters(self, given: Mapping[str, Given]) -> CalibrationInfo:
-        """The region as if these were settled: to compare `quantized_outputs` of several choices."""
+        """Return the region with other parameters, to compare the `quantized_outputs` of several choices."""
         sites = {site.name: site for site in self._walk.annotations.sites}
         chosen = {name: parameters(sites[name], value, self.region) for name, value in given.items()}
         return CalibrationInfo(_trial(self._walk, self.region, chosen), self.region, self.pattern, self.sites)
 
 
-# -- callbacks of intaglio's own --------------------------------------------------------------------------------------
+# -- built-in callbacks -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class GlobalCalibrationCallback(CalibrationCallback):
-    """The same scale and zero point for every activation; ``weight``: the scale of every weight, else their own."""
+    """Gives every activation the same scale and zero point, and every weight the scale ``weight`` if there is one."""
 
     scale: float
     zero_point: int = 0
@@ -133,8 +141,10 @@ class GlobalCalibrationCallback(CalibrationCallback):
 
 @dataclass(frozen=True)
 class AverageMaxCalibrationCallback(CalibrationCallback):
-    """Ranges from the smallest to the largest value, averaged over batches; weights to their largest magnitude, of
-    each channel or, with ``per_channel=False``, of all."""
+    """Gives activations the mean of each batch's extrema, and weights the largest magnitude.
+
+    ``per_channel``: whether the largest magnitude is that of each channel or that of the whole weight.
+    """
 
     per_channel: bool = True
 
@@ -157,13 +167,13 @@ class AverageMaxCalibrationCallback(CalibrationCallback):
         return found
 
 
-# -- the calibrator ---------------------------------------------------------------------------------------------------
+# -- calibrator -------------------------------------------------------------------------------------------------------
 
 
 class Calibrator:
-    """Ask every pattern's callback for its regions, producers first; other sites go by their method.
+    """Runs the callback of each pattern for its regions, in execution order; other sites use their setting's method.
 
-    This is the pattern framework's spelling of `intaglio.stages.calibrate`, which takes the same arguments.
+    This is the interface of pattern frameworks to `intaglio.stages.calibrate`, which takes the same arguments.
     """
 
     def __init__(self, prepared: Prepared, data: Any, *, cache: int = CACHE, **options: Any) -> None:
@@ -171,7 +181,7 @@ class Calibrator:
         self.prepared, self.data, self.cache, self.options = prepared, data, cache, options
 
     def calibrate(self) -> Ranges:
-        """Statistics of every site, and the parameters that callbacks chose."""
+        """Return statistics of every site, and the parameters that callbacks chose."""
         asked = [region for region in self.prepared.annotations.regions if _callback(region) is not None]
         if not asked:
             return calibrate(self.prepared, self.data, **self.options)
@@ -190,7 +200,7 @@ class Calibrator:
 
 
 def _until(items: Iterator[Any], binder: Binder, samples: int | None) -> Iterator[Any]:
-    """Batches up to so many samples, as `calibrate` takes them."""
+    """Yield batches until there are this many samples, as `calibrate` does."""
     seen = 0
     for item in items:
         args, kwargs = binder(item)
@@ -206,7 +216,10 @@ def _callback(region: Region) -> ParameterChooser | None:
 
 
 class _Walked:
-    """Callbacks asked along one walk. ``given``: what they chose, by the site that leads its group."""
+    """Runs the callbacks during one walk over the model.
+
+    ``given`` holds the chosen parameters by the leading site of each sharing group.
+    """
 
     def __init__(self, prepared: Prepared, ranges: Ranges, calls: Sequence[Sequence[Any]], cache: int) -> None:
         self.prepared, self.ranges, self.annotations = prepared, ranges, prepared.annotations
@@ -267,7 +280,10 @@ class _Walked:
 
 
 def quantize_weight(walk: Walk, region: Region, given: Mapping[str, QParams]) -> None:
-    """The region's weight and bias on the quantized track as integers have them, once its input has parameters."""
+    """Set the region's weight and bias on the quantized track to their dequantized values.
+
+    Nothing changes while the region's input has no parameters.
+    """
     roles = region.record.roles
     if roles.weight is None:
         return
@@ -281,7 +297,7 @@ def quantize_weight(walk: Walk, region: Region, given: Mapping[str, QParams]) ->
     levels = grid.clipped(exact) if w_site.record.floating else grid.nearest(exact).astype(np.float32)
     walk.weights[read.weight.name] = torch.from_numpy(levels * grid.steps)
     if b_site is not None:
-        assert read.bias is not None  # it has a site
+        assert read.bias is not None  # A bias with a site is never absent.
         bias = getattr(walk.module, read.bias.target).detach().numpy()
         steps = numerics.bias_steps(bias, walk.qparams[x_site.name].step, each_output(q.scales, len(bias)))
         unit = np.array(found[b_site.name].scales, np.float32)
@@ -289,7 +305,7 @@ def quantize_weight(walk: Walk, region: Region, given: Mapping[str, QParams]) ->
 
 
 def _trial(walk: Walk, region: Region, chosen: Mapping[str, QParams]) -> Walk:
-    """The walk's values, with some parameters exchanged for one region."""
+    """Return a copy of the walk with other parameters for one region."""
     found, leaders = copy.copy(walk), walk.annotations.leaders
     named = {leaders[name]: q for name, q in chosen.items()}
     found.qparams = {**walk.qparams, **{name: named[leader] for name, leader in leaders.items() if leader in named}}
@@ -299,7 +315,7 @@ def _trial(walk: Walk, region: Region, chosen: Mapping[str, QParams]) -> Walk:
 
 
 def sites_of(annotations: Annotations, region: Region) -> RegionSites:
-    """Names of a region's sites."""
+    """Return the names of a region's sites."""
     by_value = annotations.by_value
     inputs = tuple(by_value[value.name, region.x_role].name for value in region.activations())
     output = by_value.get((region.root.name, Role.ACTIVATION))
@@ -316,7 +332,11 @@ def _axis(annotations: Annotations, name: str) -> int | None:
 
 
 def parameters(site: Site, value: Given, region: Region) -> QParams:
-    """What a callback said of a site of a region, in full. `CalibrationError` for what the site cannot have."""
+    """Return the complete parameters of a site from those that a callback chose.
+
+    Raises:
+        CalibrationError: for parameters that the site cannot have.
+    """
     if isinstance(site.spec, Fixed):
         raise CalibrationError(site.name, site.origin.operator, "its parameters are fixed: it holds bytes of images")
     if isinstance(value, QParams):

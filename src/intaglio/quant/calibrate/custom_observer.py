@@ -1,6 +1,6 @@
-"""Observers that write quantize and dequantize themselves: `convert` lets them, and leaves what they write as it is.
+"""Observers that write their own quantize and dequantize nodes, which `convert` keeps as they are.
 
-Of what they write for a constant, all up to its integers is computed once: dequantize stays.
+If they quantize a constant, everything up to its integers is folded, and dequantize stays in the graph.
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ from intaglio.ir import DType, TensorType
 from intaglio.signature import DTYPES
 
 Edge = tuple[str, str | None]
-"""Name of a value and of who reads it; ``None``: everyone."""
+"""Name of a value and of its reader, or ``None`` for all its readers."""
 
 
 def insert_own(module: fx.GraphModule, own: Mapping[Edge, Any], shown: set[Edge]) -> None:
-    """A call of each observer on its edge. ``own``: edge -> what makes the observer; ``shown``: edges whose values it
-    was shown, added to when the module runs."""
+    """Insert a call of each observer on its edge.
+
+    Args:
+        module: the graph to observe, which is changed in place.
+        own: edge -> factory of the observer.
+        shown: set that each edge is added to when its observer is called.
+    """
     nodes = {node.name: node for node in module.graph.nodes}
     for index, (edge, make) in enumerate(own.items()):
         observer = make()
@@ -43,7 +48,7 @@ def _note(shown: set[Edge], edge: Edge, *call: Any) -> None:
 
 
 def of_activations(module: fx.GraphModule, own: Iterable[Edge]) -> list[Edge]:
-    """Edges whose values only data tells."""
+    """Return the edges whose values depend on data, that is those that are not constants."""
     nodes = {node.name: node for node in module.graph.nodes}
     return [edge for edge in own if not is_constant(nodes[edge[0]])]
 
@@ -64,7 +69,7 @@ def _insert(
 
 
 def _read_as(reader: fx.Node, value: fx.Node) -> fx.Node:
-    """What a node reads of a value: itself, or what an observer, or quantize and dequantize, make of it."""
+    """Return the node through which a reader reads a value: the value, or an observer or a Q/DQ pair after it."""
     for read in reader.all_input_nodes:
         source = read
         while source is not value and (source.op == "call_module" or operator(source).startswith("quantized_decom")):
@@ -75,8 +80,17 @@ def _read_as(reader: fx.Node, value: fx.Node) -> fx.Node:
 
 
 def write_own(module: fx.GraphModule, own: Iterable[Edge], observed: fx.GraphModule, shown: Collection[Edge]) -> None:
-    """Each observer's ``convert(module, node)`` in place of the node that calls it. ``observed``: has the observers;
-    ``shown``: edges whose values they have seen. `CalibrationError` for an activation of which one has seen none."""
+    """Replace each observer call by the nodes that the observer's ``convert(module, node)`` writes.
+
+    Args:
+        module: the graph to convert, which is changed in place.
+        own: edges with observers.
+        observed: the graph that contains the observers.
+        shown: edges whose observers have been called.
+
+    Raises:
+        CalibrationError: if the observer of an activation has never been called.
+    """
     calls = {info(node).observer: node for node in observed.graph.nodes if info(node).observer is not None}
     for edge in own:
         name, nodes = str(calls[edge].target), {node.name: node for node in module.graph.nodes}
@@ -98,8 +112,10 @@ def write_own(module: fx.GraphModule, own: Iterable[Edge], observed: fx.GraphMod
 
 
 def _written(module: fx.GraphModule, call: fx.Node) -> list[fx.Node]:
-    """The nodes that an observer writes in place of its call. What others read has the type of the value; what lies
-    between has none, and is nobody's but PyTorch's."""
+    """Return the nodes that an observer writes in place of its call.
+
+    Those that are read by other nodes get the type of the value. Nodes in between have no type and run in PyTorch.
+    """
     observer, source = module.get_submodule(str(call.target)), call.args[0]
     kind, where, known = info(call).type, origin(call), set(module.graph.nodes)
     if is_constant(source):
@@ -122,7 +138,7 @@ def _written(module: fx.GraphModule, call: fx.Node) -> list[fx.Node]:
 
 
 def _hold_constants(module: fx.GraphModule, written: Iterable[fx.Node]) -> None:
-    """Tensors it brought along are buffers, as all constants of a graph are."""
+    """Register the tensors that the observer added as buffers, like all constants of a graph."""
     for node in written:
         if node.op == "get_attr":
             tensor = getattr(module, str(node.target)).detach()
@@ -132,7 +148,7 @@ def _hold_constants(module: fx.GraphModule, written: Iterable[fx.Node]) -> None:
 
 
 def _fold(module: fx.GraphModule, written: Iterable[fx.Node]) -> None:
-    """Integers of constants -> constants. What makes floats of integers stays, and all behind it."""
+    """Fold the integers computed from constants; keep operators that turn integers into floats, and all after them."""
     values: dict[fx.Node, Any] = {n: getattr(module, str(n.target)) for n in module.graph.nodes if is_constant(n)}
     made: list[fx.Node] = []
     for node in written:

@@ -1,4 +1,4 @@
-"""What calibration data tends to get wrong, looked for in what was counted: findings, not errors."""
+"""Checks of calibration data for common mistakes, which report findings based on the collected statistics."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ from intaglio.quant.calibrate.ranges import Finding, Ranges
 from intaglio.quant.recipes.image import LARGEST_BYTE, Image
 
 FEW_SAMPLES = 32
-"""Samples below which extrema are those of the samples, not of the data."""
+"""With fewer samples the extrema may not be those of the data."""
 SETTLED = 8
-"""Batches from which on it is asked whether ranges still grow, and"""
+"""Number of batches from which on growing ranges are reported."""
 RANGE_GROWTH = 1.1
-"""by how much the last quarter may widen them."""
+"""Ratio by which the last quarter of the batches may widen a range."""
 PIXEL_RANGE = 32.0
-"""Values between here and 255, and none below 0, are bytes; normalised pixels are ones or tens."""
+"""Inputs with a maximum between this and 255 and without negative values are bytes; normalized pixels are smaller."""
 SHOWN_FINDINGS = 5
+"""Number of names that a finding lists."""
 
 
 def lint(prepared: Prepared, ranges: Ranges) -> tuple[Finding, ...]:
-    """Every check over the ranges of a prepared model, in the order of `CHECKS`."""
+    """Run every check on the ranges of a prepared model, in the order of `CHECKS`."""
     return tuple(finding for check in CHECKS for finding in check(prepared, ranges))
 
 
 def few_samples(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
+    """Report calibration with few samples."""
     if 0 < ranges.samples < FEW_SAMPLES:
         yield Finding("few_samples", "data", f"{ranges.samples} samples; ranges of a few hundred hold for more data")
 
 
 def constant_batches(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
+    """Report batches of several samples in which every input is constant."""
     constant = [
         index
         for index, batch in ranges.seen.items()
@@ -46,6 +49,7 @@ def constant_batches(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
 
 
 def duplicate_batches(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
+    """Report batches with equal contents."""
     by_digest: dict[int, list[int]] = {}
     for index, batch in ranges.seen.items():
         by_digest.setdefault(batch.digest, []).append(index)
@@ -60,7 +64,7 @@ def duplicate_batches(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
 
 
 def pixels_as_bytes(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
-    """Images in 0..255 where normalised ones were meant."""
+    """Report images with values in 0..255, and images that are not normalized as declared."""
     for entry in prepared.signature.inputs:
         ends = [batch.inputs[entry.name] for batch in ranges.seen.values() if entry.name in batch.inputs]
         if not ends or len(entry.type.shape) != 4:
@@ -85,6 +89,7 @@ def pixels_as_bytes(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
 
 
 def never_hit(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
+    """Report sites that were never executed."""
     empty = [name for name, statistics in ranges.statistics.items() if not statistics.count]
     if empty:
         yield Finding(
@@ -96,13 +101,14 @@ def never_hit(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
 
 
 def not_finite(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
+    """Report sites with NaN or infinite values, which were left out."""
     odd = {name: s.nans + s.infinities for name, s in ranges.statistics.items() if s.nans + s.infinities}
     if odd:
         yield Finding("not_finite", _sites(odd), f"{sum(odd.values())} NaN or infinite values were left out")
 
 
 def masks(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
-    """Large negative numbers added to what a softmax reads."""
+    """Report attention masks: large negative numbers that are added to the operand of a softmax."""
     by_name = _sites_of(prepared)
     masked = [name for name, s in ranges.statistics.items() if by_name[name][1] and mask_of(s)]
     if masked:
@@ -115,6 +121,7 @@ def masks(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
 
 
 def outliers(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
+    """Report sites with few values that are far larger than the others."""
     by_name = _sites_of(prepared)
     far: dict[str, list[str]] = {}
     for name, statistics in ranges.statistics.items():
@@ -136,6 +143,7 @@ def outliers(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
 
 
 def growing_ranges(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
+    """Report sites whose range still grew in the last quarter of the batches."""
     growing = []
     for name, statistics in ranges.statistics.items():
         ends = [ends for _, ends in sorted(statistics.history.items())]
@@ -166,7 +174,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def _sites_of(prepared: Prepared) -> dict[str, tuple[Site, bool]]:
-    """Site by name, bodies of loops included, and whether a softmax reads it."""
+    """Return by name each site, loop bodies included, and whether a softmax reads it."""
     logits = softmax_operands(prepared.annotations.module)
     found = {site.name: (site, site.value in logits) for site in prepared.annotations.sites}
     for body in prepared.bodies.values():
@@ -175,11 +183,11 @@ def _sites_of(prepared: Prepared) -> dict[str, tuple[Site, bool]]:
 
 
 CARRIERS = ("add", "sub", "where", "masked_fill", "view", "reshape", "expand", "unsqueeze", "clone", "contiguous")
-"""ATen operators between a mask and the softmax it is for."""
+"""ATen operators that may be between a mask and its softmax."""
 
 
 def softmax_operands(module: fx.GraphModule) -> set[str]:
-    """Values that reach a softmax with nothing but `CARRIERS` on the way."""
+    """Return the names of values that reach a softmax through `CARRIERS` only."""
     found: set[fx.Node] = set()
     waiting = [node for node in module.graph.nodes if _kind(node) in ("softmax", "_softmax")]
     while waiting:
@@ -196,7 +204,7 @@ def _kind(node: fx.Node) -> str:
 
 
 def _fits(image: Image, low: float, high: float) -> bool:
-    """Whether values can be normalised pixels, with a little room for interpolation that overshoots."""
+    """Return whether values can be normalized pixels, with some room for interpolation that overshoots."""
     pixels = torch.tensor([0, LARGEST_BYTE], dtype=torch.uint8).reshape(2, 1, 1, 1)
     lowest, highest = (end.item() for end in image.normalize(pixels).aminmax())
     room = (highest - lowest) / 4
@@ -204,7 +212,7 @@ def _fits(image: Image, low: float, high: float) -> bool:
 
 
 def _width(ends: Iterable[tuple[float, float]]) -> float:
-    """Of the range that holds zero and all of these."""
+    """Return the width of the range that contains zero and all the given ranges."""
     lows, highs = zip(*ends, strict=True)
     return max(0.0, *highs) - min(0.0, *lows)
 

@@ -1,4 +1,4 @@
-"""`DatasetManager`: anybody's data set as batches of tensors, with passes, counts and an end that is said."""
+"""`DatasetManager`: a data set of any kind as batches of tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ ONE_PASS = "pass a list, a DataLoader, or a function that makes the iterator: Da
 
 
 class DatasetManager:
-    """Batches of a data set, as often as they are needed; takes the place of data wherever batches are expected.
+    """Batches of a data set, for any number of passes; accepted wherever batches are expected.
 
-    ``data``: an array or tensor, or a mapping of them (a `BatchEncoding` too), whose first axis counts samples; a
-    Hugging Face data set; a `DataLoader` or another iterable of batches; a function without arguments that gives one.
-    ``batch_size`` cuts what is one piece; without it an array is one batch, a data set of rows has batches of 32.
-    ``num_samples`` ends a pass after so many samples, within a batch if need be. ``columns``: those of a mapping or of
-    rows that are used, all by default.
+    Args:
+        data: an array or tensor, or a mapping of them (also a `BatchEncoding`), whose first axis counts samples; a
+            Hugging Face data set; a `DataLoader` or another iterable of batches; or a function without arguments that
+            returns one.
+        batch_size: samples in a batch. Without it an array is one batch, and a Hugging Face data set has batches of 32.
+        num_samples: number of samples after which a pass ends, if need be within a batch.
+        columns: the columns of a mapping or data set to use; all by default.
     """
 
     def __init__(
@@ -45,12 +47,12 @@ class DatasetManager:
         self._started = False
 
     def __iter__(self) -> Iterator[Any]:
-        """One pass from the first batch. `CalibrationError` for a second one over data that can be read only once."""
+        """Start a pass at the first batch; raise `CalibrationError` for a second pass over an iterator."""
         self.reset()
         return self._batches
 
     def __len__(self) -> int:
-        """Batches of a pass; `TypeError` when nobody knows."""
+        """Return the number of batches in a pass; raise `TypeError` if it is not known."""
         if self._length is None:
             raise TypeError("the length of this data is not known")
         if self.num_samples is None or self.batch_size is None:
@@ -58,7 +60,7 @@ class DatasetManager:
         return min(self._length, -(-self.num_samples // self.batch_size))
 
     def reset(self) -> None:
-        """Back to the first batch; as `__iter__`, an error for what is gone."""
+        """Go back to the first batch; raise `CalibrationError` if an iterator has been read before."""
         if self._once and self._read:
             raise CalibrationError(
                 "data", None, "a second pass over an iterator, which can be read only once", remedy=ONE_PASS
@@ -67,7 +69,7 @@ class DatasetManager:
         self._batches = self._pass()
 
     def get_next_batch(self) -> Any:
-        """The next batch of the pass, the first one at first. `IndexError` behind the last."""
+        """Return the next batch; start a pass if there is none, and raise `IndexError` after the last batch."""
         if not self._started:
             self.reset()
         for batch in self._batches:
@@ -75,7 +77,7 @@ class DatasetManager:
         raise IndexError("no batch is left; reset() begins again")
 
     def is_empty(self) -> bool:
-        """Whether the pass is over."""
+        """Return whether the pass has ended."""
         if not self._started:
             self.reset()
         for batch in self._batches:
@@ -84,7 +86,7 @@ class DatasetManager:
         return True
 
     def num_batches(self) -> int | None:
-        """Of a pass; ``None`` when nobody knows."""
+        """Return the number of batches in a pass; ``None`` if it is not known."""
         return None if self._length is None else len(self)
 
     def _pass(self) -> Iterator[Any]:
@@ -100,7 +102,7 @@ class DatasetManager:
 
 
 def samples_of(batch: Any) -> int:
-    """The first axis of the first tensor that has one; 1 without."""
+    """Return the size of the first axis of the first tensor that has axes; 1 without one."""
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     return tensors[0].shape[0] if tensors else 1
 
@@ -113,7 +115,7 @@ def _first(batch: Any, count: int, size: int) -> Any:
 
 
 def _source(data: Any, batch_size: int | None, columns: Sequence[str] | None) -> Callable[[], Iterable[Any]]:
-    """What begins a pass."""
+    """Return a function that starts a pass over the data."""
     if isinstance(data, (np.ndarray, torch.Tensor)) or is_mapping(data):
         whole = _tensors(data, columns)
         size = samples_of(whole)
@@ -141,7 +143,7 @@ def _source(data: Any, batch_size: int | None, columns: Sequence[str] | None) ->
 
 
 DEFAULT_BATCH = 32
-"""Rows of a batch where nobody says."""
+"""Batch size of a Hugging Face data set by default."""
 
 
 def _slice(whole: Any, start: int, stop: int, size: int) -> Any:
@@ -160,17 +162,17 @@ def _length(data: Any, batch_size: int | None) -> int | None:
 
 
 def is_mapping(item: Any) -> bool:
-    """A mapping, or what behaves like one: the outputs of tokenizers do."""
+    """Return whether an item is a mapping, or behaves like one, as the outputs of tokenizers do."""
     return isinstance(item, Mapping) or (hasattr(item, "keys") and hasattr(item, "__getitem__"))
 
 
 def is_rows(data: Any) -> bool:
-    """A Hugging Face data set: named columns, and batches of them on demand."""
+    """Return whether data is a Hugging Face data set, which has named columns and an iterator over batches."""
     return hasattr(data, "column_names") and callable(getattr(data, "iter", None))
 
 
 def _tensors(item: Any, columns: Sequence[str] | None) -> Any:
-    """Arrays and lists of numbers as tensors; mappings as dictionaries of the columns."""
+    """Convert arrays and lists of numbers to tensors, and mappings to dictionaries of the columns."""
     if is_mapping(item):
         keys = list(item.keys()) if columns is None else columns
         if missing := [key for key in keys if key not in item]:

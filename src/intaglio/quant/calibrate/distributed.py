@@ -1,7 +1,7 @@
-"""Several processes as one: exchanges in which every rank takes part, and whose results are exact.
+"""Collective operations of several processes, with exact results.
 
-What is added are integers, so no order and no division of the work changes a bit. Nothing waits for a rank that has
-failed: work is done in `Group.together`, which tells the others.
+Sums are of integers, so their result does not depend on the order or on how the work is divided. Work is done inside
+`Group.together`, which reports failures to all ranks, so that no rank waits for one that has failed.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ Array = NDArray[Any]
 
 
 class Group:
-    """One process alone. With others: all call the same methods in the same order, and all get the same results."""
+    """A group of one process, and the base of larger groups.
+
+    All processes of a group call the same methods in the same order, and get the same results.
+    """
 
     rank, size = 0, 1
 
     @staticmethod
     def current() -> Group:
-        """The processes of torch.distributed where it is initialised, this process alone elsewhere."""
+        """Return the processes of torch.distributed if it is initialized, and this process alone otherwise."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             return ProcessGroup()
         return Group()
 
     def gather(self, item: T) -> list[T]:
-        """Every rank's item, in the order of ranks; for what is small."""
+        """Return the items of all ranks in the order of ranks; for small items."""
         return [item]
 
     def total(self, array: Array) -> Array:
-        """Sum over ranks of int64 or of float64 that are integers below 2^53: exact, whatever the order."""
+        """Return the sum over ranks of int64, or of float64 that hold integers below 2^53; it is exact in any order."""
         if array.dtype not in (np.int64, np.float64):
             raise TypeError(f"sums over ranks are of int64 or float64, not {array.dtype}")
         return self._combined(array, "SUM")
@@ -56,8 +59,10 @@ class Group:
         return self._combined(array, "MAX")
 
     def together(self, work: Callable[[], T]) -> T:
-        """What this rank's own work gives, once all have done theirs. If one raises, all do: it its own error, the
-        others a `CalibrationError` that names it."""
+        """Return the result of `work` on this rank, after all ranks have finished theirs.
+
+        If one rank raises, all do: that rank its own error, all others a `CalibrationError` that names it.
+        """
         failure: BaseException | None = None
         try:
             result = work()
@@ -77,7 +82,7 @@ class Group:
         return result
 
     def agree(self, names: Iterable[str], what: str) -> None:
-        """`CalibrationError` on every rank, with the names, unless all have the same."""
+        """Raise `CalibrationError` on every rank unless all ranks have the same names."""
         own = sorted(names)
         digests = self.gather(hashlib.sha256("\n".join(own).encode()).hexdigest())
         if len(set(digests)) == 1:
@@ -98,7 +103,7 @@ class Group:
 
 
 class ProcessGroup(Group):
-    """All processes of torch.distributed, through a backend that takes tensors on the CPU (gloo)."""
+    """All processes of torch.distributed, with a backend that accepts CPU tensors (gloo)."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -127,7 +132,7 @@ class ProcessGroup(Group):
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's batches of data that all ranks have: those whose index is ``rank``, ``rank + size`` and so on."""
+    """The batches of one rank, when all ranks have the same data: indices ``rank``, ``rank + size`` and so on."""
 
     data: Any
     rank: int
@@ -138,17 +143,25 @@ class Share:
 
 
 def share(data: Any, group: Group | None = None) -> Share:
-    """Whole batches in turns for every rank of the group (default: `Group.current`), no batch twice.
+    """Return the batches of this rank, so that each batch is used by exactly one rank of the group.
 
-    The union over ranks is the data itself, so calibration gives the bits of one process, and no sample is repeated to
-    make shares equally long, as `torch.utils.data.DistributedSampler` does. Every rank reads all of the data.
+    All ranks together use each sample once, so calibration gives the same bits as with one process. In contrast,
+    `torch.utils.data.DistributedSampler` repeats samples to make the shares equally long. Every rank reads all of the
+    data.
+
+    Args:
+        data: an iterable of batches.
+        group: the processes; `Group.current` by default.
     """
     group = group or Group.current()
     return Share(data, group.rank, group.size)
 
 
 def merge_statistics(group: Group, statistics: Mapping[str, Statistics]) -> dict[str, Statistics]:
-    """Of all ranks' data together; the sites must be the same. Two exchanges, however many sites there are."""
+    """Return the statistics over the data of all ranks; the sites must be the same on each rank.
+
+    It takes two collective operations for any number of sites.
+    """
     names = sorted(statistics)
     told = group.gather({name: statistics[name].without_counts().to_dict() for name in names})
     read = [{name: Statistics.from_dict(one[name], complete=False) for name in names} for one in told]

@@ -1,4 +1,4 @@
-"""`Prepared`: the captured graph with an observer on every site that owns its parameters."""
+"""`Prepared`: the captured graph with an observer for every site that has its own parameters."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ from intaglio.tracing.while_loops import everything_in, loops_of, with_bodies
 
 @dataclass
 class Watch:
-    """What the observers of a model have in common.
+    """State that all observers of a model share.
 
-    ``batch``: index of the next batch, ``stride``: what lies between it and the one behind it. ``ignore``: NaN and
-    infinities are left out instead of an error, unless all values are. ``shown``: edges whose values went through an
-    observer that writes its own levels.
+    Attributes:
+        batch: index of the next batch.
+        stride: increment of the index from one batch to the next.
+        ignore: whether NaN and infinities are left out instead of an error, unless all values of a batch are such.
+        shown: edges whose values went through an observer that writes its own quantize nodes.
     """
 
     batch: int = 0
@@ -51,10 +53,11 @@ class Watch:
 
 
 class Observer(nn.Module):
-    """Passes its input through and counts it into ``statistics``.
+    """Returns its input and adds it to ``statistics``.
 
-    ``samples``: the axis of its input along which samples lie, ``None`` where none does. ``channels``: the axis whose
-    extrema are kept one by one; the site's own, or whatever is set here before calibration.
+    Attributes:
+        samples: the sample axis of the input, or ``None``.
+        channels: the axis with separate extrema for each channel; the site's, unless it is changed before calibration.
     """
 
     def __init__(self, site: Site, samples: int | None = 0, watch: Watch | None = None) -> None:
@@ -90,7 +93,7 @@ class Observer(nn.Module):
         return x
 
     def chosen(self) -> QParams | None:
-        """What an observer of a user's own makes of what it saw; ``None`` if statistics decide, or it saw nothing."""
+        """Return the parameters from the user's own observer; ``None`` without such an observer or without values."""
         if self.own is None or not self.statistics.count:
             return None
         scale, zero_point = (np.asarray(value).reshape(-1) for value in self.own.calculate_qparams())
@@ -105,7 +108,7 @@ class Observer(nn.Module):
 
 
 def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
-    """The values without a copy where channels lie last; statistics do not care for order."""
+    """Return the values without a copy if they are channels-last; statistics do not depend on the order."""
     if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
         return x.permute(0, 2, 3, 1)
     return x.contiguous()
@@ -113,12 +116,20 @@ def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Prepared(GraphStage):
-    """Runs like the float model and counts what it sees. ``observers``: site name -> observer.
+    """A model that computes the float results and observes its values.
 
-    ``quantizer`` and ``classes`` (module path -> class name) are what it was annotated by;
-    ``equalization`` is what was done to the float model since. ``passes`` rewrote the captured graph.
-    ``bodies``: of loops, by name; their observers are among
-    those of the model.
+    Attributes:
+        module: the graph with observers.
+        signature: inputs and outputs of the captured model.
+        annotations: all decisions about quantization, and the graph without observers.
+        observers: site name -> observer, those of loop bodies included.
+        about: notes and texts for reports.
+        passes: the passes that rewrote the captured graph.
+        quantizer: the options by which it was annotated.
+        classes: module path -> class name.
+        equalization: the equalization that was applied to the float model.
+        watch: state that all observers share.
+        bodies: name -> prepared loop body.
     """
 
     module: fx.GraphModule
@@ -135,12 +146,12 @@ class Prepared(GraphStage):
 
     @property
     def images(self) -> Mapping[str, Image]:
-        """What was declared of inputs, by name."""
+        """Return the images that were declared for inputs, by input name."""
         declared = self.quantizer.input or {}
         return {self.signature.inputs[0].name: declared} if isinstance(declared, Image) else declared
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The float model's results; one batch more for the observers."""
+        """Return the float model's results, and let the observers count one more batch."""
         results = super().__call__(*args, **kwargs)
         self.watch.batch += self.watch.stride
         return results
@@ -152,13 +163,16 @@ class Prepared(GraphStage):
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the operators, what each reads, and the sites; not of sizes, of which a model can have several."""
+        """Return a digest of the operators, their operands and the sites.
+
+        Sizes are not part of it, because a model may be used with several.
+        """
         nodes = self.annotations.module.graph.nodes
         lines = [f"{node.name} {node.op} {operator(node)} {[v.name for v in node.all_input_nodes]}" for node in nodes]
         return hashlib.sha256("\n".join([*lines, *sorted(self.observers)]).encode()).hexdigest()[:16]
 
     def with_method(self, method: str) -> Prepared:
-        """The same model with all ranges chosen by another method; ranges of either serve both."""
+        """Return the model with another range method for all activations; ranges of either model fit both."""
         try:
             method_of(method)
         except ValueError as error:
@@ -174,7 +188,7 @@ class Prepared(GraphStage):
 
 
 def annotate(captured: Captured, quantizer: Quantizer | Annotator | None = None) -> Annotations:
-    """Sites, and why the rest is skipped, for a captured model after the passes of post-training quantization."""
+    """Return the sites and skipped operators of a captured model, after the passes of post-training quantization."""
     expect(captured, Captured, "annotate")
     quantizer = Quantizer.of(quantizer)
     module = copy_graph(captured.module)
@@ -185,15 +199,21 @@ def annotate(captured: Captured, quantizer: Quantizer | Annotator | None = None)
 
 
 def prepare(captured: Captured, quantizer: Quantizer | Annotator | None = None) -> Prepared:
-    """Fold what can be folded, find the sites, put an observer on each. `UnsupportedError` when there is none.
+    """Run the passes of post-training quantization, annotate the model, and insert observers.
 
-    ``quantizer``: a `Quantizer`, or what annotates nodes (`intaglio.annotation`), as torchao's quantizers do."""
+    Args:
+        captured: the captured model.
+        quantizer: a `Quantizer`, or an annotator (`intaglio.annotation`) such as one of torchao's quantizers.
+
+    Raises:
+        UnsupportedError: if nothing can be quantized.
+    """
     expect(captured, Captured, "prepare")
     return prepared_by(copy_graph(captured.module), captured, Quantizer.of(quantizer), PTQ_PASSES)
 
 
 def prepared_by(module: fx.GraphModule, captured: Captured, quantizer: Quantizer, passes: PassLists) -> Prepared:
-    """`prepare`, of a module that is rewritten in place, by passes of one's own."""
+    """Prepare a module with the given passes; the module is rewritten in place."""
     prepared = _prepared(module, captured, quantizer, passes)
     if not any(_is_wanted(one.annotations) for one in (prepared, *prepared.bodies.values())):
         annotations = prepared.annotations
@@ -227,7 +247,7 @@ def _prepared(
     passes: PassLists,
     watch: Watch | None = None,
 ) -> Prepared:
-    """``watch``: of the model around, for the body of a loop."""
+    """Prepare a module and its loop bodies; ``watch`` is the enclosing model's when this is a loop body."""
     watch = watch or Watch()
     bodies = {
         loop.name: _prepared(copy_graph(loop.body.module), loop.body, _inside(quantizer, loop.body), passes, watch)
@@ -260,7 +280,7 @@ def _prepared(
 
 
 def _inside(quantizer: Quantizer, body: Captured) -> Quantizer:
-    """Of the body of a loop: what it takes and gives is no end of the model."""
+    """Return the quantizer for a loop body, to which the model's input and output options do not apply."""
     origins = [origin(node) for node in everything_in(body.module) if node.op == "call_function"]
     recipe = quantizer.recipe.within(origins, body.classes)
     return replace(
@@ -276,14 +296,14 @@ def passes_for(quantizer: Quantizer, lists: PassLists) -> tuple[Pass, ...]:
 
 
 def _decided(quantizer: Quantizer, module: fx.GraphModule) -> Quantizer:
-    """With a recipe that leaves nothing open for what is in the graph."""
+    """Return the quantizer with all open options of its recipe decided for this graph."""
     records = (record_of(node) for node in module.graph.nodes)
     attention = any(record is not None and record.attends for record in records)
     return replace(quantizer, recipe=quantizer.recipe.decided(attention))
 
 
 def annotated(prepared: Prepared, module: fx.GraphModule) -> Annotations:
-    """Of a module with the same values: by the same recipe, and with the specs that sites have got since."""
+    """Return the annotations of a rewritten module by the same recipe, with the specs that sites have now."""
     found = annotations_of_changed(prepared.annotations, module, prepared.quantizer, prepared.classes)
     known = {site.name: site for site in prepared.annotations.sites}
     sites = tuple(
@@ -296,10 +316,10 @@ def annotated(prepared: Prepared, module: fx.GraphModule) -> Annotations:
 
 
 def whole(prepared: Prepared) -> Annotations:
-    """As if nothing were left in float: of the model itself, so the same for all recipes that differ in that only.
+    """Return the annotations that the model would have if its recipe left nothing in float.
 
-    With patterns or an annotator what is quantized is more than the recipe's to say: these are the annotations there
-    are.
+    They are the same for all recipes that differ only in what they leave in float. With patterns or an annotator, which
+    decide together with the recipe, they are the present annotations.
     """
     quantizer = prepared.quantizer
     ends = quantizer.skip_first or quantizer.skip_last
@@ -310,7 +330,10 @@ def whole(prepared: Prepared) -> Annotations:
 
 
 def again(prepared: Prepared, module: fx.GraphModule) -> Prepared:
-    """Of a module that computes what ``prepared.annotations.module`` does: annotated alike, nothing observed yet."""
+    """Return a rewritten module annotated by the same options, with new observers.
+
+    ``module`` must compute the same function as ``prepared.annotations.module``.
+    """
     annotations = annotated(prepared, module)
     watch = Watch()
     bodies = {name: _again(body, watch) for name, body in prepared.bodies.items()}
@@ -322,7 +345,7 @@ def again(prepared: Prepared, module: fx.GraphModule) -> Prepared:
 
 
 def _again(body: Prepared, watch: Watch) -> Prepared:
-    """The body of a loop, nothing observed yet."""
+    """Return a loop body with new observers."""
     observed, observers = _observed(body.annotations, body.signature, watch, {})
     return replace(body, module=observed, observers=observers, watch=watch)
 
@@ -330,7 +353,7 @@ def _again(body: Prepared, watch: Watch) -> Prepared:
 def _observed(
     annotations: Annotations, signature: Signature, watch: Watch, bodies: Mapping[str, Prepared]
 ) -> tuple[fx.GraphModule, dict[str, Observer]]:
-    """A copy of the graph that counts, and what it counts into, bodies of its loops among it."""
+    """Return a copy of the graph with observers, and all observers by site name, those of loop bodies included."""
     observed = copy_graph(annotations.module)
     nodes = {node.name: node for node in observed.graph.nodes}
     observers = {
@@ -350,7 +373,7 @@ def _observed(
 
 
 def _sample_axis(node: fx.Node, signature: Signature) -> int | None:
-    """The axis of a value that is as long as the batch, or a multiple of it; ``None`` without one."""
+    """Return the axis of a value whose size depends on the batch size; ``None`` without one."""
     free = [entry.type.shape[0] for entry in signature.inputs if entry.type.shape]
     batch = {symbol for size in free[:1] for symbol in symbols_of(size)}
     axes = [axis for axis, size in enumerate(known_type(node).shape) if batch.intersection(symbols_of(size))]

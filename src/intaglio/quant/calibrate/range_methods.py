@@ -1,7 +1,7 @@
-"""From statistics to a range: every method takes ``(statistics, qmin, qmax)`` and gives ``(low, high)`` around zero.
+"""Range methods, which choose a quantization range from statistics: ``(statistics, qmin, qmax) -> (low, high)``.
 
-A range never leaves that of the smallest and largest finite value. All methods read the same statistics, so another
-one needs no data.
+A range always contains zero and never exceeds the smallest and largest finite value. All methods read the same
+statistics, so a change of the method needs no new calibration.
 """
 
 from __future__ import annotations
@@ -24,55 +24,63 @@ F64 = NDArray[np.float64]
 Method = Callable[[Statistics, int, int], Range]
 
 COARSE = 3
-"""Shrunk ranges first tried are ``2^(-i / COARSE)`` of the full one."""
+"""The search first tries ranges of ``2^(-i / COARSE)`` times the full range."""
 SMALLEST_OCTAVES = 8
-"""... down to 2^-8, where a u8 step is as narrow as a bin."""
+"""The smallest range tried is 2^-8 of the full range, at which a u8 step is as narrow as a histogram bin."""
 REFINEMENTS = (1 / 6, 1 / 12, 1 / 24, 1 / 48)
-"""Then each end moves by these octaves, both ways, once each."""
+"""Steps in octaves by which the search then moves each end once in both directions."""
 OUTLIER_RATIO = 1e3
-"""Values this many times as large as usual ones are outliers: with them in range, usual ones are less than a level."""
+"""Values this many times as large as usual ones are outliers: in range, they leave usual values less than a step."""
 PIECES = 8
-"""What a bin of the sketch is cut into, for searches: its values are spread over it."""
+"""Number of parts that a bin of the sketch is split into for the search, with its values spread evenly over them."""
 UNMASKED, MASKED = ((127 + 10) << MANTISSA_BITS), ((127 + 13) << MANTISSA_BITS) + 7
-"""Bins of the sketch: 2^10, where the values of logits end, and 9984 = 1.21875 * 2^13, where those of masks begin."""
+"""Bins of the sketch: logits end in that of 2^10, and masks begin in that of 9984 = 1.21875 * 2^13."""
 BELOW, ALONE = 16.0, 1024.0
-"""What a mask becomes below the smallest other value: e^-16 of what softmax makes of that one, or less."""
+"""Distance from the smallest other value to the lower end, where masked values are clipped to.
+
+After softmax they are e^-16 times as large as that value, or less. The second distance is used if all other values are
+zero.
+"""
 PERCENTILE = Fraction("99.999")
+"""Default of ``percent``: at each end, at most 0.001 % of the values are outside of the range."""
 SMOOTHING = 0.01
+"""Default weight of a new batch in the exponential moving average."""
 
 
 def minmax(statistics: Statistics, qmin: int = 0, qmax: int = 255) -> Range:
-    """The smallest and largest finite value, widened to hold 0; (0, 0) when there is none."""
+    """Return the smallest and largest finite value, widened to contain 0; (0, 0) without finite values."""
     return min(statistics.low, 0.0), max(statistics.high, 0.0)
 
 
 def mse(statistics: Statistics, qmin: int = 0, qmax: int = 255) -> Range:
-    """The range within min-max that loses least: mean squared distance of values to their quantized selves.
+    """Return the range within min-max with the least mean squared quantization error.
 
-    Searched from coarse to fine over the histogram, both ends together and each alone. Min-max stays where the gain is
-    below what a bin's width can hide, and where there are at most two bins, whose shape is unknown. Values
-    `OUTLIER_RATIO` from the usual ones are left out: no sum of squares would ever give up the one to save all others.
+    The search goes from coarse to fine over the histogram, first with both ends together, then with each alone. The
+    result is min-max if the gain is below what the width of a bin can hide, or if there are at most two bins, whose
+    shape is unknown. Values `OUTLIER_RATIO` times as large as usual ones are left out, because a sum of squares would
+    never clip one value to make all others more precise.
     """
     histogram = _Histogram.of(statistics)
     return _search(histogram, partial(histogram.squared, qmin=qmin, qmax=qmax), histogram.hidden)
 
 
 def kl(statistics: Statistics, qmin: int = 0, qmax: int = 255) -> Range:
-    """The range within min-max whose levels tell most of the distribution: least Kullback-Leibler divergence.
+    """Return the range within min-max with the least Kullback-Leibler divergence.
 
-    The divergence is of the values other than zero, those outside moved to the range's ends, from what their levels
-    remember of the values inside: how many each has, spread evenly over its bins. Searched as `mse` is.
+    The divergence is from the distribution of the nonzero values, clipped to the range, to the distribution that is
+    left after quantization: the values inside of each quantized value are spread evenly over its bins. The search is
+    that of `mse`.
     """
     histogram = _Histogram.of(statistics)
     return _search(histogram, partial(histogram.divergence, qmin=qmin, qmax=qmax))
 
 
 def percentile(statistics: Statistics, qmin: int = 0, qmax: int = 255, percent: Fraction = PERCENTILE) -> Range:
-    """The range that leaves out as many values at each end as ``percent`` allows, by nearest rank.
+    """Return the range that excludes as many values at each end as ``percent`` allows, by nearest rank.
 
-    Of N finite values the upper end is the one that ``ceil(percent / 100 * N)`` do not exceed, up to the width of its
-    bin in the finer of both histograms, outwards; the lower end its mirror. 100, and tails of less than one value, give
-    min-max.
+    Of N finite values the upper end is the one that ``ceil(percent / 100 * N)`` values do not exceed, rounded outwards
+    to the end of its bin in the finer one of both histograms. The lower end mirrors it. The result is min-max for 100,
+    and for tails of less than one value.
     """
     beyond = statistics.finite - rank(percent / 100, statistics.finite)
     bins, sketch = statistics.bins, statistics.sketch
@@ -84,17 +92,20 @@ def percentile(statistics: Statistics, qmin: int = 0, qmax: int = 255, percent: 
 
 
 def average(statistics: Statistics, qmin: int = 0, qmax: int = 255) -> Range:
-    """From the mean of each sample's smallest value to the mean of each one's largest; min-max without samples."""
+    """Return the range from the mean of the samples' smallest values to the mean of their largest values.
+
+    Without samples it is min-max.
+    """
     if not statistics.samples:
         return minmax(statistics)
     return _within(*statistics.mean_extrema, statistics)
 
 
 def ema(statistics: Statistics, qmin: int = 0, qmax: int = 255, weight: float = SMOOTHING) -> Range:
-    """Exponential moving average of each batch's extrema, in the order of their indices; the first starts it.
+    """Return the exponential moving average of the extrema of batches, in the order of their indices.
 
-    The one method whose result depends on how the data was cut into batches, and on their order. Without a history of
-    batches, as of values that were counted outside of calibration, all are one.
+    This is the only method whose result depends on how the data was cut into batches, and on their order. Statistics
+    that were collected outside of calibration have no batches and count as one.
     """
     batches = [ends for _, ends in sorted(statistics.history.items())] or [minmax(statistics)]
     low, high = batches[0]
@@ -111,10 +122,15 @@ METHODS: dict[str, Method] = {
     "average": average,
     "ema": ema,
 }
+"""Range methods by name."""
 
 
 def method_of(text: str) -> Method:
-    """The method of a name, its parameter behind a colon: ``percentile:99.99``, ``ema:0.1``. ValueError if none."""
+    """Return the method for a name with an optional parameter after a colon: ``percentile:99.99``, ``ema:0.1``.
+
+    Raises:
+        ValueError: if the method does not exist, or does not take this parameter.
+    """
     name, colon, parameter = str(text).partition(":")
     if name not in METHODS:
         close = difflib.get_close_matches(name, METHODS, n=1)
@@ -135,10 +151,15 @@ def method_of(text: str) -> Method:
 
 
 LIMITS = {"percentile": 100, "ema": 1}
+"""Methods that take a parameter -> its largest value."""
 
 
 def channel_ranges(statistics: Statistics, method: Method, qmin: int = 0, qmax: int = 255) -> list[Range]:
-    """A range per channel of statistics that keep them: its own extrema, within what the method gives all together."""
+    """Return a range for each channel: its extrema, clipped to the range that the method chooses for the whole tensor.
+
+    Raises:
+        ValueError: if the statistics have no extrema per channel.
+    """
     if statistics.channels is None:
         raise ValueError("these statistics have no extrema per channel")
     low, high = method(statistics, qmin, qmax)
@@ -147,17 +168,17 @@ def channel_ranges(statistics: Statistics, method: Method, qmin: int = 0, qmax: 
 
 
 def mask_of(statistics: Statistics) -> bool:
-    """Whether values are of two kinds: large negative ones, as masks add to logits, and others far smaller."""
+    """Return whether the values contain an attention mask: large negative values among far smaller ones."""
     negative = statistics.sketch[SKETCH // 2 :]
     common = negative[MASKED:].sum() * 10_000 > statistics.finite
     return bool(common) and not negative[UNMASKED:MASKED].any() and not statistics.sketch[UNMASKED : SKETCH // 2].any()
 
 
 def without_mask(method: Method) -> Method:
-    """The method for operands of a softmax: where there is a mask, of the other values alone, widened downwards.
+    """Return the method for operands of a softmax: it ignores mask values and extends the range below the other values.
 
-    Masked values become the lower end, low enough for softmax to make nothing of them. Where all other values are zero
-    the widening costs nothing, and is as much as any logits differ.
+    Masked values are clipped to the lower end, which is low enough for softmax to return about zero. If all other
+    values are zero, the range is extended by more than logits ever differ, which costs no precision.
     """
 
     def of_others(statistics: Statistics, qmin: int, qmax: int) -> Range:
@@ -171,7 +192,10 @@ def without_mask(method: Method) -> Method:
 
 
 def _others(statistics: Statistics) -> Statistics:
-    """Statistics of the values that are no mask's, from the sketch: each value at the outer end of its bin."""
+    """Return statistics of the values that do not belong to a mask, read from the sketch.
+
+    Each value counts as the outer end of its bin.
+    """
     sketch = statistics.sketch.copy()
     sketch[SKETCH // 2 + MASKED :] = 0
     ends = np.array([sketch_end(index) for index in range(UNMASKED)], np.float64)
@@ -187,18 +211,21 @@ def _others(statistics: Statistics) -> Statistics:
 
 def _within(low: float, high: float, statistics: Statistics) -> Range:
     lowest, highest = minmax(statistics)
-    return min(max(low, lowest), 0.0) + 0.0, max(min(high, highest), 0.0) + 0.0  # -0 becomes 0
+    return min(max(low, lowest), 0.0) + 0.0, max(min(high, highest), 0.0) + 0.0  # Adding 0.0 turns -0.0 into 0.0.
 
 
 def _leaving(counts: NDArray[np.int64], beyond: int) -> int:
-    """The bin, from zero outwards, behind which at most so many values lie; 0 where all do."""
+    """Return the bin, counted from zero outwards, with at most `beyond` values further out; 0 if there is none."""
     reached = np.cumsum(counts[::-1]) > beyond
     return len(counts) - 1 - int(reached.argmax()) if reached.any() else 0
 
 
 @dataclass(frozen=True)
 class _Histogram:
-    """Occupied bins in units of 2^exponent, and the range they fill; the end bins reach no further than its ends."""
+    """The occupied bins of a histogram in units of 2^exponent, and the range that they cover.
+
+    The first and the last bin are cut off at the ends of the range.
+    """
 
     centres: F64
     counts: F64
@@ -208,7 +235,7 @@ class _Histogram:
 
     @classmethod
     def of(cls, statistics: Statistics) -> _Histogram:
-        """Of the dyadic bins; of the sketch where outliers make those too wide to tell the other values apart."""
+        """Return a histogram of the dyadic bins, or of the sketch if outliers make the dyadic bins too wide."""
         if statistics.largest > OUTLIER_RATIO * statistics.usual:
             return cls.near(statistics)
         occupied = np.flatnonzero(statistics.bins)
@@ -221,7 +248,7 @@ class _Histogram:
 
     @classmethod
     def near(cls, statistics: Statistics) -> _Histogram:
-        """Of the values that are no outliers."""
+        """Return a histogram of all values except outliers, from the sketch."""
         counts = statistics.sketch.reshape(2, -1).copy()
         limit = OUTLIER_RATIO * statistics.usual
         while (farthest := int(np.flatnonzero(counts.sum(0))[-1])) and sketch_end(farthest) > limit:
@@ -243,13 +270,13 @@ class _Histogram:
 
     @property
     def hidden(self) -> float:
-        """Squared distance of a value to its bin's centre, at most, summed over all."""
+        """Return an upper bound of the squared error that the width of the bins can hide, summed over all values."""
         return float((self.counts * self.widths**2).sum()) / 4
 
     def squared(self, low: float, high: float, qmin: int, qmax: int) -> float:
-        """Squared error of the range, summed over all values at their bin's centre; zeros cost nothing.
+        """Return the squared error of a range, with each value at the centre of its bin; zeros have no error.
 
-        What values vary within a bin adds the same to every range and is left out.
+        The variance of values within a bin is left out, because it adds the same to every range.
         """
         step, least, most = self._levels(low, high, qmin, qmax)
         levels = numerics.round_clamp(self.centres / step, least, most)
@@ -260,7 +287,7 @@ class _Histogram:
         return float(levels.sum())
 
     def divergence(self, low: float, high: float, qmin: int, qmax: int) -> float:
-        """Kullback-Leibler divergence in nats, see `kl`; infinite where no bin is inside."""
+        """Return the Kullback-Leibler divergence of a range in nats, see `kl`; infinite if no bin is inside."""
         step, least, most = self._levels(low, high, qmin, qmax)
         levels = np.rint(self.centres / step)
         inside = (levels >= least) & (levels <= most)
@@ -276,13 +303,13 @@ class _Histogram:
         return float((shown * np.log(shown / told)).sum())
 
     def _levels(self, low: float, high: float, qmin: int, qmax: int) -> tuple[float, int, int]:
-        """Width of a step in units of the bins, lowest and highest level from zero."""
+        """Return the step in units of the bins, and the quantized range relative to the zero point."""
         scale, zero_point = numerics.affine(low, high, qmin, qmax)
         return math.ldexp(scale, -self.exponent), qmin - zero_point, qmax - zero_point
 
 
 def _search(histogram: _Histogram, error: Callable[[float, float], float], hidden: float = 0.0) -> Range:
-    """The best range found, or the full one where the gain is no more than ``hidden``."""
+    """Return the best range found, or the full range if the gain is at most ``hidden``."""
     if histogram.centres.size <= 2:
         return histogram.full
     search = _Search(error, histogram.full)
@@ -292,8 +319,9 @@ def _search(histogram: _Histogram, error: Callable[[float, float], float], hidde
 
 
 class _Search:
-    """Best range so far: its ends are ``2^-octaves`` of the full range's ends. It only ever gets better, and the ranges
-    it tries are a hundred at most.
+    """The best range found so far; at most 100 ranges are tried.
+
+    Its ends are ``2^-octaves`` of those of the full range.
     """
 
     def __init__(self, error: Callable[[float, float], float], full: Range) -> None:

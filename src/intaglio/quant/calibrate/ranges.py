@@ -1,4 +1,4 @@
-"""`Ranges`: statistics per site, to be saved, merged and turned into parameters."""
+"""`Ranges`: the result of calibration, which can be saved, merged and turned into quantization parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ RANGES_VERSION = 2
 
 @dataclass(frozen=True)
 class Finding:
-    """What calibration noticed. ``kind``: the name of the check; ``where``: sites, inputs or batches."""
+    """A problem that calibration noticed in the data.
+
+    Attributes:
+        kind: name of the check.
+        where: sites, inputs or batches.
+        problem: description of the problem.
+        remedy: what to do about it, if that is known.
+    """
 
     kind: str
     where: str
@@ -32,14 +39,20 @@ class Finding:
 
 @dataclass(frozen=True)
 class SeenBatch:
-    """A batch: how many samples it had, a digest of its tensors, extrema of each floating-point input by name."""
+    """Summary of one batch.
+
+    Attributes:
+        samples: number of samples.
+        digest: digest of its tensors.
+        inputs: extrema of each floating-point input by name.
+    """
 
     samples: int
     digest: int
     inputs: Mapping[str, Range]
 
     def merge(self, other: SeenBatch) -> SeenBatch:
-        """Two parts of one batch."""
+        """Return the union of two parts of one batch."""
         inputs = dict(self.inputs)
         for name, (low, high) in other.inputs.items():
             lowest, highest = inputs.get(name, (low, high))
@@ -58,12 +71,17 @@ class SeenBatch:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Site name -> mergeable statistics, and how many batches and samples they saw.
+    """Mergeable statistics of a calibration.
 
-    ``graph``: a digest of the prepared graph, "" when unknown. ``seen``: each batch by its index. ``findings``: what
-    the lint of the calibration noticed; neither saved nor merged.
-    ``parameters``: site name -> what calibration callbacks chose (`Calibrator`), ``None`` where they were not asked;
-    other sites go by their statistics.
+    Attributes:
+        statistics: site name -> statistics.
+        batches: number of batches.
+        samples: number of samples.
+        graph: digest of the prepared graph, "" if unknown.
+        seen: batch index -> summary of the batch.
+        findings: results of the data checks, which are neither saved nor merged.
+        parameters: site name -> parameters that calibration callbacks chose (`Calibrator`); ``None`` without callbacks.
+            All other sites use their statistics.
     """
 
     statistics: Mapping[str, Statistics]
@@ -75,10 +93,10 @@ class Ranges:
     parameters: Mapping[str, QParams] | None = None
 
     def merge(self, other: Ranges) -> Ranges:
-        """Exactly the ranges of both data sets at once; the sites must be the same.
+        """Return exactly the ranges of both data sets together; the sites must be the same.
 
-        Batches of equal index count as parts of one, which only the method "ema" and the lint notice:
-        ``calibrate(..., first_batch=n)`` gives the second data set indices of its own.
+        Batches of the same index count as parts of one batch, which affects only the method "ema" and the data checks.
+        ``calibrate(..., first_batch=n)`` gives the batches of the second data set other indices.
         """
         if set(self.statistics) != set(other.statistics):
             odd = sorted(set(self.statistics) ^ set(other.statistics))
@@ -94,7 +112,7 @@ class Ranges:
         return Ranges(merged, batches, samples, self.graph or other.graph, seen)
 
     def to_json(self) -> str:
-        """Sorted keys and hexadecimal floats: equal ranges give equal text."""
+        """Return JSON text with sorted keys and hexadecimal floats, so that equal ranges give equal text."""
         content = {
             "version": RANGES_VERSION,
             "batches": self.batches,
@@ -133,14 +151,14 @@ class Ranges:
 
     @staticmethod
     def merge_files(paths: Iterable[str | Path]) -> Ranges:
-        """The ranges of all these files together, in any order."""
+        """Return the merged ranges of all files, which may be in any order."""
         found = [Ranges.load(path) for path in paths]
         if not found:
             raise ArtifactError("ranges", None, "no file to merge")
         return reduce(Ranges.merge, found)
 
     def text(self) -> str:
-        """Count, lowest and highest value of every site."""
+        """Return one line for each site with its count, lowest and highest value."""
         lines = [f"{name}: n={s.count} [{s.low:.6g}, {s.high:.6g}]" for name, s in self.statistics.items()]
         lines += [f"{name}: {q} by a callback" for name, q in (self.parameters or {}).items()]
         return "\n".join(lines) + "\n"

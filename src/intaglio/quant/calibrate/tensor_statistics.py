@@ -1,9 +1,10 @@
-"""What calibration remembers of one tensor: counts that merge exactly, in any order, in fixed memory.
+"""Mergeable statistics of one tensor, in fixed memory: they merge exactly and in any order.
 
-The histogram is dyadic: bins of width 2^exponent aligned at zero, 4096 on each side. The exponent follows from the
-largest magnitude seen, and a bin of twice the width is the sum of two, so one pass over all data, any split of it and
-any order give the same state. Beside it stands a sketch whose bins are 1/32 of a power of two each, from the smallest
-denormal to the largest float: one huge value does not blur it. Sums are integers, in units of the smallest denormal.
+The histogram is dyadic: its bins have a width of 2^exponent and are aligned at zero, with 4096 bins on each side. The
+exponent follows from the largest magnitude seen, and a bin of twice the width is the sum of two bins. So one pass over
+all data, any split of the data and any order give the same state. A second histogram, the sketch, has 32 bins for each
+power of two, from the smallest denormal to the largest float, so that one huge value does not make its bins wider. Sums
+are integers in units of the smallest denormal.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ Range = tuple[float, float]
 UNIT = 149
 """Sums are integers in units of 2^-UNIT."""
 USUAL = Fraction(9999, 10000)
-"""Share of the values other than zero whose magnitude is called usual."""
+"""Share of the nonzero values whose magnitude is called usual."""
 
 
 def widen(bins: Int64Array, steps: int) -> Int64Array:
-    """Bins of width w -> bins of width ``2^steps * w``: index ``floor(index / 2)`` from zero, ``steps`` times."""
+    """Merge bins of width w into bins of width ``2^steps * w``.
+
+    Each step maps the index, counted from zero, to ``floor(index / 2)``.
+    """
     if not bins.any():
         return bins
     for _ in range(min(steps, HALF_BINS.bit_length())):
@@ -48,20 +52,20 @@ def widen(bins: Int64Array, steps: int) -> Int64Array:
 
 
 def rank(share: Fraction, count: int) -> int:
-    """Nearest rank: the smallest k of which k out of ``count`` are at least that share."""
+    """Return the nearest rank: the smallest k such that k out of ``count`` are at least that share."""
     return math.ceil(share * count)
 
 
 @dataclass(frozen=True, eq=False)
 class ChannelExtrema:
-    """Extrema of each channel along ``axis``, f32[C]; +inf and -inf where a channel has no finite value."""
+    """Extrema of each channel along ``axis``, f32[c]; +inf and -inf if a channel has no finite value."""
 
     axis: int
     low: NDArray[np.float32]
     high: NDArray[np.float32]
 
     def merge(self, other: ChannelExtrema | None) -> ChannelExtrema | None:
-        """Of both operands' data; unknown (``None``) when either is, or they count differently."""
+        """Return the extrema of both data; ``None`` if `other` is, or if their channels differ."""
         if other is None or (self.axis, self.low.shape) != (other.axis, other.low.shape):
             return None
         return ChannelExtrema(self.axis, np.minimum(self.low, other.low), np.maximum(self.high, other.high))
@@ -78,15 +82,25 @@ class ChannelExtrema:
 
 @dataclass(eq=False)
 class Statistics:
-    """Mergeable state of one tensor; made empty, then `update`d or `merge`d.
+    """Mergeable statistics of one tensor; it is created empty, then changed by `update` and `merge`.
 
-    ``low`` and ``high`` are over finite values (+inf and -inf without one), ``count`` is over all. ``bins`` leaves out
-    zeros, NaN and infinities: bin i counts the values in [i - HALF, i - HALF + 1) * 2^exponent. So does ``sketch``: bin
-    i counts the float32 values whose upper bits are i. ``total``, ``sample_low`` and ``sample_high`` are exact sums, in
-    units of 2^-UNIT: of all finite values, and of the smallest and largest of each of the ``samples``.
-
-    ``history``: extrema by index of the batch; of parts of one batch, those of both. It depends on how data was cut
-    into batches, which nothing else here does, so equality leaves it out.
+    Attributes:
+        count: number of all values.
+        low: smallest finite value, +inf without one.
+        high: largest finite value, -inf without one.
+        zeros: number of zeros.
+        nans: number of NaN.
+        infinities: number of infinite values.
+        exponent: the width of a bin is 2^exponent.
+        bins: bin i counts the finite nonzero values in [i - HALF_BINS, i - HALF_BINS + 1) * 2^exponent.
+        sketch: bin i counts the finite nonzero values whose upper float32 bits are i.
+        total: exact sum of all finite values, in units of 2^-UNIT.
+        samples: number of samples with finite values.
+        sample_low: exact sum of the smallest values of samples, in units of 2^-UNIT.
+        sample_high: exact sum of the largest values of samples, in units of 2^-UNIT.
+        channels: extrema of each channel, if they are kept.
+        history: extrema by index of the batch. They are the only part that depends on how the data was cut into
+            batches, so equality ignores them.
     """
 
     count: int = 0
@@ -114,10 +128,14 @@ class Statistics:
         channels: int | None = None,
         batch: int | None = None,
     ) -> Statistics:
-        """Of the values of a floating-point array of any shape, as float32.
+        """Return the statistics of a floating-point array of any shape, converted to float32.
 
-        ``samples``: the axis along which samples lie, ``None`` when the array is one. ``channels``: the axis whose
-        extrema are kept one by one. ``batch``: the index in ``history``; ``None`` keeps none.
+        Args:
+            array: the values.
+            threads: number of threads to use.
+            samples: the sample axis, or ``None`` if the array is one sample.
+            channels: the axis with separate extrema for each channel.
+            batch: the index in ``history``; ``None`` for no entry.
         """
         values = np.asarray(array)
         if values.dtype.kind != "f":
@@ -131,7 +149,7 @@ class Statistics:
             values = values.reshape(1, -1)
         elif samples:
             values = np.moveaxis(values, samples, 0)
-        single = values.size == len(values)  # a sample is one value: its extrema need no row each
+        single = values.size == len(values)  # If a sample is one value, it is both of its extrema.
         found = count(values, 1 if single else len(values), threads)
         finite = found.lows < np.inf
         made = Statistics(
@@ -157,38 +175,38 @@ class Statistics:
         return made
 
     def update(self, array: ArrayLike, threads: int = 1, **axes: int | None) -> None:
-        """Count the values of an array too; arguments as `of` takes them."""
+        """Add the values of an array; the arguments are those of `of`."""
         vars(self).update(vars(self.merge(Statistics.of(array, threads, **axes))))
 
     @property
     def finite(self) -> int:
-        """How many values are neither NaN nor infinite."""
+        """Return the number of values that are neither NaN nor infinite."""
         return self.count - self.nans - self.infinities
 
     @property
     def largest(self) -> float:
-        """Largest magnitude of a finite value; 0 without one."""
+        """Return the largest magnitude of a finite value; 0 without one."""
         return max(abs(self.low), abs(self.high)) if self.finite else 0.0
 
     @property
     def usual(self) -> float:
-        """A magnitude that all but 1 of 10,000 values other than zero keep to, 1/32 of itself too large at most."""
+        """Return a magnitude that all but 1 of 10,000 nonzero values do not exceed; it is at most 1/32 too large."""
         magnitudes = self.sketch[: SKETCH // 2] + self.sketch[SKETCH // 2 :]
         reached = np.searchsorted(np.cumsum(magnitudes), rank(USUAL, int(magnitudes.sum())))
         return min(sketch_end(int(reached)), self.largest)
 
     @property
     def mean(self) -> float:
-        """Of the finite values, rounded once; 0 without one."""
+        """Return the mean of the finite values, rounded once; 0 without one."""
         return _mean(self.total, self.finite)
 
     @property
     def mean_extrema(self) -> Range:
-        """The smallest and largest value of a sample, on average, each rounded once."""
+        """Return the means over samples of their smallest and largest values, each rounded once."""
         return _mean(self.sample_low, self.samples), _mean(self.sample_high, self.samples)
 
     def merge(self, other: Statistics) -> Statistics:
-        """The state of both operands' data together; exact, so associative and commutative."""
+        """Return the statistics of both data together; exact, and so associative and commutative."""
         exponent = max(self.exponent, other.exponent)
         history = {**self.history, **other.history}
         for index in self.history.keys() & other.history.keys():
@@ -221,7 +239,7 @@ class Statistics:
         return self.merge(Statistics())
 
     def without_counts(self) -> Statistics:
-        """All but the two histograms, which are empty: what is small enough to be sent as it is."""
+        """Return all except for the contents of the two histograms, which is small enough to be sent as an object."""
         return replace(self, bins=np.zeros(2 * HALF_BINS, np.int64), sketch=np.zeros(SKETCH, np.int64))
 
     def __eq__(self, other: object) -> bool:
@@ -233,7 +251,7 @@ class Statistics:
         return {**self.to_dict(), "history": None}
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able and exact: floats as hex strings, only the bins that are not empty, as [index, count]."""
+        """Return an exact JSON-compatible form: floats are hex strings, occupied bins are [index, count]."""
         return {
             **{name: getattr(self, name) for name in PLAIN_COUNTS},
             **{name: hex(getattr(self, name)) for name in SUMMED_FIELDS},
@@ -247,7 +265,7 @@ class Statistics:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], complete: bool = True) -> Statistics:
-        """The inverse of `to_dict`; ValueError when it is said to be complete and the counts do not add up."""
+        """Return the inverse of `to_dict`; raise ValueError if ``complete`` and the counts do not add up."""
         made = cls(
             **{name: int(data[name]) for name in PLAIN_COUNTS},
             **{name: int(data[name], 16) for name in SUMMED_FIELDS},
@@ -270,7 +288,7 @@ SUMMED_FIELDS = ("total", "sample_low", "sample_high")
 
 
 def sketch_end(index: int) -> float:
-    """Largest magnitude in a bin of the sketch's positive half."""
+    """Return the largest magnitude in a bin of the sketch's positive half."""
     bits = min((index + 1) << EXPONENT_BITS, 0x7F800000) - 1
     return math.ldexp((bits & 0x7FFFFF) | (bits >> 23 > 0) << 23, max(bits >> 23, 1) - 150)
 
