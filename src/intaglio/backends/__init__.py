@@ -1,6 +1,6 @@
-"""Backends: what compiles a reference model or an integer graph, and one table of them.
+"""Backends, which compile a reference model or an integer graph, and the table that lists them.
 
-A new backend is a module beside these with a class that implements `Backend`, and a row in `BACKENDS`.
+To add a backend, write a module in this folder with a class that implements `Backend`, and add it to `BACKENDS`.
 """
 
 from intaglio.backends.c_backend import CBackend

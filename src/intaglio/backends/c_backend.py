@@ -16,11 +16,11 @@ from intaglio.tracing.while_loops import WhileLoop
 
 @dataclass(frozen=True)
 class COptions:
-    """Options of the C backend: the folder that sources are written to, and their instruction sets.
+    """Options of the C backend.
 
     Args:
-        folder: the folder, which is made if there is none.
-        isa: instruction sets (default: the best of this machine).
+        folder: the folder to write to, which is created if it does not exist.
+        isa: instruction sets (default: the best one of this machine).
     """
 
     folder: str | Path
@@ -28,17 +28,19 @@ class COptions:
 
 
 class CBackend:
-    """Writes what `QuantizedModel.export_c` writes. Float islands and host operators are refused."""
+    """Compiles a model and exports it with `QuantizedModel.export_c`, which refuses float islands and host
+    operators."""
 
     name = "c"
     Options = COptions
     remedy = "write a loop of a fixed count, which is unrolled (scan, or one in Python)"
 
     def supports(self, op: fx.Node) -> str | None:
-        """Refuse loops that run as long as the data says; islands are found once the model is compiled."""
+        """Refuse loops whose number of iterations depends on data. Islands are found only once the model is
+        compiled."""
         return "such a loop is driven by Python, which exported C has not" if isinstance(op.target, WhileLoop) else None
 
     def compile(self, stage: Reference | Lowered, options: COptions) -> Path:
-        """Write the folder and return its path. Raises `UnsupportedError` for what C cannot run."""
+        """Write the folder and return its path. Raise `UnsupportedError` for operators that C cannot run."""
         compile_native(integer_graph(stage), CompileOptions()).export_c(options.folder, isa=options.isa)
         return Path(options.folder)

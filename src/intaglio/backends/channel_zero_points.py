@@ -1,7 +1,7 @@
-"""Inputs with a zero point for every channel, as images have, in a form that other engines compute in int8.
+"""Rewrites of image inputs with one zero point per channel into a form that other engines compute in int8.
 
-Their convolutions take one zero point for a whole tensor. The passes here write such a convolution with one, with the
-meaning it has.
+The convolutions of other engines accept only one zero point per tensor. These passes rewrite a convolution accordingly,
+with identical results.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from intaglio.torch_private import quantized_decomposed
 
 
 def byte_inputs(module: fx.GraphModule) -> frozenset[int]:
-    """Inputs, by position, that may be uint8 as well as floats: declared images that nothing reads in float."""
+    """Return the positions of inputs that may be uint8 or float: declared images that no operator reads in float."""
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     images = [node for node in module.graph.nodes if image_of(node) is not None]
     return frozenset(placeholders.index(image_of(node)) for node in images)
 
 
 def image_of(node: fx.Node) -> fx.Node | None:
-    """The input of whose bytes this quantize gives the levels; ``None`` for any other node. Other inputs with
-    parameters per channel have no bytes: their levels are steps of their own ranges."""
+    """Return the image input whose bytes are the result of this quantize, or ``None`` for other nodes. Other inputs
+    with parameters per channel are not images: their quantized values are not bytes of the input."""
     if (found := pixels_of(node)) is None or found[0].op != "placeholder" or not info(node.args[0]).takes_bytes:
         return None
     readers = [reader for reader in found[0].users if tensor_type(reader) is not None]
@@ -35,18 +35,18 @@ def image_of(node: fx.Node) -> fx.Node | None:
 
 
 def take_bytes(module: fx.GraphModule, node: fx.Node) -> None:
-    """An input whose bytes stand for pixels is those bytes, and they are the levels."""
+    """Make an image input uint8 and remove its quantize, because the bytes of the image are the quantized values."""
     if (x := image_of(node)) is not None:
         update_info(x, type=TensorType(known_type(x).shape, DType.U8))
         replace_node(node, x)
 
 
 def one_zero_point(module: fx.GraphModule, node: fx.Node) -> None:
-    """A convolution of u8 levels with zero points z[c] -> one of the same levels with zero point 0.
+    """Rewrite a convolution of u8 values with zero points z[c] as one of the same values with zero point 0.
 
-    ``sum(w * (x - z)) + b = sum(w * x) + (b - sum(w * z))`` in counts of the bias, exactly. What it pads with, z[c],
-    is written around the levels first. The scale must be the same for every channel, which is so where the readers'
-    weights took the scales in.
+    Exactly, ``sum(w * (x - z)) + b = sum(w * x) + (b - sum(w * z))`` in units of the bias. Padding with z[c] becomes an
+    explicit operator. The scale must be the same for all channels, which is true if the scales were folded into the
+    weights of the consumers.
     """
     if operator(node) != CONV2D_TARGET or operator(node.args[0]) != DEQUANTIZE_CHANNEL:
         return
@@ -81,7 +81,7 @@ def one_zero_point(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def pad_levels(levels: torch.Tensor, zeros: list[int], padding: list[int]) -> torch.Tensor:
-    """u8[n, c, h, w] with a border, ``padding`` rows and columns wide at each end, of every channel's zero point."""
+    """Pad u8[n, c, h, w] at each end by ``padding`` rows and columns with the zero point of each channel."""
     rows, columns = padding
     channels = levels.split(1, 1)
     border = (columns, columns, rows, rows)
@@ -90,7 +90,8 @@ def pad_levels(levels: torch.Tensor, zeros: list[int], padding: list[int]) -> to
 
 
 def _moved(module: fx.GraphModule, weight: fx.Node, bias: fx.Node, zeros: list[int], groups: int) -> fx.Node:
-    """``b - sum(w * z)`` in int32, which holds every accumulator of the convolution."""
+    """Return the constant ``b - sum(w * z)`` in int32, which is wide enough for every accumulator of the
+    convolution."""
     w, b = (getattr(module, str(constant.target)) for constant in (weight, bias))
     own = torch.tensor(zeros).reshape(groups, 1, -1, 1, 1).double()
     sums = (w.double().reshape(groups, -1, *w.shape[1:]) * own).sum((2, 3, 4)).reshape(-1)

@@ -1,4 +1,4 @@
-"""The native backend: one C++ program for the whole network, compiled here and run by a `QuantizedModel`."""
+"""The native backend: one C++ program for the whole network, compiled on this machine and run by a `QuantizedModel`."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """Options of compilation, and the policy for calls of new shapes.
+    """Options of the native backend.
 
     Args:
-        isa: instruction sets to build for, of "avx512vnni", "avx2", "portable" (default: the best of this machine). The
-            model runs the best of them that this machine runs; `QuantizedModel.save` writes them all, and
-            ``load(path, trust=True)`` picks.
-        tune: search for faster schedules (tiles, how work is divided) by the clock, for as many threads as PyTorch
-            takes now: some seconds, once for every kind of layer, then they are remembered on disk. ``True`` measures
-            with a batch of one; or give the arguments of a typical call, as a tuple, a dictionary by name, or the only
-            one. Results are the same bits either way.
-        on_new_shape: what a call of other shapes does than were planned, by `QuantizedModel.warm` or else by the first
-            call: "plan" them, in microseconds, or "fallback" to the float model, to which the int8 model then refers.
-        float_model: the model to fall back to; `intaglio.quantize` knows it.
+        isa: instruction sets to build for, out of "avx512vnni", "avx2" and "portable" (default: the best one of this
+            machine). The model runs the best of them that this machine supports, `QuantizedModel.save` stores all of
+            them, and ``load(path, trust=True)`` selects one.
+        tune: whether to measure schedules (tiles and division of work) and use the fastest, for the current number of
+            threads of PyTorch. The search takes some seconds, once for every kind of layer, and its results are stored
+            on disk. ``True`` measures with a batch of one. To measure with other inputs, give the arguments of a
+            typical call as a tuple, a dictionary by name, or the only argument. The model's results do not depend on
+            it.
+        on_new_shape: policy for calls whose shapes were not planned by `QuantizedModel.warm` or else by the first call:
+            "plan" memory for them, which takes microseconds, or "fallback" to the float model, to which the int8 model
+            then keeps a reference.
+        float_model: the model to fall back to. `intaglio.quantize` sets it.
 
     Raises:
-        InputError: ``on_new_shape`` is neither of the two.
+        InputError: ``on_new_shape`` is not one of the two policies.
     """
 
     isa: str | Iterable[str] | None = None
@@ -57,7 +59,8 @@ class CompileOptions:
 
 
 class NativeBackend:
-    """Compiles the integer graph; what has no kernel runs in PyTorch as an island, so every operator is supported."""
+    """Compiles the integer graph. It supports every operator, because those without a kernel run in PyTorch as float
+    islands."""
 
     name = "native"
     Options = CompileOptions
@@ -67,17 +70,17 @@ class NativeBackend:
         return None
 
     def compile(self, stage: Reference | Lowered | Planned, options: CompileOptions) -> QuantizedModel:
-        """Return the compiled model. Raises `BuildError` when this machine runs none of the instruction sets."""
+        """Return the compiled model. Raise `BuildError` if this machine supports none of the instruction sets."""
         if isinstance(stage, Planned):
             return _with_fallback(compile_plan(stage, options), options)
         return compile_native(integer_graph(stage), options)
 
 
 def compile_plan(planned: Planned, options: CompileOptions) -> QuantizedModel:
-    """Compile a plan as it is.
+    """Compile a plan unchanged.
 
     Raises:
-        InputError: options ask for other instruction sets or schedules than the plan has.
+        InputError: the options request instruction sets or schedules, which the plan already has.
     """
     for name, asked in (("isa", options.isa is not None), ("tune", options.tune is not False)):
         if asked:
@@ -92,11 +95,11 @@ def compile_native(lowered: Lowered, options: CompileOptions, example: Arguments
 
     Args:
         lowered: the integer graph.
-        options: how.
-        example: arguments of a call, of which ``tune=True`` measures the first entry of the batch.
+        options: options of the native backend.
+        example: arguments of a call. With ``tune=True`` the search measures with the first sample of its batch.
 
     Raises:
-        BuildError: this machine runs none of the instruction sets.
+        BuildError: this machine supports none of the instruction sets.
         InputError: ``on_new_shape="fallback"`` without a float model.
     """
     _check_fallback(options)
@@ -118,7 +121,7 @@ def _with_fallback(quantized: QuantizedModel, options: CompileOptions) -> Quanti
 def searched_schedules(
     lowered: Lowered, options: CompileOptions, example: Arguments | None
 ) -> dict[str, Schedule] | None:
-    """Return the schedules that the clock prefers, or ``None`` where ``tune`` does not ask for a search."""
+    """Return the schedules of a timed search, or ``None`` if ``tune`` does not request one."""
     if options.tune is False:
         return None
     signature, bytes_too = lowered.signature, lowered.graph.byte_inputs()

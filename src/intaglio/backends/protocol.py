@@ -1,4 +1,4 @@
-"""`Backend`: the protocol that every backend implements, and the steps that all of them share."""
+"""`Backend`, the protocol that every backend implements, and the steps that all backends share."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from intaglio.tracing.captured import expect
 
 
 class Backend(Protocol):
-    """Compiles a stage of quantization into something that runs, or that another program runs.
+    """Compiles a stage of quantization into a model that runs, or into files for another program.
 
-    ``name``: what `intaglio.stages.compile` calls it. ``Options``: a frozen dataclass; its fields are the keyword
-    arguments of `intaglio.stages.compile` for this backend, and those without a default are required. ``remedy``: what
-    a user does about an operator that the backend does not support.
+    Attributes:
+        name: name of the backend in `intaglio.stages.compile`.
+        Options: a frozen dataclass whose fields are the keyword arguments of `intaglio.stages.compile` for this
+            backend. Fields without a default are required.
+        remedy: what a user can do about an operator that the backend does not support.
     """
 
     @property
@@ -37,17 +39,17 @@ class Backend(Protocol):
         """Return why the backend cannot compile a node of a reference's graph, or ``None`` if it can."""
 
     def compile(self, stage: Any, options: Any) -> Any:
-        """Compile the stage.
+        """Compile a stage.
 
         Args:
-            stage: a reference of supported operators, an integer graph or a plan; a backend that takes only some of
-                them says so with `expect`.
+            stage: a reference with supported operators, an integer graph or a plan. A backend that accepts only some of
+                these checks the type with `expect`.
             options: an instance of ``Options``.
         """
 
 
 def backend_named(table: Sequence[Backend], name: str) -> Backend:
-    """Return the backend of this name. Raises `InputError` that lists the names there are."""
+    """Return the backend with this name. Raise `InputError`, which lists all names, if there is none."""
     for backend in table:
         if backend.name == name:
             return backend
@@ -56,7 +58,7 @@ def backend_named(table: Sequence[Backend], name: str) -> Backend:
 
 
 def options_for(backend: Backend, given: Mapping[str, Any]) -> Any:
-    """Return the backend's options made of keyword arguments. Raises `InputError` for unknown and for missing ones."""
+    """Return the backend's options made from keyword arguments. Raise `InputError` if one is unknown or missing."""
     known = {field.name: field for field in fields(backend.Options)}
     if unknown := [name for name in given if name not in known]:
         problem = f"{', '.join(unknown)}: no option of the {backend.name} backend; it has {', '.join(known)}"
@@ -68,7 +70,7 @@ def options_for(backend: Backend, given: Mapping[str, Any]) -> Any:
 
 
 def compile_with(backend: Backend, stage: Reference | Lowered | Planned, options: Any) -> Any:
-    """Compile a stage once every operator is known to be supported.
+    """Check that every operator is supported, then compile the stage.
 
     Raises:
         UnsupportedError: the backend does not support an operator of the reference.
@@ -83,7 +85,7 @@ def compile_with(backend: Backend, stage: Reference | Lowered | Planned, options
 
 
 def integer_graph(stage: Reference | Lowered | Planned) -> Lowered:
-    """Return the integer graph that a backend compiles, of a reference by `requantize`."""
+    """Return the integer graph for a backend to compile. A reference is lowered with `requantize`."""
     lowered = requantize(stage) if isinstance(stage, Reference) else stage
     expect(lowered, Lowered, "compile")
     assert isinstance(lowered, Lowered)

@@ -1,1 +1,1 @@
-"""TorchInductor: a reference in the form its patterns match, the compiled model, and what became of each node."""
+"""The TorchInductor backend: legalization of a reference, the compiled model, and a report about every operator."""

@@ -1,4 +1,4 @@
-"""The Inductor backend: oneDNN's int8 calls, and generated C++ around them."""
+"""The Inductor backend: int8 calls of oneDNN with generated C++ between them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class InductorOptions:
     """Options of the TorchInductor backend.
 
     Args:
-        example_inputs: a typical call, as for ``tune``, to compile for at once (default: a batch of one, or the first
-            call if more than the batch is free).
+        example_inputs: arguments of a typical call, which the first program is compiled for, as a tuple, a dictionary
+            by name, or the only argument (default: a batch of one, or the first call if more than the batch is
+            dynamic).
     """
 
     example_inputs: Any = None
@@ -41,13 +42,13 @@ class InductorBackend:
     remedy = SCAN_INSTEAD
 
     def supports(self, op: fx.Node) -> str | None:
-        """Refuse loops that run as long as the data says."""
+        """Refuse loops whose number of iterations depends on data."""
         return "Inductor compiles no loop with a body of int8" if isinstance(op.target, WhileLoop) else None
 
     def compile(self, stage: Reference | Lowered, options: InductorOptions) -> InductorModel:
-        """Return a module whose first program is compiled, unless sizes are missing."""
+        """Return a model whose first program is compiled, unless dynamic sizes are unknown."""
         from intaglio.backends.inductor.inductor_model import (
-            InductorModel,  # it imports TorchInductor, which takes seconds
+            InductorModel,  # imported here, because importing TorchInductor takes seconds
         )
 
         expect(stage, Reference, "compile")
@@ -56,7 +57,7 @@ class InductorBackend:
 
 
 def _example(reference: Reference, given: Any) -> Sequence[Tensor] | None:
-    """Return the tensors of a typical call, given or of a batch of one; ``None`` if more than the batch is free."""
+    """Return the tensors of the given call, or of a batch of one. Return ``None`` if more than the batch is dynamic."""
     if given is not None:
         return example_of(reference.signature, given, byte_inputs(reference.module))
     try:

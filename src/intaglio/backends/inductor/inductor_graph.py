@@ -1,8 +1,8 @@
-"""A reference model in the form that Inductor's patterns of quantized operators match.
+"""Legalization of a reference for the patterns of quantized operators in TorchInductor.
 
-Inductor lowers ``dequantize(levels) -> layer -> quantize`` to one call of oneDNN where scales are numbers, weights have
-a scale for every output channel, biases are floats and every dequantize has one reader; anything else it matches in
-part or wrongly. The passes here write a reference so, with the meaning it has.
+Inductor lowers ``dequantize -> layer -> quantize`` to one oneDNN call if scales are numbers, weights have one scale for
+each output channel, biases are float and every dequantize has a single consumer. Other forms are matched in part or
+incorrectly. These passes rewrite a reference into the required form without changing its results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL, DEQUANTIZE_TENS
 
 aten = torch.ops.aten
 LAYER_TARGETS = ("aten.conv1d.default", "aten.conv2d.default", "aten.linear.default")
-"""What oneDNN has calls for. A transposed convolution is matched as if it were none, so it must not look quantized."""
+"""Layers that oneDNN has calls for. Inductor matches a transposed convolution as an ordinary one, so it must not look
+quantized."""
 EMBEDDINGS = ("aten.embedding.default", "aten.embedding_bag.padding_idx", "aten.embedding_bag.default")
 INDUCTOR_MOVES = (
     "aten.view.default",
@@ -41,16 +42,16 @@ INDUCTOR_MOVES = (
     "aten.select.int",
     "aten.expand.default",
 )
-"""Operators whose results are entries of their input, unchanged."""
+"""Data movement operators: their results are unchanged elements of their input."""
 FLOAT8_DEQUANTIZE = ("intaglio.dequantize_per_tensor.default", "intaglio.dequantize_per_channel.default")
 DTYPE_RANGES = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
-"""Element types that oneDNN takes, and what it clamps their levels to."""
+"""Element types that oneDNN accepts, and the range that it clamps quantized values to."""
 LABEL = "intaglio"
-"""Key of a node's name in ``meta["custom"]``, which Inductor hands on to what it makes of the node."""
+"""Key in ``meta["custom"]`` of a node's name, which Inductor copies to the nodes it derives."""
 
 
 def graph_for_inductor(reference: Reference) -> fx.GraphModule:
-    """A graph of its own that shares the constants of the reference's."""
+    """Return a legalized copy of the reference's graph that shares its constants."""
     module = fx.GraphModule(reference.module, reference.module.graph.__deepcopy__())
     for rewrite in INDUCTOR_PASSES:
         rewrite(module)
@@ -59,7 +60,8 @@ def graph_for_inductor(reference: Reference) -> fx.GraphModule:
 
 
 def graph_of_bytes(module: fx.GraphModule, inputs: Collection[int]) -> fx.GraphModule:
-    """`graph_for_inductor`'s, with these of its `byte_inputs` as uint8; constants are shared."""
+    """Return a copy of the graph of `graph_for_inductor` in which these image inputs are uint8. Constants are
+    shared."""
     own = copy_graph(module)
     placeholders = [node for node in own.graph.nodes if node.op == "placeholder"]
     for node in list(own.graph.nodes):
@@ -79,7 +81,8 @@ def _labelled(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def is_int8_layer(node: fx.Node) -> bool:
-    """Whether oneDNN computes it on levels: 8-bit activations with numbers for parameters, weights s8 by output."""
+    """Return whether oneDNN computes a layer in int8: 8-bit activations with per-tensor parameters, and s8 weights with
+    parameters per tensor or per output channel."""
     if operator(node) not in LAYER_TARGETS:
         return False
     x, weight = node.args[0], node.args[1]
@@ -96,7 +99,7 @@ def is_int8_layer(node: fx.Node) -> bool:
 
 
 def rows_behind_layers(module: fx.GraphModule) -> None:
-    """``linear(levels * scale of the row)`` -> ``linear(levels) * scale of the row``: oneDNN has no scale for a row."""
+    """Rewrite ``linear(q * row_scale)`` as ``linear(q) * row_scale``, because oneDNN has no per-token scales."""
     for linear in [node for node in module.graph.nodes if operator(node) == "aten.linear.default"]:
         rows, weight, *bias = linear.args
         if operator(rows) != DEQUANTIZE_ROWS_TARGET:
@@ -112,13 +115,15 @@ def rows_behind_layers(module: fx.GraphModule) -> None:
 
 
 def images_with_one_zero_point(module: fx.GraphModule) -> None:
-    """oneDNN's convolutions take one zero point for a tensor, and pad with it."""
+    """Rewrite convolutions of images with `one_zero_point`, because oneDNN accepts only one zero point per tensor and
+    pads with it."""
     for node in list(module.graph.nodes):
         one_zero_point(module, node)
 
 
 def levels_moved(module: fx.GraphModule) -> None:
-    """dequantize -> moves -> quantize with the same parameters -> the moves alone, of levels."""
+    """Remove a dequantize and a quantize with the same parameters if only data movement is between them, so that the
+    quantized values are moved."""
     for last in [node for node in module.graph.nodes if operator(node) == QUANTIZE_TENSOR]:
         chain, node = [], last.args[0]
         while operator(node) in INDUCTOR_MOVES:
@@ -135,8 +140,8 @@ def levels_moved(module: fx.GraphModule) -> None:
 
 
 def narrow_levels_clamped(module: fx.GraphModule) -> None:
-    """A quantize to fewer levels than its element type has -> one to all of them, which oneDNN clamps to, and a clamp
-    of those."""
+    """Rewrite a quantize to a range narrower than its element type as one to the full range, which oneDNN clamps to,
+    followed by a clamp."""
     for node in [node for node in module.graph.nodes if operator(node) == QUANTIZE_TENSOR]:
         x, scale, zero, low, high, dtype = node.args
         if dtype not in DTYPE_RANGES or (low, high) == DTYPE_RANGES[dtype]:
@@ -146,8 +151,11 @@ def narrow_levels_clamped(module: fx.GraphModule) -> None:
 
 
 def sums_without_inputs(module: fx.GraphModule) -> None:
-    """``layer + value`` -> ``layer - (-value)``, the same number, where the value is an input or a constant: a call of
-    oneDNN would leave the sum in its memory, and Inductor does not see that it is not the call's to write."""
+    """Rewrite ``layer + value`` as ``layer - (-value)`` if the value is an input or a constant.
+
+    The result is the same. A oneDNN call would store the sum in the memory of the value, and Inductor does not notice
+    that this memory must not be overwritten.
+    """
     for add in [node for node in module.graph.nodes if operator(node) == "aten.add.Tensor" and not node.kwargs]:
         for value, other in itertools.permutations(add.args):
             if _is_outside(value) and isinstance(other, fx.Node) and not _is_outside(other):
@@ -160,9 +168,11 @@ def _is_outside(value: Any) -> bool:
 
 
 def constants_for_layers(module: fx.GraphModule) -> None:
-    """Weights of int8 layers by channel, with parameters of their own: Inductor merges equal dequantizes, then takes
-    one apart that another layer reads. Every other dequantized constant becomes the float it stands for, but the
-    tables of embeddings, of which a call reads a few rows."""
+    """Give each int8 layer its own weight with parameters per channel, and fold other dequantized constants to float.
+
+    Inductor merges equal dequantizes and then decomposes one that another layer still needs.
+    Quantized embedding tables are not folded, because a call reads only a few of their rows.
+    """
     for node in [
         node
         for node in module.graph.nodes
@@ -179,6 +189,7 @@ def constants_for_layers(module: fx.GraphModule) -> None:
 
 
 def _by_channel(module: fx.GraphModule, weight: fx.Node, layer: fx.Node) -> fx.Node:
+    """Return a dequantize per channel of a layer's weight, whose scales and zero points belong to this layer only."""
     levels, scales, zeros = weight.args[:3]
     low, high = weight.args[3:5] if operator(weight) == DEQUANTIZE_TENSOR else weight.args[4:6]
     count = len(_tensor(module, levels))
@@ -190,7 +201,7 @@ def _by_channel(module: fx.GraphModule, weight: fx.Node, layer: fx.Node) -> fx.N
 
 
 def _tensor(module: fx.GraphModule, value: Any) -> Any:
-    """What a constant's node holds; a number as it is."""
+    """Return the tensor of a constant's node, or a number unchanged."""
     return getattr(module, str(value.target)) if isinstance(value, fx.Node) else value
 
 
@@ -209,10 +220,10 @@ def _before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
 
 
 INDUCTOR_PASSES: tuple[Callable[[fx.GraphModule], None], ...] = (
-    rows_behind_layers,  # first: what it leaves is a layer like others
-    images_with_one_zero_point,  # before constants: it changes biases
-    levels_moved,  # before clamps: it compares the parameters on both sides of the moves
+    rows_behind_layers,  # first: it leaves ordinary layers
+    images_with_one_zero_point,  # before constants_for_layers: it changes biases
+    levels_moved,  # before narrow_levels_clamped: it compares the parameters of dequantize and quantize
     narrow_levels_clamped,
-    sums_without_inputs,  # before constants: a bias that is still dequantized is no constant operand
-    constants_for_layers,  # last: only now it is known which layers are int8
+    sums_without_inputs,  # before constants_for_layers: a bias that is still dequantized is not a constant operand
+    constants_for_layers,  # last: only now the int8 layers are known
 )

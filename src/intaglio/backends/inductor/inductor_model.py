@@ -1,7 +1,7 @@
-"""TorchInductor as a backend: oneDNN's int8 calls, and generated C++ around them.
+"""TorchInductor as a backend: int8 calls of oneDNN with generated C++ between them.
 
-It runs on machines and operators that the native backend has no code for, and gives a second opinion on numbers: they
-are those of oneDNN's kernels, which differ from a reference's where a value lies near the middle of two levels.
+It runs on machines and operators that the native backend has no code for, and provides a second opinion on results:
+oneDNN's kernels differ from the reference if a value is close to the midpoint of two quantized values.
 """
 
 from __future__ import annotations
@@ -45,28 +45,36 @@ SETTINGS = {
     "joint_custom_post_pass": sizes_of_inputs,
     "post_grad_custom_pre_pass": None,
 }
-"""Of Inductor, while it compiles for us; a user's are neither read nor changed. Freezing makes weights constants, which
-are packed then. Passes are set by others: importing torchao's quantizer for x86 sets the first of them. Ours is the
-last in front of those that match layers."""
+"""Inductor's settings while this backend compiles; the user's settings are neither read nor changed.
+
+Freezing turns weights into constants, which are then packed. The custom passes are reset because other packages set
+them: importing torchao's quantizer for x86 sets the first one. `sizes_of_inputs` is the last pass before layers are
+matched.
+"""
 SHAPES = 256
-"""Sizes of calls whose program is remembered."""
+"""Number of call shapes for which the matching program is cached."""
 _Type = tuple[torch.dtype, torch.Size]
 logger = logging.getLogger("intaglio")
 
 
 class InductorModel(nn.Module):
-    """Runs what Inductor made of a reference; takes and returns what the float model did.
+    """Runs programs that Inductor compiled from a reference, and is called like the float model.
 
-    The first program is for the sizes it is compiled for, and the fastest for them. The first call of other sizes
-    compiles one for all sizes of 2 and more; a size of 0 or 1 has a program of its own. Each takes seconds. ``report``
-    says what became of every operator in the latest one.
+    The first program is compiled for fixed sizes and is the fastest for them. The first call with other sizes compiles
+    a program for all sizes of 2 and more; each size of 0 or 1 gets its own program. Each compilation takes seconds.
+    ``report`` describes the implementation of every operator in the latest program.
     """
 
     def __init__(self, reference: Reference, example: Sequence[torch.Tensor] | None = None) -> None:
-        """``example``: tensors of a call to compile for now."""
+        """Compile a reference.
+
+        Args:
+            reference: the reference model.
+            example: tensors of a call to compile for (default: compile at the first call).
+        """
         super().__init__()
         self.signature, self.about = reference.signature, reference.about
-        self._graphs = {frozenset[int](): graph_for_inductor(reference)}  # by which inputs are bytes
+        self._graphs = {frozenset[int](): graph_for_inductor(reference)}  # by the set of inputs that are bytes
         self._byte_inputs = byte_inputs(self._graphs[frozenset()])
         self._programs: list[_CompiledGraph] = []
         self._by_type: dict[tuple[_Type, ...], _CompiledGraph] = {}
@@ -81,7 +89,7 @@ class InductorModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = bind(self.signature, args, kwargs)
         symbols = dims_of(self.signature, leaves, self._byte_inputs)
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):  # the graph says every element type itself
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):  # the graph has explicit element types
             inputs = [leaf.contiguous() for leaf in (*leaves, *self._state())]
             results = self._program(inputs).call(*inputs)
             for index, value in enumerate(kept_state(self.signature, results)):
@@ -95,7 +103,8 @@ class InductorModel(nn.Module):
         return [getattr(self, f"state{index}") for index in range(len(self.signature.state))]
 
     def _program(self, inputs: Sequence[torch.Tensor]) -> _CompiledGraph:
-        """The one that takes such inputs, compiled if there is none; the first one has no free sizes."""
+        """Return the program for such inputs, compiled if there is none yet. Only the first program has no dynamic
+        sizes."""
         key = tuple((tensor.dtype, tensor.shape) for tensor in inputs)
         if key not in self._by_type:
             found = next((program for program in self._programs if program.takes(inputs)), None)
@@ -108,13 +117,14 @@ class InductorModel(nn.Module):
         return self._by_type[key]
 
     def _graph(self, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-        """With inputs of bytes where these are."""
+        """Return the graph in which the inputs that are given as bytes are uint8."""
         key = frozenset(index for index in self._byte_inputs if inputs[index].dtype is torch.uint8)
         if key not in self._graphs:
             self._graphs[key] = graph_of_bytes(self._graphs[frozenset()], key)
         return self._graphs[key]
 
     def _compiled(self, inputs: Sequence[torch.Tensor], free: bool) -> _CompiledGraph:
+        """Compile a program for such inputs, with dynamic sizes if ``free`` is set."""
         graph = self._graph(inputs)
         environment = ShapeEnv(duck_shape=False)
         mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
@@ -122,7 +132,7 @@ class InductorModel(nn.Module):
         fakes = [_fake(mode, index, *pair) for index, pair in enumerate(zip(inputs, axes, strict=True))]
         own, table = fx.GraphModule(graph, copy.deepcopy(graph.graph)), {**select_decomp_table(), **decompositions()}
         for product in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            table.pop(product, None)  # would take small layers of one row apart before patterns see them
+            table.pop(product, None)  # would decompose small layers with one row before patterns match them
         logger.info("%s: TorchInductor compiles for %s", self.about.name, [list(fake.shape) for fake in fakes])
         with lowering() as made:
             call: Any = compile_fx(own, fakes, decompositions=table)
@@ -132,18 +142,28 @@ class InductorModel(nn.Module):
         return _CompiledGraph(call, tuple((fake.dtype, fake.shape) for fake in fakes), environment, guards)
 
     def _free_axes(self) -> list[tuple[int, ...]]:
-        """Of every input of the graph, the axes whose sizes a call decides."""
+        """Return the axes with dynamic sizes for every input of the graph."""
         inputs = [entry.type.shape for entry in self.signature.inputs]
         axes = [tuple(i for i, dim in enumerate(shape) if isinstance(dim, Expression)) for shape in inputs]
         return axes + [()] * len(self.signature.state)
 
-    # -- what a user asks ----------------------------------------------------------------------------------------
+    # -- public methods ------------------------------------------------------------------------------------------
 
     def save_package(self, path: str | Path) -> Report:
-        """Compile ahead of time into a file that needs neither intaglio nor Python: free sizes stay free.
+        """Compile ahead of time into a file that needs neither intaglio nor Python. Dynamic sizes stay dynamic.
 
         ``torch._inductor.aoti_load_package(path)`` in Python, or ``torch::inductor::AOTIModelPackageLoader`` in C++,
-        gives what is called like this model. Says of that program what ``report`` says of those in memory.
+        loads the file and returns a callable with this model's signature.
+
+        Args:
+            path: the file, whose name must end in ".pt2".
+
+        Returns:
+            A report like ``report`` about the program in the file.
+
+        Raises:
+            UnsupportedError: the model changes buffers or inputs, or an operator runs in Python.
+            InputError: the name does not end in ".pt2", or sizes are dynamic and the model was never called.
         """
         if not str(path).endswith(".pt2"):
             raise InputError("save_package", None, f"{str(path)!r}; the name of a package ends in .pt2")
@@ -160,6 +180,7 @@ class InductorModel(nn.Module):
         return report_of(graph.graph, made, _notes())
 
     def _check_package(self) -> None:
+        """Raise an error if the model cannot be compiled ahead of time."""
         if self.signature.state or self.signature.written:
             problem = "it changes buffers or inputs while it runs, which a package cannot"
             raise UnsupportedError("save_package", None, problem, remedy="export_c of the native model can")
@@ -182,7 +203,7 @@ class InductorModel(nn.Module):
             )
 
     def _example_call(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """Arguments of a call with free sizes of 2 at least, which export would take for fixed ones otherwise."""
+        """Return arguments of a call whose dynamic sizes are at least 2, because export would specialize 0 and 1."""
         entries, axes = self.signature.inputs, torch.export.ShapesCollection()
         sizes = {name: max(size, 2) for name, size in dims_of(self.signature, self._example, self._byte_inputs).items()}
         leaves: list[Any] = [None] * self.signature.in_tree.num_leaves
@@ -198,7 +219,7 @@ class InductorModel(nn.Module):
         return args, kwargs, axes
 
     def train(self, mode: bool = True) -> InductorModel:
-        """A compiled program cannot be trained; asking for it warns and changes nothing."""
+        """Warn that a compiled program cannot be trained, and change nothing."""
         if mode:
             warnings.warn("a compiled int8 model has no training mode; it stays as it is", stacklevel=2)
         return self
@@ -217,8 +238,14 @@ class InductorModel(nn.Module):
 
 @dataclass(frozen=True)
 class _CompiledGraph:
-    """``call`` takes the graph's inputs. ``types``: of each input, numbers where a size is fixed. ``guards``: what
-    Inductor assumed of free sizes, in PyTorch's own words."""
+    """A program and the inputs it accepts.
+
+    Attributes:
+        call: function of the graph's inputs.
+        types: element type and shape of each input; static sizes are numbers.
+        environment: symbolic sizes that the guards refer to.
+        guards: Inductor's assumptions about dynamic sizes as a Python expression, or ``None``.
+    """
 
     call: Callable[..., Sequence[torch.Tensor]]
     types: tuple[_Type, ...]
@@ -226,6 +253,7 @@ class _CompiledGraph:
     guards: str | None
 
     def takes(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Return whether the program accepts these inputs."""
         for (dtype, shape), given in zip(self.types, inputs, strict=True):
             sizes = zip(shape, given.shape, strict=True)
             if dtype is not given.dtype or any(isinstance(own, int) and own != size for own, size in sizes):
@@ -234,7 +262,7 @@ class _CompiledGraph:
 
 
 class _AsModel(nn.Module):
-    """A graph that is called as the float model was."""
+    """Wraps a graph as a module that is called like the float model."""
 
     def __init__(self, graph: fx.GraphModule, signature: Signature) -> None:
         super().__init__()
@@ -243,36 +271,39 @@ class _AsModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaves[entry.leaf] for entry in self.signature.inputs]
-        with torch.fx.traceback.preserve_node_meta():  # labels, for the report
+        with torch.fx.traceback.preserve_node_meta():  # keeps the labels that the report needs
             results = fx.Interpreter(self.model).run(*tensors)
         return rebuild(self.signature, tuple(results), _free_sizes(self.signature, tensors))
 
 
 @contextmanager
 def lowering() -> Iterator[list[fx.Node]]:
-    """Inductor as this backend sets it, and nobody else; gives the nodes it will have generated code for by the end.
+    """Set Inductor up for this backend, and yield a list that receives the nodes for which it generates code.
 
-    Errors of its become `BuildError`.
+    Errors of Inductor are raised as `BuildError`.
     """
     made: list[fx.Node] = []
     settings = {**SETTINGS, "post_grad_custom_post_pass": lambda graph: made.extend(graph.nodes)}
     try:
         with torch.no_grad(), inductor_config.patch(settings), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "To copy construct from a tensor", UserWarning)  # its own code does
+            warnings.filterwarnings(
+                "ignore", "To copy construct from a tensor", UserWarning
+            )  # Inductor's own code triggers this
             yield made
     except (BackendCompilerFailed, RuntimeError) as error:
         raise BuildError("inductor", None, str(error).strip().partition("\n")[0]) from error
 
 
 def _fake(mode: FakeTensorMode, index: int, tensor: torch.Tensor, free: tuple[int, ...]) -> torch.Tensor:
-    """A tensor without memory; free sizes of 0 and 1 are fixed, as code for all others is not right for them."""
+    """Return a fake tensor. Dynamic sizes of 0 and 1 become static, because code for other sizes is incorrect for
+    them."""
     is_free = [axis in free and size > 1 for axis, size in enumerate(tensor.shape)]
     context = StatelessSymbolicContext([DimDynamic.DYNAMIC if one else DimDynamic.STATIC for one in is_free])
     return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"input{index}"))
 
 
 def _free_sizes(signature: Signature, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Of the free dimensions that are the size of an axis."""
+    """Return the dynamic dimensions that are the size of an axis of an input."""
     found: dict[str, Any] = {}
     for entry, tensor in zip(signature.inputs, tensors, strict=True):
         for dim, size in zip(entry.type.shape, tensor.shape, strict=True):
@@ -281,6 +312,7 @@ def _free_sizes(signature: Signature, tensors: Sequence[torch.Tensor]) -> dict[s
 
 
 def _notes() -> tuple[str, ...]:
+    """Return notes about the whole program on this CPU."""
     if torch.cpu._is_vnni_supported():
         return ()
     saturates = "this CPU has no VNNI: oneDNN adds pairs of products in 16 bits, which saturate"

@@ -1,4 +1,4 @@
-"""What became of every operator of a reference in a program of Inductor's."""
+"""Report about the implementation of every operator of a reference in a program that Inductor compiled."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ REPORTED_KINDS = {
     "float call": "computed by a library, in float",
     "callback": "computed by Python while the model runs",
 }
-"""Kind of an operator -> what it says."""
+"""Kinds of implementation and their descriptions."""
 MOST_FIRST = ("int8 call", "callback", "float call", "fused", "generated")
-"""Which kind an operator of several parts has."""
+"""Order in which the kind of an operator with several parts is chosen."""
 INT8_CALLS = {"qconv": "qconv", "qconv_binary": "qconv", "qlinear": "qlinear", "qlinear_binary": "qlinear"}
-"""Name of Inductor's lowering -> ours."""
+"""Name of Inductor's lowering -> name in the report."""
 FLOAT_CALLS = (
     "aten.convolution",
     "aten.mm",
@@ -37,13 +37,18 @@ FLOAT_CALLS = (
     "mkl.",
 )
 IDLE = ("quantized_decomposed.", "intaglio.quantize", "intaglio.dequantize", "aten.sym_size", "<built-in function")
-"""What is no operator of the model: quantize, dequantize, sizes, items of tuples."""
+"""Prefixes of nodes that are not operators of the model: quantize, dequantize, sizes and items of tuples."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """One operator of the model: ``kind`` is one of `REPORTED_KINDS`; ``call`` says what an int8 call does
-    besides, in its order."""
+    """Implementation of one operator of the model.
+
+    Attributes:
+        origin: module, operator and source line.
+        kind: one of `REPORTED_KINDS`.
+        call: the operators that an int8 call computes, in order; empty for other kinds.
+    """
 
     origin: Origin
     kind: str
@@ -55,22 +60,24 @@ class Placed:
 
 @dataclass(frozen=True)
 class Report:
-    """Every operator of the model in execution order. ``notes``: what holds for the whole program."""
+    """Implementation of every operator of the model in execution order, and notes about the whole program."""
 
     operators: tuple[Placed, ...]
     notes: tuple[str, ...] = field(default=())
 
     def of(self, kind: str) -> tuple[Placed, ...]:
+        """Return the operators of a kind."""
         return tuple(placed for placed in self.operators if placed.kind == kind)
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many operators there are of each kind."""
+        """Return the number of operators of each kind."""
         found = Counter(placed.kind for placed in self.operators)
         return {kind: found[kind] for kind in REPORTED_KINDS}
 
     @property
     def summary(self) -> str:
+        """Return the number of operators of each kind that occurs, as text."""
         return ", ".join(f"{count} {kind}" for kind, count in self.counts.items() if count)
 
     def __str__(self) -> str:
@@ -78,7 +85,13 @@ class Report:
 
 
 def report_of(handed: fx.Graph, made: Iterable[fx.Node], notes: tuple[str, ...] = ()) -> Report:
-    """``handed``: what Inductor was given, `LABEL` on every node; ``made``: what it generates code for."""
+    """Return the report about a compiled graph.
+
+    Args:
+        handed: the graph given to Inductor, with `LABEL` on every node.
+        made: the nodes for which Inductor generates code.
+        notes: notes about the whole program.
+    """
     targets: dict[str, list[Any]] = {}
     for node in made:
         if node.op == "call_function" and (label := node.meta.get("custom", {}).get(LABEL)):
@@ -93,7 +106,7 @@ def report_of(handed: fx.Graph, made: Iterable[fx.Node], notes: tuple[str, ...] 
 def _each_placed(
     handed: fx.Graph, targets: Mapping[str, list[Any]], fused: Mapping[fx.Node, Any]
 ) -> Iterator[tuple[Placed, bool]]:
-    """Every node that computes, and whether it is only a part of the operator it comes from."""
+    """Yield every node that computes, and whether it is only a part of the operator that it comes from."""
     for node in handed.nodes:
         where = origin(node)
         if not where.operator or not operator(node) or operator(node).startswith(IDLE):
@@ -109,7 +122,7 @@ def _each_placed(
 
 
 def _joined(each: Iterable[tuple[Placed, bool]]) -> list[Placed]:
-    """One for the parts of one operator that stand next to each other: of the kind that says most."""
+    """Merge consecutive parts of one operator. The merged entry has the kind that comes first in `MOST_FIRST`."""
     found: list[tuple[Placed, bool]] = []
     for here, part in each:
         if not found or found[-1][0].origin != here.origin or not (part or found[-1][1]):
@@ -121,7 +134,8 @@ def _joined(each: Iterable[tuple[Placed, bool]]) -> list[Placed]:
 
 
 def _up_to_its_call(layer: fx.Node, targets: Mapping[str, list[Any]]) -> list[fx.Node]:
-    """The layer and those behind it up to the one whose name the int8 call bears; nothing where there is no call."""
+    """Return the layer and the following nodes up to the one that is labelled with the int8 call, or nothing if no call
+    is found."""
     chain = [layer]
     while _int8_call(targets.get(chain[-1].name, ())) is None:
         if chain[-1].name in targets or len(chain[-1].users) != 1:
@@ -131,7 +145,8 @@ def _up_to_its_call(layer: fx.Node, targets: Mapping[str, list[Any]]) -> list[fx
 
 
 def _int8_call(targets: Any) -> Any:
-    """The lowering of a quantized layer among these. Lowerings are partial functions of a match."""
+    """Return the first lowering of a quantized layer among these targets, or ``None``. Lowerings are partial
+    functions."""
     found: Iterator[Any] = (target for target in targets if _lowering(target) in INT8_CALLS)
     return next(found, None)
 
@@ -141,7 +156,7 @@ def _lowering(target: Any) -> str:
 
 
 def _spelled(target: Any) -> str:
-    """``qconv + sum + relu -> uint8``."""
+    """Return the operators and the result type of an int8 call, for example ``qconv + sum + relu -> uint8``."""
     given = target.args[0].kwargs
     steps = [given.get(key) for key in ("binary_op_name", "postop_name", "unary_op_name")]
     dtype = str(given.get("output_dtype", "")).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Free sizes in the graph that Inductor makes, read from what a call brings."""
+"""An Inductor pass that computes dynamic sizes from the sizes of the inputs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 
 def sizes_of_inputs(graph: fx.Graph) -> None:
-    """A size of a value that is computed -> the same number, computed from sizes of inputs.
+    """Compute sizes of intermediate values from sizes of inputs.
 
-    Tracing reads a size off the value where it is first needed, which is often a layer's result. Inductor's patterns
-    take that for a second reader of the result, and leave what stands behind the layer to loops of its own.
+    Tracing reads a size from the value that first needs it, which is often the result of a layer. Inductor's patterns
+    count this as a second consumer of the result, and then compile the operators after the layer as separate loops.
     """
     inputs = _input_sizes(graph)
     for node in list(graph.nodes):
@@ -22,14 +22,14 @@ def sizes_of_inputs(graph: fx.Graph) -> None:
         if not isinstance(size, torch.SymInt) or not any(_is_tensor(source) for source in node.all_input_nodes):
             continue
         needed = size.node.expr.free_symbols
-        if needed and needed <= inputs.keys():  # else it is a constant, or depends on values
+        if needed and needed <= inputs.keys():  # otherwise the size is a constant or depends on data
             with graph.inserting_before(node):
                 node.replace_all_uses_with(sympy_interp(PythonReferenceAnalysis, inputs, size.node.expr).node)
     graph.eliminate_dead_code()
 
 
 def _input_sizes(graph: fx.Graph) -> dict[Any, fx.Proxy]:
-    """Symbol -> a node that reads it off an input."""
+    """Return a node for every symbol that is the size of an input's axis."""
     tracer, found = fx.proxy.GraphAppendingTracer(graph), dict[Any, fx.Proxy]()
     inputs = graph.find_nodes(op="placeholder")
     for node in filter(_is_tensor, inputs):

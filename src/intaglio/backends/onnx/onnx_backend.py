@@ -1,4 +1,4 @@
-"""The ONNX backend: a file of standard operators, for ONNX Runtime, OpenVINO and others."""
+"""The ONNX backend: a file of standard operators, for ONNX Runtime, OpenVINO and other engines."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from intaglio.tracing.while_loops import SCAN_INSTEAD, WhileLoop
 
 @dataclass(frozen=True)
 class OnnxOptions:
-    """Options of the ONNX backend: the file, and the type that a convolution passes to the sum behind it.
+    """Options of the ONNX backend.
 
     Args:
-        path: the file. Tensors of more than 2 GB are beside it, in ``<path>.data``.
-        sums: "levels": u8 between the bounds beyond which the sum saturates, without which ONNX Runtime computes that
-            convolution in float32; it rounds once more than the reference does, by half a step of the sum and half a
-            step of its other operand at most. "float": as in the reference.
+        path: the file. Tensors of more than 2 GB are stored next to it, in ``<path>.data``.
+        sums: element type of a convolution's result that is added to another value. "levels" quantizes it to u8 within
+            the range in which the sum does not saturate; without this, ONNX Runtime computes the convolution in
+            float32. Its error is at most half a step of the sum plus half a step of the other operand. "float" leaves
+            it in float32, as in the reference.
     """
 
     path: str | Path
@@ -30,18 +31,19 @@ class OnnxOptions:
 
 
 class OnnxBackend:
-    """Writes a reference as ONNX. Needs the extra ``onnx``."""
+    """Writes a reference as an ONNX file. It needs the extra ``onnx``."""
 
     name = "onnx"
     Options = OnnxOptions
     remedy = SCAN_INSTEAD
 
     def supports(self, op: fx.Node) -> str | None:
-        """Refuse loops that run as long as the data says; operators that ONNX lacks are found while exporting."""
+        """Refuse loops whose number of iterations depends on data. Operators that ONNX lacks are found during the
+        export."""
         return "ONNX files of a loop with a body are not written" if isinstance(op.target, WhileLoop) else None
 
     def compile(self, stage: Reference | Lowered, options: OnnxOptions) -> OnnxFile:
-        """Write the file and return what is in it."""
+        """Write the file and return a description of it."""
         expect(stage, Reference, "compile")
         assert isinstance(stage, Reference)
         return export_onnx(stage, options.path, sums=options.sums)

@@ -1,4 +1,4 @@
-"""Write a reference as an ONNX file of standard operators, QuantizeLinear and DequantizeLinear among them."""
+"""Export of a reference to an ONNX file of standard operators, QuantizeLinear and DequantizeLinear among them."""
 
 from __future__ import annotations
 
@@ -30,17 +30,23 @@ from intaglio.torch_private import pytree
 
 Sums = Literal["levels", "float"]
 OPSET = 21
-"""The first with levels of 16 and 4 bits and scales for blocks."""
+"""The first opset with 16-bit and 4-bit quantized values and block-wise scales."""
 LEAST = 2
-"""An example's smallest free dimension: torch.export takes 0 and 1 for constants."""
+"""Smallest size of a dynamic dimension in an example, because torch.export specializes 0 and 1."""
 UNKNOWN = re.compile(r"target=torch\.ops\.([\w.]+)")
-"""The operator in what the exporter says of a node it cannot translate."""
+"""Matches the operator in the exporter's message about a node that it cannot translate."""
 
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """What was written. ``inputs``, ``outputs``: name -> element type and shape, in order; ``notes``: what a caller
-    should know, one line each."""
+    """Description of a written ONNX file.
+
+    Attributes:
+        path: the file.
+        inputs: element type and shape of every input by name, in order.
+        outputs: element type and shape of every output by name, in order.
+        notes: remarks for the caller, one line each.
+    """
 
     path: Path
     inputs: Mapping[str, str]
@@ -49,24 +55,26 @@ class OnnxFile:
 
 
 def export_onnx(reference: Reference, path: str | Path, sums: Sums) -> OnnxFile:
-    """Write the reference as ONNX of opset 21.
+    """Write a reference as an ONNX file of opset 21.
 
-    Weights are integers, a quantize and a dequantize is wherever the reference has one, free dimensions have names, and
-    nodes are called after the model's modules. Inputs have the names of the model's; an input declared as `Image` takes
-    the bytes. Outputs are called after the keys of a nested result; buffers that the model changes are inputs and
-    outputs behind all others.
+    Weights are integers, a QuantizeLinear and a DequantizeLinear is wherever the reference has one, dynamic dimensions
+    have names, and nodes are named after the model's modules. Inputs are named after the model's arguments; an input
+    declared as `Image` accepts bytes. Outputs are named after the keys of a nested result. Mutable buffers are
+    additional inputs and outputs after all others.
 
     Args:
-        reference: what is written.
-        path: the file; tensors of more than 2 GB are beside it, in ``<path>.data``.
+        reference: the reference model.
+        path: the file. Tensors of more than 2 GB are stored next to it, in ``<path>.data``.
         sums: as in `OnnxOptions`.
 
     Returns:
-        The names and types of inputs and outputs, and notes for the caller.
+        Names and types of inputs and outputs, and notes for the caller.
 
     Raises:
-        UnsupportedError: ONNX has no form of an operator; it says where the operator is.
-        ArtifactError: no file can be written, which is found out before all work.
+        UnsupportedError: ONNX has no equivalent of an operator; the error says where the operator is.
+        ArtifactError: the file cannot be written, which is checked first.
+        BuildError: the packages onnx and onnxscript are not installed.
+        InputError: ``sums`` has another value than the two.
     """
     if sums not in get_args(Sums):
         raise InputError("sums", None, f"sums={sums!r}; there are {' and '.join(get_args(Sums))}")
@@ -111,7 +119,7 @@ def _require() -> None:
 
 
 def input_names(signature: Signature, inputs: Sequence[fx.Node], notes: list[str]) -> list[str]:
-    """As the signature has them; state behind them, by its path."""
+    """Return the names of inputs from the signature, then the paths of mutable buffers. Append remarks to ``notes``."""
     names = [entry.name for entry in signature.inputs] + [entry.path for entry in signature.state]
     for node, entry in zip(inputs, signature.inputs, strict=False):
         if known_type(node).dtype is not entry.type.dtype:
@@ -122,7 +130,8 @@ def input_names(signature: Signature, inputs: Sequence[fx.Node], notes: list[str
 
 
 def output_names(signature: Signature, notes: list[str]) -> list[str]:
-    """After the keys of the result: ``logits``, ``pair_0``; ``output`` where there is one, ``output_0`` in a tuple."""
+    """Return the names of outputs from the keys of the result: ``logits``, ``pair_0``, ``output`` for a single result,
+    or ``output_0`` in a tuple. Append remarks to ``notes``."""
     names = []
     leaves = pytree.tree_unflatten(list(range(len(signature.outputs))), signature.out_tree)
     paths = [path for path, _ in pytree.tree_flatten_with_path(leaves)[0]]
@@ -142,7 +151,7 @@ def output_names(signature: Signature, notes: list[str]) -> list[str]:
 
 
 def _name_dimensions(model: Any, inputs: Sequence[fx.Node]) -> None:
-    """The exporter's symbols -> those of the captured model, in every shape."""
+    """Rename the exporter's symbols to those of the captured model in every shape."""
     import onnx_ir as ir
 
     names: dict[str, str] = {}
@@ -157,7 +166,7 @@ def _name_dimensions(model: Any, inputs: Sequence[fx.Node]) -> None:
 
 
 def _renamed(size: Any, names: Mapping[str, str]) -> Any:
-    """A size, or an expression of symbols, in the model's own names."""
+    """Return a size, or an expression of symbols, with the model's own symbols."""
     return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), size) if isinstance(size, str) else size
 
 
@@ -168,7 +177,7 @@ def _values(model: Any) -> Iterator[Any]:
 
 
 def _name_nodes(model: Any) -> None:
-    """``layer1.0.conv2/Conv``: the module, then the operator. What the exporter kept for itself goes."""
+    """Rename nodes after module and operator, as in ``layer1.0.conv2/Conv``, and remove the exporter's metadata."""
     taken: Counter[str] = Counter()
     for node in model.graph:
         scopes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
@@ -179,7 +188,8 @@ def _name_nodes(model: Any) -> None:
 
 
 def _name_constants(model: Any, module: fx.GraphModule) -> None:
-    """Parameters are called as in the float model, their scales and zero points after them; int4 becomes int4."""
+    """Rename constants like the float model's parameters, with suffixes for scales and zero points, and store 4-bit
+    weights as INT4."""
     import onnx_ir as ir
 
     graph = model.graph
@@ -198,14 +208,14 @@ def _name_constants(model: Any, module: fx.GraphModule) -> None:
             graph.initializers[name] = value
 
 
-# ---- the way through torch's exporter -------------------------------------------------------------------------------
+# ---- torch's exporter -----------------------------------------------------------------------------------------------
 
 PREFIX = "module."
-"""Of constants, in the program that is exported."""
+"""Prefix of the names of constants in the exported program."""
 
 
 class _TracedGraph(nn.Module):
-    """Runs a graph node by node, so that what is traced keeps what is said of each node."""
+    """Runs a graph node by node, so that the traced nodes keep the metadata of the nodes they come from."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__()
@@ -216,7 +226,8 @@ class _TracedGraph(nn.Module):
 
 
 def _exported(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> ExportedProgram:
-    """The graph as torch.export has it, module paths where the exporter looks for them."""
+    """Return the program that torch.export makes of the graph, with module paths at the place where the ONNX exporter
+    looks for them."""
     kinds = [known_type(node) for node in inputs]
     sizes: dict[str, int] = {}
     for name in sorted(set().union(*[symbols_of(dim) for kind in kinds for dim in kind.shape])):
@@ -236,7 +247,7 @@ def _exported(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> ExportedProg
 
 
 def _translated(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
-    """torch's `ONNXProgram`."""
+    """Return torch's `ONNXProgram` with these names of inputs and outputs."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -254,12 +265,13 @@ def _translated(program: ExportedProgram, inputs: Sequence[str], outputs: Sequen
 
 
 def _refusal(program: ExportedProgram, error: BaseException) -> UnsupportedError:
-    """The exporter's error as ours: which operator, of which module. It may be one that torch's own is made of."""
+    """Return an `UnsupportedError` for an exporter error, with the operator and its module. The exporter may name an
+    operator that the model's operator was decomposed into."""
     reason: BaseException | None = error
     while reason is not None and not (found := UNKNOWN.search(str(reason))):
         reason = reason.__cause__
     name = found[1] if reason is not None and found else ""
-    own = name.split(".")[1] if "." in name else name  # prims.erf of aten.special_erf
+    own = name.split(".")[1] if "." in name else name  # for example prims.erf for aten.special_erf
     nodes = [node for node in program.graph.nodes if own and own in str(node.target)]
     paths = [node.meta.get("custom", {}).get("path", "") for node in nodes]
     return UnsupportedError(

@@ -1,6 +1,6 @@
-"""A reference, spelled so that every operator is one that ONNX has: passes over a copy of its graph.
+"""Legalization of a reference for ONNX: passes over a copy of its graph, after which ONNX has every operator.
 
-What a pass puts in is a Python function of this file; the exporter traces through it.
+The functions that passes insert as operators are defined in this file; the exporter traces through them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PER_CHANNEL = (
 
 
 def legalize(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a reference's graph after `ONNX_PASSES`. Nodes keep their types and origins."""
+    """Return a copy of a reference's graph after `ONNX_PASSES`. Nodes keep their types and origins."""
     copied = copy_graph(module)
     for rewrite in ONNX_PASSES:
         for node in list(copied.graph.nodes):
@@ -46,14 +46,15 @@ def legalize(module: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-# ---- rows quantized while the model runs ----------------------------------------------------------------------------
+# ---- per-token dynamic quantization --------------------------------------------------------------------------------
 
 
 def multiply_rows(module: fx.GraphModule, node: fx.Node) -> None:
-    """A linear layer of rows with scales of their own -> a product of integers, scaled by row and by column.
+    """Rewrite a linear layer with per-token quantized input as an integer product, scaled by token and by output
+    channel.
 
-    QuantizeLinear takes no scales that are computed for each row; MatMulInteger and the two factors are what the
-    engines run in int8.
+    QuantizeLinear accepts no scales that are computed at run time for each token. MatMulInteger and the two factors are
+    what engines run in int8.
     """
     if operator(node) != LINEAR_TARGET:
         return
@@ -73,7 +74,18 @@ def linear_of_rows(
     scales: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """u8[..., K], f32[..., 1], s8[K, N], f32[N], f32[N] -> f32[..., N], in the order of `numerics.dequantize_rows`."""
+    """Return the per-token quantized linear layer in the order of operations of `numerics.dequantize_rows`.
+
+    Args:
+        x: u8[..., k], quantized values with zero point `numerics.ROW_ZERO`.
+        row_scales: f32[..., 1], scale of each token.
+        weight: s8[k, n].
+        scales: f32[n], scales of the weight.
+        bias: f32[n].
+
+    Returns:
+        f32[..., n].
+    """
     zero = torch.full((), numerics.ROW_ZERO, dtype=torch.uint8)
     shape = (*x.shape[:-1], weight.shape[1])
     acc = torch.onnx.ops.symbolic("MatMulInteger", (x, weight, zero), dtype=torch.int32, shape=shape)
@@ -82,14 +94,15 @@ def linear_of_rows(
 
 
 def write_rows(module: fx.GraphModule, node: fx.Node) -> None:
-    """Quantize and dequantize of rows, in arithmetic."""
+    """Replace per-token quantize and dequantize by arithmetic."""
     meaning = {QUANTIZE_ROWS_TARGET: levels_of_rows, DEQUANTIZE_ROWS_TARGET: values_of_rows}.get(operator(node))
     if meaning is not None:
         node.target = meaning
 
 
 def levels_of_rows(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.dynamic_quant.levels_of_rows`, but for rows with values that are not finite."""
+    """Quantize per token, or per sample with mode "tensor", like `ops.dynamic_quant.levels_of_rows`, except for values
+    that are not finite."""
     peaks = x.abs().amax(list(range(1, x.dim())) if mode == "tensor" and x.dim() > 2 else [-1], keepdim=True)
     peaks = peaks.expand(*x.shape[:-1], 1).clamp_min(float(numerics.SMALLEST_ROW))
     most = float(numerics.ROW_STEPS)
@@ -98,16 +111,16 @@ def levels_of_rows(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tens
 
 
 def values_of_rows(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Dequantize per-token quantized values."""
     return (levels.to(torch.float32) - numerics.ROW_ZERO) * scales
 
 
-# ---- tables, recurrent layers ---------------------------------------------------------------------------------------
+# ---- embeddings, recurrent layers -----------------------------------------------------------------------------------
 
 
 def gather_levels(module: fx.GraphModule, node: fx.Node) -> None:
-    """Rows of a table of levels: gathered first, then made float, so that the table stays as it is. Its zero points
-    are no whole numbers, which DequantizeLinear has not.
-    """
+    """Gather rows of a quantized embedding table before dequantizing them, so that the table stays quantized in the
+    file. Its zero points are not integers, which DequantizeLinear does not support."""
     if operator(node) == EMBEDDING_TARGET and (table := table_behind(node.args[0])) is not None:
         replace_node(node, call_before(node, known_type(node), rows_of_table, *table, node.args[1]))
         return
@@ -117,17 +130,20 @@ def gather_levels(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def rows_of_table(levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the dequantized rows of an embedding table for ``ids``, f32[..., d]."""
     gathered = (torch.nn.functional.embedding(ids, part) for part in (levels, zeros[:, None], scales[:, None]))
     rows, zero, scale = gathered
     return (rows.to(torch.float32) - zero) * scale
 
 
 def values_of_table(levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Return a whole embedding table dequantized, f32[n, d]."""
     return (levels.to(torch.float32) - zeros[:, None]) * scales[:, None]
 
 
 def write_recurrent(module: fx.GraphModule, node: fx.Node) -> None:
-    """The composite operator -> torch's own on dequantized values: ONNX has no recurrent layer of levels."""
+    """Replace the quantized LSTM or GRU by PyTorch's own on dequantized values, because ONNX has no quantized recurrent
+    layers."""
     if operator(node) == RECURRENT_CALL:
         node.target = recurrent_of_values
 
@@ -145,7 +161,8 @@ def recurrent_of_values(
     batch_first: bool,
     cell: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """As `ops.products.lstm_gru.recurrent_meaning`, but hidden states are not rounded."""
+    """Compute an LSTM or GRU like `ops.products.lstm_gru.recurrent_meaning`, except that hidden states are not
+    rounded."""
     if scales is not None:
         x = values_of_rows(levels, scales)
     else:
@@ -176,10 +193,10 @@ def _channels(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def multiply_few_bits(module: fx.GraphModule, node: fx.Node) -> None:
-    """A linear layer of floats whose weight has 4 bits or fewer: int4[K, N] with a scale for every group.
+    """Rewrite a weight-only linear layer of 4 bits or fewer with an int4[k, n] weight and a scale for every group.
 
-    Beside quantized activations such a weight stays int8, levels times multiples: kernels of both engines multiply
-    8 bits by 8 bits, and would dequantize one of 4 bits to multiply in float.
+    With a quantized input such a weight stays int8, quantized value times multiple: kernels of both engines multiply 8
+    bits by 8 bits, and would dequantize a 4-bit weight and multiply in float.
     """
     if operator(node) != LINEAR_TARGET or operator(node.args[1]) != DEQUANTIZE_CHANNEL:
         return
@@ -210,7 +227,18 @@ def multiply_few_bits(module: fx.GraphModule, node: fx.Node) -> None:
 def linear_of_groups(
     x: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, group: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """f32[..., K], int4[K, N], f32[K / group, N] -> f32[..., N]."""
+    """Return the weight-only linear layer with one scale for each group of weights.
+
+    Args:
+        x: f32[..., k].
+        levels: int4[k, n], the quantized weight.
+        scales: f32[k / group, n].
+        group: size of a group along k.
+        bias: f32[n].
+
+    Returns:
+        f32[..., n].
+    """
     weight = torch.onnx.ops.symbolic(
         "DequantizeLinear",
         (levels, scales),
@@ -224,10 +252,10 @@ def linear_of_groups(
 
 
 def multiply_matrices(module: fx.GraphModule, node: fx.Node) -> None:
-    """A linear layer of more axes than two: times s8[K, N], plus a bias in float.
+    """Rewrite a linear layer with more than two axes as a product with s8[k, n] and a float bias.
 
-    ONNX has Gemm for two axes only, whose bias may be int32. An integer product in front of a sum is what ONNX Runtime
-    runs; a Transpose behind the weight's dequantize would be computed in every call.
+    ONNX has Gemm for two axes only, whose bias may be int32. ONNX Runtime runs an integer product before an addition in
+    int8, whereas it would compute a Transpose after the weight's dequantize in every call.
     """
     if operator(node) != LINEAR_TARGET or len(known_type(node.args[0]).shape) == 2:
         return
@@ -245,7 +273,7 @@ def multiply_matrices(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _real(module: fx.GraphModule, bias: fx.Node) -> fx.Node:
-    """A bias as constant float: counts times their unit."""
+    """Return a bias as a float constant, dequantized with its scales."""
     if operator(bias) != DEQUANTIZE_CHANNEL or not is_constant(bias.args[0]):
         return bias
     levels, scales = (_tensor(module, value) for value in bias.args[:2])
@@ -254,7 +282,7 @@ def _real(module: fx.GraphModule, bias: fx.Node) -> fx.Node:
 
 
 def transposed(module: fx.GraphModule, matrix: fx.Node) -> fx.Node:
-    """The constant [N, K] as [K, N]."""
+    """Return a constant [n, k] transposed to [k, n]."""
     path = constant_path(matrix, str(matrix.target))
     return constant(module, f"{matrix.target}_columns", _tensor(module, matrix).numpy().T, path)
 
@@ -263,7 +291,7 @@ def transposed(module: fx.GraphModule, matrix: fx.Node) -> fx.Node:
 
 
 def type_zero_points(module: fx.GraphModule, node: fx.Node) -> None:
-    """Zero points of channels in the element type of the levels, as ONNX wants them."""
+    """Cast zero points per channel to the element type of the quantized values, as ONNX requires."""
     if operator(node) not in PER_CHANNEL:
         return
     given = arguments(node)
@@ -278,7 +306,8 @@ def type_zero_points(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def constant(module: fx.GraphModule, name: str, values: np.ndarray | torch.Tensor, path: str) -> fx.Node:
-    """A constant made once by its name; ``path`` is what the file calls it."""
+    """Return a new node of a constant, which is stored in the module once per name. ``path`` is its name in the
+    file."""
     if not hasattr(module, name):
         held = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(values))
         module.register_buffer(name, held)
@@ -291,13 +320,13 @@ def _tensor(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
 
 
 ONNX_PASSES: tuple[Callable[[fx.GraphModule, fx.Node], Any], ...] = (
-    take_bytes,  # first: it knows images by the quantize that it removes
+    take_bytes,  # first: it recognizes images by the quantize that it removes
     one_zero_point,
-    multiply_rows,  # before `write_rows`, which writes out the rows that no layer multiplies
+    multiply_rows,  # before `write_rows`, which rewrites the remaining per-token quantizes
     write_rows,
     gather_levels,
     write_recurrent,
-    multiply_few_bits,  # before `multiply_matrices`, which takes the linear layers that are left
+    multiply_few_bits,  # before `multiply_matrices`, which rewrites the remaining linear layers
     multiply_matrices,
-    type_zero_points,  # last: the others make operators with zero points
+    type_zero_points,  # last: the other passes create operators with zero points
 )

@@ -1,4 +1,4 @@
-"""Torch's quantize and dequantize as ONNX operators: what the exporter asks for each of their overloads."""
+"""Translation of PyTorch's quantize and dequantize operators to ONNX operators, for torch's ONNX exporter."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from intaglio.quant.qdq.float8 import float8
 from intaglio.torch_private import quantized_decomposed
 
 CLIPPED = {"UINT8": (0, 255), "INT8": (-128, 127)}
-"""Element types that Clip takes, and the levels QuantizeLinear saturates at."""
+"""Element types that Clip accepts, and the range to which QuantizeLinear saturates."""
 
 Translations = tuple[Callable[..., Any], Callable[..., Any]]
-"""What records the ONNX operators of quantize, and of dequantize."""
+"""Functions that record the ONNX operators of quantize and of dequantize."""
 
 FLOAT = 1
-"""ONNX's number of float32."""
+"""ONNX's enumeration value of float32."""
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Overload -> function that records its ONNX operators. Made on demand: it imports onnxscript."""
+    """Return the functions that record ONNX operators, by operator overload. They are created on demand, because they
+    need onnxscript."""
     import onnx_ir as ir
     from onnxscript import opset21 as op
 
@@ -31,15 +32,15 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         return op.Constant(value=tensor)
 
     def clip(levels: Any, low: int, high: int, dtype: int) -> Any:
-        """Levels narrower than their type: Clip behind QuantizeLinear, where engines still see the operator in front
-        of it quantized."""
+        """Clip quantized values whose range is narrower than their type. Clip follows QuantizeLinear, so that engines
+        still recognize the operator before it as quantized."""
         name = ir.DataType(dtype).name
         if name not in CLIPPED or (low, high) == CLIPPED[name]:
             return levels
         return op.Clip(levels, constant(low, dtype), constant(high, dtype))
 
     def quantize(x: Any, scale: float, zero: int, low: int, high: int, dtype: int) -> Any:
-        if ir.DataType(dtype) == ir.DataType.INT16:  # there is no Clip of 16 bits; nothing reads a value beyond it
+        if ir.DataType(dtype) == ir.DataType.INT16:  # ONNX has no Clip for int16, so clip the float input
             x = op.Clip(x, constant((low - zero) * scale, FLOAT), constant((high - zero) * scale, FLOAT))
         levels = op.QuantizeLinear(x, constant(scale, FLOAT), constant(zero, dtype))
         return clip(levels, low, high, dtype)
@@ -48,9 +49,11 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         return op.DequantizeLinear(q, constant(scale, FLOAT), constant(zero, dtype))
 
     def quantize_float8(x: Any, scale: float, zero: int, low: int, high: int, dtype: int) -> Any:
-        """Arithmetic, as the reference has it. ONNX Runtime takes QuantizeLinear and DequantizeLinear of any element
-        type for those of its integer operators: it drops a ReLU in front of zero point 0, and fuses a Conv between
-        them into QLinearConv, which then refuses float8."""
+        """Quantize to float8 with Mul, Clip and Cast, as the reference does.
+
+        ONNX Runtime treats QuantizeLinear and DequantizeLinear of any element type like those of its integer operators:
+        it drops a ReLU before zero point 0 and fuses a Conv between them into QLinearConv, which then refuses float8.
+        """
         steps = op.Mul(x, constant(1.0 / scale, FLOAT))
         return op.Cast(op.Clip(steps, constant(low, FLOAT), constant(high, FLOAT)), to=dtype)
 

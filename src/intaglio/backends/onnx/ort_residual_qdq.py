@@ -1,7 +1,8 @@
-"""Convolutions in front of sums: levels of their own, from the ranges of what stands behind them.
+"""Quantize and dequantize of residual operands, so that ONNX Runtime computes their convolutions in int8.
 
-In a reference such a convolution is rounded together with the sum. ONNX Runtime runs a convolution in int8 only where a
-quantize follows, and this one would be float32.
+In a reference, a convolution whose result is added to another value is rounded only after the addition. ONNX Runtime
+runs a convolution in int8 only if a quantize follows it directly, and would compute this one in float32. The range of
+the inserted quantize follows from the ranges of the addition.
 """
 
 from __future__ import annotations
@@ -24,8 +25,13 @@ Range = tuple[float, float]
 
 
 def quantize_terms(module: fx.GraphModule) -> list[fx.Node]:
-    """Puts a quantize to u8 and its dequantize between every convolution of levels, or its ReLU, and the sum that reads
-    it, where sums and ReLUs alone lead to a quantize to u8. The convolutions."""
+    """Insert a quantize to u8 and its dequantize between a convolution, or its ReLU, and the addition that reads it.
+
+    This is done if only additions and ReLUs are between the convolution and a quantize to u8.
+
+    Returns:
+        The convolutions whose results are now quantized.
+    """
     found = []
     for node in [node for node in module.graph.nodes if operator(node) in CONVOLUTION_TARGETS and len(node.users) == 1]:
         reader = next(iter(node.users))
@@ -51,11 +57,10 @@ def quantize_terms(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def wanted(node: fx.Node) -> Range | None:
-    """Between which bounds a value can be told apart behind its only readers: what is beyond them saturates there all
-    the same. ``None`` where they are not known.
+    """Return the range of a value outside of which its consumers saturate anyway, or ``None`` if it is not known.
 
-    A sum ``x + r`` that is quantized to low..high, r being levels of r_low..r_high: x below ``low - r_high`` gives
-    low, x above ``high - r_low`` gives high, whatever r is.
+    If ``x + r`` is quantized to low..high and r is dequantized from r_low..r_high, then x below ``low - r_high`` always
+    gives low, and x above ``high - r_low`` always gives high.
     """
     if len(node.users) != 1:
         return None
@@ -75,7 +80,7 @@ def wanted(node: fx.Node) -> Range | None:
 
 
 def ends(q: QParams) -> Range | None:
-    """The values of the least and the greatest level; ``None`` for parameters per channel."""
+    """Return the real values of the lowest and highest quantized value, or ``None`` for parameters per channel."""
     if q.axis is not None or not isinstance(q.zero_point, tuple):
         return None
     return (q.qmin - q.zero_point[0]) * q.step, (q.qmax - q.zero_point[0]) * q.step

@@ -1,4 +1,5 @@
-"""A file on disk: named members in one zip, whole or not at all. Nothing here knows what the members mean."""
+"""The container of saved models: named members in one zip file, written completely or not at all. The module does not
+depend on the contents of the members."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from intaglio.output_paths import FILE, unwritable
 
 FORMAT = "intaglio model"
 ARCHIVE_VERSION = 1
-"""Of the format. A reader knows its own version only."""
+"""Version of the format. A reader accepts only its own version."""
 
 MANIFEST = "manifest.json"
 EPOCH = (1980, 1, 1, 0, 0, 0)
@@ -26,7 +27,16 @@ SAVE_AGAIN = "save the model again, or copy the file again from where it came"
 
 
 def write(path: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes]) -> None:
-    """One stored zip, the same bytes for the same members; an existing file is replaced only by a finished one."""
+    """Write an uncompressed zip file atomically. The same members always give the same bytes.
+
+    Args:
+        path: the file; an existing one is replaced only when the new one is complete.
+        manifest: JSON object of the manifest, to which format, version and digests are added.
+        members: contents by name.
+
+    Raises:
+        ArtifactError: the file cannot be written.
+    """
     digests = {name: digest(members[name]) for name in sorted(members)}
     first = to_json({"format": FORMAT, "version": ARCHIVE_VERSION, **manifest, "digests": digests})
     target = Path(os.path.realpath(path))
@@ -52,7 +62,11 @@ def write(path: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes])
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The manifest and every other member, all of them complete and as they were written. Else `ArtifactError`."""
+    """Return the manifest and the contents of all other members, whose digests have been checked.
+
+    Raises:
+        ArtifactError: the file cannot be read, is damaged, or has another format or version.
+    """
     try:
         with path.open("rb") as file:
             members = _unzip(path, file)
@@ -95,13 +109,13 @@ def _unzip(path: Path, file: BinaryIO) -> dict[str, bytes]:
                 members[entry.filename] = archive.read(entry)
     except ArtifactError:
         raise
-    except Exception as error:  # zipfile raises half a dozen kinds on damaged headers
+    except Exception as error:  # zipfile raises many types of errors for damaged headers
         raise ArtifactError(str(path), None, f"damaged or cut off: {error}", remedy=SAVE_AGAIN) from error
     return members
 
 
 def _manifest(path: Path, members: dict[str, bytes]) -> dict[str, Any]:
-    """The manifest, taken out of the members, of a file that this version can read."""
+    """Remove the manifest from the members and return it. Raise `ArtifactError` if this version cannot read it."""
     found = None
     with contextlib.suppress(ValueError):
         found = from_json(members.pop(MANIFEST, b""))
@@ -127,12 +141,12 @@ def digest(content: bytes) -> str:
 
 
 def to_json(value: Any) -> bytes:
-    """The same text for the same value; no infinities or NaN, which JSON does not have."""
+    """Return a value as compact JSON, always the same bytes for the same value. Infinities and NaN are not allowed."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def from_json(content: bytes) -> Any:
-    """`ValueError` where there is none."""
+    """Parse JSON. Raise `ValueError` if it is malformed."""
     try:
         return json.loads(content)
     except RecursionError:

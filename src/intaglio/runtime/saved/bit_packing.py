@@ -1,4 +1,5 @@
-"""Constants of few bits as a file holds them: levels one after the other, and the multiples of groups. Exact."""
+"""Lossless packing of constants with fewer than 8 bits: consecutive quantized values, and one multiple for each
+group."""
 
 from __future__ import annotations
 
@@ -9,15 +10,23 @@ import numpy as np
 from intaglio.ir import Packing
 
 MULTIPLE_BITS = 4
-"""Of a multiple less one."""
+"""Number of bits in which ``multiple - 1`` is stored."""
 BITS_AT_ONCE = 1 << 20
-"""Levels whose bits are in memory at a time; a multiple of 8, so that blocks end where bytes do."""
+"""Number of quantized values that are unpacked at a time, a multiple of 8, so that blocks end at byte boundaries."""
 
 
 def pack(array: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray] | None:
-    """int8 [C, ...] -> bytes of levels and of multiples; ``None`` when the numbers are none that ``packing`` says.
+    """Pack an int8 array into bits.
 
-    A group's multiple is the smallest that leaves whole levels within the bits: dividing by it loses nothing.
+    The multiple of a group is the smallest divisor for which all quotients are integers that fit the bits, so that the
+    division is exact.
+
+    Args:
+        array: s8[c, ...].
+        packing: number of bits, lowest value and group size.
+
+    Returns:
+        u8 bytes of quantized values and u8 bytes of multiples, or ``None`` if the array does not fit the packing.
     """
     rows = array.reshape(len(array), -1).astype(np.int16)
     high = packing.low + 2**packing.bits - 1
@@ -51,14 +60,14 @@ def unpack(levels: np.ndarray, multiples: np.ndarray, packing: Packing, shape: t
 
 
 def pack_bits(values: np.ndarray, bits: int) -> np.ndarray:
-    """Numbers below ``2**bits`` one after the other, highest bit first; the last byte is filled up with zeros."""
+    """Pack numbers below ``2**bits`` without gaps, highest bit first. The last byte is padded with zeros."""
     blocks = [values[start : start + BITS_AT_ONCE].astype(np.uint8) for start in range(0, len(values), BITS_AT_ONCE)]
     packed = [np.packbits(np.unpackbits(block[:, None], axis=1)[:, 8 - bits :]) for block in blocks]
     return np.concatenate(packed) if packed else np.zeros(0, np.uint8)
 
 
 def unpack_bits(data: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """Inverse of `pack_bits`: u8[count]. `ValueError` when the bytes are not as many as that takes."""
+    """Return u8[count], the inverse of `pack_bits`. Raise `ValueError` if the number of bytes is wrong."""
     if data.dtype != np.uint8 or data.shape != (-(-count * bits // 8),):
         raise ValueError(f"{data.dtype}{list(data.shape)} for {count} numbers of {bits} bits")
     values = np.zeros(count, np.uint8)
@@ -71,12 +80,13 @@ def unpack_bits(data: np.ndarray, bits: int, count: int) -> np.ndarray:
 
 
 def _groups(rows: np.ndarray, group: int) -> np.ndarray:
-    """[C, K] -> [C, groups, size]; the last group is filled up with zeros."""
+    """Reshape [c, k] to [c, groups, size], with zeros as padding of the last group."""
     return np.pad(rows, ((0, 0), (0, -rows.shape[1] % group))).reshape(len(rows), -1, group)
 
 
 def _multiples(groups: np.ndarray, low: int, high: int) -> np.ndarray:
-    """int16 [C, G]: the smallest divisor of each group that brings it into low..high; 1 where there is none."""
+    """Return s16[c, groups], the smallest divisor of each group that brings its values into low..high, or 1 if none
+    does."""
     common, best = np.gcd.reduce(groups, axis=-1), np.ones(groups.shape[:2], np.int16)
     lowest, highest = groups.min(-1), groups.max(-1)
     for multiple in range(2**MULTIPLE_BITS, 0, -1):

@@ -1,7 +1,9 @@
-"""Values, dimensions, types and graphs <-> JSON; `signatures` has the rest. Decoding makes only what is listed here.
+"""JSON encoding of values, dimensions, types and graphs; `signature_codec` has the rest. Decoding creates only the
+types listed here.
 
-What is decoded ends up in names and comments of C++ text, so identifiers are identifiers and texts are one line.
-A malformed entry raises `ValueError`, `TypeError`, `KeyError` or `IndexError`; callers turn them into `ArtifactError`.
+Decoded names and texts are printed into names and comments of C++ source, so identifiers are checked and texts must be
+a single line. A malformed entry raises `ValueError`, `TypeError`, `KeyError` or `IndexError`, which callers turn into
+`ArtifactError`.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ from intaglio.ir.dims import FloorDiv
 from intaglio.runtime.saved.bit_packing import pack, unpack
 
 LEVELS, MULTIPLES_SUFFIX = " levels", " multiples"
-"""Ends of the keys of a constant in few bits; a space keeps them out of the names of values."""
+"""Suffixes of the keys of a packed constant. Their space keeps them distinct from the names of values."""
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SHORT_ARRAY = 4
-"""Parameters per channel that stand in the text; more are in a tensor."""
+"""Maximum number of parameters per channel that are written in the JSON text. Longer arrays are stored in a tensor."""
 
 ARRAYS: Mapping[DType, Any] = {
     DType.U8: np.uint8,
@@ -55,21 +57,22 @@ NUMPY_KINDS = ("bool", "int8", "uint8", "int16", "int32", "int64", "float32", "f
 
 
 class NotStorableError(ValueError):
-    """A value that a file has no form for."""
+    """Raised for a value that has no form in a file."""
 
 
 # ---- values -------------------------------------------------------------------------------------------------------
 
 
 def encode(value: Any) -> Any:
-    """None, numbers, texts, lists and tuples of them, dimensions, torch's dtypes, layouts, memory formats, the CPU."""
+    """Return a value as JSON: None, numbers, strings, lists and tuples of them, symbolic dimensions, torch dtypes,
+    layouts and memory formats, and the CPU device. Raise `NotStorableError` for other values."""
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"float": str(value)}
     if isinstance(value, tuple) and type(value) in (tuple, torch.Size):
         return {"tuple": [encode(item) for item in value]}
-    if isinstance(value, list):  # torch.fx has an immutable one
+    if isinstance(value, list):  # torch.fx has a subclass of list
         return [encode(item) for item in value]
     if isinstance(value, Expression):
         return {"dim": encode_dim(value)}
@@ -84,7 +87,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Inverse of `encode`."""
+    """Return the value that `encode` wrote."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
@@ -110,27 +113,30 @@ def decode(value: Any) -> Any:
 
 
 def identifier(text: Any) -> str:
-    """``text`` if it can be a name in C and Python."""
+    """Return ``text`` if it is a valid name in C and Python. Raise `ValueError` otherwise."""
     if not isinstance(text, str) or not IDENTIFIER.fullmatch(text):
         raise ValueError(f"not a name: {text!r:.60}")
     return text
 
 
 def value_name(text: Any) -> str:
-    """Names of values: letters and digits of any script, and ``_``."""
+    """Return ``text`` if it is a valid name of a value, made of letters and digits of any script and ``_``. Raise
+    `ValueError` otherwise."""
     if not isinstance(text, str) or not text or not all(c.isalnum() or c == "_" for c in text):
         raise ValueError(f"not the name of a value: {text!r:.60}")
     return text
 
 
 def one_line(text: Any) -> str:
-    """Text that cannot end a comment of C++: no line break, no backslash."""
+    """Return ``text`` if it cannot end a C++ comment, that is, if it has no line break and no backslash. Raise
+    `ValueError` otherwise."""
     if not isinstance(text, str) or not text.isprintable() or "\\" in text:
         raise ValueError(f"not a line of text: {text!r:.60}")
     return text
 
 
 def whole(value: Any) -> int:
+    """Return ``value`` if it is an integer. Raise `TypeError` otherwise."""
     if type(value) is not int:
         raise TypeError(f"not an integer: {value!r:.60}")
     return value
@@ -140,7 +146,7 @@ def whole(value: Any) -> int:
 
 
 def encode_dim(dim: Dim) -> Any:
-    """Integer, or list of [atoms, coefficient]; an atom is a symbol or [numerator, divisor]."""
+    """Return an integer, or a list of [atoms, coefficient] in which an atom is a symbol or [numerator, divisor]."""
     if isinstance(dim, int):
         return dim
     return [[[_encode_atom(atom) for atom in monomial], coefficient] for monomial, coefficient in dim.terms]
@@ -166,7 +172,7 @@ def _decode_atom(value: Any) -> str | FloorDiv:
 
 
 class Numbers:
-    """Parameters per channel, one after the other in one float64 tensor; equal runs are kept once."""
+    """Parameters per channel, concatenated in one float64 tensor. Equal arrays are stored once."""
 
     def __init__(self, values: np.ndarray | None = None) -> None:
         self.values = np.zeros(0) if values is None else values
@@ -260,7 +266,14 @@ def _count(scales: Ref | tuple[float, ...]) -> int:
 
 
 def encode_graph(graph: Graph, numbers: Numbers, arrays: dict[str, np.ndarray], prefix: str = "") -> Any:
-    """The graph as JSON; its constants go to ``arrays``, those of bodies under the number of their operator."""
+    """Return the graph as JSON.
+
+    Args:
+        graph: the integer graph.
+        numbers: collects parameters per channel.
+        arrays: gets the constants.
+        prefix: prefix of the keys of constants. Those of a loop body start with the index of its operator.
+    """
     for name, array in graph.constants.items():
         arrays.update(_encode_constant(prefix + name, array, graph.types[name].packing))
     return {
@@ -273,10 +286,11 @@ def encode_graph(graph: Graph, numbers: Numbers, arrays: dict[str, np.ndarray], 
 
 
 def _encode_constant(key: str, array: np.ndarray, packing: Packing | None) -> dict[str, np.ndarray]:
-    """In few bits if its type says so, unless other numbers were put in that need eight."""
+    """Return the arrays of a constant by key, packed if its type says so. A constant whose values no longer fit the
+    bits is stored unpacked."""
     packed = pack(array, packing) if packing is not None else None
     if packed is None:
-        return {key: np.asarray(array, order="C")}  # ascontiguousarray would give a number an axis
+        return {key: np.asarray(array, order="C")}  # ascontiguousarray would turn a scalar into a 1-d array
     levels, multiples = packed
     return {key + LEVELS: levels} | ({key + MULTIPLES_SUFFIX: multiples} if len(multiples) else {})
 
@@ -318,7 +332,7 @@ def _decode_op(entry: Any, numbers: Numbers, arrays: Mapping[str, np.ndarray], p
 
 
 def _plain_attr(value: Any) -> Any:
-    """Attributes are printed into comments of C++ text."""
+    """Return an attribute value whose text is a single line, because attributes are printed into C++ comments."""
     one_line(str(value))
     return value
 

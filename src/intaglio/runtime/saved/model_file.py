@@ -1,4 +1,5 @@
-"""`QuantizedModel` <-> the members of a file. What a file holds is said in docs/deploying.md, "Saving and loading"."""
+"""Conversion between a `QuantizedModel` and the members of a file. docs/deploying.md, "Saving and loading", describes
+the file."""
 
 from __future__ import annotations
 
@@ -36,17 +37,17 @@ from intaglio.runtime.saved.signature_codec import decode_signature, encode_sign
 from intaglio.signature import bind, dims_of
 
 REBUILT = ("integer", "plan", "program")
-"""Stages whose text follows from the graph."""
+"""Stages whose text is not stored because it follows from the graph."""
 
 SCALES_MEMBER = "scales of channels"
-"""Key of the tensor beside the constants; a space keeps it out of the names of values."""
+"""Key of the tensor of scales among the constants. Its spaces keep it distinct from the names of values."""
 
 Element = TypeVar("Element")
 
 
 @dataclass(frozen=True)
 class Example:
-    """A call's tensors, in the order of the signature's inputs, and the digest of what must come of it."""
+    """Tensors of a call in the order of the signature's inputs, and the digest of their expected results."""
 
     tensors: tuple[torch.Tensor, ...]
     digest: str
@@ -54,8 +55,8 @@ class Example:
 
 @dataclass(frozen=True)
 class Library:
-    """A shared object for one instruction set. ``key``: digest of the text it was compiled from; ``schedules``: those
-    the text was printed with, by output value."""
+    """A shared library for one instruction set, the digest of the text it was compiled from (``key``), and the
+    schedules of that text by output value."""
 
     content: bytes = field(repr=False)
     key: str
@@ -63,20 +64,32 @@ class Library:
 
 
 def library_of(program: Program, content: bytes) -> Library:
-    """What a file holds of a program whose shared object these bytes are."""
+    """Return the library of a program from the bytes of its shared library."""
     return Library(content, program_key(program), program.notes.get("schedules", {}))
 
 
 def build_library(program: Program) -> Library:
-    """Compiled (or taken from the cache), and never loaded: this machine need not run the instruction set."""
+    """Compile a program, or find it in the cache, without loading it. This machine need not support the instruction
+    set."""
     return library_of(program, build_program(program).read_bytes())
 
 
 @dataclass(frozen=True)
 class Saved:
-    """All that a file holds. ``coverage`` lacks the bytes after, which depend on the instruction set. ``schedules``:
-    those a search chose, by instruction set and output value. ``on_new_shape``: what the model did; a file has no
-    float model. ``bodies``: of loops that float parts run, by name."""
+    """Contents of a file.
+
+    Attributes:
+        graph: the integer graph.
+        signature: arguments and results of a call.
+        islands: module and size arguments of every float island, by key.
+        coverage: the coverage, without ``bytes_after``, which depends on the instruction set.
+        about: name, notes and stage texts.
+        libraries: compiled programs by instruction set.
+        example: a call and the digest of its results.
+        schedules: schedules that a search chose, by instruction set and output value.
+        on_new_shape: policy of the saved model; the float model itself is not stored.
+        bodies: bodies of loops in float islands, by name.
+    """
 
     graph: Graph
     signature: Signature
@@ -94,12 +107,12 @@ class Saved:
 
 
 def save(saved: Saved, path: str | Path, version: str) -> None:
-    """Write all of it or, with an `ArtifactError`, nothing."""
+    """Write a file completely, or raise `ArtifactError` and write nothing."""
     write(Path(path), *_members(saved, path, version))
 
 
 def _members(saved: Saved, path: str | Path, version: str) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Manifest and members; those of the body of a loop behind its name."""
+    """Return the manifest and the members by name. Members of a loop body have the name of the loop as a prefix."""
     numbers, arrays = Numbers(), dict[str, np.ndarray]()
     calls = {key: calls_of(module) for key, (module, _) in saved.islands.items()}
     try:
@@ -151,7 +164,8 @@ def _members(saved: Saved, path: str | Path, version: str) -> tuple[dict[str, An
 def _island_members(
     islands: Mapping[str, tuple[nn.Module, tuple[Dim, ...]]], calls: Mapping[str, IslandProgram]
 ) -> tuple[dict[str, torch.Tensor], Any]:
-    """Tensors by key, each memory once; and the lists of calls, which name tensors by key."""
+    """Return the tensors of all islands by key, with shared memory stored once, and JSON of their calls, which refer to
+    tensors by key."""
     tensors: dict[str, torch.Tensor] = {}
     keys: dict[Any, str] = {}
     entries = {}
@@ -183,7 +197,7 @@ def _stored(tensor: torch.Tensor) -> torch.Tensor:
 def _safetensors(path: str | Path, writer: Callable[[Any], bytes], tensors: Mapping[str, Any]) -> bytes:
     try:
         return writer(dict(sorted(tensors.items())))
-    except Exception as error:  # safetensors names no kind of its own for what it refuses
+    except Exception as error:  # safetensors has no exception class for tensors it refuses
         raise ArtifactError(str(path), None, f"a tensor of this model cannot be saved: {error}") from error
 
 
@@ -199,7 +213,8 @@ def _schedule_entries(schedules: Mapping[str, Schedule]) -> Any:
 
 
 def load(path: str | Path) -> Saved:
-    """What the file at ``path`` holds. `ArtifactError` when it is damaged, foreign, from another version, or wrong."""
+    """Return the contents of a file. Raise `ArtifactError` if it is damaged, has another format or version, or is
+    invalid."""
     manifest, members = read(Path(path))
     try:
         return _decoded(manifest, members)
@@ -224,7 +239,8 @@ def load(path: str | Path) -> Saved:
 
 
 def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> Saved:
-    """Empties ``members``, so that none is in memory longer than it must."""
+    """Decode a manifest and its members. Members are removed from ``members`` as they are read, to free memory
+    early."""
     arrays = safetensors.numpy.load(_take(members, "weights.safetensors"))
     numbers = Numbers(arrays.pop(SCALES_MEMBER))
     graph = verify(decode_graph(from_json(_take(members, "graph.json")), numbers, arrays), "load")
@@ -273,7 +289,7 @@ def _take(members: dict[str, bytes], name: str) -> bytes:
 
 
 def _islands(entries: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[FloatCalls, tuple[Dim, ...]]]:
-    """Loops among them lack their bodies."""
+    """Return every float island and its size arguments by key. Loops inside have no bodies yet."""
     islands: dict[str, tuple[FloatCalls, tuple[Dim, ...]]] = {}
     for key, entry in entries.items():
         loops = {
@@ -294,7 +310,7 @@ def _float_part(key: str, entry: Any, tensors: Mapping[str, torch.Tensor], loops
 
 
 def _check_references(graph: Graph, signature: Signature, islands: Mapping[str, Any]) -> None:
-    """Signature, graph and islands speak of the same values."""
+    """Raise `ValueError` unless signature, graph and islands refer to the same values."""
     types = tuple(graph.types[name] for name in graph.inputs)
     if types != (*[entry.type for entry in signature.inputs], *[kept.type for kept in signature.state]):
         raise ValueError("the signature's inputs are not the graph's")
@@ -325,7 +341,7 @@ def _coverage(entry: Any, notes: tuple[str, ...]) -> Coverage:
 
 
 PARTS = ("floats", "hosts", "loops")
-"""Of a `Coverage`, what is no number."""
+"""Fields of `Coverage` that are lists of operators, not counts."""
 
 
 def _checked_part(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -342,12 +358,13 @@ def _text(value: Any) -> str:
 
 
 def example_of(signature: Signature, example: Any, byte_inputs: Collection[int]) -> tuple[torch.Tensor, ...]:
-    """Copies of the tensors of a call (`leaves_of`)."""
+    """Return copies of the tensors of a call, as `leaves_of` finds them."""
     return tuple(leaf.detach().clone() for leaf in leaves_of(signature, example, byte_inputs))
 
 
 def leaves_of(signature: Signature, example: Any, byte_inputs: Collection[int]) -> list[torch.Tensor]:
-    """Tensors of a call: a tuple of arguments, a dictionary of keyword arguments, or the only argument."""
+    """Return the tensors of a call that is given as a tuple of arguments, a dictionary of keyword arguments or the only
+    argument. Raise `InputError` if they do not fit the signature."""
     args, kwargs = (), {}
     if isinstance(example, Mapping) and set(example) <= set(signature.names):
         kwargs = dict(example)
@@ -359,7 +376,7 @@ def leaves_of(signature: Signature, example: Any, byte_inputs: Collection[int]) 
 
 
 def exact_values(graph: Graph) -> frozenset[str]:
-    """Values no float part has touched: they have the same bits on every CPU."""
+    """Return the names of values that do not depend on a float island and are therefore bit-identical on every CPU."""
     exact = {*graph.inputs, *graph.constants}
     for op in graph.ops:
         if not op.is_island and exact.issuperset(op.inputs):
@@ -368,7 +385,7 @@ def exact_values(graph: Graph) -> frozenset[str]:
 
 
 def digest_of(values: Mapping[str, torch.Tensor], names: Sequence[str]) -> str:
-    """Of element types, shapes and bytes."""
+    """Return the SHA-256 digest of names, element types, shapes and contents of the named tensors."""
     total = hashlib.sha256()
     for name in names:
         tensor = values[name].contiguous()

@@ -1,4 +1,5 @@
-"""Signatures, and the structures of calls and results <-> JSON. Decoding makes only what is listed here."""
+"""JSON encoding of signatures and of the nested structure of arguments and results. Decoding creates only the types
+listed here."""
 
 from __future__ import annotations
 
@@ -26,11 +27,20 @@ from intaglio.runtime.saved.json_codec import (
 from intaglio.torch_private import pytree
 
 STATE = "state "
-"""In front of the keys of what buffers held; a space keeps them out of the names of values."""
+"""Prefix of the keys of mutable buffers' initial values. Its space keeps them distinct from the names of values."""
 
 
 def encode_signature(signature: Signature, numbers: Numbers, arrays: dict[str, np.ndarray]) -> Any:
-    """What buffers held goes to ``arrays``. Raises `NotStorableError` that names the leaf or container."""
+    """Return the signature as JSON.
+
+    Args:
+        signature: the signature.
+        numbers: collects parameters per channel.
+        arrays: gets the initial values of mutable buffers.
+
+    Raises:
+        NotStorableError: a leaf or a container has no form in a file; the error names it.
+    """
     arrays.update({STATE + entry.name: entry.initial for entry in signature.state})
     return {
         "inputs": [[entry.name, entry.leaf, encode_type(entry.type, numbers)] for entry in signature.inputs],
@@ -92,7 +102,7 @@ def _leaf(where: str, value: Any) -> Any:
 
 
 def encode_tree(tree: pytree.TreeSpec | None, where: str) -> Any:
-    """Structure of nested tuples, lists and dictionaries, ``0`` where a leaf is."""
+    """Return the structure of nested tuples, lists and dictionaries as JSON, with ``0`` for each leaf."""
     if tree is None:
         return None
     numbered = pytree.tree_unflatten([0] * tree.num_leaves, tree)
@@ -117,12 +127,14 @@ def _encode_structure(value: Any, where: str) -> Any:
 
 
 def _is_record(kind: type) -> bool:
-    """A dictionary with fields that torch knows as a container, as results of transformers' models are."""
+    """Return whether a class is a dictionary with fields that pytree knows as a container, like the outputs of
+    transformers."""
     return issubclass(kind, OrderedDict) and kind in pytree.SUPPORTED_NODES
 
 
 def decode_tree(entry: Any) -> pytree.TreeSpec | None:
-    """A record is of its class where the program has imported that, else an OrderedDict: loading imports nothing."""
+    """Return the structure that `encode_tree` wrote. A record gets its class if the module of that class is already
+    imported, and otherwise becomes an OrderedDict, because loading imports nothing."""
     return None if entry is None else pytree.tree_structure(_decode_structure(entry))
 
 
@@ -146,7 +158,7 @@ def _decode_structure(entry: Any) -> Any:
 
 
 def _imported(name: str) -> type | None:
-    """The class ``module:name``, if its module is imported and torch knows it as a container."""
+    """Return the class ``module:name`` if its module is imported and pytree knows it as a container, else ``None``."""
     module, _, path = name.partition(":")
     kind = getattr(sys.modules.get(module), path, None)
     return kind if isinstance(kind, type) and _is_record(kind) else None

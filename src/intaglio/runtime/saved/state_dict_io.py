@@ -1,4 +1,4 @@
-"""`state_dict` of a `QuantizedModel`: its integer graph as tensors, and back into a model of the same operators."""
+"""The state dictionary of a `QuantizedModel`: conversion of its integer graph to tensors and back."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from intaglio.runtime.saved.json_codec import Numbers, decode_graph, encode_grap
 from intaglio.runtime.saved.model_file import SCALES_MEMBER
 
 GRAPH = "graph"
-"""Key of the graph's text, as bytes; those of its constants begin with it and a dot."""
+"""Key of the graph's JSON text as bytes. The keys of its constants are this key, a dot and the name."""
 
 CLAMP_ATTRS = frozenset({"low", "high"})
-"""Attributes that follow from scales."""
+"""Attributes whose values follow from scales and may therefore differ."""
 
 LOAD_SAME_MODEL = "load it into a model of the same float model and recipe; intaglio.load reads whole models from files"
 
 
 def tensors_of(graph: Graph) -> dict[str, torch.Tensor]:
-    """Copies: writing into them changes no program."""
+    """Return copies of the graph's text, constants and scales as tensors by key."""
     numbers, arrays = Numbers(), dict[str, np.ndarray]()
     text = to_json(encode_graph(graph, numbers, arrays))
     arrays[SCALES_MEMBER] = numbers.array()
@@ -36,7 +36,11 @@ def tensors_of(graph: Graph) -> dict[str, torch.Tensor]:
 
 
 def graph_of(state: Mapping[str, Any], like: Graph) -> Graph:
-    """The graph these tensors hold, if it differs from ``like`` in numbers only. Else `ArtifactError`."""
+    """Return the graph that the tensors of a state dictionary hold.
+
+    Raises:
+        ArtifactError: the state holds no graph, or one that differs from ``like`` in more than weights and scales.
+    """
     try:
         arrays = {key.removeprefix(f"{GRAPH}."): tensor.detach().cpu().numpy() for key, tensor in state.items()}
         text, numbers = arrays.pop(GRAPH).tobytes(), Numbers(arrays.pop(SCALES_MEMBER))
@@ -50,7 +54,8 @@ def graph_of(state: Mapping[str, Any], like: Graph) -> Graph:
 
 
 def with_levels_of(signature: Signature, graph: Graph) -> Signature:
-    """With buffers of levels as a graph of other numbers has them; what they held at first is rounded to these."""
+    """Return the signature with the quantization parameters of mutable buffers from ``graph``. Their initial values are
+    requantized."""
     return replace(signature, state=tuple(_in_levels(kept, graph.types[kept.name]) for kept in signature.state))
 
 
@@ -64,7 +69,7 @@ def _in_levels(kept: State, kind: TensorType) -> State:
 
 
 def difference(graph: Graph, like: Graph) -> str | None:
-    """The first thing but numbers in which two graphs differ."""
+    """Return a text with the first difference between two graphs other than weights and scales, or ``None``."""
     for name, other in like.types.items():
         kind = graph.types.get(name)
         if kind is None or (kind.shape, kind.dtype) != (other.shape, other.dtype):
